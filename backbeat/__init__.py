@@ -1,0 +1,36 @@
+"""backbeat: how data-parallel training will scale, and the gradient schedule that makes it fastest.
+
+The names below are imported when first used, so that `import backbeat` costs nothing.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from backbeat.errors import BackbeatError, InputError
+    from backbeat.model import Network, Plan, Prediction, Profile
+    from backbeat.planners import plan
+    from backbeat.simulate import predict
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "BackbeatError": "backbeat.errors",
+    "InputError": "backbeat.errors",
+    "Network": "backbeat.model",
+    "Plan": "backbeat.model",
+    "Prediction": "backbeat.model",
+    "Profile": "backbeat.model",
+    "plan": "backbeat.planners",
+    "predict": "backbeat.simulate",
+}
+
+__all__ = ["BackbeatError", "InputError", "Network", "Plan", "Prediction", "Profile", "plan", "predict"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(import_module(_HOME[name]), name)
+    raise AttributeError(f"module 'backbeat' has no attribute {name!r}")

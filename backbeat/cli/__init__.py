@@ -1,0 +1,55 @@
+"""The command line: one thin module per verb, each a typed function that imports what it needs when it runs.
+
+Nothing here may import numpy, torch or rich at module level: `backbeat --help` must cost no more than typer itself.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from backbeat.errors import BackbeatError
+
+app = typer.Typer(
+    name="backbeat",
+    help="Predict how data-parallel training scales, and plan the gradient communication that makes it fastest.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        from backbeat import __version__
+
+        typer.echo(f"backbeat {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _backbeat(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+def main() -> None:
+    """Run the command line; what the user can mend is one line on stderr and an exit code."""
+    try:
+        app(prog_name="backbeat")
+    except BackbeatError as error:
+        print(f"backbeat: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+
+
+from backbeat.cli import demo, plan, predict, zoo  # noqa: E402
+
+app.command("demo")(demo.demo)
+app.command("predict")(predict.predict)
+app.command("plan")(plan.plan)
+app.command("zoo")(zoo.zoo)

@@ -1,0 +1,27 @@
+"""The exceptions backbeat raises on purpose, and the exit code each one means."""
+
+from __future__ import annotations
+
+
+class BackbeatError(Exception):
+    """Something backbeat can explain in one line. The command line prints it and exits with `exit_code`."""
+
+    exit_code = 1
+
+
+class InputError(BackbeatError, ValueError):
+    """What the user gave breaks a rule: the message says the value, the rule and what to do."""
+
+    exit_code = 2
+
+
+class MissingPartError(BackbeatError):
+    """Something optional is needed and absent (torch, root, a GPU): the message says how to get it."""
+
+    exit_code = 3
+
+
+class MeasurementError(BackbeatError):
+    """A measurement could not be finished: a rank died, a device ran out of memory."""
+
+    exit_code = 4

@@ -1,0 +1,185 @@
+"""Reading and writing backbeat's own files: strict in, whole out.
+
+Every file says which schema it follows. A name that is no path is looked up in the zoo, so that
+`resnet50-b64-bf16-h200` and `./mine.json` are loaded by the same call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import gzip
+import os
+import re
+import tempfile
+import zlib
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from backbeat.errors import InputError
+
+T = TypeVar("T", bound="Document")
+
+ZOO = Path(__file__).resolve().parent.parent / "zoo"
+
+
+class Document(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True, dict=True):
+    """A value that has a file of its own. Subclasses set `SCHEMA`, the file's first field, and `FOLDER` in the zoo."""
+
+    @property
+    def schema(self) -> str:
+        return str(getattr(type(self), "SCHEMA", ""))
+
+    @classmethod
+    def load(cls: type[T], name: str | os.PathLike[str]) -> T:
+        """Read a file, or a bundled one by its name."""
+        path = find(name, cls)
+        return decode(read(path), cls, where=str(path))
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the file whole or not at all."""
+        write(path, encode(self))
+
+
+def find(name: str | os.PathLike[str], kind: type[Document]) -> Path:
+    path = Path(name)
+    if path.is_file():
+        return path
+    text = os.fspath(name)
+    if path.is_dir():
+        raise InputError(f"{text} is a folder: give the {_noun(kind)} file in it")
+    looks_like_path = os.sep in text or text.endswith((".json", ".gz"))
+    names = bundled(kind)
+    if not looks_like_path and text in names:
+        return names[text]
+    if looks_like_path:
+        raise InputError(f"{text}: no such file. Check the path, or name a bundled {_noun(kind)} (`backbeat zoo`)")
+    close = difflib.get_close_matches(text, names, n=3, cutoff=0.4)
+    hint = f"did you mean {' or '.join(close)}?" if close else "`backbeat zoo` lists the bundled ones."
+    raise InputError(f"{text!r} is neither a file nor a bundled {_noun(kind)}: {hint}")
+
+
+def bundled(kind: type[Document]) -> dict[str, Path]:
+    """The zoo's files of one kind, by name."""
+    folder = ZOO / str(getattr(kind, "FOLDER", ""))
+    files = sorted(folder.glob("*.json")) + sorted(folder.glob("*.json.gz"))
+    return {file.name.removesuffix(".gz").removesuffix(".json"): file for file in files}
+
+
+def read(path: Path) -> bytes:
+    try:
+        raw = path.read_bytes()
+        return gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise InputError(f"{path}: the compressed file is damaged or cut short ({error}): copy it again") from None
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror})") from None
+
+
+def decode(raw: bytes, kind: type[T], where: str) -> T:
+    """Bytes of JSON to a checked value; every refusal names the place in the file."""
+    wanted = str(getattr(kind, "SCHEMA", ""))
+    data = _json(raw, where, wanted)
+    if not isinstance(data, dict):
+        raise InputError(f"{where}: a {wanted} file holds one JSON object, this holds a {type(data).__name__}")
+    found = data.pop("schema", None)
+    if found is None:
+        raise InputError(f'{where}: the field "schema" is missing: add "schema": "{wanted}"')
+    if found != wanted:
+        raise InputError(f"{where}: schema is {found!r}, but {wanted!r} is needed here{_schema_advice(found, wanted)}")
+    try:
+        return msgspec.convert(data, kind, strict=True)
+    except msgspec.ValidationError as error:
+        raise InputError(f"{where}: {_place(str(error))}") from None
+
+
+def encode(document: Document) -> bytes:
+    body = msgspec.to_builtins(document)
+    text = msgspec.json.encode({"schema": document.schema, **body})
+    return _one_item_a_line(msgspec.json.format(text, indent=1)) + b"\n"
+
+
+def write(path: str | os.PathLike[str], data: bytes) -> None:
+    """Write through a temporary file beside the target, so that a half-written file never has its name."""
+    target = Path(path)
+    if target.name.endswith(".gz"):
+        data = gzip.compress(data, mtime=0)
+    if target.is_dir():
+        raise InputError(f"{target} is a folder: give a file name to write")
+    try:
+        handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+    except OSError as error:
+        raise InputError(f"{target}: cannot be written ({error.strerror}): make the folder or choose another") from None
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+        umask = os.umask(0)
+        os.umask(umask)
+        os.chmod(temporary, 0o666 & ~umask)
+        os.replace(temporary, target)
+    except BaseException as error:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary)
+        if isinstance(error, OSError):
+            raise InputError(f"{target}: cannot be written ({error.strerror})") from None
+        raise
+
+
+def json_schema(kind: type[Document]) -> dict[str, Any]:
+    """The JSON Schema of a file, generated from the type that reads it."""
+    name = str(getattr(kind, "SCHEMA", ""))
+    schema = msgspec.json.schema(kind)
+    body = schema["$defs"][kind.__name__]
+    body["properties"] = {"schema": {"const": name}, **body["properties"]}
+    body["required"] = ["schema", *body.get("required", [])]
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "$id": name, **schema}
+
+
+def _json(raw: bytes, where: str, wanted: str) -> Any:
+    if not raw.strip():
+        raise InputError(f"{where}: the file is empty: a {wanted} file was expected")
+    try:
+        return msgspec.json.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        match = re.search(r"byte (\d+)", str(error))
+        at = min(int(match.group(1)), len(raw)) if match else len(raw)
+        line, column = raw.count(b"\n", 0, at) + 1, at - raw.rfind(b"\n", 0, at)
+        word = re.match(rb"-?(NaN|Infinity|nan|inf)", raw[max(at - 1, 0) : at + 12].lstrip(b":[, "))
+        if word:
+            why = f"{word.group(0).decode()} is not a number: every figure must be finite; measure it again"
+        elif "truncated" in str(error):
+            why = "the file ends in the middle: it was cut short; copy or write it again"
+        else:
+            why = f"not JSON ({error})"
+        raise InputError(f"{where}, line {line} column {column}: {why}") from None
+
+
+def _place(message: str) -> str:
+    """msgspec's `what - at `$.place`` as `place: what`, with advice where the rule is known."""
+    what, _, place = message.partition(" - at `")
+    place = place.rstrip("`").removeprefix("$").removeprefix(".")
+    if "missing required field" in what:
+        what += ": add it"
+    elif "contains unknown field" in what:
+        what += ": remove it, or check its spelling"
+    return f"{place}: {what}" if place else what
+
+
+def _schema_advice(found: object, wanted: str) -> str:
+    kind = wanted.split("/")[0]
+    if isinstance(found, str) and found.split("/")[0] == kind:
+        return ": it was written by another version of backbeat; upgrade, or write it again"
+    if isinstance(found, str) and found.startswith("backbeat."):
+        return f": give the {kind.removeprefix('backbeat.')} file in this place"
+    return ""
+
+
+def _noun(kind: type[Document]) -> str:
+    return kind.__name__.lower()
+
+
+def _one_item_a_line(text: bytes) -> bytes:
+    """Fold the innermost objects and lists onto one line each: files stay small and diffs readable."""
+    return re.sub(rb"[\[{]\s*[^\[\]{}]*?[\]}]", lambda match: re.sub(rb"\n\s*", b" ", match.group(0)), text)

@@ -1,0 +1,127 @@
+"""Which gradients travel together, in which order, and on which channel."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+from typing import Annotated, ClassVar
+
+import msgspec
+from msgspec import Meta
+from msgspec.structs import force_setattr
+
+from backbeat.errors import InputError
+from backbeat.model.checks import at_least, not_negative
+from backbeat.model.files import Document
+from backbeat.model.profile import Profile
+
+
+class Group(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Gradients that travel in one collective."""
+
+    gradients: Annotated[tuple[str, ...], Meta(min_length=1)]
+    channel: Annotated[int, Meta(ge=0)]
+
+    def __post_init__(self) -> None:
+        force_setattr(self, "gradients", tuple(self.gradients))
+        if not self.gradients:
+            raise InputError("gradients is empty: a group carries at least one gradient; remove the group")
+        at_least("channel", self.channel, 0)
+
+
+class DynamicFusion(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Groups formed while training runs, as Horovod does: at each tick, whatever is ready, up to the buffer."""
+
+    buffer_bytes: Annotated[int, Meta(ge=1)] = 64 * 2**20
+    cycle_s: Annotated[float, Meta(gt=0)] = 1e-3
+    copy_bytes_per_s: Annotated[float, Meta(gt=0)] = 1e12
+    """Rate at which gradients are copied into and out of the fusion buffer; a tensor alone is not copied."""
+
+    def __post_init__(self) -> None:
+        at_least("buffer_bytes", self.buffer_bytes, 1)
+        for field in ("cycle_s", "copy_bytes_per_s"):
+            not_negative(field, getattr(self, field))
+            if getattr(self, field) == 0:
+                raise InputError(f"{field} is 0: it must be above zero")
+
+
+class Plan(Document, frozen=True, kw_only=True):
+    """Groups in launch order."""
+
+    SCHEMA: ClassVar[str] = "backbeat.plan/1"
+    FOLDER: ClassVar[str] = "plans"
+
+    strategy: str
+    model: str
+    channels: Annotated[int, Meta(ge=1)]
+    groups: Annotated[tuple[Group, ...], Meta(min_length=1)]
+    workers: Annotated[int, Meta(ge=1)] | None = None
+    dynamic: DynamicFusion | None = None
+    """Present where groups are formed at run time; `groups` is then what the simulation formed."""
+    predicted: dict[str, float | int | str | None] | None = None
+    notes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for field in ("groups", "notes"):
+            force_setattr(self, field, tuple(getattr(self, field)))
+        at_least("channels", self.channels, 1)
+        if self.workers is not None:
+            at_least("workers", self.workers, 1)
+        if not self.groups:
+            raise InputError("groups is empty: a plan has at least one group; make it again with `backbeat plan`")
+        seen: dict[str, int] = {}
+        for index, group in enumerate(self.groups):
+            if group.channel >= self.channels:
+                raise InputError(
+                    f"groups[{index}].channel is {group.channel}, but channels is {self.channels}: "
+                    f"channels are numbered 0 to {self.channels - 1}"
+                )
+            for name in group.gradients:
+                if name in seen:
+                    raise InputError(
+                        f"groups[{index}] names {name!r}, already in groups[{seen[name]}]: "
+                        "a gradient travels once; remove one of the two"
+                    )
+                seen[name] = index
+
+    @classmethod
+    def from_groups(
+        cls,
+        profile: Profile,
+        groups: Iterable[Sequence[str]],
+        channels: int = 1,
+        *,
+        strategy: str = "custom",
+        workers: int | None = None,
+    ) -> Plan:
+        """A plan with these groups, launched in the order given, round robin over the channels."""
+        at_least("channels", channels, 1)
+        plan = cls(
+            strategy=strategy,
+            model=profile.model,
+            workers=workers,
+            channels=channels,
+            groups=tuple(
+                Group(gradients=tuple(names), channel=place % channels) for place, names in enumerate(groups)
+            ),
+        )
+        plan.check(profile)
+        return plan
+
+    def check(self, profile: Profile) -> None:
+        """Refuse a plan that names gradients the profile does not have."""
+        known = profile.index
+        for index, group in enumerate(self.groups):
+            for name in group.gradients:
+                if name not in known:
+                    close = difflib.get_close_matches(name, known, n=1)
+                    raise InputError(
+                        f"groups[{index}] names {name!r}, which the profile {profile.name!r} does not have"
+                        + (f" (nearest: {close[0]!r})" if close else "")
+                        + f": the plan was made for {self.model!r}; make one for this profile with `backbeat plan`"
+                    )
+
+    def missing(self, profile: Profile) -> list[str]:
+        """Gradients of the profile that no group names, in ready order."""
+        named = {name for group in self.groups for name in group.gradients}
+        return [gradient.name for gradient in profile.gradients if gradient.name not in named]

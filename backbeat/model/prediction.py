@@ -1,0 +1,73 @@
+"""What one iteration will take, and why."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Span(msgspec.Struct, frozen=True):
+    """One bar of a timeline. Lanes are `compute` and `channel 0`, `channel 1`, …"""
+
+    lane: str
+    name: str
+    start_s: float
+    end_s: float
+    bytes: int = 0
+
+
+class Breakdown(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the exposed time comes from. The parts add up to it."""
+
+    startup_s: float = 0.0
+    """After backward, some message is starting and none is moving bytes."""
+    bandwidth_s: float = 0.0
+    """Bytes moving after backward that would not have fitted behind it on this link, whatever the grouping."""
+    waiting_s: float = 0.0
+    """The rest of the communication after backward: it was held back until the last gradients were ready."""
+    stragglers_s: float = 0.0
+    """Waiting for the slowest worker."""
+    buffers_s: float = 0.0
+    """Broadcasting module buffers before forward."""
+
+
+class Band(msgspec.Struct, frozen=True, kw_only=True):
+    """How much iterations differ from each other, as the profile's own iteration times say."""
+
+    p10_s: float
+    p90_s: float
+    extrapolated: bool = False
+    """More workers than measured iterations: the tail is fitted, not seen."""
+
+
+class Prediction(msgspec.Struct, frozen=True, kw_only=True):
+    """One (profile, network, plan), predicted."""
+
+    strategy: str
+    workers: int
+    channels: int
+    groups: int
+    iteration_s: float
+    """T(N), straggler wait included."""
+    single_s: float
+    """T(1), the same iteration on one worker."""
+    scaling_factor: float
+    """T(1) / T(N)."""
+    exposed_s: float
+    """T(N) - T(1)."""
+    bound_s: float
+    """No plan that ends its communication within the iteration is faster than this."""
+    samples_per_s: float
+    """Of the whole job."""
+    breakdown: Breakdown
+    bottleneck: str
+    """`compute`, or the largest part of the breakdown: `startup`, `bandwidth`, `waiting`, `stragglers`, `buffers`."""
+    band: Band | None = None
+    extrapolated: bool = False
+    """Some figure lies beyond what was measured; `notes` says which."""
+    timeline: tuple[Span, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def gap(self) -> float:
+        """How far this plan is above the bound, as a share of it."""
+        return self.iteration_s / self.bound_s - 1 if self.bound_s > 0 else 0.0

@@ -1,0 +1,151 @@
+"""What one worker computes: when each gradient is ready, and how large it is."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import TYPE_CHECKING, Annotated, ClassVar
+
+import msgspec
+from msgspec import Meta
+from msgspec.structs import force_setattr
+
+from backbeat.errors import InputError
+from backbeat.model.checks import at_least, not_negative, unique
+from backbeat.model.files import Document
+from backbeat.model.source import Source, is_analytic
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+Seconds = Annotated[float, Meta(ge=0)]
+Bytes = Annotated[int, Meta(ge=0)]
+
+# Clocks round: a ready time may pass the end of backward by this share of it before it is called wrong.
+_CLOCK_SLACK = 1e-6
+
+
+class Gradient(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """One parameter's gradient tensor."""
+
+    name: str
+    bytes: Bytes
+    """What travels: elements times the size of the gradient's dtype."""
+    ready_s: Seconds
+    """When backward has finished it, counted from the start of backward."""
+    forward_s: Seconds | None = None
+    """The forward time of the module that owns the parameter; on the module's first parameter, 0 on its others."""
+    activation_bytes: Bytes | None = None
+    """What that module saves for backward, counted in the same way."""
+
+    def __post_init__(self) -> None:
+        not_negative("bytes", self.bytes)
+        not_negative("ready_s", self.ready_s)
+        not_negative("forward_s", self.forward_s)
+        not_negative("activation_bytes", self.activation_bytes)
+
+
+class Memory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Device memory of one worker, by kind."""
+
+    parameter_bytes: Bytes = 0
+    gradient_bytes: Bytes = 0
+    optimizer_bytes: Bytes = 0
+    buffer_bytes: Bytes = 0
+    activation_bytes: Bytes = 0
+    """Saved for backward at the end of forward."""
+    steady_bytes: Bytes = 0
+    """Between iterations."""
+    peak_bytes: Bytes = 0
+    """The most at any moment of an iteration."""
+
+
+class Profile(Document, frozen=True, kw_only=True):
+    """One training iteration of one worker, with its gradients in ready order."""
+
+    SCHEMA: ClassVar[str] = "backbeat.profile/1"
+    FOLDER: ClassVar[str] = "profiles"
+
+    name: str
+    model: str
+    batch_size: Annotated[int, Meta(ge=1)]
+    """Samples per worker and iteration (per micro-batch where gradients are accumulated)."""
+    precision: str
+    device: str
+    forward_s: Seconds
+    backward_s: Seconds
+    update_s: Seconds
+    gradients: Annotated[tuple[Gradient, ...], Meta(min_length=1)]
+    iteration_s: tuple[Seconds, ...] = ()
+    """Single-worker iteration times as measured, one by one: what the straggler wait is drawn from."""
+    buffer_bytes: Bytes = 0
+    """Module buffers (batch-norm statistics and the like) that DDP broadcasts before each forward."""
+    accumulation: Annotated[int, Meta(ge=1)] = 1
+    """Micro-batches per iteration; `forward_s` and `backward_s` are of one of them."""
+    memory: Memory | None = None
+    source: Source | str | None = None
+    notes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for field in ("gradients", "iteration_s", "notes"):
+            force_setattr(self, field, tuple(getattr(self, field)))
+        at_least("batch_size", self.batch_size, 1)
+        at_least("accumulation", self.accumulation, 1)
+        for field in ("forward_s", "backward_s", "update_s", "buffer_bytes"):
+            not_negative(field, getattr(self, field))
+        for index, seconds in enumerate(self.iteration_s):
+            not_negative(f"iteration_s[{index}]", seconds)
+        if not self.gradients:
+            raise InputError("gradients is empty: a profile needs at least one gradient; profile a model that trains")
+        unique(
+            "gradients", (gradient.name for gradient in self.gradients), advice="each gradient travels once; remove one"
+        )
+        self._check_ready_order()
+
+    def _check_ready_order(self) -> None:
+        previous = 0.0
+        for index, gradient in enumerate(self.gradients):
+            if gradient.ready_s < previous:
+                raise InputError(
+                    f"gradients[{index}].ready_s is {gradient.ready_s}, before gradients[{index - 1}].ready_s "
+                    f"{previous}: gradients stand in ready order; sort them by ready_s"
+                )
+            previous = gradient.ready_s
+        if previous > self.backward_s * (1 + _CLOCK_SLACK) + 1e-12:
+            raise InputError(
+                f"gradients[{len(self.gradients) - 1}].ready_s is {previous}, after backward_s {self.backward_s}: "
+                "backward ends with its last gradient or later; raise backward_s or correct the ready times"
+            )
+
+    @cached_property
+    def sizes(self) -> NDArray[np.float64]:
+        """Bytes of each gradient, in ready order."""
+        import numpy as np
+
+        return np.array([gradient.bytes for gradient in self.gradients], dtype=np.float64)
+
+    @cached_property
+    def ready(self) -> NDArray[np.float64]:
+        """Ready time of each gradient, in ready order."""
+        import numpy as np
+
+        return np.array([gradient.ready_s for gradient in self.gradients], dtype=np.float64)
+
+    @cached_property
+    def index(self) -> dict[str, int]:
+        """Each gradient's place in ready order, by name."""
+        return {gradient.name: place for place, gradient in enumerate(self.gradients)}
+
+    @cached_property
+    def total_bytes(self) -> int:
+        return sum(gradient.bytes for gradient in self.gradients)
+
+    @property
+    def single_s(self) -> float:
+        """T(1): one iteration on one worker, all micro-batches included."""
+        return self.accumulation * (self.forward_s + self.backward_s) + self.update_s
+
+    @property
+    def analytic(self) -> bool:
+        """Computed from shapes and peak rates rather than measured."""
+        return is_analytic(self.source)

@@ -1,0 +1,133 @@
+"""Sizes, rates, durations and ranges as people write them.
+
+Inside backbeat everything is seconds and bytes; these functions stand at the edges only.
+GB is 10^9 bytes and GiB is 2^30; `bit` rates are decimal, as network vendors count them.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+
+from backbeat.errors import InputError
+
+_SIZE = {
+    "": 1,
+    "b": 1,
+    "k": 10**3, "kb": 10**3, "kib": 2**10,
+    "m": 10**6, "mb": 10**6, "mib": 2**20,
+    "g": 10**9, "gb": 10**9, "gib": 2**30,
+    "t": 10**12, "tb": 10**12, "tib": 2**40,
+}  # fmt: skip
+_RATE = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "tbit": 1e12}
+_TIME = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9, "min": 60.0, "m": 60.0, "h": 3600.0}
+_NUMBER = re.compile(r"^\s*([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*([a-zA-Zµ/]*)\s*$")
+
+
+def _scaled(text: str, units: dict[str, float] | dict[str, int], what: str, example: str) -> float:
+    match = _NUMBER.match(text)
+    unit = match.group(2).lower() if match else ""
+    if match is None or unit not in units:
+        raise InputError(f"{text!r} is not {what}: write it like {example}")
+    value = float(match.group(1)) * units[unit]
+    if not math.isfinite(value):
+        raise InputError(f"{text!r} is too large to be {what}: write it like {example}")
+    return value
+
+
+def parse_bytes(text: str | int) -> int:
+    """
+    >>> parse_bytes("25MB"), parse_bytes("1 MiB"), parse_bytes(4096)
+    (25000000, 1048576, 4096)
+    """
+    if isinstance(text, int):
+        return text
+    return round(_scaled(text, _SIZE, "a size", "25MB, 25MiB or 1.5GB"))
+
+
+def parse_rate(text: str) -> float:
+    """Bits per second.
+
+    >>> parse_rate("10gbit"), parse_rate("200Mbit/s")
+    (10000000000.0, 200000000.0)
+    """
+    rate = _scaled(re.sub(r"(/s|ps)$", "", text.strip()), _RATE, "a bandwidth", "10gbit or 200mbit")
+    if rate <= 0:
+        raise InputError(f"{text!r} is not a bandwidth: it must be above zero, like 10gbit")
+    return rate
+
+
+def parse_duration(text: str | float) -> float:
+    """Seconds.
+
+    >>> parse_duration("2s"), parse_duration("1.5ms"), parse_duration("3")
+    (2.0, 0.0015, 3.0)
+    """
+    if isinstance(text, (int, float)):
+        return float(text)
+    return _scaled(text, _TIME, "a duration", "2s, 500ms or 3min")
+
+
+def parse_workers(text: str) -> list[int]:
+    """A number, a comma-separated list, or a doubling range that includes both ends; parts may be mixed.
+
+    >>> parse_workers("4..64")
+    [4, 8, 16, 32, 64]
+    >>> parse_workers("6..20,32")
+    [6, 12, 20, 32]
+    """
+    workers: list[int] = []
+    for part in text.split(","):
+        first, dots, last = part.strip().partition("..")
+        try:
+            low, high = int(first), int(last) if dots else int(first)
+        except ValueError:
+            raise InputError(f"{text!r} is not a number of workers: write 64, 4..2048 or 8,16,48") from None
+        if low < 1 or high < low:
+            raise InputError(f"{part.strip()!r} is not a range of workers: it must rise from 1 or more, like 4..2048")
+        while low < high:
+            workers.append(low)
+            low *= 2
+        workers.append(high)
+    return list(dict.fromkeys(workers))
+
+
+def format_bytes(count: float) -> str:
+    """
+    >>> format_bytes(102_400_000), format_bytes(4000), format_bytes(12)
+    ('102 MB', '4.00 kB', '12 B')
+    """
+    for scale, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if abs(count) >= scale:
+            return f"{_three_digits(count / scale)} {unit}"
+    return f"{count:.0f} B"
+
+
+def format_seconds(seconds: float) -> str:
+    """
+    >>> format_seconds(0.0734), format_seconds(2.5), format_seconds(0.0000125), format_seconds(0)
+    ('73.4 ms', '2.50 s', '12.5 µs', '0 ms')
+    """
+    if seconds == 0:
+        return "0 ms"
+    for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")):
+        if abs(seconds) >= scale:
+            return f"{_three_digits(seconds / scale)} {unit}"
+    return f"{_three_digits(seconds / 1e-9)} ns"
+
+
+def format_rate(bits_per_s: float) -> str:
+    """
+    >>> format_rate(9.43e9)
+    '9.43 Gbit/s'
+    """
+    for scale, unit in ((1e12, "Tbit/s"), (1e9, "Gbit/s"), (1e6, "Mbit/s"), (1e3, "kbit/s")):
+        if bits_per_s >= scale:
+            return f"{_three_digits(bits_per_s / scale)} {unit}"
+    return f"{bits_per_s:.0f} bit/s"
+
+
+def _three_digits(value: float) -> str:
+    if abs(value) >= 99.95:
+        return f"{value:.0f}"
+    return f"{value:.1f}" if abs(value) >= 9.995 else f"{value:.2f}"
