@@ -1,0 +1,206 @@
+"""`torchrun … -m backbeat calibrate`: measure the cluster that the workers run on."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path  # noqa: TC003 - typer reads it
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from backbeat.errors import InputError, MeasurementError, MissingPartError
+from backbeat.units import parse_bytes, parse_duration
+
+if TYPE_CHECKING:
+    from backbeat.measure.schedule import Progress
+
+_BACKENDS = ("gloo", "nccl", "mpi")
+_MOST_CHANNELS = 16
+_START_S = 300
+
+
+def calibrate(
+    output: Annotated[Path, typer.Option("--output", "-o", help="The network file to write.")],
+    backend: Annotated[str | None, typer.Option(help="gloo, nccl or mpi; nccl where there is a GPU.")] = None,
+    budget: Annotated[str, typer.Option(help="Time to spend; larger sizes are left out where it is short.")] = "60s",
+    sizes: Annotated[str, typer.Option(help="Message sizes: a doubling range, or a list.")] = "1KiB..256MiB",
+    channels: Annotated[str, typer.Option(help="Numbers of channels to use at once.")] = "1,2,4",
+    name: Annotated[str | None, typer.Option(help="The network's name.")] = None,
+    settle: Annotated[
+        bool, typer.Option(help="Gloo workers that share few cores: keep its socket threads from taking them.")
+    ] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
+) -> None:
+    """Measure collectives between the workers that torchrun starts, and write a network file."""
+    rank, world = _place()
+    try:
+        wanted_sizes, wanted_channels = parse_sizes(sizes), _parse_channels(channels)
+        budget_s = parse_duration(budget)
+        if not budget_s > 0:
+            raise InputError(f"--budget is {budget!r}: it must be above zero, like 60s")
+        if world < 2:
+            raise InputError(
+                "calibrate measures what lies between workers, and there is one: start two or more, like "
+                "`torchrun --nproc-per-node 2 -m backbeat calibrate -o network.json`"
+            )
+        chosen = _backend(backend)
+        if rank == 0:
+            _check_writable(output)
+    except (InputError, MissingPartError) as error:
+        # All workers refuse alike; one of them says why.
+        if rank == 0:
+            raise
+        raise typer.Exit(error.exit_code) from None
+    _run(output, chosen, budget_s, wanted_sizes, wanted_channels, name, settle, json)
+
+
+def parse_sizes(text: str) -> list[int]:
+    """
+    >>> parse_sizes("1KiB..4KiB,10KB")
+    [1024, 2048, 4096, 10000]
+    """
+    found: set[int] = set()
+    for part in text.split(","):
+        first, dots, last = part.partition("..")
+        low, high = parse_bytes(first.strip()), parse_bytes((last if dots else first).strip())
+        if low < 1 or high < low:
+            raise InputError(f"{part.strip()!r} is not a range of sizes: it must rise from above zero, like 1KB..256MB")
+        while low < high:
+            found.add(low)
+            low *= 2
+        found.add(high)
+    if len(found) < 2:
+        raise InputError(f"--sizes is {text!r}: a curve needs two sizes or more, like 1KB..256MB")
+    return sorted(found)
+
+
+def _parse_channels(text: str) -> list[int]:
+    try:
+        counts = sorted({int(part) for part in text.split(",")})
+    except ValueError:
+        raise InputError(f"--channels is {text!r}: write numbers, like 1,2,4") from None
+    if counts[0] < 1 or counts[-1] > _MOST_CHANNELS:
+        raise InputError(f"--channels is {text!r}: each must be from 1 to {_MOST_CHANNELS}, like 1,2,4")
+    return counts
+
+
+def _place() -> tuple[int, int]:
+    try:
+        return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    except ValueError:
+        raise InputError("RANK and WORLD_SIZE are not numbers: start the workers with torchrun") from None
+
+
+def _backend(name: str | None) -> str:
+    try:
+        import torch
+        import torch.distributed as dist
+    except ImportError:
+        raise MissingPartError("calibrate needs PyTorch: pip install 'backbeat[torch]'") from None
+    if name is None:
+        return "nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
+    if name not in _BACKENDS:
+        raise InputError(f"--backend is {name!r}: use {', '.join(_BACKENDS)}")
+    if name == "nccl" and not (torch.cuda.is_available() and dist.is_nccl_available()):
+        raise MissingPartError("--backend nccl needs a GPU and a PyTorch built with NCCL: use --backend gloo")
+    if name == "mpi" and not dist.is_mpi_available():
+        raise MissingPartError("--backend mpi needs a PyTorch built with MPI: use gloo or nccl")
+    return name
+
+
+def _check_writable(output: Path) -> None:
+    """Before the measurement, not after it."""
+    if output.is_dir():
+        raise InputError(f"{output} is a folder: give a file name to write")
+    if not os.access(output.parent, os.W_OK):
+        raise InputError(f"{output}: cannot be written, {output.parent} is missing or not writable")
+
+
+def _run(
+    output: Path,
+    backend: str,
+    budget_s: float,
+    sizes: list[int],
+    channels: list[int],
+    name: str | None,
+    settle: bool,
+    as_json: bool,
+) -> None:
+    from datetime import timedelta
+
+    import torch
+    import torch.distributed as dist
+
+    from backbeat.measure.bench import explained
+    from backbeat.measure.calibrate import measure_cluster
+    from backbeat.measure.channels import LAUNCH_ORDER
+
+    rank = int(os.environ.get("RANK", "0"))
+    options: dict[str, Any] = {"timeout": timedelta(seconds=_START_S)}
+    if backend == "nccl":
+        # NCCL reads it when the first communicator is made; without it several channels can deadlock.
+        os.environ.setdefault(LAUNCH_ORDER, "1")
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+        options["device_id"] = device
+    try:
+        with explained("joining the workers"):
+            dist.init_process_group(backend, **options)
+        with _progress(rank, budget_s) as progress:
+            calibrated = measure_cluster(
+                budget_s=budget_s, sizes=sizes, channels=channels, name=name, settle=settle, progress=progress
+            )
+    except MeasurementError as error:
+        # Leaving as usual would take the communicators down in order, which waits for the worker that is gone.
+        print(f"backbeat: worker {rank}: {error}", file=sys.stderr, flush=True)
+        os._exit(error.exit_code)
+    if rank == 0:
+        calibrated.network.save(output)
+        _show(calibrated, output, as_json)
+    dist.destroy_process_group()
+
+
+def _show(calibrated: Any, output: Path, as_json: bool) -> None:
+    import msgspec
+
+    from backbeat.measure.summary import lines, summarised
+
+    summary = summarised(calibrated)
+    if as_json:
+        print(msgspec.json.format(msgspec.json.encode(summary)).decode())
+    else:
+        print("\n".join(lines(summary)))
+    for note in summary["notes"]:
+        print(f"backbeat: note: {note}", file=sys.stderr)
+    print(f"backbeat: wrote {output}", file=sys.stderr)
+
+
+class _progress:  # noqa: N801 - used as a function
+    """A progress bar on rank 0's stderr; nothing elsewhere."""
+
+    def __init__(self, rank: int, budget_s: float) -> None:
+        self._bar: Any = None
+        if rank == 0 and sys.stderr.isatty():
+            from rich.console import Console
+            from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+            self._bar = Progress(
+                TextColumn("calibrating"),
+                BarColumn(),
+                TimeElapsedColumn(),
+                TextColumn(f"of {budget_s:.0f} s  {{task.description}}"),
+                console=Console(stderr=True),
+                transient=True,
+            )
+
+    def __enter__(self) -> Progress:
+        if self._bar is None:
+            return lambda what, share: None
+        self._bar.start()
+        task = self._bar.add_task("", total=1.0)
+        return lambda what, share: self._bar.update(task, completed=share, description=what)
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()

@@ -1,0 +1,157 @@
+"""Timing collectives so that every rank gets the same numbers.
+
+A sample is the time from all ranks having the data ready to all ranks having the result. Ranks are lined up by a tiny
+all-reduce, each takes the time on its own clock, and the longest of them counts: no clock is compared with another.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from backbeat.errors import MeasurementError
+from backbeat.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from backbeat.measure.channels import Channel, Work
+
+Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "broadcast"]
+COLLECTIVES: tuple[Collective, ...] = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
+_ELEMENT_BYTES = 4
+cuda: Any = torch.cuda  # untyped in parts
+
+# A kernel that spins this long lets the host queue everything behind it, so that launch costs stay out of the sample.
+_SPIN_S = 200e-6
+_SPIN_S_PER_MESSAGE = 60e-6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One thing to time: `messages` equal collectives issued at once, round robin over `channels`."""
+
+    collective: Collective = "all_reduce"
+    bytes: int
+    """The whole buffer: what all-gather ends with and reduce-scatter starts from."""
+    messages: int = 1
+    channels: int = 1
+
+    def __str__(self) -> str:
+        name = f"{self.collective} {format_bytes(self.bytes)}"
+        return name if self.messages == 1 else f"{name} × {self.messages} on {self.channels}"
+
+
+class Bench:
+    """Times cases over a set of channels."""
+
+    def __init__(
+        self, channels: Sequence[Channel], *, rank: int, workers: int, device: torch.device, timeout_s: float
+    ) -> None:
+        self.rank = rank
+        self.workers = workers
+        self.device = device
+        self._channels = channels
+        self._timeout_s = timeout_s
+        self._tiny = torch.zeros(1, device=device)
+        self._buffer = torch.zeros(0, device=device)
+        self._shard = torch.zeros(0, device=device)
+        self._begun = time.perf_counter()
+
+    def sample(self, case: Case) -> float:
+        """This rank's own time of one run. Pass it through `agree` before anything is decided by it."""
+        with explained(str(case)):
+            launch = self._launcher(case)
+            if self.device.type == "cuda":
+                return self._sample_cuda(launch, case.messages)
+            self._channels[0].all_reduce(self._tiny).wait()
+            start = time.perf_counter()
+            for work in launch():
+                work.wait()
+            return time.perf_counter() - start
+
+    def agree(self, values: Sequence[float]) -> list[float]:
+        """The element-wise largest over all ranks: the same on every rank, so that all take the same decisions."""
+        with explained("agreeing on times"):
+            shared = torch.tensor(list(values), dtype=torch.float64, device=self.device)
+            self._channels[0].all_reduce(shared, dist.ReduceOp.MAX).wait()
+            if self.device.type == "cuda":
+                done = cuda.Event()
+                done.record()
+                self._until(done)
+            return [float(value) for value in shared.tolist()]
+
+    def elapsed(self) -> float:
+        """Seconds since the bench was made, on this rank's clock."""
+        return time.perf_counter() - self._begun
+
+    def _sample_cuda(self, launch: Callable[[], list[Work]], messages: int) -> float:
+        start, end = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
+        self._channels[0].all_reduce(self._tiny).wait()
+        cuda._sleep(int((_SPIN_S + messages * _SPIN_S_PER_MESSAGE) * _clock_hz(self.device)))
+        start.record()
+        for work in launch():
+            work.wait()
+        end.record()
+        self._until(end)
+        return float(start.elapsed_time(end)) * 1e-3
+
+    def _until(self, event: Any) -> None:
+        """Wait with an end: a device-side collective whose peer is gone never finishes by itself."""
+        limit = time.perf_counter() + self._timeout_s
+        while not event.query():
+            if time.perf_counter() > limit:
+                raise TimeoutError(f"no answer within {format_seconds(self._timeout_s)}")
+            time.sleep(20e-6)
+
+    def _launcher(self, case: Case) -> Callable[[], list[Work]]:
+        elements = max(1, math.ceil(case.bytes / _ELEMENT_BYTES))
+        channels = self._channels[: case.channels]
+        if case.collective in ("all_gather", "reduce_scatter"):
+            per_rank = math.ceil(elements / self.workers)
+            whole, shard = self._room(per_rank * self.workers), self._shard_room(per_rank)
+            if case.collective == "all_gather":
+                return lambda: [channels[0].all_gather(whole, shard)]
+            return lambda: [channels[0].reduce_scatter(shard, whole)]
+        room = self._room(elements * case.messages)
+        if case.collective == "broadcast":
+            return lambda: [channels[0].broadcast(room[:elements])]
+        pieces = [room[index * elements : (index + 1) * elements] for index in range(case.messages)]
+        return lambda: [channels[index % case.channels].all_reduce(piece) for index, piece in enumerate(pieces)]
+
+    def _room(self, elements: int) -> torch.Tensor:
+        if self._buffer.numel() < elements:
+            # Written once, so that no sample pays for the first touch of a page; zeros, so that sums stay finite.
+            self._buffer = torch.empty(elements, device=self.device).fill_(0.0)
+        return self._buffer[:elements]
+
+    def _shard_room(self, elements: int) -> torch.Tensor:
+        if self._shard.numel() < elements:
+            self._shard = torch.empty(elements, device=self.device).fill_(0.0)
+        return self._shard[:elements]
+
+
+def _clock_hz(device: torch.device) -> float:
+    """Cycles a second for the spin kernel; a rough figure will do."""
+    return float(getattr(torch.cuda.get_device_properties(device), "clock_rate", 1_500_000)) * 1e3
+
+
+@contextmanager
+def explained(what: str) -> Iterator[None]:
+    """What goes wrong inside becomes one line that says where it happened and what to do."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise MeasurementError(f"out of memory at {what}: measure smaller messages with --sizes") from error
+    except (RuntimeError, TimeoutError) as error:
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise MeasurementError(
+            f"calibration stopped at {what}, nothing was written: a worker died or cannot be reached ({first}); "
+            "look at its log and start all workers again"
+        ) from error
