@@ -96,7 +96,7 @@ def decode(raw: bytes, kind: type[T], where: str) -> T:
 
 
 def encode(document: Document) -> bytes:
-    body = msgspec.to_builtins(document)
+    body = msgspec.to_builtins(document, enc_hook=_plain_number)
     text = msgspec.json.encode({"schema": document.schema, **body})
     return _one_item_a_line(msgspec.json.format(text, indent=1)) + b"\n"
 
@@ -135,6 +135,13 @@ def json_schema(kind: type[Document]) -> dict[str, Any]:
     body["properties"] = {"schema": {"const": name}, **body["properties"]}
     body["required"] = ["schema", *body.get("required", [])]
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", "$id": name, **schema}
+
+
+def _plain_number(value: Any) -> Any:
+    """numpy's numbers as Python's, for values that were built in Python rather than read."""
+    if hasattr(value, "item"):
+        return value.item()
+    raise TypeError(f"{type(value).__name__} cannot be written to a file")
 
 
 def _json(raw: bytes, where: str, wanted: str) -> Any:

@@ -101,9 +101,7 @@ class Plan(Document, frozen=True, kw_only=True):
             model=profile.model,
             workers=workers,
             channels=channels,
-            groups=tuple(
-                Group(gradients=tuple(names), channel=place % channels) for place, names in enumerate(groups)
-            ),
+            groups=tuple(Group(gradients=tuple(names), channel=place % channels) for place, names in enumerate(groups)),
         )
         plan.check(profile)
         return plan

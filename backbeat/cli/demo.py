@@ -1,0 +1,28 @@
+"""`backbeat demo`: the whole story on bundled data, with no torch and no GPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+MODELS = ("resnet50-b64-bf16-h200", "bert_base-b32-bf16-h200")
+NETWORK = "25gbe"
+
+
+def demo(
+    output: Annotated[Path, typer.Option("--output", "-o", help="Where the plan is written.")] = Path("plan.json"),
+) -> None:
+    """Predict how ResNet-50 and BERT scale from 4 to 2048 GPUs, and plan the best schedule for 64."""
+    from backbeat.cli.common import console
+    from backbeat.cli.plan import plan
+    from backbeat.cli.predict import predict
+
+    out = console()
+    for name in MODELS:
+        out.print(f"$ backbeat predict {name} {NETWORK} --workers 4..2048", style="bold")
+        predict(name, NETWORK, workers="4..2048", samples=1_000_000)
+        out.print()
+    out.print(f"$ backbeat plan {MODELS[0]} {NETWORK} --workers 64 -o {output}", style="bold")
+    plan(MODELS[0], NETWORK, workers=64, output=output)

@@ -1,0 +1,166 @@
+"""`backbeat predict`: how a job scales."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from backbeat.cli.common import JsonOption, NetworkArgument, ProfileArgument, StrategyOption
+
+if TYPE_CHECKING:
+    from backbeat.model import Network, Plan, Prediction, Profile
+
+DEFAULT_STRATEGIES = ("ddp", "mg-wfbp", "optimal", "best")
+
+
+def predict(
+    profile: ProfileArgument,
+    network: NetworkArgument,
+    workers: Annotated[
+        str | None,
+        typer.Option("--workers", "-n", help="64, 4..2048 (doubling) or 8,16,48. Default: the network's own."),
+    ] = None,
+    strategy: StrategyOption = None,
+    plan: Annotated[list[str] | None, typer.Option("--plan", help="Plan files to predict, comma-separated.")] = None,
+    accumulation: Annotated[int | None, typer.Option(help="Micro-batches per iteration.")] = None,
+    global_batch: Annotated[
+        int | None, typer.Option(help="Strong scaling: this many samples per iteration over all workers.")
+    ] = None,
+    other_batch: Annotated[
+        str | None, typer.Option(help="With --global-batch: a second profile of the model, at another batch size.")
+    ] = None,
+    channels: Annotated[int | None, typer.Option(help="Channels to use (for best: at most).")] = None,
+    bucket: Annotated[
+        str | None, typer.Option(help="Bucket or fusion buffer size for ddp and horovod, like 25MB.")
+    ] = None,
+    samples: Annotated[int, typer.Option(help="GPU-hours are given for this many samples.", min=1)] = 1_000_000,
+    json: JsonOption = False,
+) -> None:
+    """Predict iteration time, scaling factor, throughput and GPU-hours for each number of workers and strategy."""
+    from backbeat.cli.common import console, print_json, split
+    from backbeat.model import Network, Plan, Profile
+    from backbeat.report import tables
+    from backbeat.units import parse_bytes, parse_workers
+
+    one, cluster = Profile.load(profile), Network.load(network)
+    counts = parse_workers(workers) if workers else [cluster.workers]
+    names = split(strategy) or ([] if plan else list(DEFAULT_STRATEGIES))
+    schedules: list[str | Plan] = [*names, *(Plan.load(path) for path in split(plan))]
+    bucket_bytes = parse_bytes(bucket) if bucket else None
+    rows = []
+    for count in counts:
+        here = one if global_batch is None else _share(one, other_batch, profile, global_batch, count, accumulation)
+        for schedule in schedules:
+            rows.append(_predict(here, cluster.at(workers=count), schedule, channels, bucket_bytes, accumulation))
+    bends = _knees(rows)
+    if json:
+        data = {
+            "profile": one.name,
+            "network": cluster.name,
+            "scaling": "weak" if global_batch is None else "strong",
+            "samples": samples,
+            "rows": [tables.row(row, samples) for row in rows],
+            "knee": bends,
+        }
+        print_json(data)
+        return
+    out = console()
+    out.print(tables.describe(one, cluster) if global_batch is None else _strong_title(one, cluster, global_batch))
+    out.print()
+    out.print(tables.scaling_table(rows, samples=samples, title=""))
+    for line in _remarks(rows, bends):
+        out.print(line, soft_wrap=True)
+
+
+def _predict(
+    profile: Profile,
+    network: Network,
+    schedule: str | Plan,
+    channels: int | None,
+    bucket_bytes: int | None,
+    accumulation: int | None,
+) -> Prediction:
+    from backbeat.planners import plan as make_plan
+    from backbeat.simulate import predict as predict_plan
+
+    if isinstance(schedule, str):
+        schedule = make_plan(profile, network, schedule, channels=channels, bucket_bytes=bucket_bytes)
+    return predict_plan(profile, network, schedule, accumulation=accumulation)
+
+
+def _share(
+    one: Profile, other: str | None, name: str, global_batch: int, workers: int, accumulation: int | None
+) -> Profile:
+    """The profile at this worker's share of the global batch."""
+    from backbeat.errors import InputError
+    from backbeat.model import Profile
+    from backbeat.simulate.batch import at_batch
+
+    parts = workers * (accumulation or one.accumulation)
+    if global_batch % parts:
+        raise InputError(
+            f"--global-batch {global_batch} does not divide by {workers} workers"
+            + (f" × {parts // workers} micro-batches" if parts != workers else "")
+            + ": choose a multiple, or fewer workers"
+        )
+    batch = global_batch // parts
+    if batch == one.batch_size:
+        return one
+    sibling = Profile.load(other) if other else _sibling(one, name)
+    return at_batch(one, sibling, batch)
+
+
+def _sibling(one: Profile, name: str) -> Profile:
+    """A bundled profile of the same model, precision and device at another batch size."""
+    import re
+
+    from backbeat.errors import InputError
+    from backbeat.model import Profile
+    from backbeat.model.files import bundled
+
+    pattern = re.compile(re.sub(r"-b\d+-", r"-b\\d+-", re.escape(name).replace(r"\-", "-")))
+    found = [other for other in bundled(Profile) if other != name and pattern.fullmatch(other)]
+    if not found:
+        raise InputError(
+            f"--global-batch needs {one.name!r} at a second batch size: profile it and give --other-batch FILE"
+        )
+    return Profile.load(found[0])
+
+
+def _knees(rows: list[Prediction]) -> dict[str, int | None]:
+    """Per strategy, the number of workers past which added ones bring less than half their worth."""
+    from backbeat.simulate.sweep import knee
+
+    curves: dict[str, list[Prediction]] = {}
+    for row in rows:
+        curves.setdefault(row.strategy, []).append(row)
+    bends = {name: knee(curve) for name, curve in curves.items() if len(curve) > 1}
+    return {name: bend.workers if bend else None for name, bend in bends.items()}
+
+
+def _remarks(rows: list[Prediction], bends: dict[str, int | None]) -> list[str]:
+    from backbeat.report.tables import fastest
+    from backbeat.simulate.sweep import ADVICE
+
+    last = fastest(rows)[rows[-1].workers]
+    lines = [f"At {last.workers} workers with {last.strategy}, what limits scaling: {ADVICE[last.bottleneck]}."]
+    if last.strategy in bends:
+        bend = bends[last.strategy]
+        top = max(row.workers for row in rows)
+        lines.append(
+            f"Knee: none up to {top} workers; each added worker still brings more than half of its own throughput."
+            if bend is None
+            else f"Knee: {bend} workers; beyond, an added worker brings less than half of its own throughput."
+        )
+    notes = dict.fromkeys(note for note in last.notes)
+    if notes:
+        lines.append("* " + "; ".join(notes) + ".")
+    return lines
+
+
+def _strong_title(profile: Profile, network: Network, global_batch: int) -> str:
+    return (
+        f"{profile.model}, global batch {global_batch} shared by the workers (strong scaling), {profile.precision} on "
+        f"{profile.device}; network {network.name}"
+    )

@@ -1,0 +1,127 @@
+"""`backbeat profile`: measure a model, or compute its profile from shapes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from backbeat.model import Profile
+
+
+def profile(
+    factory: Annotated[
+        str,
+        typer.Argument(
+            metavar="PACKAGE.MODULE:FACTORY",
+            help="A function that returns (model, batch, loss) or (model, batch, loss, optimizer).",
+        ),
+    ],
+    batch_size: Annotated[
+        int | None, typer.Option(help="Samples per iteration; the factory's own default, else 64.")
+    ] = None,
+    precision: Annotated[str, typer.Option(help="fp32, tf32, bf16 or fp16 (the last two by autocast).")] = "fp32",
+    device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N; cuda where there is one.")] = None,
+    iterations: Annotated[int, typer.Option(help="Iterations to time.")] = 30,
+    warmup: Annotated[int, typer.Option(help="Iterations to run first, untimed.")] = 10,
+    accumulation: Annotated[int, typer.Option(help="Micro-batches per iteration.")] = 1,
+    time_limit: Annotated[
+        str | None, typer.Option(help="Time fewer iterations (8 at least) where they take longer, like 20s.")
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="The profile's name.")] = None,
+    output: Annotated[
+        str | None, typer.Option("--output", "-o", help="Write the profile here (.json or .json.gz).")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the profile's file instead of a summary.")] = False,
+) -> None:
+    """Measure how long a model computes and when each of its gradients is ready."""
+    import sys
+
+    from backbeat.model.files import encode
+    from backbeat.units import parse_duration
+
+    limit_s = None if time_limit is None else parse_duration(time_limit)
+    _need_torch()
+    from backbeat.measure.factory import load, measure_factory
+
+    typer.echo(f"profiling {factory} …", err=True)
+    result = measure_factory(
+        load(factory),
+        batch_size=batch_size,
+        device=device,
+        precision=precision,
+        iterations=iterations,
+        warmup=warmup,
+        accumulation=accumulation,
+        time_limit_s=limit_s,
+        name=name,
+        command=command_line(sys.argv),
+    )
+    if output:
+        result.profile.save(output)
+        typer.echo(f"wrote {output}", err=True)
+    typer.echo(encode(result.profile).decode() if as_json else summary(result.profile), nl=not as_json)
+
+
+def command_line(arguments: list[str]) -> str:
+    """The command as it was given, with the program's name rather than its path."""
+    import shlex
+
+    return shlex.join(["backbeat", *arguments[1:]])
+
+
+def summary(profile: Profile) -> str:
+    """A few lines a person can check the measurement by."""
+    from statistics import median
+
+    from backbeat.units import format_bytes, format_seconds
+
+    first, last = profile.gradients[0], profile.gradients[-1]
+    rows = [
+        (profile.name, f"{profile.model}, batch {profile.batch_size}, {profile.precision}, {profile.device}"),
+        ("forward", format_seconds(profile.forward_s)),
+        ("backward", format_seconds(profile.backward_s)),
+        ("update", format_seconds(profile.update_s)),
+    ]
+    if profile.accumulation > 1:
+        rows.append(("micro-batches", str(profile.accumulation)))
+    rate = profile.batch_size * profile.accumulation / profile.single_s if profile.single_s else 0.0
+    rows.append(("iteration", f"{format_seconds(profile.single_s)}, {rate:,.0f} samples/s"))
+    if profile.iteration_s:
+        spread = sorted(profile.iteration_s)
+        low, high = spread[len(spread) // 10], spread[-1 - len(spread) // 10]
+        rows.append(
+            (
+                "as measured",
+                f"median {format_seconds(median(spread))}, 10 to 90 %: {format_seconds(low)} to {format_seconds(high)}, "
+                f"{len(spread)} iterations",
+            )
+        )
+    rows += [
+        ("gradients", f"{len(profile.gradients)}, {format_bytes(profile.total_bytes)}"),
+        ("first ready", f"{first.name} after {format_seconds(first.ready_s)}"),
+        ("last ready", f"{last.name} after {format_seconds(last.ready_s)}"),
+    ]
+    if profile.memory is not None:
+        memory = profile.memory
+        rows.append(
+            (
+                "memory",
+                f"peak {format_bytes(memory.peak_bytes)}, between iterations {format_bytes(memory.steady_bytes)}, "
+                f"activations {format_bytes(memory.activation_bytes)}",
+            )
+        )
+    rows += [("note", note if len(note) <= 300 else note[:299] + "…") for note in profile.notes]
+    width = max(len(label) for label, _ in rows[1:]) + 2
+    title = f"{rows[0][0]}: {rows[0][1]}"
+    return "\n".join([title, *(f"  {label:<{width}}{text}" for label, text in rows[1:])])
+
+
+def _need_torch() -> None:
+    from importlib.util import find_spec
+
+    if find_spec("torch") is None:
+        from backbeat.errors import MissingPartError
+
+        raise MissingPartError("`backbeat profile` needs PyTorch: pip install 'backbeat[torch]'")

@@ -1,0 +1,98 @@
+"""How long one isolated collective takes: T(M), from two numbers or from a measured curve.
+
+Symbols of the papers, here and nowhere else: T(M) time of M bytes · a (alpha) startup of an affine cost · b (beta)
+seconds per byte · G seconds per byte of link time · s(M) = max(0, T(M) - G·M) startup · w(M) = T(M) - s(M) link work.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from backbeat.cost.fit import relative_line
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike, NDArray
+
+    from backbeat.model import CollectiveTimes
+
+_BANDWIDTH_BOUND_BYTES = 2**20
+"""G is fitted to points of this size and more: below, startup hides the slope."""
+
+
+class Curve:
+    """A monotone, piecewise linear cost: flat below the first size, slope `gradient_s_per_byte` beyond the last.
+
+    An affine cost is the curve of one segment that starts at zero bytes.
+
+    >>> Curve.affine(1e-3, 1e-9).time([0, 1_000_000]).tolist()
+    [0.001, 0.002]
+    >>> curve = Curve([1024, 2048], [1e-3, 1.5e-3], 1e-9)
+    >>> curve.time([1, 1024, 1536, 2048, 1_002_048]).round(6).tolist()
+    [0.001, 0.001, 0.00125, 0.0015, 0.0025]
+    """
+
+    def __init__(self, sizes: ArrayLike, times: ArrayLike, gradient_s_per_byte: float) -> None:
+        self.sizes: NDArray[np.float64] = np.asarray(sizes, dtype=np.float64)
+        # Noise can make a larger message look faster than a smaller one; a cost must not fall with size.
+        self.times: NDArray[np.float64] = np.maximum.accumulate(np.asarray(times, dtype=np.float64))
+        self.gradient_s_per_byte = gradient_s_per_byte
+
+    @classmethod
+    def affine(cls, alpha_s: float, beta_s_per_byte: float) -> Curve:
+        return cls([0.0], [alpha_s], beta_s_per_byte)
+
+    @classmethod
+    def of(cls, times: CollectiveTimes) -> Curve:
+        """The cost of one collective as a network file gives it."""
+        if times.points is None:
+            return cls.affine(times.alpha_s or 0.0, times.beta_s_per_byte or 0.0)
+        sizes, seconds = np.array(times.points, dtype=np.float64).T
+        seconds = np.maximum.accumulate(seconds)
+        large = sizes >= _BANDWIDTH_BOUND_BYTES
+        if np.count_nonzero(large) < 2:
+            large = np.ones_like(large)
+        _, slope = relative_line(sizes[large], seconds[large])
+        return cls(sizes, seconds, max(slope, 0.0))
+
+    @property
+    def is_affine(self) -> bool:
+        return len(self.sizes) == 1 and float(self.sizes[0]) == 0.0
+
+    @property
+    def line(self) -> tuple[float, float]:
+        """(a, b): itself where affine, otherwise the relative least-squares line through all points."""
+        if self.is_affine:
+            return float(self.times[0]), self.gradient_s_per_byte
+        alpha, beta = relative_line(self.sizes, self.times)
+        return max(alpha, 0.0), max(beta, 0.0)
+
+    def time(self, sizes: ArrayLike) -> NDArray[np.float64]:
+        """Isolated seconds of messages of these sizes."""
+        m = np.asarray(sizes, dtype=np.float64)
+        if self.is_affine:
+            return np.asarray(self.times[0] + self.gradient_s_per_byte * m)
+        beyond = np.maximum(m - self.sizes[-1], 0.0)
+        return np.asarray(np.interp(m, self.sizes, self.times) + self.gradient_s_per_byte * beyond)
+
+    def work(self, sizes: ArrayLike) -> NDArray[np.float64]:
+        """Seconds of link time in each message, w(M)."""
+        m = np.asarray(sizes, dtype=np.float64)
+        return np.minimum(self.gradient_s_per_byte * m, self.time(m))
+
+    def startup(self, sizes: ArrayLike) -> NDArray[np.float64]:
+        """Seconds in which a message holds its channel but not the link, s(M)."""
+        return self.time(sizes) - self.work(sizes)
+
+    def segments(self) -> list[tuple[float, float, float, float]]:
+        """(from bytes, to bytes, time at zero of the segment's line, slope), covering every size from 0 up."""
+        edges = self.sizes.tolist()
+        times = self.times.tolist()
+        lines = [(0.0, edges[0], times[0], 0.0)] if edges[0] > 0 else []
+        for low, high, start, end in zip(edges, edges[1:], times, times[1:], strict=False):
+            slope = (end - start) / (high - low)
+            lines.append((low, high, start - slope * low, slope))
+        slope = self.gradient_s_per_byte
+        lines.append((edges[-1], float("inf"), times[-1] - slope * edges[-1], slope))
+        return lines

@@ -1,0 +1,150 @@
+"""What a network's all-reduce costs: alone, back to back, and several at once on one link.
+
+A message spends its startup on its channel alone and then its work on the link. The link is shared equally by all
+messages in that phase; n of them together do e(n) seconds of work a second.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from backbeat.cost.curve import Curve
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from numpy.typing import ArrayLike, NDArray
+
+    from backbeat.model import ConcurrencyPoint, Network
+
+
+@dataclass(frozen=True)
+class LinkCost:
+    """The cost model of one network at its own number of workers."""
+
+    isolated: Curve
+    busy: Curve | None
+    """Time a message adds when it follows another on its channel without a gap; None where it was not measured."""
+    efficiencies: Mapping[int, float]
+    """e(n) by number of messages on the link, as fitted."""
+
+    @classmethod
+    def of(cls, network: Network) -> LinkCost:
+        isolated = Curve.of(network.all_reduce)
+        busy = fit_busy(isolated, network.concurrency)
+        alone = cls(isolated, busy, {})
+        return cls(isolated, busy, alone.fit_efficiencies(network.concurrency))
+
+    def efficiency(self, messages: int) -> float:
+        """e(n): the fitted one, or that of the nearest n measured; e(1) = 1."""
+        if messages <= 1 or not self.efficiencies:
+            return 1.0
+        nearest = min(self.efficiencies, key=lambda n: (abs(n - messages), n))
+        return self.efficiencies[nearest]
+
+    def best_efficiency(self, channels: int) -> float:
+        """The best e(n) that up to this many channels can reach."""
+        return max(self.efficiency(n) for n in range(1, channels + 1))
+
+    def time(self, sizes: ArrayLike) -> NDArray[np.float64]:
+        """Isolated time, T(M)."""
+        return self.isolated.time(sizes)
+
+    def busy_time(self, sizes: ArrayLike) -> NDArray[np.float64]:
+        """Time added behind another message on the same channel, T_busy(M)."""
+        return (self.busy or self.isolated).time(sizes)
+
+    def work(self, sizes: ArrayLike) -> NDArray[np.float64]:
+        """Link time of each message; never more than it adds back to back, or one channel were not the recursion."""
+        work = self.isolated.work(sizes)
+        return work if self.busy is None else np.minimum(work, self.busy.time(sizes))
+
+    def split(self, sizes: ArrayLike) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
+        """(startup when isolated, startup behind another message, link work) of each message."""
+        work = self.work(sizes)
+        startup = self.time(sizes) - work
+        return startup, (startup if self.busy is None else self.busy.time(sizes) - work), work
+
+    def cheapest(self, smallest: float, largest: float) -> tuple[float, float]:
+        """(least startup, least link time per byte) over all message sizes from smallest to largest.
+
+        Both are piecewise monotone between the corners of the curves, so the corners decide.
+        """
+        corners = [self.isolated.sizes] if self.busy is None else [self.isolated.sizes, self.busy.sizes]
+        candidates = np.concatenate([np.array([smallest, largest]), *corners, *self._kinks()])
+        candidates = candidates[(candidates >= smallest) & (candidates <= largest)]
+        startup, _, work = self.split(candidates)
+        moving = candidates > 0
+        per_byte = work[moving] / candidates[moving]
+        return float(startup.min()), float(per_byte.min()) if per_byte.size else 0.0
+
+    def batch_s(self, size: float, messages: int, channels: int) -> float:
+        """Equal messages issued at once and spread over the channels: seconds until the last is done."""
+        fixed, shared = self._batch(size, messages, channels)
+        return fixed + shared / self.efficiency(min(messages, channels))
+
+    def fit_efficiencies(self, points: Iterable[ConcurrencyPoint]) -> dict[int, float]:
+        """e(n) for every channel count measured, by relative least squares over its points.
+
+        The time of a batch is fixed + shared / e, linear in 1/e, so the fit has a closed form; points in which
+        startup dominates say little about e and weigh little in it.
+        """
+        rows: dict[int, list[tuple[float, float]]] = {}
+        for point in points:
+            sharing = min(point.messages, point.channels)
+            if sharing >= 2 and point.seconds > 0:
+                fixed, shared = self._batch(point.bytes, point.messages, point.channels)
+                rows.setdefault(sharing, []).append((shared / point.seconds, 1 - fixed / point.seconds))
+        fitted: dict[int, float] = {}
+        for sharing, pairs in sorted(rows.items()):
+            shared, rest = np.array(pairs).T
+            weight = float(shared @ shared)
+            inverse = float(shared @ rest) / weight if weight > 0 else 1.0
+            # n messages on n channels cannot do more than n links' work, nor stand still.
+            fitted[sharing] = 1 / min(max(inverse, 1 / sharing), 1e3)
+        return fitted
+
+    def _batch(self, size: float, messages: int, channels: int) -> tuple[float, float]:
+        """(startup seconds, link seconds at e = 1) of a batch: rounds of one message per channel, in step."""
+        startup, startup_busy, work = (float(part) for part in self.split(size))
+        rounds = -(-messages // channels)
+        return startup + (rounds - 1) * startup_busy, messages * work
+
+    def _kinks(self) -> list[NDArray[np.float64]]:
+        """Sizes between corners where G·M crosses a curve: there the split changes its form."""
+        slope = self.isolated.gradient_s_per_byte
+        kinks = []
+        for curve in (self.isolated, self.busy):
+            for _, _, intercept, rise in curve.segments() if curve else ():
+                if rise != slope:
+                    kinks.append(intercept / (slope - rise))
+        return [np.array([kink for kink in kinks if kink > 0 and np.isfinite(kink)])]
+
+
+def fit_busy(isolated: Curve, points: Iterable[ConcurrencyPoint]) -> Curve | None:
+    """T_busy from messages sent back to back on one channel: the first takes T, each further one T_busy.
+
+    What is carried between the measured sizes is the ratio T_busy / T, linear in the logarithm of the size.
+    """
+    ratios: dict[int, list[float]] = {}
+    for point in points:
+        if point.channels == 1 and point.messages > 1:
+            alone = float(isolated.time(point.bytes))
+            added = (point.seconds - alone) / (point.messages - 1)
+            if alone > 0:
+                ratios.setdefault(point.bytes, []).append(max(added, 0.0) / alone)
+    if not ratios:
+        return None
+    return busy_curve(isolated, {size: float(np.median(values)) for size, values in ratios.items()})
+
+
+def busy_curve(isolated: Curve, ratios: Mapping[int, float]) -> Curve:
+    """The piecewise linear T_busy with these ratios to the isolated time."""
+    measured = np.array(sorted(ratios), dtype=np.float64)
+    ratio = np.array([ratios[int(size)] for size in measured])
+    sizes = np.unique(np.concatenate([isolated.sizes, measured]))
+    at = np.interp(np.log(np.maximum(sizes, 1.0)), np.log(measured), ratio)
+    return Curve(sizes, at * isolated.time(sizes), float(ratio[-1]) * isolated.gradient_s_per_byte)

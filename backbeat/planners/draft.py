@@ -1,0 +1,97 @@
+"""What a strategy decides, before it has names: where groups end in ready order, and their channels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from backbeat.model.plan import DynamicFusion, Group, Plan
+from backbeat.simulate.predict import communicate
+from backbeat.simulate.schedule import Schedule
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from numpy.typing import NDArray
+
+    from backbeat.cost import LinkCost
+    from backbeat.model import Network, Profile
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """What the caller may fix. None leaves the choice to the strategy."""
+
+    channels: int | None = None
+    """Channels to use; for `best`, the most it may use."""
+    bucket_bytes: int | None = None
+    """`ddp`: the cap of every bucket. `horovod`: the fusion buffer."""
+    cycle_s: float | None = None
+    """`horovod`: time between ticks."""
+    budget_s: float | None = None
+    """`best`: stop improving after this long. None makes the search depend on the problem alone, not on the clock."""
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """Consecutive groups in ready order."""
+
+    ends: list[int]
+    """Index after the last gradient of each group."""
+    channels: int = 1
+    assignment: list[int] | None = None
+    """Channel of each group; round robin where None."""
+    dynamic: DynamicFusion | None = None
+    notes: tuple[str, ...] = field(default=())
+
+    def channel_of_groups(self) -> list[int]:
+        if self.assignment is not None:
+            return self.assignment
+        return [place % self.channels for place in range(len(self.ends))]
+
+    def end_s(self, profile: Profile, cost: LinkCost) -> float:
+        """When the last group is done, after backward starts."""
+        schedule = Schedule.of_ends(profile, self.ends, self.channel_of_groups())
+        return communicate(schedule, cost, self.channels).end_s
+
+    def named(self, profile: Profile, strategy: str, workers: int) -> Plan:
+        names = [gradient.name for gradient in profile.gradients]
+        starts = [0, *self.ends[:-1]]
+        return Plan(
+            strategy=strategy,
+            model=profile.model,
+            workers=workers,
+            channels=self.channels,
+            groups=tuple(
+                Group(gradients=tuple(names[first:last]), channel=channel)
+                for first, last, channel in zip(starts, self.ends, self.channel_of_groups(), strict=True)
+            ),
+            dynamic=self.dynamic,
+            notes=self.notes,
+        )
+
+
+if TYPE_CHECKING:
+    Strategy = Callable[[Profile, Network, Options], Draft]
+
+
+def capped(sizes: list[float], caps: list[float], sums: NDArray[np.float64] | None = None) -> list[int]:
+    """Groups that close once they have *reached* their cap; the last cap holds for all that follow.
+
+    `sums` may be given where the caller has them: the sizes' running totals, from 0.
+
+    >>> capped([3, 3, 3, 3, 3], [2, 6])
+    [1, 3, 5]
+    """
+    totals = np.concatenate([[0.0], np.cumsum(sizes)]) if sums is None else sums
+    count = len(sizes)
+    ends: list[int] = []
+    end = 0
+    while end < count:
+        cap = caps[min(len(ends), len(caps) - 1)]
+        reached = int(np.searchsorted(totals, totals[end] + cap))
+        end = min(max(reached, end + 1), count)
+        ends.append(end)
+    return ends

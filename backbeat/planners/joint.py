@@ -1,0 +1,127 @@
+"""`best`: fusion, number of channels and channel of each group, chosen together.
+
+Candidates are every other strategy, the exact one-channel optimum and the programme for plenty of channels, on each
+channel count allowed. The most promising are improved by moving, merging and splitting group boundaries, each step
+scored by the engine. Nothing is random: the same input gives the same plan, unless a time budget cuts the search short.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from backbeat.planners.adaptive import adaptive
+from backbeat.planners.baselines import ddp, single, wfbp
+from backbeat.planners.draft import Draft, Options
+from backbeat.planners.mgwfbp import asc_wfbp, mg_wfbp
+from backbeat.planners.optimal import best_ends, plenty_ends
+from backbeat.simulate.bound import communication_bound
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from backbeat.cost import LinkCost
+    from backbeat.model import Network, Profile
+
+_EVALUATIONS = 600
+"""Engine runs spent on improving; a plan of ten groups takes some 50 µs each."""
+_IMPROVED = 3
+"""How many of the best candidates are improved."""
+_PLENTY_GRADIENTS = 2000
+"""The plenty-of-channels programme is quadratic: above this many gradients it is left out."""
+_CLOSE_ENOUGH = 1e-4
+"""A finish within this share of the bound is not worth improving."""
+
+
+def best(profile: Profile, network: Network, options: Options) -> Draft:
+    most = allowed_channels(network, options.channels)
+    cost = network.cost
+    deadline = time.monotonic() + options.budget_s if options.budget_s is not None else float("inf")
+    search = _Search(profile, cost, deadline)
+    one = search.score(Draft(best_ends(profile, cost)))
+    candidates = [one]
+    # On one channel the exact optimum cannot be beaten; more channels are worth trying only if it leaves time exposed.
+    if one[0] > profile.backward_s:
+        for count in range(2, most + 1):
+            candidates += [search.score(draft) for draft in _candidates(profile, network, count)]
+        candidates.sort(key=search.rank)
+        floor = communication_bound(profile, cost, most)
+        for end, draft in candidates[:_IMPROVED] if most > 1 else ():
+            if min(candidates, key=search.rank)[0] > max(floor, profile.backward_s) * (1 + _CLOSE_ENOUGH):
+                candidates.append(search.improve(end, draft))
+    return min(candidates, key=search.rank)[1]
+
+
+def allowed_channels(network: Network, asked: int | None) -> int:
+    """Up to two channels, more where the network's concurrency was measured on more or the caller says so."""
+    if asked is not None:
+        return asked
+    return max([2, *(row.channels for row in network.concurrency)])
+
+
+def _candidates(profile: Profile, network: Network, channels: int) -> Iterator[Draft]:
+    options = Options(channels=channels)
+    if len(profile.gradients) <= _PLENTY_GRADIENTS:
+        yield Draft(plenty_ends(profile, network.cost), channels)
+    yield Draft(best_ends(profile, network.cost), channels)
+    for strategy in (asc_wfbp, mg_wfbp, adaptive, ddp, wfbp, single):
+        yield strategy(profile, network, options)
+
+
+class _Search:
+    """Local search over one problem, with the number of engine runs it may still spend."""
+
+    def __init__(self, profile: Profile, cost: LinkCost, deadline: float) -> None:
+        self.profile = profile
+        self.cost = cost
+        self.deadline = deadline
+        self.left = _EVALUATIONS
+
+    def score(self, draft: Draft) -> tuple[float, Draft]:
+        return draft.end_s(self.profile, self.cost), draft
+
+    def rank(self, scored: tuple[float, Draft]) -> tuple[float, int, float, int]:
+        """Exposed time first; then fewer channels; then an earlier end; then fewer groups."""
+        end, draft = scored
+        return max(end, self.profile.backward_s), draft.channels, end, len(draft.ends)
+
+    def improve(self, end: float, draft: Draft) -> tuple[float, Draft]:
+        """Take every change that lowers the end, in sweeps from the tail, with strides that halve."""
+        self.left = _EVALUATIONS
+        stride = max(len(self.profile.gradients) // 8, 1)
+        while stride >= 1:
+            improved = True
+            while improved:
+                improved = False
+                for candidate in _neighbours(draft, stride):
+                    if self.left <= 0 or time.monotonic() > self.deadline:
+                        return end, draft
+                    self.left -= 1
+                    found, _ = self.score(candidate)
+                    if found < end * (1 - 1e-9):
+                        end, draft, improved = found, candidate, True
+                        break
+            stride //= 2
+        return end, draft
+
+
+def _neighbours(draft: Draft, stride: int) -> Iterator[Draft]:
+    """Plans one change away: a boundary moved by `stride`, dropped, or set mid-group; a group on another channel."""
+    ends = draft.ends
+    for place in reversed(range(len(ends))):
+        low = ends[place - 1] if place else 0
+        if place + 1 < len(ends):
+            for moved in (ends[place] - stride, ends[place] + stride):
+                if low < moved < ends[place + 1]:
+                    yield Draft([*ends[:place], moved, *ends[place + 1 :]], draft.channels, draft.assignment)
+            if draft.assignment is None:
+                yield Draft([*ends[:place], *ends[place + 1 :]], draft.channels)
+        middle = (low + ends[place]) // 2
+        if low < middle < ends[place] and draft.assignment is None:
+            yield Draft([*ends[:place], middle, *ends[place:]], draft.channels)
+    if stride == 1:
+        channels = draft.channel_of_groups()
+        for place in reversed(range(len(ends))):
+            for channel in range(draft.channels):
+                if channel != channels[place]:
+                    yield Draft(ends, draft.channels, [*channels[:place], channel, *channels[place + 1 :]])

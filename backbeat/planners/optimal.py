@@ -1,0 +1,125 @@
+"""The exact one-channel plan.
+
+With gradients in ready order, prefix sums S and ready times r, the least finish time of the first j gradients with a
+group ending at j is
+
+    E[0] = 0,   E[j] = min over i < j of  max(r_j, E[i]) + T(S_j - S_i)
+
+for any nondecreasing T, because a later E[i] never makes anything earlier. E itself is nondecreasing. So among the i
+with E[i] <= r_j the largest is best (T does not fall with size), and for the others the term is E[i] + T(S_j - S_i).
+Where T is linear with slope q, that is least where E[i] - q·S_i is, over a window of i whose edges only move right as j
+grows: a monotonic queue finds it in constant time on average. A curve of P segments needs P queues: O(L·P) in all, O(L)
+when affine.
+
+Where back-to-back times were measured the term is max(r_j + T, E[i] + T_busy), which no queue takes: O(L²), vectorised.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import deque
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from backbeat.planners.draft import Draft, Options
+
+if TYPE_CHECKING:
+    from backbeat.cost import Curve, LinkCost
+    from backbeat.model import Network, Profile
+
+
+def optimal(profile: Profile, network: Network, options: Options) -> Draft:
+    """The exact optimum on one channel; asked for more channels, the same groups round robin."""
+    return Draft(best_ends(profile, network.cost), options.channels or 1)
+
+
+def best_ends(profile: Profile, cost: LinkCost) -> list[int]:
+    if cost.busy is None:
+        return queue_programme(profile.ready.tolist(), profile.sizes.tolist(), cost.isolated)
+    return dense_programme(profile, cost)
+
+
+def queue_programme(ready: list[float], sizes: list[float], curve: Curve) -> list[int]:
+    """Where groups end in the optimum for any nondecreasing piecewise linear cost.
+
+    Three gradients of 1 MB ready at 0, 1 and 2 ms, each message 1 ms + 1 ns/byte. Alone they would end at 2, 4 and
+    6 ms; sending the first alone and the other two together ends at 2 + 3 = 5 ms, and nothing does better.
+
+    >>> from backbeat.cost import Curve
+    >>> queue_programme([0.0, 1e-3, 2e-3], [1e6] * 3, Curve.affine(1e-3, 1e-9))
+    [1, 3]
+    """
+    count = len(ready)
+    segments = curve.segments()
+    lows = [segment[0] for segment in segments]
+    sums = [0.0] * (count + 1)
+    earliest = [0.0] * (count + 1)
+    group_start = [0] * (count + 1)
+    queues: list[deque[tuple[float, int]]] = [deque() for _ in segments]
+    entered = [0] * len(segments)
+    idle = 0
+    for j in range(1, count + 1):
+        sums[j] = here = sums[j - 1] + sizes[j - 1]
+        now = ready[j - 1]
+        while idle + 1 < j and earliest[idle + 1] <= now:
+            idle += 1
+        message = here - sums[idle]
+        _, _, intercept, slope = segments[max(bisect_right(lows, message) - 1, 0)]
+        best, start = max(now, earliest[idle]) + intercept + slope * message, idle
+        for place, (low, high, intercept, slope) in enumerate(segments):
+            queue, newest = queues[place], entered[place]
+            oldest = here - high
+            while newest < j and sums[newest] <= here - low:
+                value = earliest[newest] - slope * sums[newest]
+                while queue and queue[-1][0] >= value:
+                    queue.pop()
+                queue.append((value, newest))
+                newest += 1
+            entered[place] = newest
+            while queue and (queue[0][1] <= idle or sums[queue[0][1]] < oldest):
+                queue.popleft()
+            if queue and (candidate := queue[0][0] + intercept + slope * here) < best:
+                best, start = candidate, queue[0][1]
+        earliest[j], group_start[j] = best, start
+    return _walk_back(group_start)
+
+
+def dense_programme(profile: Profile, cost: LinkCost) -> list[int]:
+    """The same optimum with measured back-to-back times: E[j] = min over i of max(r_j + T, E[i] + T_busy)."""
+    ready = profile.ready.tolist()
+    sums = np.concatenate([[0.0], np.cumsum(profile.sizes)])
+    count = len(ready)
+    earliest = np.full(count + 1, -np.inf)
+    group_start = [0] * (count + 1)
+    for j in range(1, count + 1):
+        messages = sums[j] - sums[:j]
+        finishes = np.maximum(ready[j - 1] + cost.time(messages), earliest[:j] + cost.busy_time(messages))
+        start = int(np.argmin(finishes))
+        earliest[j], group_start[j] = finishes[start], start
+    return _walk_back(group_start)
+
+
+def plenty_ends(profile: Profile, cost: LinkCost) -> list[int]:
+    """Groups for plenty of channels, where startup hides behind earlier transfers.
+
+    E[j] = min over i of max(E[i], r_j + s(M)) + w(M): a candidate for the joint search, which scores it on the engine.
+    """
+    ready = profile.ready.tolist()
+    sums = np.concatenate([[0.0], np.cumsum(profile.sizes)])
+    count = len(ready)
+    earliest = np.zeros(count + 1)
+    group_start = [0] * (count + 1)
+    for j in range(1, count + 1):
+        startup, _, work = cost.split(sums[j] - sums[:j])
+        finishes = np.maximum(earliest[:j], ready[j - 1] + startup) + work
+        start = int(np.argmin(finishes))
+        earliest[j], group_start[j] = finishes[start], start
+    return _walk_back(group_start)
+
+
+def _walk_back(group_start: list[int]) -> list[int]:
+    ends = [len(group_start) - 1]
+    while group_start[ends[-1]] > 0:
+        ends.append(group_start[ends[-1]])
+    return ends[::-1]

@@ -1,0 +1,1 @@
+"""Showing results: tables now, figures and traces beside them."""

@@ -1,0 +1,23 @@
+"""What no plan can beat, as long as it ends its communication within the iteration."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from backbeat.cost import LinkCost
+    from backbeat.model import Profile
+
+
+def communication_bound(profile: Profile, cost: LinkCost, channels: int) -> float:
+    """The earliest end of all communication, after backward starts.
+
+    Whatever the grouping, gradient i and everything after it cannot leave before r_i; then comes at least the least
+    startup, and their bytes at the least link time per byte, at the best efficiency the channels allow.
+    """
+    sizes, ready = profile.sizes, profile.ready
+    startup, per_byte = cost.cheapest(float(sizes.min()), float(sizes.sum()))
+    remaining = np.cumsum(sizes[::-1])[::-1]
+    return float((ready + startup + per_byte / cost.best_efficiency(channels) * remaining).max())

@@ -1,0 +1,137 @@
+"""Waiting for the slowest of N workers.
+
+Each worker's compute time is a draw from the profile's own iteration times; a synchronous step takes the largest of N
+draws. The largest of N draws from 30 samples stops growing at 30, so above the 80th percentile the samples are replaced
+by a generalised Pareto tail, fitted by L-moments; its shape is pulled towards the exponential (shape 0) when few
+samples support it, because six exceedances cannot tell a bounded tail from a heavy one.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+_TAIL_SHARE = 0.2
+_SHAPE_PRIOR_SAMPLES = 30
+"""Exceedances needed before the fitted shape counts for half."""
+_SHAPE_LIMIT = 0.4
+"""Heavier tails than this have means too wild to predict from a few hundred samples."""
+_LEAST_SAMPLES = 5
+"""Below this a spread cannot be told from a fluke: no stragglers are predicted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Straggling:
+    """What the slowest of N workers adds to an iteration, and how much that varies from step to step."""
+
+    wait_s: float
+    """Mean of the largest of N draws, less the mean of one."""
+    p10_s: float
+    """10th percentile of the largest of N draws, less the mean of one; may be negative for few workers."""
+    p90_s: float
+    extrapolated: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ComputeTimes:
+    """The distribution of one worker's iteration time: samples below the threshold, a fitted tail above."""
+
+    levels: NDArray[np.float64]
+    """Rising probabilities of `samples`, the last being the threshold's."""
+    samples: NDArray[np.float64]
+    tail_share: float
+    scale_s: float
+    shape: float
+    count: int
+
+    @classmethod
+    def fit(cls, iteration_s: Sequence[float]) -> ComputeTimes | None:
+        """None where there are too few samples, or no spread in them."""
+        samples = np.sort(np.asarray(iteration_s, dtype=np.float64))
+        count = len(samples)
+        if count < _LEAST_SAMPLES or samples[-1] <= samples[0]:
+            return None
+        tail = max(round(_TAIL_SHARE * count), 2)
+        body = count - tail
+        threshold = float((samples[body - 1] + samples[body]) / 2)
+        scale, shape = _pareto(samples[body:] - threshold)
+        # Sample i of n stands for probabilities (i, i+1)/n; its middle is where the quantile curve passes through it.
+        levels = np.append((np.arange(body) + 0.5) / count, body / count)
+        return cls(levels, np.append(samples[:body], threshold), tail / count, scale, shape, count)
+
+    def quantile(self, exceedance: NDArray[np.float64]) -> NDArray[np.float64]:
+        """The time that is exceeded with these probabilities. Small ones are given as such: 1 - p would lose them."""
+        body = np.interp(1 - exceedance, self.levels, self.samples)
+        share = np.minimum(exceedance / self.tail_share, 1.0)
+        if abs(self.shape) < 1e-9:
+            over = -self.scale_s * np.log(share)
+        else:
+            over = self.scale_s * np.expm1(-self.shape * np.log(share)) / self.shape
+        return np.asarray(np.where(exceedance < self.tail_share, self.samples[-1] + over, body))
+
+    def slowest(self, workers: int) -> Straggling:
+        """The largest of `workers` draws.
+
+        The largest of N is below q with probability F(q)^N: its p-quantile is F's at p^(1/N), and its mean is the
+        integral of that over p.
+        """
+        nodes, weights = _nodes()
+        mean = float(weights @ self.quantile(nodes))
+        levels = np.log1p(-nodes)
+        largest = float(weights @ self.quantile(-np.expm1(levels / workers)))
+        p10, p90 = self.quantile(-np.expm1(np.log(np.array([0.1, 0.9])) / workers))
+        return Straggling(max(largest - mean, 0.0), float(p10) - mean, float(p90) - mean, workers > self.count)
+
+
+def straggling(iteration_s: tuple[float, ...], workers: int, accumulation: int = 1) -> Straggling | None:
+    """The wait for the slowest of `workers`; None where the profile's times cannot say.
+
+    With accumulation a worker's time is a sum of that many draws, whose spread grows with the square root.
+    """
+    times = _fitted(iteration_s)
+    if times is None:
+        return None
+    one = times.slowest(workers)
+    if accumulation == 1:
+        return one
+    by = math.sqrt(accumulation)
+    return Straggling(one.wait_s * by, one.p10_s * by, one.p90_s * by, one.extrapolated)
+
+
+@lru_cache(maxsize=256)
+def _fitted(iteration_s: tuple[float, ...]) -> ComputeTimes | None:
+    return ComputeTimes.fit(iteration_s)
+
+
+def _pareto(excess: NDArray[np.float64]) -> tuple[float, float]:
+    """Scale and shape of the generalised Pareto distribution with these excesses' first two L-moments."""
+    count = len(excess)
+    mean = float(excess.mean())
+    half_difference = float((2 * np.arange(count) - count + 1) @ np.sort(excess)) / (count * (count - 1))
+    raw = 2 - mean / half_difference if half_difference > 0 else -1.0
+    shape = float(np.clip(raw, -1.0, _SHAPE_LIMIT)) * count / (count + _SHAPE_PRIOR_SAMPLES)
+    return mean * (1 - shape), shape
+
+
+@lru_cache(maxsize=1)
+def _nodes() -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Quadrature over exceedance probability, dense where it is small.
+
+    With exceedance exp(-y) a tail is a straight line or an exponential in y, which panels of Gauss nodes take exactly.
+    """
+    edges = np.concatenate([np.linspace(0, 4, 33), np.linspace(4, 40, 19)[1:]])
+    x, w = np.polynomial.legendre.leggauss(4)
+    half = np.diff(edges) / 2
+    y = (edges[:-1] + half)[:, None] + half[:, None] * x
+    exceedance = np.exp(-y).ravel()
+    weights = (half[:, None] * w).ravel() * exceedance
+    return exceedance, weights / weights.sum()

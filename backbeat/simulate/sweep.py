@@ -1,0 +1,44 @@
+"""Many worker counts at once: the scaling curve, its knee, and what to do about it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from backbeat.errors import InputError
+from backbeat.model.prediction import Prediction
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_WORTH_IT = 0.5
+"""Past the knee an added worker brings less than this share of what one worker does alone."""
+
+
+def knee(curve: Sequence[Prediction]) -> Prediction | None:
+    """The last point up to which every step still brought half of a worker's throughput per worker added.
+
+    None where the whole curve does: the knee lies beyond it.
+    """
+    points = sorted(curve, key=lambda point: point.workers)
+    if not points:
+        raise InputError("a scaling curve needs at least one number of workers")
+    previous = None
+    for point in points:
+        alone = point.samples_per_s / point.workers / point.scaling_factor
+        before, workers = (previous.samples_per_s, previous.workers) if previous else (0.0, 0)
+        if point.samples_per_s - before < _WORTH_IT * alone * (point.workers - workers):
+            return previous or point
+        previous = point
+    return None
+
+
+ADVICE = {
+    "compute": "communication is hidden behind computation: nothing to gain from the network",
+    "bandwidth": "the link: more bytes than fit behind backward at its speed. A faster network, fewer bytes "
+    "(bf16 on the wire, sparse) or more computation per step (larger batch, accumulation) help; regrouping does not",
+    "startup": "message startup: too many small messages in a row. Fewer, larger groups help, or several channels",
+    "waiting": "late gradients: communication is held back until the last gradients are ready. "
+    "Smaller groups at the end help, or hiding it behind the next forward",
+    "stragglers": "the slowest worker: steps wait for it. Steadier workers help, the schedule does not",
+    "buffers": "buffer broadcasts before forward: `broadcast_buffers=False` or frozen statistics help",
+}
