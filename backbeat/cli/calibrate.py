@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from pathlib import Path  # noqa: TC003 - typer reads it
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -39,14 +39,14 @@ def calibrate(
         budget_s = parse_duration(budget)
         if not budget_s > 0:
             raise InputError(f"--budget is {budget!r}: it must be above zero, like 60s")
+        chosen = _backend(backend)
+        if rank == 0:
+            _check_writable(output)
         if world < 2:
             raise InputError(
                 "calibrate measures what lies between workers, and there is one: start two or more, like "
                 "`torchrun --nproc-per-node 2 -m backbeat calibrate -o network.json`"
             )
-        chosen = _backend(backend)
-        if rank == 0:
-            _check_writable(output)
     except (InputError, MissingPartError) as error:
         # All workers refuse alike; one of them says why.
         if rank == 0:

@@ -1,0 +1,144 @@
+"""Calibration on real gloo ranks over loopback."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+
+from backbeat.model import Network
+
+LIMIT_S = 120
+
+RANK = """
+import os, sys
+from backbeat.cli import main
+if os.environ.get("DIES_AT") and os.environ["RANK"] == "1":
+    from backbeat.measure.bench import Bench
+    real, seen = Bench.sample, []
+    def sample(self, case):
+        seen.append(case)
+        if len(seen) == int(os.environ["DIES_AT"]):
+            os._exit(9)
+        return real(self, case)
+    Bench.sample = sample
+sys.argv = ["backbeat", "calibrate", *sys.argv[1:]]
+main()
+"""
+
+
+def ranks(
+    count: int, *arguments: str, dies_at: int | None = None, folder: Path
+) -> list[subprocess.CompletedProcess[str]]:
+    """Start the workers without torchrun, so that nobody but themselves ends them."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    started = []
+    for rank in range(count):
+        env = {
+            **os.environ,
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(count),
+            "LOCAL_WORLD_SIZE": str(count),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "OMP_NUM_THREADS": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+        }
+        if dies_at is not None:
+            env["DIES_AT"] = str(dies_at)
+        started.append(
+            subprocess.Popen(
+                [sys.executable, "-c", RANK, *arguments],
+                env=env,
+                cwd=folder,
+                text=True,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+            )
+        )
+    results = []
+    try:
+        for process in started:
+            out, err = process.communicate(timeout=LIMIT_S)
+            results.append(subprocess.CompletedProcess(process.args, process.returncode, out, err))
+    finally:
+        for process in started:
+            if process.poll() is None:
+                process.kill()
+                process.communicate()
+    return results
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_ranks_write_one_network(count: int, tmp_path: Path) -> None:
+    small = ("--backend", "gloo", "--budget", "3s", "--sizes", "1KiB..16KiB", "--channels", "1,2", "--name", "loop")
+    results = ranks(count, "-o", "net.json", "--json", *small, folder=tmp_path)
+    assert [result.returncode for result in results] == [0] * count, results[0].stderr
+    network = Network.load(tmp_path / "net.json")
+    assert (network.name, network.workers, network.backend) == ("loop", count, "gloo")
+    measured = [size for size, _ in network.all_reduce.points or ()]
+    assert measured == [2**power for power in range(10, 15)][: len(measured)]
+    assert {row.channels for row in network.concurrency} <= {1, 2}
+    # A machine that is busy with other things may leave some out, but not without saying so.
+    for name in ("all_gather", "reduce_scatter", "broadcast"):
+        assert getattr(network, name) is not None or any(name in note for note in network.notes)
+    assert network.topology.algorithm == "ring"
+    assert any("share one host" in note for note in network.notes)
+    summary = json.loads(results[0].stdout)
+    assert summary["workers"] == count
+    assert set(summary["efficiency"]) == {str(row.channels) for row in network.concurrency if row.channels > 1}
+    assert [result.stdout for result in results[1:]] == [""] * (count - 1)
+    assert list(tmp_path.iterdir()) == [tmp_path / "net.json"]
+
+
+@pytest.mark.parametrize("dies_at", [1, 40])
+def test_a_rank_that_dies_stops_the_others(dies_at: int, tmp_path: Path) -> None:
+    small = ("--backend", "gloo", "--budget", "20s", "--sizes", "1KiB..1MiB")
+    results = ranks(3, "-o", "net.json", *small, dies_at=dies_at, folder=tmp_path)
+    assert results[1].returncode == 9
+    for result in (results[0], results[2]):
+        assert result.returncode == 4
+        assert "nothing was written: a worker died" in result.stderr
+        assert "Traceback" not in result.stderr
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("-o", "net.json", "--budget", "soon"), "not a duration"),
+        (("-o", "net.json", "--sizes", "1MB..1KB"), "range of sizes"),
+        (("-o", "net.json", "--sizes", "1MB"), "two sizes"),
+        (("-o", "net.json", "--channels", "1,x"), "--channels"),
+        (("-o", "net.json", "--backend", "pigeon"), "--backend"),
+        (
+            (
+                "-o",
+                "nowhere/net.json",
+            ),
+            "cannot be written",
+        ),
+    ],
+)
+def test_bad_arguments_are_one_line_from_one_rank(arguments: tuple[str, ...], message: str, tmp_path: Path) -> None:
+    first = ranks(1, *arguments, folder=tmp_path)[0]
+    assert first.returncode == 2
+    assert message in first.stderr
+    assert len(first.stderr.splitlines()) == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_one_worker_is_told_to_start_more(tmp_path: Path) -> None:
+    result = ranks(1, "-o", "net.json", folder=tmp_path)[0]
+    assert result.returncode == 2
+    assert "torchrun --nproc-per-node 2" in result.stderr
