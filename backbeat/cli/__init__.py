@@ -47,10 +47,12 @@ def main() -> None:
         sys.exit(error.exit_code)
 
 
-from backbeat.cli import calibrate, demo, plan, predict, zoo  # noqa: E402
+from backbeat.cli import calibrate, demo, imports, plan, predict, profile, zoo  # noqa: E402
 
 app.command("demo")(demo.demo)
 app.command("predict")(predict.predict)
 app.command("plan")(plan.plan)
 app.command("zoo")(zoo.zoo)
 app.command("calibrate")(calibrate.calibrate)
+app.command("profile")(profile.profile)
+app.add_typer(imports.app, name="import")

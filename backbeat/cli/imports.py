@@ -1,0 +1,38 @@
+"""`backbeat import`: profiles and networks from files that other tools wrote."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(help="Read files of other tools.", no_args_is_help=True, rich_markup_mode=None)
+
+File = Annotated[Path, typer.Argument(help="The file to read.")]
+
+
+@app.command("nccl-tests")
+def nccl_tests(
+    file: File,
+    output: Annotated[Path, typer.Option("--output", "-o", help="The network file to write.")],
+    workers: Annotated[
+        int | None, typer.Option(help="Workers, where the file holds several runs or none says.")
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="The network's name; the file's by default.")] = None,
+    out_of_place: Annotated[bool, typer.Option("--out-of-place", help="Take out-of-place times.")] = False,
+) -> None:
+    """A network from nccl-tests output, text or -J JSON, one run or several."""
+    from backbeat.measure.nccl_tests import load
+
+    network = load(file, workers=workers, name=name, placement="out-of-place" if out_of_place else "in-place")
+    network.save(output)
+    _tell(network.notes, output)
+
+
+def _tell(notes: Iterable[str], output: Path) -> None:
+    for note in notes:
+        print(f"backbeat: {note}", file=sys.stderr)
+    print(f"backbeat: wrote {output}", file=sys.stderr)

@@ -1,0 +1,418 @@
+"""Networks from the output of nccl-tests: its text, by column names, and its `-J` JSON.
+
+A file may hold several runs. What was used, guessed and missing ends up in the network's notes.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any, Literal
+
+import msgspec
+
+from backbeat.errors import InputError
+from backbeat.model import files
+from backbeat.model.network import CollectiveTimes, Network, Topology
+from backbeat.model.source import Source
+from backbeat.units import format_bytes
+
+Placement = Literal["in-place", "out-of-place"]
+_COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
+_PROGRAM = re.compile(r"(?<![a-z])((?:all_|reduce_)?[a-z]+)_perf")
+_RANK = re.compile(r"Rank\s+([0-9]{1,7})\s+(?:Group\s+([0-9]{1,7})\s+)?Pid\s+[0-9]+\s+on\s+(\S+)\s+device")
+_TAG = re.compile(r"^\s*\[\d+,\d+\]<std(?:out|err)>:\s?")
+_BLOCKING = "Blocking Enabled"
+_TIMES = ("time", "cputime")
+_MOST_BYTES = 2**50
+"""A larger size is damage, not a message."""
+
+
+@dataclass(slots=True)
+class Row:
+    """One size of one run; seconds, or None where the run does not say."""
+
+    size: int
+    in_place: float | None
+    out_of_place: float | None
+    redop: str = ""
+    root: int | None = None
+    bus_over_algorithm: float | None = None
+
+
+@dataclass(slots=True)
+class Run:
+    """One execution of one program."""
+
+    program: str | None = None
+    devices: list[tuple[int, int, str]] = field(default_factory=list)
+    """(rank, group, host)"""
+    workers: int | None = None
+    """Where the file says it in another way than by its devices."""
+    rows: list[Row] = field(default_factory=list)
+    host_times: bool = False
+    blocking: bool = False
+    wrong: int = 0
+
+
+def load(
+    path: str | Path,
+    *,
+    workers: int | None = None,
+    name: str | None = None,
+    placement: Placement = "in-place",
+) -> Network:
+    """Read a file that nccl-tests wrote. `workers` chooses among runs, or says what the file does not."""
+    where = Path(path)
+    if not where.is_file():
+        raise InputError(f"{where}: no such file: give the output of nccl-tests, as text or as its -J JSON")
+    return parse(files.read(where), where=str(where), workers=workers, name=name or where.stem, placement=placement)
+
+
+def parse(
+    raw: bytes, *, where: str, workers: int | None = None, name: str, placement: Placement = "in-place"
+) -> Network:
+    if workers is not None and workers < 2:
+        raise InputError(f"--workers is {workers}: nothing travels between fewer than two")
+    text = raw.decode("utf-8", errors="replace")
+    runs = _json_runs(raw, where) if text.lstrip()[:1] == "{" else _text_runs(text)
+    runs = [run for run in runs if run.rows]
+    if not runs:
+        raise InputError(
+            f"{where}: no nccl-tests results in it: a table headed `size count type … time algbw busbw` was expected; "
+            "give the whole output of all_reduce_perf"
+        )
+    notes: list[str] = []
+    chosen, count = _choose(runs, workers, where, notes)
+    curves = _curves(chosen, count, placement, Path(where).name, where, notes)
+    if any(run.host_times for run in chosen):
+        notes.append("guessed: cputime (-C 1) taken as the time; it is the host's share, measure again without -C")
+    if not all(run.blocking for run in chosen):
+        notes.append(
+            "guessed: times taken as isolated, though nccl-tests averages iterations sent back to back "
+            "(its -z 1 would wait for each)"
+        )
+    wrong = sum(run.wrong for run in chosen)
+    if wrong:
+        notes.append(f"missing: {wrong} rows with wrong results were left out")
+    gone = [one for one in _COLLECTIVES if one not in curves]
+    notes.append(
+        f"missing: several channels at once{', ' + ', '.join(gone) if gone else ''}: nccl-tests run did not cover them"
+    )
+    return Network(
+        name=name,
+        workers=count,
+        topology=Topology(gpus_per_node=_per_node(chosen)),
+        backend="nccl",
+        source=Source(method="imported", reference=f"nccl-tests output {Path(where).name}"),
+        notes=tuple(notes),
+        **curves,
+    )
+
+
+def _choose(runs: list[Run], wanted: int | None, where: str, notes: list[str]) -> tuple[list[Run], int]:
+    """The runs at one number of workers, and that number."""
+    counted = [(run, _workers(run)) for run in runs]
+    known = sorted({count for _, count in counted if count is not None})
+    if wanted is not None:
+        chosen = [run for run, count in counted if count == wanted] or [run for run, count in counted if count is None]
+        if not chosen:
+            # The user knows better than a table of devices that was cut short.
+            if len(known) > 1:
+                raise InputError(
+                    f"{where}: holds runs of {_listed(known)} workers, none of {wanted}: choose one of these"
+                )
+            chosen = runs
+            notes.append(f"used: {wanted} workers as asked for, though the file lists {known[0]}")
+        return chosen, wanted
+    if len(known) > 1:
+        raise InputError(f"{where}: holds runs of {_listed(known)} workers: choose one with --workers")
+    if known:
+        if known[0] < 2:
+            raise InputError(
+                f"{where}: the run has 1 worker: nothing travels there; run nccl-tests across GPUs "
+                "(built with MPI=1 across hosts), or give --workers"
+            )
+        return runs, known[0]
+    guess = _guess_workers(runs)
+    if guess is None:
+        raise InputError(f"{where}: does not say how many workers there were: give --workers")
+    notes.append(f"guessed: {guess} workers, from busbw / algbw; the device lines are missing")
+    return runs, guess
+
+
+def _listed(counts: Sequence[int]) -> str:
+    return ", ".join(str(count) for count in counts)
+
+
+def _workers(run: Run) -> int | None:
+    if run.workers is not None:
+        return run.workers
+    if not run.devices:
+        return None
+    # With NCCL_TESTS_SPLIT every group runs the collective by itself.
+    groups = Counter(group for _, group, _ in run.devices)
+    if len(groups) > 1:
+        return max(groups.values())
+    return max(len({rank for rank, _, _ in run.devices}), 1 + max(rank for rank, _, _ in run.devices))
+
+
+def _guess_workers(runs: Iterable[Run]) -> int | None:
+    """busbw / algbw is 2(n-1)/n for an all-reduce, so n = 2 / (2 - ratio) where rounding leaves no doubt."""
+    for run in runs:
+        ratios = [row.bus_over_algorithm for row in run.rows[-3:] if row.redop not in ("", "none")]
+        if ratios and all(ratio is not None and 0.99 <= ratio < 1.995 for ratio in ratios):
+            count = 2 / (2 - median(ratio for ratio in ratios if ratio is not None))
+            if abs(count - round(count)) < 0.1 and round(count) >= 2:
+                return round(count)
+    return None
+
+
+def _per_node(runs: Sequence[Run]) -> int:
+    counts = [count for run in runs for count in Counter(host for _, _, host in run.devices).values()]
+    return max(counts, default=1)
+
+
+def _curves(
+    runs: list[Run], workers: int, placement: Placement, filename: str, where: str, notes: list[str]
+) -> dict[str, Any]:
+    found: dict[str, dict[int, list[float]]] = {}
+    other: list[str] = []
+    fallbacks = 0
+    for run in runs:
+        collective = _collective(run, workers, filename, notes)
+        if collective not in _COLLECTIVES:
+            other.append(collective)
+            continue
+        for row in run.rows:
+            first, second = (
+                (row.in_place, row.out_of_place) if placement == "in-place" else (row.out_of_place, row.in_place)
+            )
+            seconds = first if first is not None else second
+            if seconds is None or seconds <= 0 or row.size <= 0:
+                continue
+            fallbacks += first is None
+            found.setdefault(collective, {}).setdefault(row.size, []).append(seconds)
+    if other:
+        notes.append(f"missing: {', '.join(sorted(set(other)))} is not used by data-parallel training; left out")
+    curves = {}
+    for collective, sizes in found.items():
+        if len(sizes) < 2:
+            continue
+        curves[collective] = CollectiveTimes(points=tuple((size, median(sizes[size])) for size in sorted(sizes)))
+        notes.append(
+            f"used: {collective}, {len(sizes)} sizes from {format_bytes(min(sizes))} to {format_bytes(max(sizes))}, "
+            f"{placement}{f', median of up to {most} runs' if (most := max(map(len, sizes.values()))) > 1 else ''}"
+        )
+    if fallbacks:
+        notes.append(f"guessed: {fallbacks} rows have no {placement} time; the other one was taken")
+    if "all_reduce" not in curves:
+        seen = ", ".join(sorted({*found, *other})) or "none"
+        raise InputError(
+            f"{where}: no all-reduce at two sizes or more (found: {seen}): "
+            "add the output of `all_reduce_perf -b 1K -e 256M -f 2`"
+        )
+    return curves
+
+
+def _collective(run: Run, workers: int, filename: str, notes: list[str]) -> str:
+    """By the program's name where the file has it, otherwise by what the rows say."""
+    named = run.program or next((match.group(1) for match in [_PROGRAM.search(filename)] if match), None)
+    if named:
+        return named
+    last = run.rows[-1]
+    reduces = last.redop not in ("", "none")
+    ratio = last.bus_over_algorithm
+    if ratio is None:
+        guess = "all_reduce"
+    elif abs(ratio - (workers - 1) / workers) < 0.02:
+        guess = "reduce_scatter" if reduces else "all_gather"
+    elif reduces:
+        guess = "reduce" if last.root is not None and last.root >= 0 else "all_reduce"
+    else:
+        guess = "all_reduce" if abs(ratio - 2 * (workers - 1) / workers) < 0.02 and workers > 2 else "broadcast"
+    notes.append(f"guessed: {guess}, from redop, root and busbw / algbw; the file does not name the program")
+    return guess
+
+
+def _text_runs(text: str) -> list[Run]:
+    runs: list[Run] = []
+    run = Run()
+    header: list[str] = []
+
+    def next_run() -> Run:
+        runs.append(run)
+        return Run()
+
+    for line in text.splitlines():
+        line = _TAG.sub("", line)
+        tokens = line.replace("#wrong", "wrong").lstrip("# \t").split()
+        if rank := _RANK.search(line):
+            # A further rank 0 after a table opens the next run.
+            if header:
+                run, header = next_run(), []
+            run.devices.append((int(rank[1]), int(rank[2] or 0), rank[3]))
+        elif _is_header(tokens):
+            if run.rows:
+                # Several tables under one list of devices: another type, operation or program.
+                devices, program, blocking = run.devices, run.program, run.blocking
+                run = next_run()
+                run.devices, run.program, run.blocking = devices, program, blocking
+            header = tokens
+            run.host_times = "cputime" in tokens
+        elif header and (row := _row(tokens, header, run)) is not None:
+            run.rows.append(row)
+        elif named := _PROGRAM.search(line):
+            if "concluded" in line:
+                continue
+            if run.rows:
+                run, header = next_run(), []
+            run.program = named[1]
+        elif _BLOCKING in line:
+            run.blocking = True
+        elif "nThread" in line and "nGpus" in line and run.rows:
+            run, header = next_run(), []
+    runs.append(run)
+    return runs
+
+
+def _is_header(tokens: list[str]) -> bool:
+    return tokens[:1] == ["size"] and any(name in tokens for name in _TIMES) and "algbw" in tokens and "busbw" in tokens
+
+
+def _row(tokens: list[str], header: list[str], run: Run) -> Row | None:
+    """A line of figures by its header's names; None where it is none."""
+    if not tokens or not re.fullmatch(r"[0-9]{1,15}", tokens[0]):
+        return None
+    first = min(header.index(name) for name in _TIMES if name in header)
+    lead, measured = header[:first], header[first:]
+    figures = tokens[len(lead) :]
+    if measured[-1] == "timestamp":
+        # A date and an hour under one name.
+        measured, figures = measured[:-1], figures[:-2]
+    period = len(measured) // 2 if sum(measured.count(name) for name in _TIMES) == 2 else len(measured)
+    halves: list[dict[str, float | None]]
+    if len(figures) == len(measured):
+        halves = [
+            dict(zip(measured[at : at + period], map(_number, figures[at : at + period]), strict=True))
+            for at in range(0, len(measured), period)
+        ]
+    elif len(figures) == period:
+        halves = [{}, dict(zip(measured[:period], map(_number, figures), strict=True))]
+    else:
+        return None
+    named = dict(zip(lead, tokens, strict=False))
+    return _made(run, int(tokens[0]), named.get("redop", ""), named.get("root"), halves)
+
+
+def _made(run: Run, size: int, redop: str, root: object, halves: list[dict[str, float | None]]) -> Row | None:
+    if any((half.get("wrong") or 0) > 0 for half in halves):
+        run.wrong += 1
+        return None
+    seconds = [_first(half, _TIMES) for half in halves]
+    whole = next((half for half in reversed(halves) if half), {})
+    algorithm, bus = whole.get("algbw"), whole.get("busbw")
+    return Row(
+        size=size,
+        out_of_place=seconds[0] * 1e-6 if seconds[0] is not None else None,
+        in_place=seconds[1] * 1e-6 if len(seconds) > 1 and seconds[1] is not None else None,
+        redop=redop,
+        root=int(number) if (number := _number(root)) is not None else None,
+        bus_over_algorithm=bus / algorithm if bus is not None and algorithm is not None and algorithm > 0.5 else None,
+    )
+
+
+def _first(half: dict[str, float | None], names: Iterable[str]) -> float | None:
+    return next((value for name in names if (value := half.get(name)) is not None), None)
+
+
+def _number(value: object) -> float | None:
+    """A finite number, however it is written; None for N/A, nan and everything else."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        return None
+    try:
+        number = float(value)
+    except (ValueError, OverflowError):
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _count(value: object, least: int) -> int:
+    """A plausible number of things, or the least there can be."""
+    number = _number(value)
+    return int(number) if number is not None and least <= number < 1e7 else least
+
+
+def _json_runs(raw: bytes, where: str) -> list[Run]:
+    """One document, or several one after the other."""
+    runs = []
+    for document in _documents(raw, where):
+        results = document.get("results")
+        if not isinstance(results, list):
+            raise InputError(f"{where}: no list `results` in it: it is not what nccl-tests writes with -J")
+        runs.append(_json_run(document, results))
+    return runs
+
+
+def _documents(raw: bytes, where: str) -> list[dict[str, Any]]:
+    try:
+        return [msgspec.json.decode(raw, type=dict[str, Any])]
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        if b"}\n{" not in raw and b"}{" not in raw:
+            raise InputError(f"{where}: the JSON is damaged or cut short ({error}): copy or write it again") from None
+    documents = []
+    for part in re.split(rb"(?<=\})\s*(?=\{\s*\"version\")", raw.strip()):
+        try:
+            documents.append(msgspec.json.decode(part, type=dict[str, Any]))
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise InputError(f"{where}: the JSON is damaged or cut short ({error}): copy or write it again") from None
+    return documents
+
+
+def _json_run(document: dict[str, Any], results: list[Any]) -> Run:
+    run = Run()
+    arguments = document.get("args")
+    for argument in arguments if isinstance(arguments, list) else []:
+        if isinstance(argument, str) and (program := _PROGRAM.search(argument)):
+            run.program = program[1]
+            break
+    config = document.get("config")
+    if isinstance(config, dict):
+        run.blocking = config.get("blocking_collectives") in (True, "true", 1)
+        listed = config.get("devices")
+        for device in listed if isinstance(listed, list) else []:
+            if isinstance(device, dict):
+                rank, group = (_count(device.get(key), least=0) for key in ("rank", "group"))
+                run.devices.append((rank, group, str(device.get("hostname", ""))))
+        # One device is listed for each process, which drives all of its threads' GPUs.
+        each = math.prod(_count(config.get(key), least=1) for key in ("nthreads", "ngpus"))
+        if run.devices and each > 1:
+            run.workers = each * len(run.devices)
+    for entry in results:
+        size = _number(entry.get("size")) if isinstance(entry, dict) else None
+        if size is None or not 0 <= size <= _MOST_BYTES:
+            continue
+        halves = [_json_half(entry.get(key), run) for key in ("out_of_place", "in_place")]
+        redop = entry.get("redop")
+        row = _made(run, int(size), redop if isinstance(redop, str) else "", entry.get("root"), halves)
+        if row is not None:
+            run.rows.append(row)
+    return run
+
+
+def _json_half(half: object, run: Run) -> dict[str, float | None]:
+    if not isinstance(half, dict):
+        return {}
+    run.host_times |= "cpu_time" in half
+    return {
+        "time": _number(half.get("time")),
+        "cputime": _number(half.get("cpu_time")),
+        "algbw": _number(half.get("alg_bw")),
+        "busbw": _number(half.get("bus_bw")),
+        "wrong": _number(half.get("nwrong")),
+    }
