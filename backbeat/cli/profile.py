@@ -94,8 +94,8 @@ def summary(profile: Profile) -> str:
         rows.append(
             (
                 "as measured",
-                f"median {format_seconds(median(spread))}, 10 to 90 %: {format_seconds(low)} to {format_seconds(high)}, "
-                f"{len(spread)} iterations",
+                f"median {format_seconds(median(spread))} of {len(spread)} iterations, "
+                f"10 to 90 %: {format_seconds(low)} to {format_seconds(high)}",
             )
         )
     rows += [

@@ -1,0 +1,422 @@
+"""A model's profile, measured: train it for some iterations and write down when each gradient is ready.
+
+Plain iterations give the times; separate, hooked ones give each gradient's share of backward and each module's share
+of forward. So the hooks' own cost is measured rather than contained in the figures, and it is said in a note.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from dataclasses import dataclass
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from backbeat.errors import InputError, MeasurementError
+from backbeat.measure.clock import clock_for
+from backbeat.measure.inputs import check_loss, check_model, device_of
+from backbeat.measure.keep import kept
+from backbeat.measure.machine import device_name, short_name, source
+from backbeat.measure.memory import SavedTensors, device_bytes, optimizer_tensors, storage_bytes
+from backbeat.measure.precision import check_precision, scaler_for, tensor_cores
+from backbeat.measure.training import (
+    Loss,
+    Marks,
+    OutOfMemoryError,
+    Training,
+    is_out_of_memory,
+    samples_in,
+    tensors_in,
+    to_device,
+    where_raised,
+)
+from backbeat.measure.watch import Owner, Watch, find_owners, forward_shares, is_compiled, ready_shares
+from backbeat.model import Gradient, Memory, Profile
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+# Event timers resolve about half a microsecond; further digits would be noise that does not compress.
+_DIGITS = 8
+_HOOKED_ITERATIONS = 15
+_FEWEST_ITERATIONS = 8
+_LEAD_PROBES = 3
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A profile, and what measuring it showed about the measurement."""
+
+    profile: Profile
+    overhead: float
+    """Hooked over plain iteration time."""
+    launch_bound: bool
+    """The host cannot submit work as fast as the device does it."""
+
+
+@dataclass(frozen=True)
+class _Gradients:
+    names: list[str]
+    parameters: list[torch.nn.Parameter]
+    sizes: list[int]
+    frozen: list[str]
+    unused: list[str]
+
+
+def profile(
+    model: torch.nn.Module,
+    batch: Any,
+    loss: Loss,
+    optimizer: torch.optim.Optimizer | None = None,
+    **options: Any,
+) -> Profile:
+    """Train `model` for some iterations on `batch` and return its profile; weights are put back afterwards.
+
+    `loss(model, batch)` returns the scalar that backward starts from. Without an optimizer, SGD with momentum.
+    Options are those of `measure`: `precision`, `device`, `iterations`, `warmup`, `accumulation`, `batch_size`,
+    `name`, `model_name`, `time_limit_s`, `keep`, `command`, `notes`.
+    """
+    return measure(model, batch, loss, optimizer, **options).profile
+
+
+def measure(
+    model: torch.nn.Module,
+    batch: Any,
+    loss: Loss,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    precision: str = "fp32",
+    device: str | torch.device | None = None,
+    iterations: int = 30,
+    warmup: int = 10,
+    accumulation: int = 1,
+    batch_size: int | None = None,
+    name: str | None = None,
+    model_name: str | None = None,
+    time_limit_s: float | None = None,
+    keep: bool = True,
+    command: str | None = None,
+    notes: Iterable[str] = (),
+) -> Measured:
+    """As `profile`, with the measurement's own cost.
+
+    `time_limit_s` lowers the number of iterations (to 8 at least) where they would take longer. `keep=False` spares the
+    copies that put the model back as it was.
+    """
+    for field, value, least in (
+        ("iterations", iterations, 1),
+        ("warmup", warmup, 1),
+        ("accumulation", accumulation, 1),
+    ):
+        if value < least:
+            raise InputError(f"{field} is {value}: it must be {least} or more")
+    check_model(model)
+    where = device_of(model, device)
+    check_precision(precision, where)
+    model.to(where)
+    batch = to_device(batch, where)
+    samples = batch_size or samples_in(batch)
+    if samples is None:
+        raise InputError("the batch holds no tensor to count samples in: give batch_size")
+    clock = clock_for(where)
+    given_optimizer = optimizer
+    if optimizer is None:
+        trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        if not trainable:
+            raise InputError(
+                "no parameter of the model has requires_grad: there are no gradients to time; unfreeze some"
+            )
+        optimizer = torch.optim.SGD(trainable, lr=1e-4, momentum=0.9)
+    training = Training(
+        model=model,
+        batch=batch,
+        loss=loss,
+        optimizer=optimizer,
+        device=where,
+        precision=precision,
+        accumulation=accumulation,
+        scaler=scaler_for(precision, where),
+        clock=clock,
+    )
+    try:
+        with _current(where), tensor_cores(precision, where):
+            if keep:
+                with kept(model, given_optimizer, where):
+                    figures = _measure(training, iterations, warmup, time_limit_s)
+            else:
+                figures = _measure(training, iterations, warmup, time_limit_s)
+    except (InputError, MeasurementError):
+        raise
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise OutOfMemoryError(
+                f"out of memory with {samples} samples on {device_name(where)}: take a smaller batch, "
+                "checkpoint activations, or accumulate gradients over smaller micro-batches"
+            ) from None
+        raise InputError(f"training the model raised {where_raised(error)}") from error
+    title = model_name or type(model).__name__
+    return _document(
+        training,
+        figures,
+        name=name or f"{title.lower()}-b{samples}-{precision}-{short_name(where)}",
+        model=title,
+        batch_size=samples,
+        command=command or "backbeat.measure.profile(model, batch, loss)",
+        notes=(*notes, *(() if given_optimizer is not None else ("optimizer: SGD with momentum",))),
+    )
+
+
+@dataclass(frozen=True)
+class _Figures:
+    gradients: _Gradients
+    forward_s: float
+    backward_s: float
+    update_s: float
+    iteration_s: list[float]
+    hooked_s: float
+    ready: dict[int, float]
+    forward: dict[int, float]
+    activations: dict[int, int]
+    memory: Memory
+    lead: tuple[float, float] | None
+    """Host and device time of forward and backward, from a drained device."""
+    compiled: bool
+
+
+def _measure(training: Training, iterations: int, warmup: int, time_limit_s: float | None) -> _Figures:
+    clock = training.clock
+    gradients = _first_iteration(training)
+    for _ in range(max(0, warmup - 2)):
+        training.iterate()
+    clock.synchronize()
+    started = time.perf_counter()
+    training.iterate()
+    clock.synchronize()
+    one_s = time.perf_counter() - started
+    hooked_iterations = min(iterations, _HOOKED_ITERATIONS)
+    if time_limit_s is not None:
+        affordable = int(time_limit_s / max(one_s, 1e-9))
+        iterations = max(min(iterations, affordable * 2 // 3), min(iterations, _FEWEST_ITERATIONS))
+        hooked_iterations = max(
+            min(hooked_iterations, affordable // 3), min(hooked_iterations, _FEWEST_ITERATIONS // 2)
+        )
+
+    compiled = is_compiled(training.model)
+    owners = [] if compiled else find_owners(training.model, gradients.parameters)
+    memory, activations = _weigh(training, gradients, owners)
+    watch = Watch(gradients.parameters, owners, clock)
+    per_iteration = watch.marks + 3 * training.accumulation + 2
+    # Each half is preceded by one iteration that refills the device's queue; modules may be called more than once.
+    clock.reserve(2 * per_iteration * (hooked_iterations + 1) + (3 * training.accumulation + 2) * (iterations + 2))
+
+    # Plain halves before and after the hooked iterations: a device that slows down as it warms does so to both.
+    plain = _block(training, (iterations + 1) // 2)
+    with watch:
+        hooked = _block(training, hooked_iterations, watch)
+    plain += _block(training, iterations // 2)
+    clock.synchronize()
+    recordings = watch.recordings[-hooked_iterations:]
+
+    micro_batches = [micro_batch for marks in plain for micro_batch in marks.micro_batches]
+    return _Figures(
+        gradients=gradients,
+        forward_s=median(clock.between(begin, middle) for begin, middle, _ in micro_batches),
+        backward_s=median(clock.between(middle, end) for _, middle, end in micro_batches),
+        update_s=median(clock.between(marks.micro_batches[-1][2], marks.end) for marks in plain),
+        iteration_s=[clock.between(marks.begin, marks.end) for marks in plain],
+        hooked_s=median(clock.between(marks.begin, marks.end) for marks in hooked),
+        ready=ready_shares(recordings, clock),
+        forward=forward_shares(recordings, clock),
+        activations=activations,
+        memory=memory,
+        lead=_lead(training) if training.device.type == "cuda" else None,
+        compiled=compiled,
+    )
+
+
+def _block(training: Training, count: int, watch: Watch | None = None) -> list[Marks]:
+    """Iterations one after the other, never waiting in between, as training runs them; the first only leads in."""
+    return [training.iterate(watch) for _ in range(count + 1)][1:] if count else []
+
+
+def _first_iteration(training: Training) -> _Gradients:
+    """Check on the way that everything the user gave does what it should."""
+    model = training.model
+    training.optimizer.zero_grad(set_to_none=True)
+    loss = _user_code("loss(model, batch)", training.plain_loss)
+    check_loss(loss)
+    _user_code("backward", training.scaled(loss).backward)
+    del loss
+    names, parameters, sizes, frozen, unused = [], [], [], [], []
+    for name, parameter in model.named_parameters():
+        gradient = parameter.grad
+        if not parameter.requires_grad:
+            frozen.append(name)
+        elif gradient is None:
+            unused.append(name)
+        elif gradient.layout != torch.strided:
+            raise InputError(
+                f"the gradient of {name} is sparse: all-reduce carries dense gradients; "
+                "build its embedding with sparse=False, or exclude it from data-parallel synchronisation"
+            )
+        else:
+            names.append(name)
+            parameters.append(parameter)
+            sizes.append(gradient.numel() * gradient.element_size())
+    if not names:
+        raise InputError("backward gave no parameter a gradient: the loss does not depend on the model's parameters")
+    _user_code("the optimizer", training.update)
+    return _Gradients(names, parameters, sizes, frozen, unused)
+
+
+def _user_code(what: str, call: Callable[[], Any]) -> Any:
+    try:
+        return call()
+    except Exception as error:
+        if is_out_of_memory(error) or isinstance(error, (InputError, MeasurementError)):
+            raise
+        raise InputError(f"{what} raised {where_raised(error)}") from error
+
+
+def _weigh(training: Training, gradients: _Gradients, owners: list[Owner]) -> tuple[Memory, dict[int, int]]:
+    """Memory by kind. One iteration under saved-tensor hooks for the activations, a plain one for the peak."""
+    model, device = training.model, training.device
+    parameters, buffers = list(model.parameters()), list(model.buffers())
+    held = [*parameters, *buffers, *tensors_in(training.batch)]
+    with SavedTensors(owners, held) as saved:
+        loss = training.forward()
+    loss.backward()  # type: ignore[no-untyped-call]
+    del loss
+    training.optimizer.zero_grad(set_to_none=True)
+    state = device_bytes(optimizer_tensors(training.optimizer), device)
+    gradient_bytes = sum(gradients.sizes)
+    if device.type == "cuda":
+        training.clock.synchronize()
+        steady = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        training.iterate()
+        training.clock.synchronize()
+        peak = torch.cuda.max_memory_allocated(device)
+    else:
+        steady = storage_bytes(held) + state
+        peak = steady + gradient_bytes + saved.total
+    memory = Memory(
+        parameter_bytes=storage_bytes(parameters),
+        gradient_bytes=gradient_bytes,
+        optimizer_bytes=state,
+        buffer_bytes=storage_bytes(buffers),
+        activation_bytes=saved.total,
+        steady_bytes=steady,
+        peak_bytes=peak,
+    )
+    return memory, saved.by_gradient
+
+
+def _lead(training: Training) -> tuple[float, float]:
+    """Host and device seconds of forward and backward, each begun with the device idle.
+
+    Where the device lags behind the host it is the device that bounds the iteration; the driver's launch queue keeps
+    the host at most about a thousand kernels ahead, which is still milliseconds.
+    """
+    host, device = [], []
+    for _ in range(_LEAD_PROBES):
+        training.clock.synchronize()
+        started = time.perf_counter()
+        training.forward().backward()  # type: ignore[no-untyped-call]
+        host.append(time.perf_counter() - started)
+        training.clock.synchronize()
+        device.append(time.perf_counter() - started)
+        training.update()
+    return median(host), median(device)
+
+
+def _launch_bound(lead: tuple[float, float] | None) -> bool:
+    if lead is None:
+        return False
+    host, device = lead
+    return device - host < min(0.1 * device, 1e-3)
+
+
+def _document(
+    training: Training,
+    figures: _Figures,
+    *,
+    name: str,
+    model: str,
+    batch_size: int,
+    command: str,
+    notes: tuple[str, ...],
+) -> Measured:
+    gradients = figures.gradients
+    # A gradient that backward fills without its hook firing is known only to be there when backward ends.
+    shares = [figures.ready.get(index, 1.0) for index in range(len(gradients.names))]
+    entries = []
+    for index in sorted(range(len(shares)), key=lambda index: (shares[index], -index)):
+        entries.append(
+            Gradient(
+                name=gradients.names[index],
+                bytes=gradients.sizes[index],
+                ready_s=round(shares[index] * figures.backward_s, _DIGITS),
+                forward_s=round(figures.forward.get(index, 0.0) * figures.forward_s, _DIGITS)
+                if figures.forward
+                else None,
+                activation_bytes=None if figures.compiled else figures.activations.get(index, 0),
+            )
+        )
+    plain_s = median(figures.iteration_s)
+    overhead = figures.hooked_s / plain_s
+    launch_bound = _launch_bound(figures.lead)
+    document = Profile(
+        name=name,
+        model=model,
+        batch_size=batch_size,
+        precision=training.precision,
+        device=device_name(training.device),
+        forward_s=round(figures.forward_s, _DIGITS),
+        backward_s=round(figures.backward_s, _DIGITS),
+        update_s=round(figures.update_s, _DIGITS),
+        gradients=tuple(entries),
+        iteration_s=tuple(round(seconds, _DIGITS) for seconds in figures.iteration_s),
+        buffer_bytes=figures.memory.buffer_bytes,
+        accumulation=training.accumulation,
+        memory=figures.memory,
+        source=source(command, training.device),
+        notes=(*notes, *_notes(training, figures, overhead, launch_bound)),
+    )
+    return Measured(document, overhead, launch_bound)
+
+
+def _notes(training: Training, figures: _Figures, overhead: float, launch_bound: bool) -> list[str]:
+    notes = [
+        f"hooked iterations took {overhead:.4f} times the plain ones' {median(figures.iteration_s) * 1e3:.4g} ms; "
+        "ready and forward times are shares of the plain backward and forward"
+    ]
+    if figures.lead is not None:
+        host, device = (f"{seconds * 1e3:.4g} ms" for seconds in figures.lead)
+        if launch_bound:
+            notes.append(
+                f"launch-bound: the host takes {host} to submit a forward and backward that the device ends after "
+                f"{device}; a faster host, a larger batch or CUDA graphs would shorten it"
+            )
+        else:
+            notes.append(f"device-bound: the host submits forward and backward in {host}, the device takes {device}")
+    else:
+        notes.append(f"CPU with {torch.get_num_threads()} threads; peak memory is the sum of its kinds, not measured")
+    if figures.compiled:
+        notes.append("compiled model: forward time and activations per module are not visible")
+    if not training.model.training:
+        notes.append("the model was in eval mode")
+    if figures.gradients.frozen:
+        notes.append(f"left out, frozen: {', '.join(figures.gradients.frozen)}")
+    if figures.gradients.unused:
+        notes.append(f"left out, got no gradient: {', '.join(figures.gradients.unused)}")
+    missed = [name for index, name in enumerate(figures.gradients.names) if index not in figures.ready]
+    if missed:
+        notes.append(f"ready time unknown, taken as the end of backward: {', '.join(missed)}")
+    return notes
+
+
+def _current(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
