@@ -2,7 +2,7 @@
 
 A group closes once it has reached the buffer size B. As B grows from zero the groups stay the same until B passes the
 smallest group that it closed, so walking from one such size to the next visits every grouping a constant buffer can
-give: the choice is exact, not a grid. The groupings depend on the gradients alone and are scored all at once, group by group.
+give: the choice is exact, not a grid. The groupings depend on the gradients alone and are scored all at once.
 Only the end of communication is exposed, so the last groups are then regrouped with smaller caps, where that is
 predicted to help.
 """

@@ -1,0 +1,1 @@
+"""The JSON Schemas of backbeat's files, generated from the types that read them."""

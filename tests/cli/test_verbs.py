@@ -1,0 +1,131 @@
+"""The command line as a person uses it: what it prints, what it writes, how it refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+import backbeat as bb
+from tests.problems import make_profile
+
+WIDE = {**os.environ, "COLUMNS": "160", "PYTHONIOENCODING": "utf-8"}
+
+
+def run(*words: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "backbeat", *words], capture_output=True, text=True, env=WIDE, cwd=cwd, timeout=120
+    )
+
+
+def answer(*words: str) -> dict[str, Any]:
+    done = run(*words, "--json")
+    assert done.returncode == 0, done.stderr
+    data: dict[str, Any] = json.loads(done.stdout)
+    return data
+
+
+@pytest.fixture(scope="module")
+def profile(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("cli") / "mine-b1-fp32-laptop.json"
+    sizes = [4000, 10**6, 2 * 10**6, 5 * 10**6, 10**5, 9 * 10**6]
+    made = make_profile(sizes, [1e-3, 3e-3, 4e-3, 8e-3, 9e-3, 12e-3], forward=6e-3)
+    made.save(path)
+    msgspec.structs.replace(
+        make_profile(sizes, [3e-3, 9e-3, 12e-3, 24e-3, 27e-3, 36e-3], forward=18e-3), batch_size=4
+    ).save(path.with_name("mine-b4.json"))
+    return path
+
+
+def test_predict_prints_a_row_for_every_worker_count_and_strategy(profile: Path) -> None:
+    done = run("predict", str(profile), "10gbe", "--workers", "4..16", "--strategy", "ddp,best")
+    assert done.returncode == 0, done.stderr
+    assert "weak scaling" in done.stdout
+    for word in ("samples/s", "GPU-h/1M", "exposed", "over bound", "limited by", "◀", "Knee", "extrapolated from 8"):
+        assert word in done.stdout
+    assert done.stdout.count("ddp") == 3
+
+
+def test_json_says_the_same_as_the_library(profile: Path) -> None:
+    data = answer("predict", str(profile), "10gbe", "--workers", "4..16", "--strategy", "ddp,best")
+    assert [(row["workers"], row["strategy"]) for row in data["rows"]] == [
+        (n, s) for n in (4, 8, 16) for s in ("ddp", "best")
+    ]
+    for row in data["rows"]:
+        network = bb.Network.load("10gbe").at(workers=row["workers"])
+        expected = bb.predict(bb.Profile.load(profile), network, row["strategy"])
+        assert row["iteration_s"] == expected.iteration_s
+        assert row["gpu_hours"] == pytest.approx(1e6 / expected.samples_per_s * row["workers"] / 3600)
+        assert row["breakdown"]["startup_s"] == expected.breakdown.startup_s
+
+
+def test_plan_writes_a_file_that_predict_takes(profile: Path, tmp_path: Path) -> None:
+    target = tmp_path / "plan.json"
+    done = run("plan", str(profile), "10gbe", "--workers", "64", "-o", str(target))
+    assert done.returncode == 0, done.stderr
+    assert "wrote" in done.stderr
+    assert "over the bound" in done.stdout
+    plan = bb.Plan.load(target)
+    assert plan.workers == 64
+    row = answer("predict", str(profile), "10gbe", "--workers", "64", "--plan", str(target))["rows"][0]
+    assert plan.predicted is not None
+    assert row["iteration_s"] == pytest.approx(plan.predicted["iteration_s"])
+    shown = answer("plan", str(profile), "10gbe", "--workers", "64")
+    assert shown["schema"] == "backbeat.plan/1"
+    assert shown["groups"] == json.loads(target.read_text())["groups"]
+
+
+def test_strong_scaling_between_two_batch_sizes(profile: Path) -> None:
+    other = str(profile.with_name("mine-b4.json"))
+    words = ("predict", str(profile), "10gbe", "-n", "4..16", "-s", "optimal", "--global-batch", "32")
+    data = answer(*words, "--other-batch", other)
+    assert data["scaling"] == "strong"
+    assert [row["samples_per_s"] * row["iteration_s"] for row in data["rows"]] == pytest.approx([32.0] * 3)
+    refused = run(*words)
+    assert refused.returncode == 2
+    assert "--other-batch" in refused.stderr
+    uneven = run("predict", str(profile), "10gbe", "-n", "5", "--global-batch", "32", "--other-batch", other)
+    assert uneven.returncode == 2
+    assert "does not divide by 5 workers" in uneven.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("predict", "resnet5", "10gbe"), "neither a file nor a bundled profile"),
+        (("predict", "PROFILE", "10gbit"), "did you mean 10gbe"),
+        (("predict", "PROFILE", "10gbe", "-n", "many"), "'many' is not a number of workers"),
+        (("predict", "PROFILE", "10gbe", "-s", "bets"), "did you mean 'best'"),
+        (("predict", "PROFILE", "10gbe", "--plan", "none.json"), "none.json: no such file"),
+        (("predict", "PROFILE", "10gbe", "--bucket", "25 gallons", "-s", "ddp"), "25 gallons"),
+        (("plan", "PROFILE", "10gbe", "-o", "/nowhere/plan.json"), "/nowhere/plan.json: cannot be written"),
+        (("plan", "PROFILE", "10gbe", "--channels", "0"), "channels is 0"),
+        (("plan", "PROFILE", "PROFILE"), "give the network file"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_two(profile: Path, words: tuple[str, ...], message: str) -> None:
+    done = run(*(str(profile) if word == "PROFILE" else word for word in words))
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert done.stdout == ""
+
+
+def test_version_zoo_and_completion() -> None:
+    assert run("--version").stdout.strip() == f"backbeat {bb.__version__}"
+    names = {row["name"] for row in answer("zoo")["networks"]}
+    assert {"1gbe", "10gbe", "25gbe", "100gbe", "ib56", "ib100", "ib400", "nvlink-ib400"} <= names
+    assert "--show-completion" in run("--help").stdout
+
+
+def test_demo_tells_the_whole_story(tmp_path: Path) -> None:
+    done = run("demo", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "2048" in done.stdout
+    assert bb.Plan.load(tmp_path / "plan.json").workers == 64

@@ -1,0 +1,72 @@
+"""One collective: the curve, its slope, startup and work."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from backbeat.cost.curve import Curve
+from backbeat.cost.fit import relative_line
+from backbeat.model import CollectiveTimes
+from tests.problems import affine, curve, networks
+
+SIZES = np.array([0, 1, 100, 1024, 5000, 2**20, 3 * 2**20, 2**30], dtype=float)
+
+
+def test_affine_is_exact() -> None:
+    cost = affine(1e-3, 2e-9).cost
+    assert cost.time(SIZES) == pytest.approx(1e-3 + 2e-9 * SIZES)
+    assert cost.isolated.startup(SIZES) == pytest.approx(np.full(len(SIZES), 1e-3))
+    assert cost.isolated.line == (1e-3, 2e-9)
+
+
+def test_a_measured_curve_is_flat_below_linear_between_and_sloped_beyond() -> None:
+    cost = curve([(1024, 1e-4), (2**20, 1e-3), (2**21, 2e-3), (2**22, 4e-3)]).cost.isolated
+    slope = cost.gradient_s_per_byte
+    assert slope == pytest.approx(1e-3 / 2**20, rel=1e-6)
+    assert float(cost.time(10)) == 1e-4
+    assert float(cost.time((1024 + 2**20) / 2)) == pytest.approx(5.5e-4)
+    assert float(cost.time(2**23)) == pytest.approx(4e-3 + slope * 2**22)
+    # Bandwidth-bound points have no startup left; the smallest message is startup but for its bytes.
+    assert float(cost.startup(2**21)) == pytest.approx(0, abs=1e-9)
+    assert float(cost.startup(1024)) == pytest.approx(1e-4 - slope * 1024)
+
+
+def test_the_slope_comes_from_points_of_a_mebibyte_and_more() -> None:
+    small = [(1024, 5e-3), (65536, 5e-3)]
+    large = [(2**20, 5e-3 + 1e-9 * 2**20), (2**24, 5e-3 + 1e-9 * 2**24), (2**26, 5e-3 + 1e-9 * 2**26)]
+    assert Curve.of(CollectiveTimes(points=(*small, *large))).gradient_s_per_byte == pytest.approx(1e-9)
+
+
+@given(networks())
+def test_cost_rises_with_size_and_splits_without_remainder(network: object) -> None:
+    cost = network.cost  # type: ignore[attr-defined]
+    sizes = np.sort(np.concatenate([SIZES, np.geomspace(1, 1e9, 50)]))
+    assert (np.diff(cost.time(sizes)) >= -1e-15).all()
+    assert (np.diff(cost.busy_time(sizes)) >= -1e-15).all()
+    startup, startup_busy, work = cost.split(sizes)
+    assert startup + work == pytest.approx(cost.time(sizes))
+    assert startup_busy + work == pytest.approx(cost.busy_time(sizes))
+    for part in (startup, startup_busy, work):
+        assert (part >= -1e-12).all()
+
+
+@given(networks(), st.floats(1, 1e8), st.floats(1, 1e8))
+def test_the_cheapest_message_is_nowhere_beaten(network: object, one: float, two: float) -> None:
+    cost = network.cost  # type: ignore[attr-defined]
+    low, high = min(one, two), max(one, two)
+    least_startup, least_per_byte = cost.cheapest(low, high)
+    sizes = np.geomspace(low, high, 400)
+    startup, _, work = cost.split(sizes)
+    assert startup.min() >= least_startup * (1 - 1e-9) - 1e-12
+    assert (work / sizes).min() >= least_per_byte * (1 - 1e-9)
+
+
+@given(st.floats(1e-6, 1e-2), st.floats(1e-12, 1e-7))
+def test_a_line_is_fitted_back(alpha: float, beta: float) -> None:
+    sizes = np.array([1e3, 1e4, 1e5, 1e6, 1e7, 1e8])
+    fitted = relative_line(sizes, alpha + beta * sizes)
+    assert fitted[0] == pytest.approx(alpha, rel=1e-4)
+    assert fitted[1] == pytest.approx(beta, rel=1e-4)

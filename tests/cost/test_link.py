@@ -1,0 +1,42 @@
+"""Several messages: back to back on one channel, at once on several."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from backbeat.cost import Curve, LinkCost
+from backbeat.model import ConcurrencyPoint
+from tests.problems import affine
+
+MEGABYTE = 10**6
+
+
+def row(seconds: float, messages: int, channels: int, size: int = MEGABYTE) -> ConcurrencyPoint:
+    return ConcurrencyPoint(bytes=size, messages=messages, channels=channels, seconds=seconds)
+
+
+def test_back_to_back_rows_give_the_time_each_further_message_adds() -> None:
+    cost = affine(1e-3, 1e-9, concurrency=(row(2e-3 + 7 * 1.5e-3, 8, 1),)).cost
+    assert float(cost.time(MEGABYTE)) == pytest.approx(2e-3)
+    assert float(cost.busy_time(MEGABYTE)) == pytest.approx(1.5e-3)
+    assert cost.batch_s(MEGABYTE, 8, 1) == pytest.approx(2e-3 + 7 * 1.5e-3)
+
+
+@given(st.sampled_from([2, 3, 4]), st.floats(0.3, 2.0), st.integers(1, 5))
+def test_efficiency_is_fitted_back(channels: int, efficiency: float, rounds: int) -> None:
+    seconds = rounds * (1e-3 + channels * 1e-3 / efficiency)
+    cost = affine(1e-3, 1e-9, concurrency=(row(seconds, rounds * channels, channels),)).cost
+    assert cost.efficiency(channels) == pytest.approx(min(efficiency, channels))
+    assert cost.batch_s(MEGABYTE, rounds * channels, channels) == pytest.approx(
+        rounds * (1e-3 + channels * 1e-3 / min(efficiency, channels))
+    )
+
+
+def test_the_nearest_measured_count_speaks_for_the_others() -> None:
+    cost = LinkCost(Curve.affine(0, 1e-9), None, {2: 0.8, 4: 0.6})
+    assert [cost.efficiency(n) for n in (1, 2, 3, 4, 9)] == [1.0, 0.8, 0.8, 0.6, 0.6]
+    assert cost.best_efficiency(4) == 1.0
+    assert LinkCost(Curve.affine(0, 1e-9), None, {}).efficiency(5) == 1.0
+    assert LinkCost(Curve.affine(0, 1e-9), None, {2: 1.5}).best_efficiency(2) == 1.5

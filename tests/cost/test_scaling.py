@@ -1,0 +1,101 @@
+"""Moving a calibration to another number of workers."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import backbeat as bb
+from backbeat.cost.collectives import bus_bandwidth, seconds
+from backbeat.model import CollectiveTimes, ConcurrencyPoint, Network, Topology
+from tests.problems import affine, curve, networks
+
+SIZES = np.array([0, 1, 7, 1024, 2**20, 10**8], dtype=float)
+POINTS = [(1024, 1e-4), (65536, 2e-4), (2**20, 1.6e-3), (2**24, 2.5e-2), (2**26, 0.1)]
+
+
+@pytest.mark.parametrize(("old", "new"), [(8, 16), (8, 4), (4, 2048), (2, 3)])
+def test_a_ring_grows_by_hops_and_traffic(old: int, new: int) -> None:
+    there = affine(1e-3, 1e-9, workers=old, topology=Topology(algorithm="ring")).at(workers=new)
+    startup = 1e-3 * (new - 1) / (old - 1)
+    slope = 1e-9 * ((new - 1) / new) / ((old - 1) / old)
+    assert there.cost.time(SIZES) == pytest.approx(startup + slope * SIZES)
+    assert there.workers == new
+
+
+def test_a_tree_grows_with_the_logarithm() -> None:
+    there = affine(1e-3, 1e-9, workers=4, topology=Topology(algorithm="tree")).at(workers=64)
+    assert there.cost.time(SIZES) == pytest.approx(3e-3 + 1e-9 * SIZES)
+
+
+def test_halving_doubling_has_a_trees_startup_and_a_rings_traffic() -> None:
+    there = affine(1e-3, 1e-9, workers=4, topology=Topology(algorithm="halving-doubling")).at(workers=64)
+    assert there.cost.time(SIZES) == pytest.approx(3e-3 + 1e-9 * (63 / 64) / (3 / 4) * SIZES)
+
+
+@pytest.mark.parametrize("base", [affine(1e-3, 1e-9), curve(POINTS)])
+@pytest.mark.parametrize("workers", [4, 16, 64, 2048])
+def test_auto_takes_the_cheaper_at_every_size(base: Network, workers: int) -> None:
+    there = base.at(workers=workers).cost
+    sizes = SIZES[3:]  # below the first measured point a curve is flat, before and after moving
+    startup, work = base.cost.isolated.startup(sizes), base.cost.isolated.work(sizes)
+    ring = startup * (workers - 1) / 7 + work * ((workers - 1) / workers) / (7 / 8)
+    tree = startup * np.log2(workers) / 3 + work * 8 / 7
+    assert there.time(sizes) == pytest.approx(np.minimum(ring, tree), rel=2e-3)
+
+
+def test_a_cluster_of_nodes_scales_only_what_crosses_them() -> None:
+    inside = CollectiveTimes(alpha_s=2e-5, beta_s_per_byte=5e-12)
+    base = affine(5e-5, 1e-10, workers=16, topology=Topology(algorithm="hierarchical", gpus_per_node=8, inside=inside))
+    four_nodes = base.at(workers=32).cost
+    size = 10**8
+    across = (2e-5 + 5e-12 * size, 3e-5 * 3 + 9.5e-11 * size * 1.5, 3e-5 * 2 + 9.5e-11 * size * 2)
+    assert float(four_nodes.time(size)) == pytest.approx(across[0] + min(across[1:]), rel=1e-3)
+    assert float(base.at(workers=8).cost.time(size)) == pytest.approx(2e-5 + 5e-12 * size)
+    assert float(base.at(workers=4).cost.time(size)) == pytest.approx(2e-5 * 3 / 7 + 5e-12 * 0.75 / 0.875 * size)
+
+
+@given(networks(), st.integers(2, 5000), st.integers(2, 5000))
+def test_the_way_does_not_matter_only_the_calibration(network: Network, one: int, two: int) -> None:
+    assert network.at(workers=one).at(workers=two) == network.at(workers=two)
+    assert network.at(workers=one).at(workers=network.workers) == network
+
+
+@given(networks(), st.sampled_from([2, 4, 16, 256, 100_000]))
+def test_moved_networks_are_sound(network: Network, workers: int) -> None:
+    there = network.at(workers=workers)
+    times = there.cost.time(np.geomspace(1, 1e9, 60))
+    assert np.isfinite(times).all()
+    assert (times >= 0).all()
+    assert (np.diff(times) >= -1e-12).all()
+
+
+def test_contention_is_carried_along() -> None:
+    rows = tuple(ConcurrencyPoint(bytes=2**22, messages=2, channels=k, seconds=s) for k, s in ((1, 0.0125), (2, 0.009)))
+    base = curve(POINTS, concurrency=rows)
+    there = base.at(workers=128)
+    assert there.cost.efficiency(2) == pytest.approx(base.cost.efficiency(2), rel=1e-2)
+    assert there.cost.busy is not None
+    ratio = base.cost.busy_time(2**22) / base.cost.time(2**22)
+    assert there.cost.busy_time(2**22) / there.cost.time(2**22) == pytest.approx(ratio, rel=1e-2)
+
+
+def test_one_worker_sends_nothing_and_teaches_nothing() -> None:
+    assert affine(1e-3, 1e-9).at(workers=1).cost.time(SIZES).tolist() == [0.0] * len(SIZES)
+    with pytest.raises(bb.InputError, match="calibrate with 2 workers or more"):
+        affine(0.0, 0.0, workers=1).at(workers=4)
+    with pytest.raises(bb.InputError, match="at least one worker"):
+        affine(1e-3, 1e-9).at(workers=0)
+
+
+def test_closed_forms() -> None:
+    link = {"hop_s": 1e-6, "bits_per_s": 8e9}
+    assert seconds("all_reduce", "ring", 4, 1e9, **link) == pytest.approx(6e-6 + 1.5)
+    assert seconds("all_reduce", "tree", 4, 1e9, **link) == pytest.approx(4e-6 + 2.0)
+    assert seconds("all_gather", "ring", 4, 1e9, **link) == pytest.approx(3e-6 + 0.75)
+    assert seconds("reduce_scatter", "halving-doubling", 4, 1e9, **link) == pytest.approx(2e-6 + 0.75)
+    assert seconds("broadcast", "tree", 4, 1e9, **link) == pytest.approx(2e-6 + 1.0)
+    assert seconds("all_reduce", "ring", 1, 1e9, **link) == 0
+    assert bus_bandwidth("all_reduce", 8, 1e9, 1.75) == pytest.approx(8e9)

@@ -1,0 +1,219 @@
+"""Files in and out: what is refused, with which words, and that nothing is lost on the way."""
+
+from __future__ import annotations
+
+import copy
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import backbeat as bb
+from backbeat.model.files import bundled, decode, write
+from tests.problems import networks, profiles
+
+PROFILE: dict[str, Any] = {
+    "schema": "backbeat.profile/1",
+    "name": "tiny",
+    "model": "tiny",
+    "batch_size": 4,
+    "precision": "fp32",
+    "device": "laptop",
+    "forward_s": 0.1,
+    "backward_s": 0.2,
+    "update_s": 0.01,
+    "gradients": [
+        {"name": "fc.bias", "bytes": 40, "ready_s": 0.1},
+        {"name": "fc.weight", "bytes": 4000, "ready_s": 0.2},
+    ],
+}
+NETWORK: dict[str, Any] = {
+    "schema": "backbeat.network/1",
+    "name": "lan",
+    "workers": 8,
+    "all_reduce": {"points": [[1024, 0.001], [2048, 0.002]]},
+}
+PLAN: dict[str, Any] = {
+    "schema": "backbeat.plan/1",
+    "strategy": "custom",
+    "model": "tiny",
+    "channels": 1,
+    "groups": [{"gradients": ["fc.bias", "fc.weight"], "channel": 0}],
+}
+KINDS = {"profile": (PROFILE, bb.Profile), "network": (NETWORK, bb.Network), "plan": (PLAN, bb.Plan)}
+
+
+def put(data: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
+    """A copy with the field at `a.0.b` set, or removed where the value is `...`."""
+    data = copy.deepcopy(data)
+    *parents, last = path.split(".")
+    place: Any = data
+    for part in parents:
+        place = place[int(part)] if part.isdigit() else place[part]
+    key: Any = int(last) if last.isdigit() else last
+    if value is ...:
+        del place[key]
+    else:
+        place[key] = value
+    return data
+
+
+def refusal(tmp_path: Path, kind: str, text: str | bytes) -> str:
+    file = tmp_path / "file.json"
+    file.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(bb.InputError) as caught:
+        KINDS[kind][1].load(file)
+    message = str(caught.value)
+    assert str(file) in message
+    assert "\n" not in message
+    return message
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_required_fields_alone_load(tmp_path: Path, kind: str) -> None:
+    data, cls = KINDS[kind]
+    file = tmp_path / "file.json"
+    file.write_text(json.dumps(data))
+    value = cls.load(file)
+    assert value.schema == data["schema"]
+    value.save(tmp_path / "again.json")
+    assert cls.load(tmp_path / "again.json") == value
+    assert json.loads((tmp_path / "again.json").read_text()) == data
+
+
+@pytest.mark.parametrize(
+    ("kind", "path", "value", "words"),
+    [
+        ("profile", "speed", 3, ["unknown field `speed`", "remove it"]),
+        ("profile", "gradients.0.dtype", "fp8", ["gradients[0]", "unknown field `dtype`"]),
+        ("profile", "backward_s", ..., ["missing required field `backward_s`", "add it"]),
+        ("profile", "gradients.1.bytes", ..., ["gradients[1]", "missing required field `bytes`"]),
+        ("profile", "schema", ..., ['"schema" is missing', "backbeat.profile/1"]),
+        ("profile", "schema", "backbeat.network/1", ["backbeat.network/1", "give the profile file"]),
+        ("profile", "schema", "backbeat.profile/9", ["another version", "upgrade"]),
+        ("profile", "gradients.1.bytes", -4, ["gradients[1].bytes", ">= 0"]),
+        ("profile", "gradients.0.ready_s", 0.3, ["gradients[1].ready_s is 0.2", "before", "sort them"]),
+        ("profile", "backward_s", 0.15, ["ready_s is 0.2", "after backward_s 0.15"]),
+        ("profile", "gradients.1.name", "fc.bias", ["gradients[1] repeats 'fc.bias'", "gradients[0]"]),
+        ("profile", "gradients", [], ["gradients", "length >= 1"]),
+        ("profile", "batch_size", 0, ["batch_size", ">= 1"]),
+        ("profile", "forward_s", "fast", ["forward_s", "got `str`"]),
+        ("profile", "forward_s", -1.0, ["forward_s", ">= 0"]),
+        ("profile", "iteration_s", [0.1, -0.1], ["iteration_s[1]", ">= 0"]),
+        ("network", "workers", 0, ["workers", ">= 1"]),
+        ("network", "all_reduce", {}, ["all_reduce", "either points, or both alpha_s"]),
+        ("network", "all_reduce.alpha_s", 1e-3, ["all_reduce", "exclude each other"]),
+        ("network", "all_reduce.points", [[1024, 0.1]], ["points has 1", "two sizes or more"]),
+        ("network", "all_reduce.points", [[2048, 0.1], [1024, 0.2]], ["points[1]", "sizes must rise"]),
+        ("network", "all_reduce.points.0.1", -0.1, ["points[0][1]", ">= 0"]),
+        ("network", "topology", {"algorithm": "star"}, ["topology.algorithm", "star"]),
+        ("network", "topology", {"algorithm": "hierarchical"}, ["topology", "needs inside"]),
+        ("plan", "groups", [], ["groups", "length >= 1"]),
+        ("plan", "groups.0.gradients", [], ["groups[0].gradients", "length >= 1"]),
+        ("plan", "groups.0.channel", 1, ["groups[0].channel is 1", "numbered 0 to 0"]),
+        ("plan", "channels", 0, ["channels", ">= 1"]),
+        (
+            "plan",
+            "groups",
+            [{"gradients": ["a"], "channel": 0}, {"gradients": ["a"], "channel": 0}],
+            ["groups[1] names 'a'", "already in groups[0]"],
+        ),
+    ],
+)
+def test_a_bad_file_is_refused_with_its_place(
+    tmp_path: Path, kind: str, path: str, value: Any, words: list[str]
+) -> None:
+    message = refusal(tmp_path, kind, json.dumps(put(KINDS[kind][0], path, value)))
+    for word in words:
+        assert word in message
+
+
+@pytest.mark.parametrize("text", ["NaN", "Infinity", "-Infinity"])
+def test_what_is_not_a_number_is_named_with_its_line(tmp_path: Path, text: str) -> None:
+    lines = json.dumps(PROFILE, indent=1).replace("0.01", text)
+    message = refusal(tmp_path, "profile", lines)
+    assert "finite" in message
+    line = next(number for number, line in enumerate(lines.splitlines(), 1) if text in line)
+    assert f"line {line} " in message
+
+
+def test_empty_truncated_and_foreign_files(tmp_path: Path) -> None:
+    whole = json.dumps(PROFILE)
+    assert "empty" in refusal(tmp_path, "profile", " \n")
+    assert "cut short" in refusal(tmp_path, "profile", whole[: len(whole) // 2])
+    assert "not JSON" in refusal(tmp_path, "profile", "hello")
+    assert "one JSON object" in refusal(tmp_path, "profile", "[1, 2]")
+    assert "not JSON" in refusal(tmp_path, "profile", b"\xff\xfe\x00")
+    assert "damaged or cut short" in refusal(tmp_path, "profile", gzip.compress(whole.encode())[:-9])
+
+
+def test_missing_files_say_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(bb.InputError, match="no such file"):
+        bb.Profile.load(tmp_path / "none.json")
+    with pytest.raises(bb.InputError, match="neither a file nor a bundled network.*10gbe"):
+        bb.Network.load("10gbit")
+    with pytest.raises(bb.InputError, match="is a folder"):
+        bb.Profile.load(tmp_path)
+
+
+def test_values_built_in_python_obey_the_same_rules() -> None:
+    from backbeat.model import Gradient
+
+    with pytest.raises(bb.InputError, match="ready_s is nan"):
+        Gradient(name="a", bytes=1, ready_s=float("nan"))
+    with pytest.raises(bb.InputError, match="must not be negative"):
+        Gradient(name="a", bytes=-1, ready_s=0.0)
+
+
+def test_a_plan_for_another_model_is_refused_by_name() -> None:
+    profile = decode(json.dumps(PROFILE).encode(), bb.Profile, "here")
+    with pytest.raises(bb.InputError, match=r"groups\[1\] names 'fc.weigth'.*nearest: 'fc.weight'.*backbeat plan"):
+        bb.Plan.from_groups(profile, [["fc.bias"], ["fc.weigth"]])
+
+
+@given(profiles(), networks())
+def test_what_is_saved_is_what_is_loaded(
+    tmp_path_factory: pytest.TempPathFactory, profile: bb.Profile, network: bb.Network
+) -> None:
+    folder = tmp_path_factory.mktemp("files")
+    for name, value in (("a.json", profile), ("b.json.gz", network), ("c.json", network.at(workers=64))):
+        value.save(folder / name)
+        assert type(value).load(folder / name) == value
+
+
+@given(st.binary(max_size=40), st.integers(0, 200), st.sampled_from(list(KINDS)))
+def test_damaged_bytes_never_raise_anything_else(noise: bytes, at: int, kind: str) -> None:
+    data, cls = KINDS[kind]
+    raw = json.dumps(data).encode()
+    damaged = raw[:at] + noise + raw[at + len(noise) :]
+    try:
+        decode(damaged, cls, "here")
+    except bb.InputError as error:
+        assert "here" in str(error)
+
+
+def test_an_interrupted_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tmp_path / "plan.json"
+    target.write_text("old")
+    monkeypatch.setattr("os.replace", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        write(target, b"new")
+    assert target.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [target]
+
+
+def test_every_bundled_file_loads_and_says_where_it_comes_from() -> None:
+    from backbeat.model import Source
+
+    for kind in (bb.Profile, bb.Network):
+        for name in bundled(kind):
+            value = kind.load(name)
+            assert value.name == name
+            assert isinstance(value.source, Source)
+            assert value.source.reference or value.source.command
+            if value.source.method == "analytic":
+                assert name.endswith("-analytic")

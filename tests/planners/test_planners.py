@@ -1,0 +1,192 @@
+"""Every strategy against its own rules, and the exact ones against exhaustive search."""
+
+from __future__ import annotations
+
+from itertools import combinations, product
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import backbeat as bb
+from backbeat.model import ConcurrencyPoint, Network, Profile
+from backbeat.planners import STRATEGIES
+from backbeat.planners.adaptive import _constant_buffers
+from backbeat.planners.draft import Draft, capped
+from backbeat.planners.mgwfbp import merge_sweep
+from tests.problems import affine, curve, make_profile, networks, profiles
+
+MIB = 2**20
+ONE_CHANNEL = ["wfbp", "single", "ddp", "horovod", "mg-wfbp", "adaptive"]
+
+
+def ends_of(plan: bb.Plan) -> list[int]:
+    return np.cumsum([len(group.gradients) for group in plan.groups]).tolist()
+
+
+def every_partition(count: int) -> list[list[int]]:
+    return [[*cuts, count] for size in range(count) for cuts in combinations(range(1, count), size)]
+
+
+@settings(max_examples=300)
+@given(profiles(most=9), networks())
+def test_optimal_is_what_exhaustive_search_finds(profile: Profile, network: Network) -> None:
+    least = min(Draft(ends).end_s(profile, network.cost) for ends in every_partition(len(profile.gradients)))
+    found = Draft(ends_of(bb.plan(profile, network, "optimal"))).end_s(profile, network.cost)
+    assert found == pytest.approx(least, rel=1e-9)
+
+
+@settings(max_examples=500)
+@given(profiles(most=60), networks())
+def test_optimal_is_never_beaten_on_one_channel(profile: Profile, network: Network) -> None:
+    best = bb.plan(profile, network, "optimal").predicted["iteration_s"]  # type: ignore[index]
+    for strategy in ONE_CHANNEL:
+        other = bb.predict(profile, network, bb.plan(profile, network, strategy, channels=1)).iteration_s
+        assert best <= other * (1 + 1e-9), strategy
+
+
+@settings(max_examples=200)
+@given(profiles(most=40), networks())
+def test_best_is_never_beaten_at_all(profile: Profile, network: Network) -> None:
+    best = bb.predict(profile, network, "best").iteration_s
+    for strategy in STRATEGIES:
+        assert best <= bb.predict(profile, network, strategy).iteration_s * (1 + 1e-9), strategy
+
+
+@settings(max_examples=40)
+@given(profiles(most=5), networks())
+def test_best_is_close_to_every_plan_on_two_channels(profile: Profile, network: Network) -> None:
+    """Exhaustive over consecutive groups and their channels: within 2 % of the optimum, and exact in most cases."""
+    least = min(
+        Draft(ends, 2, list(channels)).end_s(profile, network.cost)
+        for ends in every_partition(len(profile.gradients))
+        for channels in product((0, 1), repeat=len(ends))
+    )
+    floor = profile.forward_s + max(least, profile.backward_s) + profile.update_s
+    assert bb.predict(profile, network, bb.plan(profile, network, "best", channels=2)).iteration_s <= floor * 1.02
+
+
+def published_merge(ready: list[float], sizes: list[float], a: float, b: float, *, asc: bool) -> list[int]:
+    """MG-WFBP's (or ASC-WFBP's) sweep word for word: layers in forward order, all starts recomputed after a merge."""
+    layers = len(ready)
+    done = {layers - place: time for place, time in enumerate(ready)}  # tau_b + t_b of layer l, 1..L in forward order
+    size = {layers - place: float(count) for place, count in enumerate(sizes)}
+
+    def cost(layer: int) -> float:
+        return a + b * size[layer] if size[layer] else 0.0
+
+    def starts() -> dict[int, float]:
+        tau = {layers: done[layers]}
+        for layer in range(layers - 1, 0, -1):
+            tau[layer] = max(tau[layer + 1] + cost(layer + 1), done[layer])
+        return tau
+
+    tau = starts()
+    for layer in range(layers, 1, -1):
+        following = done[layer - 1]
+        if asc:
+            merge = tau[layer] > following
+        elif following >= tau[layer] + cost(layer):
+            merge = False
+        else:
+            merge = tau[layer] > following or following - tau[layer] < a
+        if merge:
+            size[layer - 1] += size[layer]
+            size[layer] = 0.0
+            tau = starts()
+    return [layers - layer + 1 for layer in range(layers, 0, -1) if size[layer]]
+
+
+@settings(max_examples=300)
+@given(profiles(most=40), st.sampled_from([1e-5, 1e-4, 1e-3]), st.sampled_from([1e-10, 1e-9, 1e-8]), st.booleans())
+def test_the_sweep_is_the_published_merge(profile: Profile, alpha: float, beta: float, asc: bool) -> None:
+    ready, sizes = profile.ready.tolist(), profile.sizes.tolist()
+    found = merge_sweep(ready, sizes, alpha, beta, patience_s=None if asc else alpha)
+    assert found == published_merge(ready, sizes, alpha, beta, asc=asc)
+
+
+def test_asc_runs_on_two_streams_and_round_robin() -> None:
+    profile = make_profile([10**6] * 6, [k * 3e-3 for k in range(6)])
+    plan = bb.plan(profile, affine(1e-3, 1e-9), "asc-wfbp")
+    assert plan.channels == 2
+    assert [group.channel for group in plan.groups] == [0, 1, 0, 1, 0, 1]
+
+
+def test_ddp_buckets_close_once_they_reach_their_cap() -> None:
+    sizes = [MIB // 2, MIB // 2, 10 * MIB, 14 * MIB, MIB, 40 * MIB, 3 * MIB]
+    profile = make_profile(sizes, [k * 1e-3 for k in range(7)])
+    network = affine(1e-3, 1e-9)
+    # First bucket at 1 MiB; then 10 + 14 + 1 reaches 25; 40 is over it alone; the rest.
+    assert ends_of(bb.plan(profile, network, "ddp")) == [2, 5, 6, 7]
+    # With a cap given there is no small first bucket.
+    assert ends_of(bb.plan(profile, network, "ddp", bucket_bytes=25 * MIB)) == [4, 6, 7]
+    assert bb.plan(profile, network, "ddp").channels == 1
+    assert bb.plan(profile, affine(1e-3, 1e-9, backend="gloo"), "ddp").channels == 2
+
+
+def test_wfbp_single_and_horovod() -> None:
+    profile = make_profile([10**6] * 4, [0.2e-3, 0.9e-3, 1.5e-3, 9e-3])
+    network = affine(1e-3, 1e-9)
+    assert ends_of(bb.plan(profile, network, "wfbp")) == [1, 2, 3, 4]
+    assert ends_of(bb.plan(profile, network, "single")) == [4]
+    horovod = bb.plan(profile, network, "horovod")
+    assert ends_of(horovod) == [2, 3, 4]
+    assert horovod.dynamic is not None
+    assert horovod.dynamic.buffer_bytes == 64 * MIB
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=25), st.integers(1, 1300))
+def test_the_walk_visits_every_constant_buffer(sizes: list[int], buffer: int) -> None:
+    floats = [float(size) for size in sizes]
+    assert capped(floats, [buffer]) in [ends for _, ends in _constant_buffers(tuple(floats))]
+
+
+@settings(max_examples=100)
+@given(profiles(most=25), networks(), st.integers(1, 3 * 10**7))
+def test_adaptive_never_loses_to_a_constant_buffer(profile: Profile, network: Network, buffer: int) -> None:
+    constant = Draft(capped(profile.sizes.tolist(), [buffer])).end_s(profile, network.cost)
+    found = Draft(ends_of(bb.plan(profile, network, "adaptive"))).end_s(profile, network.cost)
+    assert found <= constant * (1 + 1e-9)
+
+
+@given(profiles(most=40), networks(), st.sampled_from(sorted(STRATEGIES)))
+def test_every_plan_carries_every_gradient_once_and_is_the_same_twice(
+    profile: Profile, network: Network, strategy: str
+) -> None:
+    plan = bb.plan(profile, network, strategy)
+    assert [name for group in plan.groups for name in group.gradients] == [item.name for item in profile.gradients]
+    assert plan == bb.plan(profile, network, strategy)
+    assert plan.predicted is not None
+    assert bb.predict(profile, network, plan).iteration_s == pytest.approx(plan.predicted["iteration_s"])
+
+
+def test_two_channels_are_chosen_where_calibration_says_one_does_not_fill_the_link() -> None:
+    rows = tuple(
+        ConcurrencyPoint(bytes=MIB, messages=8, channels=2, seconds=4 * (1e-5 + 2 * 1e-9 * MIB / share))
+        for share in (1.5,)
+    )
+    profile = make_profile([4 * MIB] * 8, [k * 1e-3 for k in range(8)])
+    assert bb.plan(profile, affine(1e-5, 1e-9, concurrency=rows), "best").channels == 2
+    contended = (ConcurrencyPoint(bytes=MIB, messages=2, channels=2, seconds=1e-5 + 4 * 1e-9 * MIB),)
+    assert bb.plan(profile, affine(1e-5, 1e-9, concurrency=contended), "best").channels == 1
+
+
+def test_thousands_of_gradients_on_a_measured_curve() -> None:
+    random = np.random.default_rng(0)
+    profile = make_profile(random.integers(100, 10**6, 3000).tolist(), np.sort(random.uniform(0, 0.5, 3000)).tolist())
+    points = [(2**power, 1e-4 + 1e-9 * 2**power) for power in range(10, 28)]
+    exact, straight = bb.plan(profile, curve(points), "optimal"), bb.plan(profile, affine(1e-4, 1e-9), "optimal")
+    assert exact.predicted is not None
+    assert straight.predicted is not None
+    assert exact.predicted["iteration_s"] == pytest.approx(straight.predicted["iteration_s"], rel=1e-3)
+
+
+def test_bad_options_are_refused() -> None:
+    profile, network = make_profile([1], [0.0]), affine(1e-3, 1e-9)
+    with pytest.raises(bb.InputError, match="did you mean 'optimal'"):
+        bb.plan(profile, network, "optimum")
+    with pytest.raises(bb.InputError, match="channels is 0"):
+        bb.plan(profile, network, "wfbp", channels=0)
+    with pytest.raises(bb.InputError, match="bucket_bytes is -1"):
+        bb.plan(profile, network, "ddp", bucket_bytes=-1)

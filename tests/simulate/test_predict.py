@@ -1,0 +1,156 @@
+"""A whole iteration: what is added up, what limits it, and that no plan beats the bound."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import backbeat as bb
+from backbeat.model import CollectiveTimes, Network, Profile, Topology
+from backbeat.planners import STRATEGIES
+from backbeat.simulate.batch import at_batch
+from backbeat.simulate.sweep import knee
+from tests.problems import affine, curve, make_profile, networks, profiles
+
+TWO = make_profile([10**6, 10**6], [1e-3, 2e-3], forward=1e-3)
+NETWORK = affine(1e-3, 1e-9)
+
+
+def alone(profile: Profile, channels: int = 1) -> bb.Plan:
+    return bb.Plan.from_groups(profile, [[gradient.name] for gradient in profile.gradients], channels=channels)
+
+
+def test_the_iteration_adds_up() -> None:
+    result = bb.predict(TWO, NETWORK, alone(TWO))
+    assert result.iteration_s == pytest.approx(1e-3 + 5e-3)
+    assert result.single_s == pytest.approx(3e-3)
+    assert result.scaling_factor == pytest.approx(0.5)
+    assert result.exposed_s == pytest.approx(3e-3)
+    assert result.samples_per_s == pytest.approx(8 / 6e-3)
+    lanes = [(span.lane, span.name, span.start_s, span.end_s, span.bytes) for span in result.timeline]
+    assert lanes[3:] == [
+        ("channel 0", "g0", pytest.approx(2e-3), pytest.approx(4e-3), 10**6),
+        ("channel 0", "g1", pytest.approx(4e-3), pytest.approx(6e-3), 10**6),
+    ]
+    assert [row[1] for row in lanes[:3]] == ["forward", "backward", "update"]
+
+
+def test_only_the_last_micro_batch_overlaps() -> None:
+    one, four = (bb.predict(TWO, NETWORK, alone(TWO), accumulation=k) for k in (1, 4))
+    assert four.iteration_s == pytest.approx(one.iteration_s + 3 * 3e-3)
+    assert four.exposed_s == pytest.approx(one.exposed_s)
+    assert four.samples_per_s == pytest.approx(4 * 8 / four.iteration_s)
+    with pytest.raises(bb.InputError, match="accumulation is 0"):
+        bb.predict(TWO, NETWORK, "wfbp", accumulation=0)
+
+
+def test_buffers_are_broadcast_before_forward() -> None:
+    profile = make_profile([10**6], [1e-3], buffer_bytes=10**6)
+    plan = alone(profile)
+    with_buffers = bb.predict(profile, NETWORK, plan)
+    without = bb.predict(profile, NETWORK, plan, broadcast_buffers=False)
+    # Half the startup of the all-reduce, and its traffic of 2·7/8 reduced to 1.
+    assert with_buffers.iteration_s - without.iteration_s == pytest.approx(0.5e-3 + 1e-3 / 1.75)
+    measured = affine(1e-3, 1e-9, broadcast=CollectiveTimes(alpha_s=0.0, beta_s_per_byte=3e-9))
+    assert bb.predict(profile, measured, plan).breakdown.buffers_s == pytest.approx(3e-3)
+
+
+def test_stragglers_are_waited_for_and_banded() -> None:
+    times = tuple(np.random.default_rng(0).normal(3e-3, 1e-4, 30).tolist())
+    profile = make_profile([10**6], [1e-3], iteration_s=times)
+    few, many = (bb.predict(profile, NETWORK.at(workers=n), "single") for n in (8, 4096))
+    assert 0 < few.breakdown.stragglers_s < many.breakdown.stragglers_s
+    assert few.band is not None
+    assert many.band is not None
+    assert few.band.p10_s < few.iteration_s < few.band.p90_s
+    assert many.band.extrapolated
+    assert not few.band.extrapolated
+    assert any("slowest of 4096" in note for note in many.notes)
+    assert bb.predict(TWO, NETWORK, "single").band is None
+
+
+@pytest.mark.parametrize(
+    ("profile", "network", "strategy", "bottleneck"),
+    [
+        (make_profile([100] * 200, np.linspace(1e-3, 5e-3, 200).tolist()), affine(1e-3, 1e-11), "wfbp", "startup"),
+        (make_profile([10**8] * 4, [1e-3, 2e-3, 3e-3, 4e-3]), affine(1e-5, 1e-9), "optimal", "bandwidth"),
+        (make_profile([10**6] * 4, [1e-3, 2e-3, 3e-3, 9e-3]), affine(1e-6, 1e-9), "single", "waiting"),
+        (make_profile([10**3] * 4, [1e-3, 2e-3, 3e-3, 9e-3], forward=0.1), affine(1e-6, 1e-9), "ddp", "compute"),
+    ],
+)
+def test_it_says_what_limits_scaling(profile: Profile, network: Network, strategy: str, bottleneck: str) -> None:
+    assert bb.predict(profile, network, strategy).bottleneck == bottleneck
+
+
+@settings(max_examples=60)
+@given(profiles(), networks(), st.sampled_from(sorted(STRATEGIES)))
+def test_the_parts_add_up_and_the_bound_holds(profile: Profile, network: Network, strategy: str) -> None:
+    result = bb.predict(profile, network, strategy)
+    parts = result.breakdown
+    total = parts.startup_s + parts.bandwidth_s + parts.waiting_s + parts.stragglers_s + parts.buffers_s
+    assert total == pytest.approx(result.exposed_s, rel=1e-6, abs=1e-9)
+    assert result.iteration_s >= result.bound_s * (1 - 1e-9)
+    assert result.iteration_s >= result.single_s - 1e-12
+
+
+@settings(max_examples=200)
+@given(profiles(most=10), networks(), st.data())
+def test_no_plan_beats_the_bound(profile: Profile, network: Network, data: st.DataObject) -> None:
+    """Any grouping, in any launch order, on up to three channels."""
+    names = [gradient.name for gradient in profile.gradients]
+    labels = data.draw(st.lists(st.integers(0, 3), min_size=len(names), max_size=len(names)))
+    groups = [[name for name, label in zip(names, labels, strict=True) if label == wanted] for wanted in set(labels)]
+    groups = data.draw(st.permutations(groups))
+    plan = bb.Plan.from_groups(profile, groups, channels=data.draw(st.integers(1, 3)))
+    result = bb.predict(profile, network, plan)
+    assert result.iteration_s >= result.bound_s * (1 - 1e-9)
+
+
+def test_one_worker_communicates_nothing() -> None:
+    result = bb.predict(TWO, NETWORK.at(workers=1), "ddp")
+    assert result.iteration_s == result.single_s
+    assert result.scaling_factor == 1
+
+
+def test_notes_say_what_is_extrapolated_or_left_out() -> None:
+    plan = bb.plan(TWO, NETWORK, "wfbp")
+    assert bb.predict(TWO, NETWORK, plan).notes == ()
+    moved = bb.predict(TWO, NETWORK.at(workers=64), plan)
+    assert moved.extrapolated
+    assert any("extrapolated from 8" in note for note in moved.notes)
+    assert any("made for 8 workers, this is 64" in note for note in moved.notes)
+    small = curve([(1024, 1e-4), (2048, 2e-4)])
+    assert any("largest message measured" in note for note in bb.predict(TWO, small, plan).notes)
+    part = bb.Plan.from_groups(TWO, [["g1"]])
+    result = bb.predict(TWO, NETWORK, part)
+    assert result.groups == 2
+    assert any("g0" in note for note in result.notes)
+
+
+def test_the_knee_is_where_added_workers_stop_paying() -> None:
+    profile = make_profile([10**5] * 20, np.linspace(1e-3, 20e-3, 20).tolist())
+    ring = affine(1e-3, 1e-10, topology=Topology(algorithm="ring"))
+    points = [bb.predict(profile, ring.at(workers=n), "single") for n in (2, 4, 8, 16, 32, 64, 128, 256, 512)]
+    found = knee(points)
+    assert found is not None
+    after = next(point for point in points if point.workers > found.workers)
+    added = (after.samples_per_s - found.samples_per_s) / (after.workers - found.workers)
+    assert added < 0.5 / after.single_s
+    assert knee([bb.predict(TWO, affine(0, 0), "single")]) is None
+
+
+def test_batches_between_two_profiles() -> None:
+    small = make_profile([100, 100], [1e-3, 2e-3], forward=1e-3)
+    large = msgspec.structs.replace(make_profile([100, 100], [4e-3, 8e-3], forward=4e-3), batch_size=4)
+    middle = at_batch(small, large, 2)
+    assert middle.batch_size == 2
+    assert middle.forward_s == pytest.approx(2e-3)
+    assert middle.ready.tolist() == pytest.approx([2e-3, 4e-3])
+    assert any("extrapolated" in note for note in at_batch(small, large, 16).notes)
+    with pytest.raises(bb.InputError, match="both have batch size"):
+        at_batch(small, small, 2)
+    with pytest.raises(bb.InputError, match="different gradients"):
+        at_batch(small, msgspec.structs.replace(make_profile([100], [1e-3]), batch_size=4), 2)
