@@ -37,11 +37,15 @@ def profile(
 ) -> None:
     """Measure how long a model computes and when each of its gradients is ready."""
     import sys
+    from pathlib import Path
 
+    from backbeat.errors import InputError
     from backbeat.model.files import encode
     from backbeat.units import parse_duration
 
     limit_s = None if time_limit is None else parse_duration(time_limit)
+    if output and not Path(output).parent.is_dir():
+        raise InputError(f"{output}: its folder does not exist: make it, or choose another")
     _need_torch()
     from backbeat.measure.factory import load, measure_factory
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from backbeat.errors import InputError
+from backbeat.errors import BackbeatError, InputError
 from backbeat.measure.inputs import parse_device
 from backbeat.measure.machine import short_name
 from backbeat.measure.torch_profile import Measured, measure
@@ -67,6 +67,8 @@ class Factory:
             arguments["device"] = str(device)
         try:
             made = self.call(**arguments)
+        except BackbeatError:
+            raise
         except Exception as error:
             if is_out_of_memory(error):
                 raise OutOfMemoryError(f"{self.spec} ran out of memory while building the model") from None
