@@ -1,0 +1,20 @@
+"""The plan, running: a drop-in `DistributedDataParallel` for PyTorch."""
+
+from __future__ import annotations
+
+from backbeat.errors import MissingPartError
+
+try:
+    import torch.distributed as _distributed
+except ImportError as error:
+    raise MissingPartError(
+        "backbeat.runtime needs PyTorch, which is not installed: pip install 'backbeat[torch]'"
+    ) from error
+
+if not _distributed.is_available():
+    raise MissingPartError("backbeat.runtime needs a PyTorch built with torch.distributed: install another build")
+
+from backbeat.runtime.ddp import DistributedDataParallel
+from backbeat.runtime.faults import BrokenStepError, CommunicationError, StepMismatchError
+
+__all__ = ["BrokenStepError", "CommunicationError", "DistributedDataParallel", "StepMismatchError"]

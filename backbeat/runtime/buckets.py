@@ -1,0 +1,121 @@
+"""The memory of one group: a flat buffer whose slices are the gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from torch.nn import Parameter
+
+    from backbeat.runtime.partition import GroupSpec
+
+
+class Bucket:
+    """One group's gradients, contiguous, with room for the control numbers behind them where it is the last group.
+
+    After a step `.grad` of each member is a view into the buffer. While the group travels `.grad` is None: a gradient
+    that autograd produces then is a tensor of its own and cannot write into a buffer on the wire.
+    """
+
+    def __init__(
+        self,
+        spec: GroupSpec,
+        parameters: Sequence[Parameter],
+        *,
+        wire: torch.dtype | None = None,
+        tail: int = 0,
+    ) -> None:
+        self.spec = spec
+        self.members = spec.members
+        self.parameters = [parameters[place] for place in spec.members]
+        self.sparse = spec.sparse
+        first = self.parameters[0]
+        self.device = first.device
+        real = first.dtype.to_real() if first.dtype.is_complex else first.dtype
+        self.dtype = real
+        self.wire = wire if wire is not None and wire != real and _narrower(wire, real) else None
+        self.tail = tail
+        self.numel = 0 if self.sparse else sum(_reals(parameter) for parameter in self.parameters)
+        held = self.numel + (tail if self.wire is None else 0)
+        self.flat = torch.zeros(held, dtype=real, device=self.device)
+        self.payload = self.flat[: self.numel]
+        self.views = [] if self.sparse else views_of(self.payload, self.parameters)
+
+    @property
+    def bytes(self) -> int:
+        """What travels, without the control numbers."""
+        return self.numel * (self.wire or self.dtype).itemsize
+
+    def take(self) -> list[torch.Tensor | None]:
+        """Copy the members' gradients into the buffer and take them away; returns what each held."""
+        held: list[torch.Tensor | None] = []
+        targets: list[torch.Tensor] = []
+        sources: list[torch.Tensor] = []
+        empty: list[torch.Tensor] = []
+        for parameter, view in zip(self.parameters, self.views, strict=True):
+            gradient = parameter.grad
+            held.append(gradient)
+            if gradient is None:
+                empty.append(view)
+                continue
+            if gradient is not view:
+                targets.append(view)
+                sources.append(gradient if gradient.layout is torch.strided else gradient.to_dense())
+            parameter.grad = None
+        if targets:
+            torch._foreach_copy_(targets, sources)
+        if empty:
+            torch._foreach_zero_(empty)
+        return held
+
+    def message(self, scale: float, control: torch.Tensor | None) -> torch.Tensor:
+        """What goes on the wire: the scaled gradients, in the wire's format, with the control numbers behind."""
+        if self.wire is None:
+            if scale != 1.0:
+                self.payload.mul_(scale)
+            out = self.flat
+        else:
+            out = torch.empty(self.numel + self.tail, dtype=self.wire, device=self.device)
+            torch.mul(self.payload, scale, out=out[: self.numel])
+        if control is not None:
+            out[self.numel :].copy_(control)
+        return out
+
+    def arrived(self, message: torch.Tensor) -> torch.Tensor:
+        """Bring the sum back into the buffer; returns the control numbers."""
+        if message.data_ptr() != self.flat.data_ptr():
+            self.payload.copy_(message[: self.numel])
+        return message[self.numel : self.numel + self.tail]
+
+    def poison(self) -> None:
+        """Make sure that nobody mistakes this rank's missing gradients for zeros."""
+        self.payload.fill_(float("nan"))
+
+
+def _narrower(wire: torch.dtype, dtype: torch.dtype) -> bool:
+    return wire.itemsize < dtype.itemsize
+
+
+def _reals(parameter: Parameter) -> int:
+    return parameter.numel() * (2 if parameter.dtype.is_complex else 1)
+
+
+def views_of(payload: torch.Tensor, parameters: Sequence[Parameter]) -> list[torch.Tensor]:
+    """Slices shaped like the parameters, with their strides where these are dense (channels-last stays so)."""
+    views: list[torch.Tensor] = []
+    start = 0
+    for parameter in parameters:
+        size = _reals(parameter)
+        piece = payload[start : start + size]
+        if parameter.dtype.is_complex:
+            piece = torch.view_as_complex(piece.view(-1, 2))
+        if torch.ops.aten.is_non_overlapping_and_dense(parameter):
+            piece = piece.as_strided(parameter.shape, parameter.stride(), piece.storage_offset())
+        else:
+            piece = piece.view(parameter.shape)
+        views.append(piece)
+        start += size
+    return views

@@ -1,0 +1,142 @@
+"""Channels: communicators that carry one group at a time, in the order given.
+
+A gloo process group runs two collectives at once on two worker threads, and two all-reduces of one size that meet in
+another order on another rank return each other's sums without a word. A channel is therefore a communicator of our own
+with one worker thread, used from one place in one order.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import Counter
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from backbeat.errors import InputError
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup, Work
+
+logger = logging.getLogger("backbeat.runtime")
+
+LAUNCH_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
+
+# Ranks build wrappers on one process group in one order, so counting gives each the same name everywhere.
+_built: Counter[str] = Counter()
+
+
+class Channel:
+    """One communicator. `all_reduce` sums in place and returns at once."""
+
+    def __init__(self, communicator: Any) -> None:
+        self._communicator = communicator
+        self._options = dist.AllreduceOptions()
+        self._options.reduceOp = dist.ReduceOp.SUM
+        # Without it NCCL would run on the stream of the backward pass instead of beside it.
+        self._options.asyncOp = True
+
+    def all_reduce(self, message: torch.Tensor) -> Work:
+        return self._communicator.allreduce([message], self._options)
+
+
+class Channels:
+    """The channels of one wrapper, with the store that its ranks share."""
+
+    def __init__(self, process_group: ProcessGroup, device: torch.device, count: int) -> None:
+        if count < 1:
+            raise InputError(f"channels is {count}: it must be 1 or more")
+        self.process_group = process_group
+        self.rank = dist.get_rank(process_group)
+        self.size = dist.get_world_size(process_group)
+        self.backend = backend_of(process_group, device)
+        self.device = device
+        self.timeout = timeout_of(process_group, device)
+        group_name = process_group.group_name
+        _built[group_name] += 1
+        self.key = f"backbeat/{group_name}/{_built[group_name]}"
+        self.store = dist.PrefixStore(self.key, dist.distributed_c10d._get_default_store())
+        self._channels: list[Channel] = []
+        self.limit = self._limit()
+        self.grow(count)
+
+    def __getitem__(self, index: int) -> Channel:
+        return self._channels[index]
+
+    def __len__(self) -> int:
+        return len(self._channels)
+
+    def allowed(self, count: int) -> int:
+        """How many of the channels asked for can be had here; says why where it is fewer."""
+        if count > self.limit:
+            logger.warning(
+                "%d channels were asked for, but NCCL orders launches on several communicators only with NCCL 2.26 or "
+                "newer and %s=1 set before the first communicator is made: running on one channel",
+                count,
+                LAUNCH_ORDER,
+            )
+        return min(count, self.limit)
+
+    def grow(self, count: int) -> None:
+        """Make channels up to this many; every rank must call it at the same point."""
+        for index in range(len(self._channels), self.allowed(count)):
+            self._channels.append(Channel(self._communicator(index)))
+
+    def _limit(self) -> int:
+        if self.backend == "gloo":
+            return 64
+        if self.backend != "nccl":
+            return 1
+        if torch.cuda.nccl.version() < (2, 26):
+            return 1
+        if os.environ.get(LAUNCH_ORDER) == "1":
+            return 16
+        backend = self.process_group._get_backend(self.device)
+        if getattr(backend, "_is_initialized", lambda: True)():
+            return 1
+        os.environ[LAUNCH_ORDER] = "1"
+        return 16
+
+    def _communicator(self, index: int) -> Any:
+        if self.backend == "gloo":
+            return self._gloo(index)
+        if index == 0:
+            return self.process_group
+        return dist.new_group(
+            dist.get_process_group_ranks(self.process_group),
+            timeout=self.timeout,
+            backend=self.backend,
+            use_local_synchronization=True,
+        )
+
+    def _gloo(self, index: int) -> Any:
+        options = dist.ProcessGroupGloo._Options()
+        options._timeout = self.timeout
+        options._threads = 1
+        interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+        options._devices = [dist.ProcessGroupGloo.create_device(interface=name) for name in interfaces] or [
+            dist.ProcessGroupGloo.create_default_device()
+        ]
+        prefix = dist.PrefixStore(f"channel/{index}", self.store)
+        return dist.ProcessGroupGloo(prefix, self.rank, self.size, options)
+
+
+def backend_of(process_group: ProcessGroup, device: torch.device) -> str:
+    """The library that carries tensors of this device: `gloo`, `nccl`, `mpi`, …"""
+    name = str(dist.get_backend(process_group)).lower()
+    if ":" in name:
+        table = dict(part.split(":", 1) for part in name.split(","))
+        name = table.get(device.type, name)
+    if name == "undefined":
+        name = str(process_group._get_backend(device).name()).lower()
+    return name
+
+
+def timeout_of(process_group: ProcessGroup, device: torch.device) -> timedelta:
+    """After this long a collective is given up."""
+    options = getattr(process_group._get_backend(device), "options", None)
+    found = getattr(options, "_timeout", None)
+    return found if isinstance(found, timedelta) else timedelta(minutes=30)

@@ -1,0 +1,551 @@
+"""`DistributedDataParallel`: torch's wrapper with a reducer that runs a plan."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import warnings
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torch.distributed.utils import _sync_module_states, _to_kwargs, _verify_param_shape_across_processes
+from torch.nn import Module
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from torch.nn.parallel.distributed import _find_tensors
+
+from backbeat.errors import InputError
+from backbeat.model import Network, Plan
+from backbeat.runtime import partition as partitions
+from backbeat.runtime import stock
+from backbeat.runtime.agreement import agree, share
+from backbeat.runtime.channels import Channels, backend_of
+from backbeat.runtime.hooks import builtin
+from backbeat.runtime.reducer import Reducer
+from backbeat.runtime.refusals import check_model
+from backbeat.runtime.timing import Recorder
+
+if TYPE_CHECKING:
+    from torch.nn import Parameter
+
+    from backbeat.runtime.auto import Tuner
+    from backbeat.runtime.partition import Partition
+
+TORCH_SIGNATURE = inspect.signature(TorchDDP.__init__)
+_WIRE = {"bf16": torch.bfloat16, "fp16": torch.float16, torch.bfloat16: torch.bfloat16, torch.float16: torch.float16}
+_UNSUPPORTED = {
+    "mixed_precision": "use torch.autocast, or backend='ddp'",
+    "delay_all_reduce_named_params": "put these gradients in the plan's last group, or use backend='ddp'",
+    "param_to_hook_all_reduce": "put these gradients in the plan's last group, or use backend='ddp'",
+}
+
+
+class DistributedDataParallel(TorchDDP):  # type: ignore[misc]
+    """Torch's `DistributedDataParallel` that runs backbeat's plan.
+
+    Takes everything that the installed torch's wrapper takes, and:
+
+    plan: a `Plan`, the path of one, a strategy's name or "auto". Without it the groups are stock DDP's. A name or
+        "auto" starts with DDP's groups, measures, plans and switches; "auto" goes on watching.
+    network: a `Network`, a name or a path to plan with; measured on the job's own ranks where it is not given.
+    channels: how many groups may travel at once; the plan's own number where it is not given.
+    backend: "backbeat", or "ddp" to run the plan through torch's own reducer.
+    wire: "bf16" or "fp16" to send wider gradients in that format.
+    """
+
+    def __init__(
+        self,
+        module: Module,
+        *args: Any,
+        plan: Plan | str | os.PathLike[str] | None = None,
+        network: Network | str | os.PathLike[str] | None = None,
+        channels: int | None = None,
+        backend: str = "backbeat",
+        wire: str | torch.dtype | None = None,
+        **kwargs: Any,
+    ) -> None:
+        arguments = bind(module, args, kwargs)
+        if backend not in ("backbeat", "ddp"):
+            raise InputError(f"backend is {backend!r}: it must be 'backbeat' or 'ddp'")
+        if wire is not None and wire not in _WIRE:
+            raise InputError(f"wire is {wire!r}: it must be 'bf16' or 'fp16', or left out to send gradients as they are")
+        check_model(module)
+        self._backbeat_backend = backend
+        loaded, strategy = resolve_plan(plan)
+        if backend == "ddp":
+            stock.construct(self, arguments, loaded, strategy, channels, _WIRE[wire] if wire else None)
+            return
+        for name, advice in _UNSUPPORTED.items():
+            if arguments.get(name) is not None:
+                raise InputError(f"{name}= is not supported by backbeat's reducer: {advice}")
+        super(TorchDDP, self).__init__()
+        Joinable.__init__(self)
+        self._set_torch_attributes(arguments)
+        self._wire = _WIRE[wire] if wire else None
+        self._plan = loaded
+        self._channels_asked = channels
+        self._planned = False
+        self._tuner: Tuner | None = None
+        self._tuner_settings = (strategy, network)
+        self._collect_parameters()
+        if arguments.get("init_sync", True):
+            _verify_param_shape_across_processes(self.process_group, self._all_parameters())
+            _sync_module_states(
+                module=self.module,
+                process_group=self.process_group,
+                broadcast_bucket_size=self.broadcast_bucket_size,
+                src=0,
+                params_and_buffers_to_ignore=self.parameters_to_ignore,
+                broadcast_buffers=self._init_sync_buffers,
+            )
+        self._build_reducer()
+        if arguments.get("static_graph"):
+            self._set_static_graph()
+
+    def _set_torch_attributes(self, arguments: dict[str, Any]) -> None:
+        """What torch's constructor leaves on the object, and frameworks and inherited methods read."""
+        module = arguments["module"]
+        self.logger = None
+        self._use_python_reducer = False
+        self.process_group = _process_group(arguments)
+        if arguments.get("device_mesh") is not None:
+            self.device_mesh = arguments["device_mesh"]
+        self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        self._module_parameters = [p for n, p in module.named_parameters() if n not in self.parameters_to_ignore]
+        if not any(p.requires_grad for p in self._module_parameters):
+            raise RuntimeError(
+                "DistributedDataParallel is not needed when a module doesn't have any parameter that requires a gradient."
+            )
+        if any(hasattr(p, "_in_backward_optimizers") for p in self._module_parameters):
+            raise InputError("the model updates parameters in backward: backbeat reduces gradients before the update")
+        devices = {p.device for p in self._module_parameters}
+        types = {device.type for device in devices}
+        if len(types) != 1:
+            raise ValueError(
+                f"DistributedDataParallel's input module must be on the same type of devices, but has parameters on {types}"
+            )
+        self.device_type = next(iter(types))
+        self.is_multi_device_module = len(devices) > 1
+        self.device_ids, self.output_device = _device_ids(arguments, self.device_type, self.is_multi_device_module, devices)
+        self.dim = arguments.get("dim", 0)
+        self.module = module
+        self.device = next(iter(self._module_parameters)).device
+        broadcast = arguments.get("broadcast_buffers")
+        forward_sync = arguments.get("forward_sync_buffers")
+        self._init_sync_buffers = True if forward_sync is not None else broadcast is None or bool(broadcast)
+        chosen = forward_sync if forward_sync is not None else broadcast
+        # A property over `forward_sync_buffers` in newer torch, a plain attribute in older.
+        self.broadcast_buffers = True if chosen is None else bool(chosen)
+        self.forward_sync_buffers = self.broadcast_buffers
+        self.find_unused_parameters = arguments.get("find_unused_parameters", False)
+        self.require_backward_grad_sync = True
+        self.require_forward_param_sync = True
+        self.gradient_as_bucket_view = True
+        self.batched_grad_copy = True
+        self.mixed_precision = None
+        self.skip_all_reduce_unused_params = arguments.get("skip_all_reduce_unused_params", False)
+        self.static_graph = False
+        self._static_graph_delay_allreduce_enqueued = True
+        self.broadcast_bucket_size = 250 * 1024 * 1024
+        cap = arguments.get("bucket_cap_mb")
+        self._cap_bytes = None if cap is None else int(cap * 2**20)
+        self.bucket_bytes_cap = partitions.BUCKET_BYTES if self._cap_bytes is None else self._cap_bytes
+        self.bucket_bytes_cap_default = self._cap_bytes is None
+        self.bucket_bytes_cap_list: list[int] = []
+        self.use_side_stream_for_tensor_copies = os.environ.get("PYTORCH_DDP_USE_SIDE_STREAM", "1") == "1"
+        self._delay_grad_buffer = None
+        self._delay_grad_views: list[torch.Tensor] = []
+        self._delay_all_reduce_params: list[torch.Tensor] = []
+        self._delay_all_reduce_all_params = False
+        self._comm_hooks: list[tuple[Callable[..., Any], object]] = []
+        self._accum_grad_hooks: list[Any] = []
+        self._has_rebuilt_buckets = False
+        self._lazy_init_ran = True
+        self._ddp_sink_clone = False
+        self._divide_by_initial_world_size = True
+        self._passing_sync_batchnorm_handle(self.module)
+
+    def _collect_parameters(self) -> None:
+        """Trainable parameters in registration order, and the frozen ones that may wake up."""
+        sparse = {
+            id(parameter)
+            for child in self.module.modules()
+            if getattr(child, "sparse", False) and isinstance(child, (torch.nn.Embedding, torch.nn.EmbeddingBag))
+            for parameter in child.parameters(recurse=False)
+        }
+        managed = [(n, p) for n, p in self.module.named_parameters() if n not in self.parameters_to_ignore]
+        trainable = [(n, p) for n, p in managed if p.requires_grad]
+        self._names = [name for name, _ in trainable]
+        self._frozen = [(n, p) for n, p in managed if not p.requires_grad]
+        self._sparse = [id(p) in sparse for _, p in trainable]
+        self._sparse_ids = sparse
+        self._trainable = [p for _, p in trainable]
+        self._assign_modules_buffers()
+
+    def _all_parameters(self) -> list[Parameter]:
+        return list(self._trainable)
+
+    def _build_reducer(self) -> None:
+        """Channels, agreement on the partition, and the reducer. Every rank must come here together."""
+        links = Channels(self.process_group, self.device, 1)
+        if self._sparse.count(True) and links.backend != "gloo":
+            name = self._names[self._sparse.index(True)]
+            raise InputError(
+                f"parameter {name!r} has sparse gradients, which {links.backend} cannot sum: "
+                "use sparse=False, or the gloo backend"
+            )
+        partition = self._first_partition(links)
+        agree(links, "partition/0", partition.lines(self._names, self._trainable), "the plan")
+        links.grow(partition.channels)
+        self.links = links
+        self._partition_counter = 0
+        self.reducer = Reducer(
+            self._names, self._trainable, channels=links, partition=partition, wire=self._wire
+        )
+        self.reducer.after_step = self._after_step
+        if self._comm_hooks:
+            hook, state = self._comm_hooks[-1]
+            self.reducer.set_comm_hook(state, hook)
+        self._recorder = Recorder(self.device)
+        strategy, network = self._tuner_settings
+        if strategy is not None:
+            from backbeat.runtime.auto import Tuner
+
+            self._tuner = Tuner(self, strategy=strategy, network=network, channels=self._channels_asked)
+        self._record_order()
+
+    def _first_partition(self, links: Channels) -> Partition:
+        if self._plan is not None:
+            plan = self._plan
+            if self._channels_asked is not None:
+                plan = respread(plan, self._channels_asked)
+            if links.allowed(plan.channels) < plan.channels:
+                plan = respread(plan, links.allowed(plan.channels))
+            self._planned = True
+            return partitions.from_plan(
+                plan, self._names, self._trainable, self._sparse, frozen=[name for name, _ in self._frozen]
+            )
+        order = list(reversed(range(len(self._names))))
+        return self._like_ddp(order, links)
+
+    def _like_ddp(self, order: Iterable[int], links: Channels) -> Partition:
+        # Stock DDP on gloo is two channels: its process group has two worker threads.
+        count = self._channels_asked or (2 if links.backend == "gloo" else 1)
+        return partitions.like_ddp(
+            list(order), self._trainable, self._sparse, cap_bytes=self._cap_bytes, channels=links.allowed(count)
+        )
+
+    def _record_order(self) -> None:
+        """Until the groups are settled, write down in which order gradients arrive."""
+        if not self._planned or self._tuner is not None:
+            self.reducer.recorder = self._recorder
+
+    def _after_step(self) -> None:
+        """At the end of each synchronised backward, on every rank alike: settle the groups."""
+        if not self._planned and not self.find_unused_parameters:
+            self._settle_in_ready_order()
+        if self._tuner is not None:
+            self._tuner.after_step()
+        elif self.reducer.recorder is self._recorder and not self._watching:
+            self.reducer.recorder = None
+
+    _watching = False
+
+    def _settle_in_ready_order(self) -> None:
+        """As stock DDP does once: buckets again, in the order in which rank 0's gradients became ready."""
+        self._planned = True
+        rounds = self._recorder.rounds()
+        arrived = sorted(rounds[-1].ready_s, key=lambda place: rounds[-1].ready_s[place]) if rounds else []
+        text = share(self.links, "ready-order", ",".join(str(place) for place in arrived))
+        order = [int(place) for place in text.split(",") if place]
+        missing = sorted(set(range(len(self._names))) - set(order), reverse=True)
+        self._has_rebuilt_buckets = True
+        self.switch(self._like_ddp([*order, *missing], self.links))
+
+    def switch(self, partition: Partition) -> None:
+        """Run another partition from the next step on; every rank calls it at the same step with the same partition."""
+        if partition.groups == self.reducer.partition.groups:
+            return
+        self._partition_counter += 1
+        agree(
+            self.links,
+            f"partition/{self._partition_counter}",
+            partition.lines(self._names, self._trainable),
+            "the plan",
+        )
+        self.links.grow(partition.channels)
+        with torch.no_grad():
+            self.reducer.install(partition)
+
+    def _wake_frozen(self) -> None:
+        """Parameters that became trainable since: into trailing groups, on every rank at this forward."""
+        woken = [(name, parameter) for name, parameter in self._frozen if parameter.requires_grad]
+        if not woken:
+            return
+        self._frozen = [(name, parameter) for name, parameter in self._frozen if not parameter.requires_grad]
+        first = len(self._names)
+        self._names.extend(name for name, _ in woken)
+        self._trainable.extend(parameter for _, parameter in woken)
+        self._sparse.extend(id(parameter) in self._sparse_ids for _, parameter in woken)
+        partition = partitions.with_newcomers(
+            self.reducer.partition, range(first, len(self._names)), self._trainable, self._sparse
+        )
+        self._partition_counter += 1
+        agree(
+            self.links,
+            f"partition/{self._partition_counter}",
+            partition.lines(self._names, self._trainable),
+            "the set of trainable parameters",
+        )
+        with torch.no_grad():
+            self.reducer.add_parameters([name for name, _ in woken], [parameter for _, parameter in woken], partition)
+
+    @torch._disable_dynamo
+    def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
+        if self._backbeat_backend == "ddp":
+            return super()._pre_forward(*inputs, **kwargs)
+        if self.reducer is None:
+            self._build_reducer()
+        training = torch.is_grad_enabled()
+        if training:
+            self.reducer.forward_begins(self.require_backward_grad_sync)
+            if self._frozen:
+                self._wake_frozen()
+            if self._tuner is not None:
+                self._tuner.forward_begins(self.require_backward_grad_sync)
+        work = Join.notify_join_context(self)
+        if work is not None and not self._divide_by_initial_world_size:
+            work.wait()
+            self.reducer.scale = 1.0 / float(work.get_future().value()[0].item())
+        if self._check_sync_bufs_pre_fwd():
+            self._sync_buffers()
+        if self._join_config.enable:
+            self._check_global_requires_backward_grad_sync(is_joined_rank=False)
+        if self.device_ids:
+            moved, moved_kwargs = _to_kwargs(
+                inputs,
+                kwargs,
+                torch.device(self.device_type, self.device_ids[0]),
+                self.use_side_stream_for_tensor_copies,
+            )
+            return moved[0], moved_kwargs[0]
+        return inputs, kwargs
+
+    @torch._disable_dynamo
+    def _post_forward(self, output: Any) -> Any:
+        if self._backbeat_backend == "ddp":
+            return super()._post_forward(output)
+        if self._check_sync_bufs_post_fwd():
+            self._sync_buffers()
+        if not torch.is_grad_enabled():
+            self.require_forward_param_sync = False
+            return output
+        sync = self.require_backward_grad_sync
+        self.require_forward_param_sync = sync
+        arm = self.reducer.arm
+
+        def reached(_: torch.Tensor) -> None:
+            arm(sync)
+
+        for tensor in _find_tensors(output):
+            if tensor.requires_grad:
+                tensor.register_hook(reached)
+        return output
+
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """Let a hook written for stock DDP reduce the groups; the plan still says which and when."""
+        if self._backbeat_backend == "ddp":
+            super().register_comm_hook(state, hook)
+            return
+        self._check_comm_hook(hook)
+        if self._comm_hooks:
+            raise RuntimeError("register_comm_hook or register_builtin_comm_hook can only be called once.")
+        self._comm_hooks.append((hook, state))
+        if self.reducer is not None:
+            self.reducer.set_comm_hook(state, hook)
+
+    def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
+        if self._backbeat_backend == "ddp":
+            super()._register_builtin_comm_hook(comm_hook_type)
+            return
+        self.register_comm_hook(self.process_group, builtin(comm_hook_type))
+
+    def _register_fused_optim(self, optim: type, *args: Any, optim_params: Any = None, **kwargs: Any) -> None:
+        if self._backbeat_backend == "ddp":
+            super()._register_fused_optim(optim, *args, optim_params=optim_params, **kwargs)
+            return
+        raise InputError("an optimizer fused into DDP's buckets is not supported: use backend='ddp'")
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        if self._backbeat_backend == "ddp":
+            return super().join_hook(**kwargs)
+        return _ShadowHook(self, kwargs.get("divide_by_initial_world_size", True))
+
+    def _set_static_graph(self) -> None:
+        """Accepted, and not needed: the reducer learns the graph and follows it when it changes."""
+        if self._backbeat_backend == "ddp":
+            super()._set_static_graph()
+            return
+        self.static_graph = True
+
+    def _get_ddp_logging_data(self) -> dict[str, Any]:
+        if self._backbeat_backend == "ddp":
+            return dict(super()._get_ddp_logging_data())
+        buckets = self.reducer.buckets
+        return {
+            "world_size": self.links.size,
+            "rank": self.links.rank,
+            "backend_name": self.links.backend,
+            "module_name": type(self.module).__name__,
+            "bucket_sizes": ", ".join(str(bucket.bytes) for bucket in buckets),
+            "num_buckets_reduced": len(buckets),
+            "iteration": self.reducer.step,
+            "has_rebuilt_buckets": self._has_rebuilt_buckets,
+            "gradient_as_bucket_view": True,
+            "find_unused_parameters": self.find_unused_parameters,
+            "broadcast_buffers": self.broadcast_buffers,
+            "can_set_static_graph": True,
+            "strategy": self.reducer.partition.strategy,
+        }
+
+    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
+        if self._backbeat_backend == "ddp":
+            super()._set_ddp_runtime_logging_sample_rate(sample_rate)
+
+    def _remove_autograd_hooks(self) -> None:
+        if self._backbeat_backend == "ddp":
+            super()._remove_autograd_hooks()
+        elif self.reducer is not None:
+            self.reducer.remove_hooks()
+
+    def _update_process_group(self, new_process_group: Any) -> None:
+        """Go on with another set of ranks: new channels, and stock groups until a plan fits again."""
+        if self._backbeat_backend == "ddp":
+            super()._update_process_group(new_process_group)
+            return
+        self.reducer.remove_hooks()
+        self.process_group = new_process_group
+        self._build_reducer()
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._backbeat_backend == "ddp":
+            return dict(super().__getstate__())
+        self._check_default_group()
+        state = dict(self.__dict__)
+        for name in ("process_group", "links", "_recorder", "_tuner"):
+            state.pop(name, None)
+        # The copy must not share the frozen flags' and names' lists with the original.
+        for name in ("_names", "_trainable", "_sparse", "_frozen", "_sparse_ids"):
+            state.pop(name, None)
+        state["reducer"] = None
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if state.get("_backbeat_backend") == "ddp":
+            super().__setstate__(state)
+            return
+        self.process_group = dist.distributed_c10d._get_default_group()
+        Module.__setstate__(self, state)
+        self._tuner = None
+        self._planned = self._plan is not None
+        self._module_parameters = [
+            p for n, p in self.module.named_parameters() if n not in self.parameters_to_ignore
+        ]
+        # The reducer is built by the first forward that trains: a copy kept for evaluation never needs one.
+        self._collect_parameters()
+
+
+class _ShadowHook(JoinHook):
+    """What a rank that has run out of data does while the others go on."""
+
+    def __init__(self, ddp: DistributedDataParallel, divide_by_initial_world_size: bool) -> None:
+        self._ddp = ddp
+        ddp._divide_by_initial_world_size = divide_by_initial_world_size
+        super().__init__()
+
+    def main_hook(self) -> None:
+        ddp = self._ddp
+        ddp._check_and_sync_module_buffers()
+        sync = ddp._check_global_requires_backward_grad_sync(is_joined_rank=True)
+        ddp.require_forward_param_sync = sync
+        if sync:
+            ddp.reducer.shadow()
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        self._ddp._sync_final_model(is_last_joiner)
+        self._ddp.reducer.scale = 1.0 / self._ddp.links.size
+
+
+def bind(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments by the installed torch's own names."""
+    try:
+        bound = TORCH_SIGNATURE.bind(None, module, *args, **kwargs)
+    except TypeError as error:
+        raise TypeError(f"DistributedDataParallel: {error}") from None
+    arguments = dict(bound.arguments)
+    arguments.pop("self")
+    if arguments.get("check_reduction"):
+        warnings.warn("`check_reduction` is deprecated and does nothing.", FutureWarning, stacklevel=3)
+    return arguments
+
+
+def resolve_plan(plan: Plan | str | os.PathLike[str] | None) -> tuple[Plan | None, str | None]:
+    """A plan to run at once, or the name of a strategy to plan with once the model is measured."""
+    if plan is None or isinstance(plan, Plan):
+        found, strategy = plan, None
+    elif isinstance(plan, str) and (plan == "auto" or plan in _strategies()):
+        found, strategy = None, plan
+    else:
+        found, strategy = Plan.load(plan), None
+    if found is not None and found.dynamic is not None:
+        raise InputError(
+            f"the plan's strategy {found.strategy!r} forms groups at run time, which fixed groups cannot run: "
+            "plan with another strategy"
+        )
+    return found, strategy
+
+
+def respread(plan: Plan, channels: int) -> Plan:
+    """The same groups in the same order, round robin over another number of channels."""
+    from msgspec.structs import replace
+
+    groups = tuple(replace(group, channel=index % channels) for index, group in enumerate(plan.groups))
+    return replace(plan, channels=channels, groups=groups)
+
+
+def _strategies() -> set[str]:
+    return {"wfbp", "single", "ddp", "mg-wfbp", "asc-wfbp", "adaptive", "optimal", "best"}
+
+
+def _process_group(arguments: dict[str, Any]) -> Any:
+    group, mesh = arguments.get("process_group"), arguments.get("device_mesh")
+    if group is not None and mesh is not None:
+        raise RuntimeError("Cannot specify both process_group and device_mesh arguments.")
+    if mesh is None:
+        return group if group is not None else dist.distributed_c10d._get_default_group()
+    if mesh.ndim != 1:
+        raise InputError(f"device_mesh has {mesh.ndim} dimensions: data parallelism needs one; give mesh['dp']")
+    return mesh.get_group(mesh_dim=0)
+
+
+def _device_ids(
+    arguments: dict[str, Any], device_type: str, multi: bool, devices: set[torch.device]
+) -> tuple[list[int] | None, int | None]:
+    ids, output = arguments.get("device_ids"), arguments.get("output_device")
+    if ids is not None and len(ids) > 1:
+        raise ValueError("device_ids can only be None or contain a single element.")
+    if not ids or device_type == "cpu" or multi:
+        if ids or output:
+            raise ValueError(
+                "DistributedDataParallel device_ids and output_device arguments only work with single-device GPU "
+                f"modules, but got device_ids {ids}, output_device {output}, and module parameters {devices}."
+            )
+        return None, None
+    index = torch._utils._get_device_index
+    found = [index(device, True) for device in ids]
+    return found, index(ids[0] if output is None else output, True)
+
+
+__all__ = ["DistributedDataParallel", "backend_of"]

@@ -1,0 +1,138 @@
+"""From a plan and a model to the groups that run: every trainable parameter in exactly one of them."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence, Set
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from backbeat.errors import InputError
+
+if TYPE_CHECKING:
+    from torch.nn import Parameter
+
+    from backbeat.model import Plan
+
+FIRST_BUCKET_BYTES = int(getattr(dist, "_DEFAULT_FIRST_BUCKET_BYTES", 2**20))
+BUCKET_BYTES = 25 * 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupSpec:
+    """One collective: parameters of one dtype on one device, by their place in the parameter list."""
+
+    members: tuple[int, ...]
+    channel: int
+    sparse: bool = False
+    """Its single parameter has sparse gradients, which travel as they are."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Partition:
+    """Groups in launch order, and where they come from."""
+
+    groups: tuple[GroupSpec, ...]
+    channels: int
+    strategy: str
+
+    def lines(self, names: Sequence[str], parameters: Sequence[Parameter]) -> list[str]:
+        """The partition in words, one line a group: what the ranks compare with each other."""
+        found = [f"channels {self.channels}"]
+        for group in self.groups:
+            members = ", ".join(
+                f"{names[place]} {tuple(parameters[place].shape)} {parameters[place].dtype}" for place in group.members
+            )
+            found.append(f"channel {group.channel}{' sparse' if group.sparse else ''}: {members}")
+        return found
+
+
+def from_plan(
+    plan: Plan,
+    names: Sequence[str],
+    parameters: Sequence[Parameter],
+    sparse: Sequence[bool],
+    *,
+    frozen: Iterable[str] = (),
+) -> Partition:
+    """The plan's groups, split where they mix dtypes or devices, then what the plan does not name in trailing groups."""
+    places = {name: place for place, name in enumerate(names)}
+    check_fits(plan, {*places, *frozen})
+    groups: list[GroupSpec] = []
+    named: set[int] = set()
+    for group in plan.groups:
+        members = [places[name] for name in group.gradients if name in places]
+        named.update(members)
+        groups.extend(_split(members, group.channel, parameters, sparse))
+    rest = [place for place in reversed(range(len(names))) if place not in named]
+    for members in bucketed(rest, parameters, sparse, [BUCKET_BYTES]):
+        groups.extend(_split(members, len(groups) % plan.channels, parameters, sparse))
+    return Partition(groups=tuple(groups), channels=plan.channels, strategy=plan.strategy)
+
+
+def check_fits(plan: Plan, everything: Set[str]) -> None:
+    """Refuse a plan that names something the model does not have."""
+    for index, group in enumerate(plan.groups):
+        for name in group.gradients:
+            if name not in everything:
+                close = difflib.get_close_matches(name, everything, n=1)
+                raise InputError(
+                    f"the plan's groups[{index}] names {name!r}, which is no parameter of this model"
+                    + (f" (nearest: {close[0]!r})" if close else "")
+                    + f": the plan was made for {plan.model!r}; profile this model and plan again"
+                )
+
+
+def like_ddp(
+    order: Sequence[int],
+    parameters: Sequence[Parameter],
+    sparse: Sequence[bool],
+    *,
+    cap_bytes: int | None,
+    channels: int,
+) -> Partition:
+    """Stock DDP's buckets over parameters in this (ready) order: a small first one unless the cap was chosen."""
+    limits = [FIRST_BUCKET_BYTES, BUCKET_BYTES] if cap_bytes is None else [cap_bytes]
+    groups: list[GroupSpec] = []
+    for members in bucketed(order, parameters, sparse, limits):
+        groups.extend(_split(members, len(groups) % channels, parameters, sparse))
+    return Partition(groups=tuple(groups), channels=channels, strategy="ddp")
+
+
+def bucketed(
+    order: Sequence[int], parameters: Sequence[Parameter], sparse: Sequence[bool], limits: Sequence[int]
+) -> list[list[int]]:
+    """Torch's own bucket assignment; a bucket closes once it has reached its limit."""
+    if not order:
+        return []
+    found, _ = dist._compute_bucket_assignment_by_size(
+        [parameters[place] for place in order], list(limits), [sparse[place] for place in order], list(order)
+    )
+    return [list(members) for members in found]
+
+
+def with_newcomers(
+    partition: Partition, newcomers: Sequence[int], parameters: Sequence[Parameter], sparse: Sequence[bool]
+) -> Partition:
+    """The partition with parameters that became trainable in trailing groups."""
+    groups = list(partition.groups)
+    for members in bucketed(list(reversed(newcomers)), parameters, sparse, [BUCKET_BYTES]):
+        groups.extend(_split(members, len(groups) % partition.channels, parameters, sparse))
+    return Partition(groups=tuple(groups), channels=partition.channels, strategy=partition.strategy)
+
+
+def _split(
+    members: Sequence[int], channel: int, parameters: Sequence[Parameter], sparse: Sequence[bool]
+) -> list[GroupSpec]:
+    """One spec for each (dtype, device), in order of first appearance; sparse gradients travel alone."""
+    kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    alone: list[GroupSpec] = []
+    for place in members:
+        if sparse[place]:
+            alone.append(GroupSpec(members=(place,), channel=channel, sparse=True))
+        else:
+            kinds.setdefault((parameters[place].dtype, parameters[place].device), []).append(place)
+    return [GroupSpec(members=tuple(places), channel=channel) for places in kinds.values()] + alone

@@ -1,0 +1,648 @@
+"""The reducer: watches gradients arrive and sends the groups of the plan, in its order, while backward still runs.
+
+One backward is one *round*. It opens when autograd reaches an output of the wrapper (or, for a loss that does not pass
+through one, the first gradient), and closes in a callback that the engine runs when the graph is done, so that whatever
+follows `backward()` sees reduced gradients. If autograd raises, the engine drops that callback unrun; the round is then
+known to be broken because the callback object is gone, and the next forward tells the other ranks.
+
+At the end of a round, for each parameter that any rank used since the last one, `.grad` is the mean over ranks of what
+each held. All rules follow from that: accumulation, `no_sync`, several backwards of one forward, or one of several.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch.autograd import Variable
+
+from backbeat.runtime import control
+from backbeat.runtime.buckets import Bucket, views_of
+from backbeat.runtime.expectation import Expectation
+from backbeat.runtime.faults import BrokenStepError, CommunicationError, Monitor, Status, StepMismatchError
+from backbeat.runtime.hooks import GradBucket, Hook, result_of
+from backbeat.units import format_bytes
+
+if TYPE_CHECKING:
+    from torch.nn import Parameter
+
+    from backbeat.runtime.channels import Channels
+    from backbeat.runtime.partition import Partition
+    from backbeat.runtime.timing import Recorder
+
+logger = logging.getLogger("backbeat.runtime")
+
+_graph_task = torch._C._current_graph_task_id
+
+
+class Flight(NamedTuple):
+    """A group on its way."""
+
+    index: int
+    bucket: Bucket
+    message: torch.Tensor
+    work: Any
+    """A `Work`, or the future that a communication hook returned."""
+
+
+class _Close:
+    """Queued in the autograd engine; its life is the life of the backward pass it was queued in."""
+
+    __slots__ = ("__weakref__", "_reducer")
+
+    def __init__(self, reducer: Reducer) -> None:
+        self._reducer = reducer
+
+    def __call__(self) -> None:
+        self._reducer._close()
+
+
+def _no_round() -> None:
+    return None
+
+
+class Reducer:
+    """Runs one partition over the parameters given."""
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        parameters: Sequence[Parameter],
+        *,
+        channels: Channels,
+        partition: Partition,
+        wire: torch.dtype | None = None,
+    ) -> None:
+        self.names = list(names)
+        self.parameters = list(parameters)
+        self.channels = channels
+        self.wire = wire
+        self.scale = 1.0 / channels.size
+        self.step = 0
+        """Backwards synchronised so far, this one included."""
+        self.recorder: Recorder | None = None
+        self.after_step: Callable[[], None] | None = None
+        self.repeats = 0
+        """Groups that had to be reduced again because a gradient came late."""
+        self._comm_hook: tuple[Any, Hook] | None = None
+        self._expectation = Expectation(len(self.parameters))
+        self._dirty = bytearray(len(self.parameters))
+        self._lock = threading.RLock()
+        self._default_sync = True
+        self._regular = False
+        self._deferred: tuple[int, torch.Tensor, Any] | None = None
+        self._token: Callable[[], Any] = _no_round
+        self._open = False
+        self._sync = False
+        self._reset_round()
+        self.install(partition)
+        self._handles = [self._watch(place) for place in range(len(self.parameters))]
+        self.monitor = Monitor(channels.store, "fault", channels.rank, channels.size, self.status)
+        self.monitor.start()
+
+    def install(self, partition: Partition) -> None:
+        """Run this partition from the next round on; gradients held now move into its buffers."""
+        layout = control.Layout(
+            groups=len(partition.groups), ranks=self.channels.size, parameters=len(self.parameters)
+        )
+        last = len(partition.groups) - 1
+        self.partition = partition
+        self.layout = layout
+        self.buckets = [
+            Bucket(spec, self.parameters, wire=self.wire, tail=layout.length if index == last else 0)
+            for index, spec in enumerate(partition.groups)
+        ]
+        self._home = [0] * len(self.parameters)
+        self._view: list[torch.Tensor | None] = [None] * len(self.parameters)
+        for index, bucket in enumerate(self.buckets):
+            for place in bucket.members:
+                self._home[place] = index
+            for place, view in zip(bucket.members, bucket.views, strict=not bucket.sparse):
+                self._view[place] = view
+        tail = self.buckets[last]
+        dtype = tail.wire or tail.dtype
+        self._templates = control.templates(layout, self.channels.rank, dtype, tail.device)
+        self._plain_sums = _plain_sums(layout, dtype)
+        self._pinned = (
+            torch.empty(layout.length, dtype=dtype, pin_memory=True) if tail.device.type == "cuda" else None
+        )
+        self._count_waits()
+        for place in range(len(self.parameters)):
+            self._keep(place)
+
+    def add_parameters(self, names: Sequence[str], parameters: Sequence[Parameter], partition: Partition) -> None:
+        """Take in parameters that became trainable, with the partition that holds them."""
+        first = len(self.parameters)
+        self.names.extend(names)
+        self.parameters.extend(parameters)
+        self._expectation.add(len(parameters))
+        self._dirty.extend(bytes(len(parameters)))
+        self._regular = False
+        self.install(partition)
+        self._reset_round()
+        self._handles.extend(self._watch(place) for place in range(first, len(self.parameters)))
+
+    def set_comm_hook(self, state: Any, hook: Hook) -> None:
+        self._comm_hook = (state, hook)
+
+    @property
+    def comm_hook(self) -> tuple[Any, Hook] | None:
+        return self._comm_hook
+
+    def remove_hooks(self) -> None:
+        """Stop watching the parameters."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self.monitor.stop()
+
+    def forward_begins(self, sync: bool) -> None:
+        """Called at the start of every forward: ends a round that an exception broke off."""
+        self._default_sync = sync
+        if self._open and self._token() is None:
+            self._break_off()
+
+    def arm(self, sync: bool) -> None:
+        """Called when autograd reaches an output of a forward that ran with or without synchronisation."""
+        if self._token() is None:
+            self._begin(sync)
+        elif sync and not self._sync:
+            self._number()
+
+    def status(self) -> Status:
+        """Where this rank stands, for the others' messages."""
+        waiting = ""
+        if self._open and self._launched < len(self.buckets):
+            missing = [self.names[place] for place in self.buckets[self._launched].members if self._awaited[place] > 0]
+            waiting = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
+        return {
+            "step": self.step,
+            "in_backward": self._open,
+            "launched": self._launched,
+            "groups": len(self.buckets),
+            "waiting": waiting,
+        }
+
+    def shadow(self) -> None:
+        """One round of a rank that has run out of data: it sends nothing, but takes part."""
+        self.forward_begins(sync=True)
+        self._reset_round()
+        self._open = True
+        self._absent = True
+        self._number()
+        self._finish_round()
+
+    def _watch(self, place: int) -> Any:
+        # A bound method with the place in a closure cell is the cheapest callable that autograd can keep.
+        fired = self._fired
+
+        def arrived(_: torch.Tensor, place: int = place) -> None:
+            fired(place)
+
+        return self.parameters[place].register_post_accumulate_grad_hook(arrived)
+
+    def _fired(self, place: int) -> None:
+        self._dirty[place] = 1
+        if self._token() is None:
+            self._begin(self._default_sync)
+        if self.recorder is not None:
+            self.recorder.gradient(place)
+        if not self._sync:
+            self._keep(place)
+        if self._streams is not None:
+            self._streams.note(self._home[place])
+        if self._regular and _graph_task() != self._root:
+            # Inside a reentrant checkpoint more of this gradient may follow: its group waits for the end.
+            self._nested = True
+            return
+        outstanding = self._awaited[place] - 1
+        self._awaited[place] = outstanding
+        if outstanding > 0:
+            return
+        group = self._home[place]
+        if outstanding < 0:
+            if group < self._launched:
+                self._late.add(place)
+            return
+        waits = self._waits[group] - 1
+        self._waits[group] = waits
+        if waits == 0 and group == self._launched and self._sync and not self._hold:
+            self._launch_ready()
+
+    def _keep(self, place: int) -> None:
+        """Move a gradient that is only accumulated into its buffer, so that it is not held twice."""
+        view = self._view[place]
+        gradient = self.parameters[place].grad
+        if view is None or gradient is None or gradient is view or gradient.layout is not torch.strided:
+            return
+        with torch.no_grad():
+            view.copy_(gradient)
+            self.parameters[place].grad = view
+
+    def _begin(self, sync: bool) -> None:
+        if self._open:
+            self._break_off()
+        self._absorb()
+        self._reset_round()
+        close = _Close(self)
+        Variable._execution_engine.queue_callback(close)
+        self._token = weakref.ref(close)
+        self._open = True
+        self._root = _graph_task()
+        if sync:
+            self._number()
+        if self.recorder is not None:
+            self.recorder.begin(sync)
+
+    def _number(self) -> None:
+        self._sync = True
+        self.step += 1
+
+    def _reset_round(self) -> None:
+        self._awaited = self._expectation.counts.copy()
+        self._waits = self._all_waits.copy() if hasattr(self, "_all_waits") else []
+        self._hold = not self._expectation.learned
+        self._sync = False
+        self._launched = 0
+        self._flights: list[Flight] = []
+        self._alone: Flight | None = None
+        self._late: set[int] = set()
+        self._used = bytearray(len(self.parameters))
+        self._backups: dict[int, torch.Tensor] = {}
+        self._nested = False
+        self._absent = False
+        self._broken = False
+        self._root = -1
+        self._streams = _Streams(self.channels.device) if self.channels.device.type == "cuda" else None
+
+    def _count_waits(self) -> None:
+        counts = self._expectation.counts
+        self._all_waits = [sum(1 for place in bucket.members if counts[place] > 0) for bucket in self.buckets]
+
+    def _launch_ready(self) -> None:
+        """Send every group that is due; the last one carries what happened in this round, so it leaves only when
+        nothing more can happen: at once if the graph is regular, otherwise at the end."""
+        with self._lock:
+            count = len(self.buckets) if self._regular else len(self.buckets) - 1
+            while self._launched < count and self._waits[self._launched] <= 0:
+                self._launch(self._launched, whole=self._regular)
+
+    def _launch(self, index: int, *, whole: bool) -> None:
+        """Send one group. `whole`: every member is known to have arrived."""
+        bucket = self.buckets[index]
+        last = index == len(self.buckets) - 1
+        with torch.no_grad(), self._span("group", index):
+            if self._streams is not None:
+                self._streams.join(index)
+            if bucket.sparse:
+                flight = self._launch_sparse(index, bucket)
+            else:
+                self._pack(bucket, whole)
+                flight = self._send(index, bucket, last)
+            self._flights.append(flight)
+            self._launched = index + 1
+            if self.recorder is not None:
+                self.recorder.launched(index, flight.work)
+            if last and not self._rides(bucket):
+                self._send_control_alone(bucket)
+
+    def _rides(self, bucket: Bucket) -> bool:
+        """The control numbers travel inside the last group, unless it is sparse or a hook reduces it."""
+        return not bucket.sparse and self._comm_hook is None
+
+    def _pack(self, bucket: Bucket, whole: bool) -> None:
+        held = bucket.take()
+        if self._absent:
+            bucket.payload.zero_()
+        elif self._broken:
+            bucket.poison()
+        elif whole:
+            for place in bucket.members:
+                self._used[place] = 1
+        else:
+            for place, gradient, view in zip(bucket.members, held, bucket.views, strict=True):
+                if gradient is None:
+                    continue
+                if self._dirty[place]:
+                    self._used[place] = 1
+                else:
+                    self._backups[place] = gradient.clone() if gradient is view else gradient
+
+    def _send(self, index: int, bucket: Bucket, last: bool) -> Flight:
+        if self._comm_hook is not None:
+            state, hook = self._comm_hook
+            return Flight(index, bucket, bucket.payload, hook(state, GradBucket(bucket, index, last)))
+        message = bucket.message(self.scale, self._control() if last else None)
+        return Flight(index, bucket, message, self._channel(bucket).all_reduce(message))
+
+    def _channel(self, bucket: Bucket) -> Any:
+        return self.channels[min(bucket.spec.channel, len(self.channels) - 1)]
+
+    def _launch_sparse(self, index: int, bucket: Bucket) -> Flight:
+        parameter = bucket.parameters[0]
+        place = bucket.members[0]
+        gradient = parameter.grad
+        if gradient is None or self._absent or self._broken:
+            message = torch.sparse_coo_tensor(
+                torch.empty((1, 0), dtype=torch.long),
+                torch.empty((0, *parameter.shape[1:]), dtype=parameter.dtype),
+                parameter.shape,
+                device=parameter.device,
+                check_invariants=False,
+            ).coalesce()
+        else:
+            if self._dirty[place]:
+                self._used[place] = 1
+            else:
+                self._backups[place] = gradient
+            message = (gradient if gradient.is_sparse else gradient.to_sparse(1)).coalesce() * self.scale
+        parameter.grad = None
+        return Flight(index, bucket, message, self._channel(bucket).all_reduce(message))
+
+    def _control(self) -> torch.Tensor:
+        if not (self._broken or self._absent or self._late or self._irregular()):
+            return self._templates[self.step % control.STAMPS]
+        return control.write(
+            self.layout,
+            rank=self.channels.rank,
+            step=self.step,
+            broken=self._broken,
+            irregular=True,
+            late=sorted({self._home[place] for place in self._late}),
+            used=self._used,
+        )
+
+    def _irregular(self) -> bool:
+        return not self._expectation.plain or self._nested or any(self._awaited)
+
+    def _send_control_alone(self, bucket: Bucket) -> None:
+        message = self._control().to(device=self._templates.device, dtype=self._templates.dtype, copy=True)
+        self._alone = Flight(len(self.buckets), bucket, message, self._channel(bucket).all_reduce(message))
+
+    def _close(self) -> None:
+        """The engine's callback: the graph is done."""
+        self._token = _no_round
+        if self._sync:
+            self._finish_round()
+        else:
+            self._open = False
+            if self.recorder is not None:
+                self.recorder.end()
+
+    def _finish_round(self) -> None:
+        try:
+            with torch.no_grad():
+                with self._lock:
+                    while self._launched < len(self.buckets):
+                        self._launch(self._launched, whole=False)
+                numbers = self._land()
+                verdict = self._read(numbers)
+                if verdict is not None and verdict.late:
+                    self._reduce_again(verdict)
+                self._hand_back(verdict)
+                self._learn(verdict)
+        except BaseException:
+            self._regular = False
+            raise
+        finally:
+            self._open = False
+            self._flights = []
+            self._alone = None
+            self._backups = {}
+            self._dirty = bytearray(len(self.parameters))
+        if self.recorder is not None:
+            self.recorder.end()
+        if self.after_step is not None:
+            self.after_step()
+
+    def _land(self) -> torch.Tensor:
+        """Wait for every group in turn; returns the summed control numbers."""
+        numbers: torch.Tensor | None = None
+        for flight in self._flights:
+            index, bucket, message, work = flight
+            with self._span("wait", index):
+                try:
+                    if self._comm_hook is not None and not bucket.sparse:
+                        message = result_of(work, index)
+                    else:
+                        work.wait()
+                except (RuntimeError, ValueError) as error:
+                    if isinstance(error, CommunicationError):
+                        raise
+                    raise CommunicationError(self._failure(flight, error)) from error
+            if bucket.sparse:
+                if not self._absent:
+                    bucket.parameters[0].grad = message
+            else:
+                numbers = bucket.arrived(message)
+        if self._alone is not None:
+            try:
+                self._alone.work.wait()
+            except RuntimeError as error:
+                raise CommunicationError(self._failure(self._flights[-1], error)) from error
+            numbers = self._alone.message
+        if numbers is None:
+            raise CommunicationError(f"step {self.step} ended without any group: the partition is empty")
+        return numbers
+
+    def _failure(self, flight: Flight, error: BaseException) -> str:
+        names = [self.names[place] for place in flight.bucket.members]
+        listed = names[0] if len(names) == 1 else f"{names[0]} … {names[-1]}"
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        return (
+            f"rank {self.channels.rank}: group {flight.index} of {len(self.buckets)} ({len(names)} gradients, {listed}, "
+            f"{format_bytes(flight.bucket.bytes)}) was not reduced in step {self.step}: {self.monitor.blame()}. "
+            f"Restart from the last checkpoint (the library says: {reason})"
+        )
+
+    def _read(self, numbers: torch.Tensor) -> control.Verdict | None:
+        """What the ranks said; None for the plain step. On a device the plain step is not waited for: its numbers are
+        looked at when the next round opens, before anything is sent."""
+        local = self._broken or self._absent or self._late or self._irregular()
+        if numbers.device.type == "cpu":
+            return self._judge(numbers)
+        if self._regular and not local:
+            assert self._pinned is not None
+            self._pinned.copy_(numbers, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record()
+            self._deferred = (self.step, self._pinned, event)
+            return None
+        return self._judge(numbers.cpu())
+
+    def _absorb(self) -> None:
+        if self._deferred is None:
+            return
+        step, numbers, event = self._deferred
+        self._deferred = None
+        event.synchronize()
+        verdict = self._judge(numbers, step)
+        if verdict is not None and verdict.late:
+            raise CommunicationError(
+                f"a gradient of group {verdict.late[0]} came after its group had left in step {step}, although every step "
+                "before was regular: the graph changed under reentrant checkpointing; use use_reentrant=False"
+            )
+        self._regular = verdict is None or not verdict.irregular
+
+    def _judge(self, numbers: torch.Tensor, step: int | None = None) -> control.Verdict | None:
+        step = self.step if step is None else step
+        if torch.equal(numbers, self._plain_sums[step % control.STAMPS]):
+            return None
+        verdict = control.read(self.layout, numbers)
+        stamp = control.stamp_of(step)
+        if self._broken:
+            return verdict
+        broken = [rank for rank, found in enumerate(verdict.stamps) if found < 0]
+        if broken:
+            raise BrokenStepError(
+                f"rank {_listed(broken)} broke off its backward in step {step} with an exception: no rank has gradients "
+                "for this step; skip it on every rank, or stop"
+            )
+        others = [rank for rank, found in enumerate(verdict.stamps) if found != stamp]
+        if others:
+            away = (verdict.stamps[others[0]] - stamp) % control.STAMPS
+            off = f"{away} ahead" if away <= control.STAMPS // 2 else f"{control.STAMPS - away} behind"
+            raise StepMismatchError(
+                f"rank {self.channels.rank} is in its backward number {step}, but rank {_listed(others)} is {off} "
+                f"(group {len(self.buckets) - 1}, {self.names[self.buckets[-1].members[-1]]}): a rank skipped or repeated "
+                "a step; run the same number of synchronised backwards on every rank, or use join()"
+            )
+        return verdict
+
+    def _reduce_again(self, verdict: control.Verdict) -> None:
+        """Send what came after its group had left, and add it to what arrived."""
+        for index in verdict.late:
+            bucket = self.buckets[index]
+            self.repeats += 1
+            message = torch.zeros(bucket.numel + len(bucket.members), dtype=bucket.dtype, device=bucket.device)
+            self._collect_late(bucket, message)
+            work = self._channel(bucket).all_reduce(message)
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise CommunicationError(self._failure(Flight(index, bucket, message, work), error)) from error
+            bucket.payload.add_(message[: bucket.numel])
+            for place, count in zip(bucket.members, message[bucket.numel :].float().tolist(), strict=True):
+                if count > 0:
+                    verdict.used[place] = True
+
+    def _collect_late(self, bucket: Bucket, message: torch.Tensor) -> None:
+        slots = views_of(message[: bucket.numel], bucket.parameters)
+        for position, (place, parameter) in enumerate(zip(bucket.members, bucket.parameters, strict=True)):
+            if place in self._late and parameter.grad is not None:
+                slots[position].copy_(parameter.grad)
+                parameter.grad = None
+                message[bucket.numel + position] = 1
+        message[: bucket.numel].mul_(self.scale)
+
+    def _hand_back(self, verdict: control.Verdict | None) -> None:
+        """Give every parameter that some rank used its mean; the others keep what they had."""
+        if self._absent:
+            return
+        for bucket in self.buckets:
+            if bucket.sparse:
+                place = bucket.members[0]
+                if verdict is not None and not verdict.used[place]:
+                    bucket.parameters[0].grad = self._backups.get(place)
+            elif verdict is None:
+                for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
+                    parameter.grad = view
+            else:
+                for place, parameter, view in zip(bucket.members, bucket.parameters, bucket.views, strict=True):
+                    parameter.grad = view if verdict.used[place] else self._backups.get(place)
+
+    def _learn(self, verdict: control.Verdict | None) -> None:
+        if verdict is None:
+            if self._deferred is None:
+                self._regular = True
+            if self._expectation.learned:
+                return
+        else:
+            self._regular = False
+        if not self._absent and not self._nested and self._expectation.learn(self._awaited):
+            self._count_waits()
+
+    def _break_off(self) -> None:
+        """Complete a round that an exception ended, so that the other ranks learn of it and nothing stays in flight."""
+        if self._sync:
+            self._broken = True
+            with torch.no_grad(), self._lock:
+                while self._launched < len(self.buckets):
+                    self._launch(self._launched, whole=False)
+                numbers = self._land()
+            self._judge(numbers.cpu())
+            for bucket in self.buckets:
+                for parameter in bucket.parameters:
+                    parameter.grad = None
+        self._dirty = bytearray(len(self.parameters))
+        self._regular = False
+        self._open = False
+        self._token = _no_round
+        self._flights = []
+        self._alone = None
+        self._backups = {}
+        logger.warning("an exception broke off the backward of step %d on rank %d", self.step, self.channels.rank)
+
+    def _span(self, what: str, index: int) -> AbstractContextManager[Any]:
+        if not torch.autograd._profiler_enabled():
+            return nullcontext()
+        bucket = self.buckets[index]
+        first = self.names[bucket.members[0]]
+        return torch.profiler.record_function(
+            f"backbeat::{what} {index} channel {bucket.spec.channel} {bucket.bytes} bytes {first}"
+        )
+
+    # Frameworks call these on the reducer they find; ours needs nothing of the kind.
+    def prepare_for_forward(self) -> None:
+        pass
+
+    def prepare_for_backward(self, outputs: Sequence[torch.Tensor]) -> None:
+        pass
+
+    def _rebuild_buckets(self) -> bool:
+        return False
+
+    def _check_reducer_finalized(self) -> None:
+        if self._open:
+            raise CommunicationError(f"the backward of step {self.step} has not ended: {self._launched} groups are sent")
+
+
+class _Streams:
+    """Streams on which a group's gradients were produced, other than the one that sends it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._index = device.index if device.index is not None else torch.cuda.current_device()
+        self._seen: dict[int, set[int]] = {}
+        self._first: int | None = None
+
+    def note(self, group: int) -> None:
+        stream = torch._C._cuda_getCurrentRawStream(self._index)
+        if self._first is None:
+            self._first = stream
+        if stream != self._first or self._seen:
+            self._seen.setdefault(group, {self._first}).add(stream)
+
+    def join(self, group: int) -> None:
+        here = torch.cuda.current_stream(self._device)
+        streams = self._seen.get(group, set()) if self._first is None else {self._first, *self._seen.get(group, set())}
+        for raw in streams:
+            if raw != here.cuda_stream:
+                here.wait_stream(torch.cuda.ExternalStream(raw, device=self._device))
+
+
+def _plain_sums(layout: control.Layout, dtype: torch.dtype) -> torch.Tensor:
+    """What the control numbers add up to in the plain step, one row a stamp."""
+    rows = torch.zeros(control.STAMPS, layout.length)
+    rows[:, layout.used_at :] = float(layout.ranks)
+    rows[:, layout.stamps_at : layout.used_at] = torch.arange(1, control.STAMPS + 1, dtype=rows.dtype)[:, None]
+    return rows.to(dtype)
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return ", ".join(str(rank) for rank in ranks)
