@@ -151,7 +151,8 @@ class DistributedDataParallel(TorchDDP):  # type: ignore[misc]
         self.broadcast_bucket_size = 250 * 1024 * 1024
         cap = arguments.get("bucket_cap_mb")
         self._cap_bytes = None if cap is None else int(cap * 2**20)
-        self.bucket_bytes_cap = partitions.BUCKET_BYTES if self._cap_bytes is None else self._cap_bytes
+        # torch.compile splits the graph where a bucket of this size would end, and refuses less than the first bucket.
+        self.bucket_bytes_cap = max(partitions.FIRST_BUCKET_BYTES, self._cap_bytes or partitions.BUCKET_BYTES)
         self.bucket_bytes_cap_default = self._cap_bytes is None
         self.bucket_bytes_cap_list: list[int] = []
         self.use_side_stream_for_tensor_copies = os.environ.get("PYTORCH_DDP_USE_SIDE_STREAM", "1") == "1"
@@ -205,6 +206,10 @@ class DistributedDataParallel(TorchDDP):  # type: ignore[misc]
             self._names, self._trainable, channels=links, partition=partition, wire=self._wire
         )
         self.reducer.after_step = self._after_step
+        if self._plan is not None:
+            self.bucket_bytes_cap = max(
+                partitions.FIRST_BUCKET_BYTES, sum(b.bytes for b in self.reducer.buckets) // len(self.reducer.buckets)
+            )
         if self._comm_hooks:
             hook, state = self._comm_hooks[-1]
             self.reducer.set_comm_hook(state, hook)

@@ -1,0 +1,35 @@
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+pytest.importorskip("torch", reason="the runtime needs PyTorch")
+
+from rank_pool import RankPool  # noqa: E402
+
+DEVICE = os.environ.get("BACKBEAT_TEST_DEVICE", "cpu")
+SIZES = [int(size) for size in os.environ.get("BACKBEAT_TEST_RANKS", "2,4" if DEVICE == "cpu" else "1").split(",")]
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Callable[[int], RankPool]]:
+    """Pools of rank processes by their size; one is alive at a time, since ranks share few cores."""
+    pools: dict[int, RankPool] = {}
+
+    def pool(size: int) -> RankPool:
+        if size not in pools:
+            for other in pools.values():
+                other.close()
+            pools.clear()
+            pools[size] = RankPool(size)
+        return pools[size]
+
+    yield pool
+    for other in pools.values():
+        other.close()

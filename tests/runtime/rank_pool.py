@@ -1,0 +1,115 @@
+"""Rank processes kept alive over many scenarios: starting torch costs seconds, a process group costs milliseconds."""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import subprocess
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+
+
+class RankPool:
+    """`size` rank processes and the store they meet at."""
+
+    def __init__(self, size: int) -> None:
+        import torch.distributed as dist
+
+        self.size = size
+        self._dist = dist
+        self._number = 0
+        self._start()
+
+    def _start(self) -> None:
+        self._store = self._dist.TCPStore(
+            "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
+        )
+        self._ranks = []
+        for rank in range(self.size):
+            environment = {
+                **os.environ,
+                "RANK": str(rank),
+                "WORLD_SIZE": str(self.size),
+                "OMP_NUM_THREADS": "1",
+                "PYTHONWARNINGS": "ignore",
+            }
+            if os.environ.get("BACKBEAT_TEST_DEVICE", "cpu") != "cpu" and self.size > 1:
+                environment.update(
+                    NCCL_HOSTID=f"node{rank}", NCCL_NET="Socket", NCCL_P2P_DISABLE="1", NCCL_SHM_DISABLE="1",
+                    NCCL_IB_DISABLE="1", NCCL_MAX_NCHANNELS="2",
+                )  # fmt: skip
+            log = open(f"/tmp/backbeat-rank-{os.getpid()}-{self.size}-{rank}.log", "a")  # noqa: SIM115
+            self._ranks.append(
+                subprocess.Popen(
+                    [sys.executable, str(HERE / "rank_process.py")],
+                    env=environment,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=log,
+                    text=True,
+                    bufsize=1,
+                )
+            )
+            log.close()
+        self._answers(180)
+
+    def run(self, scenario: str, route: str, timeout: float = 30, limit: float = 120) -> list[dict[str, Any]]:
+        """Every rank's answer; a rank that gives none within the limit is killed, and the pool begins anew."""
+        self._number += 1
+        self._tell(
+            {
+                "scenario": scenario,
+                "route": route,
+                "timeout": timeout,
+                "port": self._store.port,
+                "number": self._number,
+            }
+        )
+        answers = self._answers(limit)
+        if any(answer["outcome"] in ("hung", "died") for answer in answers):
+            self.close()
+            self._start()
+            return answers
+        self._tell({})
+        closed = self._answers(30)
+        if any("closed" not in answer for answer in closed):
+            self.close()
+            self._start()
+        return answers
+
+    def close(self) -> None:
+        for process in self._ranks:
+            process.kill()
+            process.wait()
+            for pipe in (process.stdin, process.stdout):
+                if pipe is not None:
+                    pipe.close()
+
+    def _tell(self, message: dict[str, Any]) -> None:
+        for process in self._ranks:
+            assert process.stdin is not None
+            try:
+                process.stdin.write(json.dumps(message) + "\n")
+                process.stdin.flush()
+            except BrokenPipeError:
+                continue
+
+    def _answers(self, limit: float) -> list[dict[str, Any]]:
+        found: dict[int, dict[str, Any]] = {}
+        deadline = time.monotonic() + limit
+        with selectors.DefaultSelector() as selector:
+            for rank, process in enumerate(self._ranks):
+                assert process.stdout is not None
+                selector.register(process.stdout, selectors.EVENT_READ, rank)
+            while len(found) < self.size and time.monotonic() < deadline:
+                for key, _ in selector.select(timeout=max(deadline - time.monotonic(), 0)):
+                    line = key.fileobj.readline()  # type: ignore[union-attr]
+                    selector.unregister(key.fileobj)
+                    found[key.data] = json.loads(line) if line else {"outcome": "died", "detail": "the process ended"}
+        return [found.get(rank, {"outcome": "hung", "detail": "no answer"}) for rank in range(self.size)]
