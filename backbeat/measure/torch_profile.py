@@ -7,7 +7,6 @@ of forward. So the hooks' own cost is measured rather than contained in the figu
 from __future__ import annotations
 
 import contextlib
-import time
 from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -16,33 +15,27 @@ import torch
 
 from backbeat.errors import InputError, MeasurementError
 from backbeat.measure.clock import clock_for
-from backbeat.measure.inputs import check_loss, check_model, device_of
+from backbeat.measure.figures import Figures, take
+from backbeat.measure.inputs import check_model, device_of
 from backbeat.measure.keep import kept
 from backbeat.measure.machine import device_name, short_name, source
-from backbeat.measure.memory import SavedTensors, device_bytes, optimizer_tensors, storage_bytes
 from backbeat.measure.precision import check_precision, scaler_for, tensor_cores
 from backbeat.measure.training import (
     Loss,
-    Marks,
     OutOfMemoryError,
     Training,
     is_out_of_memory,
     samples_in,
-    tensors_in,
     to_device,
     where_raised,
 )
-from backbeat.measure.watch import Owner, Watch, find_owners, forward_shares, is_compiled, ready_shares
-from backbeat.model import Gradient, Memory, Profile
+from backbeat.model import Gradient, Profile
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterable
 
 # Event timers resolve about half a microsecond; further digits would be noise that does not compress.
 _DIGITS = 8
-_HOOKED_ITERATIONS = 15
-_FEWEST_ITERATIONS = 8
-_LEAD_PROBES = 3
 
 
 @dataclass(frozen=True)
@@ -54,15 +47,6 @@ class Measured:
     """Hooked over plain iteration time."""
     launch_bound: bool
     """The host cannot submit work as fast as the device does it."""
-
-
-@dataclass(frozen=True)
-class _Gradients:
-    names: list[str]
-    parameters: list[torch.nn.Parameter]
-    sizes: list[int]
-    frozen: list[str]
-    unused: list[str]
 
 
 def profile(
@@ -144,9 +128,9 @@ def measure(
         with _current(where), tensor_cores(precision, where):
             if keep:
                 with kept(model, given_optimizer, where):
-                    figures = _measure(training, iterations, warmup, time_limit_s)
+                    figures = take(training, iterations, warmup, time_limit_s)
             else:
-                figures = _measure(training, iterations, warmup, time_limit_s)
+                figures = take(training, iterations, warmup, time_limit_s)
     except (InputError, MeasurementError):
         raise
     except Exception as error:
@@ -168,170 +152,6 @@ def measure(
     )
 
 
-@dataclass(frozen=True)
-class _Figures:
-    gradients: _Gradients
-    forward_s: float
-    backward_s: float
-    update_s: float
-    iteration_s: list[float]
-    hooked_s: float
-    ready: dict[int, float]
-    forward: dict[int, float]
-    activations: dict[int, int]
-    memory: Memory
-    lead: tuple[float, float] | None
-    """Host and device time of forward and backward, from a drained device."""
-    compiled: bool
-
-
-def _measure(training: Training, iterations: int, warmup: int, time_limit_s: float | None) -> _Figures:
-    clock = training.clock
-    gradients = _first_iteration(training)
-    for _ in range(max(0, warmup - 2)):
-        training.iterate()
-    clock.synchronize()
-    started = time.perf_counter()
-    training.iterate()
-    clock.synchronize()
-    one_s = time.perf_counter() - started
-    hooked_iterations = min(iterations, _HOOKED_ITERATIONS)
-    if time_limit_s is not None:
-        affordable = int(time_limit_s / max(one_s, 1e-9))
-        iterations = max(min(iterations, affordable * 2 // 3), min(iterations, _FEWEST_ITERATIONS))
-        hooked_iterations = max(
-            min(hooked_iterations, affordable // 3), min(hooked_iterations, _FEWEST_ITERATIONS // 2)
-        )
-
-    compiled = is_compiled(training.model)
-    owners = [] if compiled else find_owners(training.model, gradients.parameters)
-    memory, activations = _weigh(training, gradients, owners)
-    watch = Watch(gradients.parameters, owners, clock)
-    per_iteration = watch.marks + 3 * training.accumulation + 2
-    # Each half is preceded by one iteration that refills the device's queue; modules may be called more than once.
-    clock.reserve(2 * per_iteration * (hooked_iterations + 1) + (3 * training.accumulation + 2) * (iterations + 2))
-
-    # Plain halves before and after the hooked iterations: a device that slows down as it warms does so to both.
-    plain = _block(training, (iterations + 1) // 2)
-    with watch:
-        hooked = _block(training, hooked_iterations, watch)
-    plain += _block(training, iterations // 2)
-    clock.synchronize()
-    recordings = watch.recordings[-hooked_iterations:]
-
-    micro_batches = [micro_batch for marks in plain for micro_batch in marks.micro_batches]
-    return _Figures(
-        gradients=gradients,
-        forward_s=median(clock.between(begin, middle) for begin, middle, _ in micro_batches),
-        backward_s=median(clock.between(middle, end) for _, middle, end in micro_batches),
-        update_s=median(clock.between(marks.micro_batches[-1][2], marks.end) for marks in plain),
-        iteration_s=[clock.between(marks.begin, marks.end) for marks in plain],
-        hooked_s=median(clock.between(marks.begin, marks.end) for marks in hooked),
-        ready=ready_shares(recordings, clock),
-        forward=forward_shares(recordings, clock),
-        activations=activations,
-        memory=memory,
-        lead=_lead(training) if training.device.type == "cuda" else None,
-        compiled=compiled,
-    )
-
-
-def _block(training: Training, count: int, watch: Watch | None = None) -> list[Marks]:
-    """Iterations one after the other, never waiting in between, as training runs them; the first only leads in."""
-    return [training.iterate(watch) for _ in range(count + 1)][1:] if count else []
-
-
-def _first_iteration(training: Training) -> _Gradients:
-    """Check on the way that everything the user gave does what it should."""
-    model = training.model
-    training.optimizer.zero_grad(set_to_none=True)
-    loss = _user_code("loss(model, batch)", training.plain_loss)
-    check_loss(loss)
-    _user_code("backward", training.scaled(loss).backward)
-    del loss
-    names, parameters, sizes, frozen, unused = [], [], [], [], []
-    for name, parameter in model.named_parameters():
-        gradient = parameter.grad
-        if not parameter.requires_grad:
-            frozen.append(name)
-        elif gradient is None:
-            unused.append(name)
-        elif gradient.layout != torch.strided:
-            raise InputError(
-                f"the gradient of {name} is sparse: all-reduce carries dense gradients; "
-                "build its embedding with sparse=False, or exclude it from data-parallel synchronisation"
-            )
-        else:
-            names.append(name)
-            parameters.append(parameter)
-            sizes.append(gradient.numel() * gradient.element_size())
-    if not names:
-        raise InputError("backward gave no parameter a gradient: the loss does not depend on the model's parameters")
-    _user_code("the optimizer", training.update)
-    return _Gradients(names, parameters, sizes, frozen, unused)
-
-
-def _user_code(what: str, call: Callable[[], Any]) -> Any:
-    try:
-        return call()
-    except Exception as error:
-        if is_out_of_memory(error) or isinstance(error, (InputError, MeasurementError)):
-            raise
-        raise InputError(f"{what} raised {where_raised(error)}") from error
-
-
-def _weigh(training: Training, gradients: _Gradients, owners: list[Owner]) -> tuple[Memory, dict[int, int]]:
-    """Memory by kind. One iteration under saved-tensor hooks for the activations, a plain one for the peak."""
-    model, device = training.model, training.device
-    parameters, buffers = list(model.parameters()), list(model.buffers())
-    held = [*parameters, *buffers, *tensors_in(training.batch)]
-    with SavedTensors(owners, held) as saved:
-        loss = training.forward()
-    loss.backward()  # type: ignore[no-untyped-call]
-    del loss
-    training.optimizer.zero_grad(set_to_none=True)
-    state = device_bytes(optimizer_tensors(training.optimizer), device)
-    gradient_bytes = sum(gradients.sizes)
-    if device.type == "cuda":
-        training.clock.synchronize()
-        steady = torch.cuda.memory_allocated(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        training.iterate()
-        training.clock.synchronize()
-        peak = torch.cuda.max_memory_allocated(device)
-    else:
-        steady = storage_bytes(held) + state
-        peak = steady + gradient_bytes + saved.total
-    memory = Memory(
-        parameter_bytes=storage_bytes(parameters),
-        gradient_bytes=gradient_bytes,
-        optimizer_bytes=state,
-        buffer_bytes=storage_bytes(buffers),
-        activation_bytes=saved.total,
-        steady_bytes=steady,
-        peak_bytes=peak,
-    )
-    return memory, saved.by_gradient
-
-
-def _lead(training: Training) -> tuple[float, float]:
-    """Host and device seconds of forward and backward, each begun with the device idle.
-
-    Where the device lags behind the host it is the device that bounds the iteration; the driver's launch queue keeps
-    the host at most about a thousand kernels ahead, which is still milliseconds.
-    """
-    host, device = [], []
-    for _ in range(_LEAD_PROBES):
-        training.clock.synchronize()
-        started = time.perf_counter()
-        training.forward().backward()  # type: ignore[no-untyped-call]
-        host.append(time.perf_counter() - started)
-        training.clock.synchronize()
-        device.append(time.perf_counter() - started)
-        training.update()
-    return median(host), median(device)
-
-
 def _launch_bound(lead: tuple[float, float] | None) -> bool:
     if lead is None:
         return False
@@ -341,7 +161,7 @@ def _launch_bound(lead: tuple[float, float] | None) -> bool:
 
 def _document(
     training: Training,
-    figures: _Figures,
+    figures: Figures,
     *,
     name: str,
     model: str,
@@ -388,7 +208,7 @@ def _document(
     return Measured(document, overhead, launch_bound)
 
 
-def _notes(training: Training, figures: _Figures, overhead: float, launch_bound: bool) -> list[str]:
+def _notes(training: Training, figures: Figures, overhead: float, launch_bound: bool) -> list[str]:
     notes = [
         f"hooked iterations took {overhead:.4f} times the plain ones' {median(figures.iteration_s) * 1e3:.4g} ms; "
         "ready and forward times are shares of the plain backward and forward"

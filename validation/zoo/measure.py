@@ -106,6 +106,7 @@ def _measure_model(
         for precision in precisions:
             path = _path(out, model, batch_size, precision, device)
             started = time.monotonic()
+            _release(device)
             try:
                 result = measure(
                     workload.model,
