@@ -29,6 +29,12 @@ def profile(
     time_limit: Annotated[
         str | None, typer.Option(help="Time fewer iterations (8 at least) where they take longer, like 20s.")
     ] = None,
+    analytic: Annotated[
+        str | None,
+        typer.Option(metavar="GPU", help="Compute instead of measuring, for this GPU: h100, h200, a100, v100 or l4."),
+    ] = None,
+    tflops: Annotated[float | None, typer.Option(help="Analytic: peak TFLOP/s of another GPU.")] = None,
+    gbps: Annotated[float | None, typer.Option(help="Analytic: its memory bandwidth in GB/s.")] = None,
     name: Annotated[str | None, typer.Option(help="The profile's name.")] = None,
     output: Annotated[
         str | None, typer.Option("--output", "-o", help="Write the profile here (.json or .json.gz).")
@@ -49,23 +55,41 @@ def profile(
     _need_torch()
     from backbeat.measure.factory import load, measure_factory
 
-    typer.echo(f"profiling {factory} …", err=True)
-    result = measure_factory(
-        load(factory),
-        batch_size=batch_size,
-        device=device,
-        precision=precision,
-        iterations=iterations,
-        warmup=warmup,
-        accumulation=accumulation,
-        time_limit_s=limit_s,
-        name=name,
-        command=command_line(sys.argv),
-    )
+    command = command_line(sys.argv)
+    if analytic is not None or tflops is not None or gbps is not None:
+        if device is not None:
+            raise InputError(f"--device {device} with --analytic: nothing runs on a device then; drop one of the two")
+        from backbeat.measure.analytic import analytic_profile
+
+        result = analytic_profile(
+            load(factory),
+            gpu=analytic,
+            tflops=tflops,
+            gbps=gbps,
+            batch_size=batch_size,
+            precision=precision,
+            accumulation=accumulation,
+            name=name,
+            command=command,
+        )
+    else:
+        typer.echo(f"profiling {factory} …", err=True)
+        result = measure_factory(
+            load(factory),
+            batch_size=batch_size,
+            device=device,
+            precision=precision,
+            iterations=iterations,
+            warmup=warmup,
+            accumulation=accumulation,
+            time_limit_s=limit_s,
+            name=name,
+            command=command,
+        ).profile
     if output:
-        result.profile.save(output)
+        result.save(output)
         typer.echo(f"wrote {output}", err=True)
-    typer.echo(encode(result.profile).decode() if as_json else summary(result.profile), nl=not as_json)
+    typer.echo(encode(result).decode() if as_json else summary(result), nl=not as_json)
 
 
 def command_line(arguments: list[str]) -> str:
