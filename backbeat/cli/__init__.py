@@ -10,10 +10,12 @@ from typing import Annotated
 
 import typer
 
+from backbeat.cli.verbs import Verbs
 from backbeat.errors import BackbeatError
 
 app = typer.Typer(
     name="backbeat",
+    cls=Verbs,
     help="Predict how data-parallel training scales, and plan the gradient communication that makes it fastest.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -45,14 +47,3 @@ def main() -> None:
     except BackbeatError as error:
         print(f"backbeat: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
-
-
-from backbeat.cli import calibrate, demo, imports, plan, predict, profile, zoo  # noqa: E402
-
-app.command("demo")(demo.demo)
-app.command("predict")(predict.predict)
-app.command("plan")(plan.plan)
-app.command("zoo")(zoo.zoo)
-app.command("calibrate")(calibrate.calibrate)
-app.command("profile")(profile.profile)
-app.add_typer(imports.app, name="import")

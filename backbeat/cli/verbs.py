@@ -1,0 +1,67 @@
+"""The verbs by name. Each module is imported when its verb runs: `backbeat --help` reads this table alone."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import typer
+from typer.core import TyperGroup
+
+
+class Verb(NamedTuple):
+    """Where a verb lives in `backbeat.cli`, and its line in the help."""
+
+    module: str
+    name: str
+    """A typed function, or a typer app with verbs of its own."""
+    help: str
+
+
+VERBS = {
+    "demo": Verb("demo", "demo", "The whole story on bundled data."),
+    "predict": Verb("predict", "predict", "Predict how a job scales."),
+    "plan": Verb("plan", "plan", "Choose which gradients travel together, and save it."),
+    "zoo": Verb("zoo", "zoo", "List the bundled profiles and networks."),
+    "calibrate": Verb("calibrate", "calibrate", "Measure a cluster's collectives, under torchrun."),
+    "profile": Verb("profile", "profile", "Measure a model's computation and gradients."),
+    "import": Verb("imports", "app", "Read files of other tools."),
+    "lab": Verb("lab", "lab", "A virtual cluster on this machine, measured beside predicted."),
+    "validate": Verb("validate", "validate", "Predictions against the lab, over a matrix of cases."),
+}
+
+
+class Verbs(TyperGroup):
+    """The table's verbs, beside any that are registered on the app itself."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return [*VERBS, *(name for name in super().list_commands(ctx) if name not in VERBS)]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        return super().get_command(ctx, cmd_name) if cmd_name not in VERBS else load(cmd_name)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        # For a name that is no verb, typer suggests near ones among the commands it holds: only then load them all.
+        if args and args[0] not in VERBS and args[0] not in self.commands:
+            self.commands.update({name: load(name) for name in VERBS})
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        rows = [(name, verb.help) for name, verb in VERBS.items()]
+        rows += [(name, one.get_short_help_str()) for name, one in self.commands.items() if name not in VERBS]
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)
+
+
+def load(name: str) -> Any:
+    """One verb as typer builds it inside an app."""
+    verb = VERBS[name]
+    made = getattr(import_module(f"backbeat.cli.{verb.module}"), verb.name)
+    app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False)
+    app.callback()(lambda: None)
+    if isinstance(made, typer.Typer):
+        app.add_typer(made, name=name)
+    else:
+        app.command(name)(made)
+    group: Any = typer.main.get_command(app)
+    return group.commands[name]
