@@ -105,8 +105,8 @@ def table(rows: list[Row]) -> str:
         "# Analytic profiles against measured ones",
         "",
         f"`python validation/zoo/compare_analytic.py`, {today()}, torch {versions_torch()}. Error is analytic over "
-        f"measured, less one. Efficiency: {Efficiency()}. Launch-bound profiles (marked *) wait for the host, which the "
-        "roofline does not model; the medians leave them out.",
+        f"measured, less one. Efficiency: {Efficiency()}. Launch-bound profiles (marked *) wait for the host, which "
+        "the roofline does not model; the medians leave them out.",
         "",
         "| profile | measured | analytic | iteration | forward | backward | update | worst ready time |",
         "|---|---:|---:|---:|---:|---:|---:|---:|",
