@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-MODELS = ("resnet50-b64-bf16-h200", "bert_base-b32-bf16-h200")
+MODELS = ("resnet50-b64-bf16-h200", "bert-base-b64-bf16-h200")
 NETWORK = "25gbe"
 
 
