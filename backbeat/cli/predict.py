@@ -81,11 +81,11 @@ def _predict(
     bucket_bytes: int | None,
     accumulation: int | None,
 ) -> Prediction:
-    from backbeat.planners import plan as make_plan
+    from backbeat.planners import propose
     from backbeat.simulate import predict as predict_plan
 
     if isinstance(schedule, str):
-        schedule = make_plan(profile, network, schedule, channels=channels, bucket_bytes=bucket_bytes)
+        schedule = propose(profile, network, schedule, channels=channels, bucket_bytes=bucket_bytes)
     return predict_plan(profile, network, schedule, accumulation=accumulation)
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from backbeat.model import Network, Plan, Profile
 
-__all__ = ["STRATEGIES", "Draft", "Options", "plan"]
+__all__ = ["STRATEGIES", "Draft", "Options", "plan", "propose"]
 
 STRATEGIES: dict[str, Callable[[Profile, Network, Options], Draft]] = {
     "wfbp": wfbp,
@@ -36,6 +36,28 @@ STRATEGIES: dict[str, Callable[[Profile, Network, Options], Draft]] = {
 }
 
 
+def propose(
+    profile: Profile,
+    network: Network,
+    strategy: str = "best",
+    *,
+    channels: int | None = None,
+    bucket_bytes: int | None = None,
+    cycle_s: float | None = None,
+    budget_s: float | None = None,
+) -> Plan:
+    """The gradient schedule that a strategy chooses for this profile on this network, not yet predicted."""
+    if strategy not in STRATEGIES:
+        close = difflib.get_close_matches(strategy, STRATEGIES, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(STRATEGIES)}."
+        raise InputError(f"{strategy!r} is not a strategy: {hint}")
+    for name, value in (("channels", channels), ("bucket_bytes", bucket_bytes), ("cycle_s", cycle_s)):
+        if value is not None and value <= 0:
+            raise InputError(f"{name} is {value}: it must be above zero")
+    options = Options(channels=channels, bucket_bytes=bucket_bytes, cycle_s=cycle_s, budget_s=budget_s)
+    return STRATEGIES[strategy](profile, network, options).named(profile, strategy, network.workers)
+
+
 def plan(
     profile: Profile,
     network: Network,
@@ -47,16 +69,15 @@ def plan(
     budget_s: float | None = None,
 ) -> Plan:
     """The gradient schedule that a strategy chooses for this profile on this network, with its prediction."""
-    if strategy not in STRATEGIES:
-        close = difflib.get_close_matches(strategy, STRATEGIES, n=1)
-        hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(STRATEGIES)}."
-        raise InputError(f"{strategy!r} is not a strategy: {hint}")
-    for name, value in (("channels", channels), ("bucket_bytes", bucket_bytes), ("cycle_s", cycle_s)):
-        if value is not None and value <= 0:
-            raise InputError(f"{name} is {value}: it must be above zero")
-    options = Options(channels=channels, bucket_bytes=bucket_bytes, cycle_s=cycle_s, budget_s=budget_s)
-    draft = STRATEGIES[strategy](profile, network, options)
-    made = draft.named(profile, strategy, network.workers)
+    made = propose(
+        profile,
+        network,
+        strategy,
+        channels=channels,
+        bucket_bytes=bucket_bytes,
+        cycle_s=cycle_s,
+        budget_s=budget_s,
+    )
     result = predict(profile, network, made)
     return msgspec.structs.replace(
         made,

@@ -38,9 +38,9 @@ def predict(
     With `accumulation` micro-batches only the last one's backward overlaps with communication.
     """
     if isinstance(plan, str):
-        from backbeat.planners import plan as make_plan  # late: planners stand to the right of simulate
+        from backbeat.planners import propose  # late: planners stand to the right of simulate
 
-        plan = make_plan(profile, network, strategy=plan)
+        plan = propose(profile, network, strategy=plan)
     micro_batches = profile.accumulation if accumulation is None else accumulation
     if micro_batches < 1:
         raise InputError(f"accumulation is {micro_batches}: an iteration has at least one micro-batch")

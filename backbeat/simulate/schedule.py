@@ -42,12 +42,13 @@ class Schedule:
         missing = plan.missing(profile)
         if missing:
             groups.append((tuple(missing), 0))
-        place, ready, sizes = profile.index, profile.ready, profile.sizes
+        # Plain lists: most groups are small, and a numpy call costs more than adding a few numbers.
+        place, ready, sizes = profile.index, profile.ready.tolist(), profile.sizes.tolist()
         members = [[place[name] for name in names] for names, _ in groups]
         return (
             cls(
                 np.array([ready[max(indices)] for indices in members]),
-                np.array([sizes[indices].sum() for indices in members]),
+                np.array([sum([sizes[index] for index in indices]) for indices in members]),
                 [channel for _, channel in groups],
             ),
             [names for names, _ in groups],
