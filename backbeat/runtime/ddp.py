@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import inspect
 import os
+import statistics
 import warnings
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
@@ -25,6 +28,7 @@ from backbeat.runtime.channels import Channels, backend_of
 from backbeat.runtime.hooks import builtin
 from backbeat.runtime.reducer import Reducer
 from backbeat.runtime.refusals import check_model
+from backbeat.runtime.report import GroupReport, Report, measured, spans
 from backbeat.runtime.timing import Recorder
 
 if TYPE_CHECKING:
@@ -35,6 +39,9 @@ if TYPE_CHECKING:
 
 TORCH_SIGNATURE = inspect.signature(TorchDDP.__init__)
 _WIRE = {"bf16": torch.bfloat16, "fp16": torch.float16, torch.bfloat16: torch.bfloat16, torch.float16: torch.float16}
+# Rounds that are timed for `report()`: the first few, then a few in a thousand.
+SAMPLED_FIRST = 8
+SAMPLED_EVERY = 200
 _UNSUPPORTED = {
     "mixed_precision": "use torch.autocast, or backend='ddp'",
     "delay_all_reduce_named_params": "put these gradients in the plan's last group, or use backend='ddp'",
@@ -232,8 +239,11 @@ class DistributedDataParallel(TorchDDP):  # type: ignore[misc]
             return partitions.from_plan(
                 plan, self._names, self._trainable, self._sparse, frozen=[name for name, _ in self._frozen]
             )
-        order = list(reversed(range(len(self._names))))
-        return self._like_ddp(order, links)
+        if self.find_unused_parameters:
+            # Stock DDP keeps these for good: filled in registration order and sent in reverse, the small one last.
+            found = self._like_ddp(range(len(self._names)), links)
+            return replace(found, groups=tuple(reversed(found.groups)))
+        return self._like_ddp(reversed(range(len(self._names))), links)
 
     def _like_ddp(self, order: Iterable[int], links: Channels) -> Partition:
         # Stock DDP on gloo is two channels: its process group has two worker threads.
@@ -243,20 +253,19 @@ class DistributedDataParallel(TorchDDP):  # type: ignore[misc]
         )
 
     def _record_order(self) -> None:
-        """Until the groups are settled, write down in which order gradients arrive."""
-        if not self._planned or self._tuner is not None:
-            self.reducer.recorder = self._recorder
+        """The first rounds are timed: for the ready order, for the tuner, for the report."""
+        self.reducer.recorder = self._recorder
 
     def _after_step(self) -> None:
-        """At the end of each synchronised backward, on every rank alike: settle the groups."""
+        """At the end of each synchronised backward, on every rank alike: settle the groups, sample the times."""
         if not self._planned and not self.find_unused_parameters:
             self._settle_in_ready_order()
-        if self._tuner is not None:
+        if self._tuner is not None and self._tuner.state != "settled":
             self._tuner.after_step()
-        elif self.reducer.recorder is self._recorder and not self._watching:
-            self.reducer.recorder = None
-
-    _watching = False
+        else:
+            following = self.reducer.step + 1
+            sampled = following <= SAMPLED_FIRST or following % SAMPLED_EVERY == 0
+            self.reducer.recorder = self._recorder if sampled else None
 
     def _settle_in_ready_order(self) -> None:
         """As stock DDP does once: buckets again, in the order in which rank 0's gradients became ready."""
@@ -306,6 +315,62 @@ class DistributedDataParallel(TorchDDP):  # type: ignore[misc]
         )
         with torch.no_grad():
             self.reducer.add_parameters([name for name, _ in woken], [parameter for _, parameter in woken], partition)
+        if self._tuner is not None:
+            self._tuner.restart(f"{len(woken)} parameters became trainable")
+
+    def report(self) -> Report:
+        """Predicted and measured times of every group; printed, a table."""
+        if self._backbeat_backend == "ddp" or self.reducer is None:
+            raise InputError("report() needs backbeat's reducer: use backend='backbeat' and run a step")
+        tuner, reducer = self._tuner, self.reducer
+        rounds = [found for found in self._recorder.rounds() if len(found.launched_s) == len(reducer.buckets)]
+        predicted = spans(tuner.prediction) if tuner is not None else []
+        if len(predicted) != len(reducer.buckets):
+            predicted = []
+        groups = []
+        for index, bucket in enumerate(reducer.buckets):
+            launched, done = measured(rounds, index)
+            begin, end = predicted[index] if predicted else (None, None)
+            groups.append(
+                GroupReport(
+                    gradients=tuple(self._names[place] for place in bucket.members),
+                    channel=bucket.spec.channel,
+                    bytes=bucket.bytes,
+                    predicted_launch_s=begin,
+                    predicted_done_s=end,
+                    launched_s=launched,
+                    done_s=done,
+                )
+            )
+        exposed = statistics.median([found.exposed_s for found in rounds]) if rounds else None
+        forecast = self._plan.predicted if self._plan is not None and self._plan.predicted else {}
+        prediction = tuner.prediction if tuner is not None else None
+        return Report(
+            strategy=reducer.partition.strategy,
+            state=tuner.state if tuner is not None else "running",
+            steps=reducer.step,
+            groups=tuple(groups),
+            predicted_iteration_s=prediction.iteration_s if prediction else _figure(forecast.get("iteration_s")),
+            predicted_exposed_s=prediction.exposed_s if prediction else _figure(forecast.get("exposed_s")),
+            iteration_s=tuner.iteration_s if tuner is not None else None,
+            exposed_s=exposed if exposed is not None else (tuner.exposed_s if tuner is not None else None),
+            late_groups=reducer.repeats,
+            history=tuple(tuner.history) if tuner is not None else (),
+        )
+
+    def counters(self) -> dict[str, float]:
+        """A few numbers for a dashboard: `for k, v in model.counters().items(): writer.add_scalar(k, v, step)`."""
+        rounds = self._recorder.rounds() if self.reducer is not None else []
+        found = {
+            "backbeat/steps": float(self.reducer.step),
+            "backbeat/groups": float(len(self.reducer.buckets)),
+            "backbeat/channels": float(self.reducer.partition.channels),
+            "backbeat/late_groups": float(self.reducer.repeats),
+        }
+        if rounds:
+            found["backbeat/exposed_s"] = rounds[-1].exposed_s
+            found["backbeat/backward_s"] = rounds[-1].computed_s
+        return found
 
     @torch._disable_dynamo
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -514,14 +579,21 @@ def resolve_plan(plan: Plan | str | os.PathLike[str] | None) -> tuple[Plan | Non
 
 def respread(plan: Plan, channels: int) -> Plan:
     """The same groups in the same order, round robin over another number of channels."""
-    from msgspec.structs import replace
-
-    groups = tuple(replace(group, channel=index % channels) for index, group in enumerate(plan.groups))
-    return replace(plan, channels=channels, groups=groups)
+    groups = tuple(
+        msgspec.structs.replace(group, channel=index % channels) for index, group in enumerate(plan.groups)
+    )
+    return msgspec.structs.replace(plan, channels=channels, groups=groups)
 
 
 def _strategies() -> set[str]:
-    return {"wfbp", "single", "ddp", "mg-wfbp", "asc-wfbp", "adaptive", "optimal", "best"}
+    """Names that plan fixed groups."""
+    from backbeat.planners import STRATEGIES
+
+    return set(STRATEGIES) - {"horovod"}
+
+
+def _figure(value: object) -> float | None:
+    return float(value) if isinstance(value, (int, float)) else None
 
 
 def _process_group(arguments: dict[str, Any]) -> Any:

@@ -105,13 +105,30 @@ def like_ddp(
 def bucketed(
     order: Sequence[int], parameters: Sequence[Parameter], sparse: Sequence[bool], limits: Sequence[int]
 ) -> list[list[int]]:
-    """Torch's own bucket assignment; a bucket closes once it has reached its limit."""
-    if not order:
-        return []
-    found, _ = dist._compute_bucket_assignment_by_size(
-        [parameters[place] for place in order], list(limits), [sparse[place] for place in order], list(order)
-    )
-    return [list(members) for members in found]
+    """Stock DDP's rule: one open bucket a dtype and device, closed once it has *reached* its limit, the last limit
+    repeating; a sparse gradient travels alone; what is left open goes last.
+
+    Torch's own function is not called: given only some of the tensors it reads past the end of its sparse flags.
+    """
+    closed: list[list[int]] = []
+    open_buckets: dict[tuple[torch.dtype, torch.device], tuple[list[int], int]] = {}
+    used: dict[tuple[torch.dtype, torch.device], int] = {}
+    for place in order:
+        parameter = parameters[place]
+        if sparse[place]:
+            closed.append([place])
+            continue
+        kind = (parameter.dtype, parameter.device)
+        members, size = open_buckets.get(kind, ([], 0))
+        members.append(place)
+        size += parameter.numel() * parameter.element_size()
+        if size >= limits[min(used.get(kind, 0), len(limits) - 1)]:
+            closed.append(members)
+            used[kind] = used.get(kind, 0) + 1
+            open_buckets.pop(kind, None)
+        else:
+            open_buckets[kind] = (members, size)
+    return closed + [members for members, _ in open_buckets.values()]
 
 
 def with_newcomers(

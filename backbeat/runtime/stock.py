@@ -55,7 +55,7 @@ def _caps(plan: Plan, module: torch.nn.Module) -> dict[str, Any]:
     return {"bucket_cap_mb": max(sum(caps) / len(caps), 1e-6)}
 
 
-def _spread(state: tuple[Channels, torch.dtype | None], bucket: Any) -> torch.futures.Future[torch.Tensor]:
+def _spread(state, bucket):  # type: ignore[no-untyped-def]  # torch inspects a hook's annotations and refuses strings
     """Each bucket on the channel its number gives it, scaled before the sum."""
     links, wire = state
     buffer = bucket.buffer()

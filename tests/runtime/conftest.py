@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,10 +11,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 pytest.importorskip("torch", reason="the runtime needs PyTorch")
 
 from rank_pool import RankPool  # noqa: E402
-
-DEVICE = os.environ.get("BACKBEAT_TEST_DEVICE", "cpu")
-SIZES = [int(size) for size in os.environ.get("BACKBEAT_TEST_RANKS", "2,4" if DEVICE == "cpu" else "1").split(",")]
-
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Callable[[int], RankPool]]:

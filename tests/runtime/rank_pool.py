@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
+DEVICE = os.environ.get("BACKBEAT_TEST_DEVICE", "cpu")
+SIZES = [int(size) for size in os.environ.get("BACKBEAT_TEST_RANKS", "2,4" if DEVICE == "cpu" else "1").split(",")]
 
 
 class RankPool:
@@ -39,7 +41,7 @@ class RankPool:
                 "OMP_NUM_THREADS": "1",
                 "PYTHONWARNINGS": "ignore",
             }
-            if os.environ.get("BACKBEAT_TEST_DEVICE", "cpu") != "cpu" and self.size > 1:
+            if DEVICE != "cpu" and self.size > 1:
                 environment.update(
                     NCCL_HOSTID=f"node{rank}", NCCL_NET="Socket", NCCL_P2P_DISABLE="1", NCCL_SHM_DISABLE="1",
                     NCCL_IB_DISABLE="1", NCCL_MAX_NCHANNELS="2",

@@ -19,6 +19,7 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
 
+    import runtime_checks
     import runtime_scenarios
     import torch
     import torch.distributed as dist
@@ -44,7 +45,8 @@ def main() -> None:
                 device_id=torch.device("cuda", 0) if device != "cpu" else None,
             )
             ctx = runtime_scenarios.Context(rank, size, device, request["route"])
-            detail = runtime_scenarios.SCENARIOS[request["scenario"]].run(ctx)
+            known = {**runtime_scenarios.SCENARIOS, **runtime_checks.CHECKS}
+            detail = known[request["scenario"]].run(ctx)
             answer = {"outcome": "right", "detail": detail or ""}
         except AssertionError as error:
             answer = {"outcome": "wrong", "detail": f"{error}\n{traceback.format_exc()}"}

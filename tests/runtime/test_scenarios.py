@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from conftest import SIZES
-from rank_pool import RankPool
+from rank_pool import SIZES, RankPool
 from runtime_scenarios import SCENARIOS
 
 

@@ -1,0 +1,301 @@
+"""`plan="auto"`: measure under DDP's groups, plan, switch, and go back if that was no gain.
+
+Everything happens at the end of a step, in the same step on every rank: decisions come from figures summed over ranks
+or from rank 0, and a new partition is compared between ranks before it runs.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import statistics
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from backbeat.errors import BackbeatError, InputError
+from backbeat.model import Gradient, Network, Plan, Profile
+from backbeat.model.files import decode, encode
+from backbeat.runtime import partition as partitions
+from backbeat.runtime.agreement import share, total
+
+if TYPE_CHECKING:
+    from backbeat.model import Prediction
+    from backbeat.runtime.ddp import DistributedDataParallel
+    from backbeat.runtime.timing import Round
+
+logger = logging.getLogger("backbeat.runtime")
+
+SETTLE_STEPS = 3
+"""Steps after a change of groups that are not measured."""
+MEASURED_STEPS = 10
+TOLERANCE = 0.02
+"""A plan may measure this much slower than DDP's groups before it is given up."""
+DRIFT = 0.5
+"""Exposed time may move by this share of itself before the tuner plans anew."""
+DRIFT_FLOOR = 0.02
+"""And by this share of an iteration, below which drift is noise."""
+WATCH_EVERY = 200
+CALIBRATE_S = 2.0
+CALIBRATE_BYTES = (4096, 65536, 524288, 2**20, 4 * 2**20, 16 * 2**20)
+
+
+class Tuner:
+    """Takes one wrapper from DDP's groups to a plan, and watches it."""
+
+    def __init__(
+        self,
+        wrapper: DistributedDataParallel,
+        *,
+        strategy: str,
+        network: Network | str | os.PathLike[str] | None,
+        channels: int | None,
+    ) -> None:
+        self._wrapper = wrapper
+        self._auto = strategy == "auto"
+        self._strategy = "best" if self._auto else strategy
+        self._network = Network.load(network) if isinstance(network, (str, os.PathLike)) else network
+        self._given = network is not None
+        self._channels = channels
+        self._cuda = wrapper.device.type == "cuda"
+        self._forward_at: Any = None
+        self._ends: list[Any] = []
+        self._forwards: list[tuple[Any, Any]] = []
+        self._watch_every = WATCH_EVERY
+        self._plans = 0
+        self.state = "measuring"
+        self.history: list[str] = []
+        self.prediction: Prediction | None = None
+        self.iteration_s: float | None = None
+        self.exposed_s: float | None = None
+        self._base_s = 0.0
+        self._base: Any = None
+        self._left = SETTLE_STEPS + MEASURED_STEPS
+
+    def forward_begins(self, sync: bool) -> None:
+        """The first forward of a step marks its start."""
+        if sync and self._forward_at is None and self._measuring():
+            self._forward_at = self._now()
+
+    def restart(self, why: str) -> None:
+        """Measure again: the graph or the world changed."""
+        self._say(f"measuring again: {why}")
+        self._begin("measuring")
+
+    def after_step(self) -> None:
+        wrapper = self._wrapper
+        measuring = self._measuring()
+        wrapper.reducer.recorder = wrapper._recorder if measuring else None
+        if not measuring:
+            self._forward_at = None
+            self._ends.clear()
+        if self._left > MEASURED_STEPS or not measuring:
+            wrapper._recorder.clear()
+        if measuring:
+            now = self._now()
+            self._ends.append(now)
+            if self._forward_at is not None:
+                self._forwards.append((self._forward_at, now))
+            self._forward_at = None
+        if self.state == "settled":
+            return
+        self._left -= 1
+        if self._left > 0:
+            return
+        if self.state == "measuring":
+            self._plan_and_switch()
+        elif self.state == "trying":
+            self._judge()
+        elif self.state == "watching":
+            self._look()
+
+    def _measuring(self) -> bool:
+        return self.state in ("measuring", "trying") or (
+            self.state == "watching" and self._left <= MEASURED_STEPS + 1
+        )
+
+    def _begin(self, state: str, steps: int = SETTLE_STEPS + MEASURED_STEPS) -> None:
+        self.state = state
+        self._left = steps
+        self._ends.clear()
+        self._forwards.clear()
+        self._wrapper._recorder.clear()
+
+    def _plan_and_switch(self) -> None:
+        wrapper = self._wrapper
+        rounds = wrapper._recorder.rounds()
+        iteration, exposed = self._iteration(rounds), self._exposed(rounds)
+        if wrapper.links.size == 1:
+            self._settle("one worker: there is nothing to send", iteration, exposed)
+            return
+        profile = self._profile(rounds, iteration)
+        network = self._measure_network()
+        text = share(wrapper.links, f"plan/{self._plans}", self._make(profile, network))
+        self._plans += 1
+        if text.startswith("error: "):
+            if not self._auto:
+                raise InputError(f"planning with {self._strategy!r} failed: {text.removeprefix('error: ')}")
+            self._settle(f"staying with DDP's groups, planning failed: {text.removeprefix('error: ')}", iteration, exposed)
+            return
+        plan = decode(text.encode(), Plan, where="rank 0's plan")
+        self._predict(profile, network, plan)
+        self._base_s, self._base = iteration, wrapper.reducer.partition
+        self.iteration_s, self.exposed_s = iteration, exposed
+        partition = partitions.from_plan(plan, wrapper._names, wrapper._trainable, wrapper._sparse)
+        if partition.groups == self._base.groups:
+            self._settle(f"{plan.strategy} chose the groups that already run", iteration, exposed)
+            return
+        wrapper.switch(partition)
+        self._say(
+            f"step {wrapper.reducer.step}: {len(self._base.groups)} groups of DDP took {iteration * 1e3:.2f} ms an "
+            f"iteration; switching to {plan.strategy}'s {len(partition.groups)} on {partition.channels} channel(s)"
+        )
+        self._begin("trying")
+
+    def _judge(self) -> None:
+        """Keep the plan unless it measured worse than DDP's groups; a strategy asked for by name stays in any case."""
+        rounds = self._wrapper._recorder.rounds()
+        iteration, exposed = self._iteration(rounds), self._exposed(rounds)
+        if self._auto and iteration > self._base_s * (1 + TOLERANCE):
+            self._wrapper.switch(self._base)
+            self.prediction = None
+            self._settle(
+                f"going back to DDP's groups: the plan measured {iteration * 1e3:.2f} ms an iteration, "
+                f"they took {self._base_s * 1e3:.2f} ms",
+                self._base_s,
+                None,
+            )
+            return
+        self.iteration_s, self.exposed_s = iteration, exposed
+        self._say(f"the plan runs: {iteration * 1e3:.2f} ms an iteration against {self._base_s * 1e3:.2f} ms before")
+        if self._auto:
+            self._begin("watching", self._watch_every)
+        else:
+            self._begin("settled")
+
+    def _look(self) -> None:
+        rounds = self._wrapper._recorder.rounds()
+        iteration, exposed = self._iteration(rounds), self._exposed(rounds)
+        before = self.exposed_s or 0.0
+        moved = abs(exposed - before)
+        self.iteration_s, self.exposed_s = iteration, exposed
+        if moved > DRIFT * max(before, 1e-9) and moved > DRIFT_FLOOR * iteration:
+            # Each look costs measured steps: a job that keeps drifting is looked at less and less often.
+            self._watch_every *= 2
+            self.restart(f"exposed time moved from {before * 1e3:.2f} to {exposed * 1e3:.2f} ms")
+            return
+        self._begin("watching", self._watch_every)
+
+    def _settle(self, why: str, iteration: float, exposed: float | None) -> None:
+        self.iteration_s, self.exposed_s = iteration, exposed
+        self._say(why)
+        self._begin("settled")
+        self._wrapper.reducer.recorder = None
+
+    def _iteration(self, rounds: list[Round]) -> float:
+        """Median time from the end of one step to the end of the next, the mean over ranks."""
+        if self._cuda:
+            torch.cuda.synchronize(self._wrapper.device)
+        gaps = [self._between(a, b) for a, b in zip(self._ends[:-1], self._ends[1:], strict=True)]
+        mine = statistics.median(gaps[-MEASURED_STEPS:]) if gaps else 0.0
+        return self._mean(mine)
+
+    def _exposed(self, rounds: list[Round]) -> float:
+        mine = statistics.median([round_.exposed_s for round_ in rounds]) if rounds else 0.0
+        return self._mean(mine)
+
+    def _mean(self, value: float) -> float:
+        links = self._wrapper.links
+        return total(links, value) / links.size
+
+    def _profile(self, rounds: list[Round], iteration: float) -> Profile:
+        """What this model does, as the mean over ranks of the medians over steps."""
+        wrapper = self._wrapper
+        links = wrapper.links
+        count = len(wrapper._names)
+        last = statistics.median([round_.computed_s for round_ in rounds])
+        ready = [
+            statistics.median([round_.ready_s.get(place, round_.computed_s) for round_ in rounds])
+            for place in range(count)
+        ]
+        spent = [self._between(start, end) for start, end in self._forwards[-MEASURED_STEPS:]]
+        ended = statistics.median([round_.ended_s for round_ in rounds])
+        forward = max((statistics.median(spent) if spent else ended) - ended, 0.0)
+        figures = torch.tensor([*ready, last, forward], dtype=torch.float32, device=links.device)
+        links[0].all_reduce(figures).wait()
+        *ready, last, forward = (figures / links.size).tolist()
+        exposed = self._exposed(rounds)
+        order = sorted(range(count), key=lambda place: ready[place])
+        wire = wrapper.reducer.wire
+        return Profile(
+            name="measured",
+            model=type(wrapper.module).__name__,
+            batch_size=1,
+            precision=str(wrapper._trainable[0].dtype).removeprefix("torch."),
+            device=str(wrapper.device),
+            forward_s=forward,
+            backward_s=max(last, max(ready)),
+            update_s=max(iteration - forward - last - exposed, 0.0),
+            gradients=tuple(
+                Gradient(
+                    name=wrapper._names[place],
+                    bytes=wrapper._trainable[place].numel()
+                    * min(wrapper._trainable[place].element_size(), wire.itemsize if wire else 16),
+                    ready_s=ready[place],
+                )
+                for place in order
+            ),
+        )
+
+    def _measure_network(self) -> Network:
+        links = self._wrapper.links
+        if self._network is not None and self._given:
+            return self._network if self._network.workers == links.size else self._network.at(workers=links.size)
+        from backbeat.measure.calibrate import calibrate
+
+        wanted = self._channels or 2
+        counts = tuple(sorted({1, min(wanted, links.limit)}))
+        self._network = calibrate(
+            group=links.process_group,
+            device=links.device,
+            budget_s=CALIBRATE_S,
+            sizes=CALIBRATE_BYTES,
+            channels=counts,
+            collectives=("all_reduce",),
+        )
+        return self._network
+
+    def _make(self, profile: Profile, network: Network) -> str | None:
+        """Rank 0's plan as text, or what went wrong."""
+        if self._wrapper.links.rank != 0:
+            return None
+        from backbeat.planners import plan as make_plan
+
+        try:
+            limit = self._wrapper.links.limit
+            wanted = min(self._channels, limit) if self._channels else (None if limit > 1 else 1)
+            made = make_plan(profile, network, self._strategy, channels=wanted)
+            return encode(made).decode()
+        except BackbeatError as error:
+            return f"error: {error}"
+
+    def _predict(self, profile: Profile, network: Network, plan: Plan) -> None:
+        from backbeat.simulate import predict
+
+        self.prediction = predict(profile, network, plan)
+
+    def _say(self, text: str) -> None:
+        self.history.append(text)
+        if self._wrapper.links.rank == 0:
+            logger.info(text)
+
+    def _now(self) -> Any:
+        if not self._cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _between(self, first: Any, second: Any) -> float:
+        return float(second - first) if not self._cuda else float(first.elapsed_time(second)) * 1e-3

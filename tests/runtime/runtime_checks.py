@@ -1,0 +1,442 @@
+"""Checks of the reducer itself that need several ranks: order, overlap, equality with stock DDP, faults."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from runtime_scenarios import Branches, Context, Oracle, Scenario, mlp, small_plan, start, train
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+from backbeat.errors import InputError
+from backbeat.model import CollectiveTimes, Group, Network, Plan
+from backbeat.runtime import CommunicationError, DistributedDataParallel, StepMismatchError
+from backbeat.runtime.timing import Recorder
+
+CHECKS: dict[str, Scenario] = {}
+
+
+def check(run: Callable[[Context], str | None]) -> Callable[[Context], str | None]:
+    CHECKS[run.__name__] = Scenario(run, run.__name__)
+    return run
+
+
+def raises(kind: Any, call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except kind as error:
+        return str(error)
+    raise AssertionError(f"nothing was raised, expected {kind}")
+
+
+@check
+def groups_leave_during_backward(ctx: Context) -> str:
+    """In plan order on every rank, and all but the last group before the last gradient is ready."""
+    model = ctx.build(lambda: mlp(width=64, depth=6))
+    wrapped = DistributedDataParallel(model, plan=small_plan(model, channels=2))
+    recorder = Recorder(ctx.device)
+    wrapped.reducer.recorder = recorder
+    for step in range(4):
+        wrapped.reducer.recorder = recorder
+        wrapped.zero_grad()
+        wrapped(ctx.data(32, 64, step=step, rank=ctx.rank)).square().sum().backward()
+    rounds = recorder.rounds()
+    groups = len(wrapped.reducer.buckets)
+    for number, round_ in enumerate(rounds):
+        assert list(round_.launched_s) == list(range(groups)), f"round {number} left in order {list(round_.launched_s)}"
+    for number, round_ in enumerate(rounds[1:], start=1):
+        times = list(round_.launched_s.values())
+        assert times == sorted(times)
+        early = [group for group in range(groups) if times[group] < round_.computed_s]
+        assert early[: groups - 1] == list(range(groups - 1)), f"round {number}: only {early} left before the end"
+    return json.dumps(rounds[-1].launched_s)
+
+
+@check
+def profiler_shows_groups(ctx: Context) -> str:
+    """The same from a torch.profiler trace: a span for each group, among the backward's own nodes."""
+    model = ctx.build(lambda: mlp(width=64, depth=6))
+    wrapped = DistributedDataParallel(model, plan=small_plan(model))
+    for step in range(3):
+        wrapped(ctx.data(32, 64, step=step, rank=ctx.rank)).square().sum().backward()
+    with torch.profiler.profile() as profiler:
+        wrapped(ctx.data(32, 64, step=9, rank=ctx.rank)).square().sum().backward()
+    events = sorted(profiler.events(), key=lambda event: event.time_range.start)
+    groups = [event for event in events if event.name.startswith("backbeat::group ")]
+    assert [int(event.name.split()[1]) for event in groups] == list(range(len(wrapped.reducer.buckets)))
+    nodes = [event for event in events if event.name.startswith("autograd::engine::evaluate_function")]
+    last = max(event.time_range.start for event in nodes)
+    during = [event for event in groups if event.time_range.start < last]
+    assert len(during) >= len(groups) - 1, f"{len(during)} of {len(groups)} groups left during backward"
+    return f"{len(during)} of {len(groups)}"
+
+
+@check
+def bit_equal_to_stock(ctx: Context) -> None:
+    """Same partition, same bits, on two ranks."""
+    for options in ({}, {"bucket_cap_mb": 0.002}, {"find_unused_parameters": True, "bucket_cap_mb": 0.002}):
+        model = ctx.build(lambda: mlp(width=20, depth=5))
+        ours = DistributedDataParallel(copy.deepcopy(model), **options)
+        theirs = TorchDDP(copy.deepcopy(model), **options)
+        step_both = [torch.optim.SGD(m.parameters(), lr=0.01, momentum=0.9) for m in (ours, theirs)]
+        for step in range(6):
+            x = ctx.data(8, 20, step=step, rank=ctx.rank)
+            for wrapped, optimizer in zip((ours, theirs), step_both, strict=True):
+                optimizer.zero_grad()
+                wrapped(x).square().mean().backward()
+                optimizer.step()
+            for (name, mine), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+                assert torch.equal(mine.grad, other.grad), f"{options} step {step} {name}: not bit-equal"
+                assert torch.equal(mine, other)
+        mine_sizes = ours._get_ddp_logging_data()["bucket_sizes"]
+        data = theirs._get_ddp_logging_data()
+        their_sizes = data.get("rebuilt_bucket_sizes") or data["bucket_sizes"]
+        assert mine_sizes == their_sizes, f"{options}: {mine_sizes} against {their_sizes}"
+
+
+@check
+def bit_equal_through_ddp_backend(ctx: Context) -> None:
+    """The same plan on our reducer and through stock DDP's gives the same bits on two ranks."""
+    model = ctx.build(lambda: mlp(width=20, depth=5))
+    plan = small_plan(model, channels=2, size=3)
+    ours = DistributedDataParallel(copy.deepcopy(model), plan=plan)
+    theirs = DistributedDataParallel(copy.deepcopy(model), plan=plan, backend="ddp")
+    for step in range(5):
+        x = ctx.data(8, 20, step=step, rank=ctx.rank)
+        for wrapped in (ours, theirs):
+            wrapped.zero_grad()
+            wrapped(x).square().mean().backward()
+        for (name, mine), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+            assert torch.equal(mine.grad, other.grad), f"step {step} {name}: not bit-equal"
+    sizes = theirs._get_ddp_logging_data().get("rebuilt_bucket_sizes")
+    assert sizes == ours._get_ddp_logging_data()["bucket_sizes"], sizes
+
+
+@check
+def a_real_model_gives_the_same_losses(ctx: Context) -> None:
+    """A small transformer, 200 steps with Adam, beside stock DDP: equal losses, bit for bit on two ranks."""
+    torch.manual_seed(3)
+
+    class Language(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(17, 16)
+            layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+            self.body = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+            self.head = nn.Linear(16, 17)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(self.body(self.embed(x)))
+
+    model = ctx.build(Language)
+    # One group: the order of a sum over more than two ranks depends on where groups end.
+    ours = DistributedDataParallel(copy.deepcopy(model), bucket_cap_mb=25)
+    theirs = TorchDDP(copy.deepcopy(model), bucket_cap_mb=25)
+    optimizers = [torch.optim.Adam(m.parameters(), lr=3e-3) for m in (ours, theirs)]
+    losses: list[list[float]] = [[], []]
+    for step in range(200):
+        generator = torch.Generator().manual_seed(step * ctx.size + ctx.rank)
+        start_at = torch.randint(0, 17, (4, 1), generator=generator)
+        tokens = ((start_at + torch.arange(13) * 3) % 17).to(ctx.device)
+        for which, (wrapped, optimizer) in enumerate(zip((ours, theirs), optimizers, strict=True)):
+            optimizer.zero_grad()
+            logits = wrapped(tokens[:, :-1])
+            loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+            loss.backward()
+            optimizer.step()
+            losses[which].append(loss.item())
+    if ctx.size <= 2:
+        assert losses[0] == losses[1], "losses differ"
+    torch.testing.assert_close(torch.tensor(losses[0]), torch.tensor(losses[1]), rtol=1e-3, atol=1e-3)
+    assert losses[0][-1] < 0.5 * losses[0][0], f"it did not learn: {losses[0][0]} to {losses[0][-1]}"
+
+
+@check
+def late_gradients_are_sent_after(ctx: Context) -> None:
+    """A parameter learned to be unused comes alive on one rank after its group has left."""
+    wrapped, oracle = start(ctx, Branches, plan=Plan(
+        strategy="t", model="t", channels=1,
+        groups=(
+            Group(gradients=("left.weight", "left.bias", "spare.weight", "spare.bias"), channel=0),
+            Group(gradients=("right.weight", "right.bias"), channel=0),
+            Group(gradients=("stem.weight", "stem.bias"), channel=0),
+        ),
+    ))  # fmt: skip
+    for step in range(8):
+        use = lambda r, step=step: "lrs" if step == 6 and r == 0 else "lr"  # noqa: E731
+        wrapped.zero_grad()
+        oracle.each(lambda m, r: m.zero_grad())
+        wrapped(ctx.data(3, 6, step=step, rank=ctx.rank), use=use(ctx.rank)).square().sum().backward()
+        oracle.each(
+            lambda m, r, step=step, use=use: m(ctx.data(3, 6, step=step, rank=r), use=use(r)).square().sum().backward()
+        )
+        oracle.reduce()
+        oracle.check(wrapped, f"step {step}")
+    return str(wrapped.reducer.repeats)
+
+
+@check
+def regular_graphs_are_recognised(ctx: Context) -> None:
+    """Once every rank uses every parameter, the last group leaves from its own gradient, not from the callback."""
+    wrapped, oracle = start(ctx)
+    train(ctx, wrapped.module, wrapped, oracle, steps=4)
+    assert wrapped.reducer._regular
+    branches, branch_oracle = start(ctx, Branches)
+    for step in range(4):
+        branches.zero_grad()
+        branches(ctx.data(3, 6, step=step, rank=ctx.rank), use="l").sum().backward()
+    assert not branches.reducer._regular
+    assert branch_oracle is not None
+
+
+@check
+def different_plans_are_refused(ctx: Context) -> None:
+    model = ctx.build(mlp)
+    plan = small_plan(model, size=2 if ctx.rank == 0 else 3)
+    message = raises(InputError, lambda: DistributedDataParallel(model, plan=plan))
+    assert "the plan differs between ranks: line 2 is 'channel 0: 6.bias" in message, message
+    assert "on rank 0" in message and "Every rank must" in message, message
+
+
+@check
+def different_models_are_refused(ctx: Context) -> None:
+    model = ctx.build(lambda: mlp(depth=3 if ctx.rank == 0 else 4))
+    raises((InputError, RuntimeError), lambda: DistributedDataParallel(model))
+
+
+@check
+def attributes_frameworks_read(ctx: Context) -> None:
+    """Every attribute that stock DDP's constructor sets is set here too, and means the same."""
+    model = ctx.build(mlp)
+    ours, theirs = DistributedDataParallel(copy.deepcopy(model)), TorchDDP(copy.deepcopy(model))
+    internal = {"_bucket_config", "logger", "reducer", "_delay_all_reduce_params"}
+    missing = {name for name in vars(theirs) if not hasattr(ours, name)} - internal
+    assert not missing, f"missing: {sorted(missing)}"
+    for name in (
+        "device_ids", "output_device", "dim", "device", "device_type", "broadcast_buffers", "find_unused_parameters",
+        "require_backward_grad_sync", "require_forward_param_sync", "static_graph", "mixed_precision",
+        "bucket_bytes_cap", "broadcast_bucket_size", "parameters_to_ignore", "is_multi_device_module",
+    ):  # fmt: skip
+        assert getattr(ours, name) == getattr(theirs, name), name
+    assert isinstance(ours, TorchDDP)
+    assert ours.module is not model
+    assert list(ours.state_dict()) == list(theirs.state_dict())
+
+
+@check
+def report_and_counters(ctx: Context) -> None:
+    wrapped, oracle = start(ctx)
+    train(ctx, wrapped.module, wrapped, oracle, steps=3)
+    report = wrapped.report()
+    assert report.groups and report.strategy == "test"
+    assert str(report)
+    assert all(isinstance(value, (int, float)) for value in wrapped.counters().values())
+
+
+@check
+def memory_is_gradients_plus_one_group(ctx: Context) -> None:
+    """Between steps the gradients are the buffers: no second copy is kept."""
+    wrapped, oracle = start(ctx)
+    train(ctx, wrapped.module, wrapped, oracle, steps=2)
+    storages = {parameter.grad.untyped_storage().data_ptr() for parameter in wrapped.parameters()}
+    assert storages == {bucket.flat.untyped_storage().data_ptr() for bucket in wrapped.reducer.buckets}
+
+
+class Stops(torch.autograd.Function):
+    """Calls something in the middle of backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, call: Callable[[], None] | None) -> torch.Tensor:
+        ctx.call = call
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        if ctx.call is not None:
+            ctx.call()
+        return gradient, None
+
+
+class Interrupted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(6, 6) for _ in range(4)])
+        self.call: Callable[[], None] | None = None
+        self.at = 1
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for index, layer in enumerate(self.layers):
+            x = Stops.apply(layer(x), self.call if index == self.at else None)
+        return x
+
+
+def _step(ctx: Context, wrapped: Any, step: int) -> None:
+    wrapped.zero_grad()
+    wrapped(ctx.data(3, 6, step=step, rank=ctx.rank)).square().sum().backward()
+
+
+def _dies(ctx: Context, moment: str) -> str:
+    wrapped, oracle = start(ctx, Interrupted)
+    train(ctx, wrapped.module, wrapped, oracle, steps=3)
+    if ctx.rank == ctx.size - 1:
+        if moment == "forward":
+            os._exit(1)
+        if moment == "after":
+            _step(ctx, wrapped, 5)
+            os._exit(1)
+        wrapped.module.at = {"early": 3, "middle": 1, "late": 0}[moment]
+        wrapped.module.call = lambda: os._exit(1)
+    if moment == "after":
+        # A rank may still be told of the end in the very step the dying one completed.
+        message = raises(CommunicationError, lambda: [_step(ctx, wrapped, step) for step in (5, 6)])
+    else:
+        message = raises(CommunicationError, lambda: _step(ctx, wrapped, 5))
+    assert "group " in message and "layers." in message, message
+    assert f"rank {ctx.size - 1} does not answer" in message or ctx.size > 2, message
+    assert f"{ctx.size - 1}" in message.split("in step")[1], message
+    return message
+
+
+for _moment in ("forward", "early", "middle", "late", "after"):
+    CHECKS[f"rank_dies_{_moment}"] = Scenario(lambda ctx, moment=_moment: _dies(ctx, moment), _moment)
+
+
+@check
+def rank_hangs(ctx: Context) -> str:
+    """The last rank stops in mid-backward until the others have given up."""
+    wrapped, oracle = start(ctx, Interrupted)
+    train(ctx, wrapped.module, wrapped, oracle, steps=3)
+    store = dist.distributed_c10d._get_default_store()
+    others = [f"gave-up-{rank}" for rank in range(ctx.size - 1)]
+    if ctx.rank == ctx.size - 1:
+        wrapped.module.call = lambda: store.wait(others, timedelta(seconds=60))
+        raises((CommunicationError, RuntimeError), lambda: _step(ctx, wrapped, 5))
+        return "hung"
+    message = raises(CommunicationError, lambda: _step(ctx, wrapped, 5))
+    store.set(f"gave-up-{ctx.rank}", "1")
+    assert f"rank {ctx.size - 1} is in step 4 with " in message, message
+    assert "waiting for " in message and "layers." in message and "group " in message, message
+    return message
+
+
+@check
+def rank_skips_a_step(ctx: Context) -> str:
+    """The last rank leaves out one backward and goes on: nobody gets a sum of different steps."""
+    wrapped, oracle = start(ctx)
+    train(ctx, wrapped.module, wrapped, oracle, steps=3)
+    last = ctx.rank == ctx.size - 1
+    if last:
+        # As if a batch had been skipped: its counter runs ahead of the others'.
+        wrapped.reducer.step += 1
+    message = raises(StepMismatchError, lambda: _step(ctx, wrapped, 5))
+    assert f"rank {ctx.size - 1} is 1 ahead" in message or last, message
+    assert all(parameter.grad is None for parameter in wrapped.parameters()), "a mixed sum was handed out"
+    return message
+
+
+@check
+def rank_leaves_early(ctx: Context) -> str:
+    """The last rank ends its loop one step before the others."""
+    wrapped, oracle = start(ctx)
+    train(ctx, wrapped.module, wrapped, oracle, steps=3)
+    store = dist.distributed_c10d._get_default_store()
+    if ctx.rank == ctx.size - 1:
+        store.wait([f"gave-up-{rank}" for rank in range(ctx.size - 1)], timedelta(seconds=60))
+        return "left"
+    message = raises(CommunicationError, lambda: _step(ctx, wrapped, 5))
+    store.set(f"gave-up-{ctx.rank}", "1")
+    assert f"rank {ctx.size - 1} is at step 3, outside backward" in message, message
+    return message
+
+
+@check
+def rank_never_starts(ctx: Context) -> str:
+    """The last rank does not build the wrapper: construction gives up within the timeout."""
+    store = dist.distributed_c10d._get_default_store()
+    if ctx.rank == ctx.size - 1:
+        store.wait([f"gave-up-{rank}" for rank in range(ctx.size - 1)], timedelta(seconds=60))
+        return "left"
+    model = ctx.build(mlp)
+    message = raises(Exception, lambda: DistributedDataParallel(model))
+    store.set(f"gave-up-{ctx.rank}", "1")
+    return message
+
+
+def _trains_while_tuning(ctx: Context, plan: str, steps: int, **options: Any) -> DistributedDataParallel:
+    model = ctx.build(lambda: mlp(depth=6))
+    oracle = Oracle(ctx, model)
+    wrapped = DistributedDataParallel(model, plan=plan, bucket_cap_mb=0.0004, **options)
+    train(ctx, model, wrapped, oracle, steps=steps, lr=0.01)
+    return wrapped
+
+
+NETWORK = Network(
+    name="slow", workers=2, all_reduce=CollectiveTimes(alpha_s=1e-3, beta_s_per_byte=1e-9), backend="gloo"
+)
+
+
+@check
+def auto_measures_plans_and_switches(ctx: Context) -> str:
+    wrapped = _trains_while_tuning(ctx, "auto", 40, network=NETWORK)
+    report = wrapped.report()
+    assert report.state in ("watching", "settled"), report.state
+    assert report.history, "nothing happened"
+    if report.state == "watching":
+        assert report.strategy != "ddp" and report.predicted_iteration_s is not None
+    return str(report)
+
+
+@check
+def auto_calibrates_beneath_training(ctx: Context) -> str:
+    wrapped = _trains_while_tuning(ctx, "auto", 40)
+    assert wrapped.report().history
+    assert wrapped._tuner._network.workers == ctx.size
+    return str(wrapped.report())
+
+
+@check
+def auto_goes_back_if_worse(ctx: Context) -> None:
+    """The plan is made to look slow on every rank: DDP's groups return, and the report says so."""
+    model = ctx.build(lambda: mlp(depth=6))
+    oracle = Oracle(ctx, model)
+    wrapped = DistributedDataParallel(model, plan="auto", network=NETWORK, bucket_cap_mb=0.0004)
+    before = None
+    for _ in range(60):
+        train(ctx, model, wrapped, oracle, steps=1, lr=0.01)
+        if wrapped._tuner.state == "trying":
+            before = before or wrapped._tuner._base
+            wrapped._tuner._base_s = 1e-9
+        if wrapped._tuner.state == "settled":
+            break
+    assert before is not None, wrapped._tuner.history
+    assert wrapped.reducer.partition.groups == before.groups
+    assert "going back to DDP's groups" in wrapped.report().history[-1]
+
+
+@check
+def a_strategy_by_name(ctx: Context) -> None:
+    wrapped = _trains_while_tuning(ctx, "single", 32, network=NETWORK)
+    assert wrapped.report().strategy == "single"
+    assert len(wrapped.reducer.buckets) == 1
+    wrapped = _trains_while_tuning(ctx, "wfbp", 32, network=NETWORK)
+    assert len(wrapped.reducer.buckets) == len(list(wrapped.parameters()))
+
+
+@check
+def auto_follows_drift(ctx: Context) -> None:
+    """Exposed time that moves far from what it was makes the tuner measure again."""
+    wrapped = _trains_while_tuning(ctx, "auto", 30, network=NETWORK)
+    tuner = wrapped._tuner
+    tuner._begin("watching", 3)
+    tuner.exposed_s = 10.0
+    oracle = Oracle(ctx, wrapped.module)
+    train(ctx, wrapped.module, wrapped, oracle, steps=4, lr=0.01)
+    assert tuner.state == "measuring", tuner.state
+    assert "exposed time moved" in tuner.history[-1]

@@ -1,0 +1,63 @@
+"""Which gradients travel together, without any communication."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from backbeat.errors import InputError
+from backbeat.model import Group, Plan
+from backbeat.runtime import partition as partitions
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+sizes = st.lists(st.integers(1, 400), min_size=1, max_size=30)
+
+
+def parameters_of(counts: list[int], dtypes: list[torch.dtype] | None = None) -> list[nn.Parameter]:
+    kinds = dtypes or [torch.float32] * len(counts)
+    return [nn.Parameter(torch.zeros(count, dtype=kind)) for count, kind in zip(counts, kinds, strict=True)]
+
+
+@given(sizes, st.integers(1, 2000), st.integers(1, 2000))
+def test_buckets_are_torchs(counts: list[int], first: int, cap: int) -> None:
+    parameters = parameters_of(counts)
+    order = list(reversed(range(len(counts))))
+    expected, _ = dist._compute_bucket_assignment_by_size(
+        [parameters[place] for place in order], [first, cap], [False] * len(order), order
+    )
+    assert partitions.bucketed(order, parameters, [False] * len(order), [first, cap]) == [list(b) for b in expected]
+
+
+@given(sizes, st.data())
+def test_every_parameter_travels_once_and_kinds_never_mix(counts: list[int], data: st.DataObject) -> None:
+    kinds = data.draw(
+        st.lists(
+            st.sampled_from([torch.float32, torch.bfloat16, torch.float64]), min_size=len(counts), max_size=len(counts)
+        )
+    )
+    parameters = parameters_of(counts, kinds)
+    names = [f"p{place}" for place in range(len(counts))]
+    sparse = data.draw(st.lists(st.booleans(), min_size=len(counts), max_size=len(counts)))
+    named = data.draw(st.lists(st.sampled_from(names), min_size=1, max_size=len(names), unique=True))
+    plan = Plan(strategy="s", model="m", channels=1, groups=(Group(gradients=tuple(named), channel=0),))
+    found = partitions.from_plan(plan, names, parameters, sparse)
+    members = [place for group in found.groups for place in group.members]
+    assert sorted(members) == list(range(len(counts)))
+    for group in found.groups:
+        assert len({parameters[place].dtype for place in group.members}) == 1
+        assert group.sparse == any(sparse[place] for place in group.members)
+        assert not group.sparse or len(group.members) == 1
+
+
+def test_a_plan_for_another_model_is_refused_by_name() -> None:
+    plan = Plan(strategy="s", model="resnet", channels=1, groups=(Group(gradients=("fc.wieght",), channel=0),))
+    with pytest.raises(InputError, match=r"groups\[0\] names 'fc.wieght'.*nearest: 'fc.weight'.*made for 'resnet'"):
+        partitions.from_plan(plan, ["fc.weight"], parameters_of([3]), [False])
+
+
+def test_a_frozen_parameter_in_the_plan_is_left_out() -> None:
+    plan = Plan(strategy="s", model="m", channels=1, groups=(Group(gradients=("a", "b"), channel=0),))
+    found = partitions.from_plan(plan, ["a"], parameters_of([3]), [False], frozen=["b"])
+    assert [group.members for group in found.groups] == [(0,)]

@@ -1,0 +1,37 @@
+"""The reducer itself on several ranks: order and overlap, equality with stock DDP, agreement, faults."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from rank_pool import DEVICE, SIZES, RankPool
+from runtime_checks import CHECKS
+
+FAULTS = sorted(name for name in CHECKS if name.startswith("rank_"))
+PEACEFUL = sorted(name for name in CHECKS if not name.startswith("rank_"))
+NEEDS_TWO = {"different_plans_are_refused", "different_models_are_refused"}
+ONLY_TWO = {"bit_equal_to_stock", "bit_equal_through_ddp_backend"}
+
+
+@pytest.mark.parametrize("name", PEACEFUL)
+@pytest.mark.parametrize("size", SIZES)
+def test_reducer(name: str, size: int, ranks: Callable[[int], RankPool]) -> None:
+    if size == 1 and name in NEEDS_TWO:
+        pytest.skip("needs two ranks")
+    if size > 2 and name in ONLY_TWO:
+        pytest.skip("sums of more than two numbers depend on their order")
+    for rank, answer in enumerate(ranks(size).run(name, "backbeat")):
+        assert answer["outcome"] == "right", f"rank {rank}: {answer['outcome']}: {answer['detail']}"
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="NCCL ends the process itself when a rank is lost")
+@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("size", SIZES)
+def test_faults_are_named(name: str, size: int, ranks: Callable[[int], RankPool]) -> None:
+    answers = ranks(size).run(name, "backbeat", timeout=3)
+    survivors = answers[:-1] if name.startswith("rank_dies") else answers
+    for rank, answer in enumerate(survivors):
+        assert answer["outcome"] == "right", f"rank {rank}: {answer['outcome']}: {answer['detail']}"
+    if name.startswith("rank_dies"):
+        assert answers[-1]["outcome"] == "died"
