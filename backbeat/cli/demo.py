@@ -8,7 +8,8 @@ from typing import Annotated
 import typer
 
 MODELS = ("resnet50-b64-bf16-h200", "bert-base-b64-bf16-h200")
-NETWORK = "25gbe"
+NETWORK = "100gbe"
+STRATEGIES = "ddp,best"
 
 
 def demo(
@@ -21,8 +22,8 @@ def demo(
 
     out = console()
     for name in MODELS:
-        out.print(f"$ backbeat predict {name} {NETWORK} --workers 4..2048", style="bold")
-        predict(name, NETWORK, workers="4..2048", samples=1_000_000)
+        out.print(f"$ backbeat predict {name} {NETWORK} --workers 4..2048 --strategy {STRATEGIES}", style="bold")
+        predict(name, NETWORK, workers="4..2048", strategy=[STRATEGIES])
         out.print()
     out.print(f"$ backbeat plan {MODELS[0]} {NETWORK} --workers 64 -o {output}", style="bold")
     plan(MODELS[0], NETWORK, workers=64, output=output)

@@ -29,7 +29,7 @@ def plan(
     from backbeat.cli.common import console, print_json, say
     from backbeat.model import Network, Profile
     from backbeat.planners import plan as make_plan
-    from backbeat.report.tables import describe, plan_table
+    from backbeat.report.tables import describe, over_bound, plan_table
     from backbeat.simulate import predict
     from backbeat.units import format_seconds, parse_bytes, parse_duration
 
@@ -57,7 +57,7 @@ def plan(
     out.print(plan_table(made, one, result))
     out.print(
         f"{made.strategy} at {result.workers} workers: {format_seconds(result.iteration_s)} per iteration, scaling "
-        f"{result.scaling_factor:.1%}, {format_seconds(result.exposed_s)} exposed, {result.gap:+.1%} over the bound; "
+        f"{result.scaling_factor:.1%}, {format_seconds(result.exposed_s)} exposed, {over_bound(result)} over the bound; "
         f"stock DDP {format_seconds(stock.iteration_s)} ({stock.iteration_s / result.iteration_s:.2f}x).",
         soft_wrap=True,
     )

@@ -3,8 +3,8 @@
 A group closes once it has reached the buffer size B. As B grows from zero the groups stay the same until B passes the
 smallest group that it closed, so walking from one such size to the next visits every grouping a constant buffer can
 give: the choice is exact, not a grid. The groupings depend on the gradients alone and are scored all at once.
-Only the end of communication is exposed, so the last groups are then regrouped with smaller caps, where that is
-predicted to help.
+A small first group lets the link start early, and only the end of communication is exposed: so a smaller head and
+smaller groups at the tail are tried too, and kept where they are predicted to help.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from backbeat.planners.baselines import DDP_BUCKET_BYTES, DDP_FIRST_BUCKET_BYTES
 from backbeat.planners.draft import Draft, Options, capped
 
 if TYPE_CHECKING:
@@ -44,10 +45,11 @@ def adaptive(profile: Profile, network: Network, options: Options) -> Draft:
         chosen = min(thinned, key=lambda place: end_s(groupings[place][1]))
     buffer, ends = groupings[chosen]
     best, finish = ends, end_s(ends)
-    for candidate in _with_smaller_tail(profile.sizes.tolist(), ends):
+    sizes = profile.sizes.tolist()
+    for candidate in (*_with_smaller_head(sizes, buffer), *_with_smaller_tail(sizes, ends)):
         if (end := end_s(candidate)) < finish:
             best, finish = candidate, end
-    note = f"buffer of {buffer:.0f} bytes" + ("" if best is ends else ", smaller groups at the tail")
+    note = f"buffer of {buffer:.0f} bytes" + ("" if best is ends else ", smaller at head or tail")
     return Draft(best, channels, notes=(note,))
 
 
@@ -86,6 +88,13 @@ def _finishes(profile: Profile, cost: LinkCost, groupings: list[tuple[float, lis
         finish[live] = np.maximum(ready + cost.time(messages), finish[live] + cost.busy_time(messages))
         starts[live] = stops
     return finish
+
+
+def _with_smaller_head(sizes: list[float], buffer: float) -> Iterator[list[int]]:
+    """A smaller first cap before this buffer, and before DDP's own."""
+    for cap in (buffer, float(DDP_BUCKET_BYTES)):
+        for first in (float(DDP_FIRST_BUCKET_BYTES), cap / 8, cap / 4, cap / 2):
+            yield capped(sizes, [first, cap])
 
 
 def _with_smaller_tail(sizes: list[float], ends: list[int]) -> Iterator[list[int]]:
