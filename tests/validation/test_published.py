@@ -115,7 +115,7 @@ def asc() -> Table:
     network = training.ten_gigabit(32)
     return {
         (row["model"], row["spread"]): row
-        for spread in training.SPREADS
+        for spread in training.ALL_SPREADS
         for row in training.asc_table(network, spread, (*training.PUBLISHED, "optimal"))
     }
 
@@ -144,11 +144,12 @@ def test_iteration_times_with_nothing_fitted(asc: Table) -> None:
 
 
 def test_gain_over_merging_depends_on_the_assumed_spread(asc: Table) -> None:
-    """Spread evenly, the published 1.35 comes out; spread by arithmetic, hardly any gain is left."""
+    """Spread evenly, 1.35 comes out as published; by arithmetic, hardly any gain is left; as on an H200, in between."""
     for model in ("ResNet-152", "Inception-v4"):
         paper = asc[model, "uniform"]["paper_speedup"]["mg-wfbp"]
         assert asc[model, "uniform"]["ours_speedup"]["mg-wfbp"] == pytest.approx(paper, rel=0.02)
         assert asc[model, "flops"]["ours_speedup"]["mg-wfbp"] < 1.05
+    assert 1.15 < asc["ResNet-152", "h200"]["ours_speedup"]["mg-wfbp"] < 1.30
 
 
 def test_exact_merging_on_one_channel_has_most_of_the_published_gain(asc: Table) -> None:

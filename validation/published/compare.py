@@ -22,7 +22,7 @@ def compare() -> dict[str, Any]:
         "contention_formula": laws.contention_formula(),
         "contention_raw": laws.contention_raw(),
         "asc_wfbp": [
-            row for spread in training.SPREADS for row in training.asc_table(training.ten_gigabit(32), spread)
+            row for spread in training.ALL_SPREADS for row in training.asc_table(training.ten_gigabit(32), spread)
         ],
         "asc_wfbp_fitted": [training.asc_fit(spread) for spread in training.SPREADS],
         "mg_wfbp_k80": [row for spread in training.SPREADS for row in training.k80_table(spread)],
@@ -46,7 +46,7 @@ TITLES = {
     "pair_model": "Two equal all-reduces at once: ASC-WFBP's pair model against the engine",
     "contention_formula": "k at once: the contention study's formula against the engine, e(k) fitted at 100 MiB",
     "contention_raw": "k at once: the study's raw series, 100 MiB on 8 nodes",
-    "asc_wfbp": "ASC-WFBP's table, nothing fitted: 10 GbE at line rate, assumed profiles",
+    "asc_wfbp": "ASC-WFBP's table, nothing fitted: 10 GbE at line rate; profiles assumed, or scaled from an H200",
     "asc_wfbp_fitted": "ASC-WFBP's table: (a, b, e(2)) fitted to it",
     "mg_wfbp_k80": "MG-WFBP's first efficiencies; T(1) from merge-all at N = 2",
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import os
 import platform
 from pathlib import Path
 from typing import Any
@@ -55,9 +56,9 @@ def provenance(command: str) -> dict[str, str]:
     """What a result file says about how it was made."""
     return {
         "command": command,
-        "machine": f"{platform.machine()} {platform.system()}, Python {platform.python_version()}",
+        "machine": f"{platform.machine()} {platform.system()}, {os.cpu_count()} CPUs",
         "date": datetime.date.today().isoformat(),
-        "backbeat": __version__,
+        "versions": f"backbeat {__version__}, Python {platform.python_version()}",
     }
 
 

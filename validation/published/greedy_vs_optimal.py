@@ -105,11 +105,12 @@ def compare(instances: int = INSTANCES) -> list[dict[str, Any]]:
             found = profile_excesses(analytic_profile("ResNet-50", seconds, spread=spread), networks)
             origin = f"real shapes, assumed times ({spread}), {seconds} s of compute, on {len(networks)} networks"
             rows.append({"what": f"ResNet-50 {spread} {seconds} s", "origin": origin, **summary(found)})
-    for name in bundled(Profile):
-        profile = Profile.load(name)
-        if not profile.analytic:
-            origin = f"measured profile on {len(networks)} networks"
-            rows.append({"what": name, "origin": origin, **summary(profile_excesses(profile, networks))})
+    measured = [profile for name in bundled(Profile) if not (profile := Profile.load(name)).analytic]
+    resnets = [profile for profile in measured if profile.name.startswith("resnet50-")]
+    for what, profiles in (("ResNet-50 measured", resnets), ("zoo measured", measured)):
+        found = [value for profile in profiles for value in profile_excesses(profile, networks)]
+        origin = f"{len(profiles)} bundled profiles as measured, on {len(networks)} networks"
+        rows.append({"what": what, "origin": origin, **summary(found)})
     return rows
 
 

@@ -1,14 +1,15 @@
 """The planners against published training runs: ASC-WFBP's table and MG-WFBP's first efficiencies.
 
 The papers publish no per-layer times, so the profiles have real shapes and assumed times (`shapes`), in two spreads
-that show how much the assumption matters.
+that show how much the assumption matters; a third takes the shape of backward from the zoo's profiles of an H200.
 """
 
 from __future__ import annotations
 
 import itertools
-from typing import Any
+from typing import Any, Literal
 
+import msgspec
 import numpy as np
 
 from backbeat.cost.collectives import seconds, steps, traffic
@@ -17,7 +18,15 @@ from backbeat.planners import STRATEGIES, Options
 from validation.published.figures import affine_network, figures
 from validation.published.shapes import Spread, analytic_profile
 
+AnySpread = Spread | Literal["h200"]
 SPREADS: tuple[Spread, ...] = ("flops", "uniform")
+ALL_SPREADS: tuple[AnySpread, ...] = (*SPREADS, "h200")
+ON_H200 = {
+    "ResNet-152": "resnet152-b64-tf32-h200",
+    "DenseNet-201": "densenet201-b64-tf32-h200",
+    "BERT-Base": "bert-base-b64-tf32-h200",
+}
+"""Bundled profiles of the papers' models; there is none of Inception-v4."""
 PUBLISHED = ("wfbp", "mg-wfbp", "asc-wfbp")
 OURS = (*PUBLISHED, "optimal", "best")
 
@@ -40,12 +49,34 @@ def exposed_s(profile: Profile, network: Network, strategy: str) -> float:
     return max(draft.end_s(profile, network.cost) - profile.backward_s, 0.0)
 
 
-def asc_table(network: Network, spread: Spread, strategies: tuple[str, ...] = OURS) -> list[dict[str, Any]]:
+def scaled_profile(name: str, compute_s: float) -> Profile:
+    """A measured profile, every time scaled so that one worker takes `compute_s`: another GPU's backward in shape."""
+    measured = Profile.load(name)
+    by = compute_s / measured.single_s
+    return msgspec.structs.replace(
+        measured,
+        name=f"{name} scaled to {compute_s} s",
+        forward_s=measured.forward_s * by,
+        backward_s=measured.backward_s * by,
+        update_s=measured.update_s * by,
+        iteration_s=(),
+        gradients=tuple(
+            msgspec.structs.replace(gradient, ready_s=gradient.ready_s * by) for gradient in measured.gradients
+        ),
+    )
+
+
+def asc_table(network: Network, spread: AnySpread, strategies: tuple[str, ...] = OURS) -> list[dict[str, Any]]:
     """Each model of the paper: published and predicted iteration time of each strategy, and ASC-WFBP's speed-ups."""
     rows = []
     for row in figures("asc_wfbp")["rows"]:
         compute = row["compute_s"]
-        profile = analytic_profile(row["model"], compute, spread=spread)
+        if spread != "h200":
+            profile = analytic_profile(row["model"], compute, spread=spread)
+        elif row["model"] in ON_H200:
+            profile = scaled_profile(ON_H200[row["model"]], compute)
+        else:
+            continue
         ours = {name: compute + exposed_s(profile, network, name) for name in strategies}
         paper = {name: compute + row["exposed_s"][name] for name in PUBLISHED}
         rows.append(
