@@ -1,12 +1,13 @@
 """What a network's all-reduce costs: alone, back to back, and several at once on one link.
 
 A message spends its startup on its channel alone and then its work on the link. The link is shared equally by all
-messages in that phase; n of them together do e(n) seconds of work a second.
+messages in that phase; n of them together do e(n) seconds of work a second. Startups of n channels at once ideally
+overlap; on hosts with few cores each takes u(n) times as long instead.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -30,20 +31,28 @@ class LinkCost:
     """Time a message adds when it follows another on its channel without a gap; None where it was not measured."""
     efficiencies: Mapping[int, float]
     """e(n) by number of messages on the link, as fitted."""
+    stretches: Mapping[int, float] = field(default_factory=dict)
+    """u(n), how much longer a startup takes when n messages start at once, as fitted."""
 
     @classmethod
     def of(cls, network: Network) -> LinkCost:
         isolated = Curve.of(network.all_reduce)
         busy = fit_busy(isolated, network.concurrency)
-        alone = cls(isolated, busy, {})
-        return cls(isolated, busy, alone.fit_efficiencies(network.concurrency))
+        fitted = cls(isolated, busy, {}).fit_sharing(network.concurrency)
+        return cls(
+            isolated,
+            busy,
+            {count: efficiency for count, (efficiency, _) in fitted.items()},
+            {count: stretch for count, (_, stretch) in fitted.items() if stretch > 1},
+        )
 
     def efficiency(self, messages: int) -> float:
         """e(n): the fitted one, or that of the nearest n measured; e(1) = 1."""
-        if messages <= 1 or not self.efficiencies:
-            return 1.0
-        nearest = min(self.efficiencies, key=lambda n: (abs(n - messages), n))
-        return self.efficiencies[nearest]
+        return 1.0 if messages <= 1 else _nearest(self.efficiencies, messages)
+
+    def stretch(self, messages: int) -> float:
+        """u(n): the fitted one, or that of the nearest n measured; u(1) = 1."""
+        return 1.0 if messages <= 1 else _nearest(self.stretches, messages)
 
     def best_efficiency(self, channels: int) -> float:
         """The best e(n) that up to this many channels can reach."""
@@ -83,29 +92,29 @@ class LinkCost:
 
     def batch_s(self, size: float, messages: int, channels: int) -> float:
         """Equal messages issued at once and spread over the channels: seconds until the last is done."""
-        fixed, shared = self._batch(size, messages, channels)
-        return fixed + shared / self.efficiency(min(messages, channels))
+        startup, shared = self._batch(size, messages, channels)
+        sharing = min(messages, channels)
+        return startup * self.stretch(sharing) + shared / self.efficiency(sharing)
 
-    def fit_efficiencies(self, points: Iterable[ConcurrencyPoint]) -> dict[int, float]:
-        """e(n) for every channel count measured, by relative least squares over its points.
+    def fit_sharing(self, points: Iterable[ConcurrencyPoint]) -> dict[int, tuple[float, float]]:
+        """(e(n), u(n)) for every channel count measured, by relative least squares over its points.
 
-        The time of a batch is fixed + shared / e, linear in 1/e, so the fit has a closed form; points in which
-        startup dominates say little about e and weigh little in it.
+        The time of a batch is startup·u + shared/e, linear in u and 1/e. Telling the two apart takes two sizes; with
+        one, startups are taken to overlap. Points in which one part dominates say little about the other and weigh
+        little in it.
         """
         rows: dict[int, list[tuple[float, float]]] = {}
+        sizes: dict[int, set[int]] = {}
         for point in points:
             sharing = min(point.messages, point.channels)
             if sharing >= 2 and point.seconds > 0:
-                fixed, shared = self._batch(point.bytes, point.messages, point.channels)
-                rows.setdefault(sharing, []).append((shared / point.seconds, 1 - fixed / point.seconds))
-        fitted: dict[int, float] = {}
-        for sharing, pairs in sorted(rows.items()):
-            shared, rest = np.array(pairs).T
-            weight = float(shared @ shared)
-            inverse = float(shared @ rest) / weight if weight > 0 else 1.0
-            # n messages on n channels cannot do more than n links' work, nor stand still.
-            fitted[sharing] = 1 / min(max(inverse, 1 / sharing), 1e3)
-        return fitted
+                startup, shared = self._batch(point.bytes, point.messages, point.channels)
+                rows.setdefault(sharing, []).append((startup / point.seconds, shared / point.seconds))
+                sizes.setdefault(sharing, set()).add(point.bytes)
+        return {
+            sharing: _fit_pair(np.array(rows[sharing]), sharing, both=len(sizes[sharing]) > 1)
+            for sharing in sorted(rows)
+        }
 
     def _batch(self, size: float, messages: int, channels: int) -> tuple[float, float]:
         """(startup seconds, link seconds at e = 1) of a batch: rounds of one message per channel, in step."""
@@ -122,6 +131,29 @@ class LinkCost:
                 if rise != slope:
                     kinks.append(intercept / (slope - rise))
         return [np.array([kink for kink in kinks if kink > 0 and np.isfinite(kink)])]
+
+
+def _nearest(fitted: Mapping[int, float], messages: int) -> float:
+    """The value fitted for this many messages, or for the nearest number; 1 where nothing was."""
+    if not fitted:
+        return 1.0
+    return fitted[min(fitted, key=lambda count: (abs(count - messages), count))]
+
+
+def _fit_pair(parts: NDArray[np.float64], sharing: int, *, both: bool) -> tuple[float, float]:
+    """(e, u) that bring startup·u + shared/e closest to 1 in every row.
+
+    n messages cannot do more than n links' work, nor stand still; a startup cannot take less than alone, nor more than
+    n in a row.
+    """
+    startup, shared = parts.T
+    stretch = 1.0
+    if both:
+        (raw, _), *_ = np.linalg.lstsq(parts, np.ones(len(parts)), rcond=None)
+        stretch = float(np.clip(raw, 1.0, sharing))
+    weight = float(shared @ shared)
+    inverse = float(shared @ (1 - startup * stretch)) / weight if weight > 0 else 1.0
+    return 1 / min(max(inverse, 1 / sharing), 1e3), stretch
 
 
 def fit_busy(isolated: Curve, points: Iterable[ConcurrencyPoint]) -> Curve | None:

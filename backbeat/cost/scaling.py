@@ -147,7 +147,7 @@ def _moved_rows(network: Network, base: Calibration, there: Calibration) -> tupl
         sizes = {row.bytes for row in base.concurrency if row.channels == 1}
         ratio = {size: float(before.busy.time(size) / before.isolated.time(size)) for size in sizes}
         busy = busy_curve(isolated, ratio)
-    after = LinkCost(isolated, busy, before.efficiencies)
+    after = LinkCost(isolated, busy, before.efficiencies, before.stretches)
     return tuple(
         msgspec.structs.replace(row, seconds=row.seconds * after.batch_s(*_shape(row)) / before.batch_s(*_shape(row)))
         for row in base.concurrency

@@ -2,14 +2,13 @@
 
 A group launches no earlier than the one before it in the plan, no earlier than it is ready, and not while its channel
 carries another. It spends its startup on the channel alone, then its work on the link. All groups on the link get equal
-shares, and n of them together do e(n) seconds of work a second, so each gets e(n)/n.
-
-Equal shares make one number enough: `served`, the work every group on the link would have received since it was last
-empty. A group that arrives with work w leaves when `served` has grown by w, so the next to leave is the top of a heap.
+shares, and n of them together do e(n) seconds of work a second, so each gets e(n)/n. Startups overlap; where they were
+measured to slow each other down, each of n advances at 1/u(n).
 """
 
 from __future__ import annotations
 
+from collections import deque
 from heapq import heappop, heappush
 from typing import TYPE_CHECKING
 
@@ -21,6 +20,41 @@ if TYPE_CHECKING:
     from backbeat.cost import LinkCost
 
 _NEVER = float("inf")
+
+
+class _Shared:
+    """Groups that advance together, each at `rates[n]` while there are n of them.
+
+    Equal rates make one number enough: `served`, what each member has received since the place was last empty. A group
+    that arrives needing some seconds leaves when `served` has grown by them, so the next to leave tops a heap.
+    """
+
+    __slots__ = ("members", "rates", "served", "since")
+
+    def __init__(self, rates: list[float]) -> None:
+        self.rates = rates
+        self.members: list[tuple[float, int]] = []
+        self.served = 0.0
+        self.since = 0.0
+
+    def leaves(self) -> float:
+        """When the next member leaves, if nobody arrives before."""
+        if not self.members:
+            return _NEVER
+        return self.since + (self.members[0][0] - self.served) / self.rates[len(self.members)]
+
+    def enter(self, group: int, seconds: float, now: float) -> None:
+        if self.members:
+            self.served += (now - self.since) * self.rates[len(self.members)]
+        else:
+            self.served = 0.0
+        self.since = now
+        heappush(self.members, (self.served + seconds, group))
+
+    def leave(self, now: float) -> int:
+        self.served, group = heappop(self.members)
+        self.since = now
+        return group
 
 
 def simulate(schedule: Schedule, cost: LinkCost) -> Flow:
@@ -38,14 +72,15 @@ def simulate(schedule: Schedule, cost: LinkCost) -> Flow:
     ready = schedule.ready.tolist()
     channels = schedule.channels
     count = len(ready)
-    # Messages on the link never outnumber the channels; rate[n] is what each of n gets.
-    rate = [1.0] + [cost.efficiency(n) / n for n in range(1, max(channels) + 2)]
+    # Neither phase ever holds more groups than there are channels.
+    counts = range(1, max(channels) + 2)
+    starting = _Shared([1.0] + [1 / cost.stretch(n) for n in counts])
+    sending = _Shared([1.0] + [cost.efficiency(n) / n for n in counts])
+    coming: deque[tuple[float, int, float]] = deque()
     free: dict[int, float] = dict.fromkeys(channels, -_NEVER)
     carrying: set[int] = set()
-    starting: list[tuple[float, int]] = []
-    sending: list[tuple[float, int]] = []
     starts, on_link, finishes = [0.0] * count, [0.0] * count, [0.0] * count
-    launched, last_launch, now, served = 0, -_NEVER, 0.0, 0.0
+    launched, last_launch = 0, -_NEVER
 
     while True:
         while launched < count and channels[launched] not in carrying:
@@ -57,22 +92,23 @@ def simulate(schedule: Schedule, cost: LinkCost) -> Flow:
             last_launch = max(last_launch, ready[launched], free[channel])
             starts[launched] = last_launch
             carrying.add(channel)
-            heappush(starting, (begins, launched))
+            coming.append((last_launch, launched, begins - last_launch))
             launched += 1
-        if not starting and not sending:
+        arrival = coming[0][0] if coming else _NEVER
+        started, sent = starting.leaves(), sending.leaves()
+        now = min(sent, started, arrival)
+        if now == _NEVER:
             break
-        share = rate[len(sending)]
-        leaves = now + (sending[0][0] - served) / share if sending else _NEVER
-        arrives = starting[0][0] if starting else _NEVER
-        if leaves <= arrives:
-            served, group = heappop(sending)
-            now = leaves
+        if sent == now:
+            group = sending.leave(now)
             finishes[group] = now
             free[channels[group]] = now
             carrying.discard(channels[group])
-        else:
-            served = served + (arrives - now) * share if sending else 0.0
-            now, group = heappop(starting)
+        elif started == now:
+            group = starting.leave(now)
             on_link[group] = now
-            heappush(sending, (served + works[group], group))
+            sending.enter(group, works[group], now)
+        else:
+            _, group, startup = coming.popleft()
+            starting.enter(group, startup, now)
     return Flow(np.array(starts), np.array(on_link), np.array(finishes))

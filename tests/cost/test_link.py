@@ -40,3 +40,19 @@ def test_the_nearest_measured_count_speaks_for_the_others() -> None:
     assert cost.best_efficiency(4) == 1.0
     assert LinkCost(Curve.affine(0, 1e-9), None, {}).efficiency(5) == 1.0
     assert LinkCost(Curve.affine(0, 1e-9), None, {2: 1.5}).best_efficiency(2) == 1.5
+
+
+@given(st.sampled_from([2, 4]), st.floats(0.4, 1.9), st.floats(1.0, 2.0))
+def test_startups_that_slow_each_other_down_are_told_from_a_contended_link(
+    channels: int, efficiency: float, stretch: float
+) -> None:
+    rows = tuple(
+        row(stretch * 1e-3 + channels * 1e-9 * size / efficiency, channels, channels, size)
+        for size in (1000, MEGABYTE, 20 * MEGABYTE)
+    )
+    cost = affine(1e-3, 1e-9, concurrency=rows).cost
+    assert cost.efficiency(channels) == pytest.approx(efficiency, rel=1e-6)
+    assert cost.stretch(channels) == pytest.approx(stretch, rel=1e-6)
+    assert cost.stretch(1) == 1.0
+    for point in rows:
+        assert cost.batch_s(point.bytes, point.messages, point.channels) == pytest.approx(point.seconds)

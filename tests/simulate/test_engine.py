@@ -68,6 +68,14 @@ def test_contention_and_idle_capacity() -> None:
         assert simulate(groups, cost).end_s == pytest.approx(1e-3 + 2e-3 / efficiency)
 
 
+@pytest.mark.parametrize("stretch", [1.0, 1.5, 2.0])
+def test_the_engine_gives_back_the_batches_it_was_fitted_to(stretch: float) -> None:
+    cost = LinkCost(Curve.affine(1e-3, 1e-9), None, {2: 0.8}, {2: stretch})
+    for messages in (2, 4, 8):
+        groups = schedule([0.0] * messages, [1e6] * messages, [place % 2 for place in range(messages)])
+        assert simulate(groups, cost).end_s == pytest.approx(cost.batch_s(1e6, messages, 2))
+
+
 def test_launches_keep_the_plans_order_across_channels() -> None:
     # The second group is ready first but may not overtake the first.
     flow = simulate(schedule([5e-3, 0], [1e6, 1e6], [0, 1]), PLAIN)
