@@ -111,9 +111,7 @@ class Tuner:
             self._look()
 
     def _measuring(self) -> bool:
-        return self.state in ("measuring", "trying") or (
-            self.state == "watching" and self._left <= MEASURED_STEPS + 1
-        )
+        return self.state in ("measuring", "trying") or (self.state == "watching" and self._left <= MEASURED_STEPS + 1)
 
     def _begin(self, state: str, steps: int = SETTLE_STEPS + MEASURED_STEPS) -> None:
         self.state = state
@@ -136,7 +134,9 @@ class Tuner:
         if text.startswith("error: "):
             if not self._auto:
                 raise InputError(f"planning with {self._strategy!r} failed: {text.removeprefix('error: ')}")
-            self._settle(f"staying with DDP's groups, planning failed: {text.removeprefix('error: ')}", iteration, exposed)
+            self._settle(
+                f"staying with DDP's groups, planning failed: {text.removeprefix('error: ')}", iteration, exposed
+            )
             return
         plan = decode(text.encode(), Plan, where="rank 0's plan")
         self._predict(profile, network, plan)

@@ -77,7 +77,9 @@ class DistributedDataParallel(TorchDDP):  # type: ignore[misc]
         if backend not in ("backbeat", "ddp"):
             raise InputError(f"backend is {backend!r}: it must be 'backbeat' or 'ddp'")
         if wire is not None and wire not in _WIRE:
-            raise InputError(f"wire is {wire!r}: it must be 'bf16' or 'fp16', or left out to send gradients as they are")
+            raise InputError(
+                f"wire is {wire!r}: it must be 'bf16' or 'fp16', or left out to send gradients as they are"
+            )
         check_model(module)
         self._backbeat_backend = backend
         loaded, strategy = resolve_plan(plan)
@@ -135,7 +137,9 @@ class DistributedDataParallel(TorchDDP):  # type: ignore[misc]
             )
         self.device_type = next(iter(types))
         self.is_multi_device_module = len(devices) > 1
-        self.device_ids, self.output_device = _device_ids(arguments, self.device_type, self.is_multi_device_module, devices)
+        self.device_ids, self.output_device = _device_ids(
+            arguments, self.device_type, self.is_multi_device_module, devices
+        )
         self.dim = arguments.get("dim", 0)
         self.module = module
         self.device = next(iter(self._module_parameters)).device
@@ -209,9 +213,7 @@ class DistributedDataParallel(TorchDDP):  # type: ignore[misc]
         links.grow(partition.channels)
         self.links = links
         self._partition_counter = 0
-        self.reducer = Reducer(
-            self._names, self._trainable, channels=links, partition=partition, wire=self._wire
-        )
+        self.reducer = Reducer(self._names, self._trainable, channels=links, partition=partition, wire=self._wire)
         self.reducer.after_step = self._after_step
         if self._plan is not None:
             self.bucket_bytes_cap = max(
@@ -520,9 +522,7 @@ class DistributedDataParallel(TorchDDP):  # type: ignore[misc]
         Module.__setstate__(self, state)
         self._tuner = None
         self._planned = self._plan is not None
-        self._module_parameters = [
-            p for n, p in self.module.named_parameters() if n not in self.parameters_to_ignore
-        ]
+        self._module_parameters = [p for n, p in self.module.named_parameters() if n not in self.parameters_to_ignore]
         # The reducer is built by the first forward that trains: a copy kept for evaluation never needs one.
         self._collect_parameters()
 
@@ -579,9 +579,7 @@ def resolve_plan(plan: Plan | str | os.PathLike[str] | None) -> tuple[Plan | Non
 
 def respread(plan: Plan, channels: int) -> Plan:
     """The same groups in the same order, round robin over another number of channels."""
-    groups = tuple(
-        msgspec.structs.replace(group, channel=index % channels) for index, group in enumerate(plan.groups)
-    )
+    groups = tuple(msgspec.structs.replace(group, channel=index % channels) for index, group in enumerate(plan.groups))
     return msgspec.structs.replace(plan, channels=channels, groups=groups)
 
 

@@ -107,9 +107,7 @@ class Reducer:
 
     def install(self, partition: Partition) -> None:
         """Run this partition from the next round on; gradients held now move into its buffers."""
-        layout = control.Layout(
-            groups=len(partition.groups), ranks=self.channels.size, parameters=len(self.parameters)
-        )
+        layout = control.Layout(groups=len(partition.groups), ranks=self.channels.size, parameters=len(self.parameters))
         last = len(partition.groups) - 1
         self.partition = partition
         self.layout = layout
@@ -128,9 +126,7 @@ class Reducer:
         dtype = tail.wire or tail.dtype
         self._templates = control.templates(layout, self.channels.rank, dtype, tail.device)
         self._plain_sums = _plain_sums(layout, dtype)
-        self._pinned = (
-            torch.empty(layout.length, dtype=dtype, pin_memory=True) if tail.device.type == "cuda" else None
-        )
+        self._pinned = torch.empty(layout.length, dtype=dtype, pin_memory=True) if tail.device.type == "cuda" else None
         self._count_waits()
         for place in range(len(self.parameters)):
             self._keep(place)
@@ -609,7 +605,9 @@ class Reducer:
 
     def _check_reducer_finalized(self) -> None:
         if self._open:
-            raise CommunicationError(f"the backward of step {self.step} has not ended: {self._launched} groups are sent")
+            raise CommunicationError(
+                f"the backward of step {self.step} has not ended: {self._launched} groups are sent"
+            )
 
 
 class _Streams:

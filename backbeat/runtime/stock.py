@@ -33,7 +33,9 @@ def construct(
 ) -> None:
     """Run torch's own constructor with the plan's bucket sizes."""
     if strategy is not None:
-        raise InputError(f"plan={strategy!r} needs backbeat's reducer to measure and switch: give a Plan, or backend='backbeat'")
+        raise InputError(
+            f"plan={strategy!r} needs backbeat's reducer to measure and switch: give a Plan, or backend='backbeat'"
+        )
     if plan is not None:
         module = arguments["module"]
         partitions.check_fits(plan, {name for name, _ in module.named_parameters()})

@@ -12,6 +12,7 @@ pytest.importorskip("torch", reason="the runtime needs PyTorch")
 
 from rank_pool import RankPool  # noqa: E402
 
+
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Callable[[int], RankPool]]:
     """Pools of rank processes by their size; one is alive at a time, since ranks share few cores."""

@@ -420,7 +420,9 @@ def unused_after_no_sync(ctx: Context) -> None:
         oracle.each(lambda m, r: m.zero_grad())
         with wrapped.no_sync():
             wrapped(ctx.data(3, 6, step=step, rank=ctx.rank), use="rs" if ctx.rank == 0 else "r").sum().backward()
-        oracle.each(lambda m, r, s=step: m(ctx.data(3, 6, step=s, rank=r), use="rs" if r == 0 else "r").sum().backward())
+        oracle.each(
+            lambda m, r, s=step: m(ctx.data(3, 6, step=s, rank=r), use="rs" if r == 0 else "r").sum().backward()
+        )
 
         def body(m: Any, r: int, step: int = step) -> None:
             m(ctx.data(3, 6, step=30 + step, rank=r), use="l").square().sum().backward()
@@ -1129,5 +1131,3 @@ def double_backward(ctx: Context) -> None:
             (y.square().sum() + slope.square().sum()).backward()
 
         both(ctx, wrapped, oracle, body, str(step))
-
-
