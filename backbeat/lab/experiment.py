@@ -1,0 +1,176 @@
+"""A lab from start to end: build, calibrate, plan, replay, compare."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from backbeat.lab.jobs import Replayed, compute_of, job_of, seconds_of, turns
+from backbeat.lab.mps import start_daemon
+from backbeat.lab.namespaces import Cluster
+from backbeat.lab.plans import Choice, build
+from backbeat.lab.requirements import check
+from backbeat.lab.runs import Run
+from backbeat.lab.session import Session
+from backbeat.measure.robust import quantile
+from backbeat.model import Network, Plan, Prediction, Profile
+from backbeat.simulate import predict
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+    from backbeat.lab.setting import Setting
+
+Say = Callable[[str], None]
+_SPARE_S = 90.0
+"""Nodes may take this much longer than planned before they are taken for dead."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calibrated:
+    """The lab's own network, and the timings behind it."""
+
+    network: Network
+    timings: list[dict[str, Any]]
+    elapsed_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """One plan, replayed and predicted."""
+
+    choice: Choice
+    plan: Plan
+    prediction: Prediction
+    series: tuple[list[float], list[float]]
+    """Iteration times of two interleaved series, the slowest node of each iteration. Nothing is left out."""
+    finishes: list[float]
+    """When each group was done after backward started, in one traced iteration (node 0); empty where not traced."""
+
+    @property
+    def samples(self) -> list[float]:
+        return sorted([*self.series[0], *self.series[1]])
+
+    @property
+    def measured_s(self) -> float:
+        return quantile(self.samples, 0.5)
+
+    @property
+    def spread_s(self) -> float:
+        """From the 10th to the 90th percentile."""
+        return quantile(self.samples, 0.9) - quantile(self.samples, 0.1)
+
+    @property
+    def error(self) -> float:
+        """Predicted over measured, less one."""
+        return self.prediction.iteration_s / self.measured_s - 1
+
+    @property
+    def repeat(self) -> float:
+        """How far the medians of the two series lie apart, as a share."""
+        first, second = (quantile(sorted(one), 0.5) for one in self.series)
+        return abs(first - second) / self.measured_s
+
+
+@contextlib.contextmanager
+def opened(setting: Setting, channels: int) -> Iterator[Session]:
+    """The nodes of a setting, up and joined; whatever happens, nothing of them is left."""
+    check(setting.backend)
+    with _orderly_end(), Run() as run, Cluster(run, setting.links) as cluster:
+        daemon = start_daemon(run.folder / "mps") if setting.backend == "nccl" else {}
+        with Session(
+            cluster,
+            backend=setting.backend,
+            channels=channels,
+            settle=setting.settle,
+            slowdowns=setting.slowdowns,
+            jitter=setting.jitter,
+            environment=daemon,
+        ) as session:
+            yield session
+
+
+def calibrate(session: Session, setting: Setting, *, channels: int, budget_s: float, largest_bytes: int) -> Calibrated:
+    """Measure the lab's own network, up to the largest message that any plan could send or the budget allows."""
+    sizes = [1 << power for power in range(10, 29) if 1 << power < 2 * largest_bytes]
+    network, timings, elapsed = session.ask(
+        "calibrate",
+        budget_s * 3 + _SPARE_S,
+        budget_s=budget_s,
+        channels=list(range(1, channels + 1)),
+        sizes=sizes,
+        name=setting.name,
+    )[0]
+    return Calibrated(network=msgspec.json.decode(network, type=Network), timings=timings, elapsed_s=elapsed)
+
+
+def planned(
+    choices: Sequence[Choice], profile: Profile, setting: Setting, network: Network
+) -> list[tuple[Choice, Plan, Prediction]]:
+    """Each plan with its prediction, from the calibration and the profile alone."""
+    made = []
+    slowest = setting.slowest(setting.compute(profile))
+    steady = msgspec.structs.replace(slowest, iteration_s=())
+    for choice in choices:
+        plan = build(choice, steady, network)
+        made.append((choice, plan, predict(slowest, network, plan, broadcast_buffers=False)))
+    return made
+
+
+def measure(
+    session: Session,
+    profile: Profile,
+    setting: Setting,
+    plans: Sequence[tuple[Choice, Plan, Prediction]],
+    seconds_each: float,
+) -> tuple[list[Measured], float]:
+    """Replay all plans of one profile, taking turns; and its compute without communication, as the nodes replay it."""
+    compute = setting.compute(profile)
+    jobs = [job_of(choice.name, compute, plan, stock=choice.stock(setting.backend)) for choice, plan, _ in plans]
+    jobs.append(compute_of(compute))
+    expected = [*(prediction.iteration_s for _, _, prediction in plans), compute.single_s]
+    answers = session.ask(
+        "replay",
+        3 * seconds_of(expected, seconds_each) + _SPARE_S,
+        jobs=jobs,
+        turns=turns(expected, seconds_each),
+    )
+    results = []
+    for place, (choice, plan, prediction) in enumerate(plans):
+        seen = [answer[place] for answer in answers]
+        first, second = _slowest(seen)
+        results.append(
+            Measured(choice=choice, plan=plan, prediction=prediction, series=(first, second), finishes=seen[0].finishes)
+        )
+    alone = [sample for one in _slowest([answer[-1] for answer in answers]) for sample in one]
+    return results, quantile(sorted(alone), 0.5)
+
+
+def _slowest(seen: Sequence[Replayed]) -> tuple[list[float], list[float]]:
+    """Both series of a job, with the slowest node of each iteration."""
+    first, second = ([max(nodes) for nodes in zip(*(one.series[k] for one in seen), strict=True)] for k in (0, 1))
+    return first, second
+
+
+@contextlib.contextmanager
+def _orderly_end() -> Iterator[None]:
+    """Being asked to end (SIGTERM, a closed terminal) unwinds like Ctrl-C, so that everything is taken down."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    kept = {}
+    # Handlers belong to the main thread; elsewhere the caller looks after signals.
+    with contextlib.suppress(ValueError):
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            kept[number] = signal.signal(number, leave)
+    try:
+        yield
+    finally:
+        for number, handler in kept.items():
+            signal.signal(number, handler)

@@ -1,0 +1,207 @@
+"""Nodes as network namespaces, joined by shaped links to a switch that has a namespace of its own.
+
+Nothing is made in the machine's own namespace, so that no interface, address or route of it can be in the way. A node
+sees `lo` and `eth0`; both ends of its link are shaped, so that what it sends and what it receives share the same rate.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from backbeat.errors import InputError, MeasurementError, MissingPartError
+from backbeat.lab.runs import NAMESPACES, Run
+from backbeat.units import format_rate
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from types import TracebackType
+
+INTERFACE = "eth0"
+MOST_NODES = 250
+MOST_RATE_BITS = 34e9
+"""The kernel's token bucket holds bytes a second in 32 bits."""
+_SUBNET = "10.77.0"
+_LEAST_BURST_BYTES = 128 * 2**10
+_BURST_S = 0.2e-3
+# Long enough that a sender is slowed by its full queue and not by losses.
+_QUEUE_S = 0.05
+_CLONE_NEWNET = 0x40000000
+_MS_BIND = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """The link between one node and the switch, the same in both directions."""
+
+    rate_bits: float
+    delay_s: float = 0.0
+    """Added once in each direction."""
+    jitter_s: float = 0.0
+    """How far that delay strays, as a standard deviation."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.rate_bits <= MOST_RATE_BITS:
+            raise InputError(
+                f"bandwidth is {format_rate(self.rate_bits)}: the token bucket shapes up to "
+                f"{format_rate(MOST_RATE_BITS)}; dilate time instead (--dilation 4 and a quarter of the bandwidth)"
+            )
+        if self.delay_s < 0 or self.jitter_s < 0:
+            raise InputError(f"delay is {self.delay_s} s ± {self.jitter_s} s: neither may be negative")
+
+    @property
+    def burst_bytes(self) -> int:
+        """A larger bucket would let small messages travel free; a smaller one cannot hold a packet of the host."""
+        return int(max(_LEAST_BURST_BYTES, self.rate_bits / 8 * _BURST_S))
+
+
+class Cluster:
+    """The namespaces of one run, from entering to leaving the context."""
+
+    def __init__(self, run: Run, links: Sequence[Link]) -> None:
+        if not 2 <= len(links) <= MOST_NODES:
+            raise InputError(f"nodes is {len(links)}: a lab has 2 to {MOST_NODES}")
+        self.run = run
+        self.links = tuple(links)
+
+    @property
+    def nodes(self) -> int:
+        return len(self.links)
+
+    def namespace(self, node: int) -> str:
+        return f"{self.run.name}-{node}"
+
+    def address(self, node: int) -> str:
+        """The node's address; it exists only between the nodes."""
+        return f"{_SUBNET}.{node + 1}"
+
+    def __enter__(self) -> Cluster:
+        try:
+            self._build()
+        except PermissionError as error:
+            self.run.remove()
+            raise MissingPartError(
+                f"network namespaces are not permitted here ({error.strerror}): the lab needs CAP_SYS_ADMIN and "
+                "CAP_NET_ADMIN, like a container started with --privileged"
+            ) from None
+        except BaseException:
+            self.run.remove()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.run.remove()
+
+    def _build(self) -> None:
+        hub = f"{self.run.name}-hub"
+        for namespace in (hub, *(self.namespace(node) for node in range(self.nodes))):
+            _in_thread(partial(_create, namespace))
+        _in_thread(partial(_inside, hub, self._build_switch))
+        for node in range(self.nodes):
+            _in_thread(partial(_inside, self.namespace(node), partial(self._build_node, node)))
+
+    def _build_switch(self, route: Any) -> None:
+        route.link("add", ifname="switch", kind="bridge")
+        bridge = route.link_lookup(ifname="switch")[0]
+        route.link("set", index=bridge, state="up")
+        for node, link in enumerate(self.links):
+            port = f"node{node}"
+            route.link("add", ifname=port, kind="veth", peer={"ifname": INTERFACE, "net_ns_fd": self.namespace(node)})
+            index = route.link_lookup(ifname=port)[0]
+            _shape(route, index, link)
+            route.link("set", index=index, master=bridge, state="up")
+
+    def _build_node(self, node: int, route: Any) -> None:
+        route.link("set", index=route.link_lookup(ifname="lo")[0], state="up")
+        own = route.link_lookup(ifname=INTERFACE)[0]
+        _shape(route, own, self.links[node])
+        route.addr("add", index=own, address=self.address(node), prefixlen=24)
+        route.link("set", index=own, state="up")
+
+
+def enter(namespace: str) -> None:
+    """Move this thread, and all that it starts from now on, into a namespace."""
+    handle = os.open(NAMESPACES / namespace, os.O_RDONLY)
+    try:
+        _call("setns", handle, _CLONE_NEWNET)
+    finally:
+        os.close(handle)
+
+
+def _create(name: str) -> None:
+    """Make a namespace that keeps a name after the thread that made it is gone, as `ip netns add` does."""
+    NAMESPACES.mkdir(parents=True, exist_ok=True)
+    path = NAMESPACES / name
+    path.touch(mode=0o444, exist_ok=False)
+    _call("unshare", _CLONE_NEWNET)
+    # Nodes have one address each; without this the kernel would send solicitations of its own over the links.
+    with contextlib.suppress(OSError):
+        Path("/proc/sys/net/ipv6/conf/default/disable_ipv6").write_text("1")
+    _call("mount", b"/proc/thread-self/ns/net", os.fsencode(path), None, _MS_BIND, None)
+
+
+def _inside(namespace: str, act: Callable[[Any], None]) -> None:
+    """Configure a namespace from within. pyroute2 can reach it from outside, but forks to do so, and a fork beside an
+    open netlink socket now and then loses its answers."""
+    from pyroute2 import IPRoute
+    from pyroute2.netlink.exceptions import NetlinkError
+
+    enter(namespace)
+    try:
+        with IPRoute() as route:
+            act(route)
+    except NetlinkError as error:
+        raise MeasurementError(f"the kernel refused to build the lab's network ({error})") from error
+
+
+def _in_thread(act: Callable[[], None]) -> None:
+    """A thread has its own namespace: it can change it and end, and the process stays where it was."""
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        pool.submit(act).result()
+
+
+def _call(name: str, *arguments: Any) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if getattr(libc, name)(*arguments) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), name)
+
+
+def _shape(route: Any, index: int, link: Link) -> None:
+    from pyroute2.netlink.exceptions import NetlinkError
+
+    rate = link.rate_bits / 8
+    route.tc(
+        "add",
+        "tbf",
+        index,
+        0x10000,
+        rate=int(rate),
+        burst=link.burst_bytes,
+        limit=int(rate * _QUEUE_S) + link.burst_bytes,
+    )
+    if link.delay_s > 0 or link.jitter_s > 0:
+        try:
+            route.tc(
+                "add",
+                "netem",
+                index,
+                0x20000,
+                parent=0x10001,
+                delay=int(link.delay_s * 1e6),
+                jitter=int(link.jitter_s * 1e6),
+                limit=100_000,
+            )
+        except NetlinkError as error:
+            raise MissingPartError(
+                f"this kernel has no netem ({error.args[-1]}): links can be given a bandwidth but no delay; leave out "
+                "--delay, or load sch_netem"
+            ) from None

@@ -1,0 +1,211 @@
+"""Results of `backbeat validate`, one file per setting: enough to predict every case again without the machine.
+
+A file holds the calibrations (`sessions`) and, for each case, the plan's groups and every iteration time. What was
+predicted when it was measured is kept as well, but `cases` predicts anew, so that a better model can be judged on old
+measurements.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar
+
+import msgspec
+
+from backbeat.lab.plans import from_shorthand
+from backbeat.lab.setting import scaled
+from backbeat.measure.robust import quantile
+from backbeat.model import Gradient, Network, Profile
+from backbeat.model.files import Document
+from backbeat.simulate import predict
+
+
+class Place(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """One start of the nodes, with the calibration that its cases are predicted from."""
+
+    network: Network
+    timings: list[dict[str, Any]]
+    calibration_s: float
+    machine: str
+    kernel: str
+    date: str
+    versions: dict[str, str]
+    command: str
+    environment: dict[str, str] = {}
+    congestion_control: str | None = None
+    spin: dict[str, float] = {}
+    """GPU nodes: cycles a second of the spinning kernel, and what one costs beside its cycles."""
+
+
+class Compute(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What of a profile was replayed; kept here, since the profile of that name may be measured anew one day."""
+
+    forward_s: float
+    backward_s: float
+    update_s: float
+    bytes: list[int]
+    ready_s: list[float]
+
+    @classmethod
+    def of(cls, profile: Profile) -> Compute:
+        return cls(
+            forward_s=profile.forward_s,
+            backward_s=profile.backward_s,
+            update_s=profile.update_s,
+            bytes=[gradient.bytes for gradient in profile.gradients],
+            ready_s=[gradient.ready_s for gradient in profile.gradients],
+        )
+
+    def profile(self, name: str) -> Profile:
+        rows = zip(self.bytes, self.ready_s, strict=True)
+        return Profile(
+            name=name,
+            model=name,
+            batch_size=1,
+            precision="",
+            device="",
+            forward_s=self.forward_s,
+            backward_s=self.backward_s,
+            update_s=self.update_s,
+            gradients=tuple(
+                Gradient(name=str(place), bytes=size, ready_s=ready) for place, (size, ready) in enumerate(rows)
+            ),
+        )
+
+
+class Alone(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A model's compute replayed without any communication: how exact the replay itself is."""
+
+    session: int
+    model: str
+    expected_s: float
+    measured_s: float
+
+
+class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """One plan of one model, measured."""
+
+    session: int
+    """Which of the file's sessions it was measured in."""
+    model: str
+    """The profile's name, as it was given."""
+    plan: str
+    channels: int
+    groups: list[list[int]]
+    """[number of gradients, channel] of each group; groups are consecutive in ready order."""
+    series_s: list[list[float]]
+    """Iteration times of two interleaved series."""
+    predicted_s: float
+    """As predicted when it was measured."""
+    finishes_us: list[int] = []
+    """When each group was done after backward started, in the warm-up iteration, in microseconds."""
+
+    @property
+    def samples(self) -> list[float]:
+        return sorted(sample for one in self.series_s for sample in one)
+
+    @property
+    def measured_s(self) -> float:
+        return quantile(self.samples, 0.5)
+
+    @property
+    def spread_s(self) -> float:
+        return quantile(self.samples, 0.9) - quantile(self.samples, 0.1)
+
+    @property
+    def repeat(self) -> float:
+        """How far the medians of the two series lie apart, as a share."""
+        first, second = (quantile(sorted(one), 0.5) for one in self.series_s)
+        return abs(first - second) / self.measured_s
+
+
+class Record(Document, frozen=True, kw_only=True):
+    """All cases of one setting."""
+
+    SCHEMA: ClassVar[str] = "backbeat.validation/1"
+
+    setting: str
+    backend: str
+    nodes: int
+    bandwidth_bits: float
+    dilation: float = 1.0
+    sessions: tuple[Place, ...] = ()
+    models: dict[str, Compute] = msgspec.field(default_factory=dict)
+    alone: tuple[Alone, ...] = ()
+    cases: tuple[Case, ...] = ()
+
+    @cached_property
+    def done(self) -> set[tuple[str, str]]:
+        return {(case.model, case.plan) for case in self.cases}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """One case, predicted with the model as it is now."""
+
+    setting: str
+    backend: str
+    nodes: int
+    bandwidth_bits: float
+    model: str
+    plan: str
+    channels: int
+    groups: int
+    measured_s: float
+    predicted_s: float
+    repeat: float
+    single_s: float
+
+    @property
+    def error(self) -> float:
+        return self.predicted_s / self.measured_s - 1
+
+
+def load(folder: Path) -> list[Record]:
+    """The records in a folder, by setting."""
+    return [Record.load(path) for path in sorted(folder.glob("*.json")) if path.name != "summary.json"]
+
+
+def outcomes(record: Record, *, network: Network | None = None) -> list[Outcome]:
+    """Every case of a record, predicted from its own session's calibration (or from another network)."""
+    profiles: dict[str, Profile] = {}
+    found = []
+    for case in record.cases:
+        if case.model not in profiles:
+            profiles[case.model] = scaled(record.models[case.model].profile(case.model), record.dilation)
+        profile = profiles[case.model]
+        cluster = network or record.sessions[case.session].network
+        plan = from_shorthand(case.groups, profile, case.plan, case.channels, record.nodes)
+        result = predict(profile, cluster, plan, broadcast_buffers=False)
+        found.append(
+            Outcome(
+                setting=record.setting,
+                backend=record.backend,
+                nodes=record.nodes,
+                bandwidth_bits=record.bandwidth_bits,
+                model=case.model,
+                plan=case.plan,
+                channels=case.channels,
+                groups=len(case.groups),
+                measured_s=case.measured_s,
+                predicted_s=result.iteration_s,
+                repeat=case.repeat,
+                single_s=profile.single_s,
+            )
+        )
+    return found
+
+
+def extrapolated(records: list[Record]) -> list[Outcome]:
+    """Cases on more nodes, predicted from the calibration of the fewest nodes with the same backend and bandwidth."""
+    found = []
+    for record in records:
+        base = min(
+            (one for one in records if (one.backend, one.bandwidth_bits) == (record.backend, record.bandwidth_bits)),
+            key=lambda one: one.nodes,
+        )
+        if base.nodes < record.nodes and base.sessions:
+            found += outcomes(record, network=base.sessions[-1].network.at(workers=record.nodes))
+    return found

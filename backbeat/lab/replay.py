@@ -1,0 +1,201 @@
+"""One node's part of an iteration: its compute slept or spun, its gradients really reduced.
+
+A node starts each iteration with a tiny all-reduce, so that all start together, and takes the time on its own clock;
+the controller keeps the longest of all nodes. Messages leave from one thread, in plan order, when the last of their
+gradients is ready. Nothing else of training is replayed: no copies into buckets and no host work of autograd.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from backbeat.lab.jobs import Job, Replayed, Turn
+
+if TYPE_CHECKING:
+    from backbeat.measure.channels import Channel
+
+cuda: Any = torch.cuda  # untyped in parts
+
+_PR_SET_TIMERSLACK = 29
+# The host queues this much ahead of the GPU before an iteration begins, as it does in training.
+_LEAD_S = 400e-6
+_POLL_S = 100e-6
+# An idle GPU takes its time to raise its clock.
+_CLOCK_UP_S = 0.7
+_WAIT_S = 120.0
+
+
+class Player(Protocol):
+    def play(self, job: Job, factor: float, finishes: list[float] | None = None) -> float: ...
+
+
+def replay(player: Player, jobs: Sequence[Job], turns: Sequence[Turn], factor: Callable[[], float]) -> list[Replayed]:
+    """Warm every job up once, with its messages' finish times noted, then take the turns."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        results = []
+        for job in jobs:
+            finishes: list[float] = []
+            player.play(job, factor(), finishes)
+            results.append(Replayed(series=([], []), finishes=finishes))
+        for turn in turns:
+            for _ in range(turn.iterations):
+                results[turn.job].series[turn.series].append(player.play(jobs[turn.job], factor()))
+    finally:
+        if collecting:
+            gc.enable()
+    return results
+
+
+class Buffers:
+    """One flat buffer, cut into a job's messages; zeros, so that sums stay what they are."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._flat = torch.zeros(0, device=device)
+
+    def cut(self, job: Job) -> list[torch.Tensor]:
+        elements = [max(1, -(-message.bytes // 4)) for message in job.messages]
+        if self._flat.numel() < sum(elements):
+            self._flat = torch.empty(0, device=self._device)
+            self._flat = torch.empty(sum(elements), device=self._device).fill_(0.0)
+        views, start = [], 0
+        for count in elements:
+            views.append(self._flat[start : start + count])
+            start += count
+        return views
+
+
+class SleepingPlayer:
+    """A CPU node: compute is slept, so that nodes sharing few cores do not take them from the network's threads."""
+
+    def __init__(self, channels: Sequence[Channel], stock: Channel) -> None:
+        self._channels = channels
+        self._stock = stock
+        self._buffers = Buffers(torch.device("cpu"))
+        self._tiny = torch.zeros(1)
+        # The kernel may wake a sleeper up to 50 µs late unless told otherwise.
+        ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)
+
+    def play(self, job: Job, factor: float, finishes: list[float] | None = None) -> float:
+        views = self._buffers.cut(job)
+        self._channels[0].all_reduce(self._tiny).wait()
+        start = time.perf_counter()
+        backward = start + job.forward_s * factor
+        works = []
+        for message, view in zip(job.messages, views, strict=True):
+            _sleep_until(backward + message.ready_s * factor)
+            channel = self._stock if job.stock else self._channels[message.channel]
+            works.append(channel.all_reduce(view))
+        _sleep_until(backward + job.backward_s * factor)
+        for work in works:
+            work.wait()
+        # Nothing happens during the update: it is added, not slept.
+        return time.perf_counter() - start + job.update_s * factor
+
+
+def _sleep_until(moment: float) -> None:
+    left = moment - time.perf_counter()
+    if left > 0:
+        time.sleep(left)
+
+
+class SpinningPlayer:
+    """A GPU node: compute spins on one multiprocessor in the current stream, so that each node has its own share."""
+
+    def __init__(self, channels: Sequence[Channel], device: torch.device) -> None:
+        self._channels = channels
+        self._buffers = Buffers(device)
+        self._tiny = torch.zeros(1, device=device)
+        self._probe = cuda.Stream(device)
+        self._start, self._end = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
+        self.hertz, self.overhead_s = spin_rate()
+
+    def play(self, job: Job, factor: float, finishes: list[float] | None = None) -> float:
+        views = self._buffers.cut(job)
+        spin = _Spin(self.hertz, self.overhead_s)
+        self._channels[0].all_reduce(self._tiny).wait()
+        cuda._sleep(int(_LEAD_S * self.hertz))
+        self._start.record()
+        spin.until(job.forward_s * factor)
+        works = []
+        for message, view in zip(job.messages, views, strict=True):
+            spin.until((job.forward_s + message.ready_s) * factor)
+            works.append(self._channels[message.channel].all_reduce(view))
+        spin.until((job.forward_s + job.backward_s) * factor)
+        seen = [self._seen(work) for work in works] if finishes is not None else []
+        for work in works:
+            work.wait()
+        cuda._sleep(max(1, int((job.update_s * factor - self.overhead_s) * self.hertz)))
+        self._end.record()
+        until(self._end)
+        if finishes is not None:
+            self._probe.synchronize()
+            backward_s = job.forward_s * factor
+            finishes += [float(self._start.elapsed_time(event)) * 1e-3 - backward_s for event in seen]
+        return float(self._start.elapsed_time(self._end)) * 1e-3
+
+    def _seen(self, work: Any) -> Any:
+        event = cuda.Event(enable_timing=True)
+        with cuda.stream(self._probe):
+            work.wait()
+            event.record()
+        return event
+
+
+class _Spin:
+    """Kernels that keep the stream busy until given moments. What one takes too long is taken off the next."""
+
+    def __init__(self, hertz: float, overhead_s: float) -> None:
+        self._hertz = hertz
+        self._overhead_s = overhead_s
+        self._reached_s = 0.0
+
+    def until(self, moment_s: float) -> None:
+        left = moment_s - self._reached_s - self._overhead_s
+        if left <= 0:
+            return
+        cycles = max(1, int(left * self._hertz))
+        cuda._sleep(cycles)
+        self._reached_s += self._overhead_s + cycles / self._hertz
+
+
+def spin_rate() -> tuple[float, float]:
+    """(cycles a second, seconds that one kernel of a chain costs beside its cycles), measured on this device."""
+    begun = time.perf_counter()
+    while time.perf_counter() - begun < _CLOCK_UP_S:
+        _chain(10, 1_000_000)
+    long_s = sorted(_chain(10, 2_000_000) for _ in range(5))[2]
+    short_s = sorted(_chain(50, 20_000) for _ in range(5))[2]
+    # Two chains, two unknowns: seconds per kernel = overhead + cycles / rate.
+    hertz = (2_000_000 - 20_000) / (long_s - short_s)
+    return hertz, max(short_s - 20_000 / hertz, 0.0)
+
+
+def _chain(kernels: int, cycles: int) -> float:
+    """Seconds per kernel in a chain of them, with an event after each as a collective records one."""
+    start, end, between = (cuda.Event(enable_timing=True) for _ in range(3))
+    cuda._sleep(1_000_000)
+    start.record()
+    for _ in range(kernels):
+        cuda._sleep(cycles)
+        between.record()
+    end.record()
+    until(end)
+    return float(start.elapsed_time(end)) * 1e-3 / kernels
+
+
+def until(event: Any) -> None:
+    """Wait with an end: a collective whose peer is gone never finishes by itself."""
+    limit = time.perf_counter() + _WAIT_S
+    while not event.query():
+        if time.perf_counter() > limit:
+            raise TimeoutError(f"no answer within {_WAIT_S:.0f} s")
+        time.sleep(_POLL_S)

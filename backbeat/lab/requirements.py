@@ -1,0 +1,42 @@
+"""What the lab needs, checked before anything is built; each refusal says what is missing and what works without it."""
+
+from __future__ import annotations
+
+import glob
+import os
+import shutil
+import sys
+from importlib.util import find_spec
+
+from backbeat.errors import InputError, MissingPartError
+from backbeat.lab.mps import CONTROL, find_control
+
+BACKENDS = ("gloo", "nccl")
+_REST = "`backbeat predict`, `plan` and `report` work without it"
+
+
+def check(backend: str) -> None:
+    """Refuse, in one line, to start a lab that this machine cannot run."""
+    if backend not in BACKENDS:
+        raise InputError(f"backend is {backend!r}: the lab runs {' or '.join(BACKENDS)}")
+    if sys.platform != "linux":
+        raise MissingPartError(f"the lab needs Linux (network namespaces), this is {sys.platform}; {_REST}")
+    if find_spec("pyroute2") is None:
+        raise MissingPartError(f"the lab needs pyroute2: pip install 'backbeat[lab]'; {_REST}")
+    if find_spec("torch") is None:
+        raise MissingPartError(f"the lab needs PyTorch: pip install 'backbeat[torch]'; {_REST}")
+    if os.geteuid() != 0:
+        raise MissingPartError(f"the lab needs root, to make network namespaces: run it with sudo; {_REST}")
+    if backend == "nccl":
+        _check_gpu()
+
+
+def _check_gpu() -> None:
+    without = "--backend gloo works without it"
+    if not (glob.glob("/dev/nvidia[0-9]*") or os.path.exists("/proc/driver/nvidia") or shutil.which("nvidia-smi")):
+        raise MissingPartError(f"--backend nccl needs an NVIDIA GPU and none is visible; {without}")
+    if find_control() is None:
+        raise MissingPartError(
+            f"--backend nccl needs {CONTROL} (it comes with the NVIDIA driver), so that nodes can share the GPU; "
+            f"{without}"
+        )

@@ -1,0 +1,177 @@
+"""The workers of one cluster, from the controller's side: started, asked together, stopped whatever happens."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from multiprocessing import connection as pipes
+from typing import TYPE_CHECKING, Any
+
+from backbeat.errors import MeasurementError
+from backbeat.lab.namespaces import INTERFACE
+from backbeat.lab.worker import Start
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from types import TracebackType
+
+    from backbeat.lab.namespaces import Cluster
+
+START_S = 180.0
+"""Importing torch in many processes on few cores takes its time."""
+_STOP_S = 3.0
+
+
+def node_environment(backend: str, node: int, channels: int) -> dict[str, str]:
+    """What makes the library use the node's own interface, and take nodes on one GPU for separate hosts."""
+    variables = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    if backend == "gloo":
+        return {**variables, "GLOO_SOCKET_IFNAME": INTERFACE, "CUDA_VISIBLE_DEVICES": ""}
+    variables |= {
+        "NCCL_HOSTID": f"node{node}",
+        "NCCL_NET": "Socket",
+        "NCCL_SOCKET_IFNAME": INTERFACE,
+        "NCCL_P2P_DISABLE": "1",
+        "NCCL_SHM_DISABLE": "1",
+        "NCCL_IB_DISABLE": "1",
+        "NCCL_MAX_NCHANNELS": "2",
+    }
+    if channels > 1:
+        variables["NCCL_LAUNCH_ORDER_IMPLICIT"] = "1"
+    return variables
+
+
+class Session:
+    """One process per node, joined in a process group."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        *,
+        backend: str,
+        channels: int,
+        settle: bool,
+        slowdowns: Mapping[int, float] | None = None,
+        jitter: float = 0.0,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        self.cluster = cluster
+        self._settings = {"backend": backend, "channels": channels, "settle": settle, "jitter": jitter}
+        self._slowdowns = dict(slowdowns or {})
+        self._environment = dict(environment or {})
+        self._workers: list[subprocess.Popen[bytes]] = []
+        self._pipes: list[pipes.Connection] = []
+
+    def __enter__(self) -> Session:
+        try:
+            for node in range(self.cluster.nodes):
+                self._start(node)
+            self._answers("starting", START_S)
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def ask(self, command: str, timeout_s: float, **arguments: Any) -> list[Any]:
+        """Call a method of all nodes at once; their answers in order of nodes."""
+        for pipe in self._pipes:
+            with contextlib.suppress(BrokenPipeError):
+                pipe.send((command, arguments))
+        return self._answers(command, timeout_s)
+
+    def stop(self) -> None:
+        for pipe in self._pipes:
+            with contextlib.suppress(OSError):
+                pipe.send(("stop", {}))
+        limit = time.monotonic() + _STOP_S
+        for worker in self._workers:
+            try:
+                worker.wait(max(0.0, limit - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                worker.kill()
+                worker.wait()
+        for pipe in self._pipes:
+            pipe.close()
+        self._workers, self._pipes = [], []
+
+    def _start(self, node: int) -> None:
+        here, there = pipes.Pipe()
+        cluster = self.cluster
+        channels = int(self._settings["channels"])  # type: ignore[call-overload]
+        environment = {
+            **os.environ,
+            **node_environment(str(self._settings["backend"]), node, channels),
+            **self._environment,
+        }
+        with open(self._log(node), "wb") as log:
+            worker = subprocess.Popen(
+                [sys.executable, "-m", "backbeat.lab.worker", str(there.fileno()), str(os.getpid())],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                pass_fds=[there.fileno()],
+            )
+        there.close()
+        self._workers.append(worker)
+        self._pipes.append(here)
+        here.send(
+            Start(
+                node=node,
+                nodes=cluster.nodes,
+                namespace=cluster.namespace(node),
+                first_address=cluster.address(0),
+                slowdown=self._slowdowns.get(node, 1.0),
+                **self._settings,  # type: ignore[arg-type]
+            )
+        )
+
+    def _log(self, node: int) -> str:
+        return str(self.cluster.run.folder / f"node{node}.log")
+
+    def _answers(self, what: str, timeout_s: float) -> list[Any]:
+        limit = time.monotonic() + timeout_s
+        answers: dict[int, Any] = {}
+        while len(answers) < len(self._pipes):
+            waiting = {pipe: node for node, pipe in enumerate(self._pipes) if node not in answers}
+            ready: Sequence[Any] = pipes.wait(list(waiting), max(0.0, limit - time.monotonic()))
+            if not ready:
+                late = sorted(waiting.values())
+                raise self._failure(
+                    f"{what}: no answer from node {', '.join(map(str, late))} within {timeout_s:.0f} s", late[0]
+                )
+            for pipe in ready:
+                node = waiting[pipe]
+                try:
+                    fine, answer = pipe.recv()
+                except (EOFError, ConnectionResetError):
+                    code = self._workers[node].poll()
+                    fine, answer = False, f"the process is gone (exit code {code})"
+                if not fine:
+                    raise self._failure(f"{what}: node {node} failed: {answer}", node)
+                answers[node] = answer
+        return [answers[node] for node in range(len(self._pipes))]
+
+    def _failure(self, what: str, node: int) -> MeasurementError:
+        """One line for the user, with the ends of all nodes' logs as notes for whoever keeps them."""
+        ends = {one: self._log_end(one) for one in range(self.cluster.nodes)}
+        last = f" (last line of its log: {ends[node][-1][:300]})" if ends[node] else ""
+        error = MeasurementError(f"{what}{last}")
+        for one, lines in ends.items():
+            error.add_note(f"--- node {one}\n" + "\n".join(lines))
+        return error
+
+    def _log_end(self, node: int, count: int = 60) -> list[str]:
+        try:
+            with open(self._log(node), errors="replace") as file:
+                return [line.rstrip() for line in file if line.strip()][-count:]
+        except OSError:
+            return []

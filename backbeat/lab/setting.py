@@ -1,0 +1,147 @@
+"""The virtual cluster that was asked for: nodes, links, and which of them are slow."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from backbeat.errors import InputError
+from backbeat.lab.jobs import slowdowns
+from backbeat.lab.namespaces import MOST_NODES, Link
+from backbeat.model import Profile
+from backbeat.units import format_rate, parse_duration, parse_rate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """One lab."""
+
+    nodes: int
+    rate_bits: float
+    backend: str = "gloo"
+    rates: Mapping[int, float] = field(default_factory=dict)
+    """Links that differ from the others, in bits a second, by node."""
+    delay_s: float = 0.0
+    delay_jitter_s: float = 0.0
+    slowdowns: Mapping[int, float] = field(default_factory=dict)
+    """Nodes that compute more slowly, by factor."""
+    jitter: float = 0.0
+    """How far each iteration's compute strays, as a share of it."""
+    dilation: float = 1.0
+    """Compute takes this many times as long as the profile says."""
+
+    def __post_init__(self) -> None:
+        if not 2 <= self.nodes <= MOST_NODES:
+            raise InputError(f"nodes is {self.nodes}: a lab has 2 to {MOST_NODES}")
+        if not self.dilation > 0:
+            raise InputError(f"dilation is {self.dilation}: it must be above zero, like 10")
+        if not 0 <= self.jitter < 1:
+            raise InputError(f"jitter is {self.jitter}: it is a share of the compute time, like 5%")
+        for what, table in (("link", self.rates), ("straggler", self.slowdowns)):
+            for node in table:
+                if not 0 <= node < self.nodes:
+                    raise InputError(f"{what} names node {node}: nodes are numbered 0 to {self.nodes - 1}")
+        for node, slowdown in self.slowdowns.items():
+            if not slowdown > 0:
+                raise InputError(f"straggler node {node} has slowdown {slowdown}: it must be above zero, like 1.3")
+        _ = self.links  # their own rules
+
+    @property
+    def links(self) -> list[Link]:
+        return [
+            Link(rate_bits=self.rates.get(node, self.rate_bits), delay_s=self.delay_s, jitter_s=self.delay_jitter_s)
+            for node in range(self.nodes)
+        ]
+
+    @property
+    def settle(self) -> bool:
+        """gloo's socket threads take cores from its workers where there are fewer than three for each node."""
+        return self.backend == "gloo" and (os.cpu_count() or 1) < 3 * self.nodes
+
+    @property
+    def name(self) -> str:
+        return f"{self.backend}-{self.nodes}n-{format_rate(self.rate_bits).replace(' ', '').replace('/s', '').lower()}"
+
+    def compute(self, profile: Profile) -> Profile:
+        """The profile as the nodes replay it: dilated, and without stragglers of its own."""
+        return scaled(profile, self.dilation)
+
+    def slowest(self, profile: Profile) -> Profile:
+        """What the prediction is made from: all nodes wait for the slowest, gradient by gradient."""
+        slowed = scaled(profile, max(1.0, *(self.slowdowns.get(node, 1.0) for node in range(self.nodes))))
+        if self.jitter <= 0:
+            return slowed
+        # Drawn as the nodes draw theirs, from a seed that none of them uses.
+        draw = slowdowns(1.0, self.jitter, seed=-1)
+        return msgspec.structs.replace(slowed, iteration_s=tuple(slowed.single_s * draw() for _ in range(1000)))
+
+
+def scaled(profile: Profile, factor: float) -> Profile:
+    """A profile whose compute takes `factor` times as long, with neither measured iterations nor buffers."""
+    gradients = tuple(
+        msgspec.structs.replace(gradient, ready_s=gradient.ready_s * factor) for gradient in profile.gradients
+    )
+    return msgspec.structs.replace(
+        profile,
+        forward_s=profile.forward_s * factor,
+        backward_s=profile.backward_s * factor,
+        update_s=profile.update_s * factor,
+        gradients=gradients,
+        iteration_s=(),
+        buffer_bytes=0,
+        accumulation=1,
+    )
+
+
+def parse_stragglers(texts: Sequence[str]) -> dict[int, float]:
+    """
+    >>> parse_stragglers(["node=3,slowdown=1.3"])
+    {3: 1.3}
+    """
+    return {node: _number(value, text) for text in texts for node, value in [_pair(text, "slowdown", "1.3")]}
+
+
+def parse_links(texts: Sequence[str]) -> dict[int, float]:
+    """
+    >>> parse_links(["node=0,bandwidth=1gbit"])
+    {0: 1000000000.0}
+    """
+    return {node: parse_rate(value) for text in texts for node, value in [_pair(text, "bandwidth", "1gbit")]}
+
+
+def parse_delay(text: str) -> tuple[float, float]:
+    """(delay, jitter) in seconds.
+
+    >>> parse_delay("1ms,100us"), parse_delay("2ms")
+    ((0.001, 0.0001), (0.002, 0.0))
+    """
+    delay, _, jitter = text.partition(",")
+    return parse_duration(delay), parse_duration(jitter) if jitter else 0.0
+
+
+def parse_share(text: str) -> float:
+    """
+    >>> parse_share("5%"), parse_share("0.05")
+    (0.05, 0.05)
+    """
+    try:
+        return float(text.rstrip("%")) / 100 if text.endswith("%") else float(text)
+    except ValueError:
+        raise InputError(f"{text!r} is not a share: write it like 5%") from None
+
+
+def _pair(text: str, field_name: str, example: str) -> tuple[int, str]:
+    parts = dict(part.strip().split("=", 1) for part in text.split(",") if "=" in part)
+    if set(parts) != {"node", field_name} or not parts["node"].strip().isdigit():
+        raise InputError(f"{text!r} is not understood: write it like node=3,{field_name}={example}")
+    return int(parts["node"]), parts[field_name]
+
+
+def _number(value: str, text: str) -> float:
+    try:
+        return float(value)
+    except ValueError:
+        raise InputError(f"{text!r}: {value!r} is not a number") from None

@@ -1,0 +1,191 @@
+"""The process of one node: joins its namespace, then does what the controller asks, together with the other nodes."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, Any
+
+from backbeat.lab.namespaces import enter
+
+if TYPE_CHECKING:
+    from backbeat.lab.jobs import Job, Replayed, Turn
+
+_PR_SET_PDEATHSIG = 1
+_PORT = 29500
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """What a node must know before it joins the others."""
+
+    node: int
+    nodes: int
+    namespace: str
+    first_address: str
+    """Where node 0 is."""
+    backend: str
+    channels: int
+    settle: bool
+    """gloo on few cores: see `measure.channels.settle_gloo`."""
+    slowdown: float = 1.0
+    jitter: float = 0.0
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+class Node:
+    """One rank. Methods are called on all nodes at once, by name."""
+
+    def __init__(self, start: Start) -> None:
+        import datetime
+
+        import torch
+        import torch.distributed as dist
+
+        from backbeat.lab.jobs import slowdowns
+        from backbeat.lab.replay import SleepingPlayer, SpinningPlayer
+        from backbeat.measure.channels import GroupChannel, open_channels, settle_gloo
+
+        self.start = start
+        torch.set_num_threads(1)
+        timeout = datetime.timedelta(seconds=120)
+        self.device = torch.device("cuda", 0) if start.backend == "nccl" else torch.device("cpu")
+        if start.backend == "nccl":
+            torch.cuda.set_device(self.device)
+        dist.init_process_group(
+            start.backend,
+            init_method=f"tcp://{start.first_address}:{_PORT}",
+            rank=start.node,
+            world_size=start.nodes,
+            timeout=timeout,
+            device_id=self.device if start.backend == "nccl" else None,
+        )
+        stock = GroupChannel(dist.group.WORLD, owned=False)
+        channels = open_channels(dist.group.WORLD, start.backend, start.channels, tag="lab", timeout=timeout)
+        for channel in channels:
+            # A communicator is built at its first collective.
+            channel.all_reduce(torch.zeros(1, device=self.device)).wait()
+        if start.backend == "nccl":
+            torch.cuda.synchronize()
+        if start.settle and start.backend == "gloo":
+            stock.all_reduce(torch.zeros(1)).wait()
+            settle_gloo()
+        self.factor = slowdowns(start.slowdown, start.jitter, seed=start.node)
+        self.player = (
+            SpinningPlayer(channels, self.device) if start.backend == "nccl" else SleepingPlayer(channels, stock)
+        )
+
+    def describe(self) -> dict[str, Any]:
+        """The machine and the libraries, as this node sees them."""
+        import platform
+
+        import torch
+
+        from backbeat.measure.machine import source
+
+        about = source(None, self.device)
+        versions = dict(about.versions)
+        if self.start.backend == "nccl":
+            versions["nccl"] = ".".join(str(part) for part in torch.cuda.nccl.version())  # type: ignore[no-untyped-call]
+        facts: dict[str, Any] = {
+            "machine": about.machine,
+            "kernel": platform.release(),
+            "date": about.date,
+            "versions": versions,
+            "environment": {name: value for name, value in sorted(os.environ.items()) if name.startswith(_SHOWN)},
+            "congestion_control": _congestion_control(),
+        }
+        if self.start.backend == "nccl":
+            facts["spin"] = {"hertz": self.player.hertz, "overhead_s": self.player.overhead_s}  # type: ignore[union-attr]
+        return facts
+
+    def calibrate(self, *, budget_s: float, channels: Sequence[int], sizes: Sequence[int], name: str) -> Any:
+        """The network, and the timings behind it, from node 0; None from the others."""
+        import msgspec
+
+        from backbeat.measure.calibrate import measure_cluster
+
+        found = measure_cluster(
+            device=self.device,
+            budget_s=budget_s,
+            sizes=sizes,
+            channels=channels,
+            collectives=("all_reduce",),
+            name=name,
+            settle=self.start.settle,
+        )
+        if self.start.node != 0:
+            return None
+        timings = [
+            {
+                "bytes": case.bytes,
+                "messages": case.messages,
+                "channels": case.channels,
+                "median_s": timing.median_s,
+                "jitter": timing.jitter,
+                "uncertainty": timing.uncertainty,
+                "repeats": timing.repeats,
+            }
+            for case, timing in found.outcome.timings.items()
+        ]
+        return msgspec.json.encode(found.network), timings, found.outcome.elapsed_s
+
+    def replay(self, *, jobs: Sequence[Job], turns: Sequence[Turn]) -> list[Replayed]:
+        from backbeat.lab.replay import replay
+
+        return replay(self.player, jobs, turns, self.factor)
+
+    def train(self, **options: Any) -> Any:
+        from backbeat.lab.train import train
+
+        return train(self, **options)
+
+
+_SHOWN = ("NCCL_", "GLOO_", "TORCH_NCCL", "CUDA_DEVICE", "OMP_")
+
+
+def _congestion_control() -> str | None:
+    try:
+        with open("/proc/sys/net/ipv4/tcp_congestion_control") as file:
+            return file.read().strip()
+    except OSError:
+        return None
+
+
+def main() -> None:
+    # The kernel ends this process with the one that started it, also when that is killed.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    connection = Connection(int(sys.argv[1]))
+    if os.getppid() != int(sys.argv[2]):
+        return
+    try:
+        start: Start = connection.recv()
+        enter(start.namespace)
+        node = Node(start)
+        connection.send((True, None))
+        while True:
+            command, arguments = connection.recv()
+            if command == "stop":
+                break
+            connection.send((True, getattr(node, command)(**arguments)))
+    except EOFError:
+        pass
+    except BaseException as error:
+        traceback.print_exc()
+        text = str(error).strip().splitlines()
+        connection.send((False, f"{type(error).__name__}: {text[0] if text else ''}".rstrip(": ")))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Taking communicators down in order can wait for ever on a peer that is gone; the kernel does it all the same.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
