@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Sequence
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta
@@ -21,6 +21,8 @@ class Group(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     gradients: Annotated[tuple[str, ...], Meta(min_length=1)]
     channel: Annotated[int, Meta(ge=0)]
+    phase: Literal["reduce_scatter", "all_gather"] | None = None
+    """Half of a decoupled all-reduce: reduce-scatter during backward, all-gather during the next forward."""
 
     def __post_init__(self) -> None:
         force_setattr(self, "gradients", tuple(self.gradients))
@@ -69,7 +71,11 @@ class Plan(Document, frozen=True, kw_only=True):
             at_least("workers", self.workers, 1)
         if not self.groups:
             raise InputError("groups is empty: a plan has at least one group; make it again with `backbeat plan`")
-        seen: dict[str, int] = {}
+        if len({group.phase is None for group in self.groups}) > 1:
+            raise InputError(
+                "some groups have a phase and some have none: a plan is decoupled as a whole or not at all"
+            )
+        seen: dict[tuple[str | None, str], int] = {}
         for index, group in enumerate(self.groups):
             if group.channel >= self.channels:
                 raise InputError(
@@ -77,12 +83,36 @@ class Plan(Document, frozen=True, kw_only=True):
                     f"channels are numbered 0 to {self.channels - 1}"
                 )
             for name in group.gradients:
-                if name in seen:
+                if (group.phase, name) in seen:
                     raise InputError(
-                        f"groups[{index}] names {name!r}, already in groups[{seen[name]}]: "
+                        f"groups[{index}] names {name!r}, already in groups[{seen[group.phase, name]}]: "
                         "a gradient travels once; remove one of the two"
                     )
-                seen[name] = index
+                seen[group.phase, name] = index
+        self._check_halves()
+
+    def _check_halves(self) -> None:
+        """What is scattered must be gathered, after it."""
+        scattered: set[str] = set()
+        gathered: set[str] = set()
+        for index, group in enumerate(self.groups):
+            if group.phase == "reduce_scatter":
+                scattered.update(group.gradients)
+            elif group.phase == "all_gather":
+                gathered.update(group.gradients)
+                early = gathered - scattered
+                if early:
+                    raise InputError(
+                        f"groups[{index}] gathers {min(early)!r} before it is scattered: "
+                        "list every reduce_scatter before the all_gather that needs it"
+                    )
+        if scattered != gathered:
+            raise InputError(f"{min(scattered - gathered)!r} is scattered but never gathered: add it to an all_gather")
+
+    @property
+    def decoupled(self) -> bool:
+        """Communication is split between backward and the next forward."""
+        return self.groups[0].phase is not None
 
     @classmethod
     def from_groups(

@@ -10,6 +10,7 @@ import msgspec
 from backbeat.errors import InputError
 from backbeat.planners.adaptive import adaptive
 from backbeat.planners.baselines import ddp, horovod, single, wfbp
+from backbeat.planners.decoupled import Halved, decoupled
 from backbeat.planners.draft import Draft, Options
 from backbeat.planners.joint import best
 from backbeat.planners.mgwfbp import asc_wfbp, mg_wfbp
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["STRATEGIES", "Draft", "Options", "plan", "propose"]
 
-STRATEGIES: dict[str, Callable[[Profile, Network, Options], Draft]] = {
+STRATEGIES: dict[str, Callable[[Profile, Network, Options], Draft | Halved]] = {
     "wfbp": wfbp,
     "single": single,
     "ddp": ddp,
@@ -33,6 +34,7 @@ STRATEGIES: dict[str, Callable[[Profile, Network, Options], Draft]] = {
     "adaptive": adaptive,
     "optimal": optimal,
     "best": best,
+    "decoupled": decoupled,
 }
 
 

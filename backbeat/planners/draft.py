@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from backbeat.model.plan import DynamicFusion, Group, Plan
-from backbeat.simulate.predict import communicate
+from backbeat.simulate.course import communicate
 from backbeat.simulate.schedule import Schedule
 
 if TYPE_CHECKING:

@@ -4,21 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numpy as np
+import msgspec
 
 from backbeat.cost.collectives import traffic
 from backbeat.cost.curve import Curve
 from backbeat.errors import InputError
 from backbeat.model.prediction import Band, Breakdown, Prediction, Span
-from backbeat.simulate.bound import communication_bound
-from backbeat.simulate.dynamic import fuse
-from backbeat.simulate.engine import simulate
+from backbeat.simulate.course import Course, across_iterations, within_iteration
 from backbeat.simulate.jitter import Straggling, straggling
-from backbeat.simulate.recursion import one_channel
-from backbeat.simulate.schedule import Flow, Schedule
 
 if TYPE_CHECKING:
-    from backbeat.cost import LinkCost
     from backbeat.model import Network, Plan, Profile
 
 _NEGLIGIBLE = 0.02
@@ -44,32 +39,31 @@ def predict(
     micro_batches = profile.accumulation if accumulation is None else accumulation
     if micro_batches < 1:
         raise InputError(f"accumulation is {micro_batches}: an iteration has at least one micro-batch")
-    cost = network.cost
-    names, schedule, flow = run(profile, plan, cost)
-    channels = max(plan.channels, 1)
-
-    before = (micro_batches - 1) * (profile.forward_s + profile.backward_s) + profile.forward_s
-    single = before + profile.backward_s + profile.update_s
-    alone = network.workers == 1
-    end = profile.backward_s if alone else max(profile.backward_s, flow.end_s)
-    buffers = broadcast_s(network, profile.buffer_bytes) if broadcast_buffers and not alone else 0.0
-    waits = None if alone else straggling(profile.iteration_s, network.workers, micro_batches)
+    before = (micro_batches - 1) * (profile.forward_s + profile.backward_s)
+    single = before + profile.forward_s + profile.backward_s + profile.update_s
+    if network.workers == 1:
+        course = Course(single, single, Breakdown(), (), len(plan.groups), 0.0)
+    elif plan.decoupled:
+        course = across_iterations(profile, network, plan, before)
+    else:
+        course = within_iteration(profile, network, plan, before)
+    buffers = broadcast_s(network, profile.buffer_bytes) if broadcast_buffers and network.workers > 1 else 0.0
+    waits = straggling(profile.iteration_s, network.workers, micro_batches) if network.workers > 1 else None
     wait = waits.wait_s if waits else 0.0
-    steady = buffers + before + end + profile.update_s
+    steady = buffers + course.steady_s
     iteration = steady + wait
-    bound_end = profile.backward_s if alone else communication_bound(profile, cost, channels)
-    notes, extrapolated = _notes(profile, network, plan, schedule, waits)
-    breakdown = _breakdown(profile, cost, schedule, flow, end, channels, wait, buffers)
+    notes, extrapolated = _notes(profile, network, plan, course.largest_bytes, waits)
+    breakdown = msgspec.structs.replace(course.breakdown, stragglers_s=wait, buffers_s=buffers)
     return Prediction(
         strategy=plan.strategy,
         workers=network.workers,
         channels=plan.channels,
-        groups=len(names),
+        groups=course.groups,
         iteration_s=iteration,
         single_s=single,
         scaling_factor=single / iteration if iteration > 0 else 1.0,
         exposed_s=iteration - single,
-        bound_s=before + max(profile.backward_s, bound_end) + profile.update_s + buffers + wait,
+        bound_s=course.bound_s + buffers + wait,
         samples_per_s=network.workers * profile.batch_size * micro_batches / iteration if iteration > 0 else 0.0,
         breakdown=breakdown,
         bottleneck=_bottleneck(breakdown, single),
@@ -77,26 +71,17 @@ def predict(
         if waits
         else None,
         extrapolated=extrapolated,
-        timeline=() if alone else _timeline(profile, schedule, flow, names, buffers, before, end),
+        timeline=_shifted(course.timeline, buffers, profile.buffer_bytes),
         notes=tuple(notes),
     )
 
 
-def run(profile: Profile, plan: Plan, cost: LinkCost) -> tuple[list[tuple[str, ...]], Schedule, Flow]:
-    """The plan's groups by name, as arrays, and when they travel."""
-    if plan.dynamic is not None:
-        plan.check(profile)
-        ends, schedule, flow = fuse(profile, cost, plan.dynamic)
-        order = [gradient.name for gradient in profile.gradients]
-        starts = [0, *ends[:-1]]
-        return [tuple(order[first:last]) for first, last in zip(starts, ends, strict=True)], schedule, flow
-    schedule, names = Schedule.of_plan(profile, plan)
-    return names, schedule, communicate(schedule, cost, plan.channels)
-
-
-def communicate(schedule: Schedule, cost: LinkCost, channels: int) -> Flow:
-    """The recursion where one channel is used, the event engine otherwise."""
-    return one_channel(schedule, cost) if channels == 1 else simulate(schedule, cost)
+def _shifted(timeline: tuple[Span, ...], buffers: float, size: int) -> tuple[Span, ...]:
+    """The timeline behind the buffers' broadcast."""
+    if not timeline or not buffers:
+        return timeline
+    later = (Span(span.lane, span.name, span.start_s + buffers, span.end_s + buffers, span.bytes) for span in timeline)
+    return (Span("channel 0", "buffers", 0.0, buffers, size), *later)
 
 
 def broadcast_s(network: Network, size: int) -> float:
@@ -113,46 +98,6 @@ def broadcast_s(network: Network, size: int) -> float:
     return float(curve.startup(size)) / 2 + float(curve.work(size)) * ratio
 
 
-def _breakdown(
-    profile: Profile,
-    cost: LinkCost,
-    schedule: Schedule,
-    flow: Flow,
-    end: float,
-    channels: int,
-    wait: float,
-    buffers: float,
-) -> Breakdown:
-    """Split what is exposed after backward; the definitions stand beside the fields of `Breakdown`."""
-    tail = end - profile.backward_s
-    if tail <= 0:
-        return Breakdown(stragglers_s=wait, buffers_s=buffers)
-    moving = _covered(flow.on_link, flow.finishes, profile.backward_s)
-    holding = _covered(flow.starts, flow.finishes, profile.backward_s)
-    link = float(cost.work(schedule.sizes).sum()) / cost.best_efficiency(channels)
-    too_much = max(link - (profile.backward_s - float(profile.ready[0])), 0.0)
-    startup, bandwidth = max(holding - moving, 0.0), min(moving, too_much)
-    return Breakdown(
-        startup_s=startup,
-        bandwidth_s=bandwidth,
-        waiting_s=max(tail - startup - bandwidth, 0.0),
-        stragglers_s=wait,
-        buffers_s=buffers,
-    )
-
-
-def _covered(starts: np.ndarray, ends: np.ndarray, after: float) -> float:
-    """Length of the union of these intervals, after a moment."""
-    late = ends > after
-    intervals = sorted(zip(np.maximum(starts[late], after).tolist(), ends[late].tolist(), strict=True))
-    total, reached = 0.0, after
-    for start, stop in intervals:
-        if stop > reached:
-            total += stop - max(start, reached)
-            reached = stop
-    return total
-
-
 def _bottleneck(breakdown: Breakdown, single: float) -> str:
     parts = {
         "startup": breakdown.startup_s,
@@ -166,43 +111,8 @@ def _bottleneck(breakdown: Breakdown, single: float) -> str:
     return max(parts, key=lambda part: parts[part])
 
 
-def _timeline(
-    profile: Profile,
-    schedule: Schedule,
-    flow: Flow,
-    names: list[tuple[str, ...]],
-    buffers: float,
-    before: float,
-    end: float,
-) -> tuple[Span, ...]:
-    backward = buffers + before
-    spans = [
-        Span("compute", "forward", buffers, backward),
-        Span("compute", "backward", backward, backward + profile.backward_s),
-        Span("compute", "update", backward + end, backward + end + profile.update_s),
-    ]
-    if buffers:
-        spans.insert(0, Span("channel 0", "buffers", 0.0, buffers, profile.buffer_bytes))
-    rows = zip(
-        schedule.channels,
-        names,
-        (flow.starts + backward).tolist(),
-        (flow.finishes + backward).tolist(),
-        schedule.sizes.tolist(),
-        strict=True,
-    )
-    spans.extend(
-        Span(f"channel {channel}", _label(group), start, stop, int(size)) for channel, group, start, stop, size in rows
-    )
-    return tuple(spans)
-
-
-def _label(names: tuple[str, ...]) -> str:
-    return names[0] if len(names) == 1 else f"{names[0]} … {names[-1]} ({len(names)})"
-
-
 def _notes(
-    profile: Profile, network: Network, plan: Plan, schedule: Schedule, waits: Straggling | None
+    profile: Profile, network: Network, plan: Plan, largest_bytes: float, waits: Straggling | None
 ) -> tuple[list[str], bool]:
     notes: list[str] = []
     extrapolated = False
@@ -219,7 +129,7 @@ def _notes(
             f"({network.topology.algorithm})"
         )
     points = (network.moved_from.all_reduce if network.moved_from else network.all_reduce).points
-    if points and float(schedule.sizes.max()) > points[-1][0]:
+    if points and largest_bytes > points[-1][0]:
         extrapolated = True
         notes.append(f"groups above {points[-1][0]} bytes lie beyond the largest message measured")
     if waits is not None and waits.extrapolated:

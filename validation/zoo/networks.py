@@ -68,9 +68,7 @@ def networks() -> list[Network]:
     return [
         flat("1gbe", 1, hop_s=TCP_HOP_S, efficiency=TCP_EFFICIENCY, why=tcp),
         flat("10gbe", 10, hop_s=TCP_HOP_S, efficiency=TCP_EFFICIENCY, why=tcp, method="published"),
-        flat(
-            "25gbe", 25, hop_s=TCP_HOP_S, efficiency=TCP_EFFICIENCY, why=tcp + "; the hop is assumed here"
-        ),
+        flat("25gbe", 25, hop_s=TCP_HOP_S, efficiency=TCP_EFFICIENCY, why=tcp + "; the hop is assumed here"),
         flat("100gbe", 100, hop_s=RDMA_HOP_S, efficiency=RDMA_EFFICIENCY, why="RoCE: " + rdma),
         Network(
             name="ib56",

@@ -1,0 +1,126 @@
+"""`decoupled`: groups for the two halves of an all-reduce, chosen separately and exactly.
+
+The scatters behind backward are the one-channel programme of `optimal` on the reduce-scatter's cost: an earlier end of
+the last one never hurts what follows.
+
+The gathers behind forward: a group must be complete before its first layer starts. Say forward is to end by D. Then the
+group that starts with layer i is due at D less the computation from i on, and the least finish time of the first j,
+
+    C[j] = min over i < j of  C[i] + T(S_j - S_i)   such that it is no later than i's due time,
+
+decides whether D can be met, because an earlier finish is never worse. The least D is found by bisection.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from backbeat.errors import InputError
+from backbeat.model.plan import Group, Plan
+from backbeat.planners.draft import Options
+from backbeat.planners.optimal import queue_programme
+from backbeat.simulate.decoupled import Halves, Layers
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from backbeat.cost import Curve
+    from backbeat.model import Network, Profile
+
+_PRECISION = 1e-6
+"""Of the least forward end, relative."""
+
+
+@dataclass(frozen=True, slots=True)
+class Halved:
+    """Where the groups of both halves end: scatters in ready order, gathers in the order of the next forward."""
+
+    scatter_ends: list[int]
+    gather_ends: list[int]
+    guessed: bool
+
+    def named(self, profile: Profile, strategy: str, workers: int) -> Plan:
+        names = [gradient.name for gradient in profile.gradients]
+        halves: tuple[tuple[Literal["reduce_scatter", "all_gather"], list[str], list[int]], ...] = (
+            ("reduce_scatter", names, self.scatter_ends),
+            ("all_gather", names[::-1], self.gather_ends),
+        )
+        return Plan(
+            strategy=strategy,
+            model=profile.model,
+            workers=workers,
+            channels=1,
+            groups=tuple(
+                Group(gradients=tuple(order[first:last]), channel=0, phase=phase)
+                for phase, order, ends in halves
+                for first, last in pairwise([0, *ends])
+            ),
+            notes=("forward times are guessed from backward's",) if self.guessed else (),
+        )
+
+
+def decoupled(profile: Profile, network: Network, options: Options) -> Halved:
+    """Reduce-scatter groups in ready order, then all-gather groups in the order of the next forward."""
+    if options.channels not in (None, 1):
+        raise InputError(f"channels is {options.channels}: decoupled plans use one channel")
+    halves = Halves.of(network)
+    ready, sizes = profile.ready.tolist(), profile.sizes.tolist()
+    scatter_ends = queue_programme(ready, sizes, halves.scatter)
+    free = 0.0
+    for first, last in pairwise([0, *scatter_ends]):
+        free = max(ready[last - 1], free) + float(halves.scatter.time(sum(sizes[first:last])))
+    layers = Layers.of(profile)
+    gather_ends = gather_programme(layers, halves.gather, free - profile.backward_s)
+    return Halved(scatter_ends, gather_ends, layers.guessed)
+
+
+def gather_programme(layers: Layers, cost: Curve, free_s: float) -> list[int]:
+    """Where gather groups end, in forward order, when the link is free `free_s` after forward may start.
+
+    Two layers of 1 MB and 5 ms of computation each, messages of 1 ms + 1 ns/byte, link free at once. Together they
+    arrive at 3 ms and forward ends at 13; one by one the first arrives at 2 ms, the second at 4, long before it is
+    needed, and forward ends at 12.
+
+    >>> from backbeat.cost import Curve
+    >>> two = Layers(np.array([5e-3, 5e-3]), np.array([1e6, 1e6]), False)
+    >>> gather_programme(two, Curve.affine(1e-3, 1e-9), 0.0)
+    [1, 2]
+    """
+    total = float(layers.compute_s.sum())
+    everything = float(cost.time(layers.sizes.sum()))
+    low, high = max(total, 0.0), max(free_s, 0.0) + everything + total
+    found = [len(layers.sizes)]
+    # Everything in one group always meets `high`.
+    while high - low > _PRECISION * high:
+        middle = (low + high) / 2
+        ends = _meets(layers, cost, free_s, middle)
+        if ends is None:
+            low = middle
+        else:
+            found, high = ends, middle
+    return found
+
+
+def _meets(layers: Layers, cost: Curve, free_s: float, end_s: float) -> list[int] | None:
+    """Groups with which forward ends by `end_s`, or None."""
+    count = len(layers.sizes)
+    sums = np.concatenate([[0.0], np.cumsum(layers.sizes)])
+    due: NDArray[np.float64] = end_s - np.cumsum(layers.compute_s[::-1])[::-1]
+    finish = np.full(count + 1, np.inf)
+    finish[0] = free_s
+    came_from = [0] * (count + 1)
+    for j in range(1, count + 1):
+        times = finish[:j] + cost.time(sums[j] - sums[:j])
+        times = np.where(times <= due[:j], times, np.inf)
+        start = int(np.argmin(times))
+        finish[j], came_from[j] = times[start], start
+    if not np.isfinite(finish[count]):
+        return None
+    ends = [count]
+    while came_from[ends[-1]] > 0:
+        ends.append(came_from[ends[-1]])
+    return ends[::-1]

@@ -1,0 +1,171 @@
+"""One iteration's computation and communication, before buffers and stragglers: how long, why, and drawn in time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from backbeat.errors import InputError
+from backbeat.model.prediction import Breakdown, Span
+from backbeat.simulate.bound import communication_bound
+from backbeat.simulate.decoupled import Halves, decoupled_bound, period
+from backbeat.simulate.dynamic import fuse
+from backbeat.simulate.engine import simulate
+from backbeat.simulate.recursion import one_channel
+from backbeat.simulate.schedule import Flow, Schedule
+
+if TYPE_CHECKING:
+    from backbeat.cost import LinkCost
+    from backbeat.model import Network, Plan, Profile
+
+
+@dataclass(frozen=True, slots=True)
+class Course:
+    """What a plan makes of an iteration."""
+
+    steady_s: float
+    bound_s: float
+    breakdown: Breakdown
+    timeline: tuple[Span, ...]
+    groups: int
+    largest_bytes: float
+
+
+def within_iteration(profile: Profile, network: Network, plan: Plan, before: float) -> Course:
+    """Communication ends before the update."""
+    cost = network.cost
+    names, schedule, flow = run(profile, plan, cost)
+    end = max(profile.backward_s, flow.end_s)
+    bound_end = max(profile.backward_s, communication_bound(profile, cost, plan.channels))
+    around = before + profile.forward_s + profile.update_s
+    return Course(
+        around + end,
+        around + bound_end,
+        _breakdown(profile, cost, schedule, flow, end, plan.channels),
+        _timeline(profile, schedule, flow, names, before + profile.forward_s, end),
+        len(names),
+        float(schedule.sizes.max()),
+    )
+
+
+def across_iterations(profile: Profile, network: Network, plan: Plan, before: float) -> Course:
+    """Communication goes on behind the next forward: one steady period, drawn from the start of forward."""
+    plan.check(profile)
+    if missing := plan.missing(profile):
+        raise InputError(
+            f"the decoupled plan leaves out {missing[0]!r}: make it again with `backbeat plan -s decoupled`"
+        )
+    steady = period(profile, plan, network)
+    compute = profile.forward_s + profile.backward_s + profile.update_s
+    halves = Halves.of(network)
+    total = float(profile.sizes.sum())
+    link = float(halves.scatter.work(total) + halves.gather.work(total))
+    bandwidth = min(steady.stalled_s, max(link - compute, 0.0))
+    forward = steady.forward_end_s - profile.backward_s
+    # Drawn from the start of forward: the gathers belong to the backward before it.
+    spans = [Span("compute", "forward and update", before, before + forward)]
+    spans.append(Span("compute", "backward", before + forward, before + steady.forward_end_s))
+    for group, (start, end) in zip(plan.groups, [*steady.scatters, *steady.gathers], strict=True):
+        gather = group.phase == "all_gather"
+        shift = before - profile.backward_s if gather else before + forward
+        size = sum(profile.gradients[profile.index[name]].bytes for name in group.gradients)
+        label = ("gather " if gather else "scatter ") + _label(group.gradients)
+        spans.append(Span("channel 0", label, max(start + shift, 0.0), end + shift, size))
+    largest = max(
+        sum(profile.gradients[profile.index[name]].bytes for name in group.gradients) for group in plan.groups
+    )
+    return Course(
+        before + steady.forward_end_s,
+        before + decoupled_bound(profile, network),
+        Breakdown(bandwidth_s=bandwidth, waiting_s=steady.stalled_s - bandwidth),
+        tuple(spans),
+        len(plan.groups),
+        float(largest),
+    )
+
+
+def run(profile: Profile, plan: Plan, cost: LinkCost) -> tuple[list[tuple[str, ...]], Schedule, Flow]:
+    """The plan's groups by name, as arrays, and when they travel."""
+    if plan.dynamic is not None:
+        plan.check(profile)
+        ends, schedule, flow = fuse(profile, cost, plan.dynamic)
+        order = [gradient.name for gradient in profile.gradients]
+        starts = [0, *ends[:-1]]
+        return [tuple(order[first:last]) for first, last in zip(starts, ends, strict=True)], schedule, flow
+    schedule, names = Schedule.of_plan(profile, plan)
+    return names, schedule, communicate(schedule, cost, plan.channels)
+
+
+def communicate(schedule: Schedule, cost: LinkCost, channels: int) -> Flow:
+    """The recursion where one channel is used, the event engine otherwise."""
+    return one_channel(schedule, cost) if channels == 1 else simulate(schedule, cost)
+
+
+def _breakdown(
+    profile: Profile,
+    cost: LinkCost,
+    schedule: Schedule,
+    flow: Flow,
+    end: float,
+    channels: int,
+) -> Breakdown:
+    """Split what is exposed after backward; the definitions stand beside the fields of `Breakdown`."""
+    tail = end - profile.backward_s
+    if tail <= 0:
+        return Breakdown()
+    moving = _covered(flow.on_link, flow.finishes, profile.backward_s)
+    holding = _covered(flow.starts, flow.finishes, profile.backward_s)
+    link = float(cost.work(schedule.sizes).sum()) / cost.best_efficiency(channels)
+    too_much = max(link - (profile.backward_s - float(profile.ready[0])), 0.0)
+    startup, bandwidth = max(holding - moving, 0.0), min(moving, too_much)
+    return Breakdown(
+        startup_s=startup,
+        bandwidth_s=bandwidth,
+        waiting_s=max(tail - startup - bandwidth, 0.0),
+    )
+
+
+def _covered(starts: np.ndarray, ends: np.ndarray, after: float) -> float:
+    """Length of the union of these intervals, after a moment."""
+    late = ends > after
+    intervals = sorted(zip(np.maximum(starts[late], after).tolist(), ends[late].tolist(), strict=True))
+    total, reached = 0.0, after
+    for start, stop in intervals:
+        if stop > reached:
+            total += stop - max(start, reached)
+            reached = stop
+    return total
+
+
+def _timeline(
+    profile: Profile,
+    schedule: Schedule,
+    flow: Flow,
+    names: list[tuple[str, ...]],
+    backward: float,
+    end: float,
+) -> tuple[Span, ...]:
+    """The computation, and every group on its channel; `backward` is when the overlapping backward starts."""
+    spans = [
+        Span("compute", "forward", 0.0, backward),
+        Span("compute", "backward", backward, backward + profile.backward_s),
+        Span("compute", "update", backward + end, backward + end + profile.update_s),
+    ]
+    rows = zip(
+        schedule.channels,
+        names,
+        (flow.starts + backward).tolist(),
+        (flow.finishes + backward).tolist(),
+        schedule.sizes.tolist(),
+        strict=True,
+    )
+    spans.extend(
+        Span(f"channel {channel}", _label(group), start, stop, int(size)) for channel, group, start, stop, size in rows
+    )
+    return tuple(spans)
+
+
+def _label(names: tuple[str, ...]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} … {names[-1]} ({len(names)})"
