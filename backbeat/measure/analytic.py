@@ -41,6 +41,8 @@ _ATTENTION_BACKWARD = 2.5
 class VirtualClock:
     """A clock that stands still until it is told how long something took."""
 
+    asynchronous = False
+
     def __init__(self) -> None:
         self.now_s = 0.0
 
@@ -55,6 +57,12 @@ class VirtualClock:
 
     def between(self, first: Mark, last: Mark) -> float:
         return float(last - first)
+
+    def host_s(self) -> float:
+        return self.now_s
+
+    def delay(self, seconds: float) -> None:
+        pass
 
 
 class Estimator(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -278,13 +286,15 @@ def _document(
     command: str | None,
 ) -> Profile:
     gradients = figures.gradients
-    shares = [figures.ready.get(index, 1.0) for index in range(len(gradients.names))]
+    shares = [figures.hooked.ready.get(index, 1.0) for index in range(len(gradients.names))]
     entries = tuple(
         Gradient(
             name=gradients.names[index],
             bytes=gradients.sizes[index],
             ready_s=round(shares[index] * figures.backward_s, _DIGITS),
-            forward_s=round(figures.forward.get(index, 0.0) * figures.forward_s, _DIGITS) if figures.forward else None,
+            forward_s=round(figures.hooked.forward.get(index, 0.0) * figures.forward_s, _DIGITS)
+            if figures.hooked.forward
+            else None,
             activation_bytes=figures.activations.get(index, 0),
         )
         for index in sorted(range(len(shares)), key=lambda index: (shares[index], -index))

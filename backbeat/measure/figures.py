@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -12,16 +11,24 @@ import torch
 from backbeat.errors import InputError, MeasurementError
 from backbeat.measure.inputs import check_loss
 from backbeat.measure.memory import SavedTensors, device_bytes, optimizer_tensors, storage_bytes
-from backbeat.measure.training import Marks, Training, is_out_of_memory, tensors_in, where_raised
-from backbeat.measure.watch import Owner, Watch, find_owners, forward_shares, is_compiled, ready_shares
+from backbeat.measure.pace import Host, Pace, judge, needs_head_start, probe
+from backbeat.measure.training import Marks, Observer, Training, is_out_of_memory, tensors_in, where_raised
+from backbeat.measure.watch import (
+    ForwardWatch,
+    Owner,
+    ReadyWatch,
+    find_owners,
+    forward_shares,
+    is_compiled,
+    ready_shares,
+)
 from backbeat.model import Memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-_HOOKED_ITERATIONS = 15
+_HOOKED_ITERATIONS = 10
 _FEWEST_ITERATIONS = 8
-_LEAD_PROBES = 3
 
 
 @dataclass(frozen=True)
@@ -34,20 +41,38 @@ class Gradients:
 
 
 @dataclass(frozen=True)
+class Hooked:
+    """What the hooked iterations showed: the shares, and the time they took to show it."""
+
+    ready: dict[int, float]
+    """Each gradient's ready time as a share of backward."""
+    forward: dict[int, float]
+    """Each gradient's share of forward."""
+    forward_s: float
+    """Forward, in the iterations that watch forward."""
+    backward_s: float
+    """Backward, in the iterations that watch the gradients."""
+
+
+@dataclass(frozen=True)
 class Figures:
     gradients: Gradients
     forward_s: float
     backward_s: float
     update_s: float
     iteration_s: list[float]
-    hooked_s: float
-    ready: dict[int, float]
-    forward: dict[int, float]
+    hooked: Hooked
     activations: dict[int, int]
     memory: Memory
-    lead: tuple[float, float] | None
-    """Host and device time of forward and backward, from a drained device."""
+    pace: Pace | None
+    """None where the host is the device."""
     compiled: bool
+
+    @property
+    def overhead(self) -> float:
+        """Forward and backward with their hooks, over the same without."""
+        plain_s = self.forward_s + self.backward_s
+        return (self.hooked.forward_s + self.hooked.backward_s) / plain_s if plain_s > 0 else 1.0
 
 
 def take(training: Training, iterations: int, warmup: int, time_limit_s: float | None) -> Figures:
@@ -56,54 +81,101 @@ def take(training: Training, iterations: int, warmup: int, time_limit_s: float |
     for _ in range(max(0, warmup - 2)):
         training.iterate()
     clock.synchronize()
-    started = time.perf_counter()
+    started = clock.host_s()
     training.iterate()
     clock.synchronize()
-    one_s = time.perf_counter() - started
+    one_s = clock.host_s() - started
     hooked_iterations = min(iterations, _HOOKED_ITERATIONS)
     if time_limit_s is not None:
         affordable = int(time_limit_s / max(one_s, 1e-9))
-        iterations = max(min(iterations, affordable * 2 // 3), min(iterations, _FEWEST_ITERATIONS))
+        iterations = max(min(iterations, affordable // 2), min(iterations, _FEWEST_ITERATIONS))
         hooked_iterations = max(
-            min(hooked_iterations, affordable // 3), min(hooked_iterations, _FEWEST_ITERATIONS // 2)
+            min(hooked_iterations, affordable // 6), min(hooked_iterations, _FEWEST_ITERATIONS // 2)
         )
 
     compiled = is_compiled(training.model)
     owners = [] if compiled else find_owners(training.model, gradients.parameters)
     memory, activations = _weigh(training, gradients, owners)
-    watch = Watch(gradients.parameters, owners, clock)
-    per_iteration = watch.marks + 3 * training.accumulation + 2
-    # Each half is preceded by one iteration that refills the device's queue; modules may be called more than once.
-    clock.reserve(2 * per_iteration * (hooked_iterations + 1) + (3 * training.accumulation + 2) * (iterations + 2))
+    per_iteration = 3 * training.accumulation + 4
+    # Every block begins with an iteration that only refills the device's queue; modules may be called more than once.
+    clock.reserve(
+        per_iteration * (iterations + 2)
+        + 2 * (2 * per_iteration + len(gradients.parameters) + 2 * len(owners)) * (hooked_iterations + 1)
+    )
+
+    def hooked(host: Host | None) -> Hooked:
+        return _hooked(training, gradients, owners, hooked_iterations, host)
 
     # Plain halves before and after the hooked iterations: a device that slows down as it warms does so to both.
     plain = _block(training, (iterations + 1) // 2)
-    with watch:
-        hooked = _block(training, hooked_iterations, watch)
+    clock.synchronize()
+    host, ahead, observed = None, None, None
+    if clock.asynchronous:
+        host = probe(training)
+        if needs_head_start(host, _iteration_s(plain, training)):
+            ahead = observed = hooked(host)
+    if observed is None:
+        observed = hooked(None)
     plain += _block(training, iterations // 2)
     clock.synchronize()
-    recordings = watch.recordings[-hooked_iterations:]
 
-    micro_batches = [micro_batch for marks in plain for micro_batch in marks.micro_batches]
+    forward_s, backward_s = _phases(plain, training)
+    pace = None
+    if host is not None:
+        device_s = None if ahead is None else ahead.forward_s + ahead.backward_s
+        pace = judge(host, _iteration_s(plain, training), forward_s + backward_s, device_s)
+        if pace.kind == "launch-bound":
+            # Plain iterations wait for the host, and so must those that say when each gradient is ready.
+            observed = hooked(None)
     return Figures(
         gradients=gradients,
-        forward_s=median(clock.between(begin, middle) for begin, middle, _ in micro_batches),
-        backward_s=median(clock.between(middle, end) for _, middle, end in micro_batches),
-        update_s=median(clock.between(marks.micro_batches[-1][2], marks.end) for marks in plain),
+        forward_s=forward_s,
+        backward_s=backward_s,
+        update_s=median(clock.between(marks.micro_batches[-1].backward_end, marks.end) for marks in plain),
         iteration_s=[clock.between(marks.begin, marks.end) for marks in plain],
-        hooked_s=median(clock.between(marks.begin, marks.end) for marks in hooked),
-        ready=ready_shares(recordings, clock),
-        forward=forward_shares(recordings, clock),
+        hooked=observed,
         activations=activations,
         memory=memory,
-        lead=_lead(training) if training.device.type == "cuda" else None,
+        pace=pace,
         compiled=compiled,
     )
 
 
-def _block(training: Training, count: int, watch: Watch | None = None) -> list[Marks]:
+def _block(training: Training, count: int, observer: Observer | None = None) -> list[Marks]:
     """Iterations one after the other, never waiting in between, as training runs them; the first only leads in."""
-    return [training.iterate(watch) for _ in range(count + 1)][1:] if count else []
+    return [training.iterate(observer) for _ in range(count + 1)][1:] if count else []
+
+
+def _hooked(training: Training, gradients: Gradients, owners: list[Owner], count: int, host: Host | None) -> Hooked:
+    """Watch the gradients, then the modules. Given the host's times, let it get that far ahead each time."""
+    clock = training.clock
+    with ReadyWatch(gradients.parameters, clock, host.backward_s if host else 0.0) as ready_watch:
+        ready_marks = _block(training, count, ready_watch)
+    with ForwardWatch(owners, clock, host.forward_s if host else 0.0) as forward_watch:
+        forward_marks = _block(training, count, forward_watch) if owners else ready_marks
+    clock.synchronize()
+    backward = [marks.micro_batches[-1] for marks in ready_marks]
+    forward = [marks.micro_batches[-1] for marks in forward_marks]
+    return Hooked(
+        ready=ready_shares(zip(backward, ready_watch.recordings[-count:], strict=True), clock),
+        forward=forward_shares(zip(forward, forward_watch.recordings[-count:], strict=True), clock) if owners else {},
+        forward_s=median(clock.between(marks.forward_begin, marks.forward_end) for marks in forward),
+        backward_s=median(clock.between(marks.backward_begin, marks.backward_end) for marks in backward),
+    )
+
+
+def _phases(plain: list[Marks], training: Training) -> tuple[float, float]:
+    """Median forward and backward of one micro-batch."""
+    between = training.clock.between
+    micro_batches = [micro_batch for marks in plain for micro_batch in marks.micro_batches]
+    return (
+        median(between(marks.forward_begin, marks.forward_end) for marks in micro_batches),
+        median(between(marks.backward_begin, marks.backward_end) for marks in micro_batches),
+    )
+
+
+def _iteration_s(plain: list[Marks], training: Training) -> float:
+    return median(training.clock.between(marks.begin, marks.end) for marks in plain)
 
 
 def _first_iteration(training: Training) -> Gradients:
@@ -177,21 +249,3 @@ def _weigh(training: Training, gradients: Gradients, owners: list[Owner]) -> tup
         peak_bytes=peak,
     )
     return memory, saved.by_gradient
-
-
-def _lead(training: Training) -> tuple[float, float]:
-    """Host and device seconds of forward and backward, each begun with the device idle.
-
-    Where the device lags behind the host it is the device that bounds the iteration; the driver's launch queue keeps
-    the host at most about a thousand kernels ahead, which is still milliseconds.
-    """
-    host, device = [], []
-    for _ in range(_LEAD_PROBES):
-        training.clock.synchronize()
-        started = time.perf_counter()
-        training.forward().backward()  # type: ignore[no-untyped-call]
-        host.append(time.perf_counter() - started)
-        training.clock.synchronize()
-        device.append(time.perf_counter() - started)
-        training.update()
-    return median(host), median(device)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass
-from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,6 +33,8 @@ from backbeat.model import Gradient, Profile
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from backbeat.measure.pace import Pace
+
 # Event timers resolve about half a microsecond; further digits would be noise that does not compress.
 _DIGITS = 8
 
@@ -44,9 +45,9 @@ class Measured:
 
     profile: Profile
     overhead: float
-    """Hooked over plain iteration time."""
-    launch_bound: bool
-    """The host cannot submit work as fast as the device does it."""
+    """Forward and backward with hooks, over the same without."""
+    pace: Pace | None
+    """Whether the device or the host bounds an iteration; None on a CPU."""
 
 
 def profile(
@@ -152,13 +153,6 @@ def measure(
     )
 
 
-def _launch_bound(lead: tuple[float, float] | None) -> bool:
-    if lead is None:
-        return False
-    host, device = lead
-    return device - host < min(0.1 * device, 1e-3)
-
-
 def _document(
     training: Training,
     figures: Figures,
@@ -171,7 +165,7 @@ def _document(
 ) -> Measured:
     gradients = figures.gradients
     # A gradient that backward fills without its hook firing is known only to be there when backward ends.
-    shares = [figures.ready.get(index, 1.0) for index in range(len(gradients.names))]
+    shares = [figures.hooked.ready.get(index, 1.0) for index in range(len(gradients.names))]
     entries = []
     for index in sorted(range(len(shares)), key=lambda index: (shares[index], -index)):
         entries.append(
@@ -179,15 +173,12 @@ def _document(
                 name=gradients.names[index],
                 bytes=gradients.sizes[index],
                 ready_s=round(shares[index] * figures.backward_s, _DIGITS),
-                forward_s=round(figures.forward.get(index, 0.0) * figures.forward_s, _DIGITS)
-                if figures.forward
+                forward_s=round(figures.hooked.forward.get(index, 0.0) * figures.forward_s, _DIGITS)
+                if figures.hooked.forward
                 else None,
                 activation_bytes=None if figures.compiled else figures.activations.get(index, 0),
             )
         )
-    plain_s = median(figures.iteration_s)
-    overhead = figures.hooked_s / plain_s
-    launch_bound = _launch_bound(figures.lead)
     document = Profile(
         name=name,
         model=model,
@@ -203,25 +194,19 @@ def _document(
         accumulation=training.accumulation,
         memory=figures.memory,
         source=source(command, training.device),
-        notes=(*notes, *_notes(training, figures, overhead, launch_bound)),
+        notes=(*notes, *_notes(training, figures)),
     )
-    return Measured(document, overhead, launch_bound)
+    return Measured(document, figures.overhead, figures.pace)
 
 
-def _notes(training: Training, figures: Figures, overhead: float, launch_bound: bool) -> list[str]:
+def _notes(training: Training, figures: Figures) -> list[str]:
+    plain_s = figures.forward_s + figures.backward_s
     notes = [
-        f"hooked iterations took {overhead:.4f} times the plain ones' {median(figures.iteration_s) * 1e3:.4g} ms; "
+        f"with hooks, forward and backward took {figures.overhead:.4f} times the plain {plain_s * 1e3:.4g} ms; "
         "ready and forward times are shares of the plain backward and forward"
     ]
-    if figures.lead is not None:
-        host, device = (f"{seconds * 1e3:.4g} ms" for seconds in figures.lead)
-        if launch_bound:
-            notes.append(
-                f"launch-bound: the host takes {host} to submit a forward and backward that the device ends after "
-                f"{device}; a faster host, a larger batch or CUDA graphs would shorten it"
-            )
-        else:
-            notes.append(f"device-bound: the host submits forward and backward in {host}, the device takes {device}")
+    if figures.pace is not None:
+        notes.append(_pace_note(figures.pace))
     else:
         notes.append(f"CPU with {torch.get_num_threads()} threads; peak memory is the sum of its kinds, not measured")
     if figures.compiled:
@@ -232,10 +217,25 @@ def _notes(training: Training, figures: Figures, overhead: float, launch_bound: 
         notes.append(f"left out, frozen: {', '.join(figures.gradients.frozen)}")
     if figures.gradients.unused:
         notes.append(f"left out, got no gradient: {', '.join(figures.gradients.unused)}")
-    missed = [name for index, name in enumerate(figures.gradients.names) if index not in figures.ready]
+    missed = [name for index, name in enumerate(figures.gradients.names) if index not in figures.hooked.ready]
     if missed:
         notes.append(f"ready time unknown, taken as the end of backward: {', '.join(missed)}")
     return notes
+
+
+def _pace_note(pace: Pace) -> str:
+    host = (
+        f"{pace.kind}: the host submits an iteration in {pace.host_s * 1e3:.4g} ms, "
+        f"{pace.host_s / pace.iteration_s:.0%} of the {pace.iteration_s * 1e3:.4g} ms it takes"
+    )
+    if pace.kind == "device-bound" or pace.device_s is None:
+        return host
+    if pace.kind == "close to launch-bound":
+        return f"{host}; hooked iterations gave the host a head start, so that the shares are the device's own"
+    return (
+        f"{host}; given a head start, the device does forward and backward in {pace.device_s * 1e3:.4g} ms; the shares "
+        "are at the host's pace; a faster host, a larger batch or CUDA graphs would shorten the iteration"
+    )
 
 
 def _current(device: torch.device) -> contextlib.AbstractContextManager[Any]:

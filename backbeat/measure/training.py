@@ -20,21 +20,28 @@ class OutOfMemoryError(MeasurementError):
     """The device is too small for this batch."""
 
 
+class MicroBatch(NamedTuple):
+    forward_begin: Mark
+    forward_end: Mark
+    backward_begin: Mark
+    """The end of forward, unless an observer came in between."""
+    backward_end: Mark
+
+
 class Marks(NamedTuple):
     begin: Mark
-    micro_batches: tuple[tuple[Mark, Mark, Mark], ...]
-    """Forward begins, backward begins, backward ends."""
+    micro_batches: tuple[MicroBatch, ...]
     end: Mark
 
 
 class Observer(Protocol):
-    """Told about the last micro-batch, the one that completes the gradients."""
+    """Told about the last micro-batch, the one that completes the gradients. What it does first is not timed."""
 
-    def forward_begins(self, mark: Mark) -> None: ...
+    def before_forward(self) -> None: ...
 
-    def backward_begins(self, mark: Mark) -> None: ...
+    def before_backward(self) -> None: ...
 
-    def backward_ends(self, mark: Mark) -> None: ...
+    def after_backward(self) -> None: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,18 +67,20 @@ class Training:
         self.update()
         return Marks(begin, tuple(micro_batches), self.clock.mark())
 
-    def micro_batch(self, begin: Mark, observer: Observer | None = None) -> tuple[Mark, Mark, Mark]:
+    def micro_batch(self, forward_begin: Mark, observer: Observer | None = None) -> MicroBatch:
         if observer is not None:
-            observer.forward_begins(begin)
+            observer.before_forward()
+            forward_begin = self.clock.mark()
         loss = self.forward()
-        forward_done = self.clock.mark()
+        forward_end = backward_begin = self.clock.mark()
         if observer is not None:
-            observer.backward_begins(forward_done)
+            observer.before_backward()
+            backward_begin = self.clock.mark()
         loss.backward()  # type: ignore[no-untyped-call]
-        backward_done = self.clock.mark()
+        backward_end = self.clock.mark()
         if observer is not None:
-            observer.backward_ends(backward_done)
-        return begin, forward_done, backward_done
+            observer.after_backward()
+        return MicroBatch(forward_begin, forward_end, backward_begin, backward_end)
 
     def forward(self) -> torch.Tensor:
         """What backward starts from: the loss, averaged over micro-batches and scaled where fp16 needs it."""

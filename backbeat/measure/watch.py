@@ -1,5 +1,7 @@
 """Hooks that mark when each gradient is complete, and when each module that owns parameters begins its forward.
 
+The two are watched in iterations of their own, so that neither kind of hook costs the other's figures anything.
+
 Forward time is divided at the beginnings: a module's share lasts until the next owning module begins, so that
 activation functions, attention products and the loss count with the module before them and the shares add up to
 the whole forward.
@@ -7,14 +9,17 @@ the whole forward.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from backbeat.measure.clock import Clock, Mark
+    from backbeat.measure.training import MicroBatch
 
 
 @dataclass(frozen=True)
@@ -43,98 +48,121 @@ def is_compiled(model: torch.nn.Module) -> bool:
     )
 
 
-@dataclass
-class Recording:
-    """The marks of one micro-batch."""
+class _Watch:
+    """A context in which observed iterations are recorded, one recording each."""
 
-    forward_begin: Mark
-    backward_begin: Mark = None
-    backward_end: Mark = None
-    ready: dict[int, Mark] = field(default_factory=dict)
-    begins: list[tuple[int, Mark]] = field(default_factory=list)
-
-
-class Watch:
-    """A context in which an observed iteration is recorded."""
-
-    def __init__(self, parameters: list[torch.nn.Parameter], owners: list[Owner], clock: Clock) -> None:
-        self.recordings: list[Recording] = []
-        self._parameters = parameters
-        self._owners = owners
+    def __init__(self, clock: Clock, head_start_s: float) -> None:
         self._clock = clock
+        self._head_start_s = head_start_s
         self._handles: list[Any] = []
-        self._ready: dict[int, Mark] | None = None
-        self._begins: list[tuple[int, Mark]] | None = None
-
-    @property
-    def marks(self) -> int:
-        """How many marks one recording takes, unless modules are called more than once."""
-        return len(self._parameters) + len(self._owners) + 3
-
-    def __enter__(self) -> Watch:
-        for index, parameter in enumerate(self._parameters):
-            register: Any = parameter.register_post_accumulate_grad_hook
-            self._handles.append(register(self._ready_hook(index)))
-        for owner in self._owners:
-            self._handles.append(owner.module.register_forward_pre_hook(self._begin_hook(owner.gradient)))
-        return self
 
     def __exit__(self, *exception: object) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
 
-    def forward_begins(self, mark: Mark) -> None:
-        self.recordings.append(Recording(mark))
-        self._begins = self.recordings[-1].begins
+    def before_forward(self) -> None:
+        pass
 
-    def backward_begins(self, mark: Mark) -> None:
-        self.recordings[-1].backward_begin = mark
-        # Checkpointed modules run forward again inside backward; those calls are backward's time.
-        self._begins = None
-        self._ready = self.recordings[-1].ready
+    def before_backward(self) -> None:
+        pass
 
-    def backward_ends(self, mark: Mark) -> None:
-        self.recordings[-1].backward_end = mark
-        self._ready = None
+    def after_backward(self) -> None:
+        pass
 
-    def _ready_hook(self, index: int) -> Any:
+    def _let_the_host_ahead(self) -> None:
+        if self._head_start_s > 0:
+            self._clock.delay(self._head_start_s)
+
+
+class ReadyWatch(_Watch):
+    """Marks each gradient's completion; with a head start, after the device has been kept busy before backward."""
+
+    def __init__(self, parameters: list[torch.nn.Parameter], clock: Clock, head_start_s: float = 0.0) -> None:
+        super().__init__(clock, head_start_s)
+        self.recordings: list[dict[int, Mark]] = []
+        self._parameters = parameters
+        self._current: dict[int, Mark] | None = None
+
+    def __enter__(self) -> ReadyWatch:
+        for index, parameter in enumerate(self._parameters):
+            register: Any = parameter.register_post_accumulate_grad_hook
+            self._handles.append(register(self._hook(index)))
+        return self
+
+    def before_backward(self) -> None:
+        self._let_the_host_ahead()
+        self._current = {}
+        self.recordings.append(self._current)
+
+    def after_backward(self) -> None:
+        self._current = None
+
+    def _hook(self, index: int) -> Any:
+        mark = self._clock.mark
+
         def hook(_parameter: torch.Tensor) -> None:
             # Reentrant checkpointing may accumulate into a parameter several times: the last one completes it.
-            if self._ready is not None:
-                self._ready[index] = self._clock.mark()
+            if self._current is not None:
+                self._current[index] = mark()
 
         return hook
 
-    def _begin_hook(self, index: int) -> Any:
+
+class ForwardWatch(_Watch):
+    """Marks the beginning of every owning module; with a head start, after the device has been kept busy before."""
+
+    def __init__(self, owners: list[Owner], clock: Clock, head_start_s: float = 0.0) -> None:
+        super().__init__(clock, head_start_s)
+        self.recordings: list[list[tuple[int, Mark]]] = []
+        self._owners = owners
+        self._current: list[tuple[int, Mark]] | None = None
+
+    def __enter__(self) -> ForwardWatch:
+        for owner in self._owners:
+            self._handles.append(owner.module.register_forward_pre_hook(self._hook(owner.gradient)))
+        return self
+
+    def before_forward(self) -> None:
+        self._let_the_host_ahead()
+        self._current = []
+        self.recordings.append(self._current)
+
+    def before_backward(self) -> None:
+        # Checkpointed modules run forward again inside backward; those calls are backward's time.
+        self._current = None
+
+    def _hook(self, index: int) -> Any:
+        mark = self._clock.mark
+
         def hook(_module: torch.nn.Module, _arguments: Any) -> None:
-            if self._begins is not None:
-                self._begins.append((index, self._clock.mark()))
+            if self._current is not None:
+                self._current.append((index, mark()))
 
         return hook
 
 
-def ready_shares(recordings: list[Recording], clock: Clock) -> dict[int, float]:
+def ready_shares(recorded: Iterable[tuple[MicroBatch, dict[int, Mark]]], clock: Clock) -> dict[int, float]:
     """For each gradient, the share of backward that has passed when it is ready: the median over the recordings."""
     shares: dict[int, list[float]] = {}
-    for recording in recordings:
-        backward_s = clock.between(recording.backward_begin, recording.backward_end)
-        for index, mark in recording.ready.items():
-            share = clock.between(recording.backward_begin, mark) / backward_s if backward_s > 0 else 1.0
+    for marks, ready in recorded:
+        backward_s = clock.between(marks.backward_begin, marks.backward_end)
+        for index, mark in ready.items():
+            share = clock.between(marks.backward_begin, mark) / backward_s if backward_s > 0 else 1.0
             shares.setdefault(index, []).append(min(max(share, 0.0), 1.0))
     return {index: median(values) for index, values in shares.items()}
 
 
-def forward_shares(recordings: list[Recording], clock: Clock) -> dict[int, float]:
+def forward_shares(recorded: Iterable[tuple[MicroBatch, list[tuple[int, Mark]]]], clock: Clock) -> dict[int, float]:
     """For each gradient that a module is booked on, its share of forward; the shares add up to 1."""
     sums: dict[int, list[float]] = {}
-    for recording in recordings:
-        if not recording.begins:
+    for marks, begins in recorded:
+        if not begins:
             return {}
         spans: dict[int, float] = {}
         # What runs before the first owning module is booked on it.
-        edges = [recording.forward_begin, *(mark for _, mark in recording.begins[1:]), recording.backward_begin]
-        for (index, _), first, last in zip(recording.begins, edges, edges[1:], strict=False):
+        edges = [marks.forward_begin, *(mark for _, mark in begins[1:]), marks.forward_end]
+        for (index, _), first, last in zip(begins, edges, edges[1:], strict=False):
             spans[index] = spans.get(index, 0.0) + max(clock.between(first, last), 0.0)
         for index, seconds in spans.items():
             sums.setdefault(index, []).append(seconds)

@@ -242,7 +242,7 @@ def test_the_time_limit_keeps_a_few_iterations() -> None:
     result = measure(classifier(), images(), loss, iterations=20, warmup=1, time_limit_s=0.0)
     assert len(result.profile.iteration_s) == 8
     assert result.overhead > 0
-    assert not result.launch_bound
+    assert result.pace is None
 
 
 def test_the_batch_may_be_a_dictionary() -> None:
