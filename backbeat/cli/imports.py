@@ -32,6 +32,29 @@ def nccl_tests(
     _tell(network.notes, output)
 
 
+@app.command("kineto")
+def kineto(
+    file: File,
+    output: Annotated[Path, typer.Option("--output", "-o", help="The profile file to write.")],
+    batch_size: Annotated[int | None, typer.Option(help="Samples per worker; guessed otherwise.")] = None,
+    model: Annotated[str | None, typer.Option(help="The model's name; the file's by default.")] = None,
+    name: Annotated[str | None, typer.Option(help="The profile's name; the file's by default.")] = None,
+    like: Annotated[
+        str | None,
+        typer.Option("--like", "--names", help="A profile of the same model, for its names."),
+    ] = None,
+) -> None:
+    """A profile from a trace that torch.profiler exported, .json or .json.gz, of one worker or of a DDP run."""
+    from backbeat.measure.kineto import load
+    from backbeat.model.profile import Profile
+
+    trace = load(
+        file, batch_size=batch_size, model=model, name=name, like=Profile.load(like) if like is not None else None
+    )
+    trace.profile.save(output)
+    _tell(trace.profile.notes, output)
+
+
 def _tell(notes: Iterable[str], output: Path) -> None:
     for note in notes:
         print(f"backbeat: {note}", file=sys.stderr)

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "broadcast"]
 COLLECTIVES: tuple[Collective, ...] = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
 _ELEMENT_BYTES = 4
+# The first of them lines the ranks up, the others bring all to the same state: threads awake, links warm.
+_ALIGN = 3
 cuda: Any = torch.cuda  # untyped in parts
 
 # A kernel that spins this long lets the host queue everything behind it, so that launch costs stay out of the sample.
@@ -70,7 +72,10 @@ class Bench:
             launch = self._launcher(case)
             if self.device.type == "cuda":
                 return self._sample_cuda(launch, case.messages)
-            self._channels[0].all_reduce(self._tiny).wait()
+            # Gradients are written just before they leave: without this, what the cache holds depends on the last case.
+            self._buffer[: max(1, case.bytes * case.messages // _ELEMENT_BYTES)].fill_(0.0)
+            for _ in range(_ALIGN):
+                self._channels[0].all_reduce(self._tiny).wait()
             start = time.perf_counter()
             for work in launch():
                 work.wait()
@@ -93,7 +98,8 @@ class Bench:
 
     def _sample_cuda(self, launch: Callable[[], list[Work]], messages: int) -> float:
         start, end = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
-        self._channels[0].all_reduce(self._tiny).wait()
+        for _ in range(_ALIGN):
+            self._channels[0].all_reduce(self._tiny).wait()
         cuda._sleep(int((_SPIN_S + messages * _SPIN_S_PER_MESSAGE) * _clock_hz(self.device)))
         start.record()
         for work in launch():

@@ -38,6 +38,7 @@ JITTER = 0.2
 
 # Shares of the budget: the all-reduce curve is what every prediction stands on.
 _ALL_REDUCE_SHARE, _BATCH_SHARE, _OTHERS_SHARE = 0.45, 0.35, 0.2
+_ALL_REDUCE_ROUND_S = 12e-3
 _LEAST_TIMEOUT_S = 30.0
 
 
@@ -237,7 +238,7 @@ def _series(sizes: list[int], counts: list[int], collectives: Sequence[Collectiv
     )
     others = [collective for collective in COLLECTIVES if collective in collectives and collective != "all_reduce"]
     return [
-        Series(cases=isolated("all_reduce"), share=_ALL_REDUCE_SHARE, least=2),
+        Series(cases=isolated("all_reduce"), share=_ALL_REDUCE_SHARE, least=2, round_s=_ALL_REDUCE_ROUND_S),
         Series(cases=batches, share=_BATCH_SHARE),
         *(Series(cases=isolated(one), share=_OTHERS_SHARE / len(others)) for one in others),
     ]

@@ -26,9 +26,8 @@ STABLE = 0.01
 
 # Of the budget that the obligatory repeats may take; the rest absorbs estimates that were too low.
 _SAFE_SHARE = 0.8
-# Small messages are cheap and jitter most: they are sampled until this much time went into them in each round.
-_ROUND_S_PER_CASE = 2e-3
-_MOST_PER_ROUND = 4
+# Small messages are cheap and jitter most: each is sampled several times in a round.
+_MOST_PER_ROUND = 16
 _TRIES = 3
 
 
@@ -50,6 +49,8 @@ class Series:
     share: float
     least: int = 0
     """This many cases are measured whatever they cost."""
+    round_s: float = 2e-3
+    """In each round a case is repeated until about this much time went into it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,10 +114,12 @@ def _choose(
 
 
 def _first(sampler: Sampler, case: Case, limit_s: float) -> float:
-    """One sample, or the least of a few where the first was over the limit: it may have been interrupted."""
+    """What one sample costs, all told; the least of a few where it was over the limit, since it may be bad luck."""
     least = float("inf")
     for _ in range(_TRIES):
-        (seconds,) = sampler.agree([sampler.sample(case)])
+        begun = sampler.elapsed()
+        sampler.sample(case)
+        (seconds,) = sampler.agree([sampler.elapsed() - begun])
         least = min(least, seconds)
         if least <= limit_s:
             break
@@ -141,7 +144,12 @@ def _rounds(
     gc.disable()
     try:
         while True:
-            turns = [case for case in samples for _ in range(_per_round(cost[case]))]
+            turns = [
+                case
+                for one, cases in zip(series, kept, strict=True)
+                for case in cases
+                for _ in range(_per_round(one.round_s, cost[case]))
+            ]
             order.shuffle(turns)
             fewest = min(len(taken) for taken in samples.values())
             progress(f"{len(samples)} cases, {fewest} repeats", _share(sampler, budget_s))
@@ -157,8 +165,8 @@ def _rounds(
             gc.enable()
 
 
-def _per_round(seconds: float) -> int:
-    return max(1, min(_MOST_PER_ROUND, int(_ROUND_S_PER_CASE / max(seconds, 1e-9))))
+def _per_round(round_s: float, cost_s: float) -> int:
+    return max(1, min(_MOST_PER_ROUND, int(round_s / max(cost_s, 1e-9))))
 
 
 def _finished(samples: dict[Case, list[float]], late: bool) -> bool:
