@@ -115,8 +115,8 @@ def parse_links(texts: Sequence[str]) -> dict[int, float]:
 def parse_delay(text: str) -> tuple[float, float]:
     """(delay, jitter) in seconds.
 
-    >>> parse_delay("1ms,100us"), parse_delay("2ms")
-    ((0.001, 0.0001), (0.002, 0.0))
+    >>> parse_delay("1ms,0.5ms"), parse_delay("2ms")
+    ((0.001, 0.0005), (0.002, 0.0))
     """
     delay, _, jitter = text.partition(",")
     return parse_duration(delay), parse_duration(jitter) if jitter else 0.0

@@ -1,0 +1,152 @@
+from __future__ import annotations
+
+import os
+import select
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from backbeat.errors import InputError, MissingPartError
+from backbeat.lab import runs
+from backbeat.lab.namespaces import Cluster, Link
+from backbeat.lab.runs import Run
+
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux" or os.geteuid() != 0, reason="network namespaces need Linux and root"
+)
+pytest.importorskip("pyroute2", reason="the lab needs pyroute2")
+
+LINK = Link(rate_bits=1e8)
+
+
+def left() -> set[str]:
+    return set(os.listdir(runs.NAMESPACES)) if runs.NAMESPACES.exists() else set()
+
+
+def of(name: str) -> set[str]:
+    return {namespace for namespace in left() if namespace.startswith(f"{name}-")}
+
+
+def child(code: str) -> subprocess.Popen[str]:
+    return subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+HOLD = """
+import sys
+from backbeat.lab.namespaces import Cluster, Link
+from backbeat.lab.runs import Run
+with Run() as run, Cluster(run, [Link(rate_bits=1e8)] * 2):
+    print(run.name, flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_lab_has_a_namespace_for_each_node_and_one_for_the_switch_and_leaves_none():
+    with Run() as run, Cluster(run, [LINK] * 3):
+        assert of(run.name) == {f"{run.name}-{part}" for part in ("0", "1", "2", "hub")}
+    assert of(run.name) == set()
+    assert not run.folder.exists()
+
+
+def test_two_labs_live_side_by_side():
+    with Run() as first, Cluster(first, [LINK] * 2):
+        with Run() as second, Cluster(second, [LINK] * 2):
+            assert len(of(first.name)) == len(of(second.name)) == 3
+        assert len(of(first.name)) == 3
+        assert of(second.name) == set()
+
+
+def test_an_error_inside_takes_everything_down():
+    with pytest.raises(RuntimeError), Run() as run, Cluster(run, [LINK] * 2):
+        raise RuntimeError
+    assert of(run.name) == set()
+
+
+def test_nodes_see_only_loopback_and_their_own_link():
+    code = (
+        "import os, sys; from backbeat.lab.namespaces import enter; enter(sys.argv[1]); "
+        "print(sorted(os.listdir('/proc/sys/net/ipv4/conf')))"
+    )
+    with Run() as run, Cluster(run, [LINK] * 2) as cluster:
+        shown = subprocess.run(
+            [sys.executable, "-c", code, cluster.namespace(1)], capture_output=True, text=True, timeout=60, check=True
+        )
+    assert shown.stdout.strip() == "['all', 'default', 'eth0', 'lo']"
+
+
+def test_a_killed_lab_is_swept_by_the_next_one_and_a_living_one_is_not():
+    living, killed = child(HOLD), child(HOLD)
+    try:
+        alive, dead = (one.stdout.readline().strip() for one in (living, killed))
+        killed.kill()
+        killed.wait(60)
+        assert len(of(dead)) == 3
+        with Run() as run:
+            assert dead in run.swept
+            assert alive not in run.swept
+        assert of(dead) == set()
+        assert len(of(alive)) == 3
+    finally:
+        for one in (living, killed):
+            one.kill()
+            one.communicate(timeout=60)
+        runs.sweep()
+    assert of(alive) == set()
+
+
+def test_a_terminated_lab_cleans_up_after_itself():
+    process = child(
+        HOLD.replace("with Run()", "from backbeat.lab.experiment import _orderly_end\nwith _orderly_end(), Run()")
+    )
+    name = process.stdout.readline().strip()
+    process.terminate()
+    process.communicate(timeout=60)
+    assert of(name) == set()
+    assert not (runs.home() / name).exists()
+
+
+def test_workers_die_with_their_controller(tmp_path: Path):
+    pytest.importorskip("torch", reason="the lab's workers need torch")
+    process = child(
+        """
+import sys
+from backbeat.lab.experiment import opened
+from backbeat.lab.setting import Setting
+with opened(Setting(nodes=2, rate_bits=1e8), 1) as session:
+    print(*(worker.pid for worker in session._workers), flush=True)
+    sys.stdin.read()
+"""
+    )
+    handles = []
+    try:
+        handles = [os.pidfd_open(int(pid)) for pid in process.stdout.readline().split()]
+        assert len(handles) == 2
+        process.kill()
+        for handle in handles:
+            ready, _, _ = select.select([handle], [], [], 60)
+            assert ready == [handle]
+    finally:
+        process.kill()
+        process.communicate(timeout=60)
+        for handle in handles:
+            os.close(handle)
+        runs.sweep()
+
+
+def test_one_node_is_no_lab():
+    with Run() as run, pytest.raises(InputError, match="nodes is 1"):
+        Cluster(run, [LINK])
+
+
+def test_a_delay_works_or_says_that_the_kernel_has_no_netem():
+    slow = Link(rate_bits=1e8, delay_s=1e-3, jitter_s=1e-4)
+    refusal = ""
+    try:
+        with Run() as run, Cluster(run, [slow] * 2):
+            assert len(of(run.name)) == 3
+    except MissingPartError as error:
+        refusal = str(error)
+    assert refusal == "" or "netem" in refusal
+    assert of(run.name) == set()

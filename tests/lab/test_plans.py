@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from backbeat.errors import InputError
+from backbeat.lab import plans
+from backbeat.simulate import predict
+from tests.lab.cases import network, profile
+
+
+@pytest.mark.parametrize("text", ["wfbq", "random", "random:x", "equal:0", "optimal:5", "ddp/none", "ddp/0", ""])
+def test_plans_that_do_not_exist_are_refused(text):
+    with pytest.raises(InputError):
+        plans.parse([text])
+
+
+def test_channels_behind_a_name_win_over_the_list():
+    names = [choice.name for choice in plans.parse(["wfbp", "best/2"], [1])]
+    assert names == ["wfbp/1", "best/2"]
+
+
+def test_stock_ddp_on_gloo_needs_no_channels_of_its_own():
+    (ddp,) = plans.parse(["ddp"])
+    assert ddp.stock("gloo")
+    assert not ddp.stock("nccl")
+    assert plans.build(ddp, profile(), network(backend="gloo")).channels == 2
+    assert plans.build(ddp, profile(), network(backend="nccl")).channels == 1
+
+
+def test_horovod_is_replayed_as_the_groups_its_simulation_formed():
+    (horovod,) = plans.parse(["horovod"])
+    made = plans.build(horovod, profile(), network())
+    assert made.dynamic is None
+    assert made.missing(profile()) == []
+
+
+@given(kind=st.sampled_from(["random", "equal"]), groups=st.integers(1, 40), gradients=st.integers(1, 30))
+def test_groupings_cover_every_gradient_once_and_are_the_same_each_time(kind, groups, gradients):
+    one = profile(gradients)
+    (choice,) = plans.parse([f"{kind}:{groups}"])
+    made = plans.build(choice, one, network())
+    assert made.missing(one) == []
+    assert len(made.groups) <= min(groups, gradients)
+    assert made == plans.build(choice, one, network())
+
+
+@given(
+    name=st.sampled_from(["wfbp", "single", "ddp:1MB", "optimal", "random:5", "asc-wfbp/2", "best/2"]),
+    gradients=st.integers(1, 30),
+)
+def test_a_plan_survives_its_shorthand(name, gradients):
+    one = profile(gradients)
+    (choice,) = plans.parse([name])
+    made = plans.build(choice, one, network())
+    back = plans.from_shorthand(plans.shorthand(made), one, name, made.channels, 4)
+    assert [group.gradients for group in back.groups] == [group.gradients for group in made.groups]
+    assert predict(one, network(), back).iteration_s == predict(one, network(), made).iteration_s

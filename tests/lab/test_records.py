@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from backbeat.lab import plans
+from backbeat.lab.plans import shorthand
+from backbeat.lab.records import Case, Compute, Place, Record, extrapolated, load, outcomes
+from backbeat.simulate import predict
+from tests.lab.cases import network, profile
+
+
+def record(nodes: int = 4) -> Record:
+    cluster = network(nodes)
+    (choice,) = plans.parse(["equal:3"])
+    plan = plans.build(choice, profile(), cluster)
+    return Record(
+        setting=f"gloo-{nodes}n",
+        backend="gloo",
+        nodes=nodes,
+        bandwidth_bits=1e9,
+        dilation=1.0,
+        sessions=(
+            Place(
+                network=cluster,
+                timings=[{"bytes": 1024, "median_s": 1e-3}],
+                calibration_s=1.0,
+                machine="a machine",
+                kernel="6",
+                date="2026-01-01",
+                versions={"torch": "2"},
+                command="backbeat validate",
+            ),
+        ),
+        models={"small": Compute.of(profile())},
+        cases=(
+            Case(
+                session=0,
+                model="small",
+                plan="equal:3",
+                channels=1,
+                groups=shorthand(plan),
+                series_s=[[0.05, 0.051], [0.052, 0.9]],
+                predicted_s=0.05,
+            ),
+        ),
+    )
+
+
+def test_records_are_read_as_they_were_written(tmp_path: Path):
+    record().save(tmp_path / "one.json")
+    (tmp_path / "summary.json").write_text("{}")
+    assert load(tmp_path) == [record()]
+
+
+def test_cases_are_predicted_anew_from_the_record_alone():
+    (one,) = outcomes(record())
+    (choice,) = plans.parse(["equal:3"])
+    expected = predict(profile(), network(), plans.build(choice, profile(), network()))
+    assert one.predicted_s == pytest.approx(expected.iteration_s)
+    assert one.measured_s == pytest.approx(0.0515)
+    assert one.repeat > 1
+
+
+def test_more_nodes_are_predicted_from_fewer():
+    (moved,) = extrapolated([record(4), record(8)])
+    assert moved.nodes == 8
+    (choice,) = plans.parse(["equal:3"])
+    plan = plans.build(choice, profile(), network(8))
+    assert moved.predicted_s == pytest.approx(predict(profile(), network(4).at(workers=8), plan).iteration_s)
+
+
+def test_what_was_measured_is_not_measured_again():
+    from backbeat.lab.validate import pending
+
+    choices = plans.parse(["equal:3", "wfbp"])
+    (left,) = pending(record(), ["small"], choices)
+    assert left[0] == "small"
+    assert [choice.name for choice in left[1]] == ["wfbp"]
+    assert pending(record(), ["small"], choices[:1]) == []

@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+import os
+import sys
+
+import pytest
+
+from backbeat.errors import InputError, MissingPartError
+from backbeat.lab import requirements
+from backbeat.lab.plans import parse
+from backbeat.lab.setting import Setting
+from backbeat.lab.validate import allowed
+
+
+@pytest.fixture
+def complete(monkeypatch):
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setattr(requirements, "find_spec", lambda name: name)
+    return monkeypatch
+
+
+def test_a_complete_machine_is_accepted(complete):
+    requirements.check("gloo")
+
+
+def test_an_unknown_backend_is_refused(complete):
+    with pytest.raises(InputError, match="'mpi'"):
+        requirements.check("mpi")
+
+
+@pytest.mark.parametrize("missing", ["pyroute2", "torch"])
+def test_missing_libraries_are_named_with_what_still_works(complete, missing):
+    complete.setattr(requirements, "find_spec", lambda name: None if name == missing else name)
+    with pytest.raises(MissingPartError, match=r"pip install .*predict"):
+        requirements.check("gloo")
+
+
+def test_missing_root_is_named(complete):
+    complete.setattr(os, "geteuid", lambda: 1000)
+    with pytest.raises(MissingPartError, match="root"):
+        requirements.check("gloo")
+
+
+def test_a_missing_gpu_points_to_gloo(complete):
+    complete.setattr(requirements.glob, "glob", lambda pattern: [])
+    complete.setattr(requirements.os.path, "exists", lambda path: False)
+    complete.setattr(requirements.shutil, "which", lambda name, **_: None)
+    with pytest.raises(MissingPartError, match="--backend gloo"):
+        requirements.check("nccl")
+
+
+def test_a_missing_mps_daemon_points_to_gloo(complete):
+    complete.setattr(requirements.glob, "glob", lambda pattern: ["/dev/nvidia0"])
+    complete.setattr(requirements, "find_control", lambda: None)
+    with pytest.raises(MissingPartError, match="--backend gloo"):
+        requirements.check("nccl")
+
+
+def test_two_channels_on_many_nccl_nodes_are_left_out_where_cores_are_few(complete):
+    complete.setattr(os, "cpu_count", lambda: 16)
+    said: list[str] = []
+    choices = parse(["wfbp", "best/2"])
+    four, eight = (Setting(nodes=nodes, rate_bits=1e10, backend="nccl") for nodes in (4, 8))
+    assert allowed(choices, four, said.append) == choices
+    assert [choice.name for choice in allowed(choices, eight, said.append)] == ["wfbp"]
+    assert "best/2" in said[0]

@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+import pytest
+
+from backbeat.errors import InputError
+from backbeat.lab.namespaces import Link
+from backbeat.lab.setting import Setting, parse_delay, parse_links, parse_share, parse_stragglers, scaled
+from tests.lab.cases import profile
+
+
+def test_a_slow_link_is_slow_in_both_directions_and_the_others_keep_their_rate():
+    setting = Setting(nodes=3, rate_bits=1e9, rates={1: 1e8})
+    assert [link.rate_bits for link in setting.links] == [1e9, 1e8, 1e9]
+
+
+def test_the_burst_is_never_less_than_a_packet_of_the_host_and_grows_with_the_rate():
+    assert Link(rate_bits=1e8).burst_bytes == 128 * 2**10
+    assert Link(rate_bits=25e9).burst_bytes == 625_000
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"nodes": 1}, "nodes is 1"),
+        ({"nodes": 500}, "nodes is 500"),
+        ({"rate_bits": 100e9}, "100 Gbit/s"),
+        ({"dilation": 0.0}, "dilation is 0"),
+        ({"jitter": 2.0}, "jitter is 2"),
+        ({"slowdowns": {7: 1.3}}, "straggler names node 7"),
+        ({"slowdowns": {1: 0.0}}, "slowdown 0"),
+        ({"rates": {9: 1e9}}, "link names node 9"),
+        ({"delay_s": -1.0}, "delay is -1"),
+    ],
+)
+def test_settings_that_cannot_be_built_are_refused_by_name(change, words):
+    with pytest.raises(InputError, match=words):
+        Setting(**{"nodes": 4, "rate_bits": 1e9, **change})
+
+
+@pytest.mark.parametrize(
+    "text", ["3", "node=3", "node=x,slowdown=2", "slowdown=2", "node=3,slowdown=fast", "node=-1,slowdown=2"]
+)
+def test_stragglers_that_make_no_sense_are_refused(text):
+    with pytest.raises(InputError):
+        parse_stragglers([text])
+
+
+@pytest.mark.parametrize("text", ["", "node=1", "node=1,bandwidth=fast", "node=1,bandwidth=0gbit"])
+def test_links_that_make_no_sense_are_refused(text):
+    with pytest.raises(InputError):
+        parse_links([text])
+
+
+@pytest.mark.parametrize("parse", [parse_delay, parse_share])
+def test_words_are_no_numbers(parse):
+    with pytest.raises(InputError):
+        parse("soon")
+
+
+def test_dilation_scales_compute_and_leaves_the_bytes_alone():
+    slow = scaled(profile(), 10)
+    assert slow.single_s == pytest.approx(10 * profile().single_s)
+    assert slow.gradients[-1].ready_s == pytest.approx(10 * profile().gradients[-1].ready_s)
+    assert slow.total_bytes == profile().total_bytes
+
+
+def test_the_prediction_waits_for_the_slowest_node():
+    setting = Setting(nodes=4, rate_bits=1e9, slowdowns={3: 1.5, 1: 0.5})
+    assert setting.slowest(profile()).single_s == pytest.approx(1.5 * profile().single_s)
+
+
+def test_jitter_gives_the_prediction_iterations_to_draw_from():
+    setting = Setting(nodes=4, rate_bits=1e9, jitter=0.05)
+    drawn = setting.slowest(profile()).iteration_s
+    assert len(drawn) == 1000
+    assert sum(drawn) / len(drawn) == pytest.approx(profile().single_s, rel=0.02)
