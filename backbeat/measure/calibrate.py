@@ -37,7 +37,7 @@ JITTER = 0.2
 """Above this the network is not what the model assumes; a note says so."""
 
 # Shares of the budget: the all-reduce curve is what every prediction stands on.
-_ALL_REDUCE_SHARE, _BATCH_SHARE, _OTHERS_SHARE = 0.45, 0.35, 0.2
+_ALL_REDUCE_SHARE, _HELD_OUT_SHARE, _BATCH_SHARE, _OTHERS_SHARE = 0.4, 0.05, 0.35, 0.2
 _ALL_REDUCE_ROUND_S = 12e-3
 _LEAST_TIMEOUT_S = 30.0
 
@@ -48,6 +48,8 @@ class Calibrated:
 
     network: Network
     outcome: Outcome
+    held_out: tuple[Case, ...] = ()
+    """All-reduces between the sizes of the curve, measured with the others and left out of it."""
 
 
 def calibrate(
@@ -114,14 +116,15 @@ def measure_cluster(
         done = settle_gloo()
         notes.append(f"gloo's socket threads {'ran at idle priority' if done else 'could not be settled here'}")
     bench = Bench(opened, rank=dist.get_rank(group), workers=workers, device=where, timeout_s=timeout_s)
-    series = _series(sorted(set(sizes)), counts, collectives)
+    held_out = _held_out(sorted(set(sizes)))
+    series = _series(sorted(set(sizes)), counts, collectives, held_out)
     outcome = measure(bench, series, budget_s, progress or (lambda what, share: None))
     # Only after success: taking down a communicator whose peer is gone can wait for ever.
     for channel in opened:
         channel.close()
     notes += _notes(outcome, budget_s, backend, shared.hosts, workers)
     network = network_from(
-        outcome.timings,
+        {case: timing for case, timing in outcome.timings.items() if case not in held_out},
         name=name or f"{backend}-{workers}",
         workers=workers,
         backend=backend,
@@ -129,7 +132,8 @@ def measure_cluster(
         source=_source(shared.date, where, len(shared.hosts), workers),
         notes=notes,
     )
-    return Calibrated(network=network, outcome=outcome)
+    measured = tuple(case for case in held_out if case in outcome.timings)
+    return Calibrated(network=network, outcome=outcome, held_out=measured)
 
 
 def network_from(
@@ -171,7 +175,10 @@ def network_from(
 def warnings(outcome: Outcome) -> list[str]:
     """Where the network is not what the model assumes."""
     found = []
-    isolated = [(case, timing) for case, timing in outcome.timings.items() if case.messages == 1]
+    isolated = sorted(
+        ((case, timing) for case, timing in outcome.timings.items() if case.messages == 1),
+        key=lambda pair: (pair[0].collective, pair[0].bytes),
+    )
     shaky = [case for case, timing in outcome.timings.items() if timing.jitter > JITTER]
     if shaky:
         worst = max(shaky, key=lambda case: outcome.timings[case].jitter)
@@ -228,7 +235,19 @@ def _host() -> str:
     return f"{os.environ.get('NCCL_HOSTID') or socket.gethostname()}/{namespace}"
 
 
-def _series(sizes: list[int], counts: list[int], collectives: Sequence[Collective]) -> list[Series]:
+def _held_out(sizes: list[int]) -> tuple[Case, ...]:
+    """Sizes in the middle of every third interval of the curve."""
+    found = [
+        Case(bytes=(small + large) // 8 * 4)
+        for small, large in itertools.islice(itertools.pairwise(sizes), 1, None, 3)
+        if large > small * 5 // 4 and small >= 16
+    ]
+    return tuple(case for case in found if case.bytes not in sizes)
+
+
+def _series(
+    sizes: list[int], counts: list[int], collectives: Sequence[Collective], held_out: tuple[Case, ...] = ()
+) -> list[Series]:
     def isolated(collective: Collective) -> tuple[Case, ...]:
         return tuple(Case(collective=collective, bytes=size) for size in sizes)
 
@@ -239,6 +258,7 @@ def _series(sizes: list[int], counts: list[int], collectives: Sequence[Collectiv
     others = [collective for collective in COLLECTIVES if collective in collectives and collective != "all_reduce"]
     return [
         Series(cases=isolated("all_reduce"), share=_ALL_REDUCE_SHARE, least=2, round_s=_ALL_REDUCE_ROUND_S),
+        Series(cases=held_out, share=_HELD_OUT_SHARE, round_s=_ALL_REDUCE_ROUND_S),
         Series(cases=batches, share=_BATCH_SHARE),
         *(Series(cases=isolated(one), share=_OTHERS_SHARE / len(others)) for one in others),
     ]
@@ -272,6 +292,7 @@ def _notes(outcome: Outcome, budget_s: float, backend: str, hosts: tuple[int, ..
         notes.append(f"fewer than {REPEATS} repeats (at least {FEWEST_REPEATS}) in some cases: raise --budget")
     for collective in COLLECTIVES:
         gone = [case.bytes for case in outcome.dropped if case.collective == collective and case.messages == 1]
+        gone = [size for size in gone if size > _largest(outcome, collective)]
         if gone:
             notes.append(f"{collective} from {format_bytes(min(gone))} did not fit the budget: beyond is extrapolated")
     gone = [case.bytes for case in outcome.dropped if case.messages > 1]
@@ -282,6 +303,12 @@ def _notes(outcome: Outcome, budget_s: float, backend: str, hosts: tuple[int, ..
     if backend == "mpi":
         notes.append("MPI is accepted but has not been tested")
     return notes + warnings(outcome)
+
+
+def _largest(outcome: Outcome, collective: Collective) -> int:
+    return max(
+        (case.bytes for case in outcome.timings if case.collective == collective and case.messages == 1), default=0
+    )
 
 
 def _source(date: str, device: torch.device, hosts: int, workers: int) -> Source:

@@ -6,6 +6,7 @@ the device. What was used, guessed and missing ends up in the profile's notes.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,6 +94,7 @@ def _interpret(
             f"{where}: no gradient is accumulated in its {facts.events} events: profile whole training iterations, "
             "with ProfilerActivity.CPU among the activities"
         )
+    facts.ready.sort(key=lambda one: one.start)
     clock = _Clock(facts)
     windows = _windows(facts.marks, notes)
     iterations = [found for window in windows if (found := _iteration(facts, clock, window)) is not None]
@@ -176,7 +178,8 @@ def _windows(marks: Sequence[Mark], notes: list[str]) -> list[tuple[float, float
 
 def _iteration(facts: Facts, clock: _Clock, window: tuple[float, float, list[Mark]]) -> _Iteration | None:
     low, high, marks = window
-    ready = sorted((one for one in facts.ready if low <= one.start < high), key=lambda one: one.start)
+    first_in, first_after = (bisect_left(facts.ready, edge, key=lambda one: one.start) for edge in (low, high))
+    ready = facts.ready[first_in:first_after]
     if not ready:
         return None
     passes = _passes(facts, ready, low, high)
@@ -320,8 +323,8 @@ def _profile(
     idle = median(one.idle for one in chosen)
     if idle > _IDLE:
         notes.append(
-            f"missing: the device waited {idle:.0%} of backward for a host that the profiler slows down: ready times are "
-            "stretched; raise the batch size, trace without record_shapes and give --like, or use `backbeat profile`"
+            f"missing: the device waited {idle:.0%} of backward for a host that the profiler slows down: ready times "
+            "are stretched; raise the batch size, trace without shapes and give --like, or use `backbeat profile`"
         )
     distributed = bool(facts.transfers)
     times = [one.passes * ((one.forward_s or 0.0) + one.backward_s) + (one.update_s or 0.0) for one in chosen]

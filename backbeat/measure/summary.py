@@ -41,6 +41,14 @@ def summarised(calibrated: Calibrated) -> dict[str, Any]:
         for row in network.concurrency
         if row.seconds > 0
     ]
+    held_out = [
+        {
+            "bytes": case.bytes,
+            "seconds": timings[case].median_s,
+            "error": float(cost.time(case.bytes)) / timings[case].median_s - 1,
+        }
+        for case in calibrated.held_out
+    ]
     return {
         "name": network.name,
         "workers": network.workers,
@@ -52,6 +60,7 @@ def summarised(calibrated: Calibrated) -> dict[str, Any]:
         "efficiency": {str(count): value for count, value in cost.efficiencies.items()},
         "all_reduce": points,
         "concurrency": rows,
+        "held_out": held_out,
         "warnings": warnings(calibrated.outcome),
         "notes": list(network.notes),
     }
@@ -69,6 +78,7 @@ def lines(summary: dict[str, Any]) -> list[str]:
         f"   G = {slope * 1e9:.3g} ns/byte{bus}",
         f"  a + b·M is off by {worst['line_error']:+.0%} at worst ({format_bytes(worst['bytes'])}); "
         "predictions use the measured curve",
+        *_held_out(summary["held_out"]),
         "",
         "   all-reduce       time    startup   a + b·M   jitter  repeats",
     ]
@@ -90,3 +100,13 @@ def lines(summary: dict[str, Any]) -> list[str]:
         shares = ", ".join(f"e({count}) = {value:.2f}" for count, value in summary["efficiency"].items())
         text += ["", f"  link efficiency with several channels: {shares}"]
     return text
+
+
+def _held_out(checks: list[dict[str, Any]]) -> list[str]:
+    if not checks:
+        return []
+    errors = sorted(abs(check["error"]) for check in checks)
+    return [
+        f"  the curve predicts {len(checks)} sizes that it was not made from within {errors[len(errors) // 2]:.1%} "
+        f"(median), {errors[-1]:.1%} (worst)"
+    ]

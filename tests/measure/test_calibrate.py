@@ -13,7 +13,7 @@ pytest.importorskip("torch")
 
 from backbeat.errors import InputError, MeasurementError
 from backbeat.measure.bench import Case
-from backbeat.measure.calibrate import BATCH_SIZES, SIZES, _series, calibrate, network_from, warnings
+from backbeat.measure.calibrate import BATCH_SIZES, SIZES, _held_out, _series, calibrate, network_from, warnings
 from backbeat.measure.robust import Timing, summarise
 from backbeat.measure.schedule import FEWEST_REPEATS, REPEATS, Outcome, Series, doubling, measure
 from backbeat.model import Network
@@ -154,7 +154,15 @@ def test_jitter_is_reported() -> None:
 def test_batches_stay_within_the_sizes_asked_for() -> None:
     cases = [case for series in _series([2**12, 2**20], [1, 2], ()) for case in series.cases if case.messages > 1]
     assert {case.bytes for case in cases} == {size for size in BATCH_SIZES if size <= 2**20}
-    assert {case.bytes for case in _series([10, 20], [1], ())[1].cases} == {10, 20}
+    assert {case.bytes for case in _series([10, 20], [1], ())[2].cases} == {10, 20}
+
+
+def test_held_out_sizes_lie_between_the_others() -> None:
+    held = [case.bytes for case in _held_out(list(SIZES))]
+    assert held[:2] == [3072, 24576]
+    assert not set(held) & set(SIZES)
+    assert all(SIZES[0] < size < SIZES[-1] for size in held)
+    assert _held_out([4, 8]) == ()
 
 
 def test_one_size_is_no_curve() -> None:
