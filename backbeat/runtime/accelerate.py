@@ -1,9 +1,9 @@
 """Accelerate and the Hugging Face Trainer: both wrap the model themselves, so the wrapper is exchanged while they do.
 
-    from backbeat.runtime.accelerate import planned
+from backbeat.runtime.accelerate import planned
 
-    with planned(plan="auto"):
-        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)   # or: trainer.train()
+with planned(plan="auto"):
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)   # or: trainer.train()
 """
 
 from __future__ import annotations

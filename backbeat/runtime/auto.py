@@ -10,6 +10,7 @@ import logging
 import os
 import statistics
 import time
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -52,7 +53,8 @@ class Tuner:
         network: Network | str | os.PathLike[str] | None,
         channels: int | None,
     ) -> None:
-        self._wrapper = wrapper
+        # The wrapper holds the tuner; held back strongly, neither would go when the last user lets go.
+        self._wrapper: DistributedDataParallel = weakref.proxy(wrapper)
         self._auto = strategy == "auto"
         self._strategy = "best" if self._auto else strategy
         self._network = Network.load(network) if isinstance(network, (str, os.PathLike)) else network
@@ -69,6 +71,8 @@ class Tuner:
         self.prediction: Prediction | None = None
         self.iteration_s: float | None = None
         self.exposed_s: float | None = None
+        self.rounds: list[Round] = []
+        """The rounds measured last, for the report."""
         self._base_s = 0.0
         self._base: Any = None
         self._left = SETTLE_STEPS + MEASURED_STEPS
@@ -167,7 +171,7 @@ class Tuner:
                 None,
             )
             return
-        self.iteration_s, self.exposed_s = iteration, exposed
+        self.iteration_s, self.exposed_s, self.rounds = iteration, exposed, rounds
         self._say(f"the plan runs: {iteration * 1e3:.2f} ms an iteration against {self._base_s * 1e3:.2f} ms before")
         if self._auto:
             self._begin("watching", self._watch_every)
@@ -179,7 +183,7 @@ class Tuner:
         iteration, exposed = self._iteration(rounds), self._exposed(rounds)
         before = self.exposed_s or 0.0
         moved = abs(exposed - before)
-        self.iteration_s, self.exposed_s = iteration, exposed
+        self.iteration_s, self.exposed_s, self.rounds = iteration, exposed, rounds
         if moved > DRIFT * max(before, 1e-9) and moved > DRIFT_FLOOR * iteration:
             # Each look costs measured steps: a job that keeps drifting is looked at less and less often.
             self._watch_every *= 2

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import TYPE_CHECKING
 
 import torch
@@ -90,6 +90,18 @@ class Bucket:
             self.payload.copy_(message[: self.numel])
         return message[self.numel : self.numel + self.tail]
 
+    def late_message(self, late: Set[int], scale: float) -> torch.Tensor:
+        """Gradients that came after the group had left, scaled, and behind them one number a member that has one."""
+        message = torch.zeros(self.numel + len(self.members), dtype=self.dtype, device=self.device)
+        slots = views_of(message[: self.numel], self.parameters)
+        for position, (place, parameter) in enumerate(zip(self.members, self.parameters, strict=True)):
+            if place in late and parameter.grad is not None:
+                slots[position].copy_(parameter.grad)
+                parameter.grad = None
+                message[self.numel + position] = 1
+        message[: self.numel].mul_(scale)
+        return message
+
     def poison(self) -> None:
         """Make sure that nobody mistakes this rank's missing gradients for zeros."""
         self.payload.fill_(float("nan"))
@@ -119,3 +131,16 @@ def views_of(payload: torch.Tensor, parameters: Sequence[Parameter]) -> list[tor
         views.append(piece)
         start += size
     return views
+
+
+def sparse_message(parameter: Parameter, gradient: torch.Tensor | None, scale: float) -> torch.Tensor:
+    """A sparse gradient as it travels; an empty one where there is none."""
+    if gradient is not None:
+        return (gradient if gradient.is_sparse else gradient.to_sparse(1)).coalesce() * scale
+    return torch.sparse_coo_tensor(
+        torch.empty((1, 0), dtype=torch.long),
+        torch.empty((0, *parameter.shape[1:]), dtype=parameter.dtype),
+        parameter.shape,
+        device=parameter.device,
+        check_invariants=False,
+    ).coalesce()

@@ -12,8 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+
+from backbeat.runtime.faults import BrokenStepError, StepMismatchError
 
 # Steps are told apart modulo this; the stamps stay exact in every float format.
 STAMPS = 16
@@ -76,14 +79,6 @@ def write(
     return torch.tensor(numbers)
 
 
-def templates(layout: Layout, rank: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """One row a stamp for the plain step: nothing irregular, every parameter used. Spares a copy from the host."""
-    rows = torch.zeros(STAMPS, layout.length)
-    rows[:, layout.used_at :] = 1.0
-    rows[:, layout.stamps_at + rank] = torch.arange(1, STAMPS + 1, dtype=rows.dtype)
-    return rows.to(device=device, dtype=dtype)
-
-
 def read(layout: Layout, summed: torch.Tensor) -> Verdict:
     numbers: list[float] = summed.float().tolist()
     return Verdict(
@@ -92,3 +87,64 @@ def read(layout: Layout, summed: torch.Tensor) -> Verdict:
         stamps=tuple(round(number) for number in numbers[layout.stamps_at : layout.used_at]),
         used=[number > 0 for number in numbers[layout.used_at :]],
     )
+
+
+class Ledger:
+    """The control numbers of one partition: what this rank writes in a plain step, and what the sums then are."""
+
+    def __init__(self, layout: Layout, rank: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.layout = layout
+        self.rank = rank
+        self.dtype = dtype
+        self.device = device
+        stamps = torch.arange(1, STAMPS + 1, dtype=torch.float32)
+        mine = torch.zeros(STAMPS, layout.length)
+        mine[:, layout.used_at :] = 1.0
+        mine[:, layout.stamps_at + rank] = stamps
+        sums = torch.zeros(STAMPS, layout.length)
+        sums[:, layout.used_at :] = float(layout.ranks)
+        sums[:, layout.stamps_at : layout.used_at] = stamps[:, None]
+        # On the device, so that the plain step copies nothing from the host.
+        self._mine = mine.to(device=device, dtype=dtype)
+        self._sums = sums.to(dtype)
+        self._pinned = torch.empty(layout.length, dtype=dtype, pin_memory=True) if device.type == "cuda" else None
+
+    def plain(self, step: int) -> torch.Tensor:
+        """What this rank writes when every parameter was used once and nothing else happened."""
+        return self._mine[step % STAMPS]
+
+    def is_plain(self, numbers: torch.Tensor, step: int) -> bool:
+        """Every rank wrote that."""
+        return torch.equal(numbers, self._sums[step % STAMPS])
+
+    def later(self, numbers: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """Begin to bring the numbers to the host, and an event to wait for before they are looked at."""
+        if self._pinned is None:
+            raise ValueError("numbers on the host need no waiting")
+        self._pinned.copy_(numbers, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        return self._pinned, event
+
+    def check(self, verdict: Verdict, step: int, where: str) -> None:
+        """Raise if some rank broke off its backward or is in another step."""
+        broken = [rank for rank, found in enumerate(verdict.stamps) if found < 0]
+        if broken:
+            raise BrokenStepError(
+                f"rank {_listed(broken)} broke off its backward in step {step} with an exception: no rank has "
+                "gradients for this step; skip it on every rank, or stop"
+            )
+        stamp = stamp_of(step)
+        others = [rank for rank, found in enumerate(verdict.stamps) if found != stamp]
+        if others:
+            away = (verdict.stamps[others[0]] - stamp) % STAMPS
+            off = f"{away} ahead" if away <= STAMPS // 2 else f"{STAMPS - away} behind"
+            raise StepMismatchError(
+                f"rank {self.rank} is in its backward number {step}, but rank {_listed(others)} is {off} ({where}): "
+                "a rank skipped or repeated a step; run the same number of synchronised backwards on every rank, "
+                "or use join()"
+            )
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return ", ".join(str(rank) for rank in ranks)

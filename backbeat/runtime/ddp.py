@@ -6,6 +6,7 @@ import inspect
 import os
 import statistics
 import warnings
+import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -60,6 +61,8 @@ class DistributedDataParallel(TorchDDP):  # type: ignore[misc]
     channels: how many groups may travel at once; the plan's own number where it is not given.
     backend: "backbeat", or "ddp" to run the plan through torch's own reducer.
     wire: "bf16" or "fp16" to send wider gradients in that format.
+    strict: on a GPU, learn at the end of every backward, not at the next one, that another rank broke off its backward
+        or is in another step; costs a wait for the device in each step.
     """
 
     def __init__(
@@ -71,6 +74,7 @@ class DistributedDataParallel(TorchDDP):  # type: ignore[misc]
         channels: int | None = None,
         backend: str = "backbeat",
         wire: str | torch.dtype | None = None,
+        strict: bool = False,
         **kwargs: Any,
     ) -> None:
         arguments = bind(module, args, kwargs)
@@ -93,6 +97,7 @@ class DistributedDataParallel(TorchDDP):  # type: ignore[misc]
         Joinable.__init__(self)
         self._set_torch_attributes(arguments)
         self._wire = _WIRE[wire] if wire else None
+        self._strict = strict
         self._plan = loaded
         self._channels_asked = channels
         self._planned = False
@@ -213,8 +218,15 @@ class DistributedDataParallel(TorchDDP):  # type: ignore[misc]
         links.grow(partition.channels)
         self.links = links
         self._partition_counter = 0
-        self.reducer = Reducer(self._names, self._trainable, channels=links, partition=partition, wire=self._wire)
-        self.reducer.after_step = self._after_step
+        self.reducer = Reducer(
+            self._names,
+            self._trainable,
+            channels=links,
+            partition=partition,
+            wire=self._wire,
+            strict=self._strict,
+        )
+        self.reducer.after_step = weakref.WeakMethod(self._after_step)
         if self._plan is not None:
             self.bucket_bytes_cap = max(
                 partitions.FIRST_BUCKET_BYTES, sum(b.bytes for b in self.reducer.buckets) // len(self.reducer.buckets)
@@ -325,7 +337,8 @@ class DistributedDataParallel(TorchDDP):  # type: ignore[misc]
         if self._backbeat_backend == "ddp" or self.reducer is None:
             raise InputError("report() needs backbeat's reducer: use backend='backbeat' and run a step")
         tuner, reducer = self._tuner, self.reducer
-        rounds = [found for found in self._recorder.rounds() if len(found.launched_s) == len(reducer.buckets)]
+        timed = self._recorder.rounds() or (tuner.rounds if tuner is not None else [])
+        rounds = [found for found in timed if len(found.launched_s) == len(reducer.buckets)]
         predicted = spans(tuner.prediction) if tuner is not None else []
         if len(predicted) != len(reducer.buckets):
             predicted = []
@@ -416,10 +429,12 @@ class DistributedDataParallel(TorchDDP):  # type: ignore[misc]
             return output
         sync = self.require_backward_grad_sync
         self.require_forward_param_sync = sync
-        arm = self.reducer.arm
+        alive = self.reducer._weak
 
         def reached(_: torch.Tensor) -> None:
-            arm(sync)
+            reducer = alive()
+            if reducer is not None:
+                reducer.arm(sync)
 
         for tensor in _find_tensors(output):
             if tensor.requires_grad:
@@ -478,7 +493,8 @@ class DistributedDataParallel(TorchDDP):  # type: ignore[misc]
             "gradient_as_bucket_view": True,
             "find_unused_parameters": self.find_unused_parameters,
             "broadcast_buffers": self.broadcast_buffers,
-            "can_set_static_graph": True,
+            # Frameworks advise to set it where this is true; it would change nothing here.
+            "can_set_static_graph": False,
             "strategy": self.reducer.partition.strategy,
         }
 

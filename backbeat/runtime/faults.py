@@ -11,6 +11,7 @@ import json
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -49,7 +50,8 @@ class Monitor:
         self._key = key
         self._rank = rank
         self._size = size
-        self._status = status
+        # The thread must not keep the reducer alive.
+        self._status = weakref.WeakMethod(status)
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -74,18 +76,21 @@ class Monitor:
             logger.debug("the monitor of rank %d ends: %s", self._rank, error)
 
     def _answer(self, store: Any) -> None:
-        store.set(f"{self._key}/status/{self._rank}", json.dumps(self._status()))
+        status = self._status()
+        if status is not None:
+            store.set(f"{self._key}/status/{self._rank}", json.dumps(status()))
 
     def blame(self) -> str:
         """Raise the alarm, wait for the others' answers, and say in words who is missing or elsewhere."""
         self._stop.set()
-        mine = self._status()
+        status = self._status()
+        mine = status() if status is not None else {}
         try:
             self._store.set(f"{self._key}/alarm", str(self._rank))
             self._answer(self._store)
             statuses = self._collect()
         except Exception as error:
-            return f"the job's store does not answer either ({_first_line(error)}): the rank that keeps it is gone"
+            return f"the job's store does not answer either ({first_line(error)}): the rank that keeps it is gone"
         return describe(self._rank, mine, statuses, self._size)
 
     def _collect(self) -> dict[int, Status]:
@@ -141,5 +146,6 @@ def _clone(store: Any) -> Any:
         return None
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """The first line of an exception's text, or its kind."""
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -20,12 +20,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.autograd import Variable
+from torch.autograd.graph import get_gradient_edge
 
 from backbeat.runtime import control
-from backbeat.runtime.buckets import Bucket, views_of
+from backbeat.runtime.buckets import Bucket, sparse_message
 from backbeat.runtime.expectation import Expectation
-from backbeat.runtime.faults import BrokenStepError, CommunicationError, Monitor, Status, StepMismatchError
+from backbeat.runtime.faults import CommunicationError, Monitor, Status, first_line
 from backbeat.runtime.hooks import GradBucket, Hook, result_of
+from backbeat.runtime.ownership import claim, release
+from backbeat.runtime.streams import Streams
 from backbeat.units import format_bytes
 
 if TYPE_CHECKING:
@@ -38,6 +41,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("backbeat.runtime")
 
 _graph_task = torch._C._current_graph_task_id
+_will_execute = torch._C._will_engine_execute_node
 
 
 class Flight(NamedTuple):
@@ -77,16 +81,20 @@ class Reducer:
         channels: Channels,
         partition: Partition,
         wire: torch.dtype | None = None,
+        strict: bool = False,
     ) -> None:
         self.names = list(names)
         self.parameters = list(parameters)
         self.channels = channels
         self.wire = wire
+        self.strict = strict
+        """On a device, wait for the other ranks' word at the end of every backward instead of at the next one."""
         self.scale = 1.0 / channels.size
         self.step = 0
         """Backwards synchronised so far, this one included."""
         self.recorder: Recorder | None = None
-        self.after_step: Callable[[], None] | None = None
+        self.after_step: Callable[[], Callable[[], None] | None] = _no_round
+        """A weak reference to what the wrapper does at the end of a step."""
         self.repeats = 0
         """Groups that had to be reduced again because a gradient came late."""
         self._comm_hook: tuple[Any, Hook] | None = None
@@ -94,6 +102,8 @@ class Reducer:
         self._dirty = bytearray(len(self.parameters))
         self._lock = threading.RLock()
         self._default_sync = True
+        self._hidden = False
+        self._passed = False
         self._regular = False
         self._deferred: tuple[int, torch.Tensor, Any] | None = None
         self._token: Callable[[], Any] = _no_round
@@ -101,12 +111,17 @@ class Reducer:
         self._sync = False
         self._reset_round()
         self.install(partition)
+        self._weak = weakref.ref(self)
         self._handles = [self._watch(place) for place in range(len(self.parameters))]
+        claim(self, self.names, self.parameters)
+        weakref.finalize(self, _drop, self._handles)
         self.monitor = Monitor(channels.store, "fault", channels.rank, channels.size, self.status)
         self.monitor.start()
 
     def install(self, partition: Partition) -> None:
         """Run this partition from the next round on; gradients held now move into its buffers."""
+        # Numbers still on their way from the device are laid out for the partition before.
+        self._absorb()
         layout = control.Layout(groups=len(partition.groups), ranks=self.channels.size, parameters=len(self.parameters))
         last = len(partition.groups) - 1
         self.partition = partition
@@ -124,9 +139,7 @@ class Reducer:
                 self._view[place] = view
         tail = self.buckets[last]
         dtype = tail.wire or tail.dtype
-        self._templates = control.templates(layout, self.channels.rank, dtype, tail.device)
-        self._plain_sums = _plain_sums(layout, dtype)
-        self._pinned = torch.empty(layout.length, dtype=dtype, pin_memory=True) if tail.device.type == "cuda" else None
+        self._ledger = control.Ledger(layout, self.channels.rank, dtype, tail.device)
         self._count_waits()
         for place in range(len(self.parameters)):
             self._keep(place)
@@ -142,6 +155,7 @@ class Reducer:
         self.install(partition)
         self._reset_round()
         self._handles.extend(self._watch(place) for place in range(first, len(self.parameters)))
+        claim(self, names, parameters)
 
     def set_comm_hook(self, state: Any, hook: Hook) -> None:
         self._comm_hook = (state, hook)
@@ -152,21 +166,22 @@ class Reducer:
 
     def remove_hooks(self) -> None:
         """Stop watching the parameters."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        _drop(self._handles)
+        release(self, self.parameters)
         self.monitor.stop()
 
     def forward_begins(self, sync: bool) -> None:
         """Called at the start of every forward: ends a round that an exception broke off."""
         self._default_sync = sync
+        self._passed = False
         if self._open and self._token() is None:
             self._break_off()
 
     def arm(self, sync: bool) -> None:
         """Called when autograd reaches an output of a forward that ran with or without synchronisation."""
         if self._token() is None:
-            self._begin(sync)
+            if self._accumulates():
+                self._begin(sync)
         elif sync and not self._sync:
             self._number()
 
@@ -194,17 +209,20 @@ class Reducer:
         self._finish_round()
 
     def _watch(self, place: int) -> Any:
-        # A bound method with the place in a closure cell is the cheapest callable that autograd can keep.
-        fired = self._fired
+        # Held weakly: a wrapper that is dropped must stop communicating, though its model lives on.
+        alive = self._weak
 
-        def arrived(_: torch.Tensor, place: int = place) -> None:
-            fired(place)
+        def arrived(_: torch.Tensor) -> None:
+            reducer = alive()
+            if reducer is not None:
+                reducer._fired(place)
 
         return self.parameters[place].register_post_accumulate_grad_hook(arrived)
 
     def _fired(self, place: int) -> None:
         self._dirty[place] = 1
         if self._token() is None:
+            self._hidden = self._hidden or self._passed
             self._begin(self._default_sync)
         if self.recorder is not None:
             self.recorder.gradient(place)
@@ -240,6 +258,20 @@ class Reducer:
             view.copy_(gradient)
             self.parameters[place].grad = view
 
+    def _accumulates(self) -> bool:
+        """Whether this graph ends in our parameters: `torch.autograd.grad` passes the outputs too, but leaves no `.grad`.
+
+        Parameters inside reentrant checkpoints are not in the graph either; where they once began a round by
+        themselves, every graph counts from then on.
+        """
+        if self._hidden:
+            return True
+        for parameter in self.parameters:
+            if parameter.requires_grad and _will_execute(get_gradient_edge(parameter).node):
+                return True
+        self._passed = True
+        return False
+
     def _begin(self, sync: bool) -> None:
         if self._open:
             self._break_off()
@@ -274,7 +306,7 @@ class Reducer:
         self._absent = False
         self._broken = False
         self._root = -1
-        self._streams = _Streams(self.channels.device) if self.channels.device.type == "cuda" else None
+        self._streams = Streams(self.channels.device) if self.channels.device.type == "cuda" else None
 
     def _count_waits(self) -> None:
         counts = self._expectation.counts
@@ -343,26 +375,19 @@ class Reducer:
         parameter = bucket.parameters[0]
         place = bucket.members[0]
         gradient = parameter.grad
-        if gradient is None or self._absent or self._broken:
-            message = torch.sparse_coo_tensor(
-                torch.empty((1, 0), dtype=torch.long),
-                torch.empty((0, *parameter.shape[1:]), dtype=parameter.dtype),
-                parameter.shape,
-                device=parameter.device,
-                check_invariants=False,
-            ).coalesce()
-        else:
-            if self._dirty[place]:
-                self._used[place] = 1
-            else:
-                self._backups[place] = gradient
-            message = (gradient if gradient.is_sparse else gradient.to_sparse(1)).coalesce() * self.scale
+        if self._absent or self._broken:
+            gradient = None
+        elif gradient is not None and self._dirty[place]:
+            self._used[place] = 1
+        elif gradient is not None:
+            self._backups[place] = gradient
+        message = sparse_message(parameter, gradient, self.scale)
         parameter.grad = None
         return Flight(index, bucket, message, self._channel(bucket).all_reduce(message))
 
     def _control(self) -> torch.Tensor:
         if not (self._broken or self._absent or self._late or self._irregular()):
-            return self._templates[self.step % control.STAMPS]
+            return self._ledger.plain(self.step)
         return control.write(
             self.layout,
             rank=self.channels.rank,
@@ -377,7 +402,7 @@ class Reducer:
         return not self._expectation.plain or self._nested or any(self._awaited)
 
     def _send_control_alone(self, bucket: Bucket) -> None:
-        message = self._control().to(device=self._templates.device, dtype=self._templates.dtype, copy=True)
+        message = self._control().to(device=self._ledger.device, dtype=self._ledger.dtype, copy=True)
         self._alone = Flight(len(self.buckets), bucket, message, self._channel(bucket).all_reduce(message))
 
     def _close(self) -> None:
@@ -413,8 +438,9 @@ class Reducer:
             self._dirty = bytearray(len(self.parameters))
         if self.recorder is not None:
             self.recorder.end()
-        if self.after_step is not None:
-            self.after_step()
+        after = self.after_step()
+        if after is not None:
+            after()
 
     def _land(self) -> torch.Tensor:
         """Wait for every group in turn; returns the summed control numbers."""
@@ -430,7 +456,7 @@ class Reducer:
                 except (RuntimeError, ValueError) as error:
                     if isinstance(error, CommunicationError):
                         raise
-                    raise CommunicationError(self._failure(flight, error)) from error
+                    raise self._failure(flight, error) from error
             if bucket.sparse:
                 if not self._absent:
                     bucket.parameters[0].grad = message
@@ -440,20 +466,19 @@ class Reducer:
             try:
                 self._alone.work.wait()
             except RuntimeError as error:
-                raise CommunicationError(self._failure(self._flights[-1], error)) from error
+                raise self._failure(self._flights[-1], error) from error
             numbers = self._alone.message
         if numbers is None:
             raise CommunicationError(f"step {self.step} ended without any group: the partition is empty")
         return numbers
 
-    def _failure(self, flight: Flight, error: BaseException) -> str:
+    def _failure(self, flight: Flight, error: BaseException) -> CommunicationError:
         names = [self.names[place] for place in flight.bucket.members]
         listed = names[0] if len(names) == 1 else f"{names[0]} … {names[-1]}"
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        return (
+        return CommunicationError(
             f"rank {self.channels.rank}: group {flight.index} of {len(self.buckets)} ({len(names)} gradients, {listed}, "
             f"{format_bytes(flight.bucket.bytes)}) was not reduced in step {self.step}: {self.monitor.blame()}. "
-            f"Restart from the last checkpoint (the library says: {reason})"
+            f"Restart from the last checkpoint (the library says: {first_line(error)})"
         )
 
     def _read(self, numbers: torch.Tensor) -> control.Verdict | None:
@@ -462,12 +487,8 @@ class Reducer:
         local = self._broken or self._absent or self._late or self._irregular()
         if numbers.device.type == "cpu":
             return self._judge(numbers)
-        if self._regular and not local:
-            assert self._pinned is not None
-            self._pinned.copy_(numbers, non_blocking=True)
-            event = torch.cuda.Event()
-            event.record()
-            self._deferred = (self.step, self._pinned, event)
+        if self._regular and not local and not self.strict:
+            self._deferred = (self.step, *self._ledger.later(numbers))
             return None
         return self._judge(numbers.cpu())
 
@@ -487,27 +508,12 @@ class Reducer:
 
     def _judge(self, numbers: torch.Tensor, step: int | None = None) -> control.Verdict | None:
         step = self.step if step is None else step
-        if torch.equal(numbers, self._plain_sums[step % control.STAMPS]):
+        if self._ledger.is_plain(numbers, step):
             return None
         verdict = control.read(self.layout, numbers)
-        stamp = control.stamp_of(step)
-        if self._broken:
-            return verdict
-        broken = [rank for rank, found in enumerate(verdict.stamps) if found < 0]
-        if broken:
-            raise BrokenStepError(
-                f"rank {_listed(broken)} broke off its backward in step {step} with an exception: no rank has gradients "
-                "for this step; skip it on every rank, or stop"
-            )
-        others = [rank for rank, found in enumerate(verdict.stamps) if found != stamp]
-        if others:
-            away = (verdict.stamps[others[0]] - stamp) % control.STAMPS
-            off = f"{away} ahead" if away <= control.STAMPS // 2 else f"{control.STAMPS - away} behind"
-            raise StepMismatchError(
-                f"rank {self.channels.rank} is in its backward number {step}, but rank {_listed(others)} is {off} "
-                f"(group {len(self.buckets) - 1}, {self.names[self.buckets[-1].members[-1]]}): a rank skipped or repeated "
-                "a step; run the same number of synchronised backwards on every rank, or use join()"
-            )
+        if not self._broken:
+            last = self.buckets[-1]
+            self._ledger.check(verdict, step, f"group {len(self.buckets) - 1}, {self.names[last.members[-1]]}")
         return verdict
 
     def _reduce_again(self, verdict: control.Verdict) -> None:
@@ -515,26 +521,16 @@ class Reducer:
         for index in verdict.late:
             bucket = self.buckets[index]
             self.repeats += 1
-            message = torch.zeros(bucket.numel + len(bucket.members), dtype=bucket.dtype, device=bucket.device)
-            self._collect_late(bucket, message)
+            message = bucket.late_message(self._late, self.scale)
             work = self._channel(bucket).all_reduce(message)
             try:
                 work.wait()
             except RuntimeError as error:
-                raise CommunicationError(self._failure(Flight(index, bucket, message, work), error)) from error
+                raise self._failure(Flight(index, bucket, message, work), error) from error
             bucket.payload.add_(message[: bucket.numel])
             for place, count in zip(bucket.members, message[bucket.numel :].float().tolist(), strict=True):
                 if count > 0:
                     verdict.used[place] = True
-
-    def _collect_late(self, bucket: Bucket, message: torch.Tensor) -> None:
-        slots = views_of(message[: bucket.numel], bucket.parameters)
-        for position, (place, parameter) in enumerate(zip(bucket.members, bucket.parameters, strict=True)):
-            if place in self._late and parameter.grad is not None:
-                slots[position].copy_(parameter.grad)
-                parameter.grad = None
-                message[bucket.numel + position] = 1
-        message[: bucket.numel].mul_(self.scale)
 
     def _hand_back(self, verdict: control.Verdict | None) -> None:
         """Give every parameter that some rank used its mean; the others keep what they had."""
@@ -610,37 +606,7 @@ class Reducer:
             )
 
 
-class _Streams:
-    """Streams on which a group's gradients were produced, other than the one that sends it."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._index = device.index if device.index is not None else torch.cuda.current_device()
-        self._seen: dict[int, set[int]] = {}
-        self._first: int | None = None
-
-    def note(self, group: int) -> None:
-        stream = torch._C._cuda_getCurrentRawStream(self._index)
-        if self._first is None:
-            self._first = stream
-        if stream != self._first or self._seen:
-            self._seen.setdefault(group, {self._first}).add(stream)
-
-    def join(self, group: int) -> None:
-        here = torch.cuda.current_stream(self._device)
-        streams = self._seen.get(group, set()) if self._first is None else {self._first, *self._seen.get(group, set())}
-        for raw in streams:
-            if raw != here.cuda_stream:
-                here.wait_stream(torch.cuda.ExternalStream(raw, device=self._device))
-
-
-def _plain_sums(layout: control.Layout, dtype: torch.dtype) -> torch.Tensor:
-    """What the control numbers add up to in the plain step, one row a stamp."""
-    rows = torch.zeros(control.STAMPS, layout.length)
-    rows[:, layout.used_at :] = float(layout.ranks)
-    rows[:, layout.stamps_at : layout.used_at] = torch.arange(1, control.STAMPS + 1, dtype=rows.dtype)[:, None]
-    return rows.to(dtype)
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    return ", ".join(str(rank) for rank in ranks)
+def _drop(handles: list[Any]) -> None:
+    for handle in handles:
+        handle.remove()
+    handles.clear()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import json
 import os
 from collections.abc import Callable
@@ -68,7 +69,8 @@ def profiler_shows_groups(ctx: Context) -> str:
         wrapped(ctx.data(32, 64, step=step, rank=ctx.rank)).square().sum().backward()
     with torch.profiler.profile() as profiler:
         wrapped(ctx.data(32, 64, step=9, rank=ctx.rank)).square().sum().backward()
-    events = sorted(profiler.events(), key=lambda event: event.time_range.start)
+    on_host = [event for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CPU]
+    events = sorted(on_host, key=lambda event: event.time_range.start)
     groups = [event for event in events if event.name.startswith("backbeat::group ")]
     assert [int(event.name.split()[1]) for event in groups] == list(range(len(wrapped.reducer.buckets)))
     nodes = [event for event in events if event.name.startswith("autograd::engine::evaluate_function")]
@@ -324,6 +326,57 @@ def rank_hangs(ctx: Context) -> str:
     assert f"rank {ctx.size - 1} is in step 4 with " in message, message
     assert "waiting for " in message and "layers." in message and "group " in message, message
     return message
+
+
+@check
+def a_dropped_wrapper_is_silent(ctx: Context) -> None:
+    """Its model may be wrapped again at once, and trained without any wrapper."""
+    model = ctx.build(mlp)
+    first = DistributedDataParallel(model)
+    message = raises(InputError, lambda: DistributedDataParallel(model))
+    assert "already belongs to another" in message, message
+    _step(ctx, first, 0)
+    del first
+    model.zero_grad()
+    model(ctx.data(3, 6, step=1, rank=ctx.rank)).square().sum().backward()
+    alone = Oracle(ctx, ctx.build(mlp))
+    alone.each(lambda m, r: m(ctx.data(3, 6, step=1, rank=r)).square().sum().backward())
+    alone.check(model, "without a wrapper")
+    second = DistributedDataParallel(model)
+    oracle = Oracle(ctx, model)
+    train(ctx, model, second, oracle, steps=3)
+
+
+@check
+def autograd_grad_sends_nothing(ctx: Context) -> None:
+    """`torch.autograd.grad` through the outputs leaves no gradients, and no rank communicates."""
+    wrapped, oracle = start(ctx)
+    train(ctx, wrapped.module, wrapped, oracle, steps=2)
+    before = wrapped.reducer.step
+    if ctx.rank == 0:
+        x = ctx.data(3, 6, step=1, rank=0).requires_grad_()
+        torch.autograd.grad(wrapped(x).sum(), x)
+    assert wrapped.reducer.step == before
+    train(ctx, wrapped.module, wrapped, oracle, steps=2)
+
+
+@check
+def nothing_grows(ctx: Context) -> None:
+    """Objects and memory after many steps are those after few."""
+    wrapped, oracle = start(ctx)
+    train(ctx, wrapped.module, wrapped, oracle, steps=10)
+    x = ctx.data(3, 6, step=0, rank=ctx.rank)
+
+    def run(steps: int) -> int:
+        for _ in range(steps):
+            wrapped.zero_grad()
+            wrapped(x).sum().backward()
+        gc.collect()
+        return len(gc.get_objects())
+
+    run(50)
+    before = run(50)
+    assert abs(run(300) - before) < 50, "objects pile up"
 
 
 @check

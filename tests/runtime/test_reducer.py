@@ -10,7 +10,14 @@ from runtime_checks import CHECKS
 
 FAULTS = sorted(name for name in CHECKS if name.startswith("rank_"))
 PEACEFUL = sorted(name for name in CHECKS if not name.startswith("rank_"))
-NEEDS_TWO = {"different_plans_are_refused", "different_models_are_refused"}
+NEEDS_TWO = {
+    "a_strategy_by_name",
+    "auto_calibrates_beneath_training",
+    "auto_goes_back_if_worse",
+    "auto_follows_drift",
+    "different_models_are_refused",
+    "different_plans_are_refused",
+}
 ONLY_TWO = {"bit_equal_to_stock", "bit_equal_through_ddp_backend"}
 
 
