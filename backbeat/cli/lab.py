@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
@@ -11,8 +11,11 @@ from backbeat.cli.common import JsonOption, StrategyOption, _profile_names
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from contextlib import AbstractContextManager
 
-    from backbeat.lab.experiment import Calibrated, Measured
+    from backbeat.lab.experiment import Calibrated, Measured, Say
+    from backbeat.lab.plans import Choice
+    from backbeat.lab.session import Session
     from backbeat.lab.setting import Setting
     from backbeat.model import Profile
 
@@ -40,6 +43,14 @@ def lab(
     ] = None,
     jitter: Annotated[str, typer.Option(help="How far each node's compute strays per iteration, like 5%.")] = "0",
     delay: Annotated[str, typer.Option(help="Added to every link, like 1ms, or 1ms,100us with its jitter.")] = "0",
+    train: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PACKAGE.MODULE:FACTORY",
+            help="Train this model really, under stock DDP and backbeat's, instead of replaying a profile.",
+        ),
+    ] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Of each node, for --train.")] = None,
     seconds: Annotated[str, typer.Option(help="Time to measure each plan for.")] = f"{_SECONDS_EACH:.0f}s",
     budget: Annotated[str, typer.Option(help="Time to calibrate the lab's network for.")] = f"{_BUDGET_S:.0f}s",
     output: Annotated[
@@ -59,8 +70,6 @@ def lab(
     from backbeat.model import Profile, files
     from backbeat.units import parse_duration, parse_rate
 
-    if profile is None:
-        raise InputError("what should the nodes compute? Give --profile, a file or a bundled name (`backbeat zoo`)")
     delay_s, delay_jitter_s = parse_delay(delay)
     setting = Setting(
         nodes=nodes,
@@ -74,63 +83,140 @@ def lab(
         dilation=dilation,
     )
     choices = plans.parse(split(strategy) or _STRATEGIES, _counts(channels))
-    model = Profile.load(profile)
-    seconds_each, budget_s = parse_duration(seconds), parse_duration(budget)
-    check(backend)
-    calibrated, results, facts = _run(setting, model, choices, seconds_each, budget_s, say)
-    answer = _answer(setting, model, calibrated, results, facts)
+    times = parse_duration(seconds), parse_duration(budget)
+    if train is not None:
+        _check_training(setting, choices, profile)
+        check(backend)
+        ran = _train(setting, train, batch_size, choices, *times, say)
+    elif profile is not None:
+        model = Profile.load(profile)
+        check(backend)
+        ran = _replay(setting, model, choices, *times, say)
+    else:
+        raise InputError(
+            "what should the nodes compute? Give --profile, a file or a bundled name (`backbeat zoo`), "
+            "or --train PACKAGE.MODULE:FACTORY"
+        )
+    answer = _answer(setting, ran)
     if output is not None:
-        files.write(output, _file(answer, calibrated, results))
+        files.write(output, _file(answer, ran))
         say(f"wrote {output}")
     if json:
         print_json(answer)
         return
     out = console()
-    out.print(_table(setting, model, results))
-    for note in calibrated.network.notes:
+    out.print(_table(setting, ran))
+    for note in ran.calibrated.network.notes:
         out.print(f"* {note}", soft_wrap=True)
 
 
-def _run(
-    setting: Setting, profile: Profile, choices: Sequence[Any], seconds_each: float, budget_s: float, say: Any
-) -> tuple[Calibrated, list[Measured], dict[str, Any]]:
+class _Ran(NamedTuple):
+    """Everything that one lab found."""
+
+    profile: Profile
+    calibrated: Calibrated
+    results: list[Measured]
+    facts: dict[str, Any]
+    """The machine, its versions, and what belongs to replay or training alone."""
+    losses: list[list[float]]
+    """Of every training step, for each result; empty for a replay."""
+
+
+def _replay(
+    setting: Setting, profile: Profile, choices: Sequence[Choice], seconds_each: float, budget_s: float, say: Say
+) -> _Ran:
     from backbeat.lab import experiment
-    from backbeat.lab.jobs import seconds_of
-    from backbeat.units import format_rate, format_seconds
 
-    width = max(choice.widest(setting.backend) for choice in choices)
-    # Stock DDP on gloo is two collectives at a time, so two at once must be calibrated though no channel is opened.
-    calibrated_width = max(width, 2 if any(choice.stock(setting.backend) for choice in choices) else 1)
-    say(f"building {setting.nodes} nodes with {format_rate(setting.rate_bits)} links ({setting.backend})")
-    with experiment.opened(setting, width) as session:
+    with _opened(setting, choices, say) as session:
         facts = session.ask("describe", 60)[0]
-        say(f"calibrating, {format_seconds(budget_s)}")
-        calibrated = experiment.calibrate(
-            session, setting, channels=calibrated_width, budget_s=budget_s, largest_bytes=profile.total_bytes
-        )
-        made = experiment.planned(choices, profile, setting, calibrated.network)
-        expected = seconds_of([prediction.iteration_s for *_, prediction in made], seconds_each)
-        say(f"replaying {profile.name} under {len(made)} plans, about {format_seconds(expected)}")
+        calibrated = _calibrated(session, setting, choices, budget_s, profile.total_bytes, say)
+        made = experiment.planned(choices, setting.slowest(profile), calibrated.network)
+        _say_time(say, f"replaying {profile.name}", made, seconds_each)
         results, alone_s = experiment.measure(session, profile, setting, made, seconds_each)
-        return calibrated, results, {**facts, "compute_alone_s": alone_s}
+    return _Ran(profile, calibrated, results, {**facts, "compute_alone_s": alone_s}, [])
 
 
-def _answer(
-    setting: Setting, profile: Profile, calibrated: Calibrated, results: Sequence[Measured], facts: dict[str, Any]
-) -> dict[str, Any]:
+def _train(
+    setting: Setting,
+    spec: str,
+    batch_size: int | None,
+    choices: Sequence[Choice],
+    seconds_each: float,
+    budget_s: float,
+    say: Say,
+) -> _Ran:
+    from backbeat.lab import experiment
+
+    with _opened(setting, choices, say) as session:
+        facts = session.ask("describe", 60)[0]
+        say(f"profiling {spec}")
+        profile = experiment.profile_training(session, spec, batch_size, seconds_each)
+        calibrated = _calibrated(session, setting, choices, budget_s, profile.total_bytes, say)
+        made = experiment.planned(choices, profile, calibrated.network)
+        _say_time(say, f"training {profile.name}", made, seconds_each)
+        results, losses = experiment.train(session, setting, spec, batch_size, made, seconds_each)
+    return _Ran(profile, calibrated, results, facts, losses)
+
+
+def _check_training(setting: Setting, choices: Sequence[Choice], profile: str | None) -> None:
+    from backbeat.errors import InputError
+
+    for option, given in (
+        ("--profile", profile is not None),
+        ("--dilation", setting.dilation != 1),
+        ("--straggler", bool(setting.slowdowns)),
+        ("--jitter", setting.jitter > 0),
+    ):
+        if given:
+            raise InputError(f"{option} changes a replayed profile, and --train computes for real: leave one out")
+    if not any(choice.name == "ddp" for choice in choices):
+        raise InputError("--train compares with stock DDP: add ddp to --strategy")
+
+
+def _opened(setting: Setting, choices: Sequence[Choice], say: Say) -> AbstractContextManager[Session]:
+    from backbeat.lab import experiment
+    from backbeat.units import format_rate
+
+    say(f"building {setting.nodes} nodes with {format_rate(setting.rate_bits)} links ({setting.backend})")
+    return experiment.opened(setting, max(choice.widest(setting.backend) for choice in choices))
+
+
+def _calibrated(
+    session: Session, setting: Setting, choices: Sequence[Choice], budget_s: float, largest_bytes: int, say: Say
+) -> Calibrated:
+    from backbeat.lab import experiment
+    from backbeat.units import format_seconds
+
+    say(f"calibrating, {format_seconds(budget_s)}")
+    return experiment.calibrate(session, setting, choices, budget_s=budget_s, largest_bytes=largest_bytes)
+
+
+def _say_time(say: Say, what: str, made: Sequence[Any], seconds_each: float) -> None:
+    from backbeat.lab.jobs import seconds_of
+    from backbeat.units import format_seconds
+
+    expected = seconds_of([prediction.iteration_s for *_, prediction in made], seconds_each)
+    say(f"{what} under {len(made)} plans, about {format_seconds(expected)}")
+
+
+def _answer(setting: Setting, ran: _Ran) -> dict[str, Any]:
     import msgspec
 
+    rows = [row(result) for result in ran.results]
+    for one, losses in zip(rows, ran.losses, strict=False):
+        one |= {"first_loss": losses[0], "last_loss": losses[-1], "steps": len(losses)}
+    network = ran.calibrated.network
     return {
         "nodes": setting.nodes,
         "backend": setting.backend,
         "bandwidth_bits": [link.rate_bits for link in setting.links],
-        "profile": profile.name,
+        "profile": ran.profile.name,
         "dilation": setting.dilation,
         "stragglers": {str(node): slowdown for node, slowdown in setting.slowdowns.items()},
         "jitter": setting.jitter,
-        "network": {"schema": calibrated.network.schema, **msgspec.to_builtins(calibrated.network)},
-        "rows": [row(result) for result in results],
-        **facts,
+        "network": {"schema": network.schema, **msgspec.to_builtins(network)},
+        "rows": rows,
+        **ran.facts,
     }
 
 
@@ -153,33 +239,37 @@ def row(result: Measured) -> dict[str, Any]:
     }
 
 
-def _file(answer: dict[str, Any], calibrated: Calibrated, results: Sequence[Measured]) -> bytes:
+def _file(answer: dict[str, Any], ran: _Ran) -> bytes:
     import msgspec
 
     rows = [
         {**one, "series_s": result.series, "finishes_s": result.finishes}
-        for one, result in zip(answer["rows"], results, strict=True)
+        for one, result in zip(answer["rows"], ran.results, strict=True)
     ]
-    whole = {"schema": "backbeat.lab/1", **answer, "rows": rows, "timings": calibrated.timings}
+    for one, losses in zip(rows, ran.losses, strict=False):
+        one["losses"] = losses
+    whole = {"schema": "backbeat.lab/1", **answer, "rows": rows, "timings": ran.calibrated.timings}
     return msgspec.json.format(msgspec.json.encode(whole), indent=1) + b"\n"
 
 
-def _table(setting: Setting, profile: Profile, results: Sequence[Measured]) -> Any:
+def _table(setting: Setting, ran: _Ran) -> Any:
     from rich.table import Table
 
     from backbeat.units import format_rate, format_seconds
 
+    rate = format_rate(setting.rate_bits)
     dilated = f", compute × {setting.dilation:g}" if setting.dilation != 1 else ""
     table = Table(
-        title=f"{profile.name} on {setting.nodes} {setting.backend} nodes, {format_rate(setting.rate_bits)}{dilated}",
+        title=f"{ran.profile.name} on {setting.nodes} {setting.backend} nodes, {rate}{dilated}",
         title_justify="left",
         header_style="bold",
         pad_edge=False,
     )
-    for heading in ("plan", "channels", "groups", "measured", "p10–p90", "repeats", "predicted", "error", "scaling"):
+    headings = ["plan", "channels", "groups", "measured", "p10–p90", "repeats", "predicted", "error", "scaling"]
+    for heading in [*headings, "last loss"] if ran.losses else headings:
         table.add_column(heading, justify="left" if heading == "plan" else "right", no_wrap=True)
-    fastest = min(results, key=lambda result: result.measured_s)
-    for result in results:
+    fastest = min(ran.results, key=lambda result: result.measured_s)
+    for place, result in enumerate(ran.results):
         table.add_row(
             result.choice.name + (" ◀" if result is fastest else ""),
             str(result.plan.channels),
@@ -190,6 +280,7 @@ def _table(setting: Setting, profile: Profile, results: Sequence[Measured]) -> A
             format_seconds(result.prediction.iteration_s),
             f"{result.error:+.1%}",
             f"{result.prediction.single_s / result.measured_s:.1%}",
+            *([f"{ran.losses[place][-1]:.6f}"] if ran.losses else []),
             style="bold green" if result is fastest else None,
         )
     return table

@@ -19,12 +19,14 @@ from backbeat.lab.runs import Run
 from backbeat.lab.session import Session
 from backbeat.measure.robust import quantile
 from backbeat.model import Network, Plan, Prediction, Profile
+from backbeat.model.files import decode
 from backbeat.simulate import predict
 
 if TYPE_CHECKING:
     from types import FrameType
 
     from backbeat.lab.setting import Setting
+    from backbeat.lab.train import Trained
 
 Say = Callable[[str], None]
 _SPARE_S = 90.0
@@ -95,8 +97,12 @@ def opened(setting: Setting, channels: int) -> Iterator[Session]:
             yield session
 
 
-def calibrate(session: Session, setting: Setting, *, channels: int, budget_s: float, largest_bytes: int) -> Calibrated:
+def calibrate(
+    session: Session, setting: Setting, choices: Sequence[Choice], *, budget_s: float, largest_bytes: int
+) -> Calibrated:
     """Measure the lab's own network, up to the largest message that any plan could send or the budget allows."""
+    # Stock DDP on gloo is two collectives at a time, so two at once are calibrated though no channel is opened for it.
+    channels = max(2 if choice.stock(setting.backend) else choice.widest(setting.backend) for choice in choices)
     sizes = [1 << power for power in range(10, 29) if 1 << power < 2 * largest_bytes]
     network, timings, elapsed = session.ask(
         "calibrate",
@@ -109,17 +115,13 @@ def calibrate(session: Session, setting: Setting, *, channels: int, budget_s: fl
     return Calibrated(network=msgspec.json.decode(network, type=Network), timings=timings, elapsed_s=elapsed)
 
 
-def planned(
-    choices: Sequence[Choice], profile: Profile, setting: Setting, network: Network
-) -> list[tuple[Choice, Plan, Prediction]]:
-    """Each plan with its prediction, from the calibration and the profile alone."""
-    made = []
-    slowest = setting.slowest(setting.compute(profile))
-    steady = msgspec.structs.replace(slowest, iteration_s=())
-    for choice in choices:
-        plan = build(choice, steady, network)
-        made.append((choice, plan, predict(slowest, network, plan, broadcast_buffers=False)))
-    return made
+def planned(choices: Sequence[Choice], profile: Profile, network: Network) -> list[tuple[Choice, Plan, Prediction]]:
+    """Each plan with its prediction, from the calibration and the profile alone.
+
+    For a replay, the profile is what the slowest node replays.
+    """
+    plans = [(choice, build(choice, profile, network)) for choice in choices]
+    return [(choice, plan, predict(profile, network, plan)) for choice, plan in plans]
 
 
 def measure(
@@ -151,7 +153,42 @@ def measure(
     return results, quantile(sorted(alone), 0.5)
 
 
-def _slowest(seen: Sequence[Replayed]) -> tuple[list[float], list[float]]:
+def profile_training(session: Session, spec: str, batch_size: int | None, seconds: float) -> Profile:
+    """The compute of a real model, measured on all nodes at once; node 0's counts."""
+    answers = session.ask("profile", 10 * seconds + 2 * _SPARE_S, spec=spec, batch_size=batch_size, seconds=seconds)
+    return decode(answers[0], Profile, where=spec)
+
+
+def train(
+    session: Session,
+    setting: Setting,
+    spec: str,
+    batch_size: int | None,
+    plans: Sequence[tuple[Choice, Plan, Prediction]],
+    seconds_each: float,
+) -> tuple[list[Measured], list[list[float]]]:
+    """Train really under each plan, taking turns; and the losses of each, as node 0 saw them.
+
+    `ddp` is stock DDP itself.
+    """
+    # As many steps for all, or their last losses could not be compared.
+    expected = [max(prediction.iteration_s for _, _, prediction in plans)] * len(plans)
+    answers = session.ask(
+        "train",
+        5 * seconds_of(expected, seconds_each) + 2 * _SPARE_S,
+        spec=spec,
+        batch_size=batch_size,
+        plans=[None if choice.name == "ddp" else plan for choice, plan, _ in plans],
+        turns=turns(expected, seconds_each),
+    )
+    results = []
+    for place, (choice, plan, prediction) in enumerate(plans):
+        series = _slowest([answer[place] for answer in answers])
+        results.append(Measured(choice=choice, plan=plan, prediction=prediction, series=series, finishes=[]))
+    return results, [one.losses for one in answers[0]]
+
+
+def _slowest(seen: Sequence[Replayed | Trained]) -> tuple[list[float], list[float]]:
     """Both series of a job, with the slowest node of each iteration."""
     first, second = ([max(nodes) for nodes in zip(*(one.series[k] for one in seen), strict=True)] for k in (0, 1))
     return first, second

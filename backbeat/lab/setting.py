@@ -71,7 +71,8 @@ class Setting:
 
     def slowest(self, profile: Profile) -> Profile:
         """What the prediction is made from: all nodes wait for the slowest, gradient by gradient."""
-        slowed = scaled(profile, max(1.0, *(self.slowdowns.get(node, 1.0) for node in range(self.nodes))))
+        slowest = max(self.slowdowns.get(node, 1.0) for node in range(self.nodes))
+        slowed = scaled(profile, self.dilation * slowest)
         if self.jitter <= 0:
             return slowed
         # Drawn as the nodes draw theirs, from a seed that none of them uses.

@@ -53,6 +53,8 @@ MODELS = (
 """From 21 to 438 MB of gradients, from 161 to 604 of them; larger ones differ little from plan to plan here."""
 _START_S = 30.0
 """A session takes about this long to start; with less time left than this and its calibration none is begun."""
+_SLACK = 1.2
+"""Predictions can be too low, and starting over costs more than leaving a model for the next run."""
 _FAILURES = 2
 """Sessions of one setting that may break before it is given up."""
 _THREADS = 2
@@ -136,17 +138,16 @@ def _session(
     """One start of a setting's nodes, through as many models as fit. False where time ran out."""
     record = _record(matrix, setting)
     width = max(choice.widest(setting.backend) for choice in choices)
-    calibrated_width = max(width, 2 if any(choice.stock(setting.backend) for choice in choices) else 1)
     say(f"{setting.name}: starting, {format_seconds(clock.left_s)} left")
     with experiment.opened(setting, width) as session:
-        place = _place(matrix, setting, session, calibrated_width, max(one.total_bytes for one in profiles.values()))
+        place = _place(matrix, setting, session, choices, max(one.total_bytes for one in profiles.values()))
         say(f"{setting.name}: calibrated in {format_seconds(place.calibration_s)}, {format_seconds(clock.left_s)} left")
         record = msgspec.structs.replace(record, sessions=(*record.sessions, place))
         for name, missing in pending(record, profiles, choices):
             profile = profiles[name]
-            made = experiment.planned(missing, profile, setting, place.network)
+            made = experiment.planned(missing, setting.slowest(profile), place.network)
             expected = seconds_of([one.iteration_s for *_, one in made], matrix.seconds_each)
-            if expected > clock.left_s:
+            if _SLACK * expected > clock.left_s:
                 say(f"{setting.name}: {name} needs {format_seconds(expected)}: out of time")
                 return False
             results, alone_s = experiment.measure(session, profile, setting, made, matrix.seconds_each)
@@ -181,11 +182,9 @@ def case_of(result: Measured, model: str, session: int) -> Case:
     )
 
 
-def _place(matrix: Matrix, setting: Setting, session: Session, channels: int, largest_bytes: int) -> Place:
+def _place(matrix: Matrix, setting: Setting, session: Session, choices: Sequence[Choice], largest_bytes: int) -> Place:
     facts = session.ask("describe", 60)[0]
-    calibrated = experiment.calibrate(
-        session, setting, channels=channels, budget_s=matrix.budget_s, largest_bytes=largest_bytes
-    )
+    calibrated = experiment.calibrate(session, setting, choices, budget_s=matrix.budget_s, largest_bytes=largest_bytes)
     return Place(
         network=calibrated.network,
         timings=calibrated.timings,

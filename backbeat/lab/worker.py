@@ -16,6 +16,8 @@ from backbeat.lab.namespaces import enter
 
 if TYPE_CHECKING:
     from backbeat.lab.jobs import Job, Replayed, Turn
+    from backbeat.lab.train import Trained
+    from backbeat.model import Plan
 
 _PR_SET_PDEATHSIG = 1
 _PORT = 29500
@@ -141,10 +143,17 @@ class Node:
 
         return replay(self.player, jobs, turns, self.factor)
 
-    def train(self, **options: Any) -> Any:
+    def profile(self, *, spec: str, batch_size: int | None, seconds: float) -> bytes:
+        from backbeat.lab.train import profile_here
+
+        return profile_here(spec, self.device, batch_size, seconds)
+
+    def train(
+        self, *, spec: str, batch_size: int | None, plans: Sequence[Plan | None], turns: Sequence[Turn]
+    ) -> list[Trained]:
         from backbeat.lab.train import train
 
-        return train(self, **options)
+        return train(spec, self.device, self.start.node, batch_size, plans, turns)
 
 
 _SHOWN = ("NCCL_", "GLOO_", "TORCH_NCCL", "CUDA_DEVICE", "OMP_")

@@ -13,8 +13,8 @@ def test_a_slow_link_is_slow_in_both_directions_and_the_others_keep_their_rate()
     assert [link.rate_bits for link in setting.links] == [1e9, 1e8, 1e9]
 
 
-def test_the_burst_is_never_less_than_a_packet_of_the_host_and_grows_with_the_rate():
-    assert Link(rate_bits=1e8).burst_bytes == 128 * 2**10
+def test_the_burst_is_a_short_time_of_the_rate_and_never_less_than_some_packets():
+    assert Link(rate_bits=1e8).burst_bytes == 16 * 2**10
     assert Link(rate_bits=25e9).burst_bytes == 625_000
 
 
