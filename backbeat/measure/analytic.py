@@ -7,23 +7,22 @@ says it takes. The hooks and marks are the measured profile's own, reading that 
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
 
 from backbeat.errors import BackbeatError, InputError
 from backbeat.measure.factory import Factory, Workload
 from backbeat.measure.figures import Figures, take
 from backbeat.measure.machine import today, versions
 from backbeat.measure.precision import PRECISIONS
-from backbeat.measure.roofline import Roofline, Work, roofline
+from backbeat.measure.roofline import Roofline, roofline
 from backbeat.measure.training import Training, samples_in, where_raised
+from backbeat.measure.work import work_of
 from backbeat.model import Gradient, Profile, Source
 
 if TYPE_CHECKING:
@@ -33,9 +32,6 @@ if TYPE_CHECKING:
 
 _DIGITS = 8
 _CPU = torch.device("cpu")
-_ATTENTION = "_scaled_dot_product"
-# Flash attention's backward recomputes the scores: five products to forward's two.
-_ATTENTION_BACKWARD = 2.5
 
 
 class VirtualClock:
@@ -78,55 +74,9 @@ class Estimator(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        seconds = self.roof.seconds(work_of(func, args, kwargs, result))
-        if seconds and self.fused:
-            seconds -= self.roof.efficiency.kernel_s
-        self.clock.now_s += seconds
+        work = work_of(func, args, kwargs, result)
+        self.clock.now_s += self.roof.seconds(replace(work, optimizer=True) if self.fused else work)
         return result
-
-
-def work_of(func: Any, args: Any, kwargs: Any, result: Any) -> Work:
-    """Arithmetic and traffic of one operation. Views move nothing."""
-    name = func._schema.name
-    if any(output.alias_info is not None and not output.alias_info.is_write for output in func._schema.returns):
-        return Work(0, 0, False)
-    inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-    outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-    if not outputs or name in ("aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty"):
-        return Work(0, 0, False)
-    moved = sum(_bytes(tensor) for tensor in {id(tensor): tensor for tensor in inputs}.values())
-    moved += sum(_bytes(tensor) for tensor in outputs)
-    half = any(tensor.dtype in (torch.bfloat16, torch.float16) for tensor in inputs)
-    if "embedding" in name and "backward" not in name:
-        # A lookup reads the rows it returns, not the whole table.
-        moved = 2 * sum(_bytes(tensor) for tensor in outputs)
-    return Work(_flops(func, name, args, kwargs, result), moved, half, "convolution" in name)
-
-
-def _bytes(tensor: torch.Tensor) -> int:
-    """What a kernel reads of it: an expanded tensor only its own elements."""
-    count = tensor.numel()
-    for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if tensor.layout is torch.strided else ():
-        if stride == 0 and size > 1:
-            count //= size
-    return count * tensor.element_size()
-
-
-def _flops(func: Any, name: str, args: Any, kwargs: Any, result: Any) -> float:
-    if _ATTENTION in name:
-        return _attention_flops(func, name, args, kwargs)
-    count = flop_registry.get(func.overloadpacket)
-    return float(count(*args, **kwargs, out_val=result)) if count is not None else 0.0
-
-
-def _attention_flops(func: Any, name: str, args: Any, kwargs: Any) -> float:
-    given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
-    query, key, value = given["query"], given["key"], given["value"]
-    batch, heads, length, width = query.shape
-    flops = 2.0 * batch * heads * length * key.shape[-2] * (width + value.shape[-1])
-    if given.get("is_causal"):
-        flops /= 2
-    return float(flops * _ATTENTION_BACKWARD) if "backward" in name else float(flops)
 
 
 def analytic_profile(

@@ -142,8 +142,12 @@ def take(training: Training, iterations: int, warmup: int, time_limit_s: float |
 
 
 def _block(training: Training, count: int, observer: Observer | None = None) -> list[Marks]:
-    """Iterations one after the other, never waiting in between, as training runs them; the first only leads in."""
-    return [training.iterate(observer) for _ in range(count + 1)][1:] if count else []
+    """Iterations one after the other, never waiting in between, as training runs them.
+
+    One more before them refills the queue of a device that works behind the host.
+    """
+    leading = 1 if training.clock.asynchronous else 0
+    return [training.iterate(observer) for _ in range(count + leading)][leading:] if count else []
 
 
 def _hooked(training: Training, gradients: Gradients, owners: list[Owner], count: int, host: Host | None) -> Hooked:

@@ -29,17 +29,25 @@ class Device:
 
 @dataclass(frozen=True, kw_only=True)
 class Efficiency:
-    """The shares of peak that kernels reach when they are large."""
+    """The shares of peak that kernels reach when they are large.
 
-    matmul: float = 0.70
-    convolution: float = 0.35
-    memory: float = 0.75
-    kernel_s: float = 4e-6
+    Fitted to measured profiles of a few models on an H200; validation/zoo/fit_efficiency.py says which, and how.
+    """
+
+    matmul: float = 0.69
+    convolution: float = 0.44
+    unaligned: float = 0.19
+    """Of matrix products whose rows are no multiple of 16 bytes."""
+    memory: float = 0.45
+    optimizer: float = 0.75
+    """Of memory bandwidth, by kernels that go over many tensors at once."""
+    kernel_s: float = 5e-6
 
     def __str__(self) -> str:
         return (
-            f"{self.matmul:.0%} of peak arithmetic for matrix products, {self.convolution:.0%} for convolutions, "
-            f"{self.memory:.0%} of peak memory bandwidth, {self.kernel_s * 1e6:g} µs a kernel"
+            f"{self.matmul:.0%} of peak arithmetic for matrix products ({self.unaligned:.0%} for unaligned ones), "
+            f"{self.convolution:.0%} for convolutions, {self.memory:.0%} of peak memory bandwidth "
+            f"({self.optimizer:.0%} for the optimizer), {self.kernel_s * 1e6:g} µs a kernel"
         )
 
 
@@ -105,6 +113,15 @@ class Work:
     half: bool
     """Whether its operands are 16 bits wide."""
     convolution: bool = False
+    aligned: bool = True
+    """Whether the rows of a product's operands begin where tensor cores can load them."""
+    tensor_cores: bool = True
+    """Whether it has a shape that tensor cores can do."""
+    layout_bytes: float = 0
+    """Moved to turn operands round for tensor cores, where those of 16 bits are not laid out for them."""
+    kernels: int = 1
+    optimizer: bool = False
+    """Whether it is part of one large kernel over many tensors, as the optimizer's operations are on a GPU."""
 
 
 @dataclass(frozen=True)
@@ -116,18 +133,26 @@ class Roofline:
     def seconds(self, work: Work) -> float:
         """
         >>> roof = roofline("h200", "bf16")
-        >>> large = Work(flops=1e12, bytes=1e6, half=True)
-        >>> round(roof.seconds(large) * 1e6)
-        1448
-        >>> round(roof.seconds(Work(flops=0, bytes=3.6e9, half=True)) * 1e6)
-        1004
+        >>> round(roof.seconds(Work(flops=1e12, bytes=1e6, half=True)) * 1e6)
+        1470
+        >>> round(roof.seconds(Work(flops=0, bytes=2.16e9, half=True)) * 1e6)
+        1005
         """
         if work.flops == 0 and work.bytes == 0:
             return 0.0
-        share = self.efficiency.convolution if work.convolution else self.efficiency.matmul
-        arithmetic_s = work.flops / (self.flops(work.half) * share)
-        memory_s = work.bytes / (self.device.bytes_per_s * self.efficiency.memory)
-        return max(arithmetic_s, memory_s) + self.efficiency.kernel_s
+        efficiency = self.efficiency
+        if work.optimizer:
+            return work.bytes / (self.device.bytes_per_s * efficiency.optimizer)
+        share = efficiency.convolution if work.convolution else efficiency.matmul
+        if not work.aligned:
+            share = min(share, efficiency.unaligned)
+        peak = self.flops(work.half) if work.tensor_cores else self.device.fp32_flops
+        bytes_per_s = self.device.bytes_per_s * efficiency.memory
+        seconds = max(work.flops / (peak * share), work.bytes / bytes_per_s) + work.kernels * efficiency.kernel_s
+        if work.half and work.layout_bytes:
+            # In and out, each by a kernel of its own.
+            seconds += work.layout_bytes / bytes_per_s + 2 * work.kernels * efficiency.kernel_s
+        return seconds
 
     def flops(self, half: bool) -> float:
         if half:

@@ -1,18 +1,20 @@
 """How far analytic profiles are from measured ones, model by model.
 
-    python validation/zoo/compare_analytic.py [FOLDER] [-o docs/analytic-error.md]
+    python validation/zoo/compare_analytic.py [FOLDER] [-o validation/zoo/analytic.json]
 
 Reads every measured profile in FOLDER (the bundled ones by default) whose command names a zoo factory, computes the
-analytic profile of the same model, batch size, precision and GPU, and writes a table of the errors. Needs torch,
-torchvision and transformers, no GPU.
+analytic profile of the same model, batch size, precision and GPU, and prints a table of the errors; -o keeps the
+figures. Needs torch, torchvision and transformers, no GPU.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import sys
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 
@@ -22,65 +24,89 @@ from backbeat.errors import BackbeatError
 from backbeat.measure.analytic import analytic_profile
 from backbeat.measure.factory import load
 from backbeat.measure.machine import today, versions
+from backbeat.measure.pace import CLOSE
 from backbeat.measure.roofline import DEVICES, Efficiency
 from backbeat.model import Profile, Source
 from backbeat.model.files import ZOO, write
+
+FITTED = ("resnet50", "vgg16", "bert-base", "gpt2", "vit-b", "densenet121")
+"""The models whose profiles the efficiency was fitted to. The others, some of them siblings of these, are held out."""
+SIBLINGS = ("resnet101", "resnet152", "bert-large", "gpt2-medium", "vit-l", "densenet161", "densenet201")
+FIRST = Path(__file__).with_name("analytic-first.json")
+"""The errors of the first roofline, whose shares of peak were written down before anything was measured."""
 
 
 @dataclass(frozen=True)
 class Row:
     name: str
+    group: str
+    """fitted, sibling or new: how near the model is to those that the efficiency was fitted to."""
+    pace: str
     measured_s: float
     analytic_s: float
+    iteration: float
     forward: float
     backward: float
     update: float
     ready: float
     """The largest difference in a gradient's ready time, as a share of the measured backward."""
-    launch_bound: bool
-
-    @property
-    def error(self) -> float:
-        return self.analytic_s / self.measured_s - 1
+    ready_share: float
+    """The same between shares of backward: what is left when backward's own error is taken out."""
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Analytic against measured profiles of the zoo.")
     parser.add_argument("folder", nargs="?", type=Path, default=ZOO / "profiles")
-    parser.add_argument("-o", "--output", type=Path, help="write the table here as Markdown; stdout by default")
+    parser.add_argument("-o", "--output", type=Path, help="write the figures here as JSON")
     options = parser.parse_args()
     rows = []
-    for path in sorted(options.folder.glob("*.json*")):
-        if ".kineto." in path.name:
-            continue
+    for measured, factory, gpu in measured_profiles(options.folder):
         try:
-            row = compare(Profile.load(path))
+            rows.append(compare(measured, factory, gpu))
         except BackbeatError as error:
-            print(f"{path.name}: {error}", file=sys.stderr)
+            print(f"{measured.name}: {error}", file=sys.stderr)
             continue
-        if row is not None:
-            rows.append(row)
-            print(f"{row.name}: {row.error:+.1%}", file=sys.stderr, flush=True)
+        print(f"{measured.name}: {rows[-1].iteration:+.1%}", file=sys.stderr, flush=True)
     if not rows:
         print(f"no measured zoo profiles in {options.folder}", file=sys.stderr)
         return 2
-    text = table(rows)
+    first = {row["name"]: row["iteration"] for row in json.loads(FIRST.read_text())["rows"]} if FIRST.exists() else {}
     if options.output:
-        write(options.output, text.encode())
-    else:
-        print(text)
+        write(options.output, document(rows).encode())
+    print(table(rows, first))
     return 0
 
 
-def compare(measured: Profile) -> Row | None:
-    if measured.analytic or not isinstance(measured.source, Source) or not measured.source.command:
-        return None
-    factory = re.search(r"backbeat\.zoo\.models:\w+", measured.source.command)
-    gpu = measured.name.rpartition("-")[2]
-    if factory is None or gpu not in DEVICES:
-        return None
+def measured_profiles(folder: Path = ZOO / "profiles") -> Iterator[tuple[Profile, str, str]]:
+    """Each with the factory that builds its model, and the GPU it was measured on."""
+    for path in sorted(folder.glob("*.json*")):
+        if ".kineto." in path.name or path.name.startswith("summary"):
+            continue
+        measured = Profile.load(path)
+        if measured.analytic or not isinstance(measured.source, Source) or not measured.source.command:
+            continue
+        factory = re.search(r"backbeat\.zoo\.models:\w+", measured.source.command)
+        gpu = measured.name.rpartition("-")[2]
+        if factory is not None and gpu in DEVICES:
+            yield measured, factory.group(0), gpu
+
+
+def pace(measured: Profile) -> str:
+    """As the profile's note has it: its first word, and the time that the host takes to submit."""
+    for note in measured.notes:
+        host = re.match(r"(device|launch|close to launch)-bound: the host \D*([\d.e+-]+) ms", note)
+        if host is None:
+            continue
+        share = float(host.group(2)) * 1e-3 / measured.single_s
+        if host.group(1) == "launch" or (host.group(1) == "device" and share >= 0.95):
+            return "launch-bound"
+        return "close to launch-bound" if share >= CLOSE or host.group(1) != "device" else "device-bound"
+    return "unknown"
+
+
+def compare(measured: Profile, factory: str, gpu: str) -> Row:
     computed = analytic_profile(
-        load(factory.group(0)),
+        load(factory),
         gpu=gpu,
         batch_size=measured.batch_size,
         precision=measured.precision,
@@ -88,50 +114,89 @@ def compare(measured: Profile) -> Row | None:
     )
     ready = {gradient.name: gradient.ready_s for gradient in computed.gradients}
     differences = [abs(ready.get(each.name, np.inf) - each.ready_s) for each in measured.gradients]
+    shares = [
+        abs(ready.get(each.name, np.inf) / computed.backward_s - each.ready_s / measured.backward_s)
+        for each in measured.gradients
+    ]
+    model = measured.model
     return Row(
         name=measured.name,
-        measured_s=measured.single_s,
-        analytic_s=computed.single_s,
-        forward=computed.forward_s / measured.forward_s - 1,
-        backward=computed.backward_s / measured.backward_s - 1,
-        update=computed.update_s / measured.update_s - 1,
-        ready=max(differences) / measured.backward_s,
-        launch_bound=any(note.startswith("launch-bound") for note in measured.notes),
+        group="fitted" if model in FITTED else "sibling" if model in SIBLINGS else "new",
+        pace=pace(measured),
+        measured_s=round(measured.single_s, 8),
+        analytic_s=round(computed.single_s, 8),
+        iteration=round(computed.single_s / measured.single_s - 1, 4),
+        forward=round(computed.forward_s / measured.forward_s - 1, 4),
+        backward=round(computed.backward_s / measured.backward_s - 1, 4),
+        update=round(computed.update_s / measured.update_s - 1, 4),
+        ready=round(max(differences) / measured.backward_s, 4),
+        ready_share=round(max(shares), 4),
     )
 
 
-def table(rows: list[Row]) -> str:
-    lines = [
-        "# Analytic profiles against measured ones",
-        "",
-        f"`python validation/zoo/compare_analytic.py`, {today()}, torch {versions_torch()}. Error is analytic over "
-        f"measured, less one. Efficiency: {Efficiency()}. Launch-bound profiles (marked *) wait for the host, which "
-        "the roofline does not model; the medians leave them out.",
-        "",
-        "| profile | measured | analytic | iteration | forward | backward | update | worst ready time |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|",
-    ]
-    for row in rows:
-        lines.append(
-            f"| {row.name}{' *' if row.launch_bound else ''} | {row.measured_s * 1e3:.2f} ms | "
-            f"{row.analytic_s * 1e3:.2f} ms | {row.error:+.1%} | {row.forward:+.1%} | {row.backward:+.1%} | "
-            f"{row.update:+.1%} | {row.ready:.1%} of backward |"
-        )
-    bound = [row for row in rows if not row.launch_bound] or rows
-    errors = sorted(abs(row.error) for row in bound)
-    lines += [
-        "",
-        f"{len(bound)} device-bound profiles: median error {median(errors):.1%}, worst {errors[-1]:.1%}; "
-        f"{len(rows) - len(bound)} launch-bound.",
-        "",
-    ]
-    return "\n".join(lines)
-
-
-def versions_torch() -> str:
+def document(rows: list[Row]) -> str:
     import torch
 
-    return versions(torch.device("cpu"))["torch"]
+    kept = {
+        "command": "python validation/zoo/compare_analytic.py -o validation/zoo/analytic.json",
+        "machine": "analytic on a CPU; what each measured profile was measured on stands in its source",
+        "date": today(),
+        "versions": versions(torch.device("cpu")),
+        "efficiency": asdict(Efficiency()),
+        "fitted": FITTED,
+        "summary": summaries(rows),
+        "rows": [asdict(row) for row in rows],
+    }
+    return json.dumps(kept, indent=1) + "\n"
+
+
+def summaries(rows: list[Row]) -> list[dict[str, object]]:
+    """Over profiles that do not wait for the host, and apart from them those that do, which no roofline models."""
+    groups = {
+        "fitted models": [row for row in rows if row.group == "fitted" and row.pace != "launch-bound"],
+        "held out, siblings of the fitted": [
+            row for row in rows if row.group == "sibling" and row.pace != "launch-bound"
+        ],
+        "held out, other families": [row for row in rows if row.group == "new" and row.pace != "launch-bound"],
+        "launch-bound": [row for row in rows if row.pace == "launch-bound"],
+    }
+    return [
+        {
+            "group": name,
+            "profiles": len(group),
+            "median": median(abs(row.iteration) for row in group),
+            "worst": max(abs(row.iteration) for row in group),
+            "median_ready_share": median(row.ready_share for row in group),
+        }
+        for name, group in groups.items()
+        if group
+    ]
+
+
+def table(rows: list[Row], first: dict[str, float]) -> str:
+    lines = [
+        "| profiles | number | median error of the iteration | worst | median of the worst ready share |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    for each in summaries(rows):
+        lines.append(
+            f"| {each['group']} | {each['profiles']} | {each['median']:.1%} | {each['worst']:.1%} | "
+            f"{each['median_ready_share']:.1%} |"
+        )
+    lines += [
+        "",
+        "| profile | | measured | analytic | iteration | forward | backward | update | worst ready share | as first |",
+        "|---|---|---:|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for row in rows:
+        marks = f"{row.group}{', launch-bound' if row.pace == 'launch-bound' else ''}"
+        before = f"{first[row.name]:+.1%}" if row.name in first else ""
+        lines.append(
+            f"| {row.name} | {marks} | {row.measured_s * 1e3:.2f} ms | {row.analytic_s * 1e3:.2f} ms | "
+            f"{row.iteration:+.1%} | {row.forward:+.1%} | {row.backward:+.1%} | {row.update:+.1%} | "
+            f"{row.ready_share:.1%} | {before} |"
+        )
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":
