@@ -34,9 +34,11 @@ class Gradient(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     ready_s: Seconds
     """When backward has finished it, counted from the start of backward."""
     forward_s: Seconds | None = None
-    """The forward time of the module that owns the parameter; on the module's first parameter, 0 on its others."""
+    """Forward time from the beginning of the module that owns the parameter until the next owning module begins, so
+    that those of all gradients add up to forward; on the module's first parameter, 0 on its others."""
     activation_bytes: Bytes | None = None
-    """What that module saves for backward, counted in the same way."""
+    """What autograd saves for backward in that span, each storage once and without parameters, buffers and the batch;
+    on the module's first parameter, 0 on its others."""
 
     def __post_init__(self) -> None:
         not_negative("bytes", self.bytes)
