@@ -5,7 +5,8 @@
 Profiles are saved as they are taken (OUT/NAME.json.gz), so that a run cut short keeps what it has and a second run goes
 on where the first stopped. The main batch size of every model comes first. Kineto traces of a few of them are taken at
 the very end (OUT/NAME.kineto.json.gz): the tracer slows launches for the rest of a process's life.
-OUT/summary.tsv holds one line a profile, with the profiler's own cost.
+OUT/summary.tsv holds one line a profile, with the profiler's own cost; at the end that cost is printed for profiles
+bound by the device, close to launch-bound and launch-bound, each apart.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import gc
 import sys
 import time
 from pathlib import Path
+from statistics import median
 from typing import NamedTuple
 
 import torch
@@ -91,6 +93,8 @@ def main() -> int:
     traced = 0 if options.no_traces else _trace_all(models, device, out, options, deadline)
     size = sum(file.stat().st_size for file in out.glob("*.json.gz") if ".kineto." not in file.name)
     count = sum(1 for file in out.glob("*.json.gz") if ".kineto." not in file.name)
+    for line in overheads(out / "summary.tsv"):
+        print(line, flush=True)
     print(f"{count} profiles, {size / 1e6:.2f} MB; {traced} traces; {failures} failed; {left} left for want of time")
     return 1 if failures else 0
 
@@ -153,7 +157,9 @@ def _report(result: Measured, path: Path, seconds: float, out: Path) -> None:
         "gradient_MB": f"{profile.total_bytes / 1e6:.1f}",
         "peak_GB": f"{memory.peak_bytes / 1e9:.2f}" if memory else "",
         "hooked_over_plain": f"{result.overhead:.4f}",
-        "bound_by": "launch" if result.launch_bound else "device",
+        "pace": result.pace.kind if result.pace else "",
+        "host_ms": f"{result.pace.host_s * 1e3:.3f}" if result.pace else "",
+        "device_ms": f"{result.pace.device_s * 1e3:.3f}" if result.pace and result.pace.device_s else "",
         "iterations": str(len(profile.iteration_s)),
     }
     summary = out / "summary.tsv"
@@ -163,10 +169,31 @@ def _report(result: Measured, path: Path, seconds: float, out: Path) -> None:
     print(
         f"{profile.name:<34} {columns['iteration_ms']:>9} ms = {columns['forward_ms']} + {columns['backward_ms']} + "
         f"{columns['update_ms']}, {columns['gradients']} gradients, {columns['gradient_MB']} MB, "
-        f"peak {columns['peak_GB']} GB, hooked/plain {columns['hooked_over_plain']}, {columns['bound_by']}-bound, "
+        f"peak {columns['peak_GB']} GB, hooked/plain {columns['hooked_over_plain']}, {columns['pace'] or 'host'}, "
         f"{path.stat().st_size / 1e3:.1f} kB, {seconds:.1f} s",
         flush=True,
     )
+
+
+def overheads(summary: Path) -> list[str]:
+    """Hooked over plain forward and backward, for each kind of pace."""
+    if not summary.exists():
+        return []
+    header, *rows = (line.split("\t") for line in summary.read_text().splitlines())
+    by_pace: dict[str, list[tuple[float, str]]] = {}
+    for row in rows:
+        columns = dict(zip(header, row, strict=True))
+        by_pace.setdefault(columns["pace"], []).append((float(columns["hooked_over_plain"]), columns["name"]))
+    lines = []
+    for pace, found in sorted(by_pace.items()):
+        worst, name = max(found)
+        middle = median(overhead for overhead, _ in found)
+        under = sum(1 for overhead, _ in found if overhead < 1.02)
+        lines.append(
+            f"{pace or 'host'}: {len(found)} profiles, hooked/plain median {middle:.4f}, "
+            f"{under} under 1.02, worst {worst:.4f} ({name})"
+        )
+    return lines
 
 
 def _trace_all(
