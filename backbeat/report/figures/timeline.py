@@ -1,0 +1,125 @@
+"""One iteration in time: the compute lane and a lane for each channel, with no more bars than can be looked at."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from backbeat.model import Span
+
+MOST_BARS = 400
+_NAMES_SHOWN = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bar:
+    """One piece of computation or one group; several groups where they were merged to keep the figure readable."""
+
+    lane: str
+    name: str
+    start_s: float
+    end_s: float
+    bytes: int = 0
+    gradients: int = 0
+    """0 where it is not known how many."""
+    groups: int = 1
+
+    @property
+    def duration_s(self) -> float:
+        return self.end_s - self.start_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeline:
+    label: str
+    lanes: tuple[str, ...]
+    """`compute` first, then the channels."""
+    bars: tuple[Bar, ...]
+    end_s: float
+    merged: int
+    """How many groups are drawn together with others, because there are too many to draw one by one."""
+
+    @property
+    def compute(self) -> tuple[Bar, ...]:
+        return tuple(bar for bar in self.bars if bar.lane == "compute")
+
+    @property
+    def transfers(self) -> tuple[Bar, ...]:
+        return tuple(bar for bar in self.bars if bar.lane != "compute")
+
+
+def timeline(
+    label: str, spans: Sequence[Span], groups: Sequence[Sequence[str]] = (), *, most: int = MOST_BARS
+) -> Timeline:
+    """The spans as bars. `groups` names the gradients of each communication span that is not the buffers', in order."""
+    named = _named(spans, groups)
+    lanes = tuple(sorted({span.lane for span in spans}, key=_lane_order))
+    transfers = [bar for bar in named if bar.lane != "compute"]
+    stride = -(-len(transfers) // most) if most > 0 else 1
+    drawn = [bar for bar in named if bar.lane == "compute"]
+    merged = 0
+    for lane in lanes:
+        mine = sorted((bar for bar in transfers if bar.lane == lane), key=lambda bar: (bar.start_s, bar.end_s))
+        for first in range(0, len(mine), max(stride, 1)):
+            run = mine[first : first + stride]
+            merged += len(run) if len(run) > 1 else 0
+            drawn.append(run[0] if len(run) == 1 else _merge(run))
+    return Timeline(
+        label=label,
+        lanes=lanes,
+        bars=tuple(drawn),
+        end_s=max((span.end_s for span in spans), default=0.0),
+        merged=merged,
+    )
+
+
+def describe_names(names: Sequence[str]) -> str:
+    """The first gradients of a group, and how many more.
+
+    >>> describe_names(["a", "b"]), describe_names(list("abcdefg"))
+    ('a, b', 'a, b, c, d, e and 2 more')
+    """
+    shown = ", ".join(names[:_NAMES_SHOWN])
+    return shown if len(names) <= _NAMES_SHOWN else f"{shown} and {len(names) - _NAMES_SHOWN} more"
+
+
+def _named(spans: Sequence[Span], groups: Sequence[Sequence[str]]) -> list[Bar]:
+    carried = [span for span in spans if _carries_gradients(span)]
+    names = iter(groups) if len(groups) == len(carried) else None
+    bars = []
+    for span in spans:
+        gradients = next(names) if names is not None and _carries_gradients(span) else ()
+        bars.append(
+            Bar(
+                lane=span.lane,
+                name=describe_names(gradients) if gradients else span.name,
+                start_s=span.start_s,
+                end_s=span.end_s,
+                bytes=span.bytes,
+                gradients=len(gradients),
+            )
+        )
+    return bars
+
+
+def _carries_gradients(span: Span) -> bool:
+    return span.lane != "compute" and span.name != "buffers"
+
+
+def _merge(run: Sequence[Bar]) -> Bar:
+    return Bar(
+        lane=run[0].lane,
+        name=f"{len(run)} groups, from {run[0].name} to {run[-1].name}",
+        start_s=run[0].start_s,
+        end_s=max(bar.end_s for bar in run),
+        bytes=sum(bar.bytes for bar in run),
+        gradients=sum(bar.gradients for bar in run),
+        groups=len(run),
+    )
+
+
+def _lane_order(lane: str) -> tuple[int, int, str]:
+    if lane == "compute":
+        return 0, 0, lane
+    number = lane.removeprefix("channel ")
+    return 1, int(number) if number.isdecimal() else 10**6, lane

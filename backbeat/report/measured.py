@@ -1,0 +1,245 @@
+"""Measured iterations beside predicted ones: from `backbeat lab` results and from Kineto traces."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from backbeat.errors import InputError
+from backbeat.model import Network, Plan, Profile, Span
+from backbeat.model import files as model_files
+from backbeat.planners import STRATEGIES, propose
+from backbeat.simulate import predict
+
+LAB_SCHEMA = "backbeat.lab/1"
+_JOIN_S = 20e-6
+"""Kernels with a smaller gap than this between them are drawn as one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """One plan or run, as measured."""
+
+    label: str
+    origin: str
+    """`lab` or `trace`."""
+    workers: int
+    iteration_s: float | None
+    """The median of the iterations."""
+    low_s: float | None
+    high_s: float | None
+    """The 10th and the 90th percentile."""
+    single_s: float | None
+    predicted_s: float | None
+    iterations: int
+    measured_spans: tuple[Span, ...] = ()
+    predicted_spans: tuple[Span, ...] = ()
+    groups: tuple[tuple[str, ...], ...] = ()
+
+    @property
+    def error(self) -> float | None:
+        """Predicted over measured, less one."""
+        if self.predicted_s is None or not self.iteration_s:
+            return None
+        return self.predicted_s / self.iteration_s - 1
+
+
+class _Row(msgspec.Struct, frozen=True):
+    """What a report needs of one row of the lab's file; other fields are the lab's own."""
+
+    strategy: str
+    plan: str
+    channels: int
+    groups: int
+    measured_s: float
+    predicted_s: float
+    single_s: float
+    series_s: list[list[float]] = []
+    finishes_s: list[float] = []
+    launches: list[list[int]] = []
+    """[number of gradients, channel] of each group, in launch order."""
+
+
+class _Lab(msgspec.Struct, frozen=True):
+    nodes: int
+    profile: str
+    network: dict[str, Any]
+    rows: list[_Row]
+    dilation: float = 1.0
+    stragglers: dict[str, float] = {}
+
+
+def read_lab(path: str | Path, profile: Profile) -> list[Measured]:
+    """The rows of a file that `backbeat lab -o` wrote. Timelines are rebuilt where the profile is the one replayed."""
+    where = Path(path)
+    if not where.is_file():
+        raise InputError(f"{where}: no such file: give what `backbeat lab -o` wrote")
+    raw = model_files.read(where)
+    try:
+        data = msgspec.json.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InputError(f"{where}: not JSON ({error}): give what `backbeat lab -o` wrote") from None
+    if not isinstance(data, dict) or data.get("schema") != LAB_SCHEMA:
+        found = data.get("schema") if isinstance(data, dict) else type(data).__name__
+        raise InputError(f"{where}: schema is {found!r}, not {LAB_SCHEMA!r}: give what `backbeat lab -o` wrote")
+    try:
+        lab = msgspec.convert(data, _Lab)
+    except msgspec.ValidationError as error:
+        raise InputError(f"{where}: {error}") from None
+    network = model_files.decode(msgspec.json.encode(lab.network), Network, where=f"{where}: network")
+    return [_of_row(row, lab, network, profile) for row in lab.rows]
+
+
+def read_trace(path: str | Path) -> list[Measured]:
+    """One iteration of a trace that torch.profiler exported: the last whole one."""
+    from backbeat.measure.trace_collect import collect
+    from backbeat.measure.trace_events import TraceReader
+
+    where = Path(path)
+    if not where.is_file():
+        raise InputError(f"{where}: no such file: give a trace that torch.profiler exported")
+    facts = collect(TraceReader(where))
+    steps = sorted((mark.start, mark.end) for mark in facts.marks if mark.name.startswith("ProfilerStep#"))
+    computing = facts.kernels if len(facts.kernels.start) else facts.operators
+    busy = list(zip(computing.start, computing.end, strict=True))
+    transfers = [(one.start, one.end, one.name, one.bytes or 0, one.workers) for one in facts.transfers]
+    if not busy:
+        raise InputError(f"{where}: holds no operators or kernels: export a trace of training with torch.profiler")
+    low, high = steps[-1] if steps else (min(one[0] for one in busy), max(one[1] for one in busy))
+    spans = [
+        Span("compute", "computing", start - low, end - low)
+        for start, end in _joined([(start, end) for start, end in busy if low <= start < high])
+    ]
+    inside = sorted(one for one in transfers if low <= one[0] < high)
+    lanes = _lanes([(start, end) for start, end, *_ in inside])
+    for lane, (start, end, name, size, _) in zip(lanes, inside, strict=True):
+        spans.append(Span(f"channel {lane}", name, start - low, end - low, size))
+    lengths = sorted(end - start for start, end in steps)
+    return [
+        Measured(
+            label=f"trace {where.name}",
+            origin="trace",
+            workers=max((one[4] or 1 for one in transfers), default=1),
+            iteration_s=lengths[len(lengths) // 2] if lengths else None,
+            low_s=lengths[len(lengths) // 10] if lengths else None,
+            high_s=lengths[len(lengths) * 9 // 10] if lengths else None,
+            single_s=None,
+            predicted_s=None,
+            iterations=len(lengths),
+            measured_spans=tuple(spans),
+        )
+    ]
+
+
+def _of_row(row: _Row, lab: _Lab, network: Network, profile: Profile) -> Measured:
+    samples = sorted(sample for series in row.series_s for sample in series)
+    replayed = _replayed(profile, lab) if profile.name == lab.profile else None
+    plan = _plan(row, replayed, network) if replayed is not None else None
+    predicted: tuple[Span, ...] = ()
+    seen: tuple[Span, ...] = ()
+    if replayed is not None and plan is not None:
+        predicted = predict(replayed, network, plan, broadcast_buffers=False).timeline
+        seen = finished_spans(replayed, plan, row.finishes_s)
+    return Measured(
+        label=row.plan,
+        origin="lab",
+        workers=lab.nodes,
+        iteration_s=row.measured_s,
+        low_s=samples[len(samples) // 10] if samples else None,
+        high_s=samples[len(samples) * 9 // 10] if samples else None,
+        single_s=row.single_s,
+        predicted_s=row.predicted_s,
+        iterations=len(samples),
+        measured_spans=seen,
+        predicted_spans=predicted,
+        groups=tuple(group.gradients for group in plan.groups) if plan else (),
+    )
+
+
+def finished_spans(profile: Profile, plan: Plan, finishes_s: Sequence[float]) -> tuple[Span, ...]:
+    """Measured finish times as spans. A start was not measured: it is when the group was ready and its channel free."""
+    if len(finishes_s) != len(plan.groups):
+        return ()
+    forward, backward = profile.forward_s, profile.backward_s
+    end = max(backward, *finishes_s)
+    spans = [
+        Span("compute", "forward", 0.0, forward),
+        Span("compute", "backward", forward, forward + backward),
+        Span("compute", "update", forward + end, forward + end + profile.update_s),
+    ]
+    free: dict[int, float] = {}
+    for group, finish in zip(plan.groups, finishes_s, strict=True):
+        members = [profile.gradients[profile.index[name]] for name in group.gradients]
+        start = min(max(max(one.ready_s for one in members), free.get(group.channel, 0.0)), finish)
+        free[group.channel] = finish
+        label = group.gradients[0] if len(members) == 1 else f"{group.gradients[0]} … {group.gradients[-1]}"
+        spans.append(
+            Span(
+                f"channel {group.channel}", label, forward + start, forward + finish, sum(one.bytes for one in members)
+            )
+        )
+    return tuple(spans)
+
+
+def _replayed(profile: Profile, lab: _Lab) -> Profile:
+    """The compute the nodes replayed: dilated, and as slow as the slowest of them."""
+    factor = lab.dilation * max([1.0, *lab.stragglers.values()])
+    return msgspec.structs.replace(
+        profile,
+        forward_s=profile.forward_s * factor,
+        backward_s=profile.backward_s * factor,
+        update_s=profile.update_s * factor,
+        gradients=tuple(msgspec.structs.replace(one, ready_s=one.ready_s * factor) for one in profile.gradients),
+        iteration_s=(),
+        buffer_bytes=0,
+        accumulation=1,
+    )
+
+
+def _plan(row: _Row, profile: Profile, network: Network) -> Plan | None:
+    """The row's plan: from its own launches, otherwise made again; None where that gives another number of groups."""
+    if row.launches and sum(count for count, _ in row.launches) == len(profile.gradients):
+        names = iter([gradient.name for gradient in profile.gradients])
+        from backbeat.model import Group
+
+        return Plan(
+            strategy=row.strategy,
+            model=profile.model,
+            channels=row.channels,
+            groups=tuple(
+                Group(gradients=tuple(next(names) for _ in range(count)), channel=channel)
+                for count, channel in row.launches
+            ),
+        )
+    if row.strategy not in STRATEGIES or row.plan.partition("/")[0] != row.strategy:
+        return None
+    made = propose(profile, network, row.strategy, channels=row.channels)
+    return made if len(made.groups) == row.groups and made.dynamic is None else None
+
+
+def _joined(intervals: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    joined: list[tuple[float, float]] = []
+    for start, end in sorted(intervals):
+        if joined and start <= joined[-1][1] + _JOIN_S:
+            joined[-1] = (joined[-1][0], max(joined[-1][1], end))
+        else:
+            joined.append((start, end))
+    return joined
+
+
+def _lanes(intervals: list[tuple[float, float]]) -> list[int]:
+    """The first lane that is free, for each interval in order of start."""
+    ends: list[float] = []
+    lanes = []
+    for start, end in intervals:
+        lane = next((place for place, until in enumerate(ends) if until <= start), len(ends))
+        if lane == len(ends):
+            ends.append(end)
+        else:
+            ends[lane] = end
+        lanes.append(lane)
+    return lanes

@@ -1,0 +1,245 @@
+"""The report as one HTML file: everything inlined, nothing fetched, names never read as markup."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from typing import Any
+
+import msgspec
+
+from backbeat.errors import MissingPartError
+from backbeat.report import draw, perfetto
+from backbeat.report.figures.timeline import Timeline, timeline
+from backbeat.report.sections import sections
+from backbeat.report.study import STOCK, Study, groups_of
+from backbeat.report.words import Answer, answer
+from backbeat.units import format_bytes, format_seconds
+
+MOST_BYTES = 6_000_000
+_MOST_TRACE_BYTES = 400_000
+"""A trace above this is not carried along; the report says how to make it."""
+_FEWER_BARS = (400, 150, 50)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What the reader is told beside the study itself."""
+
+    samples: int | None = None
+    """The run to price; without it, what stock DDP does in a day."""
+    price: float | None = None
+    memory_budget: int | None = None
+    profile_argument: str = "PROFILE"
+    network_argument: str = "NETWORK"
+    """As given on the command line, for the commands that the report advises."""
+
+
+def report(study: Study, settings: Settings | None = None) -> str:
+    """The whole page. Where it would be too large, timelines are drawn with fewer bars."""
+    chosen = settings or Settings()
+    page = ""
+    for bars in _FEWER_BARS:
+        page = _page(study, chosen, bars)
+        if len(page.encode()) <= MOST_BYTES:
+            break
+    return page
+
+
+def timelines(study: Study, *, most: int = _FEWER_BARS[0]) -> list[Timeline]:
+    """Every timeline the reader can choose: each strategy, then what was measured beside its own prediction."""
+    found = [
+        timeline(label, curve[-1].timeline, groups_of(study.plans[label], study.profile), most=most)
+        for label, curve in study.curves.items()
+        if curve[-1].timeline
+    ]
+    for one in study.measured:
+        if one.predicted_spans:
+            found.append(timeline(f"{one.origin}: {one.label}, predicted", one.predicted_spans, one.groups, most=most))
+        if one.measured_spans:
+            found.append(timeline(f"{one.origin}: {one.label}, measured", one.measured_spans, one.groups, most=most))
+    return found
+
+
+def plotly_source() -> str:
+    """plotly.js as its Python package ships it, safe inside a script tag."""
+    try:
+        from plotly.offline import get_plotlyjs
+    except ImportError:
+        raise MissingPartError("figures need plotly: pip install plotly") from None
+    source: str = get_plotlyjs()
+    return source.replace("</script", "<\\/script").replace("<!--", "<\\!--")
+
+
+def script_json(data: Any) -> str:
+    r"""JSON that cannot leave its script tag, whatever names it holds.
+
+    >>> script_json({"name": "</script><b>"})
+    '{"name":"\\u003c/script\\u003e\\u003cb\\u003e"}'
+    """
+    text = msgspec.json.encode(_finite(data)).decode()
+    for character in "<>&\u2028\u2029":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return text
+
+
+def asset(name: str) -> str:
+    return (resources.files("backbeat.report") / "templates" / name).read_text(encoding="utf-8")
+
+
+@cache
+def environment() -> Any:
+    try:
+        from jinja2 import DictLoader, Environment, StrictUndefined
+    except ImportError:
+        raise MissingPartError("reports need jinja2: pip install jinja2") from None
+    names = ("report.html.j2", "serve.html.j2")
+    return Environment(
+        loader=DictLoader({name: asset(name) for name in names}), autoescape=True, undefined=StrictUndefined
+    )
+
+
+def _page(study: Study, settings: Settings, bars: int) -> str:
+    from backbeat import __version__
+
+    parts = sections(study, samples=settings.samples or 1_000_000, memory_budget=settings.memory_budget)
+    drawings = {part.anchor: [drawing for _, drawing in part.views] for part in parts if part.views}
+    chosen = timelines(study, most=bars)
+    first, second = _pair([one.label for one in chosen], study)
+    data = {
+        "figures": drawings,
+        "timelines": draw.timeline_parts(chosen),
+        "pair": [first, second],
+    }
+    trace = perfetto.encode(full_trace(study)).decode()
+    template = environment().get_template("report.html.j2")
+    page: str = template.render(
+        answer=_answer(study, settings),
+        study=study,
+        facts=_facts(study),
+        sections=parts,
+        timelines=[one.label for one in chosen],
+        pair=[first, second],
+        tiles=_tiles(study, settings),
+        data=script_json(data),
+        trace=script_json(msgspec.json.decode(trace)) if len(trace) <= _MOST_TRACE_BYTES else "",
+        trace_command=_command("trace", settings, study.top, "trace.json"),
+        css=asset("page.css"),
+        script=asset("page.js"),
+        plotly=plotly_source(),
+        version=__version__,
+        stock=STOCK,
+    )
+    return page
+
+
+def full_trace(study: Study) -> dict[str, Any]:
+    """Stock DDP and the best plan, and what was measured, bar by bar."""
+    labels = dict.fromkeys([STOCK, study.best_label])
+    processes: list[tuple[str, Any, Any]] = [
+        (
+            f"predicted: {label}, {study.top} workers",
+            study.curves[label][-1].timeline,
+            groups_of(study.plans[label], study.profile),
+        )
+        for label in labels
+    ]
+    processes += [
+        (f"measured: {one.origin} {one.label}", one.measured_spans, one.groups)
+        for one in study.measured
+        if one.measured_spans
+    ]
+    return perfetto.trace(processes)
+
+
+def _answer(study: Study, settings: Settings) -> Answer:
+    return answer(
+        study,
+        samples=settings.samples,
+        price=settings.price,
+        command=_command("plan", settings, study.top, "plan.json", study.best_label),
+    )
+
+
+def _command(verb: str, settings: Settings, workers: int, output: str, strategy: str | None = None) -> str:
+    import shlex
+
+    names = " ".join(shlex.quote(name) for name in (settings.profile_argument, settings.network_argument))
+    chosen = f" --strategy {shlex.quote(strategy)}" if strategy not in (None, "best", STOCK) else ""
+    return f"backbeat {verb} {names} --workers {workers}{chosen} -o {output}"
+
+
+def _pair(labels: Sequence[str], study: Study) -> tuple[str, str]:
+    if not labels:
+        return "", ""
+    other = study.best_label if study.best_label != STOCK else ""
+    if not other:
+        other = next((label for label in labels if label != STOCK), "")
+    return STOCK, other
+
+
+def _tiles(study: Study, settings: Settings) -> list[tuple[str, str, str]]:
+    """(what, figure, small print) of the numbers that stand out."""
+    best, stock = study.best, study.stock
+    faster = stock.iteration_s / best.iteration_s if best.iteration_s > 0 else 1.0
+    answered = _answer(study, settings)
+    cheapest = answered.worth[-1]
+    run = f"for {answered.samples:,} samples" if settings.samples else "for what takes stock DDP a day"
+    unplanned = best is stock
+    tiles = [
+        (
+            "of perfect scaling",
+            f"{best.scaling_factor:.0%}",
+            f"on {study.top} GPUs"
+            if unplanned
+            else f"on {study.top} GPUs with {study.best_label}; stock DDP {stock.scaling_factor:.0%}",
+        ),
+        (
+            "per iteration",
+            format_seconds(best.iteration_s),
+            f"alone {format_seconds(best.single_s)}" + ("" if unplanned else f"; {faster:.2f}x stock DDP's speed"),
+        ),
+        ("samples a second", f"{best.samples_per_s:,.0f}", f"{best.samples_per_s / study.top:,.0f} on each GPU"),
+        ("GPU-hours", f"{cheapest.gpu_hours:,.1f}", run),
+    ]
+    if cheapest.money is not None:
+        tiles.append(("dollars", f"{cheapest.money:,.0f}", run))
+    return tiles
+
+
+def _facts(study: Study) -> list[tuple[str, str]]:
+    from backbeat.model import Source
+
+    profile, network = study.profile, study.network
+
+    def origin(source: Source | str | None) -> str:
+        if isinstance(source, Source):
+            parts = [source.method, source.machine, source.date, source.reference]
+            return ", ".join(part for part in parts if part)
+        return source or "not said"
+
+    return [
+        ("model", f"{profile.model}, batch {profile.batch_size} per GPU, {profile.precision} on {profile.device}"),
+        ("profile", f"{profile.name}: {origin(profile.source)}"),
+        (
+            "gradients",
+            f"{len(profile.gradients)}, {format_bytes(profile.total_bytes)}; "
+            f"forward {format_seconds(profile.forward_s)}, "
+            f"backward {format_seconds(profile.backward_s)}, update {format_seconds(profile.update_s)}",
+        ),
+        ("network", f"{network.name}, given for {network.workers} workers: {origin(network.source)}"),
+        ("scaling", "weak: every GPU keeps its batch, so more GPUs train on more samples at a time"),
+    ]
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no infinity; a drawing skips what is null."""
+    if isinstance(value, float):
+        return value if value == value and abs(value) != float("inf") else None
+    if isinstance(value, Mapping):
+        return {key: _finite(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(one) for one in value]
+    return value

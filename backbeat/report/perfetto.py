@@ -1,0 +1,69 @@
+"""Timelines as Chrome trace events, which Perfetto and chrome://tracing open."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from backbeat.model import Span
+
+_COMPUTE_THREAD = 1
+_FIRST_CHANNEL_THREAD = 10
+
+
+def trace(timelines: Sequence[tuple[str, Sequence[Span], Sequence[Sequence[str]]]]) -> dict[str, Any]:
+    """(title, spans, gradients of each group) become one process each, with a thread for every lane.
+
+    Times are microseconds. `groups` may be empty; otherwise it names the gradients of each communication span in order.
+    """
+    events: list[dict[str, Any]] = []
+    for process, (title, spans, groups) in enumerate(timelines, start=1):
+        events.append(_name("process_name", process, 0, title))
+        events.append({**_name("process_sort_index", process, 0, ""), "args": {"sort_index": process}})
+        for lane in sorted({span.lane for span in spans}, key=_thread):
+            events.append(_name("thread_name", process, _thread(lane), lane))
+            events.append(
+                {**_name("thread_sort_index", process, _thread(lane), ""), "args": {"sort_index": _thread(lane)}}
+            )
+        events += _events(process, spans, groups)
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def encode(document: dict[str, Any]) -> bytes:
+    return msgspec.json.encode(document) + b"\n"
+
+
+def _events(process: int, spans: Sequence[Span], groups: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
+    carried = [span for span in spans if span.lane != "compute" and span.name != "buffers"]
+    names = iter(groups) if len(groups) == len(carried) else iter(())
+    events = []
+    for span in spans:
+        event: dict[str, Any] = {
+            "name": span.name,
+            "cat": "compute" if span.lane == "compute" else "communication",
+            "ph": "X",
+            "pid": process,
+            "tid": _thread(span.lane),
+            "ts": span.start_s * 1e6,
+            "dur": (span.end_s - span.start_s) * 1e6,
+        }
+        if span.lane != "compute":
+            event["args"] = {"bytes": span.bytes}
+            gradients = next(names, None) if span.name != "buffers" else None
+            if gradients is not None:
+                event["args"]["gradients"] = list(gradients)
+        events.append(event)
+    return events
+
+
+def _thread(lane: str) -> int:
+    if lane == "compute":
+        return _COMPUTE_THREAD
+    number = lane.removeprefix("channel ")
+    return _FIRST_CHANNEL_THREAD + int(number) if number.isdecimal() else _FIRST_CHANNEL_THREAD - 1
+
+
+def _name(kind: str, process: int, thread: int, name: str) -> dict[str, Any]:
+    return {"name": kind, "ph": "M", "pid": process, "tid": thread, "args": {"name": name}}

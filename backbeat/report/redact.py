@@ -1,0 +1,57 @@
+"""A study without names: model, parameters, hosts and files, for reports that leave the house."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from backbeat.model import Network, Plan, Profile
+from backbeat.planners import STRATEGIES
+
+
+def redacted_profile(profile: Profile) -> Profile:
+    """Sizes and times stay; every name becomes a number in ready order."""
+    return msgspec.structs.replace(
+        profile,
+        name="profile",
+        model="model",
+        gradients=tuple(
+            msgspec.structs.replace(gradient, name=f"gradient {place}")
+            for place, gradient in enumerate(profile.gradients)
+        ),
+        source=_method(profile),
+        notes=(),
+    )
+
+
+def redacted_network(network: Network) -> Network:
+    return msgspec.structs.replace(network, name="network", source=_method(network), notes=())
+
+
+def redacted_plans(plans: Mapping[str, Plan], profile: Profile) -> dict[str, Plan]:
+    """Plans of the profile as it was, for the redacted one; labels become numbers."""
+    found = {}
+    for number, plan in enumerate(plans.values(), start=1):
+        plan.check(profile)
+        found[f"plan {number}"] = msgspec.structs.replace(
+            plan,
+            model="model",
+            strategy=plan.strategy if plan.strategy in STRATEGIES else "custom",
+            groups=tuple(
+                msgspec.structs.replace(
+                    group, gradients=tuple(f"gradient {profile.index[name]}" for name in group.gradients)
+                )
+                for group in plan.groups
+            ),
+            predicted=None,
+            notes=(),
+        )
+    return found
+
+
+def _method(document: Profile | Network) -> object:
+    """How the figures were obtained, without the machine, the command and the reference that may name hosts."""
+    from backbeat.model import Source
+
+    return Source(method=document.source.method) if isinstance(document.source, Source) else None

@@ -1,0 +1,330 @@
+"""The figures of a report in their order, each with what it shows, how to read it, and its numbers as a table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from backbeat.report import draw, figures
+from backbeat.report.draw import Drawing
+from backbeat.report.figures.exposed import PARTS
+from backbeat.report.study import STOCK, Study
+from backbeat.report.tables import gpu_hours
+from backbeat.units import format_bytes, format_seconds
+
+_MOST_ROWS = 1000
+
+Cell = tuple[str, float | str]
+"""What is shown, and what it sorts by."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    name: str
+    headings: tuple[str, ...]
+    rows: tuple[tuple[Cell, ...], ...]
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Section:
+    """One figure. `anchor` is its permalink, `summary` what a screen reader says instead of the drawing."""
+
+    anchor: str
+    title: str
+    summary: str
+    how: str
+    views: tuple[tuple[str, Drawing], ...] = ()
+    tables: tuple[Table, ...] = field(default=())
+    note: str = ""
+    chooser: bool = False
+    """The page itself composes the drawing, from timelines that are chosen."""
+
+
+def sections(study: Study, *, samples: int, memory_budget: int | None = None) -> list[Section]:
+    found = [
+        scaling_section(study, samples),
+        timeline_section(study),
+        exposed_section(study),
+        measured_section(study),
+        gradients_section(study),
+        cost_section(study),
+        memory_section(study, memory_budget),
+    ]
+    return [section for section in found if section is not None]
+
+
+def scaling_section(study: Study, samples: int) -> Section:
+    data = figures.scaling(study.curves)
+    best = next(line for line in data.lines if line.label == study.best_label)
+    knee = (
+        f"The knee lies at {best.knee} GPUs."
+        if best.knee is not None
+        else f"There is no knee up to {study.top} GPUs: each added one still brings more than half of its own work."
+    )
+    rows = [
+        (
+            _number(point.workers),
+            (label, label),
+            (f"{point.scaling_factor:.1%}", point.scaling_factor),
+            (f"{point.samples_per_s:,.0f}", point.samples_per_s),
+            (f"{gpu_hours(point, samples):,.2f}", gpu_hours(point, samples)),
+            _seconds(point.iteration_s),
+            _seconds(point.exposed_s),
+            (f"{max(point.gap, 0.0):.1%}", max(point.gap, 0.0)),
+            (point.bottleneck, point.bottleneck),
+        )
+        for label, curve in study.curves.items()
+        for point in curve
+    ]
+    headings = ("GPUs", "strategy", "scaling", "samples/s", f"GPU-hours / {samples:,}", "iteration", "exposed")
+    return Section(
+        anchor="scaling",
+        title="How it scales",
+        summary=f"With {study.best_label}, scaling goes from {best.scaling[0]:.0%} on {best.workers[0]} GPUs to "
+        f"{best.scaling[-1]:.0%} on {best.workers[-1]}. {knee}",
+        how="100 % means that N GPUs do the work of N. Each line is one way to group gradients into messages; grey is "
+        "stock PyTorch DDP. Where a line falls, GPUs wait for communication instead of computing. The shaded band is "
+        "how much single iterations differ. The diamond marks the knee: beyond it, an added GPU brings less than half "
+        "of what it could do alone.",
+        views=(
+            ("share of perfect", draw.scaling(data)),
+            ("samples a second", draw.scaling(data, view="throughput")),
+        ),
+        tables=(Table(name="scaling", headings=(*headings, "over bound", "limited by"), rows=tuple(rows)),),
+        note=knee,
+    )
+
+
+def timeline_section(study: Study) -> Section | None:
+    best, stock = study.timeline(study.best_label), study.timeline(STOCK)
+    if not best.bars:
+        return None
+    shown = [best] if study.best_label == STOCK else [best, stock]
+    tables = []
+    for one in shown:
+        bars = sorted(one.transfers, key=lambda bar: bar.start_s)
+        tables.append(
+            Table(
+                name=f"groups of {one.label}",
+                headings=("group", "lane", "gradients", "count", "bytes", "starts", "ends", "takes"),
+                rows=tuple(
+                    (
+                        _number(place),
+                        (bar.lane, bar.lane),
+                        (bar.name, bar.name),
+                        _number(bar.gradients) if bar.gradients else ("", 0.0),
+                        _bytes(bar.bytes),
+                        _seconds(bar.start_s),
+                        _seconds(bar.end_s),
+                        _seconds(bar.duration_s),
+                    )
+                    for place, bar in enumerate(bars)
+                ),
+            )
+        )
+    merged = best.merged + (stock.merged if len(shown) > 1 else 0)
+    note = (
+        f"{merged} groups are drawn together with their neighbours, since there are too many to draw one by one. "
+        "The whole timeline is in the trace."
+        if merged
+        else ""
+    )
+    return Section(
+        anchor="timeline",
+        title=f"One iteration on {study.top} GPUs",
+        summary=f"With {study.best_label} the iteration ends after {format_seconds(best.end_s)}, with {STOCK} after "
+        f"{format_seconds(stock.end_s)}.",
+        how="Time runs to the right. The compute lane shows one GPU: forward, backward, update. A bar in a channel "
+        "lane is one message: a group of gradients, darker where it is larger. Messages below the backward bar cost "
+        "nothing; what sticks out to the right of it is time that every GPU waits. Compare two strategies: the shorter "
+        "picture wins. Point at a bar to see what it carries. Waiting for the slowest worker is not drawn.",
+        tables=tuple(tables),
+        note=note,
+        chooser=True,
+    )
+
+
+def exposed_section(study: Study) -> Section | None:
+    if study.top == 1:
+        return None
+    data = figures.exposed(study.at_top)
+    rows = [
+        (
+            (label, label),
+            *(_seconds(data.parts[part][place]) for part in data.parts),
+            _seconds(data.totals[place]),
+            (f"{data.totals[place] / data.single_s:.1%}", data.totals[place] / data.single_s),
+        )
+        for place, label in enumerate(data.labels)
+    ]
+    place = data.labels.index(study.best_label)
+    return Section(
+        anchor="exposed",
+        title="Where the lost time goes",
+        summary=f"With {study.best_label}, {format_seconds(data.totals[place])} of each iteration are lost: "
+        + ", ".join(f"{format_seconds(values[place])} {PARTS[part]}" for part, values in data.parts.items())
+        + ".",
+        how="Every iteration takes longer on many GPUs than on one; the bar is how much longer, split by cause. "
+        "Blue (bandwidth) shrinks with a faster network or fewer bytes, orange (startup) with fewer and larger "
+        "messages, purple (waiting) with smaller groups at the end. Grey is the slowest worker of all: no schedule "
+        "changes it.",
+        views=(("", draw.exposed(data)),),
+        tables=(
+            Table(
+                name="exposed time",
+                headings=("strategy", *data.parts, "all", "of one iteration alone"),
+                rows=tuple(rows),
+            ),
+        ),
+    )
+
+
+def measured_section(study: Study) -> Section | None:
+    pairs = [one for one in study.measured if one.predicted_s is not None and one.iteration_s]
+    if not pairs:
+        return None
+    drawn = [
+        (
+            one.label,
+            one.predicted_s or 0.0,
+            one.iteration_s or 0.0,
+            one.iteration_s if one.low_s is None else one.low_s,
+            one.iteration_s if one.high_s is None else one.high_s,
+        )
+        for one in pairs
+    ]
+    errors = [abs(one.error or 0.0) for one in pairs]
+    rows = [
+        (
+            (one.label, one.label),
+            _number(one.workers),
+            _seconds(one.iteration_s or 0.0),
+            _seconds(one.predicted_s or 0.0),
+            (f"{one.error or 0.0:+.1%}", one.error or 0.0),
+            _number(one.iterations),
+        )
+        for one in pairs
+    ]
+    middle = sorted(errors)[len(errors) // 2]
+    return Section(
+        anchor="measured",
+        title="Predicted against measured",
+        summary=f"{len(pairs)} plans were measured; the median error of the prediction is {middle:.1%}, the largest "
+        f"{max(errors):.1%}.",
+        how="The dot is what was measured, with the range of most iterations; the upright tick is what was predicted "
+        "before. The closer the two, the more the rest of this report can be trusted for this kind of network.",
+        views=(("", draw.measured([(row[0], row[1], row[2], row[3] or 0.0, row[4] or 0.0) for row in drawn])),),
+        tables=(
+            Table(
+                name="measured",
+                headings=("plan", "nodes", "measured", "predicted", "error", "iterations"),
+                rows=tuple(rows),
+            ),
+        ),
+    )
+
+
+def gradients_section(study: Study) -> Section:
+    profile = study.profile
+    sent = study.timeline(study.best_label)
+    data = figures.gradient_sizes(profile, sent)
+    largest = sorted(profile.gradients, key=lambda gradient: -gradient.bytes)[:_MOST_ROWS]
+    cut = len(profile.gradients) - len(largest)
+    notes = []
+    if data.left_out:
+        notes.append(
+            f"The {data.left_out} smallest of {data.count} gradients ({format_bytes(data.left_out_bytes)} together) "
+            "are not drawn as dots; the lines count all."
+        )
+    return Section(
+        anchor="gradients",
+        title="Gradients: how large, and when they are ready",
+        summary=f"{data.count} gradients with {format_bytes(profile.total_bytes)} in all; the largest is "
+        f"{largest[0].name} with {format_bytes(largest[0].bytes)}.",
+        how="Each dot is the gradient of one parameter, at the moment backward has finished it. Below, orange is how "
+        "many bytes are ready to travel, green how many have arrived. The gap between the two is waiting to be sent; "
+        "what green still lacks when backward ends is exposed.",
+        views=(("", draw.gradient_sizes(data)),),
+        tables=(
+            Table(
+                name="gradients",
+                headings=("gradient", "bytes", "ready"),
+                rows=tuple(((one.name, one.name), _bytes(one.bytes), _seconds(one.ready_s)) for one in largest),
+                note=f"The {cut} smallest are left out." if cut else "",
+            ),
+        ),
+        note=" ".join(notes),
+    )
+
+
+def cost_section(study: Study) -> Section:
+    data = figures.cost_curve(study.network, study.top)
+    straight = (
+        f"On {data.measured_workers} workers an all-reduce takes about {format_seconds(data.startup_s)} plus its bytes "
+        f"at {format_bytes(data.bytes_per_s)}/s."
+        if data.bytes_per_s != float("inf")
+        else f"On {data.measured_workers} workers an all-reduce takes {format_seconds(data.startup_s)}."
+    )
+    note = straight
+    if not data.points:
+        note += " This network is given by these two numbers, not by measured points."
+    tables: Sequence[Table] = ()
+    if data.points:
+        rows = tuple(
+            (_bytes(size), _seconds(seconds), (f"{residual:+.1%}", residual))
+            for (size, seconds), residual in zip(data.points, data.residuals, strict=True)
+        )
+        tables = (Table(name="all-reduce", headings=("bytes", "measured", "straight line"), rows=rows),)
+    return Section(
+        anchor="network",
+        title="What the network costs",
+        summary=straight,
+        how="How long one all-reduce takes by its size, on logarithmic axes. The flat part on the left is startup: "
+        "small messages cost the same whatever they carry, which is why gradients travel in groups. The slope on the "
+        "right is bandwidth. Lines marked as computed are moved to another number of workers. Where points were "
+        "measured, the bars below say how far a straight line is from them; predictions follow the points themselves.",
+        views=(("", draw.cost_curve(data)),),
+        tables=tuple(tables),
+        note=note,
+    )
+
+
+def memory_section(study: Study, budget: int | None) -> Section | None:
+    if study.profile.memory is None:
+        return None
+    data = figures.memory_use(study.profile.memory, budget)
+    if not data.kinds:
+        return None
+    verdict = ""
+    if data.fits is not None and budget is not None:
+        verdict = f" That is {'within' if data.fits else 'above'} the budget of {format_bytes(budget)}."
+    summary = f"One worker needs {format_bytes(data.peak_bytes)} at its peak.{verdict}"
+    return Section(
+        anchor="memory",
+        title="Memory of one worker",
+        summary=summary,
+        how="What fills the GPU's memory during an iteration, by kind. Workspace is what the peak holds beyond the "
+        "kinds that were counted. More GPUs do not change it: every worker holds the whole model.",
+        views=(("", draw.memory_use(data)),),
+        tables=(
+            Table(
+                name="memory",
+                headings=("kind", "bytes"),
+                rows=tuple(((kind, kind), _bytes(size)) for kind, size in data.kinds),
+            ),
+        ),
+        note=summary,
+    )
+
+
+def _number(value: int) -> Cell:
+    return str(value), float(value)
+
+
+def _seconds(value: float) -> Cell:
+    return format_seconds(value), value
+
+
+def _bytes(value: int) -> Cell:
+    return format_bytes(value), float(value)

@@ -1,0 +1,145 @@
+"""What a report is about, computed once: each strategy at each number of workers, and what DDP's bucket can do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from backbeat.errors import InputError
+from backbeat.planners import propose
+from backbeat.report.figures.timeline import Timeline, timeline
+from backbeat.report.tables import fastest
+from backbeat.simulate import predict
+
+if TYPE_CHECKING:
+    from backbeat.model import Network, Plan, Prediction, Profile
+    from backbeat.report.measured import Measured
+
+STOCK = "ddp"
+STRATEGIES = (STOCK, "mg-wfbp", "optimal", "best")
+BUCKETS_MB = (1, 2, 5, 10, 25, 50, 100, 200, 400, 800)
+"""Values of DDP's `bucket_cap_mb` that are tried."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Study:
+    profile: Profile
+    network: Network
+    """As given; each prediction has moved it to its own number of workers."""
+    workers: tuple[int, ...]
+    """Rising; the last is the number the question is about."""
+    curves: Mapping[str, tuple[Prediction, ...]]
+    """By label, one prediction for each number of workers."""
+    plans: Mapping[str, Plan]
+    """By label, at the last number of workers."""
+    buckets: tuple[tuple[int, Prediction], ...] = ()
+    """(bucket_cap_mb, stock DDP with it) at the last number of workers."""
+    measured: tuple[Measured, ...] = field(default=())
+
+    @property
+    def top(self) -> int:
+        return self.workers[-1]
+
+    @property
+    def at_top(self) -> dict[str, Prediction]:
+        return {label: curve[-1] for label, curve in self.curves.items()}
+
+    @property
+    def stock(self) -> Prediction:
+        return self.curves[STOCK][-1]
+
+    @property
+    def best_label(self) -> str:
+        """The fastest at the last number of workers; the first listed where two are equal."""
+        winner = fastest(list(self.at_top.values()))[self.top]
+        return next(label for label, prediction in self.at_top.items() if prediction is winner)
+
+    @property
+    def best(self) -> Prediction:
+        return self.curves[self.best_label][-1]
+
+    def timeline(self, label: str) -> Timeline:
+        return timeline(label, self.curves[label][-1].timeline, groups_of(self.plans[label], self.profile))
+
+
+def study(
+    profile: Profile,
+    network: Network,
+    workers: Sequence[int],
+    *,
+    strategies: Sequence[str] = STRATEGIES,
+    plans: Mapping[str, Plan] | None = None,
+    measured: Sequence[Measured] = (),
+    progress: Callable[[str], None] = lambda text: None,
+) -> Study:
+    """Stock DDP is always among the strategies, for everything is compared with it."""
+    if not workers:
+        raise InputError("a report needs a number of workers: give --workers 64 or 4..64")
+    counts = tuple(sorted(set(workers)))
+    names = list(dict.fromkeys([STOCK, *strategies]))
+    moved = {count: network.at(workers=count) for count in counts}
+    curves: dict[str, tuple[Prediction, ...]] = {}
+    last: dict[str, Plan] = {}
+    for name in names:
+        progress(f"predicting {name} on {counts[0]} to {counts[-1]} workers")
+        made = {count: propose(profile, moved[count], name) for count in counts}
+        curves[name] = tuple(predict(profile, moved[count], made[count]) for count in counts)
+        last[name] = made[counts[-1]]
+    for label, plan in (plans or {}).items():
+        free = _free(label, curves)
+        curves[free] = tuple(predict(profile, moved[count], plan) for count in counts)
+        last[free] = plan
+    return Study(
+        profile=profile,
+        network=network,
+        workers=counts,
+        curves=curves,
+        plans=last,
+        buckets=bucket_sweep(profile, moved[counts[-1]]),
+        measured=tuple(measured),
+    )
+
+
+def bucket_sweep(profile: Profile, network: Network) -> tuple[tuple[int, Prediction], ...]:
+    """Stock DDP at each bucket size, up to the first that takes all gradients in one."""
+    if network.workers == 1:
+        return ()
+    found = []
+    for size in BUCKETS_MB:
+        plan = propose(profile, network, STOCK, bucket_bytes=size * 2**20)
+        found.append((size, predict(profile, network, plan)))
+        if len(plan.groups) == 1:
+            break
+    return tuple(found)
+
+
+def groups_of(plan: Plan, profile: Profile) -> list[tuple[str, ...]]:
+    """The names that each communication span carries, in order; empty where groups form at run time."""
+    if plan.dynamic is not None:
+        return []
+    groups = [group.gradients for group in plan.groups]
+    missing = plan.missing(profile)
+    return [*groups, tuple(missing)] if missing else groups
+
+
+def curve_workers(workers: Sequence[int]) -> list[int]:
+    """A single number of workers becomes the curve that leads up to it.
+
+    >>> curve_workers([48]), curve_workers([8, 16]), curve_workers([2])
+    ([4, 8, 16, 32, 48], [8, 16], [2])
+    """
+    from backbeat.units import parse_workers
+
+    if len(workers) != 1:
+        return sorted(set(workers))
+    return parse_workers(f"{min(4, workers[0])}..{workers[0]}")
+
+
+def _free(label: str, taken: Mapping[str, object]) -> str:
+    number = 2
+    free = label
+    while free in taken:
+        free = f"{label} ({number})"
+        number += 1
+    return free
