@@ -55,6 +55,21 @@ def kineto(
     _tell(trace.profile.notes, output)
 
 
+@app.command("chakra")
+def chakra(
+    file: File,
+    output: Annotated[Path, typer.Option("--output", "-o", help="The profile file to write.")],
+    batch_size: Annotated[int | None, typer.Option(help="Samples per worker; the trace does not say.")] = None,
+    model: Annotated[str | None, typer.Option(help="The model's name; the file's by default.")] = None,
+) -> None:
+    """A profile from a Chakra execution trace (.et) of one worker: each all-reduce is one gradient."""
+    from backbeat.measure.chakra import load
+
+    profile = load(file, batch_size=batch_size, model=model)
+    profile.save(output)
+    _tell(profile.notes, output)
+
+
 def _tell(notes: Iterable[str], output: Path) -> None:
     for note in notes:
         print(f"backbeat: {note}", file=sys.stderr)

@@ -14,6 +14,7 @@ import uuid
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 
@@ -35,6 +36,8 @@ BATCH_SIZES = (2**12, 2**14, 2**16, 2**18, 2**20, 2**22, 2**24)
 MESSAGES = 8
 JITTER = 0.2
 """Above this the network is not what the model assumes; a note says so."""
+MISFIT = 0.25
+"""The same, for the model's error where several channels are used at once."""
 
 # Shares of the budget: the all-reduce curve is what every prediction stands on.
 _ALL_REDUCE_SHARE, _HELD_OUT_SHARE, _BATCH_SHARE, _OTHERS_SHARE = 0.4, 0.05, 0.35, 0.2
@@ -132,6 +135,7 @@ def measure_cluster(
         source=_source(shared.date, where, len(shared.hosts), workers),
         notes=notes,
     )
+    network = msgspec.structs.replace(network, notes=(*network.notes, *misfits(network)))
     measured = tuple(case for case in held_out if case in outcome.timings)
     return Calibrated(network=network, outcome=outcome, held_out=measured)
 
@@ -199,6 +203,24 @@ def warnings(outcome: Outcome) -> list[str]:
             "the curve is flattened between them"
         )
     return found
+
+
+def misfits(network: Network) -> list[str]:
+    """Where messages on several channels take another time than the model gives them."""
+    off = [
+        (network.cost.batch_s(row.bytes, row.messages, row.channels) / row.seconds - 1, row)
+        for row in network.concurrency
+        if row.channels > 1 and row.seconds > 0
+    ]
+    far = [(error, row) for error, row in off if abs(error) > MISFIT]
+    if not far:
+        return []
+    error, row = max(far, key=lambda pair: abs(pair[0]))
+    return [
+        f"the model is off by over {MISFIT:.0%} in {len(far)} of {len(off)} cases of several channels (worst "
+        f"{row.messages} × {format_bytes(row.bytes)} on {row.channels}: {error:+.0%}): plans that use "
+        "several channels are predicted as badly"
+    ]
 
 
 @dataclass(frozen=True, slots=True)

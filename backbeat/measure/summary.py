@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from backbeat.measure.bench import Case
-from backbeat.measure.calibrate import warnings
+from backbeat.measure.calibrate import misfits, warnings
 from backbeat.units import format_bytes, format_rate, format_seconds
 
 if TYPE_CHECKING:
@@ -58,10 +58,11 @@ def summarised(calibrated: Calibrated) -> dict[str, Any]:
         "beta_s_per_byte": beta,
         "gradient_s_per_byte": cost.isolated.gradient_s_per_byte,
         "efficiency": {str(count): value for count, value in cost.efficiencies.items()},
+        "startup_stretch": {str(count): value for count, value in cost.stretches.items()},
         "all_reduce": points,
         "concurrency": rows,
         "held_out": held_out,
-        "warnings": warnings(calibrated.outcome),
+        "warnings": [*warnings(calibrated.outcome), *misfits(network)],
         "notes": list(network.notes),
     }
 
@@ -98,7 +99,8 @@ def lines(summary: dict[str, Any]) -> list[str]:
         )
     if summary["efficiency"]:
         shares = ", ".join(f"e({count}) = {value:.2f}" for count, value in summary["efficiency"].items())
-        text += ["", f"  link efficiency with several channels: {shares}"]
+        slower = ", ".join(f"u({count}) = {value:.2f}" for count, value in summary["startup_stretch"].items())
+        text += ["", f"  link efficiency with several channels: {shares}{'; startup: ' + slower if slower else ''}"]
     return text
 
 

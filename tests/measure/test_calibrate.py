@@ -13,7 +13,16 @@ pytest.importorskip("torch")
 
 from backbeat.errors import InputError, MeasurementError
 from backbeat.measure.bench import Case
-from backbeat.measure.calibrate import BATCH_SIZES, SIZES, _held_out, _series, calibrate, network_from, warnings
+from backbeat.measure.calibrate import (
+    BATCH_SIZES,
+    SIZES,
+    _held_out,
+    _series,
+    calibrate,
+    misfits,
+    network_from,
+    warnings,
+)
 from backbeat.measure.robust import Timing, summarise
 from backbeat.measure.schedule import FEWEST_REPEATS, REPEATS, Outcome, Series, doubling, measure
 from backbeat.model import Network
@@ -149,6 +158,13 @@ def test_jitter_is_reported() -> None:
     outcome = run(Cluster(affine(1e-3, 1e-9), noise=1.0), budget_s=5.0)
     assert any("jitter over 20%" in warning for warning in warnings(outcome))
     assert not warnings(run(Cluster(affine(1e-3, 1e-9)), budget_s=1e4))
+
+
+def test_channels_that_the_model_cannot_describe_are_reported() -> None:
+    plain = affine(1e-3, 1e-9)
+    network = fitted(run(Cluster(lambda case: plain(case) * (4 if case.channels == 2 and case.bytes == 2**16 else 1))))
+    assert any("of 14 cases of several channels" in note for note in misfits(network))
+    assert not misfits(fitted(run(Cluster(plain), budget_s=1e4)))
 
 
 def test_batches_stay_within_the_sizes_asked_for() -> None:
