@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from backbeat.errors import InputError
+from backbeat.measure.device_clock import DeviceClock, arrays, common, union
 from backbeat.measure.trace_collect import Facts, Mark, Ready, Transfer, collect
 from backbeat.measure.trace_events import TraceReader
 from backbeat.model.profile import Gradient, Profile
@@ -25,7 +26,6 @@ from backbeat.units import format_bytes, format_seconds
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from numpy.typing import NDArray
 
 _IDLE = 0.1
 """Above this share of idle device time in backward, the host sets the pace, and profiling slows the host."""
@@ -95,7 +95,7 @@ def _interpret(
             "with ProfilerActivity.CPU among the activities"
         )
     facts.ready.sort(key=lambda one: one.start)
-    clock = _Clock(facts)
+    clock = DeviceClock(facts)
     windows = _windows(facts.marks, notes)
     iterations = [found for window in windows if (found := _iteration(facts, clock, window)) is not None]
     chosen = _alike(iterations, where, notes)
@@ -105,57 +105,6 @@ def _interpret(
     overlap = _overlap(facts, clock) if transfers else None
     notes += _communication_notes(transfers, overlap, len(windows))
     return Trace(profile=_with_notes(profile, notes), transfers=transfers, overlap=overlap, iterations=len(chosen))
-
-
-class _Clock:
-    """From a moment on the host to the moment the device has finished all that was launched until then."""
-
-    def __init__(self, facts: Facts) -> None:
-        start, end, stream = _arrays(facts.kernels.start, facts.kernels.end, facts.kernels.tag)
-        self.on_device = start.size > 0
-        if not self.on_device:
-            return
-        # Copies and side work run elsewhere; the stream that is busy longest is the one backward runs on.
-        busy = {one: float((end - start)[stream == one].sum()) for one in np.unique(stream)}
-        mine = stream == max(busy, key=lambda one: busy[one])
-        self.start, self.end = start[mine], end[mine]
-        self.launched = self._launched(facts, np.asarray(facts.kernel_ids, dtype=np.int64)[mine])
-        order = np.argsort(self.launched, kind="stable")
-        self._launches = self.launched[order]
-        self._finished = np.maximum.accumulate(self.end[order])
-        self.busy = _union(np.stack([self.start, self.end], axis=1))
-
-    def _launched(self, facts: Facts, ids: NDArray[np.int64]) -> NDArray[np.float64]:
-        """When each kernel was launched; its own start where the launch is not in the trace."""
-        called = np.asarray(facts.launches.tag, dtype=np.int64)
-        start: NDArray[np.float64] = self.start
-        if called.size == 0:
-            return start
-        order = np.argsort(called, kind="stable")
-        place = np.minimum(np.searchsorted(called[order], ids), called.size - 1)
-        found = called[order][place] == ids
-        launched: NDArray[np.float64] = np.where(found, np.asarray(facts.launches.start)[order][place], start)
-        return launched
-
-    def done(self, moment: float) -> float:
-        if not self.on_device:
-            return moment
-        before = int(np.searchsorted(self._launches, moment, side="right"))
-        return max(moment, float(self._finished[before - 1])) if before else moment
-
-    def idle(self, start: float, end: float) -> float:
-        if not self.on_device or end <= start:
-            return 0.0
-        return 1 - _common(np.array([[start, end]]), self.busy) / (end - start)
-
-    def busy_s(self, mark: Mark) -> float:
-        """How long the device took for what was launched meanwhile."""
-        if not self.on_device:
-            return mark.end - mark.start
-        inside = (self.launched >= mark.start) & (self.launched <= mark.end)
-        if not inside.any():
-            return mark.end - mark.start
-        return float(self.end[inside].max() - self.start[inside].min())
 
 
 def _windows(marks: Sequence[Mark], notes: list[str]) -> list[tuple[float, float, list[Mark]]]:
@@ -176,7 +125,7 @@ def _windows(marks: Sequence[Mark], notes: list[str]) -> list[tuple[float, float
     return [(low, high, [mark for mark in marks if low <= mark.start < high]) for low, high in edges]
 
 
-def _iteration(facts: Facts, clock: _Clock, window: tuple[float, float, list[Mark]]) -> _Iteration | None:
+def _iteration(facts: Facts, clock: DeviceClock, window: tuple[float, float, list[Mark]]) -> _Iteration | None:
     low, high, marks = window
     first_in, first_after = (bisect_left(facts.ready, edge, key=lambda one: one.start) for edge in (low, high))
     ready = facts.ready[first_in:first_after]
@@ -209,7 +158,7 @@ def _passes(facts: Facts, ready: list[Ready], low: float, high: float) -> list[t
     The engine runs the latest node of the graph first, so a node later than all before it opens another pass.
     Nodes inside other nodes belong to those: reentrant checkpointing runs a backward within the backward.
     """
-    starts, ends, numbers = _arrays(facts.nodes.start, facts.nodes.end, facts.nodes.tag)
+    starts, ends, numbers = arrays(facts.nodes.start, facts.nodes.end, facts.nodes.tag)
     threads = np.asarray(facts.node_threads, dtype=np.int64)
     inside = np.flatnonzero((starts >= low) & (starts < high))
     passes: list[tuple[float, float, list[Ready]]] = []
@@ -386,43 +335,16 @@ def _device(top: dict[str, Any], facts: Facts) -> str:
     return "cuda" if facts.kernels.start else "cpu"
 
 
-def _overlap(facts: Facts, clock: _Clock) -> float | None:
-    talking = _union(np.array([[one.start, one.end] for one in facts.transfers]))
+def _overlap(facts: Facts, clock: DeviceClock) -> float | None:
+    talking = union(np.array([[one.start, one.end] for one in facts.transfers]))
     if clock.on_device:
         computing = clock.busy
     else:
-        computing = _union(np.stack(_arrays(facts.operators.start, facts.operators.end)[:2], axis=1))
+        computing = union(np.stack(arrays(facts.operators.start, facts.operators.end)[:2], axis=1))
     total = float((talking[:, 1] - talking[:, 0]).sum())
     if total <= 0:
         return None
-    return _common(talking, computing) / total
-
-
-def _union(spans: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The intervals, merged where they touch, in order."""
-    if spans.size == 0:
-        return np.zeros((0, 2))
-    spans = spans[np.argsort(spans[:, 0], kind="stable")]
-    ends = np.maximum.accumulate(spans[:, 1])
-    opens = np.concatenate([[True], spans[1:, 0] > ends[:-1]])
-    closes = np.concatenate([opens[1:], [True]])
-    return np.stack([spans[opens, 0], ends[closes]], axis=1)
-
-
-def _common(one: NDArray[np.float64], other: NDArray[np.float64]) -> float:
-    """Length of the intersection of two unions."""
-    if not other.size:
-        return 0.0
-    before = np.concatenate([[0.0], np.cumsum(other[:, 1] - other[:, 0])])
-
-    def covered(moment: NDArray[np.float64]) -> NDArray[np.float64]:
-        place = np.searchsorted(other[:, 0], moment, side="right")
-        last = np.maximum(place - 1, 0)
-        beyond = np.where(place > 0, np.maximum(other[last, 1] - moment, 0.0), 0.0)
-        covered_s: NDArray[np.float64] = before[place] - beyond
-        return covered_s
-
-    return float((covered(one[:, 1]) - covered(one[:, 0])).sum())
+    return common(talking, computing) / total
 
 
 def _communication_notes(transfers: Sequence[Transfer], overlap: float | None, windows: int) -> list[str]:
@@ -447,7 +369,3 @@ def _with_notes(profile: Profile, notes: Sequence[str]) -> Profile:
     import msgspec
 
     return msgspec.structs.replace(profile, notes=tuple(notes))
-
-
-def _arrays(*columns: Any) -> list[NDArray[np.float64]]:
-    return [np.asarray(column, dtype=np.float64) for column in columns]
