@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -35,6 +36,7 @@ def predict(
         str | None, typer.Option(help="Bucket or fusion buffer size for ddp and horovod, like 25MB.")
     ] = None,
     samples: Annotated[int, typer.Option(help="GPU-hours are given for this many samples.", min=1)] = 1_000_000,
+    plot: Annotated[Path | None, typer.Option(help="Draw the curve: scaling.svg, .png or .html.")] = None,
     json: JsonOption = False,
 ) -> None:
     """Predict iteration time, scaling factor, throughput and GPU-hours for each number of workers and strategy."""
@@ -48,12 +50,18 @@ def predict(
     names = split(strategy) or ([] if plan else list(DEFAULT_STRATEGIES))
     schedules: list[str | Plan] = [*names, *(Plan.load(path) for path in split(plan))]
     bucket_bytes = parse_bytes(bucket) if bucket else None
+    if plot is not None:
+        from backbeat.report.plot import check
+
+        check(plot)
     rows = []
     for count in counts:
         here = one if global_batch is None else _share(one, other_batch, profile, global_batch, count, accumulation)
         for schedule in schedules:
             rows.append(_predict(here, cluster.at(workers=count), schedule, channels, bucket_bytes, accumulation))
     bends = _knees(rows)
+    if plot is not None:
+        _plot(rows, plot, one, cluster)
     if json:
         data = {
             "profile": one.name,
@@ -137,6 +145,18 @@ def _knees(rows: list[Prediction]) -> dict[str, int | None]:
         curves.setdefault(row.strategy, []).append(row)
     bends = {name: knee(curve) for name, curve in curves.items() if len(curve) > 1}
     return {name: bend.workers if bend else None for name, bend in bends.items()}
+
+
+def _plot(rows: list[Prediction], path: Path, profile: Profile, network: Network) -> None:
+    from backbeat.cli.common import say
+    from backbeat.report.figures import scaling
+    from backbeat.report.plot import save_scaling
+
+    curves: dict[str, list[Prediction]] = {}
+    for row in rows:
+        curves.setdefault(row.strategy, []).append(row)
+    save_scaling(scaling(curves), path, title=f"{profile.name} on {network.name}")
+    say(f"wrote {path}")
 
 
 def _remarks(rows: list[Prediction], bends: dict[str, int | None]) -> list[str]:

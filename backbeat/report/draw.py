@@ -358,7 +358,7 @@ def _bars(data: Timeline, prefix: str, sizes: Sequence[int], *, outlined: bool, 
     groups["marker"].update(
         color="rgba(0,0,0,0)"
         if outlined
-        else [_shade((math.log10(max(bar.bytes, 1)) - low) / span) for bar in data.transfers]
+        else [shade((math.log10(max(bar.bytes, 1)) - low) / span) for bar in data.transfers]
     )
     return [computing, groups, *([_scale(low, high)] if scale and high > low else [])]
 
@@ -375,7 +375,7 @@ def _scale(low: float, high: float) -> Drawing:
             "color": [low],
             "cmin": low,
             "cmax": high,
-            "colorscale": [[place, _shade(place)] for place in (0.0, 0.25, 0.5, 0.75, 1.0)],
+            "colorscale": [[place, shade(place)] for place in (0.0, 0.25, 0.5, 0.75, 1.0)],
             "showscale": True,
             "colorbar": {
                 "title": {"text": "group", "side": "top"},
@@ -389,7 +389,7 @@ def _scale(low: float, high: float) -> Drawing:
     }
 
 
-def _shade(share: float) -> str:
+def shade(share: float) -> str:
     """The colour of a group at this share of the way from the smallest to the largest."""
     place = min(max(share, 0.0), 1.0) * (len(_SIZES) - 1)
     below = min(int(place), len(_SIZES) - 2)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import msgspec
 
-from backbeat.model import Network, Plan, Profile
+from backbeat.model import Network, Plan, Profile, Source, Span
 from backbeat.planners import STRATEGIES
+from backbeat.report.measured import Measured
 
 
 def redacted_profile(profile: Profile) -> Profile:
@@ -52,6 +54,28 @@ def redacted_plans(plans: Mapping[str, Plan], profile: Profile) -> dict[str, Pla
 
 def _method(document: Profile | Network) -> object:
     """How the figures were obtained, without the machine, the command and the reference that may name hosts."""
-    from backbeat.model import Source
-
     return Source(method=document.source.method) if isinstance(document.source, Source) else None
+
+
+def redacted_measured(measured: Sequence[Measured], profile: Profile) -> list[Measured]:
+    """Labels of plans become numbers unless they are a strategy's; groups are named by their gradients' numbers."""
+    found = []
+    for number, one in enumerate(measured, start=1):
+        strategy = one.label.partition("/")[0].partition(":")[0]
+        found.append(
+            replace(
+                one,
+                label=one.label if strategy in STRATEGIES else f"{one.origin} {number}",
+                groups=tuple(tuple(f"gradient {profile.index[name]}" for name in group) for group in one.groups),
+                measured_spans=_unnamed(one.measured_spans),
+                predicted_spans=_unnamed(one.predicted_spans),
+            )
+        )
+    return found
+
+
+def _unnamed(spans: tuple[Span, ...]) -> tuple[Span, ...]:
+    return tuple(
+        span if span.lane == "compute" else Span(span.lane, f"group {place}", span.start_s, span.end_s, span.bytes)
+        for place, span in enumerate(spans)
+    )

@@ -1,0 +1,118 @@
+"""`backbeat report`: everything in one HTML file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from backbeat.cli.common import NetworkArgument, ProfileArgument, StrategyOption
+
+if TYPE_CHECKING:
+    from backbeat.model import Network, Plan, Profile
+    from backbeat.report.measured import Measured
+    from backbeat.report.study import Study
+
+LabOption = Annotated[
+    list[str] | None, typer.Option("--lab", help="Results that `backbeat lab -o` wrote, comma-separated.")
+]
+PlanOption = Annotated[list[str] | None, typer.Option("--plan", help="Plan files to compare, comma-separated.")]
+RedactOption = Annotated[bool, typer.Option("--redact", help="Leave out model, parameter, file and host names.")]
+
+
+def report(
+    profile: ProfileArgument,
+    network: NetworkArgument,
+    workers: Annotated[
+        str | None,
+        typer.Option("--workers", "-n", help="64 (a curve from 4 to it), 4..2048 or 8,16,48. Default: the network's."),
+    ] = None,
+    strategy: StrategyOption = None,
+    plan: PlanOption = None,
+    lab: LabOption = None,
+    trace: Annotated[
+        list[str] | None, typer.Option("--trace", help="Kineto traces of the real job, comma-separated.")
+    ] = None,
+    price: Annotated[float | None, typer.Option(help="Money for one GPU-hour, to price a run.")] = None,
+    samples: Annotated[
+        int | None, typer.Option(help="Samples of the run to price. Default: what stock DDP does in a day.", min=1)
+    ] = None,
+    memory_budget: Annotated[str | None, typer.Option(help="Device memory to stay within, like 80GB.")] = None,
+    redact: RedactOption = False,
+    output: Annotated[Path, typer.Option("--output", "-o", help="The file to write.")] = Path("report.html"),
+) -> None:
+    """Write one HTML file that says how the job scales, what limits it, what to do and what that is worth."""
+    from backbeat.cli.common import say, split
+    from backbeat.errors import InputError
+    from backbeat.model import files
+    from backbeat.report.page import MOST_BYTES, Settings
+    from backbeat.report.page import report as make_page
+    from backbeat.units import format_bytes, parse_bytes
+
+    if price is not None and not 0 <= price < 1e6:
+        raise InputError(f"--price is {price}: it must be money for one GPU-hour, like 2.50")
+    budget = parse_bytes(memory_budget) if memory_budget else None
+    made = gather(profile, network, workers, split(strategy), split(plan), split(lab), split(trace), redact=redact)
+    settings = Settings(
+        samples=samples,
+        price=price,
+        memory_budget=budget,
+        profile_argument="PROFILE" if redact else profile,
+        network_argument="NETWORK" if redact else network,
+    )
+    page = make_page(made, settings).encode()
+    if len(page) > MOST_BYTES:
+        say(f"note: the report is {format_bytes(len(page))}; fewer strategies or plans make it smaller")
+    files.write(output, page)
+    say(f"wrote {output} ({format_bytes(len(page))})")
+
+
+def gather(
+    profile: str,
+    network: str,
+    workers: str | None,
+    strategies: list[str],
+    plans: list[str],
+    labs: list[str],
+    traces: list[str],
+    *,
+    redact: bool = False,
+    curve: bool = True,
+) -> Study:
+    """Read everything that was named, and predict; without `curve` at the last number of workers only."""
+    from backbeat.model import Network, Plan, Profile
+    from backbeat.report.study import STRATEGIES, curve_workers, study
+    from backbeat.units import parse_workers
+
+    one, cluster = Profile.load(profile), Network.load(network)
+    asked = parse_workers(workers) if workers else [cluster.workers]
+    counts = curve_workers(asked) if curve else [asked[-1]]
+    loaded = {f"{made.strategy} ({Path(path).name})": made for path in plans for made in [Plan.load(path)]}
+    measured = read_measured(one, labs, traces)
+    if redact:
+        one, cluster, loaded, measured = _redacted(one, cluster, loaded, measured)
+    chosen = strategies or ([] if plans and not curve else list(STRATEGIES))
+    return study(one, cluster, counts, strategies=chosen, plans=loaded, measured=measured)
+
+
+def read_measured(profile: Profile, labs: list[str], traces: list[str]) -> list[Measured]:
+    from backbeat.report.measured import read_lab, read_trace
+
+    return [
+        *(row for path in labs for row in read_lab(path, profile)),
+        *(row for path in traces for row in read_trace(path)),
+    ]
+
+
+def _redacted(
+    profile: Profile, network: Network, plans: dict[str, Plan], measured: list[Measured]
+) -> tuple[Profile, Network, dict[str, Plan], list[Measured]]:
+    from backbeat.report.redact import redacted_measured, redacted_network, redacted_plans, redacted_profile
+
+    return (
+        redacted_profile(profile),
+        redacted_network(network),
+        redacted_plans(plans, profile),
+        redacted_measured(measured, profile),
+    )

@@ -1,0 +1,62 @@
+"""`backbeat trace`: one iteration for Perfetto."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from backbeat.cli.common import NetworkArgument, ProfileArgument, StrategyOption
+from backbeat.cli.report import LabOption, PlanOption, RedactOption
+
+
+def trace(
+    profile: ProfileArgument,
+    network: NetworkArgument,
+    workers: Annotated[int | None, typer.Option("--workers", "-n", help="Default: the network's own.")] = None,
+    strategy: StrategyOption = None,
+    plan: PlanOption = None,
+    lab: LabOption = None,
+    kineto: Annotated[
+        list[str] | None, typer.Option("--trace", help="Kineto traces to put beside, comma-separated.")
+    ] = None,
+    redact: RedactOption = False,
+    output: Annotated[Path, typer.Option("--output", "-o", help="The file to write.")] = Path("trace.json"),
+) -> None:
+    """Write predicted iterations, and measured ones beside them, as a trace for ui.perfetto.dev or chrome://tracing."""
+    from backbeat.cli.common import say, split
+    from backbeat.cli.report import gather
+    from backbeat.model import files
+    from backbeat.report import perfetto
+    from backbeat.report.study import STOCK, groups_of
+
+    strategies, plans = split(strategy), split(plan)
+    chosen = strategies or ([] if plans else [STOCK, "best"])
+    made = gather(
+        profile,
+        network,
+        str(workers) if workers is not None else None,
+        chosen,
+        plans,
+        split(lab),
+        split(kineto),
+        redact=redact,
+        curve=False,
+    )
+    # The study adds stock DDP to compare with; a trace holds what was asked for.
+    labels = [label for label in made.curves if label != STOCK or STOCK in chosen]
+    processes: list[tuple[str, Any, Any]] = []
+    for label in labels:
+        spans = made.curves[label][-1].timeline
+        processes.append((f"predicted: {label}, {made.top} workers", spans, groups_of(made.plans[label], made.profile)))
+    for one in made.measured:
+        if one.predicted_spans:
+            title = f"predicted: {one.origin} {one.label}, {one.workers} workers"
+            processes.append((title, one.predicted_spans, one.groups))
+        if one.measured_spans:
+            title = f"measured: {one.origin} {one.label}, {one.workers} workers"
+            processes.append((title, one.measured_spans, one.groups))
+    document = perfetto.trace(processes)
+    files.write(output, perfetto.encode(document))
+    say(f"wrote {output} ({len(processes)} iterations): open it at ui.perfetto.dev")
