@@ -76,7 +76,8 @@ def compare(tensors: int, width: int, device: torch.device, cap_mb: float, steps
     groups = len(models["backbeat"].reducer.buckets)
     return (
         f"{tensors:5d} tensors, {groups:3d} groups: bare step {medians['bare'] * 1e6:8.1f} µs; overhead stock "
-        f"{over['stock']:8.1f} µs, stock with views {over['stock, views']:8.1f} µs, backbeat {over['backbeat']:8.1f} µs; "
+        f"{over['stock']:8.1f} µs, stock with views {over['stock, views']:8.1f} µs, backbeat "
+        f"{over['backbeat']:8.1f} µs; "
         f"backbeat/stock: overhead {over['backbeat'] / over['stock']:.2f}, step "
         f"{medians['backbeat'] / medians['stock']:.3f}"
     )

@@ -2,9 +2,9 @@
 
     python benchmarks/runtime_scenarios.py [--ranks 2,4] [--write]
 
-Routes: backbeat's reducer, the plan through torch's reducer (`backend="ddp"`), and stock DDP for the record. A cell says
-`right` (equal to the hand-made mean of local gradients on every rank), `wrong` (some rank got another number, without an
-error), `error` (an exception), or `hangs`.
+Routes: backbeat's reducer, the plan through torch's reducer (`backend="ddp"`), and stock DDP for the record. A cell
+says `right` (equal to the hand-made mean of local gradients on every rank), `wrong` (some rank got another number,
+without an error), `error` (an exception), or `hangs`.
 """
 
 from __future__ import annotations

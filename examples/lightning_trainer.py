@@ -19,6 +19,9 @@ class Regression(pl.LightningModule):
         super().__init__()
         self.net = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 1))
 
+    def on_train_end(self) -> None:
+        self.wrapper = type(self.trainer.strategy.model).__module__
+
     def training_step(self, batch: list[torch.Tensor], index: int) -> torch.Tensor:
         (x,) = batch
         return nn.functional.mse_loss(self.net(x), x.sum(1, keepdim=True))
@@ -48,9 +51,9 @@ def main() -> None:
     )
     model = Regression()
     trainer.fit(model, torch.utils.data.DataLoader(data, batch_size=16))
-    wrapper = type(trainer.strategy.model).__module__ if trainer.strategy.model is not None else "unwrapped"
     total = sum(parameter.double().sum().item() for parameter in model.parameters())
-    print(f"rank {trainer.global_rank}: {trainer.global_step} steps, wrapper {wrapper}, parameters sum to {total:.12f}")
+    steps = trainer.global_step
+    print(f"rank {trainer.global_rank}: {steps} steps, wrapper {model.wrapper}, parameters sum to {total:.12f}")
 
 
 if __name__ == "__main__":

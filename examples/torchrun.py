@@ -19,7 +19,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--plan", default=None, help="a plan file, a strategy's name, or auto")
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--checkpoint", default=None, help="continue from this file if it is there, and keep it current")
+    parser.add_argument("--checkpoint", default=None, help="continue from this file if it is there")
     options = parser.parse_args()
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")

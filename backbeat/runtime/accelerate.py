@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from backbeat.runtime.ddp import DistributedDataParallel, TorchDDP
+from backbeat.runtime.arguments import TorchDDP
+from backbeat.runtime.ddp import DistributedDataParallel
 
 
 @contextmanager

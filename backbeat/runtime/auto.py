@@ -23,6 +23,7 @@ from backbeat.runtime.agreement import share, total
 
 if TYPE_CHECKING:
     from backbeat.model import Prediction
+    from backbeat.runtime.channels import Channels
     from backbeat.runtime.ddp import DistributedDataParallel
     from backbeat.runtime.timing import Round
 
@@ -54,7 +55,7 @@ class Tuner:
         channels: int | None,
     ) -> None:
         # The wrapper holds the tuner; held back strongly, neither would go when the last user lets go.
-        self._wrapper: DistributedDataParallel = weakref.proxy(wrapper)
+        self._wrapper: Any = weakref.proxy(wrapper)
         self._auto = strategy == "auto"
         self._strategy = "best" if self._auto else strategy
         self._network = Network.load(network) if isinstance(network, (str, os.PathLike)) else network
@@ -210,7 +211,7 @@ class Tuner:
         return self._mean(mine)
 
     def _mean(self, value: float) -> float:
-        links = self._wrapper.links
+        links: Channels = self._wrapper.links
         return total(links, value) / links.size
 
     def _profile(self, rounds: list[Round], iteration: float) -> Profile:

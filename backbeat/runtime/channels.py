@@ -15,15 +15,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
 
 from backbeat.errors import InputError
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup, Work
+    from torch.distributed import ProcessGroup
 
 logger = logging.getLogger("backbeat.runtime")
 
 LAUNCH_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
+
+_gloo: Any = getattr(dist, "ProcessGroupGloo", None)
 
 # Ranks build wrappers on one process group in one order, so counting gives each the same name everywhere.
 _built: Counter[str] = Counter()
@@ -34,12 +37,11 @@ class Channel:
 
     def __init__(self, communicator: Any) -> None:
         self._communicator = communicator
-        self._options = dist.AllreduceOptions()
-        self._options.reduceOp = dist.ReduceOp.SUM
+        self._options: Any = dist.AllreduceOptions()
         # Without it NCCL would run on the stream of the backward pass instead of beside it.
         self._options.asyncOp = True
 
-    def all_reduce(self, message: torch.Tensor) -> Work:
+    def all_reduce(self, message: torch.Tensor) -> Any:
         return self._communicator.allreduce([message], self._options)
 
 
@@ -58,7 +60,7 @@ class Channels:
         group_name = process_group.group_name
         _built[group_name] += 1
         self.key = f"backbeat/{group_name}/{_built[group_name]}"
-        self.store = dist.PrefixStore(self.key, dist.distributed_c10d._get_default_store())
+        self.store = PrefixStore(self.key, dist.distributed_c10d._get_default_store())
         self._channels: list[Channel] = []
         self.limit = self._limit()
         self.grow(count)
@@ -113,15 +115,15 @@ class Channels:
         )
 
     def _gloo(self, index: int) -> Any:
-        options = dist.ProcessGroupGloo._Options()
+        options = _gloo._Options()
         options._timeout = self.timeout
         options._threads = 1
         interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
-        options._devices = [dist.ProcessGroupGloo.create_device(interface=name) for name in interfaces] or [
-            dist.ProcessGroupGloo.create_default_device()
+        options._devices = [_gloo.create_device(interface=name) for name in interfaces] or [
+            _gloo.create_default_device()
         ]
-        prefix = dist.PrefixStore(f"channel/{index}", self.store)
-        return dist.ProcessGroupGloo(prefix, self.rank, self.size, options)
+        prefix = PrefixStore(f"channel/{index}", self.store)
+        return _gloo(prefix, self.rank, self.size, options)
 
 
 def backend_of(process_group: ProcessGroup, device: torch.device) -> str:

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import inspect
 import os
-import statistics
-import warnings
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torch.distributed.algorithms.join import Join, Joinable
 from torch.distributed.utils import _sync_module_states, _to_kwargs, _verify_param_shape_across_processes
 from torch.nn import Module
-from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.nn.parallel.distributed import _find_tensors
 
 from backbeat.errors import InputError
@@ -25,29 +20,33 @@ from backbeat.model import Network, Plan
 from backbeat.runtime import partition as partitions
 from backbeat.runtime import stock
 from backbeat.runtime.agreement import agree, share
-from backbeat.runtime.channels import Channels, backend_of
+from backbeat.runtime.arguments import (
+    UNSUPPORTED,
+    WIRE,
+    TorchDDP,
+    bind,
+    device_ids_of,
+    process_group_of,
+    resolve_plan,
+    respread,
+)
+from backbeat.runtime.channels import Channels
 from backbeat.runtime.hooks import builtin
+from backbeat.runtime.joining import ShadowHook
 from backbeat.runtime.reducer import Reducer
 from backbeat.runtime.refusals import check_model
-from backbeat.runtime.report import GroupReport, Report, measured, spans
+from backbeat.runtime.report import Report, make_report
 from backbeat.runtime.timing import Recorder
 
 if TYPE_CHECKING:
-    from torch.nn import Parameter
-
     from backbeat.runtime.auto import Tuner
     from backbeat.runtime.partition import Partition
 
-TORCH_SIGNATURE = inspect.signature(TorchDDP.__init__)
-_WIRE = {"bf16": torch.bfloat16, "fp16": torch.float16, torch.bfloat16: torch.bfloat16, torch.float16: torch.float16}
+_disable_dynamo: Any = torch._disable_dynamo  # type: ignore[attr-defined]
+
 # Rounds that are timed for `report()`: the first few, then a few in a thousand.
 SAMPLED_FIRST = 8
 SAMPLED_EVERY = 200
-_UNSUPPORTED = {
-    "mixed_precision": "use torch.autocast, or backend='ddp'",
-    "delay_all_reduce_named_params": "put these gradients in the plan's last group, or use backend='ddp'",
-    "param_to_hook_all_reduce": "put these gradients in the plan's last group, or use backend='ddp'",
-}
 
 
 class DistributedDataParallel(TorchDDP):  # type: ignore[misc]
@@ -80,23 +79,25 @@ class DistributedDataParallel(TorchDDP):  # type: ignore[misc]
         arguments = bind(module, args, kwargs)
         if backend not in ("backbeat", "ddp"):
             raise InputError(f"backend is {backend!r}: it must be 'backbeat' or 'ddp'")
-        if wire is not None and wire not in _WIRE:
+        if wire is not None and wire not in WIRE:
             raise InputError(
                 f"wire is {wire!r}: it must be 'bf16' or 'fp16', or left out to send gradients as they are"
             )
+        if channels is not None and channels < 1:
+            raise InputError(f"channels is {channels}: it must be 1 or more")
         check_model(module)
         self._backbeat_backend = backend
         loaded, strategy = resolve_plan(plan)
         if backend == "ddp":
-            stock.construct(self, arguments, loaded, strategy, channels, _WIRE[wire] if wire else None)
+            stock.construct(self, arguments, loaded, strategy, channels, WIRE[wire] if wire else None)
             return
-        for name, advice in _UNSUPPORTED.items():
+        for name, advice in UNSUPPORTED.items():
             if arguments.get(name) is not None:
                 raise InputError(f"{name}= is not supported by backbeat's reducer: {advice}")
         super(TorchDDP, self).__init__()
         Joinable.__init__(self)
         self._set_torch_attributes(arguments)
-        self._wire = _WIRE[wire] if wire else None
+        self._wire = WIRE[wire] if wire else None
         self._strict = strict
         self._plan = loaded
         self._channels_asked = channels
@@ -123,14 +124,15 @@ class DistributedDataParallel(TorchDDP):  # type: ignore[misc]
         module = arguments["module"]
         self.logger = None
         self._use_python_reducer = False
-        self.process_group = _process_group(arguments)
+        self.process_group = process_group_of(arguments)
         if arguments.get("device_mesh") is not None:
             self.device_mesh = arguments["device_mesh"]
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         self._module_parameters = [p for n, p in module.named_parameters() if n not in self.parameters_to_ignore]
         if not any(p.requires_grad for p in self._module_parameters):
             raise RuntimeError(
-                "DistributedDataParallel is not needed when a module doesn't have any parameter that requires a gradient."
+                "DistributedDataParallel is not needed when a module doesn't have any parameter that requires a "
+                "gradient."
             )
         if any(hasattr(p, "_in_backward_optimizers") for p in self._module_parameters):
             raise InputError("the model updates parameters in backward: backbeat reduces gradients before the update")
@@ -138,11 +140,12 @@ class DistributedDataParallel(TorchDDP):  # type: ignore[misc]
         types = {device.type for device in devices}
         if len(types) != 1:
             raise ValueError(
-                f"DistributedDataParallel's input module must be on the same type of devices, but has parameters on {types}"
+                "DistributedDataParallel's input module must be on the same type of devices, but has parameters on "
+                f"{types}"
             )
         self.device_type = next(iter(types))
         self.is_multi_device_module = len(devices) > 1
-        self.device_ids, self.output_device = _device_ids(
+        self.device_ids, self.output_device = device_ids_of(
             arguments, self.device_type, self.is_multi_device_module, devices
         )
         self.dim = arguments.get("dim", 0)
@@ -201,7 +204,7 @@ class DistributedDataParallel(TorchDDP):  # type: ignore[misc]
         self._trainable = [p for _, p in trainable]
         self._assign_modules_buffers()
 
-    def _all_parameters(self) -> list[Parameter]:
+    def _all_parameters(self) -> list[torch.Tensor]:
         return list(self._trainable)
 
     def _build_reducer(self) -> None:
@@ -218,7 +221,7 @@ class DistributedDataParallel(TorchDDP):  # type: ignore[misc]
         links.grow(partition.channels)
         self.links = links
         self._partition_counter = 0
-        self.reducer = Reducer(
+        self.reducer: Any = Reducer(
             self._names,
             self._trainable,
             channels=links,
@@ -336,42 +339,7 @@ class DistributedDataParallel(TorchDDP):  # type: ignore[misc]
         """Predicted and measured times of every group; printed, a table."""
         if self._backbeat_backend == "ddp" or self.reducer is None:
             raise InputError("report() needs backbeat's reducer: use backend='backbeat' and run a step")
-        tuner, reducer = self._tuner, self.reducer
-        timed = self._recorder.rounds() or (tuner.rounds if tuner is not None else [])
-        rounds = [found for found in timed if len(found.launched_s) == len(reducer.buckets)]
-        predicted = spans(tuner.prediction) if tuner is not None else []
-        if len(predicted) != len(reducer.buckets):
-            predicted = []
-        groups = []
-        for index, bucket in enumerate(reducer.buckets):
-            launched, done = measured(rounds, index)
-            begin, end = predicted[index] if predicted else (None, None)
-            groups.append(
-                GroupReport(
-                    gradients=tuple(self._names[place] for place in bucket.members),
-                    channel=bucket.spec.channel,
-                    bytes=bucket.bytes,
-                    predicted_launch_s=begin,
-                    predicted_done_s=end,
-                    launched_s=launched,
-                    done_s=done,
-                )
-            )
-        exposed = statistics.median([found.exposed_s for found in rounds]) if rounds else None
-        forecast = self._plan.predicted if self._plan is not None and self._plan.predicted else {}
-        prediction = tuner.prediction if tuner is not None else None
-        return Report(
-            strategy=reducer.partition.strategy,
-            state=tuner.state if tuner is not None else "running",
-            steps=reducer.step,
-            groups=tuple(groups),
-            predicted_iteration_s=prediction.iteration_s if prediction else _figure(forecast.get("iteration_s")),
-            predicted_exposed_s=prediction.exposed_s if prediction else _figure(forecast.get("exposed_s")),
-            iteration_s=tuner.iteration_s if tuner is not None else None,
-            exposed_s=exposed if exposed is not None else (tuner.exposed_s if tuner is not None else None),
-            late_groups=reducer.repeats,
-            history=tuple(tuner.history) if tuner is not None else (),
-        )
+        return make_report(self.reducer, self._recorder, self._tuner, self._plan)
 
     def counters(self) -> dict[str, float]:
         """A few numbers for a dashboard: `for k, v in model.counters().items(): writer.add_scalar(k, v, step)`."""
@@ -387,10 +355,11 @@ class DistributedDataParallel(TorchDDP):  # type: ignore[misc]
             found["backbeat/backward_s"] = rounds[-1].computed_s
         return found
 
-    @torch._disable_dynamo
+    @_disable_dynamo  # type: ignore[untyped-decorator]
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
         if self._backbeat_backend == "ddp":
-            return super()._pre_forward(*inputs, **kwargs)
+            found: tuple[Any, Any] = super()._pre_forward(*inputs, **kwargs)
+            return found
         if self.reducer is None:
             self._build_reducer()
         training = torch.is_grad_enabled()
@@ -418,7 +387,7 @@ class DistributedDataParallel(TorchDDP):  # type: ignore[misc]
             return moved[0], moved_kwargs[0]
         return inputs, kwargs
 
-    @torch._disable_dynamo
+    @_disable_dynamo  # type: ignore[untyped-decorator]
     def _post_forward(self, output: Any) -> Any:
         if self._backbeat_backend == "ddp":
             return super()._post_forward(output)
@@ -465,10 +434,10 @@ class DistributedDataParallel(TorchDDP):  # type: ignore[misc]
             return
         raise InputError("an optimizer fused into DDP's buckets is not supported: use backend='ddp'")
 
-    def join_hook(self, **kwargs: Any) -> JoinHook:
+    def join_hook(self, **kwargs: Any) -> Any:
         if self._backbeat_backend == "ddp":
             return super().join_hook(**kwargs)
-        return _ShadowHook(self, kwargs.get("divide_by_initial_world_size", True))
+        return ShadowHook(self, kwargs.get("divide_by_initial_world_size", True))
 
     def _set_static_graph(self) -> None:
         """Accepted, and not needed: the reducer learns the graph and follows it when it changes."""
@@ -541,102 +510,3 @@ class DistributedDataParallel(TorchDDP):  # type: ignore[misc]
         self._module_parameters = [p for n, p in self.module.named_parameters() if n not in self.parameters_to_ignore]
         # The reducer is built by the first forward that trains: a copy kept for evaluation never needs one.
         self._collect_parameters()
-
-
-class _ShadowHook(JoinHook):
-    """What a rank that has run out of data does while the others go on."""
-
-    def __init__(self, ddp: DistributedDataParallel, divide_by_initial_world_size: bool) -> None:
-        self._ddp = ddp
-        ddp._divide_by_initial_world_size = divide_by_initial_world_size
-        super().__init__()
-
-    def main_hook(self) -> None:
-        ddp = self._ddp
-        ddp._check_and_sync_module_buffers()
-        sync = ddp._check_global_requires_backward_grad_sync(is_joined_rank=True)
-        ddp.require_forward_param_sync = sync
-        if sync:
-            ddp.reducer.shadow()
-
-    def post_hook(self, is_last_joiner: bool) -> None:
-        self._ddp._sync_final_model(is_last_joiner)
-        self._ddp.reducer.scale = 1.0 / self._ddp.links.size
-
-
-def bind(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments by the installed torch's own names."""
-    try:
-        bound = TORCH_SIGNATURE.bind(None, module, *args, **kwargs)
-    except TypeError as error:
-        raise TypeError(f"DistributedDataParallel: {error}") from None
-    arguments = dict(bound.arguments)
-    arguments.pop("self")
-    if arguments.get("check_reduction"):
-        warnings.warn("`check_reduction` is deprecated and does nothing.", FutureWarning, stacklevel=3)
-    return arguments
-
-
-def resolve_plan(plan: Plan | str | os.PathLike[str] | None) -> tuple[Plan | None, str | None]:
-    """A plan to run at once, or the name of a strategy to plan with once the model is measured."""
-    if plan is None or isinstance(plan, Plan):
-        found, strategy = plan, None
-    elif isinstance(plan, str) and (plan == "auto" or plan in _strategies()):
-        found, strategy = None, plan
-    else:
-        found, strategy = Plan.load(plan), None
-    if found is not None and found.dynamic is not None:
-        raise InputError(
-            f"the plan's strategy {found.strategy!r} forms groups at run time, which fixed groups cannot run: "
-            "plan with another strategy"
-        )
-    return found, strategy
-
-
-def respread(plan: Plan, channels: int) -> Plan:
-    """The same groups in the same order, round robin over another number of channels."""
-    groups = tuple(msgspec.structs.replace(group, channel=index % channels) for index, group in enumerate(plan.groups))
-    return msgspec.structs.replace(plan, channels=channels, groups=groups)
-
-
-def _strategies() -> set[str]:
-    """Names that plan fixed groups."""
-    from backbeat.planners import STRATEGIES
-
-    return set(STRATEGIES) - {"horovod"}
-
-
-def _figure(value: object) -> float | None:
-    return float(value) if isinstance(value, (int, float)) else None
-
-
-def _process_group(arguments: dict[str, Any]) -> Any:
-    group, mesh = arguments.get("process_group"), arguments.get("device_mesh")
-    if group is not None and mesh is not None:
-        raise RuntimeError("Cannot specify both process_group and device_mesh arguments.")
-    if mesh is None:
-        return group if group is not None else dist.distributed_c10d._get_default_group()
-    if mesh.ndim != 1:
-        raise InputError(f"device_mesh has {mesh.ndim} dimensions: data parallelism needs one; give mesh['dp']")
-    return mesh.get_group(mesh_dim=0)
-
-
-def _device_ids(
-    arguments: dict[str, Any], device_type: str, multi: bool, devices: set[torch.device]
-) -> tuple[list[int] | None, int | None]:
-    ids, output = arguments.get("device_ids"), arguments.get("output_device")
-    if ids is not None and len(ids) > 1:
-        raise ValueError("device_ids can only be None or contain a single element.")
-    if not ids or device_type == "cpu" or multi:
-        if ids or output:
-            raise ValueError(
-                "DistributedDataParallel device_ids and output_device arguments only work with single-device GPU "
-                f"modules, but got device_ids {ids}, output_device {output}, and module parameters {devices}."
-            )
-        return None, None
-    index = torch._utils._get_device_index
-    found = [index(device, True) for device in ids]
-    return found, index(ids[0] if output is None else output, True)
-
-
-__all__ = ["DistributedDataParallel", "backend_of"]

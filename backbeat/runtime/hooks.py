@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
+from torch._C._distributed_c10d import BuiltinCommHookType
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from backbeat.errors import InputError
@@ -65,8 +65,8 @@ def result_of(future: Any, group: int) -> torch.Tensor:
 
 def builtin(kind: Any) -> Hook:
     """Torch's C++ hooks by their Python twins."""
-    if kind == dist.BuiltinCommHookType.FP16_COMPRESS:
+    if kind == BuiltinCommHookType.FP16_COMPRESS:
         return default_hooks.fp16_compress_hook
-    if kind == dist.BuiltinCommHookType.ALLREDUCE:
+    if kind == BuiltinCommHookType.ALLREDUCE:
         return default_hooks.allreduce_hook
     raise InputError(f"built-in communication hook {kind} is unknown: use ALLREDUCE or FP16_COMPRESS")

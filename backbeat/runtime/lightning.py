@@ -1,7 +1,7 @@
 """A Lightning strategy: `import backbeat.runtime.lightning`, then `Trainer(strategy="backbeat")`.
 
-Options go through the class: `Trainer(strategy=BackbeatStrategy(plan="auto"))`. Both packages are served, `lightning` and
-`pytorch_lightning`; each has its own classes, so each that is installed gets a strategy of its own.
+Options go through the class: `Trainer(strategy=BackbeatStrategy(plan="auto"))`. Both packages are served, `lightning`
+and `pytorch_lightning`; each has its own classes, so each that is installed gets a strategy of its own.
 """
 
 from __future__ import annotations

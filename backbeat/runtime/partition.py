@@ -58,7 +58,7 @@ def from_plan(
     *,
     frozen: Iterable[str] = (),
 ) -> Partition:
-    """The plan's groups, split where they mix dtypes or devices, then what the plan does not name in trailing groups."""
+    """The plan's groups, split where they mix dtypes or devices, and what it does not name in trailing groups."""
     places = {name: place for place, name in enumerate(names)}
     check_fits(plan, {*places, *frozen})
     groups: list[GroupSpec] = []

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("backbeat.runtime")
 
+_profiling = torch._C._autograd._profiler_enabled
 _graph_task = torch._C._current_graph_task_id
 _will_execute = torch._C._will_engine_execute_node
 
@@ -47,7 +48,7 @@ _will_execute = torch._C._will_engine_execute_node
 class Flight(NamedTuple):
     """A group on its way."""
 
-    index: int
+    group: int
     bucket: Bucket
     message: torch.Tensor
     work: Any
@@ -259,7 +260,7 @@ class Reducer:
             self.parameters[place].grad = view
 
     def _accumulates(self) -> bool:
-        """Whether this graph ends in our parameters: `torch.autograd.grad` passes the outputs too, but leaves no `.grad`.
+        """Whether this graph ends in our parameters: `torch.autograd.grad` passes the outputs and leaves no `.grad`.
 
         Parameters inside reentrant checkpoints are not in the graph either; where they once began a round by
         themselves, every graph counts from then on.
@@ -306,7 +307,7 @@ class Reducer:
         self._absent = False
         self._broken = False
         self._root = -1
-        self._streams = Streams(self.channels.device) if self.channels.device.type == "cuda" else None
+        self._streams: Streams | None = Streams(self.channels.device) if self.channels.device.type == "cuda" else None
 
     def _count_waits(self) -> None:
         counts = self._expectation.counts
@@ -476,9 +477,9 @@ class Reducer:
         names = [self.names[place] for place in flight.bucket.members]
         listed = names[0] if len(names) == 1 else f"{names[0]} … {names[-1]}"
         return CommunicationError(
-            f"rank {self.channels.rank}: group {flight.index} of {len(self.buckets)} ({len(names)} gradients, {listed}, "
-            f"{format_bytes(flight.bucket.bytes)}) was not reduced in step {self.step}: {self.monitor.blame()}. "
-            f"Restart from the last checkpoint (the library says: {first_line(error)})"
+            f"rank {self.channels.rank}: group {flight.group} of {len(self.buckets)} ({len(names)} gradients, "
+            f"{listed}, {format_bytes(flight.bucket.bytes)}) was not reduced in step {self.step}: "
+            f"{self.monitor.blame()}. Restart from the last checkpoint (the library says: {first_line(error)})"
         )
 
     def _read(self, numbers: torch.Tensor) -> control.Verdict | None:
@@ -501,8 +502,8 @@ class Reducer:
         verdict = self._judge(numbers, step)
         if verdict is not None and verdict.late:
             raise CommunicationError(
-                f"a gradient of group {verdict.late[0]} came after its group had left in step {step}, although every step "
-                "before was regular: the graph changed under reentrant checkpointing; use use_reentrant=False"
+                f"a gradient of group {verdict.late[0]} came after its group had left in step {step}, although every "
+                "step before was regular: the graph changed under reentrant checkpointing; use use_reentrant=False"
             )
         self._regular = verdict is None or not verdict.irregular
 
@@ -581,7 +582,7 @@ class Reducer:
         logger.warning("an exception broke off the backward of step %d on rank %d", self.step, self.channels.rank)
 
     def _span(self, what: str, index: int) -> AbstractContextManager[Any]:
-        if not torch.autograd._profiler_enabled():
+        if not _profiling():
             return nullcontext()
         bucket = self.buckets[index]
         first = self.names[bucket.members[0]]

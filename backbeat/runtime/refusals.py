@@ -20,7 +20,7 @@ def check_model(module: Module) -> None:
         kind = _sharded_kind(child)
         if kind:
             raise InputError(
-                f"{place} is a {kind} module: its parameters are sharded, so that gradients must not be averaged whole; "
+                f"{place} is a {kind} module: its parameters are sharded, so gradients must not be averaged whole; "
                 "use it without backbeat's wrapper, or unshard the model"
             )
     for name, parameter in module.named_parameters():

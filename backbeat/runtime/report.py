@@ -11,8 +11,10 @@ from backbeat.units import format_bytes, format_seconds
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from backbeat.model import Prediction
-    from backbeat.runtime.timing import Round
+    from backbeat.model import Plan, Prediction
+    from backbeat.runtime.auto import Tuner
+    from backbeat.runtime.reducer import Reducer
+    from backbeat.runtime.timing import Recorder, Round
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +83,47 @@ def measured(rounds: Sequence[Round], group: int) -> tuple[float | None, float |
     launched = [round_.launched_s[group] for round_ in rounds if group in round_.launched_s]
     done = [round_.done_s[group] for round_ in rounds if group in round_.done_s]
     return (statistics.median(launched) if launched else None, statistics.median(done) if done else None)
+
+
+def make_report(reducer: Reducer, recorder: Recorder, tuner: Tuner | None, plan: Plan | None) -> Report:
+    """The report of a wrapper's parts."""
+    timed = recorder.rounds() or (tuner.rounds if tuner is not None else [])
+    rounds = [found for found in timed if len(found.launched_s) == len(reducer.buckets)]
+    prediction = tuner.prediction if tuner is not None else None
+    predicted = spans(prediction)
+    groups = []
+    for index, bucket in enumerate(reducer.buckets):
+        launched, done = measured(rounds, index)
+        begin, end = predicted[index] if len(predicted) == len(reducer.buckets) else (None, None)
+        groups.append(
+            GroupReport(
+                gradients=tuple(reducer.names[place] for place in bucket.members),
+                channel=bucket.spec.channel,
+                bytes=bucket.bytes,
+                predicted_launch_s=begin,
+                predicted_done_s=end,
+                launched_s=launched,
+                done_s=done,
+            )
+        )
+    forecast = plan.predicted if plan is not None and plan.predicted else {}
+    exposed = statistics.median([found.exposed_s for found in rounds]) if rounds else None
+    return Report(
+        strategy=reducer.partition.strategy,
+        state=tuner.state if tuner is not None else "running",
+        steps=reducer.step,
+        groups=tuple(groups),
+        predicted_iteration_s=prediction.iteration_s if prediction else _figure(forecast.get("iteration_s")),
+        predicted_exposed_s=prediction.exposed_s if prediction else _figure(forecast.get("exposed_s")),
+        iteration_s=tuner.iteration_s if tuner is not None else None,
+        exposed_s=exposed if exposed is not None else (tuner.exposed_s if tuner is not None else None),
+        late_groups=reducer.repeats,
+        history=tuple(tuner.history) if tuner is not None else (),
+    )
+
+
+def _figure(value: object) -> float | None:
+    return float(value) if isinstance(value, (int, float)) else None
 
 
 def _time(seconds: float | None) -> str:

@@ -11,10 +11,10 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from backbeat.errors import InputError
 from backbeat.runtime import partition as partitions
+from backbeat.runtime.arguments import TorchDDP
 from backbeat.runtime.channels import Channels
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 pytest.importorskip("torch", reason="the runtime needs PyTorch")
 
-from rank_pool import RankPool  # noqa: E402
+from rank_pool import RankPool
 
 
 @pytest.fixture(scope="session")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import selectors
+import signal
 import subprocess
 import sys
 import time
@@ -14,6 +15,7 @@ from typing import Any
 
 HERE = Path(__file__).parent
 DEVICE = os.environ.get("BACKBEAT_TEST_DEVICE", "cpu")
+QUIET = "BACKBEAT_TEST_LOUD" not in os.environ
 SIZES = [int(size) for size in os.environ.get("BACKBEAT_TEST_RANKS", "2,4" if DEVICE == "cpu" else "1").split(",")]
 
 
@@ -46,19 +48,18 @@ class RankPool:
                     NCCL_HOSTID=f"node{rank}", NCCL_NET="Socket", NCCL_P2P_DISABLE="1", NCCL_SHM_DISABLE="1",
                     NCCL_IB_DISABLE="1", NCCL_MAX_NCHANNELS="2",
                 )  # fmt: skip
-            log = open(f"/tmp/backbeat-rank-{os.getpid()}-{self.size}-{rank}.log", "a")  # noqa: SIM115
             self._ranks.append(
                 subprocess.Popen(
                     [sys.executable, str(HERE / "rank_process.py")],
                     env=environment,
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
-                    stderr=log,
+                    stderr=subprocess.DEVNULL if QUIET else None,
                     text=True,
                     bufsize=1,
+                    start_new_session=True,
                 )
             )
-            log.close()
         self._answers(180)
 
     def run(self, scenario: str, route: str, timeout: float = 30, limit: float = 120) -> list[dict[str, Any]]:
@@ -74,20 +75,17 @@ class RankPool:
             }
         )
         answers = self._answers(limit)
-        if any(answer["outcome"] in ("hung", "died") for answer in answers):
+        if any(answer["outcome"] == "hung" for answer in answers):
             self.close()
             self._start()
-            return answers
-        self._tell({})
-        closed = self._answers(30)
-        if any("closed" not in answer for answer in closed):
-            self.close()
-            self._start()
+        else:
+            self._tell({})
         return answers
 
     def close(self) -> None:
         for process in self._ranks:
-            process.kill()
+            # With the children it forked, which are of its process group.
+            os.killpg(process.pid, signal.SIGKILL)
             process.wait()
             for pipe in (process.stdin, process.stdout):
                 if pipe is not None:

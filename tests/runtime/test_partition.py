@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from backbeat.errors import InputError
-from backbeat.model import Group, Plan
-from backbeat.runtime import partition as partitions
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+
+from backbeat.errors import InputError
+from backbeat.model import Group, Plan
+from backbeat.runtime import partition as partitions
 
 sizes = st.lists(st.integers(1, 400), min_size=1, max_size=30)
 

@@ -1,0 +1,101 @@
+"""The examples, run as a user runs them: torchrun, elastic restart, Lightning, Accelerate, Hugging Face."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rank_pool import DEVICE
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+
+pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="run on CPU ranks")
+
+
+def run(command: list[str], **environment: str) -> str:
+    process = subprocess.Popen(
+        command,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        out, _ = process.communicate(timeout=100)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 0, out
+    return out
+
+
+def torchrun(*arguments: str, ranks: int = 2, **environment: str) -> str:
+    options = ["--standalone", "--nproc-per-node", str(ranks), *arguments]
+    return run([sys.executable, "-m", "torch.distributed.run", *options], **environment)
+
+
+def losses(text: str) -> dict[int, float]:
+    return {int(step): float(loss) for step, loss in re.findall(r"step +(\d+)  ranks \d+  loss ([\d.]+)", text)}
+
+
+def sums(text: str) -> list[str]:
+    return re.findall(r"parameters sum to (-?\d+\.\d{12})", text)
+
+
+def test_torchrun_with_a_strategy() -> None:
+    out = torchrun(str(EXAMPLES / "torchrun.py"), "--plan", "auto", "--steps", "40")
+    found = losses(out)
+    assert found[39] < found[0]
+    assert "groups" in out
+
+
+def test_elastic_restart_continues_to_the_same_losses(tmp_path: Path) -> None:
+    """A rank dies in mid-training; torchrun starts the job again, which plans anew and goes on from its checkpoint."""
+    script, steps = str(EXAMPLES / "torchrun.py"), ["--steps", "40"]
+    undisturbed = losses(torchrun(script, *steps))
+    saved = str(tmp_path / "state.pt")
+    # Torch's own: with the launcher's store shared, restarted workers may find the dead ones' addresses in it.
+    fresh = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "DIE_AT_STEP": "24"}
+    restarted = torchrun("--max-restarts", "1", script, *steps, "--checkpoint", saved, **fresh)
+    assert losses(restarted)[39] == pytest.approx(undisturbed[39], rel=1e-5)
+
+
+def test_another_world_size_continues_to_the_same_losses(tmp_path: Path) -> None:
+    script, saved = str(EXAMPLES / "torchrun.py"), str(tmp_path / "state.pt")
+    undisturbed = losses(torchrun(script, "--steps", "30", ranks=2))
+    torchrun(script, "--steps", "15", "--checkpoint", saved, ranks=2)
+    continued = losses(torchrun(script, "--steps", "30", "--checkpoint", saved, "--plan", "auto", ranks=4))
+    assert continued[29] == pytest.approx(undisturbed[29], rel=1e-4)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("pytorch_lightning") is None, reason="Lightning is not installed")
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_lightning(accumulate: int) -> None:
+    out = run(
+        [sys.executable, str(EXAMPLES / "lightning_trainer.py"), "--devices", "2", "--accumulate", str(accumulate)]
+    )
+    assert len(set(sums(out))) == 1
+    assert len(sums(out)) == 2, out
+    assert out.count("wrapper backbeat.runtime.ddp") == 2, out
+
+
+@pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="Accelerate is not installed")
+def test_accelerate() -> None:
+    out = torchrun(str(EXAMPLES / "accelerate_loop.py"))
+    assert out.count("backbeat True") == 2, out
+    assert len(set(sums(out))) == 1
+
+
+@pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="transformers is not installed")
+def test_hugging_face_trainer() -> None:
+    out = torchrun(str(EXAMPLES / "hf_trainer.py"))
+    assert out.count("backbeat True") == 2, out
+    assert len(set(sums(out))) == 1

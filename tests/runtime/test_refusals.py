@@ -1,0 +1,116 @@
+"""What is refused before any rank is asked: models that are no plain data parallelism, and bad arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from backbeat.errors import InputError
+from backbeat.model import Gradient, Group, Plan, Profile
+from backbeat.runtime import DistributedDataParallel
+from backbeat.runtime.arguments import TORCH_SIGNATURE, bind, resolve_plan, respread
+from backbeat.runtime.refusals import check_model
+
+
+@pytest.fixture(scope="module")
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_fsdp_is_refused_by_name() -> None:
+    class FullyShardedDataParallel(nn.Module):
+        pass
+
+    with pytest.raises(InputError, match=r"module '0' is a FullyShardedDataParallel \(FSDP\) module"):
+        check_model(nn.Sequential(FullyShardedDataParallel()))
+
+
+def test_fsdp2_and_dtensor_are_refused_by_name(one_rank: None) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import distribute_module
+
+    mesh = init_device_mesh("cpu", (1,))
+    with pytest.raises(InputError, match=r"fully_shard \(FSDP2\)"):
+        DistributedDataParallel(fully_shard(nn.Linear(4, 4), mesh=mesh))
+    with pytest.raises(InputError, match="parameter 'weight' is a DTensor"):
+        DistributedDataParallel(distribute_module(nn.Linear(4, 4), mesh))
+
+
+def test_pipeline_stages_are_refused_by_name() -> None:
+    class PipelineStage(nn.Module):
+        pass
+
+    with pytest.raises(InputError, match=r"the model is a pipeline \(PipelineStage\)"):
+        check_model(PipelineStage())
+
+
+def test_parameters_without_a_shape_are_refused(one_rank: None) -> None:
+    with pytest.raises(InputError, match="parameter 'weight' is uninitialized"):
+        DistributedDataParallel(nn.LazyLinear(3))
+
+
+def test_the_whole_signature_of_the_installed_torch_is_taken() -> None:
+    module = nn.Linear(2, 2)
+    for name, parameter in TORCH_SIGNATURE.parameters.items():
+        if name not in ("self", "module"):
+            assert name in bind(module, (), {name: parameter.default})
+    with pytest.raises(TypeError, match="bucket_capp"):
+        bind(module, (), {"bucket_capp": 3})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"backend": "horovod"}, "backend is 'horovod'"),
+        ({"wire": "int8"}, "wire is 'int8'"),
+        ({"plan": "no-such-plan"}, "'no-such-plan' is neither a file nor a bundled plan"),
+        ({"plan": "gone.json"}, "gone.json: no such file"),
+        ({"channels": 0}, "channels is 0"),
+        ({"plan": "auto", "backend": "ddp"}, "plan='auto' needs backbeat's reducer"),
+    ],
+)
+def test_bad_arguments_say_what_to_do(options: dict[str, object], message: str, one_rank: None) -> None:
+    with pytest.raises(InputError, match=message):
+        DistributedDataParallel(nn.Linear(2, 2), **options)
+
+
+def test_a_model_without_trainable_parameters_is_refused_as_torch_does(one_rank: None) -> None:
+    with pytest.raises(RuntimeError, match="doesn't have any parameter that requires a gradient"):
+        DistributedDataParallel(nn.ReLU())
+
+
+def test_a_plan_is_taken_from_a_file(tmp_path: Path, one_rank: None) -> None:
+    profile = Profile(
+        name="p", model="m", batch_size=1, precision="fp32", device="cpu", forward_s=1, backward_s=1, update_s=0,
+        gradients=(Gradient(name="bias", bytes=8, ready_s=0.5), Gradient(name="weight", bytes=16, ready_s=1)),
+    )  # fmt: skip
+    Plan.from_groups(profile, [["weight"], ["bias"]]).save(tmp_path / "plan.json")
+    wrapped = DistributedDataParallel(nn.Linear(2, 2), plan=tmp_path / "plan.json")
+    wrapped(torch.ones(1, 2)).sum().backward()
+    assert [group.gradients for group in wrapped.report().groups] == [("weight",), ("bias",)]
+
+
+def test_plans_that_fuse_at_run_time_are_refused() -> None:
+    from backbeat.model import DynamicFusion
+
+    plan = Plan(
+        strategy="horovod", model="m", channels=1, dynamic=DynamicFusion(), groups=(Group(gradients=("w",), channel=0),)
+    )
+    with pytest.raises(InputError, match="forms groups at run time"):
+        resolve_plan(plan)
+
+
+def test_respread_keeps_groups_and_order() -> None:
+    plan = Plan(
+        strategy="s", model="m", channels=1, groups=tuple(Group(gradients=(name,), channel=0) for name in "abc")
+    )
+    assert [group.channel for group in respread(plan, 2).groups] == [0, 1, 0]
+    assert [group.gradients for group in respread(plan, 2).groups] == [("a",), ("b",), ("c",)]
