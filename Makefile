@@ -22,7 +22,7 @@ install: $(DEV)
 # Debian packages that the browser and lab tests use where they are present. Optional: those tests are skipped without.
 system:
 	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
-	  apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends iproute2 >/dev/null; \
+	  apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends iproute2 chromium >/dev/null; \
 	else echo "make system: needs root and apt-get; skipped, the tests that need these packages will say so"; fi
 
 $(VENV)/.python:

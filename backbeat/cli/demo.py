@@ -14,11 +14,13 @@ STRATEGIES = "ddp,best"
 
 def demo(
     output: Annotated[Path, typer.Option("--output", "-o", help="Where the plan is written.")] = Path("plan.json"),
+    page: Annotated[Path, typer.Option("--report", help="Where the report is written.")] = Path("report.html"),
 ) -> None:
-    """Predict how ResNet-50 and BERT scale from 4 to 2048 GPUs, and plan the best schedule for 64."""
+    """Predict how ResNet-50 and BERT scale from 4 to 2048 GPUs, plan the best schedule for 64, and report on it."""
     from backbeat.cli.common import console
     from backbeat.cli.plan import plan
     from backbeat.cli.predict import predict
+    from backbeat.cli.report import report
 
     out = console()
     for name in MODELS:
@@ -27,3 +29,7 @@ def demo(
         out.print()
     out.print(f"$ backbeat plan {MODELS[0]} {NETWORK} --workers 64 -o {output}", style="bold")
     plan(MODELS[0], NETWORK, workers=64, output=output)
+    out.print()
+    out.print(f"$ backbeat report {MODELS[0]} {NETWORK} --workers 64 -o {page}", style="bold")
+    report(MODELS[0], NETWORK, workers="64", output=page)
+    out.print(f"The whole answer with figures is in {page}: open it in a browser. It needs no network.")

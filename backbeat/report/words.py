@@ -127,24 +127,25 @@ def _verdict(study: Study, best: Prediction) -> tuple[Literal["yes", "partly", "
 def _scales(study: Study, stock: Prediction, best: Prediction) -> str:
     if study.top == 1:
         return f"An iteration takes {format_seconds(best.iteration_s)}."
+    digits = 0 if f"{stock.scaling_factor:.0%}" != f"{best.scaling_factor:.0%}" else 1
     text = (
         f"One iteration takes {format_seconds(best.single_s)} on one GPU. On {study.top} it takes "
-        f"{format_seconds(stock.iteration_s)} with stock DDP, {stock.scaling_factor:.0%} of perfect scaling"
+        f"{format_seconds(stock.iteration_s)} with stock DDP, {stock.scaling_factor:.{digits}%} of perfect scaling"
     )
     if study.best_label == STOCK or _gain(stock, best) < 5e-4:
         text += ", and no strategy compared here is faster."
     else:
         text += (
-            f", and {format_seconds(best.iteration_s)} with the plan {study.best_label!r}, {best.scaling_factor:.0%}."
+            f", and {format_seconds(best.iteration_s)} with the plan {study.best_label!r}, "
+            f"{best.scaling_factor:.{digits}%}."
         )
     bend = knee(study.curves[study.best_label]) if len(study.workers) > 1 else None
     if bend is not None and bend.workers < study.top:
         text += f" Beyond {bend.workers} GPUs an added one brings less than half of its own throughput."
     if best.band is not None:
-        text += (
-            f" Single iterations vary from {format_seconds(best.band.p10_s)} to {format_seconds(best.band.p90_s)} "
-            "(10th to 90th percentile)."
-        )
+        low, high = format_seconds(best.band.p10_s), format_seconds(best.band.p90_s)
+        if low != high:
+            text += f" Single iterations vary from {low} to {high} (10th to 90th percentile)."
     return text
 
 

@@ -1,0 +1,37 @@
+"""`backbeat serve`: a local page to try what-ifs on."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+_HOST = "127.0.0.1"
+
+
+def serve(
+    port: Annotated[int, typer.Option(help="Port on 127.0.0.1; 0 takes a free one.", min=0, max=65535)] = 8321,
+) -> None:
+    """Serve a page on this machine with sliders for GPUs, bandwidth, latency, batch, bucket and channels."""
+    from backbeat.cli.common import say
+    from backbeat.errors import InputError, MissingPartError
+
+    try:
+        import uvicorn
+
+        from backbeat.report.server import make_app
+    except ImportError as error:
+        raise MissingPartError(f"serve needs {error.name}: pip install 'backbeat[serve]'") from None
+    import socket
+
+    listener = socket.socket()
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((_HOST, port))
+    except OSError as error:
+        raise InputError(
+            f"--port {port} cannot be used ({error.strerror}): choose another, or 0 for a free one"
+        ) from None
+    say(f"http://{_HOST}:{listener.getsockname()[1]}  (Ctrl-C ends it)")
+    config = uvicorn.Config(make_app(), log_level="warning", limit_concurrency=32, server_header=False)
+    uvicorn.Server(config).run(sockets=[listener])

@@ -1,0 +1,172 @@
+"""The what-if page over HTTP, for this machine only. Uploads are checked like any file, and kept in memory."""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.middleware import Middleware
+from starlette.middleware.base import BaseHTTPMiddleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, Response
+from starlette.routing import Route
+
+from backbeat.errors import BackbeatError, InputError
+from backbeat.model import Network, Profile
+from backbeat.model.files import bundled, decode
+from backbeat.report import perfetto
+from backbeat.report.page import asset, environment, full_trace, plotly_source, script_json
+from backbeat.report.whatif import MOST_GRADIENTS, Library, State, respond, study_of
+
+MOST_UPLOAD_BYTES = 16 * 2**20
+_MOST_UNPACKED_BYTES = 64 * 2**20
+_MOST_KEPT = 16
+_OWN_HEADER = "x-backbeat"
+"""Other sites cannot send it without asking first, and are not allowed when they ask."""
+_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self' 'unsafe-inline'; style-src 'unsafe-inline'; "
+    "img-src data: blob:; connect-src 'self' blob: data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-store",
+}
+
+
+def make_app() -> Starlette:
+    library = Library({}, {})
+    plotly = plotly_source()
+
+    async def page(request: Request) -> Response:
+        return HTMLResponse(_page())
+
+    async def plotly_js(request: Request) -> Response:
+        return Response(plotly, media_type="text/javascript", headers={"Cache-Control": "max-age=86400"})
+
+    async def reply(request: Request) -> Response:
+        fields = dict(request.query_params)
+        thorough = fields.pop("thorough", "") == "1"
+        state = State.parse(fields)
+        return _json(await run_in_threadpool(respond, state, library, thorough=thorough))
+
+    async def trace(request: Request) -> Response:
+        state = State.parse(dict(request.query_params))
+        study = await run_in_threadpool(study_of, state, library, thorough=True)
+        headers = {"Content-Disposition": 'attachment; filename="trace.json"'}
+        return Response(perfetto.encode(full_trace(study)), media_type="application/json", headers=headers)
+
+    async def upload(request: Request) -> Response:
+        if _OWN_HEADER not in request.headers:
+            raise InputError("uploads are taken from the page itself only: open it and choose the file there")
+        return _json(keep(library, await _body(request)))
+
+    return Starlette(
+        routes=[
+            Route("/", page),
+            Route("/plotly.min.js", plotly_js),
+            Route("/api/answer", reply),
+            Route("/api/trace", trace),
+            Route("/api/upload", upload, methods=["POST"]),
+        ],
+        middleware=[
+            Middleware(TrustedHostMiddleware, allowed_hosts=["127.0.0.1", "localhost"]),
+            Middleware(BaseHTTPMiddleware, dispatch=_with_headers),
+        ],
+        exception_handlers={BackbeatError: _refused},
+    )
+
+
+def keep(library: Library, raw: bytes) -> dict[str, str]:
+    """Check an uploaded profile or network, and keep it under a name of its own."""
+    text = unpacked(raw)
+    kind: type[Profile] | type[Network] = Network if b'"backbeat.network/1"' in text[:4096] else Profile
+    document = decode(text, kind, where="the uploaded file")
+    key = f"upload-{hashlib.sha256(text).hexdigest()[:12]}"
+    if isinstance(document, Profile):
+        if len(document.gradients) > MOST_GRADIENTS:
+            raise InputError(
+                f"the uploaded profile has {len(document.gradients)} gradients: the page takes up to {MOST_GRADIENTS}; "
+                "use `backbeat report`"
+            )
+        _add(library.profiles, key, document)
+    else:
+        _add(library.networks, key, document)
+    return {"kind": "profile" if isinstance(document, Profile) else "network", "id": key, "name": document.name[:200]}
+
+
+def unpacked(raw: bytes) -> bytes:
+    """Bytes of JSON, plain or gzipped; a small file that unpacks to a huge one is refused before it does."""
+    if raw[:2] != b"\x1f\x8b":
+        return raw
+    stream = zlib.decompressobj(wbits=31)
+    try:
+        text = stream.decompress(raw, _MOST_UNPACKED_BYTES)
+    except zlib.error as error:
+        raise InputError(f"the uploaded file is damaged or cut short ({error}): upload it again") from None
+    if stream.unconsumed_tail:
+        raise InputError(f"the uploaded file unpacks to more than {_MOST_UNPACKED_BYTES} bytes: it is no profile")
+    if not stream.eof:
+        raise InputError("the uploaded file is cut short: upload it again")
+    return text
+
+
+def _add(kept: dict[str, Any], key: str, document: object) -> None:
+    kept.pop(key, None)
+    kept[key] = document
+    while len(kept) > _MOST_KEPT:
+        del kept[next(iter(kept))]
+
+
+async def _body(request: Request) -> bytes:
+    """The one file of the request, read no further than the limit."""
+    too_large = InputError(f"the file is larger than {MOST_UPLOAD_BYTES // 2**20} MiB: use `backbeat report` for it")
+    length = request.headers.get("content-length", "")
+    if length.isdecimal() and int(length) > MOST_UPLOAD_BYTES:
+        raise too_large
+    taken = bytearray()
+    async for chunk in request.stream():
+        taken += chunk
+        if len(taken) > MOST_UPLOAD_BYTES:
+            raise too_large
+    if not taken:
+        raise InputError("the upload is empty: choose a profile or a network file")
+    return bytes(taken)
+
+
+async def _with_headers(request: Request, call_next: Callable[[Request], Awaitable[Response]]) -> Response:
+    response = await call_next(request)
+    for name, value in _HEADERS.items():
+        response.headers.setdefault(name, value)
+    return response
+
+
+async def _refused(request: Request, error: Exception) -> Response:
+    return _json({"error": str(error)}, status=413 if "larger than" in str(error) else 400)
+
+
+def _json(data: Any, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(data), status_code=status, media_type="application/json")
+
+
+def _page() -> str:
+    from backbeat import __version__
+
+    page: str = (
+        environment()
+        .get_template("serve.html.j2")
+        .render(
+            css=asset("page.css"),
+            script=asset("page.js"),
+            serve_script=asset("serve.js"),
+            profiles=list(bundled(Profile)),
+            networks=list(bundled(Network)),
+            defaults=script_json(msgspec.to_builtins(State())),
+            version=__version__,
+        )
+    )
+    return page

@@ -1,0 +1,173 @@
+"use strict";
+// Controls to address, address to answer, answer to page. One question is under way at a time; the latest one wins.
+(() => {
+  const form = document.getElementById("controls");
+  const defaults = JSON.parse(document.getElementById("defaults").textContent);
+  const buckets = [0, 1, 2, 5, 10, 25, 50, 100, 200, 400, 800];
+  const element = (id) => document.getElementById(id);
+  let own = null, asking = false, again = false, timer = 0, latest = null, patient = null;
+
+  const readers = {
+    power: (value) => 2 ** value,
+    times: (value) => Number((10 ** (value / 20)).toPrecision(3)),
+    batch: (value) => (value === 0 ? "" : Math.max(1, Math.round((own || 64) * 2 ** (value / 2)))),
+    bucket: (value) => buckets[value],
+    gb: (value) => value,
+  };
+  const writers = {
+    power: (value) => Math.round(Math.log2(value)),
+    times: (value) => Math.round(20 * Math.log10(value)),
+    batch: (value) => (value ? Math.round(2 * Math.log2(value / (own || 64))) : 0),
+    bucket: (value) => Math.max(0, buckets.indexOf(Number(value))),
+    gb: (value) => value,
+  };
+  const labels = {
+    workers: (value) => value, bandwidth: (value) => `× ${value}`, latency: (value) => `× ${value}`,
+    batch: (value) => value || own || "as profiled", bucket: (value) => (value ? `${value} MiB` : "as PyTorch's"),
+    channels: (value) => value, budget: (value) => (value ? `${value} GB` : "none"),
+  };
+
+  function read() {
+    const state = {};
+    for (const control of form.elements) {
+      if (!control.name) continue;
+      const scale = readers[control.dataset.scale];
+      state[control.name] = control.type === "range" ? (scale ? scale(Number(control.value)) : Number(control.value)) : control.value;
+    }
+    // What the address says and no slider position can is kept until that slider is moved.
+    return { ...state, ...exact };
+  }
+  let exact = {};
+
+  function write(state) {
+    for (const [name, value] of Object.entries({ ...defaults, ...state })) {
+      const control = form.elements[name];
+      if (!control || value === null) continue;
+      if (control.type === "range") {
+        const scale = writers[control.dataset.scale];
+        control.value = scale ? scale(value) : value;
+        if (String(read()[name]) !== String(value) && name in state) exact[name] = Number(value);
+      } else {
+        if (![...control.options].some((option) => option.value === value)) control.add(new Option(value, value));
+        control.value = value;
+      }
+    }
+  }
+
+  const query = (state) => {
+    const fields = new URLSearchParams();
+    for (const [name, value] of Object.entries(state)) {
+      const plain = defaults[name] === null ? "" : defaults[name];
+      if (String(value) !== String(plain)) fields.set(name, value);
+    }
+    return fields;
+  };
+
+  function outputs(state) {
+    for (const output of form.querySelectorAll("output")) output.textContent = labels[output.htmlFor.value](state[output.htmlFor.value]);
+  }
+
+  async function ask(thorough) {
+    if (asking) { again = true; if (patient) patient.abort(); return; }
+    asking = true;
+    patient = thorough ? new AbortController() : null;
+    const state = read();
+    outputs(state);
+    const fields = query(state);
+    history.replaceState(null, "", `${location.pathname}${fields.size ? `?${fields}` : ""}${location.hash}`);
+    element("perfetto").href = `/api/trace?${fields}`;
+    if (thorough) fields.set("thorough", "1");
+    document.querySelector("main").classList.add("busy");
+    try {
+      const response = await fetch(`/api/answer?${fields}`, patient ? { signal: patient.signal } : {});
+      const data = await response.json();
+      element("problem").textContent = data.error || "";
+      if (!data.error) await show(data);
+    } catch (error) {
+      if (error.name !== "AbortError") element("problem").textContent = "The server does not answer: start it again with `backbeat serve`.";
+    }
+    document.querySelector("main").classList.remove("busy");
+    asking = false;
+    clearTimeout(timer);
+    if (again) { again = false; ask(false); } else if (!thorough) timer = setTimeout(() => ask(true), 350);
+  }
+
+  function filled(tag, ...texts) {
+    const made = document.createElement(tag);
+    made.append(...texts);
+    return made;
+  }
+
+  async function show(data) {
+    latest = data;
+    const { answer } = data;
+    if (!read().batch) own = Number(data.readings.batch);
+    outputs(read());
+    element("headline").textContent = answer.headline;
+    element("verdict").textContent = { yes: "scales well", partly: "scales with losses", no: "past the knee", alone: "one GPU" }[answer.verdict];
+    element("verdict").className = `verdict ${answer.verdict}`;
+    element("scales").textContent = answer.scales;
+    element("limit").textContent = answer.limit;
+    element("notes").textContent = data.notes.length ? `What is not measured here: ${data.notes.join("; ")}.` : "";
+    element("reading-bandwidth").textContent = data.readings.bandwidth;
+    element("reading-latency").textContent = data.readings.latency;
+    element("tiles").replaceChildren(...data.tiles.map(([figure, what, small]) => filled("li", filled("b", figure), ` ${what}`, filled("small", small))));
+    element("actions").replaceChildren(...answer.actions.flatMap((action) => {
+      const parts = [filled("h3", action.title), filled("p", action.text)];
+      return action.code.startsWith("model") ? [...parts, filled("pre", action.code)] : parts;
+    }));
+    choices(data);
+    for (const anchor of ["scaling", "exposed", "memory"]) {
+      element(anchor).hidden = !data.figures[anchor];
+      if (data.figures[anchor]) await backbeat.draw(element(`plot-${anchor}`), data.figures[anchor]);
+    }
+    await compare();
+    document.body.dataset.answered = String(Number(document.body.dataset.answered || 0) + 1);
+    document.body.dataset.thorough = String(data.thorough);
+  }
+
+  function choices(data) {
+    const names = Object.keys(data.timelines);
+    for (const [id, fallback] of [["first", data.pair[0]], ["second", data.pair[1]]]) {
+      const list = element(id);
+      const kept = list.dataset.chosen && names.includes(list.dataset.chosen) ? list.dataset.chosen : fallback;
+      list.replaceChildren(...names.map((name) => new Option(name, name)));
+      if (id === "second") list.add(new Option("nothing", ""), 0);
+      list.value = kept;
+    }
+  }
+
+  const compare = () => backbeat.draw(element("plot-timeline"), backbeat.pair(latest.timelines, element("first").value, element("second").value, element("overlay").checked));
+
+  for (const id of ["first", "second", "overlay"]) {
+    element(id).addEventListener("change", (event) => { event.target.dataset.chosen = event.target.value; if (latest) compare(); });
+  }
+  form.addEventListener("submit", (event) => event.preventDefault());
+  form.addEventListener("input", (event) => {
+    const name = event.target.name;
+    if (!name) return;
+    delete exact[name];
+    if (name === "profile") { own = null; form.elements.batch.value = 0; delete exact.batch; }
+    ask(false);
+  });
+  element("share").addEventListener("click", async () => {
+    try { await navigator.clipboard.writeText(location.href); element("share").textContent = "Copied"; } catch { element("share").textContent = "Copy the address"; }
+  });
+  element("upload").addEventListener("change", async (event) => {
+    const [file] = event.target.files;
+    if (!file) return;
+    const response = await fetch("/api/upload", { method: "POST", headers: { "X-Backbeat": "1" }, body: file });
+    const data = await response.json();
+    element("problem").textContent = data.error || "";
+    if (data.error) return;
+    const list = form.elements[data.kind];
+    if (![...list.options].some((option) => option.value === data.id)) list.add(new Option(`${data.name} (uploaded)`, data.id));
+    list.value = data.id;
+    element("uploaded").textContent = `${data.name}: kept until the server stops`;
+    if (data.kind === "profile") { own = null; form.elements.batch.value = 0; delete exact.batch; }
+    ask(false);
+  });
+
+  write(Object.fromEntries(new URLSearchParams(location.search)));
+  ask(false);
+})();

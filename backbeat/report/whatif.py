@@ -1,0 +1,206 @@
+"""The what-if page as a pure function: a state of its controls in, an answer with drawings out."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from typing import Any
+
+from backbeat.errors import InputError
+from backbeat.model import Network, Plan, Prediction, Profile
+from backbeat.model.files import bundled
+from backbeat.planners import propose
+from backbeat.report import draw, figures
+from backbeat.report.page import timelines
+from backbeat.report.scaled import scaled_network, scaled_profile
+from backbeat.report.study import STOCK, Study, bucket_sweep
+from backbeat.report.words import answer
+from backbeat.simulate import predict
+from backbeat.units import format_bytes, format_rate, format_seconds, parse_workers
+
+MOST_WORKERS = 4096
+MOST_GRADIENTS = 20_000
+_LIMITS = {
+    "workers": (2, MOST_WORKERS),
+    "bandwidth": (0.01, 100.0),
+    "latency": (0.01, 100.0),
+    "batch": (1, 1_000_000),
+    "bucket": (0, 4096),
+    "channels": (1, 8),
+    "budget": (0, 4096),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class State:
+    """What the controls say. It travels in the address of the page."""
+
+    profile: str = "resnet50-b64-bf16-h200"
+    network: str = "100gbe"
+    workers: int = 64
+    bandwidth: float = 1.0
+    """Times the network's own."""
+    latency: float = 1.0
+    batch: int | None = None
+    """None: the profile's own."""
+    bucket: int = 0
+    """MiB for DDP's `bucket_cap_mb`; 0 leaves it unset."""
+    channels: int = 1
+    budget: float = 0.0
+    """GB of device memory; 0: none."""
+
+    @classmethod
+    def parse(cls, fields: Mapping[str, str]) -> State:
+        """From the address; values out of range and fields nobody defined are refused by name."""
+        known: dict[str, Any] = {}
+        for name, text in fields.items():
+            if name not in cls.__dataclass_fields__:
+                raise InputError(f"{name[:40]!r} is not a control: there are {', '.join(cls.__dataclass_fields__)}")
+            if name in ("profile", "network"):
+                known[name] = text[:300]
+            elif text != "":
+                known[name] = _number(name, text)
+        return cls(**known)
+
+
+@dataclass(frozen=True, slots=True)
+class Library:
+    """Profiles and networks by name: the bundled ones, and what was uploaded."""
+
+    profiles: dict[str, Profile]
+    networks: dict[str, Network]
+
+    def profile(self, name: str) -> Profile:
+        if name in self.profiles:
+            return self.profiles[name]
+        if name in bundled(Profile):
+            return _bundled_profile(name)
+        raise InputError(f"there is no profile {name[:80]!r}: choose one, or upload it again")
+
+    def network(self, name: str) -> Network:
+        if name in self.networks:
+            return self.networks[name]
+        if name in bundled(Network):
+            return _bundled_network(name)
+        raise InputError(f"there is no network {name[:80]!r}: choose one, or upload it again")
+
+
+def study_of(state: State, library: Library, *, thorough: bool) -> Study:
+    """Quick: stock DDP, DDP with the chosen bucket and the exact plan. Thorough adds `best`, which searches."""
+    original = library.profile(state.profile)
+    batch = state.batch or original.batch_size
+    profile = scaled_profile(original, batch, sibling(state.profile, original))
+    network = scaled_network(library.network(state.network), bandwidth=state.bandwidth, latency=state.latency)
+    counts = tuple(parse_workers(f"{min(4, state.workers)}..{state.workers}"))
+    moved = {count: network.at(workers=count) for count in counts}
+    many = f", {state.channels} channels" if state.channels > 1 else ""
+    asked: dict[str, dict[str, Any]] = {STOCK: {"strategy": STOCK}}
+    if state.bucket:
+        asked[f"ddp, {state.bucket} MiB"] = {"strategy": STOCK, "bucket_bytes": state.bucket * 2**20}
+    asked[f"optimal{many}"] = {"strategy": "optimal", "channels": state.channels}
+    curves: dict[str, tuple[Prediction, ...]] = {}
+    plans: dict[str, Plan] = {}
+    for label, options in asked.items():
+        made = [propose(profile, moved[count], **options) for count in counts]
+        curves[label] = tuple(predict(profile, moved[count], plan) for count, plan in zip(counts, made, strict=True))
+        plans[label] = made[-1]
+    if thorough:
+        # Searching at every number of workers would take seconds: the plan for the last one is followed down the curve.
+        label = f"best for {counts[-1]}"
+        plans[label] = propose(profile, moved[counts[-1]], "best", channels=max(state.channels, 2))
+        curves[label] = tuple(predict(profile, moved[count], plans[label]) for count in counts)
+    return Study(
+        profile=profile,
+        network=network,
+        workers=counts,
+        curves=curves,
+        plans=plans,
+        buckets=bucket_sweep(profile, moved[counts[-1]]) if thorough else (),
+    )
+
+
+def respond(state: State, library: Library, *, thorough: bool = False) -> dict[str, Any]:
+    """What the page shows for a state."""
+    original = library.profile(state.profile)
+    study = study_of(state, library, thorough=thorough)
+    words = answer(study)
+    best = study.best
+    shown = timelines(study, most=200)
+    drawings = {
+        "scaling": draw.scaling(figures.scaling(study.curves)),
+        "exposed": draw.exposed(figures.exposed(study.at_top)),
+    }
+    # At another batch size than the profile's, memory is not known.
+    if study.profile.memory is not None:
+        budget = round(state.budget * 1e9) if state.budget else None
+        drawings["memory"] = draw.memory_use(figures.memory_use(study.profile.memory, budget))
+    return {
+        "answer": asdict(words),
+        "tiles": [
+            [f"{best.scaling_factor:.1%}", "of perfect scaling", f"stock DDP {study.stock.scaling_factor:.1%}"],
+            [format_seconds(best.iteration_s), "per iteration", f"alone {format_seconds(best.single_s)}"],
+            [f"{best.samples_per_s:,.0f}", "samples a second", f"with {study.best_label}"],
+            [format_seconds(best.exposed_s), "lost in each iteration", f"limited by {best.bottleneck}"],
+        ],
+        "figures": drawings,
+        "timelines": draw.timeline_parts(shown),
+        "pair": [STOCK, study.best_label if study.best_label != STOCK else shown[-1].label],
+        "curves": {
+            label: [[point.workers, point.iteration_s, point.scaling_factor] for point in curve]
+            for label, curve in study.curves.items()
+        },
+        "readings": readings(study),
+        "notes": [*words.caveats, *(note for note in study.profile.notes if note not in original.notes)],
+        "thorough": thorough,
+    }
+
+
+def readings(study: Study) -> dict[str, str]:
+    """What the relative controls come to in absolute terms."""
+    data = figures.cost_curve(study.network, study.top)
+    rate = format_rate(data.bytes_per_s * 8) if data.bytes_per_s != float("inf") else "unlimited"
+    return {
+        "bandwidth": f"all-reduce at {rate} on {data.measured_workers} workers",
+        "latency": f"startup {format_seconds(data.startup_s)} on {data.measured_workers} workers",
+        "bytes": format_bytes(study.profile.total_bytes),
+        "batch": str(study.profile.batch_size),
+    }
+
+
+def sibling(name: str, profile: Profile) -> Profile | None:
+    """A bundled profile of the same model, precision and device at another batch size."""
+    pattern = re.compile(re.sub(r"-b\d+-", r"-b\\d+-", re.escape(name).replace(r"\-", "-")))
+    names = bundled(Profile)
+    if name not in names:
+        return None
+    found = [other for other in names if other != name and pattern.fullmatch(other)]
+    candidates = [_bundled_profile(other) for other in found]
+    wanted = {gradient.name for gradient in profile.gradients}
+    return next((one for one in candidates if {gradient.name for gradient in one.gradients} == wanted), None)
+
+
+@lru_cache(maxsize=32)
+def _bundled_profile(name: str) -> Profile:
+    return Profile.load(bundled(Profile)[name])
+
+
+@lru_cache(maxsize=32)
+def _bundled_network(name: str) -> Network:
+    return Network.load(bundled(Network)[name])
+
+
+def _number(name: str, text: str) -> float | int:
+    low, high = _LIMITS[name]
+    try:
+        value = float(text)
+    except ValueError:
+        raise InputError(f"{name} is {text[:40]!r}: it must be a number from {low} to {high}") from None
+    if not low <= value <= high:
+        raise InputError(f"{name} is {text[:40]}: it must be from {low} to {high}")
+    if name in ("bandwidth", "latency", "budget"):
+        return value
+    if value != int(value):
+        raise InputError(f"{name} is {text[:40]}: it must be a whole number")
+    return int(value)
