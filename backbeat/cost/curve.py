@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 _BANDWIDTH_BOUND_BYTES = 2**20
 """G is fitted to points of this size and more: below, startup hides the slope."""
+_LARGEST_POINTS = 3
+"""What G is fitted to where fewer than two points are that large: the small ones would pull it towards their startup."""
 
 
 class Curve:
@@ -50,11 +52,7 @@ class Curve:
             return cls.affine(times.alpha_s or 0.0, times.beta_s_per_byte or 0.0)
         sizes, seconds = np.array(times.points, dtype=np.float64).T
         seconds = np.maximum.accumulate(seconds)
-        large = sizes >= _BANDWIDTH_BOUND_BYTES
-        if np.count_nonzero(large) < 2:
-            large = np.ones_like(large)
-        _, slope = relative_line(sizes[large], seconds[large])
-        return cls(sizes, seconds, max(slope, 0.0))
+        return cls(sizes, seconds, _link_slope(sizes, seconds))
 
     @property
     def is_affine(self) -> bool:
@@ -96,3 +94,12 @@ class Curve:
         slope = self.gradient_s_per_byte
         lines.append((edges[-1], float("inf"), times[-1] - slope * edges[-1], slope))
         return lines
+
+
+def _link_slope(sizes: NDArray[np.float64], seconds: NDArray[np.float64]) -> float:
+    """G. Points that noise has made level say nothing of the link, so wider choices follow until one rises."""
+    bandwidth_bound = int(np.count_nonzero(sizes >= _BANDWIDTH_BOUND_BYTES))
+    for count in (bandwidth_bound, _LARGEST_POINTS, len(sizes)):
+        if count >= 2 and seconds[-1] > seconds[-count:][0]:
+            return max(relative_line(sizes[-count:], seconds[-count:])[1], 0.0)
+    return 0.0
