@@ -43,7 +43,7 @@ class LinkCost:
             isolated,
             busy,
             {count: efficiency for count, (efficiency, _) in fitted.items()},
-            {count: stretch for count, (_, stretch) in fitted.items() if stretch > 1},
+            {count: stretch for count, (_, stretch) in fitted.items()},
         )
 
     def efficiency(self, messages: int) -> float:
@@ -56,7 +56,9 @@ class LinkCost:
 
     def best_efficiency(self, channels: int) -> float:
         """The best e(n) that up to this many channels can reach."""
-        return max(self.efficiency(n) for n in range(1, channels + 1))
+        # What lies between two measured counts takes the value of one of them.
+        measured = [count for count in self.efficiencies if count <= channels]
+        return max(self.efficiency(n) for n in (1, channels, *measured))
 
     def time(self, sizes: ArrayLike) -> NDArray[np.float64]:
         """Isolated time, T(M)."""

@@ -73,7 +73,7 @@ def simulate(schedule: Schedule, cost: LinkCost) -> Flow:
     channels = schedule.channels
     count = len(ready)
     # Neither phase ever holds more groups than there are channels.
-    counts = range(1, max(channels) + 2)
+    counts = range(1, len(set(channels)) + 1)
     starting = _Shared([1.0] + [1 / cost.stretch(n) for n in counts])
     sending = _Shared([1.0] + [cost.efficiency(n) / n for n in counts])
     coming: deque[tuple[float, int, float]] = deque()

@@ -56,3 +56,19 @@ def test_startups_that_slow_each_other_down_are_told_from_a_contended_link(
     assert cost.stretch(1) == 1.0
     for point in rows:
         assert cost.batch_s(point.bytes, point.messages, point.channels) == pytest.approx(point.seconds)
+
+
+def test_a_count_measured_without_slowdown_is_not_given_another_ones() -> None:
+    sizes = (1000, MEGABYTE, 20 * MEGABYTE)
+    two = tuple(row(1e-3 + 2e-9 * size, 2, 2, size) for size in sizes)
+    four = tuple(row(2e-3 + 4e-9 * size, 4, 4, size) for size in sizes)
+    cost = affine(1e-3, 1e-9, concurrency=(*two, *four)).cost
+    assert cost.stretch(2) == pytest.approx(1.0)
+    assert cost.stretch(4) == pytest.approx(2.0)
+
+
+@given(st.dictionaries(st.integers(2, 12), st.floats(0.3, 2.0)), st.integers(1, 15))
+def test_the_best_efficiency_is_that_of_the_best_count(efficiencies: dict[int, float], channels: int) -> None:
+    cost = LinkCost(Curve.affine(0, 1e-9), None, efficiencies)
+    assert cost.best_efficiency(channels) == max(cost.efficiency(n) for n in range(1, channels + 1))
+    assert cost.best_efficiency(10**15) >= 1.0

@@ -14,7 +14,7 @@ from backbeat.model import Network, Profile
 from backbeat.simulate.engine import simulate
 from backbeat.simulate.recursion import one_channel
 from backbeat.simulate.schedule import Schedule
-from tests.problems import networks, profiles
+from tests.problems import affine, networks, profiles
 
 PLAIN = LinkCost(Curve.affine(1e-3, 1e-9), None, {})
 
@@ -108,3 +108,10 @@ def test_more_bytes_never_end_earlier(profile: Profile, network: Network) -> Non
     groups = Schedule.of_ends(profile, list(range(1, len(profile.gradients) + 1)))
     larger = Schedule(groups.ready, groups.sizes * 2, groups.channels)
     assert one_channel(larger, network.cost).end_s >= one_channel(groups, network.cost).end_s - 1e-12
+
+
+def test_channel_numbers_may_be_large() -> None:
+    far = Schedule(np.array([0.0, 0.0]), np.array([1e6, 1e6]), [0, 10**12])
+    near = Schedule(np.array([0.0, 0.0]), np.array([1e6, 1e6]), [0, 1])
+    cost = affine(1e-3, 1e-9).cost
+    assert simulate(far, cost).finishes.tolist() == simulate(near, cost).finishes.tolist()
