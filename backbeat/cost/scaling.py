@@ -23,12 +23,15 @@ if TYPE_CHECKING:
 
 _FAR_BYTES = 2**40
 """A curve must be sampled somewhere; nobody all-reduces more than this in one message."""
+_MOST_WORKERS = 10**9
 
 
 def moved(network: Network, workers: int) -> Network:
     """The network with `workers` workers, computed from its original calibration."""
     if workers < 1:
         raise InputError(f"workers is {workers}: a job has at least one worker")
+    if workers > _MOST_WORKERS:
+        raise InputError(f"workers is {workers}: no model of a cluster holds beyond {_MOST_WORKERS}; choose fewer")
     base = network.moved_from or Calibration(
         workers=network.workers,
         all_reduce=network.all_reduce,
@@ -145,11 +148,17 @@ def _moved_rows(network: Network, base: Calibration, there: Calibration) -> tupl
     busy = None
     if before.busy is not None:
         sizes = {row.bytes for row in base.concurrency if row.channels == 1}
-        ratio = {size: float(before.busy.time(size) / before.isolated.time(size)) for size in sizes}
+        ratio = {
+            size: float(before.busy.time(size) / before.isolated.time(size))
+            for size in sizes
+            if before.isolated.time(size) > 0
+        }
         busy = busy_curve(isolated, ratio)
     after = LinkCost(isolated, busy, before.efficiencies, before.stretches)
     return tuple(
-        msgspec.structs.replace(row, seconds=row.seconds * after.batch_s(*_shape(row)) / before.batch_s(*_shape(row)))
+        msgspec.structs.replace(row, seconds=row.seconds * after.batch_s(*_shape(row)) / modelled)
+        if (modelled := before.batch_s(*_shape(row))) > 0
+        else row
         for row in base.concurrency
     )
 

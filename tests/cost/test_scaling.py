@@ -99,3 +99,19 @@ def test_closed_forms() -> None:
     assert seconds("broadcast", "tree", 4, 1e9, **link) == pytest.approx(2e-6 + 1.0)
     assert seconds("all_reduce", "ring", 1, 1e9, **link) == 0
     assert bus_bandwidth("all_reduce", 8, 1e9, 1.75) == pytest.approx(8e9)
+
+
+def test_rows_of_a_cost_that_is_zero_are_kept() -> None:
+    rows = tuple(ConcurrencyPoint(bytes=1000, messages=4, channels=k, seconds=0.0) for k in (1, 2))
+    assert affine(0.0, 0.0, concurrency=rows).at(workers=64).concurrency == rows
+    partly = curve([(2000, 0.0), (2**20, 1e-3), (2**22, 4e-3)], concurrency=(*rows, row_at(2**20)))
+    assert partly.at(workers=64).cost.busy is not None
+
+
+def row_at(size: int) -> ConcurrencyPoint:
+    return ConcurrencyPoint(bytes=size, messages=4, channels=1, seconds=5e-3)
+
+
+def test_a_number_of_workers_nobody_has_is_refused() -> None:
+    with pytest.raises(bb.InputError, match="choose fewer"):
+        affine(1e-3, 1e-9).at(workers=10**400)
