@@ -10,7 +10,7 @@ import numpy as np
 from backbeat.errors import InputError
 from backbeat.model.prediction import Breakdown, Span
 from backbeat.simulate.bound import communication_bound
-from backbeat.simulate.decoupled import Halves, decoupled_bound, period
+from backbeat.simulate.decoupled import decoupled_bound, link_s, period
 from backbeat.simulate.dynamic import fuse
 from backbeat.simulate.engine import simulate
 from backbeat.simulate.recursion import one_channel
@@ -51,7 +51,7 @@ def within_iteration(profile: Profile, network: Network, plan: Plan, before: flo
 
 
 def across_iterations(profile: Profile, network: Network, plan: Plan, before: float) -> Course:
-    """Communication goes on behind the next forward: one steady period, drawn from the start of forward."""
+    """Communication goes on behind the next forward: one steady period, drawn from the start of backward."""
     plan.check(profile)
     if missing := plan.missing(profile):
         raise InputError(
@@ -59,23 +59,25 @@ def across_iterations(profile: Profile, network: Network, plan: Plan, before: fl
         )
     steady = period(profile, plan, network)
     compute = profile.forward_s + profile.backward_s + profile.update_s
-    halves = Halves.of(network)
-    total = float(profile.sizes.sum())
-    link = float(halves.scatter.work(total) + halves.gather.work(total))
-    bandwidth = min(steady.stalled_s, max(link - compute, 0.0))
-    forward = steady.forward_end_s - profile.backward_s
-    # Drawn from the start of forward: the gathers belong to the backward before it.
-    spans = [Span("compute", "forward and update", before, before + forward)]
-    spans.append(Span("compute", "backward", before + forward, before + steady.forward_end_s))
-    for group, (start, end) in zip(plan.groups, [*steady.scatters, *steady.gathers], strict=True):
-        gather = group.phase == "all_gather"
-        shift = before - profile.backward_s if gather else before + forward
-        size = sum(profile.gradients[profile.index[name]].bytes for name in group.gradients)
-        label = ("gather " if gather else "scatter ") + _label(group.gradients)
-        spans.append(Span("channel 0", label, max(start + shift, 0.0), end + shift, size))
-    largest = max(
-        sum(profile.gradients[profile.index[name]].bytes for name in group.gradients) for group in plan.groups
-    )
+    bandwidth = min(steady.stalled_s, max(link_s(profile, network) - compute, 0.0))
+    spans = [
+        Span("compute", "backward", 0.0, profile.backward_s),
+        Span("compute", "forward and update", profile.backward_s, steady.forward_end_s),
+    ]
+    if before > 0:
+        spans.append(
+            Span("compute", "further micro-batches", steady.forward_end_s, steady.forward_end_s + before),
+        )
+    largest = 0
+    for word, phase, times in (
+        ("scatter", "reduce_scatter", steady.scatters),
+        ("gather", "all_gather", steady.gathers),
+    ):
+        groups = [group.gradients for group in plan.groups if group.phase == phase]
+        for names, (start, end) in zip(groups, times, strict=True):
+            size = sum(profile.gradients[profile.index[name]].bytes for name in names)
+            spans.append(Span("channel 0", f"{word} {_label(names)}", start, end, size))
+            largest = max(largest, size)
     return Course(
         before + steady.forward_end_s,
         before + decoupled_bound(profile, network),

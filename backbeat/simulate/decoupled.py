@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from backbeat.cost.curve import Curve
+from backbeat.cost.link import LinkCost
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -97,10 +98,15 @@ def period(profile: Profile, plan: Plan, network: Network) -> Period:
 
 def decoupled_bound(profile: Profile, network: Network) -> float:
     """A period holds all of the computation, and all of the link's work."""
+    return max(profile.forward_s + profile.backward_s + profile.update_s, link_s(profile, network))
+
+
+def link_s(profile: Profile, network: Network) -> float:
+    """The least link time of both halves, whatever the grouping."""
     halves = Halves.of(network)
-    total = float(profile.sizes.sum())
-    link = float(halves.scatter.work(total) + halves.gather.work(total))
-    return max(profile.forward_s + profile.backward_s + profile.update_s, link)
+    smallest, total = float(profile.sizes.min()), float(profile.sizes.sum())
+    costs = (LinkCost(half, None, {}) for half in (halves.scatter, halves.gather))
+    return total * sum(cost.cheapest(smallest, total)[1] for cost in costs)
 
 
 def _half(times: CollectiveTimes | None, network: Network) -> Curve:

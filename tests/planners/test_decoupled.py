@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 import backbeat as bb
 from backbeat.model import CollectiveTimes, Network, Profile
-from backbeat.model.plan import Group
+from backbeat.model.plan import Group, Plan
 from backbeat.planners.decoupled import Halved
 from backbeat.simulate.decoupled import period
-from tests.problems import affine, make_profile, networks, profiles
+from tests.problems import affine, curve, make_profile, networks, profiles
 
 
 def with_forward(profile: Profile, seconds: list[float]) -> Profile:
@@ -126,3 +126,36 @@ def test_halves_that_do_not_match_are_refused() -> None:
         bb.predict(profile, affine(1e-3, 1e-9), part)
     with pytest.raises(bb.InputError, match="one channel"):
         bb.plan(profile, affine(1e-3, 1e-9), "decoupled", channels=2)
+
+
+@given(decoupled_profiles(), networks(), st.integers(1, 3))
+def test_the_timeline_is_one_period_without_gaps_in_time(profile: Profile, network: Network, accumulation: int) -> None:
+    result = bb.predict(profile, network, "decoupled", accumulation=accumulation)
+    assert all(0 <= span.start_s <= span.end_s + 1e-12 for span in result.timeline)
+    assert max(span.end_s for span in result.timeline) == pytest.approx(result.iteration_s)
+
+
+def test_halves_may_alternate_in_the_file() -> None:
+    profile = with_forward(make_profile([10**6, 2 * 10**6], [1e-3, 2e-3]), [3e-3, 3e-3])
+    pairs = [("reduce_scatter", "g0"), ("all_gather", "g0"), ("reduce_scatter", "g1"), ("all_gather", "g1")]
+    plan = Plan(
+        strategy="custom",
+        model="test",
+        channels=1,
+        groups=tuple(Group(gradients=(name,), channel=0, phase=phase) for phase, name in pairs),
+    )
+    spans = [span for span in bb.predict(profile, affine(1e-3, 1e-9), plan).timeline if span.lane != "compute"]
+    assert [(span.name, span.bytes) for span in spans] == [
+        ("scatter g0", 10**6),
+        ("scatter g1", 2 * 10**6),
+        ("gather g0", 10**6),
+        ("gather g1", 2 * 10**6),
+    ]
+
+
+def test_the_bound_holds_where_small_messages_are_cheaper_per_byte() -> None:
+    # Noise has put the middle of the curve above its largest point: many messages need less link time than one.
+    network = curve([(1024, 1e-5), (10**6, 1e-3), (2 * 10**7, 2e-1), (4 * 10**7, 2.2e-1)], workers=2)
+    profile = with_forward(make_profile([10**6] * 30, [1e-3] * 30), [1e-4] * 30)
+    result = bb.predict(profile, network, "decoupled")
+    assert result.iteration_s >= result.bound_s * (1 - 1e-9)
