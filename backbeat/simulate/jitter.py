@@ -92,18 +92,19 @@ class ComputeTimes:
         return Straggling(max(largest - mean, 0.0), float(p10) - mean, float(p90) - mean, workers > self.count)
 
 
-def straggling(iteration_s: tuple[float, ...], workers: int, accumulation: int = 1) -> Straggling | None:
+def straggling(iteration_s: tuple[float, ...], workers: int, longer: float = 1.0) -> Straggling | None:
     """The wait for the slowest of `workers`; None where the profile's times cannot say.
 
-    With accumulation a worker's time is a sum of that many draws, whose spread grows with the square root.
+    An iteration `longer` times the measured ones, as with more micro-batches, is a sum of that many draws: its spread
+    grows with the square root.
     """
     times = _fitted(iteration_s)
     if times is None:
         return None
     one = times.slowest(workers)
-    if accumulation == 1:
+    if longer == 1:
         return one
-    by = math.sqrt(accumulation)
+    by = math.sqrt(longer)
     return Straggling(one.wait_s * by, one.p10_s * by, one.p90_s * by, one.extrapolated)
 
 

@@ -48,7 +48,9 @@ def predict(
     else:
         course = within_iteration(profile, network, plan, before)
     buffers = broadcast_s(network, profile.buffer_bytes) if broadcast_buffers and network.workers > 1 else 0.0
-    waits = straggling(profile.iteration_s, network.workers, micro_batches) if network.workers > 1 else None
+    waits = None
+    if network.workers > 1:
+        waits = straggling(profile.iteration_s, network.workers, micro_batches / profile.accumulation)
     wait = waits.wait_s if waits else 0.0
     steady = buffers + course.steady_s
     iteration = steady + wait

@@ -24,9 +24,10 @@ def knee(curve: Sequence[Prediction]) -> Prediction | None:
         raise InputError("a scaling curve needs at least one number of workers")
     previous = None
     for point in points:
-        alone = point.samples_per_s / point.workers / point.scaling_factor
         before, workers = (previous.samples_per_s, previous.workers) if previous else (0.0, 0)
-        if point.samples_per_s - before < _WORTH_IT * alone * (point.workers - workers):
+        # Both sides times the scaling factor, which is 0 for a profile that computes nothing.
+        added = (point.samples_per_s - before) * point.scaling_factor
+        if added < _WORTH_IT * point.samples_per_s / point.workers * (point.workers - workers):
             return previous or point
         previous = point
     return None

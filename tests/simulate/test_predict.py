@@ -154,3 +154,21 @@ def test_batches_between_two_profiles() -> None:
         at_batch(small, small, 2)
     with pytest.raises(bb.InputError, match="different gradients"):
         at_batch(small, msgspec.structs.replace(make_profile([100], [1e-3]), batch_size=4), 2)
+
+
+def test_iteration_times_are_of_all_micro_batches_measured() -> None:
+    times = tuple(np.random.default_rng(3).gamma(20, 1e-3, 60).tolist())
+    one = msgspec.structs.replace(TWO, iteration_s=times)
+    four = msgspec.structs.replace(one, accumulation=4)
+    waits = {k: bb.predict(one, NETWORK, "wfbp", accumulation=k).breakdown.stragglers_s for k in (1, 4)}
+    assert bb.predict(four, NETWORK, "wfbp").breakdown.stragglers_s == pytest.approx(waits[1])
+    assert waits[4] == pytest.approx(2 * waits[1])
+    fewer = bb.predict(four, NETWORK, "wfbp", accumulation=1).breakdown.stragglers_s
+    assert fewer == pytest.approx(waits[1] / 2)
+
+
+def test_a_profile_that_computes_nothing_has_its_knee_at_the_start() -> None:
+    nothing = msgspec.structs.replace(make_profile([100], [0.0]), update_s=0.0)
+    found = knee([bb.predict(nothing, affine(1e-3, 1e-9).at(workers=n), "single") for n in (4, 8)])
+    assert found is not None
+    assert found.workers == 4
