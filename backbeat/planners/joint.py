@@ -2,12 +2,14 @@
 
 Candidates are every other strategy, the exact one-channel optimum and the programme for plenty of channels, on each
 channel count allowed. The most promising are improved by moving, merging and splitting group boundaries, each step
-scored by the engine. Nothing is random: the same input gives the same plan, unless a time budget cuts the search short.
+scored by the engine. A handful of gradients is searched exhaustively instead, and the plan says that it is proved.
+Nothing is random: the same input gives the same plan, unless a time budget cuts the search short.
 """
 
 from __future__ import annotations
 
 import time
+from itertools import combinations, product
 from typing import TYPE_CHECKING
 
 from backbeat.planners.adaptive import adaptive
@@ -29,6 +31,8 @@ _IMPROVED = 3
 """How many of the best candidates are improved."""
 _PLENTY_GRADIENTS = 2000
 """The plenty-of-channels programme is quadratic: above this many gradients it is left out."""
+_EXHAUSTIVE_PLANS = 2500
+"""Problems with no more plans than this are searched exhaustively."""
 _CLOSE_ENOUGH = 1e-4
 """A finish within this share of the bound is not worth improving."""
 
@@ -41,7 +45,9 @@ def best(profile: Profile, network: Network, options: Options) -> Draft:
     one = search.score(Draft(best_ends(profile, cost)))
     candidates = [one]
     # On one channel the exact optimum cannot be beaten; more channels are worth trying only if it leaves time exposed.
-    if one[0] > profile.backward_s:
+    if one[0] > profile.backward_s and most > 1 and _plans(len(profile.gradients), most) <= _EXHAUSTIVE_PLANS:
+        candidates += [search.score(draft) for draft in _every(len(profile.gradients), most)]
+    elif one[0] > profile.backward_s:
         for count in range(2, most + 1):
             candidates += [search.score(draft) for draft in _candidates(profile, network, count)]
         candidates.sort(key=search.rank)
@@ -66,6 +72,18 @@ def _candidates(profile: Profile, network: Network, channels: int) -> Iterator[D
     yield Draft(best_ends(profile, network.cost), channels)
     for strategy in (asc_wfbp, mg_wfbp, adaptive, ddp, wfbp, single):
         yield strategy(profile, network, options)
+
+
+def _plans(count: int, channels: int) -> int:
+    """How many ways there are to cut gradients into consecutive groups and give each a channel."""
+    return channels * (channels + 1) ** (count - 1)
+
+
+def _every(count: int, channels: int) -> Iterator[Draft]:
+    for cuts in range(count):
+        for inner in combinations(range(1, count), cuts):
+            for assignment in product(range(channels), repeat=cuts + 1):
+                yield Draft([*inner, count], channels, list(assignment), notes=("proved optimal by exhaustive search",))
 
 
 class _Search:

@@ -57,15 +57,15 @@ def test_best_is_never_beaten_at_all(profile: Profile, network: Network) -> None
 
 @settings(max_examples=40)
 @given(profiles(most=5), networks())
-def test_best_is_close_to_every_plan_on_two_channels(profile: Profile, network: Network) -> None:
-    """Exhaustive over consecutive groups and their channels: within 2 % of the optimum, and exact in most cases."""
+def test_best_is_the_optimum_of_small_problems_on_two_channels(profile: Profile, network: Network) -> None:
+    """Exhaustive over consecutive groups and their channels."""
     least = min(
         Draft(ends, 2, list(channels)).end_s(profile, network.cost)
         for ends in every_partition(len(profile.gradients))
         for channels in product((0, 1), repeat=len(ends))
     )
     floor = profile.forward_s + max(least, profile.backward_s) + profile.update_s
-    assert bb.predict(profile, network, bb.plan(profile, network, "best", channels=2)).iteration_s <= floor * 1.02
+    assert bb.predict(profile, network, bb.plan(profile, network, "best", channels=2)).iteration_s <= floor * (1 + 1e-9)
 
 
 def published_merge(ready: list[float], sizes: list[float], a: float, b: float, *, asc: bool) -> list[int]:
