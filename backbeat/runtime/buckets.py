@@ -43,11 +43,31 @@ class Bucket:
         self.flat = torch.zeros(held, dtype=real, device=self.device)
         self.payload = self.flat[: self.numel]
         self.views = [] if self.sparse else views_of(self.payload, self.parameters)
+        self._pairs = list(zip(self.parameters, self.views, strict=not self.sparse))
+        self._tail_view = self.flat[self.numel :]
 
     @property
     def bytes(self) -> int:
         """What travels, without the control numbers."""
         return self.numel * (self.wire or self.dtype).itemsize
+
+    def take_all(self) -> bool:
+        """As `take`, where every member is expected to hold a dense gradient; False, and nothing done, where not."""
+        targets: list[torch.Tensor] = []
+        sources: list[torch.Tensor] = []
+        for parameter, view in self._pairs:
+            gradient = parameter.grad
+            if gradient is view:
+                continue
+            if gradient is None or gradient.layout is not torch.strided:
+                return False
+            targets.append(view)
+            sources.append(gradient)
+        for parameter in self.parameters:
+            parameter.grad = None
+        if targets:
+            torch._foreach_copy_(targets, sources)
+        return True
 
     def take(self) -> list[torch.Tensor | None]:
         """Copy the members' gradients into the buffer and take them away; returns what each held."""
@@ -81,12 +101,14 @@ class Bucket:
             out = torch.empty(self.numel + self.tail, dtype=self.wire, device=self.device)
             torch.mul(self.payload, scale, out=out[: self.numel])
         if control is not None:
-            out[self.numel :].copy_(control)
+            (self._tail_view if out is self.flat else out[self.numel :]).copy_(control)
         return out
 
     def arrived(self, message: torch.Tensor) -> torch.Tensor:
         """Bring the sum back into the buffer; returns the control numbers."""
-        if message.data_ptr() != self.flat.data_ptr():
+        if message is self.flat:
+            return self._tail_view
+        if message is not self.payload:
             self.payload.copy_(message[: self.numel])
         return message[self.numel : self.numel + self.tail]
 

@@ -22,6 +22,7 @@ import torch
 from torch.autograd import Variable
 from torch.autograd.graph import get_gradient_edge
 
+from backbeat.errors import BackbeatError
 from backbeat.runtime import control
 from backbeat.runtime.buckets import Bucket, sparse_message
 from backbeat.runtime.expectation import Expectation
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("backbeat.runtime")
 
 _profiling = torch._C._autograd._profiler_enabled
+_nothing = nullcontext()
 _graph_task = torch._C._current_graph_task_id
 _will_execute = torch._C._will_engine_execute_node
 
@@ -302,6 +304,7 @@ class Reducer:
         self._alone: Flight | None = None
         self._late: set[int] = set()
         self._used = bytearray(len(self.parameters))
+        self._whole: tuple[int, ...] | None = None
         self._backups: dict[int, torch.Tensor] = {}
         self._nested = False
         self._absent = False
@@ -319,40 +322,50 @@ class Reducer:
         with self._lock:
             count = len(self.buckets) if self._regular else len(self.buckets) - 1
             while self._launched < count and self._waits[self._launched] <= 0:
+                # What comes late can be added to a dense sum, not to a sparse one.
+                if self.buckets[self._launched].sparse and not self._regular:
+                    return
                 self._launch(self._launched, whole=self._regular)
 
     def _launch(self, index: int, *, whole: bool) -> None:
         """Send one group. `whole`: every member is known to have arrived."""
+        # In a hook gradients are mostly off and nobody profiles: entering two contexts would cost more than the rest.
+        if torch.is_grad_enabled() or _profiling():
+            with torch.no_grad(), self._span("group", index):
+                self._launch_one(index, whole)
+        else:
+            self._launch_one(index, whole)
+
+    def _launch_one(self, index: int, whole: bool) -> None:
         bucket = self.buckets[index]
         last = index == len(self.buckets) - 1
-        with torch.no_grad(), self._span("group", index):
-            if self._streams is not None:
-                self._streams.join(index)
-            if bucket.sparse:
-                flight = self._launch_sparse(index, bucket)
-            else:
-                self._pack(bucket, whole)
-                flight = self._send(index, bucket, last)
-            self._flights.append(flight)
-            self._launched = index + 1
-            if self.recorder is not None:
-                self.recorder.launched(index, flight.work)
-            if last and not self._rides(bucket):
-                self._send_control_alone(bucket)
+        if self._streams is not None:
+            self._streams.join(index)
+        if bucket.sparse:
+            flight = self._launch_sparse(index, bucket)
+        else:
+            self._pack(bucket, whole)
+            flight = self._send(index, bucket, last)
+        self._flights.append(flight)
+        self._launched = index + 1
+        if self.recorder is not None:
+            self.recorder.launched(index, flight.work)
+        if last and not self._rides(bucket):
+            self._send_control_alone(bucket)
 
     def _rides(self, bucket: Bucket) -> bool:
         """The control numbers travel inside the last group, unless it is sparse or a hook reduces it."""
         return not bucket.sparse and self._comm_hook is None
 
     def _pack(self, bucket: Bucket, whole: bool) -> None:
+        if whole and bucket.take_all():
+            self._whole = bucket.members if self._whole is None else self._whole + bucket.members
+            return
         held = bucket.take()
         if self._absent:
             bucket.payload.zero_()
         elif self._broken:
             bucket.poison()
-        elif whole:
-            for place in bucket.members:
-                self._used[place] = 1
         else:
             for place, gradient, view in zip(bucket.members, held, bucket.views, strict=True):
                 if gradient is None:
@@ -389,6 +402,8 @@ class Reducer:
     def _control(self) -> torch.Tensor:
         if not (self._broken or self._absent or self._late or self._irregular()):
             return self._ledger.plain(self.step)
+        for place in self._whole or ():
+            self._used[place] = 1
         return control.write(
             self.layout,
             rank=self.channels.rank,
@@ -447,22 +462,12 @@ class Reducer:
         """Wait for every group in turn; returns the summed control numbers."""
         numbers: torch.Tensor | None = None
         for flight in self._flights:
-            index, bucket, message, work = flight
-            with self._span("wait", index):
-                try:
-                    if self._comm_hook is not None and not bucket.sparse:
-                        message = result_of(work, index)
-                    else:
-                        work.wait()
-                except (RuntimeError, ValueError) as error:
-                    if isinstance(error, CommunicationError):
-                        raise
-                    raise self._failure(flight, error) from error
-            if bucket.sparse:
+            message = self._wait(flight)
+            if flight.bucket.sparse:
                 if not self._absent:
-                    bucket.parameters[0].grad = message
+                    flight.bucket.parameters[0].grad = message
             else:
-                numbers = bucket.arrived(message)
+                numbers = flight.bucket.arrived(message)
         if self._alone is not None:
             try:
                 self._alone.work.wait()
@@ -472,6 +477,19 @@ class Reducer:
         if numbers is None:
             raise CommunicationError(f"step {self.step} ended without any group: the partition is empty")
         return numbers
+
+    def _wait(self, flight: Flight) -> torch.Tensor:
+        """The group's sum, once it is there."""
+        with self._span("wait", flight.group) if _profiling() else _nothing:
+            try:
+                if self._comm_hook is not None and not flight.bucket.sparse:
+                    return result_of(flight.work, flight.group)
+                flight.work.wait()
+            except (RuntimeError, ValueError) as error:
+                if isinstance(error, BackbeatError):
+                    raise
+                raise self._failure(flight, error) from error
+        return flight.message
 
     def _failure(self, flight: Flight, error: BaseException) -> CommunicationError:
         names = [self.names[place] for place in flight.bucket.members]
@@ -583,7 +601,7 @@ class Reducer:
 
     def _span(self, what: str, index: int) -> AbstractContextManager[Any]:
         if not _profiling():
-            return nullcontext()
+            return _nothing
         bucket = self.buckets[index]
         first = self.names[bucket.members[0]]
         return torch.profiler.record_function(
