@@ -242,8 +242,10 @@ def row(result: Measured) -> dict[str, Any]:
 def _file(answer: dict[str, Any], ran: _Ran) -> bytes:
     import msgspec
 
+    from backbeat.lab.plans import shorthand
+
     rows = [
-        {**one, "series_s": result.series, "finishes_s": result.finishes}
+        {**one, "launches": shorthand(result.plan), "series_s": result.series, "finishes_s": result.finishes}
         for one, result in zip(answer["rows"], ran.results, strict=True)
     ]
     for one, losses in zip(rows, ran.losses, strict=False):

@@ -45,7 +45,7 @@ def report(
     """Write one HTML file that says how the job scales, what limits it, what to do and what that is worth."""
     from backbeat.cli.common import say, split
     from backbeat.errors import InputError
-    from backbeat.model import files
+    from backbeat.model import Plan, files
     from backbeat.report.page import MOST_BYTES, Settings
     from backbeat.report.page import report as make_page
     from backbeat.units import format_bytes, parse_bytes
@@ -60,6 +60,7 @@ def report(
         memory_budget=budget,
         profile_argument="PROFILE" if redact else profile,
         network_argument="NETWORK" if redact else network,
+        plan_files={} if redact else {plan_label(path, Plan.load(path)): path for path in split(plan)},
     )
     page = make_page(made, settings).encode()
     if len(page) > MOST_BYTES:
@@ -88,12 +89,16 @@ def gather(
     one, cluster = Profile.load(profile), Network.load(network)
     asked = parse_workers(workers) if workers else [cluster.workers]
     counts = curve_workers(asked) if curve else [asked[-1]]
-    loaded = {f"{made.strategy} ({Path(path).name})": made for path in plans for made in [Plan.load(path)]}
+    loaded = {plan_label(path, made): made for path in plans for made in [Plan.load(path)]}
     measured = read_measured(one, labs, traces)
     if redact:
         one, cluster, loaded, measured = _redacted(one, cluster, loaded, measured)
     chosen = strategies or ([] if plans and not curve else list(STRATEGIES))
     return study(one, cluster, counts, strategies=chosen, plans=loaded, measured=measured)
+
+
+def plan_label(path: str, plan: Plan) -> str:
+    return f"{plan.strategy} ({Path(path).name})"
 
 
 def read_measured(profile: Profile, labs: list[str], traces: list[str]) -> list[Measured]:

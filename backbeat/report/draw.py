@@ -29,6 +29,7 @@ PART_COLOURS = {
     "buffers": "#17926b",
 }
 _COMPUTE = "#7d8590"
+_ARRIVED = "#17926b"
 _SIZES = ("#8fd0c4", "#3aa0b8", "#2f62a8", "#3b2f86")
 """Small groups to large ones."""
 
@@ -186,9 +187,11 @@ def gradient_sizes(data: GradientSizes) -> Drawing:
     if data.sent_at_s:
         traces.append(
             {
-                **_line(f"bytes arrived with {html.escape(data.sent_label)}", _ms(data.sent_at_s), data.sent_bytes, ""),
+                **_line(
+                    f"bytes arrived with {html.escape(data.sent_label)}", _ms(data.sent_at_s), data.sent_bytes, _ARRIVED
+                ),
                 "mode": "lines",
-                "line": {"color": "#17926b", "width": 2, "shape": "hv"},
+                "line": {"color": _ARRIVED, "width": 2, "shape": "hv"},
                 "yaxis": "y2",
                 "hovertemplate": "%{y:.3s}B arrived after %{x:.1f} ms<extra></extra>",
             }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from importlib import resources
 from typing import Any
@@ -35,6 +35,8 @@ class Settings:
     profile_argument: str = "PROFILE"
     network_argument: str = "NETWORK"
     """As given on the command line, for the commands that the report advises."""
+    plan_files: Mapping[str, str] = field(default_factory=dict)
+    """Plans that are there already, by label."""
 
 
 def report(study: Study, settings: Settings | None = None) -> str:
@@ -155,11 +157,13 @@ def full_trace(study: Study) -> dict[str, Any]:
 
 
 def _answer(study: Study, settings: Settings) -> Answer:
+    given = settings.plan_files.get(study.best_label)
     return answer(
         study,
         samples=settings.samples,
         price=settings.price,
-        command=_command("plan", settings, study.top, "plan.json", study.best_label),
+        command="" if given else _command("plan", settings, study.top, "plan.json", study.best_label),
+        plan_file=given or "plan.json",
     )
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from rich.table import Table
 
-from backbeat.units import format_bytes, format_seconds
+from backbeat.units import format_bytes, format_seconds, printable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -70,7 +70,7 @@ def scaling_table(predictions: Sequence[Prediction], *, samples: int, title: str
 def _cells(prediction: Prediction, samples: int, banded: bool, winner: bool, shown: int | None) -> list[str]:
     cells = [
         "" if prediction.workers == shown else str(prediction.workers),
-        prediction.strategy + (" ◀" if winner else ""),
+        printable(prediction.strategy) + (" ◀" if winner else ""),
         f"{prediction.scaling_factor:.1%}",
         f"{prediction.samples_per_s:,.0f}",
         f"{gpu_hours(prediction, samples):,.2f}",
@@ -93,7 +93,7 @@ def plan_table(plan: Plan, profile: Profile, result: Prediction) -> Table:
         table.add_row(
             str(number),
             span.lane.removeprefix("channel "),
-            span.name,
+            printable(span.name),
             format_bytes(span.bytes),
             format_seconds(span.start_s),
             format_seconds(span.end_s),
@@ -106,7 +106,7 @@ def zoo_table(title: str, rows: Sequence[tuple[str, str]]) -> Table:
     table.add_column("name", no_wrap=True)
     table.add_column("what it is")
     for name, text in rows:
-        table.add_row(name, text)
+        table.add_row(printable(name), printable(text))
     return table
 
 

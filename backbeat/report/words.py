@@ -31,12 +31,13 @@ LIMITS = {
 
 _DAY_S = 86400
 
-_CODE = """# once, on any machine:
+_MAKE = """# once, on any machine:
 {command}
 
-# in the training script, instead of torch.nn.parallel's:
+"""
+_CODE = """# in the training script, instead of torch.nn.parallel's:
 from backbeat.runtime import DistributedDataParallel
-model = DistributedDataParallel(model, plan="plan.json")"""
+model = DistributedDataParallel(model, plan="{file}")"""
 
 _BUCKET_CODE = "model = torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb={size})"
 
@@ -80,10 +81,11 @@ def answer(
     samples: int | None = None,
     price: float | None = None,
     command: str = "backbeat plan PROFILE NETWORK --workers N -o plan.json",
+    plan_file: str = "plan.json",
 ) -> Answer:
     """`samples` is the run to price, otherwise what stock DDP does in a day; `price` is money per GPU-hour.
 
-    `command` makes the plan that is advised.
+    `command` makes the plan that is advised, as `plan_file`; it is empty where that file is there already.
     """
     stock, best = study.stock, study.best
     count = samples or max(round(stock.samples_per_s * _DAY_S), 1)
@@ -102,7 +104,7 @@ def answer(
         headline=headline,
         scales=_scales(study, stock, best),
         limit=LIMITS[best.bottleneck] if study.top > 1 else "One worker has nobody to talk to.",
-        actions=_actions(study, stock, best, command),
+        actions=_actions(study, stock, best, command, plan_file),
         worth=worth,
         worth_text=_worth_text(worth, count, price, a_day=samples is None),
         samples=count,
@@ -149,7 +151,7 @@ def _scales(study: Study, stock: Prediction, best: Prediction) -> str:
     return text
 
 
-def _actions(study: Study, stock: Prediction, best: Prediction, command: str) -> tuple[Action, ...]:
+def _actions(study: Study, stock: Prediction, best: Prediction, command: str, plan_file: str) -> tuple[Action, ...]:
     if study.top == 1:
         return ()
     found = []
@@ -167,7 +169,7 @@ def _actions(study: Study, stock: Prediction, best: Prediction, command: str) ->
                 text=f"It sends the gradients in {best.groups} groups{channels} instead of {stock.groups}. "
                 f"No schedule that ends within the iteration can beat {format_seconds(best.bound_s)}; this one is "
                 f"{max(best.gap, 0.0):.1%} above it.{attach}",
-                code=_CODE.format(command=command),
+                code=(_MAKE.format(command=command) if command else "") + _CODE.format(file=plan_file),
             )
         )
     bucket = _bucket(study, stock)

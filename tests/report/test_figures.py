@@ -1,0 +1,189 @@
+"""Each figure's structure says what the data says, draws no more than it should, and says what it left out."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import backbeat as bb
+from backbeat.model import Memory, Span
+from backbeat.report import draw, figures
+from backbeat.report.figures.timeline import describe_names
+from backbeat.report.study import curve_workers, groups_of, study
+from backbeat.simulate.sweep import knee
+from tests.problems import affine, curve, make_profile, networks, profiles
+
+
+def small() -> bb.Profile:
+    sizes = [4000, 10**6, 2 * 10**6, 5 * 10**6, 10**5, 9 * 10**6]
+    times = tuple(0.018 + 0.0001 * place for place in range(20))
+    return make_profile(sizes, [1e-3, 3e-3, 4e-3, 8e-3, 9e-3, 12e-3], forward=6e-3, iteration_s=times)
+
+
+def test_scaling_holds_every_prediction_its_band_and_its_knee() -> None:
+    made = study(small(), affine(1e-3, 1e-9), [4, 64, 16], strategies=["optimal"])
+    data = figures.scaling(made.curves)
+    assert [line.label for line in data.lines] == ["ddp", "optimal"]
+    for line, points in zip(data.lines, made.curves.values(), strict=True):
+        assert line.workers == (4, 16, 64)
+        assert line.scaling == tuple(point.scaling_factor for point in points)
+        bend = knee(points)
+        assert line.knee == (bend.workers if bend else None)
+        for share, band in zip(line.scaling, line.band, strict=True):
+            assert band is not None
+            assert band[0] <= share * (1 + 1e-9)
+            assert band[0] <= band[1]
+    assert data.alone_per_s == pytest.approx(1 / small().single_s)
+
+
+def test_without_iteration_times_there_is_no_band() -> None:
+    made = study(make_profile([10**6], [1e-3]), affine(1e-3, 1e-9), [4, 8], strategies=[])
+    assert figures.scaling(made.curves).lines[0].band == (None, None)
+
+
+@given(profiles(), networks(), st.integers(1, 12))
+def test_a_timeline_never_draws_more_than_asked_and_loses_no_bytes(
+    profile: bb.Profile, network: bb.Network, most: int
+) -> None:
+    plan = bb.plan(profile, network, "wfbp")
+    result = bb.predict(profile, network, plan)
+    data = figures.timeline("wfbp", result.timeline, groups_of(plan, profile), most=most)
+    assert len(data.transfers) <= most
+    assert sum(bar.bytes for bar in data.transfers) == sum(span.bytes for span in result.timeline)
+    assert sum(bar.groups for bar in data.transfers) == len(profile.gradients)
+    assert sum(bar.gradients for bar in data.transfers) == len(profile.gradients)
+    assert sum(bar.groups for bar in data.transfers if bar.groups > 1) == data.merged
+    assert data.end_s == max(span.end_s for span in result.timeline)
+    assert all(bar.end_s >= bar.start_s for bar in data.bars)
+
+
+def test_bars_name_their_gradients_and_buffers_do_not_shift_them() -> None:
+    spans = [
+        Span("channel 0", "buffers", 0.0, 1.0, 5),
+        Span("compute", "forward", 1.0, 2.0),
+        Span("channel 1", "a … b (2)", 2.0, 3.0, 10),
+        Span("channel 0", "c", 2.0, 4.0, 20),
+    ]
+    data = figures.timeline("two", spans, [["a", "b"], ["c"]])
+    assert data.lanes == ("compute", "channel 0", "channel 1")
+    names = {bar.name: bar for bar in data.bars}
+    assert names["a, b"].gradients == 2
+    assert names["c"].bytes == 20
+    assert names["buffers"].gradients == 0
+    assert describe_names(list("abcdefg")).endswith("and 2 more")
+
+
+def test_channels_are_in_order_of_their_number() -> None:
+    spans = [Span(f"channel {number}", "x", 0.0, 1.0, 1) for number in (10, 2, 0)]
+    assert figures.timeline("", spans).lanes == ("channel 0", "channel 2", "channel 10")
+
+
+@given(profiles(), networks())
+def test_exposed_parts_add_up_to_what_is_exposed(profile: bb.Profile, network: bb.Network) -> None:
+    rows = {name: bb.predict(profile, network, name) for name in ("wfbp", "ddp", "optimal")}
+    data = figures.exposed(rows)
+    for place, label in enumerate(data.labels):
+        total = sum(values[place] for values in data.parts.values())
+        assert total == pytest.approx(rows[label].exposed_s, abs=1e-12)
+
+
+@given(profiles(), st.integers(2, 10))
+def test_gradients_left_out_are_counted(profile: bb.Profile, most: int) -> None:
+    data = figures.gradient_sizes(profile, most=most)
+    assert len(data.names) + data.left_out == data.count == len(profile.gradients)
+    assert sum(data.bytes) + data.left_out_bytes == profile.total_bytes
+    assert data.ready_bytes[-1] == profile.total_bytes
+    assert list(data.ready_bytes) == sorted(data.ready_bytes)
+    if data.left_out:
+        assert min(data.bytes) >= max((one.bytes for one in profile.gradients if one.name not in data.names), default=0)
+
+
+def test_arrived_bytes_reach_the_total() -> None:
+    made = study(small(), affine(1e-3, 1e-9), [8], strategies=["optimal"])
+    data = figures.gradient_sizes(small(), made.timeline("optimal"))
+    assert data.sent_bytes[-1] == small().total_bytes
+    assert list(data.sent_at_s) == sorted(data.sent_at_s)
+
+
+def test_cost_curve_shows_measured_points_with_residuals_and_the_moved_line() -> None:
+    points = [(1024, 1e-3), (2**20, 2e-3), (2**24, 18e-3)]
+    data = figures.cost_curve(curve(points, workers=8), 64)
+    assert data.points == tuple(points)
+    assert len(data.residuals) == 3
+    assert [workers for workers, _, _ in data.lines] == [8, 64]
+    assert all(moved >= own for own, moved in zip(data.lines[0][2], data.lines[1][2], strict=True))
+    straight = figures.cost_curve(affine(1e-3, 1e-9), 8)
+    assert straight.points == ()
+    assert straight.bytes_per_s == pytest.approx(1e9)
+    assert len(straight.lines) == 1
+    moved = figures.cost_curve(curve(points, workers=8).at(workers=64), 64)
+    assert moved == data
+
+
+def test_memory_has_a_workspace_and_a_budget() -> None:
+    data = figures.memory_use(Memory(parameter_bytes=10, gradient_bytes=10, peak_bytes=50), 40)
+    assert data.kinds == (("parameters", 10), ("gradients", 10), ("workspace", 30))
+    assert data.fits is False
+    assert figures.memory_use(Memory(parameter_bytes=10)).fits is None
+
+
+def test_a_single_number_of_workers_becomes_a_curve() -> None:
+    assert curve_workers([64]) == [4, 8, 16, 32, 64]
+    assert curve_workers([3]) == [3]
+    assert curve_workers([8, 4]) == [4, 8]
+
+
+def test_every_drawing_is_a_plotly_figure() -> None:
+    made = study(small(), curve([(1024, 1e-3), (2**20, 2e-3)]), [4, 8, 64], strategies=["optimal", "best"])
+    first, second = made.timeline("ddp"), made.timeline("best")
+    drawings = [
+        draw.scaling(figures.scaling(made.curves)),
+        draw.scaling(figures.scaling(made.curves), view="throughput"),
+        draw.timeline(first),
+        draw.timeline(first, second),
+        draw.timeline(first, second, overlay=True),
+        draw.exposed(figures.exposed(made.at_top)),
+        draw.gradient_sizes(figures.gradient_sizes(small(), second)),
+        draw.cost_curve(figures.cost_curve(made.network, 64)),
+        draw.memory_use(figures.memory_use(Memory(parameter_bytes=10, peak_bytes=20), 15)),
+        draw.measured([("a", 1.0, 1.1, 1.0, 1.2)]),
+    ]
+    for drawing in drawings:
+        assert draw.figure(drawing).data
+
+
+def test_two_timelines_share_one_axis_side_by_side_or_on_top() -> None:
+    made = study(small(), affine(1e-3, 1e-9), [64], strategies=["optimal"])
+    first, second = made.timeline("ddp"), made.timeline("optimal")
+    beside = draw.timeline(first, second)
+    assert beside["layout"]["xaxis"]["range"][1] >= 1e3 * max(first.end_s, second.end_s)
+    assert set(beside["data"][0]["y"]) == {"ddp · compute"}
+    lanes = beside["layout"]["yaxis"]["categoryarray"]
+    assert len(lanes) == len(first.lanes) + len(second.lanes)
+    over = draw.timeline(first, second, overlay=True)
+    assert len(over["layout"]["yaxis"]["categoryarray"]) == max(len(first.lanes), len(second.lanes))
+
+
+@given(st.floats(-1, 2, allow_nan=False))
+def test_shades_are_colours(share: float) -> None:
+    colour = draw.shade(share)
+    assert len(colour) == 7
+    assert math.isfinite(int(colour[1:], 16))
+
+
+def test_names_in_drawings_are_escaped() -> None:
+    hostile = "<img src=x onerror=alert(1)>"
+    data = figures.timeline(hostile, [Span("channel 0", hostile, 0.0, 1.0, 1)])
+    assert "<img" not in str(draw.timeline(data, data))
+
+
+def test_predictions_show_themselves_in_notebooks() -> None:
+    result = bb.predict(small(), affine(1e-3, 1e-9), "ddp")
+    page = result._repr_html_()
+    assert "<svg" in page
+    assert f"{result.scaling_factor:.1%}" in page
+    assert "<script" not in page
+    assert len(result.figure().data) >= 2

@@ -1,0 +1,84 @@
+"""The answer is right, says what to change, and advises nothing that is not worth it."""
+
+from __future__ import annotations
+
+import pytest
+
+import backbeat as bb
+from backbeat.report.study import study
+from backbeat.report.words import LIMITS, answer
+from backbeat.simulate.sweep import ADVICE
+from tests.problems import affine, make_profile
+
+
+def many_small() -> bb.Profile:
+    return make_profile([4000] * 200, [1e-4 * place for place in range(1, 201)], forward=10e-3)
+
+
+def test_every_bottleneck_has_words() -> None:
+    assert set(LIMITS) == set(ADVICE)
+
+
+def test_a_job_that_scales_well_is_worth_it_and_needs_no_change() -> None:
+    said = answer(study(many_small(), affine(1e-6, 1e-12), [4, 8, 64]))
+    assert said.verdict == "yes"
+    assert said.headline.startswith("Worth it: 64 GPUs do the work of 6")
+    assert [action.title for action in said.actions] == ["Keep stock DDP as it is"]
+    assert said.actions[0].code == ""
+    assert "hidden" in said.limit
+
+
+def test_past_the_knee_it_is_not() -> None:
+    said = answer(study(many_small(), affine(1e-3, 1e-6), [4, 8, 64, 256]))
+    assert said.verdict == "no"
+    assert "Not worth it beyond 4 GPUs" in said.headline
+
+
+def test_a_better_plan_comes_with_the_line_of_code_and_what_it_saves() -> None:
+    profile = make_profile([10**7] * 20, [2e-3 * place for place in range(1, 21)], forward=10e-3)
+    made = study(profile, affine(5e-4, 1.5e-10), [4, 8])
+    said = answer(made, samples=10**6, price=2.0, command="backbeat plan a b --workers 8 -o plan.json")
+    gain = made.stock.iteration_s / made.best.iteration_s - 1
+    assert gain > 0.01
+    first = said.actions[0]
+    assert "faster than stock DDP" in first.title
+    assert 'DistributedDataParallel(model, plan="plan.json")' in first.code
+    assert "backbeat plan a b --workers 8 -o plan.json" in first.code
+    there = answer(made, command="", plan_file="mine.json").actions[0].code
+    assert "backbeat plan" not in there
+    assert 'plan="mine.json"' in there
+    stock, best = said.worth
+    assert stock.gpu_hours == pytest.approx(1e6 / made.stock.samples_per_s * 8 / 3600)
+    assert stock.money == pytest.approx(2 * stock.gpu_hours)
+    assert best.hours < stock.hours
+    assert "saves" in said.worth_text
+    assert "$" in said.worth_text
+
+
+def test_a_bucket_size_is_advised_only_where_it_helps() -> None:
+    # Startup is dear and gradients are many: larger buckets than 25 MiB pay.
+    profile = make_profile([5 * 10**6] * 40, [1e-4 * place for place in range(1, 41)], forward=1e-3)
+    made = study(profile, affine(20e-3, 1e-11), [8], strategies=["ddp"])
+    said = answer(made)
+    best = min(made.buckets, key=lambda pair: pair[1].iteration_s)
+    codes = [action.code for action in said.actions]
+    assert f"model = torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb={best[0]})" in codes
+
+
+def test_without_samples_a_day_of_stock_ddp_is_priced() -> None:
+    made = study(many_small(), affine(1e-4, 1e-9), [4])
+    said = answer(made)
+    assert said.worth[0].hours == pytest.approx(24, rel=1e-3)
+    assert "a day of stock DDP" in said.worth_text
+    assert said.worth[0].money is None
+
+
+def test_one_worker_has_nothing_to_say() -> None:
+    said = answer(study(many_small(), affine(1e-4, 1e-9), [1]))
+    assert said.verdict == "alone"
+    assert said.actions == ()
+
+
+def test_what_is_extrapolated_is_said() -> None:
+    said = answer(study(many_small(), affine(1e-4, 1e-9, workers=8), [64]))
+    assert any("extrapolated from 8" in note for note in said.caveats)
