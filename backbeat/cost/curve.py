@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _BANDWIDTH_BOUND_BYTES = 2**20
 """G is fitted to points of this size and more: below, startup hides the slope."""
 _LARGEST_POINTS = 3
-"""What G is fitted to where fewer than two points are that large: the small ones would pull it towards their startup."""
+"""What G is fitted to where fewer than two points are that large: smaller ones would pull it towards their startup."""
 
 
 class Curve:
