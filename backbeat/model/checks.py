@@ -7,15 +7,20 @@ from collections.abc import Iterable
 
 from backbeat.errors import InputError
 
+_MOST = 1e18
+"""Seconds or bytes beyond this are a slip, and their sums and products could overflow."""
+
 
 def not_negative(place: str, value: float | None, *, advice: str = "measure it again") -> None:
-    """The value is finite and zero or more (or absent)."""
+    """The value is finite, zero or more, and small enough to calculate with (or absent)."""
     if value is None:
         return
     if not math.isfinite(value):
         raise InputError(f"{place} is {value}: it must be a finite number; {advice}")
     if value < 0:
         raise InputError(f"{place} is {value}: it must not be negative; {advice}")
+    if value > _MOST:
+        raise InputError(f"{place} is {value}: it must be {_MOST:.0e} or less; check its unit")
 
 
 def at_least(place: str, value: int, least: int) -> None:

@@ -45,15 +45,20 @@ class Document(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 def find(name: str | os.PathLike[str], kind: type[Document]) -> Path:
     path = Path(name)
-    if path.is_file():
-        return path
     text = os.fspath(name)
-    if path.is_dir():
+    if not text:
+        raise InputError(f"the name of the {_noun(kind)} is empty: give a file, or a bundled name (`backbeat zoo`)")
+    # A pipe, as `<(…)` makes it, is read like a file.
+    if os.path.exists(path) and not os.path.isdir(path):
+        return path
+    if os.path.isdir(path):
         raise InputError(f"{text} is a folder: give the {_noun(kind)} file in it")
     looks_like_path = os.sep in text or text.endswith((".json", ".gz"))
     names = bundled(kind)
     if not looks_like_path and text in names:
         return names[text]
+    if not names:
+        raise InputError(f"{text}: no such file. Check the path, or write one with `backbeat {_noun(kind)}`")
     if looks_like_path:
         raise InputError(f"{text}: no such file. Check the path, or name a bundled {_noun(kind)} (`backbeat zoo`)")
     close = difflib.get_close_matches(text, names, n=3, cutoff=0.4)
@@ -102,12 +107,18 @@ def encode(document: Document) -> bytes:
 
 
 def write(path: str | os.PathLike[str], data: bytes) -> None:
-    """Write through a temporary file beside the target, so that a half-written file never has its name."""
+    """Write through a temporary file beside the target, so that a half-written file never has its name.
+
+    A device or a pipe (`/dev/stdout`) is written to; a file in its place would break it for everyone.
+    """
     target = Path(path)
     if target.name.endswith(".gz"):
         data = gzip.compress(data, mtime=0)
     if target.is_dir():
         raise InputError(f"{target} is a folder: give a file name to write")
+    if os.path.exists(target) and not os.path.isfile(target):
+        _write_through(target, data)
+        return
     try:
         handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
     except OSError as error:
@@ -125,6 +136,14 @@ def write(path: str | os.PathLike[str], data: bytes) -> None:
         if isinstance(error, OSError):
             raise InputError(f"{target}: cannot be written ({error.strerror})") from None
         raise
+
+
+def _write_through(target: Path, data: bytes) -> None:
+    try:
+        with target.open("wb") as file:
+            file.write(data)
+    except OSError as error:
+        raise InputError(f"{target}: cannot be written ({error.strerror})") from None
 
 
 def json_schema(kind: type[Document]) -> dict[str, Any]:
@@ -148,7 +167,7 @@ def _json(raw: bytes, where: str, wanted: str) -> Any:
     if not raw.strip():
         raise InputError(f"{where}: the file is empty: a {wanted} file was expected")
     try:
-        return msgspec.json.decode(raw)
+        return msgspec.json.decode(raw.removeprefix(b"\xef\xbb\xbf"))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         match = re.search(r"byte (\d+)", str(error))
         at = min(int(match.group(1)), len(raw)) if match else len(raw)
@@ -171,6 +190,10 @@ def _place(message: str) -> str:
         what += ": add it"
     elif "contains unknown field" in what:
         what += ": remove it, or check its spelling"
+    elif "Invalid enum value" in what:
+        what += ": the JSON Schemas in backbeat/model/schemas list the values allowed"
+    elif "Expected" in what:
+        what += ": correct it, or write the file again"
     return f"{place}: {what}" if place else what
 
 

@@ -41,10 +41,10 @@ class DynamicFusion(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     def __post_init__(self) -> None:
         at_least("buffer_bytes", self.buffer_bytes, 1)
-        for field in ("cycle_s", "copy_bytes_per_s"):
+        for field, least in (("cycle_s", 1e-9), ("copy_bytes_per_s", 1.0)):
             not_negative(field, getattr(self, field))
-            if getattr(self, field) == 0:
-                raise InputError(f"{field} is 0: it must be above zero")
+            if getattr(self, field) < least:
+                raise InputError(f"{field} is {getattr(self, field)}: it must be {least:g} or more; check its unit")
 
 
 class Plan(Document, frozen=True, kw_only=True):

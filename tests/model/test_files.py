@@ -6,6 +6,9 @@ import contextlib
 import copy
 import gzip
 import json
+import os
+import stat
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import backbeat as bb
+from backbeat.model import DynamicFusion
 from backbeat.model.files import bundled, decode, write
-from tests.problems import networks, profiles
+from tests.problems import make_profile, networks, profiles
 
 PROFILE: dict[str, Any] = {
     "schema": "backbeat.profile/1",
@@ -216,3 +220,52 @@ def test_every_bundled_file_loads_and_says_where_it_comes_from() -> None:
             assert value.source.reference or value.source.command
             if value.source.method == "analytic":
                 assert name.endswith("-analytic")
+
+
+def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "p.json"
+    profile = make_profile([1], [0.0])
+    profile.save(path)
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    assert bb.Profile.load(path) == profile
+
+
+def test_pipes_are_read_and_written_through(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    profile = make_profile([1], [0.0])
+    with ThreadPoolExecutor(1) as pool:
+        loaded = pool.submit(bb.Profile.load, pipe)
+        profile.save(pipe)
+        assert loaded.result(timeout=60) == profile
+    assert stat.S_ISFIFO(pipe.stat().st_mode)
+    assert [file.name for file in tmp_path.iterdir()] == ["pipe"]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("", "the name of the profile is empty"), ("a" * 5000, "neither a file nor a bundled profile")],
+)
+def test_names_no_file_can_have(name: str, message: str) -> None:
+    with pytest.raises(bb.InputError, match=message):
+        bb.Profile.load(name)
+
+
+def test_a_plan_that_is_not_there() -> None:
+    with pytest.raises(bb.InputError, match="write one with `backbeat plan`"):
+        bb.Plan.load("nowhere")
+
+
+@pytest.mark.parametrize(("field", "value"), [("forward_s", 1e300), ("buffer_bytes", 10**40), ("iteration_s", [1e19])])
+def test_figures_too_large_to_calculate_with(field: str, value: object, tmp_path: Path) -> None:
+    path = tmp_path / "p.json"
+    make_profile([1], [0.0]).save(path)
+    path.write_text(json.dumps({**json.loads(path.read_text()), field: value}))
+    with pytest.raises(bb.InputError, match=rf"{field}.* or less; check its unit"):
+        bb.Profile.load(path)
+
+
+@pytest.mark.parametrize("field", ["cycle_s", "copy_bytes_per_s"])
+def test_run_time_fusion_needs_a_cycle_and_a_rate(field: str) -> None:
+    with pytest.raises(bb.InputError, match=f"{field} is 1e-300: it must be"):
+        DynamicFusion(**{field: 1e-300})
