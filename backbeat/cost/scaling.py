@@ -92,6 +92,8 @@ def _cheapest(factors: list[tuple[float, float]], curve: Curve) -> CollectiveTim
             return CollectiveTimes(alpha_s=winner[0], beta_s_per_byte=winner[1])
         (low, steep), (high, flat) = sorted(lines)
         crossing = max(round((high - low) / (steep - flat)), 2)
+        if crossing > _FAR_BYTES:
+            return CollectiveTimes(alpha_s=low, beta_s_per_byte=steep)
         far = max(crossing, 2**20)
         sizes = np.array([0, crossing, 2 * far, 1024 * far], dtype=np.float64)
         return _points(sizes, np.minimum(low + steep * sizes, high + flat * sizes))

@@ -124,7 +124,7 @@ def _notes(
         notes.append(f"the plan was made for {plan.workers} workers, this is {network.workers}")
     if plan.dynamic is None and (left := plan.missing(profile)):
         notes.append(f"{len(left)} gradients are not in the plan and travel in one group behind it, from {left[0]}")
-    if network.moved_from is not None:
+    if network.moved_from is not None and network.workers > 1:
         extrapolated = True
         notes.append(
             f"all-reduce times at {network.workers} workers are extrapolated from {network.moved_from.workers} "

@@ -115,3 +115,9 @@ def row_at(size: int) -> ConcurrencyPoint:
 def test_a_number_of_workers_nobody_has_is_refused() -> None:
     with pytest.raises(bb.InputError, match="choose fewer"):
         affine(1e-3, 1e-9).at(workers=10**400)
+
+
+def test_a_crossing_beyond_any_message_is_left_out() -> None:
+    there = affine(1.0, 1e-13).at(workers=10**6)
+    assert there.all_reduce.points is None
+    assert float(there.cost.time(2**30)) == pytest.approx(np.log2(10**6) / 3, rel=0.01)

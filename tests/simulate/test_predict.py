@@ -172,3 +172,9 @@ def test_a_profile_that_computes_nothing_has_its_knee_at_the_start() -> None:
     found = knee([bb.predict(nothing, affine(1e-3, 1e-9).at(workers=n), "single") for n in (4, 8)])
     assert found is not None
     assert found.workers == 4
+
+
+def test_one_worker_is_not_extrapolated() -> None:
+    result = bb.predict(TWO, NETWORK.at(workers=1), "single")
+    assert not result.extrapolated
+    assert result.iteration_s == result.single_s
