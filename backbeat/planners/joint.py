@@ -38,7 +38,8 @@ _CLOSE_ENOUGH = 1e-4
 
 
 def best(profile: Profile, network: Network, options: Options) -> Draft:
-    most = allowed_channels(network, options.channels)
+    # A channel without a group is of no use.
+    most = min(allowed_channels(network, options.channels), len(profile.gradients))
     cost = network.cost
     deadline = time.monotonic() + options.budget_s if options.budget_s is not None else float("inf")
     search = _Search(profile, cost, deadline)
@@ -49,6 +50,8 @@ def best(profile: Profile, network: Network, options: Options) -> Draft:
         candidates += [search.score(draft) for draft in _every(len(profile.gradients), most)]
     elif one[0] > profile.backward_s:
         for count in range(2, most + 1):
+            if time.monotonic() > deadline:
+                break
             candidates += [search.score(draft) for draft in _candidates(profile, network, count)]
         candidates.sort(key=search.rank)
         floor = communication_bound(profile, cost, most)
@@ -76,7 +79,7 @@ def _candidates(profile: Profile, network: Network, channels: int) -> Iterator[D
 
 def _plans(count: int, channels: int) -> int:
     """How many ways there are to cut gradients into consecutive groups and give each a channel."""
-    return channels * (channels + 1) ** (count - 1)
+    return channels * int((channels + 1) ** (count - 1))
 
 
 def _every(count: int, channels: int) -> Iterator[Draft]:
@@ -101,7 +104,8 @@ class _Search:
     def rank(self, scored: tuple[float, Draft]) -> tuple[float, int, float, int]:
         """Exposed time first; then fewer channels; then an earlier end; then fewer groups."""
         end, draft = scored
-        return max(end, self.profile.backward_s), draft.channels, end, len(draft.ends)
+        # Rounded, or the last bit of a sum would be worth another channel.
+        return float(f"{max(end, self.profile.backward_s):.12g}"), draft.channels, end, len(draft.ends)
 
     def improve(self, end: float, draft: Draft) -> tuple[float, Draft]:
         """Take every change that lowers the end, in sweeps from the tail, with strides that halve."""

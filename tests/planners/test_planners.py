@@ -191,3 +191,11 @@ def test_bad_options_are_refused() -> None:
         bb.plan(profile, network, "wfbp", channels=0)
     with pytest.raises(bb.InputError, match="bucket_bytes is -1"):
         bb.plan(profile, network, "ddp", bucket_bytes=-1)
+
+
+def test_best_takes_no_channel_for_a_rounding_error_and_none_without_a_group() -> None:
+    profile = make_profile([10**6] * 12, [1e-4 * (k + 1) for k in range(12)])
+    # No startup: channels cannot help, however many are offered.
+    assert bb.plan(profile, affine(0.0, 1e-9), "best", channels=4).channels == 1
+    two = make_profile([10**6, 10**6], [1e-3, 2e-3])
+    assert bb.plan(two, affine(1e-3, 1e-9), "best", channels=10**12).channels <= 2
