@@ -92,6 +92,15 @@ def parse_workers(text: str) -> list[int]:
     return list(dict.fromkeys(workers))
 
 
+def printable(text: str) -> str:
+    """Names come from files: what would move a terminal's cursor or change its colours is shown as an escape.
+
+    >>> printable("fc.weight é\\x1b[31m\\n")
+    'fc.weight é\\\\x1b[31m\\\\n'
+    """
+    return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
 def format_bytes(count: float) -> str:
     """
     >>> format_bytes(102_400_000), format_bytes(4000), format_bytes(12)

@@ -5,6 +5,7 @@ Nothing here may import numpy, torch or rich at module level: `backbeat --help` 
 
 from __future__ import annotations
 
+import io
 import sys
 from typing import Annotated
 
@@ -42,8 +43,15 @@ def _backbeat(
 
 def main() -> None:
     """Run the command line; what the user can mend is one line on stderr and an exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        # A terminal or log that knows ASCII only still gets its table, with ? for what it cannot show.
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
     try:
         app(prog_name="backbeat")
     except BackbeatError as error:
-        print(f"backbeat: {error}", file=sys.stderr)
+        from backbeat.units import printable
+
+        lines = [printable(line) for line in str(error).split("\n")]
+        print("backbeat: " + "\n".join(lines), file=sys.stderr)
         sys.exit(error.exit_code)

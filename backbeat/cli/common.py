@@ -53,10 +53,10 @@ def split(values: list[str] | None) -> list[str]:
 
 
 def console() -> Console:
-    """Answers go to stdout; a pipe gets the whole width of a table."""
+    """Answers go to stdout; a pipe gets the whole width of a table. Names are never read as rich's markup."""
     from rich.console import Console
 
-    return Console(width=None if sys.stdout.isatty() else 160, highlight=False)
+    return Console(width=None if sys.stdout.isatty() else 160, highlight=False, markup=False, emoji=False)
 
 
 def say(text: str) -> None:

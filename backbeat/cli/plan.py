@@ -31,7 +31,7 @@ def plan(
     from backbeat.planners import plan as make_plan
     from backbeat.report.tables import describe, over_bound, plan_table
     from backbeat.simulate import predict
-    from backbeat.units import format_seconds, parse_bytes, parse_duration
+    from backbeat.units import format_seconds, parse_bytes, parse_duration, printable
 
     one, cluster = Profile.load(profile), Network.load(network)
     if workers is not None:
@@ -52,14 +52,15 @@ def plan(
         return
     result, stock = predict(one, cluster, made), predict(one, cluster, "ddp")
     out = console()
-    out.print(describe(one, cluster), soft_wrap=True)
+    out.print(printable(describe(one, cluster)), soft_wrap=True)
     out.print()
     out.print(plan_table(made, one, result))
     out.print(
         f"{made.strategy} at {result.workers} workers: {format_seconds(result.iteration_s)} per iteration, scaling "
-        f"{result.scaling_factor:.1%}, {format_seconds(result.exposed_s)} exposed, {over_bound(result)} over the bound; "
-        f"stock DDP {format_seconds(stock.iteration_s)} ({stock.iteration_s / result.iteration_s:.2f}x).",
+        f"{result.scaling_factor:.1%}, {format_seconds(result.exposed_s)} exposed, {over_bound(result)} over the "
+        f"bound; stock DDP {format_seconds(stock.iteration_s)}"
+        + (f" ({stock.iteration_s / result.iteration_s:.2f}x)." if result.iteration_s > 0 else "."),
         soft_wrap=True,
     )
     for note in (*made.notes, *result.notes):
-        out.print(f"* {note}", soft_wrap=True)
+        out.print(printable(f"* {note}"), soft_wrap=True)

@@ -43,12 +43,13 @@ def predict(
     from backbeat.cli.common import console, print_json, split
     from backbeat.model import Network, Plan, Profile
     from backbeat.report import tables
-    from backbeat.units import parse_bytes, parse_workers
+    from backbeat.units import parse_bytes, parse_workers, printable
 
     one, cluster = Profile.load(profile), Network.load(network)
     counts = parse_workers(workers) if workers else [cluster.workers]
-    names = split(strategy) or ([] if plan else list(DEFAULT_STRATEGIES))
-    schedules: list[str | Plan] = [*names, *(Plan.load(path) for path in split(plan))]
+    files = split(plan)
+    names = list(dict.fromkeys(split(strategy))) or ([] if files else list(DEFAULT_STRATEGIES))
+    schedules: list[str | Plan] = [*names, *_named_apart([Plan.load(path) for path in files], files, names)]
     bucket_bytes = parse_bytes(bucket) if bucket else None
     if plot is not None:
         from backbeat.report.plot import check
@@ -74,11 +75,25 @@ def predict(
         print_json(data)
         return
     out = console()
-    out.print(tables.describe(one, cluster) if global_batch is None else _strong_title(one, cluster, global_batch))
+    title = tables.describe(one, cluster) if global_batch is None else _strong_title(one, cluster, global_batch)
+    out.print(printable(title), soft_wrap=True)
     out.print()
     out.print(tables.scaling_table(rows, samples=samples, title=""))
     for line in _remarks(rows, bends):
-        out.print(line, soft_wrap=True)
+        out.print(printable(line), soft_wrap=True)
+
+
+def _named_apart(plans: list[Plan], files: list[str], names: list[str]) -> list[Plan]:
+    """Plans of the same strategy as another row carry their file's name, or nobody could tell them apart."""
+    import msgspec
+
+    strategies = [*names, *(plan.strategy for plan in plans)]
+    return [
+        msgspec.structs.replace(plan, strategy=f"{plan.strategy} ({file})")
+        if strategies.count(plan.strategy) > 1
+        else plan
+        for plan, file in zip(plans, files, strict=True)
+    ]
 
 
 def _predict(
@@ -105,6 +120,8 @@ def _share(
     from backbeat.model import Profile
     from backbeat.simulate.batch import at_batch
 
+    if global_batch < 1:
+        raise InputError(f"--global-batch is {global_batch}: it must be 1 or more")
     parts = workers * (accumulation or one.accumulation)
     if global_batch % parts:
         raise InputError(
@@ -163,8 +180,9 @@ def _remarks(rows: list[Prediction], bends: dict[str, int | None]) -> list[str]:
     from backbeat.report.tables import fastest
     from backbeat.simulate.sweep import ADVICE
 
-    last = fastest(rows)[rows[-1].workers]
-    lines = [f"At {last.workers} workers with {last.strategy}, what limits scaling: {ADVICE[last.bottleneck]}."]
+    last = fastest(rows)[max(row.workers for row in rows)]
+    place = f"{last.workers} workers" if last.workers > 1 else "1 worker"
+    lines = [f"At {place} with {last.strategy}, what limits scaling: {ADVICE[last.bottleneck]}."]
     if last.strategy in bends:
         bend = bends[last.strategy]
         top = max(row.workers for row in rows)

@@ -129,3 +129,78 @@ def test_demo_tells_the_whole_story(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "2048" in done.stdout
     assert bb.Plan.load(tmp_path / "plan.json").workers == 64
+
+
+@pytest.fixture(scope="module")
+def marked_up(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A profile whose names would be read as rich's markup, as emoji, or as a terminal's commands."""
+    path = tmp_path_factory.mktemp("cli") / "marked.json"
+    made = make_profile([10**6, 10**6], [1e-3, 2e-3])
+    first, second = made.gradients
+    msgspec.structs.replace(
+        made,
+        model="[bold]net[/bold] :smile:",
+        device="[/]",
+        gradients=(
+            msgspec.structs.replace(first, name="[red]é漢[/red]"),
+            msgspec.structs.replace(second, name="<script>\x1b[31m\n"),
+        ),
+    ).save(path)
+    return path
+
+
+def test_names_are_shown_as_they_are(marked_up: Path) -> None:
+    for verb in (("predict",), ("plan", "-s", "wfbp")):
+        done = run(*verb, str(marked_up), "10gbe")
+        assert done.returncode == 0, done.stderr
+        assert "[bold]net[/bold] :smile:" in done.stdout
+        assert "\x1b" not in done.stdout
+    assert "[red]é漢[/red]" in done.stdout
+    assert r"<script>\x1b[31m\n" in done.stdout
+
+
+def test_an_output_that_knows_ascii_only_gets_its_table(marked_up: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "backbeat", "plan", str(marked_up), "10gbe", "-s", "wfbp"],
+        capture_output=True,
+        env={**WIDE, "PYTHONIOENCODING": "ascii"},
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert b"[red]??[/red]" in done.stdout
+
+
+def test_a_reader_that_has_seen_enough_is_no_error() -> None:
+    program = subprocess.Popen(
+        [sys.executable, "-m", "backbeat", "zoo"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=WIDE
+    )
+    assert program.stdout is not None
+    program.stdout.close()
+    _, errors = program.communicate(timeout=120)
+    assert errors == b""
+
+
+def test_plans_of_one_strategy_are_told_apart(profile: Path, tmp_path: Path) -> None:
+    one, two = str(tmp_path / "one.json"), str(tmp_path / "two.json")
+    for workers, file in (("8", one), ("64", two)):
+        assert run("plan", str(profile), "10gbe", "-n", workers, "-s", "optimal", "-o", file).returncode == 0
+    data = answer("predict", str(profile), "10gbe", "-n", "8,4", "-s", "ddp,ddp", "--plan", f"{one},{two}")
+    assert [row["strategy"] for row in data["rows"]] == ["ddp", f"optimal ({one})", f"optimal ({two})"] * 2
+    assert set(data["knee"]) == {"ddp", f"optimal ({one})", f"optimal ({two})"}
+    done = run("predict", str(profile), "10gbe", "-n", "8,1", "-s", "ddp")
+    assert "At 8 workers with ddp" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--global-batch", "0"), "--global-batch is 0: it must be 1 or more"),
+        (("--workers", "99999999999"), "choose fewer"),
+        (("--plan", "nowhere.json"), "write one with `backbeat plan`"),
+    ],
+)
+def test_more_that_is_refused_in_one_line(words: tuple[str, ...], message: str, profile: Path) -> None:
+    done = run("predict", str(profile), "10gbe", *words)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert message in done.stderr
+    assert done.stderr.count("\n") == 1
