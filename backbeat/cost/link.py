@@ -94,9 +94,10 @@ class LinkCost:
 
     def batch_s(self, size: float, messages: int, channels: int) -> float:
         """Equal messages issued at once and spread over the channels: seconds until the last is done."""
-        startup, shared = self._batch(size, messages, channels)
-        sharing = min(messages, channels)
-        return startup * self.stretch(sharing) + shared / self.efficiency(sharing)
+        return sum(
+            startup * self.stretch(sharing) + shared / self.efficiency(sharing)
+            for sharing, startup, shared in self._rounds(size, messages, channels)
+        )
 
     def fit_sharing(self, points: Iterable[ConcurrencyPoint]) -> dict[int, tuple[float, float]]:
         """(e(n), u(n)) for every channel count measured, by relative least squares over its points.
@@ -105,24 +106,36 @@ class LinkCost:
         one, startups are taken to overlap. Points in which one part dominates say little about the other and weigh
         little in it.
         """
-        rows: dict[int, list[tuple[float, float]]] = {}
+        rows: dict[int, list[tuple[float, float, float]]] = {}
         sizes: dict[int, set[int]] = {}
         for point in points:
             sharing = min(point.messages, point.channels)
             if sharing >= 2 and point.seconds > 0:
-                startup, shared = self._batch(point.bytes, point.messages, point.channels)
-                rows.setdefault(sharing, []).append((startup / point.seconds, shared / point.seconds))
+                startup = shared = alone = 0.0
+                for count, starting, sending in self._rounds(point.bytes, point.messages, point.channels):
+                    # A last message alone shares with nobody; a last few are taken to share like a full round.
+                    if count == 1:
+                        alone += starting + sending
+                    else:
+                        startup, shared = startup + starting, shared + sending
+                parts = (startup / point.seconds, shared / point.seconds, 1 - alone / point.seconds)
+                rows.setdefault(sharing, []).append(parts)
                 sizes.setdefault(sharing, set()).add(point.bytes)
         return {
             sharing: _fit_pair(np.array(rows[sharing]), sharing, both=len(sizes[sharing]) > 1)
             for sharing in sorted(rows)
         }
 
-    def _batch(self, size: float, messages: int, channels: int) -> tuple[float, float]:
-        """(startup seconds, link seconds at e = 1) of a batch: rounds of one message per channel, in step."""
+    def _rounds(self, size: float, messages: int, channels: int) -> list[tuple[int, float, float]]:
+        """(messages at once, startup seconds, link seconds at e = 1): rounds of one message per channel, in step.
+
+        All full rounds first, then the one that the rest make.
+        """
         startup, startup_busy, work = (float(part) for part in self.split(size))
-        rounds = -(-messages // channels)
-        return startup + (rounds - 1) * startup_busy, messages * work
+        sharing = min(messages, channels)
+        rounds, rest = divmod(messages, sharing)
+        full = (sharing, startup + (rounds - 1) * startup_busy, rounds * sharing * work)
+        return [full, (rest, startup_busy, rest * work)] if rest else [full]
 
     def _kinks(self) -> list[NDArray[np.float64]]:
         """Sizes between corners where G·M crosses a curve: there the split changes its form."""
@@ -143,18 +156,18 @@ def _nearest(fitted: Mapping[int, float], messages: int) -> float:
 
 
 def _fit_pair(parts: NDArray[np.float64], sharing: int, *, both: bool) -> tuple[float, float]:
-    """(e, u) that bring startup·u + shared/e closest to 1 in every row.
+    """(e, u) that bring startup·u + shared/e closest to the target in every row (startup, shared, target).
 
     n messages cannot do more than n links' work, nor stand still; a startup cannot take less than alone, nor more than
     n in a row.
     """
-    startup, shared = parts.T
+    startup, shared, target = parts.T
     stretch = 1.0
     if both:
-        (raw, _), *_ = np.linalg.lstsq(parts, np.ones(len(parts)), rcond=None)
+        (raw, _), *_ = np.linalg.lstsq(parts[:, :2], target, rcond=None)
         stretch = float(np.clip(raw, 1.0, sharing))
     weight = float(shared @ shared)
-    inverse = float(shared @ (1 - startup * stretch)) / weight if weight > 0 else 1.0
+    inverse = float(shared @ (target - startup * stretch)) / weight if weight > 0 else 1.0
     return 1 / min(max(inverse, 1 / sharing), 1e3), stretch
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from backbeat.cost import Curve, LinkCost
 from backbeat.model import ConcurrencyPoint
+from backbeat.simulate.engine import simulate
+from backbeat.simulate.schedule import Schedule
 from tests.problems import affine
 
 MEGABYTE = 10**6
@@ -72,3 +75,17 @@ def test_the_best_efficiency_is_that_of_the_best_count(efficiencies: dict[int, f
     cost = LinkCost(Curve.affine(0, 1e-9), None, efficiencies)
     assert cost.best_efficiency(channels) == max(cost.efficiency(n) for n in range(1, channels + 1))
     assert cost.best_efficiency(10**15) >= 1.0
+
+
+@given(st.sampled_from([(8, 2), (5, 2), (3, 2), (2, 4), (7, 3), (9, 4), (11, 4)]), st.floats(0.5, 1.8))
+def test_efficiency_is_fitted_to_what_the_engine_would_measure(batch: tuple[int, int], efficiency: float) -> None:
+    messages, channels = batch
+    sharing = min(batch)
+    schedule = Schedule(
+        np.zeros(messages), np.full(messages, 4.0 * MEGABYTE), [place % channels for place in range(messages)]
+    )
+    truth = LinkCost(Curve.affine(1e-3, 1e-9), None, {sharing: efficiency})
+    seconds = simulate(schedule, truth).end_s
+    cost = affine(1e-3, 1e-9, concurrency=(row(seconds, messages, channels, 4 * MEGABYTE),)).cost
+    assert cost.efficiency(sharing) == pytest.approx(efficiency, rel=1e-6)
+    assert cost.batch_s(4 * MEGABYTE, messages, channels) == pytest.approx(seconds)
