@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterable, Sequence
 from typing import Annotated, ClassVar, Literal
 
@@ -41,10 +42,11 @@ class DynamicFusion(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     def __post_init__(self) -> None:
         at_least("buffer_bytes", self.buffer_bytes, 1)
+        not_negative("cycle_s", self.cycle_s)
         for field, least in (("cycle_s", 1e-9), ("copy_bytes_per_s", 1.0)):
-            not_negative(field, getattr(self, field))
-            if getattr(self, field) < least:
-                raise InputError(f"{field} is {getattr(self, field)}: it must be {least:g} or more; check its unit")
+            value = getattr(self, field)
+            if not least <= value < math.inf:
+                raise InputError(f"{field} is {value}: it must be finite and {least:g} or more; check its unit")
 
 
 class Plan(Document, frozen=True, kw_only=True):
