@@ -33,6 +33,20 @@ class Course:
     largest_bytes: float
 
 
+def alone(profile: Profile, plan: Plan, before: float) -> Course:
+    """One worker: nothing travels."""
+    plan.check(profile)
+    backward = before + profile.forward_s
+    update = backward + profile.backward_s
+    end = update + profile.update_s
+    spans = (
+        Span("compute", "forward", 0.0, backward),
+        Span("compute", "backward", backward, update),
+        Span("compute", "update", update, end),
+    )
+    return Course(end, end, Breakdown(), spans, len(plan.groups), 0.0)
+
+
 def within_iteration(profile: Profile, network: Network, plan: Plan, before: float) -> Course:
     """Communication ends before the update."""
     cost = network.cost

@@ -10,7 +10,7 @@ from backbeat.cost.collectives import traffic
 from backbeat.cost.curve import Curve
 from backbeat.errors import InputError
 from backbeat.model.prediction import Band, Breakdown, Prediction, Span
-from backbeat.simulate.course import Course, across_iterations, within_iteration
+from backbeat.simulate.course import across_iterations, alone, within_iteration
 from backbeat.simulate.jitter import Straggling, straggling
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def predict(
     before = (micro_batches - 1) * (profile.forward_s + profile.backward_s)
     single = before + profile.forward_s + profile.backward_s + profile.update_s
     if network.workers == 1:
-        course = Course(single, single, Breakdown(), (), len(plan.groups), 0.0)
+        course = alone(profile, plan, before)
     elif plan.decoupled:
         course = across_iterations(profile, network, plan, before)
     else:

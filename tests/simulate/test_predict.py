@@ -178,3 +178,12 @@ def test_one_worker_is_not_extrapolated() -> None:
     result = bb.predict(TWO, NETWORK.at(workers=1), "single")
     assert not result.extrapolated
     assert result.iteration_s == result.single_s
+
+
+def test_one_worker_computes_and_refuses_a_plan_that_is_not_its_own() -> None:
+    result = bb.predict(TWO, NETWORK.at(workers=1), "single", accumulation=2)
+    assert {span.lane for span in result.timeline} == {"compute"}
+    assert result.timeline[-1].end_s == pytest.approx(result.iteration_s)
+    other = bb.plan(make_profile([1, 1, 1], [0.0, 0.0, 0.0]), NETWORK, "single")
+    with pytest.raises(bb.InputError, match="does not have"):
+        bb.predict(TWO, NETWORK.at(workers=1), other)
