@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -60,27 +60,32 @@ def predict(
         here = one if global_batch is None else _share(one, other_batch, profile, global_batch, count, accumulation)
         for schedule in schedules:
             rows.append(_predict(here, cluster.at(workers=count), schedule, channels, bucket_bytes, accumulation))
-    bends = _knees(rows)
     if plot is not None:
         _plot(rows, plot, one, cluster)
     if json:
-        data = {
-            "profile": one.name,
-            "network": cluster.name,
-            "scaling": "weak" if global_batch is None else "strong",
-            "samples": samples,
-            "rows": [tables.row(row, samples) for row in rows],
-            "knee": bends,
-        }
-        print_json(data)
+        print_json(content(one, cluster, rows, samples, "weak" if global_batch is None else "strong"))
         return
     out = console()
     title = tables.describe(one, cluster) if global_batch is None else _strong_title(one, cluster, global_batch)
     out.print(printable(title), soft_wrap=True)
     out.print()
     out.print(tables.scaling_table(rows, samples=samples, title=""))
-    for line in _remarks(rows, bends):
+    for line in _remarks(rows, _knees(rows)):
         out.print(printable(line), soft_wrap=True)
+
+
+def content(profile: Profile, network: Network, rows: list[Prediction], samples: int, scaling: str) -> dict[str, Any]:
+    """The table as data."""
+    from backbeat.report import tables
+
+    return {
+        "profile": profile.name,
+        "network": network.name,
+        "scaling": scaling,
+        "samples": samples,
+        "rows": [tables.row(row, samples) for row in rows],
+        "knee": _knees(rows),
+    }
 
 
 def _named_apart(plans: list[Plan], files: list[str], names: list[str]) -> list[Plan]:

@@ -204,3 +204,13 @@ def test_more_that_is_refused_in_one_line(words: tuple[str, ...], message: str, 
     assert (done.returncode, done.stdout) == (2, "")
     assert message in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+def test_demo_as_data(tmp_path: Path) -> None:
+    done = run("demo", "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    data = json.loads(done.stdout)
+    assert [len(table["rows"]) for table in data["predict"]] == [20, 20]
+    (tmp_path / "again.json").write_text(json.dumps(data["plan"]))
+    assert bb.Plan.load(tmp_path / "again.json") == bb.Plan.load(tmp_path / "plan.json")
+    assert (tmp_path / "report.html").exists()
