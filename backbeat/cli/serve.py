@@ -29,6 +29,7 @@ def serve(
     try:
         listener.bind((_HOST, port))
     except OSError as error:
+        listener.close()
         raise InputError(
             f"--port {port} cannot be used ({error.strerror}): choose another, or 0 for a free one"
         ) from None

@@ -26,6 +26,7 @@ from backbeat.report.whatif import MOST_GRADIENTS, Library, State, respond, stud
 
 MOST_UPLOAD_BYTES = 16 * 2**20
 _MOST_UNPACKED_BYTES = 64 * 2**20
+_MOST_READ_BYTES = 16 * MOST_UPLOAD_BYTES
 _MOST_KEPT = 16
 _OWN_HEADER = "x-backbeat"
 """Other sites cannot send it without asking first, and are not allowed when they ask."""
@@ -125,14 +126,16 @@ def _add(kept: dict[str, Any], key: str, document: object) -> None:
 async def _body(request: Request) -> bytes:
     """The one file of the request, read no further than the limit."""
     too_large = InputError(f"the file is larger than {MOST_UPLOAD_BYTES // 2**20} MiB: use `backbeat report` for it")
-    length = request.headers.get("content-length", "")
-    if length.isdecimal() and int(length) > MOST_UPLOAD_BYTES:
-        raise too_large
+    length = 0
     taken = bytearray()
     async for chunk in request.stream():
-        taken += chunk
-        if len(taken) > MOST_UPLOAD_BYTES:
-            raise too_large
+        length += len(chunk)
+        # Read on and forget, so that the sender is told why; somebody who sends without end is cut off.
+        if length > _MOST_READ_BYTES:
+            break
+        taken = taken + chunk if length <= MOST_UPLOAD_BYTES else bytearray()
+    if length > MOST_UPLOAD_BYTES:
+        raise too_large
     if not taken:
         raise InputError("the upload is empty: choose a profile or a network file")
     return bytes(taken)

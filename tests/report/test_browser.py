@@ -1,0 +1,263 @@
+"""The report and the what-if page in a real browser."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import backbeat as bb
+from backbeat.model import files
+from backbeat.report.page import report
+from backbeat.report.study import study
+from backbeat.units import format_bytes, format_seconds
+from tests.report.hostile import MARKUP, hostile_network, hostile_profile
+from tests.report.server_process import running
+
+playwright: Any = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+CHROMIUM = shutil.which("chromium")
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed (`make system` does it)")
+ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
+DRAWN = "() => document.querySelectorAll('section:not([hidden]) .plot:not([data-drawn])').length === 0"
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with playwright.sync_playwright() as running_playwright:
+        started = running_playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
+        yield started
+        started.close()
+
+
+@contextlib.contextmanager
+def opened(browser: Any, address: str, **options: Any) -> Iterator[Any]:
+    """A page that must not complain, nor ask anything of anybody but its own server."""
+    context = browser.new_context(accept_downloads=True, **{"viewport": {"width": 1200, "height": 900}, **options})
+    page = context.new_page()
+    page.set_default_timeout(30_000)
+    complaints: list[str] = []
+    page.on("console", lambda message: complaints.append(f"{message.type}: {message.text}"))
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    own = address.split("?")[0].removesuffix("report.html")
+    page.on(
+        "request",
+        lambda request: complaints.append(request.url) if not request.url.startswith((own, "blob:", "data:")) else None,
+    )
+    page.goto(address)
+    page.wait_for_function(DRAWN)
+    try:
+        yield page
+    finally:
+        context.close()
+    assert complaints == []
+
+
+@pytest.fixture(scope="module")
+def resnet(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Any]:
+    made = study(bb.Profile.load("resnet50-b64-bf16-h200"), bb.Network.load("10gbe"), [4, 8, 16], strategies=["best"])
+    path = tmp_path_factory.mktemp("report") / "report.html"
+    path.write_text(report(made), encoding="utf-8")
+    return path.as_uri(), made
+
+
+def point_at(page: Any, trace: int, bar: int) -> Any:
+    """Move the mouse onto a bar of the timeline: plotly listens on a layer above them."""
+    page.locator("#plot-timeline").scroll_into_view_if_needed()
+    box = page.locator("#plot-timeline .trace.bars").nth(trace).locator(".point path").nth(bar).bounding_box()
+    x, y = box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
+    page.mouse.move(x + 1, y + 1)
+    page.mouse.move(x, y)
+    label = page.locator("#plot-timeline .hoverlayer .hovertext")
+    label.first.wait_for()
+    return label.first
+
+
+def test_hovering_a_group_says_which_it_is(browser: Any, resnet: tuple[str, Any]) -> None:
+    address, made = resnet
+    groups = made.timeline("ddp").transfers
+    with opened(browser, address) as page:
+        assert page.locator("#plot-timeline .trace.bars").count() == 4
+        for place in (1, len(groups) - 1):
+            label = point_at(page, 1, place)
+            page.wait_for_function(
+                "text => document.querySelector('#plot-timeline .hoverlayer').textContent.includes(text)",
+                arg=groups[place].name[:20],
+            )
+            said = label.text_content()
+            assert f"{groups[place].gradients} gradient" in said
+            assert format_bytes(groups[place].bytes) in said
+            assert f"{format_seconds(groups[place].start_s)} to {format_seconds(groups[place].end_s)}" in said
+            assert "(ddp)" in said
+
+
+def test_two_strategies_stand_below_or_on_top_of_each_other(browser: Any, resnet: tuple[str, Any]) -> None:
+    address, made = resnet
+    lanes = [len(made.timeline(label).lanes) for label in ("ddp", "best")]
+    with opened(browser, address) as page:
+        ticks = page.locator("#plot-timeline .yaxislayer-above .ytick text")
+        assert ticks.count() == sum(lanes)
+        page.check("#overlay")
+        page.wait_for_function(
+            "count => document.querySelectorAll('#plot-timeline .yaxislayer-above .ytick').length === count",
+            arg=max(lanes),
+        )
+        assert page.locator("#plot-timeline .trace.bars").count() == 4
+        page.select_option("#second", "")
+        page.wait_for_function("() => document.querySelectorAll('#plot-timeline .trace.bars').length === 2")
+
+
+def test_exports_download_what_is_shown(browser: Any, resnet: tuple[str, Any]) -> None:
+    address, made = resnet
+    with opened(browser, address) as page:
+        page.locator("#scaling details summary", has_text="The numbers").click()
+        with page.expect_download() as waiting:
+            page.locator("#scaling [data-do=csv]").click()
+        rows = list(csv.DictReader(Path(waiting.value.path()).read_text().splitlines()))
+        assert waiting.value.suggested_filename == "backbeat-scaling.csv"
+        assert [(int(float(row["GPUs"])), row["strategy"]) for row in rows] == [
+            (count, label) for label in ("ddp", "best") for count in (4, 8, 16)
+        ]
+        assert float(rows[2]["iteration"]) == pytest.approx(made.stock.iteration_s)
+        with page.expect_download() as waiting:
+            page.locator("#timeline [data-do=png]").click()
+        assert Path(waiting.value.path()).read_bytes()[:4] == b"\x89PNG"
+        with page.expect_download() as waiting:
+            page.locator("#timeline [data-do=trace]").click()
+        assert json.loads(Path(waiting.value.path()).read_text())["traceEvents"]
+
+
+def test_tables_sort_and_views_switch_by_keyboard(browser: Any, resnet: tuple[str, Any]) -> None:
+    address, _ = resnet
+    with opened(browser, address) as page:
+        page.locator("#scaling details summary", has_text="The numbers").focus()
+        page.keyboard.press("Enter")
+        heading = page.locator("#table-scaling-1 th button", has_text="iteration")
+        keys = (
+            "[...document.querySelectorAll('#table-scaling-1 tbody tr')].map(row => Number(row.cells[5].dataset.key))"
+        )
+        for sign in (1, -1):
+            heading.focus()
+            page.keyboard.press("Enter")
+            shown = [sign * value for value in page.evaluate(keys)]
+            assert shown == sorted(shown)
+        button = page.locator("#scaling button", has_text="samples a second")
+        button.focus()
+        page.keyboard.press("Enter")
+        page.wait_for_function("() => document.querySelector('#plot-scaling').layout.yaxis.type === 'log'")
+        assert button.get_attribute("aria-pressed") == "true"
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [390, 1200])
+def test_it_fits_phones_and_both_themes(browser: Any, resnet: tuple[str, Any], scheme: str, width: int) -> None:
+    address, _ = resnet
+    with opened(browser, address, color_scheme=scheme, viewport={"width": width, "height": 800}) as page:
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        paper = "getComputedStyle(document.body).backgroundColor"
+        before = page.evaluate(paper)
+        page.click("[data-do=theme]")
+        assert page.evaluate(paper) != before
+
+
+def test_hostile_names_stay_text(browser: Any, tmp_path: Path) -> None:
+    made = study(hostile_profile(), hostile_network(), [4, 8], strategies=["wfbp"])
+    path = tmp_path / "report.html"
+    path.write_text(report(made), encoding="utf-8")
+    with opened(browser, path.as_uri()) as page:
+        page.select_option("#first", "wfbp")
+        page.select_option("#second", "")
+        page.wait_for_function("() => document.querySelectorAll('#plot-timeline .trace.bars').length === 2")
+        assert "<script>window.hurt" in point_at(page, 1, 0).text_content()
+        assert page.evaluate("window.hurt") is None
+        assert page.locator("img").count() == 0
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    with running() as address:
+        yield address
+
+
+def settled(page: Any) -> None:
+    """Both answers to the last change have arrived."""
+    page.wait_for_function("() => document.body.dataset.thorough === 'true'")
+
+
+def change(page: Any, name: str, value: int) -> None:
+    page.evaluate("document.body.dataset.thorough = 'false'")
+    page.evaluate(
+        "([name, value]) => { const one = document.getElementById(name); one.value = value;"
+        "one.dispatchEvent(new Event('input', { bubbles: true })); }",
+        [name, value],
+    )
+    settled(page)
+
+
+def curve_of(page: Any, label: str) -> list[list[float]]:
+    find = "label => { const one = document.getElementById('plot-scaling').data.find(trace => trace.name === label);"
+    found: list[list[float]] = page.evaluate(find + " return [one.x, one.y]; }", label)
+    return found
+
+
+def test_sliders_move_the_curve_to_what_predict_says(browser: Any, server: str) -> None:
+    profile, network = bb.Profile.load("vgg16-b64-bf16-h200"), bb.Network.load("10gbe")
+    with opened(browser, f"{server}/?profile=vgg16-b64-bf16-h200&network=10gbe&workers=8") as page:
+        settled(page)
+        assert curve_of(page, "ddp")[0] == [4, 8]
+        change(page, "workers", 5)
+        workers, shares = curve_of(page, "ddp")
+        assert workers == [4, 8, 16, 32]
+        expected = [100 * bb.predict(profile, network.at(workers=count), "ddp").scaling_factor for count in workers]
+        assert shares == pytest.approx(expected)
+        assert "workers=32" in page.url
+        change(page, "bandwidth", 20)
+        assert all(faster > slower for faster, slower in zip(curve_of(page, "ddp")[1], shares, strict=True))
+        change(page, "bucket", 7)
+        assert curve_of(page, "ddp, 100 MiB")[0] == [4, 8, 16, 32]
+        shared = page.url
+        before = curve_of(page, "optimal")
+    with opened(browser, shared) as page:
+        settled(page)
+        assert curve_of(page, "optimal") == before
+
+
+def test_a_state_that_no_slider_can_show_is_kept(browser: Any, server: str) -> None:
+    with opened(browser, f"{server}/?workers=48&profile=vgg16-b64-bf16-h200") as page:
+        settled(page)
+        assert curve_of(page, "ddp")[0] == [4, 8, 16, 32, 48]
+        assert "workers=48" in page.url
+
+
+def test_own_files_can_be_uploaded_and_stay_text(browser: Any, server: str, tmp_path: Path) -> None:
+    good, bad = tmp_path / "mine.json", tmp_path / "bad.json"
+    files.write(good, files.encode(hostile_profile()))
+    bad.write_text("{}")
+    with opened(browser, server) as page:
+        settled(page)
+        page.evaluate("document.body.dataset.thorough = 'false'")
+        page.set_input_files("#upload", str(good))
+        settled(page)
+        assert "upload-" in page.url
+        assert MARKUP in page.locator("#uploaded").text_content()
+        assert page.evaluate("window.hurt") is None
+        assert page.locator("img").count() == 0
+        with page.expect_download() as waiting:
+            page.click("#perfetto")
+        assert json.loads(Path(waiting.value.path()).read_text())["traceEvents"]
+
+
+def test_a_refused_file_says_why(browser: Any, server: str, tmp_path: Path) -> None:
+    bad = tmp_path / "bad.json"
+    bad.write_text("{}")
+    context = browser.new_context()
+    page = context.new_page()
+    page.goto(server)
+    page.set_input_files("#upload", str(bad))
+    page.wait_for_function("() => document.getElementById('problem').textContent.includes('schema')")
+    context.close()

@@ -1,0 +1,129 @@
+"""The what-if page's answers: what `predict` says, for whatever the controls can be set to."""
+
+from __future__ import annotations
+
+import gzip
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import backbeat as bb
+from backbeat.errors import InputError
+from backbeat.model import files
+from backbeat.report.scaled import scaled_network, scaled_profile
+from backbeat.report.server import keep, unpacked
+from backbeat.report.whatif import Library, State, respond
+from tests.problems import affine, make_profile, networks
+from tests.report.hostile import hostile_network, hostile_profile
+
+
+def library() -> Library:
+    return Library({"mine": hostile_profile()}, {"ours": hostile_network()})
+
+
+def test_the_curve_is_what_predict_says() -> None:
+    state = State.parse({"profile": "mine", "network": "ours", "workers": "64", "bucket": "5", "channels": "2"})
+    said = respond(state, library(), thorough=True)
+    assert list(said["curves"]) == ["ddp", "ddp, 5 MiB", "optimal, 2 channels", "best for 64"]
+    for workers, seconds, _ in said["curves"]["ddp"]:
+        there = hostile_network().at(workers=workers)
+        assert seconds == bb.predict(hostile_profile(), there, "ddp").iteration_s
+    there = hostile_network().at(workers=64)
+    bucketed = bb.plan(hostile_profile(), there, "ddp", bucket_bytes=5 * 2**20)
+    assert said["curves"]["ddp, 5 MiB"][-1][1] == bb.predict(hostile_profile(), there, bucketed).iteration_s
+    assert said["curves"]["best for 64"][-1][1] == bb.predict(hostile_profile(), there, "best").iteration_s
+    assert said["figures"]["memory"]
+    msgspec.json.encode(said)
+
+
+def test_a_quick_answer_has_the_same_shape() -> None:
+    state = State(profile="mine", network="ours")
+    quick, thorough = (respond(state, library(), thorough=one) for one in (False, True))
+    assert set(quick) == set(thorough)
+    assert "best for 64" not in quick["curves"]
+
+
+@given(networks(), st.sampled_from([0.1, 0.5, 1.0, 4.0]), st.sampled_from([0.1, 1.0, 10.0]))
+def test_more_bandwidth_and_less_latency_never_cost_more(network: bb.Network, bandwidth: float, latency: float) -> None:
+    sizes = [1, 4096, 10**6, 10**8]
+    now = scaled_network(network, bandwidth=bandwidth, latency=latency).cost.time(sizes)
+    faster = scaled_network(network, bandwidth=2 * bandwidth, latency=latency).cost.time(sizes)
+    sooner = scaled_network(network, bandwidth=bandwidth, latency=latency / 2).cost.time(sizes)
+    assert (faster <= now * (1 + 1e-9)).all()
+    assert (sooner <= now * (1 + 1e-9)).all()
+
+
+def test_scaling_an_affine_network_scales_its_two_numbers_and_keeps_how_messages_share() -> None:
+    made = scaled_network(affine(1e-3, 1e-9), bandwidth=2, latency=3)
+    assert made.all_reduce.alpha_s == pytest.approx(3e-3)
+    assert made.all_reduce.beta_s_per_byte == pytest.approx(5e-10)
+    rows = ({"bytes": 2**22, "messages": 2, "channels": 2, "seconds": 1e-3 + 2e-9 * 2**22 / 1.5},)
+    shared = affine(1e-3, 1e-9, concurrency=tuple(msgspec.convert(row, bb.model.ConcurrencyPoint) for row in rows))
+    assert scaled_network(shared, bandwidth=2).cost.efficiency(2) == pytest.approx(shared.cost.efficiency(2))
+
+
+def test_inside_a_node_nothing_changes() -> None:
+    network = bb.Network.load("nvlink-ib400")
+    faster = scaled_network(network, bandwidth=1000, latency=1e-3)
+    inside = bb.model.CollectiveTimes
+    assert isinstance(network.topology.inside, inside)
+    floor = network.at(workers=network.topology.gpus_per_node).cost.time([10**8])
+    assert float(faster.cost.time([10**8])[0]) >= float(floor[0]) * (1 - 1e-9)
+
+
+def test_another_batch_lies_between_siblings_or_in_proportion() -> None:
+    one, two = bb.Profile.load("vgg16-b64-bf16-h200"), bb.Profile.load("vgg16-b128-bf16-h200")
+    middle = scaled_profile(one, 96, two)
+    assert one.single_s < middle.single_s < two.single_s
+    alone = make_profile([100], [1e-3], forward=1e-3)
+    assert scaled_profile(alone, 2, None).single_s == pytest.approx(2 * alone.single_s)
+    assert "in proportion" in scaled_profile(alone, 2, None).notes[-1]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"workers": "1"}, "workers is 1"),
+        ({"workers": "1e99"}, "workers is 1e99"),
+        ({"workers": "nan"}, "workers is nan"),
+        ({"workers": "2.5"}, "whole number"),
+        ({"channels": "many"}, "channels is 'many'"),
+        ({"__class__": "1"}, "is not a control"),
+        ({"profile": "../../etc/passwd"}, "there is no profile"),
+        ({"network": "/etc/passwd"}, "there is no network"),
+    ],
+)
+def test_bad_states_are_refused(fields: dict[str, str], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        respond(State.parse(fields), library())
+
+
+def test_uploads_are_checked_like_any_file() -> None:
+    kept = Library({}, {})
+    raw = files.encode(hostile_profile())
+    said = keep(kept, raw)
+    assert said["kind"] == "profile"
+    assert kept.profile(said["id"]) == hostile_profile()
+    assert keep(kept, gzip.compress(raw))["id"] == said["id"]
+    assert keep(kept, files.encode(hostile_network()))["kind"] == "network"
+    for bad, message in [
+        (b"", "empty"),
+        (b"{}", "schema"),
+        (b"\x80\x04\x95", "not JSON|line 1"),
+        (b'{"schema": "backbeat.profile/1"}', "missing required field"),
+        (gzip.compress(raw)[:40], "cut short"),
+        (b"\x1f\x8b\x08rubbish", "damaged|cut short"),
+        (gzip.compress(b" " * (70 * 2**20)), "unpacks to more"),
+    ]:
+        with pytest.raises(InputError, match=message):
+            keep(kept, bad)
+
+
+def test_only_the_last_uploads_are_kept() -> None:
+    kept = Library({}, {})
+    for number in range(20):
+        keep(kept, files.encode(msgspec.structs.replace(affine(1e-3, 1e-9), name=f"network {number}")))
+    assert len(kept.networks) == 16
+    assert unpacked(b"plain") == b"plain"
