@@ -71,7 +71,7 @@ def test_the_whole_signature_of_the_installed_torch_is_taken() -> None:
     [
         ({"backend": "horovod"}, "backend is 'horovod'"),
         ({"wire": "int8"}, "wire is 'int8'"),
-        ({"plan": "no-such-plan"}, "'no-such-plan' is neither a file nor a bundled plan"),
+        ({"plan": "no-such-plan"}, "no-such-plan: no such file"),
         ({"plan": "gone.json"}, "gone.json: no such file"),
         ({"channels": 0}, "channels is 0"),
         ({"plan": "auto", "backend": "ddp"}, "plan='auto' needs backbeat's reducer"),
