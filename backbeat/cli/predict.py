@@ -59,7 +59,8 @@ def predict(
     for count in counts:
         here = one if global_batch is None else _share(one, other_batch, profile, global_batch, count, accumulation)
         for schedule in schedules:
-            rows.append(_predict(here, cluster.at(workers=count), schedule, channels, bucket_bytes, accumulation))
+            row = _predict(here, cluster.at(workers=count), schedule, channels, bucket_bytes, accumulation)
+            rows.append(row if here is one else _at_another_batch(row, here.notes[-1]))
     if plot is not None:
         _plot(rows, plot, one, cluster)
     if json:
@@ -139,6 +140,15 @@ def _share(
         return one
     sibling = Profile.load(other) if other else _sibling(one, name)
     return at_batch(one, sibling, batch)
+
+
+def _at_another_batch(row: Prediction, note: str) -> Prediction:
+    """The prediction with what is to be known of its batch size."""
+    import msgspec
+
+    return msgspec.structs.replace(
+        row, notes=(*row.notes, note), extrapolated=row.extrapolated or "extrapolated" in note
+    )
 
 
 def _sibling(one: Profile, name: str) -> Profile:

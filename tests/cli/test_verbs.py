@@ -214,3 +214,16 @@ def test_demo_as_data(tmp_path: Path) -> None:
     (tmp_path / "again.json").write_text(json.dumps(data["plan"]))
     assert bb.Plan.load(tmp_path / "again.json") == bb.Plan.load(tmp_path / "plan.json")
     assert (tmp_path / "report.html").exists()
+
+
+def test_batch_sizes_that_were_not_profiled_say_so(profile: Path) -> None:
+    other = str(profile.with_name("mine-b4.json"))
+    words = ("predict", str(profile), "10gbe", "-s", "ddp", "--other-batch", other, "--global-batch")
+    for batch, note, extrapolated in (
+        ("8", None, False),
+        ("16", "times are between batch 1 and 4", False),
+        ("64", "batch 8 is extrapolated from batch 1 and 4", True),
+    ):
+        (row,) = answer(*words, batch)["rows"]
+        assert row["extrapolated"] is extrapolated
+        assert note is None or any(note in one for one in row["notes"])
