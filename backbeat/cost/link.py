@@ -189,9 +189,17 @@ def fit_busy(isolated: Curve, points: Iterable[ConcurrencyPoint]) -> Curve | Non
 
 
 def busy_curve(isolated: Curve, ratios: Mapping[int, float]) -> Curve:
-    """The piecewise linear T_busy with these ratios to the isolated time."""
+    """The piecewise linear T_busy with these ratios to the isolated time.
+
+    Beyond the largest size measured the difference is carried, not the ratio: what a message saves by following another
+    is latency, and a ratio would turn it into bandwidth.
+    """
     measured = np.array(sorted(ratios), dtype=np.float64)
     ratio = np.array([ratios[int(size)] for size in measured])
     sizes = np.unique(np.concatenate([isolated.sizes, measured]))
-    at = np.interp(np.log(np.maximum(sizes, 1.0)), np.log(measured), ratio)
-    return Curve(sizes, at * isolated.time(sizes), float(ratio[-1]) * isolated.gradient_s_per_byte)
+    alone = isolated.time(sizes)
+    times = alone * np.interp(np.log(np.maximum(sizes, 1.0)), np.log(measured), ratio)
+    saved = float(isolated.time(measured[-1])) * (1 - float(ratio[-1]))
+    times = np.where(sizes > measured[-1], alone - saved, times)
+    return Curve(sizes, times, isolated.gradient_s_per_byte)
+

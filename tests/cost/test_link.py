@@ -89,3 +89,9 @@ def test_efficiency_is_fitted_to_what_the_engine_would_measure(batch: tuple[int,
     cost = affine(1e-3, 1e-9, concurrency=(row(seconds, messages, channels, 4 * MEGABYTE),)).cost
     assert cost.efficiency(sharing) == pytest.approx(efficiency, rel=1e-6)
     assert cost.batch_s(4 * MEGABYTE, messages, channels) == pytest.approx(seconds)
+
+
+def test_beyond_the_largest_size_measured_back_to_back_the_saving_stays_what_it_was() -> None:
+    cost = affine(1e-3, 1e-9, concurrency=(row(2e-3 + 7 * 1.5e-3, 8, 1),)).cost
+    for size in (2 * MEGABYTE, 100 * MEGABYTE):
+        assert float(cost.time(size) - cost.busy_time(size)) == pytest.approx(0.5e-3)
