@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import html
 import math
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -28,9 +29,10 @@ PART_COLOURS = {
     "stragglers": "#7d8590",
     "buffers": "#17926b",
 }
+_LABEL_WIDTH = 56
 _COMPUTE = "#7d8590"
 _ARRIVED = "#17926b"
-_SIZES = ("#8fd0c4", "#3aa0b8", "#2f62a8", "#3b2f86")
+_SIZES = ("#8fd0c4", "#3aa0b8", "#2f62a8", "#4a3d9e")
 """Small groups to large ones."""
 
 
@@ -415,7 +417,7 @@ def _intervals(data: Timeline, bars: Sequence[Bar], prefix: str, outlined: bool)
         "width": 0.42 if outlined else 0.78,
         "customdata": [
             [
-                html.escape(bar.name),
+                _wrapped(bar.name),
                 format_seconds(bar.start_s),
                 format_seconds(bar.end_s),
                 format_seconds(bar.duration_s),
@@ -426,6 +428,11 @@ def _intervals(data: Timeline, bars: Sequence[Bar], prefix: str, outlined: bool)
         ],
         "marker": {"line": edge},
     }
+
+
+def _wrapped(name: str) -> str:
+    """A list of names on lines that fit a hover label."""
+    return "<br>".join(html.escape(line) for line in textwrap.wrap(name, _LABEL_WIDTH)) or html.escape(name)
 
 
 def _cargo(bar: Bar) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +104,7 @@ def read_trace(path: str | Path) -> list[Measured]:
     if not where.is_file():
         raise InputError(f"{where}: no such file: give a trace that torch.profiler exported")
     facts = collect(TraceReader(where))
-    steps = sorted((mark.start, mark.end) for mark in facts.marks if mark.name.startswith("ProfilerStep#"))
+    steps = _steps(facts.marks)
     computing = facts.kernels if len(facts.kernels.start) else facts.operators
     busy = list(zip(computing.start, computing.end, strict=True))
     transfers = [(one.start, one.end, one.name, one.bytes or 0, one.workers) for one in facts.transfers]
@@ -133,6 +134,15 @@ def read_trace(path: str | Path) -> list[Measured]:
             measured_spans=tuple(spans),
         )
     ]
+
+
+def _steps(marks: Sequence[Any]) -> list[tuple[float, float]]:
+    """The iterations: profiler steps, or from the end of one optimizer step to the end of the next."""
+    steps = sorted((mark.start, mark.end) for mark in marks if mark.name.startswith("ProfilerStep#"))
+    if steps:
+        return steps
+    ends = sorted(mark.end for mark in marks if mark.name.startswith("Optimizer.step#"))
+    return list(pairwise(ends))
 
 
 def _of_row(row: _Row, lab: _Lab, network: Network, profile: Profile) -> Measured:

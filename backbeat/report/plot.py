@@ -85,5 +85,6 @@ def _page(drawing: draw.Drawing, title: str) -> str:
         f'<script type="application/json" id="data">{script_json(drawing)}</script>'
         f"<script>{plotly_source()}</script>"
         "<script>const drawing = JSON.parse(document.getElementById('data').textContent);"
-        "Plotly.newPlot('plot', drawing.data, drawing.layout, {responsive: true});</script></html>\n"
+        "Plotly.newPlot('plot', drawing.data, drawing.layout, "
+        "{responsive: true, showSendToCloud: false, plotlyServerURL: ''});</script></html>\n"
     )

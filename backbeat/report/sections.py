@@ -59,6 +59,8 @@ def scaling_section(study: Study, samples: int) -> Section:
     best = next(line for line in data.lines if line.label == study.best_label)
     knee = (
         f"The knee lies at {best.knee} GPUs."
+        if best.knee is not None and best.scaling[best.workers.index(best.knee)] >= 0.5
+        else "From the first point on, an added GPU brings less than half of its own work."
         if best.knee is not None
         else f"There is no knee up to {study.top} GPUs: each added one still brings more than half of its own work."
     )

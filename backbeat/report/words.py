@@ -13,6 +13,8 @@ from backbeat.units import format_seconds
 
 _GOOD = 0.8
 """From this scaling factor on, workers are called worth it without a but."""
+_HALF = 0.5
+"""Below this at the curve's very start, there is no number of workers to advise."""
 _WORTH_CHANGING = 0.01
 """Gains below this share are within what a measurement could tell apart: no change is advised for them."""
 
@@ -103,7 +105,7 @@ def answer(
         verdict=verdict,
         headline=headline,
         scales=_scales(study, stock, best),
-        limit=LIMITS[best.bottleneck] if study.top > 1 else "One worker has nobody to talk to.",
+        limit=_limit(study, stock, best),
         actions=_actions(study, stock, best, command, plan_file),
         worth=worth,
         worth_text=_worth_text(worth, count, price, a_day=samples is None),
@@ -120,7 +122,8 @@ def _verdict(study: Study, best: Prediction) -> tuple[Literal["yes", "partly", "
     bend = knee(curve) if len(curve) > 1 else None
     worth = f"{_plural(top)} do the work of {_number(top * best.scaling_factor)}"
     if bend is not None and bend.workers < top:
-        return "no", f"Not worth it beyond {bend.workers} GPUs: {worth}."
+        where = f" beyond {bend.workers} GPUs" if bend.scaling_factor >= _HALF else " on this network"
+        return "no", f"Not worth it{where}: {worth}."
     if best.scaling_factor >= _GOOD:
         return "yes", f"Worth it: {worth}."
     return "partly", f"Worth it only if time matters more than cost: {worth}."
@@ -143,12 +146,27 @@ def _scales(study: Study, stock: Prediction, best: Prediction) -> str:
         )
     bend = knee(study.curves[study.best_label]) if len(study.workers) > 1 else None
     if bend is not None and bend.workers < study.top:
-        text += f" Beyond {bend.workers} GPUs an added one brings less than half of its own throughput."
+        where = f"Beyond {bend.workers} GPUs an added" if bend.scaling_factor >= _HALF else "Every added"
+        text += f" {where} one brings less than half of its own throughput."
     if best.band is not None:
         low, high = format_seconds(best.band.p10_s), format_seconds(best.band.p90_s)
         if low != high:
             text += f" Single iterations vary from {low} to {high} (10th to 90th percentile)."
     return text
+
+
+def _limit(study: Study, stock: Prediction, best: Prediction) -> str:
+    """What holds the best plan back, and stock DDP where that is something else."""
+    if study.top == 1:
+        return "One worker has nobody to talk to."
+    if stock.bottleneck == best.bottleneck:
+        return LIMITS[best.bottleneck]
+    first, second = _small(LIMITS[stock.bottleneck]), _small(LIMITS[best.bottleneck])
+    return f"With stock DDP: {first} With {study.best_label!r}: {second}"
+
+
+def _small(sentence: str) -> str:
+    return sentence[:1].lower() + sentence[1:]
 
 
 def _actions(study: Study, stock: Prediction, best: Prediction, command: str, plan_file: str) -> tuple[Action, ...]:
@@ -204,23 +222,24 @@ def _bucket(study: Study, stock: Prediction) -> tuple[int, Prediction] | None:
 
 
 def _worth_text(worth: tuple[Worth, ...], samples: int, price: float | None, *, a_day: bool) -> str:
-    first = worth[0]
-    run = f"A run of {samples:,} samples, a day of stock DDP" if a_day else f"To train on {samples:,} samples"
-    text = f"{run}: {_hours(first.hours)} and {_number(first.gpu_hours)} GPU-hours"
-    if first.money is not None:
-        text += f" (${_number(first.money)} at ${price:,.2f} a GPU-hour)"
-    text += " with stock DDP"
-    if len(worth) == 1 or worth[1].gpu_hours >= first.gpu_hours:
-        return text + "."
-    second = worth[1]
-    saved = first.gpu_hours - second.gpu_hours
-    text += (
-        f"; {_hours(second.hours)} and {_number(second.gpu_hours)} GPU-hours with {second.label!r}. "
-        f"That saves {_hours(first.hours - second.hours)} and {_number(saved)} GPU-hours"
+    stock, best = worth[0], worth[-1]
+    money = f", ${_number(stock.money)} at ${price:,.2f} each" if stock.money is not None else ""
+    cost = f"{_number(stock.gpu_hours)} GPU-hours{money}"
+    text = (
+        f"What stock DDP trains in a day ({cost})"
+        if a_day
+        else f"Training on {samples:,} samples takes stock DDP {_hours(stock.hours)} ({cost})"
     )
-    if first.money is not None and second.money is not None:
-        text += f", ${_number(first.money - second.money)}"
-    return text + "."
+    if best.gpu_hours >= stock.gpu_hours:
+        return f"{text} is {samples:,} samples." if a_day else f"{text}."
+    text += (
+        f"{' takes' if a_day else '; it takes'} {best.label!r} {_hours(best.hours)} and {_number(best.gpu_hours)} "
+        f"GPU-hours. That saves {_hours(stock.hours - best.hours)} and {_number(stock.gpu_hours - best.gpu_hours)} "
+        "GPU-hours"
+    )
+    if stock.money is not None and best.money is not None:
+        text += f", ${_number(stock.money - best.money)}"
+    return f"{text}{' every day' if a_day else ''}."
 
 
 def _gain(stock: Prediction, other: Prediction) -> float:

@@ -132,6 +132,13 @@ def test_exports_download_what_is_shown(browser: Any, resnet: tuple[str, Any]) -
         assert json.loads(Path(waiting.value.path()).read_text())["traceEvents"]
 
 
+def test_no_button_sends_anything_anywhere(browser: Any, resnet: tuple[str, Any]) -> None:
+    with opened(browser, resnet[0]) as page:
+        titles = page.evaluate("[...document.querySelectorAll('.modebar-btn')].map(one => one.dataset.title)")
+        assert "Zoom" in titles
+        assert not [title for title in titles if "hare" in (title or "") or "loud" in (title or "")]
+
+
 def test_tables_sort_and_views_switch_by_keyboard(browser: Any, resnet: tuple[str, Any]) -> None:
     address, _ = resnet
     with opened(browser, address) as page:
@@ -259,5 +266,5 @@ def test_a_refused_file_says_why(browser: Any, server: str, tmp_path: Path) -> N
     page = context.new_page()
     page.goto(server)
     page.set_input_files("#upload", str(bad))
-    page.wait_for_function("() => document.getElementById('problem').textContent.includes('schema')")
+    page.wait_for_function("() => document.getElementById('uploaded').textContent.includes('schema')")
     context.close()

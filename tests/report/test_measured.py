@@ -152,3 +152,14 @@ def test_a_trace_without_work_is_refused(tmp_path: Path) -> None:
     path.write_text('{"traceEvents": []}')
     with pytest.raises(InputError, match="holds no operators"):
         read_trace(path)
+
+
+def test_without_profiler_steps_an_iteration_lies_between_optimizer_steps(tmp_path: Path) -> None:
+    events = [event("Optimizer.step#SGD.step", "user_annotation", 10_000 * step, 1_000) for step in range(3)]
+    events += [event("gemm", "kernel", 10_000 * step + 3_000, 500, stream=7) for step in range(3)]
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps({"traceEvents": events}))
+    (row,) = read_trace(path)
+    assert row.iterations == 2
+    assert row.iteration_s == pytest.approx(10e-3)
+    assert [span.start_s for span in row.measured_spans] == pytest.approx([2e-3])

@@ -29,9 +29,17 @@ def test_a_job_that_scales_well_is_worth_it_and_needs_no_change() -> None:
 
 
 def test_past_the_knee_it_is_not() -> None:
-    said = answer(study(many_small(), affine(1e-3, 1e-6), [4, 8, 64, 256]))
+    said = answer(study(many_small(), affine(4e-3, 1e-9, workers=2), [2, 4, 8, 64, 256, 2048]))
     assert said.verdict == "no"
-    assert "Not worth it beyond 4 GPUs" in said.headline
+    assert "Not worth it beyond 64 GPUs" in said.headline
+    assert "Beyond 64 GPUs" in said.scales
+
+
+def test_where_even_the_first_point_loses_no_number_is_advised() -> None:
+    said = answer(study(many_small(), affine(1e-3, 1e-6), [4, 8, 64]))
+    assert said.verdict == "no"
+    assert said.headline.startswith("Not worth it on this network: 64 GPUs")
+    assert "Every added one" in said.scales
 
 
 def test_a_better_plan_comes_with_the_line_of_code_and_what_it_saves() -> None:
@@ -69,7 +77,7 @@ def test_without_samples_a_day_of_stock_ddp_is_priced() -> None:
     made = study(many_small(), affine(1e-4, 1e-9), [4])
     said = answer(made)
     assert said.worth[0].hours == pytest.approx(24, rel=1e-3)
-    assert "a day of stock DDP" in said.worth_text
+    assert "stock DDP trains in a day" in said.worth_text
     assert said.worth[0].money is None
 
 

@@ -10,6 +10,7 @@ const backbeat = (() => {
     layout.paper_bgcolor = layout.plot_bgcolor = "rgba(0,0,0,0)";
     layout.font = { color: style("--ink"), size: narrow() ? 11 : 13, family: "system-ui, sans-serif" };
     layout.hoverlabel = { ...layout.hoverlabel, bgcolor: style("--raised"), bordercolor: style("--quiet"), font: { color: style("--ink") } };
+    layout.modebar = { bgcolor: "rgba(0,0,0,0)", color: style("--quiet"), activecolor: style("--ink") };
     for (const key of Object.keys(layout)) {
       if (!/^[xy]axis/.test(key)) continue;
       Object.assign(layout[key], { gridcolor: style("--rule"), zerolinecolor: style("--rule"), automargin: true });
@@ -33,7 +34,11 @@ const backbeat = (() => {
   async function draw(element, drawing) {
     drawn.set(element, drawing);
     const { data, layout } = themed(drawing);
-    const config = { responsive: true, displaylogo: false, modeBarButtonsToRemove: ["lasso2d", "select2d"] };
+    // Plotly would offer to send the chart to its own servers: a report stays where it is.
+    const config = {
+      responsive: true, displaylogo: false, showSendToCloud: false, plotlyServerURL: "",
+      modeBarButtonsToRemove: ["lasso2d", "select2d", "sendChartToCloud"],
+    };
     element.style.minHeight = `${layout.height}px`;
     await Plotly.react(element, data, layout, config);
     element.dataset.drawn = String(Number(element.dataset.drawn || 0) + 1);

@@ -117,12 +117,16 @@
       return action.code.startsWith("model") ? [...parts, filled("pre", action.code)] : parts;
     }));
     choices(data);
-    for (const anchor of ["scaling", "exposed", "memory"]) {
+    // What follows the sliders first; the rest once the browser has shown that, unless another answer is due.
+    await backbeat.draw(element("plot-scaling"), data.figures.scaling);
+    await compare();
+    document.body.dataset.answered = String(Number(document.body.dataset.answered || 0) + 1);
+    await new Promise((done) => requestAnimationFrame(() => setTimeout(done)));
+    if (again) return;
+    for (const anchor of ["exposed", "memory"]) {
       element(anchor).hidden = !data.figures[anchor];
       if (data.figures[anchor]) await backbeat.draw(element(`plot-${anchor}`), data.figures[anchor]);
     }
-    await compare();
-    document.body.dataset.answered = String(Number(document.body.dataset.answered || 0) + 1);
     document.body.dataset.thorough = String(data.thorough);
   }
 
@@ -156,9 +160,15 @@
   element("upload").addEventListener("change", async (event) => {
     const [file] = event.target.files;
     if (!file) return;
-    const response = await fetch("/api/upload", { method: "POST", headers: { "X-Backbeat": "1" }, body: file });
-    const data = await response.json();
-    element("problem").textContent = data.error || "";
+    let data;
+    try {
+      const response = await fetch("/api/upload", { method: "POST", headers: { "X-Backbeat": "1" }, body: file });
+      data = await response.json();
+    } catch {
+      data = { error: "the file could not be sent: is the server still running?" };
+    }
+    element("uploaded").classList.toggle("failed", Boolean(data.error));
+    element("uploaded").textContent = data.error || "";
     if (data.error) return;
     const list = form.elements[data.kind];
     if (![...list.options].some((option) => option.value === data.id)) list.add(new Option(`${data.name} (uploaded)`, data.id));
