@@ -178,6 +178,13 @@ def _command(verb: str, settings: Settings, workers: int, output: str, strategy:
 def _pair(labels: Sequence[str], study: Study) -> tuple[str, str]:
     if not labels:
         return "", ""
+    seen = [label for label in labels if label not in study.curves]
+    if seen:
+        # What was measured stands beside its own prediction, or beside stock DDP's.
+        found = next((label for label in seen if label.endswith(", measured")), "")
+        own = found.removesuffix("measured") + "predicted"
+        if found:
+            return (own if own in seen else STOCK), found
     other = study.best_label if study.best_label != STOCK else ""
     if not other:
         other = next((label for label in labels if label != STOCK), "")
