@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict, Unpack
 
 import msgspec
 
@@ -38,48 +38,32 @@ STRATEGIES: dict[str, Callable[[Profile, Network, Options], Draft | Halved]] = {
 }
 
 
-def propose(
-    profile: Profile,
-    network: Network,
-    strategy: str = "best",
-    *,
-    channels: int | None = None,
-    bucket_bytes: int | None = None,
-    cycle_s: float | None = None,
-    budget_s: float | None = None,
-) -> Plan:
+class Choices(TypedDict, total=False):
+    """What a caller may fix; `Options` says what each means, and a strategy takes what concerns it."""
+
+    channels: int | None
+    bucket_bytes: int | None
+    cycle_s: float | None
+    budget_s: float | None
+
+
+def propose(profile: Profile, network: Network, strategy: str = "best", **choices: Unpack[Choices]) -> Plan:
     """The gradient schedule that a strategy chooses for this profile on this network, not yet predicted."""
     if strategy not in STRATEGIES:
         close = difflib.get_close_matches(strategy, STRATEGIES, n=1)
         hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(STRATEGIES)}."
         raise InputError(f"{strategy!r} is not a strategy: {hint}")
-    for name, value in (("channels", channels), ("bucket_bytes", bucket_bytes), ("cycle_s", cycle_s)):
+    options = Options(**choices)
+    for name in ("channels", "bucket_bytes", "cycle_s"):
+        value = getattr(options, name)
         if value is not None and value <= 0:
             raise InputError(f"{name} is {value}: it must be above zero")
-    options = Options(channels=channels, bucket_bytes=bucket_bytes, cycle_s=cycle_s, budget_s=budget_s)
     return STRATEGIES[strategy](profile, network, options).named(profile, strategy, network.workers)
 
 
-def plan(
-    profile: Profile,
-    network: Network,
-    strategy: str = "best",
-    *,
-    channels: int | None = None,
-    bucket_bytes: int | None = None,
-    cycle_s: float | None = None,
-    budget_s: float | None = None,
-) -> Plan:
+def plan(profile: Profile, network: Network, strategy: str = "best", **choices: Unpack[Choices]) -> Plan:
     """The gradient schedule that a strategy chooses for this profile on this network, with its prediction."""
-    made = propose(
-        profile,
-        network,
-        strategy,
-        channels=channels,
-        bucket_bytes=bucket_bytes,
-        cycle_s=cycle_s,
-        budget_s=budget_s,
-    )
+    made = propose(profile, network, strategy, **choices)
     result = predict(profile, network, made)
     return msgspec.structs.replace(
         made,

@@ -73,7 +73,7 @@ def _cells(prediction: Prediction, samples: int, banded: bool, winner: bool, sho
         printable(prediction.strategy) + (" ◀" if winner else ""),
         f"{prediction.scaling_factor:.1%}",
         f"{prediction.samples_per_s:,.0f}",
-        f"{gpu_hours(prediction, samples):,.2f}",
+        _three_figures(gpu_hours(prediction, samples)),
         format_seconds(prediction.iteration_s) + ("*" if prediction.extrapolated else ""),
     ]
     if banded:
@@ -118,6 +118,10 @@ def describe(profile: Profile, network: Network) -> str:
         f"{profile.device} ({kind}): {format_seconds(profile.single_s)} per iteration alone, "
         f"{len(profile.gradients)} gradients, {format_bytes(profile.total_bytes)}; network {network.name}"
     )
+
+
+def _three_figures(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1000 else f"{value:#.3g}".rstrip(".")
 
 
 def _count(samples: int) -> str:
