@@ -48,6 +48,11 @@ def resolve_plan(plan: Plan | str | os.PathLike[str] | None) -> tuple[Plan | Non
     """A plan to run at once, or the name of a strategy to plan with once the model is measured."""
     if plan is None or isinstance(plan, Plan):
         found, strategy = plan, None
+    elif plan == "decoupled":
+        raise InputError(
+            "plan='decoupled' cannot be chosen while training runs: make the plan first (`backbeat plan … --strategy "
+            "decoupled -o plan.json`), give plan='plan.json', and call model.attach(optimizer)"
+        )
     elif isinstance(plan, str) and (plan == "auto" or plan in strategies()):
         found, strategy = None, plan
     else:
@@ -70,7 +75,7 @@ def strategies() -> set[str]:
     """Names that plan fixed groups."""
     from backbeat.planners import STRATEGIES
 
-    return set(STRATEGIES) - {"horovod"}
+    return set(STRATEGIES) - {"horovod", "decoupled"}
 
 
 def process_group_of(arguments: dict[str, Any]) -> Any:

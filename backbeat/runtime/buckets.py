@@ -38,7 +38,7 @@ class Bucket:
         self.dtype = real
         self.wire = wire if wire is not None and wire != real and _narrower(wire, real) else None
         self.tail = tail
-        self.numel = 0 if self.sparse else sum(_reals(parameter) for parameter in self.parameters)
+        self.numel = 0 if self.sparse else sum(reals(parameter) for parameter in self.parameters)
         held = self.numel + (tail if self.wire is None else 0)
         self.flat = torch.zeros(held, dtype=real, device=self.device)
         self.payload = self.flat[: self.numel]
@@ -133,7 +133,8 @@ def _narrower(wire: torch.dtype, dtype: torch.dtype) -> bool:
     return wire.itemsize < dtype.itemsize
 
 
-def _reals(parameter: Parameter) -> int:
+def reals(parameter: Parameter) -> int:
+    """Real numbers that a parameter's gradient is made of."""
     return parameter.numel() * (2 if parameter.dtype.is_complex else 1)
 
 
@@ -142,7 +143,7 @@ def views_of(payload: torch.Tensor, parameters: Sequence[Parameter]) -> list[tor
     views: list[torch.Tensor] = []
     start = 0
     for parameter in parameters:
-        size = _reals(parameter)
+        size = reals(parameter)
         piece = payload[start : start + size]
         if parameter.dtype.is_complex:
             piece = torch.view_as_complex(piece.view(-1, 2))

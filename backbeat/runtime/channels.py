@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
 from torch._C._distributed_c10d import PrefixStore
 
 from backbeat.errors import InputError
+from backbeat.measure import exchange
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -33,16 +35,31 @@ _built: Counter[str] = Counter()
 
 
 class Channel:
-    """One communicator. `all_reduce` sums in place and returns at once."""
+    """One communicator. Its collectives return at once and run in the order they were called in."""
 
-    def __init__(self, communicator: Any) -> None:
+    def __init__(self, communicator: Any, backend: str) -> None:
         self._communicator = communicator
+        self._gloo = backend == "gloo"
         self._options: Any = dist.AllreduceOptions()
+        self._scatter_options: Any = c10d.ReduceScatterOptions()
+        self._gather_options: Any = c10d.AllgatherOptions()
         # Without it NCCL would run on the stream of the backward pass instead of beside it.
-        self._options.asyncOp = True
+        for options in (self._options, self._scatter_options, self._gather_options):
+            options.asyncOp = True
 
     def all_reduce(self, message: torch.Tensor) -> Any:
+        """Sum in place."""
         return self._communicator.allreduce([message], self._options)
+
+    def reduce_scatter(self, shard: torch.Tensor, whole: torch.Tensor) -> Any:
+        """Sum `whole`, of which each rank gets its part."""
+        if self._gloo:
+            return exchange.reduce_scatter(self._communicator, shard, whole)
+        return self._communicator._reduce_scatter_base(shard, whole, self._scatter_options)
+
+    def all_gather(self, whole: torch.Tensor, shard: torch.Tensor) -> Any:
+        """Every rank's part, in the order of the ranks."""
+        return self._communicator._allgather_base(whole, shard, self._gather_options)
 
 
 class Channels:
@@ -85,7 +102,7 @@ class Channels:
     def grow(self, count: int) -> None:
         """Make channels up to this many; every rank must call it at the same point."""
         for index in range(len(self._channels), self.allowed(count)):
-            self._channels.append(Channel(self._communicator(index)))
+            self._channels.append(Channel(self._communicator(index), self.backend))
 
     def _limit(self) -> int:
         if self.backend == "gloo":

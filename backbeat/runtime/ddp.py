@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, Joinable
@@ -31,8 +32,12 @@ from backbeat.runtime.arguments import (
     respread,
 )
 from backbeat.runtime.channels import Channels
+from backbeat.runtime.decoupled import DecoupledReducer
+from backbeat.runtime.handover import attach
+from backbeat.runtime.handover import check as check_optimizer
 from backbeat.runtime.hooks import builtin
 from backbeat.runtime.joining import ShadowHook
+from backbeat.runtime.pending import forget_gradient
 from backbeat.runtime.reducer import Reducer
 from backbeat.runtime.refusals import check_model
 from backbeat.runtime.report import Report, make_report
@@ -102,6 +107,7 @@ class DistributedDataParallel(TorchDDP):  # type: ignore[misc]
         self._plan = loaded
         self._channels_asked = channels
         self._planned = False
+        self._inside: list[Module] = []
         self._tuner: Tuner | None = None
         self._tuner_settings = (strategy, network)
         self._collect_parameters()
@@ -221,7 +227,8 @@ class DistributedDataParallel(TorchDDP):  # type: ignore[misc]
         links.grow(partition.channels)
         self.links = links
         self._partition_counter = 0
-        self.reducer: Any = Reducer(
+        kind = Reducer if partition.gathers is None else DecoupledReducer
+        self.reducer: Any = kind(
             self._names,
             self._trainable,
             channels=links,
@@ -248,7 +255,9 @@ class DistributedDataParallel(TorchDDP):  # type: ignore[misc]
     def _first_partition(self, links: Channels) -> Partition:
         if self._plan is not None:
             plan = self._plan
-            if self._channels_asked is not None:
+            if plan.decoupled:
+                plan = self._beside_the_buffers(plan, links)
+            elif self._channels_asked is not None:
                 plan = respread(plan, self._channels_asked)
             if links.allowed(plan.channels) < plan.channels:
                 plan = respread(plan, links.allowed(plan.channels))
@@ -261,6 +270,16 @@ class DistributedDataParallel(TorchDDP):  # type: ignore[misc]
             found = self._like_ddp(range(len(self._names)), links)
             return replace(found, groups=tuple(reversed(found.groups)))
         return self._like_ddp(reversed(range(len(self._names))), links)
+
+    def _beside_the_buffers(self, plan: Plan, links: Channels) -> Plan:
+        """All of a decoupled plan on one channel; on NCCL not the process group's own, where forward's broadcast of
+        buffers would queue behind every gather and hide nothing."""
+        if self._channels_asked not in (None, 1):
+            raise InputError(f"channels is {self._channels_asked}: decoupled plans use one channel; leave it out")
+        if links.backend != "nccl" or not self.modules_buffers or links.allowed(2) < 2:
+            return respread(plan, 1)
+        groups = tuple(msgspec.structs.replace(group, channel=1) for group in plan.groups)
+        return msgspec.structs.replace(plan, channels=2, groups=groups)
 
     def _like_ddp(self, order: Iterable[int], links: Channels) -> Partition:
         # Stock DDP on gloo is two channels: its process group has two worker threads.
@@ -335,6 +354,54 @@ class DistributedDataParallel(TorchDDP):  # type: ignore[misc]
         if self._tuner is not None:
             self._tuner.restart(f"{len(woken)} parameters became trainable")
 
+    @property
+    def decoupled(self) -> bool:
+        """The plan gathers behind the next forward."""
+        return self._backbeat_backend != "ddp" and self._plan is not None and self._plan.decoupled
+
+    def attach(self, optimizer: torch.optim.Optimizer, *, per_parameter: bool = False) -> None:
+        """Hand an optimizer over, as a decoupled plan needs it before the first backward; with other plans a no-op.
+
+        Its `step()` then only notes what to do, and each parameter is updated when its gradient has been gathered,
+        before anything reads it. `per_parameter` vouches for an optimizer that is not torch's own: the update of a
+        parameter depends on nothing but its own gradient, state and hyperparameters.
+        """
+        if not self.decoupled:
+            return
+        if self.reducer is None:
+            self._build_reducer()
+        mine = {id(parameter) for parameter in self.module.parameters()}
+        check_optimizer(optimizer, per_parameter)
+        if not any(id(parameter) in mine for group in optimizer.param_groups for parameter in group["params"]):
+            raise InputError("attach() got an optimizer that holds no parameter of this model: make it from them")
+        attach(optimizer)
+        self._inside = list(self.module.modules())
+        self.reducer.attached = True
+
+    def finish(self) -> None:
+        """Wait for what a decoupled plan has under way and apply every update that is due.
+
+        Reading a weight, a gradient or either `state_dict` does as much for what is read.
+        """
+        if self.decoupled and self.reducer is not None:
+            self.reducer.finish()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        if not self.decoupled or not set_to_none:
+            super().zero_grad(set_to_none)
+            return
+        for parameter in self.parameters():
+            forget_gradient(parameter)
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() and self.decoupled:
+            self._finish_eagerly()
+        return super().forward(*inputs, **kwargs)
+
+    @_disable_dynamo  # type: ignore[untyped-decorator]
+    def _finish_eagerly(self) -> None:
+        self.finish()
+
     def report(self) -> Report:
         """Predicted and measured times of every group; printed, a table."""
         if self._backbeat_backend == "ddp" or self.reducer is None:
@@ -363,6 +430,8 @@ class DistributedDataParallel(TorchDDP):  # type: ignore[misc]
         if self.reducer is None:
             self._build_reducer()
         training = torch.is_grad_enabled()
+        if self.decoupled and (not training or _reads_unseen(self._inside)):
+            self.reducer.finish()
         if training:
             self.reducer.forward_begins(self.require_backward_grad_sync)
             if self._frozen:
@@ -418,9 +487,9 @@ class DistributedDataParallel(TorchDDP):  # type: ignore[misc]
         self._check_comm_hook(hook)
         if self._comm_hooks:
             raise RuntimeError("register_comm_hook or register_builtin_comm_hook can only be called once.")
-        self._comm_hooks.append((hook, state))
         if self.reducer is not None:
             self.reducer.set_comm_hook(state, hook)
+        self._comm_hooks.append((hook, state))
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
         if self._backbeat_backend == "ddp":
@@ -490,10 +559,12 @@ class DistributedDataParallel(TorchDDP):  # type: ignore[misc]
         if self._backbeat_backend == "ddp":
             return dict(super().__getstate__())
         self._check_default_group()
+        self.finish()
         state = dict(self.__dict__)
         for name in ("process_group", "links", "_recorder", "_tuner"):
             state.pop(name, None)
         # The copy must not share the frozen flags' and names' lists with the original.
+        state["_inside"] = []
         for name in ("_names", "_trainable", "_sparse", "_frozen", "_sparse_ids"):
             state.pop(name, None)
         state["reducer"] = None
@@ -510,3 +581,13 @@ class DistributedDataParallel(TorchDDP):  # type: ignore[misc]
         self._module_parameters = [p for n, p in self.module.named_parameters() if n not in self.parameters_to_ignore]
         # The reducer is built by the first forward that trains: a copy kept for evaluation never needs one.
         self._collect_parameters()
+
+
+def _reads_unseen(modules: list[Module]) -> bool:
+    """Compiled and scripted code reads weights where no torch function tells of it."""
+    return any(
+        getattr(child, "_compiled_call_impl", None) is not None
+        or isinstance(child, torch.jit.ScriptModule)
+        or type(child).__name__ == "OptimizedModule"
+        for child in modules
+    )

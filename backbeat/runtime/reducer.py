@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from torch.nn import Parameter
 
     from backbeat.runtime.channels import Channels
-    from backbeat.runtime.partition import Partition
+    from backbeat.runtime.partition import GroupSpec, Partition
     from backbeat.runtime.timing import Recorder
 
 logger = logging.getLogger("backbeat.runtime")
@@ -130,8 +130,7 @@ class Reducer:
         self.partition = partition
         self.layout = layout
         self.buckets = [
-            Bucket(spec, self.parameters, wire=self.wire, tail=layout.length if index == last else 0)
-            for index, spec in enumerate(partition.groups)
+            self._bucket(spec, layout.length if index == last else 0) for index, spec in enumerate(partition.groups)
         ]
         self._home = [0] * len(self.parameters)
         self._view: list[torch.Tensor | None] = [None] * len(self.parameters)
@@ -146,6 +145,9 @@ class Reducer:
         self._count_waits()
         for place in range(len(self.parameters)):
             self._keep(place)
+
+    def _bucket(self, spec: GroupSpec, tail: int) -> Bucket:
+        return Bucket(spec, self.parameters, wire=self.wire, tail=tail)
 
     def add_parameters(self, names: Sequence[str], parameters: Sequence[Parameter], partition: Partition) -> None:
         """Take in parameters that became trainable, with the partition that holds them."""

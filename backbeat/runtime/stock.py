@@ -36,6 +36,10 @@ def construct(
         raise InputError(
             f"plan={strategy!r} needs backbeat's reducer to measure and switch: give a Plan, or backend='backbeat'"
         )
+    if plan is not None and plan.decoupled:
+        raise InputError(
+            "torch's reducer cannot run a decoupled plan: use backend='backbeat', or a plan without phases"
+        )
     if plan is not None:
         module = arguments["module"]
         partitions.check_fits(plan, {name for name, _ in module.named_parameters()})

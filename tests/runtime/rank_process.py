@@ -25,6 +25,7 @@ def _kind(error: AssertionError) -> str:
 
 
 def run(request: dict[str, Any]) -> dict[str, str]:
+    import decoupled_checks
     import runtime_checks
     import runtime_scenarios
     import torch
@@ -47,7 +48,7 @@ def run(request: dict[str, Any]) -> dict[str, str]:
             device_id=torch.device("cuda", 0) if device != "cpu" else None,
         )
         ctx = runtime_scenarios.Context(rank, size, device, request["route"])
-        known = {**runtime_scenarios.SCENARIOS, **runtime_checks.CHECKS}
+        known = {**runtime_scenarios.SCENARIOS, **runtime_checks.CHECKS, **decoupled_checks.CHECKS}
         return {"outcome": "right", "detail": str(known[request["scenario"]].run(ctx) or "")}
     except AssertionError as error:
         return {"outcome": _kind(error), "detail": f"{error}\n{traceback.format_exc()}"}
@@ -61,6 +62,7 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     # Imported here, before any fork: what the children would each load again.
+    import decoupled_checks
     import runtime_checks
     import torch._dynamo
 
@@ -69,6 +71,7 @@ def main() -> None:
 
     assert backbeat.planners, backbeat.measure.calibrate
     assert runtime_checks, torch._dynamo
+    assert decoupled_checks
     print(json.dumps({"ready": True}), file=answers)
     for line in sys.stdin:
         request = json.loads(line)

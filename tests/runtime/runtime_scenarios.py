@@ -1,8 +1,9 @@
 """Training situations, each against a mean of local gradients made by hand.
 
-A scenario is written once and runs on three routes: backbeat's reducer, the plan through torch's reducer
-(`backend="ddp"`), and stock DDP for the record. The oracle needs no communication: every rank holds a plain replica of
-every rank's model, runs all of them, and averages their gradients itself.
+A scenario is written once and runs on four routes: backbeat's reducer, the same groups decoupled (scattered, and
+gathered in others), the plan through torch's reducer (`backend="ddp"`), and stock DDP for the record. The oracle needs
+no communication: every rank holds a plain replica of every rank's model, runs all of them, and averages their gradients
+itself.
 """
 
 from __future__ import annotations
@@ -42,10 +43,21 @@ class Context:
             return TorchDDP(model, **options)
         from backbeat.runtime import DistributedDataParallel
 
+        if self.route == "decoupled":
+            options.pop("channels", None)
+            wrapped = DistributedDataParallel(model, plan=in_halves(plan or small_plan(model)), **options)
+            self.attach(wrapped, torch.optim.SGD(model.parameters(), lr=0.0))
+            return wrapped
         backend = "ddp" if self.route == "ddp" else "backbeat"
         if backend == "ddp":
             options.pop("strict", None)
         return DistributedDataParallel(model, plan=plan, backend=backend, **options)
+
+    def attach(self, wrapped: Any, optimizer: torch.optim.Optimizer) -> None:
+        if self.route == "decoupled":
+            wrapped.attach(optimizer)
+            # Or the route would silently be another one's.
+            assert type(wrapped.reducer).__name__ == "DecoupledReducer"
 
     def data(self, *shape: int, step: int, rank: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(1000 * step + rank + 1)
@@ -121,7 +133,8 @@ def mlp(width: int = 6, depth: int = 4) -> nn.Module:
 
 def small_plan(model: nn.Module, channels: int = 1, size: int = 2) -> Plan:
     """Groups of a few gradients in reverse registration order."""
-    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad][::-1]
+    ignored = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
+    names = [n for n, parameter in model.named_parameters() if parameter.requires_grad and n not in ignored][::-1]
     groups = [names[start : start + size] for start in range(0, len(names), size)]
     return Plan(
         strategy="test",
@@ -131,9 +144,25 @@ def small_plan(model: nn.Module, channels: int = 1, size: int = 2) -> Plan:
     )
 
 
+def in_halves(plan: Plan, size: int = 3) -> Plan:
+    """The same groups scattered, and gathered in forward order in groups of another size."""
+    names = [name for group in plan.groups for name in group.gradients][::-1]
+    gathered = [names[start : start + size] for start in range(0, len(names), size)]
+    return Plan(
+        strategy=plan.strategy,
+        model=plan.model,
+        channels=1,
+        groups=(
+            *(Group(gradients=group.gradients, channel=0, phase="reduce_scatter") for group in plan.groups),
+            *(Group(gradients=tuple(group), channel=0, phase="all_gather") for group in gathered),
+        ),
+    )
+
+
 def train(ctx: Context, model: nn.Module, wrapped: Any, oracle: Oracle, steps: int = 3, lr: float = 0.1) -> None:
     """Ordinary steps, compared after each."""
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=lr)
+    ctx.attach(wrapped, optimizer)
     others = [torch.optim.SGD(replica.parameters(), lr=lr) for replica in oracle.replicas]
     for step in range(steps):
         optimizer.zero_grad()
@@ -786,6 +815,7 @@ def clipping(ctx: Context) -> None:
 def grad_scaler(ctx: Context) -> None:
     wrapped, oracle = start(ctx, lambda: nn.Linear(6, 6))
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+    ctx.attach(wrapped, optimizer)
     scaler = torch.amp.GradScaler(ctx.device.type, init_scale=16.0)
     before = [parameter.detach().clone() for parameter in wrapped.parameters()]
     x = ctx.data(3, 6, step=0, rank=ctx.rank)
@@ -808,6 +838,9 @@ def grad_scaler(ctx: Context) -> None:
 @scenario("communication hooks: allreduce, fp16 compression, PowerSGD")
 def comm_hooks(ctx: Context) -> None:
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+    if ctx.route == "decoupled":
+        raise SkipScenarioError("decoupled plans refuse communication hooks by name")
 
     for name, tolerance in (("allreduce_hook", 1e-5), ("fp16_compress_hook", 2e-2)):
         wrapped, oracle = start(ctx)
@@ -837,6 +870,8 @@ def comm_hooks(ctx: Context) -> None:
 def comm_hook_unused(ctx: Context) -> None:
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
+    if ctx.route == "decoupled":
+        raise SkipScenarioError("decoupled plans refuse communication hooks by name")
     wrapped, oracle = start(ctx, Branches)
     wrapped.register_comm_hook(None, default_hooks.allreduce_hook)
     for step in range(4):
@@ -873,6 +908,7 @@ def join(ctx: Context) -> None:
     for by_initial in (True, False):
         wrapped, oracle = start(ctx)
         optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.05)
+        ctx.attach(wrapped, optimizer)
         others = [torch.optim.SGD(replica.parameters(), lr=0.05) for replica in oracle.replicas]
         with wrapped.join(divide_by_initial_world_size=by_initial):
             for step in range(3 + ctx.rank):
