@@ -47,6 +47,16 @@ class Bucket:
         self._tail_view = self.flat[self.numel :]
 
     @property
+    def reduced(self) -> torch.Tensor:
+        """Where the sum is once it has arrived."""
+        return self.payload
+
+    def hand_out(self) -> None:
+        """Every member's gradient is its slice of the buffer."""
+        for parameter, view in self._pairs:
+            parameter.grad = view
+
+    @property
     def bytes(self) -> int:
         """What travels, without the control numbers."""
         return self.numel * (self.wire or self.dtype).itemsize

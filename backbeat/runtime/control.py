@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -47,7 +46,8 @@ class Layout:
 class Verdict:
     """The summed numbers, read."""
 
-    irregular: bool
+    irregular: int
+    """Ranks whose graph was not the plain one."""
     late: tuple[int, ...]
     """Groups that must be reduced again."""
     stamps: tuple[int, ...]
@@ -82,7 +82,7 @@ def write(
 def read(layout: Layout, summed: torch.Tensor) -> Verdict:
     numbers: list[float] = summed.float().tolist()
     return Verdict(
-        irregular=numbers[0] > 0,
+        irregular=round(numbers[0]),
         late=tuple(group for group in range(layout.groups) if numbers[1 + group] > 0),
         stamps=tuple(round(number) for number in numbers[layout.stamps_at : layout.used_at]),
         used=[number > 0 for number in numbers[layout.used_at :]],
@@ -105,9 +105,9 @@ class Ledger:
         sums[:, layout.used_at :] = float(layout.ranks)
         sums[:, layout.stamps_at : layout.used_at] = stamps[:, None]
         # On the device, so that the plain step copies nothing from the host.
-        self._mine = mine.to(device=device, dtype=dtype)
-        self._sums = sums.to(dtype)
-        self._pinned = torch.empty(layout.length, dtype=dtype, pin_memory=True) if device.type == "cuda" else None
+        self._mine = mine.to(device=device, dtype=dtype).unbind()
+        self.sums = sums.to(dtype).unbind()
+        """By stamp, on the host: the sums of a step that was plain on every rank."""
 
     def plain(self, step: int) -> torch.Tensor:
         """What this rank writes when every parameter was used once and nothing else happened."""
@@ -115,16 +115,7 @@ class Ledger:
 
     def is_plain(self, numbers: torch.Tensor, step: int) -> bool:
         """Every rank wrote that."""
-        return torch.equal(numbers, self._sums[step % STAMPS])
-
-    def later(self, numbers: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Begin to bring the numbers to the host, and an event to wait for before they are looked at."""
-        if self._pinned is None:
-            raise ValueError("numbers on the host need no waiting")
-        self._pinned.copy_(numbers, non_blocking=True)
-        event = torch.cuda.Event()
-        event.record()
-        return self._pinned, event
+        return torch.equal(numbers, self.sums[step % STAMPS])
 
     def check(self, verdict: Verdict, step: int, where: str) -> None:
         """Raise if some rank broke off its backward or is in another step."""

@@ -68,7 +68,7 @@ class Monitor:
 
     def _listen(self, store: Any) -> None:
         try:
-            while not self._stop.wait(POLL_S):
+            while not self._stop.wait(POLL_S) and self._status() is not None:
                 if store.check([f"{self._key}/alarm"]):
                     self._answer(store)
                     return

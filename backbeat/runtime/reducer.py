@@ -23,8 +23,9 @@ from torch.autograd import Variable
 from torch.autograd.graph import get_gradient_edge
 
 from backbeat.errors import BackbeatError
-from backbeat.runtime import control
+from backbeat.runtime import control, deferral
 from backbeat.runtime.buckets import Bucket, sparse_message
+from backbeat.runtime.deferral import Deferral
 from backbeat.runtime.expectation import Expectation
 from backbeat.runtime.faults import CommunicationError, Monitor, Status, first_line
 from backbeat.runtime.hooks import GradBucket, Hook, result_of
@@ -73,6 +74,12 @@ def _no_round() -> None:
     return None
 
 
+def _queued(reducer: Reducer) -> Callable[[], _Close | None]:
+    close = _Close(reducer)
+    Variable._execution_engine.queue_callback(close)
+    return weakref.ref(close)
+
+
 class Reducer:
     """Runs one partition over the parameters given."""
 
@@ -108,10 +115,12 @@ class Reducer:
         self._hidden = False
         self._passed = False
         self._regular = False
-        self._deferred: tuple[int, torch.Tensor, Any] | None = None
+        self.attentive = False
+        """What follows the next step acts on it, on every rank alike: its word is not read late."""
+        self._deferral: Deferral | None = None
         self._token: Callable[[], Any] = _no_round
         self._open = False
-        self._sync = False
+        self._launched = 0
         self._reset_round()
         self.install(partition)
         self._weak = weakref.ref(self)
@@ -142,6 +151,8 @@ class Reducer:
         tail = self.buckets[last]
         dtype = tail.wire or tail.dtype
         self._ledger = control.Ledger(layout, self.channels.rank, dtype, tail.device)
+        late = tail.device.type in deferral.DEVICES and not self.strict and not any(b.sparse for b in self.buckets)
+        self._deferral = Deferral(self._ledger, [b.reduced for b in self.buckets]) if late else None
         self._count_waits()
         for place in range(len(self.parameters)):
             self._keep(place)
@@ -211,6 +222,7 @@ class Reducer:
         self._open = True
         self._absent = True
         self._number()
+        self._absorb()
         self._finish_round()
 
     def _watch(self, place: int) -> Any:
@@ -219,8 +231,28 @@ class Reducer:
 
         def arrived(_: torch.Tensor) -> None:
             reducer = alive()
-            if reducer is not None:
+            if reducer is None:
+                return
+            # This runs once a gradient and is most of what the wrapper costs: the ordinary case is written out here.
+            if reducer._slow or _graph_task() != reducer._root:
                 reducer._fired(place)
+                return
+            reducer._dirty[place] = 1
+            group = reducer._home[place]
+            if reducer._streams is not None:
+                reducer._streams.note(group)
+            awaited = reducer._awaited
+            outstanding = awaited[place] - 1
+            awaited[place] = outstanding
+            if outstanding:
+                if outstanding < 0 and group < reducer._launched:
+                    reducer._late.add(place)
+                return
+            waits = reducer._waits
+            left = waits[group] - 1
+            waits[group] = left
+            if not left and group == reducer._launched:
+                reducer._launch_ready()
 
         return self.parameters[place].register_post_accumulate_grad_hook(arrived)
 
@@ -233,17 +265,19 @@ class Reducer:
             self.recorder.gradient(place)
         if not self._sync:
             self._keep(place)
+        group = self._home[place]
         if self._streams is not None:
-            self._streams.note(self._home[place])
+            self._streams.note(group)
         if self._regular and _graph_task() != self._root:
             # Inside a reentrant checkpoint more of this gradient may follow: its group waits for the end.
             self._nested = True
+            if group < self._launched:
+                self._late.add(place)
             return
         outstanding = self._awaited[place] - 1
         self._awaited[place] = outstanding
         if outstanding > 0:
             return
-        group = self._home[place]
         if outstanding < 0:
             if group < self._launched:
                 self._late.add(place)
@@ -280,20 +314,20 @@ class Reducer:
     def _begin(self, sync: bool) -> None:
         if self._open:
             self._break_off()
-        self._absorb()
         self._reset_round()
-        close = _Close(self)
-        Variable._execution_engine.queue_callback(close)
-        self._token = weakref.ref(close)
+        self._token = _queued(self)
         self._open = True
         self._root = _graph_task()
         if sync:
             self._number()
+        # In the open round: if this raises, the round counts as broken off, here and for the others.
+        self._absorb()
         if self.recorder is not None:
             self.recorder.begin(sync)
 
     def _number(self) -> None:
         self._sync = True
+        self._slow = self._hold or self.recorder is not None
         self.step += 1
 
     def _reset_round(self) -> None:
@@ -301,12 +335,14 @@ class Reducer:
         self._waits = self._all_waits.copy() if hasattr(self, "_all_waits") else []
         self._hold = not self._expectation.learned
         self._sync = False
+        self._slow = True
+        self._plain = False
         self._launched = 0
         self._flights: list[Flight] = []
         self._alone: Flight | None = None
         self._late: set[int] = set()
         self._used = bytearray(len(self.parameters))
-        self._whole: tuple[int, ...] | None = None
+        self._whole: list[Bucket] = []
         self._backups: dict[int, torch.Tensor] = {}
         self._nested = False
         self._absent = False
@@ -320,9 +356,9 @@ class Reducer:
 
     def _launch_ready(self) -> None:
         """Send every group that is due; the last one carries what happened in this round, so it leaves only when
-        nothing more can happen: at once if the graph is regular, otherwise at the end."""
+        nothing more can happen, at its end."""
         with self._lock:
-            count = len(self.buckets) if self._regular else len(self.buckets) - 1
+            count = len(self.buckets) - 1
             while self._launched < count and self._waits[self._launched] <= 0:
                 # What comes late can be added to a dense sum, not to a sparse one.
                 if self.buckets[self._launched].sparse and not self._regular:
@@ -361,7 +397,7 @@ class Reducer:
 
     def _pack(self, bucket: Bucket, whole: bool) -> None:
         if whole and bucket.take_all():
-            self._whole = bucket.members if self._whole is None else self._whole + bucket.members
+            self._whole.append(bucket)
             return
         held = bucket.take()
         if self._absent:
@@ -403,9 +439,11 @@ class Reducer:
 
     def _control(self) -> torch.Tensor:
         if not (self._broken or self._absent or self._late or self._irregular()):
+            self._plain = True
             return self._ledger.plain(self.step)
-        for place in self._whole or ():
-            self._used[place] = 1
+        for bucket in self._whole:
+            for place in bucket.members:
+                self._used[place] = 1
         return control.write(
             self.layout,
             rank=self.channels.rank,
@@ -442,6 +480,7 @@ class Reducer:
                 numbers = self._land()
                 verdict = self._read(numbers)
                 if verdict is not None and verdict.late:
+                    self._check_repeatable(verdict)
                     self._reduce_again(verdict)
                 self._hand_back(verdict)
                 self._learn(verdict)
@@ -503,28 +542,38 @@ class Reducer:
         )
 
     def _read(self, numbers: torch.Tensor) -> control.Verdict | None:
-        """What the ranks said; None for the plain step. On a device the plain step is not waited for: its numbers are
-        looked at when the next round opens, before anything is sent."""
-        local = self._broken or self._absent or self._late or self._irregular()
-        if numbers.device.type == "cpu":
-            return self._judge(numbers)
-        if self._regular and not local and not self.strict:
-            self._deferred = (self.step, *self._ledger.later(numbers))
+        """What the ranks said; None for the plain step, or if that is to be read when the next round opens."""
+        if self._deferral is not None and self._plain and self._reads_late():
+            self._deferral.put_off(numbers, self.step)
             return None
-        return self._judge(numbers.cpu())
+        return self._judge(numbers if numbers.device.type == "cpu" else numbers.cpu())
+
+    def _reads_late(self) -> bool:
+        """Whether ranks whose own round was plain do not wait for the others' word; the same on every rank."""
+        return self._deferral is not None and self._regular and not self.attentive
+
+    def _check_repeatable(self, verdict: control.Verdict) -> None:
+        """A rank that reads late does not know that it must reduce again."""
+        if self._reads_late() and verdict.irregular < self.channels.size:
+            raise self._came_late(verdict, self.step)
+
+    def _came_late(self, verdict: control.Verdict, step: int) -> CommunicationError:
+        return CommunicationError(
+            f"a gradient of group {verdict.late[0]} came after its group had left in step {step}, on some ranks only "
+            "and although every step before was regular: the step has no gradients on any rank. A graph that changes "
+            "under reentrant checkpointing does so; use use_reentrant=False, or strict=True"
+        )
 
     def _absorb(self) -> None:
-        if self._deferred is None:
+        """Read the word on the step before, where it was put off."""
+        found = self._deferral.take() if self._deferral is not None else None
+        if found is None:
             return
-        step, numbers, event = self._deferred
-        self._deferred = None
-        event.synchronize()
+        step, numbers = found
+        self._regular = False
         verdict = self._judge(numbers, step)
         if verdict is not None and verdict.late:
-            raise CommunicationError(
-                f"a gradient of group {verdict.late[0]} came after its group had left in step {step}, although every "
-                "step before was regular: the graph changed under reentrant checkpointing; use use_reentrant=False"
-            )
+            raise self._came_late(verdict, step)
         self._regular = verdict is None or not verdict.irregular
 
     def _judge(self, numbers: torch.Tensor, step: int | None = None) -> control.Verdict | None:
@@ -563,16 +612,15 @@ class Reducer:
                 if verdict is not None and not verdict.used[place]:
                     bucket.parameters[0].grad = self._backups.get(place)
             elif verdict is None:
-                for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
-                    parameter.grad = view
+                bucket.hand_out()
             else:
                 for place, parameter, view in zip(bucket.members, bucket.parameters, bucket.views, strict=True):
                     parameter.grad = view if verdict.used[place] else self._backups.get(place)
 
     def _learn(self, verdict: control.Verdict | None) -> None:
         if verdict is None:
-            if self._deferred is None:
-                self._regular = True
+            # Put off, it was regular before, and the word that comes will say whether it still is.
+            self._regular = True
             if self._expectation.learned:
                 return
         else:

@@ -28,6 +28,7 @@ class RankPool:
         self.size = size
         self._dist = dist
         self._number = 0
+        self._fresh = False
         self._start()
 
     def _start(self) -> None:
@@ -72,9 +73,13 @@ class RankPool:
                 "timeout": timeout,
                 "port": self._store.port,
                 "number": self._number,
+                "fresh": self._fresh,
             }
         )
         answers = self._answers(limit)
+        # What went wrong, was made to, or is another library's may leave traces in the process.
+        peaceful = all(answer["outcome"] in ("right", "skipped") for answer in answers) and timeout >= 30
+        self._fresh = not peaceful
         if any(answer["outcome"] == "hung" for answer in answers):
             self.close()
             self._start()

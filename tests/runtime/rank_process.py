@@ -1,12 +1,16 @@
-"""One rank of the scenario suite: imports torch once, then runs each scenario it is told in a forked child.
+"""One rank of the scenario suite: imports torch once, then runs what it is told in a forked child.
 
-A child that dies or is left in an odd state takes nothing with it, and starting one costs milliseconds.
+A child serves scenarios until one of them leaves it in an odd state, or dead; then a new one is forked. Each scenario
+has a process group of its own.
 """
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import json
 import os
+import signal
 import sys
 import traceback
 import warnings
@@ -31,12 +35,17 @@ def run(request: dict[str, Any]) -> dict[str, str]:
     import torch
     import torch.distributed as dist
 
+    from backbeat.runtime import deferral
+
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device = os.environ.get("BACKBEAT_TEST_DEVICE", "cpu")
     torch.set_num_threads(1)
     if device != "cpu":
         torch.cuda.set_device(0)
     warnings.simplefilter("ignore")
+    # Reads the ranks' word one step late, as on a GPU.
+    late = request["route"] == "deferred"
+    deferral.DEVICES = {"cuda", "cpu"} if late else {"cuda"}
     try:
         store = dist.TCPStore("127.0.0.1", request["port"], is_master=False, timeout=timedelta(seconds=60))
         dist.init_process_group(
@@ -47,7 +56,7 @@ def run(request: dict[str, Any]) -> dict[str, str]:
             timeout=timedelta(seconds=request["timeout"]),
             device_id=torch.device("cuda", 0) if device != "cpu" else None,
         )
-        ctx = runtime_scenarios.Context(rank, size, device, request["route"])
+        ctx = runtime_scenarios.Context(rank, size, device, "backbeat" if late else request["route"])
         known = {**runtime_scenarios.SCENARIOS, **runtime_checks.CHECKS, **decoupled_checks.CHECKS}
         return {"outcome": "right", "detail": str(known[request["scenario"]].run(ctx) or "")}
     except AssertionError as error:
@@ -58,11 +67,54 @@ def run(request: dict[str, Any]) -> dict[str, str]:
         return {"outcome": "error", "detail": f"{type(error).__name__}: {error}\n{traceback.format_exc()}"}
 
 
+def serve(requests: int, answers: int) -> None:
+    """The child: one answer a request; an empty request says that every rank has answered."""
+    import torch.distributed as dist
+
+    with os.fdopen(requests) as told:
+        for line in told:
+            request = json.loads(line)
+            if request:
+                os.write(answers, json.dumps(run(request)).encode() + b"\n")
+            elif dist.is_initialized():
+                # Not before: nobody closes a connection that another still uses.
+                gc.collect()
+                dist.destroy_process_group()
+
+
+class Child:
+    def __init__(self) -> None:
+        requests, self._tell = os.pipe()
+        told, answers = os.pipe()
+        self._pid = os.fork()
+        if self._pid == 0:
+            os.close(self._tell)
+            os.close(told)
+            serve(requests, answers)
+            os._exit(0)
+        os.close(requests)
+        os.close(answers)
+        self._answers = os.fdopen(told)
+
+    def ask(self, request: dict[str, Any]) -> str:
+        self.tell(request)
+        return self._answers.readline().strip() or json.dumps({"outcome": "died", "detail": "the process ended"})
+
+    def tell(self, request: dict[str, Any]) -> None:
+        with contextlib.suppress(BrokenPipeError):
+            os.write(self._tell, json.dumps(request).encode() + b"\n")
+
+    def end(self) -> None:
+        os.close(self._tell)
+        self._answers.close()
+        os.kill(self._pid, signal.SIGKILL)
+        os.waitpid(self._pid, 0)
+
+
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     # Imported here, before any fork: what the children would each load again.
-    import decoupled_checks
     import runtime_checks
     import torch._dynamo
 
@@ -71,28 +123,20 @@ def main() -> None:
 
     assert backbeat.planners, backbeat.measure.calibrate
     assert runtime_checks, torch._dynamo
-    assert decoupled_checks
+    # What is imported stays: collecting garbage need not look at it, nor touch memory shared with the children.
+    gc.freeze()
     print(json.dumps({"ready": True}), file=answers)
+    child: Child | None = None
     for line in sys.stdin:
         request = json.loads(line)
-        told, tell = os.pipe()
-        released, release = os.pipe()
-        child = os.fork()
-        if child == 0:
-            os.close(told)
-            os.close(release)
-            os.write(tell, json.dumps(run(request)).encode() + b"\n")
-            # Until every rank is done nobody closes a connection that another still uses.
-            os.read(released, 1)
-            os._exit(0)
-        os.close(tell)
-        os.close(released)
-        with os.fdopen(told) as answer:
-            text = answer.readline()
-        print(text.strip() or json.dumps({"outcome": "died", "detail": "the process ended"}), file=answers)
-        sys.stdin.readline()
-        os.close(release)
-        os.waitpid(child, 0)
+        if child is not None and request.get("fresh"):
+            child.end()
+            child = None
+        child = child or Child()
+        if request:
+            print(child.ask(request), file=answers)
+        else:
+            child.tell(request)
 
 
 if __name__ == "__main__":
