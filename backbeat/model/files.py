@@ -23,6 +23,7 @@ from backbeat.errors import InputError
 T = TypeVar("T", bound="Document")
 
 ZOO = Path(__file__).resolve().parent.parent / "zoo"
+_ACCESS = "check who may read the file and its folder (ls -ld)"
 
 
 class Document(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True, dict=True):
@@ -49,10 +50,10 @@ def find(name: str | os.PathLike[str], kind: type[Document]) -> Path:
     if not text:
         raise InputError(f"the name of the {_noun(kind)} is empty: give a file, or a bundled name (`backbeat zoo`)")
     # A pipe, as `<(…)` makes it, is read like a file.
-    if os.path.exists(path) and not os.path.isdir(path):
+    if _exists(path):
+        if os.path.isdir(path):
+            raise InputError(f"{text} is a folder: give the {_noun(kind)} file in it")
         return path
-    if os.path.isdir(path):
-        raise InputError(f"{text} is a folder: give the {_noun(kind)} file in it")
     looks_like_path = os.sep in text or text.endswith((".json", ".gz"))
     names = bundled(kind)
     if not looks_like_path and text in names:
@@ -61,9 +62,26 @@ def find(name: str | os.PathLike[str], kind: type[Document]) -> Path:
         raise InputError(f"{text}: no such file. Check the path, or write one with `backbeat {_noun(kind)}`")
     if looks_like_path:
         raise InputError(f"{text}: no such file. Check the path, or name a bundled {_noun(kind)} (`backbeat zoo`)")
+    for other in Document.__subclasses__():
+        if other is not kind and text in bundled(other):
+            raise InputError(
+                f"{text!r} is a bundled {_noun(other)}, but a {_noun(kind)} is needed here: "
+                f"give the {_noun(kind)} in this place (PROFILE comes before NETWORK)"
+            )
     close = difflib.get_close_matches(text, names, n=3, cutoff=0.4)
     hint = f"did you mean {' or '.join(close)}?" if close else "`backbeat zoo` lists the bundled ones."
     raise InputError(f"{text!r} is neither a file nor a bundled {_noun(kind)}: {hint}")
+
+
+def _exists(path: Path) -> bool:
+    """Whether there is something to read; a folder that may not be searched is not the same as nothing."""
+    try:
+        os.stat(path)
+    except PermissionError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror}): {_ACCESS}") from None
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 def bundled(kind: type[Document]) -> dict[str, Path]:
@@ -79,6 +97,8 @@ def read(path: Path) -> bytes:
         return gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise InputError(f"{path}: the compressed file is damaged or cut short ({error}): copy it again") from None
+    except PermissionError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror}): {_ACCESS}") from None
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror})") from None
 

@@ -161,8 +161,19 @@ def test_missing_files_say_what_to_do(tmp_path: Path) -> None:
         bb.Profile.load(tmp_path / "none.json")
     with pytest.raises(bb.InputError, match=r"neither a file nor a bundled network.*10gbe"):
         bb.Network.load("10gbit")
+    with pytest.raises(bb.InputError, match=r"'10gbe' is a bundled network, but a profile is needed here"):
+        bb.Profile.load("10gbe")
     with pytest.raises(bb.InputError, match="is a folder"):
         bb.Profile.load(tmp_path)
+
+
+def test_a_folder_that_may_not_be_searched_is_not_called_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def denied(path: object) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr("backbeat.model.files.os.stat", denied)
+    with pytest.raises(bb.InputError, match=r"locked/p\.json: cannot be read \(Permission denied\): check who"):
+        bb.Profile.load("locked/p.json")
 
 
 def test_values_built_in_python_obey_the_same_rules() -> None:
