@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from backbeat.cli.common import JsonOption, StrategyOption
+from backbeat.errors import InputError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -41,8 +42,11 @@ def validate(
     records = load(output)
     found = [one for record in records for one in outcomes(record)]
     if not found:
-        say(f"nothing has been measured in {output} yet")
-        raise typer.Exit(1)
+        raise InputError(
+            f"nothing has been measured in {output} yet: "
+            + ("run `backbeat validate` without --report" if report_only else "give it more time with --time-limit")
+            + ", or name another folder with -o"
+        )
     moved = extrapolated(records)
     report = _plain(summary(found, moved))
     report["speedup over ddp, measured"] = speedups(found, over="ddp")

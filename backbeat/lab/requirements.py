@@ -21,12 +21,14 @@ def check(backend: str) -> None:
         raise InputError(f"backend is {backend!r}: the lab runs {' or '.join(BACKENDS)}")
     if sys.platform != "linux":
         raise MissingPartError(f"the lab needs Linux (network namespaces), this is {sys.platform}; {_REST}")
-    if find_spec("pyroute2") is None:
-        raise MissingPartError(f"the lab needs pyroute2: pip install 'backbeat[lab]'; {_REST}")
-    if find_spec("torch") is None:
-        raise MissingPartError(f"the lab needs PyTorch: pip install 'backbeat[torch]'; {_REST}")
+    missing = [name for module, name in (("torch", "PyTorch"), ("pyroute2", "pyroute2")) if find_spec(module) is None]
+    if missing:
+        raise MissingPartError(f"the lab needs {' and '.join(missing)}: pip install 'backbeat[torch,lab]'; {_REST}")
     if os.geteuid() != 0:
-        raise MissingPartError(f"the lab needs root, to make network namespaces: run it with sudo; {_REST}")
+        # sudo has a PATH of its own, on which a virtual environment is not.
+        raise MissingPartError(
+            f"the lab needs root, to make network namespaces: run `sudo $(which backbeat) …`; {_REST}"
+        )
     if backend == "nccl":
         _check_gpu()
 

@@ -107,6 +107,8 @@ def test_strong_scaling_between_two_batch_sizes(profile: Path) -> None:
         (("plan", "PROFILE", "10gbe", "-o", "/nowhere/plan.json"), "/nowhere/plan.json: cannot be written"),
         (("plan", "PROFILE", "10gbe", "--channels", "0"), "channels is 0"),
         (("plan", "PROFILE", "PROFILE"), "give the network file"),
+        (("predict", "10gbe", "PROFILE"), "PROFILE comes before NETWORK"),
+        (("validate", "--report", "-o", "/nowhere"), "without --report"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_two(profile: Path, words: tuple[str, ...], message: str) -> None:

@@ -36,9 +36,15 @@ def test_missing_libraries_are_named_with_what_still_works(complete, missing):
         requirements.check("gloo")
 
 
+def test_all_missing_libraries_are_named_at_once(complete):
+    complete.setattr(requirements, "find_spec", lambda name: None)
+    with pytest.raises(MissingPartError, match=r"PyTorch and pyroute2: pip install 'backbeat\[torch,lab\]'"):
+        requirements.check("gloo")
+
+
 def test_missing_root_is_named(complete):
     complete.setattr(os, "geteuid", lambda: 1000)
-    with pytest.raises(MissingPartError, match="root"):
+    with pytest.raises(MissingPartError, match=r"root.*sudo \$\(which backbeat\)"):
         requirements.check("gloo")
 
 
