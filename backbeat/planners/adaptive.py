@@ -16,6 +16,7 @@ import numpy as np
 
 from backbeat.planners.baselines import DDP_BUCKET_BYTES, DDP_FIRST_BUCKET_BYTES
 from backbeat.planners.draft import Draft, Options, capped
+from backbeat.units import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -49,7 +50,7 @@ def adaptive(profile: Profile, network: Network, options: Options) -> Draft:
     for candidate in (*_with_smaller_head(sizes, buffer), *_with_smaller_tail(sizes, ends)):
         if (end := end_s(candidate)) < finish:
             best, finish = candidate, end
-    note = f"buffer of {buffer:.0f} bytes" + ("" if best is ends else ", smaller at head or tail")
+    note = f"adaptive: a buffer of {format_bytes(buffer)}" + ("" if best is ends else ", smaller at head or tail")
     return Draft(best, channels, notes=(note,))
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from rich.table import Table
 
+from backbeat.model.source import Source
 from backbeat.units import format_bytes, format_seconds, printable
 
 if TYPE_CHECKING:
@@ -113,10 +114,13 @@ def zoo_table(title: str, rows: Sequence[tuple[str, str]]) -> Table:
 def describe(profile: Profile, network: Network) -> str:
     """One line on what is being predicted."""
     kind = "analytic" if profile.analytic else "measured"
+    device = profile.device.removesuffix(f" ({kind})")
+    # What was never measured must not read as if it had been.
+    origin = f" ({network.source.method})" if isinstance(network.source, Source) else ""
     return (
         f"{profile.model}, batch {profile.batch_size} per worker (weak scaling), {profile.precision} on "
-        f"{profile.device} ({kind}): {format_seconds(profile.single_s)} per iteration alone, "
-        f"{len(profile.gradients)} gradients, {format_bytes(profile.total_bytes)}; network {network.name}"
+        f"{device} ({kind}): {format_seconds(profile.single_s)} per iteration alone, "
+        f"{len(profile.gradients)} gradients, {format_bytes(profile.total_bytes)}; network {network.name}{origin}"
     )
 
 
