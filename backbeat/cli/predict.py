@@ -213,7 +213,9 @@ def _remarks(rows: list[Prediction], bends: dict[str, int | None]) -> list[str]:
 
 
 def _strong_title(profile: Profile, network: Network, global_batch: int) -> str:
+    from backbeat.report.tables import named
+
     return (
         f"{profile.model}, global batch {global_batch} shared by the workers (strong scaling), {profile.precision} on "
-        f"{profile.device}; network {network.name}"
+        f"{profile.device}; network {named(network)}"
     )

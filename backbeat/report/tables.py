@@ -115,13 +115,16 @@ def describe(profile: Profile, network: Network) -> str:
     """One line on what is being predicted."""
     kind = "analytic" if profile.analytic else "measured"
     device = profile.device.removesuffix(f" ({kind})")
-    # What was never measured must not read as if it had been.
-    origin = f" ({network.source.method})" if isinstance(network.source, Source) else ""
     return (
         f"{profile.model}, batch {profile.batch_size} per worker (weak scaling), {profile.precision} on "
         f"{device} ({kind}): {format_seconds(profile.single_s)} per iteration alone, "
-        f"{len(profile.gradients)} gradients, {format_bytes(profile.total_bytes)}; network {network.name}{origin}"
+        f"{len(profile.gradients)} gradients, {format_bytes(profile.total_bytes)}; network {named(network)}"
     )
+
+
+def named(network: Network) -> str:
+    """A network's name with its origin: what was never measured must not read as if it had been."""
+    return f"{network.name} ({network.source.method})" if isinstance(network.source, Source) else network.name
 
 
 def _three_figures(value: float) -> str:
