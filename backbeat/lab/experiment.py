@@ -17,6 +17,7 @@ from backbeat.lab.plans import Choice, build
 from backbeat.lab.requirements import check
 from backbeat.lab.runs import Run
 from backbeat.lab.session import Session
+from backbeat.measure.exchange import PRIMITIVE
 from backbeat.measure.robust import quantile
 from backbeat.model import Network, Plan, Prediction, Profile
 from backbeat.model.files import decode
@@ -103,6 +104,7 @@ def calibrate(
     """Measure the lab's own network, up to the largest message that any plan could send or the budget allows."""
     # Stock DDP on gloo is two collectives at a time, so two at once are calibrated though no channel is opened for it.
     channels = max(2 if choice.stock(setting.backend) else choice.widest(setting.backend) for choice in choices)
+    decoupled = any(choice.strategy == "decoupled" for choice in choices)
     sizes = [1 << power for power in range(10, 29) if 1 << power < 2 * largest_bytes]
     network, timings, elapsed = session.ask(
         "calibrate",
@@ -110,9 +112,15 @@ def calibrate(
         budget_s=budget_s,
         channels=list(range(1, channels + 1)),
         sizes=sizes,
+        # Halves of an all-reduce are measured where a plan sends them, through the primitives it sends them with.
+        collectives=("all_reduce", *(("all_gather", "reduce_scatter") if decoupled else ())),
         name=setting.name,
     )[0]
-    return Calibrated(network=msgspec.json.decode(network, type=Network), timings=timings, elapsed_s=elapsed)
+    measured = msgspec.json.decode(network, type=Network)
+    if decoupled and setting.backend == "gloo":
+        note = f"reduce-scatter on gloo is {PRIMITIVE}: gloo's own moves as many bytes as its all-reduce"
+        measured = msgspec.structs.replace(measured, notes=(*measured.notes, note))
+    return Calibrated(network=measured, timings=timings, elapsed_s=elapsed)
 
 
 def planned(choices: Sequence[Choice], profile: Profile, network: Network) -> list[tuple[Choice, Plan, Prediction]]:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from backbeat.simulate.decoupled import Layers
 from backbeat.simulate.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -29,6 +30,15 @@ class Message:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Layer:
+    """A stretch of a decoupled plan's forward: computation that begins when one more gather has arrived."""
+
+    gather: int
+    compute_s: float
+    """With the updates of its parameters."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """One iteration to replay."""
 
@@ -40,10 +50,18 @@ class Job:
     """In launch order."""
     stock: bool = False
     """Through the process group itself, as stock DDP does it, and not through channels of one collective each."""
+    gathers: tuple[int, ...] = ()
+    """Bytes of each all-gather in launch order, where the plan is decoupled; `messages` are then reduce-scattered."""
+    layers: tuple[Layer, ...] = ()
+    """The next forward, where the plan is decoupled; it takes the place of `forward_s` and `update_s`."""
 
     @property
     def bytes(self) -> int:
         return sum(message.bytes for message in self.messages)
+
+    @property
+    def decoupled(self) -> bool:
+        return bool(self.layers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +85,8 @@ class Replayed:
 
 def job_of(key: str, profile: Profile, plan: Plan, *, stock: bool = False) -> Job:
     """The plan's groups as messages; `dynamic` fusion is replayed as the groups that its simulation formed."""
+    if plan.decoupled:
+        return _in_halves(key, profile, plan)
     schedule, _ = Schedule.of_plan(profile, plan)
     rows = zip(schedule.ready.tolist(), schedule.sizes.tolist(), schedule.channels, strict=True)
     return Job(
@@ -77,6 +97,43 @@ def job_of(key: str, profile: Profile, plan: Plan, *, stock: bool = False) -> Jo
         messages=tuple(Message(bytes=int(size), ready_s=ready, channel=channel) for ready, size, channel in rows),
         stock=stock,
     )
+
+
+def _in_halves(key: str, profile: Profile, plan: Plan) -> Job:
+    """One steady period of a decoupled plan: backward with its scatters, then the next forward with the gathers.
+
+    Forward ends after its last gather, so that a period begins with an idle link and the next is like it.
+    """
+    place = profile.index
+    scatters = [[place[name] for name in group.gradients] for group in plan.groups if group.phase == "reduce_scatter"]
+    gathers = [[place[name] for name in group.gradients] for group in plan.groups if group.phase == "all_gather"]
+    arrives_with = {index: number for number, members in enumerate(gathers) for index in members}
+    layers: list[Layer] = []
+    seen: set[int] = set()
+    forward = zip(reversed(range(len(profile.gradients))), Layers.of(profile).compute_s.tolist(), strict=True)
+    for index, seconds in forward:
+        gather = arrives_with[index]
+        if gather in seen:
+            layers[-1] = Layer(gather=layers[-1].gather, compute_s=layers[-1].compute_s + seconds)
+        else:
+            seen.add(gather)
+            layers.append(Layer(gather=gather, compute_s=seconds))
+    return Job(
+        key=key,
+        forward_s=profile.forward_s,
+        backward_s=profile.backward_s,
+        update_s=profile.update_s,
+        messages=tuple(
+            Message(bytes=_bytes(profile, members), ready_s=float(profile.ready[max(members)]), channel=0)
+            for members in scatters
+        ),
+        gathers=tuple(_bytes(profile, members) for members in gathers),
+        layers=tuple(layers),
+    )
+
+
+def _bytes(profile: Profile, members: Sequence[int]) -> int:
+    return sum(profile.gradients[index].bytes for index in members)
 
 
 def compute_of(profile: Profile) -> Job:

@@ -17,6 +17,7 @@ from backbeat.errors import InputError
 from backbeat.model import Plan
 from backbeat.planners import STRATEGIES, Draft
 from backbeat.planners import plan as make
+from backbeat.planners.decoupled import Halved
 from backbeat.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -74,6 +75,10 @@ def _parse(text: str, channels: Sequence[int]) -> list[Choice]:
         raise InputError(f"{text!r}: say how many groups, like {strategy}:8")
     if slash and not (count.isdigit() and int(count) > 0):
         raise InputError(f"{text!r}: say how many channels, like {body}/2")
+    if strategy == "decoupled":
+        if slash and int(count) != 1:
+            raise InputError(f"{text!r}: decoupled plans use one channel; leave /{count} out")
+        return [Choice(name=text, strategy=strategy)]
     value = None if not colon else int(argument) if strategy in GROUPINGS else parse_bytes(argument)
     if slash:
         return [Choice(name=text, strategy=strategy, argument=value, channels=int(count))]
@@ -112,13 +117,26 @@ def _equal_ends(profile: Profile, groups: int) -> list[int]:
     return sorted(end for end in ends if end <= len(profile.gradients))
 
 
+_PHASES = ("reduce_scatter", "all_gather")
+
+
 def shorthand(plan: Plan) -> list[list[int]]:
-    """[gradients, channel] of each group of a plan whose groups are consecutive in ready order."""
-    return [[len(group.gradients), group.channel] for group in plan.groups]
+    """[gradients, channel] of each group of a plan whose groups are consecutive in ready order.
+
+    Decoupled plans have a third number: 0 for a scatter, in ready order, 1 for a gather, in the reverse.
+    """
+    return [
+        [len(group.gradients), group.channel, *([] if group.phase is None else [_PHASES.index(group.phase)])]
+        for group in plan.groups
+    ]
 
 
 def from_shorthand(groups: Sequence[Sequence[int]], profile: Profile, name: str, channels: int, workers: int) -> Plan:
     """The plan that `shorthand` described."""
+    if any(len(row) > 2 for row in groups):
+        scatter, gather = ([row[0] for row in groups if row[2] == phase] for phase in (0, 1))
+        halved = Halved(np.cumsum(scatter).tolist(), np.cumsum(gather).tolist(), False)
+        return halved.named(profile, name, workers)
     ends = np.cumsum([count for count, _ in groups]).tolist()
     draft = Draft(ends, channels, [channel for _, channel in groups])
     return draft.named(profile, name, workers)

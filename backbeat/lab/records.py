@@ -47,19 +47,24 @@ class Compute(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     update_s: float
     bytes: list[int]
     ready_s: list[float]
+    layer_s: list[float] = []
+    """Forward time of each gradient's module, where the profile has them: what decoupled plans are predicted from."""
 
     @classmethod
     def of(cls, profile: Profile) -> Compute:
+        layers = [gradient.forward_s for gradient in profile.gradients if gradient.forward_s is not None]
         return cls(
             forward_s=profile.forward_s,
             backward_s=profile.backward_s,
             update_s=profile.update_s,
             bytes=[gradient.bytes for gradient in profile.gradients],
             ready_s=[gradient.ready_s for gradient in profile.gradients],
+            layer_s=layers if len(layers) == len(profile.gradients) else [],
         )
 
     def profile(self, name: str) -> Profile:
-        rows = zip(self.bytes, self.ready_s, strict=True)
+        layers: list[float] | list[None] = self.layer_s or [None] * len(self.bytes)
+        rows = zip(self.bytes, self.ready_s, layers, strict=True)
         return Profile(
             name=name,
             model=name,
@@ -70,7 +75,8 @@ class Compute(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             backward_s=self.backward_s,
             update_s=self.update_s,
             gradients=tuple(
-                Gradient(name=str(place), bytes=size, ready_s=ready) for place, (size, ready) in enumerate(rows)
+                Gradient(name=str(place), bytes=size, ready_s=ready, forward_s=layer)
+                for place, (size, ready, layer) in enumerate(rows)
             ),
         )
 
@@ -94,7 +100,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     plan: str
     channels: int
     groups: list[list[int]]
-    """[number of gradients, channel] of each group; groups are consecutive in ready order."""
+    """Of each group, as `plans.shorthand` writes them."""
     series_s: list[list[float]]
     """Iteration times of two interleaved series."""
     predicted_s: float

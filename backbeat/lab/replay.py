@@ -3,6 +3,9 @@
 A node starts each iteration with a tiny all-reduce, so that all start together, and takes the time on its own clock;
 the controller keeps the longest of all nodes. Messages leave from one thread, in plan order, when the last of their
 gradients is ready. Nothing else of training is replayed: no copies into buckets and no host work of autograd.
+
+A decoupled plan is replayed from the start of one backward to the start of the next. Gathers are queued behind the
+scatters when backward ends, as the drop-in does it, and each stretch of forward waits for its own.
 """
 
 from __future__ import annotations
@@ -29,6 +32,8 @@ _POLL_S = 100e-6
 # An idle GPU takes its time to raise its clock.
 _CLOCK_UP_S = 0.7
 _WAIT_S = 120.0
+# A sleeper this late has overslept; later than this it has waited for a gather.
+_LATE_S = 100e-6
 
 
 class Player(Protocol):
@@ -54,6 +59,9 @@ def replay(player: Player, jobs: Sequence[Job], turns: Sequence[Turn], factor: C
     return results
 
 
+_Half = tuple[torch.Tensor, torch.Tensor]
+
+
 class Buffers:
     """One flat buffer, cut into a job's messages; zeros, so that sums stay what they are."""
 
@@ -62,7 +70,16 @@ class Buffers:
         self._flat = torch.zeros(0, device=device)
 
     def cut(self, job: Job) -> list[torch.Tensor]:
-        elements = [max(1, -(-message.bytes // 4)) for message in job.messages]
+        return self._pieces([max(1, -(-message.bytes // 4)) for message in job.messages])
+
+    def halves(self, job: Job, nodes: int) -> tuple[list[_Half], list[_Half]]:
+        """(whole, this node's part) of every scatter and of every gather."""
+        parts = [-(-max(1, -(-size // 4)) // nodes) for size in (*(one.bytes for one in job.messages), *job.gathers)]
+        pieces = self._pieces([size for part in parts for size in (part * nodes, part)])
+        halves = list(zip(pieces[::2], pieces[1::2], strict=True))
+        return halves[: len(job.messages)], halves[len(job.messages) :]
+
+    def _pieces(self, elements: list[int]) -> list[torch.Tensor]:
         if self._flat.numel() < sum(elements):
             self._flat = torch.empty(0, device=self._device)
             self._flat = torch.empty(sum(elements), device=self._device).fill_(0.0)
@@ -76,8 +93,9 @@ class Buffers:
 class SleepingPlayer:
     """A CPU node: compute is slept, so that nodes sharing few cores do not take them from the network's threads."""
 
-    def __init__(self, channels: Sequence[Channel], stock: Channel) -> None:
+    def __init__(self, channels: Sequence[Channel], stock: Channel, nodes: int) -> None:
         self._channels = channels
+        self._nodes = nodes
         self._stock = stock
         self._buffers = Buffers(torch.device("cpu"))
         self._tiny = torch.zeros(1)
@@ -85,6 +103,8 @@ class SleepingPlayer:
         ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)
 
     def play(self, job: Job, factor: float, finishes: list[float] | None = None) -> float:
+        if job.decoupled:
+            return self._play_decoupled(job, factor)
         views = self._buffers.cut(job)
         self._channels[0].all_reduce(self._tiny).wait()
         start = time.perf_counter()
@@ -100,6 +120,27 @@ class SleepingPlayer:
         # Nothing happens during the update: it is added, not slept.
         return time.perf_counter() - start + job.update_s * factor
 
+    def _play_decoupled(self, job: Job, factor: float) -> float:
+        scatters, gathers = self._buffers.halves(job, self._nodes)
+        channel = self._channels[0]
+        channel.all_reduce(self._tiny).wait()
+        start = time.perf_counter()
+        works = []
+        for message, (whole, part) in zip(job.messages, scatters, strict=True):
+            _sleep_until(start + message.ready_s * factor)
+            works.append(channel.reduce_scatter(part, whole))
+        reached = start + job.backward_s * factor
+        _sleep_until(reached)
+        for work in works:
+            work.wait()
+        arrivals = [channel.all_gather(whole, part) for whole, part in gathers]
+        for layer in job.layers:
+            arrivals[layer.gather].wait()
+            # From the moment planned where nothing was waited for: what a sleep took too long is taken off the next.
+            reached = max(reached, time.perf_counter() - _LATE_S) + layer.compute_s * factor
+            _sleep_until(reached)
+        return time.perf_counter() - start
+
 
 def _sleep_until(moment: float) -> None:
     left = moment - time.perf_counter()
@@ -110,8 +151,9 @@ def _sleep_until(moment: float) -> None:
 class SpinningPlayer:
     """A GPU node: compute spins on one multiprocessor in the current stream, so that each node has its own share."""
 
-    def __init__(self, channels: Sequence[Channel], device: torch.device) -> None:
+    def __init__(self, channels: Sequence[Channel], device: torch.device, nodes: int) -> None:
         self._channels = channels
+        self._nodes = nodes
         self._buffers = Buffers(device)
         self._tiny = torch.zeros(1, device=device)
         self._probe = cuda.Stream(device)
@@ -119,6 +161,8 @@ class SpinningPlayer:
         self.hertz, self.overhead_s = spin_rate()
 
     def play(self, job: Job, factor: float, finishes: list[float] | None = None) -> float:
+        if job.decoupled:
+            return self._play_decoupled(job, factor, finishes)
         views = self._buffers.cut(job)
         spin = _Spin(self.hertz, self.overhead_s)
         self._channels[0].all_reduce(self._tiny).wait()
@@ -140,6 +184,35 @@ class SpinningPlayer:
             self._probe.synchronize()
             backward_s = job.forward_s * factor
             finishes += [float(self._start.elapsed_time(event)) * 1e-3 - backward_s for event in seen]
+        return float(self._start.elapsed_time(self._end)) * 1e-3
+
+    def _play_decoupled(self, job: Job, factor: float, finishes: list[float] | None) -> float:
+        scatters, gathers = self._buffers.halves(job, self._nodes)
+        channel = self._channels[0]
+        spin = _Spin(self.hertz, self.overhead_s)
+        channel.all_reduce(self._tiny).wait()
+        cuda._sleep(int(_LEAD_S * self.hertz))
+        self._start.record()
+        works = []
+        for message, (whole, part) in zip(job.messages, scatters, strict=True):
+            spin.until(message.ready_s * factor)
+            works.append(channel.reduce_scatter(part, whole))
+        spin.until(job.backward_s * factor)
+        for work in works:
+            work.wait()
+        arrivals = [channel.all_gather(whole, part) for whole, part in gathers]
+        seen = [self._seen(work) for work in (*works, *arrivals)] if finishes is not None else []
+        computed = job.backward_s * factor
+        for layer in job.layers:
+            arrivals[layer.gather].wait()
+            # Waiting is not computing: the spins add up to the computation, wherever they are held up.
+            computed += layer.compute_s * factor
+            spin.until(computed)
+        self._end.record()
+        until(self._end)
+        if finishes is not None:
+            self._probe.synchronize()
+            finishes += [float(self._start.elapsed_time(event)) * 1e-3 for event in seen]
         return float(self._start.elapsed_time(self._end)) * 1e-3
 
     def _seen(self, work: Any) -> Any:

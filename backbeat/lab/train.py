@@ -58,8 +58,10 @@ def train(
             variant.step()
     results = [Trained(series=([], []), losses=variant.losses) for variant in variants]
     for turn in turns:
+        variants[turn.job].lead_in()
         for _ in range(turn.iterations):
             results[turn.job].series[turn.series].append(variants[turn.job].step())
+        variants[turn.job].wind_up()
     return results
 
 
@@ -74,21 +76,41 @@ class _Variant:
         self._device = device
         self._workload = workload
         self._optimizer = workload.optimizer or torch.optim.SGD(workload.model.parameters(), lr=_LEARNING_RATE)
-        self._model = _wrapped(workload.model, plan)
+        self._model = _wrapped(workload.model, plan, self._optimizer)
+        self._decoupled = plan is not None and plan.decoupled
+        self._ended = 0.0
         self._tiny = torch.zeros(1, device=device)
         self.losses: list[float] = []
 
+    def lead_in(self) -> None:
+        """Before a turn: an untimed step, so that a decoupled plan's gathers are under way when time is first taken."""
+        self.step()
+
+    def wind_up(self) -> None:
+        """After a turn: nothing goes on behind another variant's back."""
+        if self._decoupled:
+            self._model.finish()
+            self._settle()
+
     def step(self) -> float:
+        """One step, from a common start. A decoupled plan's steps run into each other, so that they are timed from the
+        end of one to the end of the next: any pause between would hide communication that training does not."""
         torch.manual_seed(len(self.losses))
-        dist.all_reduce(self._tiny)
-        self._settle()
-        start = time.perf_counter()
+        if not self._decoupled:
+            dist.all_reduce(self._tiny)
+            self._settle()
+        start = self._ended if self._decoupled else time.perf_counter()
         loss = self._workload.loss(self._model, self._workload.batch)
         loss.backward()  # type: ignore[no-untyped-call]
         self._optimizer.step()
         self._optimizer.zero_grad()
-        self._settle()
-        seconds = time.perf_counter() - start
+        if not self._decoupled:
+            self._settle()
+        elif self._device.type == "cuda":
+            # The compute stream alone: gathers go on.
+            torch.cuda.current_stream(self._device).synchronize()
+        self._ended = time.perf_counter()
+        seconds = self._ended - start
         self.losses.append(float(loss.detach()))
         return seconds
 
@@ -97,9 +119,11 @@ class _Variant:
             torch.cuda.synchronize(self._device)
 
 
-def _wrapped(model: torch.nn.Module, plan: Plan | None) -> Any:
+def _wrapped(model: torch.nn.Module, plan: Plan | None, optimizer: torch.optim.Optimizer) -> Any:
     if plan is None:
         return torch.nn.parallel.DistributedDataParallel(model)
     from backbeat.runtime import DistributedDataParallel
 
-    return DistributedDataParallel(model, plan=plan)
+    wrapped = DistributedDataParallel(model, plan=plan)
+    wrapped.attach(optimizer)
+    return wrapped

@@ -80,7 +80,9 @@ class Node:
             settle_gloo()
         self.factor = slowdowns(start.slowdown, start.jitter, seed=start.node)
         self.player = (
-            SpinningPlayer(channels, self.device) if start.backend == "nccl" else SleepingPlayer(channels, stock)
+            SpinningPlayer(channels, self.device, start.nodes)
+            if start.backend == "nccl"
+            else SleepingPlayer(channels, stock, start.nodes)
         )
 
     def describe(self) -> dict[str, Any]:
@@ -107,7 +109,9 @@ class Node:
             facts["spin"] = {"hertz": self.player.hertz, "overhead_s": self.player.overhead_s}  # type: ignore[union-attr]
         return facts
 
-    def calibrate(self, *, budget_s: float, channels: Sequence[int], sizes: Sequence[int], name: str) -> Any:
+    def calibrate(
+        self, *, budget_s: float, channels: Sequence[int], sizes: Sequence[int], collectives: Sequence[Any], name: str
+    ) -> Any:
         """The network, and the timings behind it, from node 0; None from the others."""
         import msgspec
 
@@ -118,7 +122,7 @@ class Node:
             budget_s=budget_s,
             sizes=sizes,
             channels=channels,
-            collectives=("all_reduce",),
+            collectives=collectives,
             name=name,
             settle=self.start.settle,
         )
@@ -126,6 +130,7 @@ class Node:
             return None
         timings = [
             {
+                "collective": case.collective,
                 "bytes": case.bytes,
                 "messages": case.messages,
                 "channels": case.channels,

@@ -10,7 +10,9 @@ from backbeat.simulate import predict
 from tests.lab.cases import network, profile
 
 
-@pytest.mark.parametrize("text", ["wfbq", "random", "random:x", "equal:0", "optimal:5", "ddp/none", "ddp/0", ""])
+@pytest.mark.parametrize(
+    "text", ["wfbq", "random", "random:x", "equal:0", "optimal:5", "ddp/none", "ddp/0", "decoupled/2", ""]
+)
 def test_plans_that_do_not_exist_are_refused(text):
     with pytest.raises(InputError):
         plans.parse([text])
@@ -47,7 +49,7 @@ def test_groupings_cover_every_gradient_once_and_are_the_same_each_time(kind, gr
 
 
 @given(
-    name=st.sampled_from(["wfbp", "single", "ddp:1MB", "optimal", "random:5", "asc-wfbp/2", "best/2"]),
+    name=st.sampled_from(["decoupled", "wfbp", "single", "ddp:1MB", "optimal", "random:5", "asc-wfbp/2", "best/2"]),
     gradients=st.integers(1, 30),
 )
 def test_a_plan_survives_its_shorthand(name, gradients):
