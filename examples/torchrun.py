@@ -1,4 +1,4 @@
-"""Plain PyTorch: the one changed line is the import.
+"""Plain PyTorch: the import changes, and `plan=` is added.
 
 torchrun --nproc-per-node 2 examples/torchrun.py --plan auto
 """
