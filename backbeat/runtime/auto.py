@@ -76,7 +76,8 @@ class Tuner:
         """The rounds measured last, for the report."""
         self._base_s = 0.0
         self._base: Any = None
-        self._left = SETTLE_STEPS + MEASURED_STEPS
+        # By the number of the step, which ranks have in common, not by calls: a step may break off on some of them.
+        self._due = SETTLE_STEPS + MEASURED_STEPS
 
     def forward_begins(self, sync: bool) -> None:
         """The first forward of a step marks its start."""
@@ -95,7 +96,8 @@ class Tuner:
         if not measuring:
             self._forward_at = None
             self._ends.clear()
-        if self._left > MEASURED_STEPS or not measuring:
+        left = self._left()
+        if left >= MEASURED_STEPS or not measuring:
             wrapper._recorder.clear()
         if measuring:
             now = self._now()
@@ -105,8 +107,9 @@ class Tuner:
             self._forward_at = None
         if self.state == "settled":
             return
-        self._left -= 1
-        if self._left > 0:
+        # A decision is taken by every rank or by none.
+        wrapper.reducer.attentive = left == 1
+        if left > 0:
             return
         if self.state == "measuring":
             self._plan_and_switch()
@@ -115,12 +118,16 @@ class Tuner:
         elif self.state == "watching":
             self._look()
 
+    def _left(self) -> int:
+        """Steps to go until the next decision."""
+        return self._due - int(self._wrapper.reducer.step)
+
     def _measuring(self) -> bool:
-        return self.state in ("measuring", "trying") or (self.state == "watching" and self._left <= MEASURED_STEPS + 1)
+        return self.state in ("measuring", "trying") or (self.state == "watching" and self._left() <= MEASURED_STEPS)
 
     def _begin(self, state: str, steps: int = SETTLE_STEPS + MEASURED_STEPS) -> None:
         self.state = state
-        self._left = steps
+        self._due = self._wrapper.reducer.step + steps
         self._ends.clear()
         self._forwards.clear()
         self._wrapper._recorder.clear()

@@ -12,13 +12,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from runtime_scenarios import Branches, Context, Oracle, Scenario, mlp, small_plan, start, train
+from runtime_scenarios import Branches, Breakable, Context, Oracle, Scenario, Twice, mlp, small_plan, start, train
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from backbeat.errors import InputError
 from backbeat.model import CollectiveTimes, Group, Network, Plan
 from backbeat.runtime import CommunicationError, DistributedDataParallel, StepMismatchError
+from backbeat.runtime.faults import BrokenStepError
 from backbeat.runtime.timing import Recorder
 
 CHECKS: dict[str, Scenario] = {}
@@ -425,6 +426,108 @@ def rank_never_starts(ctx: Context) -> str:
     message = raises(Exception, lambda: DistributedDataParallel(model))
     store.set(f"gave-up-{ctx.rank}", "1")
     return message
+
+
+def _read_late(ctx: Context, factory: Callable[[], nn.Module]) -> tuple[Any, Oracle]:
+    """A wrapper after regular steps, whose word is read one step late."""
+    wrapped, oracle = start(ctx, factory)
+    train(ctx, wrapped.module, wrapped, oracle, steps=3)
+    assert wrapped.reducer._reads_late(), "the ranks' word is not read late here"
+    return wrapped, oracle
+
+
+def _all_nan(wrapped: Any) -> bool:
+    return all(bool(parameter.grad.isnan().all()) for parameter in wrapped.parameters())
+
+
+@check
+def late_word_of_a_skipped_step(ctx: Context) -> str:
+    """The last rank is a step ahead: every element of every gradient is NaN, and the next backward says why."""
+    wrapped, _ = _read_late(ctx, mlp)
+    last = ctx.rank == ctx.size - 1
+    if last:
+        wrapped.reducer.step += 1
+    _step(ctx, wrapped, 5)
+    assert _all_nan(wrapped), "a sum of different steps was handed out"
+    message = raises(StepMismatchError, lambda: _step(ctx, wrapped, 6))
+    assert f"rank {ctx.size - 1} is 1 ahead" in message or last, message
+    assert message.startswith(f"rank {ctx.rank} is in its backward number {5 if last else 4}"), message
+    return message
+
+
+@check
+def late_word_of_a_broken_step(ctx: Context) -> None:
+    """Rank 0's backward raises: NaN for the others, then an error on each, then good steps."""
+    wrapped, oracle = _read_late(ctx, Breakable)
+    if ctx.rank == 0:
+        wrapped.module.fail_at = 1
+        raises(FloatingPointError, lambda: _step(ctx, wrapped, 5))
+        wrapped.module.fail_at = None
+        message = raises(BrokenStepError, lambda: _step(ctx, wrapped, 6))
+        assert ", ".join(str(rank) for rank in range(1, ctx.size)) in message, message
+    else:
+        _step(ctx, wrapped, 5)
+        assert _all_nan(wrapped), "a sum without rank 0's part was handed out"
+        message = raises(BrokenStepError, lambda: _step(ctx, wrapped, 6))
+        assert "rank 0 broke off its backward in step 4" in message, message
+    train(ctx, wrapped.module, wrapped, oracle, steps=4)
+
+
+@check
+def late_word_of_unused_parameters(ctx: Context) -> None:
+    """One rank stops using some parameters, later some come back: sums are right in that very step."""
+    wrapped, oracle = start(ctx, Branches)
+    patterns = ["lrs"] * 4 + ["l" if ctx.size > 1 else "lrs"] + ["lrs"] * 3 + ["lr"] * 7 + ["lrs"] * 2
+    late = 0
+    for step, pattern in enumerate(patterns):
+        wrapped.zero_grad()
+        oracle.each(lambda m, r: m.zero_grad())
+
+        def body(m: Any, r: int, step: int = step, pattern: str = pattern) -> None:
+            use = pattern if r == 0 else "lrs"
+            m(ctx.data(3, 6, step=step, rank=r), use=use).square().sum().backward()
+
+        late += wrapped.reducer._reads_late()
+        body(wrapped, ctx.rank)
+        oracle.each(body)
+        oracle.reduce()
+        oracle.check(wrapped, f"step {step}")
+    assert late >= 3, "the ranks' word was not read late"
+
+
+@check
+def late_word_of_late_gradients(ctx: Context) -> None:
+    """On rank 0 alone a gradient comes after its group has left: it raises, the others get NaN and raise after."""
+    wrapped, oracle = _read_late(ctx, Twice)
+    wrapped.module.nested = ctx.rank == 0
+    if ctx.rank == 0:
+        message = raises(CommunicationError, lambda: _step(ctx, wrapped, 5))
+    else:
+        _step(ctx, wrapped, 5)
+        assert _all_nan(wrapped), "a sum without what came late was handed out"
+        message = raises(CommunicationError, lambda: _step(ctx, wrapped, 6))
+    assert "came after its group had left in step 4" in message, message
+    assert oracle is not None
+
+
+@check
+def late_word_leaves_good_sums_alone(ctx: Context) -> None:
+    """The guard changes no bit: beside a wrapper that waits, in every dtype, with and without a wire format."""
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
+        for wire in (None, "bf16"):
+            waiting, guarded = (
+                DistributedDataParallel(model, plan=small_plan(model), strict=strict, wire=wire)
+                for strict in (True, False)
+                for model in [ctx.build(lambda dtype=dtype: mlp().to(dtype))]
+            )
+            for step in range(5):
+                for wrapped in (waiting, guarded):
+                    wrapped.zero_grad()
+                    wrapped(ctx.data(3, 6, step=step, rank=ctx.rank).to(dtype)).square().sum().backward()
+                for mine, other in zip(waiting.parameters(), guarded.parameters(), strict=True):
+                    assert torch.equal(mine.grad, other.grad), f"{dtype}, wire {wire}, step {step}"
+            assert guarded.reducer._reads_late()
+            assert not waiting.reducer._reads_late()
 
 
 def _trains_while_tuning(ctx: Context, plan: str, steps: int, **options: Any) -> DistributedDataParallel:

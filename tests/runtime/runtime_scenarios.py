@@ -607,6 +607,30 @@ def reentrant_later(ctx: Context) -> None:
     train(ctx, wrapped.module, wrapped, oracle, steps=4)
 
 
+class Twice(nn.Module):
+    """The same block plainly and, further from the loss, where the caller says so under a reentrant checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(6, 6)
+        self.block = nn.Linear(6, 6)
+        self.nested = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.clone().requires_grad_()
+        y = checkpoint(self.block, x, use_reentrant=True) if self.nested else x
+        return self.block(torch.tanh(self.last(y)))
+
+
+@scenario("a module used plainly, later also under a reentrant checkpoint that ends backward")
+def reentrant_beside(ctx: Context) -> None:
+    wrapped, oracle = start(ctx, Twice)
+    train(ctx, wrapped.module, wrapped, oracle, steps=3)
+    for model in (wrapped.module, *oracle.replicas):
+        model.nested = True
+    train(ctx, wrapped.module, wrapped, oracle, steps=4)
+
+
 @scenario("the whole wrapper under a reentrant checkpoint")
 def wrapper_reentrant(ctx: Context) -> None:
     wrapped, oracle = start(ctx)

@@ -9,7 +9,8 @@ from rank_pool import DEVICE, SIZES, RankPool
 from runtime_checks import CHECKS
 
 FAULTS = sorted(name for name in CHECKS if name.startswith("rank_"))
-PEACEFUL = sorted(name for name in CHECKS if not name.startswith("rank_"))
+READ_LATE = sorted(name for name in CHECKS if name.startswith("late_word_"))
+PEACEFUL = sorted(set(CHECKS) - {*FAULTS, *READ_LATE})
 NEEDS_TWO = {
     "a_strategy_by_name",
     "auto_calibrates_beneath_training",
@@ -29,6 +30,15 @@ def test_reducer(name: str, size: int, ranks: Callable[[int], RankPool]) -> None
     if size > 2 and name in ONLY_TWO:
         pytest.skip("tried on two ranks; sums of more numbers depend on their order")
     for rank, answer in enumerate(ranks(size).run(name, "backbeat")):
+        assert answer["outcome"] == "right", f"rank {rank}: {answer['outcome']}: {answer['detail']}"
+
+
+@pytest.mark.parametrize("name", READ_LATE)
+@pytest.mark.parametrize("size", SIZES)
+def test_no_wrong_sum_where_the_host_reads_late(name: str, size: int, ranks: Callable[[int], RankPool]) -> None:
+    if size == 1 and name != "late_word_leaves_good_sums_alone":
+        pytest.skip("needs two ranks")
+    for rank, answer in enumerate(ranks(size).run(name, "deferred")):
         assert answer["outcome"] == "right", f"rank {rank}: {answer['outcome']}: {answer['detail']}"
 
 
