@@ -21,6 +21,9 @@ from backbeat.model import Gradient, Network, Profile
 from backbeat.model.files import Document
 from backbeat.simulate import predict
 
+_DERIVED = ("summary.json", "choosing.json")
+"""Files in a results folder that were computed from the records."""
+
 
 class Place(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """One start of the nodes, with the calibration that its cases are predicted from."""
@@ -171,7 +174,7 @@ class Outcome:
 
 def load(folder: Path) -> list[Record]:
     """The records in a folder, by setting."""
-    return [Record.load(path) for path in sorted(folder.glob("*.json")) if path.name != "summary.json"]
+    return [Record.load(path) for path in sorted(folder.glob("*.json")) if path.name not in _DERIVED]
 
 
 def outcomes(record: Record, *, network: Network | None = None) -> list[Outcome]:

@@ -120,6 +120,7 @@ def _notes(
     extrapolated = False
     if profile.analytic:
         notes.append(f"the profile {profile.name} is computed from shapes and peak rates, not measured")
+    notes.extend(f"network {network.name}: {note}" for note in network.notes)
     if plan.workers is not None and plan.workers != network.workers:
         notes.append(f"the plan was made for {plan.workers} workers, this is {network.workers}")
     if plan.dynamic is None and (left := plan.missing(profile)):

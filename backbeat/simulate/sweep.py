@@ -36,7 +36,7 @@ def knee(curve: Sequence[Prediction]) -> Prediction | None:
 ADVICE = {
     "compute": "communication is hidden behind computation: nothing to gain from the network",
     "bandwidth": "the link: more bytes than fit behind backward at its speed. A faster network, fewer bytes "
-    "(bf16 on the wire, sparse) or more computation per step (larger batch, accumulation) help; regrouping does little",
+    "(bf16 on the wire) or more computation per step (larger batch, accumulation) help; regrouping does little",
     "startup": "message startup: too many small messages in a row. Fewer, larger groups help, or several channels",
     "waiting": "late gradients: communication is held back until the last gradients are ready. "
     "Smaller groups at the end help, or hiding it behind the next forward",

@@ -124,6 +124,8 @@ def test_notes_say_what_is_extrapolated_or_left_out() -> None:
     assert any("made for 8 workers, this is 64" in note for note in moved.notes)
     small = curve([(1024, 1e-4), (2048, 2e-4)])
     assert any("largest message measured" in note for note in bb.predict(TWO, small, plan).notes)
+    jittery = msgspec.structs.replace(NETWORK, notes=("jitter over 20%",))
+    assert "network affine: jitter over 20%" in bb.predict(TWO, jittery, plan).notes
     part = bb.Plan.from_groups(TWO, [["g1"]])
     result = bb.predict(TWO, NETWORK, part)
     assert result.groups == 2
