@@ -1,9 +1,9 @@
-"""Reduce-scatter on gloo, at the cost of one.
+"""Reduce-scatter on gloo, with the bytes of one.
 
 Gloo's own `reduce_scatter` is an all-reduce of which each rank keeps its part: on 2 and on 4 ranks (torch 2.13) it
 moves as many bytes as the all-reduce. Here each rank sends every other rank that one's part and adds up what it
 receives, which moves (N - 1)/N of the message, as a ring's reduce-scatter does. It takes a second buffer of the
-message's size.
+message's size. Half of the bytes is not always half of the time: what it takes, calibration says.
 """
 
 from __future__ import annotations

@@ -37,7 +37,8 @@ def answer(tmp_path_factory: pytest.TempPathFactory):
     done = backbeat(
         "lab", "--nodes", "2", "--bandwidth", "100mbit", "--backend", "gloo", "--profile", str(folder / "small.json"),
         "--dilation", "2", "--strategy", "wfbp,ddp,optimal,single,best/2,decoupled",
-        "--straggler", "node=1,slowdown=1.2", "--seconds", "0.5s", "--budget", "3s", "-o", str(folder / "all.json"), "--json",
+        "--straggler", "node=1,slowdown=1.2", "--seconds", "0.5s", "--budget", "3s",
+        "-o", str(folder / "all.json"), "--json",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout), json.loads((folder / "all.json").read_text())
