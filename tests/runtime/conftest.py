@@ -15,14 +15,11 @@ from rank_pool import RankPool
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Callable[[int], RankPool]]:
-    """Pools of rank processes by their size; one is alive at a time, since ranks share few cores."""
+    """Pools of rank processes by their size; they stay, since starting one costs seconds and waiting costs nothing."""
     pools: dict[int, RankPool] = {}
 
     def pool(size: int) -> RankPool:
         if size not in pools:
-            for other in pools.values():
-                other.close()
-            pools.clear()
             pools[size] = RankPool(size)
         return pools[size]
 
