@@ -1,9 +1,9 @@
 """Training situations, each against a mean of local gradients made by hand.
 
-A scenario is written once and runs on four routes: backbeat's reducer, the same groups decoupled (scattered, and
-gathered in others), the plan through torch's reducer (`backend="ddp"`), and stock DDP for the record. The oracle needs
-no communication: every rank holds a plain replica of every rank's model, runs all of them, and averages their gradients
-itself.
+A scenario is written once and runs on several routes: backbeat's reducer, the same groups on two channels, the same
+groups decoupled (scattered, and gathered in others), the plan through torch's reducer (`backend="ddp"`), and stock DDP
+for the record. The oracle needs no communication: every rank holds a plain replica of every rank's model, runs all of
+them, and averages their gradients itself.
 """
 
 from __future__ import annotations
@@ -48,6 +48,8 @@ class Context:
             wrapped = DistributedDataParallel(model, plan=in_halves(plan or small_plan(model)), **options)
             self.attach(wrapped, torch.optim.SGD(model.parameters(), lr=0.0))
             return wrapped
+        if self.route == "two-channels":
+            options["channels"] = 2
         backend = "ddp" if self.route == "ddp" else "backbeat"
         if backend == "ddp":
             options.pop("strict", None)

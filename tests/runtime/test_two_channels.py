@@ -1,0 +1,19 @@
+"""Every scenario with its groups spread over two channels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from rank_pool import DEVICE, RankPool
+from runtime_scenarios import SCENARIOS
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="two channels are tried on gloo")
+@pytest.mark.parametrize("name", sorted(SCENARIOS))
+def test_two_channels(name: str, ranks: Callable[[int], RankPool]) -> None:
+    answers = ranks(2).run(name, "two-channels")
+    if all(answer["outcome"] == "skipped" for answer in answers):
+        pytest.skip(answers[0]["detail"])
+    for rank, answer in enumerate(answers):
+        assert answer["outcome"] == "right", f"rank {rank}: {answer['outcome']}: {answer['detail']}"
