@@ -113,6 +113,7 @@ class Reducer:
         self._lock = threading.RLock()
         self._default_sync = True
         self._hidden = False
+        self._leaf: Any = None
         self._passed = False
         self._regular = False
         self.attentive = False
@@ -303,11 +304,15 @@ class Reducer:
         Parameters inside reentrant checkpoints are not in the graph either; where they once began a round by
         themselves, every graph counts from then on.
         """
-        if self._hidden:
+        if self._hidden or (self._leaf is not None and _will_execute(self._leaf)):
             return True
         for parameter in self.parameters:
-            if parameter.requires_grad and _will_execute(get_gradient_edge(parameter).node):
-                return True
+            if parameter.requires_grad:
+                node = get_gradient_edge(parameter).node
+                if _will_execute(node):
+                    # Finding a parameter's node costs more than a launch: the first that tells is asked first again.
+                    self._leaf = node
+                    return True
         self._passed = True
         return False
 
@@ -358,20 +363,19 @@ class Reducer:
         """Send every group that is due; the last one carries what happened in this round, so it leaves only when
         nothing more can happen, at its end."""
         with self._lock:
-            count = len(self.buckets) - 1
-            while self._launched < count and self._waits[self._launched] <= 0:
+            last = len(self.buckets) - 1
+            regular = self._regular
+            # In a hook gradients are mostly off and nobody profiles: two contexts would cost more than the rest.
+            launch = self._launch if torch.is_grad_enabled() or _profiling() else self._launch_one
+            while self._launched < last and self._waits[self._launched] <= 0:
                 # What comes late can be added to a dense sum, not to a sparse one.
-                if self.buckets[self._launched].sparse and not self._regular:
+                if not regular and self.buckets[self._launched].sparse:
                     return
-                self._launch(self._launched, whole=self._regular)
+                launch(self._launched, regular)
 
-    def _launch(self, index: int, *, whole: bool) -> None:
+    def _launch(self, index: int, whole: bool) -> None:
         """Send one group. `whole`: every member is known to have arrived."""
-        # In a hook gradients are mostly off and nobody profiles: entering two contexts would cost more than the rest.
-        if torch.is_grad_enabled() or _profiling():
-            with torch.no_grad(), self._span("group", index):
-                self._launch_one(index, whole)
-        else:
+        with torch.no_grad(), self._span("group", index):
             self._launch_one(index, whole)
 
     def _launch_one(self, index: int, whole: bool) -> None:
@@ -382,7 +386,10 @@ class Reducer:
         if bucket.sparse:
             flight = self._launch_sparse(index, bucket)
         else:
-            self._pack(bucket, whole)
+            if whole and bucket.take_all():
+                self._whole.append(bucket)
+            else:
+                self._pack(bucket)
             flight = self._send(index, bucket, last)
         self._flights.append(flight)
         self._launched = index + 1
@@ -395,10 +402,7 @@ class Reducer:
         """The control numbers travel inside the last group, unless it is sparse or a hook reduces it."""
         return not bucket.sparse and self._comm_hook is None
 
-    def _pack(self, bucket: Bucket, whole: bool) -> None:
-        if whole and bucket.take_all():
-            self._whole.append(bucket)
-            return
+    def _pack(self, bucket: Bucket) -> None:
         held = bucket.take()
         if self._absent:
             bucket.payload.zero_()
@@ -476,7 +480,9 @@ class Reducer:
             with torch.no_grad():
                 with self._lock:
                     while self._launched < len(self.buckets):
-                        self._launch(self._launched, whole=False)
+                        # The last group of a regular round waited only for the round to end.
+                        index = self._launched
+                        self._launch(index, self._regular and not self._absent and self._waits[index] <= 0)
                 numbers = self._land()
                 verdict = self._read(numbers)
                 if verdict is not None and verdict.late:
@@ -503,7 +509,11 @@ class Reducer:
         """Wait for every group in turn; returns the summed control numbers."""
         numbers: torch.Tensor | None = None
         for flight in self._flights:
-            message = self._wait(flight)
+            if _profiling():
+                with self._span("wait", flight.group):
+                    message = self._wait(flight)
+            else:
+                message = self._wait(flight)
             if flight.bucket.sparse:
                 if not self._absent:
                     flight.bucket.parameters[0].grad = message
@@ -521,15 +531,14 @@ class Reducer:
 
     def _wait(self, flight: Flight) -> torch.Tensor:
         """The group's sum, once it is there."""
-        with self._span("wait", flight.group) if _profiling() else _nothing:
-            try:
-                if self._comm_hook is not None and not flight.bucket.sparse:
-                    return result_of(flight.work, flight.group)
-                flight.work.wait()
-            except (RuntimeError, ValueError) as error:
-                if isinstance(error, BackbeatError):
-                    raise
-                raise self._failure(flight, error) from error
+        try:
+            if self._comm_hook is not None and not flight.bucket.sparse:
+                return result_of(flight.work, flight.group)
+            flight.work.wait()
+        except (RuntimeError, ValueError) as error:
+            if isinstance(error, BackbeatError):
+                raise
+            raise self._failure(flight, error) from error
         return flight.message
 
     def _failure(self, flight: Flight, error: BaseException) -> CommunicationError:
@@ -634,7 +643,7 @@ class Reducer:
             self._broken = True
             with torch.no_grad(), self._lock:
                 while self._launched < len(self.buckets):
-                    self._launch(self._launched, whole=False)
+                    self._launch(self._launched, False)
                 numbers = self._land()
             self._judge(numbers.cpu())
             for bucket in self.buckets:

@@ -63,8 +63,13 @@ class RankPool:
             )
         self._answers(180)
 
-    def run(self, scenario: str, route: str, timeout: float = 30, limit: float = 120) -> list[dict[str, Any]]:
-        """Every rank's answer; a rank that gives none within the limit is killed, and the pool begins anew."""
+    def run(
+        self, scenario: str, route: str, timeout: float = 30, limit: float = 120, fresh: bool = False
+    ) -> list[dict[str, Any]]:
+        """Every rank's answer; a rank that gives none within the limit is killed, and the pool begins anew.
+
+        `fresh`: in processes that have run nothing before.
+        """
         self._number += 1
         self._tell(
             {
@@ -73,7 +78,7 @@ class RankPool:
                 "timeout": timeout,
                 "port": self._store.port,
                 "number": self._number,
-                "fresh": self._fresh,
+                "fresh": self._fresh or fresh,
             }
         )
         answers = self._answers(limit)
