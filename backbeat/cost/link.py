@@ -202,4 +202,3 @@ def busy_curve(isolated: Curve, ratios: Mapping[int, float]) -> Curve:
     saved = float(isolated.time(measured[-1])) * (1 - float(ratio[-1]))
     times = np.where(sizes > measured[-1], alone - saved, times)
     return Curve(sizes, times, isolated.gradient_s_per_byte)
-
