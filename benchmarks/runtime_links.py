@@ -1,0 +1,207 @@
+"""Real training over links of limited rate: stock DDP's default against a plan, in one run, step by step in turn.
+
+    sudo python benchmarks/runtime_links.py [--bandwidth 400mbit,800mbit] [--strategy best]
+
+Two gloo ranks in two network namespaces (as `backbeat lab` builds them) train a model of 24 MB in 48 tensors. Each rank
+profiles its own compute while the other does the same, the link is calibrated, rank 0 plans, and three wrappers take
+turns, one step each, from the same weights on the same batches: torch's DDP as it is by default, backbeat with the
+plan, and torch's reducer with the same plan (`backend="ddp"`). A step counts as long as the slower rank took.
+
+`--pause 20ms` lets every layer's backward also wait that long, and its forward half as long, as a host waits for a busy
+accelerator: on a machine with fewer cores than ranks and communication threads together, computing on the CPU and
+moving bytes take time from each other, which no plan can hide.
+
+The model is chosen by prediction: DDP's default closes its second bucket at 25 MiB, so that a model just below that has
+nothing left to overlap, which is where a plan should gain most. The prediction is printed beside what was measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+ADDRESS = "tcp://10.77.0.1:29511"
+LAYERS, WIDTH = 24, 512
+WARM_UP = 4
+
+
+class Pause(torch.autograd.Function):
+    """Time passes that takes no core."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, seconds: float) -> torch.Tensor:
+        ctx.seconds = seconds
+        time.sleep(seconds / 2)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        time.sleep(ctx.seconds)
+        return gradient, None
+
+
+class Layer(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        seconds = float(os.environ.get("PAUSE_S", "0"))
+        y = torch.tanh(super().forward(x))
+        return Pause.apply(y, seconds) if seconds else y
+
+
+def loss_of(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    return nn.functional.mse_loss(model(batch[0]), batch[1])
+
+
+def layers(batch_size: int = 256, device: str = "cpu") -> tuple[nn.Module, Any, Any]:
+    """A factory as `backbeat profile` takes it: 24 layers of 1 MB each."""
+    model = nn.Sequential(*[Layer(WIDTH, WIDTH) for _ in range(LAYERS)]).to(device)
+    generator = torch.Generator().manual_seed(int(os.environ.get("NODE", "0")))
+    x = torch.randn(batch_size, WIDTH, generator=generator).to(device)
+    return model, (x, x.roll(1, 1)), loss_of
+
+
+def work(options: argparse.Namespace) -> None:
+    """One rank."""
+    from backbeat.lab.namespaces import enter
+    from backbeat.lab.train import profile_here
+    from backbeat.measure.calibrate import calibrate
+    from backbeat.measure.channels import settle_gloo
+    from backbeat.model import Plan, Profile
+    from backbeat.model.files import decode, encode
+    from backbeat.planners import plan as make_plan
+    from backbeat.runtime import DistributedDataParallel
+    from backbeat.simulate import predict
+
+    enter(options.namespace)
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=ADDRESS, rank=options.node, world_size=2, timeout=timedelta(seconds=120)
+    )
+    settle_gloo()
+    device = torch.device("cpu")
+    mine = profile_here("runtime_links:layers", device, options.batch_size, 15)
+    network = calibrate(device=device, budget_s=15, channels=(1, 2), collectives=("all_reduce",), settle=True)
+    found: list[Any] = [None]
+    if options.node == 0:
+        profile = decode(mine, Profile, where="the profile")
+        made = {name: make_plan(profile, network, name) for name in ("ddp", options.strategy)}
+        guess = {name: predict(profile, network, plan).iteration_s for name, plan in made.items()}
+        found = [(encode(made[options.strategy]), guess)]
+    dist.broadcast_object_list(found)
+    text, guess = found[0]
+    plan = decode(text, Plan, where="rank 0's plan")
+
+    torch.manual_seed(0)
+    model, batch, _ = layers(options.batch_size)
+    variants: dict[str, Any] = {
+        "stock DDP, default": nn.parallel.DistributedDataParallel(copy.deepcopy(model)),
+        "backbeat, plan": DistributedDataParallel(copy.deepcopy(model), plan=plan),
+        "backend='ddp', plan": DistributedDataParallel(copy.deepcopy(model), plan=plan, backend="ddp"),
+    }
+    optimizers = {name: torch.optim.SGD(wrapped.parameters(), lr=0.1) for name, wrapped in variants.items()}
+    tiny = torch.zeros(1)
+    times: dict[str, list[float]] = {name: [] for name in variants}
+    losses: dict[str, list[float]] = {name: [] for name in variants}
+    order = list(variants)
+    for step in range(WARM_UP + options.steps):
+        for name in order[step % 3 :] + order[: step % 3]:
+            dist.all_reduce(tiny)
+            begin = time.perf_counter()
+            optimizers[name].zero_grad()
+            loss = loss_of(variants[name], batch)
+            loss.backward()
+            optimizers[name].step()
+            taken = torch.tensor([time.perf_counter() - begin])
+            losses[name].append(loss.item())
+            dist.all_reduce(taken, op=dist.ReduceOp.MAX)
+            if step >= WARM_UP:
+                times[name].append(taken.item())
+    if options.node == 0:
+        groups = len(plan.groups)
+        print(json.dumps({"predicted": guess, "times": times, "losses": losses, "groups": groups, "on": plan.channels}))
+    dist.barrier()
+
+
+def show(rate: str, strategy: str, answer: dict[str, Any]) -> None:
+    medians = {name: statistics.median(times) for name, times in answer["times"].items()}
+    halves = {
+        name: (statistics.median(times[: len(times) // 2]), statistics.median(times[len(times) // 2 :]))
+        for name, times in answer["times"].items()
+    }
+    stock, ours, theirs = medians
+    predicted = answer["predicted"]
+    print(f"{rate}: {strategy} has {answer['groups']} groups on {answer['on']} channel(s)")
+    for name, seconds in medians.items():
+        first, second = halves[name]
+        print(f"  {name:20s} {seconds * 1e3:7.1f} ms an iteration (halves {first * 1e3:.1f}, {second * 1e3:.1f})")
+    print(
+        f"  backbeat against stock DDP: {medians[ours] / medians[stock] - 1:+.1%} measured, "
+        f"{predicted[strategy] / predicted['ddp'] - 1:+.1%} predicted; "
+        f"against backend='ddp' with the same plan: {medians[ours] / medians[theirs] - 1:+.1%}"
+    )
+    apart = max(abs(a - b) for a, b in zip(answer["losses"][stock], answer["losses"][ours], strict=True))
+    print(f"  losses apart by {apart:.1e} at most over {len(answer['losses'][ours])} steps", flush=True)
+
+
+def lab(options: argparse.Namespace) -> None:
+    from backbeat.lab.namespaces import Cluster, Link
+    from backbeat.lab.runs import Run
+    from backbeat.units import parse_duration, parse_rate
+
+    for rate in options.bandwidth.split(","):
+        with Run() as run, Cluster(run, [Link(rate_bits=parse_rate(rate))] * 2) as cluster:
+            ranks = []
+            for node in range(2):
+                command = [sys.executable, __file__, "--node", str(node), "--namespace", cluster.namespace(node)]
+                for name in ("strategy", "steps", "batch_size"):
+                    command += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
+                environment = {
+                    **os.environ,
+                    "GLOO_SOCKET_IFNAME": "eth0",
+                    "NODE": str(node),
+                    "OMP_NUM_THREADS": "1",
+                    "PAUSE_S": str(parse_duration(options.pause)),
+                }
+                ranks.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
+            try:
+                out, _ = ranks[0].communicate(timeout=options.limit)
+            finally:
+                for rank in ranks:
+                    rank.kill()
+                    rank.wait()
+        show(rate, options.strategy, json.loads(out.splitlines()[-1]))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--bandwidth", default="400mbit,800mbit")
+    parser.add_argument("--strategy", default="best")
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--batch-size", type=int, default=256)
+    parser.add_argument("--pause", default="0ms")
+    parser.add_argument("--limit", type=float, default=240, help="seconds for one setting")
+    parser.add_argument("--node", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--namespace", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.node is None:
+        lab(options)
+    else:
+        work(options)
+
+
+if __name__ == "__main__":
+    main()
