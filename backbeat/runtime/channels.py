@@ -135,12 +135,18 @@ class Channels:
         options = _gloo._Options()
         options._timeout = self.timeout
         options._threads = 1
-        interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
-        options._devices = [_gloo.create_device(interface=name) for name in interfaces] or [
-            _gloo.create_default_device()
-        ]
+        options._devices = self._gloo_devices()
         prefix = PrefixStore(f"channel/{index}", self.store)
         return _gloo(prefix, self.rank, self.size, options)
+
+    def _gloo_devices(self) -> list[Any]:
+        """The process group's own. Each device has a thread that spins while bytes wait for a receive to be posted:
+        with one more for every channel they would take the cores from the threads that post them."""
+        owned = getattr(getattr(self.process_group._get_backend(self.device), "options", None), "_devices", None)
+        if owned:
+            return list(owned)
+        interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+        return [_gloo.create_device(interface=name) for name in interfaces] or [_gloo.create_default_device()]
 
 
 def backend_of(process_group: ProcessGroup, device: torch.device) -> str:
