@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import os
 import warnings
@@ -56,6 +57,7 @@ def resolve_plan(plan: Plan | str | os.PathLike[str] | None) -> tuple[Plan | Non
     elif isinstance(plan, str) and (plan == "auto" or plan in strategies()):
         found, strategy = None, plan
     else:
+        _check_spelling(os.fspath(plan))
         found, strategy = Plan.load(plan), None
     if found is not None and found.dynamic is not None:
         raise InputError(
@@ -63,6 +65,13 @@ def resolve_plan(plan: Plan | str | os.PathLike[str] | None) -> tuple[Plan | Non
             "plan with another strategy"
         )
     return found, strategy
+
+
+def _check_spelling(plan: str) -> None:
+    """A name that is no file, but nearly a strategy's, was meant as one."""
+    close = difflib.get_close_matches(plan, sorted({"auto", *strategies()}), n=1, cutoff=0.7)
+    if close and not os.path.exists(plan):
+        raise InputError(f"plan={plan!r} is neither a file nor a strategy: did you mean {close[0]!r}?")
 
 
 def respread(plan: Plan, channels: int) -> Plan:

@@ -72,6 +72,7 @@ def test_the_whole_signature_of_the_installed_torch_is_taken() -> None:
         ({"backend": "horovod"}, "backend is 'horovod'"),
         ({"wire": "int8"}, "wire is 'int8'"),
         ({"plan": "no-such-plan"}, "no-such-plan: no such file"),
+        ({"plan": "optmal"}, "did you mean 'optimal'"),
         ({"plan": "gone.json"}, "gone.json: no such file"),
         ({"channels": 0}, "channels is 0"),
         ({"plan": "auto", "backend": "ddp"}, "plan='auto' needs backbeat's reducer"),
