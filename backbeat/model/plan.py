@@ -12,7 +12,9 @@ from msgspec import Meta
 from msgspec.structs import force_setattr
 
 from backbeat.errors import InputError
+from backbeat.model.blocks import MemoryPlan
 from backbeat.model.checks import at_least, not_negative
+from backbeat.model.encoding import Encoding
 from backbeat.model.files import Document
 from backbeat.model.profile import Profile
 
@@ -24,12 +26,16 @@ class Group(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     channel: Annotated[int, Meta(ge=0)]
     phase: Literal["reduce_scatter", "all_gather"] | None = None
     """Half of a decoupled all-reduce: reduce-scatter during backward, all-gather during the next forward."""
+    encoding: Encoding | None = None
+    """Sent encoded rather than as it is."""
 
     def __post_init__(self) -> None:
         force_setattr(self, "gradients", tuple(self.gradients))
         if not self.gradients:
             raise InputError("gradients is empty: a group carries at least one gradient; remove the group")
         at_least("channel", self.channel, 0)
+        if self.phase is not None and self.encoding is not None:
+            raise InputError("a group has both a phase and an encoding: a decoupled plan sends gradients as they are")
 
 
 class DynamicFusion(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -62,6 +68,7 @@ class Plan(Document, frozen=True, kw_only=True):
     workers: Annotated[int, Meta(ge=1)] | None = None
     dynamic: DynamicFusion | None = None
     """Present where groups are formed at run time; `groups` is then what the simulation formed."""
+    memory: MemoryPlan | None = None
     predicted: dict[str, float | int | str | None] | None = None
     notes: tuple[str, ...] = ()
 
@@ -115,6 +122,11 @@ class Plan(Document, frozen=True, kw_only=True):
     def decoupled(self) -> bool:
         """Communication is split between backward and the next forward."""
         return self.groups[0].phase is not None
+
+    @property
+    def encoded(self) -> bool:
+        """Some group travels encoded, which changes what the optimizer sees."""
+        return any(group.encoding is not None for group in self.groups)
 
     @classmethod
     def from_groups(

@@ -10,6 +10,7 @@ from msgspec import Meta
 from msgspec.structs import force_setattr
 
 from backbeat.errors import InputError
+from backbeat.model.blocks import Block, HostLink
 from backbeat.model.checks import at_least, not_negative, unique
 from backbeat.model.files import Document
 from backbeat.model.source import Source, is_analytic
@@ -85,11 +86,16 @@ class Profile(Document, frozen=True, kw_only=True):
     accumulation: Annotated[int, Meta(ge=1)] = 1
     """Micro-batches per iteration; `forward_s` and `backward_s` are of one of them."""
     memory: Memory | None = None
+    blocks: tuple[Block, ...] = ()
+    """The model as a chain of blocks, in the order of forward, where it was measured as one."""
+    host_link: HostLink | None = None
+    compression_s_per_byte: Seconds | None = None
+    """Device time per gradient byte of selecting what to send, and of putting together what came."""
     source: Source | str | None = None
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for field in ("gradients", "iteration_s", "notes"):
+        for field in ("gradients", "iteration_s", "blocks", "notes"):
             force_setattr(self, field, tuple(getattr(self, field)))
         at_least("batch_size", self.batch_size, 1)
         at_least("accumulation", self.accumulation, 1)
@@ -102,6 +108,8 @@ class Profile(Document, frozen=True, kw_only=True):
         unique(
             "gradients", (gradient.name for gradient in self.gradients), advice="each gradient travels once; remove one"
         )
+        unique("blocks", (block.name for block in self.blocks), advice="a block is one module; remove one")
+        not_negative("compression_s_per_byte", self.compression_s_per_byte)
         self._check_ready_order()
 
     def _check_ready_order(self) -> None:

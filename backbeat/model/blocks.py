@@ -1,0 +1,98 @@
+"""A model as a chain of blocks: what each keeps for backward, and what it would cost not to."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+from msgspec.structs import force_setattr
+
+from backbeat.errors import InputError
+from backbeat.model.checks import not_negative
+
+Seconds = Annotated[float, Meta(ge=0)]
+Bytes = Annotated[int, Meta(ge=0)]
+
+
+class Block(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """One module of the chain, in the order of forward. Levels are bytes allocated on the device."""
+
+    name: str
+    """The module's name in the model, e.g. `layer1.0`."""
+    forward_s: Seconds
+    """Also what recomputing it costs."""
+    backward_s: Seconds
+    input_bytes: Bytes
+    """Tensors that enter it and must be there to recompute it; the batch itself counts as 0."""
+    output_bytes: Bytes
+    saved_bytes: Bytes
+    """What autograd keeps from its forward to its backward, each storage once, without parameters, buffers, the batch,
+    and without its own input and output."""
+    forward_peak_bytes: Bytes
+    """The highest level in its forward above that before it, output and saved tensors included."""
+    backward_peak_bytes: Bytes
+    """The highest level in its backward above that before it, when its saved tensors and the gradient of its output
+    are there already."""
+    saves_input: bool = True
+    """Autograd keeps the input too."""
+    saves_output: bool = False
+    """Autograd keeps the output too, as an activation function in the last place does."""
+    changes_input: bool = False
+    """It writes into its input (an in-place activation): no recomputed segment can begin here."""
+    chained: bool = True
+    """Its input is the output of the block before it, and nothing else happens in between."""
+
+    def __post_init__(self) -> None:
+        for field in (
+            "forward_s", "backward_s", "input_bytes", "output_bytes", "saved_bytes", "forward_peak_bytes",
+            "backward_peak_bytes",
+        ):  # fmt: skip
+            not_negative(field, getattr(self, field))
+
+
+class HostLink(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Rates of copies between the device and pinned memory of the host."""
+
+    to_host_bytes_per_s: Annotated[float, Meta(gt=0)]
+    to_device_bytes_per_s: Annotated[float, Meta(gt=0)]
+
+
+class Segment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Consecutive blocks that are treated alike."""
+
+    blocks: Annotated[tuple[str, ...], Meta(min_length=1)]
+    action: Literal["keep", "recompute", "offload"]
+    """Keep what autograd saves; drop it and compute the segment again from its input; or move it to the host."""
+    input: Literal["keep", "offload"] = "keep"
+    """Where the input of a recomputed segment waits."""
+
+    def __post_init__(self) -> None:
+        force_setattr(self, "blocks", tuple(self.blocks))
+        if not self.blocks:
+            raise InputError("blocks is empty: a segment holds at least one block; remove the segment")
+        if self.input == "offload" and self.action != "recompute":
+            raise InputError(f"a segment with action {self.action!r} has no input of its own to offload: leave it out")
+
+
+class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What is kept on the device, by segment, in the order of forward; blocks that no segment names are kept."""
+
+    segments: tuple[Segment, ...] = ()
+    budget_bytes: Bytes | None = None
+    residuals: Literal["device", "host"] = "device"
+    """Where residuals of encoded groups live: on the device, or mirrored in pinned memory of the host."""
+    peak_bytes: Bytes | None = None
+    """Predicted."""
+
+    def __post_init__(self) -> None:
+        force_setattr(self, "segments", tuple(self.segments))
+        seen: dict[str, int] = {}
+        for index, segment in enumerate(self.segments):
+            for name in segment.blocks:
+                if name in seen:
+                    raise InputError(
+                        f"memory.segments[{index}] names {name!r}, already in segments[{seen[name]}]: "
+                        "a block is in one segment; remove one of the two"
+                    )
+                seen[name] = index
