@@ -7,7 +7,9 @@ all-reduce, each takes the time on its own clock, and the longest of them counts
 from __future__ import annotations
 
 import math
+import statistics
 import time
+from collections import deque
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -30,9 +32,10 @@ _ELEMENT_BYTES = 4
 _ALIGN = 3
 cuda: Any = torch.cuda  # untyped in parts
 
-# A kernel that spins this long lets the host queue everything behind it, so that launch costs stay out of the sample.
-_SPIN_S = 200e-6
-_SPIN_S_PER_MESSAGE = 60e-6
+# What the host needs to queue one collective, until it is known: see `Bench._lead_s`.
+_FIRST_PACE_S = 300e-6
+_PACE_SAMPLES = 16
+_LEAD_MARGIN = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +68,12 @@ class Bench:
         self._buffer = torch.zeros(0, device=device)
         self._shard = torch.zeros(0, device=device)
         self._begun = time.perf_counter()
+        self._paces: deque[float] = deque(maxlen=_PACE_SAMPLES)
+        self.pace_s = _FIRST_PACE_S
+        """What the slowest rank's host needs to queue one collective."""
+        self.timed = 0
+        self.late = 0
+        """Samples on a device, and those of them in which the host was still queueing when the clock started."""
 
     def sample(self, case: Case) -> float:
         """This rank's own time of one run. Pass it through `agree` before anything is decided by it."""
@@ -84,13 +93,15 @@ class Bench:
     def agree(self, values: Sequence[float]) -> list[float]:
         """The element-wise largest over all ranks: the same on every rank, so that all take the same decisions."""
         with explained("agreeing on times"):
-            shared = torch.tensor(list(values), dtype=torch.float64, device=self.device)
+            pace = statistics.median(self._paces) if self._paces else _FIRST_PACE_S
+            shared = torch.tensor([*values, pace], dtype=torch.float64, device=self.device)
             self._channels[0].all_reduce(shared, dist.ReduceOp.MAX).wait()
             if self.device.type == "cuda":
                 done = cuda.Event()
                 done.record()
                 self._until(done)
-            return [float(value) for value in shared.tolist()]
+            *agreed, self.pace_s = (float(value) for value in shared.tolist())
+            return agreed
 
     def elapsed(self) -> float:
         """Seconds since the bench was made, on this rank's clock."""
@@ -100,13 +111,26 @@ class Bench:
         start, end = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
         for _ in range(_ALIGN):
             self._channels[0].all_reduce(self._tiny).wait()
-        cuda._sleep(int((_SPIN_S + messages * _SPIN_S_PER_MESSAGE) * _clock_hz(self.device)))
+        queueing = time.perf_counter()
+        cuda._sleep(int(self._lead_s(messages) * _clock_hz(self.device)))
         start.record()
-        for work in launch():
+        works = launch()
+        self.late += bool(start.query())
+        self.timed += 1
+        self._paces.append((time.perf_counter() - queueing) / (messages + 1))
+        for work in works:
             work.wait()
         end.record()
         self._until(end)
         return float(start.elapsed_time(end)) * 1e-3
+
+    def _lead_s(self, messages: int) -> float:
+        """How long the device spins before the clock starts, the same on every rank.
+
+        In training the host runs ahead of the device. Here it starts with the sample: what it has not queued when the
+        spin ends would count as communication, on every rank, since the others wait for the slowest.
+        """
+        return _LEAD_MARGIN * self.pace_s * (messages + 1)
 
     def _until(self, event: Any) -> None:
         """Wait with an end: a device-side collective whose peer is gone never finishes by itself."""

@@ -32,10 +32,15 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 SIZES = tuple(doubling(2**10, 2**28))
-BATCH_SIZES = (2**12, 2**14, 2**16, 2**18, 2**20, 2**22, 2**24)
+BATCH_SIZES = tuple(doubling(2**12, 2**24))
+"""Back to back, on one channel."""
+SHARING_SIZES = BATCH_SIZES[::2]
+"""On several: fewer, since two numbers are fitted to all of them."""
 MESSAGES = 8
 JITTER = 0.2
 """Above this the network is not what the model assumes; a note says so."""
+LATE = 0.1
+"""The same, for samples that contain the host's own time."""
 MISFIT = 0.25
 """The same, for the model's error where several channels are used at once."""
 
@@ -126,6 +131,8 @@ def measure_cluster(
     for channel in opened:
         channel.close()
     notes += _notes(outcome, budget_s, backend, shared.hosts, workers)
+    if bench.timed:
+        notes.append(_host_note(bench))
     network = network_from(
         {case: timing for case, timing in outcome.timings.items() if case not in held_out},
         name=name or f"{backend}-{workers}",
@@ -275,7 +282,10 @@ def _series(
 
     batch_sizes = [size for size in BATCH_SIZES if sizes[0] <= size <= sizes[-1]] or [sizes[0], sizes[-1]]
     batches = tuple(
-        Case(bytes=size, messages=MESSAGES, channels=count) for size in dict.fromkeys(batch_sizes) for count in counts
+        Case(bytes=size, messages=MESSAGES, channels=count)
+        for size in dict.fromkeys(batch_sizes)
+        for count in counts
+        if count == 1 or size not in BATCH_SIZES or size in SHARING_SIZES
     )
     others = [collective for collective in COLLECTIVES if collective in collectives and collective != "all_reduce"]
     return [
@@ -325,6 +335,16 @@ def _notes(outcome: Outcome, budget_s: float, backend: str, hosts: tuple[int, ..
     if backend == "mpi":
         notes.append("MPI is accepted but has not been tested")
     return notes + warnings(outcome)
+
+
+def _host_note(bench: Bench) -> str:
+    found = (
+        f"the host queues a collective in {format_seconds(bench.pace_s)}; it was still queueing when the clock started "
+        f"in {bench.late} of {bench.timed} samples"
+    )
+    if bench.late > bench.timed * LATE:
+        return f"{found}: small messages look slower than they are; give the workers more cores"
+    return found
 
 
 def _largest(outcome: Outcome, collective: Collective) -> int:
