@@ -1,0 +1,117 @@
+"""What is on the device whatever is done with activations: weights, optimizer state, the batch, gradients."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from backbeat.errors import InputError
+from backbeat.units import format_bytes
+
+if TYPE_CHECKING:
+    from backbeat.model import Plan, Profile
+
+_ELEMENT_BYTES = 4
+_INDEX_BYTES = 4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Holdings:
+    """Bytes on the device from one iteration to the next."""
+
+    parameter_bytes: int
+    buffer_bytes: int
+    optimizer_bytes: int
+    """State of the optimizer; where momentum correction keeps a velocity, that takes the place of the momentum."""
+    batch_bytes: int
+    """The batch, and what else stays between iterations (workspaces)."""
+    gradient_bytes: int
+    """Flat buffers of the groups that travel as they are, gradients being views of them."""
+    residual_bytes: int = 0
+    """Encoded groups: all of their residuals, or what the device keeps of them when they live on the host."""
+    scratch_bytes: int = 0
+    """Encoded groups: one group's dense result and everybody's values and indices, shared by all groups."""
+    streamed_bytes: int = 0
+    """Not held: residuals that pass to the device and back in every backward."""
+    loss_bytes: int = 0
+    """Not held: the most that the loss and what else follows the last block takes."""
+
+    @property
+    def total_bytes(self) -> int:
+        return (
+            self.parameter_bytes
+            + self.buffer_bytes
+            + self.optimizer_bytes
+            + self.batch_bytes
+            + self.gradient_bytes
+            + self.residual_bytes
+            + self.scratch_bytes
+        )
+
+    @classmethod
+    def of(
+        cls,
+        profile: Profile,
+        plan: Plan | None = None,
+        residuals: Literal["device", "host"] = "device",
+        workers: int | None = None,
+    ) -> Holdings:
+        """By how the plan's groups travel; without a plan, all gradients in flat buffers.
+
+        Of two encoded groups at once the residuals stream when they live on the host: one is worked on while the one
+        before it leaves and the next one comes.
+        """
+        memory = profile.memory
+        if memory is None:
+            raise InputError(
+                f"the profile {profile.name!r} has no memory figures: profile it again with `backbeat profile`"
+            )
+        stays = memory.steady_bytes - memory.parameter_bytes - memory.optimizer_bytes - memory.buffer_bytes
+        encoded = _encoded_groups(profile, plan)
+        sizes = sorted((size for size, _ in encoded), reverse=True)
+        total = sum(sizes)
+        count = workers or (plan.workers if plan is not None else None) or 1
+        residual = total if residuals == "device" else min(sum(sizes[:2]), total)
+        return cls(
+            parameter_bytes=memory.parameter_bytes,
+            buffer_bytes=memory.buffer_bytes,
+            optimizer_bytes=memory.optimizer_bytes,
+            batch_bytes=max(stays, getattr(memory, "batch_bytes", 0), 0),
+            gradient_bytes=profile.total_bytes - total,
+            residual_bytes=residual,
+            scratch_bytes=max((round(size + count * sent) for size, sent in encoded), default=0),
+            streamed_bytes=total if residuals == "host" else 0,
+            loss_bytes=getattr(memory, "head_bytes", 0),
+        )
+
+    def described(self) -> str:
+        """The parts that are there, largest first."""
+        parts = {
+            "parameters": self.parameter_bytes,
+            "optimizer state": self.optimizer_bytes,
+            "gradients": self.gradient_bytes,
+            "residuals": self.residual_bytes,
+            "scratch": self.scratch_bytes,
+            "batch and workspaces": self.batch_bytes,
+            "buffers": self.buffer_bytes,
+        }
+        # Below a hundredth of the whole a part explains nothing.
+        listed = sorted(
+            ((size, name) for name, size in parts.items() if size * 100 >= self.total_bytes and size), reverse=True
+        )
+        return ", ".join(f"{name} {format_bytes(size)}" for size, name in listed)
+
+
+def _encoded_groups(profile: Profile, plan: Plan | None) -> list[tuple[int, float]]:
+    """(gradient bytes, bytes sent) of every encoded group."""
+    found = []
+    for group in plan.groups if plan is not None else ():
+        encoding = group.encoding
+        if encoding is not None:
+            size = sum(profile.gradients[profile.index[name]].bytes for name in group.gradients)
+            share = 1.0
+            if encoding.density is not None:
+                value = 2 if encoding.values == "bf16" else 4
+                share = min(encoding.density * (value + _INDEX_BYTES) / _ELEMENT_BYTES, 1.0)
+            found.append((size, size * share))
+    return found

@@ -1,0 +1,444 @@
+"""Device memory and time of one iteration when some blocks are recomputed or offloaded.
+
+Memory is counted in the order in which work is issued, as the device's allocator counts it; time on three streams:
+computation, copies to the host, copies to the device.
+
+- Forward runs block by block. A kept block leaves its saved tensors. A recomputed segment leaves its input alone; an
+  offloaded block's tensors, or an offloaded input, go to the host: the compute stream waits for such a copy at the
+  begin of the block two further on, and there the memory is free.
+- Backward runs in reverse. When it reaches a segment, the segment two before it starts to come back from the host;
+  computation waits for what has not come in time. A recomputed segment first runs forward again, all of its saved
+  tensors there at once, and they go block by block.
+- A tensor between two blocks exists once, whoever keeps it.
+
+What lies outside the blocks (the loss, a head that is no block) is taken to run between forward and backward.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+import msgspec
+
+from backbeat.errors import InputError
+from backbeat.model.blocks import MemoryPlan, Segment
+from backbeat.simulate.holdings import Holdings
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from backbeat.model import Gradient, Plan, Profile
+
+KEEP, RECOMPUTE, FETCH, OFFLOAD = range(4)
+"""What is done with a unit; FETCH is a recomputed one whose input waits on the host."""
+
+Unit = tuple[int, int, int]
+"""(first block, block after the last, action)."""
+Phase = Literal["forward", "loss", "recompute", "backward"]
+
+AHEAD = 2
+"""Copies to the host are waited for this many blocks later; copies to the device start this many segments early."""
+
+
+class Run(NamedTuple):
+    """What the chain does under some units."""
+
+    peak_bytes: int
+    block: int
+    """Where the peak is."""
+    phase: Phase
+    forward_s: float
+    backward_s: float
+    starts: list[float]
+    """When each block's own backward starts, after backward starts."""
+    held_bytes: int
+    """Above the base at the end of forward."""
+    left_bytes: int
+    """Above the base at the end of backward: the gradient of what enters the first block."""
+    to_host_bytes: int
+    to_device_bytes: int
+    stalled_s: float
+
+    @property
+    def time_s(self) -> float:
+        return self.forward_s + self.backward_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryCourse:
+    """One iteration under a memory plan."""
+
+    peak_bytes: int
+    block: str
+    """Where the peak is: a block's name, or `loss`."""
+    phase: Phase
+    forward_s: float
+    backward_s: float
+    held_bytes: int
+    """Kept on the device for backward, at the end of forward."""
+    to_host_bytes: int
+    to_device_bytes: int
+    stalled_s: float
+    """Computation waiting for copies."""
+    holdings: Holdings
+    profile: Profile
+    """The profile with these times and the gradients ready when they are now; it has no blocks."""
+
+
+def course(
+    profile: Profile, memory_plan: MemoryPlan, plan: Plan | None = None, *, workers: int | None = None
+) -> MemoryCourse:
+    """Predict peak and times of one iteration; `plan` says how gradients are held (None: dense, flat buffers)."""
+    chain = Chain.of(profile, Holdings.of(profile, plan, memory_plan.residuals, workers))
+    run = chain.run(units_of(profile, memory_plan))
+    return chain.course(profile, run)
+
+
+class _Tally:
+    """The clock of the compute stream and the bytes on the device, while a run goes through its blocks."""
+
+    __slots__ = ("block", "level", "now", "peak", "phase", "stalled")
+
+    def __init__(self, base: int) -> None:
+        self.level = self.peak = base
+        self.block = 0
+        self.phase: Phase = "forward"
+        self.now = self.stalled = 0.0
+
+    def see(self, above: int, block: int, phase: Phase) -> None:
+        if self.level + above > self.peak:
+            self.peak, self.block, self.phase = self.level + above, block, phase
+
+    def wait(self, moment: float) -> None:
+        if moment > self.now:
+            self.stalled += moment - self.now
+            self.now = moment
+
+
+class Chain:
+    """A profile's blocks as plain lists, with what is on the device whatever the plan."""
+
+    def __init__(self, profile: Profile, holdings: Holdings) -> None:
+        blocks = profile.blocks
+        self.names = [block.name for block in blocks]
+        self.count = len(blocks)
+        self.holdings = holdings
+        self.base = holdings.total_bytes
+        self.loss = holdings.loss_bytes
+        measured_forward = sum(block.forward_s for block in blocks)
+        measured_backward = sum(block.backward_s for block in blocks)
+        # Blocks timed one by one can add up to more than the whole: then they share it.
+        by_forward = min(1.0, profile.forward_s / measured_forward) if measured_forward > 0 else 1.0
+        by_backward = min(1.0, profile.backward_s / measured_backward) if measured_backward > 0 else 1.0
+        self.forward = [block.forward_s * by_forward for block in blocks]
+        self.backward = [block.backward_s * by_backward for block in blocks]
+        self.loss_forward = max(profile.forward_s - sum(self.forward), 0.0)
+        self.loss_backward = max(profile.backward_s - sum(self.backward), 0.0)
+        self.output = [block.output_bytes for block in blocks]
+        self.joined = [place > 0 and block.chained for place, block in enumerate(blocks)]
+        self.input = [
+            self.output[place - 1] if self.joined[place] else block.input_bytes for place, block in enumerate(blocks)
+        ]
+        self.saved = [block.saved_bytes for block in blocks]
+        self.forward_peak = [block.forward_peak_bytes for block in blocks]
+        self.backward_peak = [block.backward_peak_bytes for block in blocks]
+        self.saves_input = [block.saves_input for block in blocks]
+        self.saves_output = [block.saves_output for block in blocks]
+        # A recomputed segment may begin here; it may go on through here.
+        self.may_begin = [not block.changes_input for block in blocks]
+        self.may_go_on = self.joined
+        link = profile.host_link
+        self.has_host = link is not None
+        self.to_host = link.to_host_bytes_per_s if link else 1.0
+        self.to_device = link.to_device_bytes_per_s if link else 1.0
+
+    @classmethod
+    def of(cls, profile: Profile, holdings: Holdings) -> Chain:
+        if not profile.blocks:
+            raise InputError(
+                f"the profile {profile.name!r} has no blocks, so nothing is known of its activations: "
+                "profile it again with `backbeat profile`"
+            )
+        return cls(profile, holdings)
+
+    def run(self, units: Sequence[Unit]) -> Run:
+        """Forward and backward once, by the rules at the head of this module."""
+        action = [KEEP] * self.count
+        unit_of = [0] * self.count
+        for number, (first, last, what) in enumerate(units):
+            for k in range(first, last):
+                action[k] = what
+                unit_of[k] = number
+        until, away, bring = self._between(units, action, unit_of)
+        tally = _Tally(self.base)
+        to_host = self._forward(units, action, until, away, tally)
+        held = tally.level - self.base
+        tally.see(self.loss, self.count - 1, "loss")
+        forward_s = tally.now = tally.now + self.loss_forward
+        tally.now += self.loss_backward
+        end = self.count - 1
+        # The gradient of the last output takes the place of the output, unless that is kept too.
+        if self.saves_output[end] and action[end] in (KEEP, OFFLOAD):
+            tally.level += self.output[end]
+        starts = self._backward(units, until, bring, tally)
+        to_device, streamed = sum(bring), self.holdings.streamed_bytes
+        if streamed:
+            # Residuals that live on the host pass both copy streams during backward.
+            tally.wait(forward_s + max((to_device + streamed) / self.to_device, streamed / self.to_host))
+        return Run(
+            tally.peak,
+            tally.block,
+            tally.phase,
+            forward_s,
+            tally.now - forward_s,
+            [start - forward_s for start in starts],
+            held,
+            tally.level - self.base,
+            to_host,
+            to_device,
+            tally.stalled,
+        )
+
+    def _between(
+        self, units: Sequence[Unit], action: list[int], unit_of: list[int]
+    ) -> tuple[list[int | None], list[bool], list[int]]:
+        """Of the tensor that enters each block: which block is the last in backward to need it (None: nobody keeps it),
+        and whether it waits on the host; and the bytes that each unit has waiting there."""
+        until: list[int | None] = [None] * (self.count + 1)
+        away = [False] * (self.count + 1)
+        bring = [0] * len(units)
+        for k, what in enumerate(action):
+            begins = units[unit_of[k]][0] == k
+            before = action[k - 1] if self.joined[k] and self.saves_output[k - 1] else RECOMPUTE
+            keeps = (what == KEEP and self.saves_input[k]) or (what == RECOMPUTE and begins)
+            sends = (what == OFFLOAD and self.saves_input[k]) or (what == FETCH and begins)
+            if before in (KEEP, OFFLOAD):
+                until[k] = k - 1
+                away[k] = before == OFFLOAD and not keeps
+            elif keeps or sends:
+                until[k] = k
+                away[k] = sends
+            if away[k]:
+                bring[unit_of[k] if sends else unit_of[k - 1]] += self.input[k]
+            if what == OFFLOAD:
+                bring[unit_of[k]] += self.saved[k] + (self.output[k] if self._keeps_apart(k) else 0)
+        return until, away, bring
+
+    def _keeps_apart(self, k: int) -> bool:
+        """Its output is saved, and is not what enters the next block."""
+        return self.saves_output[k] and (k + 1 == self.count or not self.joined[k + 1])
+
+    def _forward(
+        self,
+        units: Sequence[Unit],
+        action: list[int],
+        until: list[int | None],
+        away: list[bool],
+        tally: _Tally,
+    ) -> int:
+        """Bytes copied to the host."""
+        free_at, wait_at = [0] * (self.count + AHEAD + 1), [0.0] * (self.count + AHEAD + 1)
+        link_free = 0.0
+        to_host = 0
+        for first, last, what in units:
+            for k in range(first, last):
+                if not self.joined[k]:
+                    if k and not (self.saves_output[k - 1] and action[k - 1] in (KEEP, OFFLOAD)):
+                        tally.level -= self.output[k - 1]
+                    tally.level += self.input[k]
+                tally.level -= free_at[k]
+                tally.wait(wait_at[k])
+                # The block before sends what it saves of its own output.
+                sent = self.joined[k] and self.saves_output[k - 1] and action[k - 1] == OFFLOAD
+                if what == FETCH and k == first and not sent:
+                    link_free = wait_at[k + AHEAD] = max(link_free, tally.now) + self.input[k] / self.to_host
+                    to_host += self.input[k]
+                    free_at[k + AHEAD] += self.input[k] if away[k] else 0
+                tally.see(self.forward_peak[k], k, "forward")
+                tally.now += self.forward[k]
+                tally.level += self.output[k]
+                if what in (KEEP, OFFLOAD):
+                    tally.level += self.saved[k]
+                if what == OFFLOAD:
+                    moved = self.saved[k]
+                    if away[k] and not sent:
+                        moved += self.input[k]
+                    if self._keeps_apart(k) or (self.saves_output[k] and away[k + 1]):
+                        moved += self.output[k]
+                    link_free = wait_at[k + AHEAD] = max(link_free, tally.now) + moved / self.to_host
+                    free_at[k + AHEAD] += moved
+                    to_host += moved
+                if until[k] is None:
+                    tally.level -= self.input[k]
+        tally.level -= sum(free_at[self.count :])
+        tally.wait(max(wait_at[self.count :]))
+        return to_host
+
+    def _backward(self, units: Sequence[Unit], until: list[int | None], bring: list[int], tally: _Tally) -> list[float]:
+        """When each block's own backward starts."""
+        inputs, outputs, saved = self.input, self.output, self.saved
+        starts = [0.0] * self.count
+        arrival = [0.0] * len(units)
+        coming, link_free = len(units), 0.0
+        for number in range(len(units) - 1, -1, -1):
+            first, last, what = units[number]
+            while coming > max(number - AHEAD, 0):
+                coming -= 1
+                if bring[coming]:
+                    tally.level += bring[coming]
+                    link_free = arrival[coming] = max(link_free, tally.now) + bring[coming] / self.to_device
+            tally.wait(arrival[number])
+            again = what in (RECOMPUTE, FETCH)
+            if again:
+                self._recompute(first, last, tally)
+            for k in range(last - 1, first - 1, -1):
+                tally.see(self.backward_peak[k], k, "backward")
+                starts[k] = tally.now
+                tally.now += self.backward[k]
+                # The gradient of its input takes the place of that of its output.
+                gradient = inputs[k] if self.joined[k] or k == 0 else outputs[k - 1]
+                tally.level += gradient - outputs[k] - saved[k]
+                if self.saves_output[k] and (again or self._keeps_apart(k)):
+                    tally.level -= outputs[k]
+                elif until[k + 1] == k:
+                    tally.level -= inputs[k + 1]
+                if again and k > first:
+                    if self.saves_input[k] and not self.saves_output[k - 1]:
+                        tally.level -= inputs[k]
+                elif until[k] == k:
+                    tally.level -= inputs[k]
+        return starts
+
+    def _recompute(self, first: int, last: int, tally: _Tally) -> None:
+        for k in range(first, last):
+            tally.see(self.forward_peak[k], k, "recompute")
+            tally.now += self.forward[k]
+            tally.level += self.saved[k] + self.output[k]
+            if k > first and not (self.saves_input[k] or self.saves_output[k - 1]):
+                tally.level -= self.input[k]
+        if not self.saves_output[last - 1]:
+            tally.level -= self.output[last - 1]
+
+    def course(self, profile: Profile, run: Run) -> MemoryCourse:
+        return MemoryCourse(
+            peak_bytes=run.peak_bytes,
+            block=self.names[run.block] if run.phase != "loss" else "loss",
+            phase=run.phase,
+            forward_s=run.forward_s,
+            backward_s=run.backward_s,
+            held_bytes=run.held_bytes,
+            to_host_bytes=run.to_host_bytes,
+            to_device_bytes=run.to_device_bytes,
+            stalled_s=run.stalled_s,
+            holdings=self.holdings,
+            profile=self.changed(profile, run),
+        )
+
+    def changed(self, profile: Profile, run: Run) -> Profile:
+        """Every gradient keeps its place within the backward of its block, which now starts at another time."""
+        edges = [self.loss_backward]
+        for seconds in reversed(self.backward):
+            edges.append(edges[-1] + seconds)
+        shifts = [0.0] + [
+            run.starts[block] - edge for block, edge in zip(range(self.count - 1, -1, -1), edges, strict=False)
+        ]
+        shifts.append(run.backward_s - edges[-1])
+        gradients: list[Gradient] = []
+        reached = 0.0
+        for gradient in profile.gradients:
+            # Rounding must neither break the order nor pass the end of backward.
+            ready = gradient.ready_s + shifts[min(bisect_left(edges, gradient.ready_s), self.count)]
+            reached = min(max(ready, reached), run.backward_s)
+            gradients.append(msgspec.structs.replace(gradient, ready_s=reached))
+        before = profile.forward_s + profile.backward_s + profile.update_s
+        factor = (run.time_s + profile.update_s) / before if before > 0 else 1.0
+        return msgspec.structs.replace(
+            profile,
+            forward_s=run.forward_s,
+            backward_s=run.backward_s,
+            gradients=tuple(gradients),
+            iteration_s=tuple(seconds * factor for seconds in profile.iteration_s),
+            blocks=(),
+        )
+
+
+def units_of(profile: Profile, memory_plan: MemoryPlan) -> list[Unit]:
+    """The plan's segments by number, kept blocks one by one, after checking that the executor could run them."""
+    place = {block.name: number for number, block in enumerate(profile.blocks)}
+    units: list[Unit] = []
+    reached = 0
+    for index, segment in enumerate(memory_plan.segments):
+        for name in segment.blocks:
+            if name not in place:
+                raise InputError(
+                    f"memory.segments[{index}] names the block {name!r}, which the profile {profile.name!r} does not "
+                    "have: make the plan for this profile with `backbeat plan --memory`"
+                )
+        first = place[segment.blocks[0]]
+        last = first + len(segment.blocks)
+        if [place[name] for name in segment.blocks] != list(range(first, last)) or first < reached:
+            raise InputError(
+                f"memory.segments[{index}] is not a run of consecutive blocks behind those before it: "
+                "list blocks and segments in the order of forward"
+            )
+        if segment.action == "recompute":
+            _check_recomputed(profile, index, first, last)
+        if profile.host_link is None and (segment.action == "offload" or segment.input == "offload"):
+            raise InputError(
+                f"memory.segments[{index}] offloads, but the profile {profile.name!r} has no host_link: "
+                "profile it again on the device with `backbeat profile`"
+            )
+        units += [(k, k + 1, KEEP) for k in range(reached, first)]
+        if segment.action == "keep":
+            units += [(k, k + 1, KEEP) for k in range(first, last)]
+        elif segment.action == "offload":
+            units.append((first, last, OFFLOAD))
+        else:
+            units.append((first, last, FETCH if segment.input == "offload" else RECOMPUTE))
+        reached = last
+    units += [(k, k + 1, KEEP) for k in range(reached, len(profile.blocks))]
+    return units
+
+
+def plan_of(profile: Profile, units: Sequence[Unit]) -> tuple[Segment, ...]:
+    """Units as segments by name; neighbours that are kept become one."""
+    segments: list[Segment] = []
+    names = [block.name for block in profile.blocks]
+    kept: list[str] = []
+
+    def close() -> None:
+        if kept:
+            segments.append(Segment(blocks=tuple(kept), action="keep"))
+            kept.clear()
+
+    for first, last, what in units:
+        if what == KEEP:
+            kept.extend(names[first:last])
+            continue
+        close()
+        segments.append(
+            Segment(
+                blocks=tuple(names[first:last]),
+                action="offload" if what == OFFLOAD else "recompute",
+                input="offload" if what == FETCH else "keep",
+            )
+        )
+    close()
+    return tuple(segments)
+
+
+def _check_recomputed(profile: Profile, index: int, first: int, last: int) -> None:
+    blocks = profile.blocks
+    if blocks[first].changes_input:
+        raise InputError(
+            f"memory.segments[{index}] begins with {blocks[first].name!r}, which writes into its input: "
+            "no recomputed segment can begin there; begin it one block earlier or keep the block"
+        )
+    for block in blocks[first + 1 : last]:
+        if not block.chained:
+            raise InputError(
+                f"memory.segments[{index}] recomputes through {block.name!r}, whose input is not the output of the "
+                "block before it: begin a segment there"
+            )
