@@ -31,8 +31,15 @@ _SUBNET = "10.77.0"
 _BURST_S = 0.2e-3
 # Ten full packets. What the host sends in larger pieces the bucket takes apart, which is cheap at rates this low.
 _LEAST_BURST_BYTES = 16 * 2**10
-# Long enough that a sender is slowed by its full queue and not by losses.
+# Long enough that a sender is slowed by its full send buffer and not by losses.
 _QUEUE_S = 0.05
+_LEAST_QUEUE_BYTES = 16 * 2**20
+CONGESTION_CONTROL = ("cubic", "reno")
+"""The first that a namespace may use. BBR, some machines' default, empties its pipe every ten seconds for a fifth of a
+second, which is an iteration or more here."""
+_SEND_BUFFER_S = 2e-3
+_LEAST_SEND_BUFFER_BYTES = 2**20
+_MOST_SEND_BUFFER_BYTES = 4 * 2**20  # the kernel's own limit
 _CLONE_NEWNET = 0x40000000
 _MS_BIND = 4096
 
@@ -55,6 +62,11 @@ class Link:
             )
         if self.delay_s < 0 or self.jitter_s < 0:
             raise InputError(f"delay is {self.delay_s} s ± {self.jitter_s} s: neither may be negative")
+
+    @property
+    def send_buffer_bytes(self) -> int:
+        """What one connection may have on its way. More only fills the queue, and beyond it segments are lost."""
+        return int(min(max(_LEAST_SEND_BUFFER_BYTES, self.rate_bits / 8 * _SEND_BUFFER_S), _MOST_SEND_BUFFER_BYTES))
 
     @property
     def burst_bytes(self) -> int:
@@ -123,6 +135,8 @@ class Cluster:
     def _build_node(self, node: int, route: Any) -> None:
         route.link("set", index=route.link_lookup(ifname="lo")[0], state="up")
         own = route.link_lookup(ifname=INTERFACE)[0]
+        with contextlib.suppress(OSError):
+            Path("/proc/sys/net/ipv4/tcp_wmem").write_text(f"4096 16384 {self.links[node].send_buffer_bytes}")
         _shape(route, own, self.links[node])
         route.addr("add", index=own, address=self.address(node), prefixlen=24)
         route.link("set", index=own, state="up")
@@ -146,6 +160,10 @@ def _create(name: str) -> None:
     # Nodes have one address each; without this the kernel would send solicitations of its own over the links.
     with contextlib.suppress(OSError):
         Path("/proc/sys/net/ipv6/conf/default/disable_ipv6").write_text("1")
+    for algorithm in CONGESTION_CONTROL:
+        with contextlib.suppress(OSError):
+            Path("/proc/sys/net/ipv4/tcp_congestion_control").write_text(algorithm)
+            break
     _call("mount", b"/proc/thread-self/ns/net", os.fsencode(path), None, _MS_BIND, None)
 
 
@@ -187,7 +205,7 @@ def _shape(route: Any, index: int, link: Link) -> None:
         0x10000,
         rate=int(rate),
         burst=link.burst_bytes,
-        limit=int(rate * _QUEUE_S) + link.burst_bytes,
+        limit=int(max(rate * _QUEUE_S, _LEAST_QUEUE_BYTES)) + link.burst_bytes,
     )
     if link.delay_s > 0 or link.jitter_s > 0:
         try:

@@ -91,6 +91,8 @@ class Alone(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     model: str
     expected_s: float
     measured_s: float
+    disturbed: dict[str, float] = {}
+    """While all plans of the model were measured, over all nodes: see `lab.health`."""
 
 
 class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):

@@ -17,6 +17,7 @@ import msgspec
 from backbeat.errors import InputError, MeasurementError
 from backbeat.lab import experiment
 from backbeat.lab.experiment import Measured
+from backbeat.lab.health import change
 from backbeat.lab.jobs import seconds_of
 from backbeat.lab.plans import Choice, shorthand
 from backbeat.lab.records import Alone, Case, Compute, Place, Record
@@ -57,6 +58,7 @@ _SLACK = 1.2
 """Predictions can be too low, and starting over costs more than leaving a model for the next run."""
 _FAILURES = 2
 """Sessions of one setting that may break before it is given up."""
+_ASK_S = 60.0
 _THREADS = 2
 """Threads of NCCL that poll all the time, for each node and channel."""
 
@@ -150,9 +152,16 @@ def _session(
             if _SLACK * expected > clock.left_s:
                 say(f"{setting.name}: {name} needs {format_seconds(expected)}: out of time")
                 return False
+            before = session.ask("health", _ASK_S)
             results, alone_s = experiment.measure(session, profile, setting, made, matrix.seconds_each)
             number = len(record.sessions) - 1
-            alone = Alone(session=number, model=name, expected_s=setting.compute(profile).single_s, measured_s=alone_s)
+            alone = Alone(
+                session=number,
+                model=name,
+                expected_s=setting.compute(profile).single_s,
+                measured_s=alone_s,
+                disturbed=_disturbed(before, session.ask("health", _ASK_S)),
+            )
             record = msgspec.structs.replace(
                 record,
                 models={**record.models, name: Compute.of(profile)},
@@ -167,6 +176,15 @@ def _session(
                 f"{format_seconds(clock.left_s)} left"
             )
     return True
+
+
+def _disturbed(before: Sequence[dict[str, float]], after: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Over all nodes; what the whole machine counts is the same on each, and taken from the first."""
+    changes = [change(*pair) for pair in zip(before, after, strict=True)]
+    return {
+        name: changes[0].get(name, 0.0) if name == "stolen_s" else round(sum(one.get(name, 0.0) for one in changes), 4)
+        for name in sorted({name for one in changes for name in one})
+    }
 
 
 def case_of(result: Measured, model: str, session: int) -> Case:

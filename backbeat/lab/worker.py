@@ -109,6 +109,11 @@ class Node:
             facts["spin"] = {"hertz": self.player.hertz, "overhead_s": self.player.overhead_s}  # type: ignore[union-attr]
         return facts
 
+    def health(self) -> dict[str, float]:
+        from backbeat.lab.health import disturbances
+
+        return disturbances()
+
     def calibrate(
         self, *, budget_s: float, channels: Sequence[int], sizes: Sequence[int], collectives: Sequence[Any], name: str
     ) -> Any:
