@@ -22,6 +22,12 @@ if TYPE_CHECKING:
     from backbeat.model import ConcurrencyPoint, Network
 
 
+_LITTLE_STARTUP = 0.1
+"""Of a batch's time; with less than this in startups it is nearly all link work."""
+_ALTERNATIONS = 20
+"""Each shrinks the error of e and u at least tenfold, since either has little to do with the other's batches."""
+
+
 @dataclass(frozen=True)
 class LinkCost:
     """The cost model of one network at its own number of workers."""
@@ -102,9 +108,9 @@ class LinkCost:
     def fit_sharing(self, points: Iterable[ConcurrencyPoint]) -> dict[int, tuple[float, float]]:
         """(e(n), u(n)) for every channel count measured, by relative least squares over its points.
 
-        The time of a batch is startup·u + shared/e, linear in u and 1/e. Telling the two apart takes two sizes; with
-        one, startups are taken to overlap. Points in which one part dominates say little about the other and weigh
-        little in it.
+        The time of a batch is startup·u + shared/e. e comes from batches that are nearly all link work, where any are
+        measured: among small messages one channel's startup hides behind another's transfer, which would look like a
+        wider link. What is left in the others is u; with one size only, startups are taken to overlap.
         """
         rows: dict[int, list[tuple[float, float, float]]] = {}
         sizes: dict[int, set[int]] = {}
@@ -161,14 +167,27 @@ def _fit_pair(parts: NDArray[np.float64], sharing: int, *, both: bool) -> tuple[
     n messages cannot do more than n links' work, nor stand still; a startup cannot take less than alone, nor more than
     n in a row.
     """
-    startup, shared, target = parts.T
+    startup, _, target = parts.T
     stretch = 1.0
     if both:
+        linked = parts[startup < _LITTLE_STARTUP * target]
+        rest = parts[startup >= _LITTLE_STARTUP * target]
+        if len(linked) and len(rest):
+            for _ in range(_ALTERNATIONS):
+                efficiency = _efficiency(linked, stretch, sharing)
+                raw = float(rest[:, 0] @ (rest[:, 2] - rest[:, 1] / efficiency)) / float(rest[:, 0] @ rest[:, 0])
+                stretch = float(np.clip(raw, 1.0, sharing))
+            return efficiency, stretch
         (raw, _), *_ = np.linalg.lstsq(parts[:, :2], target, rcond=None)
         stretch = float(np.clip(raw, 1.0, sharing))
+    return _efficiency(parts, stretch, sharing), stretch
+
+
+def _efficiency(parts: NDArray[np.float64], stretch: float, sharing: int) -> float:
+    startup, shared, target = parts.T
     weight = float(shared @ shared)
     inverse = float(shared @ (target - startup * stretch)) / weight if weight > 0 else 1.0
-    return 1 / min(max(inverse, 1 / sharing), 1e3), stretch
+    return 1 / min(max(inverse, 1 / sharing), 1e3)
 
 
 def fit_busy(isolated: Curve, points: Iterable[ConcurrencyPoint]) -> Curve | None:
