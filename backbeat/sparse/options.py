@@ -1,0 +1,40 @@
+"""What a user may choose about encoded groups beside the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from backbeat.errors import InputError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """How encoded groups are trained with; the plan says which groups are encoded and how."""
+
+    momentum_correction: bool = False
+    """Keep the momentum of an attached SGD per rank, before the selection, in place of the optimizer's own."""
+    warmup_steps: int = 0
+    """Steps over which the density falls from 25 % to the plan's."""
+    seed: int = 0
+    """Of the places that random-k sends and of the first factors of low rank; the same on every rank."""
+
+    def __post_init__(self) -> None:
+        if self.warmup_steps < 0:
+            raise InputError(f"warmup_steps is {self.warmup_steps}: it must be 0 or more")
+
+
+def options_of(given: Options | Mapping[str, Any] | None) -> Options:
+    """The options, from a mapping too; a name that is none of them is refused."""
+    if given is None:
+        return Options()
+    if isinstance(given, Options):
+        return given
+    if not isinstance(given, Mapping):
+        raise InputError(f"sparse is {given!r}: it must be a dict or backbeat.sparse.Options")
+    known = [field.name for field in fields(Options)]
+    for name in given:
+        if name not in known:
+            raise InputError(f"sparse has {name!r}: it must be one of {', '.join(known)}")
+    return Options(**given)

@@ -1,0 +1,119 @@
+"""Top-k: the places whose accumulated gradient is largest, gathered by every rank or merged in a tree."""
+
+from __future__ import annotations
+
+import torch
+
+from backbeat.model.encoding import Encoding
+from backbeat.sparse import select, wire
+from backbeat.sparse.aggregate import add_gathered, keep_largest, member_of
+from backbeat.sparse.exchange import Collective, Exchange
+from backbeat.sparse.residual import Residual
+
+
+class TopK:
+    """Compressor of `kind="topk"`."""
+
+    masks_velocity = True
+
+    def __init__(self, encoding: Encoding, *, rank: int, ranks: int) -> None:
+        self._encoding = encoding
+        self._rank = rank
+        self._ranks = ranks
+        self._dtype = wire.DTYPES[encoding.values]
+        self._taken: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def exchange(self, residual: Residual, *, step: int, scale: float, density: float | None = None) -> Exchange:
+        numel = residual.values.numel()
+        count = select.slots(density or self._encoding.density or 1.0, numel)
+        index, sent = self._choose(residual, count, step)
+        residual.take(index, sent)
+        self._taken = (index, sent)
+        form = wire.Format(numel, count, self._dtype)
+        if self._encoding.aggregate == "tree" and self._ranks > 1:
+            return (yield from self._tree(residual, form, index, sent, scale))
+        gathered = yield Collective("all_gather", wire.pack(form, index, sent))
+
+        def write(out: torch.Tensor) -> None:
+            add_gathered(out, *wire.unpack(form, gathered), scale)
+
+        return write
+
+    def give_back(self, residual: Residual) -> None:
+        if self._taken is not None:
+            residual.put(*self._taken)
+        self._taken = None
+
+    def _choose(self, residual: Residual, count: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._encoding.select == "exact":
+            index = select.largest(residual.values, count)
+            return index, residual.values[index].to(self._dtype)
+        index, real = select.sampled(residual.values, count, step)
+        return index, torch.where(real, residual.values[index], 0).to(self._dtype)
+
+    def _tree(
+        self, residual: Residual, form: wire.Format, index: torch.Tensor, sent: torch.Tensor, scale: float
+    ) -> Exchange:
+        """log2 N rounds. After round j the 2^(j+1) ranks of a subtree hold the same k places and sums.
+
+        A merge drops up to k places of its subtree. Each rank of it that had sent something there takes its own part
+        back into its residual, so that over all ranks nothing is lost; from then on it has no part in that place, even
+        if another subtree brings it up again. From the second round on sums travel in fp32: what rounding them would
+        lose belongs to no rank.
+        """
+        mine, alive = index, torch.ones_like(index, dtype=torch.bool)
+        held = sent
+        distance = 1
+        while distance < self._ranks:
+            peer = self._rank ^ distance
+            packed = wire.pack(form, index, held)
+            received = yield Collective("swap", packed, peer)
+            # Both sides put the lower rank first, and so come to the same bits.
+            pair = torch.stack([packed, received] if self._rank < peer else [received, packed])
+            index, held = keep_largest(*wire.unpack(form, pair))
+            still = member_of(mine, index)
+            residual.put(mine, torch.where(alive & ~still, sent, 0))
+            alive &= still
+            self._taken = (mine, torch.where(alive, sent, 0))
+            form = wire.Format(form.numel, form.count, torch.float32)
+            distance *= 2
+        final, total = index, held
+
+        def write(out: torch.Tensor) -> None:
+            add_gathered(out, final[None], total[None], scale)
+
+        return write
+
+
+class RandomK:
+    """Compressor of `kind="randomk"`: the same places on every rank, so that only values travel, and are summed."""
+
+    masks_velocity = True
+
+    def __init__(self, encoding: Encoding, *, seed: int) -> None:
+        self._encoding = encoding
+        self._seed = seed
+        self._dtype = wire.DTYPES[encoding.values]
+        self._taken: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def exchange(self, residual: Residual, *, step: int, scale: float, density: float | None = None) -> Exchange:
+        values = residual.values
+        count = select.slots(density or self._encoding.density or 1.0, values.numel())
+        index = select.shared_random(values.numel(), count, seed=self._seed, step=step, device=values.device)
+        sent = values[index].to(self._dtype)
+        residual.take(index, sent)
+        self._taken = (index, sent)
+        # Scaled before the sum, as dense groups are; in the sum's own format, so that nothing more is rounded here
+        # than any all-reduce rounds.
+        summed = yield Collective("all_reduce", sent * scale)
+
+        def write(out: torch.Tensor) -> None:
+            out.zero_()
+            out.index_copy_(0, index, summed.to(out.dtype))
+
+        return write
+
+    def give_back(self, residual: Residual) -> None:
+        if self._taken is not None:
+            residual.put(*self._taken)
+        self._taken = None
