@@ -24,8 +24,8 @@ from backbeat.runtime.agreement import share, total
 if TYPE_CHECKING:
     from backbeat.model import Prediction
     from backbeat.runtime.channels import Channels
-    from backbeat.runtime.ddp import DistributedDataParallel
-    from backbeat.runtime.timing import Round
+    from backbeat.runtime.runner import Runner
+    from backbeat.runtime.timing import TimedRound
 
 logger = logging.getLogger("backbeat.runtime")
 
@@ -48,20 +48,20 @@ class Tuner:
 
     def __init__(
         self,
-        wrapper: DistributedDataParallel,
+        runner: Runner,
         *,
         strategy: str,
         network: Network | str | os.PathLike[str] | None,
         channels: int | None,
     ) -> None:
-        # The wrapper holds the tuner; held back strongly, neither would go when the last user lets go.
-        self._wrapper: Any = weakref.proxy(wrapper)
+        # The runner holds the tuner; held back strongly, neither would go when the last user lets go.
+        self._runner: Any = weakref.proxy(runner)
         self._auto = strategy == "auto"
         self._strategy = "best" if self._auto else strategy
         self._network = Network.load(network) if isinstance(network, (str, os.PathLike)) else network
         self._given = network is not None
         self._channels = channels
-        self._cuda = wrapper.device.type == "cuda"
+        self._cuda = runner.device.type == "cuda"
         self._forward_at: Any = None
         self._ends: list[Any] = []
         self._forwards: list[tuple[Any, Any]] = []
@@ -72,7 +72,7 @@ class Tuner:
         self.prediction: Prediction | None = None
         self.iteration_s: float | None = None
         self.exposed_s: float | None = None
-        self.rounds: list[Round] = []
+        self.rounds: list[TimedRound] = []
         """The rounds measured last, for the report."""
         self._base_s = 0.0
         self._base: Any = None
@@ -90,15 +90,15 @@ class Tuner:
         self._begin("measuring")
 
     def after_step(self) -> None:
-        wrapper = self._wrapper
+        runner = self._runner
         measuring = self._measuring()
-        wrapper.reducer.recorder = wrapper._recorder if measuring else None
+        runner.reducer.recorder = runner.recorder if measuring else None
         if not measuring:
             self._forward_at = None
             self._ends.clear()
         left = self._left()
         if left >= MEASURED_STEPS or not measuring:
-            wrapper._recorder.clear()
+            runner.recorder.clear()
         if measuring:
             now = self._now()
             self._ends.append(now)
@@ -108,7 +108,7 @@ class Tuner:
         if self.state == "settled":
             return
         # A decision is taken by every rank or by none.
-        wrapper.reducer.attentive = left == 1
+        runner.reducer.word.attentive = left == 1
         if left > 0:
             return
         if self.state == "measuring":
@@ -120,28 +120,28 @@ class Tuner:
 
     def _left(self) -> int:
         """Steps to go until the next decision."""
-        return self._due - int(self._wrapper.reducer.step)
+        return self._due - int(self._runner.reducer.step)
 
     def _measuring(self) -> bool:
         return self.state in ("measuring", "trying") or (self.state == "watching" and self._left() <= MEASURED_STEPS)
 
     def _begin(self, state: str, steps: int = SETTLE_STEPS + MEASURED_STEPS) -> None:
         self.state = state
-        self._due = self._wrapper.reducer.step + steps
+        self._due = self._runner.reducer.step + steps
         self._ends.clear()
         self._forwards.clear()
-        self._wrapper._recorder.clear()
+        self._runner.recorder.clear()
 
     def _plan_and_switch(self) -> None:
-        wrapper = self._wrapper
-        rounds = wrapper._recorder.rounds()
+        runner = self._runner
+        rounds = runner.recorder.rounds()
         iteration, exposed = self._iteration(rounds), self._exposed(rounds)
-        if wrapper.links.size == 1:
+        if runner.links.size == 1:
             self._settle("one worker: there is nothing to send", iteration, exposed)
             return
         profile = self._profile(rounds, iteration)
         network = self._measure_network()
-        text = share(wrapper.links, f"plan/{self._plans}", self._make(profile, network))
+        text = share(runner.links, f"plan/{self._plans}", self._make(profile, network))
         self._plans += 1
         if text.startswith("error: "):
             if not self._auto:
@@ -152,25 +152,25 @@ class Tuner:
             return
         plan = decode(text.encode(), Plan, where="rank 0's plan")
         self._predict(profile, network, plan)
-        self._base_s, self._base = iteration, wrapper.reducer.partition
+        self._base_s, self._base = iteration, runner.reducer.partition
         self.iteration_s, self.exposed_s = iteration, exposed
-        partition = partitions.from_plan(plan, wrapper._names, wrapper._trainable, wrapper._sparse)
+        partition = partitions.from_plan(plan, runner.roster.names, runner.roster.parameters, runner.roster.sparse)
         if partition.groups == self._base.groups:
             self._settle(f"{plan.strategy} chose the groups that already run", iteration, exposed)
             return
-        wrapper.switch(partition)
+        runner.switch(partition)
         self._say(
-            f"step {wrapper.reducer.step}: {len(self._base.groups)} groups of DDP took {iteration * 1e3:.2f} ms an "
+            f"step {runner.reducer.step}: {len(self._base.groups)} groups of DDP took {iteration * 1e3:.2f} ms an "
             f"iteration; switching to {plan.strategy}'s {len(partition.groups)} on {partition.channels} channel(s)"
         )
         self._begin("trying")
 
     def _judge(self) -> None:
         """Keep the plan unless it measured worse than DDP's groups; a strategy asked for by name stays in any case."""
-        rounds = self._wrapper._recorder.rounds()
+        rounds = self._runner.recorder.rounds()
         iteration, exposed = self._iteration(rounds), self._exposed(rounds)
         if self._auto and iteration > self._base_s * (1 + TOLERANCE):
-            self._wrapper.switch(self._base)
+            self._runner.switch(self._base)
             self.prediction = None
             self._settle(
                 f"going back to DDP's groups: the plan measured {iteration * 1e3:.2f} ms an iteration, "
@@ -187,7 +187,7 @@ class Tuner:
             self._begin("settled")
 
     def _look(self) -> None:
-        rounds = self._wrapper._recorder.rounds()
+        rounds = self._runner.recorder.rounds()
         iteration, exposed = self._iteration(rounds), self._exposed(rounds)
         before = self.exposed_s or 0.0
         moved = abs(exposed - before)
@@ -203,29 +203,29 @@ class Tuner:
         self.iteration_s, self.exposed_s = iteration, exposed
         self._say(why)
         self._begin("settled")
-        self._wrapper.reducer.recorder = None
+        self._runner.reducer.recorder = None
 
-    def _iteration(self, rounds: list[Round]) -> float:
+    def _iteration(self, rounds: list[TimedRound]) -> float:
         """Median time from the end of one step to the end of the next, the mean over ranks."""
         if self._cuda:
-            torch.cuda.synchronize(self._wrapper.device)
+            torch.cuda.synchronize(self._runner.device)
         gaps = [self._between(a, b) for a, b in zip(self._ends[:-1], self._ends[1:], strict=True)]
         mine = statistics.median(gaps[-MEASURED_STEPS:]) if gaps else 0.0
         return self._mean(mine)
 
-    def _exposed(self, rounds: list[Round]) -> float:
+    def _exposed(self, rounds: list[TimedRound]) -> float:
         mine = statistics.median([round_.exposed_s for round_ in rounds]) if rounds else 0.0
         return self._mean(mine)
 
     def _mean(self, value: float) -> float:
-        links: Channels = self._wrapper.links
+        links: Channels = self._runner.links
         return total(links, value) / links.size
 
-    def _profile(self, rounds: list[Round], iteration: float) -> Profile:
+    def _profile(self, rounds: list[TimedRound], iteration: float) -> Profile:
         """What this model does, as the mean over ranks of the medians over steps."""
-        wrapper = self._wrapper
-        links = wrapper.links
-        count = len(wrapper._names)
+        runner = self._runner
+        links = runner.links
+        count = len(runner.roster.names)
         last = statistics.median([round_.computed_s for round_ in rounds])
         ready = [
             statistics.median([round_.ready_s.get(place, round_.computed_s) for round_ in rounds])
@@ -239,21 +239,21 @@ class Tuner:
         *ready, last, forward = (figures / links.size).tolist()
         exposed = self._exposed(rounds)
         order = sorted(range(count), key=lambda place: ready[place])
-        wire = wrapper.reducer.wire
+        wire = runner.reducer.job.wire
         return Profile(
             name="measured",
-            model=type(wrapper.module).__name__,
+            model=runner.model,
             batch_size=1,
-            precision=str(wrapper._trainable[0].dtype).removeprefix("torch."),
-            device=str(wrapper.device),
+            precision=str(runner.roster.parameters[0].dtype).removeprefix("torch."),
+            device=str(runner.device),
             forward_s=forward,
             backward_s=max(last, max(ready)),
             update_s=max(iteration - forward - last - exposed, 0.0),
             gradients=tuple(
                 Gradient(
-                    name=wrapper._names[place],
-                    bytes=wrapper._trainable[place].numel()
-                    * min(wrapper._trainable[place].element_size(), wire.itemsize if wire else 16),
+                    name=runner.roster.names[place],
+                    bytes=runner.roster.parameters[place].numel()
+                    * min(runner.roster.parameters[place].element_size(), wire.itemsize if wire else 16),
                     ready_s=ready[place],
                 )
                 for place in order
@@ -261,7 +261,7 @@ class Tuner:
         )
 
     def _measure_network(self) -> Network:
-        links = self._wrapper.links
+        links = self._runner.links
         if self._network is not None and self._given:
             return self._network if self._network.workers == links.size else self._network.at(workers=links.size)
         from backbeat.measure.calibrate import calibrate
@@ -280,12 +280,12 @@ class Tuner:
 
     def _make(self, profile: Profile, network: Network) -> str | None:
         """Rank 0's plan as text, or what went wrong."""
-        if self._wrapper.links.rank != 0:
+        if self._runner.links.rank != 0:
             return None
         from backbeat.planners import plan as make_plan
 
         try:
-            limit = self._wrapper.links.limit
+            limit = self._runner.links.limit
             wanted = min(self._channels, limit) if self._channels else (None if limit > 1 else 1)
             made = make_plan(profile, network, self._strategy, channels=wanted)
             return encode(made).decode()
@@ -299,7 +299,7 @@ class Tuner:
 
     def _say(self, text: str) -> None:
         self.history.append(text)
-        if self._wrapper.links.rank == 0:
+        if self._runner.links.rank == 0:
             logger.info(text)
 
     def _now(self) -> Any:

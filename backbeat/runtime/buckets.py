@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence, Set
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 if TYPE_CHECKING:
     from torch.nn import Parameter
 
+    from backbeat.runtime.channels import Channel
     from backbeat.runtime.partition import GroupSpec
+    from backbeat.runtime.rounds import Round
 
 
 class Bucket:
@@ -51,10 +53,15 @@ class Bucket:
         """Where the sum is once it has arrived."""
         return self.payload
 
-    def hand_out(self) -> None:
-        """Every member's gradient is its slice of the buffer."""
-        for parameter, view in self._pairs:
-            parameter.grad = view
+    def hand_back(self, used: Sequence[bool] | None, backups: Mapping[int, torch.Tensor]) -> None:
+        """The gradient of each member that some rank used (None: all) is its slice of the buffer, the others' is what
+        it was."""
+        if used is None:
+            for parameter, view in self._pairs:
+                parameter.grad = view
+            return
+        for place, (parameter, view) in zip(self.members, self._pairs, strict=True):
+            parameter.grad = view if used[place] else backups.get(place)
 
     @property
     def bytes(self) -> int:
@@ -106,6 +113,28 @@ class Bucket:
             torch._foreach_zero_(empty)
         return held
 
+    def pack(self, round_: Round) -> None:
+        """As `take`, in any round: notes which members this rank used, and keeps the others' gradients."""
+        held = self.take()
+        if round_.absent:
+            self.payload.zero_()
+            return
+        if round_.broken:
+            self.poison()
+            return
+        for place, gradient, view in zip(self.members, held, self.views, strict=True):
+            if gradient is None:
+                continue
+            if round_.dirty[place]:
+                round_.used[place] = 1
+            else:
+                round_.backups[place] = gradient.clone() if gradient is view else gradient
+
+    def launch(self, channel: Channel, scale: float, control: torch.Tensor | None) -> tuple[torch.Tensor, Any]:
+        """Begin to sum what was taken; returns the tensor that will hold the sum, and the work."""
+        message = self.message(scale, control)
+        return message, channel.all_reduce(message)
+
     def message(self, scale: float, control: torch.Tensor | None) -> torch.Tensor:
         """What goes on the wire: the scaled gradients, in the wire's format, with the control numbers behind."""
         if self.wire is None:
@@ -119,8 +148,8 @@ class Bucket:
             (self._tail_view if out is self.flat else out[self.numel :]).copy_(control)
         return out
 
-    def arrived(self, message: torch.Tensor) -> torch.Tensor:
-        """Bring the sum back into the buffer; returns the control numbers."""
+    def arrived(self, message: torch.Tensor) -> torch.Tensor | None:
+        """Bring the sum back into the buffer; returns the control numbers, where it carries them."""
         if message is self.flat:
             return self._tail_view
         if message is not self.payload:
@@ -138,6 +167,12 @@ class Bucket:
                 message[self.numel + position] = 1
         message[: self.numel].mul_(scale)
         return message
+
+    def add_late(self, message: torch.Tensor) -> list[float]:
+        """Add the sum of what came late to what arrived; returns how many ranks sent each member."""
+        self.payload.add_(message[: self.numel])
+        found: list[float] = message[self.numel :].float().tolist()
+        return found
 
     def poison(self) -> None:
         """Make sure that nobody mistakes this rank's missing gradients for zeros."""
@@ -169,16 +204,3 @@ def views_of(payload: torch.Tensor, parameters: Sequence[Parameter]) -> list[tor
         views.append(piece)
         start += size
     return views
-
-
-def sparse_message(parameter: Parameter, gradient: torch.Tensor | None, scale: float) -> torch.Tensor:
-    """A sparse gradient as it travels; an empty one where there is none."""
-    if gradient is not None:
-        return (gradient if gradient.is_sparse else gradient.to_sparse(1)).coalesce() * scale
-    return torch.sparse_coo_tensor(
-        torch.empty((1, 0), dtype=torch.long),
-        torch.empty((0, *parameter.shape[1:]), dtype=parameter.dtype),
-        parameter.shape,
-        device=parameter.device,
-        check_invariants=False,
-    ).coalesce()

@@ -14,16 +14,17 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from backbeat.errors import InputError
 from backbeat.runtime import pending
+from backbeat.runtime.delivery import Delivery
 from backbeat.runtime.faults import CommunicationError, first_line
-from backbeat.runtime.reducer import Flight, Reducer
 from backbeat.runtime.shards import Gather, ShardedBucket, gathers_of
 from backbeat.units import format_bytes
 
@@ -31,19 +32,20 @@ if TYPE_CHECKING:
     from backbeat.runtime import control
     from backbeat.runtime.buckets import Bucket
     from backbeat.runtime.handover import Update
+    from backbeat.runtime.job import Job
     from backbeat.runtime.partition import GroupSpec, Partition
 
 CONTROL_BYTES = 2**18
 """Control numbers ride with the last scatter, a copy for each rank, up to this size; beyond they travel alone."""
 
-_reducers: weakref.WeakSet[DecoupledReducer] = weakref.WeakSet()
+_deliveries: weakref.WeakSet[DecoupledDelivery] = weakref.WeakSet()
 
 
 class Arrival:
     """One gather on its way, and what to do when it is there."""
 
-    def __init__(self, reducer: DecoupledReducer, gather: Gather, used: list[int], work: Any, whole: Any) -> None:
-        self._reducer = reducer
+    def __init__(self, delivery: DecoupledDelivery, gather: Gather, used: list[int], work: Any, whole: Any) -> None:
+        self._delivery = delivery
         self._gather = gather
         self._work = work
         self._whole = whole
@@ -63,21 +65,21 @@ class Arrival:
         self.noted.update(id(parameter) for parameter in parameters)
 
     def watch(self) -> None:
-        for place in self._used:
-            pending.watch(self._reducer.parameters[place], self)
+        for parameter in self._parameters():
+            pending.watch(parameter, self)
 
     def land(self) -> None:
         """Wait, hand the gradients out, apply the updates that are due."""
-        with self._reducer._lock:
+        with self._delivery.lock:
             if self.landed:
                 return
             self.landed = True
-            parameters = [self._reducer.parameters[place] for place in self._used]
+            parameters = self._parameters()
             for parameter in parameters:
                 if pending.arrival_of(parameter) is self:
                     pending.unwatch(parameter)
-            self._reducer._arrivals.remove(self)
-            with plainly(self._reducer.channels.device.type):
+            self._delivery.arrivals.remove(self)
+            with plainly(self._delivery.job.channels.device.type):
                 self.wait()
                 self._gather.unpack(self._whole)
                 self._hand_out(parameters)
@@ -86,13 +88,17 @@ class Arrival:
         try:
             self._work.wait()
         except RuntimeError as error:
-            raise self._reducer._gather_failure(self._gather, error) from error
+            raise self._delivery.failure(self._gather, error) from error
+
+    def _parameters(self) -> list[Any]:
+        return [self._delivery.job.parameters[place] for place in self._used]
 
     def _hand_out(self, parameters: list[Any]) -> None:
         # A backward that the wrapper did not see coming may have left a gradient of its own already.
         newer = [parameter.grad for parameter in parameters]
+        views = self._delivery.job.groups.views
         for place, parameter in zip(self._used, parameters, strict=True):
-            parameter.grad = self._reducer._view[place]
+            parameter.grad = views[place]
         for update in self.updates:
             update.apply()
         for parameter, gradient in zip(parameters, newer, strict=True):
@@ -102,141 +108,103 @@ class Arrival:
                 parameter.grad.add_(gradient)
 
 
-class DecoupledReducer(Reducer):
-    """Runs a partition whose groups are scattered, and gathered in another grouping."""
+class DecoupledDelivery(Delivery):
+    """Groups are scattered, and gathered in another grouping."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._arrivals: list[Arrival] = []
+    def __init__(self, job: Job) -> None:
+        super().__init__(job)
+        self.arrivals: list[Arrival] = []
         self.attached = False
         """Some optimizer has been handed over."""
-        super().__init__(*args, **kwargs)
-        _reducers.add(self)
+        self.lock = threading.RLock()
+        _deliveries.add(self)
 
-    def install(self, partition: Partition) -> None:
+    def prepare(self, partition: Partition) -> None:
         self.finish()
-        members = partition.gathers or ()
-        self._gather_of = [-1] * len(self.parameters)
-        for index, places in enumerate(members):
+        self._gather_of = [-1] * len(self.job.parameters)
+        for index, places in enumerate(partition.gathers or ()):
             for place in places:
                 self._gather_of[place] = index
-        super().install(partition)
-        self.gathers = gathers_of(members, self.buckets, self.channels.size)
+
+    def bucket(self, spec: GroupSpec, tail: int) -> Bucket:
+        if spec.sparse:
+            return super().bucket(spec, tail)
+        ranks = self.job.channels.size
+        rides = tail * ranks * 4 <= CONTROL_BYTES
+        return ShardedBucket(
+            spec,
+            self.job.parameters,
+            gather_of=self._gather_of,
+            rank=self.job.channels.rank,
+            ranks=ranks,
+            wire=self.job.wire,
+            tail=tail if rides else 0,
+        )
+
+    def installed(self) -> None:
+        groups = self.job.groups
+        self.gathers = gathers_of(groups.partition.gathers or (), groups.buckets, self.job.channels.size)
+
+    def opens(self) -> None:
+        if not self.attached:
+            raise InputError(
+                f"the plan ({self.job.groups.partition.strategy}) gathers gradients behind the next forward, and "
+                "updates follow: call model.attach(optimizer) before the first backward, or run a plan without phases"
+            )
+        self.finish()
+
+    def hand_back(self, verdict: control.Verdict | None) -> None:
+        """Queue every gather; gradients that nobody used are what they were."""
+        if self.job.round.absent:
+            self.give_up()
+            return
+        backups = self.job.round.backups
+        for bucket in self.job.groups.buckets:
+            if bucket.sparse:
+                bucket.hand_back(None if verdict is None else verdict.used, backups)
+            elif verdict is not None:
+                for place, parameter in zip(bucket.members, bucket.parameters, strict=True):
+                    if not verdict.used[place]:
+                        parameter.grad = backups.get(place)
+        self._gather_all(None if verdict is None else verdict.used)
+
+    def give_up(self) -> None:
+        """The other ranks may learn of it only later, and have queued their gathers."""
+        self._gather_all([False] * len(self.job.parameters))
 
     def finish(self) -> None:
         """Wait for every gather and apply every update that is due."""
-        for arrival in tuple(self._arrivals):
+        for arrival in tuple(self.arrivals):
             arrival.land()
 
-    def remove_hooks(self) -> None:
-        self.finish()
-        super().remove_hooks()
-
-    def set_comm_hook(self, state: Any, hook: Any) -> None:
+    def check_hook(self) -> None:
         raise InputError(
             "a communication hook reduces whole groups, and a decoupled plan scatters and gathers them: leave the hook "
             "out (wire='bf16' or 'fp16' compresses), or run a plan without phases"
         )
 
-    def shadow(self) -> None:
-        self.finish()
-        super().shadow()
-
-    def _bucket(self, spec: GroupSpec, tail: int) -> Bucket:
-        ranks = self.channels.size
-        rides = tail * ranks * 4 <= CONTROL_BYTES
-        return ShardedBucket(
-            spec,
-            self.parameters,
-            gather_of=self._gather_of,
-            rank=self.channels.rank,
-            ranks=ranks,
-            wire=self.wire,
-            tail=tail if rides else 0,
-        )
-
-    def _begin(self, sync: bool) -> None:
-        if not self.attached:
-            raise InputError(
-                f"the plan ({self.partition.strategy}) gathers gradients behind the next forward, and updates follow: "
-                "call model.attach(optimizer) before the first backward, or run a plan without phases"
-            )
-        self.finish()
-        super()._begin(sync)
-
-    def _rides(self, bucket: Bucket) -> bool:
-        return bucket.tail > 0 and not bucket.sparse
-
-    def _send(self, index: int, bucket: Bucket, last: bool) -> Flight:
-        if not isinstance(bucket, ShardedBucket):
-            raise CommunicationError(f"group {index} has no shards: the partition is not decoupled")
-        whole = bucket.message(self.scale, self._control() if last and self._rides(bucket) else None)
-        return Flight(index, bucket, bucket.shard, self._channel(bucket).reduce_scatter(bucket.shard, whole))
-
-    def _read(self, numbers: torch.Tensor) -> control.Verdict | None:
-        try:
-            return super()._read(numbers)
-        except BaseException:
-            # The other ranks may learn of it only later, and have queued theirs.
-            self._gather_all(lambda place: False)
-            raise
-
-    def _reduce_again(self, verdict: control.Verdict) -> None:
-        for index in verdict.late:
-            bucket = self.buckets[index]
-            if not isinstance(bucket, ShardedBucket):
-                continue
-            self.repeats += 1
-            message = bucket.late_message(self._late, self.scale)
-            work = self._channel(bucket).all_reduce(message)
-            try:
-                work.wait()
-            except RuntimeError as error:
-                raise self._failure(Flight(index, bucket, message, work), error) from error
-            for place, count in zip(bucket.members, bucket.add_late(message), strict=True):
-                if count > 0:
-                    verdict.used[place] = True
-
-    def _hand_back(self, verdict: control.Verdict | None) -> None:
-        """Queue every gather; gradients that nobody used are what they were."""
-        if self._absent:
-            self._gather_all(lambda place: False)
-            return
-        used: Callable[[int], bool] = (lambda place: True) if verdict is None else verdict.used.__getitem__
-        for bucket in self.buckets:
-            for place, parameter in zip(bucket.members, bucket.parameters, strict=True):
-                if not used(place):
-                    parameter.grad = self._backups.get(place)
-        self._gather_all(used)
-
-    def _gather_all(self, used: Callable[[int], bool]) -> None:
-        channel = self._channel(self.buckets[0])
+    def _gather_all(self, used: Sequence[bool] | None) -> None:
+        channel = self.job.channel(self.job.groups.buckets[0].spec.channel)
         launched = []
         for gather in self.gathers:
             work, whole = gather.launch(channel)
-            arrival = Arrival(self, gather, [place for place in gather.members if used(place)], work, whole)
-            self._arrivals.append(arrival)
+            brought = [place for place in gather.members if used is None or used[place]]
+            arrival = Arrival(self, gather, brought, work, whole)
+            self.arrivals.append(arrival)
             launched.append(arrival)
         for arrival, gather in zip(launched, self.gathers, strict=True):
-            if all(pending.can_wait(self.parameters[place]) for place in gather.members):
+            if all(pending.can_wait(self.job.parameters[place]) for place in gather.members):
                 arrival.watch()
             else:
                 arrival.land()
 
-    def _break_off(self) -> None:
-        synced = self._sync
-        super()._break_off()
-        if synced:
-            with torch.no_grad():
-                self._gather_all(lambda place: False)
-            self.finish()
-
-    def _gather_failure(self, gather: Gather, error: BaseException) -> CommunicationError:
-        names = [self.names[place] for place in gather.members]
-        listed = names[0] if len(names) == 1 else f"{names[0]} … {names[-1]}"
+    def failure(self, gather: Gather, error: BaseException) -> CommunicationError:
+        """A gather did not come."""
+        job = self.job
         return CommunicationError(
-            f"rank {self.channels.rank}: the gradients of {listed} ({format_bytes(gather.bytes)}) were not gathered "
-            f"after step {self.step}: {self.monitor.blame()}. Restart from the last checkpoint (the library says: "
-            f"{first_line(error)})"
+            f"rank {job.channels.rank}: the gradients of {job.listed(gather.members)} ({format_bytes(gather.bytes)}) "
+            f"were not gathered after step {job.step}: {job.monitor.blame()}. Restart from the last checkpoint (the "
+            f"library says: {first_line(error)})"
         )
 
 
@@ -257,9 +225,10 @@ def plainly(device_type: str) -> Iterator[None]:
 @atexit.register
 def _stay_for_the_others() -> None:
     """A rank that ends first must not take its parts of gathers along that other ranks still wait for."""
-    for reducer in tuple(_reducers):
+    for delivery in tuple(_deliveries):
+        device = delivery.job.channels.device
         with contextlib.suppress(Exception):
-            for arrival in tuple(reducer._arrivals):
+            for arrival in tuple(delivery.arrivals):
                 arrival._work.wait()
-            if reducer._arrivals and reducer.channels.device.type == "cuda":
-                torch.cuda.synchronize(reducer.channels.device)
+            if delivery.arrivals and device.type == "cuda":
+                torch.cuda.synchronize(device)

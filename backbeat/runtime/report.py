@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from backbeat.model import Plan, Prediction
     from backbeat.runtime.auto import Tuner
     from backbeat.runtime.reducer import Reducer
-    from backbeat.runtime.timing import Recorder, Round
+    from backbeat.runtime.timing import Recorder, TimedRound
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +78,7 @@ def spans(prediction: Prediction | None) -> list[tuple[float, float]]:
     ]
 
 
-def measured(rounds: Sequence[Round], group: int) -> tuple[float | None, float | None]:
+def measured(rounds: Sequence[TimedRound], group: int) -> tuple[float | None, float | None]:
     """Median launch and completion of one group."""
     launched = [round_.launched_s[group] for round_ in rounds if group in round_.launched_s]
     done = [round_.done_s[group] for round_ in rounds if group in round_.done_s]
@@ -117,7 +117,7 @@ def make_report(reducer: Reducer, recorder: Recorder, tuner: Tuner | None, plan:
         predicted_exposed_s=prediction.exposed_s if prediction else _figure(forecast.get("exposed_s")),
         iteration_s=tuner.iteration_s if tuner is not None else None,
         exposed_s=exposed if exposed is not None else (tuner.exposed_s if tuner is not None else None),
-        late_groups=reducer.repeats,
+        late_groups=reducer.job.repeats,
         history=tuple(tuner.history) if tuner is not None else (),
     )
 

@@ -57,8 +57,6 @@ class ShardedBucket(Bucket):
         super().__init__(replace(spec, members=ordered), parameters, wire=wire, tail=0)
         self.tail = tail
         self.segments: list[Segment] = []
-        if self.sparse:
-            return
         self._rank, self._ranks = rank, ranks
         start = shard_start = 0
         pieces = []
@@ -79,7 +77,7 @@ class ShardedBucket(Bucket):
     @property
     def reduced(self) -> torch.Tensor:
         """Where this rank's part of the sum is once it has arrived."""
-        return self.payload if self.sparse else self.shard[: self._part]
+        return self.shard[: self._part]
 
     def rows(self, segment: Segment, flat: torch.Tensor | None = None) -> torch.Tensor:
         """A segment of the buffer, one row a rank."""
@@ -88,6 +86,9 @@ class ShardedBucket(Bucket):
 
     def shard_of(self, segment: Segment) -> torch.Tensor:
         return self.shard[segment.shard_start : segment.shard_start + segment.part]
+
+    def launch(self, channel: Channel, scale: float, control: torch.Tensor | None) -> tuple[torch.Tensor, Any]:
+        return self.shard, channel.reduce_scatter(self.shard, self.message(scale, control))
 
     def message(self, scale: float, control: torch.Tensor | None) -> torch.Tensor:
         """What is scattered: every rank's part of each segment, and for each rank a copy of the control numbers."""

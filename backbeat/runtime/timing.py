@@ -10,7 +10,7 @@ import torch
 
 
 @dataclass(slots=True, kw_only=True)
-class Round:
+class TimedRound:
     """One backward, in seconds from its start."""
 
     step: int = 0
@@ -37,7 +37,7 @@ class Recorder:
         self._cuda = device.type == "cuda"
         self._device = device
         self._keep = keep
-        self._rounds: list[tuple[Round, dict[str, Any]]] = []
+        self._rounds: list[tuple[TimedRound, dict[str, Any]]] = []
         self._marks: dict[str, Any] = {}
         self._open = False
 
@@ -62,11 +62,11 @@ class Recorder:
         if not self._open:
             return
         self._marks["end"] = self._now()
-        self._rounds.append((Round(), self._marks))
+        self._rounds.append((TimedRound(), self._marks))
         del self._rounds[: -self._keep]
         self._open = False
 
-    def rounds(self) -> list[Round]:
+    def rounds(self) -> list[TimedRound]:
         """Every round measured so far."""
         if self._cuda and self._rounds:
             torch.cuda.synchronize(self._device)
@@ -75,13 +75,13 @@ class Recorder:
     def clear(self) -> None:
         self._rounds.clear()
 
-    def _resolve(self, marks: dict[str, Any]) -> Round:
+    def _resolve(self, marks: dict[str, Any]) -> TimedRound:
         begin = marks["begin"]
         ready = {place: self._since(begin, mark) for place, mark in marks["ready"].items()}
         ended = self._since(begin, marks["end"])
         launched = {group: self._since(begin, mark) for group, mark in marks["launched"].items()}
         done = {group: self._since(begin, mark) for group, mark in marks["done"].items()}
-        return Round(
+        return TimedRound(
             ready_s=ready,
             launched_s=launched,
             done_s=done,

@@ -182,7 +182,7 @@ def late_gradients_are_sent_after(ctx: Context) -> None:
         )
         oracle.reduce()
         oracle.check(wrapped, f"step {step}")
-    return str(wrapped.reducer.repeats)
+    return str(wrapped.reducer.job.repeats)
 
 
 @check
@@ -190,12 +190,12 @@ def regular_graphs_are_recognised(ctx: Context) -> None:
     """Once every rank uses every parameter, the last group leaves from its own gradient, not from the callback."""
     wrapped, oracle = start(ctx)
     train(ctx, wrapped.module, wrapped, oracle, steps=4)
-    assert wrapped.reducer._regular
+    assert wrapped.reducer.word.regular
     branches, branch_oracle = start(ctx, Branches)
     for step in range(4):
         branches.zero_grad()
         branches(ctx.data(3, 6, step=step, rank=ctx.rank), use="l").sum().backward()
-    assert not branches.reducer._regular
+    assert not branches.reducer.word.regular
     assert branch_oracle is not None
 
 
@@ -393,7 +393,7 @@ def rank_skips_a_step(ctx: Context) -> str:
     last = ctx.rank == ctx.size - 1
     if last:
         # As if a batch had been skipped: its counter runs ahead of the others'.
-        wrapped.reducer.step += 1
+        wrapped.reducer.job.step += 1
     message = raises(StepMismatchError, lambda: _step(ctx, wrapped, 5))
     assert f"rank {ctx.size - 1} is 1 ahead" in message or last, message
     assert all(parameter.grad is None for parameter in wrapped.parameters()), "a mixed sum was handed out"
@@ -432,7 +432,7 @@ def _read_late(ctx: Context, factory: Callable[[], nn.Module]) -> tuple[Any, Ora
     """A wrapper after regular steps, whose word is read one step late."""
     wrapped, oracle = start(ctx, factory)
     train(ctx, wrapped.module, wrapped, oracle, steps=3)
-    assert wrapped.reducer._reads_late(), "the ranks' word is not read late here"
+    assert wrapped.reducer.word.reads_late(), "the ranks' word is not read late here"
     return wrapped, oracle
 
 
@@ -446,7 +446,7 @@ def late_word_of_a_skipped_step(ctx: Context) -> str:
     wrapped, _ = _read_late(ctx, mlp)
     last = ctx.rank == ctx.size - 1
     if last:
-        wrapped.reducer.step += 1
+        wrapped.reducer.job.step += 1
     _step(ctx, wrapped, 5)
     assert _all_nan(wrapped), "a sum of different steps was handed out"
     message = raises(StepMismatchError, lambda: _step(ctx, wrapped, 6))
@@ -487,7 +487,7 @@ def late_word_of_unused_parameters(ctx: Context) -> None:
             use = pattern if r == 0 else "lrs"
             m(ctx.data(3, 6, step=step, rank=r), use=use).square().sum().backward()
 
-        late += wrapped.reducer._reads_late()
+        late += wrapped.reducer.word.reads_late()
         body(wrapped, ctx.rank)
         oracle.each(body)
         oracle.reduce()
@@ -526,8 +526,8 @@ def late_word_leaves_good_sums_alone(ctx: Context) -> None:
                     wrapped(ctx.data(3, 6, step=step, rank=ctx.rank).to(dtype)).square().sum().backward()
                 for mine, other in zip(waiting.parameters(), guarded.parameters(), strict=True):
                     assert torch.equal(mine.grad, other.grad), f"{dtype}, wire {wire}, step {step}"
-            assert guarded.reducer._reads_late()
-            assert not waiting.reducer._reads_late()
+            assert guarded.reducer.word.reads_late()
+            assert not waiting.reducer.word.reads_late()
 
 
 def _trains_while_tuning(ctx: Context, plan: str, steps: int, **options: Any) -> DistributedDataParallel:
@@ -559,7 +559,7 @@ def auto_measures_plans_and_switches(ctx: Context) -> str:
 def auto_calibrates_beneath_training(ctx: Context) -> str:
     wrapped = _trains_while_tuning(ctx, "auto", 40)
     assert wrapped.report().history
-    assert wrapped._tuner._network.workers == ctx.size
+    assert wrapped.runner.tuner._network.workers == ctx.size
     return str(wrapped.report())
 
 
@@ -572,12 +572,12 @@ def auto_goes_back_if_worse(ctx: Context) -> None:
     before = None
     for _ in range(60):
         train(ctx, model, wrapped, oracle, steps=1, lr=0.01)
-        if wrapped._tuner.state == "trying":
-            before = before or wrapped._tuner._base
-            wrapped._tuner._base_s = 1e-9
-        if wrapped._tuner.state == "settled":
+        if wrapped.runner.tuner.state == "trying":
+            before = before or wrapped.runner.tuner._base
+            wrapped.runner.tuner._base_s = 1e-9
+        if wrapped.runner.tuner.state == "settled":
             break
-    assert before is not None, wrapped._tuner.history
+    assert before is not None, wrapped.runner.tuner.history
     assert wrapped.reducer.partition.groups == before.groups
     assert "going back to DDP's groups" in wrapped.report().history[-1]
 
@@ -595,7 +595,7 @@ def a_strategy_by_name(ctx: Context) -> None:
 def auto_follows_drift(ctx: Context) -> None:
     """Exposed time that moves far from what it was makes the tuner measure again."""
     wrapped = _trains_while_tuning(ctx, "auto", 30, network=NETWORK)
-    tuner = wrapped._tuner
+    tuner = wrapped.runner.tuner
     tuner._begin("watching", 3)
     tuner.exposed_s = 10.0
     oracle = Oracle(ctx, wrapped.module)

@@ -59,7 +59,7 @@ class Context:
         if self.route == "decoupled":
             wrapped.attach(optimizer)
             # Or the route would silently be another one's.
-            assert type(wrapped.reducer).__name__ == "DecoupledReducer"
+            assert type(wrapped.reducer.delivery).__name__ == "DecoupledDelivery"
 
     def data(self, *shape: int, step: int, rank: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(1000 * step + rank + 1)

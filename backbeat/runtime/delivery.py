@@ -1,0 +1,120 @@
+"""How groups travel and how their sums come back: what kinds of plan differ in.
+
+The reducer decides *when* a group leaves; a `Delivery` says what then happens, through the few methods below, which the
+reducer calls in this order, on every rank alike:
+
+    prepare, bucket (each group), installed     a partition is taken in
+    opens                                       a round begins
+    arrived (each gradient)                     only where the class defines it; gradients then take the long way
+    send (each group), received (each group)    a group leaves; its sum is there
+    hand_back, or give_up                       the round has gradients; or it has none, and collectives stay in order
+    finish                                      nothing may be on its way any more
+
+What a single group does differently, it does in a class of its own (`buckets.Bucket` and its kin): how it takes
+gradients, which collective carries it, what becomes of the sum.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from backbeat.errors import BackbeatError
+from backbeat.runtime.buckets import Bucket
+from backbeat.runtime.hooks import GradBucket, Hook, result_of
+from backbeat.runtime.rounds import Flight
+from backbeat.runtime.rows import RowsBucket
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+
+    from backbeat.runtime.control import Verdict
+    from backbeat.runtime.job import Job
+    from backbeat.runtime.partition import GroupSpec, Partition
+
+
+class Delivery:
+    """All-reduce: each group is summed by one collective, and its gradients are back when the round ends."""
+
+    arrived: Callable[[int], None] | None = None
+    """Called with the place of each gradient as it arrives, in a round that synchronises, where it is defined."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+
+    def prepare(self, partition: Partition) -> None:
+        """Another partition is about to be taken in."""
+
+    def bucket(self, spec: GroupSpec, tail: int) -> Bucket:
+        """The memory of a group, with room for this many control numbers behind the gradients."""
+        if spec.sparse:
+            return RowsBucket(spec, self.job.parameters)
+        return Bucket(spec, self.job.parameters, wire=self.job.wire, tail=tail)
+
+    def installed(self) -> None:
+        """The partition's groups are in place."""
+
+    def opens(self) -> None:
+        """A round is about to begin. Raising here refuses it."""
+
+    def carries(self, bucket: Bucket) -> bool:
+        """Whether the control numbers travel inside this group, when it is the last; alone otherwise."""
+        return bucket.tail > 0
+
+    def send(self, group: int, bucket: Bucket, control: torch.Tensor | None) -> Flight:
+        """Begin to sum a group that has taken its gradients."""
+        message, work = bucket.launch(self.job.channel(bucket.spec.channel), self.job.scale, control)
+        return Flight(group, bucket, message, work)
+
+    def received(self, flight: Flight) -> torch.Tensor:
+        """Wait for a group's sum."""
+        try:
+            flight.work.wait()
+        except RuntimeError as error:
+            raise self.job.failure(flight.group, error) from error
+        return flight.message
+
+    def hand_back(self, verdict: Verdict | None) -> None:
+        """Give every parameter that some rank used its mean; the others keep what they had. None: all were used."""
+        if self.job.round.absent:
+            return
+        for bucket in self.job.groups.buckets:
+            bucket.hand_back(None if verdict is None else verdict.used, self.job.round.backups)
+
+    def give_up(self) -> None:
+        """The round has no gradients on this rank, though other ranks may believe it has."""
+
+    def finish(self) -> None:
+        """Wait for everything that is on its way."""
+
+    def check_hook(self) -> None:
+        """Raise where no communication hook may take over."""
+
+
+class HookDelivery(Delivery):
+    """A communication hook written for stock DDP reduces the groups."""
+
+    def __init__(self, job: Job, state: Any, hook: Hook) -> None:
+        super().__init__(job)
+        self._state = state
+        self._hook = hook
+
+    def carries(self, bucket: Bucket) -> bool:
+        return False
+
+    def send(self, group: int, bucket: Bucket, control: torch.Tensor | None) -> Flight:
+        if bucket.sparse:
+            return super().send(group, bucket, control)
+        last = group == len(self.job.groups.buckets) - 1
+        return Flight(group, bucket, bucket.payload, self._hook(self._state, GradBucket(bucket, group, last)))
+
+    def received(self, flight: Flight) -> torch.Tensor:
+        if flight.bucket.sparse:
+            return super().received(flight)
+        try:
+            return result_of(flight.work, flight.group)
+        except (RuntimeError, ValueError) as error:
+            if isinstance(error, BackbeatError):
+                raise
+            raise self.job.failure(flight.group, error) from error

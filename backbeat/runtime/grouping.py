@@ -1,0 +1,86 @@
+"""Which groups a wrapper starts with: the plan's, as far as the channels here allow, or stock DDP's."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from backbeat.errors import InputError
+from backbeat.model import Network, Plan
+from backbeat.runtime import partition as partitions
+from backbeat.runtime.arguments import respread
+
+if TYPE_CHECKING:
+    import torch
+
+    from backbeat.runtime.channels import Channels
+    from backbeat.runtime.partition import Partition
+    from backbeat.runtime.roster import Roster
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What the user asked for, beyond torch's own arguments."""
+
+    plan: Plan | None
+    strategy: str | None
+    """To plan with once the model is measured."""
+    network: Network | str | os.PathLike[str] | None
+    channels: int | None
+    wire: torch.dtype | None
+    strict: bool
+    cap_bytes: int | None
+    """`bucket_cap_mb`, where it was given."""
+    find_unused: bool
+
+
+def first_partition(settings: Settings, roster: Roster, links: Channels, *, buffers: bool) -> Partition:
+    """The groups of the first step; `buffers`: forward broadcasts some."""
+    if settings.plan is not None:
+        plan = _runnable(settings.plan, settings.channels, links, buffers)
+        frozen = [name for name, _ in roster.frozen]
+        return partitions.from_plan(plan, roster.names, roster.parameters, roster.sparse, frozen=frozen)
+    places = range(len(roster.names))
+    if settings.find_unused:
+        # Stock DDP keeps these for good: filled in registration order and sent in reverse, the small one last.
+        found = like_ddp(places, settings, roster, links)
+        return replace(found, groups=tuple(reversed(found.groups)))
+    return like_ddp(reversed(places), settings, roster, links)
+
+
+def like_ddp(order: Iterable[int], settings: Settings, roster: Roster, links: Channels) -> Partition:
+    """Stock DDP's buckets over parameters in this order."""
+    # Stock DDP on gloo is two channels: its process group has two worker threads.
+    count = settings.channels or (2 if links.backend == "gloo" else 1)
+    return partitions.like_ddp(
+        list(order),
+        roster.parameters,
+        roster.sparse,
+        cap_bytes=settings.cap_bytes,
+        channels=links.allowed(count),
+    )
+
+
+def _runnable(plan: Plan, channels: int | None, links: Channels, buffers: bool) -> Plan:
+    """The plan on the channels that were asked for and can be had."""
+    if plan.decoupled:
+        plan = _beside_the_buffers(plan, channels, links, buffers)
+    elif channels is not None:
+        plan = respread(plan, channels)
+    allowed = links.allowed(plan.channels)
+    return respread(plan, allowed) if allowed < plan.channels else plan
+
+
+def _beside_the_buffers(plan: Plan, channels: int | None, links: Channels, buffers: bool) -> Plan:
+    """All of a decoupled plan on one channel; on NCCL not the process group's own, where forward's broadcast of
+    buffers would queue behind every gather and hide nothing."""
+    if channels not in (None, 1):
+        raise InputError(f"channels is {channels}: decoupled plans use one channel; leave it out")
+    if links.backend != "nccl" or not buffers or links.allowed(2) < 2:
+        return respread(plan, 1)
+    groups = tuple(msgspec.structs.replace(group, channel=1) for group in plan.groups)
+    return msgspec.structs.replace(plan, channels=2, groups=groups)

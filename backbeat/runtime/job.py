@@ -1,0 +1,59 @@
+"""What the parts of a reducer share. It refers to none of them, so that a wrapper goes when its user lets go of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from backbeat.runtime.faults import CommunicationError, first_line
+from backbeat.units import format_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+    from torch.nn import Parameter
+
+    from backbeat.runtime.channels import Channel, Channels
+    from backbeat.runtime.faults import Monitor
+    from backbeat.runtime.groups import Groups
+    from backbeat.runtime.rounds import Round
+    from backbeat.runtime.timing import Recorder
+
+
+@dataclass(slots=True, kw_only=True)
+class Job:
+    """Parameters, the groups they travel in, the channels, and where training stands."""
+
+    names: list[str]
+    parameters: list[Parameter]
+    channels: Channels
+    wire: torch.dtype | None
+    round: Round
+    scale: float
+    """Gradients are multiplied by it before the sum."""
+    step: int = 0
+    """Backwards synchronised so far, the present one included."""
+    repeats: int = 0
+    """Groups that had to be reduced again because a gradient came late."""
+    recorder: Recorder | None = None
+    """Times the present round, where it is to be timed."""
+    groups: Groups = None  # type: ignore[assignment]  # there from the first partition on
+    monitor: Monitor = None  # type: ignore[assignment]  # likewise: it asks the reducer where it stands
+
+    def channel(self, index: int) -> Channel:
+        return self.channels[min(index, len(self.channels) - 1)]
+
+    def failure(self, group: int, error: BaseException) -> CommunicationError:
+        """A group did not arrive: which one, what was in it, and who is to blame."""
+        bucket = self.groups.buckets[group]
+        return CommunicationError(
+            f"rank {self.channels.rank}: group {group} of {len(self.groups.buckets)} ({len(bucket.members)} gradients, "
+            f"{self.listed(bucket.members)}, {format_bytes(bucket.bytes)}) was not reduced in step {self.step}: "
+            f"{self.monitor.blame()}. Restart from the last checkpoint (the library says: {first_line(error)})"
+        )
+
+    def listed(self, members: Sequence[int]) -> str:
+        """The first and the last of some parameters by name."""
+        first, last = self.names[members[0]], self.names[members[-1]]
+        return first if len(members) == 1 else f"{first} … {last}"

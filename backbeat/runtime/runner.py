@@ -1,0 +1,141 @@
+"""What runs beneath one wrapper: channels, reducer, recorder and tuner, and how groups change in mid-training."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING
+
+import torch
+
+from backbeat.errors import InputError
+from backbeat.runtime import grouping
+from backbeat.runtime import partition as partitions
+from backbeat.runtime.agreement import agree, share
+from backbeat.runtime.channels import Channels
+from backbeat.runtime.decoupled import DecoupledDelivery
+from backbeat.runtime.delivery import Delivery
+from backbeat.runtime.reducer import Reducer
+from backbeat.runtime.timing import Recorder
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from backbeat.runtime.auto import Tuner
+    from backbeat.runtime.grouping import Settings
+    from backbeat.runtime.partition import Partition
+    from backbeat.runtime.roster import Roster
+
+# Rounds that are timed for `report()`: the first few, then a few in a thousand.
+SAMPLED_FIRST = 8
+SAMPLED_EVERY = 200
+
+
+class Runner:
+    """Builds the parts, on every rank together, and takes them from one partition to the next."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        roster: Roster,
+        process_group: ProcessGroup,
+        device: torch.device,
+        *,
+        model: str,
+        buffers: bool,
+    ) -> None:
+        self.settings = settings
+        self.roster = roster
+        self.device = device
+        self.model = model
+        """Its class, by name."""
+        self.links = links = Channels(process_group, device, 1)
+        if any(roster.sparse) and links.backend != "gloo":
+            name = roster.names[roster.sparse.index(True)]
+            raise InputError(
+                f"parameter {name!r} has sparse gradients, which {links.backend} cannot sum: "
+                "use sparse=False, or the gloo backend"
+            )
+        self.settled = settings.plan is not None or settings.find_unused
+        """The groups are not stock DDP's of its first step, which last only until the ready order is known."""
+        self._agreements = 0
+        partition = grouping.first_partition(settings, roster, links, buffers=buffers)
+        self._agree(partition, "the plan")
+        links.grow(partition.channels)
+        self.reducer = Reducer(
+            roster.names,
+            roster.parameters,
+            channels=links,
+            partition=partition,
+            wire=settings.wire,
+            strict=settings.strict,
+            delivery=_delivery(partition),
+        )
+        self.reducer.after_step = weakref.WeakMethod(self.after_step)
+        self.recorder = Recorder(device)
+        self.tuner: Tuner | None = None
+        if settings.strategy is not None:
+            from backbeat.runtime.auto import Tuner
+
+            self.tuner = Tuner(self, strategy=settings.strategy, network=settings.network, channels=settings.channels)
+        # The first rounds are timed: for the ready order, for the tuner, for the report.
+        self.reducer.recorder = self.recorder
+
+    def after_step(self) -> None:
+        """At the end of each synchronised backward, on every rank alike: settle the groups, sample the times."""
+        if not self.settled:
+            self._settle_in_ready_order()
+        if self.tuner is not None and self.tuner.state != "settled":
+            self.tuner.after_step()
+        else:
+            following = self.reducer.step + 1
+            sampled = following <= SAMPLED_FIRST or following % SAMPLED_EVERY == 0
+            self.reducer.recorder = self.recorder if sampled else None
+
+    def _settle_in_ready_order(self) -> None:
+        """As stock DDP does once: buckets again, in the order in which rank 0's gradients became ready."""
+        self.settled = True
+        rounds = self.recorder.rounds()
+        arrived = sorted(rounds[-1].ready_s, key=lambda place: rounds[-1].ready_s[place]) if rounds else []
+        text = share(self.links, "ready-order", ",".join(str(place) for place in arrived))
+        order = [int(place) for place in text.split(",") if place]
+        missing = sorted(set(range(len(self.roster.names))) - set(order), reverse=True)
+        self.switch(grouping.like_ddp([*order, *missing], self.settings, self.roster, self.links))
+
+    def switch(self, partition: Partition) -> None:
+        """Run another partition from the next step on; every rank calls it at the same step with the same partition."""
+        if partition.groups == self.reducer.partition.groups:
+            return
+        self._agree(partition, "the plan")
+        self.links.grow(partition.channels)
+        with torch.no_grad():
+            self.reducer.install(partition)
+
+    def wake_frozen(self) -> None:
+        """Parameters that became trainable since: into trailing groups, on every rank at this forward."""
+        roster = self.roster
+        woken = roster.wake()
+        if not woken:
+            return
+        first = len(roster.names) - woken
+        partition = partitions.with_newcomers(
+            self.reducer.partition, range(first, len(roster.names)), roster.parameters, roster.sparse
+        )
+        self._agree(partition, "the set of trainable parameters")
+        with torch.no_grad():
+            self.reducer.add_parameters(roster.names[first:], roster.parameters[first:], partition)
+        if self.tuner is not None:
+            self.tuner.restart(f"{woken} parameters became trainable")
+
+    def _agree(self, partition: Partition, what: str) -> None:
+        agree(
+            self.links,
+            f"partition/{self._agreements}",
+            partition.lines(self.roster.names, self.roster.parameters),
+            what,
+        )
+        self._agreements += 1
+
+
+def _delivery(partition: Partition) -> type[Delivery]:
+    """What this kind of partition is run by."""
+    return Delivery if partition.gathers is None else DecoupledDelivery
