@@ -1,0 +1,125 @@
+"""Running a block a second time exactly as it ran the first time, and leaving no trace of it."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import nn
+
+from backbeat.errors import InputError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+class Surroundings(NamedTuple):
+    """What a forward depends on beside its arguments, as it was when the block was called."""
+
+    host_random: torch.Tensor
+    device_random: tuple[tuple[torch.device, torch.Tensor], ...]
+    autocast: tuple[tuple[str, bool, torch.dtype], ...]
+    training: tuple[bool, ...]
+    weights: tuple[int, ...]
+    """How often each parameter had been written into."""
+
+    @classmethod
+    def of(cls, module: nn.Module, tensors: list[torch.Tensor]) -> Surroundings:
+        devices = {tensor.device for tensor in tensors if tensor.is_cuda}
+        return cls(
+            host_random=torch.get_rng_state(),
+            device_random=tuple((device, torch.cuda.get_rng_state(device)) for device in devices),
+            autocast=tuple(
+                (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")
+            ),
+            training=tuple(inner.training for inner in module.modules()),
+            weights=tuple(parameter._version for parameter in module.parameters()),
+        )
+
+
+@contextlib.contextmanager
+def uncached() -> Iterator[None]:
+    """Autocast's copies of weights die with their use, instead of staying until the end of forward."""
+    cached = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(cached)
+
+
+@contextlib.contextmanager
+def as_before(name: str, module: nn.Module, before: Surroundings) -> Iterator[None]:
+    """Random numbers, autocast and train mode as they were; running statistics are left alone."""
+    if tuple(parameter._version for parameter in module.parameters()) != before.weights:
+        raise InputError(
+            f"parameters of block {name!r} were changed between its forward and its backward, which recomputes it: "
+            "step the optimizer after backward, or keep the block"
+        )
+    autocast = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
+    host_random = torch.get_rng_state()
+    device_random = [(device, torch.cuda.get_rng_state(device)) for device, _ in before.device_random]
+    modules = list(module.modules())
+    training = tuple(inner.training for inner in modules)
+    try:
+        _set_random(before.host_random, before.device_random)
+        _set_autocast(before.autocast)
+        _set_training(modules, training, before.training)
+        with uncached(), _statistics_apart(name, modules), torch.enable_grad():
+            yield
+    finally:
+        _set_training(modules, before.training, training)
+        _set_autocast(autocast)
+        _set_random(host_random, device_random)
+
+
+def _set_random(host: torch.Tensor, devices: object) -> None:
+    torch.set_rng_state(host)
+    for device, state in devices:  # type: ignore[attr-defined]
+        torch.cuda.set_rng_state(state, device)
+
+
+def _set_autocast(states: object) -> None:
+    for kind, enabled, dtype in states:  # type: ignore[attr-defined]
+        torch.set_autocast_enabled(kind, enabled)
+        torch.set_autocast_dtype(kind, dtype)
+
+
+def _set_training(modules: list[nn.Module], now: tuple[bool, ...], wanted: tuple[bool, ...]) -> None:
+    if now != wanted:
+        for module, training in zip(modules, wanted, strict=True):
+            module.training = training
+
+
+@functools.cache
+def _scratch(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.zeros(shape, dtype=dtype, device=device)
+
+
+@contextlib.contextmanager
+def _statistics_apart(name: str, modules: list[nn.Module]) -> Iterator[None]:
+    """Norms in train mode write their running statistics, which they do not read, into scratch."""
+    taken: list[tuple[nn.Module, dict[str, torch.Tensor | None]]] = []
+    others: list[tuple[torch.Tensor, int]] = []
+    for module in modules:
+        buffers = module._buffers
+        if not buffers:
+            continue
+        if isinstance(module, nn.modules.batchnorm._NormBase) and module.training and module.track_running_stats:
+            taken.append((module, dict(buffers)))
+            for key, buffer in buffers.items():
+                if buffer is not None:
+                    buffers[key] = _scratch(buffer.shape, buffer.dtype, buffer.device)
+        else:
+            others += [(buffer, buffer._version) for buffer in buffers.values() if buffer is not None]
+    try:
+        yield
+    finally:
+        for module, kept in taken:
+            module._buffers.update(kept)
+    if any(buffer._version != version for buffer, version in others):
+        raise InputError(
+            f"block {name!r} writes into a buffer of its own in forward: recomputing it would do so twice; keep it"
+        )
