@@ -1,0 +1,116 @@
+"""The choice of what to keep, recompute and offload."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from backbeat.errors import InputError
+from backbeat.model import Profile
+from backbeat.planners.memory import Search, memory_plan, uniform
+from backbeat.simulate.holdings import Holdings
+from backbeat.simulate.memory import FETCH, KEEP, OFFLOAD, RECOMPUTE, Chain, Unit, course
+from tests.memory_models import chains, resnet152
+
+GB = 10**9
+
+
+def searching(profile: Profile) -> Search:
+    return Search(Chain.of(profile, Holdings.of(profile)))
+
+
+def every(chain: Chain, first: int = 0) -> Iterator[tuple[Unit, ...]]:
+    """All there is to choose from, offloaded blocks one by one."""
+    if first == chain.count:
+        yield ()
+        return
+    for what in (KEEP, OFFLOAD) if chain.has_host else (KEEP,):
+        for rest in every(chain, first + 1):
+            yield ((first, first + 1, what), *rest)
+    if chain.may_begin[first]:
+        for last in range(first + 1, chain.count + 1):
+            if last > first + 1 and not chain.may_go_on[last - 1]:
+                break
+            for rest in every(chain, last):
+                for what in (RECOMPUTE, FETCH) if chain.has_host else (RECOMPUTE,):
+                    yield ((first, last, what), *rest)
+
+
+@settings(max_examples=40)
+@given(chains(most=5), st.sampled_from([0.0, 0.1, 0.3, 0.6, 0.9]))
+def test_close_to_the_best_of_everything_on_small_chains(profile: Profile, share: float) -> None:
+    search = searching(profile)
+    runs = [search.chain.run(units) for units in every(search.chain)]
+    lowest, highest = min(run.peak_bytes for run in runs), search.chain.run(uniform(search.chain)["keep"]).peak_bytes
+    assert search.smallest.run.peak_bytes <= lowest * 1.01
+    budget = round(search.smallest.run.peak_bytes + share * max(highest - search.smallest.run.peak_bytes, 0))
+    chosen = search.fastest(budget)
+    assert chosen is not None
+    assert chosen.run.peak_bytes <= budget
+    best = min(run.time_s for run in runs if run.peak_bytes <= budget)
+    assert chosen.run.time_s <= best * 1.02
+
+
+@settings(max_examples=15)
+@given(chains(most=14), st.floats(0.0, 1.0))
+def test_fits_and_is_never_slower_than_a_uniform_policy_that_fits(profile: Profile, share: float) -> None:
+    search = searching(profile)
+    policies = [search.chain.run(units) for units in uniform(search.chain).values()]
+    low, high = search.smallest.run.peak_bytes, max(run.peak_bytes for run in policies)
+    budget = round(low + share * (high - low))
+    chosen = search.fastest(budget)
+    assert chosen is not None
+    assert chosen.run.peak_bytes <= budget
+    for run in policies:
+        if run.peak_bytes <= budget:
+            assert chosen.run.time_s <= run.time_s * (1 + 1e-9)
+
+
+@settings(max_examples=15)
+@given(chains(most=10))
+def test_the_smallest_budget_is_accepted_and_one_byte_less_is_refused(profile: Profile) -> None:
+    smallest = searching(profile).smallest.run.peak_bytes
+    made = memory_plan(profile, smallest)
+    assert made.peak_bytes is not None
+    assert made.peak_bytes <= smallest
+    assert course(profile, made).peak_bytes == made.peak_bytes
+    with pytest.raises(InputError, match=f"{smallest} bytes"):
+        memory_plan(profile, smallest - 1)
+
+
+def test_three_budgets_give_three_mixtures_each_faster_than_any_uniform_policy() -> None:
+    profile = resnet152()
+    search = searching(profile)
+    mixtures = set()
+    for budget in (16 * GB, 8 * GB, round(4.5 * GB)):
+        chosen = search.fastest(budget)
+        assert chosen is not None
+        assert chosen.run.peak_bytes <= budget
+        blocks = [what for first, last, what in chosen.units for _ in range(first, last)]
+        mixtures.add(tuple(blocks.count(what) for what in (KEEP, RECOMPUTE, FETCH, OFFLOAD)))
+        assert blocks.count(KEEP)
+        assert blocks.count(RECOMPUTE) + blocks.count(FETCH)
+        fitting = [run for units in uniform(search.chain).values() if (run := search.run(units)).peak_bytes <= budget]
+        assert all(chosen.run.time_s < run.time_s for run in fitting)
+    assert len(mixtures) == 3
+
+
+def test_the_same_budget_gives_the_same_plan() -> None:
+    profile = resnet152(batch=64)
+    assert memory_plan(profile, 2 * GB) == memory_plan(profile, 2 * GB)
+
+
+def test_enough_memory_changes_nothing() -> None:
+    made = memory_plan(resnet152(), 80 * GB)
+    assert made.segments == ()
+    assert made.budget_bytes == 80 * GB
+
+
+def test_a_budget_below_the_weights_is_told_apart() -> None:
+    with pytest.raises(InputError, match=r"below what stays on the device .*parameters 241 MB.*smallest budget"):
+        memory_plan(resnet152(), GB // 2)
+    with pytest.raises(InputError, match=r"too small: the smallest that fits is \d+ bytes .*Its peak is in the"):
+        memory_plan(resnet152(), 2 * GB)
