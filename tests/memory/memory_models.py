@@ -1,0 +1,99 @@
+"""Small models with what makes recomputation hard: batch norm, in-place activations, dropout, masks, shared blocks."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+
+class Residual(nn.Module):
+    def __init__(self, before: int, after: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(before, after, 3, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(after)
+        self.relu = nn.ReLU(inplace=True)
+        self.conv2 = nn.Conv2d(after, after, 3, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(after)
+        self.downsample = None
+        if before != after:
+            self.downsample = nn.Sequential(nn.Conv2d(before, after, 1, bias=False), nn.BatchNorm2d(after))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x)))))
+        out += x if self.downsample is None else self.downsample(x)
+        return self.relu(out)
+
+
+class SmallResNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(3, 16, 3, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(16)
+        self.relu = nn.ReLU(inplace=True)
+        self.maxpool = nn.MaxPool2d(2)
+        self.layer1 = nn.Sequential(Residual(16, 16), Residual(16, 16))
+        self.layer2 = nn.Sequential(Residual(16, 32), Residual(32, 32))
+        self.avgpool = nn.AdaptiveAvgPool2d(1)
+        self.fc = nn.Linear(32, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.maxpool(self.relu(self.bn1(self.conv1(x))))
+        x = self.layer2(self.layer1(x))
+        return self.fc(torch.flatten(self.avgpool(x), 1))
+
+
+class Layer(nn.Module):
+    """Returns a tuple and takes its mask by keyword, as many transformers' layers do."""
+
+    def __init__(self, width: int, heads: int = 4) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(width)
+        self.attention = nn.MultiheadAttention(width, heads, dropout=0.1, batch_first=True)
+        self.norm2 = nn.LayerNorm(width)
+        self.mlp = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
+        self.dropout = nn.Dropout(0.2)
+
+    def forward(self, x: torch.Tensor, *, mask: torch.Tensor | None = None) -> tuple[torch.Tensor, str]:
+        y = self.norm1(x)
+        x = x + self.dropout(self.attention(y, y, y, attn_mask=mask, need_weights=False)[0])
+        return x + self.dropout(self.mlp(self.norm2(x))), "not a tensor"
+
+
+class Stack(nn.Module):
+    def __init__(self, width: int, depth: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(width) for _ in range(depth))
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x, mask=mask)[0]
+        return self.norm(x)
+
+
+class SmallTransformer(nn.Module):
+    def __init__(self, width: int = 32, depth: int = 4) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(50, width)
+        self.encoder = Stack(width, depth)
+        self.head = nn.Linear(width, 10)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        length = tokens.shape[1]
+        mask = torch.triu(torch.full((length, length), float("-inf")), 1)
+        return self.head(self.encoder(self.embedding(tokens), mask).mean(1))
+
+
+def resnet_case() -> tuple[nn.Module, tuple[torch.Tensor, torch.Tensor]]:
+    torch.manual_seed(0)
+    return SmallResNet(), (torch.randn(8, 3, 16, 16), torch.randint(0, 10, (8,)))
+
+
+def transformer_case() -> tuple[nn.Module, tuple[torch.Tensor, torch.Tensor]]:
+    torch.manual_seed(0)
+    return SmallTransformer(), (torch.randint(0, 50, (8, 16)), torch.randint(0, 10, (8,)))
+
+
+def loss_of(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    return cross_entropy(model(batch[0]), batch[1])
