@@ -44,6 +44,9 @@ class Compressor(Protocol):
     def give_back(self, residual: Residual) -> None:
         """Put what the last exchange took back, once: its step came to nothing."""
 
+    def forget(self) -> None:
+        """What the last exchange took will not be wanted back."""
+
 
 def alone(exchange: Exchange) -> Write:
     """Run an exchange on a single rank, where every collective brings what was sent."""

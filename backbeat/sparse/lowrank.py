@@ -90,6 +90,9 @@ class LowRank:
             residual.values[piece.start : piece.start + piece.rows * piece.columns].add_((one @ other.t()).view(-1))
         for (start, end), part in zip(self._plain, self._bare, strict=bool(self._bare)):
             residual.values[start:end].add_(part)
+        self.forget()
+
+    def forget(self) -> None:
         self._taken, self._bare = [], []
 
     def _first(self, number: int, piece: _Piece, like: torch.Tensor) -> torch.Tensor:

@@ -66,3 +66,6 @@ class Int8:
         if self._taken is not None:
             residual.values.add_(dequantise(*self._taken))
         self._taken = None
+
+    def forget(self) -> None:
+        self._taken = None

@@ -35,6 +35,26 @@ class Residual:
         self.values.index_add_(0, index, sent.to(self.values.dtype))
 
 
+class Store:
+    """Where a group's residual is between its turns: here, on the device."""
+
+    stays = True
+    """It is there at any time."""
+
+    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device, *, velocity: bool) -> None:
+        self._residual = Residual(
+            torch.zeros(numel, dtype=dtype, device=device),
+            torch.zeros(numel, dtype=dtype, device=device) if velocity else None,
+        )
+
+    def open(self) -> Residual:
+        """The residual, to read and write until it is closed."""
+        return self._residual
+
+    def close(self) -> None:
+        """Its turn is over."""
+
+
 def accumulate(targets: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> torch.Tensor:
     """Add gradients to their places, leaving out what is not finite; returns, on the device, which gradients had such.
 

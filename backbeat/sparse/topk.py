@@ -44,6 +44,9 @@ class TopK:
             residual.put(*self._taken)
         self._taken = None
 
+    def forget(self) -> None:
+        self._taken = None
+
     def _choose(self, residual: Residual, count: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
         if self._encoding.select == "exact":
             index = select.largest(residual.values, count)
@@ -116,4 +119,7 @@ class RandomK:
     def give_back(self, residual: Residual) -> None:
         if self._taken is not None:
             residual.put(*self._taken)
+        self._taken = None
+
+    def forget(self) -> None:
         self._taken = None
