@@ -30,6 +30,8 @@ class Options:
     """`ddp`: the cap of every bucket. `horovod`: the fusion buffer."""
     cycle_s: float | None = None
     """`horovod`: time between ticks."""
+    density: float | None = None
+    """`sparse`: share of the elements that travel."""
     budget_s: float | None = None
     """`best`: stop improving after this long. None makes the search depend on the problem alone, not on the clock."""
 

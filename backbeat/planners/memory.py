@@ -39,6 +39,7 @@ _ROOMS = (1.0, 0.95, 0.88)
 _CLIMB = 900
 """Evaluations of each climb; one takes some 0.1 ms for 50 blocks."""
 _WALK = 2500
+_LOW_WALK = 800
 _HALVINGS = 10
 """Steps of the search for the least peak."""
 
@@ -97,7 +98,13 @@ class Search:
             return Chosen(ranked[0], self.run(ranked[0]))
         climbed = [self._climb(units, score, _CLIMB) for units in ranked[:3]]
         best = min(climbed, key=lambda units: (score(self.run(units)), units))
-        best = self._climb(self._walk(best, budget), score, _CLIMB)
+        plain = self.run(keep).time_s
+
+        def energy(run: Run) -> float:
+            # A peak a hundredth too high weighs as much as a twentieth of the time.
+            return run.time_s / plain + 5 * max(run.peak_bytes / budget - 1, 0.0)
+
+        best = self._climb(self._walk(best, score, energy, _WALK), score, _CLIMB)
         best = _without_empty_copies(chain, best)
         return Chosen(best, self.run(best))
 
@@ -120,6 +127,8 @@ class Search:
         ranked = sorted(found, key=lambda units: (score(self.run(units)), units))
         climbed = [self._climb(units, score, _CLIMB) for units in ranked[:2]]
         best = min(climbed, key=lambda units: (score(self.run(units)), units))
+        above = max(self.run(best).peak_bytes - chain.base, 1)
+        best = self._walk(best, score, lambda run: (run.peak_bytes - chain.base) / above, _LOW_WALK)
         return Chosen(best, self.run(best))
 
     def _climb(self, units: tuple[Unit, ...], score: Score, evaluations: int) -> tuple[Unit, ...]:
@@ -138,19 +147,15 @@ class Search:
                     break
         return units
 
-    def _walk(self, units: tuple[Unit, ...], budget: int) -> tuple[Unit, ...]:
+    def _walk(
+        self, units: tuple[Unit, ...], score: Score, energy: Callable[[Run], float], steps: int
+    ) -> tuple[Unit, ...]:
         """Random changes, taken with a chance that falls with the harm and with the steps done."""
         draw = random.Random(0)
-        plain = self.run(_one_by_one(self.chain, KEEP)).time_s
-
-        def energy(run: Run) -> float:
-            # A peak a hundredth too high weighs as much as a twentieth of the time.
-            return run.time_s / plain + 5 * max(run.peak_bytes / budget - 1, 0.0)
-
         here, at = units, energy(self.run(units))
         best = units
-        for step in range(_WALK):
-            warmth = 0.004 * (1 - step / _WALK) ** 2 + 1e-6
+        for step in range(steps):
+            warmth = 0.004 * (1 - step / steps) ** 2 + 1e-6
             changed = _random_change(self.chain, here, draw)
             if changed is None:
                 continue
@@ -158,7 +163,7 @@ class Search:
             found = energy(run)
             if found <= at or draw.random() < math.exp((at - found) / warmth):
                 here, at = changed, found
-                if run.peak_bytes <= budget and run.time_s < self.run(best).time_s:
+                if score(run) < score(self.run(best)):
                     best = changed
         return best
 

@@ -6,13 +6,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from backbeat.errors import InputError
+from backbeat.simulate.encoded import ELEMENT_BYTES, payload_bytes
 from backbeat.units import format_bytes
 
 if TYPE_CHECKING:
     from backbeat.model import Plan, Profile
-
-_ELEMENT_BYTES = 4
-_INDEX_BYTES = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,11 +54,7 @@ class Holdings:
         residuals: Literal["device", "host"] = "device",
         workers: int | None = None,
     ) -> Holdings:
-        """By how the plan's groups travel; without a plan, all gradients in flat buffers.
-
-        Of two encoded groups at once the residuals stream when they live on the host: one is worked on while the one
-        before it leaves and the next one comes.
-        """
+        """By how the plan's groups travel; without a plan, all gradients in flat buffers."""
         memory = profile.memory
         if memory is None:
             raise InputError(
@@ -68,10 +62,11 @@ class Holdings:
             )
         stays = memory.steady_bytes - memory.parameter_bytes - memory.optimizer_bytes - memory.buffer_bytes
         encoded = _encoded_groups(profile, plan)
-        sizes = sorted((size for size, _ in encoded), reverse=True)
+        sizes = [size for size, _ in encoded]
         total = sum(sizes)
         count = workers or (plan.workers if plan is not None else None) or 1
-        residual = total if residuals == "device" else min(sum(sizes[:2]), total)
+        # On the host, two buffers as large as the largest: one is worked on while the other leaves and comes.
+        residual = total if residuals == "device" or not sizes else max(sizes) * min(2, len(sizes))
         return cls(
             parameter_bytes=memory.parameter_bytes,
             buffer_bytes=memory.buffer_bytes,
@@ -109,9 +104,5 @@ def _encoded_groups(profile: Profile, plan: Plan | None) -> list[tuple[int, floa
         encoding = group.encoding
         if encoding is not None:
             size = sum(profile.gradients[profile.index[name]].bytes for name in group.gradients)
-            share = 1.0
-            if encoding.density is not None:
-                value = 2 if encoding.values == "bf16" else 4
-                share = min(encoding.density * (value + _INDEX_BYTES) / _ELEMENT_BYTES, 1.0)
-            found.append((size, size * share))
+            found.append((size, float(payload_bytes(size / ELEMENT_BYTES, encoding))))
     return found

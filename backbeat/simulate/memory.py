@@ -175,7 +175,6 @@ class Chain:
         tally = _Tally(self.base)
         to_host = self._forward(units, action, until, away, tally)
         held = tally.level - self.base
-        tally.see(self.loss, self.count - 1, "loss")
         forward_s = tally.now = tally.now + self.loss_forward
         tally.now += self.loss_backward
         end = self.count - 1
@@ -272,6 +271,8 @@ class Chain:
                     to_host += moved
                 if until[k] is None:
                     tally.level -= self.input[k]
+        # What the last blocks sent leaves when backward begins.
+        tally.see(self.loss, self.count - 1, "loss")
         tally.level -= sum(free_at[self.count :])
         tally.wait(max(wait_at[self.count :]))
         return to_host
@@ -292,7 +293,7 @@ class Chain:
             tally.wait(arrival[number])
             again = what in (RECOMPUTE, FETCH)
             if again:
-                self._recompute(first, last, tally)
+                self._recompute(first, last, until, tally)
             for k in range(last - 1, first - 1, -1):
                 tally.see(self.backward_peak[k], k, "backward")
                 starts[k] = tally.now
@@ -307,16 +308,18 @@ class Chain:
                 if again and k > first:
                     if self.saves_input[k] and not self.saves_output[k - 1]:
                         tally.level -= inputs[k]
-                elif until[k] == k:
+                elif until[k] == k and not (again and not self.saves_input[k]):
                     tally.level -= inputs[k]
         return starts
 
-    def _recompute(self, first: int, last: int, tally: _Tally) -> None:
+    def _recompute(self, first: int, last: int, until: list[int | None], tally: _Tally) -> None:
         for k in range(first, last):
             tally.see(self.forward_peak[k], k, "recompute")
             tally.now += self.forward[k]
             tally.level += self.saved[k] + self.output[k]
-            if k > first and not (self.saves_input[k] or self.saves_output[k - 1]):
+            if self.saves_input[k]:
+                continue
+            if (k > first and not self.saves_output[k - 1]) or (k == first and until[k] == k):
                 tally.level -= self.input[k]
         if not self.saves_output[last - 1]:
             tally.level -= self.output[last - 1]

@@ -1,0 +1,220 @@
+"""Groups that travel encoded: what they put on the wire, how long that takes, and what encoding costs computation.
+
+A group is encoded on the compute stream once its last gradient is ready: it leaves later by that much, and so does
+every gradient behind it. `Profile.compression_s_per_byte` covers selecting and putting together; all of it is counted
+before the group leaves. Encoded plans are simulated on one channel.
+
+| encoding | collective | bytes of each worker |
+|---|---|---|
+| topk | all-gather, or log2 N swaps of pairs (tree) | k values and k places |
+| randomk | all-reduce | k values |
+| int8 | all-gather | one byte an element |
+| powersgd | two all-reduces | the factors, of a matrix taken as square: a profile does not know shapes |
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from backbeat.cost.collectives import steps, traffic
+from backbeat.model.prediction import Breakdown, Span
+from backbeat.simulate.decoupled import Halves
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import ArrayLike, NDArray
+
+    from backbeat.cost import Curve
+    from backbeat.model import Encoding, Network, Plan, Profile
+
+ELEMENT_BYTES = 4
+"""A profile knows bytes, not elements: gradients are taken as fp32, as autocast leaves them."""
+ASSUMED_COMPRESSION_S_PER_BYTE = 5e-10
+"""Where a profile has not measured it: about what the slowest top-k measured on a GPU takes."""
+_PLACES = 2**16
+"""Elements whose places fit 16 bits."""
+
+
+def payload_bytes(elements: ArrayLike, encoding: Encoding) -> NDArray[np.float64]:
+    """What one worker sends of a group with this many elements.
+
+    A thousandth of a million elements as fp32: 1000 values, 16 ends of blocks, 1000 places of 16 bits.
+
+    >>> from backbeat.model import Encoding
+    >>> float(payload_bytes(1_000_000, Encoding(kind="topk", density=0.001)))
+    6064.0
+    """
+    count = np.asarray(elements, dtype=np.float64)
+    if encoding.kind == "int8":
+        return count
+    if encoding.kind == "powersgd":
+        return np.minimum(2.0 * (encoding.rank or 1) * np.ceil(np.sqrt(count)), count) * ELEMENT_BYTES
+    sent = np.minimum(count, np.maximum(1.0, np.ceil((encoding.density or 1.0) * count - 1e-9)))
+    value = 2.0 if encoding.values == "bf16" else 4.0
+    if encoding.kind == "randomk":
+        return value * sent
+    ends = 4 * np.ceil(count / _PLACES)
+    places = np.where(count <= _PLACES, 2 * sent, np.minimum(4 * sent, ends + 2 * sent))
+    return np.asarray(np.ceil((value * sent + places) / 4) * 4)
+
+
+@dataclass(frozen=True)
+class Wire:
+    """How long encoded groups travel on a network."""
+
+    workers: int
+    gather: Curve
+    reduce: Curve
+    swap_startup_s: float
+    swap_s_per_byte: float
+    derived: tuple[str, ...]
+    """Which costs are not measured, but follow from the all-reduce."""
+
+    @classmethod
+    def of(cls, network: Network) -> Wire:
+        """Without a measured all-gather it is half of an all-reduce; a swap is one hop of it."""
+        whole, workers = network.cost.isolated, network.workers
+        startup = float(whole.startup(_PLACES)) / max(steps("all_reduce", "ring", workers), 1.0)
+        slope = whole.gradient_s_per_byte / max(traffic("all_reduce", "ring", workers), 1.0)
+        return cls(
+            workers,
+            Halves.of(network).gather,
+            whole,
+            startup,
+            slope,
+            () if network.all_gather is not None else ("all-gather",),
+        )
+
+    def time(self, elements: ArrayLike, encoding: Encoding) -> NDArray[np.float64]:
+        sent = payload_bytes(elements, encoding)
+        if encoding.kind == "powersgd":
+            return 2 * self.reduce.time(sent / 2)
+        if encoding.kind == "randomk":
+            return self.reduce.time(sent)
+        if encoding.aggregate == "tree":
+            rounds = math.ceil(math.log2(self.workers)) if self.workers > 1 else 0
+            return np.asarray(rounds * (self.swap_startup_s + self.swap_s_per_byte * sent))
+        return self.gather.time(self.workers * sent)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One group, as far as time is concerned."""
+
+    ready_s: float
+    """When its last gradient is, without encoding."""
+    bytes: int
+    encoding: Encoding | None
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """When pieces travel; times count from the start of backward."""
+
+    starts: list[float]
+    finishes: list[float]
+    backward_s: float
+    """The end of computation, encoding included."""
+
+    @property
+    def end_s(self) -> float:
+        return max(self.backward_s, *self.finishes)
+
+
+def travel(pieces: Sequence[Piece], profile: Profile, network: Network, wire: Wire) -> Encoded:
+    """One channel, pieces in launch order; encoding takes its turn on the compute stream as pieces become ready."""
+    rate = compression_s_per_byte(profile)
+    order = sorted(range(len(pieces)), key=lambda place: pieces[place].ready_s)
+    ready = [0.0] * len(pieces)
+    spent = 0.0
+    for place in order:
+        if pieces[place].encoding is not None:
+            spent += rate * pieces[place].bytes
+        ready[place] = pieces[place].ready_s + spent
+    starts, finishes = [], []
+    free = float("-inf")
+    for piece, moment in zip(pieces, ready, strict=True):
+        starts.append(max(moment, free))
+        if piece.encoding is None:
+            alone, behind = float(network.cost.time(piece.bytes)), float(network.cost.busy_time(piece.bytes))
+        else:
+            alone = behind = float(wire.time(piece.bytes / ELEMENT_BYTES, piece.encoding))
+        free = max(moment + alone, free + behind)
+        finishes.append(free)
+    return Encoded(starts, finishes, profile.backward_s + spent)
+
+
+def compression_s_per_byte(profile: Profile) -> float:
+    known = profile.compression_s_per_byte
+    return ASSUMED_COMPRESSION_S_PER_BYTE if known is None else known
+
+
+def pieces_of(profile: Profile, plan: Plan) -> tuple[list[Piece], list[tuple[str, ...]]]:
+    """The plan's groups, and behind them what it does not name; and their names."""
+    plan.check(profile)
+    groups = [(group.gradients, group.encoding) for group in plan.groups]
+    if missing := plan.missing(profile):
+        groups.append((tuple(missing), None))
+    place = profile.index
+    pieces = [
+        Piece(
+            max(profile.gradients[place[name]].ready_s for name in names),
+            sum(profile.gradients[place[name]].bytes for name in names),
+            encoding,
+        )
+        for names, encoding in groups
+    ]
+    return pieces, [names for names, _ in groups]
+
+
+def exposed_parts(profile: Profile, flow: Encoded) -> Breakdown:
+    """All of what is exposed counts as waiting, encoding included, but for the link being busy after computation."""
+    busy = 0.0
+    reached = flow.backward_s
+    for start, stop in zip(flow.starts, flow.finishes, strict=True):
+        if stop > reached:
+            busy += stop - max(start, reached)
+            reached = stop
+    return Breakdown(bandwidth_s=busy, waiting_s=max(flow.end_s - profile.backward_s - busy, 0.0))
+
+
+def spans(
+    profile: Profile, flow: Encoded, pieces: Sequence[Piece], labels: Sequence[str], backward: float
+) -> tuple[Span, ...]:
+    """The computation, encoding included, and every group on the channel; bytes are what each worker sends."""
+    end = backward + flow.end_s
+    drawn = [
+        Span("compute", "forward", 0.0, backward),
+        Span("compute", "backward and encoding", backward, backward + flow.backward_s),
+        Span("compute", "update", end, end + profile.update_s),
+    ]
+    for piece, label, start, stop in zip(pieces, labels, flow.starts, flow.finishes, strict=True):
+        size = piece.bytes
+        if piece.encoding is not None:
+            size = round(float(payload_bytes(piece.bytes / ELEMENT_BYTES, piece.encoding)))
+        word = f"{label} ({piece.encoding.kind})" if piece.encoding else label
+        drawn.append(Span("channel 0", word, backward + start, backward + stop, size))
+    return tuple(drawn)
+
+
+def remarks(profile: Profile, network: Network, plan: Plan) -> list[str]:
+    """What is assumed rather than measured in the prediction of an encoded plan."""
+    notes = []
+    wire = Wire.of(network)
+    if profile.compression_s_per_byte is None:
+        notes.append(
+            f"the profile has no compression cost: taken as {ASSUMED_COMPRESSION_S_PER_BYTE * 1e9:g} ns a byte; "
+            "profile again to measure it"
+        )
+    if wire.derived:
+        notes.append("the all-gather of encoded groups is derived from the all-reduce, not measured")
+    if any(group.encoding is not None and group.encoding.aggregate == "tree" for group in plan.groups):
+        notes.append("swaps of the tree are derived from the all-reduce, not measured")
+    if plan.channels > 1:
+        notes.append(f"encoded plans are predicted on one channel; this one has {plan.channels}")
+    return notes
