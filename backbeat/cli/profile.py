@@ -140,10 +140,26 @@ def summary(profile: Profile) -> str:
                 f"activations {format_bytes(memory.activation_bytes)}",
             )
         )
+    if profile.blocks:
+        rows.append(("blocks", _blocks(profile)))
     rows += [("note", note if len(note) <= 300 else note[:299] + "…") for note in profile.notes]
     width = max(len(label) for label, _ in rows[1:]) + 2
     title = f"{rows[0][0]}: {rows[0][1]}"
     return "\n".join([title, *(f"  {label:<{width}}{text}" for label, text in rows[1:])])
+
+
+def _blocks(profile: Profile) -> str:
+    from backbeat.units import format_bytes
+
+    saved = sum(block.saved_bytes for block in profile.blocks)
+    text = f"{len(profile.blocks)}, {format_bytes(saved)} saved inside them"
+    if profile.host_link is None:
+        return text
+    link = profile.host_link
+    return (
+        f"{text}; host link {format_bytes(round(link.to_host_bytes_per_s))}/s out, "
+        f"{format_bytes(round(link.to_device_bytes_per_s))}/s in"
+    )
 
 
 def _need_torch() -> None:

@@ -7,8 +7,10 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import torch
+from msgspec.structs import replace
 
 from backbeat.errors import InputError, MeasurementError
+from backbeat.measure.blocks import Chain, measure_blocks
 from backbeat.measure.inputs import check_loss
 from backbeat.measure.memory import SavedTensors, device_bytes, optimizer_tensors, storage_bytes
 from backbeat.measure.pace import Host, Pace, judge, needs_head_start, probe
@@ -67,6 +69,7 @@ class Figures:
     pace: Pace | None
     """None where the host is the device."""
     compiled: bool
+    chain: Chain
 
     @property
     def overhead(self) -> float:
@@ -96,6 +99,8 @@ def take(training: Training, iterations: int, warmup: int, time_limit_s: float |
     compiled = is_compiled(training.model)
     owners = [] if compiled else find_owners(training.model, gradients.parameters)
     memory, activations = _weigh(training, gradients, owners)
+    chain = _chain(training, compiled)
+    memory = replace(memory, head_bytes=chain.head_bytes, outside_bytes=chain.outside_bytes)
     per_iteration = 3 * training.accumulation + 4
     # Every block begins with an iteration that only refills the device's queue; modules may be called more than once.
     clock.reserve(
@@ -138,7 +143,23 @@ def take(training: Training, iterations: int, warmup: int, time_limit_s: float |
         memory=memory,
         pace=pace,
         compiled=compiled,
+        chain=chain,
     )
+
+
+def _chain(training: Training, compiled: bool) -> Chain:
+    """The blocks; none where a compiled model hides them, or where looking at them takes the last of the memory."""
+    if compiled:
+        return Chain((), None, 0, 0, ())
+    try:
+        return measure_blocks(training)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+    training.optimizer.zero_grad(set_to_none=True)
+    if training.device.type == "cuda":
+        torch.cuda.empty_cache()
+    return Chain((), None, 0, 0, ("blocks: not measured, the device has no memory left for that at this batch size",))
 
 
 def _block(training: Training, count: int, observer: Observer | None = None) -> list[Marks]:
@@ -251,5 +272,6 @@ def _weigh(training: Training, gradients: Gradients, owners: list[Owner]) -> tup
         activation_bytes=saved.total,
         steady_bytes=steady,
         peak_bytes=peak,
+        batch_bytes=storage_bytes(tensors_in(training.batch)),
     )
     return memory, saved.by_gradient

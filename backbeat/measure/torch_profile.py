@@ -193,6 +193,8 @@ def _document(
         buffer_bytes=figures.memory.buffer_bytes,
         accumulation=training.accumulation,
         memory=figures.memory,
+        blocks=figures.chain.blocks,
+        host_link=figures.chain.host_link,
         source=source(command, training.device),
         notes=(*notes, *_notes(training, figures)),
     )
@@ -220,7 +222,7 @@ def _notes(training: Training, figures: Figures) -> list[str]:
     missed = [name for index, name in enumerate(figures.gradients.names) if index not in figures.hooked.ready]
     if missed:
         notes.append(f"ready time unknown, taken as the end of backward: {', '.join(missed)}")
-    return notes
+    return [*notes, *figures.chain.notes]
 
 
 def _pace_note(pace: Pace) -> str:

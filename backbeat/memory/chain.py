@@ -88,7 +88,10 @@ class Link:
 
 
 class Borders:
-    """A context that tells where each block's forward begins and ends: subclasses say what to do there."""
+    """A context that tells where each block's forward begins and ends: subclasses say what to do there.
+
+    Forwards that run inside backward, as those of checkpointed modules do, are backward's work and not told.
+    """
 
     def __init__(self, blocks: dict[str, nn.Module]) -> None:
         self._blocks = blocks
@@ -113,13 +116,15 @@ class Borders:
 
     def _begin_hook(self, name: str) -> Any:
         def hook(_module: nn.Module, args: Any, kwargs: Any) -> None:
-            self.begin(name, tensors_of((args, kwargs)))
+            if not in_backward():
+                self.begin(name, tensors_of((args, kwargs)))
 
         return hook
 
     def _end_hook(self, name: str) -> Any:
         def hook(_module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            self.end(name, tensors_of((args, kwargs)), tensors_of(output))
+            if not in_backward():
+                self.end(name, tensors_of((args, kwargs)), tensors_of(output))
 
         return hook
 
@@ -174,6 +179,11 @@ def observe(blocks: dict[str, nn.Module], forward: Callable[[], Any]) -> tuple[L
 def tensors_of(value: Any) -> list[torch.Tensor]:
     """Every tensor in nested containers, registered classes (model outputs) included, in order."""
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def in_backward() -> bool:
+    """This thread is running a graph task of autograd."""
+    return bool(torch._C._current_graph_task_id() != -1)
 
 
 def version_of(tensor: torch.Tensor) -> int:

@@ -61,6 +61,13 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Between iterations."""
     peak_bytes: Bytes = 0
     """The most at any moment of an iteration."""
+    batch_bytes: Bytes = 0
+    """The batch itself, part of `steady_bytes`."""
+    head_bytes: Bytes = 0
+    """Where blocks were measured: the most that what follows the last block (the loss, a head that is no block) takes
+    above the level at the end of that block's forward, until its backward begins."""
+    outside_bytes: Bytes = 0
+    """Where blocks were measured: what autograd keeps of operations between the blocks."""
 
 
 class Profile(Document, frozen=True, kw_only=True):
