@@ -64,6 +64,8 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     bottleneck: str
     """`compute`, or the largest part of the breakdown: `startup`, `bandwidth`, `waiting`, `stragglers`, `buffers`."""
     band: Band | None = None
+    peak_bytes: int | None = None
+    """Device memory at its highest, where the plan says what is kept of activations."""
     extrapolated: bool = False
     """Some figure lies beyond what was measured; `notes` says which."""
     timeline: tuple[Span, ...] = ()

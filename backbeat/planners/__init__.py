@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import difflib
-from typing import TYPE_CHECKING, TypedDict, Unpack
+from typing import TYPE_CHECKING, Literal, TypedDict, Unpack
 
 import msgspec
 
 from backbeat.errors import InputError
 from backbeat.planners.adaptive import adaptive
 from backbeat.planners.baselines import ddp, horovod, single, wfbp
-from backbeat.planners.decoupled import Halved, decoupled
-from backbeat.planners.draft import Draft, Options
+from backbeat.planners.decoupled import decoupled
+from backbeat.planners.draft import Draft, Made, Options
 from backbeat.planners.joint import best
 from backbeat.planners.mgwfbp import asc_wfbp, mg_wfbp
 from backbeat.planners.optimal import optimal
+from backbeat.planners.sparse import sparse
+from backbeat.planners.within import within
 from backbeat.simulate.predict import predict
 
 if TYPE_CHECKING:
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["STRATEGIES", "Draft", "Options", "plan", "propose"]
 
-STRATEGIES: dict[str, Callable[[Profile, Network, Options], Draft | Halved]] = {
+STRATEGIES: dict[str, Callable[[Profile, Network, Options], Made]] = {
     "wfbp": wfbp,
     "single": single,
     "ddp": ddp,
@@ -35,6 +37,7 @@ STRATEGIES: dict[str, Callable[[Profile, Network, Options], Draft | Halved]] = {
     "optimal": optimal,
     "best": best,
     "decoupled": decoupled,
+    "sparse": sparse,
 }
 
 
@@ -45,6 +48,9 @@ class Choices(TypedDict, total=False):
     bucket_bytes: int | None
     cycle_s: float | None
     budget_s: float | None
+    density: float | None
+    memory_bytes: int | None
+    residuals: Literal["device", "host"] | None
 
 
 def propose(profile: Profile, network: Network, strategy: str = "best", **choices: Unpack[Choices]) -> Plan:
@@ -53,12 +59,36 @@ def propose(profile: Profile, network: Network, strategy: str = "best", **choice
         close = difflib.get_close_matches(strategy, STRATEGIES, n=1)
         hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(STRATEGIES)}."
         raise InputError(f"{strategy!r} is not a strategy: {hint}")
-    options = Options(**choices)
+    memory_bytes, residuals = choices.pop("memory_bytes", None), choices.pop("residuals", None)
+    options = Options(**choices)  # type: ignore[misc]
+    if options.density is not None and strategy == "best":
+        strategy = "sparse"
+    _check(strategy, options, memory_bytes, residuals)
+
+    def schedule(of: Profile) -> Plan:
+        return STRATEGIES[strategy](of, network, options).named(of, strategy, network.workers)
+
+    if memory_bytes is None and residuals is None:
+        return schedule(profile)
+    return within(profile, network, schedule, memory_bytes, residuals)
+
+
+def _check(strategy: str, options: Options, memory_bytes: int | None, residuals: str | None) -> None:
     for name in ("channels", "bucket_bytes", "cycle_s"):
         value = getattr(options, name)
         if value is not None and value <= 0:
             raise InputError(f"{name} is {value}: it must be above zero")
-    return STRATEGIES[strategy](profile, network, options).named(profile, strategy, network.workers)
+    if memory_bytes is not None and memory_bytes <= 0:
+        raise InputError(f"memory_bytes is {memory_bytes}: it must be above zero")
+    if options.density is not None:
+        if strategy != "sparse":
+            raise InputError(f"density is {options.density}, but {strategy!r} sends every element: use sparse")
+        if not 0 < options.density <= 1:
+            raise InputError(
+                f"density is {options.density}: it is the share of elements to send, above 0 and at most 1, e.g. 0.01"
+            )
+    if residuals is not None and strategy != "sparse":
+        raise InputError(f"residuals is {residuals!r}, but {strategy!r} has none: use sparse")
 
 
 def plan(profile: Profile, network: Network, strategy: str = "best", **choices: Unpack[Choices]) -> Plan:
@@ -73,5 +103,6 @@ def plan(profile: Profile, network: Network, strategy: str = "best", **choices: 
             "scaling_factor": result.scaling_factor,
             "exposed_s": result.exposed_s,
             "bound_s": result.bound_s,
+            **({"peak_bytes": result.peak_bytes} if result.peak_bytes is not None else {}),
         },
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -73,6 +73,12 @@ class Draft:
             dynamic=self.dynamic,
             notes=self.notes,
         )
+
+
+class Made(Protocol):
+    """What a strategy decides, of whatever kind."""
+
+    def named(self, profile: Profile, strategy: str, workers: int) -> Plan: ...
 
 
 if TYPE_CHECKING:

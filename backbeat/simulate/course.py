@@ -12,6 +12,7 @@ from backbeat.model.prediction import Breakdown, Span
 from backbeat.simulate.bound import communication_bound
 from backbeat.simulate.decoupled import decoupled_bound, link_s, period
 from backbeat.simulate.dynamic import fuse
+from backbeat.simulate.encoded import Wire, exposed_parts, pieces_of, spans, travel
 from backbeat.simulate.engine import simulate
 from backbeat.simulate.recursion import one_channel
 from backbeat.simulate.schedule import Flow, Schedule
@@ -61,6 +62,21 @@ def within_iteration(profile: Profile, network: Network, plan: Plan, before: flo
         _timeline(profile, schedule, flow, names, before + profile.forward_s, end),
         len(names),
         float(schedule.sizes.max()),
+    )
+
+
+def encoded_iteration(profile: Profile, network: Network, plan: Plan, before: float) -> Course:
+    """Some groups travel encoded: one channel, and encoding takes computation. Its bound is that nothing is exposed."""
+    pieces, names = pieces_of(profile, plan)
+    flow = travel(pieces, profile, network, Wire.of(network))
+    around = before + profile.forward_s + profile.update_s
+    return Course(
+        around + flow.end_s,
+        around + flow.backward_s,
+        exposed_parts(profile, flow),
+        spans(profile, flow, pieces, [_label(group) for group in names], before + profile.forward_s),
+        len(names),
+        float(max((piece.bytes for piece in pieces if piece.encoding is None), default=0)),
     )
 
 

@@ -10,8 +10,10 @@ from backbeat.cost.collectives import traffic
 from backbeat.cost.curve import Curve
 from backbeat.errors import InputError
 from backbeat.model.prediction import Band, Breakdown, Prediction, Span
-from backbeat.simulate.course import across_iterations, alone, within_iteration
+from backbeat.simulate.course import across_iterations, alone, encoded_iteration, within_iteration
+from backbeat.simulate.encoded import remarks
 from backbeat.simulate.jitter import Straggling, straggling
+from backbeat.simulate.memory import course as memory_course
 
 if TYPE_CHECKING:
     from backbeat.model import Network, Plan, Profile
@@ -30,12 +32,17 @@ def predict(
 ) -> Prediction:
     """How long one iteration takes on the network's workers under the plan (or the named strategy), and why.
 
-    With `accumulation` micro-batches only the last one's backward overlaps with communication.
+    With `accumulation` micro-batches only the last one's backward overlaps with communication. Where the plan says
+    what is kept of activations, every time is of an iteration that runs so, T(1) too, and the peak is predicted.
     """
     if isinstance(plan, str):
         from backbeat.planners import propose  # late: planners stand to the right of simulate
 
         plan = propose(profile, network, strategy=plan)
+    peak = None
+    if plan.memory is not None and (profile.blocks or plan.memory.segments):
+        kept = memory_course(profile, plan.memory, plan, workers=network.workers)
+        profile, peak = kept.profile, kept.peak_bytes
     micro_batches = profile.accumulation if accumulation is None else accumulation
     if micro_batches < 1:
         raise InputError(f"accumulation is {micro_batches}: an iteration has at least one micro-batch")
@@ -45,6 +52,8 @@ def predict(
         course = alone(profile, plan, before)
     elif plan.decoupled:
         course = across_iterations(profile, network, plan, before)
+    elif plan.encoded:
+        course = encoded_iteration(profile, network, plan, before)
     else:
         course = within_iteration(profile, network, plan, before)
     buffers = broadcast_s(network, profile.buffer_bytes) if broadcast_buffers and network.workers > 1 else 0.0
@@ -72,6 +81,7 @@ def predict(
         band=Band(p10_s=steady + waits.p10_s, p90_s=steady + waits.p90_s, extrapolated=waits.extrapolated)
         if waits
         else None,
+        peak_bytes=peak,
         extrapolated=extrapolated,
         timeline=_shifted(course.timeline, buffers, profile.buffer_bytes),
         notes=tuple(notes),
@@ -121,6 +131,8 @@ def _notes(
     if profile.analytic:
         notes.append(f"the profile {profile.name} is computed from shapes and peak rates, not measured")
     notes.extend(f"network {network.name}: {note}" for note in network.notes)
+    if plan.encoded and network.workers > 1:
+        notes.extend(remarks(profile, network, plan))
     if plan.workers is not None and plan.workers != network.workers:
         notes.append(f"the plan was made for {plan.workers} workers, this is {network.workers}")
     if plan.dynamic is None and (left := plan.missing(profile)):

@@ -1,0 +1,118 @@
+"""Sparse where it pays, and schedules made together with a memory plan."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import backbeat as bb
+from backbeat.errors import InputError
+from backbeat.model import Network, Profile
+from backbeat.planners.sparse import SMALL_BYTES
+from backbeat.simulate.memory import course
+from tests.memory_models import chains, resnet152
+from tests.problems import affine, make_profile, networks, profiles
+
+GB = 10**9
+
+
+@settings(max_examples=150)
+@given(profiles(), networks(), st.sampled_from([0.001, 0.01, 0.3, 1.0]))
+def test_sparse_is_never_predicted_slower_than_optimal(profile: Profile, network: Network, density: float) -> None:
+    sparse = bb.plan(profile, network, "sparse", density=density)
+    assert sparse.missing(profile) == []
+    optimal = bb.predict(profile, network, "optimal").iteration_s
+    assert bb.predict(profile, network, sparse).iteration_s <= optimal * (1 + 1e-9)
+    for group in sparse.groups:
+        if group.encoding is not None:
+            sizes = [profile.gradients[profile.index[name]].bytes for name in group.gradients]
+            assert min(sizes) > SMALL_BYTES
+
+
+def test_sparse_on_a_slow_link_and_dense_on_a_fast_one() -> None:
+    profile = make_profile([40_000_000] * 8, [0.01 * place for place in range(1, 9)], compression_s_per_byte=1e-11)
+    slow = bb.plan(profile, affine(1e-4, 1e-8), "sparse", density=0.01)
+    assert all(group.encoding is not None and group.encoding.density == 0.01 for group in slow.groups)
+    fast = bb.plan(profile, affine(1e-6, 1e-12), "sparse", density=0.01)
+    assert not fast.encoded
+    assert "dense" in fast.notes[0]
+
+
+def test_biases_stay_dense() -> None:
+    sizes = [40_000_000, 4000] * 4
+    profile = make_profile(sizes, [0.01 * place for place in range(1, 9)], compression_s_per_byte=1e-11)
+    made = bb.plan(profile, affine(1e-4, 1e-8), "sparse")
+    dense = [name for group in made.groups if group.encoding is None for name in group.gradients]
+    assert set(dense) >= {f"g{place}" for place in (1, 3, 5, 7)}
+    assert made.encoded
+
+
+def test_best_never_picks_sparse_unless_a_density_is_given() -> None:
+    profile = make_profile([40_000_000] * 2, [0.01, 0.02])
+    network = affine(1e-4, 1e-8)
+    assert not bb.plan(profile, network, "best").encoded
+    assert bb.plan(profile, network, density=0.01).strategy == "sparse"
+
+
+@pytest.mark.parametrize(
+    ("choices", "word"),
+    [
+        ({"strategy": "sparse", "density": 0.0}, "above 0"),
+        ({"strategy": "sparse", "density": 1.5}, "at most 1"),
+        ({"strategy": "optimal", "density": 0.1}, "use sparse"),
+        ({"strategy": "sparse", "channels": 2}, "one channel"),
+        ({"strategy": "optimal", "residuals": "host"}, "use sparse"),
+        ({"memory_bytes": 0}, "above zero"),
+        ({"memory_bytes": 10**9}, "profile it again"),
+    ],
+)
+def test_bad_choices_are_refused(choices: dict[str, object], word: str) -> None:
+    with pytest.raises(InputError, match=word):
+        bb.plan(make_profile([4000], [0.1]), affine(1e-3, 1e-9), **choices)  # type: ignore[arg-type]
+
+
+@settings(max_examples=10)
+@given(chains(most=6), st.sampled_from(["optimal", "sparse", "best"]), st.floats(0, 1))
+def test_the_plan_fits_the_budget_it_was_given(profile: Profile, strategy: str, share: float) -> None:
+    network = affine(1e-4, 1e-7)
+    plain = course(profile, bb.plan(profile, network, strategy, memory_bytes=10**12).memory).peak_bytes  # type: ignore[arg-type]
+    budget = round(plain * (0.5 + share))
+    try:
+        made = bb.plan(profile, network, strategy, memory_bytes=budget)
+    except InputError:
+        return
+    result = bb.predict(profile, network, made)
+    assert result.peak_bytes is not None
+    assert result.peak_bytes <= budget
+    assert made.memory is not None
+    assert made.memory.peak_bytes == result.peak_bytes
+
+
+def test_recomputation_shows_in_the_prediction() -> None:
+    profile, network = resnet152(), affine(1e-3, 1e-9, workers=4)
+    plain = bb.predict(profile, network, bb.plan(profile, network, "optimal", memory_bytes=80 * GB))
+    tight = bb.predict(profile, network, bb.plan(profile, network, "optimal", memory_bytes=5 * GB))
+    assert plain.peak_bytes is not None
+    assert tight.peak_bytes is not None
+    assert tight.peak_bytes <= 5 * GB < plain.peak_bytes
+    assert tight.single_s > plain.single_s
+    assert tight.iteration_s >= tight.single_s
+
+
+def test_residuals_go_to_the_host_where_nothing_fits_else() -> None:
+    profile, network = resnet152(batch=16), affine(1e-3, 5e-9, workers=2)
+    for budget in range(950, 1500, 50):
+        try:
+            made = bb.plan(profile, network, "sparse", memory_bytes=budget * 10**6)
+        except InputError:
+            continue
+        assert made.encoded
+        assert made.memory is not None
+        assert made.memory.residuals == "host"
+        break
+    else:
+        pytest.fail("no budget below 1.5 GB fits")
+    roomy = bb.plan(profile, network, "sparse", memory_bytes=3 * GB)
+    assert roomy.memory is not None
+    assert roomy.memory.residuals == "device"
