@@ -48,6 +48,11 @@ class Channel:
             options.asyncOp = True
 
     def all_reduce(self, message: torch.Tensor) -> Any:
+    def backend(self, device: torch.device) -> Any:
+        """The library's own object."""
+        found = getattr(self._communicator, "_get_backend", None)
+        return self._communicator if found is None else found(device)
+
         """Sum in place."""
         return self._communicator.allreduce([message], self._options)
 
@@ -111,6 +116,15 @@ class Channels:
             return 1
         if torch.cuda.nccl.version() < (2, 26):
             return 1
+    @property
+    def raises(self) -> bool:
+        """Whether waiting for a collective raises when it fails; where not, the host is not told."""
+        return self.backend != "nccl"
+
+    def backends(self) -> list[Any]:
+        """The library's own object of each channel."""
+        return [channel.backend(self.device) for channel in self._channels]
+
         if os.environ.get(LAUNCH_ORDER) == "1":
             return 16
         backend = self.process_group._get_backend(self.device)

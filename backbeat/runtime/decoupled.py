@@ -201,6 +201,8 @@ class DecoupledDelivery(Delivery):
     def failure(self, gather: Gather, error: BaseException) -> CommunicationError:
         """A gather did not come."""
         job = self.job
+        if job.fault is not None:
+            return job.fault
         return CommunicationError(
             f"rank {job.channels.rank}: the gradients of {job.listed(gather.members)} ({format_bytes(gather.bytes)}) "
             f"were not gathered after step {job.step}: {job.monitor.blame()}. Restart from the last checkpoint (the "

@@ -45,17 +45,29 @@ Status = dict[str, Any]
 class Monitor:
     """Answers for this rank when another one raises the alarm, and raises it for this one."""
 
-    def __init__(self, store: Any, key: str, rank: int, size: int, status: Callable[[], Status]) -> None:
+    def __init__(
+        self,
+        store: Any,
+        key: str,
+        rank: int,
+        size: int,
+        status: Callable[[], Status],
+        *,
+        look: Callable[[], bool] | None = None,
+    ) -> None:
+        """`look` is called now and then, and says that something was lost; the monitor's work is then done."""
         self._store = store
         self._key = key
         self._rank = rank
         self._size = size
         # The thread must not keep the reducer alive.
+        self._own: Any = None
         self._status = weakref.WeakMethod(status)
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
+        self._look = None if look is None else weakref.WeakMethod(look)
         """Begin to listen, on a connection of its own: the store's calls block each other."""
         clone = _clone(self._store)
         if clone is None or self._thread is not None or self._size == 1:
@@ -67,13 +79,21 @@ class Monitor:
         self._stop.set()
 
     def _listen(self, store: Any) -> None:
-        try:
-            while not self._stop.wait(POLL_S) and self._status() is not None:
-                if store.check([f"{self._key}/alarm"]):
-                    self._answer(store)
-                    return
-        except Exception as error:  # the store goes away when the job ends
-            logger.debug("the monitor of rank %d ends: %s", self._rank, error)
+        self._own = store
+        heard = True
+        while not self._stop.wait(POLL_S) and self._status() is not None:
+            if heard:
+                try:
+                    if store.check([f"{self._key}/alarm"]):
+                        self._answer(store)
+                        heard = False
+                except Exception as error:
+                    # The store goes away when the job ends, or when the rank that keeps it does.
+                    logger.debug("the monitor of rank %d hears nothing more: %s", self._rank, error)
+                    heard = False
+            look = self._look() if self._look is not None else None
+            if look() if look is not None else not heard:
+                return
 
     def _answer(self, store: Any) -> None:
         status = self._status()
@@ -84,31 +104,33 @@ class Monitor:
         """Raise the alarm, wait for the others' answers, and say in words who is missing or elsewhere."""
         self._stop.set()
         status = self._status()
-        mine = status() if status is not None else {}
+        mine = status() if status is not None else None
+        # The store's calls block each other: the thread that listens has a connection of its own.
+        store = self._own if threading.current_thread() is self._thread else self._store
         try:
-            self._store.set(f"{self._key}/alarm", str(self._rank))
-            self._answer(self._store)
-            statuses = self._collect()
+            store.set(f"{self._key}/alarm", str(self._rank))
+            self._answer(store)
+            statuses = self._collect(store)
         except Exception as error:
             return f"the job's store does not answer either ({first_line(error)}): the rank that keeps it is gone"
         return describe(self._rank, mine, statuses, self._size)
 
-    def _collect(self) -> dict[int, Status]:
+    def _collect(self, store: Any) -> dict[int, Status]:
         found: dict[int, Status] = {}
         deadline = time.monotonic() + ANSWER_S
         for rank in range(self._size):
             key = f"{self._key}/status/{rank}"
             left = max(deadline - time.monotonic(), 0.05)
             try:
-                self._store.wait([key], timedelta(seconds=left))
+                store.wait([key], timedelta(seconds=left))
             except Exception as error:
                 logger.debug("no answer from rank %d: %s", rank, error)
                 continue
-            found[rank] = json.loads(self._store.get(key))
+            found[rank] = json.loads(store.get(key))
         return found
 
 
-def describe(rank: int, mine: Status, statuses: dict[int, Status], size: int) -> str:
+def describe(rank: int, mine: Status | None, statuses: dict[int, Status], size: int) -> str:
     """Which ranks did not answer, and which stand elsewhere than this one."""
     silent = [str(other) for other in range(size) if other not in statuses and other != rank]
     parts = []
@@ -117,7 +139,7 @@ def describe(rank: int, mine: Status, statuses: dict[int, Status], size: int) ->
         verb = "do" if plural else "does"
         parts.append(f"rank{plural} {', '.join(silent)} {verb} not answer (died, or its machine is unreachable)")
     for other, status in sorted(statuses.items()):
-        if other == rank:
+        if other == rank or mine is None:
             continue
         if status["step"] != mine["step"] or (status["launched"] < mine["launched"] and status["in_backward"]):
             parts.append(f"rank {other} {_where(status)}")

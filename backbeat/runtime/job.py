@@ -39,18 +39,29 @@ class Job:
     recorder: Recorder | None = None
     """Times the present round, where it is to be timed."""
     groups: Groups = None  # type: ignore[assignment]  # there from the first partition on
+    fault: CommunicationError | None = None
+    """A group was lost while the host was not told; whatever it waits for now is void."""
     monitor: Monitor = None  # type: ignore[assignment]  # likewise: it asks the reducer where it stands
 
     def channel(self, index: int) -> Channel:
         return self.channels[min(index, len(self.channels) - 1)]
 
-    def failure(self, group: int, error: BaseException) -> CommunicationError:
+    def check(self) -> None:
+        """Raise if a group has been lost."""
+        if self.fault is not None:
+            raise self.fault
+
+    def failure(self, group: int, why: BaseException | str, *, step: int | None = None) -> CommunicationError:
         """A group did not arrive: which one, what was in it, and who is to blame."""
+        if self.fault is not None:
+            return self.fault
+        said = why if isinstance(why, str) else first_line(why)
         bucket = self.groups.buckets[group]
         return CommunicationError(
             f"rank {self.channels.rank}: group {group} of {len(self.groups.buckets)} ({len(bucket.members)} gradients, "
-            f"{self.listed(bucket.members)}, {format_bytes(bucket.bytes)}) was not reduced in step {self.step}: "
-            f"{self.monitor.blame()}. Restart from the last checkpoint (the library says: {first_line(error)})"
+            f"{self.listed(bucket.members)}, {format_bytes(bucket.bytes)}) was not reduced in step "
+            f"{self.step if step is None else step}: "
+            f"{self.monitor.blame()}. Restart from the last checkpoint (the library says: {said})"
         )
 
     def listed(self, members: Sequence[int]) -> str:

@@ -28,6 +28,7 @@ from backbeat.runtime.faults import CommunicationError, Monitor, Status
 from backbeat.runtime.flights import Flights
 from backbeat.runtime.groups import Groups
 from backbeat.runtime.job import Job
+from backbeat.runtime.losses import Losses
 from backbeat.runtime.ownership import claim, release
 from backbeat.runtime.rounds import Round
 from backbeat.runtime.streams import Streams
@@ -106,7 +107,15 @@ class Reducer:
         self._handles = self._watch(0)
         claim(self, self.job.names, self.job.parameters)
         weakref.finalize(self, unwatch, self._handles)
-        self.job.monitor = Monitor(channels.store, "fault", channels.rank, channels.size, self.status)
+        self._losses = None if channels.raises else Losses(self.job)
+        self.job.monitor = Monitor(
+            channels.store,
+            "fault",
+            channels.rank,
+            channels.size,
+            self.status,
+            look=None if self._losses is None else self._losses.look,
+        )
         self.job.monitor.start()
 
     @property
@@ -254,6 +263,7 @@ class Reducer:
             self._flights.launch_ready()
 
     def _begin(self, sync: bool) -> None:
+        self.job.check()
         self.delivery.opens()
         if self._round.open:
             self._break_off()
@@ -300,15 +310,20 @@ class Reducer:
                     self._flights.repeat(verdict)
                 self.delivery.hand_back(verdict)
                 self._learn(verdict)
-        except BaseException:
+                self.job.check()
+        except BaseException as error:
             self.word.regular = False
             raise
         finally:
             round_.open = False
             round_.forget_flights()
+            if self.job.fault is not None and error is not self.job.fault:
+                raise self.job.fault from error
             round_.clean()
         if self.job.recorder is not None:
             self.job.recorder.end()
+            if self._losses is not None:
+                self._losses.remember(round_.flights, self.job.step)
         after = self.after_step()
         if after is not None:
             after()

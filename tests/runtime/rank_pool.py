@@ -19,6 +19,19 @@ QUIET = "BACKBEAT_TEST_LOUD" not in os.environ
 SIZES = [int(size) for size in os.environ.get("BACKBEAT_TEST_RANKS", "2,4" if DEVICE == "cpu" else "1").split(",")]
 
 
+def node_environment(rank: int, size: int) -> dict[str, str]:
+    """What makes a process one of `size` ranks; on a GPU that they share, a node of its own to NCCL."""
+    found = {"RANK": str(rank), "WORLD_SIZE": str(size), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    if DEVICE != "cpu" and size > 1:
+        found.update(
+            NCCL_HOSTID=f"node{rank}", NCCL_NET="Socket", NCCL_P2P_DISABLE="1", NCCL_SHM_DISABLE="1",
+            NCCL_IB_DISABLE="1", NCCL_MAX_NCHANNELS="2",
+            # Before the first communicator exists: several channels need it.
+            NCCL_LAUNCH_ORDER_IMPLICIT="1",
+        )  # fmt: skip
+    return found
+
+
 class RankPool:
     """`size` rank processes and the store they meet at."""
 
@@ -37,22 +50,10 @@ class RankPool:
         )
         self._ranks = []
         for rank in range(self.size):
-            environment = {
-                **os.environ,
-                "RANK": str(rank),
-                "WORLD_SIZE": str(self.size),
-                "OMP_NUM_THREADS": "1",
-                "PYTHONWARNINGS": "ignore",
-            }
-            if DEVICE != "cpu" and self.size > 1:
-                environment.update(
-                    NCCL_HOSTID=f"node{rank}", NCCL_NET="Socket", NCCL_P2P_DISABLE="1", NCCL_SHM_DISABLE="1",
-                    NCCL_IB_DISABLE="1", NCCL_MAX_NCHANNELS="2",
-                )  # fmt: skip
             self._ranks.append(
                 subprocess.Popen(
                     [sys.executable, str(HERE / "rank_process.py")],
-                    env=environment,
+                    env={**os.environ, **node_environment(rank, self.size)},
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.DEVNULL if QUIET else None,

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import copy
 import gc
+import io
 import json
 import os
+import threading
 from collections.abc import Callable
+from contextlib import redirect_stderr
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -18,7 +22,8 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from backbeat.errors import InputError
 from backbeat.model import CollectiveTimes, Group, Network, Plan
-from backbeat.runtime import CommunicationError, DistributedDataParallel, StepMismatchError
+from backbeat.runtime import CommunicationError, DistributedDataParallel, StepMismatchError, losses
+from backbeat.runtime.channels import Channels
 from backbeat.runtime.faults import BrokenStepError
 from backbeat.runtime.timing import Recorder
 
@@ -331,6 +336,32 @@ def rank_hangs(ctx: Context) -> str:
     assert "waiting for " in message, message
     assert "layers." in message, message
     assert "group " in message, message
+    return message
+
+
+@check
+def rank_lost_without_a_word(ctx: Context) -> str:
+    """As on NCCL, where waiting does not raise: the monitor's thread reads that a group was lost, and says so."""
+    given_up = threading.Event()
+    lost: list[Any] = []
+    with (
+        mock.patch.object(Channels, "raises", False),
+        mock.patch.object(losses, "abort", side_effect=lambda channels: given_up.set()),
+        mock.patch.object(losses, "fate_of", lambda work: "COMM_ERROR" if work in lost else losses.FLYING),
+        redirect_stderr(io.StringIO()) as said,
+    ):
+        wrapped, oracle = start(ctx, Interrupted)
+        train(ctx, wrapped.module, wrapped, oracle, steps=3)
+        if ctx.rank == ctx.size - 1:
+            os._exit(1)
+        assert not given_up.is_set()
+        lost.append(wrapped.reducer._losses._before[1][1])
+        assert given_up.wait(30), "nobody noticed"
+    message = raises(CommunicationError, lambda: _step(ctx, wrapped, 5))
+    assert f"backbeat: {message}" in said.getvalue(), said.getvalue()
+    assert f"rank {ctx.rank}: group 1 of 4 (2 gradients, layers.2.bias … layers.2.weight" in message, message
+    assert "was not reduced in step 3" in message, message
+    assert f"rank {ctx.size - 1} does not answer" in message, message
     return message
 
 

@@ -53,7 +53,12 @@ class Context:
         backend = "ddp" if self.route == "ddp" else "backbeat"
         if backend == "ddp":
             options.pop("strict", None)
-        return DistributedDataParallel(model, plan=plan, backend=backend, **options)
+        wrapped = DistributedDataParallel(model, plan=plan, backend=backend, **options)
+        if self.route == "two-channels" and wrapped.links.limit < 2:
+            raise SkipScenarioError("several NCCL channels need NCCL 2.26 and NCCL_LAUNCH_ORDER_IMPLICIT=1")
+        # Or the route would silently be another one's.
+        assert self.route != "two-channels" or len(wrapped.links) == 2
+        return wrapped
 
     def attach(self, wrapped: Any, optimizer: torch.optim.Optimizer) -> None:
         if self.route == "decoupled":

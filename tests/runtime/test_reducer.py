@@ -9,6 +9,8 @@ from rank_pool import DEVICE, SIZES, RankPool
 from runtime_checks import CHECKS
 
 FAULTS = sorted(name for name in CHECKS if name.startswith("rank_"))
+ENDS = {name for name in FAULTS if name.startswith(("rank_dies", "rank_lost"))}
+"""The last rank's process ends."""
 READ_LATE = sorted(name for name in CHECKS if name.startswith("late_word_"))
 PEACEFUL = sorted(set(CHECKS) - {*FAULTS, *READ_LATE})
 NEEDS_TWO = {
@@ -44,15 +46,15 @@ def test_no_wrong_sum_where_the_host_reads_late(name: str, size: int, ranks: Cal
         assert answer["outcome"] == "right", f"rank {rank}: {answer['outcome']}: {answer['detail']}"
 
 
-@pytest.mark.skipif(DEVICE != "cpu", reason="NCCL ends the process itself when a rank is lost")
+@pytest.mark.skipif(DEVICE != "cpu", reason="on NCCL a lost rank is tried in test_lost_rank.py")
 @pytest.mark.parametrize("name", FAULTS)
 @pytest.mark.parametrize("size", SIZES)
 def test_faults_are_named(name: str, size: int, ranks: Callable[[int], RankPool]) -> None:
     if size > 2 and name in ("rank_dies_forward", "rank_dies_early", "rank_dies_late"):
         pytest.skip("the moment is tried on two ranks")
     answers = ranks(size).run(name, "backbeat", timeout=3)
-    survivors = answers[:-1] if name.startswith("rank_dies") else answers
+    survivors = answers[:-1] if name in ENDS else answers
     for rank, answer in enumerate(survivors):
         assert answer["outcome"] == "right", f"rank {rank}: {answer['outcome']}: {answer['detail']}"
-    if name.startswith("rank_dies"):
+    if name in ENDS:
         assert answers[-1]["outcome"] == "died"

@@ -1,15 +1,15 @@
-"""Every scenario with its groups spread over two channels."""
+"""Every scenario with its groups spread over two channels, on gloo or NCCL."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 import pytest
-from rank_pool import DEVICE, RankPool
+from rank_pool import SIZES, RankPool
 from runtime_scenarios import SCENARIOS
 
 
-@pytest.mark.skipif(DEVICE != "cpu", reason="two channels are tried on gloo")
+@pytest.mark.skipif(2 not in SIZES, reason="needs two ranks (BACKBEAT_TEST_RANKS)")
 @pytest.mark.parametrize("name", sorted(SCENARIOS))
 def test_two_channels(name: str, ranks: Callable[[int], RankPool]) -> None:
     answers = ranks(2).run(name, "two-channels")

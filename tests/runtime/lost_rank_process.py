@@ -1,0 +1,47 @@
+"""One rank of a job whose last rank dies in mid-backward; the others go on as a training loop would."""
+
+from __future__ import annotations
+
+import os
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import torch
+import torch.distributed as dist
+from runtime_checks import Interrupted
+from runtime_scenarios import small_plan
+
+from backbeat.runtime import DistributedDataParallel
+
+HEALTHY = 3
+
+
+def main() -> None:
+    device = torch.device(os.environ.get("BACKBEAT_TEST_DEVICE", "cpu"))
+    torch.set_num_threads(1)
+    if device.type == "cuda":
+        device = torch.device("cuda", 0)
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "gloo" if device.type == "cpu" else "nccl",
+        timeout=timedelta(seconds=20),
+        device_id=device if device.type == "cuda" else None,
+    )
+    torch.manual_seed(0)
+    model = Interrupted().to(device)
+    wrapped = DistributedDataParallel(model, plan=small_plan(model))
+    for step in range(HEALTHY + 20):
+        if step == HEALTHY and dist.get_rank() == dist.get_world_size() - 1:
+            model.call = lambda: os._exit(1)
+        wrapped.zero_grad()
+        wrapped(torch.ones(3, 6, device=device)).square().sum().backward()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        print(f"step {step + 1} done", flush=True)
+
+
+if __name__ == "__main__":
+    main()

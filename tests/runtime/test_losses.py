@@ -1,0 +1,131 @@
+"""Groups that are lost while the host is not told: what the monitor's thread sees and does, with works made by hand."""
+
+from __future__ import annotations
+
+import io
+from contextlib import redirect_stderr
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch._C._distributed_c10d import WorkResult
+
+from backbeat.runtime.faults import CommunicationError
+from backbeat.runtime.losses import DONE, FLYING, Losses, abort, fate_of
+from backbeat.runtime.rounds import Flight
+
+
+class Work:
+    """As NCCL's: its result is there once torch's watchdog has looked at it."""
+
+    def __init__(self) -> None:
+        self.result: torch.futures.Future[int] = torch.futures.Future()
+
+    def get_future_result(self) -> torch.futures.Future[int]:
+        return self.result
+
+    def ends(self, how: WorkResult) -> None:
+        self.result.set_result(int(how))
+
+
+class Backend:
+    def __init__(self, calls: list[str], name: str) -> None:
+        self._calls, self._name = calls, name
+
+    def _group_start(self) -> None:
+        self._calls.append("start")
+
+    def _group_end(self) -> None:
+        self._calls.append("end")
+
+    def abort(self) -> None:
+        self._calls.append(self._name)
+
+
+def job(works: list[Work], calls: list[str], wire: torch.dtype | None = None) -> Any:
+    flights = [Flight(group, None, torch.zeros(1), work) for group, work in enumerate(works)]  # type: ignore[arg-type]
+    found = SimpleNamespace(
+        step=7,
+        wire=wire,
+        fault=None,
+        round=SimpleNamespace(flights=flights),
+        channels=SimpleNamespace(backends=lambda: [Backend(calls, "first"), Backend(calls, "second")]),
+    )
+    found.failure = lambda group, why, step: CommunicationError(f"group {group} in step {step}: {why}")
+    return found
+
+
+def test_a_work_is_judged_by_its_result_alone() -> None:
+    work = Work()
+    assert fate_of(work) == FLYING
+    work.ends(WorkResult.SUCCESS)
+    assert fate_of(work) == DONE
+    lost = Work()
+    lost.ends(WorkResult.TIMEOUT)
+    assert fate_of(lost) == "TIMEOUT"
+
+
+def test_what_has_no_result_is_never_lost() -> None:
+    """Works of gloo raise when asked for one; hooks return plain futures of tensors."""
+
+    class Gloo:
+        def get_future_result(self) -> Any:
+            raise RuntimeError("not implemented")
+
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_result(torch.ones(2))
+    assert fate_of(Gloo()) == fate_of(None) == fate_of(future) == FLYING
+
+
+@pytest.mark.parametrize("wire", [None, torch.bfloat16])
+def test_a_healthy_job_is_left_alone(wire: torch.dtype | None) -> None:
+    calls: list[str] = []
+    works = [Work(), Work()]
+    found = job(works, calls, wire)
+    losses = Losses(found)
+    losses.remember(found.round.flights, 6)
+    found.round.flights = []
+    said = io.StringIO()
+    with redirect_stderr(said):
+        assert not losses.look()
+        for work in works:
+            work.ends(WorkResult.SUCCESS)
+            assert not losses.look()
+    assert (calls, found.fault, said.getvalue()) == ([], None, "")
+
+
+@pytest.mark.parametrize("wire", [None, torch.bfloat16])
+def test_the_first_group_lost_is_named_once_and_communicators_go(wire: torch.dtype | None) -> None:
+    calls: list[str] = []
+    works = [Work(), Work(), Work()]
+    found = job(works, calls, wire)
+    losses = Losses(found)
+    losses.remember(found.round.flights, 6)
+    found.round.flights = []
+    works[0].ends(WorkResult.SUCCESS)
+    works[1].ends(WorkResult.COMM_ERROR)
+    said = io.StringIO()
+    with redirect_stderr(said):
+        assert losses.look()
+        assert losses.look()
+    assert said.getvalue() == "backbeat: group 1 in step 6: the watchdog of torch found COMM_ERROR\n"
+    assert str(found.fault) in said.getvalue()
+    assert calls == ["start", "first", "second", "end"]
+
+
+def test_a_group_of_the_present_round_is_of_the_present_step() -> None:
+    works = [Work()]
+    found = job(works, [])
+    works[0].ends(WorkResult.TIMEOUT)
+    with redirect_stderr(io.StringIO()):
+        assert Losses(found).look()
+    assert str(found.fault) == "group 0 in step 7: the watchdog of torch found TIMEOUT"
+
+
+def test_a_communicator_that_cannot_be_aborted_does_not_hide_the_message() -> None:
+    class Stubborn:
+        def abort(self) -> None:
+            raise RuntimeError("already gone")
+
+    abort(SimpleNamespace(backends=lambda: [Stubborn()]))  # type: ignore[arg-type]
