@@ -47,12 +47,12 @@ class Channel:
         for options in (self._options, self._scatter_options, self._gather_options):
             options.asyncOp = True
 
-    def all_reduce(self, message: torch.Tensor) -> Any:
     def backend(self, device: torch.device) -> Any:
         """The library's own object."""
         found = getattr(self._communicator, "_get_backend", None)
         return self._communicator if found is None else found(device)
 
+    def all_reduce(self, message: torch.Tensor) -> Any:
         """Sum in place."""
         return self._communicator.allreduce([message], self._options)
 
@@ -109,13 +109,6 @@ class Channels:
         for index in range(len(self._channels), self.allowed(count)):
             self._channels.append(Channel(self._communicator(index), self.backend))
 
-    def _limit(self) -> int:
-        if self.backend == "gloo":
-            return 64
-        if self.backend != "nccl":
-            return 1
-        if torch.cuda.nccl.version() < (2, 26):
-            return 1
     @property
     def raises(self) -> bool:
         """Whether waiting for a collective raises when it fails; where not, the host is not told."""
@@ -125,6 +118,13 @@ class Channels:
         """The library's own object of each channel."""
         return [channel.backend(self.device) for channel in self._channels]
 
+    def _limit(self) -> int:
+        if self.backend == "gloo":
+            return 64
+        if self.backend != "nccl":
+            return 1
+        if torch.cuda.nccl.version() < (2, 26):
+            return 1
         if os.environ.get(LAUNCH_ORDER) == "1":
             return 16
         backend = self.process_group._get_backend(self.device)

@@ -57,17 +57,17 @@ class Monitor:
     ) -> None:
         """`look` is called now and then, and says that something was lost; the monitor's work is then done."""
         self._store = store
+        self._own: Any = None
         self._key = key
         self._rank = rank
         self._size = size
         # The thread must not keep the reducer alive.
-        self._own: Any = None
         self._status = weakref.WeakMethod(status)
+        self._look = None if look is None else weakref.WeakMethod(look)
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        self._look = None if look is None else weakref.WeakMethod(look)
         """Begin to listen, on a connection of its own: the store's calls block each other."""
         clone = _clone(self._store)
         if clone is None or self._thread is not None or self._size == 1:

@@ -306,24 +306,24 @@ class Reducer:
                 self._flights.launch_rest()
                 numbers = self._flights.land()
                 verdict = self._read(numbers)
+                self.job.check()
                 if verdict is not None and verdict.late:
                     self._flights.repeat(verdict)
                 self.delivery.hand_back(verdict)
                 self._learn(verdict)
-                self.job.check()
         except BaseException as error:
             self.word.regular = False
+            if self.job.fault is not None and error is not self.job.fault:
+                raise self.job.fault from error
             raise
         finally:
             round_.open = False
+            if self._losses is not None:
+                self._losses.remember(round_.flights, self.job.step)
             round_.forget_flights()
-            if self.job.fault is not None and error is not self.job.fault:
-                raise self.job.fault from error
             round_.clean()
         if self.job.recorder is not None:
             self.job.recorder.end()
-            if self._losses is not None:
-                self._losses.remember(round_.flights, self.job.step)
         after = self.after_step()
         if after is not None:
             after()
