@@ -22,6 +22,9 @@ class Bucket:
     that autograd produces then is a tensor of its own and cannot write into a buffer on the wire.
     """
 
+    encoded = False
+    """Travels as something else than its gradients."""
+
     def __init__(
         self,
         spec: GroupSpec,

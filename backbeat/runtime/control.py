@@ -1,11 +1,12 @@
 """What ranks tell each other at the end of every step, in a few numbers behind the last group's gradients.
 
-    [ irregular | late, one a group | step stamp, one a rank | used, one a parameter ]
+    [ irregular | late, one a group | step stamp, one a rank | fault, one a rank | used, one a parameter ]
 
 All-reduced with the gradients, each becomes a sum that every rank reads alike: `irregular` is positive if some rank's
 graph was not the plain one (every parameter once), `late` if some gradient came after its group had left, a stamp is
-what that rank alone wrote (negative if its backward was broken off), `used` counts the ranks that used a parameter.
-The numbers are small integers, so that bf16 and fp16 carry them as well.
+what that rank alone wrote (negative if its backward was broken off), a fault the number of a parameter, from 1, whose
+gradient was not finite on that rank, `used` counts the ranks that used a parameter. The numbers are small integers, so
+that bf16 and fp16 carry them as well. Only encoded plans have faults; their numbers travel alone, in fp32.
 """
 
 from __future__ import annotations
@@ -28,18 +29,23 @@ class Layout:
     groups: int
     ranks: int
     parameters: int
+    faults: int = 0
 
     @property
     def length(self) -> int:
-        return 1 + self.groups + self.ranks + self.parameters
+        return self.used_at + self.parameters
 
     @property
     def stamps_at(self) -> int:
         return 1 + self.groups
 
     @property
+    def faults_at(self) -> int:
+        return self.stamps_at + self.ranks
+
+    @property
     def used_at(self) -> int:
-        return 1 + self.groups + self.ranks
+        return self.faults_at + self.faults
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +59,8 @@ class Verdict:
     stamps: tuple[int, ...]
     """What each rank wrote."""
     used: list[bool]
+    faults: tuple[int, ...] = ()
+    """The parameter that each rank found not finite, counted from 1, or 0."""
 
 
 def stamp_of(step: int) -> int:
@@ -84,8 +92,9 @@ def read(layout: Layout, summed: torch.Tensor) -> Verdict:
     return Verdict(
         irregular=round(numbers[0]),
         late=tuple(group for group in range(layout.groups) if numbers[1 + group] > 0),
-        stamps=tuple(round(number) for number in numbers[layout.stamps_at : layout.used_at]),
+        stamps=tuple(round(number) for number in numbers[layout.stamps_at : layout.faults_at]),
         used=[number > 0 for number in numbers[layout.used_at :]],
+        faults=tuple(round(number) for number in numbers[layout.faults_at : layout.used_at]),
     )
 
 
@@ -103,7 +112,7 @@ class Ledger:
         mine[:, layout.stamps_at + rank] = stamps
         sums = torch.zeros(STAMPS, layout.length)
         sums[:, layout.used_at :] = float(layout.ranks)
-        sums[:, layout.stamps_at : layout.used_at] = stamps[:, None]
+        sums[:, layout.stamps_at : layout.faults_at] = stamps[:, None]
         # On the device, so that the plain step copies nothing from the host.
         self._mine = mine.to(device=device, dtype=dtype).unbind()
         self.sums = sums.to(dtype).unbind()

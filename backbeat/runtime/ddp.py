@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -29,6 +29,8 @@ from backbeat.runtime.refusals import check_model
 from backbeat.runtime.report import Report, make_report
 from backbeat.runtime.roster import Roster
 from backbeat.runtime.runner import Runner
+from backbeat.sparse import checkpoint
+from backbeat.sparse.options import Options, options_of
 
 _disable_dynamo: Any = torch._disable_dynamo  # type: ignore[attr-defined]
 
@@ -46,6 +48,7 @@ class DistributedDataParallel(TorchDDP):  # type: ignore[misc]
     wire: "bf16" or "fp16" to send wider gradients in that format.
     strict: on a GPU, learn at the end of every backward, not at the next one, that another rank broke off its backward
         or is in another step; costs a wait for the device in each step.
+    sparse: for plans with encoded groups: `backbeat.sparse.Options`, or a dict of them.
     """
 
     def __init__(
@@ -58,6 +61,7 @@ class DistributedDataParallel(TorchDDP):  # type: ignore[misc]
         backend: str = "backbeat",
         wire: str | torch.dtype | None = None,
         strict: bool = False,
+        sparse: Options | Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
         arguments = bind(module, args, kwargs)
@@ -90,6 +94,7 @@ class DistributedDataParallel(TorchDDP):  # type: ignore[misc]
             strict=strict,
             cap_bytes=cap_bytes_of(arguments),
             find_unused=self.find_unused_parameters,
+            sparse=options_of(sparse),
         )
         self._inside: list[Module] = []
         self._assign_modules_buffers()
@@ -136,14 +141,23 @@ class DistributedDataParallel(TorchDDP):  # type: ignore[misc]
             return False
         return self._settings.plan is not None and self._settings.plan.decoupled
 
-    def attach(self, optimizer: torch.optim.Optimizer, *, per_parameter: bool = False) -> None:
-        """Hand an optimizer over, as a decoupled plan needs it before the first backward; with other plans a no-op.
+    @property
+    def encoded(self) -> bool:
+        """Some groups of the plan travel encoded."""
+        if self._backbeat_backend == "ddp":
+            return False
+        return self._settings.plan is not None and self._settings.plan.encoded
 
-        Its `step()` then only notes what to do, and each parameter is updated when its gradient has been gathered,
-        before anything reads it. `per_parameter` vouches for an optimizer that is not torch's own: the update of a
-        parameter depends on nothing but its own gradient, state and hyperparameters.
+    def attach(self, optimizer: torch.optim.Optimizer, *, per_parameter: bool = False) -> None:
+        """Hand an optimizer over, as a decoupled plan needs it before the first backward and an encoded one may; with
+        other plans a no-op.
+
+        Under a decoupled plan its `step()` then only notes what to do, and each parameter is updated when its gradient
+        has been gathered, before anything reads it. Under an encoded one each group is updated during backward, when
+        it has arrived. `per_parameter` vouches for an optimizer that is not torch's own: the update of a parameter
+        depends on nothing but its own gradient, state and hyperparameters.
         """
-        if not self.decoupled:
+        if not self.decoupled and not self.encoded:
             return
         if self.reducer is None:
             self._build()
@@ -151,6 +165,12 @@ class DistributedDataParallel(TorchDDP):  # type: ignore[misc]
         check_optimizer(optimizer, per_parameter)
         if not any(id(parameter) in mine for group in optimizer.param_groups for parameter in group["params"]):
             raise InputError("attach() got an optimizer that holds no parameter of this model: make it from them")
+        if self.encoded:
+            self.reducer.delivery.attach(optimizer)
+            # Decoded means need no buffers of their own any more.
+            with torch.no_grad():
+                self.reducer.install(self.reducer.partition)
+            return
         attach(optimizer)
         self._inside = list(self.module.modules())
         self.reducer.delivery.attached = True
@@ -178,6 +198,31 @@ class DistributedDataParallel(TorchDDP):  # type: ignore[misc]
     @_disable_dynamo  # type: ignore[untyped-decorator]
     def _finish_eagerly(self) -> None:
         self.finish()
+
+    def residual_state_dict(self) -> dict[str, Any]:
+        """What this rank has not sent yet, by parameter name; save it with `backbeat.sparse.checkpoint.save`."""
+        found: dict[str, Any] = self._encoded_delivery().state()
+        return found
+
+    def load_residual_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with residuals that were saved, under this plan or another; `backbeat.sparse.checkpoint.load` gives a
+        rank its share. Every rank calls it."""
+        self._encoded_delivery().load(state)
+
+    def save_residuals(self, folder: str | os.PathLike[str]) -> None:
+        """Write this rank's residuals into a folder that all ranks share."""
+        checkpoint.save(self.residual_state_dict(), folder)
+
+    def load_residuals(self, folder: str | os.PathLike[str]) -> None:
+        """Read this rank's share of the residuals that any number of ranks wrote."""
+        self.load_residual_state_dict(checkpoint.load(folder, rank=self.links.rank, ranks=self.links.size))
+
+    def _encoded_delivery(self) -> Any:
+        if not self.encoded:
+            raise InputError("there are no residuals: no group of the plan is encoded")
+        if self.reducer is None:
+            self._build()
+        return self.reducer.delivery
 
     def report(self) -> Report:
         """Predicted and measured times of every group; printed, a table."""

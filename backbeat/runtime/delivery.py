@@ -7,7 +7,9 @@ reducer calls in this order, on every rank alike:
     opens                                       a round begins
     arrived (each gradient)                     only where the class defines it; gradients then take the long way
     send (each group), received (each group)    a group leaves; its sum is there
+    sign                                        control numbers that travel alone are about to
     hand_back, or give_up                       the round has gradients; or it has none, and collectives stay in order
+    undo                                        the step before had none either, which is known only now
     finish                                      nothing may be on its way any more
 
 What a single group does differently, it does in a class of its own (`buckets.Bucket` and its kin): how it takes
@@ -67,6 +69,9 @@ class Delivery:
         message, work = bucket.launch(self.job.channel(bucket.spec.channel), self.job.scale, control)
         return Flight(group, bucket, message, work)
 
+    def sign(self, message: torch.Tensor) -> None:
+        """Add to this rank's control numbers, which leave after every group; they will hold the sums."""
+
     def received(self, flight: Flight) -> torch.Tensor:
         """Wait for a group's sum."""
         try:
@@ -84,6 +89,9 @@ class Delivery:
 
     def give_up(self) -> None:
         """The round has no gradients on this rank, though other ranks may believe it has."""
+
+    def undo(self) -> None:
+        """The step before, taken for good until now, had failed on some rank."""
 
     def finish(self) -> None:
         """Wait for everything that is on its way."""

@@ -39,6 +39,10 @@ class BrokenStepError(CommunicationError):
     """Another rank's backward raised: this step has no gradients on any rank."""
 
 
+class NonFiniteError(CommunicationError):
+    """A gradient of an encoded group was not finite: it was kept out of the residual, and the step has failed."""
+
+
 Status = dict[str, Any]
 
 

@@ -79,6 +79,7 @@ class Flights:
             job.recorder.launched(index, flight.work)
         if last and not rides:
             message = self._word.write_alone(round_, job.step)
+            delivery.sign(message)
             round_.alone = Flight(index, bucket, message, job.channel(bucket.spec.channel).all_reduce(message))
 
     def land(self) -> torch.Tensor:

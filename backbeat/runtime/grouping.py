@@ -13,6 +13,7 @@ from backbeat.errors import InputError
 from backbeat.model import Network, Plan
 from backbeat.runtime import partition as partitions
 from backbeat.runtime.arguments import respread
+from backbeat.sparse.options import Options
 
 if TYPE_CHECKING:
     import torch
@@ -36,6 +37,8 @@ class Settings:
     cap_bytes: int | None
     """`bucket_cap_mb`, where it was given."""
     find_unused: bool
+    sparse: Options
+    """How encoded groups are trained with."""
 
 
 def first_partition(settings: Settings, roster: Roster, links: Channels, *, buffers: bool) -> Partition:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from torch.nn import Parameter
 
     from backbeat.model import Plan
+    from backbeat.model.encoding import Encoding
 
 FIRST_BUCKET_BYTES = int(getattr(dist, "_DEFAULT_FIRST_BUCKET_BYTES", 2**20))
 BUCKET_BYTES = 25 * 2**20
@@ -29,6 +30,8 @@ class GroupSpec:
     channel: int
     sparse: bool = False
     """Its single parameter has sparse gradients, which travel as they are."""
+    encoding: Encoding | None = None
+    """Sent encoded rather than as it is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +51,8 @@ class Partition:
             members = ", ".join(
                 f"{names[place]} {tuple(parameters[place].shape)} {parameters[place].dtype}" for place in group.members
             )
-            found.append(f"channel {group.channel}{' sparse' if group.sparse else ''}: {members}")
+            kind = f" {encoding_words(group.encoding)}" if group.encoding is not None else ""
+            found.append(f"channel {group.channel}{' sparse' if group.sparse else ''}{kind}: {members}")
         found += ["gathered: " + ", ".join(names[place] for place in members) for members in self.gathers or ()]
         return found
 
@@ -71,7 +75,11 @@ def from_plan(
             continue
         members = [places[name] for name in group.gradients if name in places]
         named.update(members)
-        groups.extend(_split(members, group.channel, parameters, sparse))
+        found = _split(members, group.channel, parameters, sparse)
+        if group.encoding is not None:
+            _check_dense(members, names, sparse)
+            found = [replace(spec, encoding=group.encoding) for spec in found]
+        groups.extend(found)
     rest = [place for place in reversed(range(len(names))) if place not in named]
     for members in bucketed(rest, parameters, sparse, [BUCKET_BYTES]):
         groups.extend(_split(members, len(groups) % plan.channels, parameters, sparse))
@@ -92,6 +100,25 @@ def _gathers(
     wanted += bucketed(sorted(rest), parameters, sparse, [BUCKET_BYTES])
     split = [spec for members in wanted for spec in _split(members, 0, parameters, sparse)]
     return tuple(spec.members for spec in split if not spec.sparse)
+
+
+def encoding_words(encoding: Encoding) -> str:
+    """An encoding in a few words, all that ranks must agree on."""
+    what: list[str] = [encoding.kind]
+    if encoding.density is not None:
+        what += [f"{encoding.density:g}", encoding.values, encoding.select, encoding.aggregate]
+    if encoding.rank is not None:
+        what.append(f"rank {encoding.rank}")
+    return " ".join(what)
+
+
+def _check_dense(members: Sequence[int], names: Sequence[str], sparse: Sequence[bool]) -> None:
+    for place in members:
+        if sparse[place]:
+            raise InputError(
+                f"parameter {names[place]!r} has sparse gradients (nn.Embedding(sparse=True)), and its group is "
+                "encoded: use sparse=False, or leave the encoding out of its group"
+            )
 
 
 def check_fits(plan: Plan, everything: Set[str]) -> None:

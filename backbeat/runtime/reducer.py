@@ -82,7 +82,7 @@ class Reducer:
         partition: Partition,
         wire: torch.dtype | None = None,
         strict: bool = False,
-        delivery: type[Delivery] = Delivery,
+        delivery: Callable[[Job], Delivery] = Delivery,
     ) -> None:
         self.job = Job(
             names=list(names),
@@ -158,7 +158,7 @@ class Reducer:
         buckets = [delivery.bucket(spec, length if index == last else 0) for index, spec in enumerate(partition.groups)]
         job.groups = Groups(partition, buckets, job.parameters)
         self._round.home = job.groups.home
-        self.word.install(job.groups, f"group {last}, {job.names[buckets[last].members[-1]]}")
+        self.word.install(job.groups, job.names)
         delivery.installed()
         self._waits = job.groups.waits(self._expectation.counts)
         for place in range(len(job.parameters)):
@@ -274,7 +274,11 @@ class Reducer:
         if sync:
             self._number()
         # In the open round: if this raises, the round counts as broken off, here and for the others.
-        self.word.absorb()
+        try:
+            self.word.absorb()
+        except BaseException:
+            self.delivery.undo()
+            raise
         if self.job.recorder is not None:
             self.job.recorder.begin(sync)
 

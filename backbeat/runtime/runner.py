@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,6 +16,7 @@ from backbeat.runtime.agreement import agree, share
 from backbeat.runtime.channels import Channels
 from backbeat.runtime.decoupled import DecoupledDelivery
 from backbeat.runtime.delivery import Delivery
+from backbeat.runtime.encoded import EncodedDelivery
 from backbeat.runtime.reducer import Reducer
 from backbeat.runtime.timing import Recorder
 
@@ -22,6 +25,7 @@ if TYPE_CHECKING:
 
     from backbeat.runtime.auto import Tuner
     from backbeat.runtime.grouping import Settings
+    from backbeat.runtime.job import Job
     from backbeat.runtime.partition import Partition
     from backbeat.runtime.roster import Roster
 
@@ -68,7 +72,7 @@ class Runner:
             partition=partition,
             wire=settings.wire,
             strict=settings.strict,
-            delivery=_delivery(partition),
+            delivery=_delivery(partition, settings),
         )
         self.reducer.after_step = weakref.WeakMethod(self.after_step)
         self.recorder = Recorder(device)
@@ -105,6 +109,11 @@ class Runner:
         """Run another partition from the next step on; every rank calls it at the same step with the same partition."""
         if partition.groups == self.reducer.partition.groups:
             return
+        encoded = any(group.encoding is not None for group in partition.groups)
+        if encoded and not isinstance(self.reducer.delivery, EncodedDelivery):
+            raise InputError(
+                "the new groups are encoded, and training began without encoded groups: wrap the model with that plan"
+            )
         self._agree(partition, "the plan")
         self.links.grow(partition.channels)
         with torch.no_grad():
@@ -136,6 +145,12 @@ class Runner:
         self._agreements += 1
 
 
-def _delivery(partition: Partition) -> type[Delivery]:
+def _delivery(partition: Partition, settings: Settings) -> Callable[[Job], Delivery]:
     """What this kind of partition is run by."""
-    return Delivery if partition.gathers is None else DecoupledDelivery
+    if partition.gathers is not None:
+        return DecoupledDelivery
+    if any(group.encoding is not None for group in partition.groups):
+        memory = settings.plan.memory if settings.plan is not None else None
+        host = memory is not None and memory.residuals == "host"
+        return functools.partial(EncodedDelivery, options=settings.sparse, host=host)
+    return Delivery

@@ -40,6 +40,10 @@ def construct(
         raise InputError(
             "torch's reducer cannot run a decoupled plan: use backend='backbeat', or a plan without phases"
         )
+    if plan is not None and plan.encoded:
+        raise InputError(
+            "torch's reducer cannot run a plan with encoded groups: use backend='backbeat', or a plan without encodings"
+        )
     if plan is not None:
         module = arguments["module"]
         partitions.check_fits(plan, {name for name, _ in module.named_parameters()})

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from backbeat.runtime import control, deferral
 from backbeat.runtime.deferral import Deferral
-from backbeat.runtime.faults import CommunicationError
+from backbeat.runtime.faults import CommunicationError, NonFiniteError
 
 if TYPE_CHECKING:
-    import torch
+    from collections.abc import Sequence
 
     from backbeat.runtime.groups import Groups
     from backbeat.runtime.rounds import Round
@@ -32,18 +34,22 @@ class Word:
         """Numbers that a word on this many takes."""
         return self._layout(groups, parameters).length
 
-    def _layout(self, groups: int, parameters: int) -> control.Layout:
-        return control.Layout(groups=groups, ranks=self._ranks, parameters=parameters)
+    def _layout(self, groups: int, parameters: int, *, faults: bool = False) -> control.Layout:
+        ranks = self._ranks
+        return control.Layout(groups=groups, ranks=ranks, parameters=parameters, faults=ranks if faults else 0)
 
-    def install(self, groups: Groups, where: str) -> None:
-        """Lay the numbers out for these groups; `where` names the end of the last one."""
+    def install(self, groups: Groups, names: Sequence[str]) -> None:
+        """Lay the numbers out for these groups of parameters."""
         buckets = groups.buckets
-        self.layout = self._layout(len(buckets), len(groups.home))
+        encoded = any(bucket.encoded for bucket in buckets)
+        self.layout = self._layout(len(buckets), len(groups.home), faults=encoded)
         tail = buckets[-1]
-        self._ledger = control.Ledger(self.layout, self._rank, tail.wire or tail.dtype, tail.device)
+        dtype = torch.float32 if encoded else tail.wire or tail.dtype
+        self._ledger = control.Ledger(self.layout, self._rank, dtype, tail.device)
         late = tail.device.type in deferral.DEVICES and not self._strict and not any(b.sparse for b in buckets)
         self._deferral = Deferral(self._ledger, [bucket.reduced for bucket in buckets]) if late else None
-        self._where = where
+        self._names = names
+        self._where = f"group {len(buckets) - 1}, {names[tail.members[-1]]}"
 
     def write(self, round_: Round, step: int) -> torch.Tensor:
         """This rank's numbers."""
@@ -87,7 +93,17 @@ class Word:
         verdict = control.read(self.layout, numbers)
         if check:
             self._ledger.check(verdict, step, self._where)
+            self._check_finite(verdict, step)
         return verdict
+
+    def _check_finite(self, verdict: control.Verdict, step: int) -> None:
+        for rank, number in enumerate(verdict.faults):
+            if number:
+                raise NonFiniteError(
+                    f"the gradient of {self._names[number - 1]!r} is not finite on rank {rank} in step {step}: it was "
+                    "left out of the residual, where it would stay for good. Look for its cause with "
+                    "torch.autograd.set_detect_anomaly(True), or lower the learning rate"
+                )
 
     def absorb(self) -> None:
         """Read the word on the step before, where it was put off."""

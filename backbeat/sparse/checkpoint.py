@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import io
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -84,7 +85,7 @@ def spread(states: Iterable[Mapping[str, Any]], *, rank: int, ranks: int) -> dic
     return found
 
 
-def save(state: Mapping[str, Any], folder: str | Path) -> Path:
+def save(state: Mapping[str, Any], folder: str | os.PathLike[str]) -> Path:
     """Write one rank's state into the folder that all ranks share."""
     target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
@@ -95,7 +96,7 @@ def save(state: Mapping[str, Any], folder: str | Path) -> Path:
     return path
 
 
-def load(folder: str | Path, *, rank: int, ranks: int) -> dict[str, Any]:
+def load(folder: str | os.PathLike[str], *, rank: int, ranks: int) -> dict[str, Any]:
     """This rank's share of what a folder holds, whatever number of ranks wrote it."""
     found = sorted(path for path in Path(folder).glob("rank-*-of-*.pt") if _FILE.fullmatch(path.name))
     if not found:

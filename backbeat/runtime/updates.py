@@ -1,0 +1,142 @@
+"""Updates group by group, inside backward: the user's own optimizers, applied where gradients have arrived.
+
+Hyperparameters are those in force at that moment. `step()` finds no gradient left and changes nothing, but counts for
+schedulers. What works on all gradients between backward and `step()` comes too late, and is refused by name.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from backbeat.errors import InputError
+from backbeat.runtime.decoupled import plainly
+from backbeat.runtime.handover import attach, run
+
+if TYPE_CHECKING:
+    from torch.nn import Parameter
+    from torch.optim import Optimizer
+
+logger = logging.getLogger("backbeat.runtime")
+
+_updated: Any = WeakIdKeyDictionary()
+"""Parameters that are updated in backward."""
+
+
+class Updates:
+    """The optimizers handed over."""
+
+    def __init__(self) -> None:
+        self._optimizers: list[Optimizer] = []
+        self._owners: dict[int, list[tuple[Optimizer, int]]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._optimizers)
+
+    def add(self, optimizer: Optimizer, *, momentum_correction: bool) -> None:
+        if any(optimizer is other for other in self._optimizers):
+            return
+        if momentum_correction:
+            _check_momentum(optimizer)
+        attach(optimizer)
+        self._optimizers.append(optimizer)
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                _updated[parameter] = True
+        _guard_clipping()
+
+    def check(self, names: Sequence[str], parameters: Sequence[Parameter]) -> None:
+        """Look up who updates what; every parameter must be somebody's."""
+        self._owners = {}
+        for optimizer in self._optimizers:
+            for index, group in enumerate(optimizer.param_groups):
+                for parameter in group["params"]:
+                    self._owners.setdefault(id(parameter), []).append((optimizer, index))
+        for name, parameter in zip(names, parameters, strict=True):
+            if id(parameter) not in self._owners:
+                raise InputError(
+                    f"no optimizer handed over holds {name!r}, and its gradient is gone when backward ends: "
+                    "attach() the optimizer that has it too, or freeze it"
+                )
+
+    def momentum_of(self, parameter: Parameter) -> float:
+        """The momentum that its optimizer asks for at present; 0 where it has none."""
+        for optimizer, index in self._owners.get(id(parameter), ()):
+            if isinstance(optimizer, torch.optim.SGD):
+                return float(optimizer.param_groups[index]["momentum"])
+        return 0.0
+
+    def apply(self, parameters: Sequence[Parameter], *, without_momentum: bool) -> None:
+        """Update these, whose gradients are there, and take the gradients away."""
+        shares: dict[tuple[int, int], tuple[Optimizer, int, list[Any]]] = {}
+        for parameter in parameters:
+            for optimizer, index in self._owners.get(id(parameter), ()):
+                shares.setdefault((id(optimizer), index), (optimizer, index, []))[2].append(parameter)
+        with plainly(parameters[0].device.type):
+            for optimizer, index, members in shares.values():
+                hyperparameters = {**optimizer.param_groups[index], "params": members}
+                if without_momentum and isinstance(optimizer, torch.optim.SGD):
+                    hyperparameters["momentum"] = 0.0
+                run(optimizer, [hyperparameters])
+        for parameter in parameters:
+            parameter.grad = None
+
+
+def _check_momentum(optimizer: Optimizer) -> None:
+    if not isinstance(optimizer, torch.optim.SGD):
+        logger.warning(
+            "momentum_correction replaces the momentum of SGD; %s keeps its own and goes without",
+            type(optimizer).__name__,
+        )
+        return
+    for group in optimizer.param_groups:
+        if group["nesterov"] or group["dampening"]:
+            raise InputError(
+                f"momentum_correction with nesterov={group['nesterov']} and dampening={group['dampening']}: "
+                "it keeps plain momentum only; leave these out, or momentum_correction"
+            )
+
+
+def check_no_scaler() -> None:
+    """Refuse a gradient scaler that is in use: residuals of different steps would carry different scales."""
+    for found in gc.get_objects():
+        # Not `isinstance`: it asks objects for their class, and some answer with a warning.
+        if issubclass(type(found), torch.amp.GradScaler) and found.is_enabled() and found._scale is not None:
+            raise InputError(
+                "a GradScaler is in use, and a residual that outlives a step cannot follow its scale: train in bf16, "
+                "which needs none, or GradScaler(enabled=False)"
+            )
+
+
+def _guard_clipping() -> None:
+    """Clipping by the norm of all gradients finds none when backward has ended; without a word it would do nothing."""
+    utils: Any = torch.nn.utils
+    for name in ("clip_grad_norm_", "clip_grad_value_"):
+        plain = getattr(utils, name)
+        if getattr(plain, "_backbeat", False):
+            continue
+        guarded = _refusing(plain, name)
+        for module in (utils, utils.clip_grad):
+            if getattr(module, name, None) is plain:
+                setattr(module, name, guarded)
+
+
+def _refusing(plain: Any, name: str) -> Any:
+    @functools.wraps(plain)
+    def clip(parameters: Any, *args: Any, **kwargs: Any) -> Any:
+        given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        if any(parameter in _updated and parameter.grad is None for parameter in given):
+            raise InputError(
+                f"{name} after backward, but the optimizer was handed over and these parameters are updated already: "
+                "leave attach() out to clip, or clip in the loss"
+            )
+        return plain(given, *args, **kwargs)
+
+    clip._backbeat = True  # type: ignore[attr-defined]
+    return clip
