@@ -39,7 +39,11 @@ class Place(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     environment: dict[str, str] = {}
     congestion_control: str | None = None
     spin: dict[str, float] = {}
-    """GPU nodes: cycles a second of the spinning kernel, and what one costs beside its cycles."""
+    """GPU nodes: cycles a second of the spinning kernel, and what one costs beside its cycles; what the host needs to
+    make an event and to queue a collective."""
+    replaced_by: int | None = None
+    """The session whose calibration counts instead, where this one's turned out to be wrong."""
+    why: str | None = None
 
 
 class Compute(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -147,6 +151,11 @@ class Record(Document, frozen=True, kw_only=True):
     alone: tuple[Alone, ...] = ()
     cases: tuple[Case, ...] = ()
 
+    def calibration(self, session: int) -> Place:
+        """The session whose calibration stands for this one's cases."""
+        place = self.sessions[session]
+        return place if place.replaced_by is None else self.sessions[place.replaced_by]
+
     @cached_property
     def done(self) -> set[tuple[str, str]]:
         return {(case.model, case.plan) for case in self.cases}
@@ -187,7 +196,7 @@ def outcomes(record: Record, *, network: Network | None = None) -> list[Outcome]
         if case.model not in profiles:
             profiles[case.model] = scaled(record.models[case.model].profile(case.model), record.dilation)
         profile = profiles[case.model]
-        cluster = network or record.sessions[case.session].network
+        cluster = network or record.calibration(case.session).network
         plan = from_shorthand(case.groups, profile, case.plan, case.channels, record.nodes)
         result = predict(profile, cluster, plan, broadcast_buffers=False)
         found.append(

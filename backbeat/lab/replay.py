@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from backbeat.lab.jobs import Job, Replayed, Turn
+from backbeat.measure.spin import SpinRate, spin_rate, until
 
 if TYPE_CHECKING:
     from backbeat.measure.channels import Channel
@@ -28,9 +29,6 @@ cuda: Any = torch.cuda  # untyped in parts
 _PR_SET_TIMERSLACK = 29
 # The host queues this much ahead of the GPU before an iteration begins, as it does in training.
 _LEAD_S = 400e-6
-_POLL_S = 100e-6
-# An idle GPU takes its time to raise its clock.
-_CLOCK_UP_S = 0.7
 _WAIT_S = 120.0
 # A sleeper this late has overslept; later than this it has waited for a gather.
 _LATE_S = 100e-6
@@ -158,15 +156,15 @@ class SpinningPlayer:
         self._tiny = torch.zeros(1, device=device)
         self._probe = cuda.Stream(device)
         self._start, self._end = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
-        self.hertz, self.overhead_s = spin_rate()
+        self.rate = spin_rate()
 
     def play(self, job: Job, factor: float, finishes: list[float] | None = None) -> float:
         if job.decoupled:
             return self._play_decoupled(job, factor, finishes)
         views = self._buffers.cut(job)
-        spin = _Spin(self.hertz, self.overhead_s)
+        spin = _Spin(self.rate)
         self._channels[0].all_reduce(self._tiny).wait()
-        cuda._sleep(int(_LEAD_S * self.hertz))
+        self.rate.spin(_LEAD_S)
         self._start.record()
         spin.until(job.forward_s * factor)
         works = []
@@ -177,9 +175,9 @@ class SpinningPlayer:
         seen = [self._seen(work) for work in works] if finishes is not None else []
         for work in works:
             work.wait()
-        cuda._sleep(max(1, int((job.update_s * factor - self.overhead_s) * self.hertz)))
+        self.rate.spin(job.update_s * factor)
         self._end.record()
-        until(self._end)
+        until(self._end, _WAIT_S)
         if finishes is not None:
             self._probe.synchronize()
             backward_s = job.forward_s * factor
@@ -189,9 +187,9 @@ class SpinningPlayer:
     def _play_decoupled(self, job: Job, factor: float, finishes: list[float] | None) -> float:
         scatters, gathers = self._buffers.halves(job, self._nodes)
         channel = self._channels[0]
-        spin = _Spin(self.hertz, self.overhead_s)
+        spin = _Spin(self.rate)
         channel.all_reduce(self._tiny).wait()
-        cuda._sleep(int(_LEAD_S * self.hertz))
+        self.rate.spin(_LEAD_S)
         self._start.record()
         works = []
         for message, (whole, part) in zip(job.messages, scatters, strict=True):
@@ -209,7 +207,7 @@ class SpinningPlayer:
             computed += layer.compute_s * factor
             spin.until(computed)
         self._end.record()
-        until(self._end)
+        until(self._end, _WAIT_S)
         if finishes is not None:
             self._probe.synchronize()
             finishes += [float(self._start.elapsed_time(event)) * 1e-3 for event in seen]
@@ -226,49 +224,11 @@ class SpinningPlayer:
 class _Spin:
     """Kernels that keep the stream busy until given moments. What one takes too long is taken off the next."""
 
-    def __init__(self, hertz: float, overhead_s: float) -> None:
-        self._hertz = hertz
-        self._overhead_s = overhead_s
+    def __init__(self, rate: SpinRate) -> None:
+        self._rate = rate
         self._reached_s = 0.0
 
     def until(self, moment_s: float) -> None:
-        left = moment_s - self._reached_s - self._overhead_s
-        if left <= 0:
-            return
-        cycles = max(1, int(left * self._hertz))
-        cuda._sleep(cycles)
-        self._reached_s += self._overhead_s + cycles / self._hertz
-
-
-def spin_rate() -> tuple[float, float]:
-    """(cycles a second, seconds that one kernel of a chain costs beside its cycles), measured on this device."""
-    begun = time.perf_counter()
-    while time.perf_counter() - begun < _CLOCK_UP_S:
-        _chain(10, 1_000_000)
-    long_s = sorted(_chain(10, 2_000_000) for _ in range(5))[2]
-    short_s = sorted(_chain(50, 20_000) for _ in range(5))[2]
-    # Two chains, two unknowns: seconds per kernel = overhead + cycles / rate.
-    hertz = (2_000_000 - 20_000) / (long_s - short_s)
-    return hertz, max(short_s - 20_000 / hertz, 0.0)
-
-
-def _chain(kernels: int, cycles: int) -> float:
-    """Seconds per kernel in a chain of them, with an event after each as a collective records one."""
-    start, end, between = (cuda.Event(enable_timing=True) for _ in range(3))
-    cuda._sleep(1_000_000)
-    start.record()
-    for _ in range(kernels):
-        cuda._sleep(cycles)
-        between.record()
-    end.record()
-    until(end)
-    return float(start.elapsed_time(end)) * 1e-3 / kernels
-
-
-def until(event: Any) -> None:
-    """Wait with an end: a collective whose peer is gone never finishes by itself."""
-    limit = time.perf_counter() + _WAIT_S
-    while not event.query():
-        if time.perf_counter() > limit:
-            raise TimeoutError(f"no answer within {_WAIT_S:.0f} s")
-        time.sleep(_POLL_S)
+        left = moment_s - self._reached_s
+        if left > self._rate.overhead_s:
+            self._reached_s += self._rate.spin(left)

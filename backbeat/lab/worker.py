@@ -106,8 +106,32 @@ class Node:
             "congestion_control": _congestion_control(),
         }
         if self.start.backend == "nccl":
-            facts["spin"] = {"hertz": self.player.hertz, "overhead_s": self.player.overhead_s}  # type: ignore[union-attr]
+            rate = self.player.rate  # type: ignore[union-attr]
+            facts["spin"] = {"hertz": rate.hertz, "overhead_s": rate.overhead_s, **self._host_times()}
         return facts
+
+    def _host_times(self) -> dict[str, float]:
+        """What the host needs for one event of its own, and to queue one collective: medians."""
+        import time
+
+        import torch
+
+        from backbeat.measure.robust import quantile
+
+        tiny = torch.zeros(1, device=self.device)
+        channel = self.player._channels[0]
+        events, launches = [], []
+        for _ in range(21):
+            begun = time.perf_counter()
+            torch.cuda.Event(enable_timing=True).record()
+            made = time.perf_counter()
+            work = channel.all_reduce(tiny)
+            launched = time.perf_counter()
+            work.wait()
+            torch.cuda.synchronize()
+            events.append(made - begun)
+            launches.append(launched - made)
+        return {"event_s": quantile(sorted(events), 0.5), "launch_s": quantile(sorted(launches), 0.5)}
 
     def health(self) -> dict[str, float]:
         from backbeat.lab.health import disturbances

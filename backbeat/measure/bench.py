@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 
 from backbeat.errors import MeasurementError
-from backbeat.units import format_bytes, format_seconds
+from backbeat.measure.spin import SpinRate, spin_rate, until
+from backbeat.units import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -32,10 +33,13 @@ _ELEMENT_BYTES = 4
 _ALIGN = 3
 cuda: Any = torch.cuda  # untyped in parts
 
-# What the host needs to queue one collective, until it is known: see `Bench._lead_s`.
+# In training the host runs ahead of the device. In a sample it starts with it, and what it has not queued in time would
+# count as communication, on every rank, since all wait for the slowest. So the device first spins, on all ranks equally
+# long, and by this margin longer than the slowest host needs; until that is known, for this long per collective.
 _FIRST_PACE_S = 300e-6
 _PACE_SAMPLES = 16
 _LEAD_MARGIN = 2.0
+_RESOLUTION_S = 1e-6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,9 +75,10 @@ class Bench:
         self._paces: deque[float] = deque(maxlen=_PACE_SAMPLES)
         self.pace_s = _FIRST_PACE_S
         """What the slowest rank's host needs to queue one collective."""
+        self._clock: tuple[SpinRate, Any, Any] | None = None
         self.timed = 0
         self.late = 0
-        """Samples on a device, and those of them in which the host was still queueing when the clock started."""
+        """Samples on a device, and those of them in which this host was still queueing when the spin ended."""
 
     def sample(self, case: Case) -> float:
         """This rank's own time of one run. Pass it through `agree` before anything is decided by it."""
@@ -99,7 +104,7 @@ class Bench:
             if self.device.type == "cuda":
                 done = cuda.Event()
                 done.record()
-                self._until(done)
+                until(done, self._timeout_s)
             *agreed, self.pace_s = (float(value) for value in shared.tolist())
             return agreed
 
@@ -108,37 +113,27 @@ class Bench:
         return time.perf_counter() - self._begun
 
     def _sample_cuda(self, launch: Callable[[], list[Work]], messages: int) -> float:
-        start, end = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
+        rate, start, end = self._device_clock()
         for _ in range(_ALIGN):
             self._channels[0].all_reduce(self._tiny).wait()
         queueing = time.perf_counter()
-        cuda._sleep(int(self._lead_s(messages) * _clock_hz(self.device)))
         start.record()
-        works = launch()
-        self.late += bool(start.query())
-        self.timed += 1
-        self._paces.append((time.perf_counter() - queueing) / (messages + 1))
-        for work in works:
+        lead_s = rate.spin(_LEAD_MARGIN * self.pace_s * (messages + 1))
+        for work in launch():
             work.wait()
         end.record()
-        self._until(end)
-        return float(start.elapsed_time(end)) * 1e-3
+        queued_s = time.perf_counter() - queueing
+        self.timed += 1
+        self.late += queued_s > lead_s
+        self._paces.append(queued_s / (messages + 1))
+        until(end, self._timeout_s)
+        return max(float(start.elapsed_time(end)) * 1e-3 - lead_s, _RESOLUTION_S)
 
-    def _lead_s(self, messages: int) -> float:
-        """How long the device spins before the clock starts, the same on every rank.
-
-        In training the host runs ahead of the device. Here it starts with the sample: what it has not queued when the
-        spin ends would count as communication, on every rank, since the others wait for the slowest.
-        """
-        return _LEAD_MARGIN * self.pace_s * (messages + 1)
-
-    def _until(self, event: Any) -> None:
-        """Wait with an end: a device-side collective whose peer is gone never finishes by itself."""
-        limit = time.perf_counter() + self._timeout_s
-        while not event.query():
-            if time.perf_counter() > limit:
-                raise TimeoutError(f"no answer within {format_seconds(self._timeout_s)}")
-            time.sleep(20e-6)
+    def _device_clock(self) -> tuple[SpinRate, Any, Any]:
+        """Made once: an event of its own can take a host longer than a small message takes the network."""
+        if self._clock is None:
+            self._clock = (spin_rate(), cuda.Event(enable_timing=True), cuda.Event(enable_timing=True))
+        return self._clock
 
     def _launcher(self, case: Case) -> Callable[[], list[Work]]:
         elements = max(1, math.ceil(case.bytes / _ELEMENT_BYTES))
@@ -165,11 +160,6 @@ class Bench:
         if self._shard.numel() < elements:
             self._shard = torch.empty(elements, device=self.device).fill_(0.0)
         return self._shard[:elements]
-
-
-def _clock_hz(device: torch.device) -> float:
-    """Cycles a second for the spin kernel; a rough figure will do."""
-    return float(getattr(torch.cuda.get_device_properties(device), "clock_rate", 1_500_000)) * 1e3
 
 
 @contextmanager

@@ -339,8 +339,8 @@ def _notes(outcome: Outcome, budget_s: float, backend: str, hosts: tuple[int, ..
 
 def _host_note(bench: Bench) -> str:
     found = (
-        f"the host queues a collective in {format_seconds(bench.pace_s)}; it was still queueing when the clock started "
-        f"in {bench.late} of {bench.timed} samples"
+        f"the host queues a collective in {format_seconds(bench.pace_s)}; it was not done in time in "
+        f"{bench.late} of {bench.timed} samples"
     )
     if bench.late > bench.timed * LATE:
         return f"{found}: small messages look slower than they are; give the workers more cores"

@@ -1,0 +1,63 @@
+"""A GPU kept busy for a given time: a kernel that spins on one multiprocessor."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+cuda: Any = torch.cuda  # untyped in parts
+
+# An idle GPU takes its time to raise its clock.
+_CLOCK_UP_S = 0.7
+_POLL_S = 100e-6
+
+
+@dataclass(frozen=True, slots=True)
+class SpinRate:
+    """Cycles a second, and the seconds that one kernel of a chain costs beside its cycles."""
+
+    hertz: float
+    overhead_s: float
+
+    def spin(self, seconds: float) -> float:
+        """Queue a kernel that takes about this long in the current stream; returns what it takes."""
+        cycles = max(1, int((seconds - self.overhead_s) * self.hertz))
+        cuda._sleep(cycles)
+        return self.overhead_s + cycles / self.hertz
+
+
+def spin_rate() -> SpinRate:
+    """Measured on the current device."""
+    begun = time.perf_counter()
+    while time.perf_counter() - begun < _CLOCK_UP_S:
+        _chain(10, 1_000_000)
+    long_s = sorted(_chain(10, 2_000_000) for _ in range(5))[2]
+    short_s = sorted(_chain(50, 20_000) for _ in range(5))[2]
+    # Two chains, two unknowns: seconds per kernel = overhead + cycles / rate.
+    hertz = (2_000_000 - 20_000) / (long_s - short_s)
+    return SpinRate(hertz, max(short_s - 20_000 / hertz, 0.0))
+
+
+def _chain(kernels: int, cycles: int) -> float:
+    """Seconds per kernel in a chain of them, with an event after each as a collective records one."""
+    start, end, between = (cuda.Event(enable_timing=True) for _ in range(3))
+    cuda._sleep(1_000_000)
+    start.record()
+    for _ in range(kernels):
+        cuda._sleep(cycles)
+        between.record()
+    end.record()
+    until(end, 120.0)
+    return float(start.elapsed_time(end)) * 1e-3 / kernels
+
+
+def until(event: Any, limit_s: float) -> None:
+    """Wait with an end: a collective whose peer is gone never finishes by itself."""
+    limit = time.perf_counter() + limit_s
+    while not event.query():
+        if time.perf_counter() > limit:
+            raise TimeoutError(f"no answer within {limit_s:.0f} s")
+        time.sleep(_POLL_S)
