@@ -1,13 +1,21 @@
-"""`backbeat plan`: the gradient schedule, as a file."""
+"""`backbeat plan`: the gradient schedule and what is kept of activations, as a file."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from backbeat.cli.common import JsonOption, NetworkArgument, ProfileArgument, _strategy_names
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from rich.console import Console
+
+    from backbeat.model import Network, Plan, Prediction, Profile
+    from backbeat.report.memory import Policy
 
 
 def plan(
@@ -21,29 +29,70 @@ def plan(
         str | None, typer.Option(help="Bucket or fusion buffer size for ddp and horovod, like 25MB.")
     ] = None,
     budget: Annotated[str | None, typer.Option(help="Stop improving after this long, like 2s (best only).")] = None,
+    memory: Annotated[
+        str | None, typer.Option(help="Device memory an iteration may take, like 6GB: keep, recompute or offload.")
+    ] = None,
+    density: Annotated[
+        float | None, typer.Option(help="Send this share of the elements where it pays (strategy sparse), like 0.01.")
+    ] = None,
+    residuals: Annotated[
+        str | None, typer.Option(help="Where sparse residuals live: device or host. Default: device if it fits.")
+    ] = None,
+    max_batch: Annotated[
+        bool, typer.Option("--max-batch", help="How far the batch can grow within --memory, and what that gives.")
+    ] = False,
+    other_batch: Annotated[
+        str | None, typer.Option(help="With --max-batch: a second profile of the model, at another batch size.")
+    ] = None,
     json: JsonOption = False,
 ) -> None:
-    """Choose which gradients travel together, in which order and on which channel."""
-    import msgspec
-
-    from backbeat.cli.common import console, print_json, say
+    """Choose which gradients travel together, in which order and on which channel, and what memory is spent on."""
+    from backbeat.errors import InputError
     from backbeat.model import Network, Profile
     from backbeat.planners import plan as make_plan
-    from backbeat.report.tables import describe, over_bound, plan_table
-    from backbeat.simulate import predict
-    from backbeat.units import format_seconds, parse_bytes, parse_duration, printable
+    from backbeat.units import parse_bytes, parse_duration
 
+    memory_bytes = parse_bytes(memory) if memory else None
+    if residuals not in (None, "device", "host"):
+        raise InputError(f"--residuals is {residuals!r}: it must be device or host")
+    where: Literal["device", "host"] | None = "host" if residuals == "host" else "device" if residuals else None
+    if other_batch is not None and not max_batch:
+        raise InputError("--other-batch goes with --max-batch: add it, or leave this out")
     one, cluster = Profile.load(profile), Network.load(network)
     if workers is not None:
         cluster = cluster.at(workers=workers)
-    made = make_plan(
-        one,
-        cluster,
-        strategy,
-        channels=channels,
-        bucket_bytes=parse_bytes(bucket) if bucket else None,
-        budget_s=parse_duration(budget) if budget else None,
-    )
+
+    def make(of: Profile) -> Plan:
+        return make_plan(
+            of,
+            cluster,
+            strategy,
+            channels=channels,
+            bucket_bytes=parse_bytes(bucket) if bucket else None,
+            budget_s=parse_duration(budget) if budget else None,
+            density=density,
+            memory_bytes=memory_bytes,
+            residuals=where,
+        )
+
+    if max_batch:
+        if memory_bytes is None:
+            raise InputError("--max-batch needs --memory: say how much of the device an iteration may take, like 80GB")
+        if output is not None:
+            raise InputError("--max-batch compares batch sizes and writes no plan: leave --output out")
+        _show_growth(one, profile, other_batch, cluster, memory_bytes, make, json)
+    else:
+        _show(one, cluster, make(one), output, json)
+
+
+def _show(one: Profile, cluster: Network, made: Plan, output: Path | None, json: bool) -> None:
+    import msgspec
+
+    from backbeat.cli.common import console, print_json, say
+    from backbeat.report.tables import describe, over_bound, plan_table
+    from backbeat.simulate import predict
+    from backbeat.units import format_seconds, printable
+
     if output is not None:
         made.save(output)
         say(f"wrote {output}")
@@ -55,12 +104,131 @@ def plan(
     out.print(printable(describe(one, cluster)), soft_wrap=True)
     out.print()
     out.print(plan_table(made, one, result))
+    if made.memory is not None and one.blocks:
+        _show_memory(out, one, cluster, made, result)
     out.print(
         f"{made.strategy} at {result.workers} workers: {format_seconds(result.iteration_s)} per iteration, scaling "
         f"{result.scaling_factor:.1%}, {format_seconds(result.exposed_s)} exposed, {over_bound(result)} over the "
-        f"bound; stock DDP {format_seconds(stock.iteration_s)}"
+        f"bound; stock DDP {'' if made.memory is None else 'with everything kept '}"
+        f"{format_seconds(stock.iteration_s)}"
         + (f" ({stock.iteration_s / result.iteration_s:.2f}x)." if result.iteration_s > 0 else "."),
         soft_wrap=True,
     )
     for note in (*made.notes, *result.notes):
         out.print(printable(f"* {note}"), soft_wrap=True)
+
+
+def _show_memory(out: Console, one: Profile, cluster: Network, made: Plan, result: Prediction) -> None:
+    from backbeat.report.memory import peak_line, policies_table, segments_table
+    from backbeat.simulate.memory import course
+    from backbeat.units import printable
+
+    memory = made.memory
+    if memory is None:
+        return
+    if memory.segments:
+        out.print(segments_table(one, memory))
+    else:
+        out.print("Everything is kept: it fits.")
+    if memory.budget_bytes is not None:
+        out.print(policies_table(_policies(one, cluster, made, result), memory.budget_bytes))
+    kept = course(one, memory, made, workers=cluster.workers)
+    out.print(printable(peak_line(kept, memory.budget_bytes)), soft_wrap=True)
+
+
+def _policies(one: Profile, cluster: Network, made: Plan, result: Prediction) -> list[Policy]:
+    """The plan, and the same schedule with every block treated alike."""
+    import msgspec
+
+    from backbeat.model import MemoryPlan
+    from backbeat.planners.memory import uniform
+    from backbeat.report.memory import Policy
+    from backbeat.simulate import predict
+    from backbeat.simulate.holdings import Holdings
+    from backbeat.simulate.memory import Chain, plan_of
+
+    residuals = made.memory.residuals if made.memory else "device"
+    chain = Chain.of(one, Holdings.of(one, made, residuals, cluster.workers))
+    rows = [Policy("this plan", result.peak_bytes or 0, result.iteration_s)]
+    for name, units in uniform(chain).items():
+        alike = MemoryPlan(segments=plan_of(one, units), residuals=residuals)
+        found = predict(one, cluster, msgspec.structs.replace(made, memory=alike))
+        rows.append(Policy(f"{name}, every block", found.peak_bytes or 0, found.iteration_s))
+    return rows
+
+
+def _show_growth(
+    one: Profile,
+    name: str,
+    other: str | None,
+    cluster: Network,
+    memory_bytes: int,
+    make: Callable[[Profile], Plan],
+    json: bool,
+) -> None:
+    from backbeat.cli.common import console, print_json
+    from backbeat.model import Profile
+    from backbeat.planners.max_batch import growth
+    from backbeat.report.memory import growth_table, mixture
+    from backbeat.report.tables import describe
+    from backbeat.units import format_bytes, printable
+
+    two = Profile.load(other) if other else _sibling(one, name)
+    points = growth(one, cluster, memory_bytes, make, two)
+    basis = f"batch {one.batch_size} in proportion" if two is None else f"batch {one.batch_size} and {two.batch_size}"
+    if json:
+        rows = []
+        for point in points:
+            kept, recomputed, offloaded = mixture(point.plan.memory)
+            rows.append(
+                {
+                    "batch_size": point.batch_size,
+                    "everything_kept": point.kept,
+                    "blocks_kept": len(one.blocks) if point.kept else kept,
+                    "blocks_recomputed": recomputed,
+                    "offloaded": offloaded,
+                    "peak_bytes": point.prediction.peak_bytes,
+                    "iteration_s": point.prediction.iteration_s,
+                    "samples_per_s": point.prediction.samples_per_s,
+                }
+            )
+        print_json(
+            {
+                "profile": one.name,
+                "network": cluster.name,
+                "workers": cluster.workers,
+                "memory_bytes": memory_bytes,
+                "extrapolated_from": [one.batch_size] + ([two.batch_size] if two else []),
+                "rows": rows,
+            }
+        )
+        return
+    out = console()
+    out.print(printable(describe(one, cluster)), soft_wrap=True)
+    out.print()
+    out.print(growth_table(points))
+    kept_whole = [point for point in points if point.kept]
+    fastest = max(points, key=lambda point: point.prediction.samples_per_s)
+    line = f"In {format_bytes(memory_bytes)} the batch can grow to {points[-1].batch_size} a worker"
+    if kept_whole:
+        largest = kept_whole[-1]
+        gain = fastest.prediction.samples_per_s / largest.prediction.samples_per_s - 1
+        line += f"; with everything kept to {largest.batch_size}. Fastest is batch {fastest.batch_size}"
+        line += f", {gain:+.1%} against that." if fastest is not largest else "."
+    else:
+        line += "; with everything kept no batch fits."
+    out.print(line, soft_wrap=True)
+    out.print(f"* sizes and times of other batches are extrapolated from {basis}", soft_wrap=True)
+
+
+def _sibling(one: Profile, name: str) -> Profile | None:
+    """A bundled profile of the same model at another batch size, where it has the same blocks."""
+    from backbeat.cli.predict import _sibling as bundled_sibling
+    from backbeat.errors import InputError
+
+    try:
+        found = bundled_sibling(one, name)
+    except InputError:
+        return None
+    same = [block.name for block in found.blocks] == [block.name for block in one.blocks]
+    return found if same and one.blocks else None

@@ -71,7 +71,7 @@ def predict(
     out.print(printable(title), soft_wrap=True)
     out.print()
     out.print(tables.scaling_table(rows, samples=samples, title=""))
-    for line in _remarks(rows, _knees(rows)):
+    for line in (*_peaks(rows, schedules), *_remarks(rows, _knees(rows))):
         out.print(printable(line), soft_wrap=True)
 
 
@@ -189,6 +189,26 @@ def _plot(rows: list[Prediction], path: Path, profile: Profile, network: Network
         curves.setdefault(row.strategy, []).append(row)
     save_scaling(scaling(curves), path, title=f"{profile.name} on {network.name}")
     say(f"wrote {path}")
+
+
+def _peaks(rows: list[Prediction], schedules: list[str | Plan]) -> list[str]:
+    """Device memory of the plans that say what is kept of activations."""
+    from backbeat.units import format_bytes
+
+    budgets = {
+        schedule.strategy: schedule.memory.budget_bytes
+        for schedule in schedules
+        if not isinstance(schedule, str) and schedule.memory is not None
+    }
+    lines = []
+    for name, budget in budgets.items():
+        peaks = [row.peak_bytes for row in rows if row.strategy == name and row.peak_bytes is not None]
+        if peaks:
+            line = f"{name}: predicted peak {format_bytes(max(peaks))} of device memory"
+            if budget is not None:
+                line += f", of a budget of {format_bytes(budget)}" + (": too much" if max(peaks) > budget else "")
+            lines.append(f"{line}.")
+    return lines
 
 
 def _remarks(rows: list[Prediction], bends: dict[str, int | None]) -> list[str]:

@@ -3,15 +3,16 @@
 Were everything encoded, encoding would delay gradient j by the same time however groups are cut (its rate times the
 bytes up to j), so the exact one-channel programme of `optimal` holds with later ready times and the encoded cost. That
 grouping and the dense optimum are the candidates; then single groups change between encoded and dense as long as the
-prediction falls. All dense is among the candidates, so the result is never predicted slower than `optimal`.
+prediction falls, and neighbours become one group where that costs nothing. All dense is among the candidates, so the
+result is never predicted slower than `optimal`.
 
 Small tensors (biases, norms) never travel sparse: they are a thousandth of the bytes, and what training is most
-sensitive to. Where their neighbours are encoded they wait for the next dense group.
+sensitive to. Where their neighbours are encoded they wait for the next dense group, or leave once in one of their own.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -31,8 +32,9 @@ SMALL_BYTES = 2**16
 """Tensors up to this size travel as they are."""
 _FLIPS = 400
 """Evaluations spent on changing single groups."""
-_BETTER = 1e-9
-"""Sending less than the gradient must be worth more than rounding."""
+_BETTER = 1e-3
+"""A group changes between dense and encoded only for a gain worth the name, as a share of the end."""
+_ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,8 @@ class Mixed:
     ends: list[int]
     encoded: list[bool]
     encoding: Encoding
+    early: int | None = None
+    """Behind this group the small tensors that wait leave in one of their own."""
     notes: tuple[str, ...] = ()
 
     def members(self, profile: Profile) -> list[tuple[list[int], bool]]:
@@ -49,7 +53,7 @@ class Mixed:
         groups: list[tuple[list[int], bool]] = []
         waiting: list[int] = []
         first = 0
-        for end, encoded in zip(self.ends, self.encoded, strict=True):
+        for number, (end, encoded) in enumerate(zip(self.ends, self.encoded, strict=True)):
             inside = list(range(first, end))
             first = end
             if not encoded:
@@ -60,6 +64,9 @@ class Mixed:
             waiting += [place for place in inside if profile.gradients[place].bytes <= SMALL_BYTES]
             if large:
                 groups.append((large, True))
+            if number == self.early and waiting:
+                groups.append((waiting, False))
+                waiting = []
         if waiting:
             groups.append((waiting, False))
         return groups
@@ -110,16 +117,19 @@ def sparse(profile: Profile, network: Network, options: Options) -> Mixed:
     least = scored[0]
     for end, mixed in scored:
         found = _flipped(end, mixed, profile, network, wire)
-        if found[0] < least[0] * (1 - _BETTER):
+        if found[0] < least[0] * (1 - _ROUNDING):
             least = found
-    chosen = least[1]
+    chosen = _merged(*least, profile, network, wire)
+    if any(chosen.encoded):
+        places = [chosen, *(replace(chosen, early=place) for place in range(len(chosen.ends) - 1))]
+        chosen = min(places, key=lambda mixed: mixed.end_s(profile, network, wire))
     groups = chosen.members(profile)
     count = sum(encoded for _, encoded in groups)
     if count == 0:
         note = f"sparse: all groups dense, sending {density:.3g} of the elements would not be faster"
     else:
         note = f"sparse: {count} of {len(groups)} groups send {density:.3g} of their elements, the others all"
-    return Mixed(chosen.ends, chosen.encoded, encoding, notes=(note,))
+    return replace(chosen, notes=(note,))
 
 
 def encoded_ends(profile: Profile, network: Network, wire: Wire, encoding: Encoding) -> list[int]:
@@ -141,6 +151,22 @@ def encoded_ends(profile: Profile, network: Network, wire: Wire, encoding: Encod
     while group_start[ends[-1]] > 0:
         ends.append(group_start[ends[-1]])
     return ends[::-1]
+
+
+def _merged(end: float, mixed: Mixed, profile: Profile, network: Network, wire: Wire) -> Mixed:
+    """Neighbours of one kind become one group where that costs nothing: every message has a cost that no model sees."""
+    place = len(mixed.ends) - 2
+    while place >= 0:
+        if mixed.encoded[place] == mixed.encoded[place + 1]:
+            fewer = Mixed(
+                [*mixed.ends[:place], *mixed.ends[place + 1 :]],
+                [*mixed.encoded[:place], *mixed.encoded[place + 1 :]],
+                mixed.encoding,
+            )
+            if fewer.end_s(profile, network, wire) <= end * (1 + _ROUNDING):
+                mixed = fewer
+        place -= 1
+    return mixed
 
 
 def _flipped(end: float, mixed: Mixed, profile: Profile, network: Network, wire: Wire) -> tuple[float, Mixed]:

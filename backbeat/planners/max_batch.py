@@ -1,0 +1,105 @@
+"""How far the batch can grow within a memory budget, keeping everything and with a memory plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from backbeat.errors import InputError
+from backbeat.planners.memory import Search, too_small, uniform
+from backbeat.simulate.growth import grown
+from backbeat.simulate.holdings import Holdings
+from backbeat.simulate.memory import Chain
+from backbeat.simulate.predict import predict
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from backbeat.model import Network, Plan, Prediction, Profile
+    from backbeat.simulate.memory import Unit
+
+_STEP = 8
+"""Larger batches are multiples of this, as devices like them."""
+_MOST = 2**20
+"""Times the profile's own batch: where memory hardly depends on the batch, the search ends here."""
+_RETREAT = 0.95
+_BETWEEN = (0.25, 0.5, 0.75)
+"""Where between the largest batch kept whole and the largest of all further ones are planned."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """One batch size."""
+
+    batch_size: int
+    kept: bool
+    """Everything fits as it is."""
+    plan: Plan
+    prediction: Prediction
+
+
+def batches(profile: Profile, budget: int, two: Profile | None = None, workers: int | None = None) -> tuple[int, int]:
+    """(largest batch with everything kept, 0 where none fits; largest with a memory plan)."""
+    search = Search(_chain(profile, workers))
+    keep, least = uniform(search.chain)["keep"], search.smallest.units
+    whole = _largest(profile, two, budget, keep, workers)
+    planned = max(_largest(profile, two, budget, least, workers), whole)
+    if planned == 0:
+        one = Search(_chain(grown(profile, 1, two), workers))
+        raise InputError(f"not even a batch of one sample fits: {too_small(one, budget)}")
+    return whole, planned
+
+
+def growth(
+    profile: Profile, network: Network, budget: int, schedule: Callable[[Profile], Plan], two: Profile | None = None
+) -> list[Point]:
+    """The largest batches, the profile's own where it fits, and some between, each planned and predicted."""
+    whole, planned = batches(profile, budget, two, network.workers)
+    sizes = {whole, planned, *(_round(whole + share * (planned - whole)) for share in _BETWEEN)}
+    if profile.batch_size <= planned:
+        sizes.add(profile.batch_size)
+    points = {}
+    for size in sorted(sizes - {0}):
+        there, made = _planned(profile, size, two, schedule)
+        kept = not (made.memory and made.memory.segments)
+        points[there.batch_size] = Point(there.batch_size, kept, made, predict(there, network, made))
+    return [points[size] for size in sorted(points)]
+
+
+def _planned(
+    profile: Profile, size: int, two: Profile | None, schedule: Callable[[Profile], Plan]
+) -> tuple[Profile, Plan]:
+    """The largest batch up to `size` that can be planned: residuals and scratch may take more than gradients do."""
+    while True:
+        there = grown(profile, size, two)
+        try:
+            return there, schedule(there)
+        except InputError:
+            if size == 1:
+                raise
+            size = max(_round(size * _RETREAT), 1)
+
+
+def _chain(profile: Profile, workers: int | None) -> Chain:
+    return Chain.of(profile, Holdings.of(profile, workers=workers))
+
+
+def _largest(profile: Profile, two: Profile | None, budget: int, units: tuple[Unit, ...], workers: int | None) -> int:
+    """The largest batch at which these units fit; sizes grow alike, so units that are best at one batch stay so."""
+
+    def fits(size: int) -> bool:
+        return _chain(grown(profile, size, two), workers).run(units).peak_bytes <= budget
+
+    if not fits(1):
+        return 0
+    low, high = 1, 2
+    while high <= _MOST * profile.batch_size and fits(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return _round(low)
+
+
+def _round(size: float) -> int:
+    return int(size) if size < 4 * _STEP else int(size) // _STEP * _STEP
