@@ -141,7 +141,7 @@ def _policies(one: Profile, cluster: Network, made: Plan, result: Prediction) ->
     import msgspec
 
     from backbeat.model import MemoryPlan
-    from backbeat.planners.memory import uniform
+    from backbeat.planners.moves import uniform
     from backbeat.report.memory import Policy
     from backbeat.simulate import predict
     from backbeat.simulate.holdings import Holdings

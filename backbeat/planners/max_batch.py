@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from backbeat.errors import InputError
-from backbeat.planners.memory import Search, too_small, uniform
+from backbeat.planners.memory import Search, too_small
+from backbeat.planners.moves import uniform
 from backbeat.simulate.growth import grown
 from backbeat.simulate.holdings import Holdings
 from backbeat.simulate.memory import Chain

@@ -4,7 +4,7 @@ Candidates come from the programme in `segments`, at several prices for a byte c
 (every block treated alike); all are scored by the simulation. The best are improved by small changes: a boundary moved,
 two units merged, one split, another action; first by taking whatever helps, then by a walk that now and then accepts
 what does not. The walk's random numbers are seeded and every limit counts evaluations, so the same profile and budget
-give the same plan.
+give the same plan. Of a chain that has few plans all are tried.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from typing import TYPE_CHECKING
 
 from backbeat.errors import InputError
 from backbeat.model.blocks import MemoryPlan
+from backbeat.planners.moves import changes, count, every, one_by_one, random_change, uniform
 from backbeat.planners.segments import Segmenter
 from backbeat.simulate.holdings import Holdings
-from backbeat.simulate.memory import FETCH, KEEP, OFFLOAD, RECOMPUTE, Chain, Run, plan_of
+from backbeat.simulate.memory import FETCH, KEEP, RECOMPUTE, Chain, Run, plan_of
 from backbeat.units import format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable
     from typing import Literal
 
     from backbeat.model import Plan, Profile
@@ -42,6 +43,8 @@ _WALK = 2500
 _LOW_WALK = 800
 _HALVINGS = 10
 """Steps of the search for the least peak."""
+_FEW = 3000
+"""Chains with no more plans than this are searched exhaustively."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,7 @@ class Search:
         self.chain = chain
         self.segmenter = Segmenter(chain)
         self.known: dict[tuple[Unit, ...], Run] = {}
+        self.every = tuple(every(chain)) if count(chain) <= _FEW else ()
         self._smallest: Chosen | None = None
 
     def run(self, units: tuple[Unit, ...]) -> Run:
@@ -74,10 +78,10 @@ class Search:
             self._smallest = self._least_peak()
         return self._smallest
 
-    def fastest(self, budget: int, *, quick: bool = False) -> Chosen | None:
+    def fastest(self, budget: int) -> Chosen | None:
         """The fastest units found with a peak within the budget; None where the least peak is above it."""
         chain = self.chain
-        keep = _one_by_one(chain, KEEP)
+        keep = one_by_one(chain, KEEP)
         if self.run(keep).peak_bytes <= budget:
             return Chosen(keep, self.run(keep))
         smallest = self.smallest
@@ -87,6 +91,8 @@ class Search:
         def score(run: Run) -> tuple[float, ...]:
             return max(run.peak_bytes - budget, 0), run.time_s, run.peak_bytes
 
+        if self.every:
+            return self._best_of(self.every, score)
         found = {smallest.units, *uniform(chain).values()}
         room = budget - chain.base
         for price, ahead, share in product(_PRICES, _AHEAD, _ROOMS) if chain.has_host else ((0.0, 0.0, 1.0),):
@@ -94,10 +100,8 @@ class Search:
             if units is not None:
                 found.add(tuple(units))
         ranked = sorted(found, key=lambda units: (score(self.run(units)), units))
-        if quick:
-            return Chosen(ranked[0], self.run(ranked[0]))
         climbed = [self._climb(units, score, _CLIMB) for units in ranked[:3]]
-        best = min(climbed, key=lambda units: (score(self.run(units)), units))
+        best = self._best_of(climbed, score).units
         plain = self.run(keep).time_s
 
         def energy(run: Run) -> float:
@@ -113,6 +117,8 @@ class Search:
             return run.peak_bytes, run.time_s
 
         chain = self.chain
+        if self.every:
+            return self._best_of(self.every, score)
         found = set(uniform(chain).values())
         for ahead in _AHEAD:
             low, high = 0.0, float(max(self.run(units).peak_bytes for units in found) - chain.base)
@@ -126,9 +132,13 @@ class Search:
                     high = middle
         ranked = sorted(found, key=lambda units: (score(self.run(units)), units))
         climbed = [self._climb(units, score, _CLIMB) for units in ranked[:2]]
-        best = min(climbed, key=lambda units: (score(self.run(units)), units))
+        best = self._best_of(climbed, score).units
         above = max(self.run(best).peak_bytes - chain.base, 1)
         best = self._walk(best, score, lambda run: (run.peak_bytes - chain.base) / above, _LOW_WALK)
+        return Chosen(best, self.run(best))
+
+    def _best_of(self, plans: Iterable[tuple[Unit, ...]], score: Score) -> Chosen:
+        best = min(plans, key=lambda units: (score(self.run(units)), units))
         return Chosen(best, self.run(best))
 
     def _climb(self, units: tuple[Unit, ...], score: Score, evaluations: int) -> tuple[Unit, ...]:
@@ -137,7 +147,7 @@ class Search:
         improved = True
         while improved:
             improved = False
-            for changed in _changes(self.chain, units):
+            for changed in changes(self.chain, units):
                 if evaluations <= 0:
                     return units
                 evaluations -= 1
@@ -156,7 +166,7 @@ class Search:
         best = units
         for step in range(steps):
             warmth = 0.004 * (1 - step / steps) ** 2 + 1e-6
-            changed = _random_change(self.chain, here, draw)
+            changed = random_change(self.chain, here, draw)
             if changed is None:
                 continue
             run = self.run(changed)
@@ -166,15 +176,6 @@ class Search:
                 if score(run) < score(self.run(best)):
                     best = changed
         return best
-
-
-def uniform(chain: Chain) -> dict[str, tuple[Unit, ...]]:
-    """Every block treated alike, where its place in the chain allows it."""
-    policies = {"keep": _one_by_one(chain, KEEP), "recompute": _each_recomputed(chain, RECOMPUTE)}
-    if chain.has_host:
-        policies["recompute, inputs offloaded"] = _each_recomputed(chain, FETCH)
-        policies["offload"] = _one_by_one(chain, OFFLOAD)
-    return policies
 
 
 def memory_plan(
@@ -222,89 +223,11 @@ def _up(size: int) -> str:
     return format_bytes(-(-size // scale) * scale)
 
 
-def _one_by_one(chain: Chain, action: int) -> tuple[Unit, ...]:
-    return tuple((k, k + 1, action) for k in range(chain.count))
-
-
-def _each_recomputed(chain: Chain, action: int) -> tuple[Unit, ...]:
-    """A block that nothing can begin with joins the one before it, or is kept."""
-    units: list[Unit] = []
-    for k in range(chain.count):
-        if chain.may_begin[k]:
-            units.append((k, k + 1, action))
-        elif units and chain.may_go_on[k] and units[-1][2] != KEEP:
-            units[-1] = (units[-1][0], k + 1, action)
-        else:
-            units.append((k, k + 1, KEEP))
-    return tuple(units)
-
-
-def _changes(chain: Chain, units: tuple[Unit, ...]) -> Iterator[tuple[Unit, ...]]:
-    """Everything one change away, from the front, where tensors are largest."""
-    for place in range(len(units)):
-        for replaced, by in _at(chain, units, place):
-            yield (*units[:place], *by, *units[place + replaced :])
-
-
-def _random_change(chain: Chain, units: tuple[Unit, ...], draw: random.Random) -> tuple[Unit, ...] | None:
-    place = draw.randrange(len(units))
-    options = list(_at(chain, units, place))
-    if not options:
-        return None
-    replaced, by = options[draw.randrange(len(options))]
-    return (*units[:place], *by, *units[place + replaced :])
-
-
-def _at(chain: Chain, units: tuple[Unit, ...], place: int) -> Iterator[tuple[int, tuple[Unit, ...]]]:
-    """(how many units from `place` on are replaced, by which)."""
-    first, last, what = units[place]
-    again = (RECOMPUTE, FETCH) if chain.has_host else (RECOMPUTE,)
-    begins = chain.may_begin[first]
-    if last - first == 1:
-        for action in (KEEP, *(again if begins else ()), *((OFFLOAD,) if chain.has_host else ())):
-            if action != what:
-                yield 1, ((first, last, action),)
-    elif what in again:
-        for action in again:
-            if action != what:
-                yield 1, ((first, last, action),)
-        yield 1, tuple((k, k + 1, KEEP) for k in range(first, last))
-        for middle in dict.fromkeys((first + 1, (first + last) // 2, last - 1)):
-            if chain.may_begin[middle]:
-                for action in again:
-                    yield 1, ((first, middle, what), (middle, last, action))
-            if middle == last - 1:
-                yield 1, ((first, middle, what), (middle, last, KEEP))
-            if middle == first + 1 and chain.may_begin[middle]:
-                yield 1, ((first, middle, KEEP), (middle, last, what))
-    if place + 1 == len(units):
-        return
-    _, beyond, other = units[place + 1]
-    if not chain.may_go_on[last] or not begins:
-        return
-    # The two become one, or the boundary between them moves.
-    if what in again or other in again:
-        for action in again:
-            if _may_merge(chain, first, beyond):
-                yield 2, ((first, beyond, action),)
-    if what in again and other in again:
-        for moved in (last - 1, last + 1):
-            if first < moved < beyond and chain.may_begin[moved]:
-                yield 2, ((first, moved, what), (moved, beyond, other))
-    # The same actions the other way round, so that what is kept can wander.
-    if other != what and beyond - first == 2 and (what not in again or chain.may_begin[last]):
-        yield 2, ((first, last, other), (last, beyond, what))
-
-
 def _without_empty_copies(chain: Chain, units: tuple[Unit, ...]) -> tuple[Unit, ...]:
     """A segment that only the batch enters has no input to offload."""
     return tuple(
         (first, last, RECOMPUTE if what == FETCH and not chain.input[first] else what) for first, last, what in units
     )
-
-
-def _may_merge(chain: Chain, first: int, beyond: int) -> bool:
-    return all(chain.may_go_on[k] for k in range(first + 1, beyond))
 
 
 def _same(one: tuple[float, ...], two: tuple[float, ...]) -> bool:

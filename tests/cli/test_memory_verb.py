@@ -1,0 +1,106 @@
+"""`backbeat plan --memory`, `--density` and `--max-batch`, as a person uses them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import backbeat as bb
+from tests.cli.test_verbs import answer, run
+from tests.memory_models import resnet152
+
+GB = 10**9
+
+
+@pytest.fixture(scope="module")
+def profile(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("memory") / "resnet152-b64.json"
+    resnet152(batch=64).save(path)
+    resnet152(batch=128).save(path.with_name("resnet152-b128.json"))
+    return path
+
+
+def test_a_budget_adds_a_memory_plan_and_says_what_it_costs(profile: Path, tmp_path: Path) -> None:
+    out = tmp_path / "plan.json"
+    done = run("plan", str(profile), "10gbe", "-n", "4", "-s", "optimal", "--memory", "2.5GB", "-o", str(out))
+    assert done.returncode == 0, done.stderr
+    for word in (
+        "54 blocks in", "recompute", "computed again", "this plan", "keep, every block", "recompute, every block",
+        "offload, every block", "of a budget of 2.50 GB", "parameters 241 MB",
+    ):  # fmt: skip
+        assert word in done.stdout
+    made = bb.Plan.load(out)
+    assert made.memory is not None
+    assert made.memory.budget_bytes == 25 * GB // 10
+    assert made.memory.peak_bytes is not None
+    assert made.memory.peak_bytes <= 25 * GB // 10
+    assert made.predicted is not None
+    assert made.predicted["peak_bytes"] == made.memory.peak_bytes
+    done = run("predict", str(profile), "10gbe", "-n", "4", "--plan", str(out))
+    assert done.returncode == 0, done.stderr
+    assert "optimal: predicted peak 2." in done.stdout
+    rows = answer("predict", str(profile), "10gbe", "-n", "4", "--plan", str(out))["rows"]
+    assert rows[0]["peak_bytes"] == made.memory.peak_bytes
+
+
+def test_enough_memory_is_said_too(profile: Path) -> None:
+    done = run("plan", str(profile), "10gbe", "-s", "optimal", "--memory", "80GB")
+    assert done.returncode == 0, done.stderr
+    assert "Everything is kept: it fits." in done.stdout
+
+
+def test_a_density_makes_a_sparse_plan(profile: Path) -> None:
+    data = answer("plan", str(profile), "1gbe", "--density", "0.01", "--memory", "3GB")
+    assert data["strategy"] == "sparse"
+    assert {group["encoding"]["density"] for group in data["groups"] if "encoding" in group} == {0.01}
+    assert data["memory"]["budget_bytes"] == 3 * GB
+
+
+def test_how_far_the_batch_can_grow(profile: Path) -> None:
+    data = answer("plan", str(profile), "10gbe", "-s", "optimal", "--memory", "8GB", "--max-batch")
+    rows = data["rows"]
+    assert data["extrapolated_from"] == [64]
+    whole = [row for row in rows if row["everything_kept"]]
+    assert whole[-1]["batch_size"] < rows[-1]["batch_size"]
+    assert all(row["peak_bytes"] <= 8 * GB for row in rows)
+    assert any(row["blocks_recomputed"] for row in rows)
+    done = run(
+        "plan", str(profile), "10gbe", "-s", "optimal", "--memory", "8GB", "--max-batch",
+        "--other-batch", str(profile.with_name("resnet152-b128.json")),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "extrapolated from batch 64 and 128" in done.stdout
+    assert "the batch can grow to" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--memory", "700MB"), "below what stays on the device"),
+        (("--memory", "1GB"), "the smallest that fits is"),
+        (("--memory", "lots"), "not a size"),
+        (("--max-batch",), "--max-batch needs --memory"),
+        (("--max-batch", "--memory", "8GB", "-o", "plan.json"), "leave --output out"),
+        (("--other-batch", "x.json"), "goes with --max-batch"),
+        (("--density", "0"), "above 0 and at most 1"),
+        (("--density", "2"), "above 0 and at most 1"),
+        (("--density", "0.1", "-s", "ddp"), "use sparse"),
+        (("--residuals", "disk"), "device or host"),
+        (("--max-batch", "--memory", "100MB"), "not even a batch of one"),
+    ],
+)
+def test_refusals_are_one_line(profile: Path, words: tuple[str, ...], message: str) -> None:
+    done = run("plan", str(profile), "10gbe", *words)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert done.stdout == ""
+
+
+def test_a_profile_without_blocks_is_to_be_made_again() -> None:
+    done = run("plan", "resnet50-b64-bf16-h200", "10gbe", "--memory", "6GB")
+    if done.returncode == 0:
+        pytest.skip("the bundled profile has blocks")
+    assert done.returncode == 2
+    assert "profile it again with `backbeat profile`" in done.stderr
