@@ -14,11 +14,12 @@ from torch.nn import Module
 from torch.nn.parallel.distributed import _find_tensors
 
 from backbeat.errors import InputError
-from backbeat.model import Network, Plan
+from backbeat.model import Network, Plan, Profile
 from backbeat.runtime import partition as partitions
 from backbeat.runtime import stock
-from backbeat.runtime.arguments import UNSUPPORTED, WIRE, TorchDDP, bind, resolve_plan
+from backbeat.runtime.arguments import UNSUPPORTED, WIRE, TorchDDP, bind, process_group_of, resolve_plan
 from backbeat.runtime.attributes import cap_bytes_of, set_torch_attributes
+from backbeat.runtime.budget import apply_memory, within_budget
 from backbeat.runtime.grouping import Settings
 from backbeat.runtime.handover import attach
 from backbeat.runtime.handover import check as check_optimizer
@@ -49,6 +50,9 @@ class DistributedDataParallel(TorchDDP):  # type: ignore[misc]
     strict: on a GPU, learn at the end of every backward, not at the next one, that another rank broke off its backward
         or is in another step; costs a wait for the device in each step.
     sparse: for plans with encoded groups: `backbeat.sparse.Options`, or a dict of them.
+    memory_budget: bytes, or text like "6GB", that an iteration may take at most on the device. Activations are kept,
+        recomputed or offloaded as the plan's own memory part says, or as planned here from `profile`.
+    profile: a `Profile`, a name or a path, for `memory_budget` where the plan has no memory part.
     """
 
     def __init__(
@@ -62,6 +66,8 @@ class DistributedDataParallel(TorchDDP):  # type: ignore[misc]
         wire: str | torch.dtype | None = None,
         strict: bool = False,
         sparse: Options | Mapping[str, Any] | None = None,
+        memory_budget: int | str | None = None,
+        profile: Profile | str | os.PathLike[str] | None = None,
         **kwargs: Any,
     ) -> None:
         arguments = bind(module, args, kwargs)
@@ -76,8 +82,12 @@ class DistributedDataParallel(TorchDDP):  # type: ignore[misc]
         check_model(module)
         self._backbeat_backend = backend
         loaded, strategy = resolve_plan(plan)
+        workers = dist.get_world_size(process_group_of(arguments))
+        loaded, memory = within_budget(loaded, strategy, memory_budget, profile, network, workers)
+        strategy = strategy if loaded is None else None
         if backend == "ddp":
             stock.construct(self, arguments, loaded, strategy, channels, WIRE[wire] if wire else None)
+            self._memory = apply_memory(module, memory)
             return
         for name, advice in UNSUPPORTED.items():
             if arguments.get(name) is not None:
@@ -112,6 +122,8 @@ class DistributedDataParallel(TorchDDP):  # type: ignore[misc]
         self._build()
         if arguments.get("static_graph"):
             self._set_static_graph()
+        # Last: a wrapper that was refused must leave the model as it was.
+        self._memory = apply_memory(module, memory)
 
     def _build(self) -> None:
         """Channels, agreement on the partition, and the reducer. Every rank must come here together."""

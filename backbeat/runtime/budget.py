@@ -1,0 +1,79 @@
+"""`memory_budget=`: what of a model stays on the device, settled before training begins."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from backbeat.errors import InputError
+from backbeat.model import Network, Plan, Profile
+from backbeat.units import format_bytes, parse_bytes
+
+if TYPE_CHECKING:
+    from backbeat.memory import Handle
+    from backbeat.model import MemoryPlan
+
+Named = str | os.PathLike[str]
+
+
+def within_budget(
+    plan: Plan | None,
+    strategy: str | None,
+    budget: int | str | None,
+    profile: Profile | Named | None,
+    network: Network | Named | None,
+    workers: int,
+) -> tuple[Plan | None, MemoryPlan | None]:
+    """The plan to run and the memory plan to apply; refused where the budget cannot be kept, or not be known to be.
+
+    A plan that has a memory plan brings it along. Otherwise one is made from the profile: together with the groups
+    where a strategy and a network are named, and around the groups as they are where not.
+    """
+    if budget is None:
+        return plan, plan.memory if plan is not None else None
+    size = parse_bytes(budget) if isinstance(budget, str) else budget
+    if size <= 0:
+        raise InputError(f"memory_budget is {budget!r}: it must be above zero, like '6GB'")
+    if plan is not None and plan.memory is not None:
+        _check(plan.memory, size)
+        return plan, plan.memory
+    if profile is None:
+        raise InputError(
+            f"memory_budget is {budget!r}, but nothing says what this model needs: give a plan made with "
+            "`backbeat plan … --memory`, or profile= (from `backbeat profile`)"
+        )
+    from backbeat.planners import plan as make_plan
+    from backbeat.planners.memory import memory_plan
+
+    known = profile if isinstance(profile, Profile) else Profile.load(profile)
+    if plan is None and strategy not in (None, "auto") and network is not None:
+        cluster = network if isinstance(network, Network) else Network.load(network)
+        made = make_plan(known, cluster.at(workers=workers), str(strategy), memory_bytes=size)
+        return made, made.memory
+    memory = memory_plan(known, size, plan, workers=workers)
+    return (None if plan is None else msgspec.structs.replace(plan, memory=memory)), memory
+
+
+def _check(memory: MemoryPlan, size: int) -> None:
+    if memory.peak_bytes is None:
+        raise InputError(
+            "the plan's memory part does not say what peak it was predicted to have: make it again with "
+            f"`backbeat plan … --memory {format_bytes(size).replace(' ', '')}`"
+        )
+    if memory.peak_bytes > size:
+        raise InputError(
+            f"memory_budget is {format_bytes(size)}, but the plan was predicted to need "
+            f"{format_bytes(memory.peak_bytes)}: make one with `backbeat plan … --memory "
+            f"{format_bytes(size).replace(' ', '')}`, or raise the budget"
+        )
+
+
+def apply_memory(module: Any, memory: MemoryPlan | None) -> Handle | None:
+    """Put the memory plan in force on the model; None where there is nothing to do."""
+    if memory is None or all(segment.action == "keep" for segment in memory.segments):
+        return None
+    from backbeat.memory import apply
+
+    return apply(module, memory)

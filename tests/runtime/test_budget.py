@@ -1,0 +1,140 @@
+"""`memory_budget=`: which plan is applied, what is refused, gradients as without it (one rank, in this process)."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from backbeat import Network, Profile, plan
+from backbeat.errors import InputError
+from backbeat.measure import profile as measure_profile
+from backbeat.planners.memory import memory_plan
+from backbeat.runtime import DistributedDataParallel
+
+
+@pytest.fixture(autouse=True)
+def alone(tmp_path: Path) -> Iterator[None]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'meet'}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def model_of() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64)) for _ in range(6)))
+
+
+BATCH = torch.randn(512, 64, generator=torch.Generator().manual_seed(1))
+
+
+def loss(model: Any, batch: torch.Tensor) -> torch.Tensor:
+    return (model(batch) ** 2).mean()
+
+
+@pytest.fixture(scope="module")
+def known() -> Profile:
+    found = measure_profile(model_of(), BATCH, loss, iterations=2, warmup=1, model_name="stack")
+    # Rates of a host link that a CPU does not have, so that offloading is among the choices.
+    link = {"to_host_bytes_per_s": 1e9, "to_device_bytes_per_s": 1e9}
+    return msgspec.convert({**msgspec.to_builtins(found), "host_link": link}, Profile)
+
+
+def least(profile: Profile) -> int:
+    with pytest.raises(InputError, match="smallest") as refused:
+        memory_plan(profile, 1)
+    return int(str(refused.value).split("smallest budget that fits is ")[1].split(" bytes")[0])
+
+
+def gradients(model: Any) -> list[torch.Tensor]:
+    loss(model, BATCH).backward()
+    return [parameter.grad.clone() for parameter in model.parameters()]
+
+
+def test_a_budget_is_planned_from_the_profile_and_changes_no_gradient(known: Profile) -> None:
+    expected = gradients(DistributedDataParallel(model_of()))
+    wrapped = DistributedDataParallel(model_of(), memory_budget=least(known), profile=known)
+    assert wrapped._memory is not None
+    assert any(segment.action != "keep" for segment in wrapped._memory.plan.segments)
+    for one, other in zip(gradients(wrapped), expected, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_plan_brings_its_memory_part_along(known: Profile, tmp_path: Path) -> None:
+    made = plan(known, Network.load("10gbe").at(workers=4), "optimal", memory_bytes=least(known))
+    made.save(tmp_path / "plan.json")
+    wrapped = DistributedDataParallel(model_of(), plan=tmp_path / "plan.json", memory_budget="1GB")
+    assert wrapped._memory is not None
+    assert wrapped._memory.plan == made.memory
+    assert wrapped.reducer.partition.strategy == "optimal"
+
+
+def test_groups_are_kept_where_a_plan_has_no_memory_part(known: Profile) -> None:
+    made = plan(known, Network.load("10gbe").at(workers=4), "wfbp")
+    wrapped = DistributedDataParallel(model_of(), plan=made, memory_budget=least(known), profile=known)
+    assert wrapped.reducer.partition.strategy == "wfbp"
+    assert wrapped._memory is not None
+
+
+def test_a_strategy_and_a_network_are_planned_together(known: Profile) -> None:
+    wrapped = DistributedDataParallel(
+        model_of(), plan="optimal", network="10gbe", memory_budget=least(known), profile=known
+    )
+    assert wrapped._memory is not None
+    assert wrapped._settings.plan is not None
+
+
+def test_a_generous_budget_changes_nothing(known: Profile) -> None:
+    assert DistributedDataParallel(model_of(), memory_budget="64GB", profile=known)._memory is None
+
+
+def test_copies_train_alike(known: Profile) -> None:
+    wrapped = DistributedDataParallel(model_of(), memory_budget=least(known), profile=known)
+    expected = gradients(wrapped)
+    for other in (copy.deepcopy(wrapped), pickle.loads(pickle.dumps(wrapped))):
+        other.zero_grad()
+        for one, two in zip(gradients(other), expected, strict=True):
+            assert torch.equal(one, two)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"memory_budget": "6GB"}, "give a plan made with"),
+        ({"memory_budget": 0}, "above zero"),
+        ({"memory_budget": "six"}, "not a size"),
+    ],
+)
+def test_what_cannot_be_kept_is_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        DistributedDataParallel(model_of(), **arguments)
+
+
+def test_budgets_below_the_plan_and_below_the_least_are_refused(known: Profile) -> None:
+    made = plan(known, Network.load("10gbe").at(workers=4), "optimal", memory_bytes=least(known))
+    assert made.memory is not None
+    with pytest.raises(InputError, match="was predicted to need"):
+        DistributedDataParallel(model_of(), plan=made, memory_budget=made.memory.peak_bytes - 1)
+    unknown = msgspec.structs.replace(made, memory=msgspec.structs.replace(made.memory, peak_bytes=None))
+    with pytest.raises(InputError, match="make it again"):
+        DistributedDataParallel(model_of(), plan=unknown, memory_budget="6GB")
+    model = model_of()
+    with pytest.raises(InputError, match="smallest"):
+        DistributedDataParallel(model, memory_budget=1000, profile=known)
+    assert not any("forward" in module.__dict__ for module in model.modules())
+
+
+def test_plans_for_another_model_leave_the_model_as_it_was(known: Profile) -> None:
+    made = plan(known, Network.load("10gbe").at(workers=4), "optimal", memory_bytes=least(known))
+    model = nn.Linear(3, 3)
+    with pytest.raises(InputError):
+        DistributedDataParallel(model, plan=made)
+    assert "forward" not in model.__dict__
