@@ -20,6 +20,8 @@ What composes, and what does not:
 - Blocks compiled one by one (`block.compile()`, before `apply`) run compiled. A compiled model is refused: its
   blocks are no longer called one by one. Do not compile what already runs a memory plan.
 - `torch.utils.checkpoint` inside a block hides from the plan what it saves itself: right, but nothing gained.
+- `torch.func.functional_call` with other parameters is refused in backward; `nn.DataParallel` at once, because its
+  replicas would share one model's blocks.
 - `torch.no_grad` and evaluation run as if nothing were applied. `retain_graph=True` keeps recomputed tensors too.
 """
 
@@ -210,6 +212,8 @@ class Handle:
         for forward in self._forwards:
             forward.remove()
         self._forwards = []
+        if self._tape is not None:
+            self._tape.settle()
 
     def __enter__(self) -> Handle:
         return self
@@ -258,6 +262,11 @@ def _policy(segment: Segment, tape: Tape | None) -> Policy:
 
 
 def _check_model(model: nn.Module) -> None:
+    if isinstance(model, nn.DataParallel):
+        raise InputError(
+            "the model is wrapped in DataParallel, whose replicas would share one model's blocks: use "
+            "DistributedDataParallel, or apply the plan to a model on one device"
+        )
     if hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None:
         raise InputError(
             "the model is compiled: its blocks are no longer called one by one; apply the memory plan to the plain "

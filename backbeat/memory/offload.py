@@ -224,12 +224,16 @@ class Tape:
 
     def reached(self, unit: int) -> None:
         """Backward is at this unit: let go what forward has sent, and fetch what comes next."""
-        self._settle(self._blocks)
+        self.settle()
         for near in range(unit, unit - self._settings[1] - 1, -1):
             for reference in self._of_unit.pop(near, ()):
                 parcel = reference()
                 if parcel is not None:
                     parcel.prefetch()
+
+    def settle(self) -> None:
+        """Let go of everything that has been sent."""
+        self._settle(self._blocks)
 
     def _settle(self, until: int) -> None:
         while self._leaving and self._leaving[0][0] <= until:

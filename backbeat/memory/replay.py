@@ -22,8 +22,8 @@ class Surroundings(NamedTuple):
     device_random: tuple[tuple[torch.device, torch.Tensor], ...]
     autocast: tuple[tuple[str, bool, torch.dtype], ...]
     training: tuple[bool, ...]
-    weights: tuple[int, ...]
-    """How often each parameter had been written into."""
+    weights: tuple[tuple[int, int], ...]
+    """Which tensors the parameters were, and how often each had been written into."""
 
     @classmethod
     def of(cls, module: nn.Module, tensors: list[torch.Tensor]) -> Surroundings:
@@ -35,7 +35,7 @@ class Surroundings(NamedTuple):
                 (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")
             ),
             training=tuple(inner.training for inner in module.modules()),
-            weights=tuple(parameter._version for parameter in module.parameters()),
+            weights=_weights(module),
         )
 
 
@@ -53,10 +53,10 @@ def uncached() -> Iterator[None]:
 @contextlib.contextmanager
 def as_before(name: str, module: nn.Module, before: Surroundings) -> Iterator[None]:
     """Random numbers, autocast and train mode as they were; running statistics are left alone."""
-    if tuple(parameter._version for parameter in module.parameters()) != before.weights:
+    if _weights(module) != before.weights:
         raise InputError(
-            f"parameters of block {name!r} were changed between its forward and its backward, which recomputes it: "
-            "step the optimizer after backward, or keep the block"
+            f"parameters of block {name!r} were changed or exchanged between its forward and its backward, which "
+            "recomputes it: step the optimizer after backward, or keep the block"
         )
     autocast = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
     host_random = torch.get_rng_state()
@@ -73,6 +73,10 @@ def as_before(name: str, module: nn.Module, before: Surroundings) -> Iterator[No
         _set_training(modules, before.training, training)
         _set_autocast(autocast)
         _set_random(host_random, device_random)
+
+
+def _weights(module: nn.Module) -> tuple[tuple[int, int], ...]:
+    return tuple((id(parameter), parameter._version) for parameter in module.parameters())
 
 
 def _set_random(host: torch.Tensor, devices: object) -> None:

@@ -100,7 +100,7 @@ EXPECTED: dict[tuple[str, int, bool], list] = {}
 
 @pytest.mark.parametrize("case", CASES)
 @given(data=st.data(), accumulation=st.integers(1, 2), autocast=st.booleans())
-@settings(max_examples=25)
+@settings(max_examples=50)
 def test_any_segmentation_trains_alike(case, data, accumulation, autocast):
     model, batch = CASES[case]()
     key = (case, accumulation, autocast)
@@ -512,6 +512,20 @@ def test_parameters_changed_before_backward_are_refused(action):
             parameter.add_(1)
     with pytest.raises((InputError, RuntimeError), match=r"changed|modified"):
         loss.backward()
+
+
+def test_parameters_exchanged_for_one_forward_are_refused():
+    model, batch = transformer_case()
+    apply(model, alone(["encoder.layers.1"], "recompute"))
+    others = {name: parameter.detach().clone().requires_grad_() for name, parameter in model.named_parameters()}
+    logits = torch.func.functional_call(model, others, (batch[0],))
+    with pytest.raises(InputError, match="exchanged"):
+        logits.sum().backward()
+
+
+def test_data_parallel_is_refused():
+    with pytest.raises(InputError, match="DataParallel"):
+        apply(nn.DataParallel(transformer_case()[0]), alone(["module.head"], "recompute"))
 
 
 class Forgets(nn.Module):
