@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from backbeat.model import Block, Profile
 
 _TIMES = ("forward_s", "backward_s")
+_GROWING = ("activation_bytes", "batch_bytes", "head_bytes", "outside_bytes")
 _SIZES = ("input_bytes", "output_bytes", "saved_bytes", "forward_peak_bytes", "backward_peak_bytes")
 
 
@@ -69,12 +70,15 @@ def _proportional(one: Profile, batch_size: int) -> Profile:
 
     memory = one.memory
     if memory is not None:
-        fixed = memory.parameter_bytes + memory.optimizer_bytes + memory.buffer_bytes
-        changed = {"steady_bytes": fixed + round(max(memory.steady_bytes - fixed, 0) * factor)}
-        for name in ("batch_bytes", "head_bytes", "activation_bytes"):
-            if hasattr(memory, name):
-                changed[name] = round(getattr(memory, name) * factor)
-        memory = msgspec.structs.replace(memory, **changed, peak_bytes=0)
+        weights = memory.parameter_bytes + memory.optimizer_bytes + memory.buffer_bytes
+        # Where the batch was not weighed, all that stays beside the weights is taken for it.
+        batch = memory.batch_bytes or max(memory.steady_bytes - weights, 0)
+        memory = msgspec.structs.replace(
+            memory,
+            steady_bytes=memory.steady_bytes + round(batch * (factor - 1)),
+            peak_bytes=0,
+            **{name: round(getattr(memory, name) * factor) for name in _GROWING},
+        )
     backward = one.backward_s * factor
     before = one.single_s
     after = one.accumulation * (one.forward_s + one.backward_s) * factor + one.update_s

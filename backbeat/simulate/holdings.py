@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Literal
 
 from backbeat.errors import InputError
@@ -10,7 +11,7 @@ from backbeat.simulate.encoded import ELEMENT_BYTES, payload_bytes
 from backbeat.units import format_bytes
 
 if TYPE_CHECKING:
-    from backbeat.model import Plan, Profile
+    from backbeat.model import Block, Plan, Profile
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,6 +28,9 @@ class Holdings:
     """Flat buffers of the groups that travel as they are, gradients being views of them."""
     residual_bytes: int = 0
     """Encoded groups: all of their residuals, or what the device keeps of them when they live on the host."""
+    outside_bytes: int = 0
+    """What operations between the blocks keep for backward, and what enters blocks beside the output of the one before
+    (masks, an encoder's result): held through the iteration, whatever is done with the blocks."""
     scratch_bytes: int = 0
     """Encoded groups: one group's dense result and everybody's values and indices, shared by all groups."""
     streamed_bytes: int = 0
@@ -43,6 +47,7 @@ class Holdings:
             + self.batch_bytes
             + self.gradient_bytes
             + self.residual_bytes
+            + self.outside_bytes
             + self.scratch_bytes
         )
 
@@ -71,12 +76,13 @@ class Holdings:
             parameter_bytes=memory.parameter_bytes,
             buffer_bytes=memory.buffer_bytes,
             optimizer_bytes=memory.optimizer_bytes,
-            batch_bytes=max(stays, getattr(memory, "batch_bytes", 0), 0),
+            batch_bytes=max(stays, memory.batch_bytes),
             gradient_bytes=profile.total_bytes - total,
             residual_bytes=residual,
             scratch_bytes=max((round(size + count * sent) for size, sent in encoded), default=0),
             streamed_bytes=total if residuals == "host" else 0,
-            loss_bytes=getattr(memory, "head_bytes", 0),
+            outside_bytes=memory.outside_bytes + _beside(profile.blocks),
+            loss_bytes=memory.head_bytes,
         )
 
     def described(self) -> str:
@@ -87,6 +93,7 @@ class Holdings:
             "gradients": self.gradient_bytes,
             "residuals": self.residual_bytes,
             "scratch": self.scratch_bytes,
+            "tensors outside the blocks": self.outside_bytes,
             "batch and workspaces": self.batch_bytes,
             "buffers": self.buffer_bytes,
         }
@@ -95,6 +102,11 @@ class Holdings:
             ((size, name) for name, size in parts.items() if size * 100 >= self.total_bytes and size), reverse=True
         )
         return ", ".join(f"{name} {format_bytes(size)}" for size, name in listed)
+
+
+def _beside(blocks: tuple[Block, ...]) -> int:
+    """Inputs of chained blocks that are not the output of the block before."""
+    return sum(max(block.input_bytes - before.output_bytes, 0) for before, block in pairwise(blocks) if block.chained)
 
 
 def _encoded_groups(profile: Profile, plan: Plan | None) -> list[tuple[int, float]]:
