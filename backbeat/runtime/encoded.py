@@ -218,6 +218,10 @@ class EncodedDelivery(Delivery):
         with self._beside():
             while bucket.work is not None:
                 self._step_on(flight.group, bucket)
+            if not self.attached and not self.job.round.absent:
+                bucket.decode()
+        # The guard that stands for a word read late acts on what is decoded.
+        self._join()
         return flight.message
 
     def hand_back(self, verdict: control.Verdict | None) -> None:
@@ -228,8 +232,6 @@ class EncodedDelivery(Delivery):
                     bucket.write = None
                 elif self.attached:
                     self._apply(bucket, used)
-                else:
-                    bucket.decode()
                 if self.attached:
                     bucket.compressor.forget()
         self._join()
@@ -276,8 +278,9 @@ class EncodedDelivery(Delivery):
     def state(self) -> dict[str, Any]:
         """This rank's residuals by name."""
         self._keep_residuals()
-        residuals = {name: values for name, (values, _) in self._carried.items()}
-        velocities = {name: velocity for name, (_, velocity) in self._carried.items() if velocity is not None}
+        held = {name: self._carried[name] for name in self.job.names if name in self._carried}
+        residuals = {name: values for name, (values, _) in held.items()}
+        velocities = {name: velocity for name, (_, velocity) in held.items() if velocity is not None}
         for bucket in self._encoded:
             for place in bucket.members:
                 self._carried.pop(self.job.names[place], None)
@@ -298,6 +301,7 @@ class EncodedDelivery(Delivery):
                     residual.velocity.zero_()
                 bucket.store.close()
                 bucket.touched = bytearray(len(bucket.members))
+                bucket.frozen = {}
             device = job.channels.device
             self._carried = {
                 name: (values.to(device), _moved(state["velocities"].get(name), device))
@@ -315,7 +319,7 @@ class EncodedDelivery(Delivery):
             for bucket in self._encoded:
                 values, velocities = bucket.held()
                 for position, place in enumerate(bucket.members):
-                    if bucket.touched[position]:
+                    if bucket.touched[position] or position in bucket.frozen:
                         velocity = velocities[position] if velocities else None
                         self._carried[self.job.names[place]] = (values[position], velocity)
 

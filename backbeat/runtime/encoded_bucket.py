@@ -67,6 +67,8 @@ class EncodedBucket(Bucket):
         self._exchange: Exchange | None = None
         self.touched = bytearray(len(self.members))
         """Members whose residual has ever got anything."""
+        self.frozen: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
+        """Residual and velocity of members that were frozen since."""
         self.whole = False
         """In this round, every member arrived before the group left."""
         self.result: torch.Tensor | None = None
@@ -81,6 +83,8 @@ class EncodedBucket(Bucket):
         return self._sent_bytes
 
     def take_all(self) -> bool:
+        if self.frozen:
+            return False
         gradients = [parameter.grad for parameter in self.parameters]
         for position, gradient in enumerate(gradients):
             if gradient is None and position not in self._folded:
@@ -106,9 +110,23 @@ class EncodedBucket(Bucket):
                 round_.backups[place] = gradient.clone() if ours else gradient
                 self.parameters[position].grad = None
         self._add(arrived, gradients)
-        for place, touched in zip(self.members, self.touched, strict=True):
-            if touched:
+        for position, (place, parameter) in enumerate(zip(self.members, self.parameters, strict=True)):
+            if parameter.requires_grad and position in self.frozen:
+                self.put(place, *self.frozen.pop(position))
+            elif not parameter.requires_grad and self.touched[position]:
+                self._freeze(position)
+            if self.touched[position]:
                 round_.used[place] = 1
+
+    def _freeze(self, position: int) -> None:
+        """A weight that must not move: what it is owed waits outside the group."""
+        _, values, velocities = self._opened()
+        velocity = velocities[position].clone() if velocities else None
+        self.frozen[position] = (values[position].clone(), velocity)
+        values[position].zero_()
+        if velocities:
+            velocities[position].zero_()
+        self.touched[position] = 0
 
     def fold(self, place: int) -> None:
         """Add a gradient as it arrives, so that its memory is free at once."""
@@ -234,6 +252,10 @@ class EncodedBucket(Bucket):
         opened = self._views is not None
         _, values, velocities = self._opened()
         copies = [value.clone() for value in values], [value.clone() for value in velocities]
+        for position, (value, velocity) in self.frozen.items():
+            copies[0][position].copy_(value)
+            if velocity is not None:
+                copies[1][position].copy_(velocity)
         if not opened:
             self._closed()
         return copies

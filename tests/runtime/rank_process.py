@@ -30,6 +30,7 @@ def _kind(error: AssertionError) -> str:
 
 def run(request: dict[str, Any]) -> dict[str, str]:
     import decoupled_checks
+    import encoded_checks
     import runtime_checks
     import runtime_scenarios
     import torch
@@ -44,7 +45,8 @@ def run(request: dict[str, Any]) -> dict[str, str]:
         torch.cuda.set_device(0)
     warnings.simplefilter("ignore")
     # Reads the ranks' word one step late, as on a GPU.
-    late = request["route"] == "deferred"
+    route = {"deferred": "backbeat", "decoupled-deferred": "decoupled"}.get(request["route"], request["route"])
+    late = route != request["route"]
     deferral.DEVICES = {"cuda", "cpu"} if late else {"cuda"}
     if request["timeout"] < 30:
         # Ranks are made to fail here: those that answer do so at once, those that do not are not waited for long.
@@ -59,8 +61,13 @@ def run(request: dict[str, Any]) -> dict[str, str]:
             timeout=timedelta(seconds=request["timeout"]),
             device_id=torch.device("cuda", 0) if device != "cpu" else None,
         )
-        ctx = runtime_scenarios.Context(rank, size, device, "backbeat" if late else request["route"])
-        known = {**runtime_scenarios.SCENARIOS, **runtime_checks.CHECKS, **decoupled_checks.CHECKS}
+        ctx = runtime_scenarios.Context(rank, size, device, route)
+        known = {
+            **runtime_scenarios.SCENARIOS,
+            **runtime_checks.CHECKS,
+            **decoupled_checks.CHECKS,
+            **encoded_checks.CHECKS,
+        }
         return {"outcome": "right", "detail": str(known[request["scenario"]].run(ctx) or "")}
     except AssertionError as error:
         return {"outcome": _kind(error), "detail": f"{error}\n{traceback.format_exc()}"}

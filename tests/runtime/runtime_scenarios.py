@@ -1,9 +1,9 @@
 """Training situations, each against a mean of local gradients made by hand.
 
 A scenario is written once and runs on several routes: backbeat's reducer, the same groups on two channels, the same
-groups decoupled (scattered, and gathered in others), the plan through torch's reducer (`backend="ddp"`), and stock DDP
-for the record. The oracle needs no communication: every rank holds a plain replica of every rank's model, runs all of
-them, and averages their gradients itself.
+groups decoupled (scattered, and gathered in others), the same groups encoded without loss, the plan through torch's
+reducer (`backend="ddp"`), and stock DDP for the record. The oracle needs no communication: every rank holds a plain
+replica of every rank's model, runs all of them, and averages their gradients itself.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.checkpoint import checkpoint
 
 from backbeat.model import Group, Plan
+from backbeat.model.encoding import Encoding
 
 
 class SkipScenarioError(Exception):
@@ -47,6 +48,10 @@ class Context:
             options.pop("channels", None)
             wrapped = DistributedDataParallel(model, plan=in_halves(plan or small_plan(model)), **options)
             self.attach(wrapped, torch.optim.SGD(model.parameters(), lr=0.0))
+            return wrapped
+        if self.route == "encoded":
+            wrapped = DistributedDataParallel(model, plan=all_sent(plan or small_plan(model), model), **options)
+            assert type(wrapped.reducer.delivery).__name__ == "EncodedDelivery"
             return wrapped
         if self.route == "two-channels":
             options["channels"] = 2
@@ -149,6 +154,18 @@ def small_plan(model: nn.Module, channels: int = 1, size: int = 2) -> Plan:
         channels=channels,
         groups=tuple(Group(gradients=tuple(g), channel=i % channels) for i, g in enumerate(groups)),
     )
+
+
+def all_sent(plan: Plan, model: nn.Module) -> Plan:
+    """The same groups, two of three encoded so that nothing stays behind: the mean must be the dense one."""
+    exact = Encoding(kind="topk", density=1.0)
+    rows = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding) and m.sparse}
+    plain = {n for n, p in model.named_parameters() if id(p) in rows or not p.is_floating_point()}
+    groups = []
+    for index, group in enumerate(plan.groups):
+        encoding = exact if index % 3 != 1 and not plain & set(group.gradients) else None
+        groups.append(Group(gradients=group.gradients, channel=group.channel, encoding=encoding))
+    return Plan(strategy=plan.strategy, model=plan.model, channels=plan.channels, groups=tuple(groups))
 
 
 def in_halves(plan: Plan, size: int = 3) -> Plan:

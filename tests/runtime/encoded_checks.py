@@ -1,0 +1,646 @@
+"""Training with encoded groups on several ranks: nothing lost, replicas alike, updates inside backward, refusals."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from msgspec.structs import replace
+from runtime_scenarios import Branches, Breakable, Context, Scenario, Twice, mlp, small_plan
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+from backbeat.errors import InputError
+from backbeat.model import Plan
+from backbeat.model.blocks import MemoryPlan
+from backbeat.model.encoding import Encoding
+from backbeat.runtime import DistributedDataParallel
+from backbeat.runtime import partition as partitions
+from backbeat.runtime.encoded import EncodedDelivery
+from backbeat.runtime.faults import BrokenStepError, CommunicationError, NonFiniteError
+
+CHECKS: dict[str, Scenario] = {}
+
+ALL = Encoding(kind="topk", density=1.0)
+SOME = Encoding(kind="topk", density=0.1, select="exact")
+KINDS = {
+    "topk": SOME,
+    "sampled": Encoding(kind="topk", density=0.1, values="bf16"),
+    "tree": Encoding(kind="topk", density=0.1, aggregate="tree"),
+    "randomk": Encoding(kind="randomk", density=0.2),
+    "int8": Encoding(kind="int8"),
+    "powersgd": Encoding(kind="powersgd", rank=1),
+}
+
+
+def check(run: Callable[[Context], Any]) -> Callable[[Context], Any]:
+    CHECKS["encoded_" + run.__name__] = Scenario(run, run.__name__)
+    return run
+
+
+def raises(kind: Any, call: Callable[[], Any], match: str) -> None:
+    try:
+        call()
+    except kind as error:
+        said = str(error)
+    else:
+        raise AssertionError(f"nothing was raised, expected {match!r}")
+    assert match in said, f"the message is {said}, without {match!r}"
+
+
+def encoded(model: nn.Module, encoding: Encoding | None, *, every: int = 1, channels: int = 1) -> Plan:
+    """Small groups, each `every`th of them encoded."""
+    plan = small_plan(model, channels=channels)
+    groups = [replace(g, encoding=encoding if i % every == 0 else None) for i, g in enumerate(plan.groups)]
+    return replace(plan, groups=tuple(groups))
+
+
+def wrap(ctx: Context, encoding: Encoding, factory: Callable[[], nn.Module] = mlp, **options: Any) -> Any:
+    every = options.pop("every", 1)
+    model = ctx.build(factory)
+    return DistributedDataParallel(model, plan=encoded(model, encoding, every=every), **options)
+
+
+def backward(ctx: Context, model: Any, step: int, **arguments: Any) -> torch.Tensor:
+    loss = model(ctx.data(3, 6, step=step, rank=ctx.rank), **arguments).square().mean()
+    loss.backward()
+    return loss.detach()
+
+
+def same_everywhere(ctx: Context, model: nn.Module, what: str) -> None:
+    flat = torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
+    gathered = [torch.empty_like(flat) for _ in range(ctx.size)]
+    dist.all_gather(gathered, flat)
+    for rank, other in enumerate(gathered):
+        assert torch.equal(other, gathered[0]), f"{what}: the weights of rank {rank} are not rank 0's"
+
+
+def owed(ctx: Context, wrapped: Any) -> dict[str, torch.Tensor]:
+    """The sum over ranks of what each has not sent, over their number."""
+    state = wrapped.residual_state_dict()
+    found = {}
+    for name, parameter in wrapped.module.named_parameters():
+        mine = state["residuals"].get(name, torch.zeros_like(parameter)).clone().to(ctx.device)
+        dist.all_reduce(mine)
+        found[name] = mine / ctx.size
+    return found
+
+
+def local_gradients(ctx: Context, model: nn.Module, step: int) -> dict[str, torch.Tensor]:
+    """The mean over ranks of the gradients of this step, made by hand."""
+    found: dict[str, torch.Tensor] = {}
+    for rank in range(ctx.size):
+        replica = copy.deepcopy(model)
+        replica.zero_grad()
+        replica(ctx.data(3, 6, step=step, rank=rank)).square().mean().backward()
+        for name, parameter in replica.named_parameters():
+            if parameter.grad is not None:
+                found[name] = found.get(name, 0) + parameter.grad / ctx.size
+    return found
+
+
+@check
+def nothing_is_lost(ctx: Context) -> None:
+    """Of every kind: gradients delivered and residuals kept add up to all gradients, and ranks get the same."""
+    for name, encoding in KINDS.items():
+        wrapped = wrap(ctx, encoding, every=2 if name == "topk" else 1)
+        sent: dict[str, Any] = {}
+        total: dict[str, Any] = {}
+        for step in range(5):
+            wrapped.zero_grad()
+            for key, value in local_gradients(ctx, wrapped.module, step).items():
+                total[key] = total.get(key, 0) + value
+            backward(ctx, wrapped, step)
+            for key, parameter in wrapped.module.named_parameters():
+                sent[key] = sent.get(key, 0) + parameter.grad
+                parameter.data.sub_(parameter.grad, alpha=0.1)
+            same_everywhere(ctx, wrapped.module, f"{name}, step {step}")
+        left = owed(ctx, wrapped)
+        for key, value in total.items():
+            torch.testing.assert_close(
+                sent[key] + left[key], value, rtol=1e-4, atol=1e-5, msg=lambda t, k=key, n=name: f"{n} {k}: {t}"
+            )
+        if name != "powersgd":
+            assert any(bool(value.any()) for value in left.values()), f"{name} kept nothing back"
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.01),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.05),
+}
+
+
+@check
+def updates_inside_backward(ctx: Context) -> None:
+    """With everything sent, an optimizer handed over trains as under stock DDP, and no gradient is left."""
+    for name, make in OPTIMIZERS.items():
+        for every in (1, 2):
+            model = ctx.build(mlp)
+            ours: Any = DistributedDataParallel(copy.deepcopy(model), plan=encoded(model, ALL, every=every))
+            theirs: Any = TorchDDP(copy.deepcopy(model))
+            optimizer, other = make(ours.parameters()), make(theirs.parameters())
+            ours.attach(optimizer)
+            schedules = [torch.optim.lr_scheduler.ExponentialLR(one, 0.9) for one in (optimizer, other)]
+            for step in range(5):
+                found, expected = backward(ctx, ours, step), backward(ctx, theirs, step)
+                assert all(parameter.grad is None for parameter in ours.parameters()), "a gradient is left"
+                for one, schedule in zip((optimizer, other), schedules, strict=True):
+                    one.step()
+                    schedule.step()
+                    one.zero_grad()
+                torch.testing.assert_close(found, expected, msg=lambda t, n=name: f"{n}: {t}")
+            for mine, yours in zip(ours.parameters(), theirs.parameters(), strict=True):
+                if ctx.size <= 2:
+                    assert torch.equal(mine, yours), f"{name}, every {every}: weights differ from stock DDP's"
+                torch.testing.assert_close(mine, yours)
+            states = [one.state_dict()["state"] for one in (optimizer, other)]
+            assert states[0].keys() == states[1].keys()
+
+
+@check
+def groups_leave_and_are_applied_during_backward(ctx: Context) -> None:
+    """All but the last groups are sent before the last gradient, and some weights change before backward ends."""
+    seen: list[int] = []
+
+    class Spy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(6, 6) for _ in range(6)])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = torch.tanh(layer(x))
+            return x
+
+    wrapped = wrap(ctx, SOME, Spy)
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+    wrapped.attach(optimizer)
+    last = wrapped.module.layers[5].weight
+
+    def first_layer(_: torch.Tensor) -> None:
+        delivery = wrapped.reducer.delivery
+        if wrapped.reducer.step > 2:
+            # Wait here for what was sent, so that there is something to collect whatever the machine does meanwhile.
+            for bucket in delivery._encoded:
+                if bucket.work is not None and bucket.whole:
+                    bucket.work.wait()
+            seen.append(last._version)
+
+    wrapped.module.layers[1].bias.register_hook(first_layer)
+    versions = []
+    for step in range(5):
+        versions.append(last._version)
+        backward(ctx, wrapped, step)
+        if step > 2:
+            assert wrapped.reducer.job.groups.buckets[0].write is None
+    assert seen, "the hook never ran"
+    # The hook of the second layer runs before the groups of the first leave; by the next launch group 0 is applied.
+    assert last._version > versions[-1]
+    same_everywhere(ctx, wrapped.module, "after training")
+
+
+@check
+def accumulation_and_no_sync(ctx: Context) -> None:
+    """Under no_sync nothing is sent and residuals stay; the sum goes with the next synchronised backward."""
+    for attached in (False, True):
+        model = ctx.build(mlp)
+        ours: Any = DistributedDataParallel(copy.deepcopy(model), plan=encoded(model, ALL))
+        theirs: Any = TorchDDP(copy.deepcopy(model))
+        pairs = [(one, torch.optim.SGD(one.parameters(), lr=0.1)) for one in (ours, theirs)]
+        if attached:
+            ours.attach(pairs[0][1])
+        for step in range(3):
+            for wrapped, optimizer in pairs:
+                with wrapped.no_sync():
+                    backward(ctx, wrapped, 10 * step)
+                    backward(ctx, wrapped, 10 * step + 1)
+                backward(ctx, wrapped, 10 * step + 2)
+                optimizer.step()
+                optimizer.zero_grad()
+        for mine, yours in zip(ours.parameters(), theirs.parameters(), strict=True):
+            torch.testing.assert_close(mine, yours)
+
+
+@check
+def a_failed_step(ctx: Context) -> None:
+    """An exception on one rank: all hear of it, replicas stay alike, and nothing that was accumulated is lost."""
+    for attached in (False, True):
+        wrapped = wrap(ctx, SOME, Breakable, strict=True)
+        optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.05)
+        if attached:
+            wrapped.attach(optimizer)
+        for step in range(3):
+            backward(ctx, wrapped, step)
+            optimizer.step()
+            optimizer.zero_grad()
+        before = owed(ctx, wrapped)
+        if ctx.rank == 0:
+            wrapped.module.fail_at = 1
+        raises(
+            (FloatingPointError, BrokenStepError),
+            lambda w=wrapped: backward(ctx, w, 3),
+            "planted" if ctx.rank == 0 else "rank 0 broke off",
+        )
+        wrapped.module.fail_at = None
+        weights = [parameter.detach().clone() for parameter in wrapped.parameters()]
+        for step in range(4, 7):
+            backward(ctx, wrapped, step)
+            optimizer.step()
+            optimizer.zero_grad()
+            same_everywhere(ctx, wrapped.module, f"attached {attached}, step {step}")
+        assert all(bool(value.isfinite().all()) for value in owed(ctx, wrapped).values())
+        assert before.keys() == owed(ctx, wrapped).keys()
+        assert len(weights) == 8
+
+
+@check
+def what_a_failed_step_sent_is_taken_back(ctx: Context) -> None:
+    """Not attached: gradients delivered and residuals add up, with what the failing step had accumulated."""
+    wrapped = wrap(ctx, SOME, strict=True)
+    backward(ctx, wrapped, 0)
+    wrapped.zero_grad()
+    before = owed(ctx, wrapped)
+    poisoned = wrapped.module[0].weight
+    handle = poisoned.register_hook(lambda g: g * float("nan") if ctx.rank == ctx.size - 1 else g)
+    expected = local_gradients(ctx, wrapped.module, 1)
+    raises(
+        NonFiniteError,
+        lambda: backward(ctx, wrapped, 1),
+        f"the gradient of '0.weight' is not finite on rank {ctx.size - 1} in step 2",
+    )
+    handle.remove()
+    assert all(parameter.grad is None for parameter in wrapped.parameters())
+    after = owed(ctx, wrapped)
+    for name, value in expected.items():
+        if name != "0.weight":
+            torch.testing.assert_close(after[name], before[name] + value, rtol=1e-4, atol=1e-5)
+    assert bool(after["0.weight"].isfinite().all()), "NaN entered a residual"
+    backward(ctx, wrapped, 2)
+    assert all(bool(parameter.grad.isfinite().all()) for parameter in wrapped.parameters())
+
+
+@check
+def infinite_gradients_are_named(ctx: Context) -> None:
+    """With updates handed over too; the next step works, and the weights are finite and alike."""
+    wrapped = wrap(ctx, SOME)
+    wrapped.attach(torch.optim.SGD(wrapped.parameters(), lr=0.1))
+    backward(ctx, wrapped, 0)
+    handle = wrapped.module[2].bias.register_hook(lambda g: g + float("inf") if ctx.rank == 0 else g)
+    raises(NonFiniteError, lambda: backward(ctx, wrapped, 1), "the gradient of '2.bias' is not finite on rank 0")
+    handle.remove()
+    for step in range(2, 5):
+        backward(ctx, wrapped, step)
+    same_everywhere(ctx, wrapped.module, "after a fault")
+    assert all(bool(parameter.isfinite().all()) for parameter in wrapped.parameters())
+
+
+@check
+def read_late(ctx: Context) -> None:
+    """Where the ranks' word is read one step late, a gradient that is not finite is named at the next step."""
+    from backbeat.runtime import deferral
+
+    deferral.DEVICES = {"cuda", "cpu"}
+    try:
+        for attached in (False, True):
+            wrapped = wrap(ctx, SOME)
+            if attached:
+                wrapped.attach(torch.optim.SGD(wrapped.parameters(), lr=0.1))
+            for step in range(4):
+                wrapped.zero_grad()
+                backward(ctx, wrapped, step)
+            handle = wrapped.module[4].weight.register_hook(lambda g: g * float("nan") if ctx.rank == 0 else g)
+            wrapped.zero_grad()
+            backward(ctx, wrapped, 4)
+            handle.remove()
+            if not attached:
+                assert bool(wrapped.module[0].weight.grad.isnan().all()), "the failed step's gradients look good"
+            wrapped.zero_grad()
+            raises(NonFiniteError, lambda w=wrapped: backward(ctx, w, 5), "'4.weight' is not finite on rank 0")
+            for step in range(6, 9):
+                wrapped.zero_grad()
+                try:
+                    backward(ctx, wrapped, step)
+                except BrokenStepError:
+                    assert step == 6, "the step after the failed one is told once"
+            assert all(bool(value.isfinite().all()) for value in owed(ctx, wrapped).values())
+            assert all(bool(parameter.isfinite().all()) for parameter in wrapped.parameters())
+    finally:
+        deferral.DEVICES = {"cuda"}
+
+
+@check
+def late_gradients_wait_in_the_residual(ctx: Context) -> None:
+    """A gradient that comes after its group has left goes with the next step."""
+    wrapped = wrap(ctx, SOME, Twice)
+    total: dict[str, Any] = {}
+    sent: dict[str, Any] = {}
+    for step in range(7):
+        wrapped.zero_grad()
+        wrapped.module.nested = step > 3
+        for key, value in local_gradients(ctx, wrapped.module, step).items():
+            total[key] = total.get(key, 0) + value
+        backward(ctx, wrapped, step)
+        for key, parameter in wrapped.module.named_parameters():
+            if parameter.grad is not None:
+                sent[key] = sent.get(key, 0) + parameter.grad
+    left = owed(ctx, wrapped)
+    for key, value in total.items():
+        torch.testing.assert_close(sent[key] + left[key], value, rtol=1e-4, atol=1e-5)
+
+
+@check
+def unused_and_frozen(ctx: Context) -> None:
+    """A parameter nobody ever used keeps None and its weight; a frozen one stays where it is and keeps its residual."""
+    for attached in (False, True):
+        wrapped = wrap(ctx, SOME, Branches)
+        optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1, weight_decay=0.5)
+        if attached:
+            wrapped.attach(optimizer)
+        spare = wrapped.module.spare.weight.detach().clone()
+        for step in range(3):
+            backward(ctx, wrapped, step, use="l" if ctx.rank == 0 else "lr")
+            assert wrapped.module.spare.weight.grad is None
+            optimizer.step()
+            optimizer.zero_grad()
+        assert torch.equal(wrapped.module.spare.weight, spare), "weight decay moved a parameter nobody used"
+        same_everywhere(ctx, wrapped.module, "one rank used what the other did not")
+        before = owed(ctx, wrapped)["left.weight"]
+        wrapped.module.left.requires_grad_(False)
+        held = wrapped.module.left.weight.detach().clone()
+        for step in range(3, 6):
+            backward(ctx, wrapped, step)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert torch.equal(wrapped.module.left.weight, held), "a frozen weight moved"
+        torch.testing.assert_close(owed(ctx, wrapped)["left.weight"], before)
+        wrapped.module.left.requires_grad_(True)
+        for step in range(6, 9):
+            backward(ctx, wrapped, step)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert not torch.equal(wrapped.module.left.weight, held)
+        same_everywhere(ctx, wrapped.module, "thawed")
+
+
+@check
+def join_uneven(ctx: Context) -> None:
+    """Ranks that have run out of data take part with nothing."""
+    wrapped = wrap(ctx, SOME)
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.05)
+    wrapped.attach(optimizer)
+    with wrapped.join():
+        for step in range(3 + ctx.rank):
+            backward(ctx, wrapped, step)
+            optimizer.step()
+    same_everywhere(ctx, wrapped.module, "after join")
+
+
+@check
+def copies_and_pickles(ctx: Context) -> None:
+    """A copy trains on with residuals of its own, none at first; residuals travel in their own checkpoint."""
+    wrapped = wrap(ctx, SOME)
+    for step in range(2):
+        wrapped.zero_grad()
+        backward(ctx, wrapped, step)
+    twin = copy.deepcopy(wrapped)
+    again = pickle.loads(pickle.dumps(wrapped))
+    for other in (twin, again):
+        other.zero_grad()
+        backward(ctx, other, 2)
+        assert all(parameter.grad is not None for parameter in other.parameters())
+    twin.load_residual_state_dict(wrapped.residual_state_dict())
+    wrapped.zero_grad()
+    twin.zero_grad()
+    backward(ctx, wrapped, 3)
+    backward(ctx, twin, 3)
+    for mine, other in zip(wrapped.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(mine.grad, other.grad)
+
+
+@check
+def plans_change_and_residuals_stay(ctx: Context) -> None:
+    """By name, in other groups, under another encoding, and repaid by a dense group."""
+    wrapped = wrap(ctx, SOME)
+    for step in range(2):
+        wrapped.zero_grad()
+        backward(ctx, wrapped, step)
+    wrapped.zero_grad()
+    before = owed(ctx, wrapped)
+    names = [name for name, _ in wrapped.module.named_parameters()]
+    parameters = list(wrapped.module.parameters())
+    model = wrapped.module
+    plan = encoded(model, Encoding(kind="randomk", density=0.3))
+    plan = replace(plan, groups=(plan.groups[0], *(replace(g, encoding=None) for g in plan.groups[1:])))
+    wrapped.runner.switch(partitions.from_plan(plan, names, parameters, [False] * len(names)))
+    for name, value in owed(ctx, wrapped).items():
+        torch.testing.assert_close(value, before[name])
+    gradients = local_gradients(ctx, model, 2)
+    backward(ctx, wrapped, 2)
+    after = owed(ctx, wrapped)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad + after[name], before[name] + gradients[name], rtol=1e-4, atol=1e-5)
+    assert not bool(after["0.weight"].any()), "a dense group did not repay what it owed"
+
+
+@check
+def checkpoints(ctx: Context) -> None:
+    """Training goes on from a checkpoint as if it had not stopped; another model's is refused."""
+    with tempfile.TemporaryDirectory() as private:
+        shared = [private]
+        dist.broadcast_object_list(shared)
+        folder = Path(shared[0]) / "residuals"
+        factories = {"device": None, "host": MemoryPlan(residuals="host")}
+        for where, memory in factories.items():
+            model = ctx.build(mlp)
+            plan = replace(encoded(model, SOME), memory=memory)
+            make = lambda m, plan=plan: DistributedDataParallel(  # noqa: E731
+                m, plan=plan, sparse={"momentum_correction": True, "warmup_steps": 6}
+            )
+            wrapped = make(model)
+            optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1, momentum=0.9)
+            wrapped.attach(optimizer)
+            for step in range(3):
+                backward(ctx, wrapped, step)
+            weights = copy.deepcopy(wrapped.module.state_dict())
+            wrapped.save_residuals(folder)
+            dist.barrier()
+            for step in range(3, 6):
+                backward(ctx, wrapped, step)
+            fresh = make(ctx.build(mlp))
+            fresh.attach(torch.optim.SGD(fresh.parameters(), lr=0.1, momentum=0.9))
+            fresh.module.load_state_dict(weights)
+            fresh.load_residuals(folder)
+            for step in range(3, 6):
+                backward(ctx, fresh, step)
+            for mine, other in zip(wrapped.parameters(), fresh.parameters(), strict=True):
+                assert torch.equal(mine, other), f"{where}: training did not go on as it was"
+            dist.barrier()
+        other = wrap(ctx, SOME, lambda: mlp(width=5))
+        raises(
+            InputError,
+            lambda: other.load_residuals(folder),
+            "residual of '0.weight' has shape (6, 6), the parameter (5, 5)",
+        )
+        dist.barrier()
+
+
+@check
+def residuals_on_the_host(ctx: Context) -> None:
+    """Training is the same wherever residuals live."""
+    for kind in ("topk", "sampled", "randomk", "int8"):
+        weights = []
+        for where in ("device", "host"):
+            model = ctx.build(mlp)
+            plan = replace(encoded(model, KINDS[kind], every=2), memory=MemoryPlan(residuals=where))  # type: ignore
+            wrapped = DistributedDataParallel(model, plan=plan)
+            wrapped.attach(torch.optim.SGD(wrapped.parameters(), lr=0.1, momentum=0.9))
+            for step in range(5):
+                backward(ctx, wrapped, step)
+            weights.append([parameter.detach().clone() for parameter in wrapped.parameters()])
+        for one, other in zip(*weights, strict=True):
+            assert torch.equal(one, other), f"{kind}: residuals on the host train differently"
+    model = ctx.build(mlp)
+    plan = replace(encoded(model, KINDS["tree"]), memory=MemoryPlan(residuals="host"))
+    raises(InputError, lambda: DistributedDataParallel(model, plan=plan), "residuals live on the host")
+
+
+@check
+def momentum_correction(ctx: Context) -> None:
+    """With everything sent each step's velocity starts anew, which is SGD without momentum; others go without it."""
+    model = ctx.build(mlp)
+    ours: Any = DistributedDataParallel(
+        copy.deepcopy(model), plan=encoded(model, ALL), sparse={"momentum_correction": True}
+    )
+    theirs: Any = TorchDDP(copy.deepcopy(model))
+    optimizer = torch.optim.SGD(ours.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
+    other = torch.optim.SGD(theirs.parameters(), lr=0.1, weight_decay=0.01)
+    ours.attach(optimizer)
+    for step in range(4):
+        backward(ctx, ours, step)
+        optimizer.step()
+        backward(ctx, theirs, step)
+        other.step()
+        other.zero_grad()
+    for mine, yours in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(mine, yours)
+    unattached = wrap(ctx, SOME, sparse={"momentum_correction": True})
+    raises(InputError, lambda: backward(ctx, unattached, 0), "momentum_correction keeps the optimizer's momentum")
+    nesterov = wrap(ctx, SOME, sparse={"momentum_correction": True})
+    bad = torch.optim.SGD(nesterov.parameters(), lr=0.1, momentum=0.9, nesterov=True)
+    raises(InputError, lambda: nesterov.attach(bad), "nesterov=True")
+    adam = wrap(ctx, SOME, sparse={"momentum_correction": True})
+    adam.attach(torch.optim.Adam(adam.parameters(), lr=0.01))
+    for step in range(3):
+        backward(ctx, adam, step)
+    same_everywhere(ctx, adam.module, "Adam")
+
+
+@check
+def refusals(ctx: Context) -> None:
+    """What cannot be right is said, on every rank."""
+    model = ctx.build(mlp)
+    mine = Encoding(kind="topk", density=0.1 if ctx.rank == 0 else 0.2)
+    raises(InputError, lambda: DistributedDataParallel(model, plan=encoded(model, mine)), "topk 0.1 fp32")
+    raises(
+        InputError,
+        lambda: DistributedDataParallel(ctx.build(mlp), plan=encoded(model, SOME), backend="ddp"),
+        "torch's reducer cannot run a plan with encoded groups",
+    )
+    raises(
+        InputError,
+        lambda: wrap(ctx, SOME, lambda: nn.Sequential(nn.Embedding(6, 6, sparse=True), nn.Linear(6, 6))),
+        "parameter '0.weight' has sparse gradients",
+    )
+    raises(
+        InputError,
+        lambda: wrap(ctx, SOME, lambda: nn.ParameterDict({"z": nn.Parameter(torch.ones(3, dtype=torch.cfloat))})),
+        "'z' is torch.complex64, and its group is encoded",
+    )
+    raises(InputError, lambda: wrap(ctx, SOME, sparse={"momentum": 1}), "sparse has 'momentum'")
+    raises(InputError, lambda: wrap(ctx, SOME, sparse={"warmup_steps": -1}), "warmup_steps is -1")
+    plain = DistributedDataParallel(ctx.build(mlp), plan=small_plan(model))
+    raises(InputError, plain.residual_state_dict, "there are no residuals")
+    attached = wrap(ctx, SOME)
+    half = list(attached.parameters())[:3]
+    attached.attach(torch.optim.SGD(half, lr=0.1))
+    raises(InputError, lambda: backward(ctx, attached, 0), "no optimizer handed over holds '2.bias'")
+    raises(InputError, lambda: wrap(ctx, SOME).attach(torch.optim.LBFGS(half)), "LBFGS")
+    clipped = wrap(ctx, SOME)
+    clipped.attach(torch.optim.SGD(clipped.parameters(), lr=0.1))
+    backward(ctx, clipped, 0)
+    raises(InputError, lambda: nn.utils.clip_grad_norm_(clipped.parameters(), 1.0), "updated already")
+    loose = wrap(ctx, SOME)
+    backward(ctx, loose, 0)
+    nn.utils.clip_grad_norm_(loose.parameters(), 1.0)
+    scaler = torch.amp.GradScaler(ctx.device.type)
+    scaled = wrap(ctx, SOME)
+    loss = scaler.scale(scaled(ctx.data(3, 6, step=0, rank=ctx.rank)).sum())
+    raises(InputError, loss.backward, "a GradScaler is in use")
+    del scaler
+
+
+@check
+def sixteen_bit_parameters(ctx: Context) -> None:
+    """Residuals of bf16 parameters are kept in fp32, and both deliveries give bf16."""
+    for attached in (False, True):
+        wrapped = wrap(ctx, SOME, lambda: mlp().bfloat16())
+        optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+        if attached:
+            wrapped.attach(optimizer)
+        for step in range(3):
+            x = ctx.data(3, 6, step=step, rank=ctx.rank).bfloat16()
+            wrapped(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        same_everywhere(ctx, wrapped.module, "bf16")
+        state = wrapped.residual_state_dict()
+        assert all(value.dtype == torch.float32 for value in state["residuals"].values())
+        stream = io.BytesIO()
+        torch.save(state, stream)
+
+
+@check
+def large_gradients_are_added_as_they_come(ctx: Context) -> None:
+    """Their memory is free before their group leaves."""
+    from backbeat.runtime import encoded as module
+
+    kept = module.FOLD_BYTES
+    module.FOLD_BYTES = 64
+    try:
+        reference = wrap(ctx, ALL)
+        assert isinstance(reference.reducer.delivery, EncodedDelivery)
+        gone = []
+        # Its group has two members, and waits for the weight, which comes after the bias or before.
+        for name, parameter in reference.module.named_parameters():
+            if name.endswith("weight"):
+                parameter.register_post_accumulate_grad_hook(lambda p: gone.append(p.grad is None))
+        expected: dict[str, torch.Tensor] = {}
+        for step in range(3):
+            reference.zero_grad()
+            expected = local_gradients(ctx, reference.module, step)
+            backward(ctx, reference, step)
+        for name, parameter in reference.module.named_parameters():
+            torch.testing.assert_close(parameter.grad, expected[name])
+        assert gone
+        assert all(gone), "a large gradient was kept"
+    finally:
+        module.FOLD_BYTES = kept
+
+
+@check
+def a_dead_rank_is_named(ctx: Context) -> None:
+    """A rank that stops taking part ends the others with an error, not a hang."""
+    wrapped = wrap(ctx, SOME)
+    backward(ctx, wrapped, 0)
+    if ctx.rank == ctx.size - 1:
+        return
+    raises(CommunicationError, lambda: backward(ctx, wrapped, 1), "was not reduced in step 2")

@@ -1,0 +1,48 @@
+"""Encoded plans: every scenario with groups that send all they have, and training step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from encoded_checks import CHECKS
+from rank_pool import SIZES, RankPool
+from runtime_scenarios import SCENARIOS
+
+OTHERWISE = {
+    "comm_hook_unused": "communication hooks are refused",
+    "comm_hooks": "communication hooks are refused",
+    "exception_differs": "what a failed step brought stays in the residual",
+    "exception_everywhere": "what a failed step brought stays in the residual",
+    "exception_on_one": "what a failed step brought stays in the residual",
+    "frozen": "a gradient that comes late, here of a parameter that thawed, goes with the next step",
+    "grad_scaler": "gradient scalers are refused",
+    "not_finite": "a gradient that is not finite is an error",
+    "reentrant_beside": "what comes late goes with the next step",
+    "unused_changing": "a parameter that was ever used has a gradient from then on",
+    "unused_with_flag": "a parameter that was ever used has a gradient from then on",
+}
+"""Scenarios in which encoded plans differ on purpose; `encoded_checks` says how."""
+
+ON_TWO_ONLY = {"encoded_a_dead_rank_is_named"}
+
+
+@pytest.mark.parametrize("name", sorted(set(SCENARIOS) - set(OTHERWISE)))
+def test_everything_sent_is_a_dense_plan(name: str, ranks: Callable[[int], RankPool]) -> None:
+    _run(ranks(SIZES[0]), name, "encoded")
+
+
+@pytest.mark.parametrize("name", sorted(CHECKS))
+@pytest.mark.parametrize("size", SIZES)
+def test_encoded(name: str, size: int, ranks: Callable[[int], RankPool]) -> None:
+    if size != 2 and name in ON_TWO_ONLY:
+        pytest.skip("tried on two ranks")
+    _run(ranks(size), name, "encoded", timeout=10 if name in ON_TWO_ONLY else 30)
+
+
+def _run(pool: RankPool, name: str, route: str, timeout: float = 30) -> None:
+    answers = pool.run(name, route, timeout=timeout)
+    if all(answer["outcome"] == "skipped" for answer in answers):
+        pytest.skip(answers[0]["detail"])
+    for rank, answer in enumerate(answers):
+        assert answer["outcome"] == "right", f"rank {rank}: {answer['outcome']}: {answer['detail']}"
