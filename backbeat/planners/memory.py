@@ -20,7 +20,7 @@ from backbeat.model.blocks import MemoryPlan
 from backbeat.planners.moves import changes, count, every, one_by_one, random_change, uniform
 from backbeat.planners.segments import Segmenter
 from backbeat.simulate.holdings import Holdings
-from backbeat.simulate.memory import FETCH, KEEP, RECOMPUTE, Chain, Run, plan_of
+from backbeat.simulate.memory import FETCH, KEEP, OFFLOAD, RECOMPUTE, Chain, Run, plan_of
 from backbeat.units import format_bytes
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ class Search:
             return max(run.peak_bytes - budget, 0), run.time_s, run.peak_bytes
 
         if self.every:
-            return self._best_of(self.every, score)
+            return self._simpler(self._best_of(self.every, score).units)
         found = {smallest.units, *uniform(chain).values()}
         room = budget - chain.base
         for price, ahead, share in product(_PRICES, _AHEAD, _ROOMS) if chain.has_host else ((0.0, 0.0, 1.0),):
@@ -109,8 +109,7 @@ class Search:
             return run.time_s / plain + 5 * max(run.peak_bytes / budget - 1, 0.0)
 
         best = self._climb(self._walk(best, score, energy, _WALK), score, _CLIMB)
-        best = _without_empty_copies(chain, best)
-        return Chosen(best, self.run(best))
+        return self._simpler(best)
 
     def _least_peak(self) -> Chosen:
         def score(run: Run) -> tuple[float, ...]:
@@ -140,6 +139,17 @@ class Search:
     def _best_of(self, plans: Iterable[tuple[Unit, ...]], score: Score) -> Chosen:
         best = min(plans, key=lambda units: (score(self.run(units)), units))
         return Chosen(best, self.run(best))
+
+    def _simpler(self, units: tuple[Unit, ...]) -> Chosen:
+        """Copies that gain neither time nor a lower peak are left out."""
+        for place, (first, last, what) in enumerate(units):
+            if what in (FETCH, OFFLOAD):
+                instead = (first, last, RECOMPUTE if what == FETCH else KEEP)
+                changed = (*units[:place], instead, *units[place + 1 :])
+                before, after = self.run(units), self.run(changed)
+                if after.peak_bytes <= before.peak_bytes and after.time_s <= before.time_s * (1 + 1e-9):
+                    units = changed
+        return Chosen(units, self.run(units))
 
     def _climb(self, units: tuple[Unit, ...], score: Score, evaluations: int) -> tuple[Unit, ...]:
         """Take every change that scores better, until none does."""
@@ -221,13 +231,6 @@ def _up(size: int) -> str:
     """Rounded up to three figures, so that what is printed does fit."""
     scale = 10 ** max(len(str(size)) - 3, 0)
     return format_bytes(-(-size // scale) * scale)
-
-
-def _without_empty_copies(chain: Chain, units: tuple[Unit, ...]) -> tuple[Unit, ...]:
-    """A segment that only the batch enters has no input to offload."""
-    return tuple(
-        (first, last, RECOMPUTE if what == FETCH and not chain.input[first] else what) for first, last, what in units
-    )
 
 
 def _same(one: tuple[float, ...], two: tuple[float, ...]) -> bool:
