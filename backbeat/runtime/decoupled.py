@@ -156,7 +156,7 @@ class DecoupledDelivery(Delivery):
     def hand_back(self, verdict: control.Verdict | None) -> None:
         """Queue every gather; gradients that nobody used are what they were."""
         if self.job.round.absent:
-            self.give_up()
+            self._gather_all(self._none)
             return
         backups = self.job.round.backups
         for bucket in self.job.groups.buckets:
@@ -170,7 +170,10 @@ class DecoupledDelivery(Delivery):
 
     def give_up(self) -> None:
         """The other ranks may learn of it only later, and have queued their gathers."""
-        self._gather_all([False] * len(self.job.parameters))
+        for bucket in self.job.groups.buckets:
+            if isinstance(bucket, ShardedBucket):
+                bucket.void()
+        self._gather_all(self._none)
 
     def finish(self) -> None:
         """Wait for every gather and apply every update that is due."""
@@ -183,11 +186,18 @@ class DecoupledDelivery(Delivery):
             "out (wire='bf16' or 'fp16' compresses), or run a plan without phases"
         )
 
+    @property
+    def _none(self) -> list[bool]:
+        return [False] * len(self.job.parameters)
+
     def _gather_all(self, used: Sequence[bool] | None) -> None:
         channel = self.job.channel(self.job.groups.buckets[0].spec.channel)
         launched = []
-        for gather in self.gathers:
+        recorder = self.job.recorder
+        for index, gather in enumerate(self.gathers):
             work, whole = gather.launch(channel)
+            if recorder is not None:
+                recorder.gathered(index, work)
             brought = [place for place in gather.members if used is None or used[place]]
             arrival = Arrival(self, gather, brought, work, whole)
             self.arrivals.append(arrival)

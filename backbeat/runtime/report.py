@@ -14,7 +14,9 @@ if TYPE_CHECKING:
     from backbeat.model import Plan, Prediction
     from backbeat.runtime.auto import Tuner
     from backbeat.runtime.reducer import Reducer
-    from backbeat.runtime.timing import Recorder, TimedRound
+    from backbeat.runtime.timing import Recorder
+
+Times = tuple[float | None, float | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +44,9 @@ class Report:
     predicted_exposed_s: float | None = None
     iteration_s: float | None = None
     exposed_s: float | None = None
+    gathers: tuple[GroupReport, ...] = ()
+    """Of a decoupled plan, whose groups are scattered: what brings the sums back behind the next forward. They may be
+    done after the next backward's start would be, since times count from the start of the one before."""
     late_groups: int = 0
     """Groups sent a second time because a gradient came late."""
     history: tuple[str, ...] = ()
@@ -52,18 +57,27 @@ class Report:
             f"{self.strategy}: {self.state}, {self.steps} steps, {len(self.groups)} groups",
             f"iteration  predicted {_time(self.predicted_iteration_s)}  measured {_time(self.iteration_s)}",
             f"exposed    predicted {_time(self.predicted_exposed_s)}  measured {_time(self.exposed_s)}",
-            "group  channel      bytes  launch predicted / measured     done predicted / measured  gradients",
+            f"{'scatter' if self.gathers else 'group':7s}{_HEADING}",
         ]
-        for index, group in enumerate(self.groups):
-            first, last = group.gradients[0], group.gradients[-1]
-            names = first if len(group.gradients) == 1 else f"{first} … {last} ({len(group.gradients)})"
-            lines.append(
-                f"{index:5d}  {group.channel:7d}  {format_bytes(group.bytes):>9s}  "
-                f"{_time(group.predicted_launch_s):>16s} / {_time(group.launched_s):<8s}  "
-                f"{_time(group.predicted_done_s):>14s} / {_time(group.done_s):<8s}  {names}"
-            )
+        lines.extend(_row(index, group) for index, group in enumerate(self.groups))
+        if self.gathers:
+            lines.append(f"{'gather':7s}{_HEADING}")
+            lines.extend(_row(index, gather) for index, gather in enumerate(self.gathers))
         lines.extend(self.history)
         return "\n".join(lines)
+
+
+_HEADING = "channel      bytes  launch predicted / measured     done predicted / measured  gradients"
+
+
+def _row(index: int, group: GroupReport) -> str:
+    first, last = group.gradients[0], group.gradients[-1]
+    names = first if len(group.gradients) == 1 else f"{first} … {last} ({len(group.gradients)})"
+    return (
+        f"{index:5d}  {group.channel:7d}  {format_bytes(group.bytes):>9s}  "
+        f"{_time(group.predicted_launch_s):>16s} / {_time(group.launched_s):<8s}  "
+        f"{_time(group.predicted_done_s):>14s} / {_time(group.done_s):<8s}  {names}"
+    )
 
 
 def spans(prediction: Prediction | None) -> list[tuple[float, float]]:
@@ -78,10 +92,10 @@ def spans(prediction: Prediction | None) -> list[tuple[float, float]]:
     ]
 
 
-def measured(rounds: Sequence[TimedRound], group: int) -> tuple[float | None, float | None]:
-    """Median launch and completion of one group."""
-    launched = [round_.launched_s[group] for round_ in rounds if group in round_.launched_s]
-    done = [round_.done_s[group] for round_ in rounds if group in round_.done_s]
+def measured(left: Sequence[dict[int, float]], back: Sequence[dict[int, float]], index: int) -> Times:
+    """Median launch and completion of one group, over rounds."""
+    launched = [found[index] for found in left if index in found]
+    done = [found[index] for found in back if index in found]
     return (statistics.median(launched) if launched else None, statistics.median(done) if done else None)
 
 
@@ -93,7 +107,7 @@ def make_report(reducer: Reducer, recorder: Recorder, tuner: Tuner | None, plan:
     predicted = spans(prediction)
     groups = []
     for index, bucket in enumerate(reducer.buckets):
-        launched, done = measured(rounds, index)
+        launched, done = measured([r.launched_s for r in rounds], [r.done_s for r in rounds], index)
         begin, end = predicted[index] if len(predicted) == len(reducer.buckets) else (None, None)
         groups.append(
             GroupReport(
@@ -106,6 +120,17 @@ def make_report(reducer: Reducer, recorder: Recorder, tuner: Tuner | None, plan:
                 done_s=done,
             )
         )
+    gathers = [
+        GroupReport(
+            gradients=tuple(reducer.names[place] for place in gather.members),
+            channel=reducer.buckets[0].spec.channel,
+            bytes=gather.bytes,
+            launched_s=launched,
+            done_s=done,
+        )
+        for index, gather in enumerate(getattr(reducer.delivery, "gathers", ()))
+        for launched, done in [measured([r.gathered_s for r in rounds], [r.brought_s for r in rounds], index)]
+    ]
     forecast = plan.predicted if plan is not None and plan.predicted else {}
     exposed = statistics.median([found.exposed_s for found in rounds]) if rounds else None
     return Report(
@@ -113,6 +138,7 @@ def make_report(reducer: Reducer, recorder: Recorder, tuner: Tuner | None, plan:
         state=tuner.state if tuner is not None else "running",
         steps=reducer.step,
         groups=tuple(groups),
+        gathers=tuple(gathers),
         predicted_iteration_s=prediction.iteration_s if prediction else _figure(forecast.get("iteration_s")),
         predicted_exposed_s=prediction.exposed_s if prediction else _figure(forecast.get("exposed_s")),
         iteration_s=tuner.iteration_s if tuner is not None else None,

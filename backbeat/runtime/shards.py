@@ -111,6 +111,10 @@ class ShardedBucket(Bucket):
         """The shard is where it is used; returns the control numbers."""
         return message[self._part :]
 
+    def void(self) -> None:
+        """Make sure that no rank that does not know yet takes this rank's part of the sum for a gradient."""
+        self.reduced.fill_(float("nan"))
+
     def late_message(self, late: Set[int], scale: float) -> torch.Tensor:
         """As any group's, in this one's layout."""
         size = self.flat.numel()

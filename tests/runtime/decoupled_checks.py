@@ -518,3 +518,27 @@ def dropped_wrapper(ctx: Context) -> None:
         pair.same(found.detach(), other, "after the wrapper")
         assert type(found) is nn.Parameter
         assert not vars(found), vars(found)
+
+
+@check
+def report_shows_both_halves(ctx: Context) -> str:
+    """Every scatter and every gather with its gradients and bytes, and when each left and was back."""
+    pair = Pair(ctx, momentum)
+    for step in range(4):
+        pair.step(step)
+    pair.ours.finish()
+    report = pair.ours.report()
+    names = [name for name, _ in pair.ours.module.named_parameters()]
+    assert [name for gather in report.gathers for name in gather.gradients] == names
+    assert sorted(name for group in report.groups for name in group.gradients) == sorted(names)
+    launched = [gather.launched_s for gather in report.gathers]
+    assert None not in launched
+    assert launched == sorted(launched)
+    assert launched[0] >= max(group.launched_s for group in report.groups), "a gather left before the scatters had"
+    if ctx.device.type == "cpu":
+        assert all(gather.done_s > 0 for gather in report.gathers)
+    assert all(gather.bytes >= 4 * 6 for gather in report.gathers)
+    text = str(report)
+    assert "scatter" in text, text
+    assert "gather " in text, text
+    return text

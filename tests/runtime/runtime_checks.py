@@ -16,7 +16,19 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from runtime_scenarios import Branches, Breakable, Context, Oracle, Scenario, Twice, mlp, small_plan, start, train
+from runtime_scenarios import (
+    Branches,
+    Breakable,
+    Context,
+    Oracle,
+    Scenario,
+    Twice,
+    in_halves,
+    mlp,
+    small_plan,
+    start,
+    train,
+)
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
@@ -366,6 +378,28 @@ def rank_lost_without_a_word(ctx: Context) -> str:
 
 
 @check
+def rank_dies_gathering(ctx: Context) -> str:
+    """A decoupled plan: the last rank queues one gather of three and dies; whoever reads a weight is told."""
+    model = ctx.build(mlp)
+    wrapped = DistributedDataParallel(model, plan=in_halves(small_plan(model)))
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+    wrapped.attach(optimizer)
+    for step in range(3):
+        _step(ctx, wrapped, step)
+        optimizer.step()
+    wrapped.finish()
+    if ctx.rank == ctx.size - 1:
+        second = wrapped.reducer.delivery.gathers[1]
+        second.launch = lambda channel: os._exit(1)
+    message = raises(CommunicationError, lambda: (_step(ctx, wrapped, 3), optimizer.step(), wrapped.finish()))
+    # The scatters may fail as well, if the connection goes down while their last bytes are read.
+    assert "were not gathered after step 4" in message or "was not reduced in step 4" in message, message
+    assert ".weight" in message or ".bias" in message, message
+    assert f"rank {ctx.size - 1} does not answer" in message or ctx.size > 2, message
+    return message
+
+
+@check
 def a_dropped_wrapper_is_silent(ctx: Context) -> None:
     """Its model may be wrapped again at once, and trained without any wrapper."""
     model = ctx.build(mlp)
@@ -428,6 +462,34 @@ def rank_skips_a_step(ctx: Context) -> str:
     message = raises(StepMismatchError, lambda: _step(ctx, wrapped, 5))
     assert f"rank {ctx.size - 1} is 1 ahead" in message or last, message
     assert all(parameter.grad is None for parameter in wrapped.parameters()), "a mixed sum was handed out"
+    return message
+
+
+@check
+def rank_skips_a_backward(ctx: Context) -> str:
+    """The last rank really leaves out one backward, as after a loss that it did not like, and goes on to its end.
+
+    Its later backwards meet the others' earlier ones: nothing on the wire tells such a skip from a slow rank. What must
+    not be is a hang: the others' last backward finds nobody, and says where that rank is.
+    """
+    wrapped, oracle = start(ctx)
+    train(ctx, wrapped.module, wrapped, oracle, steps=3)
+    store = dist.distributed_c10d._get_default_store()
+    last = ctx.rank == ctx.size - 1
+    for step in range(3, 6):
+        if last and step == 4:
+            wrapped(ctx.data(3, 6, step=step, rank=ctx.rank)).square().sum()
+            continue
+        if step < 5 or last:
+            _step(ctx, wrapped, step)
+    if last:
+        store.wait([f"gave-up-{rank}" for rank in range(ctx.size - 1)], timedelta(seconds=60))
+        return "done"
+    message = raises(CommunicationError, lambda: _step(ctx, wrapped, 5))
+    store.set(f"gave-up-{ctx.rank}", "1")
+    assert "was not reduced in step 6" in message, message
+    assert "group 0 of 4 (2 gradients, 6.bias … 6.weight" in message, message
+    assert f"rank {ctx.size - 1} is at step 5, outside backward" in message, message
     return message
 
 

@@ -1,0 +1,46 @@
+"""`backbeat lab --train`: a real model over shaped links, under stock DDP and under plans, with the same losses."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("pyroute2", reason="the lab needs pyroute2")
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux" or os.geteuid() != 0, reason="network namespaces need Linux and root"
+)
+
+MODEL = """
+import torch
+from torch import nn
+
+
+def four_layers(batch_size: int = 4):
+    model = nn.Sequential(*[nn.Linear(48, 48) for _ in range(4)])
+    return model, torch.randn(batch_size, 48), lambda model, batch: model(batch).square().mean()
+"""
+
+
+def test_training_in_the_lab_gives_stock_ddps_losses(tmp_path: Path) -> None:
+    (tmp_path / "lab_model.py").write_text(MODEL)
+    kept = tmp_path / "lab.json"
+    done = subprocess.run(
+        [sys.executable, "-m", "backbeat", "lab", "--train", "lab_model:four_layers", "--nodes", "2", "--bandwidth",
+         "100mbit", "-s", "ddp,optimal,decoupled", "--seconds", "0.5s", "--budget", "2s", "--json", "-o", str(kept)],
+        cwd=tmp_path, timeout=120, check=False, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    shown = json.loads(done.stdout)
+    assert [row["strategy"] for row in shown["rows"]] == ["ddp", "optimal", "decoupled"]
+    assert all(row["measured_s"] > 0 and row["iterations"] > 0 for row in shown["rows"])
+    losses = [row["losses"] for row in json.loads(kept.read_text())["rows"]]
+    assert len(losses) == 3
+    common = min(len(found) for found in losses)
+    assert common >= 5
+    # Two ranks: sums do not depend on the groups.
+    assert losses[0][:common] == losses[1][:common] == losses[2][:common]
