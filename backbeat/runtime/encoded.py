@@ -122,12 +122,13 @@ class EncodedDelivery(Delivery):
         dtype = self._dtype(spec)
         numel = sum(parameter.numel() for parameter in parameters)
         velocity = self._with_velocity() and compressor.masks_velocity
+        masked = self.options.factor_masking
         store: Store
         if self._host:
             specs, values, velocities = self._mirrors[dtype]
-            store = HostStore(specs.index(spec), values, velocities if velocity else None)
+            store = HostStore(specs.index(spec), values, velocities if velocity else None, masked=masked)
         else:
-            store = Store(numel, dtype, parameters[0].device, velocity=velocity)
+            store = Store(numel, dtype, parameters[0].device, velocity=velocity, masked=masked)
         return EncodedBucket(
             spec,
             job.parameters,

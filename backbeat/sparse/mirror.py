@@ -89,14 +89,15 @@ class HostStore(Store):
 
     stays = False
 
-    def __init__(self, group: int, values: Mirror, velocity: Mirror | None) -> None:
+    def __init__(self, group: int, values: Mirror, velocity: Mirror | None, *, masked: bool = False) -> None:
         self._group = group
+        self._masked = masked
         self._values = values
         self._velocity = velocity
 
     def open(self) -> Residual:
         velocity = None if self._velocity is None else self._velocity.open(self._group)
-        return Residual(self._values.open(self._group), velocity)
+        return Residual(self._values.open(self._group), velocity, masked=self._masked)
 
     def close(self) -> None:
         self._values.close(self._group)

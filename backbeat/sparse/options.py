@@ -15,6 +15,9 @@ class Options:
 
     momentum_correction: bool = False
     """Keep the momentum of an attached SGD per rank, before the selection, in place of the optimizer's own."""
+    factor_masking: bool = False
+    """With momentum correction, a place that is sent loses its velocity, as DGC does at densities of 0.1 %, so that old
+    momentum does not go on pushing. Where a place is sent every few steps it takes most of the momentum away."""
     warmup_steps: int = 0
     """Steps over which the density falls from 25 % to the plan's."""
     seed: int = 0

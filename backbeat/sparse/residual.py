@@ -15,18 +15,16 @@ def dtype_for(dtype: torch.dtype) -> torch.dtype:
 class Residual:
     """What a rank has not sent yet. Never anybody's `.grad`; unscaled; always finite."""
 
-    def __init__(self, values: torch.Tensor, velocity: torch.Tensor | None = None) -> None:
+    def __init__(self, values: torch.Tensor, velocity: torch.Tensor | None = None, *, masked: bool = False) -> None:
         self.values = values
         self.velocity = velocity
+        self.masked = masked
+        """The velocity of a place that is sent starts anew (factor masking)."""
 
     def take(self, index: torch.Tensor, sent: torch.Tensor) -> None:
-        """Subtract what is sent; what rounding kept back stays. Repeated places must be sent with zero.
-
-        The velocity of a place that is sent starts anew: otherwise a momentum older than the weights it will meet
-        goes on pushing (factor masking).
-        """
+        """Subtract what is sent; what rounding kept back stays. Repeated places must be sent with zero."""
         self.values.index_add_(0, index, sent.to(self.values.dtype).neg())
-        if self.velocity is not None:
+        if self.velocity is not None and self.masked:
             held = self.velocity[index]
             self.velocity.index_add_(0, index, torch.where(sent != 0, held, 0).neg())
 
@@ -41,10 +39,13 @@ class Store:
     stays = True
     """It is there at any time."""
 
-    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device, *, velocity: bool) -> None:
+    def __init__(
+        self, numel: int, dtype: torch.dtype, device: torch.device, *, velocity: bool, masked: bool = False
+    ) -> None:
         self._residual = Residual(
             torch.zeros(numel, dtype=dtype, device=device),
             torch.zeros(numel, dtype=dtype, device=device) if velocity else None,
+            masked=masked,
         )
 
     def open(self) -> Residual:

@@ -515,23 +515,26 @@ def residuals_on_the_host(ctx: Context) -> None:
 
 @check
 def momentum_correction(ctx: Context) -> None:
-    """With everything sent each step's velocity starts anew, which is SGD without momentum; others go without it."""
-    model = ctx.build(mlp)
-    ours: Any = DistributedDataParallel(
-        copy.deepcopy(model), plan=encoded(model, ALL), sparse={"momentum_correction": True}
-    )
-    theirs: Any = TorchDDP(copy.deepcopy(model))
-    optimizer = torch.optim.SGD(ours.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
-    other = torch.optim.SGD(theirs.parameters(), lr=0.1, weight_decay=0.01)
-    ours.attach(optimizer)
-    for step in range(4):
-        backward(ctx, ours, step)
-        optimizer.step()
-        backward(ctx, theirs, step)
-        other.step()
-        other.zero_grad()
-    for mine, yours in zip(ours.parameters(), theirs.parameters(), strict=True):
-        torch.testing.assert_close(mine, yours)
+    """With everything sent it is the optimizer's own momentum, and masked it is none; other optimizers go without."""
+    for masked in (False, True):
+        model = ctx.build(mlp)
+        ours: Any = DistributedDataParallel(
+            copy.deepcopy(model),
+            plan=encoded(model, ALL),
+            sparse={"momentum_correction": True, "factor_masking": masked},
+        )
+        theirs: Any = TorchDDP(copy.deepcopy(model))
+        optimizer = torch.optim.SGD(ours.parameters(), lr=0.1, momentum=0.9)
+        other = torch.optim.SGD(theirs.parameters(), lr=0.1, momentum=0.0 if masked else 0.9)
+        ours.attach(optimizer)
+        for step in range(4):
+            backward(ctx, ours, step)
+            optimizer.step()
+            backward(ctx, theirs, step)
+            other.step()
+            other.zero_grad()
+        for mine, yours in zip(ours.parameters(), theirs.parameters(), strict=True):
+            torch.testing.assert_close(mine, yours)
     unattached = wrap(ctx, SOME, sparse={"momentum_correction": True})
     raises(InputError, lambda: backward(ctx, unattached, 0), "momentum_correction keeps the optimizer's momentum")
     nesterov = wrap(ctx, SOME, sparse={"momentum_correction": True})

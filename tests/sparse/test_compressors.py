@@ -133,9 +133,9 @@ def test_a_tree_of_three_is_refused() -> None:
         compressor_of(Encoding(kind="topk", density=0.1, aggregate="tree"), SHAPES, rank=0, ranks=3)
 
 
-def test_the_velocity_of_places_that_are_sent_starts_anew() -> None:
+def test_masked_velocity_of_places_that_are_sent_starts_anew() -> None:
     velocity = torch.arange(1.0, 7.0)
-    residual = Residual(torch.tensor([0.0, 5.0, 0.1, -7.0, 0.2, 0.0]), velocity)
+    residual = Residual(torch.tensor([0.0, 5.0, 0.1, -7.0, 0.2, 0.0]), velocity, masked=True)
     encoding = Encoding(kind="topk", density=2 / 6, select="exact")
     alone(compressor_of(encoding, [(6,)], rank=0, ranks=1).exchange(residual, step=1, scale=1.0))
     assert velocity.tolist() == [1, 0, 3, 0, 5, 6]

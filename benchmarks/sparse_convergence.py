@@ -1,0 +1,245 @@
+"""Training with encoded groups against dense training: the loss that each reaches in as many steps.
+
+    python benchmarks/sparse_convergence.py [--task cnn,transformer] [--steps 600] [--seeds 0,1,2] [--json FILE]
+
+Two ranks over gloo, on generated data. `cnn`: images of noise with one of eight small patterns somewhere, to be told
+apart by a small convolutional network. `transformer`: sequences to be reversed by a small transformer. Every method
+sees the same data in the same order, with the same optimizer, SGD with momentum 0.9; printed is the mean loss over
+held-out data at the end, one column a seed, and the largest distance to the dense loss of the same seed. Rows are saved
+as they come.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import platform
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+from backbeat.model import Group, Plan
+from backbeat.model.encoding import Encoding
+from backbeat.model.files import write
+from backbeat.runtime import DistributedDataParallel
+
+CLASSES, SIDE = 8, 16
+VOCABULARY, LENGTH = 16, 10
+
+FULL = {"momentum_correction": True, "warmup": 0.25}
+"""Momentum correction, and a warm-up over a quarter of the steps."""
+
+METHODS: dict[str, tuple[Encoding | None, dict[str, Any]]] = {
+    "dense": (None, {}),
+    "top-k 1 %": (Encoding(kind="topk", density=0.01, select="exact"), FULL),
+    "top-k 5 %": (Encoding(kind="topk", density=0.05, select="exact"), FULL),
+    "top-k 1 %, sampled, bf16": (Encoding(kind="topk", density=0.01, values="bf16"), FULL),
+    "top-k 1 %, tree": (Encoding(kind="topk", density=0.01, aggregate="tree"), FULL),
+    "top-k 1 %, masked": (
+        Encoding(kind="topk", density=0.01, select="exact"),
+        {**FULL, "factor_masking": True},
+    ),
+    "top-k 1 %, warm-up only": (Encoding(kind="topk", density=0.01, select="exact"), {"warmup": 0.25}),
+    "top-k 1 %, neither": (Encoding(kind="topk", density=0.01, select="exact"), {}),
+    "random-k 5 %": (Encoding(kind="randomk", density=0.05), FULL),
+    "8 bits": (Encoding(kind="int8"), {}),
+    "low rank 4": (Encoding(kind="powersgd", rank=4), {}),
+}
+
+
+class Convolutional(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(1, 24, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2),
+            nn.Conv2d(24, 48, 3, padding=1), nn.ReLU(), nn.AdaptiveMaxPool2d(2),
+        )  # fmt: skip
+        self.head = nn.Linear(48 * 4, CLASSES)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.head(self.body(x).flatten(1))
+        return found
+
+
+class Transformer(nn.Module):
+    def __init__(self, width: int = 48) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, width)
+        self.places = nn.Parameter(torch.randn(LENGTH, width) * 0.3)
+        layer = nn.TransformerEncoderLayer(width, 4, 2 * width, dropout=0.0, batch_first=True, norm_first=True)
+        self.body = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = nn.Linear(width, VOCABULARY)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.head(self.body(self.tokens(x) + self.places))
+        return found
+
+
+def images(source: torch.Generator, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    patterns = (torch.rand(CLASSES, 5, 5, generator=torch.Generator().manual_seed(5)) > 0.5).float() * 2 - 1
+    labels = torch.randint(CLASSES, (count,), generator=source)
+    places = torch.randint(SIDE - 5, (count, 2), generator=source).tolist()
+    found = 0.4 * torch.randn(count, 1, SIDE, SIDE, generator=source)
+    for image, label, (row, column) in zip(found, labels.tolist(), places, strict=True):
+        image[0, row : row + 5, column : column + 5] += patterns[label]
+    return found, labels
+
+
+def sequences(source: torch.Generator, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens = torch.randint(VOCABULARY, (count, LENGTH), generator=source)
+    return tokens, tokens.flip(1)
+
+
+TASKS = {
+    "cnn": (Convolutional, images, 32, 0.03),
+    "transformer": (Transformer, sequences, 32, 0.05),
+}
+
+
+def loss_of(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    scores = model(batch[0])
+    return functional.cross_entropy(scores.reshape(-1, scores.shape[-1]), batch[1].reshape(-1))
+
+
+def plan_of(model: nn.Module, encoding: Encoding) -> Plan:
+    """Four groups in the order of backward; vectors travel dense, as a planner would send them."""
+    named = list(model.named_parameters())[::-1]
+    vectors = [name for name, parameter in named if parameter.dim() < 2]
+    matrices = [name for name, parameter in named if parameter.dim() > 1]
+    size = math.ceil(len(matrices) / 3)
+    groups = [matrices[start : start + size] for start in range(0, len(matrices), size)]
+    return Plan(
+        strategy="sparse",
+        model=type(model).__name__,
+        channels=1,
+        groups=(
+            *(Group(gradients=tuple(group), channel=0, encoding=encoding) for group in groups),
+            Group(gradients=tuple(vectors), channel=0),
+        ),
+    )
+
+
+def train(task: str, method: str, seed: int, steps: int, rank: int) -> float:
+    """The loss over held-out data in the end."""
+    factory, data, batch, rate = TASKS[task]
+    torch.manual_seed(seed)
+    model = factory()
+    encoding, options = METHODS[method]
+    if encoding is None:
+        wrapped: Any = TorchDDP(model)
+    else:
+        chosen = {key: value for key, value in options.items() if key != "warmup"}
+        chosen["warmup_steps"] = int(options.get("warmup", 0) * steps)
+        wrapped = DistributedDataParallel(model, plan=plan_of(model, encoding), sparse=chosen)
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=rate, momentum=0.9)
+    if encoding is not None:
+        wrapped.attach(optimizer)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2 * rate, total_steps=steps, cycle_momentum=False)
+    source = torch.Generator().manual_seed(1000 * seed + rank)
+    for _ in range(steps):
+        loss_of(wrapped, data(source, batch)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+    with torch.no_grad():
+        return float(loss_of(model.eval(), data(torch.Generator().manual_seed(99), 1024)))
+
+
+@contextmanager
+def job(arguments: argparse.Namespace) -> Iterator[None]:
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=arguments.rank, world_size=2)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def work(arguments: argparse.Namespace) -> None:
+    """One rank: every row in turn; rank 0 prints and saves."""
+    rows: list[dict[str, Any]] = []
+    with job(arguments):
+        for task in arguments.task.split(","):
+            dense: list[float] = []
+            for method in METHODS if arguments.methods is None else arguments.methods.split(";"):
+                begin = time.perf_counter()
+                losses = [
+                    train(task, method, int(seed), arguments.steps, arguments.rank)
+                    for seed in arguments.seeds.split(",")
+                ]
+                dense = dense or losses
+                gap = max(loss - other for loss, other in zip(losses, dense, strict=True))
+                row = {
+                    "task": task, "method": method, "steps": arguments.steps, "losses": losses, "worst_gap": gap,
+                    "seconds": time.perf_counter() - begin,
+                }  # fmt: skip
+                rows.append(row)
+                if arguments.rank == 0:
+                    shown = "  ".join(f"{loss:.4f}" for loss in losses)
+                    print(
+                        f"{task:12s} {method:36s} {shown}   worst gap {gap:+.4f}   {row['seconds']:.0f} s", flush=True
+                    )
+                    if arguments.json:
+                        save(arguments, rows)
+
+
+def save(arguments: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
+    record = {
+        "command": " ".join(["python", "benchmarks/sparse_convergence.py", *arguments.given]),
+        "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}",
+        "date": datetime.now(UTC).date().isoformat(),
+        "rows": rows,
+    }
+    write(Path(arguments.json), json.dumps(record, indent=1).encode())
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--task", default="cnn,transformer")
+    parser.add_argument("--methods", help="names from the table, separated by semicolons; the first is the base")
+    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--seeds", default="0,1,2")
+    parser.add_argument("--json", default="", help="where to save the rows")
+    parser.add_argument("--rank", type=int, default=-1, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    arguments.given = [word for word in sys.argv[1:] if not word.startswith("--rank")]
+    if arguments.rank >= 0:
+        work(arguments)
+        return
+    environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen([sys.executable, __file__, *sys.argv[1:], f"--rank={rank}"], env=environment)
+        for rank in range(2)
+    ]
+    try:
+        codes = [rank.wait() for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    if any(codes):
+        raise SystemExit(max(codes))
+
+
+if __name__ == "__main__":
+    main()
