@@ -1,0 +1,334 @@
+"""The whole of sparse in a memory budget on one GPU: profile, plan for budgets, train, against the usual ways.
+
+    python benchmarks/memory_budget.py FOLDER [--models resnet152,bert_large] [--rows sparse,dense,usual,overhead]
+
+Writes FOLDER/<model>.profile.json, the plans, and FOLDER/<model>.json after every row. Budgets are bytes on the device
+over the timed steps (`max_memory_allocated`); each planned row holds what was predicted beside what was measured. One
+rank: what encoded groups cost the device is there, their traffic is not. bf16 autocast, SGD with momentum.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import json
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+from memory_activations import checkpointed, links_of, measure_run, repeated
+
+from backbeat import Network, Plan, Profile, plan, predict
+from backbeat.errors import InputError
+from backbeat.measure import profile as measure_profile
+from backbeat.model import Encoding, Group
+from backbeat.model.files import write
+from backbeat.planners.memory import Search, uniform
+from backbeat.runtime import DistributedDataParallel
+from backbeat.simulate.holdings import Holdings
+from backbeat.simulate.memory import Chain, plan_of
+from backbeat.zoo import models
+
+BATCH = {"resnet152": 256, "bert_large": 64}
+SPARSE_GB = {"resnet152": (4.5, 6.0, 9.0), "bert_large": (5.7, 7.0, 10.0)}
+DENSE_GB = {"resnet152": (5.0, 8.0, 14.0), "bert_large": (7.0, 9.0, 12.0)}
+DENSITY = 0.01
+GROUP_BYTES = 25 * 2**20
+SMALL_BYTES = 2**16
+Setup = tuple[Any, Any, Any, torch.optim.Optimizer]
+
+
+def bert_classifier(batch_size: int, device: str) -> Any:
+    """BERT-Large with a classifier of two classes, 128 tokens a sample: no vocabulary-wide output."""
+    import transformers
+
+    config = transformers.BertConfig(
+        hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, intermediate_size=4096
+    )
+    with torch.device(device):
+        model = transformers.BertForSequenceClassification(config)
+        tokens = torch.randint(0, config.vocab_size, (batch_size, 128))
+        labels = torch.randint(0, 2, (batch_size,))
+    return model.train(), {"input_ids": tokens, "labels": labels}, lambda one, batch: one(**batch).loss
+
+
+FACTORIES: dict[str, Callable[..., Any]] = {"resnet152": models.resnet152, "bert_large": bert_classifier}
+
+
+def setup(name: str, device: str, batch: int) -> Setup:
+    torch.manual_seed(0)
+    model, data, loss = FACTORIES[name](batch_size=batch, device=device)
+    return model, data, loss, torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+
+
+def encoded_plan(profile: Profile) -> Plan:
+    """Every tensor above 64 KiB in top-k groups of about 25 MiB in ready order, the small ones dense at the end."""
+    groups: list[list[str]] = [[]]
+    size = 0
+    small = []
+    for gradient in profile.gradients:
+        if gradient.bytes <= SMALL_BYTES:
+            small.append(gradient.name)
+            continue
+        if size >= GROUP_BYTES:
+            groups.append([])
+            size = 0
+        groups[-1].append(gradient.name)
+        size += gradient.bytes
+    encoding = Encoding(kind="topk", density=DENSITY)
+    return Plan(
+        strategy="custom",
+        model=profile.model,
+        workers=1,
+        channels=1,
+        groups=(
+            *(Group(gradients=tuple(names), channel=0, encoding=encoding) for names in groups),
+            *((Group(gradients=tuple(small), channel=0),) if small else ()),
+        ),
+    )
+
+
+class NaiveTopK:
+    """Residual, velocity and a dense result for each parameter, one after the other: what the usual loop does."""
+
+    def __init__(self, model: Any, lr: float) -> None:
+        self.parameters = list(model.parameters())
+        self.optimizer = torch.optim.SGD(self.parameters, lr=lr)
+        self.residual = [torch.zeros_like(one) for one in self.parameters]
+        self.velocity = [torch.zeros_like(one) for one in self.parameters]
+
+    def step(self) -> None:
+        with torch.no_grad():
+            for parameter, residual, velocity in zip(self.parameters, self.residual, self.velocity, strict=True):
+                if parameter.grad is None:
+                    continue
+                velocity.mul_(0.9).add_(parameter.grad)
+                residual.add_(velocity)
+                flat = residual.view(-1)
+                places = flat.abs().topk(max(1, int(flat.numel() * DENSITY))).indices
+                dense = torch.zeros_like(flat)
+                dense[places] = flat[places]
+                flat[places] = 0
+                velocity.view(-1)[places] = 0
+                parameter.grad = dense.view_as(parameter)
+        self.optimizer.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.optimizer.zero_grad(set_to_none)
+
+
+def wrapped_run(given: Setup, made: Plan, iterations: int, attach: bool = True) -> dict[str, Any]:
+    model, data, loss, optimizer = given
+    ddp = DistributedDataParallel(model, plan=made, broadcast_buffers=False)
+    if attach:
+        ddp.attach(optimizer)
+    try:
+        return measure_run(ddp, data, loss, optimizer, iterations=iterations)
+    finally:
+        if ddp._memory is not None:
+            ddp._memory.remove()
+        ddp._remove_autograd_hooks()
+
+
+class Table:
+    """Rows of one model, written after each."""
+
+    def __init__(self, folder: Path, name: str, device: str) -> None:
+        self.path = folder / f"{name}.json"
+        self.document: dict[str, Any] = {
+            "model": name,
+            "batch": BATCH[name],
+            "precision": "bf16",
+            "density": DENSITY,
+            "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
+            "torch": torch.__version__,
+            "date": time.strftime("%Y-%m-%d"),
+            "rows": {},
+        }
+
+    def add(self, name: str, run: Callable[[], dict[str, Any]], **more: Any) -> None:
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        begun = time.perf_counter()
+        try:
+            row = {**run(), **more}
+        except Exception as error:
+            row = {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc(limit=-6), **more}
+        row["took_s"] = round(time.perf_counter() - begun, 1)
+        self.document["rows"][name] = row
+        peak, wanted = row.get("peak_bytes") or 0, row.get("predicted_peak_bytes") or 0
+        print(
+            f"{self.document['model']:11s} {name:44s} {row.get('ms', float('nan')):8.1f} ms {peak / 1e9:6.2f} GB"
+            + (f"  predicted {row.get('predicted_ms', 0):.0f} ms {wanted / 1e9:.2f} GB" if wanted else "")
+            + (f"  {row['error'][:200]}" if "error" in row else "")
+            + f"  [{row['took_s']} s]",
+            flush=True,
+        )
+        self.save()
+
+    def save(self) -> None:
+        write(self.path, json.dumps(self.document, indent=1).encode())
+
+
+def usual_rows(table: Table, name: str, device: str, iterations: int) -> None:
+    batch = BATCH[name]
+
+    def checkpoint_run() -> dict[str, Any]:
+        model, data, loss, optimizer = setup(name, device, batch)
+        with checkpointed(model, repeated(links_of(model, data, loss, torch.bfloat16))):
+            return measure_run(model, data, loss, optimizer, iterations=iterations)
+
+    def naive_run() -> dict[str, Any]:
+        model, data, loss, _ = setup(name, device, batch)
+        return measure_run(model, data, loss, NaiveTopK(model, 1e-3), iterations=iterations)  # type: ignore[arg-type]
+
+    def host_run() -> dict[str, Any]:
+        given = setup(name, device, batch)
+        return measure_run(
+            *given,
+            around=lambda: torch.autograd.graph.save_on_cpu(pin_memory=device == "cuda"),
+            iterations=2,
+            warmup=2,
+        )
+
+    table.add("plain", lambda: measure_run(*setup(name, device, batch), iterations=iterations))
+    table.add("naive top-k, residual and velocity", naive_run)
+    table.add("checkpoint every block (torch)", checkpoint_run)
+    table.add("save_on_cpu(pin_memory=True)", host_run)
+
+
+def planned_rows(table: Table, profile: Profile, kind: str, device: str, iterations: int, folder: Path) -> None:
+    name = table.document["model"]
+    base = encoded_plan(profile) if kind == "sparse" else None
+    for gigabytes in (SPARSE_GB if kind == "sparse" else DENSE_GB)[name]:
+        for residuals in ("device", "host") if kind == "sparse" and gigabytes == SPARSE_GB[name][0] else ("device",):
+            label = f"{kind} {gigabytes:g} GB" + (", residuals on the host" if residuals == "host" else "")
+            try:
+                made = budgeted(profile, base, round(gigabytes * 1e9), residuals)
+            except InputError as error:
+                table.document["rows"][label] = {"refused": str(error)}
+                print(f"{name:11s} {label:44s} {error}", flush=True)
+                table.save()
+                continue
+            made.save(folder / f"{name}-{label.replace(' ', '-').replace(',', '')}.plan.json")
+            result = predict(profile, Network.load("10gbe").at(workers=1), made, broadcast_buffers=False)
+            assert made.memory is not None
+            table.add(
+                label,
+                lambda made=made: wrapped_run(setup(name, device, BATCH[name]), made, iterations),
+                budget_bytes=made.memory.budget_bytes,
+                predicted_peak_bytes=made.memory.peak_bytes,
+                predicted_ms=result.iteration_s * 1e3,
+                actions={
+                    what: sum(len(one.blocks) for one in made.memory.segments if (one.action, one.input) == key)
+                    for what, key in {
+                        "keep": ("keep", "keep"),
+                        "recompute": ("recompute", "keep"),
+                        "recompute, input offloaded": ("recompute", "offload"),
+                        "offload": ("offload", "keep"),
+                    }.items()
+                },
+                segments=len(made.memory.segments),
+            )
+    if kind == "dense":
+        chain = Chain.of(profile, Holdings.of(profile, None, "device", 1))
+        for policy, units in uniform(chain).items():
+            if policy == "keep":
+                continue
+            run = Search(chain).run(units)
+            memory = msgspec.convert({"segments": msgspec.to_builtins(plan_of(profile, units))}, type(made.memory))
+            table.add(
+                f"uniform: {policy}",
+                lambda memory=memory: measure_run(*setup(name, device, BATCH[name]), memory, iterations=iterations),
+                predicted_peak_bytes=run.peak_bytes,
+                predicted_ms=(run.time_s + profile.update_s) * 1e3,
+            )
+
+
+def budgeted(profile: Profile, base: Plan | None, budget: int, residuals: Any) -> Plan:
+    from backbeat.planners.memory import memory_plan
+
+    groups = base if base is not None else plan(profile, Network.load("10gbe").at(workers=1), "ddp")
+    return msgspec.structs.replace(groups, memory=memory_plan(profile, budget, groups, residuals=residuals, workers=1))
+
+
+def overhead_rows(table: Table, profile: Profile, device: str, iterations: int) -> None:
+    name = table.document["model"]
+    encoded = encoded_plan(profile)
+    dense = msgspec.structs.replace(
+        encoded, groups=tuple(msgspec.structs.replace(group, encoding=None) for group in encoded.groups)
+    )
+    for turn in ("", ", again"):
+        table.add(
+            f"dense groups, no memory plan{turn}",
+            lambda: wrapped_run(setup(name, device, BATCH[name]), dense, iterations, attach=False),
+        )
+        table.add(
+            f"top-k groups, updates attached{turn}",
+            lambda: wrapped_run(setup(name, device, BATCH[name]), encoded, iterations),
+        )
+    table.add(
+        "top-k groups, gradients handed out",
+        lambda: wrapped_run(setup(name, device, BATCH[name]), encoded, iterations, attach=False),
+    )
+
+
+@contextlib.contextmanager
+def one_rank(device: str) -> Iterator[None]:
+    with tempfile.TemporaryDirectory() as folder:
+        dist.init_process_group(
+            "nccl" if device == "cuda" else "gloo",
+            init_method=f"file://{folder}/meet",
+            rank=0,
+            world_size=1,
+            device_id=torch.device("cuda", 0) if device == "cuda" else None,
+        )
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--models", default="resnet152,bert_large")
+    parser.add_argument("--rows", default="sparse,dense,overhead,usual")
+    parser.add_argument("--iterations", type=int, default=5)
+    parser.add_argument("--batch", type=int, help="instead of the models' own")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    given = parser.parse_args()
+    given.folder.mkdir(parents=True, exist_ok=True)
+    wanted = given.rows.split(",")
+    for name in given.models.split(","):
+        if given.batch:
+            BATCH[name] = given.batch
+        with one_rank(given.device):
+            table = Table(given.folder, name, given.device)
+            model, data, loss, optimizer = setup(name, given.device, BATCH[name])
+            profile = measure_profile(
+                model, data, loss, optimizer, precision="bf16", iterations=10, warmup=3, keep=False,
+                batch_size=BATCH[name], model_name=name, device=given.device,
+            )  # fmt: skip
+            profile.save(given.folder / f"{name}.profile.json")
+            print(name, "profiled:", len(profile.blocks), "blocks", f"{profile.single_s * 1e3:.1f} ms", flush=True)
+            del model, data, loss, optimizer
+            for kind in wanted:
+                if kind in ("sparse", "dense"):
+                    planned_rows(table, profile, kind, given.device, given.iterations, given.folder)
+                elif kind == "overhead":
+                    overhead_rows(table, profile, given.device, given.iterations)
+                elif kind == "usual":
+                    usual_rows(table, name, given.device, given.iterations)
+
+
+if __name__ == "__main__":
+    main()
