@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 import backbeat as bb
+from tests.chains import resnet152
 from tests.cli.test_verbs import answer, run
-from tests.memory_models import resnet152
 
 GB = 10**9
 

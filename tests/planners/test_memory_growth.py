@@ -11,7 +11,7 @@ from backbeat.planners.max_batch import batches
 from backbeat.simulate.growth import grown
 from backbeat.simulate.holdings import Holdings
 from backbeat.simulate.memory import course
-from tests.memory_models import resnet152
+from tests.chains import resnet152
 
 GB = 10**9
 

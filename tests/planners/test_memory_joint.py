@@ -11,7 +11,7 @@ from backbeat.errors import InputError
 from backbeat.model import Network, Profile
 from backbeat.planners.sparse import SMALL_BYTES
 from backbeat.simulate.memory import course
-from tests.memory_models import chains, resnet152
+from tests.chains import chains, resnet152
 from tests.problems import affine, make_profile, networks, profiles
 
 GB = 10**9

@@ -15,7 +15,7 @@ from backbeat.planners.memory import Search, memory_plan
 from backbeat.planners.moves import uniform
 from backbeat.simulate.holdings import Holdings
 from backbeat.simulate.memory import FETCH, KEEP, OFFLOAD, RECOMPUTE, Chain, Unit, course
-from tests.memory_models import chains, resnet152
+from tests.chains import chains, resnet152
 
 GB = 10**9
 

@@ -11,7 +11,7 @@ from backbeat.errors import InputError
 from backbeat.model import Block, Encoding, Gradient, Group, HostLink, Memory, MemoryPlan, Plan, Profile, Segment
 from backbeat.simulate.holdings import Holdings
 from backbeat.simulate.memory import FETCH, KEEP, OFFLOAD, RECOMPUTE, Chain, Unit, course, plan_of, units_of
-from tests.memory_models import chains, resnet152
+from tests.chains import chains, resnet152
 from tests.problems import make_profile
 
 
