@@ -90,7 +90,7 @@ class BlockForward:
 
 
 class Kept:
-    """Nothing changes, but tensors of other blocks leave and come back while this one runs."""
+    """Autograd keeps what it saves; tensors of other blocks leave and come back while this one runs."""
 
     def __init__(self, tape: Tape) -> None:
         self._tape = tape
@@ -98,7 +98,15 @@ class Kept:
     def run(self, block: BlockForward, args: Any, kwargs: Any) -> Any:
         self._tape.begin_block()
         unit = self._tape.begin_unit()
-        output = block.original(*args, **kwargs)
+
+        def pack(tensor: torch.Tensor) -> Stayed:
+            stayed = Stayed(tensor, block.name)
+            # A neighbour may want to send the same storage, which would free nothing.
+            self._tape.keeps(tensor, stayed)
+            return stayed
+
+        with saved_tensors_hooks(pack, _unpack):
+            output = block.original(*args, **kwargs)
         self._tape.call_when_reached(tensors_of(output), unit)
         return output
 
@@ -166,7 +174,7 @@ class Offloaded:
 class Stayed:
     """A saved tensor that is not worth moving, with the check autograd leaves to whoever packs."""
 
-    __slots__ = ("_by", "_tensor", "_version")
+    __slots__ = ("__weakref__", "_by", "_tensor", "_version")
 
     def __init__(self, tensor: torch.Tensor, by: str) -> None:
         # Detached: a node that held its own output would keep itself alive for ever.

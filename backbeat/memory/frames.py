@@ -42,7 +42,7 @@ class Slot(NamedTuple):
     output: int
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, weakref_slot=True, eq=False)
 class Here:
     """An argument from outside the frame, held where it is."""
 
@@ -175,7 +175,10 @@ class Frame:
         # What needs no gradient (the batch, masks) is alive anyway, or small.
         if offload and self._tape is not None and leaf.grad_fn is not None and movable(leaf):
             return Elsewhere(self._tape.send(leaf, self.unit, by), leaf.requires_grad)
-        return Here(leaf.detach(), version_of(leaf), leaf.requires_grad)
+        here = Here(leaf.detach(), version_of(leaf), leaf.requires_grad)
+        if self._tape is not None and leaf.grad_fn is not None:
+            self._tape.keeps(leaf, here)
+        return here
 
     def recompute(self) -> None:
         """Run the blocks again and fill the holders that are still wanted."""

@@ -87,8 +87,8 @@ class Parcel:
     """One storage: on the device, on its way to the host, there, or back. Its host buffer is returned when it dies."""
 
     __slots__ = (
-        "__weakref__", "_arrived", "_buffer", "_by", "_changed", "_line", "_sent", "_size", "_source", "_target",
-        "_version",
+        "__weakref__", "_arrived", "_buffer", "_by", "_changed", "_line", "_sent", "_size", "_source", "_stays",
+        "_target", "_version",
     )  # fmt: skip
 
     def __init__(self, line: Line, tensor: torch.Tensor, by: str) -> None:
@@ -97,6 +97,7 @@ class Parcel:
         self._source: torch.Tensor | None = tensor.detach()
         self._version = version_of(tensor)
         self._changed = False
+        self._stays = False
         whole = _bytes_of(tensor.untyped_storage(), tensor.device)
         self._size = whole.numel()
         self._buffer, self._sent = line.send(whole)
@@ -116,9 +117,13 @@ class Parcel:
             self._changed = True
         return self._changed
 
+    def stay(self) -> None:
+        """Somebody keeps this storage on the device: giving it up would free nothing, and bring a second one back."""
+        self._stays = self._source is not None
+
     def leave(self) -> None:
         """Give the device's memory up; the compute stream waits for the copy before anything uses it again."""
-        if self._source is not None:
+        if self._source is not None and not self._stays:
             self._line.wait(self._sent)
             self._changed = self.changed
             self._source = None
@@ -130,10 +135,7 @@ class Parcel:
     def storage(self) -> torch.UntypedStorage:
         """On the device, for the compute stream."""
         if self.changed:
-            raise InputError(
-                f"a tensor of block {self._by!r} was changed in place after it was saved for backward: "
-                "do not write into it, or keep the block instead of offloading"
-            )
+            raise InputError(_changed_in_place(self._by))
         if self._source is not None:
             return self._source.untyped_storage()
         self.prefetch()
@@ -143,12 +145,32 @@ class Parcel:
         return self._target.untyped_storage()
 
 
+class Unsent:
+    """Stands for a parcel where somebody keeps the storage on the device anyway."""
+
+    __slots__ = ("_by", "_source", "_version")
+
+    def __init__(self, tensor: torch.Tensor, by: str) -> None:
+        self._by = by
+        self._source = tensor.detach()
+        self._version = version_of(tensor)
+
+    @property
+    def changed(self) -> bool:
+        return version_of(self._source) != self._version
+
+    def storage(self) -> torch.UntypedStorage:
+        if self.changed:
+            raise InputError(_changed_in_place(self._by))
+        return self._source.untyped_storage()
+
+
 class Away:
     """A tensor whose storage is a parcel."""
 
     __slots__ = ("_dtype", "_offset", "_shape", "_stride", "parcel")
 
-    def __init__(self, parcel: Parcel, tensor: torch.Tensor) -> None:
+    def __init__(self, parcel: Parcel | Unsent, tensor: torch.Tensor) -> None:
         self.parcel = parcel
         self._dtype = tensor.dtype
         self._shape, self._stride, self._offset = tensor.shape, tensor.stride(), tensor.storage_offset()
@@ -170,6 +192,8 @@ class Tape:
         self._on_the_way: dict[int, weakref.ref[Parcel]] = {}
         """By storage, exactly those that `_leaving` holds: a storage's address is its identity only while it lives."""
         self._of_unit: dict[int, list[weakref.ref[Parcel]]] = {}
+        self._kept: dict[int, tuple[weakref.ref[Any], int]] = {}
+        """By storage: who keeps it on the device, and which state of it."""
         self._lines: dict[torch.device, Line] = {}
 
     def __reduce__(self) -> Any:
@@ -200,9 +224,32 @@ class Tape:
             del self._of_unit[oldest]
         return self._units
 
-    def send(self, tensor: torch.Tensor, unit: int, by: str) -> Away:
-        """Start to move a tensor's storage to the host, once however many views of it are sent."""
+    def keeps(self, tensor: torch.Tensor, owner: Any) -> None:
+        """The owner keeps this storage on the device as long as it lives: sending it would free nothing."""
+        if not movable(tensor):
+            return
         key = int(tensor.untyped_storage()._cdata)
+        known = self._on_the_way.get(key)
+        parcel = known() if known is not None else None
+        if parcel is not None and not parcel.changed:
+            parcel.stay()
+
+        def forget(reference: weakref.ref[Any]) -> None:
+            entry = self._kept.get(key)
+            if entry is not None and entry[0] is reference:
+                del self._kept[key]
+
+        self._kept[key] = weakref.ref(owner, forget), version_of(tensor)
+
+    def send(self, tensor: torch.Tensor, unit: int, by: str) -> Away:
+        """Start to move a tensor's storage to the host, once however many views of it are sent.
+
+        It stays where a kept block before has saved it too, or a kept block right behind will.
+        """
+        key = int(tensor.untyped_storage()._cdata)
+        kept = self._kept.get(key)
+        if kept is not None and kept[0]() is not None and kept[1] == version_of(tensor):
+            return Away(Unsent(tensor, by), tensor)
         known = self._on_the_way.get(key)
         parcel = known() if known is not None else None
         if parcel is None or parcel.changed:
@@ -252,6 +299,13 @@ def movable(tensor: torch.Tensor) -> bool:
         return tensor.untyped_storage().nbytes() >= SMALLEST_BYTES
     except (NotImplementedError, RuntimeError):
         return False
+
+
+def _changed_in_place(by: str) -> str:
+    return (
+        f"a tensor of block {by!r} was changed in place after it was saved for backward: "
+        "do not write into it, or keep the block instead of offloading"
+    )
 
 
 def _bytes_of(storage: torch.UntypedStorage, device: torch.device) -> torch.Tensor:

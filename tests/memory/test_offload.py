@@ -158,3 +158,32 @@ def test_the_streams_are_told_in_an_order_that_is_safe(monkeypatch):
     tape.send(tensor(4.0), tape.begin_unit(), "block")
     # The buffer was read by the copy back: it is not overwritten before that is done.
     assert log == ["out waits for stream compute", "out waits for in 1", "out records 2"]
+
+
+class Owner:
+    """Whoever keeps a tensor."""
+
+
+def test_what_a_kept_block_holds_is_not_sent_and_not_brought_back_twice():
+    tape = Tape(lag=1)
+    tape.begin_block()
+    owner, source = Owner(), tensor(size=1 << 15)
+    tape.keeps(source, owner)
+    away = tape.send(source, tape.begin_unit(), "block")
+    assert tape.host_bytes == 0
+    assert away.tensor().data_ptr() == source.data_ptr()
+    # Kept by the block right behind the one that sends it.
+    other = tensor(size=1 << 15)
+    sent = tape.send(other, tape.begin_unit(), "block")
+    tape.keeps(other, owner)
+    for _ in range(4):
+        tape.begin_block()
+    assert sent.tensor().data_ptr() == other.data_ptr()
+    # Once the owner has gone, or the tensor has been written into, it is sent as any other.
+    del owner
+    gc.collect()
+    assert tape._kept == {}
+    before = tape.host_bytes
+    kept = tape.send(source, tape.begin_unit(), "block")
+    assert tape.host_bytes == before + source.numel() * 4
+    del kept
