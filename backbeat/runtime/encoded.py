@@ -15,7 +15,7 @@ the rest when backward has ended: so the order of collectives is the same on eve
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +33,7 @@ from backbeat.sparse import checkpoint, select, wire
 from backbeat.sparse.compressors import compressor_of
 from backbeat.sparse.mirror import HostStore, Mirror
 from backbeat.sparse.options import Options
-from backbeat.sparse.residual import Store, dtype_for
+from backbeat.sparse.residual import Scratch, Store, dtype_for
 from backbeat.sparse.warmup import density_at
 
 if TYPE_CHECKING:
@@ -62,11 +62,14 @@ class EncodedDelivery(Delivery):
         self._carried: dict[str, tuple[torch.Tensor, torch.Tensor | None]] = {}
         """Residuals, by name, of parameters that no encoded group has at present."""
         self._steps_before = 0
-        self._scratch: dict[torch.dtype, torch.Tensor] = {}
+        self._scratch = Scratch()
+        self._gathered = Scratch()
+        """Where gradients of one group are collected; apart from the scratch, which another stream may be using."""
         self._numbers: torch.Tensor | None = None
         self._checked = False
         self._installed = False
         self._folds: bytearray = bytearray()
+        self._folding = False
         device = job.channels.device
         self._side: Any = _cuda.Stream(device) if device.type == "cuda" else None
         # Where waiting means to wait on a stream, an exchange is queued whole when its group leaves.
@@ -85,7 +88,7 @@ class EncodedDelivery(Delivery):
 
     def prepare(self, partition: Partition) -> None:
         self._keep_residuals()
-        self._scratch = {}
+        self._scratch, self._gathered = Scratch(), Scratch()
         encoded = [spec for spec in partition.groups if spec.encoding is not None]
         for spec in encoded:
             _check(spec, self.job, host=self._host)
@@ -121,6 +124,7 @@ class EncodedDelivery(Delivery):
         )
         dtype = self._dtype(spec)
         numel = sum(parameter.numel() for parameter in parameters)
+        self._scratch.want(numel, dtype)
         velocity = self._with_velocity() and compressor.masks_velocity
         masked = self.options.factor_masking
         store: Store
@@ -138,6 +142,7 @@ class EncodedDelivery(Delivery):
             sent_bytes=sent_bytes(encoding, [tuple(parameter.shape) for parameter in parameters]),
             dense=not self.attached,
             momentum_of=self.updates.momentum_of if velocity else None,
+            gathering=self._gathered,
         )
 
     def installed(self) -> None:
@@ -153,7 +158,12 @@ class EncodedDelivery(Delivery):
             for place, parameter in zip(bucket.members, bucket.parameters, strict=True):
                 size = parameter.numel() * parameter.element_size()
                 self._folds[place] = early and size >= FOLD_BYTES
-        self.arrived = self._arrived if any(self._folds) else None
+        self._folding = any(self._folds)
+
+    @property
+    def arrived(self) -> Callable[[int], None] | None:  # type: ignore[override]
+        # Made anew each time: kept, it would keep the delivery alive.
+        return self._arrived if self._folding else None
 
     def _arrived(self, place: int) -> None:
         bucket = self.job.groups.buckets[self.job.round.home[place]]
@@ -205,12 +215,13 @@ class EncodedDelivery(Delivery):
     def sign(self, message: torch.Tensor) -> None:
         """Tell the others of a gradient that was not finite; `message` will hold the sums."""
         self._numbers = message
-        found = [fault for fault in (bucket.take_fault() for bucket in self._encoded) if fault is not None]
+        found = [fault for bucket in self._encoded for fault in bucket.take_faults()]
         if found and not self.job.round.broken:
+            sizes, numbers = (torch.cat([part.to(message) for part in parts]) for parts in zip(*found, strict=True))
             at = control.Layout(
                 groups=len(self.job.groups.buckets), ranks=self.job.channels.size, parameters=0
             ).faults_at
-            message[at + self.job.channels.rank] = torch.stack(found).amax().to(message)
+            message[at + self.job.channels.rank] = torch.where(sizes.isfinite(), 0, numbers).amax()
 
     def received(self, flight: Flight) -> torch.Tensor:
         bucket = flight.bucket
@@ -396,11 +407,7 @@ class EncodedDelivery(Delivery):
     def _apply(self, bucket: EncodedBucket, used: Sequence[bool] | None) -> None:
         if bucket.write is None:
             return
-        scratch = self._scratch.get(bucket.dtype)
-        if scratch is None:
-            size = max(other.numel for other in self._encoded if other.dtype == bucket.dtype)
-            scratch = self._scratch[bucket.dtype] = torch.empty(size, dtype=bucket.dtype, device=bucket.device)
-        parameters = bucket.expose(scratch, used)
+        parameters = bucket.expose(self._scratch.lend(bucket.dtype, bucket.device), used)
         if parameters:
             corrected = self.options.momentum_correction and bucket.compressor.masks_velocity
             self.updates.apply(parameters, without_momentum=corrected)

@@ -13,7 +13,7 @@ import torch
 
 from backbeat.errors import InputError
 from backbeat.runtime.buckets import Bucket, views_of
-from backbeat.sparse.residual import Residual, Store, accumulate
+from backbeat.sparse.residual import Residual, Scratch, Store, accumulate, gather_finite
 
 if TYPE_CHECKING:
     from torch.nn import Parameter
@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from backbeat.runtime.partition import GroupSpec
     from backbeat.runtime.rounds import Round
     from backbeat.sparse.exchange import Collective, Compressor, Exchange, Write
+
+
+HOSTS = {"cpu"}
+"""Kinds of device that may be asked at any time whether a gradient is finite."""
 
 
 class EncodedBucket(Bucket):
@@ -39,6 +43,7 @@ class EncodedBucket(Bucket):
         sent_bytes: int,
         dense: bool,
         momentum_of: Callable[[Any], float] | None,
+        gathering: Scratch,
     ) -> None:
         self.spec = spec
         self.members = spec.members
@@ -58,11 +63,17 @@ class EncodedBucket(Bucket):
         self._sent_bytes = sent_bytes
         self._momentum_of = momentum_of
         self._numbers = torch.tensor([place + 1 for place in self.members], dtype=torch.float32).to(self.device)
+        self._number = self._numbers.split(1)
         self._views: tuple[Residual, list[torch.Tensor], list[torch.Tensor]] | None = None
         self._positions = {place: position for position, place in enumerate(self.members)}
         self._folded: set[int] = set()
         """Positions whose gradient was added as it came."""
-        self._faults: list[torch.Tensor] = []
+        self._faults: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """Largest magnitudes of gradients, not finite where these are not, and the numbers of their parameters."""
+        self._gathered = gathering
+        gathering.want(self.numel, dtype)
+        self._slots_lent: tuple[int, list[torch.Tensor]] | None = None
+        self._slots_shown: tuple[int, list[torch.Tensor]] | None = None
         self._muted = False
         self._exchange: Exchange | None = None
         self.touched = bytearray(len(self.members))
@@ -137,8 +148,8 @@ class EncodedBucket(Bucket):
             self._folded.add(position)
 
     def _add(self, positions: Sequence[int], gradients: Sequence[torch.Tensor | None]) -> None:
-        residual, values, velocities = self._opened()
-        targets, sources, places = [], [], []
+        """Add gradients to the residual, through the velocity where there is one, and take them away."""
+        places, sources = [], []
         for position in positions:
             gradient = gradients[position]
             self.touched[position] = 1
@@ -150,19 +161,44 @@ class EncodedBucket(Bucket):
                     )
                 places.append(position)
                 sources.append(gradient)
-                targets.append((velocities or values)[position])
                 self.parameters[position].grad = None
         if not places:
             return
-        if residual.velocity is not None and self._momentum_of is not None:
-            for position, target in zip(places, targets, strict=True):
-                target.mul_(self._momentum_of(self.parameters[position]))
-        faulty = accumulate(targets, sources)
-        if residual.velocity is not None:
-            torch._foreach_add_([values[position] for position in places], targets)
-        whole = len(places) == len(self.members)
-        numbers = self._numbers if whole else self._numbers[torch.tensor(places, device=self.device)]
-        self._faults.append(torch.where(faulty, numbers, 0).amax())
+        residual, values, velocities = self._opened()
+        if self._momentum_of is not None:
+            momenta = [self._momentum_of(self.parameters[position]) for position in places]
+            torch._foreach_mul_([velocities[position] for position in places], momenta)
+        if self.device.type in HOSTS:
+            targets = [(velocities or values)[position] for position in places]
+            faulty = accumulate(targets, sources)
+            number = max((self.members[p] + 1 for p, bad in zip(places, faulty, strict=True) if bad), default=0)
+            if number:
+                self._faults.append((torch.tensor([float("nan")]), torch.tensor([float(number)])))
+        else:
+            whole = len(places) == len(self.members)
+            single = self._alone(places[0]) if len(places) == 1 else None
+            flat, slots = single or self._gathering()
+            chosen = slots if single is not None else [slots[position] for position in places]
+            sizes = gather_finite(flat, chosen, sources, whole=whole or single is not None)
+            # Cut and joined rather than indexed by a list, which the host would have to send.
+            numbers = self._numbers if whole else torch.cat([self._number[position] for position in places])
+            self._faults.append((sizes, numbers))
+            target = residual.values if residual.velocity is None else residual.velocity
+            (target if single is None else (velocities or values)[places[0]]).add_(flat)
+        if velocities:
+            torch._foreach_add_([values[p] for p in places], [velocities[p] for p in places])
+
+    def _alone(self, position: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Room for one gradient."""
+        slot = torch.empty_like(self._opened()[1][position])
+        return slot, [slot]
+
+    def _gathering(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Room for all gradients, lent by whoever has groups that take turns."""
+        flat = self._gathered.lend(self.dtype, self.device)[: self.numel]
+        if self._slots_lent is None or self._slots_lent[0] != flat.data_ptr():
+            self._slots_lent = (flat.data_ptr(), views_of(flat, self.parameters))
+        return flat, self._slots_lent[1]
 
     def _opened(self) -> tuple[Residual, list[torch.Tensor], list[torch.Tensor]]:
         if self._views is None:
@@ -203,12 +239,9 @@ class EncodedBucket(Bucket):
             self._exchange = None
             return None
 
-    def take_fault(self) -> torch.Tensor | None:
-        """The number, place + 1, of a member whose gradient was not finite since the last time; 0 where none was."""
-        if not self._faults:
-            return None
-        found = torch.stack(self._faults).amax() if len(self._faults) > 1 else self._faults[0]
-        self._faults = []
+    def take_faults(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Of gradients added since the last time: magnitudes, and the numbers, place + 1, of their parameters."""
+        found, self._faults = self._faults, []
         return found
 
     def decode(self) -> None:
@@ -229,11 +262,14 @@ class EncodedBucket(Bucket):
         flat = scratch[: self.numel]
         self.write(flat)
         self.write = None
-        narrow = flat if self.parameters[0].dtype == self.dtype else flat.to(self.parameters[0].dtype)
+        if self.parameters[0].dtype != self.dtype:
+            views = views_of(flat.to(self.parameters[0].dtype), self.parameters)
+        else:
+            if self._slots_shown is None or self._slots_shown[0] != flat.data_ptr():
+                self._slots_shown = (flat.data_ptr(), views_of(flat, self.parameters))
+            views = self._slots_shown[1]
         found = []
-        for place, parameter, view in zip(
-            self.members, self.parameters, views_of(narrow, self.parameters), strict=True
-        ):
+        for place, parameter, view in zip(self.members, self.parameters, views, strict=True):
             if used is None or used[place]:
                 parameter.grad = view
                 found.append(parameter)

@@ -33,6 +33,24 @@ class Residual:
         self.values.index_add_(0, index, sent.to(self.values.dtype))
 
 
+class Scratch:
+    """Memory for the largest of several groups, which they use in turn."""
+
+    def __init__(self) -> None:
+        self._sizes: dict[torch.dtype, int] = {}
+        self._buffers: dict[torch.dtype, torch.Tensor] = {}
+
+    def want(self, numel: int, dtype: torch.dtype) -> None:
+        """A group of this size will ask."""
+        self._sizes[dtype] = max(numel, self._sizes.get(dtype, 0))
+
+    def lend(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        found = self._buffers.get(dtype)
+        if found is None or found.numel() < self._sizes[dtype]:
+            found = self._buffers[dtype] = torch.empty(self._sizes[dtype], dtype=dtype, device=device)
+        return found
+
+
 class Store:
     """Where a group's residual is between its turns: here, on the device."""
 
@@ -56,24 +74,27 @@ class Store:
         """Its turn is over."""
 
 
-def accumulate(targets: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Add gradients to their places, leaving out what is not finite; returns, on the device, which gradients had such.
-
-    On the host a gradient that is not finite is left out whole; on a device, which must not wait to be asked, its
-    elements that are not finite are.
-    """
-    faulty = torch.stack(list(torch._foreach_norm(list(gradients), float("inf")))).isfinite().logical_not_()
-    if faulty.device.type == "cpu":
-        if bool(faulty.any()):
-            kept = [place for place, bad in enumerate(faulty.tolist()) if not bad]
-            targets, gradients = [targets[place] for place in kept], [gradients[place] for place in kept]
-        if targets:
-            torch._foreach_add_(list(targets), _alike(targets, gradients))
-        return faulty
-    clean = [gradient.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0) for gradient in gradients]
-    torch._foreach_add_(list(targets), _alike(targets, clean))
+def accumulate(targets: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> list[bool]:
+    """On the host: add gradients to their places, but none that is not finite; returns which were not."""
+    sizes = torch.stack(list(torch._foreach_norm(list(gradients), float("inf"))))
+    faulty: list[bool] = sizes.isfinite().logical_not_().tolist()
+    kept = [place for place, bad in enumerate(faulty) if not bad]
+    if kept:
+        alike = [gradients[place].to(targets[place].dtype) for place in kept]
+        torch._foreach_add_([targets[place] for place in kept], alike)
     return faulty
 
 
-def _alike(targets: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    return [g if g.dtype == t.dtype else g.to(t.dtype) for t, g in zip(targets, gradients, strict=True)]
+def gather_finite(
+    flat: torch.Tensor, slots: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], *, whole: bool
+) -> torch.Tensor:
+    """On a device, which must not wait to be asked: collect gradients in a flat tensor, with zero for every element
+    that is not finite; returns each gradient's largest magnitude before that, still on the device. `whole`: the
+    gradients fill it. A few launches, however many gradients there are.
+    """
+    if not whole:
+        flat.zero_()
+    torch._foreach_copy_(list(slots), list(gradients))
+    sizes = torch.stack(list(torch._foreach_norm(list(slots), float("inf"))))
+    flat.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+    return sizes

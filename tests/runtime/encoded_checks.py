@@ -131,6 +131,21 @@ def nothing_is_lost(ctx: Context) -> None:
             assert any(bool(value.any()) for value in left.values()), f"{name} kept nothing back"
 
 
+@check
+def as_on_a_device(ctx: Context) -> None:
+    """The path that never asks the device, run on the host: the same sums, faults named one step late."""
+    from backbeat.runtime import encoded_bucket
+
+    encoded_bucket.HOSTS = set()
+    try:
+        nothing_is_lost(ctx)
+        momentum_correction(ctx)
+        large_gradients_are_added_as_they_come(ctx)
+        read_late(ctx)
+    finally:
+        encoded_bucket.HOSTS = {"cpu"}
+
+
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.01),
     "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),

@@ -11,7 +11,7 @@ from hypothesis import strategies as st  # noqa: E402
 
 from backbeat.sparse import select, wire  # noqa: E402
 from backbeat.sparse.quantise import CHUNK, dequantise, quantise  # noqa: E402
-from backbeat.sparse.residual import accumulate  # noqa: E402
+from backbeat.sparse.residual import accumulate, gather_finite  # noqa: E402
 from backbeat.sparse.warmup import density_at  # noqa: E402
 
 seeds = st.integers(0, 10_000)
@@ -137,6 +137,14 @@ def test_density_falls_to_the_target(target: float, steps: int) -> None:
 def test_what_is_not_finite_stays_out() -> None:
     targets = [torch.ones(3), torch.ones(2), torch.ones(2)]
     gradients = [torch.ones(3), torch.tensor([1.0, float("nan")]), torch.tensor([float("inf"), 0.0])]
-    faulty = accumulate(targets, gradients)
-    assert faulty.tolist() == [False, True, True]
+    assert accumulate(targets, gradients) == [False, True, True]
     assert [target.tolist() for target in targets] == [[2, 2, 2], [1, 1], [1, 1]]
+
+
+def test_without_asking_elements_that_are_not_finite_become_zero() -> None:
+    flat = torch.full((8,), 9.0)
+    slots = [flat[:3], flat[3:5], flat[5:7]]
+    gradients = [torch.ones(3), torch.tensor([1.0, float("nan")]), torch.tensor([float("-inf"), 2.0])]
+    sizes = gather_finite(flat, slots, gradients, whole=False)
+    assert sizes.isfinite().tolist() == [True, False, False]
+    assert flat.tolist() == [1, 1, 1, 1, 0, 0, 2, 0]

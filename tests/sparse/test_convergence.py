@@ -1,0 +1,31 @@
+"""Top-k training reaches the loss of dense training: small network, small transformer, two seeds, two ranks."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "sparse_convergence.py"
+TOLERANCE = 0.1
+"""Nats of cross-entropy, where guessing costs log(8) = 2.08 and log(16) = 2.77."""
+
+
+@pytest.mark.parametrize(("task", "steps", "learned"), [("cnn", 250, 0.2), ("transformer", 250, 0.2)])
+def test_top_k_learns_what_dense_training_does(task: str, steps: int, learned: float, tmp_path: Path) -> None:
+    found = tmp_path / "rows.json"
+    subprocess.run(
+        [
+            sys.executable, str(SCRIPT), "--task", task, "--steps", str(steps), "--seeds", "0,1",
+            "--methods", "dense;top-k 5 %", "--json", str(found),
+        ],
+        check=True, timeout=240, stdout=subprocess.DEVNULL,
+    )  # fmt: skip
+    dense, sparse = json.loads(found.read_text())["rows"]
+    assert max(dense["losses"]) < learned, "the task is not learned at all"
+    assert sparse["worst_gap"] <= TOLERANCE, f"{sparse['losses']} against {dense['losses']}"
