@@ -42,9 +42,10 @@ from backbeat.memory.chain import find_blocks, tensors_of, version_of
 from backbeat.memory.frames import Frame
 from backbeat.memory.offload import AHEAD, LAG, Away, Tape, movable
 from backbeat.memory.replay import uncached
+from backbeat.model import MemoryPlan
 
 if TYPE_CHECKING:
-    from backbeat.model import MemoryPlan, Segment
+    from backbeat.model import Segment
 
 
 class Policy(Protocol):
@@ -236,6 +237,11 @@ def apply(model: nn.Module, memory_plan: MemoryPlan, *, lag: int = LAG, ahead: i
     What a block sends to the host leaves the device at the beginning of the `lag`-th block after it, and comes back
     when backward is `ahead` segments (or kept blocks) away from it.
     """
+    if not isinstance(memory_plan, MemoryPlan):
+        raise InputError(
+            f"the memory plan is {type(memory_plan).__name__}: give a MemoryPlan, such as `.memory` of a plan that was "
+            "made with a memory budget"
+        )
     if isinstance(model, nn.parallel.DistributedDataParallel):
         model = model.module
     for name, least, value in (("lag", 1, lag), ("ahead", 0, ahead)):

@@ -107,8 +107,11 @@ class Parcel:
     def __del__(self) -> None:
         # Not set where making the copy failed.
         buffer = getattr(self, "_buffer", None)
-        if buffer is not None:
-            self._line.release(buffer)
+        if buffer is None:
+            return
+        # Fetched and never used: its memory goes back to the compute stream while the copy may still be writing.
+        self._line.wait(getattr(self, "_arrived", None))
+        self._line.release(buffer)
 
     @property
     def changed(self) -> bool:

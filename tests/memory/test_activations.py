@@ -437,6 +437,8 @@ def test_blocks_and_messages_for_bad_plans():
         apply(model, plan((["layer1"], "recompute", "keep"), (["layer1.0"], "offload", "keep")))
     with pytest.raises(InputError, match="never called"):
         apply(transformer_case()[0], alone(["encoder.layers"], "recompute"))
+    with pytest.raises(InputError, match="the memory plan is NoneType"):
+        apply(model, None)
     with pytest.raises(InputError, match="lag is 0"):
         apply(model, alone(["layer1.0"], "recompute"), lag=0)
     apply(model, alone(["layer1.0"], "recompute"))

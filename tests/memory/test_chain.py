@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import doctest
 
 import pytest
 
@@ -10,7 +11,7 @@ torch = pytest.importorskip("torch", reason="needs PyTorch")
 
 from torch import nn  # noqa: E402
 
-from backbeat.memory import apply, block, find_blocks, observe  # noqa: E402
+from backbeat.memory import apply, block, chain, find_blocks, observe  # noqa: E402
 from backbeat.model import MemoryPlan, Segment  # noqa: E402
 from tests.memory.memory_models import Layer, SmallTransformer, resnet_case, transformer_case  # noqa: E402
 
@@ -57,6 +58,10 @@ def test_a_layer_of_a_stack_is_a_block_whatever_it_holds():
     model = nn.Module()
     model.layers = nn.ModuleList(Mixture() for _ in range(2))
     assert list(find_blocks(model)) == ["layers.0", "layers.1"]
+
+
+def test_the_example_in_the_docstring_holds():
+    assert doctest.testmod(chain) == (0, 1 + 1)
 
 
 def test_a_model_without_children_has_no_blocks():

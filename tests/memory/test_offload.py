@@ -158,6 +158,12 @@ def test_the_streams_are_told_in_an_order_that_is_safe(monkeypatch):
     tape.send(tensor(4.0), tape.begin_unit(), "block")
     # The buffer was read by the copy back: it is not overwritten before that is done.
     assert log == ["out waits for stream compute", "out waits for in 1", "out records 2"]
+    unused = tape.send(tensor(5.0), tape.begin_unit(), "block")
+    tape.reached(unit + 2)
+    log.clear()
+    del unused
+    # Fetched in vain: the memory is free behind the copy that still writes into it.
+    assert log == ["compute waits for in 2"]
 
 
 class Owner:
