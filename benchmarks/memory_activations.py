@@ -4,7 +4,8 @@
 
 Needs a GPU to say anything about memory: on a CPU only times are taken. bf16 autocast, SGD with momentum. Every row is
 a model of its own from the same seed; the file is written after every row. `--rows` picks rows by the beginning of
-their names; `--plan` adds a row for a plan file (`.memory` of a plan, or a bare memory plan).
+their names; `--plan` adds a row for a plan file (`.memory` of a plan, or a bare memory plan); `--profile` adds the peak
+that the model of memory predicts from that profile, with gradients held (`--hold-gradients` measures so too).
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ from torch.utils.checkpoint import checkpoint
 
 from backbeat.memory import apply, find_blocks, observe
 from backbeat.memory.chain import Link, quiet
-from backbeat.model import MemoryPlan, Plan, Segment
+from backbeat.model import MemoryPlan, Plan, Profile, Segment
 from backbeat.model.files import write
+from backbeat.simulate.memory import course
 from backbeat.zoo import models
 
 BATCH = {"resnet152": 256, "bert_large": 64}
@@ -46,10 +48,12 @@ def measure_run(
     iterations: int = 7,
     warmup: int = 3,
     precision: torch.dtype | None = torch.bfloat16,
+    hold_gradients: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
     """Train some steps, under a memory plan or inside another context, and give median time and peak.
 
+    `hold_gradients` keeps them allocated between steps, as flat buffers of a reducer do; a prediction counts them so.
     `options` go to `backbeat.memory.apply`. Peak is `max_memory_allocated` over the timed steps; None on a CPU.
     """
     device = next(model.parameters()).device
@@ -70,7 +74,7 @@ def measure_run(
                 value = loss(model, batch)
             value.backward()
             optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+            optimizer.zero_grad(set_to_none=not hold_gradients)
             loss_value = value.detach()
             del value
             host_s.append(time.perf_counter() - begin)
@@ -181,7 +185,10 @@ def load_plan(path: str) -> MemoryPlan:
     return plan
 
 
-def run_row(factory: Callable[..., Any], batch_size: int, device: str, what: Any, iterations: int) -> dict[str, Any]:
+def run_row(
+    factory: Callable[..., Any], batch_size: int, device: str, what: Any, iterations: int, hold_gradients: bool
+) -> dict[str, Any]:
+    options: dict[str, Any] = {"iterations": iterations, "hold_gradients": hold_gradients}
     torch.manual_seed(0)
     model, batch, loss = factory(batch_size=batch_size, device=device)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
@@ -189,14 +196,14 @@ def run_row(factory: Callable[..., Any], batch_size: int, device: str, what: Any
         if what == "checkpoint":
             names = repeated(links_of(model, batch, loss, torch.bfloat16))
             with checkpointed(model, names):
-                return measure_run(model, batch, loss, optimizer, iterations=iterations)
+                return measure_run(model, batch, loss, optimizer, **options)
         if what == "save_on_cpu":
 
             def around() -> Any:
                 return torch.autograd.graph.save_on_cpu(pin_memory=device == "cuda")
 
-            return measure_run(model, batch, loss, optimizer, around=around, iterations=iterations)
-        result = measure_run(model, batch, loss, optimizer, what, iterations=iterations)
+            return measure_run(model, batch, loss, optimizer, around=around, **options)
+        result = measure_run(model, batch, loss, optimizer, what, **options)
         return result if what is None else {**result, "segments": len(what.segments), "plan": msgspec.to_builtins(what)}
     except torch.OutOfMemoryError:
         return {"error": "out of memory"}
@@ -211,7 +218,10 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, default=7)
     parser.add_argument("--rows", nargs="*", help="only rows whose names begin so")
     parser.add_argument("--plan", action="append", default=[], help="a plan file; may be given several times")
+    parser.add_argument("--profile", help="a profile of the same model and batch: predict each peak from it")
+    parser.add_argument("--hold-gradients", action="store_true", help="keep gradients allocated between steps")
     given = parser.parse_args()
+    profile = Profile.load(given.profile) if given.profile else None
     factory = getattr(models, given.model)
     size = given.batch or BATCH.get(given.model, 64)
     model, batch, loss = factory(batch_size=size, device=given.device)
@@ -233,10 +243,17 @@ def main() -> None:
         gc.collect()
         if given.device.startswith("cuda"):
             torch.cuda.empty_cache()
-        row = run_row(factory, size, given.device, what, given.iterations)
+        row = run_row(factory, size, given.device, what, given.iterations, given.hold_gradients)
+        if profile is not None and not isinstance(what, str):
+            predicted = course(profile, what or MemoryPlan())
+            row["predicted_bytes"] = predicted.peak_bytes
+            row["predicted_ms"] = round((predicted.forward_s + predicted.backward_s + profile.update_s) * 1e3, 3)
         document["rows"][name] = row
         peak = f"{row['peak_bytes'] / 1e9:6.2f} GB" if row.get("peak_bytes") else "     ?   "
-        print(f"{name:55s} {row.get('ms', float('nan')):9.1f} ms  {peak}  {row.get('error', '')}", flush=True)
+        line = f"{name:55s} {row.get('ms', float('nan')):9.1f} ms  {peak}  {row.get('error', '')}"
+        if "predicted_bytes" in row:
+            line += f"  predicted {row['predicted_ms']:.1f} ms, {row['predicted_bytes'] / 1e9:.2f} GB"
+        print(line, flush=True)
         write(Path(given.output), json.dumps(document, indent=1).encode())
 
 
