@@ -1,0 +1,69 @@
+"""Encodings that make no sense are refused where they are written down."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+import backbeat
+from backbeat.cli import main
+from backbeat.errors import InputError
+from backbeat.model.encoding import Encoding
+
+PROFILE = "resnet50-b64-bf16-h200"
+
+
+def plan_file(folder: Path, encoding: object) -> Path:
+    profile = backbeat.Profile.load(PROFILE)
+    names = [gradient.name for gradient in profile.gradients]
+    path = folder / "plan.json"
+    path.write_text(
+        json.dumps(
+            {
+                "schema": "backbeat.plan/1",
+                "strategy": "mine",
+                "model": profile.model,
+                "channels": 1,
+                "groups": [{"gradients": names, "channel": 0, "encoding": encoding}],
+            }
+        )
+    )
+    return path
+
+
+@pytest.mark.parametrize(
+    ("encoding", "said"),
+    [
+        ({"kind": "topk", "density": 0}, "groups[0].encoding.density: Expected `float` > 0.0"),
+        ({"kind": "topk", "density": 1.5}, "groups[0].encoding.density: Expected `float` <= 1.0"),
+        ({"kind": "topk"}, "encoding topk has no density"),
+        ({"kind": "int8", "density": 0.1}, "only topk and randomk take one"),
+        ({"kind": "powersgd"}, "encoding powersgd has no rank"),
+        ({"kind": "randomk", "density": 0.1, "aggregate": "tree"}, "aggregates in a tree: only topk can"),
+        ({"kind": "zip"}, "Invalid enum value 'zip'"),
+    ],
+)
+def test_plan_files(
+    encoding: object,
+    said: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    path = plan_file(tmp_path, encoding)
+    monkeypatch.setattr(sys, "argv", ["backbeat", "predict", PROFILE, "10gbe", "--plan", str(path), "--workers", "4"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("density", [0.0, -0.1, 1.01, float("nan")])
+def test_densities_in_python(density: float) -> None:
+    with pytest.raises(InputError, match="density is"):
+        Encoding(kind="topk", density=density)
