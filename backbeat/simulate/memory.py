@@ -251,10 +251,11 @@ class Chain:
                 tally.wait(wait_at[k])
                 # The block before sends what it saves of its own output.
                 sent = self.joined[k] and self.saves_output[k - 1] and action[k - 1] == OFFLOAD
-                if what == FETCH and k == first and not sent:
+                # What a neighbour keeps stays; nothing is sent twice.
+                if what == FETCH and k == first and away[k] and not sent:
                     link_free = wait_at[k + AHEAD] = max(link_free, tally.now) + self.input[k] / self.to_host
                     to_host += self.input[k]
-                    free_at[k + AHEAD] += self.input[k] if away[k] else 0
+                    free_at[k + AHEAD] += self.input[k]
                 tally.see(self.forward_peak[k], k, "forward")
                 tally.now += self.forward[k]
                 tally.level += self.output[k]
