@@ -188,6 +188,10 @@ class EncodedBucket(Bucket):
         if velocities:
             torch._foreach_add_([values[p] for p in places], [velocities[p] for p in places])
 
+    def _numbers_at(self, positions: Sequence[int]) -> torch.Tensor:
+        """By slices: a list of places would be copied to the device, and the host would wait for it."""
+        return torch.cat([self._numbers[position : position + 1] for position in positions])
+
     def _alone(self, position: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Room for one gradient."""
         slot = torch.empty_like(self._opened()[1][position])
