@@ -32,7 +32,8 @@ class Holdings:
     """What operations between the blocks keep for backward, and what enters blocks beside the output of the one before
     (masks, an encoder's result): held through the iteration, whatever is done with the blocks."""
     scratch_bytes: int = 0
-    """Encoded groups: one group's dense result and everybody's values and indices, shared by all groups."""
+    """Encoded groups: room to collect one group's gradients and for its dense result, shared by all groups, and
+    everybody's message."""
     streamed_bytes: int = 0
     """Not held: residuals that pass to the device and back in every backward."""
     loss_bytes: int = 0
@@ -58,8 +59,14 @@ class Holdings:
         plan: Plan | None = None,
         residuals: Literal["device", "host"] = "device",
         workers: int | None = None,
+        *,
+        attached: bool = True,
     ) -> Holdings:
-        """By how the plan's groups travel; without a plan, all gradients in flat buffers."""
+        """By how the plan's groups travel; without a plan, all gradients in flat buffers.
+
+        `attached`: an optimizer is handed over and applies encoded groups as they come. Otherwise their dense results
+        wait in flat buffers too, until it steps.
+        """
         memory = profile.memory
         if memory is None:
             raise InputError(
@@ -77,9 +84,9 @@ class Holdings:
             buffer_bytes=memory.buffer_bytes,
             optimizer_bytes=memory.optimizer_bytes,
             batch_bytes=max(stays, memory.batch_bytes),
-            gradient_bytes=profile.total_bytes - total,
+            gradient_bytes=profile.total_bytes - (total if attached else 0),
             residual_bytes=residual,
-            scratch_bytes=max((round(size + count * sent) for size, sent in encoded), default=0),
+            scratch_bytes=max((round(2 * size + count * sent) for size, sent in encoded), default=0),
             streamed_bytes=total if residuals == "host" else 0,
             outside_bytes=memory.outside_bytes + _beside(profile.blocks),
             loss_bytes=memory.head_bytes,
