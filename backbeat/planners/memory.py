@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
     Score = Callable[[Run], tuple[float, ...]]
 
+__all__ = ["Chosen", "Search", "memory_plan", "too_small", "uniform"]
+
 _PRICES = (0.2, 0.3, 0.5, 1.0)
 """Of a byte copied, in units of its time on the link one way."""
 _AHEAD = (0.0, 2.0)
