@@ -75,24 +75,18 @@ class Bucket:
         """As `take`, where every member is expected to hold a dense gradient; False, and nothing done, where not."""
         targets: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
-        for position, (parameter, view) in enumerate(self._pairs):
+        for parameter, view in self._pairs:
             gradient = parameter.grad
             if gradient is not view:
                 if gradient is None or gradient.layout is not torch.strided:
-                    self._give_back(position, targets, sources)
                     return False
                 targets.append(view)
                 sources.append(gradient)
+        for parameter in self.parameters:
             parameter.grad = None
         if targets:
             torch._foreach_copy_(targets, sources)
         return True
-
-    def _give_back(self, count: int, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-        """Undo what was taken of the first members."""
-        moved = {id(view): gradient for view, gradient in zip(targets, sources, strict=True)}
-        for parameter, view in self._pairs[:count]:
-            parameter.grad = moved.get(id(view), view)
 
     def take(self) -> list[torch.Tensor | None]:
         """Copy the members' gradients into the buffer and take them away; returns what each held."""

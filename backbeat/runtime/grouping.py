@@ -57,8 +57,9 @@ def first_partition(settings: Settings, roster: Roster, links: Channels, *, buff
 
 def like_ddp(order: Iterable[int], settings: Settings, roster: Roster, links: Channels) -> Partition:
     """Stock DDP's buckets over parameters in this order."""
-    # Stock DDP on gloo is two channels: its process group has two worker threads.
-    count = settings.channels or (2 if links.backend == "gloo" else 1)
+    # Stock DDP on gloo is two channels: its process group has two worker threads. A rank alone has nothing to overlap,
+    # and one thread that stays awake answers sooner than two that take turns.
+    count = settings.channels or (2 if links.backend == "gloo" and links.size > 1 else 1)
     return partitions.like_ddp(
         list(order),
         roster.parameters,

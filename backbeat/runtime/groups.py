@@ -25,7 +25,6 @@ class Groups:
         """The group of each parameter."""
         self.views: list[torch.Tensor | None] = [None] * len(parameters)
         """Where each gradient is in its buffer; None where the group holds it in another way."""
-        self._parameters = parameters
         for index, bucket in enumerate(buckets):
             for place in bucket.members:
                 self.home[place] = index
@@ -37,13 +36,22 @@ class Groups:
         """How many members of each group are expected at all."""
         return [sum(1 for place in bucket.members if counts[place] > 0) for bucket in self.buckets]
 
-    def keep(self, place: int) -> None:
-        """Move a gradient that is only accumulated into its buffer, so that it is not held twice."""
-        view = self.views[place]
-        parameter = self._parameters[place]
-        gradient = parameter.grad
-        if view is None or gradient is None or gradient is view or gradient.layout is not torch.strided:
+    def keep(self, index: int) -> None:
+        """Move gradients of a group that are only accumulated into its buffer, so that they are not held twice."""
+        bucket = self.buckets[index]
+        if not bucket.views:
             return
-        with torch.no_grad():
-            view.copy_(gradient)
-            parameter.grad = view
+        moved = [
+            (parameter, view, gradient)
+            for parameter, view in zip(bucket.parameters, bucket.views, strict=True)
+            if (gradient := parameter.grad) is not None and gradient is not view and gradient.layout is torch.strided
+        ]
+        if moved:
+            with torch.no_grad():
+                torch._foreach_copy_([view for _, view, _ in moved], [gradient for _, _, gradient in moved])
+            for parameter, view, _ in moved:
+                parameter.grad = view
+
+    def keep_all(self) -> None:
+        for index in range(len(self.buckets)):
+            self.keep(index)

@@ -161,8 +161,7 @@ class Reducer:
         self.word.install(job.groups, job.names)
         delivery.installed()
         self._waits = job.groups.waits(self._expectation.counts)
-        for place in range(len(job.parameters)):
-            job.groups.keep(place)
+        job.groups.keep_all()
 
     def add_parameters(self, names: Sequence[str], parameters: Sequence[Parameter], partition: Partition) -> None:
         """Take in parameters that became trainable, with the partition that holds them."""
@@ -248,8 +247,6 @@ class Reducer:
             self._begin(self._default_sync)
         if self.job.recorder is not None:
             self.job.recorder.gradient(place)
-        if not round_.sync:
-            self.job.groups.keep(place)
         group = round_.home[place]
         if round_.streams is not None:
             round_.streams.note(group)
@@ -259,8 +256,11 @@ class Reducer:
             # Inside a reentrant checkpoint more of this gradient may follow: its group waits for the end.
             round_.nested = True
             round_.arrive_late(place, group)
-        elif round_.arrive(place, group) and round_.sync and not round_.hold:
-            self._flights.launch_ready()
+        elif round_.arrive(place, group):
+            if not round_.sync:
+                self.job.groups.keep(group)
+            elif group == round_.launched and not round_.hold:
+                self._flights.launch_ready()
 
     def _begin(self, sync: bool) -> None:
         self.job.check()
@@ -299,6 +299,8 @@ class Reducer:
         if self._round.sync:
             self._finish_round()
         else:
+            # What came more than once, or not as expected.
+            self.job.groups.keep_all()
             self._round.open = False
             if self.job.recorder is not None:
                 self.job.recorder.end()

@@ -96,7 +96,7 @@ class Round:
         self.dirty = bytearray(len(self.dirty))
 
     def arrive(self, place: int, group: int) -> bool:
-        """Count one arrival; True if it completes the group that leaves next."""
+        """Count one arrival; True if it completes the group."""
         outstanding = self.awaited[place] - 1
         self.awaited[place] = outstanding
         if outstanding:
@@ -105,7 +105,7 @@ class Round:
             return False
         left = self.waits[group] - 1
         self.waits[group] = left
-        return left == 0 and group == self.launched
+        return left == 0
 
     def arrive_late(self, place: int, group: int) -> None:
         """Note a gradient that its group may have left without."""
