@@ -40,7 +40,7 @@ BATCH = {"resnet152": 256, "bert_large": 64}
 SPARSE_GB = {"resnet152": (4.5, 6.0, 9.0), "bert_large": (5.7, 7.0, 10.0)}
 DENSE_GB = {"resnet152": (5.0, 8.0, 14.0), "bert_large": (7.0, 9.0, 12.0)}
 DENSITY = 0.01
-GROUP_BYTES = 25 * 2**20
+GROUP_BYTES = 50 * 2**20
 SMALL_BYTES = 2**16
 Setup = tuple[Any, Any, Any, torch.optim.Optimizer]
 
@@ -69,7 +69,7 @@ def setup(name: str, device: str, batch: int) -> Setup:
 
 
 def encoded_plan(profile: Profile) -> Plan:
-    """Every tensor above 64 KiB in top-k groups of about 25 MiB in ready order, the small ones dense at the end."""
+    """Every tensor above 64 KiB in top-k groups of about 50 MiB in ready order, the small ones dense at the end."""
     groups: list[list[str]] = [[]]
     size = 0
     small = []

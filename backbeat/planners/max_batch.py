@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from backbeat.errors import InputError
-from backbeat.planners.memory import Search, too_small
+from backbeat.planners.memory import Search, too_small, usable
 from backbeat.planners.moves import uniform
 from backbeat.simulate.growth import grown
 from backbeat.simulate.holdings import Holdings
@@ -89,7 +89,7 @@ def _largest(profile: Profile, two: Profile | None, budget: int, units: tuple[Un
     """The largest batch at which these units fit; sizes grow alike, so units that are best at one batch stay so."""
 
     def fits(size: int) -> bool:
-        return _chain(grown(profile, size, two), workers).run(units).peak_bytes <= budget
+        return _chain(grown(profile, size, two), workers).run(units).peak_bytes <= usable(budget)
 
     if not fits(1):
         return 0

@@ -9,7 +9,7 @@ import msgspec
 
 from backbeat.errors import InputError
 from backbeat.model.blocks import MemoryPlan
-from backbeat.planners.memory import memory_plan
+from backbeat.planners.memory import memory_plan, usable
 from backbeat.simulate.memory import course
 from backbeat.simulate.predict import predict
 
@@ -42,7 +42,7 @@ def within(
     fitting = []
     for place, plan in enumerate(plans):
         peak = course(profile, memory, plan, workers=network.workers).peak_bytes
-        if peak <= memory_bytes:
+        if peak <= usable(memory_bytes):
             made = _with(plan, msgspec.structs.replace(memory, peak_bytes=peak))
             fitting.append((predict(profile, network, made).iteration_s, place, made))
     return min(fitting)[2]
