@@ -25,6 +25,7 @@ from backbeat.errors import InputError
 from backbeat.model.encoding import Encoding
 from backbeat.runtime import control
 from backbeat.runtime.buckets import Bucket
+from backbeat.runtime.decoupled import plainly
 from backbeat.runtime.delivery import Delivery
 from backbeat.runtime.encoded_bucket import EncodedBucket
 from backbeat.runtime.rounds import Flight
@@ -423,13 +424,16 @@ class EncodedDelivery(Delivery):
 
     @contextmanager
     def _beside(self) -> Iterator[None]:
-        """Beside backward, on a stream of its own that has seen everything queued so far."""
-        if self._side is None:
-            yield
-            return
-        self._side.wait_stream(_cuda.current_stream(self.job.channels.device))
-        with _cuda.stream(self._side):
-            yield
+        """Beside backward, on a stream of its own that has seen everything queued so far; without autocast, which would
+        round what a backward inside it encodes."""
+        device = self.job.channels.device
+        with plainly(device.type):
+            if self._side is None:
+                yield
+                return
+            self._side.wait_stream(_cuda.current_stream(device))
+            with _cuda.stream(self._side):
+                yield
 
     def _join(self) -> None:
         """What follows on this stream sees what was done beside it."""

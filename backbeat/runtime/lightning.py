@@ -25,7 +25,8 @@ def strategy_class(package: str) -> type[Any]:
     base: Any = strategies.DDPStrategy
 
     class BackbeatStrategy(base):  # type: ignore[misc]
-        """Lightning's DDP strategy with backbeat's wrapper; takes `plan`, `network`, `channels`, `backend`, `wire`."""
+        """Lightning's DDP strategy with backbeat's wrapper; takes `plan`, `network`, `channels`, `backend`, `wire`,
+        `sparse`."""
 
         strategy_name = "backbeat"
 
@@ -37,11 +38,13 @@ def strategy_class(package: str) -> type[Any]:
             channels: int | None = None,
             backend: str = "backbeat",
             wire: Any = None,
+            sparse: Any = None,
             **kwargs: Any,
         ) -> None:
             super().__init__(*args, **kwargs)
             self._backbeat = {
                 "plan": plan, "network": network, "channels": channels, "backend": backend, "wire": wire,
+                "sparse": sparse,
             }  # fmt: skip
 
         def _setup_model(self, model: torch.nn.Module) -> DistributedDataParallel:

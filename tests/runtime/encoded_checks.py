@@ -655,6 +655,20 @@ def large_gradients_are_added_as_they_come(ctx: Context) -> None:
 
 
 @check
+def backward_inside_autocast(ctx: Context) -> None:
+    """What is encoded is not rounded by an autocast around backward; the report has a line for each group."""
+    for name in ("powersgd", "topk"):
+        wrapped = wrap(ctx, KINDS[name], every=2)
+        wrapped.attach(torch.optim.SGD(wrapped.parameters(), lr=0.1))
+        for step in range(3):
+            with torch.autocast(ctx.device.type, torch.bfloat16):
+                backward(ctx, wrapped, step)
+        same_everywhere(ctx, wrapped.module, name)
+        assert all(value.dtype == torch.float32 for value in wrapped.residual_state_dict()["residuals"].values())
+        assert len(str(wrapped.report()).splitlines()) >= len(wrapped.reducer.buckets)
+
+
+@check
 def a_dead_rank_is_named(ctx: Context) -> None:
     """A rank that stops taking part ends the others with an error, not a hang."""
     wrapped = wrap(ctx, SOME)
