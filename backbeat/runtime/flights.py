@@ -47,13 +47,14 @@ class Flights:
                 launch(round_.launched, regular)
 
     def launch_rest(self) -> None:
-        """Send everything that has not left; the round is over."""
+        """Send everything that has not left; the round is over. Called with gradients off."""
         round_ = self._round
         # The last group of a regular round waited only for the round to end.
         regular = self._word.regular and not round_.absent and not round_.broken
-        with torch.no_grad(), self.lock:
+        launch = self._launch if _profiling() else self._launch_one
+        with self.lock:
             while round_.launched < len(self._job.groups.buckets):
-                self._launch(round_.launched, regular and round_.waits[round_.launched] <= 0)
+                launch(round_.launched, regular and round_.waits[round_.launched] <= 0)
 
     def _launch(self, index: int, whole: bool) -> None:
         with torch.no_grad(), self._span("group", index):
