@@ -14,7 +14,6 @@ the rest when backward has ended: so the order of collectives is the same on eve
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -22,19 +21,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from backbeat.errors import InputError
-from backbeat.model.encoding import Encoding
 from backbeat.runtime import control
 from backbeat.runtime.buckets import Bucket
 from backbeat.runtime.decoupled import plainly
 from backbeat.runtime.delivery import Delivery
 from backbeat.runtime.encoded_bucket import EncodedBucket
+from backbeat.runtime.encoded_groups import Stores, compressor_for, dtype_of, numel_of, sent_bytes, takes_rounds
 from backbeat.runtime.rounds import Flight
 from backbeat.runtime.updates import Updates, check_no_scaler
-from backbeat.sparse import checkpoint, select, wire
-from backbeat.sparse.compressors import compressor_of
-from backbeat.sparse.mirror import HostStore, Mirror
+from backbeat.sparse import checkpoint
 from backbeat.sparse.options import Options
-from backbeat.sparse.residual import Scratch, Store, dtype_for
+from backbeat.sparse.residual import Scratch
 from backbeat.sparse.warmup import density_at
 
 if TYPE_CHECKING:
@@ -90,57 +87,33 @@ class EncodedDelivery(Delivery):
     def prepare(self, partition: Partition) -> None:
         self._keep_residuals()
         self._scratch, self._gathered = Scratch(), Scratch()
-        encoded = [spec for spec in partition.groups if spec.encoding is not None]
-        for spec in encoded:
-            _check(spec, self.job, host=self._host)
-        self._mirrors: dict[torch.dtype, tuple[list[GroupSpec], Mirror, Mirror | None]] = {}
-        if not self._host:
-            return
-        for dtype in {self._dtype(spec) for spec in encoded}:
-            specs = [spec for spec in encoded if self._dtype(spec) == dtype]
-            sizes = [sum(self.job.parameters[place].numel() for place in spec.members) for spec in specs]
-            device = self.job.channels.device
-            velocity = Mirror(sizes, dtype, device) if self._with_velocity() else None
-            self._mirrors[dtype] = (specs, Mirror(sizes, dtype, device), velocity)
-
-    def _dtype(self, spec: GroupSpec) -> torch.dtype:
-        return dtype_for(self.job.parameters[spec.members[0]].dtype)
+        self._stores = Stores(
+            partition,
+            self.job,
+            host=self._host,
+            velocity=self._with_velocity(),
+            masked=self.options.factor_masking,
+        )
 
     def _with_velocity(self) -> bool:
-        return self.options.momentum_correction and self.attached
+        return self.options.momentum_correction and self.updates.have_momentum
 
     def bucket(self, spec: GroupSpec, tail: int) -> Bucket:
         if spec.encoding is None:
             # The control numbers of encoded plans need fp32 and travel alone.
             return super().bucket(spec, 0)
-        job, encoding = self.job, spec.encoding
-        parameters = [job.parameters[place] for place in spec.members]
-        names = ",".join(job.names[place] for place in spec.members)
-        compressor = compressor_of(
-            encoding,
-            [parameter.shape for parameter in parameters],
-            rank=job.channels.rank,
-            ranks=job.channels.size,
-            seed=zlib.crc32(names.encode()) + self.options.seed,
-        )
-        dtype = self._dtype(spec)
-        numel = sum(parameter.numel() for parameter in parameters)
-        self._scratch.want(numel, dtype)
+        job = self.job
+        compressor = compressor_for(spec, spec.encoding, job, self.options.seed)
+        dtype = dtype_of(spec, job)
+        self._scratch.want(numel_of(spec, job), dtype)
         velocity = self._with_velocity() and compressor.masks_velocity
-        masked = self.options.factor_masking
-        store: Store
-        if self._host:
-            specs, values, velocities = self._mirrors[dtype]
-            store = HostStore(specs.index(spec), values, velocities if velocity else None, masked=masked)
-        else:
-            store = Store(numel, dtype, parameters[0].device, velocity=velocity, masked=masked)
         return EncodedBucket(
             spec,
             job.parameters,
             compressor=compressor,
-            store=store,
+            store=self._stores.of(spec, velocity=velocity),
             dtype=dtype,
-            sent_bytes=sent_bytes(encoding, [tuple(parameter.shape) for parameter in parameters]),
+            sent_bytes=sent_bytes(spec.encoding, [tuple(job.parameters[place].shape) for place in spec.members]),
             dense=not self.attached,
             momentum_of=self.updates.momentum_of if velocity else None,
             gathering=self._gathered,
@@ -441,45 +414,10 @@ class EncodedDelivery(Delivery):
             _cuda.current_stream(self.job.channels.device).wait_stream(self._side)
 
 
-def sent_bytes(encoding: Encoding, shapes: Sequence[tuple[int, ...]]) -> int:
-    """What one rank sends of a group in one step, in its first message."""
-    sizes = [int(torch.Size(shape).numel()) for shape in shapes]
-    numel = sum(sizes)
-    if encoding.kind == "int8":
-        return numel + 4 * -(-numel // 4096)
-    if encoding.kind == "powersgd":
-        rank = encoding.rank or 1
-        factors = [
-            rank * (shape[0] + size // shape[0]) if len(shape) > 1 else size
-            for shape, size in zip(shapes, sizes, strict=True)
-        ]
-        return 4 * sum(min(size, factor) for size, factor in zip(sizes, factors, strict=True))
-    count = select.slots(encoding.density or 1.0, numel)
-    dtype = wire.DTYPES[encoding.values]
-    return wire.Format(numel, count, dtype).bytes if encoding.kind == "topk" else count * dtype.itemsize
-
-
 def _many(bucket: EncodedBucket) -> bool:
-    """Its exchange takes more than one collective."""
     encoding = bucket.spec.encoding
-    return encoding is not None and (encoding.kind == "powersgd" or encoding.aggregate == "tree")
+    return encoding is not None and takes_rounds(encoding)
 
 
 def _moved(values: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:
     return None if values is None else values.to(device)
-
-
-def _check(spec: GroupSpec, job: Job, *, host: bool) -> None:
-    encoding = spec.encoding
-    for place in spec.members:
-        if not job.parameters[place].dtype.is_floating_point:
-            raise InputError(
-                f"parameter {job.names[place]!r} is {job.parameters[place].dtype}, and its group is encoded: only real "
-                "floating-point gradients can be; leave the encoding out of its group"
-            )
-    if host and encoding is not None and (encoding.kind == "powersgd" or encoding.aggregate == "tree"):
-        what = "powersgd" if encoding.kind == "powersgd" else "topk in a tree"
-        raise InputError(
-            f"residuals live on the host and a group is encoded by {what}, which needs them in every round of its "
-            "exchange: use all_gather, or residuals on the device"
-        )

@@ -39,6 +39,11 @@ class Updates:
     def __bool__(self) -> bool:
         return bool(self._optimizers)
 
+    @property
+    def have_momentum(self) -> bool:
+        """Some of them have momentum of the kind that can be kept before the selection."""
+        return any(isinstance(optimizer, torch.optim.SGD) for optimizer in self._optimizers)
+
     def add(self, optimizer: Optimizer, *, momentum_correction: bool) -> None:
         if any(optimizer is other for other in self._optimizers):
             return
