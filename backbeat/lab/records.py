@@ -17,7 +17,7 @@ import msgspec
 from backbeat.lab.plans import from_shorthand
 from backbeat.lab.setting import scaled
 from backbeat.measure.robust import quantile
-from backbeat.model import Gradient, Network, Profile
+from backbeat.model import CollectiveTimes, Gradient, Network, Profile
 from backbeat.model.files import Document
 from backbeat.simulate import predict
 
@@ -25,7 +25,7 @@ _DERIVED = ("summary.json", "choosing.json")
 """Files in a results folder that were computed from the records."""
 
 
-class Place(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+class Place(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True, dict=True):
     """One start of the nodes, with the calibration that its cases are predicted from."""
 
     network: Network
@@ -41,9 +41,16 @@ class Place(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     spin: dict[str, float] = {}
     """GPU nodes: cycles a second of the spinning kernel, and what one costs beside its cycles; what the host needs to
     make an event and to queue a collective."""
+    offset_s: float = 0.0
+    """What every sample of the calibration turned out to contain beside the network's time; taken off again."""
     replaced_by: int | None = None
-    """The session whose calibration counts instead, where this one's turned out to be wrong."""
+    """The session whose calibration counts instead of this one's."""
     why: str | None = None
+
+    @cached_property
+    def repaired(self) -> Network:
+        """The network without the offset."""
+        return self.network if self.offset_s == 0 else _earlier(self.network, self.offset_s)
 
 
 class Compute(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -151,10 +158,10 @@ class Record(Document, frozen=True, kw_only=True):
     alone: tuple[Alone, ...] = ()
     cases: tuple[Case, ...] = ()
 
-    def calibration(self, session: int) -> Place:
-        """The session whose calibration stands for this one's cases."""
+    def calibration(self, session: int) -> Network:
+        """The network that a session's cases are predicted from."""
         place = self.sessions[session]
-        return place if place.replaced_by is None else self.sessions[place.replaced_by]
+        return (place if place.replaced_by is None else self.sessions[place.replaced_by]).repaired
 
     @cached_property
     def done(self) -> set[tuple[str, str]]:
@@ -183,6 +190,26 @@ class Outcome:
         return self.predicted_s / self.measured_s - 1
 
 
+def _earlier(network: Network, offset_s: float) -> Network:
+    """Every measured time shorter by the same amount."""
+
+    def curve(times: CollectiveTimes | None) -> CollectiveTimes | None:
+        if times is None or times.points is None:
+            return times
+        return CollectiveTimes(points=tuple((size, max(seconds - offset_s, 1e-6)) for size, seconds in times.points))
+
+    return msgspec.structs.replace(
+        network,
+        all_reduce=curve(network.all_reduce),
+        all_gather=curve(network.all_gather),
+        reduce_scatter=curve(network.reduce_scatter),
+        broadcast=curve(network.broadcast),
+        concurrency=tuple(
+            msgspec.structs.replace(row, seconds=max(row.seconds - offset_s, 1e-6)) for row in network.concurrency
+        ),
+    )
+
+
 def load(folder: Path) -> list[Record]:
     """The records in a folder, by setting."""
     return [Record.load(path) for path in sorted(folder.glob("*.json")) if path.name not in _DERIVED]
@@ -196,7 +223,7 @@ def outcomes(record: Record, *, network: Network | None = None) -> list[Outcome]
         if case.model not in profiles:
             profiles[case.model] = scaled(record.models[case.model].profile(case.model), record.dilation)
         profile = profiles[case.model]
-        cluster = network or record.calibration(case.session).network
+        cluster = network or record.calibration(case.session)
         plan = from_shorthand(case.groups, profile, case.plan, case.channels, record.nodes)
         result = predict(profile, cluster, plan, broadcast_buffers=False)
         found.append(
@@ -227,5 +254,5 @@ def extrapolated(records: list[Record]) -> list[Outcome]:
             key=lambda one: one.nodes,
         )
         if base.nodes < record.nodes and base.sessions:
-            found += outcomes(record, network=base.sessions[-1].network.at(workers=record.nodes))
+            found += outcomes(record, network=base.calibration(-1).at(workers=record.nodes))
     return found
