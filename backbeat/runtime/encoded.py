@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from backbeat.runtime.partition import GroupSpec, Partition
     from backbeat.sparse.exchange import Collective
 
-FOLD_BYTES = 4 * 2**20
+FOLD_BYTES = 16 * 2**20
 """Gradients from this size on are added to the residual as they come; smaller ones with their group, in one go."""
 LAG = 2
 """Launches after which an exchange of several collectives goes on."""

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed import DistError
 
 from backbeat.runtime.faults import CommunicationError
 from backbeat.runtime.rounds import Flight
@@ -73,7 +74,11 @@ class Flights:
         else:
             bucket.pack(round_)
         rides = last and delivery.carries(bucket)
-        flight = delivery.send(index, bucket, self._word.write(round_, job.step) if rides else None)
+        try:
+            flight = delivery.send(index, bucket, self._word.write(round_, job.step) if rides else None)
+        except DistError as error:
+            # NCCL refuses to start a collective where it has learnt that a peer is gone.
+            raise job.failure(index, error) from error
         round_.flights.append(flight)
         round_.launched = index + 1
         if job.recorder is not None:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import io
 from contextlib import redirect_stderr
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch._C._distributed_c10d import WorkResult
 
+from backbeat.runtime import DistributedDataParallel
 from backbeat.runtime.faults import CommunicationError
 from backbeat.runtime.losses import DONE, FLYING, Losses, abort, fate_of
 from backbeat.runtime.rounds import Flight
@@ -129,3 +132,19 @@ def test_a_communicator_that_cannot_be_aborted_does_not_hide_the_message() -> No
             raise RuntimeError("already gone")
 
     abort(SimpleNamespace(backends=lambda: [Stubborn()]))  # type: ignore[arg-type]
+
+
+def test_a_collective_that_cannot_start_names_its_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'meet'}", rank=0, world_size=1)
+    try:
+        wrapped = DistributedDataParallel(torch.nn.Linear(3, 2))
+        wrapped(torch.ones(1, 3)).sum().backward()
+
+        def refuse(*_: object) -> None:
+            raise dist.DistBackendError("remote process exited")
+
+        monkeypatch.setattr(type(wrapped.links[0]), "all_reduce", refuse)
+        with pytest.raises(CommunicationError, match=r"rank 0: group 0 of 1 \(2 gradients.*was not reduced in step 2"):
+            wrapped(torch.ones(1, 3)).sum().backward()
+    finally:
+        dist.destroy_process_group()
