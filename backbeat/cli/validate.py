@@ -140,6 +140,7 @@ def _tables(report: dict[str, Any]) -> list[Any]:
     for title, rows in (
         ("all cases", total),
         ("by setting, one channel", report["by setting"]),
+        ("by session, one channel", report["by session"]),
         ("by model, one channel", report["by model"]),
         ("by kind of plan, one channel", report["by plan"]),
         ("several channels", report["several channels by plan"]),

@@ -184,6 +184,8 @@ class Outcome:
     predicted_s: float
     repeat: float
     single_s: float
+    session: int = 0
+    """Which of its setting's sessions it was measured in."""
 
     @property
     def error(self) -> float:
@@ -240,6 +242,7 @@ def outcomes(record: Record, *, network: Network | None = None) -> list[Outcome]
                 predicted_s=result.iteration_s,
                 repeat=case.repeat,
                 single_s=profile.single_s,
+                session=case.session,
             )
         )
     return found

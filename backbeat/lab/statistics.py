@@ -86,10 +86,12 @@ def summary(outcomes: Sequence[Outcome], moved: Sequence[Outcome] = ()) -> dict[
         "one channel": both(one_channel),
         "several channels": both([outcome for outcome in outcomes if outcome.channels > 1]),
         "by setting": by(lambda outcome: outcome.setting, one_channel),
+        "by session": by(lambda outcome: f"{outcome.setting} session {outcome.session + 1}", one_channel),
         "by model": by(lambda outcome: outcome.model, one_channel),
         "by plan": by(lambda outcome: kind(outcome.plan), one_channel),
         "several channels by plan": by(
-            lambda outcome: f"{outcome.setting} {kind(outcome.plan)}", [one for one in outcomes if one.channels > 1]
+            lambda outcome: f"{outcome.setting} session {outcome.session + 1} {kind(outcome.plan)}",
+            [one for one in outcomes if one.channels > 1],
         ),
         "from fewer nodes": by(lambda outcome: outcome.setting, [one for one in moved if one.channels == 1]),
     }
@@ -98,8 +100,10 @@ def summary(outcomes: Sequence[Outcome], moved: Sequence[Outcome] = ()) -> dict[
 def speedups(outcomes: Sequence[Outcome], over: str) -> dict[str, dict[str, float]]:
     """Measured iteration time of `over` divided by that of each other plan, by setting and model."""
     found: dict[str, dict[str, float]] = {}
-    for (setting, model), members in grouped(outcomes, lambda one: (one.setting, one.model)).items():
+    for (setting, model, session), members in grouped(
+        outcomes, lambda one: (one.setting, one.model, one.session)
+    ).items():
         base = next((one.measured_s for one in members if one.plan == over), None)
         if base is not None:
-            found[f"{setting} {model}"] = {one.plan: base / one.measured_s for one in members}
+            found[f"{setting} session {session + 1} {model}"] = {one.plan: base / one.measured_s for one in members}
     return found

@@ -62,7 +62,7 @@ def test_several_channels_do_not_mix_with_one():
 
 def test_speedups_compare_measurements_of_one_model_and_setting():
     rows = [outcome(plan="ddp", measured_s=0.2), outcome(plan="optimal", measured_s=0.1), outcome(model="other")]
-    assert speedups(rows, over="ddp") == {"nccl-4n-10.0gbit small": {"ddp": 1.0, "optimal": 2.0}}
+    assert speedups(rows, over="ddp") == {"nccl-4n-10.0gbit session 1 small": {"ddp": 1.0, "optimal": 2.0}}
 
 
 def test_the_scatter_is_one_svg_with_a_dot_for_every_case():

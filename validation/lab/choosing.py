@@ -62,7 +62,7 @@ def judge(records: list[Record]) -> dict[str, object]:
             if case.repeat > REPEATS_WITHIN:
                 continue
             profile = scaled(record.models[case.model].profile(case.model), record.dilation)
-            network = record.sessions[case.session].network
+            network = record.calibration(case.session)
             plan = from_shorthand(case.groups, profile, case.plan, case.channels, record.nodes)
             for name, predictor in PREDICTORS.items():
                 predictor(profile, network, plan)
