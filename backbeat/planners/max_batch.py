@@ -54,16 +54,26 @@ def batches(profile: Profile, budget: int, two: Profile | None = None, workers: 
 def growth(
     profile: Profile, network: Network, budget: int, schedule: Callable[[Profile], Plan], two: Profile | None = None
 ) -> list[Point]:
-    """The largest batches, the profile's own where it fits, and some between, each planned and predicted."""
+    """The largest batches, the profile's own where it fits, and some between, each planned and predicted.
+
+    Encoded groups hold more than gradients do, so the largest batch kept whole may be found below the first guess.
+    """
     whole, planned = batches(profile, budget, two, network.workers)
     sizes = {whole, planned, *(_round(whole + share * (planned - whole)) for share in _BETWEEN)}
     if profile.batch_size <= planned:
         sizes.add(profile.batch_size)
     points = {}
-    for size in sorted(sizes - {0}):
+
+    def add(size: int) -> Point:
         there, made = _planned(profile, size, two, schedule)
         kept = not (made.memory and made.memory.segments)
         points[there.batch_size] = Point(there.batch_size, kept, made, predict(there, network, made))
+        return points[there.batch_size]
+
+    for size in sorted(sizes - {0}):
+        add(size)
+    while whole > 1 and not any(point.kept for point in points.values()):
+        whole = add(_smaller(whole)).batch_size
     return [points[size] for size in sorted(points)]
 
 
@@ -78,7 +88,7 @@ def _planned(
         except InputError:
             if size == 1:
                 raise
-            size = max(_round(size * _RETREAT), 1)
+            size = _smaller(size)
 
 
 def _chain(profile: Profile, workers: int | None) -> Chain:
@@ -100,6 +110,10 @@ def _largest(profile: Profile, two: Profile | None, budget: int, units: tuple[Un
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
     return _round(low)
+
+
+def _smaller(size: int) -> int:
+    return max(_round(size * _RETREAT), 1)
 
 
 def _round(size: float) -> int:

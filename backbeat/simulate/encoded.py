@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 ELEMENT_BYTES = 4
 """A profile knows bytes, not elements: gradients are taken as fp32, as autocast leaves them."""
 ASSUMED_COMPRESSION_S_PER_BYTE = 5e-10
-"""Where a profile has not measured it: about what the slowest top-k measured on a GPU takes."""
+"""Where a profile has not measured it: about what a core of a CPU takes. A GPU takes far less: 0.015 ns a byte on an
+H200 (ResNet-152, 3.7 ms for 241 MB)."""
 _PLACES = 2**16
 """Elements whose places fit 16 bits."""
 
@@ -209,7 +210,7 @@ def remarks(profile: Profile, network: Network, plan: Plan) -> list[str]:
     if profile.compression_s_per_byte is None:
         notes.append(
             f"the profile has no compression cost: taken as {ASSUMED_COMPRESSION_S_PER_BYTE * 1e9:g} ns a byte; "
-            "profile again to measure it"
+            "put what yours takes into the profile's compression_s_per_byte"
         )
     if wire.derived:
         notes.append("the all-gather of encoded groups is derived from the all-reduce, not measured")

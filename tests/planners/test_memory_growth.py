@@ -6,13 +6,15 @@ import msgspec
 import pytest
 
 from backbeat.errors import InputError
-from backbeat.model import MemoryPlan
-from backbeat.planners.max_batch import batches
+from backbeat.model import MemoryPlan, Plan, Profile
+from backbeat.planners import plan
+from backbeat.planners.max_batch import batches, growth
 from backbeat.planners.memory import usable
 from backbeat.simulate.growth import grown
 from backbeat.simulate.holdings import Holdings
 from backbeat.simulate.memory import course
 from tests.chains import resnet152
+from tests.problems import affine
 
 GB = 10**9
 
@@ -69,3 +71,16 @@ def test_other_models_and_no_samples_are_refused() -> None:
         grown(one, 96, one)
     with pytest.raises(InputError, match="not even a batch of one"):
         batches(one, GB // 2)
+
+
+def test_encoded_groups_leave_less_to_a_batch_kept_whole() -> None:
+    """The largest batch whose gradients fit is too large for residuals and scratch; a smaller one is found."""
+    profile, network = resnet152(64), affine(1e-3, 1e-8, workers=4)
+
+    def schedule(there: Profile) -> Plan:
+        return plan(there, network, "sparse", density=0.01, memory_bytes=3 * GB)
+
+    whole, _ = batches(profile, 3 * GB, workers=4)
+    kept = [point.batch_size for point in growth(profile, network, 3 * GB, schedule) if point.kept]
+    assert kept
+    assert kept[-1] < whole
