@@ -210,7 +210,7 @@ def remarks(profile: Profile, network: Network, plan: Plan) -> list[str]:
     if profile.compression_s_per_byte is None:
         notes.append(
             f"the profile has no compression cost: taken as {ASSUMED_COMPRESSION_S_PER_BYTE * 1e9:g} ns a byte; "
-            "put what yours takes into the profile's compression_s_per_byte"
+            "profile again to measure it"
         )
     if wire.derived:
         notes.append("the all-gather of encoded groups is derived from the all-reduce, not measured")
