@@ -26,8 +26,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from backbeat.measure.chain import Link, quiet
 from backbeat.memory import apply, find_blocks, observe
-from backbeat.memory.chain import Link, quiet
 from backbeat.model import MemoryPlan, Plan, Profile, Segment
 from backbeat.model.files import write
 from backbeat.simulate.memory import course

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from backbeat.measure.chain import Borders, ChainWatch, Link, find_blocks
 from backbeat.measure.memory import storage_bytes
 from backbeat.measure.training import tensors_in
-from backbeat.memory.chain import Borders, ChainWatch, Link, find_blocks
 from backbeat.model import Block, HostLink
 
 if TYPE_CHECKING:

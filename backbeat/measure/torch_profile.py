@@ -14,6 +14,7 @@ import torch
 
 from backbeat.errors import InputError, MeasurementError
 from backbeat.measure.clock import clock_for
+from backbeat.measure.compression import compression_s_per_byte
 from backbeat.measure.figures import Figures, take
 from backbeat.measure.inputs import check_model, device_of
 from backbeat.measure.keep import kept
@@ -132,6 +133,7 @@ def measure(
                     figures = take(training, iterations, warmup, time_limit_s)
             else:
                 figures = take(training, iterations, warmup, time_limit_s)
+            compression = compression_s_per_byte(training, sum(figures.gradients.sizes))
     except (InputError, MeasurementError):
         raise
     except Exception as error:
@@ -145,6 +147,7 @@ def measure(
     return _document(
         training,
         figures,
+        compression,
         name=name or f"{title.lower()}-b{samples}-{precision}-{short_name(where)}",
         model=title,
         batch_size=samples,
@@ -156,6 +159,7 @@ def measure(
 def _document(
     training: Training,
     figures: Figures,
+    compression: float | None,
     *,
     name: str,
     model: str,
@@ -195,6 +199,7 @@ def _document(
         memory=figures.memory,
         blocks=figures.chain.blocks,
         host_link=figures.chain.host_link,
+        compression_s_per_byte=compression,
         source=source(command, training.device),
         notes=(*notes, *_notes(training, figures)),
     )

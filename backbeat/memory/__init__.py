@@ -11,7 +11,7 @@ except ImportError as error:
         "backbeat.memory needs PyTorch, which is not installed: pip install 'backbeat[torch]'"
     ) from error
 
+from backbeat.measure.chain import Link, block, find_blocks, observe
 from backbeat.memory.activations import Handle, apply
-from backbeat.memory.chain import Link, block, find_blocks, observe
 
 __all__ = ["Handle", "Link", "apply", "block", "find_blocks", "observe"]

@@ -38,7 +38,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
 from backbeat.errors import InputError
-from backbeat.memory.chain import find_blocks, tensors_of, version_of
+from backbeat.measure.chain import find_blocks, tensors_of, version_of
 from backbeat.memory.frames import Frame
 from backbeat.memory.offload import AHEAD, LAG, Away, Tape, movable
 from backbeat.memory.replay import uncached

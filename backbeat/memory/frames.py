@@ -17,7 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from backbeat.errors import InputError
-from backbeat.memory.chain import tensors_of, version_of
+from backbeat.measure.chain import tensors_of, version_of
 from backbeat.memory.offload import Away, Tape, movable
 from backbeat.memory.replay import Surroundings, as_before, uncached
 

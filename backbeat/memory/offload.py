@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from backbeat.errors import InputError
-from backbeat.memory.chain import version_of
+from backbeat.measure.chain import version_of
 from backbeat.memory.pinned import HostBuffer, HostPool
 
 SMALLEST_BYTES = 64 * 1024

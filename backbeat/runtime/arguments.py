@@ -25,6 +25,8 @@ WIRE: dict[Any, torch.dtype] = {
     torch.bfloat16: torch.bfloat16,
     torch.float16: torch.float16,
 }
+_HANDED_OVER = ("decoupled", "sparse")
+"""Strategies whose updates move into backward or forward."""
 UNSUPPORTED = {
     "mixed_precision": "use torch.autocast, or backend='ddp'",
     "delay_all_reduce_named_params": "put these gradients in the plan's last group, or use backend='ddp'",
@@ -49,10 +51,11 @@ def resolve_plan(plan: Plan | str | os.PathLike[str] | None) -> tuple[Plan | Non
     """A plan to run at once, or the name of a strategy to plan with once the model is measured."""
     if plan is None or isinstance(plan, Plan):
         found, strategy = plan, None
-    elif plan == "decoupled":
+    elif plan in _HANDED_OVER:
         raise InputError(
-            "plan='decoupled' cannot be chosen while training runs: make the plan first (`backbeat plan … --strategy "
-            "decoupled -o plan.json`), give plan='plan.json', and call model.attach(optimizer)"
+            f"plan={plan!r} cannot be chosen while training runs, since it changes what the optimizer sees: make the "
+            f"plan first (`backbeat plan … --strategy {plan} -o plan.json`), give plan='plan.json', and call "
+            "model.attach(optimizer)"
         )
     elif isinstance(plan, str) and (plan == "auto" or plan in strategies()):
         found, strategy = None, plan
@@ -84,7 +87,7 @@ def strategies() -> set[str]:
     """Names that plan fixed groups."""
     from backbeat.planners import STRATEGIES
 
-    return set(STRATEGIES) - {"horovod", "decoupled"}
+    return set(STRATEGIES) - {"horovod", *_HANDED_OVER}
 
 
 def process_group_of(arguments: dict[str, Any]) -> Any:

@@ -331,3 +331,9 @@ def test_on_a_gpu(precision: str) -> None:
     assert result.memory is not None
     assert result.memory.peak_bytes > result.memory.steady_bytes
     assert any("-bound" in note for note in result.notes)
+
+
+def test_the_cost_of_compression_is_measured() -> None:
+    found = profile(nn.Linear(8, 4), torch.randn(4, 8), lambda model, batch: model(batch).sum(), iterations=2, warmup=1)
+    assert found.compression_s_per_byte is not None
+    assert found.compression_s_per_byte > 0

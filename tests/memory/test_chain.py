@@ -11,7 +11,8 @@ torch = pytest.importorskip("torch", reason="needs PyTorch")
 
 from torch import nn  # noqa: E402
 
-from backbeat.memory import apply, block, chain, find_blocks, observe  # noqa: E402
+from backbeat.measure import chain  # noqa: E402
+from backbeat.memory import apply, block, find_blocks, observe  # noqa: E402
 from backbeat.model import MemoryPlan, Segment  # noqa: E402
 from tests.memory.memory_models import Layer, SmallTransformer, resnet_case, transformer_case  # noqa: E402
 

@@ -19,7 +19,7 @@ from backbeat.measure import profile as measure  # noqa: E402
 from backbeat.measure.blocks import _BackwardBorders  # noqa: E402
 from backbeat.memory import apply, find_blocks  # noqa: E402
 from backbeat.model import MemoryPlan, Profile  # noqa: E402
-from backbeat.planners.memory import Search, memory_plan  # noqa: E402
+from backbeat.planners.memory import Search, memory_plan, needed  # noqa: E402
 from backbeat.planners.moves import uniform  # noqa: E402
 from backbeat.simulate.holdings import Holdings  # noqa: E402
 from backbeat.simulate.memory import Chain, course, plan_of  # noqa: E402
@@ -138,6 +138,6 @@ def test_uniform_policies(metered: Metered, policy: str) -> None:
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.5])
 def test_plans_for_a_budget(metered: Metered, share: float) -> None:
     search = Search(Chain.of(metered.profile, Holdings.of(metered.profile)))
-    low, high = search.smallest.run.peak_bytes, search.run(uniform(search.chain)["keep"]).peak_bytes
+    low, high = needed(search.smallest.run.peak_bytes), search.run(uniform(search.chain)["keep"]).peak_bytes
     plan = memory_plan(metered.profile, round(low + share * (high - low)))
     assert plan.peak_bytes == pytest.approx(metered.peak(plan), rel=0.02)
