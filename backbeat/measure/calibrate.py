@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 SIZES = tuple(doubling(2**10, 2**28))
-BATCH_SIZES = tuple(doubling(2**12, 2**24))
+BATCH_SIZES = tuple(doubling(2**10, 2**24))
 """Back to back, on one channel."""
 SHARING_SIZES = BATCH_SIZES[::2]
 """On several: fewer, since two numbers are fitted to all of them."""
