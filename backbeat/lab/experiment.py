@@ -102,10 +102,12 @@ def calibrate(
     session: Session, setting: Setting, choices: Sequence[Choice], *, budget_s: float, largest_bytes: int
 ) -> Calibrated:
     """Measure the lab's own network, up to the largest message that any plan could send or the budget allows."""
+    from backbeat.measure.calibrate import SIZES
+
     # Stock DDP on gloo is two collectives at a time, so two at once are calibrated though no channel is opened for it.
     channels = max(2 if choice.stock(setting.backend) else choice.widest(setting.backend) for choice in choices)
     decoupled = any(choice.strategy == "decoupled" for choice in choices)
-    sizes = [1 << power for power in range(10, 29) if 1 << power < 2 * largest_bytes]
+    sizes = [size for size in SIZES if size < 2 * largest_bytes]
     network, timings, elapsed = session.ask(
         "calibrate",
         budget_s * 3 + _SPARE_S,

@@ -31,7 +31,8 @@ from backbeat.units import format_bytes, format_seconds
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-SIZES = tuple(doubling(2**10, 2**28))
+SIZES = tuple(sorted({*doubling(2**10, 2**28), *(3 << power for power in range(13, 21))}))
+"""Every octave, and twice as many from 24 KiB to 3 MiB, where libraries change their protocol."""
 BATCH_SIZES = tuple(doubling(2**10, 2**24))
 """Back to back, on one channel."""
 SHARING_SIZES = BATCH_SIZES[::2]
@@ -277,8 +278,12 @@ def _held_out(sizes: list[int]) -> tuple[Case, ...]:
 def _series(
     sizes: list[int], counts: list[int], collectives: Sequence[Collective], held_out: tuple[Case, ...] = ()
 ) -> list[Series]:
+    octaves = [size for size in sizes if size & (size - 1) == 0]
+
     def isolated(collective: Collective) -> tuple[Case, ...]:
-        return tuple(Case(collective=collective, bytes=size) for size in sizes)
+        # What every prediction stands on is measured more closely than the rest.
+        chosen = sizes if collective == "all_reduce" or len(octaves) < 2 else octaves
+        return tuple(Case(collective=collective, bytes=size) for size in chosen)
 
     batch_sizes = [size for size in BATCH_SIZES if sizes[0] <= size <= sizes[-1]] or [sizes[0], sizes[-1]]
     batches = tuple(
