@@ -24,7 +24,12 @@ def calibrate(
     output: Annotated[Path, typer.Option("--output", "-o", help="The network file to write.")],
     backend: Annotated[str | None, typer.Option(help="gloo, nccl or mpi; nccl where there is a GPU.")] = None,
     budget: Annotated[str, typer.Option(help="Time to spend; larger sizes are left out where it is short.")] = "60s",
-    sizes: Annotated[str, typer.Option(help="Message sizes: a doubling range, or a list.")] = "1KiB..256MiB",
+    sizes: Annotated[
+        str | None,
+        typer.Option(
+            help="Message sizes: a doubling range, or a list. Default: 1 KiB to 256 MiB, closer in the middle."
+        ),
+    ] = None,
     channels: Annotated[str, typer.Option(help="Numbers of channels to use at once.")] = "1,2,4",
     name: Annotated[str | None, typer.Option(help="The network's name.")] = None,
     settle: Annotated[
@@ -33,9 +38,12 @@ def calibrate(
     json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
 ) -> None:
     """Measure collectives between the workers that torchrun starts, and write a network file."""
+    from backbeat.measure.schedule import SIZES
+
     rank, world = _place()
     try:
-        wanted_sizes, wanted_channels = parse_sizes(sizes), _parse_channels(channels)
+        wanted_sizes = list(SIZES) if sizes is None else parse_sizes(sizes)
+        wanted_channels = _parse_channels(channels)
         budget_s = parse_duration(budget)
         if not budget_s > 0:
             raise InputError(f"--budget is {budget!r}: it must be above zero, like 60s")

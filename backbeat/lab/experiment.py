@@ -19,6 +19,7 @@ from backbeat.lab.runs import Run
 from backbeat.lab.session import Session
 from backbeat.measure.exchange import PRIMITIVE
 from backbeat.measure.robust import quantile
+from backbeat.measure.schedule import SIZES
 from backbeat.model import Network, Plan, Prediction, Profile
 from backbeat.model.files import decode
 from backbeat.simulate import predict
@@ -102,8 +103,6 @@ def calibrate(
     session: Session, setting: Setting, choices: Sequence[Choice], *, budget_s: float, largest_bytes: int
 ) -> Calibrated:
     """Measure the lab's own network, up to the largest message that any plan could send or the budget allows."""
-    from backbeat.measure.calibrate import SIZES
-
     # Stock DDP on gloo is two collectives at a time, so two at once are calibrated though no channel is opened for it.
     channels = max(2 if choice.stock(setting.backend) else choice.widest(setting.backend) for choice in choices)
     decoupled = any(choice.strategy == "decoupled" for choice in choices)

@@ -23,7 +23,7 @@ from backbeat.errors import InputError, MeasurementError
 from backbeat.measure.bench import COLLECTIVES, Bench, Case, Collective, explained
 from backbeat.measure.channels import backend_of, nccl_version, open_channels, settle_gloo, several_allowed
 from backbeat.measure.robust import Timing, monotone
-from backbeat.measure.schedule import FEWEST_REPEATS, REPEATS, Outcome, Progress, Series, doubling, measure
+from backbeat.measure.schedule import FEWEST_REPEATS, REPEATS, SIZES, Outcome, Progress, Series, doubling, measure
 from backbeat.model.network import CollectiveTimes, ConcurrencyPoint, Network, Topology
 from backbeat.model.source import Source
 from backbeat.units import format_bytes, format_seconds
@@ -31,8 +31,6 @@ from backbeat.units import format_bytes, format_seconds
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-SIZES = tuple(sorted({*doubling(2**10, 2**28), *(3 << power for power in range(13, 21))}))
-"""Every octave, and twice as many from 24 KiB to 3 MiB, where libraries change their protocol."""
 BATCH_SIZES = tuple(doubling(2**10, 2**24))
 """Back to back, on one channel."""
 SHARING_SIZES = BATCH_SIZES[::2]

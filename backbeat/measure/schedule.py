@@ -199,3 +199,8 @@ def doubling(smallest: int, largest: int) -> list[int]:
             break
         found.append(size)
     return [*found, largest]
+
+
+SIZES = tuple(sorted({*doubling(2**10, 2**28), *(3 << power for power in range(13, 21))}))
+"""What is measured unless told otherwise: every octave, and twice as many from 24 KiB to 3 MiB, where libraries change
+their protocol."""
