@@ -52,7 +52,7 @@ def plan(
     from backbeat.planners import plan as make_plan
     from backbeat.units import parse_bytes, parse_duration
 
-    memory_bytes = parse_bytes(memory) if memory else None
+    memory_bytes = parse_bytes(memory) if memory is not None else None
     if residuals not in (None, "device", "host"):
         raise InputError(f"--residuals is {residuals!r}: it must be device or host")
     where: Literal["device", "host"] | None = "host" if residuals == "host" else "device" if residuals else None
@@ -68,8 +68,8 @@ def plan(
             cluster,
             strategy,
             channels=channels,
-            bucket_bytes=parse_bytes(bucket) if bucket else None,
-            budget_s=parse_duration(budget) if budget else None,
+            bucket_bytes=parse_bytes(bucket) if bucket is not None else None,
+            budget_s=parse_duration(budget) if budget is not None else None,
             density=density,
             memory_bytes=memory_bytes,
             residuals=where,

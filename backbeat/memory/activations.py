@@ -237,18 +237,12 @@ def apply(model: nn.Module, memory_plan: MemoryPlan, *, lag: int = LAG, ahead: i
     What a block sends to the host leaves the device at the beginning of the `lag`-th block after it, and comes back
     when backward is `ahead` segments (or kept blocks) away from it.
     """
-    if not isinstance(memory_plan, MemoryPlan):
-        raise InputError(
-            f"the memory plan is {type(memory_plan).__name__}: give a MemoryPlan, such as `.memory` of a plan that was "
-            "made with a memory budget"
-        )
     if isinstance(model, nn.parallel.DistributedDataParallel):
         model = model.module
     for name, least, value in (("lag", 1, lag), ("ahead", 0, ahead)):
         if value < least:
             raise InputError(f"{name} is {value}: it must be {least} or more")
-    _check_model(model)
-    named = _resolve(model, memory_plan)
+    named = check(model, memory_plan)
     active = [segment for segment in memory_plan.segments if segment.action != "keep"]
     offloads = any(segment.action == "offload" or segment.input == "offload" for segment in active)
     tape = Tape(lag, ahead) if offloads else None
@@ -266,6 +260,17 @@ def apply(model: nn.Module, memory_plan: MemoryPlan, *, lag: int = LAG, ahead: i
     for forward in forwards:
         forward.install()
     return Handle(memory_plan, forwards, tape)
+
+
+def check(model: nn.Module, memory_plan: MemoryPlan) -> dict[str, nn.Module]:
+    """The blocks that the plan names; refused where `model` cannot run it, and left as it was in any case."""
+    if not isinstance(memory_plan, MemoryPlan):
+        raise InputError(
+            f"the memory plan is {type(memory_plan).__name__}: give a MemoryPlan, such as `.memory` of a plan that was "
+            "made with a memory budget"
+        )
+    _check_model(model)
+    return _resolve(model, memory_plan)
 
 
 def _policy(segment: Segment, tape: Tape | None) -> Policy:

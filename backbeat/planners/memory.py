@@ -242,10 +242,10 @@ def too_small(search: Search, budget: int) -> str:
             f"activations, {format_bytes(chain.base)} ({chain.holdings.described()}): "
             f"the smallest budget that fits is {least} bytes ({_up(least)})"
         )
-    place = "the loss" if run.phase == "loss" else f"{run.phase} of {chain.names[run.block]}"
+    place = "at the loss" if run.phase == "loss" else f"in the {run.phase} of {chain.names[run.block]}"
     return (
         f"a memory budget of {format_bytes(budget)} is too small: the smallest that fits is {least} bytes "
-        f"({_up(least)}). Its peak is in the {place}: {format_bytes(run.peak_bytes - chain.base)} of activations and "
+        f"({_up(least)}). Its peak is {place}: {format_bytes(run.peak_bytes - chain.base)} of activations and "
         f"their gradients, beside {chain.holdings.described()}. Give that much, or a smaller batch"
     )
 

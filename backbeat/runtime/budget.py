@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -32,10 +33,10 @@ def within_budget(
     where a strategy and a network are named, and around the groups as they are where not.
     """
     if budget is None:
+        if profile is not None:
+            raise InputError("profile= is there to plan a memory_budget with: give that too, like '6GB', or neither")
         return plan, plan.memory if plan is not None else None
-    size = parse_bytes(budget) if isinstance(budget, str) else budget
-    if size <= 0:
-        raise InputError(f"memory_budget is {budget!r}: it must be above zero, like '6GB'")
+    size = _size(budget)
     if plan is not None and plan.memory is not None:
         _check(plan.memory, size)
         return plan, plan.memory
@@ -47,6 +48,8 @@ def within_budget(
     from backbeat.planners import plan as make_plan
     from backbeat.planners.memory import memory_plan
 
+    if not isinstance(profile, (Profile, str, os.PathLike)):
+        raise InputError(f"profile is {type(profile).__name__}: give a Profile, a bundled name or the path of one")
     known = profile if isinstance(profile, Profile) else Profile.load(profile)
     if plan is None and strategy not in (None, "auto") and network is not None:
         cluster = network if isinstance(network, Network) else Network.load(network)
@@ -54,6 +57,18 @@ def within_budget(
         return made, made.memory
     memory = memory_plan(known, size, plan, workers=workers)
     return (None if plan is None else msgspec.structs.replace(plan, memory=memory)), memory
+
+
+def _size(budget: int | float | str) -> int:
+    if isinstance(budget, str):
+        size: float = parse_bytes(budget)
+    elif isinstance(budget, (int, float)) and not isinstance(budget, bool) and math.isfinite(budget):
+        size = budget
+    else:
+        raise InputError(f"memory_budget is {budget!r}: it must be a number of bytes, or text like '6GB'")
+    if size < 1:
+        raise InputError(f"memory_budget is {budget!r}: it must be above zero, like '6GB'")
+    return int(size)
 
 
 def _check(memory: MemoryPlan, size: int) -> None:
@@ -70,10 +85,23 @@ def _check(memory: MemoryPlan, size: int) -> None:
         )
 
 
+def check_memory(module: Any, memory: MemoryPlan | None) -> None:
+    """Refuse what `apply_memory` would, while nothing has been done to the model yet."""
+    if memory is None or _keeps_all(memory):
+        return
+    from backbeat.memory.activations import check
+
+    check(module, memory)
+
+
 def apply_memory(module: Any, memory: MemoryPlan | None) -> Handle | None:
     """Put the memory plan in force on the model; None where there is nothing to do."""
-    if memory is None or all(segment.action == "keep" for segment in memory.segments):
+    if memory is None or _keeps_all(memory):
         return None
     from backbeat.memory import apply
 
     return apply(module, memory)
+
+
+def _keeps_all(memory: MemoryPlan) -> bool:
+    return all(segment.action == "keep" for segment in memory.segments)

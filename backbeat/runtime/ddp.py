@@ -19,7 +19,7 @@ from backbeat.runtime import partition as partitions
 from backbeat.runtime import stock
 from backbeat.runtime.arguments import UNSUPPORTED, WIRE, TorchDDP, bind, process_group_of, resolve_plan
 from backbeat.runtime.attributes import cap_bytes_of, set_torch_attributes
-from backbeat.runtime.budget import apply_memory, within_budget
+from backbeat.runtime.budget import apply_memory, check_memory, within_budget
 from backbeat.runtime.grouping import Settings
 from backbeat.runtime.handover import attach
 from backbeat.runtime.handover import check as check_optimizer
@@ -85,6 +85,7 @@ class DistributedDataParallel(TorchDDP):  # type: ignore[misc]
         workers = dist.get_world_size(process_group_of(arguments))
         loaded, memory = within_budget(loaded, strategy, memory_budget, profile, network, workers)
         strategy = strategy if loaded is None else None
+        check_memory(module, memory)
         if backend == "ddp":
             stock.construct(self, arguments, loaded, strategy, channels, WIRE[wire] if wire else None)
             self._memory = apply_memory(module, memory)

@@ -56,8 +56,8 @@ def check(optimizer: Any, per_parameter: bool) -> None:
         raise InputError(f"attach() got {kind.__name__}: it takes a torch.optim.Optimizer; pass the one it wraps")
     if isinstance(optimizer, torch.optim.LBFGS):
         raise InputError(
-            "LBFGS couples all parameters and evaluates its closure several times a step: its update cannot be spread "
-            "over the next forward; run a plan without phases"
+            "LBFGS couples all parameters and evaluates its closure several times a step: its update cannot be taken "
+            "apart; leave attach() out of an encoded plan, and in place of a decoupled one run a plan without phases"
         )
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise InputError("the optimizer has differentiable=True: an update cannot be both deferred and differentiated")

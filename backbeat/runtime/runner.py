@@ -136,12 +136,11 @@ class Runner:
             self.tuner.restart(f"{woken} parameters became trainable")
 
     def _agree(self, partition: Partition, what: str) -> None:
-        agree(
-            self.links,
-            f"partition/{self._agreements}",
-            partition.lines(self.roster.names, self.roster.parameters),
-            what,
-        )
+        lines = partition.lines(self.roster.names, self.roster.parameters)
+        if any(group.encoding is not None for group in partition.groups):
+            # Options decide how much travels and from where: ranks that differ in them send messages nobody expects.
+            lines = [*lines, f"sparse {self.settings.sparse}"]
+        agree(self.links, f"partition/{self._agreements}", lines, what)
         self._agreements += 1
 
 

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from backbeat.runtime.rounds import Round
 
 graph_task: Callable[[], int] = torch._C._current_graph_task_id
-_will_execute = torch._C._will_engine_execute_node
 
 
 def watch(
@@ -96,4 +95,12 @@ class Reach:
                     self._leaf = node
                     return True
         self._passed = True
+        return False
+
+
+def _will_execute(leaf: Any) -> bool:
+    try:
+        return bool(torch._C._will_engine_execute_node(leaf))
+    except RuntimeError:
+        # Torch's answer where `torch.autograd.grad` was asked for this very leaf: its gradient is handed out, not kept.
         return False

@@ -159,7 +159,7 @@ class Chain:
         if not profile.blocks:
             raise InputError(
                 f"the profile {profile.name!r} has no blocks, so nothing is known of its activations: "
-                "profile it again with `backbeat profile`"
+                "profile it again with `backbeat profile`, on the device itself (--analytic measures no blocks)"
             )
         return cls(profile, holdings)
 

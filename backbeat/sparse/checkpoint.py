@@ -23,6 +23,7 @@ from backbeat.model.files import write
 SCHEMA = "backbeat.residuals/1"
 _FILE = re.compile(r"rank-(\d+)-of-(\d+)\.pt")
 _KINDS = ("residuals", "velocities")
+_PARTS = ("rank", "ranks", "step", *_KINDS)
 
 
 def state_of(
@@ -44,6 +45,7 @@ def check(state: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]) -> None
     if not isinstance(state, Mapping) or state.get("schema") != SCHEMA:
         found = state.get("schema") if isinstance(state, Mapping) else type(state).__name__
         raise InputError(f"this is no checkpoint of residuals: schema is {found!r}, not {SCHEMA!r}")
+    _check_parts(state, "the checkpoint of residuals")
     for kind in _KINDS:
         for name, values in state[kind].items():
             if name not in shapes:
@@ -73,6 +75,12 @@ def spread(states: Iterable[Mapping[str, Any]], *, rank: int, ranks: int) -> dic
             f"the checkpoint has the residuals of ranks {[int(state['rank']) for state in ordered]} of {former}: "
             "all of them are needed, or a part of the gradients is lost"
         )
+    for state in ordered:
+        if state["step"] != ordered[0]["step"]:
+            raise InputError(
+                f"the checkpoint has the residuals of rank 0 after step {ordered[0]['step']} and of rank {state['rank']} "
+                f"after step {state['step']}: the job ended while they were written; use an earlier one"
+            )
     mine = [state for state in ordered if int(state["rank"]) % ranks == rank]
     found: dict[str, Any] = {**ordered[0], "rank": rank, "ranks": ranks, "residuals": {}, "velocities": {}}
     for kind in _KINDS:
@@ -88,7 +96,12 @@ def spread(states: Iterable[Mapping[str, Any]], *, rank: int, ranks: int) -> dic
 def save(state: Mapping[str, Any], folder: str | os.PathLike[str]) -> Path:
     """Write one rank's state into the folder that all ranks share."""
     target = Path(folder)
-    target.mkdir(parents=True, exist_ok=True)
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(
+            f"{target}: residuals cannot be written there ({error.strerror}): give a folder, new or of residuals"
+        ) from error
     path = target / f"rank-{state['rank']:05d}-of-{state['ranks']:05d}.pt"
     content = io.BytesIO()
     torch.save(dict(state), content)
@@ -118,4 +131,11 @@ def _read(path: Path) -> dict[str, Any]:
     found = state.get("schema") if isinstance(state, dict) else None
     if found != SCHEMA:
         raise InputError(f"{path} is no checkpoint of residuals: schema is {found!r}, not {SCHEMA!r}")
+    _check_parts(state, str(path))
     return dict(state)
+
+
+def _check_parts(state: Mapping[str, Any], what: str) -> None:
+    for part in _PARTS:
+        if part not in state:
+            raise InputError(f"{what} has no {part!r}: it is damaged; use another")

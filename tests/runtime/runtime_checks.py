@@ -427,6 +427,8 @@ def autograd_grad_sends_nothing(ctx: Context) -> None:
     if ctx.rank == 0:
         x = ctx.data(3, 6, step=1, rank=0).requires_grad_()
         torch.autograd.grad(wrapped(x).sum(), x)
+        torch.autograd.grad(wrapped(x).sum(), list(wrapped.parameters()))
+        torch.autograd.grad(wrapped(x).sum(), next(wrapped.parameters()))
     assert wrapped.reducer.step == before
     train(ctx, wrapped.module, wrapped, oracle, steps=2)
 

@@ -17,6 +17,8 @@ from torch import nn
 from backbeat import Network, Profile, plan
 from backbeat.errors import InputError
 from backbeat.measure import profile as measure_profile
+from backbeat.model import MemoryPlan
+from backbeat.model.blocks import Segment
 from backbeat.planners.memory import memory_plan
 from backbeat.runtime import DistributedDataParallel
 
@@ -111,6 +113,12 @@ def test_copies_train_alike(known: Profile) -> None:
         ({"memory_budget": "6GB"}, "give a plan made with"),
         ({"memory_budget": 0}, "above zero"),
         ({"memory_budget": "six"}, "not a size"),
+        ({"memory_budget": ""}, "not a size"),
+        ({"memory_budget": float("nan")}, "number of bytes"),
+        ({"memory_budget": [6]}, "number of bytes"),
+        ({"memory_budget": True}, "number of bytes"),
+        ({"memory_budget": "6GB", "profile": 3}, "profile is int"),
+        ({"profile": "profile.json"}, "to plan a memory_budget with"),
     ],
 )
 def test_what_cannot_be_kept_is_refused(arguments: dict[str, Any], message: str) -> None:
@@ -138,3 +146,14 @@ def test_plans_for_another_model_leave_the_model_as_it_was(known: Profile) -> No
     with pytest.raises(InputError):
         DistributedDataParallel(model, plan=made)
     assert "forward" not in model.__dict__
+
+
+def test_after_a_refused_memory_part_the_model_can_be_wrapped_at_once(known: Profile) -> None:
+    made = plan(known, Network.load("10gbe").at(workers=4), "optimal", memory_bytes=least(known))
+    elsewhere = MemoryPlan(segments=(Segment(blocks=("nowhere",), action="recompute"),))
+    model = model_of()
+    # The exception is held, and with it the frame in which a half-built wrapper would live on.
+    with pytest.raises(InputError, match="names the block 'nowhere'") as held:
+        DistributedDataParallel(model, plan=msgspec.structs.replace(made, memory=elsewhere))
+    gradients(DistributedDataParallel(model, plan=made))
+    assert held.value is not None

@@ -53,6 +53,25 @@ def test_a_part_of_the_ranks_is_refused() -> None:
         checkpoint.spread([state(0, 3), state(2, 3)], rank=0, ranks=1)
 
 
+def test_ranks_of_different_steps_are_refused() -> None:
+    with pytest.raises(InputError, match="of rank 0 after step 7 and of rank 1 after step 9: the job ended while"):
+        checkpoint.spread([state(0, 2), {**state(1, 2), "step": 9}], rank=0, ranks=2)
+
+
+def test_a_state_with_parts_missing_is_refused(tmp_path: Path) -> None:
+    torch.save({"schema": checkpoint.SCHEMA, "rank": 0, "ranks": 1}, tmp_path / "rank-00000-of-00001.pt")
+    with pytest.raises(InputError, match=r"00001\.pt has no 'step': it is damaged"):
+        checkpoint.load(tmp_path, rank=0, ranks=1)
+    with pytest.raises(InputError, match="has no 'rank': it is damaged"):
+        checkpoint.check({"schema": checkpoint.SCHEMA}, SHAPES)
+
+
+def test_a_file_where_the_folder_should_be_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("x")
+    with pytest.raises(InputError, match=r"taken: residuals cannot be written there .*give a folder"):
+        checkpoint.save(state(0, 1), tmp_path / "taken")
+
+
 def test_another_model_is_refused_by_its_first_parameter() -> None:
     with pytest.raises(InputError, match=r"residual of 'a.bias', which is no trainable parameter .*'a.bia'"):
         checkpoint.check(state(0, 1), {"a.weight": (3, 2), "a.bia": (3,), "b": (1,)})
