@@ -78,8 +78,8 @@ def spread(states: Iterable[Mapping[str, Any]], *, rank: int, ranks: int) -> dic
     for state in ordered:
         if state["step"] != ordered[0]["step"]:
             raise InputError(
-                f"the checkpoint has the residuals of rank 0 after step {ordered[0]['step']} and of rank {state['rank']} "
-                f"after step {state['step']}: the job ended while they were written; use an earlier one"
+                f"the checkpoint has the residuals of rank 0 after step {ordered[0]['step']} and of rank "
+                f"{state['rank']} after step {state['step']}: the job ended while they were written; use an earlier one"
             )
     mine = [state for state in ordered if int(state["rank"]) % ranks == rank]
     found: dict[str, Any] = {**ordered[0], "rank": rank, "ranks": ranks, "residuals": {}, "velocities": {}}
