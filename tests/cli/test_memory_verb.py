@@ -80,6 +80,7 @@ def test_how_far_the_batch_can_grow(profile: Path) -> None:
         (("--memory", "700MB"), "below what stays on the device"),
         (("--memory", "1GB"), "the smallest that fits is"),
         (("--memory", "lots"), "not a size"),
+        (("--memory", ""), "'' is not a size"),
         (("--max-batch",), "--max-batch needs --memory"),
         (("--max-batch", "--memory", "8GB", "-o", "plan.json"), "leave --output out"),
         (("--other-batch", "x.json"), "goes with --max-batch"),

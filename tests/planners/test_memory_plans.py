@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -132,3 +133,13 @@ def test_a_budget_below_the_weights_is_told_apart() -> None:
         memory_plan(resnet152(), GB // 2)
     with pytest.raises(InputError, match=r"too small: the smallest that fits is \d+ bytes .*Its peak is in the"):
         memory_plan(resnet152(), 2 * GB)
+
+
+def test_a_peak_at_the_loss_is_named_as_such() -> None:
+    profile = resnet152()
+    assert profile.memory is not None
+    heavy = msgspec.structs.replace(
+        profile, memory=msgspec.structs.replace(profile.memory, head_bytes=40 * GB, peak_bytes=70 * GB)
+    )
+    with pytest.raises(InputError, match=r"too small: .*\. Its peak is at the loss: "):
+        memory_plan(heavy, 10 * GB)
