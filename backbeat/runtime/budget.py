@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -94,13 +95,21 @@ def check_memory(module: Any, memory: MemoryPlan | None) -> None:
     check(module, memory)
 
 
-def apply_memory(module: Any, memory: MemoryPlan | None) -> Handle | None:
-    """Put the memory plan in force on the model; None where there is nothing to do."""
+def apply_memory(wrapper: Any, module: Any, memory: MemoryPlan | None) -> Handle | None:
+    """Put the memory plan in force on the model while its wrapper lives; None where there is nothing to do."""
     if memory is None or _keeps_all(memory):
         return None
     from backbeat.memory import apply
 
-    return apply(module, memory)
+    handle = apply(module, memory)
+    ends_with(wrapper, handle)
+    return handle
+
+
+def ends_with(wrapper: Any, handle: Handle | None) -> None:
+    """A model whose wrapper was dropped is as it was, and can be wrapped again."""
+    if handle is not None:
+        weakref.finalize(wrapper, handle.remove).atexit = False
 
 
 def _keeps_all(memory: MemoryPlan) -> bool:

@@ -19,7 +19,7 @@ from backbeat.runtime import partition as partitions
 from backbeat.runtime import stock
 from backbeat.runtime.arguments import UNSUPPORTED, WIRE, TorchDDP, bind, process_group_of, resolve_plan
 from backbeat.runtime.attributes import cap_bytes_of, set_torch_attributes
-from backbeat.runtime.budget import apply_memory, check_memory, within_budget
+from backbeat.runtime.budget import apply_memory, check_memory, ends_with, within_budget
 from backbeat.runtime.grouping import Settings
 from backbeat.runtime.handover import attach
 from backbeat.runtime.handover import check as check_optimizer
@@ -88,7 +88,7 @@ class DistributedDataParallel(TorchDDP):  # type: ignore[misc]
         check_memory(module, memory)
         if backend == "ddp":
             stock.construct(self, arguments, loaded, strategy, channels, WIRE[wire] if wire else None)
-            self._memory = apply_memory(module, memory)
+            self._memory = apply_memory(self, module, memory)
             return
         for name, advice in UNSUPPORTED.items():
             if arguments.get(name) is not None:
@@ -124,7 +124,7 @@ class DistributedDataParallel(TorchDDP):  # type: ignore[misc]
         if arguments.get("static_graph"):
             self._set_static_graph()
         # Last: a wrapper that was refused must leave the model as it was.
-        self._memory = apply_memory(module, memory)
+        self._memory = apply_memory(self, module, memory)
 
     def _build(self) -> None:
         """Channels, agreement on the partition, and the reducer. Every rank must come here together."""
@@ -407,9 +407,11 @@ class DistributedDataParallel(TorchDDP):  # type: ignore[misc]
     def __setstate__(self, state: dict[str, Any]) -> None:
         if state.get("_backbeat_backend") == "ddp":
             super().__setstate__(state)
+            ends_with(self, self._memory)
             return
         self.process_group = dist.distributed_c10d._get_default_group()
         Module.__setstate__(self, state)
+        ends_with(self, self._memory)
         self._module_parameters = [p for n, p in self.module.named_parameters() if n not in self.parameters_to_ignore]
         # The reducer is built by the first forward that trains: a copy kept for evaluation never needs one.
         self._assign_modules_buffers()

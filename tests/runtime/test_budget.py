@@ -157,3 +157,20 @@ def test_after_a_refused_memory_part_the_model_can_be_wrapped_at_once(known: Pro
         DistributedDataParallel(model, plan=msgspec.structs.replace(made, memory=elsewhere))
     gradients(DistributedDataParallel(model, plan=made))
     assert held.value is not None
+
+
+def test_a_dropped_wrapper_takes_its_memory_part_along(known: Profile) -> None:
+    model = model_of()
+    wrapped = DistributedDataParallel(model, memory_budget=least(known), profile=known)
+    expected = gradients(wrapped)
+    other = copy.deepcopy(wrapped)
+    copied = other.module
+    del wrapped
+    assert not any("forward" in module.__dict__ for module in model.modules())
+    assert any("forward" in module.__dict__ for module in copied.modules())
+    del other
+    assert not any("forward" in module.__dict__ for module in copied.modules())
+    model.zero_grad()
+    again = DistributedDataParallel(model, memory_budget=least(known), profile=known)
+    for one, two in zip(gradients(again), expected, strict=True):
+        assert torch.equal(one, two)
