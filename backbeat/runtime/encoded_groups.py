@@ -104,8 +104,9 @@ def check(spec: GroupSpec, job: Job, *, host: bool) -> None:
                 "floating-point gradients can be; leave the encoding out of its group"
             )
     if host and encoding is not None and takes_rounds(encoding):
-        what = "powersgd" if encoding.kind == "powersgd" else "topk in a tree"
+        low_rank = encoding.kind == "powersgd"
+        what, instead = ("powersgd", "another kind") if low_rank else ("topk in a tree", "all_gather")
         raise InputError(
             f"residuals live on the host and a group is encoded by {what}, which needs them in every round of its "
-            "exchange: use all_gather, or residuals on the device"
+            f"exchange: use {instead}, or residuals on the device"
         )

@@ -61,6 +61,12 @@ def check(optimizer: Any, per_parameter: bool) -> None:
         )
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise InputError("the optimizer has differentiable=True: an update cannot be both deferred and differentiated")
+    inner = getattr(optimizer, "optimizer", None)
+    if not per_parameter and isinstance(inner, Optimizer):
+        raise InputError(
+            f"attach() got {kind.__name__}, which wraps {type(inner).__name__}: pass the one inside, "
+            "attach(optimizer.optimizer)"
+        )
     known = next((base for base in kind.__mro__ if "step" in vars(base)), kind)
     if not per_parameter and not (known.__module__.startswith("torch.optim") and known.__name__ in PER_PARAMETER):
         raise InputError(

@@ -12,7 +12,7 @@ from torch import nn
 
 from backbeat.errors import InputError
 from backbeat.model import Gradient, Group, Plan, Profile
-from backbeat.runtime import DistributedDataParallel
+from backbeat.runtime import DistributedDataParallel, handover
 from backbeat.runtime.arguments import TORCH_SIGNATURE, bind, resolve_plan, respread
 from backbeat.runtime.refusals import check_model
 
@@ -115,3 +115,17 @@ def test_respread_keeps_groups_and_order() -> None:
     )
     assert [group.channel for group in respread(plan, 2).groups] == [0, 1, 0]
     assert [group.gradients for group in respread(plan, 2).groups] == [("a",), ("b",), ("c",)]
+
+
+def test_an_optimizer_inside_another_is_asked_for() -> None:
+    class Prepared(torch.optim.Optimizer):
+        """As Accelerate hands them out."""
+
+        def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+            self.optimizer = optimizer
+            self.param_groups = optimizer.param_groups
+
+    inner = torch.optim.AdamW(nn.Linear(2, 2).parameters())
+    with pytest.raises(InputError, match=r"got Prepared, which wraps AdamW: .*attach\(optimizer.optimizer\)"):
+        handover.check(Prepared(inner), per_parameter=False)
+    handover.check(inner, per_parameter=False)
