@@ -585,6 +585,8 @@ def refusals(ctx: Context) -> None:
     )
     raises(InputError, lambda: wrap(ctx, SOME, sparse={"momentum": 1}), "sparse has 'momentum'")
     raises(InputError, lambda: wrap(ctx, SOME, sparse={"warmup_steps": -1}), "warmup_steps is -1")
+    raises(InputError, lambda: wrap(ctx, SOME, sparse={"seed": None}), "seed is None: it must be a whole number")
+    raises(InputError, lambda: wrap(ctx, SOME, sparse={"factor_masking": "no"}), "must be True or False")
     raises(InputError, lambda: wrap(ctx, SOME, sparse={"warmup_steps": 1 + ctx.rank}), "warmup_steps=1, seed=0")
     plain = DistributedDataParallel(ctx.build(mlp), plan=small_plan(model))
     raises(InputError, plain.residual_state_dict, "there are no residuals")
