@@ -307,7 +307,7 @@ def _resolve(model: nn.Module, memory_plan: MemoryPlan) -> dict[str, nn.Module]:
             where = f"memory.segments[{index}]"
             module = modules.get(name)
             if module is None or not name:
-                near = get_close_matches(name, modules, n=1)
+                near = get_close_matches(name, filter(None, modules), n=1)
                 hint = f"did you mean {near[0]!r}?" if near else "make the plan from a profile of this model"
                 raise InputError(f"{where} names the block {name!r}, which the model does not have: {hint}")
             if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward:

@@ -45,6 +45,10 @@ class Document(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 def find(name: str | os.PathLike[str], kind: type[Document]) -> Path:
+    if not isinstance(name, (str, os.PathLike)):
+        raise InputError(
+            f"the {_noun(kind)} is given as {type(name).__name__}: give a {kind.__name__}, or a file's name"
+        )
     path = Path(name)
     text = os.fspath(name)
     if not text:

@@ -60,7 +60,8 @@ def resolve_plan(plan: Plan | str | os.PathLike[str] | None) -> tuple[Plan | Non
     elif isinstance(plan, str) and (plan == "auto" or plan in strategies()):
         found, strategy = None, plan
     else:
-        _check_spelling(os.fspath(plan))
+        if isinstance(plan, (str, os.PathLike)):
+            _check_spelling(os.fspath(plan))
         found, strategy = Plan.load(plan), None
     if found is not None and found.dynamic is not None:
         raise InputError(

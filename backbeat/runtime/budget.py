@@ -49,8 +49,6 @@ def within_budget(
     from backbeat.planners import plan as make_plan
     from backbeat.planners.memory import memory_plan
 
-    if not isinstance(profile, (Profile, str, os.PathLike)):
-        raise InputError(f"profile is {type(profile).__name__}: give a Profile, a bundled name or the path of one")
     known = profile if isinstance(profile, Profile) else Profile.load(profile)
     if plan is None and strategy not in (None, "auto") and network is not None:
         cluster = network if isinstance(network, Network) else Network.load(network)

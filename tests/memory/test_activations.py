@@ -433,6 +433,8 @@ def test_blocks_and_messages_for_bad_plans():
     model, _ = resnet_case()
     with pytest.raises(InputError, match="'layer10', which the model does not have: did you mean 'layer1"):
         apply(model, alone(["layer10"], "recompute"))
+    with pytest.raises(InputError, match="'', which the model does not have: make the plan from a profile"):
+        apply(model, alone([""], "recompute"))
     with pytest.raises(InputError, match="shares modules with 'layer1'"):
         apply(model, plan((["layer1"], "recompute", "keep"), (["layer1.0"], "offload", "keep")))
     with pytest.raises(InputError, match="never called"):

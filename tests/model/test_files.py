@@ -255,9 +255,13 @@ def test_pipes_are_read_and_written_through(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [("", "the name of the profile is empty"), ("a" * 5000, "neither a file nor a bundled profile")],
+    [
+        ("", "the name of the profile is empty"),
+        (3, "the profile is given as int: give a Profile"),
+        ("a" * 5000, "neither a file nor a bundled profile"),
+    ],
 )
-def test_names_no_file_can_have(name: str, message: str) -> None:
+def test_names_no_file_can_have(name: Any, message: str) -> None:
     with pytest.raises(bb.InputError, match=message):
         bb.Profile.load(name)
 

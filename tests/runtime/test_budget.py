@@ -117,7 +117,7 @@ def test_copies_train_alike(known: Profile) -> None:
         ({"memory_budget": float("nan")}, "number of bytes"),
         ({"memory_budget": [6]}, "number of bytes"),
         ({"memory_budget": True}, "number of bytes"),
-        ({"memory_budget": "6GB", "profile": 3}, "profile is int"),
+        ({"memory_budget": "6GB", "profile": 3}, "the profile is given as int"),
         ({"profile": "profile.json"}, "to plan a memory_budget with"),
     ],
 )

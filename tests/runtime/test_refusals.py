@@ -74,6 +74,7 @@ def test_the_whole_signature_of_the_installed_torch_is_taken() -> None:
         ({"plan": "no-such-plan"}, "no-such-plan: no such file"),
         ({"plan": "optmal"}, "did you mean 'optimal'"),
         ({"plan": "gone.json"}, "gone.json: no such file"),
+        ({"plan": []}, "the plan is given as list: give a Plan"),
         ({"channels": 0}, "channels is 0"),
         ({"plan": "auto", "backend": "ddp"}, "plan='auto' needs backbeat's reducer"),
     ],
