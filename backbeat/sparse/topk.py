@@ -11,17 +11,29 @@ from backbeat.sparse.exchange import Collective, Exchange
 from backbeat.sparse.residual import Residual
 
 
-class TopK:
-    """Compressor of `kind="topk"`."""
+class _Taking:
+    """Takes some places out of the residual, and can put them back."""
 
     masks_velocity = True
+    _taken: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def give_back(self, residual: Residual) -> None:
+        if self._taken is not None:
+            residual.put(*self._taken)
+        self._taken = None
+
+    def forget(self) -> None:
+        self._taken = None
+
+
+class TopK(_Taking):
+    """Compressor of `kind="topk"`."""
 
     def __init__(self, encoding: Encoding, *, rank: int, ranks: int) -> None:
         self._encoding = encoding
         self._rank = rank
         self._ranks = ranks
         self._dtype = wire.DTYPES[encoding.values]
-        self._taken: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def exchange(self, residual: Residual, *, step: int, scale: float, density: float | None = None) -> Exchange:
         numel = residual.values.numel()
@@ -38,14 +50,6 @@ class TopK:
             add_gathered(out, *wire.unpack(form, gathered), scale)
 
         return write
-
-    def give_back(self, residual: Residual) -> None:
-        if self._taken is not None:
-            residual.put(*self._taken)
-        self._taken = None
-
-    def forget(self) -> None:
-        self._taken = None
 
     def _choose(self, residual: Residual, count: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
         if self._encoding.select == "exact":
@@ -88,16 +92,13 @@ class TopK:
         return write
 
 
-class RandomK:
+class RandomK(_Taking):
     """Compressor of `kind="randomk"`: the same places on every rank, so that only values travel, and are summed."""
-
-    masks_velocity = True
 
     def __init__(self, encoding: Encoding, *, seed: int) -> None:
         self._encoding = encoding
         self._seed = seed
         self._dtype = wire.DTYPES[encoding.values]
-        self._taken: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def exchange(self, residual: Residual, *, step: int, scale: float, density: float | None = None) -> Exchange:
         values = residual.values
@@ -115,11 +116,3 @@ class RandomK:
             out.index_copy_(0, index, summed.to(out.dtype))
 
         return write
-
-    def give_back(self, residual: Residual) -> None:
-        if self._taken is not None:
-            residual.put(*self._taken)
-        self._taken = None
-
-    def forget(self) -> None:
-        self._taken = None

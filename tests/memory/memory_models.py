@@ -26,14 +26,14 @@ class Residual(nn.Module):
 
 
 class SmallResNet(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, depth: int = 2) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(3, 16, 3, padding=1, bias=False)
         self.bn1 = nn.BatchNorm2d(16)
         self.relu = nn.ReLU(inplace=True)
         self.maxpool = nn.MaxPool2d(2)
-        self.layer1 = nn.Sequential(Residual(16, 16), Residual(16, 16))
-        self.layer2 = nn.Sequential(Residual(16, 32), Residual(32, 32))
+        self.layer1 = nn.Sequential(*(Residual(16, 16) for _ in range(depth)))
+        self.layer2 = nn.Sequential(Residual(16, 32), *(Residual(32, 32) for _ in range(depth - 1)))
         self.avgpool = nn.AdaptiveAvgPool2d(1)
         self.fc = nn.Linear(32, 10)
 

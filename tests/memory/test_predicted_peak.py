@@ -7,33 +7,15 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="needs PyTorch")
 
-from torch import nn  # noqa: E402
 
 from backbeat.measure import profile  # noqa: E402
 from backbeat.measure.blocks import _BackwardBorders  # noqa: E402
 from backbeat.memory import apply, find_blocks  # noqa: E402
 from backbeat.model import MemoryPlan, Profile, Segment  # noqa: E402
 from backbeat.simulate.memory import course  # noqa: E402
-from tests.memory.memory_models import Residual, loss_of  # noqa: E402
+from tests.memory.memory_models import SmallResNet, loss_of  # noqa: E402
 
 CHAIN = [*(f"layer1.{place}" for place in range(3)), *(f"layer2.{place}" for place in range(3))]
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv1 = nn.Conv2d(3, 16, 3, padding=1, bias=False)
-        self.bn1 = nn.BatchNorm2d(16)
-        self.relu = nn.ReLU(inplace=True)
-        self.maxpool = nn.MaxPool2d(2)
-        self.layer1 = nn.Sequential(*(Residual(16, 16) for _ in range(3)))
-        self.layer2 = nn.Sequential(Residual(16, 32), Residual(32, 32), Residual(32, 32))
-        self.avgpool = nn.AdaptiveAvgPool2d(1)
-        self.fc = nn.Linear(32, 10)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.layer2(self.layer1(self.maxpool(self.relu(self.bn1(self.conv1(x))))))
-        return self.fc(torch.flatten(self.avgpool(x), 1))
 
 
 def allocations(run) -> list[tuple[str, int]]:
@@ -52,7 +34,7 @@ def allocations(run) -> list[tuple[str, int]]:
 def measured():
     """A model with a profile whose peaks are measured, as on a GPU, instead of estimated."""
     torch.manual_seed(0)
-    model, batch = Net(), (torch.randn(16, 3, 32, 32), torch.randint(0, 10, (16,)))
+    model, batch = SmallResNet(depth=3), (torch.randn(16, 3, 32, 32), torch.randint(0, 10, (16,)))
     result = profile(model, batch, loss_of, iterations=1, warmup=1)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)

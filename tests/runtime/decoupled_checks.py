@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from rank_asserts import raises
 from runtime_scenarios import Branches, Context, Scenario, in_halves, mlp, small_plan
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
@@ -26,16 +27,6 @@ CHECKS: dict[str, Scenario] = {}
 def check(run: Callable[[Context], Any]) -> Callable[[Context], Any]:
     CHECKS["decoupled_" + run.__name__] = Scenario(run, run.__name__)
     return run
-
-
-def raises(kind: Any, call: Callable[[], Any], match: str) -> None:
-    try:
-        call()
-    except kind as error:
-        said = str(error)
-    else:
-        raise AssertionError(f"nothing was raised, expected {match!r}")
-    assert match in said, f"the message is {said}, without {match!r}"
 
 
 class Pair:

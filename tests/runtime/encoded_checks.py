@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from msgspec.structs import replace
+from rank_asserts import raises
 from runtime_scenarios import Branches, Breakable, Context, Scenario, Twice, mlp, small_plan
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
@@ -43,16 +44,6 @@ KINDS = {
 def check(run: Callable[[Context], Any]) -> Callable[[Context], Any]:
     CHECKS["encoded_" + run.__name__] = Scenario(run, run.__name__)
     return run
-
-
-def raises(kind: Any, call: Callable[[], Any], match: str) -> None:
-    try:
-        call()
-    except kind as error:
-        said = str(error)
-    else:
-        raise AssertionError(f"nothing was raised, expected {match!r}")
-    assert match in said, f"the message is {said}, without {match!r}"
 
 
 def encoded(model: nn.Module, encoding: Encoding | None, *, every: int = 1, channels: int = 1) -> Plan:

@@ -16,6 +16,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from rank_asserts import raises
 from runtime_scenarios import (
     Branches,
     Breakable,
@@ -45,14 +46,6 @@ CHECKS: dict[str, Scenario] = {}
 def check(run: Callable[[Context], str | None]) -> Callable[[Context], str | None]:
     CHECKS[run.__name__] = Scenario(run, run.__name__)
     return run
-
-
-def raises(kind: Any, call: Callable[[], Any]) -> str:
-    try:
-        call()
-    except kind as error:
-        return str(error)
-    raise AssertionError(f"nothing was raised, expected {kind}")
 
 
 @check
