@@ -196,8 +196,10 @@ def _earlier(network: Network, offset_s: float) -> Network:
     """Every measured time shorter by the same amount."""
 
     def curve(times: CollectiveTimes | None) -> CollectiveTimes | None:
-        if times is None or times.points is None:
-            return times
+        if times is None:
+            return None
+        if times.points is None:
+            return msgspec.structs.replace(times, alpha_s=max((times.alpha_s or 0.0) - offset_s, 0.0))
         return CollectiveTimes(points=tuple((size, max(seconds - offset_s, 1e-6)) for size, seconds in times.points))
 
     return msgspec.structs.replace(

@@ -95,3 +95,12 @@ def test_beyond_the_largest_size_measured_back_to_back_the_saving_stays_what_it_
     cost = affine(1e-3, 1e-9, concurrency=(row(2e-3 + 7 * 1.5e-3, 8, 1),)).cost
     for size in (2 * MEGABYTE, 100 * MEGABYTE):
         assert float(cost.time(size) - cost.busy_time(size)) == pytest.approx(0.5e-3)
+
+
+def test_startups_that_hide_behind_transfers_are_not_taken_for_a_wider_link() -> None:
+    """Small batches that end as soon as the link has carried them; large ones that share it and nothing more."""
+    startup_s, per_byte = 0.1e-3, 1e-9
+    hidden = [row(startup_s + 8 * size * per_byte, 8, 2, size) for size in (2**16, 2**18)]
+    large = [row(startup_s * 4 + 8 * size * per_byte, 8, 2, size) for size in (2**22, 2**24)]
+    cost = affine(startup_s, per_byte, concurrency=(*hidden, *large)).cost
+    assert cost.efficiency(2) == pytest.approx(1.0, rel=0.01)

@@ -150,3 +150,23 @@ def test_a_delay_works_or_says_that_the_kernel_has_no_netem():
         refusal = str(error)
     assert refusal == "" or "netem" in refusal
     assert of(run.name) == set()
+
+
+def test_nodes_send_as_a_cluster_would(tmp_path: Path) -> None:
+    """Read from within a namespace: no BBR, and a send buffer that fits the link."""
+    code = """
+import sys
+from pathlib import Path
+from backbeat.lab.namespaces import Cluster, Link, enter
+from backbeat.lab.runs import Run
+link = Link(rate_bits=1e10)
+with Run() as run, Cluster(run, [link] * 2) as cluster:
+    enter(cluster.namespace(1))
+    folder = Path("/proc/sys/net/ipv4")
+    print(folder.joinpath("tcp_congestion_control").read_text().strip())
+    print(int(folder.joinpath("tcp_wmem").read_text().split()[2]) == link.send_buffer_bytes == 2_500_000)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    algorithm, fits = done.stdout.split()
+    assert algorithm in ("cubic", "reno")
+    assert fits == "True"

@@ -2,11 +2,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from backbeat.lab import plans
 from backbeat.lab.plans import shorthand
 from backbeat.lab.records import Case, Compute, Place, Record, extrapolated, load, outcomes
+from backbeat.model import CollectiveTimes
 from backbeat.simulate import predict
 from tests.lab.cases import network, profile
 
@@ -79,3 +81,25 @@ def test_what_was_measured_is_not_measured_again():
     assert left[0] == "small"
     assert [choice.name for choice in left[1]] == ["wfbp"]
     assert pending(record(), ["small"], choices[:1]) == []
+
+
+def test_an_offset_is_taken_off_every_time_of_a_calibration():
+    plain = record()
+    shifted = msgspec.structs.replace(
+        plain, sessions=tuple(msgspec.structs.replace(place, offset_s=1e-4) for place in plain.sessions)
+    )
+    before, after = plain.sessions[0].network, shifted.calibration(0)
+    assert float(after.cost.time(10**6)) == pytest.approx(float(before.cost.time(10**6)) - 1e-4)
+    curve = msgspec.structs.replace(before, all_reduce=CollectiveTimes(points=((1024, 2e-4), (2048, 3e-4))))
+    place = msgspec.structs.replace(plain.sessions[0], network=curve, offset_s=1e-4)
+    assert place.repaired.all_reduce.points == ((1024, pytest.approx(1e-4)), (2048, pytest.approx(2e-4)))
+    assert outcomes(shifted)[0].predicted_s < outcomes(plain)[0].predicted_s
+
+
+def test_another_session_can_stand_in_for_a_calibration():
+    plain = record()
+    slow = msgspec.structs.replace(plain.sessions[0], offset_s=-5e-3)
+    replaced = msgspec.structs.replace(plain.sessions[0], replaced_by=len(plain.sessions), why="it was short")
+    both = msgspec.structs.replace(plain, sessions=(replaced, *plain.sessions[1:], slow))
+    assert both.calibration(0) == slow.repaired
+    assert outcomes(both)[0].predicted_s > outcomes(plain)[0].predicted_s
