@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
+from backbeat.errors import InputError
 from backbeat.lab.plans import from_shorthand
 from backbeat.lab.setting import scaled
 from backbeat.measure.robust import quantile
@@ -157,6 +158,22 @@ class Record(Document, frozen=True, kw_only=True):
     models: dict[str, Compute] = msgspec.field(default_factory=dict)
     alone: tuple[Alone, ...] = ()
     cases: tuple[Case, ...] = ()
+
+    def __post_init__(self) -> None:
+        known = len(self.sessions)
+        for index, place in enumerate(self.sessions):
+            if place.replaced_by is not None and not 0 <= place.replaced_by < known:
+                raise InputError(
+                    f"sessions[{index}].replaced_by is {place.replaced_by}, but there are {known} sessions: "
+                    "number them from 0"
+                )
+        for index, case in enumerate(self.cases):
+            if not 0 <= case.session < known:
+                raise InputError(
+                    f"cases[{index}].session is {case.session}, but there are {known} sessions: number them from 0"
+                )
+            if case.model not in self.models:
+                raise InputError(f"cases[{index}].model is {case.model!r}, which models does not have: add its compute")
 
     def calibration(self, session: int) -> Network:
         """The network that a session's cases are predicted from."""

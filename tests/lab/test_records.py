@@ -5,6 +5,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from backbeat.errors import InputError
 from backbeat.lab import plans
 from backbeat.lab.plans import shorthand
 from backbeat.lab.records import Case, Compute, Place, Record, extrapolated, load, outcomes
@@ -103,3 +104,17 @@ def test_another_session_can_stand_in_for_a_calibration():
     both = msgspec.structs.replace(plain, sessions=(replaced, *plain.sessions[1:], slow))
     assert both.calibration(0) == slow.repaired
     assert outcomes(both)[0].predicted_s > outcomes(plain)[0].predicted_s
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda one: {"sessions": [{**one["sessions"][0], "replaced_by": 9}]}, "replaced_by is 9"),
+        (lambda one: {"cases": [{**one["cases"][0], "session": 9}]}, "session is 9"),
+        (lambda one: {"models": {}}, "which models does not have"),
+    ],
+)
+def test_what_does_not_fit_together_is_refused(change, message: str):
+    raw = msgspec.to_builtins(record())
+    with pytest.raises((InputError, msgspec.ValidationError), match=message):
+        msgspec.convert({**raw, **change(raw)}, Record)
