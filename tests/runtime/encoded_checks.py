@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from msgspec.structs import replace
 from rank_asserts import raises
-from runtime_scenarios import Branches, Breakable, Context, Scenario, Twice, mlp, small_plan
+from runtime_scenarios import Branches, Breakable, Twice
+from scenario_rig import Context, Scenario, mlp, small_plan
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 

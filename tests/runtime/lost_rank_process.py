@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import torch
 import torch.distributed as dist
 from runtime_checks import Interrupted
-from runtime_scenarios import small_plan
+from scenario_rig import small_plan
 
 from backbeat.runtime import DistributedDataParallel
 

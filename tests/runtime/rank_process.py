@@ -33,6 +33,7 @@ def run(request: dict[str, Any]) -> dict[str, str]:
     import encoded_checks
     import runtime_checks
     import runtime_scenarios
+    import scenario_rig
     import torch
     import torch.distributed as dist
 
@@ -61,7 +62,7 @@ def run(request: dict[str, Any]) -> dict[str, str]:
             timeout=timedelta(seconds=request["timeout"]),
             device_id=torch.device("cuda", 0) if device != "cpu" else None,
         )
-        ctx = runtime_scenarios.Context(rank, size, device, route)
+        ctx = scenario_rig.Context(rank, size, device, route)
         known = {
             **runtime_scenarios.SCENARIOS,
             **runtime_checks.CHECKS,
@@ -71,7 +72,7 @@ def run(request: dict[str, Any]) -> dict[str, str]:
         return {"outcome": "right", "detail": str(known[request["scenario"]].run(ctx) or "")}
     except AssertionError as error:
         return {"outcome": _kind(error), "detail": f"{error}\n{traceback.format_exc()}"}
-    except runtime_scenarios.SkipScenarioError as error:
+    except scenario_rig.SkipScenarioError as error:
         return {"outcome": "skipped", "detail": str(error)}
     except Exception as error:
         return {"outcome": "error", "detail": f"{type(error).__name__}: {error}\n{traceback.format_exc()}"}
