@@ -117,6 +117,8 @@ class Bench:
         for _ in range(_ALIGN):
             self._channels[0].all_reduce(self._tiny).wait()
         queueing = time.perf_counter()
+        # A device that is idle would start its clock at once, and wait for the host's next call on it.
+        rate.spin(_LEAD_MARGIN * self.pace_s)
         start.record()
         lead_s = rate.spin(_LEAD_MARGIN * self.pace_s * (messages + 1))
         for work in launch():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import sys
 from datetime import timedelta
@@ -17,9 +18,12 @@ from scenario_rig import small_plan
 from backbeat.runtime import DistributedDataParallel
 
 HEALTHY = 3
+STUCK_S = 45
+"""Who has not ended by then says where it stands."""
 
 
 def main() -> None:
+    faulthandler.dump_traceback_later(STUCK_S)
     device = torch.device(os.environ.get("BACKBEAT_TEST_DEVICE", "cpu"))
     torch.set_num_threads(1)
     if device.type == "cuda":
