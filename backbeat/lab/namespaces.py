@@ -40,8 +40,10 @@ second, which is an iteration or more here."""
 _SEND_BUFFER_S = 2e-3
 _LEAST_SEND_BUFFER_BYTES = 2**20
 _MOST_SEND_BUFFER_BYTES = 4 * 2**20  # the kernel's own limit
+_CLONE_NEWNS = 0x00020000
 _CLONE_NEWNET = 0x40000000
 _MS_BIND = 4096
+_MS_REC_PRIVATE = 16384 | 262144
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,6 +122,9 @@ class Cluster:
         _in_thread(partial(_inside, hub, self._build_switch))
         for node in range(self.nodes):
             _in_thread(partial(_inside, self.namespace(node), partial(self._build_node, node)))
+        for namespace in (hub, *(self.namespace(node) for node in range(self.nodes))):
+            with contextlib.suppress(OSError):
+                _in_thread(partial(_keep_order, namespace))
 
     def _build_switch(self, route: Any) -> None:
         route.link("add", ifname="switch", kind="bridge")
@@ -164,12 +169,26 @@ def _create(name: str) -> None:
         with contextlib.suppress(OSError):
             Path("/proc/sys/net/ipv4/tcp_congestion_control").write_text(algorithm)
             break
-    # Packets between namespaces overtake each other whenever a sender changes its core, but are not lost: a sender
-    # that takes the one for the other sends again and slows down.
+    # Where packets cannot be kept in order, a sender at least must not take those overtaken for lost.
     for name, value in (("tcp_recovery", "0"), ("tcp_reordering", "300"), ("tcp_max_reordering", "1000")):
         with contextlib.suppress(OSError):
             Path(f"/proc/sys/net/ipv4/{name}").write_text(value)
     _call("mount", b"/proc/thread-self/ns/net", os.fsencode(path), None, _MS_BIND, None)
+
+
+def _keep_order(namespace: str) -> None:
+    """Let all packets of a connection arrive on the same core. A packet between namespaces is otherwise taken in where
+    it left the shaper, which changes with every timer: they overtake each other, are sent again, and senders slow down.
+    """
+    enter(namespace)
+    # The files are those of the namespace in which sysfs was mounted; nobody else is to see this one.
+    _call("unshare", _CLONE_NEWNS)
+    _call("mount", None, b"/", None, _MS_REC_PRIVATE, None)
+    _call("mount", b"sysfs", b"/sys", b"sysfs", 0, None)
+    cores = f"{(1 << (os.cpu_count() or 1)) - 1:x}"
+    groups = [cores[max(end - 8, 0) : end] for end in range(len(cores), 0, -8)]
+    for steering in Path("/sys/class/net").glob("*/queues/rx-*/rps_cpus"):
+        steering.write_text(",".join(reversed(groups)))
 
 
 def _inside(namespace: str, act: Callable[[Any], None]) -> None:
