@@ -1,22 +1,27 @@
 """Groups that are lost while the host is not told: on NCCL waiting for a collective that fails does not raise.
 
-Torch's own watchdog notices, writes its verdict into the work's result, and after a pause for its dumps (a minute in
-torch 2.11) ends the process without a word on groups or gradients. The monitor's thread reads that verdict meanwhile,
-says which group of which step was lost and who is to blame, and aborts the communicators, so that whatever waits for
-the device returns and the next use of the wrapper raises the same. It never judges by itself: no clock of its own, no
-guess from slowness, so it cannot stop a healthy job.
+Torch's own watchdog notices, writes its verdict into the communicator and into the result of the oldest work that it
+has not yet ticked off, which may be a good one, and after a pause for its dumps (a minute in torch 2.11) ends the
+process without a word on groups or gradients. The monitor's thread reads that verdict meanwhile, says which group of
+which step was lost and who is to blame, and aborts the communicators, so that whatever waits for the device returns and
+the next use of the wrapper raises the same. It never judges by itself: no clock of its own, no guess from slowness, so
+it cannot stop a healthy job.
 """
 
 from __future__ import annotations
 
 import contextlib
 import sys
+from collections import deque
+from dataclasses import dataclass
+from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch._C import _distributed_c10d
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from backbeat.runtime.channels import Channels
     from backbeat.runtime.job import Job
@@ -27,6 +32,8 @@ WorkResult = _results.WorkResult
 FLYING, DONE = "", "done"
 _NAMES = {int(value): str(name) for name, value in WorkResult.__members__.items()}
 _GOOD = int(WorkResult.SUCCESS)
+# The host waits for the word on a step before it opens the one after the next: no group in flight is older.
+_KEPT = 3
 
 
 def fate_of(work: Any) -> str:
@@ -47,25 +54,33 @@ class Losses:
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        self._before: list[tuple[int, Any]] = []
-        self._step = 0
+        self._rounds: deque[_Sent] = deque(maxlen=_KEPT)
+        device = job.parameters[0].device
+        # Made once and recorded again and again: an event of its own for each step would cost the host more.
+        self._events = cycle([torch.cuda.Event() for _ in range(_KEPT + 1)] if device.type == "cuda" else [None])
 
     def remember(self, flights: Iterable[Flight], step: int) -> None:
         """The host has let go of these groups; the device may not have begun with them."""
-        # A work keeps its tensors, which in a wire format are no buffers that stay anyway; its result does not.
-        lean = self._job.wire is not None
-        self._before = [(flight.group, _result_of(flight.work) if lean else flight.work) for flight in flights]
-        self._step = step
+        job = self._job
+        # A work keeps its tensors. Those that are no buffers, which stay anyway, it must not keep; its result does not.
+        lean = job.wire is not None or any(bucket.encoded for bucket in job.groups.buckets)
+        sent = [(flight.group, _result_of(flight.work) if lean else flight.work) for flight in flights]
+        event = next(self._events)
+        if event is not None:
+            event.record()
+        self._rounds.append(_Sent(step, sent, event))
 
     def look(self) -> bool:
         """True, once, if a group was lost: it has been said, and the communicators are gone."""
         job = self._job
         if job.fault is not None:
             return True
-        found = self._first_lost()
-        if found is None:
+        present = _Sent(job.step, [(flight.group, flight.work) for flight in tuple(job.round.flights)], None)
+        rounds = [*self._rounds, present]
+        why = self._verdict(rounds)
+        if not why:
             return False
-        step, group, why = found
+        step, group = _first_missing(rounds)
         job.fault = job.failure(group, f"the watchdog of torch found {why}", step=step)
         # Not by a logger alone, which may write anywhere: the process has a minute left.
         sys.stderr.write(f"backbeat: {job.fault}\n")
@@ -73,15 +88,38 @@ class Losses:
         abort(job.channels)
         return True
 
-    def _first_lost(self) -> tuple[int, int, str] | None:
-        round_, step = self._job.round, self._job.step
-        present = [(flight.group, flight.work) for flight in tuple(round_.flights)]
-        for number, sent in ((self._step, self._before), (step, present)):
-            for group, work in sent:
-                fate = fate_of(work)
-                if fate not in (FLYING, DONE):
-                    return number, group, fate
-        return None
+    def _verdict(self, rounds: Sequence[_Sent]) -> str:
+        """What the watchdog has found, or nothing."""
+        for backend in self._job.channels.backends():
+            found = _error_of(backend)
+            if found:
+                return found
+        fates = (fate_of(work) for sent in rounds for _, work in sent.works)
+        return next((fate for fate in fates if fate not in (FLYING, DONE)), "")
+
+
+@dataclass(frozen=True, slots=True)
+class _Sent:
+    """What left in one step, and an event behind it on the device."""
+
+    step: int
+    works: list[tuple[int, Any]]
+    event: Any
+
+    def first_missing(self) -> int | None:
+        """The first group that is not known to have arrived."""
+        if self.event is not None and self.event.query():
+            return None
+        return next((group for group, work in self.works if fate_of(work) != DONE), None)
+
+
+def _first_missing(rounds: Sequence[_Sent]) -> tuple[int, int]:
+    """Step and group; the first group of the step to come where everything has arrived."""
+    for sent in rounds:
+        group = sent.first_missing()
+        if group is not None:
+            return sent.step, group
+    return rounds[-1].step + 1, 0
 
 
 def abort(channels: Channels) -> None:
@@ -102,3 +140,12 @@ def _result_of(work: Any) -> Any:
         return work.get_future_result()
     except Exception:
         return None
+
+
+def _error_of(backend: Any) -> str:
+    """What a communicator says is wrong with it; nothing where it does not say such things."""
+    try:
+        value = int(backend.get_error())
+    except Exception:
+        return ""
+    return "" if value == int(_results.ErrorType.SUCCESS) else str(_results.ErrorType(value).name)

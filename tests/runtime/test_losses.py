@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import WorkResult
+from torch._C._distributed_c10d import ErrorType, WorkResult
 
 from backbeat.runtime import DistributedDataParallel
 from backbeat.runtime.faults import CommunicationError
@@ -33,8 +33,13 @@ class Work:
 
 
 class Backend:
+    error = ErrorType.SUCCESS
+
     def __init__(self, calls: list[str], name: str) -> None:
         self._calls, self._name = calls, name
+
+    def get_error(self) -> ErrorType:
+        return self.error
 
     def _group_start(self) -> None:
         self._calls.append("start")
@@ -52,6 +57,8 @@ def job(works: list[Work], calls: list[str], wire: torch.dtype | None = None) ->
         step=7,
         wire=wire,
         fault=None,
+        parameters=[torch.zeros(1)],
+        groups=SimpleNamespace(buckets=()),
         round=SimpleNamespace(flights=flights),
         channels=SimpleNamespace(backends=lambda: [Backend(calls, "first"), Backend(calls, "second")]),
     )
@@ -124,6 +131,34 @@ def test_a_group_of_the_present_round_is_of_the_present_step() -> None:
     with redirect_stderr(io.StringIO()):
         assert Losses(found).look()
     assert str(found.fault) == "group 0 in step 7: the watchdog of torch found TIMEOUT"
+
+
+class Event:
+    def __init__(self, reached: bool) -> None:
+        self.reached = reached
+
+    def record(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        return self.reached
+
+
+@pytest.mark.parametrize("reached", [1, 2, 3])
+def test_a_broken_communicator_is_blamed_on_what_has_not_arrived(monkeypatch: pytest.MonkeyPatch, reached: int) -> None:
+    """The watchdog marks the oldest work on its list, though that has arrived; what was lost stays without a mark."""
+    steps = [[Work(), Work()] for _ in range(3)]
+    found = job([], [])
+    losses = Losses(found)
+    losses._events = iter([Event(number < reached) for number in range(3)])  # type: ignore[assignment]
+    for number, works in enumerate(steps):
+        losses.remember(job(works, []).round.flights, 5 + number)
+    assert not losses.look()
+    steps[0][1].ends(WorkResult.COMM_ERROR)
+    monkeypatch.setattr(Backend, "error", ErrorType.COMM_ERROR)
+    with redirect_stderr(io.StringIO()):
+        assert losses.look()
+    assert str(found.fault) == f"group 0 in step {5 + reached}: the watchdog of torch found COMM_ERROR"
 
 
 def test_a_communicator_that_cannot_be_aborted_does_not_hide_the_message() -> None:
