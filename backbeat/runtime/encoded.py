@@ -14,7 +14,8 @@ the rest when backward has ended: so the order of collectives is the same on eve
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -26,10 +27,10 @@ from backbeat.runtime.buckets import Bucket
 from backbeat.runtime.decoupled import plainly
 from backbeat.runtime.delivery import Delivery
 from backbeat.runtime.encoded_bucket import EncodedBucket
+from backbeat.runtime.encoded_carry import Carried
 from backbeat.runtime.encoded_groups import Stores, compressor_for, dtype_of, numel_of, sent_bytes, takes_rounds
 from backbeat.runtime.rounds import Flight
 from backbeat.runtime.updates import Updates, check_no_scaler
-from backbeat.sparse import checkpoint
 from backbeat.sparse.options import Options
 from backbeat.sparse.residual import Scratch
 from backbeat.sparse.warmup import density_at
@@ -41,8 +42,6 @@ if TYPE_CHECKING:
     from backbeat.runtime.partition import GroupSpec, Partition
     from backbeat.sparse.exchange import Collective
 
-FOLD_BYTES = 16 * 2**20
-"""Gradients from this size on are added to the residual as they come; smaller ones with their group, in one go."""
 LAG = 2
 """Launches after which an exchange of several collectives goes on."""
 
@@ -57,17 +56,16 @@ class EncodedDelivery(Delivery):
         self.options = options
         self.updates = Updates()
         self._host = host
-        self._carried: dict[str, tuple[torch.Tensor, torch.Tensor | None]] = {}
-        """Residuals, by name, of parameters that no encoded group has at present."""
-        self._steps_before = 0
+        self._carried = Carried(job)
         self._scratch = Scratch()
         self._gathered = Scratch()
-        """Where gradients of one group are collected; apart from the scratch, which another stream may be using."""
+        """Where gradients of one group are widened; apart from the scratch, which another stream may be using."""
+        self._encoded: list[EncodedBucket] = []
+        self._takes_rounds = False
+        self._places: tuple[list[int], torch.Tensor] | None = None
+        """The places of gradients that were looked at in the step before, and their numbers on the device."""
         self._numbers: torch.Tensor | None = None
         self._checked = False
-        self._installed = False
-        self._folds: bytearray = bytearray()
-        self._folding = False
         device = job.channels.device
         self._side: Any = _cuda.Stream(device) if device.type == "cuda" else None
         # Where waiting means to wait on a stream, an exchange is queued whole when its group leaves.
@@ -77,16 +75,11 @@ class EncodedDelivery(Delivery):
     def attached(self) -> bool:
         return bool(self.updates)
 
-    @property
-    def _encoded(self) -> Iterator[EncodedBucket]:
-        return (bucket for bucket in self.job.groups.buckets if isinstance(bucket, EncodedBucket))
-
     def attach(self, optimizer: Optimizer) -> None:
         self.updates.add(optimizer, momentum_correction=self.options.momentum_correction)
 
     def prepare(self, partition: Partition) -> None:
-        self._keep_residuals()
-        self._scratch, self._gathered = Scratch(), Scratch()
+        # Refuses what cannot be, while the groups there are go on as they were.
         self._stores = Stores(
             partition,
             self.job,
@@ -94,6 +87,9 @@ class EncodedDelivery(Delivery):
             velocity=self._with_velocity(),
             masked=self.options.factor_masking,
         )
+        self._join()
+        self._carried.take_out(self._encoded)
+        self._scratch, self._gathered = Scratch(), Scratch()
 
     def _with_velocity(self) -> bool:
         return self.options.momentum_correction and self.updates.have_momentum
@@ -120,35 +116,9 @@ class EncodedDelivery(Delivery):
         )
 
     def installed(self) -> None:
-        self._installed = True
-        for bucket in self._encoded:
-            for place in bucket.members:
-                found = self._carried.pop(self.job.names[place], None)
-                if found is not None:
-                    bucket.put(place, *found)
-        early = not self._host and not self._with_velocity()
-        self._folds = bytearray(len(self.job.parameters))
-        for bucket in self._encoded:
-            for place, parameter in zip(bucket.members, bucket.parameters, strict=True):
-                size = parameter.numel() * parameter.element_size()
-                self._folds[place] = early and size >= FOLD_BYTES
-        self._folding = any(self._folds)
-
-    @property
-    def arrived(self) -> Callable[[int], None] | None:  # type: ignore[override]
-        # Made anew each time: kept, it would keep the delivery alive.
-        return self._arrived if self._folding else None
-
-    def _arrived(self, place: int) -> None:
-        bucket = self.job.groups.buckets[self.job.round.home[place]]
-        # Where more of it may come, or its group has left, it is not the time.
-        if (
-            self._folds[place]
-            and isinstance(bucket, EncodedBucket)
-            and self.job.round.home[place] >= self.job.round.launched
-        ):
-            with torch.no_grad():
-                bucket.fold(place)
+        self._encoded = [bucket for bucket in self.job.groups.buckets if isinstance(bucket, EncodedBucket)]
+        self._takes_rounds = any(_many(bucket) for bucket in self._encoded)
+        self._carried.bring_back(self._encoded)
 
     def opens(self) -> None:
         if not self._checked:
@@ -166,48 +136,64 @@ class EncodedDelivery(Delivery):
         return False
 
     def send(self, group: int, bucket: Bucket, control: torch.Tensor | None) -> Flight:
-        if group == len(self.job.groups.buckets) - 1:
+        round_ = self.job.round
+        if round_.late and group == len(self.job.groups.buckets) - 1:
             self._fold_late()
         if not isinstance(bucket, EncodedBucket):
-            self._repay(bucket)
-            with self._beside():
-                self._go_on(group)
+            if not (round_.absent or round_.broken):
+                self._carried.repay(bucket, round_.dirty)
+            if self._takes_rounds:
+                with self._beside():
+                    self._go_on(group)
             flight = super().send(group, bucket, control)
-        else:
-            with self._beside():
-                self._go_on(group)
-                encoding = bucket.spec.encoding
-                target = encoding.density if encoding is not None else None
-                step = self.job.step + self._steps_before
-                density = None if target is None else density_at(step, target, self.options.warmup_steps)
-                self._post(group, bucket, bucket.begin(step=step, scale=self.job.scale, density=density))
+            self._collect()
+            return flight
+        with self._beside():
+            self._go_on(group)
+            encoding = bucket.spec.encoding
+            target = encoding.density if encoding is not None else None
+            step = self._carried.step
+            density = None if target is None else density_at(step, target, self.options.warmup_steps)
+            self._post(group, bucket, bucket.begin(step=step, scale=self.job.scale, density=density))
             flight = Flight(group, bucket, bucket.payload, bucket.work)
-        if not self.job.round.absent:
-            self._collect(bucket if self._queues else None)
+            if self._queues and self._may_deliver(bucket):
+                self._deliver(group, bucket)
+        self._collect()
         return flight
 
     def sign(self, message: torch.Tensor) -> None:
         """Tell the others of a gradient that was not finite; `message` will hold the sums."""
         self._numbers = message
-        found = [fault for bucket in self._encoded for fault in bucket.take_faults()]
-        if found and not self.job.round.broken:
-            sizes, numbers = (torch.cat([part.to(message) for part in parts]) for parts in zip(*found, strict=True))
-            at = control.Layout(
-                groups=len(self.job.groups.buckets), ranks=self.job.channels.size, parameters=0
-            ).faults_at
-            message[at + self.job.channels.rank] = torch.where(sizes.isfinite(), 0, numbers).amax()
+        sizes: list[torch.Tensor] = []
+        places: list[int] = []
+        for bucket in self._encoded:
+            found, whose = bucket.take_sizes()
+            sizes += found
+            places += whose
+        if not sizes or self.job.round.broken:
+            return
+        if self._places is None or self._places[0] != places:
+            numbers = torch.tensor([float(place + 1) for place in places], device=message.device)
+            self._places = (places, numbers.to(message.dtype))
+        layout = control.Layout(groups=len(self.job.groups.buckets), ranks=self.job.channels.size, parameters=0)
+        # NaN is not below infinity either.
+        fine = torch.stack(sizes).to(message.device) < math.inf
+        message[layout.faults_at + self.job.channels.rank].copy_(self._places[1].masked_fill(fine, 0).amax())
 
     def received(self, flight: Flight) -> torch.Tensor:
         bucket = flight.bucket
         if not isinstance(bucket, EncodedBucket):
             return super().received(flight)
-        with self._beside():
-            while bucket.work is not None:
-                self._step_on(flight.group, bucket)
-            if not self.attached and not self.job.round.absent:
-                bucket.decode()
-        # The guard that stands for a word read late acts on what is decoded.
-        self._join()
+        decodes = not self.attached and not self.job.round.absent
+        if bucket.work is not None or (decodes and bucket.write is not None):
+            with self._beside():
+                while bucket.work is not None:
+                    self._step_on(flight.group, bucket)
+                if decodes:
+                    bucket.decode()
+        if bucket is self._encoded[-1]:
+            # The guard that stands for a word read late acts on what is decoded.
+            self._join()
         return flight.message
 
     def hand_back(self, verdict: control.Verdict | None) -> None:
@@ -263,61 +249,13 @@ class EncodedDelivery(Delivery):
 
     def state(self) -> dict[str, Any]:
         """This rank's residuals by name."""
-        self._keep_residuals()
-        held = {name: self._carried[name] for name in self.job.names if name in self._carried}
-        residuals = {name: values for name, (values, _) in held.items()}
-        velocities = {name: velocity for name, (_, velocity) in held.items() if velocity is not None}
-        for bucket in self._encoded:
-            for place in bucket.members:
-                self._carried.pop(self.job.names[place], None)
-        channels = self.job.channels
-        step = self.job.step + self._steps_before
-        return checkpoint.state_of(residuals, velocities, rank=channels.rank, ranks=channels.size, step=step)
+        self._join()
+        return self._carried.state(self._encoded)
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Replace this rank's residuals."""
-        job = self.job
-        checkpoint.check(state, {name: tuple(p.shape) for name, p in zip(job.names, job.parameters, strict=True)})
         self._join()
-        with torch.no_grad():
-            for bucket in self._encoded:
-                residual = bucket.store.open()
-                residual.values.zero_()
-                if residual.velocity is not None:
-                    residual.velocity.zero_()
-                bucket.store.close()
-                bucket.touched = bytearray(len(bucket.members))
-                bucket.frozen = {}
-            device = job.channels.device
-            self._carried = {
-                name: (values.to(device), _moved(state["velocities"].get(name), device))
-                for name, values in state["residuals"].items()
-            }
-            self._steps_before = int(state["step"]) - job.step
-            self.installed()
-
-    def _keep_residuals(self) -> None:
-        """Take copies of every residual out of the groups, by name."""
-        if not self._installed:
-            return
-        self._join()
-        with torch.no_grad():
-            for bucket in self._encoded:
-                values, velocities = bucket.held()
-                for position, place in enumerate(bucket.members):
-                    if bucket.touched[position] or position in bucket.frozen:
-                        velocity = velocities[position] if velocities else None
-                        self._carried[self.job.names[place]] = (values[position], velocity)
-
-    def _repay(self, bucket: Bucket) -> None:
-        """What a member owes from a plan that encoded it goes with its first dense gradient."""
-        if not self._carried or self.job.round.absent or self.job.round.broken or not bucket.views:
-            return
-        for place, view in zip(bucket.members, bucket.views, strict=True):
-            if self.job.round.dirty[place]:
-                found = self._carried.pop(self.job.names[place], None)
-                if found is not None:
-                    view.add_(found[0].to(view))
+        self._carried.load(state, self._encoded)
 
     def _fold_late(self) -> None:
         """A gradient that its group left without waits in the residual for the next step."""
@@ -329,7 +267,6 @@ class EncodedDelivery(Delivery):
             bucket = self.job.groups.buckets[round_.home[place]]
             if isinstance(bucket, EncodedBucket) and not (round_.absent or round_.broken):
                 bucket.fold(place)
-                bucket._folded.clear()
             round_.late.discard(place)
             self.job.parameters[place].grad = None
 
@@ -357,26 +294,36 @@ class EncodedDelivery(Delivery):
             self._post(bucket.sent_at, bucket, following)
 
     def _go_on(self, group: int) -> None:
+        if not self._takes_rounds:
+            return
         for index, bucket in enumerate(self.job.groups.buckets[:group]):
             waits = isinstance(bucket, EncodedBucket) and bucket.work is not None and _many(bucket)
             if isinstance(bucket, EncodedBucket) and waits and group - bucket.sent_at >= LAG:
                 self._step_on(index, bucket)
                 bucket.sent_at = group
 
-    def _collect(self, queued: Bucket | None) -> None:
-        """Deal with groups that have arrived while backward goes on. Only where this rank saw every member's gradient:
-        then some rank used each of them, which is all that an update must know."""
+    def _may_deliver(self, bucket: EncodedBucket) -> bool:
+        """Only where this rank saw every member's gradient may a group be dealt with while backward goes on: then some
+        rank used each of them, which is all that an update must know."""
+        return bucket.whole and not self.job.round.absent and not _many(bucket)
+
+    def _deliver(self, group: int, bucket: EncodedBucket) -> None:
+        self._step_on(group, bucket)
+        if self.attached:
+            self._apply(bucket, None)
+        else:
+            bucket.decode()
+
+    def _collect(self) -> None:
+        """Deal with groups that have arrived, where the host is told of it."""
+        if self._queues:
+            return
         for index, bucket in enumerate(self.job.groups.buckets[: self.job.round.launched + 1]):
-            if not isinstance(bucket, EncodedBucket) or not bucket.whole or bucket.work is None or _many(bucket):
+            if not isinstance(bucket, EncodedBucket) or bucket.work is None:
                 continue
-            if bucket is not queued and not (not self._queues and bucket.work.is_completed()):
-                continue
-            with self._beside():
-                self._step_on(index, bucket)
-                if self.attached:
-                    self._apply(bucket, None)
-                else:
-                    bucket.decode()
+            if self._may_deliver(bucket) and bucket.work.is_completed():
+                with self._beside():
+                    self._deliver(index, bucket)
 
     def _apply(self, bucket: EncodedBucket, used: Sequence[bool] | None) -> None:
         if bucket.write is None:
@@ -417,7 +364,3 @@ class EncodedDelivery(Delivery):
 def _many(bucket: EncodedBucket) -> bool:
     encoding = bucket.spec.encoding
     return encoding is not None and takes_rounds(encoding)
-
-
-def _moved(values: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:
-    return None if values is None else values.to(device)

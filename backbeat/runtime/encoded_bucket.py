@@ -13,7 +13,7 @@ import torch
 
 from backbeat.errors import InputError
 from backbeat.runtime.buckets import Bucket, views_of
-from backbeat.sparse.residual import Residual, Scratch, Store, accumulate, gather_finite
+from backbeat.sparse.residual import Residual, Scratch, Store, accumulate, add_finite
 
 if TYPE_CHECKING:
     from torch.nn import Parameter
@@ -62,14 +62,12 @@ class EncodedBucket(Bucket):
         self.store = store
         self._sent_bytes = sent_bytes
         self._momentum_of = momentum_of
-        self._numbers = torch.tensor([place + 1 for place in self.members], dtype=torch.float32).to(self.device)
-        self._number = self._numbers.split(1)
         self._views: tuple[Residual, list[torch.Tensor], list[torch.Tensor]] | None = None
         self._positions = {place: position for position, place in enumerate(self.members)}
-        self._folded: set[int] = set()
-        """Positions whose gradient was added as it came."""
-        self._faults: list[tuple[torch.Tensor, torch.Tensor]] = []
-        """Largest magnitudes of gradients, not finite where these are not, and the numbers of their parameters."""
+        self._everyone = range(len(self.members))
+        self._sizes: list[torch.Tensor] = []
+        self._sized: list[int] = []
+        """Largest magnitudes of gradients, not finite where these are not, and the places of their parameters."""
         self._gathered = gathering
         gathering.want(self.numel, dtype)
         self._slots_lent: tuple[int, list[torch.Tensor]] | None = None
@@ -96,11 +94,12 @@ class EncodedBucket(Bucket):
     def take_all(self) -> bool:
         if self.frozen:
             return False
-        gradients = [parameter.grad for parameter in self.parameters]
-        for position, gradient in enumerate(gradients):
-            if gradient is None and position not in self._folded:
+        gradients: list[torch.Tensor] = []
+        for parameter in self.parameters:
+            if parameter.grad is None:
                 return False
-        self._add(list(range(len(gradients))), gradients)
+            gradients.append(parameter.grad)
+        self._add(self._everyone, gradients)
         self.whole = True
         return True
 
@@ -111,15 +110,16 @@ class EncodedBucket(Bucket):
             for parameter in self.parameters:
                 parameter.grad = None
             return
-        arrived = []
-        gradients = [parameter.grad for parameter in self.parameters]
-        for position, (place, gradient) in enumerate(zip(self.members, gradients, strict=True)):
+        arrived, gradients = [], []
+        for position, (place, parameter) in enumerate(zip(self.members, self.parameters, strict=True)):
+            gradient = parameter.grad
             if gradient is not None and round_.dirty[place]:
                 arrived.append(position)
+                gradients.append(gradient)
             elif gradient is not None:
                 ours = bool(self._slots) and gradient is self._slots[position]
                 round_.backups[place] = gradient.clone() if ours else gradient
-                self.parameters[position].grad = None
+                parameter.grad = None
         self._add(arrived, gradients)
         for position, (place, parameter) in enumerate(zip(self.members, self.parameters, strict=True)):
             if parameter.requires_grad and position in self.frozen:
@@ -140,69 +140,54 @@ class EncodedBucket(Bucket):
         self.touched[position] = 0
 
     def fold(self, place: int) -> None:
-        """Add a gradient as it arrives, so that its memory is free at once."""
+        """Add a gradient that comes after the group has left: it goes with the next step."""
         position = self._positions[place]
         gradient = self.parameters[position].grad
         if gradient is not None:
-            self._add([position], [self.parameters[p].grad for p in range(len(self.parameters))])
-            self._folded.add(position)
+            self._add([position], [gradient])
 
-    def _add(self, positions: Sequence[int], gradients: Sequence[torch.Tensor | None]) -> None:
-        """Add gradients to the residual, through the velocity where there is one, and take them away."""
-        places, sources = [], []
-        for position in positions:
-            gradient = gradients[position]
+    def _add(self, positions: Sequence[int], gradients: list[torch.Tensor]) -> None:
+        """Add these members' gradients to the residual, through the velocity where there is one, and take them away."""
+        alike = True
+        for position, gradient in zip(positions, gradients, strict=True):
+            if gradient.layout is not torch.strided:
+                raise InputError(
+                    f"a gradient of shape {tuple(gradient.shape)} is {gradient.layout}, and its group is encoded: "
+                    "make it dense (sparse=False), or leave the encoding out of its group"
+                )
+            alike = alike and gradient.dtype == self.dtype
+            self.parameters[position].grad = None
             self.touched[position] = 1
-            if gradient is not None:
-                if gradient.layout is not torch.strided:
-                    raise InputError(
-                        f"a gradient of shape {tuple(gradient.shape)} is {gradient.layout}, and its group is encoded: "
-                        "make it dense (sparse=False), or leave the encoding out of its group"
-                    )
-                places.append(position)
-                sources.append(gradient)
-                self.parameters[position].grad = None
-        if not places:
+        if not gradients:
             return
         residual, values, velocities = self._opened()
+        whole = len(gradients) == len(self.members)
         if self._momentum_of is not None:
-            momenta = [self._momentum_of(self.parameters[position]) for position in places]
-            torch._foreach_mul_([velocities[position] for position in places], momenta)
+            momenta = [self._momentum_of(self.parameters[position]) for position in positions]
+            torch._foreach_mul_(_at(velocities, positions, whole), momenta)
+        targets = _at(velocities or values, positions, whole)
         if self.device.type in HOSTS:
-            targets = [(velocities or values)[position] for position in places]
-            faulty = accumulate(targets, sources)
-            number = max((self.members[p] + 1 for p, bad in zip(places, faulty, strict=True) if bad), default=0)
-            if number:
-                self._faults.append((torch.tensor([float("nan")]), torch.tensor([float(number)])))
+            faulty = accumulate(targets, gradients)
+            for position, bad in zip(positions, faulty, strict=True):
+                if bad:
+                    self._sizes.append(torch.tensor(float("nan")))
+                    self._sized.append(self.members[position])
         else:
-            whole = len(places) == len(self.members)
-            single = self._alone(places[0]) if len(places) == 1 else None
-            flat, slots = single or self._gathering()
-            chosen = slots if single is not None else [slots[position] for position in places]
-            sizes = gather_finite(flat, chosen, sources, whole=whole or single is not None)
-            # Cut and joined rather than indexed by a list, which the host would have to send.
-            numbers = self._numbers if whole else torch.cat([self._number[position] for position in places])
-            self._faults.append((sizes, numbers))
-            target = residual.values if residual.velocity is None else residual.velocity
-            (target if single is None else (velocities or values)[places[0]]).add_(flat)
+            flat = residual.values if residual.velocity is None else residual.velocity
+            room = None if alike else self._gathering(positions, whole)
+            self._sizes += add_finite(flat, targets, gradients, room)
+            self._sized += self.members if whole else [self.members[position] for position in positions]
         if velocities:
-            torch._foreach_add_([values[p] for p in places], [velocities[p] for p in places])
+            torch._foreach_add_(_at(values, positions, whole), _at(velocities, positions, whole))
 
-    def _numbers_at(self, positions: Sequence[int]) -> torch.Tensor:
-        """By slices: a list of places would be copied to the device, and the host would wait for it."""
-        return torch.cat([self._numbers[position : position + 1] for position in positions])
-
-    def _alone(self, position: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Room for one gradient."""
-        slot = torch.empty_like(self._opened()[1][position])
-        return slot, [slot]
-
-    def _gathering(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Room for all gradients, lent by whoever has groups that take turns."""
+    def _gathering(self, positions: Sequence[int], whole: bool) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Room for all gradients in the residual's format, lent by whoever has groups that take turns."""
         flat = self._gathered.lend(self.dtype, self.device)[: self.numel]
         if self._slots_lent is None or self._slots_lent[0] != flat.data_ptr():
             self._slots_lent = (flat.data_ptr(), views_of(flat, self.parameters))
-        return flat, self._slots_lent[1]
+        if not whole:
+            flat.zero_()
+        return flat, _at(self._slots_lent[1], positions, whole)
 
     def _opened(self) -> tuple[Residual, list[torch.Tensor], list[torch.Tensor]]:
         if self._views is None:
@@ -223,7 +208,6 @@ class EncodedBucket(Bucket):
             residual = Residual(torch.zeros(self.numel, dtype=self.dtype, device=self.device))
         else:
             residual = self._opened()[0]
-        self._folded.clear()
         self._muted = False
         self._exchange = self.compressor.exchange(residual, step=step, scale=scale, density=density)
         wanted = next(self._exchange)
@@ -243,9 +227,10 @@ class EncodedBucket(Bucket):
             self._exchange = None
             return None
 
-    def take_faults(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Of gradients added since the last time: magnitudes, and the numbers, place + 1, of their parameters."""
-        found, self._faults = self._faults, []
+    def take_sizes(self) -> tuple[list[torch.Tensor], list[int]]:
+        """Of gradients added since the last time: largest magnitudes, and the places of their parameters."""
+        found = (self._sizes, self._sized)
+        self._sizes, self._sized = [], []
         return found
 
     def decode(self) -> None:
@@ -310,6 +295,16 @@ class EncodedBucket(Bucket):
         self.touched[position] = 1
         self._closed()
 
+    def forget(self) -> None:
+        """Nothing is owed any more."""
+        residual = self._opened()[0]
+        residual.values.zero_()
+        if residual.velocity is not None:
+            residual.velocity.zero_()
+        self._closed()
+        self.touched = bytearray(len(self.members))
+        self.frozen = {}
+
     def hand_back(self, used: Sequence[bool] | None, backups: Mapping[int, torch.Tensor]) -> None:
         for place, parameter, view in zip(self.members, self.parameters, self._slots, strict=True):
             parameter.grad = view if used is None or used[place] else backups.get(place)
@@ -323,3 +318,7 @@ class EncodedBucket(Bucket):
 
     def add_late(self, message: torch.Tensor) -> list[float]:
         return [0.0] * len(self.members)
+
+
+def _at(tensors: list[torch.Tensor], positions: Sequence[int], whole: bool) -> list[torch.Tensor]:
+    return tensors if whole else [tensors[position] for position in positions]

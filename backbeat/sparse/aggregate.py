@@ -12,9 +12,8 @@ def add_gathered(out: torch.Tensor, index: torch.Tensor, values: torch.Tensor, s
     the result, is the same on all ranks. One addition of all rows at once would leave it to the GPU's scheduling.
     """
     out.zero_()
-    scaled = values.to(out.dtype) * scale
-    for places, row in zip(index, scaled, strict=True):
-        out.index_add_(0, places, row)
+    for places, row in zip(index, values.to(out.dtype), strict=True):
+        out.index_add_(0, places, row, alpha=scale)
 
 
 def keep_largest(index: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

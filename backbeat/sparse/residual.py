@@ -24,10 +24,10 @@ class Residual:
 
     def take(self, index: torch.Tensor, sent: torch.Tensor) -> None:
         """Subtract what is sent; what rounding kept back stays. Repeated places must be sent with zero."""
-        self.values.index_add_(0, index, sent.to(self.values.dtype).neg())
+        self.values.index_add_(0, index, sent.to(self.values.dtype), alpha=-1)
         if self.velocity is not None and self.masked:
             held = self.velocity[index]
-            self.velocity.index_add_(0, index, torch.where(sent != 0, held, 0).neg())
+            self.velocity.index_add_(0, index, torch.where(sent != 0, held, 0), alpha=-1)
 
     def put(self, index: torch.Tensor, sent: torch.Tensor) -> None:
         """Add something back."""
@@ -87,16 +87,23 @@ def accumulate(targets: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor
     return faulty
 
 
-def gather_finite(
-    flat: torch.Tensor, slots: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], *, whole: bool
-) -> torch.Tensor:
-    """On a device, which must not wait to be asked: collect gradients in a flat tensor, with zero for every element
-    that is not finite; returns each gradient's largest magnitude before that, still on the device. `whole`: the
-    gradients fill it. A few launches, however many gradients there are.
+def add_finite(
+    flat: torch.Tensor,
+    targets: list[torch.Tensor],
+    gradients: list[torch.Tensor],
+    room: tuple[torch.Tensor, list[torch.Tensor]] | None = None,
+) -> list[torch.Tensor]:
+    """On a device, which must not wait to be asked: add gradients to their places in a flat tensor, and make zero what
+    is not finite then; returns each gradient's largest magnitude, still on the device. Few launches, however many
+    gradients there are. `room`, flat and cut into places, for gradients of another format: they are widened
+    there, since torch adds lists of unlike formats one by one.
     """
-    if not whole:
-        flat.zero_()
-    torch._foreach_copy_(list(slots), list(gradients))
-    sizes = torch.stack(list(torch._foreach_norm(list(slots), float("inf"))))
+    sizes = torch._foreach_norm(gradients, math.inf)
+    if room is None:
+        torch._foreach_add_(targets, gradients)
+    else:
+        whole, places = room
+        torch._foreach_copy_(places, gradients)
+        flat.add_(whole)
     flat.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
-    return sizes
+    return list(sizes)

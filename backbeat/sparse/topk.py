@@ -38,25 +38,36 @@ class TopK(_Taking):
     def exchange(self, residual: Residual, *, step: int, scale: float, density: float | None = None) -> Exchange:
         numel = residual.values.numel()
         count = select.slots(density or self._encoding.density or 1.0, numel)
-        index, sent = self._choose(residual, count, step)
-        residual.take(index, sent)
-        self._taken = (index, sent)
         form = wire.Format(numel, count, self._dtype)
         if self._encoding.aggregate == "tree" and self._ranks > 1:
+            index, real = self._choose(residual, count, step)
+            sent = _values_at(residual.values, index, real).to(self._dtype)
+            residual.take(index, sent)
+            self._taken = (index, sent)
             return (yield from self._tree(residual, form, index, sent, scale))
-        gathered = yield Collective("all_gather", wire.pack(form, index, sent))
+        index, real = self._choose(residual, count, step)
+        if form.blocks:
+            index, order = index.sort()
+            real = None if real is None else real[order]
+        message, sent = wire.frame(form, index)
+        if real is None and self._dtype == residual.values.dtype:
+            torch.index_select(residual.values, 0, index, out=sent)
+        else:
+            sent.copy_(_values_at(residual.values, index, real))
+        residual.take(index, sent)
+        self._taken = (index, sent)
+        gathered = yield Collective("all_gather", message)
 
         def write(out: torch.Tensor) -> None:
             add_gathered(out, *wire.unpack(form, gathered), scale)
 
         return write
 
-    def _choose(self, residual: Residual, count: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _choose(self, residual: Residual, count: int, step: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Places, and which of them are real (None: all)."""
         if self._encoding.select == "exact":
-            index = select.largest(residual.values, count)
-            return index, residual.values[index].to(self._dtype)
-        index, real = select.sampled(residual.values, count, step)
-        return index, torch.where(real, residual.values[index], 0).to(self._dtype)
+            return select.largest(residual.values, count), None
+        return select.sampled(residual.values, count, step)
 
     def _tree(
         self, residual: Residual, form: wire.Format, index: torch.Tensor, sent: torch.Tensor, scale: float
@@ -116,3 +127,7 @@ class RandomK(_Taking):
             out.index_copy_(0, index, summed.to(out.dtype))
 
         return write
+
+
+def _values_at(values: torch.Tensor, index: torch.Tensor, real: torch.Tensor | None) -> torch.Tensor:
+    return values[index] if real is None else torch.where(real, values[index], 0)

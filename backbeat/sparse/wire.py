@@ -9,12 +9,12 @@ Every part begins where its own format may begin, and a message is a whole numbe
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
 
 _BLOCK = 2**16
-_HALF = 2**15
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -53,18 +53,24 @@ def pack(form: Format, index: torch.Tensor, values: torch.Tensor) -> torch.Tenso
     if form.blocks:
         index, order = index.sort()
         values = values[order]
-    out = torch.empty(form.bytes, dtype=torch.uint8, device=index.device)
+    message, room = frame(form, index)
+    room.copy_(values)
+    return message
+
+
+def frame(form: Format, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A message that holds these places, in order where the format has blocks, and the room in it for their values."""
+    message = torch.empty(form.bytes, dtype=torch.uint8, device=index.device)
     middle = form.head + form.count * form.dtype.itemsize
-    out[form.head : middle].view(form.dtype).copy_(values)
     if not form.short:
-        out[: form.head].view(torch.int32).copy_(index)
-        return out
-    if form.blocks:
-        borders = torch.arange(1, form.blocks + 1, device=index.device).mul_(_BLOCK)
-        out[: form.head].view(torch.int32).copy_(torch.searchsorted(index, borders))
-        index = index.remainder(_BLOCK)
-    out[middle : middle + 2 * form.count].view(torch.int16).copy_(index - _HALF)
-    return out
+        message[: form.head].view(torch.int32).copy_(index)
+    else:
+        if form.blocks:
+            ends = message[: form.head].view(torch.int32)
+            torch.searchsorted(index, _borders(form.blocks, index.device), out_int32=True, out=ends)
+        # The lower 16 bits: what is above them, the block says.
+        message[middle : middle + 2 * form.count].view(torch.int16).copy_(index)
+    return message, message[form.head : middle].view(form.dtype)
 
 
 def unpack(form: Format, messages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -74,9 +80,27 @@ def unpack(form: Format, messages: torch.Tensor) -> tuple[torch.Tensor, torch.Te
     values = rows[:, form.head : middle].view(form.dtype).float()
     if not form.short:
         return rows[:, : form.head].view(torch.int32).long(), values
-    index = rows[:, middle : middle + 2 * form.count].view(torch.int16).long().add_(_HALF)
+    index = rows[:, middle : middle + 2 * form.count].view(torch.int16).long().bitwise_and_(_BLOCK - 1)
     if form.blocks:
         ends = rows[:, : form.head].view(torch.int32).contiguous()
-        order = torch.arange(form.count, dtype=torch.int32, device=messages.device).expand(len(rows), -1).contiguous()
+        order = _ramp(form.count, messages.device).expand(len(rows), -1).contiguous()
         index.add_(torch.searchsorted(ends, order, right=True), alpha=_BLOCK)
     return index, values
+
+
+@functools.lru_cache(maxsize=1024)
+def _borders(blocks: int, device: torch.device) -> torch.Tensor:
+    with torch.inference_mode(False):
+        return torch.arange(1, blocks + 1, device=device).mul_(_BLOCK)
+
+
+_ramps: dict[torch.device, torch.Tensor] = {}
+"""0, 1, 2, … up to the most places that any message had: the same numbers serve all groups in every step."""
+
+
+def _ramp(count: int, device: torch.device) -> torch.Tensor:
+    found = _ramps.get(device)
+    if found is None or len(found) < count:
+        with torch.inference_mode(False):
+            found = _ramps[device] = torch.arange(count, dtype=torch.int32, device=device)
+    return found[:count]

@@ -1,4 +1,4 @@
-"""One rank of a job whose last rank dies in mid-backward; the others go on as a training loop would."""
+"""One rank of a job whose last rank dies in mid-backward; the others go on training. `encoded`: under top-k."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
 import torch.distributed as dist
+from msgspec.structs import replace
 from runtime_checks import Interrupted
 from scenario_rig import small_plan
 
+from backbeat.model.encoding import Encoding
 from backbeat.runtime import DistributedDataParallel
 
 HEALTHY = 3
@@ -36,7 +38,11 @@ def main() -> None:
     )
     torch.manual_seed(0)
     model = Interrupted().to(device)
-    wrapped = DistributedDataParallel(model, plan=small_plan(model))
+    plan = small_plan(model)
+    if sys.argv[1:] == ["encoded"]:
+        encoding = Encoding(kind="topk", density=0.5)
+        plan = replace(plan, groups=tuple(replace(group, encoding=encoding) for group in plan.groups))
+    wrapped = DistributedDataParallel(model, plan=plan)
     for step in range(HEALTHY + 20):
         if step == HEALTHY and dist.get_rank() == dist.get_world_size() - 1:
             model.call = lambda: os._exit(1)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 from encoded_checks import CHECKS
-from rank_pool import SIZES, RankPool
+from rank_pool import DEVICE, SIZES, RankPool
 from runtime_scenarios import SCENARIOS
 
 OTHERWISE = {
@@ -37,6 +37,8 @@ def test_everything_sent_is_a_dense_plan(name: str, ranks: Callable[[int], RankP
 def test_encoded(name: str, size: int, ranks: Callable[[int], RankPool]) -> None:
     if size != 2 and name in ON_TWO_ONLY:
         pytest.skip("tried on two ranks")
+    if DEVICE != "cpu" and name in ON_TWO_ONLY:
+        pytest.skip("on NCCL, where waiting does not raise, a lost rank is tried in test_lost_rank.py")
     _run(ranks(size), name, "encoded", timeout=10 if name in ON_TWO_ONLY else 30)
 
 

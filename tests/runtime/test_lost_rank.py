@@ -12,19 +12,21 @@ import socket
 import subprocess
 import sys
 
+import pytest
 from rank_pool import DEVICE, HERE, node_environment
 
 RANKS = 2
 LIMIT_S = 60 if DEVICE == "cpu" else 150
 
 
-def test_survivors_say_what_was_lost_and_end() -> None:
+@pytest.mark.parametrize("kind", ["dense", "encoded"])
+def test_survivors_say_what_was_lost_and_end(kind: str) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     ranks = [
         subprocess.Popen(
-            [sys.executable, str(HERE / "lost_rank_process.py")],
+            [sys.executable, str(HERE / "lost_rank_process.py"), kind],
             env={
                 **os.environ,
                 **node_environment(rank, RANKS),

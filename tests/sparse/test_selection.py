@@ -11,7 +11,7 @@ from hypothesis import strategies as st  # noqa: E402
 
 from backbeat.sparse import select, wire  # noqa: E402
 from backbeat.sparse.quantise import CHUNK, dequantise, quantise  # noqa: E402
-from backbeat.sparse.residual import accumulate, gather_finite  # noqa: E402
+from backbeat.sparse.residual import accumulate, add_finite  # noqa: E402
 from backbeat.sparse.warmup import density_at  # noqa: E402
 
 seeds = st.integers(0, 10_000)
@@ -145,6 +145,23 @@ def test_without_asking_elements_that_are_not_finite_become_zero() -> None:
     flat = torch.full((8,), 9.0)
     slots = [flat[:3], flat[3:5], flat[5:7]]
     gradients = [torch.ones(3), torch.tensor([1.0, float("nan")]), torch.tensor([float("-inf"), 2.0])]
-    sizes = gather_finite(flat, slots, gradients, whole=False)
-    assert sizes.isfinite().tolist() == [True, False, False]
-    assert flat.tolist() == [1, 1, 1, 1, 0, 0, 2, 0]
+    sizes = add_finite(flat, slots, gradients)
+    assert [bool(size.isfinite()) for size in sizes] == [True, False, False]
+    assert flat.tolist() == [10, 10, 10, 10, 0, 0, 11, 9]
+
+
+def test_gradients_of_another_format_are_widened_in_room_of_their_own() -> None:
+    flat, room = torch.full((4,), 9.0), torch.zeros(4)
+    gradients = [torch.ones(2).bfloat16(), torch.tensor([float("nan")]).bfloat16()]
+    sizes = add_finite(flat, [flat[:2], flat[2:3]], gradients, (room, [room[:2], room[2:3]]))
+    assert [bool(size.isfinite()) for size in sizes] == [True, False]
+    assert flat.tolist() == [10, 10, 0, 9]
+
+
+@pytest.mark.parametrize("density", [0.002, 0.01, 0.1])
+def test_what_a_device_selects_is_what_the_host_does(density: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    values = normal(3, 50_021)
+    count = select.slots(density, values.numel())
+    expected = select.largest(values, count).sort().values
+    monkeypatch.setattr(select, "HOSTS", set())
+    assert torch.equal(select.largest(values, count).sort().values, expected)
