@@ -76,7 +76,16 @@ class EncodedDelivery(Delivery):
         return bool(self.updates)
 
     def attach(self, optimizer: Optimizer) -> None:
-        self.updates.add(optimizer, momentum_correction=self.options.momentum_correction)
+        self.updates.add(optimizer, momentum_correction=self.options.momentum_correction, check_step=self._check_step)
+
+    def _check_step(self) -> None:
+        """Gradients of a backward under `no_sync` wait for one that synchronises; this rank alone must not use them."""
+        dirty = self.job.round.dirty
+        if 1 in dirty and any(dirty[place] and p.grad is not None for place, p in enumerate(self.job.parameters)):
+            raise InputError(
+                "step() after a backward under no_sync: the gradients are this rank's own, and replicas would part. "
+                "Call it after a synchronised backward, which applies them on every rank, or drop them with zero_grad()"
+            )
 
     def prepare(self, partition: Partition) -> None:
         # Refuses what cannot be, while the groups there are go on as they were.

@@ -9,7 +9,8 @@ from __future__ import annotations
 import functools
 import gc
 import logging
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("backbeat.runtime")
 
+_Share = tuple["Optimizer", int, "list[Any]"]
+"""An optimizer, one of its groups by number, and parameters of that group."""
 _updated: Any = WeakIdKeyDictionary()
 """Parameters that are updated in backward."""
 
@@ -35,6 +38,10 @@ class Updates:
     def __init__(self) -> None:
         self._optimizers: list[Optimizer] = []
         self._owners: dict[int, list[tuple[Optimizer, int]]] = {}
+        self._known: list[tuple[int, ...]] = []
+        """Which parameters each group of each optimizer had when owners were looked up, and which there were."""
+        self._shares: dict[tuple[int, ...], list[_Share]] = {}
+        """Of parameters that were updated together: whose they are."""
 
     def __bool__(self) -> bool:
         return bool(self._optimizers)
@@ -44,12 +51,15 @@ class Updates:
         """Some of them have momentum of the kind that can be kept before the selection."""
         return any(isinstance(optimizer, torch.optim.SGD) for optimizer in self._optimizers)
 
-    def add(self, optimizer: Optimizer, *, momentum_correction: bool) -> None:
+    def add(self, optimizer: Optimizer, *, momentum_correction: bool, check_step: Callable[[], None]) -> None:
+        """`check_step` raises where `step()` must not be called."""
         if any(optimizer is other for other in self._optimizers):
             return
         if momentum_correction:
             _check_momentum(optimizer)
         attach(optimizer)
+        checking = weakref.WeakMethod(check_step)
+        optimizer.register_step_pre_hook(lambda *_: _checked(checking))
         self._optimizers.append(optimizer)
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -58,7 +68,11 @@ class Updates:
 
     def check(self, names: Sequence[str], parameters: Sequence[Parameter]) -> None:
         """Look up who updates what; every parameter must be somebody's."""
-        self._owners = {}
+        known = [tuple(map(id, group["params"])) for one in self._optimizers for group in one.param_groups]
+        known.append(tuple(map(id, parameters)))
+        if known == self._known:
+            return
+        self._owners, self._shares = {}, {}
         for optimizer in self._optimizers:
             for index, group in enumerate(optimizer.param_groups):
                 for parameter in group["params"]:
@@ -69,6 +83,7 @@ class Updates:
                     f"no optimizer handed over holds {name!r}, and its gradient is gone when backward ends: "
                     "attach() the optimizer that has it too, or freeze it"
                 )
+        self._known = known
 
     def momentum_of(self, parameter: Parameter) -> float:
         """The momentum that its optimizer asks for at present; 0 where it has none."""
@@ -79,18 +94,31 @@ class Updates:
 
     def apply(self, parameters: Sequence[Parameter], *, without_momentum: bool) -> None:
         """Update these, whose gradients are there, and take the gradients away."""
-        shares: dict[tuple[int, int], tuple[Optimizer, int, list[Any]]] = {}
-        for parameter in parameters:
-            for optimizer, index in self._owners.get(id(parameter), ()):
-                shares.setdefault((id(optimizer), index), (optimizer, index, []))[2].append(parameter)
+        key = tuple(map(id, parameters))
+        shares = self._shares.get(key)
+        if shares is None:
+            shares = self._shares[key] = self._shared(parameters)
         with plainly(parameters[0].device.type):
-            for optimizer, index, members in shares.values():
+            for optimizer, index, members in shares:
                 hyperparameters = {**optimizer.param_groups[index], "params": members}
                 if without_momentum and isinstance(optimizer, torch.optim.SGD):
                     hyperparameters["momentum"] = 0.0
                 run(optimizer, [hyperparameters])
         for parameter in parameters:
             parameter.grad = None
+
+    def _shared(self, parameters: Sequence[Parameter]) -> list[_Share]:
+        shares: dict[tuple[int, int], _Share] = {}
+        for parameter in parameters:
+            for optimizer, index in self._owners.get(id(parameter), ()):
+                shares.setdefault((id(optimizer), index), (optimizer, index, []))[2].append(parameter)
+        return list(shares.values())
+
+
+def _checked(checking: Callable[[], Callable[[], None] | None]) -> None:
+    check = checking()
+    if check is not None:
+        check()
 
 
 def _check_momentum(optimizer: Optimizer) -> None:
@@ -124,12 +152,15 @@ def _guard_clipping() -> None:
     utils: Any = torch.nn.utils
     for name in ("clip_grad_norm_", "clip_grad_value_"):
         plain = getattr(utils, name)
-        if getattr(plain, "_backbeat", False):
-            continue
-        guarded = _refusing(plain, name)
-        for module in (utils, utils.clip_grad):
-            if getattr(module, name, None) is plain:
-                setattr(module, name, guarded)
+        # The public function wraps another: replaced inside, it is guarded for those too who have imported it before.
+        for cell in plain.__closure__ or ():
+            if getattr(cell.cell_contents, "__name__", "") == name:
+                if not hasattr(cell.cell_contents, "_backbeat"):
+                    cell.cell_contents = _refusing(cell.cell_contents, name)
+                break
+        else:
+            if not hasattr(plain, "_backbeat"):
+                setattr(utils, name, _refusing(plain, name))
 
 
 def _refusing(plain: Any, name: str) -> Any:

@@ -18,6 +18,7 @@ from runtime_scenarios import Branches, Breakable, Twice
 from scenario_rig import Context, Scenario, mlp, small_plan
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 from backbeat.errors import InputError
 from backbeat.model import Plan
@@ -235,6 +236,14 @@ def accumulation_and_no_sync(ctx: Context) -> None:
                 optimizer.zero_grad()
         for mine, yours in zip(ours.parameters(), theirs.parameters(), strict=True):
             torch.testing.assert_close(mine, yours)
+        if attached:
+            optimizer = pairs[0][1]
+            with ours.no_sync():
+                backward(ctx, ours, 30)
+            raises(InputError, optimizer.step, "step() after a backward under no_sync")
+            optimizer.zero_grad()
+            optimizer.step()
+            same_everywhere(ctx, ours.module, "after a refused step()")
 
 
 @check
@@ -593,6 +602,8 @@ def refusals(ctx: Context) -> None:
     clipped.attach(torch.optim.SGD(clipped.parameters(), lr=0.1))
     backward(ctx, clipped, 0)
     raises(InputError, lambda: nn.utils.clip_grad_norm_(clipped.parameters(), 1.0), "updated already")
+    raises(InputError, lambda: clip_grad_norm_(clipped.parameters(), 1.0), "clip_grad_norm_ after backward")
+    raises(InputError, lambda: clip_grad_value_(clipped.parameters(), 1.0), "clip_grad_value_ after backward")
     loose = wrap(ctx, SOME)
     backward(ctx, loose, 0)
     nn.utils.clip_grad_norm_(loose.parameters(), 1.0)
