@@ -14,6 +14,7 @@ import numpy as np
 
 from backbeat.cost.curve import Curve
 from backbeat.cost.link import LinkCost
+from backbeat.simulate.bound import communication_bound
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -97,16 +98,29 @@ def period(profile: Profile, plan: Plan, network: Network) -> Period:
 
 
 def decoupled_bound(profile: Profile, network: Network) -> float:
-    """A period holds all of the computation, and all of the link's work."""
-    return max(profile.forward_s + profile.backward_s + profile.update_s, link_s(profile, network))
+    """A period holds all of the computation, all of the link's work, and the two in an order that nothing escapes.
+
+    Gathers follow the last scatter, and that ends no earlier than any plan's communication could. Of the first j layers
+    of forward one is gathered last, after the bytes of all j, and what it and the layers behind it compute comes after.
+    """
+    layers = Layers.of(profile)
+    halves = Halves.of(network)
+    scattered = communication_bound(profile, LinkCost(halves.scatter, None, {}), 1)
+    startup, per_byte = _cheapest(halves.gather, profile)
+    after = np.cumsum(layers.compute_s[::-1])[::-1]
+    in_order = scattered + float((startup + per_byte * np.cumsum(layers.sizes) + after).max())
+    return max(profile.forward_s + profile.backward_s + profile.update_s, link_s(profile, network), in_order)
 
 
 def link_s(profile: Profile, network: Network) -> float:
     """The least link time of both halves, whatever the grouping."""
     halves = Halves.of(network)
-    smallest, total = float(profile.sizes.min()), float(profile.sizes.sum())
-    costs = (LinkCost(half, None, {}) for half in (halves.scatter, halves.gather))
-    return total * sum(cost.cheapest(smallest, total)[1] for cost in costs)
+    return float(profile.sizes.sum()) * sum(_cheapest(half, profile)[1] for half in (halves.scatter, halves.gather))
+
+
+def _cheapest(half: Curve, profile: Profile) -> tuple[float, float]:
+    """(least startup, least link time per byte) over the group sizes possible."""
+    return LinkCost(half, None, {}).cheapest(float(profile.sizes.min()), float(profile.sizes.sum()))
 
 
 def _half(times: CollectiveTimes | None, network: Network) -> Curve:
