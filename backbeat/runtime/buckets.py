@@ -75,10 +75,11 @@ class Bucket:
         """As `take`, where every member is expected to hold a dense gradient; False, and nothing done, where not."""
         targets: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
+        dense = torch.strided
         for parameter, view in self._pairs:
             gradient = parameter.grad
             if gradient is not view:
-                if gradient is None or gradient.layout is not torch.strided:
+                if gradient is None or gradient.layout is not dense:
                     return False
                 targets.append(view)
                 sources.append(gradient)

@@ -34,6 +34,7 @@ from backbeat.sparse import checkpoint
 from backbeat.sparse.options import Options, options_of
 
 _disable_dynamo: Any = torch._disable_dynamo  # type: ignore[attr-defined]
+profiling: Callable[[], bool] = torch._C._autograd._profiler_enabled
 
 
 class DistributedDataParallel(TorchDDP):  # type: ignore[misc]
@@ -204,9 +205,20 @@ class DistributedDataParallel(TorchDDP):  # type: ignore[misc]
             forget_gradient(parameter)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() and self.decoupled:
-            self._finish_eagerly()
-        return super().forward(*inputs, **kwargs)
+        if torch.compiler.is_compiling():
+            if self.decoupled:
+                self._finish_eagerly()
+            return super().forward(*inputs, **kwargs)
+        if self._backbeat_backend == "ddp" or profiling():
+            return super().forward(*inputs, **kwargs)
+        # What torch's own does, without its span for a profiler: that alone costs more than the rest.
+        inputs, kwargs = self._pre_forward(*inputs, **kwargs)
+        outer, TorchDDP._active_ddp_module = TorchDDP._active_ddp_module, self
+        try:
+            output = self.module(*inputs, **kwargs)
+        finally:
+            TorchDDP._active_ddp_module = outer
+        return self._post_forward(output)
 
     @_disable_dynamo  # type: ignore[untyped-decorator]
     def _finish_eagerly(self) -> None:
@@ -302,7 +314,9 @@ class DistributedDataParallel(TorchDDP):  # type: ignore[misc]
             self.require_forward_param_sync = False
             return output
         sync = self.require_backward_grad_sync
-        self.require_forward_param_sync = sync
+        if self.require_forward_param_sync != sync:
+            # A module looks long at whatever it is assigned.
+            self.require_forward_param_sync = sync
         alive = self.reducer.weak
 
         def reached(_: torch.Tensor) -> None:

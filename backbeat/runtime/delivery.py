@@ -82,10 +82,11 @@ class Delivery:
 
     def hand_back(self, verdict: Verdict | None) -> None:
         """Give every parameter that some rank used its mean; the others keep what they had. None: all were used."""
-        if self.job.round.absent:
+        round_ = self.job.round
+        if round_.absent or (round_.lent and verdict is None):
             return
         for bucket in self.job.groups.buckets:
-            bucket.hand_back(None if verdict is None else verdict.used, self.job.round.backups)
+            bucket.hand_back(None if verdict is None else verdict.used, round_.backups)
 
     def give_up(self) -> None:
         """The round has no gradients on this rank, though other ranks may believe it has."""

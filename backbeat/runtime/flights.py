@@ -66,7 +66,7 @@ class Flights:
         job, round_, delivery = self._job, self._round, self.delivery
         buckets = job.groups.buckets
         bucket = buckets[index]
-        last = index == len(buckets) - 1
+        last = bucket is buckets[-1]
         if round_.streams is not None:
             round_.streams.join(index)
         if whole and bucket.take_all():
@@ -91,13 +91,11 @@ class Flights:
     def land(self) -> torch.Tensor:
         """Wait for every group in turn; returns the summed control numbers."""
         numbers: torch.Tensor | None = None
-        round_ = self._round
+        round_, received = self._round, self.delivery.received
+        profiled = _profiling()
         for flight in round_.flights:
-            if _profiling():
-                with self._span("wait", flight.group):
-                    message = self.delivery.received(flight)
-            else:
-                message = self.delivery.received(flight)
+            with self._span("wait", flight.group) if profiled else _nothing:
+                message = received(flight)
             numbers = flight.bucket.arrived(message)
         if round_.alone is not None:
             numbers = self._received(round_.alone)

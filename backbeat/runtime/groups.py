@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from backbeat.runtime.buckets import Bucket
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch.nn import Parameter
 
-    from backbeat.runtime.buckets import Bucket
     from backbeat.runtime.partition import Partition
 
 
@@ -31,6 +32,22 @@ class Groups:
             if bucket.views:
                 for place, view in zip(bucket.members, bucket.views, strict=True):
                     self.views[place] = view
+        # Groups of another kind have no places ahead of their sums.
+        plain = all(type(bucket) is Bucket for bucket in buckets)
+        self._places = (
+            [pair for bucket in buckets for pair in zip(bucket.parameters, bucket.views, strict=True)] if plain else []
+        )
+
+    def lend(self) -> bool:
+        """Give every gradient its place in the buffers though sums are still on their way; False where not possible."""
+        for parameter, view in self._places:
+            parameter.grad = view
+        return bool(self._places)
+
+    def take_back(self) -> None:
+        """The sums will not come: there are no gradients."""
+        for parameter, _ in self._places:
+            parameter.grad = None
 
     def waits(self, counts: Sequence[int]) -> list[int]:
         """How many members of each group are expected at all."""

@@ -100,6 +100,7 @@ class Reducer:
         self._expectation = Expectation(len(parameters))
         self._reach = Reach()
         self._default_sync = True
+        self._on_cuda = channels.device.type == "cuda"
         self._token: Callable[[], Any] = _no_round
         self.weak = weakref.ref(self)
         self.install(partition)
@@ -234,9 +235,9 @@ class Reducer:
         self._finish_round()
 
     def _watch(self, first: int) -> list[Any]:
-        slowly, launch = weakref.WeakMethod(self._fired), weakref.WeakMethod(self._flights.launch_ready)
+        slowly, flights = weakref.WeakMethod(self._fired), weakref.ref(self._flights)
         places = enumerate(self.job.parameters[first:], start=first)
-        return [watch(parameter, place, self._round, slowly, launch) for place, parameter in places]
+        return [watch(parameter, place, self._round, slowly, flights) for place, parameter in places]
 
     def _fired(self, place: int) -> None:
         """A gradient arrived, and something about it is not ordinary."""
@@ -289,9 +290,9 @@ class Reducer:
         job.step += 1
 
     def _reset(self) -> None:
-        expectation, device = self._expectation, self.job.channels.device
+        expectation = self._expectation
         self._round.reset(expectation.counts, self._waits, learned=expectation.learned, ordinary=expectation.plain)
-        self._round.streams = Streams(device) if device.type == "cuda" else None
+        self._round.streams = Streams(self.job.channels.device) if self._on_cuda else None
 
     def _close(self) -> None:
         """The engine's callback: the graph is done."""
@@ -310,6 +311,9 @@ class Reducer:
         try:
             with torch.no_grad():
                 self._flights.launch_rest()
+                if round_.plain:
+                    # Most likely all will be well. This takes as long as the last group's thread needs to wake up.
+                    round_.lent = self.job.groups.lend()
                 numbers = self._flights.land()
                 verdict = self._read(numbers)
                 self.job.check()
@@ -319,6 +323,8 @@ class Reducer:
                 self._learn(verdict)
         except BaseException as error:
             self.word.regular = False
+            if round_.lent:
+                self.job.groups.take_back()
             if self.job.fault is not None and error is not self.job.fault:
                 raise self.job.fault from error
             raise

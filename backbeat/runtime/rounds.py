@@ -27,7 +27,7 @@ class Round:
 
     __slots__ = (
         "absent", "alone", "awaited", "backups", "broken", "dirty", "flights", "hold", "home", "late", "launched",
-        "nested", "open", "ordinary", "plain", "root", "slow", "streams", "sync", "used", "waits", "whole",
+        "lent", "nested", "open", "ordinary", "plain", "root", "slow", "streams", "sync", "used", "waits", "whole",
     )  # fmt: skip
 
     def __init__(self, parameters: int) -> None:
@@ -59,6 +59,8 @@ class Round:
         """An exception ended it."""
         self.plain = False
         """This rank told the others that nothing special happened."""
+        self.lent = False
+        """Gradients have their places in the buffers again, though not every sum is there."""
         self.late: set[int] = set()
         """Parameters that arrived after their group had left."""
         self.used = bytearray()
@@ -79,7 +81,7 @@ class Round:
         self.ordinary = ordinary
         self.launched = 0
         self.slow = True
-        self.sync = self.plain = self.nested = self.absent = self.broken = False
+        self.sync = self.plain = self.lent = self.nested = self.absent = self.broken = False
         self.root = -1
         self.late = set()
         self.used = bytearray(len(counts))

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
     from torch.nn import Parameter
 
+    from backbeat.runtime.flights import Flights
     from backbeat.runtime.rounds import Round
 
 graph_task: Callable[[], int] = torch._C._current_graph_task_id
@@ -22,12 +23,12 @@ def watch(
     place: int,
     round_: Round,
     slowly: Callable[[], Callable[[int], None] | None],
-    launch: Callable[[], Callable[[], None] | None],
+    flights: Callable[[], Flights | None],
 ) -> Any:
     """Count the parameter's gradients down in the round; returns the hook's handle.
 
-    `slowly` hears of arrivals that are not ordinary, `launch` when a group is complete. Both are held weakly: a wrapper
-    that is dropped must stop communicating, though its model lives on.
+    `slowly` hears of arrivals that are not ordinary, `flights` when a group is complete. Both are held weakly: a
+    wrapper that is dropped must stop communicating, though its model lives on.
     """
 
     def arrived(_: torch.Tensor) -> None:
@@ -52,9 +53,9 @@ def watch(
         left = waits[group] - 1
         waits[group] = left
         if not left and group == round_.launched:
-            leave = launch()
-            if leave is not None:
-                leave()
+            alive = flights()
+            if alive is not None:
+                alive.launch_ready()
 
     return parameter.register_post_accumulate_grad_hook(arrived)
 

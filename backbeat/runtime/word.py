@@ -87,7 +87,7 @@ class Word:
 
     def judge(self, numbers: torch.Tensor, step: int, *, check: bool = True) -> control.Verdict | None:
         """Read the sums now; raises where ranks met in different steps, or broke one off, if that is to be checked."""
-        numbers = numbers if numbers.device.type == "cpu" else numbers.cpu()
+        numbers = numbers if numbers.is_cpu else numbers.cpu()
         if self._ledger.is_plain(numbers, step):
             return None
         verdict = control.read(self.layout, numbers)
