@@ -168,13 +168,14 @@ def _show_growth(
 ) -> None:
     from backbeat.cli.common import console, print_json
     from backbeat.model import Profile
-    from backbeat.planners.max_batch import growth
+    from backbeat.planners.max_batch import growth, largest_looked_at
     from backbeat.report.memory import growth_table, mixture
     from backbeat.report.tables import describe
     from backbeat.units import format_bytes, printable
 
     two = Profile.load(other) if other else _sibling(one, name)
     points = growth(one, cluster, memory_bytes, make, two)
+    capped = points[-1].batch_size >= largest_looked_at(one)
     basis = f"batch {one.batch_size} in proportion" if two is None else f"batch {one.batch_size} and {two.batch_size}"
     if json:
         rows = []
@@ -199,6 +200,7 @@ def _show_growth(
                 "workers": cluster.workers,
                 "memory_bytes": memory_bytes,
                 "extrapolated_from": [one.batch_size] + ([two.batch_size] if two else []),
+                "search_ended_at_its_limit": capped,
                 "rows": rows,
             }
         )
@@ -218,6 +220,13 @@ def _show_growth(
     else:
         line += "; with everything kept no batch fits."
     out.print(line, soft_wrap=True)
+    if capped:
+        times = points[-1].batch_size // one.batch_size
+        out.print(
+            f"* the search ended there, at {times:,} times the profile's batch: in this profile memory hardly depends "
+            "on the batch, so it cannot say what the largest is",
+            soft_wrap=True,
+        )
     out.print(f"* sizes and times of other batches are extrapolated from {basis}", soft_wrap=True)
 
 

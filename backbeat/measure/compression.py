@@ -1,9 +1,9 @@
-"""What it costs the device to pick what is sent of a group, and to put together what came: top-k, per byte."""
+"""What it costs to pick what is sent of a group, and to put together what came: top-k, per byte and per group."""
 
 from __future__ import annotations
 
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 DENSITY = 0.01
 _FEWEST_ELEMENTS = 2**20
+_SMALL_ELEMENTS = 2**17
+"""Few, but enough for a message of the usual format."""
 _MOST_ELEMENTS = {"cpu": 2**22}
 _MOST_ELEMENTS_ELSEWHERE = 2**24
 _WARMUP, _REPEATS = 3, 7
@@ -22,22 +24,33 @@ _WARMUP, _REPEATS = 3, 7
 _HEAD_START_S = 4e-3
 
 
-def compression_s_per_byte(training: Training, gradient_bytes: int) -> float | None:
-    """Seconds per byte of gradients in one group of about their size; None where the device has no memory left."""
+class Compression(NamedTuple):
+    """What encoding a group costs: so much a byte, and so much however small it is."""
+
+    s_per_byte: float
+    s_per_group: float
+
+
+def compression_of(training: Training, gradient_bytes: int) -> Compression | None:
+    """Of groups up to the size of all gradients together; None where the device has no memory left."""
     most = _MOST_ELEMENTS.get(training.device.type, _MOST_ELEMENTS_ELSEWHERE)
     elements = min(max(gradient_bytes // 4, _FEWEST_ELEMENTS), most)
     try:
-        return float(f"{median(_samples(training, elements)) / (4 * elements):.3g}")
+        host_s, floor_s = _samples(training, _SMALL_ELEMENTS, head_start=False)
+        _, whole_s = _samples(training, elements, head_start=True)
     except Exception as error:
         if not is_out_of_memory(error):
             raise
         return None
+    rate = max(whole_s - floor_s, 0.0) / (4 * (elements - _SMALL_ELEMENTS))
+    return Compression(float(f"{rate:.3g}"), float(f"{max(host_s, floor_s):.3g}"))
 
 
-def _samples(training: Training, elements: int) -> list[float]:
+def _samples(training: Training, elements: int, *, head_start: bool) -> tuple[float, float]:
+    """Median seconds of the host, to submit a group of this size, and of the device."""
     # Here, since most who measure never send sparse gradients.
     from backbeat.sparse.exchange import alone
-    from backbeat.sparse.residual import Residual
+    from backbeat.sparse.residual import Residual, add_finite
     from backbeat.sparse.topk import TopK
 
     clock = training.clock
@@ -46,15 +59,17 @@ def _samples(training: Training, elements: int) -> list[float]:
     gradient = torch.randn(elements, device=training.device, generator=drawn)
     residual = Residual(torch.zeros_like(gradient))
     result = torch.empty_like(gradient)
-    compressor = TopK(Encoding(kind="topk", density=DENSITY), rank=0, ranks=1)
-    marks = []
+    compressor = TopK(Encoding(kind="topk", density=DENSITY, select="exact"), rank=0, ranks=1)
+    marks, submitted = [], []
     with torch.no_grad():
         for step in range(_WARMUP + _REPEATS):
-            clock.delay(_HEAD_START_S)
-            begun = clock.mark()
-            residual.values.add_(gradient)
+            if head_start:
+                clock.delay(_HEAD_START_S)
+            begun, called = clock.mark(), clock.host_s()
+            add_finite(residual.values, [residual.values], [gradient])
             alone(compressor.exchange(residual, step=step, scale=1.0))(result)
             compressor.forget()
+            submitted.append(clock.host_s() - called)
             marks.append((begun, clock.mark()))
     clock.synchronize()
-    return [clock.between(*pair) for pair in marks[_WARMUP:]]
+    return median(submitted[_WARMUP:]), median(clock.between(*pair) for pair in marks[_WARMUP:])

@@ -14,7 +14,7 @@ import torch
 
 from backbeat.errors import InputError, MeasurementError
 from backbeat.measure.clock import clock_for
-from backbeat.measure.compression import compression_s_per_byte
+from backbeat.measure.compression import Compression, compression_of
 from backbeat.measure.figures import Figures, take
 from backbeat.measure.inputs import check_model, device_of
 from backbeat.measure.keep import kept
@@ -133,7 +133,7 @@ def measure(
                     figures = take(training, iterations, warmup, time_limit_s)
             else:
                 figures = take(training, iterations, warmup, time_limit_s)
-            compression = compression_s_per_byte(training, sum(figures.gradients.sizes))
+            compression = compression_of(training, sum(figures.gradients.sizes))
     except (InputError, MeasurementError):
         raise
     except Exception as error:
@@ -159,7 +159,7 @@ def measure(
 def _document(
     training: Training,
     figures: Figures,
-    compression: float | None,
+    compression: Compression | None,
     *,
     name: str,
     model: str,
@@ -199,7 +199,8 @@ def _document(
         memory=figures.memory,
         blocks=figures.chain.blocks,
         host_link=figures.chain.host_link,
-        compression_s_per_byte=compression,
+        compression_s_per_byte=None if compression is None else compression.s_per_byte,
+        compression_s_per_group=None if compression is None else compression.s_per_group,
         source=source(command, training.device),
         notes=(*notes, *_notes(training, figures)),
     )

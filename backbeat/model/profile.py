@@ -98,6 +98,8 @@ class Profile(Document, frozen=True, kw_only=True):
     host_link: HostLink | None = None
     compression_s_per_byte: Seconds | None = None
     """Device time per gradient byte of selecting what to send, and of putting together what came."""
+    compression_s_per_group: Seconds | None = None
+    """What that takes of a group however small, in launches: the longer of the host's time and the device's."""
     source: Source | str | None = None
     notes: tuple[str, ...] = ()
 
@@ -117,6 +119,7 @@ class Profile(Document, frozen=True, kw_only=True):
         )
         unique("blocks", (block.name for block in self.blocks), advice="a block is one module; remove one")
         not_negative("compression_s_per_byte", self.compression_s_per_byte)
+        not_negative("compression_s_per_group", self.compression_s_per_group)
         self._check_ready_order()
 
     def _check_ready_order(self) -> None:

@@ -51,6 +51,11 @@ def batches(profile: Profile, budget: int, two: Profile | None = None, workers: 
     return whole, planned
 
 
+def largest_looked_at(profile: Profile) -> int:
+    """The batch at which the search ends, whether or not a larger one would fit."""
+    return _round(_MOST * profile.batch_size)
+
+
 def growth(
     profile: Profile, network: Network, budget: int, schedule: Callable[[Profile], Plan], two: Profile | None = None
 ) -> list[Point]:
@@ -103,9 +108,10 @@ def _largest(profile: Profile, two: Profile | None, budget: int, units: tuple[Un
 
     if not fits(1):
         return 0
-    low, high = 1, 2
-    while high <= _MOST * profile.batch_size and fits(high):
+    low, high, most = 1, 2, largest_looked_at(profile)
+    while high <= most and fits(high):
         low, high = high, 2 * high
+    high = min(high, most + 1)
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)

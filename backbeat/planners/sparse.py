@@ -1,7 +1,8 @@
 """`sparse`: groups, and for each whether it travels as it is or as its largest elements, whichever is faster.
 
 Were everything encoded, encoding would delay gradient j by the same time however groups are cut (its rate times the
-bytes up to j), so the exact one-channel programme of `optimal` holds with later ready times and the encoded cost. That
+bytes up to j), so the exact one-channel programme of `optimal` holds with later ready times and the encoded cost, but
+for what a group costs by itself. That
 grouping and the dense optimum are the candidates; then single groups change between encoded and dense as long as the
 prediction falls, and neighbours become one group where that costs nothing. All dense is among the candidates, so the
 result is never predicted slower than `optimal`.
@@ -21,7 +22,14 @@ from backbeat.errors import InputError
 from backbeat.model.encoding import Encoding
 from backbeat.model.plan import Group, Plan
 from backbeat.planners.optimal import best_ends
-from backbeat.simulate.encoded import ELEMENT_BYTES, Piece, Wire, compression_s_per_byte, travel
+from backbeat.simulate.encoded import (
+    ELEMENT_BYTES,
+    Piece,
+    Wire,
+    compression_s_per_byte,
+    compression_s_per_group,
+    travel,
+)
 
 if TYPE_CHECKING:
     from backbeat.model import Network, Profile
@@ -103,7 +111,8 @@ class Mixed:
 def sparse(profile: Profile, network: Network, options: Options) -> Mixed:
     """Top-k at the asked density where it is predicted to pay."""
     density = DEFAULT_DENSITY if options.density is None else options.density
-    encoding = Encoding(kind="topk", density=density)
+    # Exactly: fewer launches than a sampled threshold, no more passes over the gradients, and less memory.
+    encoding = Encoding(kind="topk", density=density, select="exact")
     if options.channels is not None and options.channels != 1:
         raise InputError(f"channels is {options.channels}: sparse plans use one channel; leave it out")
     ends = best_ends(profile, network.cost)
@@ -135,15 +144,19 @@ def sparse(profile: Profile, network: Network, options: Options) -> Mixed:
 def encoded_ends(profile: Profile, network: Network, wire: Wire, encoding: Encoding) -> list[int]:
     """The exact one-channel groups if everything were encoded.
 
-    E[j] = min over i < j of  max(r_j + c·S_j, E[i]) + T(S_j - S_i)
+    E[j] = min over i < j of  max(r_j + c·S_j, E[i]) + T(S_j - S_i) + f
+
+    What encoding costs each group by itself, f, delays the groups behind it too. Here it counts as if it were sent:
+    that keeps groups few, and the prediction that judges the result has it right.
     """
     sums = np.concatenate([[0.0], np.cumsum(profile.sizes)])
     ready = (profile.ready + compression_s_per_byte(profile) * sums[1:]).tolist()
+    fixed = compression_s_per_group(profile)
     count = len(ready)
     earliest = np.full(count + 1, -np.inf)
     group_start = [0] * (count + 1)
     for j in range(1, count + 1):
-        times = wire.time((sums[j] - sums[:j]) / ELEMENT_BYTES, encoding)
+        times = wire.time((sums[j] - sums[:j]) / ELEMENT_BYTES, encoding) + fixed
         finishes = np.maximum(ready[j - 1], earliest[:j]) + times
         start = int(np.argmin(finishes))
         earliest[j], group_start[j] = finishes[start], start

@@ -1,8 +1,8 @@
 """Groups that travel encoded: what they put on the wire, how long that takes, and what encoding costs computation.
 
 A group is encoded on the compute stream once its last gradient is ready: it leaves later by that much, and so does
-every gradient behind it. `Profile.compression_s_per_byte` covers selecting and putting together; all of it is counted
-before the group leaves. Encoded plans are simulated on one channel.
+every gradient behind it. `Profile.compression_s_per_byte` and `compression_s_per_group` cover selecting and putting
+together; all of it is counted before the group leaves. Encoded plans are simulated on one channel.
 
 | encoding | collective | bytes of each worker |
 |---|---|---|
@@ -62,6 +62,22 @@ def payload_bytes(elements: ArrayLike, encoding: Encoding) -> NDArray[np.float64
     ends = 4 * np.ceil(count / _PLACES)
     places = np.where(count <= _PLACES, 2 * sent, np.minimum(4 * sent, ends + 2 * sent))
     return np.asarray(np.ceil((value * sent + places) / 4) * 4)
+
+
+def selection_bytes(elements: int, encoding: Encoding) -> int:
+    """The most that finding the largest of a group takes beside the group, as `backbeat.sparse.select` does it.
+
+    Exactly: the maxima of blocks, or the candidates with their places and magnitudes. Sampled: two masks.
+    """
+    if encoding.kind != "topk":
+        return 0
+    sent = min(elements, max(1, math.ceil((encoding.density or 1.0) * elements - 1e-9)))
+    if encoding.select == "sampled":
+        return 2 * elements + 24 * sent
+    width = min(64, 2 ** round(math.log2(math.sqrt(elements / sent)))) if elements else 1
+    if width < 4:
+        return 4 * elements + 12 * sent
+    return max(4 * elements // width, 12 * width * sent) + 12 * sent
 
 
 @dataclass(frozen=True)
@@ -129,13 +145,13 @@ class Encoded:
 
 def travel(pieces: Sequence[Piece], profile: Profile, network: Network, wire: Wire) -> Encoded:
     """One channel, pieces in launch order; encoding takes its turn on the compute stream as pieces become ready."""
-    rate = compression_s_per_byte(profile)
+    rate, fixed = compression_s_per_byte(profile), compression_s_per_group(profile)
     order = sorted(range(len(pieces)), key=lambda place: pieces[place].ready_s)
     ready = [0.0] * len(pieces)
     spent = 0.0
     for place in order:
         if pieces[place].encoding is not None:
-            spent += rate * pieces[place].bytes
+            spent += fixed + rate * pieces[place].bytes
         ready[place] = pieces[place].ready_s + spent
     starts, finishes = [], []
     free = float("-inf")
@@ -153,6 +169,11 @@ def travel(pieces: Sequence[Piece], profile: Profile, network: Network, wire: Wi
 def compression_s_per_byte(profile: Profile) -> float:
     known = profile.compression_s_per_byte
     return ASSUMED_COMPRESSION_S_PER_BYTE if known is None else known
+
+
+def compression_s_per_group(profile: Profile) -> float:
+    """Nothing where it was not measured: then the cost per byte holds some of it."""
+    return profile.compression_s_per_group or 0.0
 
 
 def pieces_of(profile: Profile, plan: Plan) -> tuple[list[Piece], list[tuple[str, ...]]]:

@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Literal
 
 from backbeat.errors import InputError
-from backbeat.simulate.encoded import ELEMENT_BYTES, payload_bytes
+from backbeat.simulate.encoded import ELEMENT_BYTES, payload_bytes, selection_bytes
 from backbeat.units import format_bytes
 
 if TYPE_CHECKING:
@@ -32,8 +32,8 @@ class Holdings:
     """What operations between the blocks keep for backward, and what enters blocks beside the output of the one before
     (masks, an encoder's result): held through the iteration, whatever is done with the blocks."""
     scratch_bytes: int = 0
-    """Encoded groups: room to collect one group's gradients and for its dense result, shared by all groups, and
-    everybody's message."""
+    """Encoded groups: one group's gradients, which wait until it leaves, its dense result, what the selection takes,
+    and everybody's message."""
     streamed_bytes: int = 0
     """Not held: residuals that pass to the device and back in every backward."""
     loss_bytes: int = 0
@@ -73,10 +73,10 @@ class Holdings:
                 f"the profile {profile.name!r} has no memory figures: profile it again with `backbeat profile`"
             )
         stays = memory.steady_bytes - memory.parameter_bytes - memory.optimizer_bytes - memory.buffer_bytes
-        encoded = _encoded_groups(profile, plan)
+        count = workers or (plan.workers if plan is not None else None) or 1
+        encoded = _encoded_groups(profile, plan, count)
         sizes = [size for size, _ in encoded]
         total = sum(sizes)
-        count = workers or (plan.workers if plan is not None else None) or 1
         # On the host, two buffers as large as the largest: one is worked on while the other leaves and comes.
         residual = total if residuals == "device" or not sizes else max(sizes) * min(2, len(sizes))
         return cls(
@@ -86,7 +86,7 @@ class Holdings:
             batch_bytes=max(stays, memory.batch_bytes),
             gradient_bytes=profile.total_bytes - (total if attached else 0),
             residual_bytes=residual,
-            scratch_bytes=max((round(2 * size + count * sent) for size, sent in encoded), default=0),
+            scratch_bytes=max((2 * size + beside for size, beside in encoded), default=0),
             streamed_bytes=total if residuals == "host" else 0,
             outside_bytes=memory.outside_bytes + _beside(profile.blocks),
             loss_bytes=memory.head_bytes,
@@ -116,12 +116,14 @@ def _beside(blocks: tuple[Block, ...]) -> int:
     return sum(max(block.input_bytes - before.output_bytes, 0) for before, block in pairwise(blocks) if block.chained)
 
 
-def _encoded_groups(profile: Profile, plan: Plan | None) -> list[tuple[int, float]]:
-    """(gradient bytes, bytes sent) of every encoded group."""
+def _encoded_groups(profile: Profile, plan: Plan | None, workers: int) -> list[tuple[int, int]]:
+    """(gradient bytes, bytes of selection and messages) of every encoded group."""
     found = []
     for group in plan.groups if plan is not None else ():
         encoding = group.encoding
         if encoding is not None:
             size = sum(profile.gradients[profile.index[name]].bytes for name in group.gradients)
-            found.append((size, float(payload_bytes(size / ELEMENT_BYTES, encoding))))
+            elements = size // ELEMENT_BYTES
+            messages = workers * float(payload_bytes(elements, encoding))
+            found.append((size, round(messages) + selection_bytes(elements, encoding)))
     return found

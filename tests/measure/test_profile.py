@@ -337,3 +337,5 @@ def test_the_cost_of_compression_is_measured() -> None:
     found = profile(nn.Linear(8, 4), torch.randn(4, 8), lambda model, batch: model(batch).sum(), iterations=2, warmup=1)
     assert found.compression_s_per_byte is not None
     assert found.compression_s_per_byte > 0
+    assert found.compression_s_per_group is not None
+    assert found.compression_s_per_group > 0

@@ -8,7 +8,7 @@ import pytest
 from backbeat.errors import InputError
 from backbeat.model import MemoryPlan, Plan, Profile
 from backbeat.planners import plan
-from backbeat.planners.max_batch import batches, growth
+from backbeat.planners.max_batch import batches, growth, largest_looked_at
 from backbeat.planners.memory import usable
 from backbeat.simulate.growth import grown
 from backbeat.simulate.holdings import Holdings
@@ -58,6 +58,11 @@ def test_a_plan_lets_the_batch_grow_several_times() -> None:
     assert course(grown(profile, whole), MemoryPlan()).peak_bytes <= usable(8 * GB)
     assert course(grown(profile, whole + 8), MemoryPlan()).peak_bytes > usable(8 * GB)
     assert planned > 4 * whole
+
+
+def test_the_search_ends_at_a_batch_that_can_be_asked_for() -> None:
+    profile = resnet152(64)
+    assert batches(profile, 10**18) == (largest_looked_at(profile),) * 2
 
 
 def test_other_models_and_no_samples_are_refused() -> None:

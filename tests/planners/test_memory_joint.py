@@ -39,6 +39,17 @@ def test_sparse_on_a_slow_link_and_dense_on_a_fast_one() -> None:
     assert "dense" in fast.notes[0]
 
 
+def test_groups_that_cost_something_by_themselves_become_fewer() -> None:
+    sizes, ready = [40_000_000] * 8, [0.01 * place for place in range(1, 9)]
+    network = affine(1e-4, 1e-8)
+    counts = []
+    for fixed in (0.0, 5e-3):
+        profile = make_profile(sizes, ready, compression_s_per_byte=1e-11, compression_s_per_group=fixed)
+        made = bb.plan(profile, network, "sparse", density=0.01)
+        counts.append(sum(group.encoding is not None for group in made.groups))
+    assert counts[1] < counts[0]
+
+
 def test_biases_stay_dense() -> None:
     sizes = [40_000_000, 4000] * 4
     profile = make_profile(sizes, [0.01 * place for place in range(1, 9)], compression_s_per_byte=1e-11)

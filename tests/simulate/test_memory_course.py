@@ -158,8 +158,9 @@ def test_holdings_by_how_gradients_travel() -> None:
     dense = Holdings.of(profile)
     assert (dense.gradient_bytes, dense.residual_bytes, dense.total_bytes) == (16, 0, BASE)
     device = Holdings.of(profile, plan)
-    # Residuals of 12 bytes; scratch: the larger group twice, and from two workers one value, its place and padding.
-    assert (device.gradient_bytes, device.residual_bytes, device.scratch_bytes) == (4, 12, 2 * 8 + 2 * 8)
+    # Residuals of 12 bytes; scratch: the larger group twice, from two workers one value, its place and padding, and for
+    # the selection two masks and what is looked at of two places.
+    assert (device.gradient_bytes, device.residual_bytes, device.scratch_bytes) == (4, 12, 2 * 8 + 2 * 8 + 2 * 2 + 24)
     assert Holdings.of(profile, plan, attached=False).gradient_bytes == 16
     host = Holdings.of(profile, plan, "host")
     # Two buffers as large as the larger group.

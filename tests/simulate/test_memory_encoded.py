@@ -7,7 +7,7 @@ import pytest
 
 import backbeat as bb
 from backbeat.model import CollectiveTimes, Encoding, Group, Plan
-from backbeat.simulate.encoded import Wire, payload_bytes
+from backbeat.simulate.encoded import Wire, payload_bytes, selection_bytes
 from tests.problems import affine, make_profile
 
 TOPK = Encoding(kind="topk", density=0.01)
@@ -63,6 +63,24 @@ def test_encoding_delays_what_comes_after_it() -> None:
     assert parts.startup_s + parts.bandwidth_s + parts.waiting_s == pytest.approx(result.exposed_s)
     # A dense group behind an encoded one is later too, and takes a whole all-reduce.
     assert bb.predict(profile, network, two_groups(TOPK, None)).iteration_s == pytest.approx(0.242)
+
+
+def test_each_encoded_group_costs_something_by_itself() -> None:
+    profile = make_profile(
+        [4_000_000, 4_000_000], [0.1, 0.2], compression_s_per_byte=1e-8, compression_s_per_group=5e-3
+    )
+    result = bb.predict(profile, affine(2e-3, 0.0), two_groups(TOPK, TOPK))
+    spans = [span for span in result.timeline if span.lane == "channel 0"]
+    assert [span.start_s for span in spans] == pytest.approx([0.145, 0.29])
+    assert result.iteration_s == pytest.approx(0.291)
+
+
+def test_what_the_selection_takes_is_what_it_allocates() -> None:
+    exact = Encoding(kind="topk", density=0.01, select="exact")
+    # Blocks of 8: candidates of 12 bytes, eight for each that is sent, and what is sent of them.
+    assert selection_bytes(1_000_000, exact) == 12 * 8 * 10_000 + 12 * 10_000
+    assert selection_bytes(1_000_000, msgspec.structs.replace(exact, select="sampled")) == 2_000_000 + 240_000
+    assert selection_bytes(1_000_000, Encoding(kind="randomk", density=0.01)) == 0
 
 
 def test_without_encodings_it_is_the_recursion() -> None:
