@@ -212,7 +212,7 @@ def timed(profile: Profile, sides: dict[str, tuple[Plan | None, bool]], shrink: 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--profile", default="bert-large-classifier-b64-bf16-h200")
-    parser.add_argument("--group-mib", default="50", help="sizes of groups to try, separated by commas")
+    parser.add_argument("--group-mib", default="50,160", help="sizes of groups to try, separated by commas")
     parser.add_argument("--select", default="exact", choices=["exact", "sampled"])
     parser.add_argument("--shrink", type=int, default=64)
     parser.add_argument("--timed-shrink", type=int, default=4096)

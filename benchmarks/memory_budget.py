@@ -32,15 +32,19 @@ from backbeat.model import Encoding, Group
 from backbeat.model.files import write
 from backbeat.planners.memory import Search, uniform
 from backbeat.runtime import DistributedDataParallel
+from backbeat.simulate.actions import plan_of
 from backbeat.simulate.holdings import Holdings
-from backbeat.simulate.memory import Chain, plan_of
+from backbeat.simulate.memory import Chain
 from backbeat.zoo import models
 
 BATCH = {"resnet152": 256, "bert_large": 64}
 SPARSE_GB = {"resnet152": (4.5, 6.0, 9.0), "bert_large": (5.7, 7.0, 10.0)}
 DENSE_GB = {"resnet152": (5.0, 8.0, 14.0), "bert_large": (7.0, 9.0, 12.0)}
 DENSITY = 0.01
-GROUP_BYTES = 50 * 2**20
+GROUP_BYTES = {"resnet152": 50 * 2**20, "bert_large": 160 * 2**20}
+"""Scratch is as large as the largest group, and no group is smaller than its largest tensor: the 119 MiB of BERT's
+embedding. Up to about there larger groups cost no memory, and each one less saves its launches."""
+SELECT = {"select": "exact"}
 SMALL_BYTES = 2**16
 Setup = tuple[Any, Any, Any, torch.optim.Optimizer]
 
@@ -69,7 +73,8 @@ def setup(name: str, device: str, batch: int) -> Setup:
 
 
 def encoded_plan(profile: Profile) -> Plan:
-    """Every tensor above 64 KiB in top-k groups of about 50 MiB in ready order, the small ones dense at the end."""
+    """Every tensor above 64 KiB in top-k groups in ready order, the small ones dense at the end."""
+    largest = GROUP_BYTES.get(profile.model, 50 * 2**20)
     groups: list[list[str]] = [[]]
     size = 0
     small = []
@@ -77,12 +82,12 @@ def encoded_plan(profile: Profile) -> Plan:
         if gradient.bytes <= SMALL_BYTES:
             small.append(gradient.name)
             continue
-        if size >= GROUP_BYTES:
+        if size >= largest:
             groups.append([])
             size = 0
         groups[-1].append(gradient.name)
         size += gradient.bytes
-    encoding = Encoding(kind="topk", density=DENSITY)
+    encoding = Encoding(kind="topk", density=DENSITY, **SELECT)
     return Plan(
         strategy="custom",
         model=profile.model,
@@ -147,6 +152,8 @@ class Table:
             "batch": BATCH[name],
             "precision": "bf16",
             "density": DENSITY,
+            **SELECT,
+            "group_bytes": GROUP_BYTES.get(name),
             "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
             "torch": torch.__version__,
             "date": time.strftime("%Y-%m-%d"),
@@ -304,13 +311,18 @@ def main() -> None:
     parser.add_argument("--rows", default="sparse,dense,overhead,usual")
     parser.add_argument("--iterations", type=int, default=5)
     parser.add_argument("--batch", type=int, help="instead of the models' own")
+    parser.add_argument("--group-mib", type=int, help="size of encoded groups, instead of the models' own")
+    parser.add_argument("--select", default=SELECT["select"], choices=["exact", "sampled"])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     given = parser.parse_args()
     given.folder.mkdir(parents=True, exist_ok=True)
     wanted = given.rows.split(",")
+    SELECT["select"] = given.select
     for name in given.models.split(","):
         if given.batch:
             BATCH[name] = given.batch
+        if given.group_mib:
+            GROUP_BYTES[name] = given.group_mib * 2**20
         with one_rank(given.device):
             table = Table(given.folder, name, given.device)
             model, data, loss, optimizer = setup(name, given.device, BATCH[name])

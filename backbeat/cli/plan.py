@@ -144,8 +144,9 @@ def _policies(one: Profile, cluster: Network, made: Plan, result: Prediction) ->
     from backbeat.planners.moves import uniform
     from backbeat.report.memory import Policy
     from backbeat.simulate import predict
+    from backbeat.simulate.actions import plan_of
     from backbeat.simulate.holdings import Holdings
-    from backbeat.simulate.memory import Chain, plan_of
+    from backbeat.simulate.memory import Chain
 
     residuals = made.memory.residuals if made.memory else "device"
     chain = Chain.of(one, Holdings.of(one, made, residuals, cluster.workers))
@@ -223,8 +224,8 @@ def _show_growth(
     if capped:
         times = points[-1].batch_size // one.batch_size
         out.print(
-            f"* the search ended there, at {times:,} times the profile's batch: in this profile memory hardly depends "
-            "on the batch, so it cannot say what the largest is",
+            f"* the search ended there, at {times:,} times the profile's batch, and all up to it fits: the largest may "
+            "be larger",
             soft_wrap=True,
         )
     out.print(f"* sizes and times of other batches are extrapolated from {basis}", soft_wrap=True)

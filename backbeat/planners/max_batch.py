@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from backbeat.model import Network, Plan, Prediction, Profile
-    from backbeat.simulate.memory import Unit
+    from backbeat.simulate.actions import Unit
 
 _STEP = 8
 """Larger batches are multiples of this, as devices like them."""

@@ -19,8 +19,9 @@ from backbeat.errors import InputError
 from backbeat.model.blocks import MemoryPlan
 from backbeat.planners.moves import changes, count, every, one_by_one, random_change, uniform
 from backbeat.planners.segments import Segmenter
+from backbeat.simulate.actions import FETCH, KEEP, OFFLOAD, RECOMPUTE, plan_of
 from backbeat.simulate.holdings import Holdings
-from backbeat.simulate.memory import FETCH, KEEP, OFFLOAD, RECOMPUTE, Chain, Run, plan_of
+from backbeat.simulate.memory import Chain, Run
 from backbeat.units import format_bytes
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from typing import Literal
 
     from backbeat.model import Plan, Profile
-    from backbeat.simulate.memory import Unit
+    from backbeat.simulate.actions import Unit
 
     Score = Callable[[Run], tuple[float, ...]]
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 from functools import cache
 from typing import TYPE_CHECKING
 
-from backbeat.simulate.memory import FETCH, KEEP, OFFLOAD, RECOMPUTE
+from backbeat.simulate.actions import FETCH, KEEP, OFFLOAD, RECOMPUTE
 
 if TYPE_CHECKING:
     import random
     from collections.abc import Iterator
 
-    from backbeat.simulate.memory import Chain, Unit
+    from backbeat.simulate.actions import Unit
+    from backbeat.simulate.memory import Chain
 
 
 def uniform(chain: Chain) -> dict[str, tuple[Unit, ...]]:

@@ -18,12 +18,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from backbeat.simulate.memory import FETCH, KEEP, OFFLOAD, RECOMPUTE
+from backbeat.simulate.actions import FETCH, KEEP, OFFLOAD, RECOMPUTE
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from backbeat.simulate.memory import Chain, Unit
+    from backbeat.simulate.actions import Unit
+    from backbeat.simulate.memory import Chain
 
 _FRONT = 128
 """Pairs kept per block; a longer front is thinned."""

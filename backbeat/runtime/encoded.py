@@ -349,7 +349,8 @@ class EncodedDelivery(Delivery):
             if parameter.grad is not None and (used is None or used[place])
         ]
         if present:
-            self.updates.apply(present, without_momentum=False)
+            with plainly(bucket.device.type):
+                self.updates.apply(present, without_momentum=False)
 
     @contextmanager
     def _beside(self) -> Iterator[None]:

@@ -17,7 +17,6 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from backbeat.errors import InputError
-from backbeat.runtime.decoupled import plainly
 from backbeat.runtime.handover import attach, run
 
 if TYPE_CHECKING:
@@ -93,17 +92,16 @@ class Updates:
         return 0.0
 
     def apply(self, parameters: Sequence[Parameter], *, without_momentum: bool) -> None:
-        """Update these, whose gradients are there, and take the gradients away."""
+        """Update these, whose gradients are there, and take the gradients away; inside `plainly`."""
         key = tuple(map(id, parameters))
         shares = self._shares.get(key)
         if shares is None:
             shares = self._shares[key] = self._shared(parameters)
-        with plainly(parameters[0].device.type):
-            for optimizer, index, members in shares:
-                hyperparameters = {**optimizer.param_groups[index], "params": members}
-                if without_momentum and isinstance(optimizer, torch.optim.SGD):
-                    hyperparameters["momentum"] = 0.0
-                run(optimizer, [hyperparameters])
+        for optimizer, index, members in shares:
+            hyperparameters = {**optimizer.param_groups[index], "params": members}
+            if without_momentum and isinstance(optimizer, torch.optim.SGD):
+                hyperparameters["momentum"] = 0.0
+            run(optimizer, [hyperparameters])
         for parameter in parameters:
             parameter.grad = None
 

@@ -14,8 +14,9 @@ from backbeat.model import Profile
 from backbeat.planners import moves
 from backbeat.planners.memory import Search, memory_plan, needed
 from backbeat.planners.moves import uniform
+from backbeat.simulate.actions import FETCH, KEEP, OFFLOAD, RECOMPUTE, Unit
 from backbeat.simulate.holdings import Holdings
-from backbeat.simulate.memory import FETCH, KEEP, OFFLOAD, RECOMPUTE, Chain, Unit, course
+from backbeat.simulate.memory import Chain, course
 from tests.chains import chains, resnet152
 
 GB = 10**9

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from backbeat.errors import InputError
 from backbeat.model import Block, Encoding, Gradient, Group, HostLink, Memory, MemoryPlan, Plan, Profile, Segment
+from backbeat.simulate.actions import FETCH, KEEP, OFFLOAD, RECOMPUTE, Unit, plan_of, units_of
 from backbeat.simulate.holdings import Holdings
-from backbeat.simulate.memory import FETCH, KEEP, OFFLOAD, RECOMPUTE, Chain, Unit, course, plan_of, units_of
+from backbeat.simulate.memory import Chain, course
 from tests.chains import chains, resnet152
 from tests.problems import make_profile
 

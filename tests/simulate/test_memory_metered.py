@@ -21,8 +21,9 @@ from backbeat.memory import apply, find_blocks  # noqa: E402
 from backbeat.model import MemoryPlan, Profile  # noqa: E402
 from backbeat.planners.memory import Search, memory_plan, needed  # noqa: E402
 from backbeat.planners.moves import uniform  # noqa: E402
+from backbeat.simulate.actions import plan_of  # noqa: E402
 from backbeat.simulate.holdings import Holdings  # noqa: E402
-from backbeat.simulate.memory import Chain, course, plan_of  # noqa: E402
+from backbeat.simulate.memory import Chain, course  # noqa: E402
 from tests.memory.memory_models import loss_of, resnet_case, transformer_case  # noqa: E402
 
 

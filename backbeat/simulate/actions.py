@@ -1,0 +1,99 @@
+"""What is done with the blocks of a chain: runs of them with one action each, and a plan's segments that say so."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from backbeat.errors import InputError
+from backbeat.model.blocks import MemoryPlan, Segment
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from backbeat.model import Profile
+
+KEEP, RECOMPUTE, FETCH, OFFLOAD = range(4)
+"""What is done with a unit; FETCH is a recomputed one whose input waits on the host."""
+
+Unit = tuple[int, int, int]
+"""(first block, block after the last, action)."""
+
+
+def units_of(profile: Profile, memory_plan: MemoryPlan) -> list[Unit]:
+    """The plan's segments by number, kept blocks one by one, after checking that the executor could run them."""
+    place = {block.name: number for number, block in enumerate(profile.blocks)}
+    units: list[Unit] = []
+    reached = 0
+    for index, segment in enumerate(memory_plan.segments):
+        for name in segment.blocks:
+            if name not in place:
+                raise InputError(
+                    f"memory.segments[{index}] names the block {name!r}, which the profile {profile.name!r} does not "
+                    "have: make the plan for this profile with `backbeat plan --memory`"
+                )
+        first = place[segment.blocks[0]]
+        last = first + len(segment.blocks)
+        if [place[name] for name in segment.blocks] != list(range(first, last)) or first < reached:
+            raise InputError(
+                f"memory.segments[{index}] is not a run of consecutive blocks behind those before it: "
+                "list blocks and segments in the order of forward"
+            )
+        if segment.action == "recompute":
+            _check_recomputed(profile, index, first, last)
+        if profile.host_link is None and (segment.action == "offload" or segment.input == "offload"):
+            raise InputError(
+                f"memory.segments[{index}] offloads, but the profile {profile.name!r} has no host_link: "
+                "profile it again on the device with `backbeat profile`"
+            )
+        units += [(k, k + 1, KEEP) for k in range(reached, first)]
+        if segment.action == "keep":
+            units += [(k, k + 1, KEEP) for k in range(first, last)]
+        elif segment.action == "offload":
+            units.append((first, last, OFFLOAD))
+        else:
+            units.append((first, last, FETCH if segment.input == "offload" else RECOMPUTE))
+        reached = last
+    units += [(k, k + 1, KEEP) for k in range(reached, len(profile.blocks))]
+    return units
+
+
+def plan_of(profile: Profile, units: Sequence[Unit]) -> tuple[Segment, ...]:
+    """Units as segments by name; neighbours that are kept become one."""
+    segments: list[Segment] = []
+    names = [block.name for block in profile.blocks]
+    kept: list[str] = []
+
+    def close() -> None:
+        if kept:
+            segments.append(Segment(blocks=tuple(kept), action="keep"))
+            kept.clear()
+
+    for first, last, what in units:
+        if what == KEEP:
+            kept.extend(names[first:last])
+            continue
+        close()
+        segments.append(
+            Segment(
+                blocks=tuple(names[first:last]),
+                action="offload" if what == OFFLOAD else "recompute",
+                input="offload" if what == FETCH else "keep",
+            )
+        )
+    close()
+    return tuple(segments)
+
+
+def _check_recomputed(profile: Profile, index: int, first: int, last: int) -> None:
+    blocks = profile.blocks
+    if blocks[first].changes_input:
+        raise InputError(
+            f"memory.segments[{index}] begins with {blocks[first].name!r}, which writes into its input: "
+            "no recomputed segment can begin there; begin it one block earlier or keep the block"
+        )
+    for block in blocks[first + 1 : last]:
+        if not block.chained:
+            raise InputError(
+                f"memory.segments[{index}] recomputes through {block.name!r}, whose input is not the output of the "
+                "block before it: begin a segment there"
+            )
