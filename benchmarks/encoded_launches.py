@@ -118,7 +118,7 @@ def plan_of(profile: Profile, group_bytes: int, encoding: Encoding | None) -> Pl
         if gradient.bytes <= SMALL_BYTES:
             small.append(name)
             continue
-        if size >= group_bytes:
+        if size and size + gradient.bytes > group_bytes:
             groups.append([])
             size = 0
         groups[-1].append(name)
@@ -212,7 +212,7 @@ def timed(profile: Profile, sides: dict[str, tuple[Plan | None, bool]], shrink: 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--profile", default="bert-large-classifier-b64-bf16-h200")
-    parser.add_argument("--group-mib", default="50,160", help="sizes of groups to try, separated by commas")
+    parser.add_argument("--group-mib", default="50,200,300", help="the most of a group, several separated by commas")
     parser.add_argument("--select", default="exact", choices=["exact", "sampled"])
     parser.add_argument("--shrink", type=int, default=64)
     parser.add_argument("--timed-shrink", type=int, default=4096)
@@ -234,7 +234,7 @@ def report(profile: Profile, group_bytes: int, given: Any) -> None:
     dense = plan_of(profile, group_bytes, None)
     chosen = plan_of(profile, group_bytes, Encoding(kind="topk", density=DENSITY, select=given.select))
     groups, gradients = len(chosen.groups), len(profile.gradients)
-    print(f"\n{groups} groups of about {group_bytes / 2**20:g} MiB, {gradients} gradients")
+    print(f"\n{groups} groups of up to {group_bytes / 2**20:g} MiB, {gradients} gradients")
     with as_on_a_gpu():
         show("dense", counted(profile, dense, given.shrink, attach=False), groups, gradients)
         show("encoded, attached", counted(profile, chosen, given.shrink, attach=True), groups, gradients)
