@@ -233,6 +233,11 @@ def remarks(profile: Profile, network: Network, plan: Plan) -> list[str]:
             f"the profile has no compression cost: taken as {ASSUMED_COMPRESSION_S_PER_BYTE * 1e9:g} ns a byte; "
             "profile again to measure it"
         )
+    elif profile.compression_s_per_group is None:
+        notes.append(
+            "the profile does not say what an encoded group costs by itself, in launches: taken as nothing; profile "
+            "again to measure it"
+        )
     if wire.derived:
         notes.append("the all-gather of encoded groups is derived from the all-reduce, not measured")
     if any(group.encoding is not None and group.encoding.aggregate == "tree" for group in plan.groups):
