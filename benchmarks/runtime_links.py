@@ -9,7 +9,8 @@ plan, and torch's reducer with the same plan (`backend="ddp"`). A step counts as
 
 `--pause 20ms` lets every layer's backward also wait that long, and its forward half as long, as a host waits for a busy
 accelerator: on a machine with fewer cores than ranks and communication threads together, computing on the CPU and
-moving bytes take time from each other, which no plan can hide.
+moving bytes take time from each other, which no plan can hide. How much is printed: rank 0's CPU seconds an iteration,
+of the thread that trains and of all others, which are the library's that move the bytes.
 
 The model is chosen by prediction: DDP's default closes its second bucket at 25 MiB, so that a model just below that has
 nothing left to overlap, which is where a plan should gain most. The prediction is printed beside what was measured.
@@ -115,24 +116,29 @@ def work(options: argparse.Namespace) -> None:
     optimizers = {name: torch.optim.SGD(wrapped.parameters(), lr=0.1) for name, wrapped in variants.items()}
     tiny = torch.zeros(1)
     times: dict[str, list[float]] = {name: [] for name in variants}
+    cpu: dict[str, list[tuple[float, float]]] = {name: [] for name in variants}
     losses: dict[str, list[float]] = {name: [] for name in variants}
     order = list(variants)
     for step in range(WARM_UP + options.steps):
         for name in order[step % 3 :] + order[: step % 3]:
             dist.all_reduce(tiny)
-            begin = time.perf_counter()
+            begin, process, thread = time.perf_counter(), time.process_time(), time.thread_time()
             optimizers[name].zero_grad()
             loss = loss_of(variants[name], batch)
             loss.backward()
             optimizers[name].step()
             taken = torch.tensor([time.perf_counter() - begin])
+            trains = time.thread_time() - thread
+            moves = time.process_time() - process - trains
             losses[name].append(loss.item())
             dist.all_reduce(taken, op=dist.ReduceOp.MAX)
             if step >= WARM_UP:
                 times[name].append(taken.item())
+                cpu[name].append((trains, moves))
     if options.node == 0:
         groups = len(plan.groups)
-        print(json.dumps({"predicted": guess, "times": times, "losses": losses, "groups": groups, "on": plan.channels}))
+        found_here = {"predicted": guess, "times": times, "cpu": cpu, "losses": losses}
+        print(json.dumps({**found_here, "groups": groups, "on": plan.channels}))
     dist.barrier()
 
 
@@ -147,7 +153,11 @@ def show(rate: str, strategy: str, answer: dict[str, Any]) -> None:
     print(f"{rate}: {strategy} has {answer['groups']} groups on {answer['on']} channel(s)")
     for name, seconds in medians.items():
         first, second = halves[name]
-        print(f"  {name:20s} {seconds * 1e3:7.1f} ms an iteration (halves {first * 1e3:.1f}, {second * 1e3:.1f})")
+        trains, moves = (statistics.median(pair[side] for pair in answer["cpu"][name]) * 1e3 for side in (0, 1))
+        print(
+            f"  {name:20s} {seconds * 1e3:7.1f} ms an iteration (halves {first * 1e3:.1f}, {second * 1e3:.1f}); "
+            f"CPU {trains:.0f} ms training, {moves:.0f} ms moving bytes"
+        )
     print(
         f"  backbeat against stock DDP: {medians[ours] / medians[stock] - 1:+.1%} measured, "
         f"{predicted[strategy] / predicted['ddp'] - 1:+.1%} predicted; "

@@ -4,7 +4,9 @@
 
 One rank keeps the wire out of it: what is left is the work each wrapper adds to a step. Tensors are tiny, so a step is
 nothing but overhead: forward and backward of the bare module are timed too and taken off. With more ranks the figure
-includes their communication. Printed are medians over blocks that alternate between the sides, and their ratio.
+includes their communication. On a CPU the training thread's own CPU time is printed beside: it leaves out what others
+on the machine do and what the thread only waits for, so it is host time alone on any number of ranks. Printed are
+medians over blocks that alternate between the sides, and their ratio.
 """
 
 from __future__ import annotations
@@ -38,17 +40,17 @@ class Scales(nn.Module):
         return x
 
 
-def block(model: nn.Module, x: torch.Tensor, steps: int) -> float:
-    """Seconds a step, host time until the device is done too."""
+def block(model: nn.Module, x: torch.Tensor, steps: int) -> tuple[float, float]:
+    """Seconds a step, host time until the device is done too, and CPU seconds of this thread."""
     if x.is_cuda:
         torch.cuda.synchronize()
-    begin = time.perf_counter()
+    begin, begin_cpu = time.perf_counter(), time.thread_time()
     for _ in range(steps):
         model.zero_grad()
         model(x).sum().backward()
     if x.is_cuda:
         torch.cuda.synchronize()
-    return (time.perf_counter() - begin) / steps
+    return (time.perf_counter() - begin) / steps, (time.thread_time() - begin_cpu) / steps
 
 
 def compare(tensors: int, width: int, device: torch.device, cap_mb: float, steps: int, blocks: int) -> str:
@@ -61,7 +63,7 @@ def compare(tensors: int, width: int, device: torch.device, cap_mb: float, steps
         "backbeat": lambda: DistributedDataParallel(copy.deepcopy(model), bucket_cap_mb=cap_mb),
     }
     models = {name: make() for name, make in sides.items()}
-    times: dict[str, list[float]] = {name: [] for name in sides}
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
     for wrapped in models.values():
         block(wrapped, x, 12)
     gc.collect()
@@ -71,16 +73,18 @@ def compare(tensors: int, width: int, device: torch.device, cap_mb: float, steps
         for name in order:
             times[name].append(block(models[name], x, steps))
     gc.enable()
-    medians = {name: statistics.median(found) for name, found in times.items()}
-    over = {name: (medians[name] - medians["bare"]) * 1e6 for name in medians}
     groups = len(models["backbeat"].reducer.buckets)
-    return (
-        f"{tensors:5d} tensors, {groups:3d} groups: bare step {medians['bare'] * 1e6:8.1f} µs; overhead stock "
-        f"{over['stock']:8.1f} µs, stock with views {over['stock, views']:8.1f} µs, backbeat "
-        f"{over['backbeat']:8.1f} µs; "
-        f"backbeat/stock: overhead {over['backbeat'] / over['stock']:.2f}, step "
-        f"{medians['backbeat'] / medians['stock']:.3f}"
-    )
+    kinds = ("step", "training thread's CPU") if device.type == "cpu" else ("step",)
+    found = [f"{tensors:5d} tensors, {groups:3d} groups"]
+    for index, kind in enumerate(kinds):
+        medians = {name: statistics.median(pair[index] for pair in pairs) for name, pairs in times.items()}
+        over = {name: (medians[name] - medians["bare"]) * 1e6 for name in medians}
+        found.append(
+            f"{kind}: bare {medians['bare'] * 1e6:.0f} µs; overhead stock {over['stock']:.0f}, stock with views "
+            f"{over['stock, views']:.0f}, backbeat {over['backbeat']:.0f} µs; backbeat/stock: overhead "
+            f"{over['backbeat'] / over['stock']:.2f}, whole {medians['backbeat'] / medians['stock']:.3f}"
+        )
+    return "\n    ".join(found)
 
 
 def main() -> None:

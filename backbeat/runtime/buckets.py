@@ -50,6 +50,8 @@ class Bucket:
         self.views = [] if self.sparse else views_of(self.payload, self.parameters)
         self._pairs = list(zip(self.parameters, self.views, strict=not self.sparse))
         self._tail_view = self.flat[self.numel :]
+        self._scale = 1.0
+        self._factor: torch.Tensor | float = 1.0
 
     @property
     def reduced(self) -> torch.Tensor:
@@ -137,7 +139,7 @@ class Bucket:
         """What goes on the wire: the scaled gradients, in the wire's format, with the control numbers behind."""
         if self.wire is None:
             if scale != 1.0:
-                self.payload.mul_(scale)
+                self.payload.mul_(self._factor_of(scale))
             out = self.flat
         else:
             out = torch.empty(self.numel + self.tail, dtype=self.wire, device=self.device)
@@ -145,6 +147,15 @@ class Bucket:
         if control is not None:
             (self._tail_view if out is self.flat else out[self.numel :]).copy_(control)
         return out
+
+    def _factor_of(self, scale: float) -> torch.Tensor | float:
+        if scale != self._scale:
+            self._scale = scale
+            # Torch makes a tensor of a number at every call, which takes longer than a short product. Formats narrower
+            # than fp32 would round it.
+            kept = self.device.type == "cpu" and self.dtype in (torch.float32, torch.float64)
+            self._factor = torch.tensor(scale, dtype=self.dtype) if kept else scale
+        return self._factor
 
     def arrived(self, message: torch.Tensor) -> torch.Tensor | None:
         """Bring the sum back into the buffer; returns the control numbers, where it carries them."""

@@ -6,7 +6,8 @@ reducer calls in this order, on every rank alike:
     prepare, bucket (each group), installed     a partition is taken in
     opens                                       a round begins
     arrived (each gradient)                     only where the class defines it; gradients then take the long way
-    send (each group), received (each group)    a group leaves; its sum is there
+    send (each group)                           a group leaves
+    await_ends, received (each group)           every group has left; its sum is there
     sign                                        control numbers that travel alone are about to
     hand_back, or give_up                       the round has gradients; or it has none, and collectives stay in order
     undo                                        the step before had none either, which is known only now
@@ -18,6 +19,7 @@ gradients, which collective carries it, what becomes of the sum.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from backbeat.errors import BackbeatError
@@ -72,6 +74,14 @@ class Delivery:
     def sign(self, message: torch.Tensor) -> None:
         """Add to this rank's control numbers, which leave after every group; they will hold the sums."""
 
+    def await_ends(self) -> None:
+        """Sleep until the last group of every channel has come, and so those before it: a thread that waits for each
+        in turn is woken for each. What went wrong is found when they are received."""
+        if self.job.channels.raises:
+            with suppress(RuntimeError):
+                for index in self.job.groups.ends:
+                    self.job.round.flights[index].work.wait()
+
     def received(self, flight: Flight) -> torch.Tensor:
         """Wait for a group's sum."""
         try:
@@ -117,6 +127,9 @@ class HookDelivery(Delivery):
             return super().send(group, bucket, control)
         last = group == len(self.job.groups.buckets) - 1
         return Flight(group, bucket, bucket.payload, self._hook(self._state, GradBucket(bucket, group, last)))
+
+    def await_ends(self) -> None:
+        """A hook's groups come in an order of their own."""
 
     def received(self, flight: Flight) -> torch.Tensor:
         if flight.bucket.sparse:

@@ -93,6 +93,8 @@ class Flights:
         numbers: torch.Tensor | None = None
         round_, received = self._round, self.delivery.received
         profiled = _profiling()
+        if not profiled:
+            self.delivery.await_ends()
         for flight in round_.flights:
             with self._span("wait", flight.group) if profiled else _nothing:
                 message = received(flight)

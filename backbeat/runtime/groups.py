@@ -37,6 +37,10 @@ class Groups:
         self._places = (
             [pair for bucket in buckets for pair in zip(bucket.parameters, bucket.views, strict=True)] if plain else []
         )
+        in_place = plain and all(bucket.wire is None for bucket in buckets)
+        last = {bucket.spec.channel: index for index, bucket in enumerate(buckets)}
+        self.ends = sorted(last.values()) if in_place else []
+        """The last group of each channel, where there is nothing to do for a group but to wait for its sum."""
 
     def lend(self) -> bool:
         """Give every gradient its place in the buffers though sums are still on their way; False where not possible."""
