@@ -75,12 +75,20 @@ class LinkCost:
         return (self.busy or self.isolated).time(sizes)
 
     def work(self, sizes: ArrayLike) -> NDArray[np.float64]:
-        """Link time of each message; never more than it adds back to back, or one channel were not the recursion."""
-        work = self.isolated.work(sizes)
-        return work if self.busy is None else np.minimum(work, self.busy.time(sizes))
+        """Link time of each message; never more than it adds back to back, or one channel were not the recursion.
+
+        It may be more than an isolated message takes: one that finds a shaped link idle is let through faster than the
+        link's rate, which says nothing of many.
+        """
+        if self.busy is None:
+            return self.isolated.work(sizes)
+        return np.minimum(
+            self.isolated.gradient_s_per_byte * np.asarray(sizes, dtype=np.float64), self.busy.time(sizes)
+        )
 
     def split(self, sizes: ArrayLike) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
-        """(startup when isolated, startup behind another message, link work) of each message."""
+        """(startup when isolated, startup behind another message, link work) of each message; the first is negative
+        where an idle link gives a head start."""
         work = self.work(sizes)
         startup = self.time(sizes) - work
         return startup, (startup if self.busy is None else self.busy.time(sizes) - work), work
@@ -95,8 +103,8 @@ class LinkCost:
         candidates = candidates[(candidates >= smallest) & (candidates <= largest)]
         startup, _, work = self.split(candidates)
         moving = candidates > 0
-        per_byte = work[moving] / candidates[moving]
-        return float(startup.min()), float(per_byte.min()) if per_byte.size else 0.0
+        per_byte = np.minimum(work, self.time(candidates))[moving] / candidates[moving]
+        return float(np.maximum(startup, 0.0).min()), float(per_byte.min()) if per_byte.size else 0.0
 
     def batch_s(self, size: float, messages: int, channels: int) -> float:
         """Equal messages issued at once and spread over the channels: seconds until the last is done."""

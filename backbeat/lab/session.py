@@ -41,6 +41,8 @@ def node_environment(backend: str, node: int, channels: int) -> dict[str, str]:
     }
     if channels > 1:
         variables["NCCL_LAUNCH_ORDER_IMPLICIT"] = "1"
+        # Under MPS a process has few work queues of its own, and streams that share one wait for each other.
+        variables["CUDA_DEVICE_MAX_CONNECTIONS"] = "8"
     return variables
 
 

@@ -3,6 +3,7 @@
 Candidates are every other strategy, the exact one-channel optimum and the programme for plenty of channels, on each
 channel count allowed. The most promising are improved by moving, merging and splitting group boundaries, each step
 scored by the engine. A handful of gradients is searched exhaustively instead, and the plan says that it is proved.
+In the end groups are merged as far as that costs nothing: what the model has no price for, a host has.
 Nothing is random: the same input gives the same plan, unless a time budget cuts the search short.
 """
 
@@ -29,6 +30,8 @@ _EVALUATIONS = 600
 """Engine runs spent on improving; a plan of ten groups takes some 50 µs each."""
 _IMPROVED = 3
 """How many of the best candidates are improved."""
+_SIMPLIFICATIONS = 400
+"""Engine runs spent on merging groups."""
 _PLENTY_GRADIENTS = 2000
 """The plenty-of-channels programme is quadratic: above this many gradients it is left out."""
 _EXHAUSTIVE_PLANS = 2500
@@ -58,7 +61,8 @@ def best(profile: Profile, network: Network, options: Options) -> Draft:
         for end, draft in candidates[:_IMPROVED] if most > 1 else ():
             if min(candidates, key=search.rank)[0] > max(floor, profile.backward_s) * (1 + _CLOSE_ENOUGH):
                 candidates.append(search.improve(end, draft))
-    return min(candidates, key=search.rank)[1]
+    end, draft = min(candidates, key=search.rank)
+    return draft if draft.channels == 1 or draft.assignment is not None else search.simplify(end, draft)
 
 
 def allowed_channels(network: Network, asked: int | None) -> int:
@@ -125,6 +129,27 @@ class _Search:
                         break
             stride //= 2
         return end, draft
+
+    def simplify(self, end: float, draft: Draft) -> Draft:
+        """Drop boundaries, half of them at once and then ever fewer, as long as no time is exposed by it."""
+        self.left = _SIMPLIFICATIONS
+        most = max(end, self.profile.backward_s) * (1 + 1e-12)
+        inner = draft.ends[:-1]
+        stride = len(inner)
+        while stride >= 1:
+            place = 0
+            while place < len(inner):
+                if self.left <= 0 or time.monotonic() > self.deadline:
+                    return draft
+                self.left -= 1
+                fewer = [*inner[:place], *inner[place + stride :]]
+                candidate = Draft([*fewer, draft.ends[-1]], draft.channels, notes=draft.notes)
+                if self.score(candidate)[0] <= most:
+                    inner, draft = fewer, candidate
+                else:
+                    place += stride
+            stride //= 2
+        return draft
 
 
 def _neighbours(draft: Draft, stride: int) -> Iterator[Draft]:

@@ -68,7 +68,8 @@ def simulate(schedule: Schedule, cost: LinkCost) -> Flow:
     >>> simulate(two, LinkCost(Curve.affine(1e-3, 1e-9), None, {})).finishes.round(6).tolist()
     [0.003, 0.003]
     """
-    startups, busy_startups, works = (part.tolist() for part in cost.split(schedule.sizes))
+    sizes = schedule.sizes
+    alone, behind, works = (of(sizes).tolist() for of in (cost.time, cost.busy_time, cost.work))
     ready = schedule.ready.tolist()
     channels = schedule.channels
     count = len(ready)
@@ -79,7 +80,7 @@ def simulate(schedule: Schedule, cost: LinkCost) -> Flow:
     coming: deque[tuple[float, int, float]] = deque()
     free: dict[int, float] = dict.fromkeys(channels, -_NEVER)
     carrying: set[int] = set()
-    starts, on_link, finishes = [0.0] * count, [0.0] * count, [0.0] * count
+    starts, on_link, finishes, on_idle_link = ([0.0] * count for _ in range(4))
     launched, last_launch = 0, -_NEVER
 
     while True:
@@ -88,9 +89,11 @@ def simulate(schedule: Schedule, cost: LinkCost) -> Flow:
             # Behind a group of its own channel the channel keeps the order; only another channel's launch holds it.
             same = launched > 0 and channels[launched - 1] == channel
             floor = ready[launched] if same else max(ready[launched], last_launch)
-            begins = max(floor + startups[launched], free[channel] + busy_startups[launched])
+            unshared = max(floor + alone[launched], free[channel] + behind[launched])
             last_launch = max(last_launch, ready[launched], free[channel])
             starts[launched] = last_launch
+            begins = max(unshared - works[launched], last_launch)
+            on_idle_link[launched] = unshared - begins
             carrying.add(channel)
             coming.append((last_launch, launched, begins - last_launch))
             launched += 1
@@ -107,7 +110,7 @@ def simulate(schedule: Schedule, cost: LinkCost) -> Flow:
         elif started == now:
             group = starting.leave(now)
             on_link[group] = now
-            sending.enter(group, works[group], now)
+            sending.enter(group, works[group] if sending.members else on_idle_link[group], now)
         else:
             _, group, startup = coming.popleft()
             starting.enter(group, startup, now)

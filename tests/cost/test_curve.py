@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 
 from backbeat.cost.curve import Curve
 from backbeat.cost.fit import relative_line
-from backbeat.model import CollectiveTimes
+from backbeat.model import CollectiveTimes, ConcurrencyPoint, Network
+from backbeat.simulate.engine import simulate
+from backbeat.simulate.schedule import Schedule
 from tests.problems import affine, curve, networks
 
 SIZES = np.array([0, 1, 100, 1024, 5000, 2**20, 3 * 2**20, 2**30], dtype=float)
@@ -49,8 +51,10 @@ def test_cost_rises_with_size_and_splits_without_remainder(network: object) -> N
     startup, startup_busy, work = cost.split(sizes)
     assert startup + work == pytest.approx(cost.time(sizes))
     assert startup_busy + work == pytest.approx(cost.busy_time(sizes))
-    for part in (startup, startup_busy, work):
+    for part in (startup_busy, work):
         assert (part >= -1e-12).all()
+    # An isolated message is faster than the link only where messages in a row were measured and are not.
+    assert ((startup >= -1e-12) | (cost.time(sizes) < cost.busy_time(sizes) + 1e-12)).all()
 
 
 @given(networks(), st.floats(1, 1e8), st.floats(1, 1e8))
@@ -60,8 +64,8 @@ def test_the_cheapest_message_is_nowhere_beaten(network: object, one: float, two
     least_startup, least_per_byte = cost.cheapest(low, high)
     sizes = np.geomspace(low, high, 400)
     startup, _, work = cost.split(sizes)
-    assert startup.min() >= least_startup * (1 - 1e-9) - 1e-12
-    assert (work / sizes).min() >= least_per_byte * (1 - 1e-9)
+    assert np.maximum(startup, 0.0).min() >= least_startup * (1 - 1e-9) - 1e-12
+    assert (np.minimum(work, cost.time(sizes)) / sizes).min() >= least_per_byte * (1 - 1e-9)
 
 
 @given(st.floats(1e-6, 1e-2), st.floats(1e-12, 1e-7))
@@ -85,3 +89,20 @@ def test_points_that_noise_made_level_do_not_make_a_link_of_endless_speed() -> N
     assert Curve.of(CollectiveTimes(points=tuple(points))).gradient_s_per_byte > 1e-8
     level = Curve.of(CollectiveTimes(points=((1024, 1e-3), (2**20, 1e-3))))
     assert level.gradient_s_per_byte == 0.0
+
+
+def test_a_head_start_on_an_idle_link_is_not_bandwidth() -> None:
+    """A shaped link lets 0.5 MB through in 0.3 ms after a pause, but in a row they take 0.5 ms each, the link's time."""
+    points = ((2**18, 0.262e-3), (500_000, 0.3e-3), (2**20, 1.048576e-3), (2**22, 4.194304e-3), (2**24, 16.777216e-3))
+    cost = Network(
+        name="shaped",
+        workers=4,
+        all_reduce=CollectiveTimes(points=points),
+        concurrency=(ConcurrencyPoint(bytes=500_000, messages=9, channels=1, seconds=0.3e-3 + 8 * 0.5e-3),),
+    ).cost
+    assert float(cost.work(500_000)) == pytest.approx(0.5e-3, rel=1e-6)
+    both = Schedule(np.zeros(20), np.full(20, 5e5), [0, 1] * 10)
+    # Twenty at once: the first finds the link idle, all others find it busy.
+    assert simulate(both, cost).end_s == pytest.approx(0.3e-3 + 19 * 0.5e-3, rel=1e-3)
+    alone = Schedule(np.arange(3) * 1e-2, np.full(3, 5e5), [0, 1, 0])
+    assert simulate(alone, cost).finishes == pytest.approx(alone.ready + 0.3e-3)
