@@ -92,7 +92,7 @@ def test_points_that_noise_made_level_do_not_make_a_link_of_endless_speed() -> N
 
 
 def test_a_head_start_on_an_idle_link_is_not_bandwidth() -> None:
-    """A shaped link lets 0.5 MB through in 0.3 ms after a pause, but in a row they take 0.5 ms each, the link's time."""
+    """A shaped link lets 0.5 MB through in 0.3 ms after a pause, but in a row they take 0.5 ms each, as the link."""
     points = ((2**18, 0.262e-3), (500_000, 0.3e-3), (2**20, 1.048576e-3), (2**22, 4.194304e-3), (2**24, 16.777216e-3))
     cost = Network(
         name="shaped",

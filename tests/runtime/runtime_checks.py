@@ -341,7 +341,7 @@ def rank_lost_without_a_word(ctx: Context) -> str:
     with (
         mock.patch.object(Channels, "raises", False),
         mock.patch.object(losses, "abort", side_effect=lambda channels: given_up.set()),
-        mock.patch.object(losses, "fate_of", lambda work: "COMM_ERROR" if work in lost else losses.FLYING),
+        mock.patch.object(losses, "fate_of", lambda work: "COMM_ERROR" if work in lost else losses.DONE),
         redirect_stderr(io.StringIO()) as said,
     ):
         wrapped, oracle = start(ctx, Interrupted)
@@ -349,7 +349,7 @@ def rank_lost_without_a_word(ctx: Context) -> str:
         if ctx.rank == ctx.size - 1:
             os._exit(1)
         assert not given_up.is_set()
-        lost.append(wrapped.reducer._losses._before[1][1])
+        lost.append(wrapped.reducer._losses._rounds[-1].works[1][1])
         assert given_up.wait(30), "nobody noticed"
     message = raises(CommunicationError, lambda: _step(ctx, wrapped, 5))
     assert f"backbeat: {message}" in said.getvalue(), said.getvalue()
