@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 _LITTLE_STARTUP = 0.1
-"""Of a batch's time; with less than this in startups it is nearly all link work."""
+"""Of a batch's work; with less than this in startups it is nearly all link work."""
 _ALTERNATIONS = 20
 """Each shrinks the error of e and u at least tenfold, since either has little to do with the other's batches."""
 
@@ -175,11 +175,12 @@ def _fit_pair(parts: NDArray[np.float64], sharing: int, *, both: bool) -> tuple[
     n messages cannot do more than n links' work, nor stand still; a startup cannot take less than alone, nor more than
     n in a row.
     """
-    startup, _, target = parts.T
+    startup, shared, target = parts.T
     stretch = 1.0
     if both:
-        linked = parts[startup < _LITTLE_STARTUP * target]
-        rest = parts[startup >= _LITTLE_STARTUP * target]
+        # By what the model makes of them, not by what they took: a batch that was disturbed is not all link work.
+        little = startup < _LITTLE_STARTUP * (startup + shared)
+        linked, rest = parts[little], parts[~little]
         if len(linked) and len(rest):
             for _ in range(_ALTERNATIONS):
                 efficiency = _efficiency(linked, stretch, sharing)

@@ -11,7 +11,7 @@ import os
 import platform
 import socket
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -22,6 +22,7 @@ from backbeat import __version__
 from backbeat.errors import InputError, MeasurementError
 from backbeat.measure.bench import COLLECTIVES, Bench, Case, Collective, explained
 from backbeat.measure.channels import backend_of, nccl_version, open_channels, settle_gloo, several_allowed
+from backbeat.measure.jumps import SHARE, closer
 from backbeat.measure.robust import Timing, monotone
 from backbeat.measure.schedule import FEWEST_REPEATS, REPEATS, SIZES, Outcome, Progress, Series, doubling, measure
 from backbeat.model.network import CollectiveTimes, ConcurrencyPoint, Network, Topology
@@ -125,7 +126,11 @@ def measure_cluster(
     bench = Bench(opened, rank=dist.get_rank(group), workers=workers, device=where, timeout_s=timeout_s)
     held_out = _held_out(sorted(set(sizes)))
     series = _series(sorted(set(sizes)), counts, collectives, held_out)
-    outcome = measure(bench, series, budget_s, progress or (lambda what, share: None))
+    show: Progress = progress or (lambda what, share: None)
+    outcome = measure(bench, series, budget_s * (1 - SHARE), show)
+    # Of the curve only: what is held out must not decide where it is measured.
+    curve = {case: timing for case, timing in outcome.timings.items() if case not in held_out}
+    outcome = replace(outcome, timings={**outcome.timings, **closer(bench, curve, budget_s, show)})
     # Only after success: taking down a communicator whose peer is gone can wait for ever.
     for channel in opened:
         channel.close()

@@ -86,7 +86,8 @@ def test_ranks_write_one_network(count: int, tmp_path: Path) -> None:
     assert [result.returncode for result in results] == [0] * count, results[0].stderr
     network = Network.load(tmp_path / "net.json")
     assert (network.name, network.workers, network.backend) == ("loop", count, "gloo")
-    measured = [size for size, _ in network.all_reduce.points or ()]
+    # Others lie between them where time jumps.
+    measured = [size for size, _ in network.all_reduce.points or () if size & (size - 1) == 0]
     assert measured == [2**power for power in range(10, 15)][: len(measured)]
     assert {row.channels for row in network.concurrency} <= {1, 2}
     # A machine that is busy with other things may leave some out, but not without saying so.
