@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 import backbeat as bb
@@ -99,9 +100,9 @@ def test_refusals_are_one_line(profile: Path, words: tuple[str, ...], message: s
     assert done.stdout == ""
 
 
-def test_a_profile_without_blocks_is_to_be_made_again() -> None:
-    done = run("plan", "resnet50-b64-bf16-h200", "10gbe", "--memory", "6GB")
-    if done.returncode == 0:
-        pytest.skip("the bundled profile has blocks")
+def test_a_profile_without_blocks_is_to_be_made_again(tmp_path: Path) -> None:
+    bare = msgspec.structs.replace(bb.Profile.load("resnet50-b64-bf16-h200"), blocks=())
+    bare.save(tmp_path / "bare.json")
+    done = run("plan", str(tmp_path / "bare.json"), "10gbe", "--memory", "6GB")
     assert done.returncode == 2
     assert "profile it again with `backbeat profile`" in done.stderr
