@@ -124,7 +124,13 @@ def _cheapest(half: Curve, profile: Profile) -> tuple[float, float]:
 
 
 def _half(times: CollectiveTimes | None, network: Network) -> Curve:
+    """Never less than its time on the link: an isolated message may be let through faster where a shaped link was idle,
+    but most halves follow each other without a gap."""
     if times is not None:
-        return Curve.of(times)
-    whole = network.cost.isolated
-    return Curve(whole.sizes, whole.times / 2, whole.gradient_s_per_byte / 2)
+        alone = Curve.of(times)
+    else:
+        whole = network.cost.isolated
+        alone = Curve(whole.sizes, whole.times / 2, whole.gradient_s_per_byte / 2)
+    return Curve(
+        alone.sizes, np.maximum(alone.times, alone.gradient_s_per_byte * alone.sizes), alone.gradient_s_per_byte
+    )
