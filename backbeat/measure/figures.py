@@ -13,7 +13,7 @@ from backbeat.errors import InputError, MeasurementError
 from backbeat.measure.blocks import Chain, measure_blocks
 from backbeat.measure.inputs import check_loss
 from backbeat.measure.memory import SavedTensors, device_bytes, optimizer_tensors, storage_bytes
-from backbeat.measure.pace import Host, Pace, judge, needs_head_start, probe
+from backbeat.measure.pace import Host, Pace, judge, needs_head_start, probe, recomputation
 from backbeat.measure.training import Marks, Observer, Training, is_out_of_memory, tensors_in, where_raised
 from backbeat.measure.watch import (
     ForwardWatch,
@@ -114,9 +114,11 @@ def take(training: Training, iterations: int, warmup: int, time_limit_s: float |
     # Plain halves before and after the hooked iterations: a device that slows down as it warms does so to both.
     plain = _block(training, (iterations + 1) // 2)
     clock.synchronize()
-    host, ahead, observed = None, None, None
+    host, again_s, ahead, observed = None, None, None, None
     if clock.asynchronous:
         host = probe(training)
+        again_s = recomputation(training, chain.blocks, host)
+        clock.synchronize()
         if needs_head_start(host, _iteration_s(plain, training)):
             ahead = observed = hooked(host)
     if observed is None:
@@ -128,7 +130,7 @@ def take(training: Training, iterations: int, warmup: int, time_limit_s: float |
     pace = None
     if host is not None:
         device_s = None if ahead is None else ahead.forward_s + ahead.backward_s
-        pace = judge(host, _iteration_s(plain, training), forward_s + backward_s, device_s)
+        pace = judge(host, _iteration_s(plain, training), forward_s + backward_s, device_s, again_s)
         if pace.kind == "launch-bound":
             # Plain iterations wait for the host, and so must those that say when each gradient is ready.
             observed = hooked(None)

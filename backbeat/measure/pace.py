@@ -11,7 +11,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from backbeat.errors import InputError
+from backbeat.model import Block, MemoryPlan, Segment
+
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from backbeat.measure.training import Training
 
 Kind = Literal["device-bound", "close to launch-bound", "launch-bound"]
@@ -45,6 +50,8 @@ class Pace:
     """What it takes in all."""
     device_s: float | None
     """Forward and backward as the device does them when the host is ahead; unknown where it always is."""
+    recompute_s: float | None = None
+    """How much longer the host takes for a micro-batch of which every block is recomputed."""
 
 
 def probe(training: Training) -> Host:
@@ -78,11 +85,45 @@ def probe(training: Training) -> Host:
     return Host(forward_s, backward_s, rest_s)
 
 
+def recomputation(training: Training, blocks: Sequence[Block], plain: Host) -> float | None:
+    """How much longer the host takes for a micro-batch when every block is recomputed; None where that cannot be."""
+    # Here, since it stands on this package.
+    from backbeat.memory import apply
+
+    if not blocks:
+        return None
+    try:
+        handle = apply(training.model, MemoryPlan(segments=_one_by_one(blocks)))
+        try:
+            training.iterate()
+            host = probe(training)
+        finally:
+            handle.remove()
+    except (InputError, RuntimeError):
+        # A block that does not run twice alike, which is refused in training too, or no memory left.
+        training.optimizer.zero_grad(set_to_none=True)
+        return None
+    return max(host.forward_s + host.backward_s - plain.forward_s - plain.backward_s, 0.0)
+
+
+def _one_by_one(blocks: Sequence[Block]) -> tuple[Segment, ...]:
+    """Each block a recomputed segment of its own; one that writes into its input goes with the one before it."""
+    segments: list[list[str]] = []
+    for block in blocks:
+        if not block.changes_input:
+            segments.append([block.name])
+        elif segments and block.chained:
+            segments[-1].append(block.name)
+    return tuple(Segment(blocks=tuple(names), action="recompute") for names in segments)
+
+
 def needs_head_start(host: Host, iteration_s: float) -> bool:
     return host.iteration_s >= CLOSE * iteration_s
 
 
-def judge(host: Host, iteration_s: float, plain_s: float, device_s: float | None) -> Pace:
+def judge(
+    host: Host, iteration_s: float, plain_s: float, device_s: float | None, recompute_s: float | None = None
+) -> Pace:
     """`plain_s` is forward and backward in plain iterations, `device_s` the same with the host ahead.
 
     >>> host = Host(forward_s=0.3, backward_s=0.5, update_s=0.1)
@@ -100,4 +141,4 @@ def judge(host: Host, iteration_s: float, plain_s: float, device_s: float | None
         kind = "launch-bound"
     else:
         kind = "close to launch-bound"
-    return Pace(kind, host.iteration_s, iteration_s, device_s)
+    return Pace(kind, host.iteration_s, iteration_s, device_s, recompute_s)

@@ -201,10 +201,16 @@ def _document(
         host_link=figures.chain.host_link,
         compression_s_per_byte=None if compression is None else compression.s_per_byte,
         compression_s_per_group=None if compression is None else compression.s_per_group,
+        host_s=_rounded(figures.pace.host_s if figures.pace is not None else None),
+        host_recompute_s=_rounded(figures.pace.recompute_s if figures.pace is not None else None),
         source=source(command, training.device),
         notes=(*notes, *_notes(training, figures)),
     )
     return Measured(document, figures.overhead, figures.pace)
+
+
+def _rounded(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, _DIGITS)
 
 
 def _notes(training: Training, figures: Figures) -> list[str]:

@@ -12,6 +12,10 @@ computation, copies to the host, copies to the device.
 - A tensor between two blocks exists once, whoever keeps it.
 
 What lies outside the blocks (the loss, a head that is no block) is taken to run between forward and backward.
+
+The host submits all of it. A profile that says what that takes, plain and with every block recomputed, sets a floor:
+no iteration is shorter than the host's time. Recomputation costs the host in proportion to the blocks' forward; what an
+offloaded block costs it is not measured and taken as much. Where the floor is reached, all of backward is stretched.
 """
 
 from __future__ import annotations
@@ -148,6 +152,7 @@ class Chain:
         self.has_host = link is not None
         self.to_host = link.to_host_bytes_per_s if link else 1.0
         self.to_device = link.to_device_bytes_per_s if link else 1.0
+        self.host_plain, self.host_again = _host(profile, self.forward)
 
     @classmethod
     def of(cls, profile: Profile, holdings: Holdings) -> Chain:
@@ -181,13 +186,20 @@ class Chain:
         if streamed:
             # Residuals that live on the host pass both copy streams during backward.
             tally.wait(forward_s + max((to_device + streamed) / self.to_device, streamed / self.to_host))
+        backward_s = tally.now - forward_s
+        starts = [start - forward_s for start in starts]
+        submitted_s = self.host_plain + sum(self.host_again[k] for k, what in enumerate(action) if what != KEEP)
+        if backward_s > 0 and submitted_s > tally.now:
+            stretched = (submitted_s - forward_s) / backward_s
+            starts = [start * stretched for start in starts]
+            backward_s *= stretched
         return Run(
             tally.peak,
             tally.block,
             tally.phase,
             forward_s,
-            tally.now - forward_s,
-            [start - forward_s for start in starts],
+            backward_s,
+            starts,
             held,
             tally.level - self.base,
             to_host,
@@ -360,4 +372,20 @@ class Chain:
             gradients=tuple(gradients),
             iteration_s=tuple(seconds * factor for seconds in profile.iteration_s),
             blocks=(),
+            host_s=None,
+            host_recompute_s=None,
         )
+
+
+def _host(profile: Profile, forward: Sequence[float]) -> tuple[float, list[float]]:
+    """The host's time for a micro-batch, plain, and how much longer it takes for each block that is not kept.
+
+    Submitted apart, with the device idle, an iteration can take the host longer than iterations took in a row: then
+    these are its pace.
+    """
+    whole = sum(forward)
+    if profile.host_s is None or profile.host_recompute_s is None or whole <= 0:
+        return 0.0, [0.0] * len(forward)
+    ahead = max(profile.single_s - profile.host_s, 0.0) / profile.accumulation
+    plain = profile.forward_s + profile.backward_s - ahead
+    return plain, [profile.host_recompute_s * seconds / whole for seconds in forward]

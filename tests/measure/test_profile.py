@@ -331,6 +331,9 @@ def test_on_a_gpu(precision: str) -> None:
     assert result.memory is not None
     assert result.memory.peak_bytes > result.memory.steady_bytes
     assert any("-bound" in note for note in result.notes)
+    assert result.host_s is not None
+    assert result.host_s > 0
+    assert result.host_recompute_s is not None
 
 
 def test_the_cost_of_compression_is_measured() -> None:
@@ -339,3 +342,5 @@ def test_the_cost_of_compression_is_measured() -> None:
     assert found.compression_s_per_byte > 0
     assert found.compression_s_per_group is not None
     assert found.compression_s_per_group > 0
+    # The host is the device here.
+    assert (found.host_s, found.host_recompute_s) == (None, None)

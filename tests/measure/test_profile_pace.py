@@ -16,9 +16,10 @@ from torch import nn  # noqa: E402
 from backbeat.measure import clock as clock_module  # noqa: E402
 from backbeat.measure.clock import EventClock  # noqa: E402
 from backbeat.measure.figures import Figures, take  # noqa: E402
-from backbeat.measure.pace import Pace  # noqa: E402
+from backbeat.measure.pace import Pace, _one_by_one  # noqa: E402
 from backbeat.measure.torch_profile import _pace_note  # noqa: E402
 from backbeat.measure.training import Training  # noqa: E402
+from backbeat.model import Block  # noqa: E402
 
 CPU = torch.device("cpu")
 
@@ -202,6 +203,64 @@ def test_shares_are_the_devices_own_unless_it_waits_in_plain_iterations(
         assert figures.hooked.ready == pytest.approx(own_shares(layers), abs=0.06)
     else:
         assert figures.pace.host_s >= 0.6 * figures.pace.iteration_s
+
+
+class Saving(Layer):
+    """Saves a tensor for backward, so that there is something to recompute."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return super().forward(inputs).sin()
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_recomputing_every_block_is_timed_on_the_host(monkeypatch: pytest.MonkeyPatch, accumulation: int) -> None:
+    layers = [1.0, 1.5, 0.5, 1.0]
+    monkeypatch.setitem(globals(), "Layer", Saving)
+    figures = take_figures(MadeUpDevice(mark_s=0.3), 0.8, layers, accumulation)
+    assert figures.pace is not None
+    # Each forward is submitted once more, and nothing else.
+    assert figures.pace.recompute_s == pytest.approx(0.8 * len(layers))
+
+
+class Counting(Saving):
+    """Writes into a buffer in forward, so that it cannot run twice."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return super().forward(inputs)
+
+
+def test_blocks_that_cannot_be_recomputed_are_profiled_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = [3.0, 4.0, 5.0, 3.0]
+    monkeypatch.setitem(globals(), "Layer", Counting)
+    figures = take_figures(MadeUpDevice(mark_s=0.2), 1.0, layers)
+    assert figures.chain.blocks
+    assert figures.pace is not None
+    assert figures.pace.recompute_s is None
+    assert_own(figures, layers)
+
+
+def test_a_block_that_writes_into_its_input_goes_with_the_one_before() -> None:
+    def block(name: str, **fields: bool) -> Block:
+        return Block(
+            name=name, forward_s=0.0, backward_s=0.0, input_bytes=0, output_bytes=0, saved_bytes=0,
+            forward_peak_bytes=0, backward_peak_bytes=0, **fields,
+        )  # fmt: skip
+
+    found = _one_by_one(
+        [
+            block("relu", changes_input=True),
+            block("a"),
+            block("b", changes_input=True),
+            block("c", changes_input=True, chained=False),
+            block("d"),
+        ]
+    )
+    assert [segment.blocks for segment in found] == [("a", "b"), ("d",)]
 
 
 def test_the_note_says_what_the_host_takes() -> None:

@@ -1,0 +1,121 @@
+"""The host's time as a floor under a memory plan: it submits recomputed blocks twice."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from backbeat.errors import InputError
+from backbeat.model import MemoryPlan, Profile, Segment
+from backbeat.planners.memory import Search, uniform
+from backbeat.simulate.growth import grown
+from backbeat.simulate.holdings import Holdings
+from backbeat.simulate.memory import Chain, course
+from tests.chains import chains, resnet152
+from tests.simulate.test_memory_course import four, segment, unit_lists
+
+EVERY = MemoryPlan(segments=tuple(segment(place) for place in range(4)))
+
+
+def hosted(profile: Profile, host_s: float | None, recompute_s: float | None) -> Profile:
+    return msgspec.structs.replace(profile, host_s=host_s, host_recompute_s=recompute_s)
+
+
+def test_a_host_that_sets_the_pace_stretches_backward_by_hand() -> None:
+    # Forward and backward take 12, all of it the host's; every forward again takes the device 4 and the host 8.
+    result = course(four(host_s=12.0, host_recompute_s=8.0), EVERY)
+    assert (result.forward_s, result.backward_s) == (4.0, 16.0)
+    # Blocks start a third later than on the device alone (1, 4, 7, 10), and their gradients come 2 after that.
+    expected = [1 * 4 / 3 + 2, 4 * 4 / 3 + 2, 7 * 4 / 3 + 2, 16.0]
+    ready = [gradient.ready_s for gradient in result.profile.gradients]
+    assert ready[:3] == pytest.approx(expected[:3])
+    assert expected[2] < ready[3] <= 16.0
+    assert (result.profile.host_s, result.profile.host_recompute_s) == (None, None)
+
+
+def test_half_of_the_blocks_cost_half_as_much() -> None:
+    half = MemoryPlan(segments=(segment(0, 1),))
+    assert course(four(host_s=12.0, host_recompute_s=8.0), half).backward_s == pytest.approx(8.0 + 4.0)
+
+
+def test_an_offloaded_block_is_taken_to_cost_the_host_as_much() -> None:
+    profile = four(host_s=12.0, host_recompute_s=1000.0)
+    plan = MemoryPlan(segments=(segment(0, action="offload"),))
+    result = course(profile, plan)
+    assert result.forward_s + result.backward_s == pytest.approx(12.0 + 250.0)
+
+
+def test_a_host_that_is_ahead_may_fall_back_that_far() -> None:
+    plain = course(four(), EVERY)
+    for host_s in (0.0, 6.0, 8.0):
+        assert course(four(host_s=host_s, host_recompute_s=8.0), EVERY).backward_s == plain.backward_s
+    assert course(four(host_s=9.0, host_recompute_s=8.0), EVERY).backward_s == pytest.approx(13.0)
+
+
+def test_what_the_host_takes_is_shared_by_micro_batches() -> None:
+    # Two micro-batches of 12; the host is 6 ahead in all, 3 in each.
+    result = course(four(accumulation=2, host_s=18.0, host_recompute_s=8.0), EVERY)
+    assert result.forward_s + result.backward_s == pytest.approx(12.0 - 3.0 + 8.0)
+
+
+@given(st.data(), chains(), st.floats(0.0, 3.0), st.floats(0.0, 3.0))
+def test_never_below_the_device_and_the_same_where_the_host_is_unknown_or_free(
+    data: st.DataObject, profile: Profile, host: float, again: float
+) -> None:
+    alone = Chain.of(profile, Holdings.of(profile))
+    units = data.draw(unit_lists(alone))
+    expected = alone.run(units)
+
+    def run(host_s: float | None, recompute_s: float | None) -> Chain:
+        known = hosted(profile, host_s, recompute_s)
+        return Chain.of(known, Holdings.of(known))
+
+    for chain in (run(None, None), run(host, None), run(None, again), run(0.0, 0.0), run(host, 0.0)):
+        assert chain.run(units) == expected
+    chain = run(host * profile.single_s, again * profile.single_s)
+    found = chain.run(units)
+    assert found.time_s >= expected.time_s * (1 - 1e-12)
+    assert found.peak_bytes == expected.peak_bytes
+    assert found.forward_s == expected.forward_s
+    assert all(0.0 <= start <= found.backward_s * (1 + 1e-9) for start in found.starts)
+    keep = uniform(chain)["keep"]
+    assert chain.run(keep) == alone.run(keep)
+    # The changed profile is one: ready times in order, none behind the end of backward.
+    chain.changed(profile, found)
+
+
+@settings(max_examples=15)
+@given(chains(most=8), st.floats(0.0, 1.0))
+def test_plans_fit_and_are_never_slower_than_a_uniform_policy_that_fits(profile: Profile, share: float) -> None:
+    known = hosted(profile, profile.single_s, 2 * profile.forward_s)
+    search = Search(Chain.of(known, Holdings.of(known)))
+    policies = [search.chain.run(units) for units in uniform(search.chain).values()]
+    low, high = search.smallest.run.peak_bytes, max(run.peak_bytes for run in policies)
+    budget = round(low + share * (high - low))
+    chosen = search.fastest(budget)
+    assert chosen is not None
+    assert chosen.run.peak_bytes <= budget
+    assert all(chosen.run.time_s <= run.time_s * (1 + 1e-9) for run in policies if run.peak_bytes <= budget)
+
+
+def test_larger_batches_take_the_host_no_longer() -> None:
+    profile = resnet152(64)
+    known = hosted(profile, profile.single_s, profile.forward_s)
+    larger = grown(known, 256)
+    assert (larger.host_s, larger.host_recompute_s) == (known.host_s, known.host_recompute_s)
+    every = MemoryPlan(
+        segments=tuple(
+            Segment(blocks=(block.name,), action="recompute") for block in profile.blocks if not block.changes_input
+        )
+    )
+    # At four times the batch the device has so much to do that the host is ahead.
+    assert course(larger, every).backward_s == course(grown(profile, 256), every).backward_s
+    assert course(known, every).backward_s >= course(profile, every).backward_s
+
+
+@pytest.mark.parametrize("field", ["host_s", "host_recompute_s"])
+def test_times_below_zero_are_refused(field: str) -> None:
+    with pytest.raises(InputError, match=field):
+        four(**{field: -1.0})
