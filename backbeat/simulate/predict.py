@@ -40,9 +40,10 @@ def predict(
 
         plan = propose(profile, network, strategy=plan)
     peak = None
+    memory_notes: tuple[str, ...] = ()
     if plan.memory is not None and (profile.blocks or plan.memory.segments):
         kept = memory_course(profile, plan.memory, plan, workers=network.workers)
-        profile, peak = kept.profile, kept.peak_bytes
+        profile, peak, memory_notes = kept.profile, kept.peak_bytes, kept.notes
     micro_batches = profile.accumulation if accumulation is None else accumulation
     if micro_batches < 1:
         raise InputError(f"accumulation is {micro_batches}: an iteration has at least one micro-batch")
@@ -84,7 +85,7 @@ def predict(
         peak_bytes=peak,
         extrapolated=extrapolated,
         timeline=_shifted(course.timeline, buffers, profile.buffer_bytes),
-        notes=tuple(notes),
+        notes=(*memory_notes, *notes),
     )
 
 

@@ -8,11 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from backbeat.errors import InputError
-from backbeat.model import MemoryPlan, Profile, Segment
+from backbeat.model import Group, MemoryPlan, Network, Plan, Profile, Segment
 from backbeat.planners.memory import Search, uniform
 from backbeat.simulate.growth import grown
 from backbeat.simulate.holdings import Holdings
 from backbeat.simulate.memory import Chain, course
+from backbeat.simulate.predict import predict
 from tests.chains import chains, resnet152
 from tests.simulate.test_memory_course import four, segment, unit_lists
 
@@ -119,3 +120,15 @@ def test_larger_batches_take_the_host_no_longer() -> None:
 def test_times_below_zero_are_refused(field: str) -> None:
     with pytest.raises(InputError, match=field):
         four(**{field: -1.0})
+
+
+def test_a_launch_bound_profile_without_it_is_told_to_be_made_again() -> None:
+    old = four(notes=("launch-bound: the host submits an iteration in 12 s",))
+    assert any("profile again" in note for note in course(old, EVERY).notes)
+    assert course(old, MemoryPlan()).notes == ()
+    assert course(four(), EVERY).notes == ()
+    assert course(hosted(old, 12.0, 8.0), EVERY).notes == ()
+    group = Group(gradients=tuple(gradient.name for gradient in old.gradients), channel=0)
+    plan = Plan(strategy="custom", model="four", workers=1, channels=1, groups=(group,), memory=EVERY)
+    alone = Network.load("10gbe").at(workers=1)
+    assert any("profile again" in note for note in predict(old, alone, plan).notes)
