@@ -102,9 +102,10 @@ def take(training: Training, iterations: int, warmup: int, time_limit_s: float |
     chain = _chain(training, compiled)
     memory = replace(memory, head_bytes=chain.head_bytes, outside_bytes=chain.outside_bytes)
     per_iteration = 3 * training.accumulation + 4
-    # Every block begins with an iteration that only refills the device's queue; modules may be called more than once.
+    # Every block begins with an iteration that only refills the device's queue, and one runs recomputed before that is
+    # timed; modules may be called more than once.
     clock.reserve(
-        per_iteration * (iterations + 2)
+        per_iteration * (iterations + 3)
         + 2 * (2 * per_iteration + len(gradients.parameters) + 2 * len(owners)) * (hooked_iterations + 1)
     )
 
