@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 import backbeat as bb
 from backbeat.model import DynamicFusion
-from backbeat.model.files import bundled, decode, write
+from backbeat.model.files import ZOO, bundled, decode, write
 from tests.problems import make_profile, networks, profiles
 
 PROFILE: dict[str, Any] = {
@@ -231,6 +231,19 @@ def test_every_bundled_file_loads_and_says_where_it_comes_from() -> None:
             assert value.source.reference or value.source.command
             if value.source.method == "analytic":
                 assert name.endswith("-analytic")
+
+
+def test_bundled_profiles_say_how_they_were_measured_and_stay_small() -> None:
+    from backbeat.model import Source
+
+    for name in bundled(bb.Profile):
+        profile = bb.Profile.load(name)
+        assert isinstance(profile.source, Source)
+        made = profile.source
+        assert all((made.command, made.versions, made.date, made.machine)), name
+        assert all((profile.iteration_s, profile.memory)), name
+        assert bool(profile.blocks) == (profile.host_link is not None), name
+    assert sum(path.stat().st_size for path in (ZOO / "profiles").iterdir()) < 1_500_000
 
 
 def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path: Path) -> None:
