@@ -38,7 +38,7 @@ def fuse(profile: Profile, cost: LinkCost, settings: DynamicFusion) -> tuple[lis
         reduced = max(tick + copy + float(cost.time(total)), free + copy + float(cost.busy_time(total)))
         ends.append(last)
         starts.append(tick)
-        on_link.append(reduced - float(cost.work(total)))
+        on_link.append(max(reduced - float(cost.work(total)), tick + copy))
         finishes.append(reduced + copy)
         free, first = finishes[-1], last
     return ends, Schedule.of_ends(profile, ends), Flow(np.array(starts), np.array(on_link), np.array(finishes))

@@ -32,4 +32,6 @@ def one_channel(schedule: Schedule, cost: LinkCost) -> Flow:
         free = max(ready + isolated, free + following)
         finishes.append(free)
     ends = np.array(finishes)
-    return Flow(np.array(starts), ends - cost.work(schedule.sizes), ends)
+    begun = np.array(starts)
+    # A head start on an idle link is no message sent before it was there.
+    return Flow(begun, np.maximum(ends - cost.work(schedule.sizes), begun), ends)
