@@ -130,7 +130,9 @@ def measure_cluster(
     outcome = measure(bench, series, budget_s * (1 - SHARE), show)
     # Of the curve only: what is held out must not decide where it is measured.
     curve = {case: timing for case, timing in outcome.timings.items() if case not in held_out}
-    outcome = replace(outcome, timings={**outcome.timings, **closer(bench, curve, budget_s, show)})
+    further = closer(bench, curve, budget_s, show)
+    (elapsed_s,) = bench.agree([bench.elapsed()])
+    outcome = replace(outcome, timings={**outcome.timings, **further}, elapsed_s=elapsed_s)
     # Only after success: taking down a communicator whose peer is gone can wait for ever.
     for channel in opened:
         channel.close()

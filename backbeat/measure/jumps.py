@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from backbeat.cost.curve import Curve
 from backbeat.measure.bench import Case
 from backbeat.measure.robust import Timing, summarise
+from backbeat.measure.schedule import FEWEST_REPEATS
 from backbeat.model.network import CollectiveTimes
 
 if TYPE_CHECKING:
@@ -61,21 +62,22 @@ def closer(sampler: Sampler, timings: Mapping[Case, Timing], budget_s: float, pr
     times = {size: timing.median_s for size, timing in isolated.items()}
     doubts = {size: timing.median_s * timing.uncertainty for size, timing in isolated.items()}
     found: dict[Case, Timing] = {}
-    (begun,) = sampler.agree([sampler.elapsed()])
+    (now,) = sampler.agree([sampler.elapsed()])
+    until = now + SHARE * budget_s
     for small, large in jumps(times, doubts):
         low, high = small, large
         for _ in range(_POINTS):
             size = (low + round((high - low) * _PLACE)) // 4 * 4
-            if not low < size < high:
+            # The first warms up; none takes longer than the larger size.
+            samples = min(_SAMPLES, int((until - now) / max(times[high], 1e-9)) - 1)
+            if not low < size < high or samples < FEWEST_REPEATS:
                 break
             case = Case(bytes=size)
             progress(f"closer {case}", 1.0)
             sampler.sample(case)
-            *taken, now = sampler.agree([*(sampler.sample(case) for _ in range(_SAMPLES)), sampler.elapsed()])
+            *taken, now = sampler.agree([*(sampler.sample(case) for _ in range(samples)), sampler.elapsed()])
             found[case] = summarise(taken)
             times[size] = found[case].median_s
-            if now - begun > SHARE * budget_s:
-                return found
             low, high = (low, size) if times[size] - times[low] > times[high] - times[size] else (size, high)
     return found
 
