@@ -143,12 +143,14 @@ class LinkCost:
     def _rounds(self, size: float, messages: int, channels: int) -> list[tuple[int, float, float]]:
         """(messages at once, startup seconds, link seconds at e = 1): rounds of one message per channel, in step.
 
-        All full rounds first, then the one that the rest make.
+        All full rounds first, then the one that the rest make. A head start is link work that one message is spared; no
+        startup that others could stretch.
         """
         startup, startup_busy, work = (float(part) for part in self.split(size))
         sharing = min(messages, channels)
         rounds, rest = divmod(messages, sharing)
-        full = (sharing, startup + (rounds - 1) * startup_busy, rounds * sharing * work)
+        starting, spared = max(startup, 0.0), max(-startup, 0.0)
+        full = (sharing, starting + (rounds - 1) * startup_busy, rounds * sharing * work - spared)
         return [full, (rest, startup_busy, rest * work)] if rest else [full]
 
     def _kinks(self) -> list[NDArray[np.float64]]:

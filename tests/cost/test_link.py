@@ -104,3 +104,19 @@ def test_startups_that_hide_behind_transfers_are_not_taken_for_a_wider_link() ->
     large = [row(startup_s * 4 + 8 * size * per_byte, 8, 2, size) for size in (2**22, 2**24)]
     cost = affine(startup_s, per_byte, concurrency=(*hidden, *large)).cost
     assert cost.efficiency(2) == pytest.approx(1.0, rel=0.01)
+
+
+@given(st.floats(0.4, 0.95), st.floats(1.0, 2.0))
+def test_a_head_start_is_not_stretched_as_startups_are(alone: float, stretch: float) -> None:
+    """Large messages that find the link idle take less than its rate says, small ones little but their startup."""
+    large = 20 * MEGABYTE
+    isolated = Curve([1000, large], [1e-3, alone * large * 1e-9], 1e-9)
+    busy = Curve([1000, large], [1e-3, large * 1e-9], 1e-9)
+    truth = LinkCost(isolated, busy, {2: 1.0}, {2: stretch})
+    rows = [
+        row(simulate(Schedule(np.zeros(2), np.full(2, float(size)), [0, 1]), truth).end_s, 2, 2, size)
+        for size in (1000, large)
+    ]
+    fitted, stretched = LinkCost(isolated, busy, {}).fit_sharing(rows)[2]
+    assert fitted == pytest.approx(1.0, rel=1e-6)
+    assert stretched == pytest.approx(stretch, rel=1e-3)
