@@ -181,7 +181,7 @@ def _fit_pair(parts: NDArray[np.float64], sharing: int, *, both: bool) -> tuple[
     stretch = 1.0
     if both:
         # By what the model makes of them, not by what they took: a batch that was disturbed is not all link work.
-        little = startup < _LITTLE_STARTUP * (startup + shared)
+        little = startup <= _LITTLE_STARTUP * (startup + shared)
         linked, rest = parts[little], parts[~little]
         if len(linked) and len(rest):
             for _ in range(_ALTERNATIONS):

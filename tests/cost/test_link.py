@@ -11,7 +11,7 @@ from backbeat.cost import Curve, LinkCost
 from backbeat.model import ConcurrencyPoint
 from backbeat.simulate.engine import simulate
 from backbeat.simulate.schedule import Schedule
-from tests.problems import affine
+from tests.problems import affine, curve
 
 MEGABYTE = 10**6
 
@@ -120,3 +120,24 @@ def test_a_head_start_is_not_stretched_as_startups_are(alone: float, stretch: fl
     fitted, stretched = LinkCost(isolated, busy, {}).fit_sharing(rows)[2]
     assert fitted == pytest.approx(1.0, rel=1e-6)
     assert stretched == pytest.approx(stretch, rel=1e-3)
+
+
+@given(
+    st.lists(st.sampled_from([0.0, 1e-9, 1e-5, 1e-3]), min_size=2, max_size=4).map(sorted),
+    st.lists(
+        st.builds(
+            row,
+            st.sampled_from([0.0, 1e-9, 1e-4, 1.0]),
+            st.integers(1, 9),
+            st.integers(1, 4),
+            st.sampled_from([1, 4096, 2**20, 2**24]),
+        ),
+        max_size=5,
+    ),
+)
+def test_whatever_was_measured_the_fit_is_a_number(times: list[float], rows: list[ConcurrencyPoint]) -> None:
+    sizes = [1, 4096, 2**20, 2**24][: len(times)]
+    cost = curve(list(zip(sizes, times, strict=True)), concurrency=tuple(rows)).cost
+    assert all(0 < efficiency < np.inf for efficiency in cost.efficiencies.values())
+    assert all(1 <= stretch < np.inf for stretch in cost.stretches.values())
+    assert all(np.isfinite(cost.batch_s(point.bytes, point.messages, point.channels)) for point in rows)
