@@ -59,6 +59,8 @@ class Run(NamedTuple):
     to_host_bytes: int
     to_device_bytes: int
     stalled_s: float
+    stretched: float = 1.0
+    """How much longer backward takes than the device would need: the host sets its pace."""
 
     @property
     def time_s(self) -> float:
@@ -202,7 +204,9 @@ class Chain:
         backward_s = tally.now - forward_s
         starts = [start - forward_s for start in starts]
         submitted_s = self.host_plain + sum(self.host_again[k] for k, what in enumerate(action) if what != KEEP)
-        if backward_s > 0 and submitted_s > tally.now:
+        stretched = 1.0
+        # Not by the last bit: where blocks add up to the iteration, host and device are even.
+        if backward_s > 0 and submitted_s > tally.now * (1 + 1e-9):
             stretched = (submitted_s - forward_s) / backward_s
             starts = [start * stretched for start in starts]
             backward_s *= stretched
@@ -218,6 +222,7 @@ class Chain:
             to_host,
             to_device,
             tally.stalled,
+            stretched,
         )
 
     def _between(
@@ -365,15 +370,14 @@ class Chain:
         edges = [self.loss_backward]
         for seconds in reversed(self.backward):
             edges.append(edges[-1] + seconds)
-        shifts = [0.0] + [
-            run.starts[block] - edge for block, edge in zip(range(self.count - 1, -1, -1), edges, strict=False)
-        ]
-        shifts.append(run.backward_s - edges[-1])
+        begins = [0.0, *reversed(run.starts)]
+        began = [0.0, *edges]
         gradients: list[Gradient] = []
         reached = 0.0
         for gradient in profile.gradients:
             # Rounding must neither break the order nor pass the end of backward.
-            ready = gradient.ready_s + shifts[min(bisect_left(edges, gradient.ready_s), self.count)]
+            part = min(bisect_left(edges, gradient.ready_s), self.count)
+            ready = begins[part] + (gradient.ready_s - began[part]) * run.stretched
             reached = min(max(ready, reached), run.backward_s)
             gradients.append(msgspec.structs.replace(gradient, ready_s=reached))
         before = profile.forward_s + profile.backward_s + profile.update_s
