@@ -40,11 +40,33 @@ NetworkArgument = Annotated[
     str,
     typer.Argument(metavar="NETWORK", help="A network file, or a bundled name.", autocompletion=_network_names),
 ]
+STRATEGY_NAMES = "wfbp, single, ddp, horovod, mg-wfbp, asc-wfbp, adaptive, optimal, best, decoupled, sparse"
+"""Written out, since help must not wait for the planners to be imported."""
 StrategyOption = Annotated[
     list[str] | None,
-    typer.Option("--strategy", "-s", help="Strategies, comma-separated.", autocompletion=_strategy_names),
+    typer.Option("--strategy", "-s", help=f"Comma-separated, of {STRATEGY_NAMES}.", autocompletion=_strategy_names),
+]
+LabStrategyOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--strategy", "-s", help="Comma-separated, like wfbp,ddp:5MB,random:8,best/2.", autocompletion=_strategy_names
+    ),
+]
+OneCountOption = Annotated[
+    str | None, typer.Option("--workers", "-n", help="One number, like 64. Default: the network's own.")
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the same content as JSON.")]
+
+
+def one_count(text: str) -> int:
+    """The number of workers, for verbs that answer for one number only."""
+    from backbeat.errors import InputError
+    from backbeat.units import parse_workers
+
+    counts = parse_workers(text)
+    if len(counts) > 1:
+        raise InputError(f"--workers {text} is several numbers: give one here; `backbeat predict` compares several")
+    return counts[0]
 
 
 def split(values: list[str] | None) -> list[str]:

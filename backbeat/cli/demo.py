@@ -36,7 +36,7 @@ def demo(
         predict(name, NETWORK, workers=WORKERS, strategy=[STRATEGIES])
         out.print()
     out.print(f"$ backbeat plan {MODELS[0]} {NETWORK} --workers 64 -o {output}", style="bold")
-    plan(MODELS[0], NETWORK, workers=64, output=output)
+    plan(MODELS[0], NETWORK, workers="64", output=output)
     out.print()
     out.print(f"$ backbeat report {MODELS[0]} {NETWORK} --workers 64 -o {page}", style="bold")
     report(MODELS[0], NETWORK, workers="64", output=page)

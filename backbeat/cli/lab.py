@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from backbeat.cli.common import JsonOption, StrategyOption, _profile_names
+from backbeat.cli.common import JsonOption, LabStrategyOption, _profile_names
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,7 +32,7 @@ def lab(
     nodes: Annotated[int, typer.Option(help="How many nodes.")] = 2,
     bandwidth: Annotated[str, typer.Option(help="Of every node's link, like 10gbit.")] = "1gbit",
     backend: Annotated[str, typer.Option(help="gloo (CPU) or nccl (all nodes on one GPU).")] = "gloo",
-    strategy: StrategyOption = None,
+    strategy: LabStrategyOption = None,
     channels: Annotated[str | None, typer.Option(help="Numbers of channels to try with each strategy.")] = None,
     dilation: Annotated[float, typer.Option(help="Compute takes this many times as long as in the profile.")] = 1.0,
     link: Annotated[

@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from backbeat.cli.common import JsonOption, NetworkArgument, ProfileArgument, _strategy_names
+from backbeat.cli.common import (
+    STRATEGY_NAMES,
+    JsonOption,
+    NetworkArgument,
+    OneCountOption,
+    ProfileArgument,
+    _strategy_names,
+    one_count,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -21,8 +29,10 @@ if TYPE_CHECKING:
 def plan(
     profile: ProfileArgument,
     network: NetworkArgument,
-    workers: Annotated[int | None, typer.Option("--workers", "-n", help="Default: the network's own.")] = None,
-    strategy: Annotated[str, typer.Option("--strategy", "-s", autocompletion=_strategy_names)] = "best",
+    workers: OneCountOption = None,
+    strategy: Annotated[
+        str, typer.Option("--strategy", "-s", help=f"One of {STRATEGY_NAMES}.", autocompletion=_strategy_names)
+    ] = "best",
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the plan here.")] = None,
     channels: Annotated[int | None, typer.Option(help="Channels to use (for best: at most).")] = None,
     bucket: Annotated[
@@ -60,7 +70,7 @@ def plan(
         raise InputError("--other-batch goes with --max-batch: add it, or leave this out")
     one, cluster = Profile.load(profile), Network.load(network)
     if workers is not None:
-        cluster = cluster.at(workers=workers)
+        cluster = cluster.at(workers=one_count(workers))
 
     def make(of: Profile) -> Plan:
         return make_plan(

@@ -226,10 +226,7 @@ def _remarks(rows: list[Prediction], bends: dict[str, int | None]) -> list[str]:
             if bend is None
             else f"Knee: {bend} workers; beyond, an added worker brings less than half of its own throughput."
         )
-    notes = dict.fromkeys(note for note in last.notes)
-    if notes:
-        lines.append("* " + "; ".join(notes) + ".")
-    return lines
+    return [*lines, *(f"* {note}" for note in dict.fromkeys(last.notes))]
 
 
 def _strong_title(profile: Profile, network: Network, global_batch: int) -> str:

@@ -7,14 +7,14 @@ from typing import Annotated, Any
 
 import typer
 
-from backbeat.cli.common import NetworkArgument, ProfileArgument, StrategyOption
+from backbeat.cli.common import NetworkArgument, OneCountOption, ProfileArgument, StrategyOption
 from backbeat.cli.report import LabOption, PlanOption, RedactOption
 
 
 def trace(
     profile: ProfileArgument,
     network: NetworkArgument,
-    workers: Annotated[int | None, typer.Option("--workers", "-n", help="Default: the network's own.")] = None,
+    workers: OneCountOption = None,
     strategy: StrategyOption = None,
     plan: PlanOption = None,
     lab: LabOption = None,
@@ -25,7 +25,7 @@ def trace(
     output: Annotated[Path, typer.Option("--output", "-o", help="The file to write.")] = Path("trace.json"),
 ) -> None:
     """Write predicted iterations, and measured ones beside them, as a trace for ui.perfetto.dev or chrome://tracing."""
-    from backbeat.cli.common import say, split
+    from backbeat.cli.common import one_count, say, split
     from backbeat.cli.report import gather
     from backbeat.model import files
     from backbeat.report import perfetto
@@ -36,7 +36,7 @@ def trace(
     made = gather(
         profile,
         network,
-        str(workers) if workers is not None else None,
+        str(one_count(workers)) if workers is not None else None,
         chosen,
         plans,
         split(lab),

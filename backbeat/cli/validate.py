@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from backbeat.cli.common import JsonOption, StrategyOption
+from backbeat.cli.common import JsonOption, LabStrategyOption
 from backbeat.errors import InputError
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 def validate(
     models: Annotated[str | None, typer.Option(help="Profiles, comma-separated. Default: ten of the zoo.")] = None,
-    strategy: StrategyOption = None,
+    strategy: LabStrategyOption = None,
     channels: Annotated[str | None, typer.Option(help="Numbers of channels to try with each plan.")] = None,
     nodes: Annotated[str, typer.Option(help="Numbers of nodes.")] = "4,8",
     bandwidth: Annotated[str, typer.Option(help="Link bandwidths, like 10gbit,25gbit.")] = "10gbit,25gbit",

@@ -22,7 +22,7 @@ from backbeat.model import CollectiveTimes, Gradient, Network, Profile
 from backbeat.model.files import Document
 from backbeat.simulate import predict
 
-_DERIVED = ("summary.json", "choosing.json")
+_DERIVED = ("summary.json", "choosing.json", "mixes.json")
 """Files in a results folder that were computed from the records."""
 
 

@@ -13,6 +13,8 @@ import msgspec
 import pytest
 
 import backbeat as bb
+from backbeat.cli.common import STRATEGY_NAMES
+from backbeat.planners import STRATEGIES
 from tests.problems import make_profile
 
 WIDE = {**os.environ, "COLUMNS": "160", "PYTHONIOENCODING": "utf-8"}
@@ -102,6 +104,7 @@ def test_strong_scaling_between_two_batch_sizes(profile: Path) -> None:
         (("predict", "PROFILE", "10gbit"), "did you mean 10gbe"),
         (("predict", "PROFILE", "10gbe", "-n", "many"), "'many' is not a number of workers"),
         (("predict", "PROFILE", "10gbe", "-s", "bets"), "did you mean 'best'"),
+        (("plan", "PROFILE", "10gbe", "-n", "4..64"), "several numbers: give one"),
         (("predict", "PROFILE", "10gbe", "--plan", "none.json"), "none.json: no such file"),
         (("predict", "PROFILE", "10gbe", "--bucket", "25 gallons", "-s", "ddp"), "25 gallons"),
         (("plan", "PROFILE", "10gbe", "-o", "/nowhere/plan.json"), "/nowhere/plan.json: cannot be written"),
@@ -124,6 +127,10 @@ def test_version_zoo_and_completion() -> None:
     names = {row["name"] for row in answer("zoo")["networks"]}
     assert {"1gbe", "10gbe", "25gbe", "100gbe", "ib56", "ib100", "ib400", "nvlink-ib400"} <= names
     assert "--show-completion" in run("--help").stdout
+
+
+def test_help_names_every_strategy() -> None:
+    assert ", ".join(STRATEGIES) == STRATEGY_NAMES
 
 
 def test_demo_tells_the_whole_story(tmp_path: Path) -> None:
