@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 _results: Any = _distributed_c10d
 WorkResult = _results.WorkResult
+_future: Any = torch._C.Future
 FLYING, DONE = "", "done"
 _NAMES = {int(value): str(name) for name, value in WorkResult.__members__.items()}
 _GOOD = int(WorkResult.SUCCESS)
@@ -42,7 +43,11 @@ def fate_of(work: Any) -> str:
         result = work.get_future_result() if hasattr(work, "get_future_result") else work
         if not result.done():
             return FLYING
-        value = int(result.value())
+        found = result.value()
+        if isinstance(found, torch.Tensor):
+            # What a hook reduced: one element would pass for a number.
+            return FLYING
+        value = int(found)
     except Exception:
         # Another library's work, or a hook's future: it tells by raising where it is waited for.
         return FLYING
@@ -63,8 +68,11 @@ class Losses:
         """The host has let go of these groups; the device may not have begun with them."""
         job = self._job
         # A work keeps its tensors. Those that are no buffers, which stay anyway, it must not keep; its result does not.
-        lean = job.wire is not None or any(bucket.encoded for bucket in job.groups.buckets)
-        sent = [(flight.group, _result_of(flight.work) if lean else flight.work) for flight in flights]
+        lean = job.wire is not None or any(bucket.encoded or bucket.sparse for bucket in job.groups.buckets)
+        sent = [
+            (flight.group, _result_of(flight.work) if lean or isinstance(flight.work, _future) else flight.work)
+            for flight in flights
+        ]
         event = next(self._events)
         if event is not None:
             event.record()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import weakref
 from contextlib import redirect_stderr
 from pathlib import Path
 from types import SimpleNamespace
@@ -66,6 +67,13 @@ def job(works: list[Work], calls: list[str], wire: torch.dtype | None = None) ->
     return found
 
 
+def hooked(reduced: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+    """As a communication hook returns it, when it is done."""
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_result(reduced)
+    return future
+
+
 def test_a_work_is_judged_by_its_result_alone() -> None:
     work = Work()
     assert fate_of(work) == FLYING
@@ -83,9 +91,20 @@ def test_what_has_no_result_is_never_lost() -> None:
         def get_future_result(self) -> Any:
             raise RuntimeError("not implemented")
 
-    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-    future.set_result(torch.ones(2))
-    assert fate_of(Gloo()) == fate_of(None) == fate_of(future) == FLYING
+    assert fate_of(Gloo()) == fate_of(None) == FLYING
+    for reduced in (torch.ones(2), torch.tensor([5.0]), torch.tensor(5.0)):
+        assert fate_of(hooked(reduced)) == FLYING
+
+
+def test_what_a_hook_reduced_is_not_kept() -> None:
+    found = job([], [])
+    losses = Losses(found)
+    reduced = torch.tensor([5.0])
+    gone = weakref.ref(reduced)
+    losses.remember([Flight(0, None, torch.zeros(1), hooked(reduced))], 6)  # type: ignore[arg-type]
+    assert not losses.look()
+    del reduced
+    assert gone() is None
 
 
 @pytest.mark.parametrize("wire", [None, torch.bfloat16])
