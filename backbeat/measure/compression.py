@@ -36,7 +36,9 @@ def compression_of(training: Training, gradient_bytes: int) -> Compression | Non
     most = _MOST_ELEMENTS.get(training.device.type, _MOST_ELEMENTS_ELSEWHERE)
     elements = min(max(gradient_bytes // 4, _FEWEST_ELEMENTS), most)
     try:
-        host_s, floor_s = _samples(training, _SMALL_ELEMENTS, head_start=False)
+        # The host's pace is measured where it decides, the device's where it does not.
+        host_s, _ = _samples(training, _SMALL_ELEMENTS, head_start=False)
+        _, floor_s = _samples(training, _SMALL_ELEMENTS, head_start=True)
         _, whole_s = _samples(training, elements, head_start=True)
     except Exception as error:
         if not is_out_of_memory(error):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -16,7 +17,7 @@ from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from backbeat import Profile  # noqa: E402
 from backbeat.errors import InputError, MeasurementError, MissingPartError  # noqa: E402
-from backbeat.measure import profile  # noqa: E402
+from backbeat.measure import compression, profile  # noqa: E402
 from backbeat.measure.torch_profile import measure  # noqa: E402
 
 QUICK = {"iterations": 3, "warmup": 1}
@@ -334,6 +335,19 @@ def test_on_a_gpu(precision: str) -> None:
     assert result.host_s is not None
     assert result.host_s > 0
     assert result.host_recompute_s is not None
+
+
+@pytest.mark.parametrize("host_s", [2e-5, 6e-4])
+def test_a_slow_host_is_not_taken_off_what_bytes_cost(monkeypatch: pytest.MonkeyPatch, host_s: float) -> None:
+    def samples(training: object, elements: int, *, head_start: bool) -> tuple[float, float]:
+        device_s = 5e-5 + 1e-11 * 4 * elements
+        return host_s, device_s if head_start else max(host_s, device_s)
+
+    monkeypatch.setattr(compression, "_samples", samples)
+    found = compression.compression_of(SimpleNamespace(device=torch.device("cuda")), 2**28)  # type: ignore[arg-type]
+    assert found is not None
+    assert found.s_per_byte == pytest.approx(1e-11, rel=1e-2)
+    assert found.s_per_group == pytest.approx(max(host_s, 5e-5 + 1e-11 * 2**19), rel=1e-2)
 
 
 def test_the_cost_of_compression_is_measured() -> None:
