@@ -65,6 +65,7 @@ class EncodedBucket(Bucket):
         self._views: tuple[Residual, list[torch.Tensor], list[torch.Tensor]] | None = None
         self._positions = {place: position for position, place in enumerate(self.members)}
         self._everyone = range(len(self.members))
+        self._hollow = any(not parameter.numel() for parameter in self.parameters)
         self._sizes: list[torch.Tensor] = []
         self._sized: list[int] = []
         """Largest magnitudes of gradients, not finite where these are not, and the places of their parameters."""
@@ -158,6 +159,10 @@ class EncodedBucket(Bucket):
             alike = alike and gradient.dtype == self.dtype
             self.parameters[position].grad = None
             self.touched[position] = 1
+        if self._hollow:
+            # Torch finds no largest among no elements.
+            positions = [position for position in positions if self.parameters[position].numel()]
+            gradients = [gradient for gradient in gradients if gradient.numel()]
         if not gradients:
             return
         residual, values, velocities = self._opened()

@@ -27,6 +27,8 @@ logger = logging.getLogger("backbeat.runtime")
 
 _Share = tuple["Optimizer", int, "list[Any]"]
 """An optimizer, one of its groups by number, and parameters of that group."""
+_MOST_SHARES = 1024
+"""Where other parameters of a group are used in every step, what is looked up once is never asked for again."""
 _updated: Any = WeakIdKeyDictionary()
 """Parameters that are updated in backward."""
 
@@ -96,6 +98,8 @@ class Updates:
         key = tuple(map(id, parameters))
         shares = self._shares.get(key)
         if shares is None:
+            if len(self._shares) >= _MOST_SHARES:
+                self._shares.clear()
             shares = self._shares[key] = self._shared(parameters)
         for optimizer, index, members in shares:
             hyperparameters = {**optimizer.param_groups[index], "params": members}

@@ -1,0 +1,62 @@
+"""An encoded group by itself: what gradients add to its residual; and who updates what."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import pytest
+import torch
+from torch.nn import Parameter
+
+from backbeat.runtime import encoded_bucket, updates
+from backbeat.runtime.encoded_bucket import EncodedBucket
+from backbeat.runtime.partition import GroupSpec
+from backbeat.runtime.updates import Updates
+from backbeat.sparse.residual import Scratch, Store
+
+
+@pytest.mark.parametrize("hosts", [{"cpu"}, set()], ids=["host", "device"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_parameter_without_elements_adds_nothing(
+    monkeypatch: pytest.MonkeyPatch, hosts: set[str], dtype: torch.dtype
+) -> None:
+    monkeypatch.setattr(encoded_bucket, "HOSTS", hosts)
+    parameters = [Parameter(torch.ones(shape, dtype=dtype)) for shape in (3, (0, 4), (2, 2))]
+    bucket = EncodedBucket(
+        GroupSpec(members=(0, 1, 2), channel=0),
+        parameters,
+        compressor=None,  # type: ignore[arg-type]
+        store=Store(7, torch.float32, torch.device("cpu"), velocity=False),
+        dtype=torch.float32,
+        sent_bytes=28,
+        dense=True,
+        momentum_of=None,
+        gathering=Scratch(),
+    )
+    for _ in range(2):
+        for parameter in parameters:
+            parameter.grad = torch.full_like(parameter, 0.5)
+        assert bucket.take_all()
+        assert all(parameter.grad is None for parameter in parameters)
+    values, _ = bucket.held()
+    assert torch.cat([value.reshape(-1) for value in values]).tolist() == [1.0] * 7
+    sizes, places = bucket.take_sizes()
+    assert len(sizes) == len(places)
+    assert 1 not in places
+
+
+def test_ever_other_parameters_of_a_group_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(updates, "_MOST_SHARES", 8)
+    parameters = [Parameter(torch.ones(1)) for _ in range(6)]
+    optimizer = torch.optim.SGD(parameters, lr=0.5)
+    known = Updates()
+    known._optimizers.append(optimizer)
+    known.check([f"p{place}" for place in range(6)], parameters)
+    steps = [0] * 6
+    for chosen in [*combinations(range(6), 3), *combinations(range(6), 2)]:
+        for place in chosen:
+            parameters[place].grad = torch.ones(1)
+            steps[place] += 1
+        known.apply([parameters[place] for place in chosen], without_momentum=False)
+        assert len(known._shares) <= 8
+    assert [parameter.item() for parameter in parameters] == [1 - 0.5 * count for count in steps]
