@@ -105,8 +105,10 @@ class Channels:
         if count > self.limit:
             logger.warning(
                 "%d channels were asked for, but NCCL orders launches on several communicators only with NCCL 2.26 or "
-                "newer and %s=1 set before the first communicator is made: running on one channel",
+                "newer and %s=1 set before the first communicator is made: running on one channel. Export %s=1 where "
+                "training is started, or plan with --channels 1",
                 count,
+                LAUNCH_ORDER,
                 LAUNCH_ORDER,
             )
         return min(count, self.limit)
