@@ -97,14 +97,14 @@ def _sharing(before: Network, after: Network) -> tuple[ConcurrencyPoint, ...]:
     busy = None
     if old.busy is not None:
         sizes = {row.bytes for row in before.concurrency if row.channels == 1}
-        busy = busy_curve(isolated, {size: float(old.busy.time(size) / old.isolated.time(size)) for size in sizes})
+        alone = {size: float(old.isolated.time(size)) for size in sizes}
+        busy = busy_curve(isolated, {size: float(old.busy.time(size)) / alone[size] for size in sizes if alone[size]})
     new = LinkCost(isolated, busy, old.efficiencies, old.stretches)
     return tuple(
         msgspec.structs.replace(
-            row,
-            seconds=row.seconds
-            * new.batch_s(row.bytes, row.messages, row.channels)
-            / old.batch_s(row.bytes, row.messages, row.channels),
+            row, seconds=row.seconds * new.batch_s(row.bytes, row.messages, row.channels) / modelled
         )
+        if (modelled := old.batch_s(row.bytes, row.messages, row.channels)) > 0
+        else row
         for row in before.concurrency
     )

@@ -15,7 +15,7 @@ from backbeat.model import files
 from backbeat.report.scaled import scaled_network, scaled_profile
 from backbeat.report.server import keep, unpacked
 from backbeat.report.whatif import Library, State, respond
-from tests.problems import affine, make_profile, networks
+from tests.problems import affine, curve, make_profile, networks
 from tests.report.hostile import hostile_network, hostile_profile
 
 
@@ -127,3 +127,14 @@ def test_only_the_last_uploads_are_kept() -> None:
         keep(kept, files.encode(msgspec.structs.replace(affine(1e-3, 1e-9), name=f"network {number}")))
     assert len(kept.networks) == 16
     assert unpacked(b"plain") == b"plain"
+
+
+def test_a_network_on_which_small_messages_take_no_time_can_be_scaled() -> None:
+    rows = tuple(
+        bb.model.ConcurrencyPoint(bytes=size, messages=4, channels=channels, seconds=1e-3)
+        for size in (1, 2**20)
+        for channels in (1, 2)
+    )
+    network = curve([(1, 0.0), (2**20, 1e-3), (2**22, 4e-3)], concurrency=rows)
+    faster = scaled_network(network, bandwidth=2.0, latency=0.5).cost
+    assert float(faster.time(2**22)) == pytest.approx(float(network.cost.time(2**22)) / 2, rel=0.01)
