@@ -60,7 +60,7 @@ class Losses:
     def __init__(self, job: Job) -> None:
         self._job = job
         self._rounds: deque[_Sent] = deque(maxlen=_KEPT)
-        device = job.parameters[0].device
+        self._device = device = job.parameters[0].device
         # Made once and recorded again and again: an event of its own for each step would cost the host more.
         self._events = cycle([torch.cuda.Event() for _ in range(_KEPT + 1)] if device.type == "cuda" else [None])
 
@@ -75,7 +75,8 @@ class Losses:
         ]
         event = next(self._events)
         if event is not None:
-            event.record()
+            # Another device may be the current one.
+            event.record(torch.cuda.current_stream(self._device))
         self._rounds.append(_Sent(step, sent, event))
 
     def look(self) -> bool:

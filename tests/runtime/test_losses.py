@@ -156,7 +156,7 @@ class Event:
     def __init__(self, reached: bool) -> None:
         self.reached = reached
 
-    def record(self) -> None:
+    def record(self, stream: object) -> None:
         pass
 
     def query(self) -> bool:
@@ -169,6 +169,7 @@ def test_a_broken_communicator_is_blamed_on_what_has_not_arrived(monkeypatch: py
     steps = [[Work(), Work()] for _ in range(3)]
     found = job([], [])
     losses = Losses(found)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
     losses._events = iter([Event(number < reached) for number in range(3)])  # type: ignore[assignment]
     for number, works in enumerate(steps):
         losses.remember(job(works, []).round.flights, 5 + number)
