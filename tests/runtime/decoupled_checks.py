@@ -13,8 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from rank_asserts import raises
-from runtime_scenarios import Branches
 from scenario_rig import Context, Scenario, in_halves, mlp, small_plan
+from scenarios_graphs import Branches
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 

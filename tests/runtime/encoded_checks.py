@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from msgspec.structs import replace
 from rank_asserts import raises
-from runtime_scenarios import Branches, Breakable, Twice
 from scenario_rig import Context, Scenario, mlp, small_plan
+from scenarios_graphs import Branches, Breakable, Twice
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_

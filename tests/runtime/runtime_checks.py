@@ -17,8 +17,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from rank_asserts import raises
-from runtime_scenarios import Branches, Breakable, Twice
 from scenario_rig import Context, Oracle, Scenario, in_halves, mlp, small_plan, start, train
+from scenarios_graphs import Branches, Breakable, Twice
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
