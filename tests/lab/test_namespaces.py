@@ -76,6 +76,33 @@ def test_nodes_see_only_loopback_and_their_own_link():
     assert shown.stdout.strip() == "['all', 'default', 'eth0', 'lo']"
 
 
+STEERING = """
+import sys
+from pathlib import Path
+from backbeat.lab.namespaces import _CLONE_NEWNS, _MS_REC_PRIVATE, _call, enter
+enter(sys.argv[1])
+_call("unshare", _CLONE_NEWNS)
+_call("mount", None, b"/", None, _MS_REC_PRIVATE, None)
+_call("mount", b"sysfs", b"/sys", b"sysfs", 0, None)
+for one in sorted(Path("/sys/class/net").glob("*/queues/rx-*/rps_cpus")):
+    print(one.parts[4], int(one.read_text().replace(",", ""), 16))
+"""
+
+
+@pytest.mark.skipif(
+    not Path("/sys/class/net/lo/queues/rx-0/rps_cpus").exists(), reason="this kernel has no receive packet steering"
+)
+def test_every_interface_steers_a_connection_to_one_core():
+    with Run() as run, Cluster(run, [LINK] * 2) as cluster:
+        for namespace, expected in ((cluster.namespace(0), "eth0"), (f"{run.name}-hub", "node1")):
+            shown = subprocess.run(
+                [sys.executable, "-c", STEERING, namespace], capture_output=True, text=True, timeout=60, check=True
+            )
+            masks = dict(line.split() for line in shown.stdout.splitlines())
+            assert expected in masks
+            assert all(int(mask) == 2 ** os.cpu_count() - 1 for mask in masks.values()), masks
+
+
 STREAM = """
 import socket, sys, threading
 from pathlib import Path
