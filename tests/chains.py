@@ -5,6 +5,9 @@ from __future__ import annotations
 from hypothesis import strategies as st
 
 from backbeat.model import Block, Gradient, HostLink, Memory, Profile
+from backbeat.planners.memory import Search, uniform
+from backbeat.simulate.holdings import Holdings
+from backbeat.simulate.memory import Chain
 
 _STAGES = ((3, 64, 56), (8, 128, 28), (36, 256, 14), (3, 512, 7))
 _FORWARD_S, _BACKWARD_S = 0.070, 0.140
@@ -120,3 +123,16 @@ def chains(draw: st.DrawFn, *, most: int = 8, whole: bool = False) -> Profile:
         memory=Memory(parameter_bytes=total, gradient_bytes=total, optimizer_bytes=0, steady_bytes=total + 1000),
         host_link=HostLink(to_host_bytes_per_s=rate, to_device_bytes_per_s=rate) if draw(flags) else None,
     )  # fmt: skip
+
+
+def check_against_uniform(profile: Profile, share: float) -> None:
+    """Within a budget between the smallest there is and what the hungriest uniform policy needs, the fastest plan fits
+    and is no slower than any uniform policy that does."""
+    search = Search(Chain.of(profile, Holdings.of(profile)))
+    policies = [search.chain.run(units) for units in uniform(search.chain).values()]
+    low, high = search.smallest.run.peak_bytes, max(run.peak_bytes for run in policies)
+    budget = round(low + share * (high - low))
+    chosen = search.fastest(budget)
+    assert chosen is not None
+    assert chosen.run.peak_bytes <= budget
+    assert all(chosen.run.time_s <= run.time_s * (1 + 1e-9) for run in policies if run.peak_bytes <= budget)

@@ -17,7 +17,7 @@ from backbeat.planners.moves import uniform
 from backbeat.simulate.actions import FETCH, KEEP, OFFLOAD, RECOMPUTE, Unit
 from backbeat.simulate.holdings import Holdings
 from backbeat.simulate.memory import Chain, course
-from tests.chains import chains, resnet152
+from tests.chains import chains, check_against_uniform, resnet152
 
 GB = 10**9
 
@@ -77,16 +77,7 @@ def test_the_search_itself_comes_close_on_small_chains(profile: Profile, share: 
 @settings(max_examples=15)
 @given(chains(most=14), st.floats(0.0, 1.0))
 def test_fits_and_is_never_slower_than_a_uniform_policy_that_fits(profile: Profile, share: float) -> None:
-    search = searching(profile)
-    policies = [search.chain.run(units) for units in uniform(search.chain).values()]
-    low, high = search.smallest.run.peak_bytes, max(run.peak_bytes for run in policies)
-    budget = round(low + share * (high - low))
-    chosen = search.fastest(budget)
-    assert chosen is not None
-    assert chosen.run.peak_bytes <= budget
-    for run in policies:
-        if run.peak_bytes <= budget:
-            assert chosen.run.time_s <= run.time_s * (1 + 1e-9)
+    check_against_uniform(profile, share)
 
 
 @settings(max_examples=15)

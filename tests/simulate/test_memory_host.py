@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 
 from backbeat.errors import InputError
 from backbeat.model import Group, MemoryPlan, Network, Plan, Profile, Segment
-from backbeat.planners.memory import Search, uniform
+from backbeat.planners.memory import uniform
 from backbeat.simulate.growth import grown
 from backbeat.simulate.holdings import Holdings
 from backbeat.simulate.memory import Chain, course
 from backbeat.simulate.predict import predict
-from tests.chains import chains, resnet152
+from tests.chains import chains, check_against_uniform, resnet152
 from tests.simulate.test_memory_course import four, segment, unit_lists
 
 EVERY = MemoryPlan(segments=tuple(segment(place) for place in range(4)))
@@ -92,15 +92,7 @@ def test_never_below_the_device_and_the_same_where_the_host_is_unknown_or_free(
 @settings(max_examples=15)
 @given(chains(most=8), st.floats(0.0, 1.0))
 def test_plans_fit_and_are_never_slower_than_a_uniform_policy_that_fits(profile: Profile, share: float) -> None:
-    known = hosted(profile, profile.single_s, 2 * profile.forward_s)
-    search = Search(Chain.of(known, Holdings.of(known)))
-    policies = [search.chain.run(units) for units in uniform(search.chain).values()]
-    low, high = search.smallest.run.peak_bytes, max(run.peak_bytes for run in policies)
-    budget = round(low + share * (high - low))
-    chosen = search.fastest(budget)
-    assert chosen is not None
-    assert chosen.run.peak_bytes <= budget
-    assert all(chosen.run.time_s <= run.time_s * (1 + 1e-9) for run in policies if run.peak_bytes <= budget)
+    check_against_uniform(hosted(profile, profile.single_s, 2 * profile.forward_s), share)
 
 
 def test_larger_batches_take_the_host_no_longer() -> None:
