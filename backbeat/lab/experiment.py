@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from backbeat.lab.jobs import Replayed, compute_of, job_of, seconds_of, turns
+from backbeat.lab.jobs import ROUNDS, Replayed, Turn, compute_of, job_of, per_round, seconds_of, turns
 from backbeat.lab.mps import start_daemon
 from backbeat.lab.namespaces import Cluster
 from backbeat.lab.plans import Choice, build
@@ -55,6 +55,9 @@ class Measured:
     """Iteration times of two interleaved series, the slowest node of each iteration. Nothing is left out."""
     finishes: list[float]
     """When each group was done after backward started, in one traced iteration (node 0); empty where not traced."""
+    peak_bytes: int | None = None
+    """Real training on a GPU: the most that was allocated on any node's device in the timed steps, other plans of the
+    same request included."""
 
     @property
     def samples(self) -> list[float]:
@@ -105,7 +108,10 @@ def calibrate(
     """Measure the lab's own network, up to the largest message that any plan could send or the budget allows."""
     # Stock DDP on gloo is two collectives at a time, so two at once are calibrated though no channel is opened for it.
     channels = max(2 if choice.stock(setting.backend) else choice.widest(setting.backend) for choice in choices)
-    decoupled = any(choice.strategy == "decoupled" for choice in choices)
+    strategies = {choice.strategy for choice in choices}
+    decoupled = "decoupled" in strategies
+    # What a plan sends by other means than an all-reduce is measured, through the primitives it sends it with.
+    others = ("all_gather", "reduce_scatter") if decoupled else ("all_gather",) if "sparse" in strategies else ()
     sizes = [size for size in SIZES if size < 2 * largest_bytes]
     network, timings, elapsed = session.ask(
         "calibrate",
@@ -113,8 +119,7 @@ def calibrate(
         budget_s=budget_s,
         channels=list(range(1, channels + 1)),
         sizes=sizes,
-        # Halves of an all-reduce are measured where a plan sends them, through the primitives it sends them with.
-        collectives=("all_reduce", *(("all_gather", "reduce_scatter") if decoupled else ())),
+        collectives=("all_reduce", *others),
         name=setting.name,
     )[0]
     measured = msgspec.json.decode(network, type=Network)
@@ -162,9 +167,18 @@ def measure(
     return results, quantile(sorted(alone), 0.5)
 
 
-def profile_training(session: Session, spec: str, batch_size: int | None, seconds: float) -> Profile:
+def profile_training(
+    session: Session, spec: str, batch_size: int | None, seconds: float, precision: str = "fp32"
+) -> Profile:
     """The compute of a real model, measured on all nodes at once; node 0's counts."""
-    answers = session.ask("profile", 10 * seconds + 2 * _SPARE_S, spec=spec, batch_size=batch_size, seconds=seconds)
+    answers = session.ask(
+        "profile",
+        10 * seconds + 2 * _SPARE_S,
+        spec=spec,
+        batch_size=batch_size,
+        seconds=seconds,
+        precision=precision,
+    )
     return decode(answers[0], Profile, where=spec)
 
 
@@ -175,6 +189,7 @@ def train(
     batch_size: int | None,
     plans: Sequence[tuple[Choice, Plan, Prediction]],
     seconds_each: float,
+    precision: str = "fp32",
 ) -> tuple[list[Measured], list[list[float]]]:
     """Train really under each plan, taking turns; and the losses of each, as node 0 saw them.
 
@@ -188,13 +203,30 @@ def train(
         spec=spec,
         batch_size=batch_size,
         plans=[None if choice.name == "ddp" else plan for choice, plan, _ in plans],
-        turns=turns(expected, seconds_each),
+        turns=turns(expected, seconds_each) if len(plans) > 1 else _alone(expected[0], seconds_each),
+        precision=precision,
     )
     results = []
     for place, (choice, plan, prediction) in enumerate(plans):
-        series = _slowest([answer[place] for answer in answers])
-        results.append(Measured(choice=choice, plan=plan, prediction=prediction, series=series, finishes=[]))
+        seen: list[Trained] = [answer[place] for answer in answers]
+        peaks = [one.peak_bytes for one in seen if one.peak_bytes is not None]
+        results.append(
+            Measured(
+                choice=choice,
+                plan=plan,
+                prediction=prediction,
+                series=_slowest(seen),
+                finishes=[],
+                peak_bytes=max(peaks, default=None),
+            )
+        )
     return results, [one.losses for one in answers[0]]
+
+
+def _alone(expected_s: float, seconds_each: float) -> list[Turn]:
+    """A plan that takes turns with no other: as many steps in two turns, since each begins with an untimed step."""
+    steps = ROUNDS * per_round(expected_s, seconds_each)
+    return [Turn(0, steps // 2, 0), Turn(0, steps - steps // 2, 1)]
 
 
 def _slowest(seen: Sequence[Replayed | Trained]) -> tuple[list[float], list[float]]:

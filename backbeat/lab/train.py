@@ -6,16 +6,19 @@ be compared; nodes see different batches.
 
 from __future__ import annotations
 
+import functools
+import gc
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from backbeat.lab.jobs import Turn
-from backbeat.measure.factory import Workload, load
+from backbeat.measure.factory import Factory, Workload, load
+from backbeat.measure.precision import autocast, tensor_cores
 
 if TYPE_CHECKING:
     from backbeat.model import Plan
@@ -32,15 +35,27 @@ class Trained:
     series: tuple[list[float], list[float]]
     losses: list[float]
     """Of every step in order, the warm-up included."""
+    peak_bytes: int | None = None
+    """The most that was allocated on the device in its timed steps, other variants' tensors included; None on a CPU."""
 
 
-def profile_here(spec: str, device: torch.device, batch_size: int | None, seconds: float) -> bytes:
+def profile_here(
+    spec: str, device: torch.device, batch_size: int | None, seconds: float, precision: str = "fp32"
+) -> bytes:
     """This node's own compute, measured while all other nodes measure theirs: that is how they will train."""
     from backbeat.measure.factory import measure_factory
     from backbeat.model.files import encode
 
     torch.manual_seed(0)
-    return encode(measure_factory(load(spec), batch_size=batch_size, device=str(device), time_limit_s=seconds).profile)
+    found = measure_factory(
+        _with_optimizer(load(spec)),
+        batch_size=batch_size,
+        device=str(device),
+        time_limit_s=seconds,
+        precision=precision,
+    )
+    _release(device)
+    return encode(found.profile)
 
 
 def train(
@@ -50,32 +65,76 @@ def train(
     batch_size: int | None,
     plans: Sequence[Plan | None],
     turns: Sequence[Turn],
+    precision: str = "fp32",
 ) -> list[Trained]:
-    """Train one variant per plan (None: stock DDP)."""
-    variants = [_Variant(spec, device, rank, batch_size, plan) for plan in plans]
+    """Train one variant per plan (None: stock DDP), in the precision and with the optimizer that `profile_here` has."""
+    _release(device)
+    with tensor_cores(precision, device):
+        results = _take_turns([_Variant(spec, device, rank, batch_size, plan, precision) for plan in plans], turns)
+    _release(device)
+    return results
+
+
+def _take_turns(variants: Sequence[_Variant], turns: Sequence[Turn]) -> list[Trained]:
     for variant in variants:
         for _ in range(WARM_UP):
             variant.step()
-    results = [Trained(series=([], []), losses=variant.losses) for variant in variants]
+    series: list[tuple[list[float], list[float]]] = [([], []) for _ in variants]
+    peaks: list[int | None] = [None for _ in variants]
     for turn in turns:
-        variants[turn.job].lead_in()
+        variant = variants[turn.job]
+        variant.lead_in()
+        variant.reset_peak()
         for _ in range(turn.iterations):
-            results[turn.job].series[turn.series].append(variants[turn.job].step())
-        variants[turn.job].wind_up()
-    return results
+            series[turn.job][turn.series].append(variant.step())
+        peak = variant.peak_bytes()
+        if peak is not None:
+            peaks[turn.job] = max(peak, peaks[turn.job] or 0)
+        variant.wind_up()
+    return [
+        Trained(series=taken, losses=variant.losses, peak_bytes=peak)
+        for variant, taken, peak in zip(variants, series, peaks, strict=True)
+    ]
+
+
+def _with_optimizer(factory: Factory) -> Factory:
+    """The factory with the optimizer that training uses where it brings none: its state takes memory, its step time."""
+    call: Callable[..., Any] = factory.call
+
+    @functools.wraps(call)
+    def build(**arguments: Any) -> Any:
+        made = call(**arguments)
+        plain = isinstance(made, (tuple, list)) and len(made) == 3 and isinstance(made[0], torch.nn.Module)
+        return (*made, _optimizer(made[0])) if plain else made
+
+    return replace(factory, call=build)
+
+
+def _optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=_LEARNING_RATE)
+
+
+def _release(device: torch.device) -> None:
+    """Wrapped models hold themselves: what is gone should not count to what comes next."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 class _Variant:
     """A model of its own, wrapped for one plan."""
 
-    def __init__(self, spec: str, device: torch.device, rank: int, batch_size: int | None, plan: Plan | None) -> None:
-        factory = load(spec)
+    def __init__(
+        self, spec: str, device: torch.device, rank: int, batch_size: int | None, plan: Plan | None, precision: str
+    ) -> None:
+        factory = _with_optimizer(load(spec))
         # Weights come from node 0 when the model is wrapped; what differs is the batch.
         torch.manual_seed(rank)
         workload: Workload = factory.build(factory.batch_size(batch_size), device)
         self._device = device
         self._workload = workload
-        self._optimizer = workload.optimizer or torch.optim.SGD(workload.model.parameters(), lr=_LEARNING_RATE)
+        self._precision = precision
+        self._optimizer = workload.optimizer or _optimizer(workload.model)
         self._model = _wrapped(workload.model, plan, self._optimizer)
         self._decoupled = plan is not None and plan.decoupled
         self._ended = 0.0
@@ -100,7 +159,8 @@ class _Variant:
             dist.all_reduce(self._tiny)
             self._settle()
         start = self._ended if self._decoupled else time.perf_counter()
-        loss = self._workload.loss(self._model, self._workload.batch)
+        with autocast(self._precision, self._device):
+            loss = self._workload.loss(self._model, self._workload.batch)
         loss.backward()  # type: ignore[no-untyped-call]
         self._optimizer.step()
         self._optimizer.zero_grad()
@@ -113,6 +173,14 @@ class _Variant:
         seconds = self._ended - start
         self.losses.append(float(loss.detach()))
         return seconds
+
+    def reset_peak(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+
+    def peak_bytes(self) -> int | None:
+        """Since the last reset."""
+        return torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else None
 
     def _settle(self) -> None:
         if self._device.type == "cuda":

@@ -177,17 +177,17 @@ class Node:
 
         return replay(self.player, jobs, turns, self.factor)
 
-    def profile(self, *, spec: str, batch_size: int | None, seconds: float) -> bytes:
+    def profile(self, *, spec: str, batch_size: int | None, seconds: float, precision: str) -> bytes:
         from backbeat.lab.train import profile_here
 
-        return profile_here(spec, self.device, batch_size, seconds)
+        return profile_here(spec, self.device, batch_size, seconds, precision)
 
     def train(
-        self, *, spec: str, batch_size: int | None, plans: Sequence[Plan | None], turns: Sequence[Turn]
+        self, *, spec: str, batch_size: int | None, plans: Sequence[Plan | None], turns: Sequence[Turn], precision: str
     ) -> list[Trained]:
         from backbeat.lab.train import train
 
-        return train(spec, self.device, self.start.node, batch_size, plans, turns)
+        return train(spec, self.device, self.start.node, batch_size, plans, turns, precision)
 
 
 _SHOWN = ("NCCL_", "GLOO_", "TORCH_NCCL", "CUDA_DEVICE", "OMP_")
