@@ -1,23 +1,48 @@
 """Does the wrapper hold more memory as it runs, and how much beside the gradients?
 
-    torchrun --nproc-per-node 2 benchmarks/runtime_memory.py [--iterations 10000]
+    torchrun --nproc-per-node 2 benchmarks/runtime_memory.py [--iterations 10000] [--json FILE]
+    torchrun --nproc-per-node 1 benchmarks/runtime_memory.py --device cuda [--model linear|resnet50|…] [--json FILE]
 
 Trains a tiny model and prints the resident memory of each rank after a tenth of the iterations and at the end, and the
 bytes of all tensors that the reducer holds between steps and, at most, while groups travel, beside the gradients' own.
+
+On a GPU the allocator counts. A model of real size trains as it is, in stock DDP without and with gradients as views of
+its buckets, and in backbeat with the same bucket cap and with a plan, each built anew on an emptied device. What a side
+holds between steps (after the update, gradients still there) is told beyond the parameters. Its peak in a step is told
+beyond a bare backward whose gradients are dropped as they come: that is parameters, activations and the one gradient in
+the making. Steps are those after backbeat has learnt the graph and stock DDP has rebuilt its buckets; the first step of
+all stands beside them. The communication library's own memory is outside the allocator and not counted.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import os
+from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
+from harness import machine
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
+from backbeat.errors import InputError
+from backbeat.model import files
+from backbeat.model.plan import Group, Plan
 from backbeat.runtime import DistributedDataParallel
+
+WARM_STEPS, STEPS = 3, 3
+ROUNDING = 512
+"""The allocator hands out memory in multiples of this."""
+CONTROL_BYTES = 64 * 2**10
+"""What the ranks' word on a step may take on the device: a few numbers for each of 16 stamps, each a tensor."""
+NOISE_BYTES = 2**20
+"""Resident memory that moves by less over a run has not grown: the interpreter's own pools move by as much."""
 
 
 def resident_bytes() -> int:
@@ -34,50 +59,348 @@ def tensors_of(wrapped: Any) -> int:
     return sum(found.values())
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--iterations", type=int, default=10_000)
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+def bytes_of(model: nn.Module) -> int:
+    return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+
+
+def growth(iterations: int, device: torch.device) -> dict[str, Any]:
+    """Train a tiny model for long: what was held after a tenth and at the end, and what the tensors take."""
     torch.manual_seed(0)
-    model = nn.Sequential(*[nn.Linear(32, 32) for _ in range(8)])
+    model = nn.Sequential(*[nn.Linear(32, 32) for _ in range(8)]).to(device)
     wrapped: Any = DistributedDataParallel(model, bucket_cap_mb=0.01)
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=1e-3)
-    x = torch.ones(4, 32)
+    x = torch.ones(4, 32, device=device)
     peak = 0
 
     def look(_: torch.Tensor) -> None:
         nonlocal peak
         peak = max(peak, tensors_of(wrapped))
 
-    early = 0
-    for step in range(options.iterations):
-        if step == options.iterations // 10:
-            gc.collect()
-            early = resident_bytes()
+    tenth = max(1, iterations // 10)
+    series: list[dict[str, int]] = []
+    for step in range(iterations):
+        if step and step % tenth == 0:
+            series.append({"iteration": step, **_held(device)})
         optimizer.zero_grad()
         wrapped(x).square().mean().backward()
         optimizer.step()
-    gc.collect()
-    grown = resident_bytes() - early
+    series.append({"iteration": iterations, **_held(device)})
+    early, late = series[0], series[-1]
     for parameter in wrapped.parameters():
         parameter.register_post_accumulate_grad_hook(look)
     optimizer.zero_grad()
     wrapped(x).square().mean().backward()
-    gradients = sum(parameter.numel() * parameter.element_size() for parameter in wrapped.parameters())
-    largest = max(bucket.bytes for bucket in wrapped.reducer.buckets)
+    return {
+        "iterations": iterations,
+        "from": early["iteration"],
+        "series": series,
+        "grown": {kind: late[kind] - early[kind] for kind in late if kind != "iteration"},
+        "groups": len(wrapped.reducer.buckets),
+        "gradient_bytes": bytes_of(wrapped),
+        "largest_group_bytes": max(bucket.bytes for bucket in wrapped.reducer.buckets),
+        "held_bytes": tensors_of(wrapped),
+        "peak_bytes": peak,
+    }
+
+
+def _held(device: torch.device) -> dict[str, int]:
+    gc.collect()
+    found = {"resident": resident_bytes()}
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        found["allocated"] = torch.cuda.memory_allocated(device)
+        found["reserved"] = torch.cuda.memory_reserved(device)
+    return found
+
+
+def told(found: dict[str, Any]) -> str:
+    grown, early, gradients = found["grown"]["resident"], found["series"][0]["resident"], found["gradient_bytes"]
+    return (
+        f"rank {dist.get_rank()} of {dist.get_world_size()}: resident memory grew by {grown / 1024:.0f} KiB from "
+        f"iteration {found['from']} to {found['iterations']} ({early / 2**20:.0f} MiB before);\n"
+        f"  gradients {gradients} bytes in {found['groups']} groups, the largest {found['largest_group_bytes']}; "
+        f"held between steps {found['held_bytes']}, in backward at most {found['peak_bytes']} "
+        f"({(found['peak_bytes'] - gradients) / found['largest_group_bytes']:.2f} groups more)"
+    )
+
+
+Loss = Callable[[nn.Module, Any], torch.Tensor]
+
+
+def workload(name: str, batch_size: int, device: torch.device, layers: int, width: int) -> tuple[nn.Module, Any, Loss]:
+    if name != "linear":
+        from backbeat.zoo import models
+
+        factory = getattr(models, name, None)
+        if name.startswith("_") or not callable(factory):
+            raise InputError(f"--model is {name!r}: it must be linear or a model of backbeat.zoo.models")
+        found: tuple[nn.Module, Any, Loss] = factory(batch_size, str(device))
+        return found
+    with device:
+        model = nn.Sequential(*[nn.Linear(width, width) for _ in range(layers)])
+        batch = torch.ones(batch_size, width)
+    return model, batch, lambda model, batch: model(batch).square().mean()
+
+
+def plan_of(model: nn.Module, count: int) -> Plan:
+    """About `count` groups of like size, from the last parameter to the first."""
+    trained = [(name, p.numel() * p.element_size()) for name, p in model.named_parameters() if p.requires_grad]
+    total, done = sum(size for _, size in trained), 0
+    groups: list[list[str]] = [[]]
+    for name, size in reversed(trained):
+        if groups[-1] and done >= total * len(groups) / count:
+            groups.append([])
+        groups[-1].append(name)
+        done += size
+    return Plan(
+        strategy="custom",
+        model=type(model).__name__,
+        channels=1,
+        groups=tuple(Group(gradients=tuple(names), channel=0) for names in groups),
+    )
+
+
+class Device:
+    """What the models of one run hold on a GPU, each built anew after the one before is gone."""
+
+    def __init__(self, device: torch.device, build: Callable[[], tuple[nn.Module, Any, Loss]], cap_mb: float) -> None:
+        self._device = device
+        self._build = build
+        self._cap_mb = cap_mb
+
+    def base(self) -> int:
+        """Peak of a bare step that keeps no gradient: parameters, activations and the gradient in the making."""
+
+        def dropping(model: nn.Module) -> nn.Module:
+            for parameter in model.parameters():
+                parameter.register_post_accumulate_grad_hook(_drop)  # type: ignore[no-untyped-call]
+            return model
+
+        # Twice: libraries take their workspaces in the first run and keep them.
+        self._run(dropping, set_to_none=True)
+        return self._run(dropping, set_to_none=True)["peak_bytes"]
+
+    def sides(self, groups: int) -> dict[str, Callable[[nn.Module], nn.Module]]:
+        cap = self._cap_mb
+        return {
+            "bare": lambda model: model,
+            "stock DDP": lambda model: TorchDDP(model, bucket_cap_mb=cap),
+            "stock DDP, views": lambda model: TorchDDP(model, bucket_cap_mb=cap, gradient_as_bucket_view=True),
+            "backbeat, same cap": lambda model: DistributedDataParallel(model, bucket_cap_mb=cap),
+            "backbeat, plan": lambda model: DistributedDataParallel(model, plan=plan_of(model, groups)),
+        }
+
+    def measure(self, name: str, wrap: Callable[[nn.Module], nn.Module], base: int, none: bool) -> dict[str, Any]:
+        found = self._run(wrap, set_to_none=none)
+        gradients, group = found["gradient_bytes"], found["largest_group_bytes"]
+        beyond = {
+            "between_beyond_bytes": found["between_bytes"] - found["model_bytes"],
+            "cleared_beyond_bytes": found["cleared_bytes"] - found["model_bytes"],
+            "peak_beyond_bytes": found["peak_bytes"] - base,
+            "first_beyond_bytes": found["first_bytes"] - base,
+        }
+        return {
+            "side": name,
+            "set_to_none": none,
+            **found,
+            **beyond,
+            **{f"{key.split('_')[0]}_gradients": value / gradients for key, value in beyond.items()},
+            "peak_groups_beside_gradients": (beyond["peak_beyond_bytes"] - gradients) / group if group else None,
+        }
+
+    def _run(self, wrap: Callable[[nn.Module], nn.Module], *, set_to_none: bool) -> dict[str, int]:
+        _empty()
+        start = torch.cuda.memory_allocated(self._device)
+        found = self._trained(wrap, start, set_to_none)
+        _empty()
+        return {**found, "left_behind_bytes": torch.cuda.memory_allocated(self._device) - start}
+
+    def _trained(self, wrap: Callable[[nn.Module], nn.Module], start: int, set_to_none: bool) -> dict[str, int]:
+        device = self._device
+        model, batch, loss = self._build()
+        holds = torch.cuda.memory_allocated(device) - start
+        wrapped: Any = wrap(model)
+        optimizer = torch.optim.SGD(wrapped.parameters(), lr=1e-6)
+
+        def peak_of(steps: int) -> int:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats(device)
+            for _ in range(steps):
+                optimizer.zero_grad(set_to_none=set_to_none)
+                loss(wrapped, batch).backward()  # type: ignore[no-untyped-call]
+                optimizer.step()
+            torch.cuda.synchronize()
+            return torch.cuda.max_memory_allocated(device) - start
+
+        first = peak_of(1)
+        peak_of(WARM_STEPS)
+        peak = peak_of(STEPS)
+        between = torch.cuda.memory_allocated(device) - start
+        optimizer.zero_grad(set_to_none=set_to_none)
+        cleared = torch.cuda.memory_allocated(device) - start
+        buckets = wrapped.reducer.buckets if isinstance(wrapped, DistributedDataParallel) else []
+        return {
+            "gradient_bytes": sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad),
+            "model_bytes": holds,
+            "tensors": len(list(model.parameters())),
+            "groups": len(buckets),
+            "largest_group_bytes": max((bucket.bytes for bucket in buckets), default=0),
+            "first_bytes": first,
+            "peak_bytes": peak,
+            "between_bytes": between,
+            "cleared_bytes": cleared,
+        }
+
+
+def _drop(parameter: torch.Tensor) -> None:
+    parameter.grad = None
+
+
+def _empty() -> None:
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+
+
+def row(found: dict[str, Any]) -> str:
+    groups = found["peak_groups_beside_gradients"]
+    beside = f": gradients and {groups:+.2f} of the largest of {found['groups']} groups" if groups is not None else ""
+    return (
+        f"{_where(found)}: between steps {found['between_beyond_bytes'] / 2**20:.1f} MiB "
+        f"({found['between_gradients']:.3f} of the gradients), when cleared {found['cleared_gradients']:.3f}, "
+        f"peak {found['peak_beyond_bytes'] / 2**20:.1f} MiB ({found['peak_gradients']:.3f}{beside}), "
+        f"first step {found['first_gradients']:.3f}, left behind {found['left_behind_bytes']} bytes"
+    )
+
+
+def _where(found: dict[str, Any]) -> str:
+    return f"{found['side']}, zero_grad({'set_to_none' if found['set_to_none'] else 'to zeros'})"
+
+
+def claims(rows: list[dict[str, Any]], grown: dict[str, Any]) -> list[dict[str, Any]]:
+    """What was promised, whether it held, and the figures."""
+    found: list[dict[str, Any]] = []
+
+    def claim(text: str, held: bool, figures: str) -> None:
+        found.append({"claim": text, "held": held, "figures": figures})
+
+    stock = {row["set_to_none"]: row for row in rows if row["side"] == "stock DDP"}
+    for ours in (row for row in rows if row["side"].startswith("backbeat")):
+        gradients, group, peak = ours["gradient_bytes"], ours["largest_group_bytes"], ours["peak_beyond_bytes"]
+        spare = ROUNDING * ours["tensors"] + CONTROL_BYTES
+        allowed = f"({spare} more allowed for rounding and control numbers)"
+        where, other = _where(ours), stock[ours["set_to_none"]]
+        claim(
+            f"{where}: at most gradients and one group in a step",
+            peak <= gradients + group + spare,
+            f"{peak} of {gradients} + {group} bytes {allowed}",
+        )
+        claim(
+            f"{where}: the gradients alone between steps",
+            ours["between_beyond_bytes"] <= gradients + spare,
+            f"{ours['between_beyond_bytes']} of {gradients} bytes {allowed}",
+        )
+        claim(
+            f"{where}: less than stock DDP without views in a step",
+            peak < other["peak_beyond_bytes"],
+            f"{ours['peak_gradients']:.3f} against {other['peak_gradients']:.3f} of the gradients",
+        )
+        claim(f"{where}: gone when dropped", ours["left_behind_bytes"] <= 0, f"{ours['left_behind_bytes']} bytes left")
+    during = f"iterations {grown['from']} to {grown['iterations']}"
+    for kind in ("allocated", "reserved"):
+        more = grown["grown"][kind]
+        claim(f"no growth on the device ({kind}), {during}", more <= 0, f"{more:+d} bytes")
+    more, steps = grown["grown"]["resident"], max(1, grown["iterations"] - grown["from"])
+    claim(
+        f"no growth on the host, {during}",
+        more <= NOISE_BYTES,
+        f"{more / 1024:+.0f} KiB, {more / steps:.1f} bytes an iteration ({NOISE_BYTES // 1024} KiB taken for noise)",
+    )
+    return found
+
+
+def on_cuda(options: argparse.Namespace) -> dict[str, Any]:
+    device = torch.device("cuda", torch.cuda.current_device())
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+
+    def build() -> tuple[nn.Module, Any, Loss]:
+        torch.manual_seed(0)
+        return workload(options.model, options.batch_size, device, options.layers, options.width)
+
+    measured = Device(device, build, options.cap_mb)
+    base = measured.base()
+    if rank == 0:
+        print(f"{options.model}, {ranks} rank(s): a bare step that keeps no gradient takes {base} bytes", flush=True)
+    rows: list[dict[str, Any]] = []
+    for none in (True, False):
+        for name, wrap in measured.sides(options.groups).items():
+            rows.append(measured.measure(name, wrap, base, none))
+            if rank == 0:
+                print(row(rows[-1]), flush=True)
+    grown = growth(options.iterations, device)
+    judged = claims(rows, grown)
+    every: list[Any] = [None] * ranks
+    dist.all_gather_object(every, (grown, judged))
+    if rank == 0:
+        print(told(grown), flush=True)
+        for number, (_, of_rank) in enumerate(every):
+            for found in of_rank:
+                verdict = "held" if found["held"] else "NOT HELD"
+                print(f"rank {number}: {verdict}: {found['claim']}: {found['figures']}", flush=True)
+    return {
+        "model": options.model,
+        "batch_size": options.batch_size,
+        "cap_mb": options.cap_mb,
+        "base_bytes": base,
+        "rows": rows,
+        "growth": [of_rank for of_rank, _ in every],
+        "claims": [of_rank for _, of_rank in every],
+    }
+
+
+def on_cpu(options: argparse.Namespace) -> dict[str, Any]:
+    found = growth(options.iterations, torch.device("cpu"))
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, found)
     for rank in range(dist.get_world_size()):
         dist.barrier()
         if rank == dist.get_rank():
-            print(
-                f"rank {rank} of {dist.get_world_size()}: resident memory grew by {grown / 1024:.0f} KiB from "
-                f"iteration {options.iterations // 10} to {options.iterations} ({early / 2**20:.0f} MiB before);\n"
-                f"  gradients {gradients} bytes in {len(wrapped.reducer.buckets)} groups, the largest {largest}; "
-                f"held between steps {tensors_of(wrapped)}, in backward at most {peak} "
-                f"({(peak - gradients) / largest:.2f} groups more)",
-                flush=True,
-            )
+            print(told(found), flush=True)
+    return {"growth": every}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--iterations", type=int, default=10_000)
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--json", metavar="FILE", help="write what was found as data")
+    gpu = parser.add_argument_group("on a GPU")
+    gpu.add_argument("--model", default="linear", help="linear, or a model of backbeat.zoo.models")
+    gpu.add_argument("--batch-size", type=int, default=32)
+    gpu.add_argument("--layers", type=int, default=24, help="of the linear model")
+    gpu.add_argument("--width", type=int, default=2048, help="of the linear model")
+    gpu.add_argument("--cap-mb", type=float, default=25.0, help="bucket cap of stock DDP and backbeat, MiB")
+    gpu.add_argument("--groups", type=int, default=6, help="of the plan")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    cuda = options.device == "cuda"
+    if cuda:
+        # Ranks beyond the GPUs there are share them.
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
+    dist.init_process_group("nccl" if cuda else "gloo")
+    found = on_cuda(options) if cuda else on_cpu(options)
+    if options.json and dist.get_rank() == 0:
+        document = {
+            "benchmark": "runtime_memory",
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "machine": machine(),
+            "gpu": torch.cuda.get_device_name() if cuda else None,
+            "torch": str(torch.__version__),
+            "device": options.device,
+            "ranks": dist.get_world_size(),
+            **found,
+        }
+        files.write(options.json, msgspec.json.format(msgspec.json.encode(document), indent=1) + b"\n")
     dist.destroy_process_group()
 
 
