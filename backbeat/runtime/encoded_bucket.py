@@ -81,6 +81,8 @@ class EncodedBucket(Bucket):
         """Residual and velocity of members that were frozen since."""
         self.whole = False
         """In this round, every member arrived before the group left."""
+        self.wanted: Collective | None = None
+        """Encoded, and not yet sent."""
         self.result: torch.Tensor | None = None
         """What the collective under way brings."""
         self.work: Any = None

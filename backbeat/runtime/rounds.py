@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from backbeat.runtime.streams import Streams
 
@@ -12,14 +13,15 @@ if TYPE_CHECKING:
     from backbeat.runtime.buckets import Bucket
 
 
-class Flight(NamedTuple):
+@dataclass(slots=True)
+class Flight:
     """A group on its way."""
 
     group: int
     bucket: Bucket
     message: torch.Tensor
     work: Any
-    """A `Work`, or the future that a communication hook returned."""
+    """A `Work`, or the future that a communication hook returned; None while another thread is about to send it."""
 
 
 class Round:
