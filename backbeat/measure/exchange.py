@@ -36,4 +36,4 @@ class Summed:
 def reduce_scatter(gloo: Any, shard: torch.Tensor, whole: torch.Tensor) -> Summed:
     """Sum `whole` over the ranks and leave this rank's part in `shard`; returns at once."""
     parts = torch.empty_like(whole)
-    return Summed(gloo.alltoall_base(parts, whole, [], []), parts.view(-1, shard.numel()), shard)
+    return Summed(gloo.alltoall_base(parts, whole, [], []), parts.view(gloo.size(), shard.numel()), shard)

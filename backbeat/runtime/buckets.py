@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from backbeat.runtime.rounds import Round
 
 
+_address = torch.Tensor.data_ptr
+
+
 class Bucket:
     """One group's gradients, contiguous, with room for the control numbers behind them where it is the last group.
 
@@ -47,11 +50,30 @@ class Bucket:
         held = self.numel + (tail if self.wire is None else 0)
         self.flat = torch.zeros(held, dtype=real, device=self.device)
         self.payload = self.flat[: self.numel]
-        self.views = [] if self.sparse else views_of(self.payload, self.parameters)
-        self._pairs = list(zip(self.parameters, self.views, strict=not self.sparse))
+        self._lay_out([] if self.sparse else views_of(self.payload, self.parameters))
         self._tail_view = self.flat[self.numel :]
         self._scale = 1.0
         self._factor: torch.Tensor | float = 1.0
+
+    def _lay_out(self, views: list[torch.Tensor]) -> None:
+        """These slices of the buffer are the members' gradients."""
+        self.views = views
+        self._pairs = list(zip(self.parameters, views, strict=not self.sparse))
+        self._slices = [view.detach() for view in views]
+        self._addresses = [view.data_ptr() for view in views]
+
+    @property
+    def _in_place(self) -> bool:
+        """No gradient was given other memory (`p.grad.data = …`, `model.to(…)`), which leaves its slice behind."""
+        return list(map(_address, self.views)) == self._addresses
+
+    def _mend(self) -> None:
+        """Slices that were given other memory are the buffer's again; a gradient keeps what it holds."""
+        for (parameter, view), own, address in zip(self._pairs, self._slices, self._addresses, strict=True):
+            if view.data_ptr() != address:
+                if parameter.grad is view:
+                    parameter.grad = view.detach()
+                view.data = own
 
     @property
     def reduced(self) -> torch.Tensor:
@@ -75,6 +97,8 @@ class Bucket:
 
     def take_all(self) -> bool:
         """As `take`, where every member is expected to hold a dense gradient; False, and nothing done, where not."""
+        if not self._in_place:
+            return False
         targets: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
         dense = torch.strided
@@ -93,6 +117,8 @@ class Bucket:
 
     def take(self) -> list[torch.Tensor | None]:
         """Copy the members' gradients into the buffer and take them away; returns what each held."""
+        if not self._in_place:
+            self._mend()
         held: list[torch.Tensor | None] = []
         targets: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
@@ -124,6 +150,8 @@ class Bucket:
             return
         for place, gradient, view in zip(self.members, held, self.views, strict=True):
             if gradient is None:
+                # A hook of the user's took it away after it had arrived.
+                round_.ordinary = round_.ordinary and not round_.dirty[place]
                 continue
             if round_.dirty[place]:
                 round_.used[place] = 1

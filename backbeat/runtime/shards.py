@@ -70,8 +70,7 @@ class ShardedBucket(Bucket):
             shard_start += part
         self._part = shard_start
         self.flat = self.payload = torch.zeros(start, dtype=self.dtype, device=self.device)
-        self.views = [view for at, numel, members in pieces for view in views_of(self.flat[at : at + numel], members)]
-        self._pairs = list(zip(self.parameters, self.views, strict=True))
+        self._lay_out([view for at, numel, members in pieces for view in views_of(self.flat[at : at + numel], members)])
         self.shard = torch.zeros(shard_start + tail, dtype=self.wire or self.dtype, device=self.device)
 
     @property
