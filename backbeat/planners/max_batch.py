@@ -77,7 +77,7 @@ def growth(
 
     for size in sorted(sizes - {0}):
         add(size)
-    while whole > 1 and not any(point.kept for point in points.values()):
+    while whole > max((size for size, point in points.items() if point.kept), default=1):
         whole = add(_smaller(whole)).batch_size
     return [points[size] for size in sorted(points)]
 

@@ -78,9 +78,11 @@ def test_other_models_and_no_samples_are_refused() -> None:
         batches(one, GB // 2)
 
 
-def test_encoded_groups_leave_less_to_a_batch_kept_whole() -> None:
-    """The largest batch whose gradients fit is too large for residuals and scratch; a smaller one is found."""
-    profile, network = resnet152(64), affine(1e-3, 1e-8, workers=4)
+@pytest.mark.parametrize("profiled", [64, 2])
+def test_encoded_groups_leave_less_to_a_batch_kept_whole(profiled: int) -> None:
+    """The largest batch whose gradients fit is too large for residuals and scratch; the next that fits is found, not
+    the profile's own."""
+    profile, network = resnet152(profiled), affine(1e-3, 1e-8, workers=4)
 
     def schedule(there: Profile) -> Plan:
         return plan(there, network, "sparse", density=0.01, memory_bytes=3 * GB)
@@ -88,4 +90,4 @@ def test_encoded_groups_leave_less_to_a_batch_kept_whole() -> None:
     whole, _ = batches(profile, 3 * GB, workers=4)
     kept = [point.batch_size for point in growth(profile, network, 3 * GB, schedule) if point.kept]
     assert kept
-    assert kept[-1] < whole
+    assert whole / 2 < kept[-1] < whole
