@@ -336,7 +336,11 @@ def _row(
         "groups": len(planned.plan.groups),
         "encoded_groups": sum(group.encoding is not None for group in planned.plan.groups),
         **_mixture(planned.plan.memory),
-        "notes": [*([planned.remark] if planned.remark else []), *planned.plan.notes, *prediction.notes],
+        "notes": [
+            *([planned.remark] if planned.remark else []),
+            *planned.plan.notes,
+            *(note for note in prediction.notes if not note.startswith(f"network {setting.name}:")),
+        ],
     }
     steps = ROUNDS * per_round(prediction.iteration_s, given.seconds)
     expected = (steps + UNTIMED) * prediction.iteration_s + BUILD_S
