@@ -274,11 +274,11 @@ class DistributedDataParallel(TorchDDP):  # type: ignore[misc]
         if self._backbeat_backend == "ddp":
             found: tuple[Any, Any] = super()._pre_forward(*inputs, **kwargs)
             return found
-        if self.reducer is None:
-            self._build()
         training = torch.is_grad_enabled()
+        if self.reducer is None and training:
+            self._build()
         if self.decoupled and (not training or _reads_unseen(self._inside)):
-            self.reducer.finish()
+            self.finish()
         if training:
             self.reducer.forward_begins(self.require_backward_grad_sync)
             runner = self.runner
@@ -325,7 +325,8 @@ class DistributedDataParallel(TorchDDP):  # type: ignore[misc]
                 reducer.arm(sync)
 
         for tensor in _find_tensors(output):
-            if tensor.requires_grad:
+            # A leaf (a parameter handed out as it is) outlives the graph: every forward would add a hook to it.
+            if tensor.grad_fn is not None:
                 tensor.register_hook(reached)
         return output
 
@@ -356,6 +357,8 @@ class DistributedDataParallel(TorchDDP):  # type: ignore[misc]
     def join_hook(self, **kwargs: Any) -> Any:
         if self._backbeat_backend == "ddp":
             return super().join_hook(**kwargs)
+        if self.reducer is None:
+            self._build()
         return ShadowHook(self, kwargs.get("divide_by_initial_world_size", True))
 
     def _set_static_graph(self) -> None:

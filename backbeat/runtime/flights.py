@@ -69,10 +69,14 @@ class Flights:
         last = bucket is buckets[-1]
         if round_.streams is not None:
             round_.streams.join(index)
-        if whole and bucket.take_all():
-            round_.whole.append(bucket)
-        else:
-            bucket.pack(round_)
+        try:
+            if whole and bucket.take_all():
+                round_.whole.append(bucket)
+            else:
+                bucket.pack(round_)
+        except RuntimeError as error:
+            job.check_format(error)
+            raise
         rides = last and delivery.carries(bucket)
         try:
             flight = delivery.send(index, bucket, self._word.write(round_, job.step) if rides else None)

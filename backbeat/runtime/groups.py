@@ -32,6 +32,8 @@ class Groups:
             if bucket.views:
                 for place, view in zip(bucket.members, bucket.views, strict=True):
                     self.views[place] = view
+        self.formats = [(p.dtype, p.shape, p.device) for p in parameters]
+        """What each parameter was when its group was made."""
         # Groups of another kind have no places ahead of their sums.
         plain = all(type(bucket) is Bucket for bucket in buckets)
         self._places = (

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from backbeat.errors import InputError
 from backbeat.runtime.faults import CommunicationError, first_line
 from backbeat.units import format_bytes
 
@@ -50,6 +51,17 @@ class Job:
         """Raise if a group has been lost."""
         if self.fault is not None:
             raise self.fault
+
+    def check_format(self, error: RuntimeError) -> None:
+        """Where gradients and buffers do not go together: raise if a parameter was given another format since."""
+        for name, parameter, made in zip(self.names, self.parameters, self.groups.formats, strict=True):
+            found = (parameter.dtype, parameter.shape, parameter.device)
+            if found != made:
+                now, then = (f"{dtype} {tuple(shape)} on {device}" for dtype, shape, device in (found, made))
+                raise InputError(
+                    f"parameter {name!r} is {now}, and was {then} when the model was wrapped: convert a model before "
+                    "wrapping it, or wrap it again"
+                ) from error
 
     def failure(self, group: int, why: BaseException | str, *, step: int | None = None) -> CommunicationError:
         """A group did not arrive: which one, what was in it, and who is to blame."""

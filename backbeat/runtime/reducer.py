@@ -32,7 +32,7 @@ from backbeat.runtime.losses import Losses
 from backbeat.runtime.ownership import claim, release
 from backbeat.runtime.rounds import Round
 from backbeat.runtime.streams import Streams
-from backbeat.runtime.watching import Reach, graph_task, unwatch, watch
+from backbeat.runtime.watching import Reach, graph_task, unwatch, watch, watch_last
 from backbeat.runtime.word import Word
 
 if TYPE_CHECKING:
@@ -94,6 +94,8 @@ class Reducer:
         )
         self.after_step: Callable[[], Callable[[], None] | None] = _no_round
         """A weak reference to what the wrapper does at the end of a step."""
+        self.unreached: Callable[[], Callable[[], None] | None] = _no_round
+        """As weak: what it does when autograd reaches an output, and none of the parameters."""
         self.word = Word(channels.rank, channels.size, strict=strict)
         self._round = self.job.round
         self._flights = Flights(self.job, delivery(self.job), self.word)
@@ -197,6 +199,8 @@ class Reducer:
         """Called at the start of every forward: ends a round that an exception broke off."""
         self._default_sync = sync
         self._reach.forward_begins()
+        if self._handles and (self.job.recorder is not None or not self._expectation.learned):
+            watch_last(self.job.parameters, self._handles)
         if self._round.open and self._token() is None:
             self._break_off()
 
@@ -205,6 +209,8 @@ class Reducer:
         if self._token() is None:
             if self._reach.includes(self.job.parameters):
                 self._begin(sync)
+            elif (unreached := self.unreached()) is not None:
+                unreached()
         elif sync and not self._round.sync:
             self._number()
 
@@ -327,6 +333,8 @@ class Reducer:
                 self.job.groups.take_back()
             if self.job.fault is not None and error is not self.job.fault:
                 raise self.job.fault from error
+            if isinstance(error, RuntimeError):
+                self.job.check_format(error)
             raise
         finally:
             round_.open = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Set
 from typing import TYPE_CHECKING
 
@@ -22,12 +23,36 @@ class Roster:
             for parameter in child.parameters(recurse=False)
         }
         managed = [(name, parameter) for name, parameter in module.named_parameters() if name not in ignored]
+        self._module = weakref.ref(module)
+        self._ignored = ignored
+        self._places: list[tuple[dict[str, Parameter | None], str, Parameter]] = []
+        """Where each parameter stands in its module."""
         self.names: list[str] = []
         self.parameters: list[Parameter] = []
         self.sparse: list[bool] = []
         """Whether each one's gradients name the rows they are of."""
         self._extend([(name, parameter) for name, parameter in managed if parameter.requires_grad])
         self.frozen = [(name, parameter) for name, parameter in managed if not parameter.requires_grad]
+
+    def stranger(self) -> str | None:
+        """The name of a trainable parameter that has taken the place of one that is managed, where there is any."""
+        if self._places and all(held.get(name) is parameter for held, name, parameter in self._places):
+            return None
+        module = self._module()
+        if module is None:
+            return None
+        known = {id(parameter) for parameter in self.parameters} | {id(parameter) for _, parameter in self.frozen}
+        for name, parameter in module.named_parameters():
+            if parameter.requires_grad and name not in self._ignored and id(parameter) not in known:
+                return name
+        # Moved at most, as parametrizations and pruning do with a parameter that stays the same.
+        self._places = [
+            (child._parameters, name, parameter)
+            for child in module.modules()
+            for name, parameter in child._parameters.items()
+            if parameter is not None and id(parameter) in known
+        ]
+        return None
 
     def wake(self) -> int:
         """Take in parameters that became trainable; returns how many."""

@@ -75,6 +75,7 @@ class Runner:
             delivery=_delivery(partition, settings),
         )
         self.reducer.after_step = weakref.WeakMethod(self.after_step)
+        self.reducer.unreached = weakref.WeakMethod(self.check_roster)
         self.recorder = Recorder(device)
         self.tuner: Tuner | None = None
         if settings.strategy is not None:
@@ -86,6 +87,8 @@ class Runner:
 
     def after_step(self) -> None:
         """At the end of each synchronised backward, on every rank alike: settle the groups, sample the times."""
+        if not self.reducer.word.regular:
+            self.check_roster()
         if not self.settled:
             self._settle_in_ready_order()
         if self.tuner is not None and self.tuner.state != "settled":
@@ -94,6 +97,16 @@ class Runner:
             following = self.reducer.step + 1
             sampled = following <= SAMPLED_FIRST or following % SAMPLED_EVERY == 0
             self.reducer.recorder = self.recorder if sampled else None
+
+    def check_roster(self) -> None:
+        """Where gradients did not come as expected: refuse a model that has other parameters than when it was wrapped."""
+        name = self.roster.stranger()
+        if name is not None:
+            raise InputError(
+                f"parameter {name!r} came into the model after it had been wrapped (load_state_dict(assign=True), "
+                "module.weight = …), and its gradients are not reduced: wrap the model again, or write into the "
+                "parameters that were there (copy_)"
+            )
 
     def _settle_in_ready_order(self) -> None:
         """As stock DDP does once: buckets again, in the order in which rank 0's gradients became ready."""

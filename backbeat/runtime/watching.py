@@ -60,6 +60,14 @@ def watch(
     return parameter.register_post_accumulate_grad_hook(arrived)
 
 
+def watch_last(parameters: Sequence[Parameter], handles: list[Any]) -> None:
+    """The user's own hooks on a gradient come before ours, which may take it away."""
+    for parameter, handle in zip(parameters, handles, strict=True):
+        hooks: Any = parameter._post_accumulate_grad_hooks
+        if len(hooks) > 1 and handle.id in hooks and next(reversed(hooks)) != handle.id:
+            hooks[handle.id] = hooks.pop(handle.id)
+
+
 def unwatch(handles: list[Any]) -> None:
     for handle in handles:
         handle.remove()
