@@ -15,9 +15,6 @@ if TYPE_CHECKING:
     from backbeat.runtime.rounds import Round
 
 
-_address = torch.Tensor.data_ptr
-
-
 class Bucket:
     """One group's gradients, contiguous, with room for the control numbers behind them where it is the last group.
 
@@ -60,12 +57,12 @@ class Bucket:
         self.views = views
         self._pairs = list(zip(self.parameters, views, strict=not self.sparse))
         self._slices = [view.detach() for view in views]
-        self._addresses = [view.data_ptr() for view in views]
+        self._addresses = addresses_of(views)
 
     @property
     def _in_place(self) -> bool:
         """No gradient was given other memory (`p.grad.data = …`, `model.to(…)`), which leaves its slice behind."""
-        return list(map(_address, self.views)) == self._addresses
+        return addresses_of(self.views) == self._addresses
 
     def _mend(self) -> None:
         """Slices that were given other memory are the buffer's again; a gradient keeps what it holds."""
@@ -196,7 +193,7 @@ class Bucket:
     def late_message(self, late: Set[int], scale: float) -> torch.Tensor:
         """Gradients that came after the group had left, scaled, and behind them one number a member that has one."""
         message = torch.zeros(self.numel + len(self.members), dtype=self.dtype, device=self.device)
-        slots = views_of(message[: self.numel], self.parameters)
+        slots = views_of(message[: self.numel], self._slices)
         for position, (place, parameter) in enumerate(zip(self.members, self.parameters, strict=True)):
             if place in late and parameter.grad is not None:
                 slots[position].copy_(parameter.grad)
@@ -216,16 +213,21 @@ class Bucket:
         self.payload.fill_(float("nan"))
 
 
+def addresses_of(views: Sequence[torch.Tensor]) -> list[int]:
+    """Where their memory begins."""
+    return list(map(torch.Tensor.data_ptr, views))
+
+
 def _narrower(wire: torch.dtype, dtype: torch.dtype) -> bool:
     return wire.itemsize < dtype.itemsize
 
 
-def reals(parameter: Parameter) -> int:
+def reals(parameter: torch.Tensor) -> int:
     """Real numbers that a parameter's gradient is made of."""
     return parameter.numel() * (2 if parameter.dtype.is_complex else 1)
 
 
-def views_of(payload: torch.Tensor, parameters: Sequence[Parameter]) -> list[torch.Tensor]:
+def views_of(payload: torch.Tensor, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Slices shaped like the parameters, with their strides where these are dense (channels-last stays so)."""
     views: list[torch.Tensor] = []
     start = 0

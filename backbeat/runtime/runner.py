@@ -99,7 +99,7 @@ class Runner:
             self.reducer.recorder = self.recorder if sampled else None
 
     def check_roster(self) -> None:
-        """Where gradients did not come as expected: refuse a model that has other parameters than when it was wrapped."""
+        """Where gradients did not come as expected: refuse a model with other parameters than were wrapped."""
         name = self.roster.stranger()
         if name is not None:
             raise InputError(

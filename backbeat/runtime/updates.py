@@ -38,7 +38,7 @@ class Updates:
 
     def __init__(self) -> None:
         self._optimizers: list[Optimizer] = []
-        self._owners: dict[int, list[tuple[Optimizer, int]]] = {}
+        self._owners: dict[int, tuple[Optimizer, int]] = {}
         self._known: list[tuple[int, ...]] = []
         """Which parameters each group of each optimizer had when owners were looked up, and which there were."""
         self._shares: dict[tuple[int, ...], list[_Share]] = {}
@@ -61,11 +61,27 @@ class Updates:
         attach(optimizer)
         checking = weakref.WeakMethod(check_step)
         optimizer.register_step_pre_hook(lambda *_: _checked(checking))
+        self._take_over(optimizer)
         self._optimizers.append(optimizer)
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                _updated[parameter] = True
+        self._known = []
+        _note_updated(optimizer)
         _guard_clipping()
+
+    def _take_over(self, optimizer: Optimizer) -> None:
+        """An optimizer made in another's place: two would update their common parameters twice in every step."""
+        mine = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        for other in tuple(self._optimizers):
+            theirs = {id(parameter) for group in other.param_groups for parameter in group["params"]}
+            if mine & theirs:
+                logger.warning(
+                    "%s takes over %d of the %d parameters that %s had, which updates these no more",
+                    type(optimizer).__name__,
+                    len(mine & theirs),
+                    len(theirs),
+                    type(other).__name__,
+                )
+            if theirs <= mine:
+                self._optimizers.remove(other)
 
     def check(self, names: Sequence[str], parameters: Sequence[Parameter]) -> None:
         """Look up who updates what; every parameter must be somebody's."""
@@ -75,9 +91,11 @@ class Updates:
             return
         self._owners, self._shares = {}, {}
         for optimizer in self._optimizers:
+            _note_updated(optimizer)
             for index, group in enumerate(optimizer.param_groups):
                 for parameter in group["params"]:
-                    self._owners.setdefault(id(parameter), []).append((optimizer, index))
+                    # The one handed over last.
+                    self._owners[id(parameter)] = (optimizer, index)
         for name, parameter in zip(names, parameters, strict=True):
             if id(parameter) not in self._owners:
                 raise InputError(
@@ -88,9 +106,9 @@ class Updates:
 
     def momentum_of(self, parameter: Parameter) -> float:
         """The momentum that its optimizer asks for at present; 0 where it has none."""
-        for optimizer, index in self._owners.get(id(parameter), ()):
-            if isinstance(optimizer, torch.optim.SGD):
-                return float(optimizer.param_groups[index]["momentum"])
+        owner = self._owners.get(id(parameter))
+        if owner is not None and isinstance(owner[0], torch.optim.SGD):
+            return float(owner[0].param_groups[owner[1]]["momentum"])
         return 0.0
 
     def apply(self, parameters: Sequence[Parameter], *, without_momentum: bool) -> None:
@@ -112,9 +130,16 @@ class Updates:
     def _shared(self, parameters: Sequence[Parameter]) -> list[_Share]:
         shares: dict[tuple[int, int], _Share] = {}
         for parameter in parameters:
-            for optimizer, index in self._owners.get(id(parameter), ()):
+            if id(parameter) in self._owners:
+                optimizer, index = self._owners[id(parameter)]
                 shares.setdefault((id(optimizer), index), (optimizer, index, []))[2].append(parameter)
         return list(shares.values())
+
+
+def _note_updated(optimizer: Optimizer) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            _updated[parameter] = True
 
 
 def _checked(checking: Callable[[], Callable[[], None] | None]) -> None:
