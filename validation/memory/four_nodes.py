@@ -224,6 +224,7 @@ class Table:
             return call()
         finally:
             self.document["took_s"][what] = round(time.monotonic() - begun, 1)
+            self.save()
 
     def add(self, key: str, row: dict[str, Any]) -> None:
         self.document["rows"][key] = {"what": WAYS[key].title, **row}
