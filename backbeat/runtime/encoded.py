@@ -8,12 +8,6 @@ the device holds one group.
 Ranks stay alike whatever happens: a group that has arrived is applied on every rank, even where the step turns out to
 have failed on one. Without updates a failed step is undone instead: every rank takes back what it sent.
 
-On a GPU a group that is complete is handed to another thread (`courier`), which selects and packs it while this one
-goes on with backward. Its collective starts a few gradients later, from this thread: so its place among all
-collectives, those of a model that synchronises batch norms included, is the same on every rank. Updates stay here, too:
-only backward's own thread knows what else becomes of `.grad`. Whatever must not happen beside that begins with
-`_settle`.
-
 Exchanges of several collectives (a tree, low rank) go on at fixed points of the launch order, two launches later, and
 the rest when backward has ended: so the order of collectives is the same on every rank.
 """
@@ -26,12 +20,10 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed import DistError
 
 from backbeat.errors import InputError
 from backbeat.runtime import control
 from backbeat.runtime.buckets import Bucket
-from backbeat.runtime.courier import KINDS, Courier
 from backbeat.runtime.decoupled import plainly
 from backbeat.runtime.delivery import Delivery
 from backbeat.runtime.encoded_bucket import EncodedBucket
@@ -50,13 +42,10 @@ if TYPE_CHECKING:
     from backbeat.runtime.partition import GroupSpec, Partition
     from backbeat.sparse.exchange import Collective
 
-PATIENCE = 8
-"""Gradients that arrive before the collective of a group that another thread encodes is started."""
 LAG = 2
 """Launches after which an exchange of several collectives goes on."""
 
 _cuda: Any = torch.cuda
-_profiling = torch._C._autograd._profiler_enabled
 
 
 class EncodedDelivery(Delivery):
@@ -81,11 +70,6 @@ class EncodedDelivery(Delivery):
         self._side: Any = _cuda.Stream(device) if device.type == "cuda" else None
         # Where waiting means to wait on a stream, an exchange is queued whole when its group leaves.
         self._queues = self._side is not None and job.channels.backend == "nccl"
-        # Buffers that groups take in turns, as residuals on the host do, belong to one thread.
-        self._courier = Courier(device) if device.type in KINDS and not host else None
-        self._apart: tuple[Flight, EncodedBucket] | None = None
-        """The group that the courier has."""
-        self._patience = 0
 
     @property
     def attached(self) -> bool:
@@ -104,7 +88,6 @@ class EncodedDelivery(Delivery):
             )
 
     def prepare(self, partition: Partition) -> None:
-        self._settle()
         # Refuses what cannot be, while the groups there are go on as they were.
         self._stores = Stores(
             partition,
@@ -121,7 +104,7 @@ class EncodedDelivery(Delivery):
         return self.options.momentum_correction and self.updates.have_momentum
 
     def bucket(self, spec: GroupSpec, tail: int) -> Bucket:
-        if spec.encoding is None or not numel_of(spec, self.job):
+        if spec.encoding is None:
             # The control numbers of encoded plans need fp32 and travel alone.
             return super().bucket(spec, 0)
         job = self.job
@@ -162,12 +145,8 @@ class EncodedDelivery(Delivery):
         return False
 
     def send(self, group: int, bucket: Bucket, control: torch.Tensor | None) -> Flight:
-        self._settle()
         round_ = self.job.round
-        last = group == len(self.job.groups.buckets) - 1
-        if isinstance(bucket, EncodedBucket) and not last and self._may_leave_apart(bucket):
-            return self._hand_over(group, bucket)
-        if round_.late and last:
+        if round_.late and group == len(self.job.groups.buckets) - 1:
             self._fold_late()
         if not isinstance(bucket, EncodedBucket):
             if not (round_.absent or round_.broken):
@@ -180,73 +159,16 @@ class EncodedDelivery(Delivery):
             return flight
         with self._beside():
             self._go_on(group)
-            flight = Flight(group, bucket, bucket.payload, self._post(group, bucket, self._begin(bucket)))
-            if self._queues and self._courier is None and self._may_deliver(bucket):
-                self._step_on(group, bucket)
-                self._use(bucket)
-        self._collect(group)
+            encoding = bucket.spec.encoding
+            target = encoding.density if encoding is not None else None
+            step = self._carried.step
+            density = None if target is None else density_at(step, target, self.options.warmup_steps)
+            self._post(group, bucket, bucket.begin(step=step, scale=self.job.scale, density=density))
+            flight = Flight(group, bucket, bucket.payload, bucket.work)
+            if self._queues and self._may_deliver(bucket):
+                self._deliver(group, bucket)
+        self._collect()
         return flight
-
-    def _begin(self, bucket: EncodedBucket) -> Collective:
-        encoding = bucket.spec.encoding
-        target = encoding.density if encoding is not None else None
-        step = self._carried.step
-        density = None if target is None else density_at(step, target, self.options.warmup_steps)
-        return bucket.begin(step=step, scale=self.job.scale, density=density)
-
-    def _may_leave_apart(self, bucket: EncodedBucket) -> bool:
-        """Not where somebody takes times, which are those of this thread."""
-        if self._courier is None or self._takes_rounds or self.job.recorder is not None or _profiling():
-            return False
-        return self._may_deliver(bucket)
-
-    def _hand_over(self, group: int, bucket: EncodedBucket) -> Flight:
-        assert self._courier is not None
-        flight = Flight(group, bucket, bucket.payload, None)
-        ready = None if self._side is None else _cuda.current_stream(self.job.channels.device).record_event()
-
-        def encode() -> None:
-            with self._beside(ready):
-                bucket.wanted = self._begin(bucket)
-
-        self._courier.take(encode)
-        self._apart = (flight, bucket)
-        # The next gradients take the long way, where they are counted.
-        self._patience = PATIENCE
-        self.arrived = self._tick
-        self.job.round.slow = True
-        return flight
-
-    def _tick(self, place: int) -> None:
-        self._patience -= 1
-        if self._patience <= 0:
-            self._settle()
-
-    def _settle(self) -> None:
-        """Send the group that the courier has. If encoding failed, it has not left."""
-        if self._courier is None or self._apart is None:
-            return
-        flight, bucket = self._apart
-        round_ = self.job.round
-        self._apart = self.arrived = None
-        round_.slow = round_.hold or self.job.recorder is not None
-        try:
-            self._courier.settle()
-            wanted, bucket.wanted = bucket.wanted, None
-            assert wanted is not None
-            with self._beside():
-                flight.work = self._post(flight.group, bucket, wanted)
-        except BaseException as error:
-            round_.launched = flight.group
-            del round_.flights[flight.group :]
-            if isinstance(error, DistError):
-                raise self.job.failure(flight.group, error) from error
-            raise
-        self._collect(flight.group)
-
-    def await_ends(self) -> None:
-        self._settle()
-        super().await_ends()
 
     def sign(self, message: torch.Tensor) -> None:
         """Tell the others of a gradient that was not finite; `message` will hold the sums."""
@@ -268,7 +190,6 @@ class EncodedDelivery(Delivery):
         message[layout.faults_at + self.job.channels.rank].copy_(self._places[1].masked_fill(fine, 0).amax())
 
     def received(self, flight: Flight) -> torch.Tensor:
-        self._settle()
         bucket = flight.bucket
         if not isinstance(bucket, EncodedBucket):
             return super().received(flight)
@@ -337,13 +258,11 @@ class EncodedDelivery(Delivery):
 
     def state(self) -> dict[str, Any]:
         """This rank's residuals by name."""
-        self._settle()
         self._join()
         return self._carried.state(self._encoded)
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Replace this rank's residuals."""
-        self._settle()
         self._join()
         self._carried.load(state, self._encoded)
 
@@ -360,20 +279,18 @@ class EncodedDelivery(Delivery):
             round_.late.discard(place)
             self.job.parameters[place].grad = None
 
-    def _post(self, group: int, bucket: EncodedBucket, wanted: Collective) -> Any:
+    def _post(self, group: int, bucket: EncodedBucket, wanted: Collective) -> None:
         channel = self.job.channel(bucket.spec.channel)
         message = wanted.message
         if wanted.kind == "all_reduce":
-            result, work = message, channel.all_reduce(message)
+            bucket.result, bucket.work = message, channel.all_reduce(message)
         elif wanted.kind == "all_gather":
-            result = message.new_empty(message.numel() * self.job.channels.size)
-            work = channel.all_gather(result, message)
+            bucket.result = message.new_empty(message.numel() * self.job.channels.size)
+            bucket.work = channel.all_gather(bucket.result, message)
         else:
-            result = torch.empty_like(message)
-            work = channel.swap(result, message, wanted.peer)
+            bucket.result = torch.empty_like(message)
+            bucket.work = channel.swap(bucket.result, message, wanted.peer)
         bucket.sent_at = group
-        bucket.result, bucket.work = result, work
-        return work
 
     def _step_on(self, group: int, bucket: EncodedBucket) -> None:
         """Wait for the collective under way, and start what follows it."""
@@ -403,24 +320,23 @@ class EncodedDelivery(Delivery):
             return False
         return not round_.late or round_.late.isdisjoint(bucket.members)
 
-    def _use(self, bucket: EncodedBucket) -> None:
+    def _deliver(self, group: int, bucket: EncodedBucket) -> None:
+        self._step_on(group, bucket)
         if self.attached:
             self._apply(bucket, None)
         else:
             bucket.decode()
 
-    def _collect(self, but: int = -1) -> None:
-        """Deal with groups that have arrived, where the host is told of it. Where waiting is queued, with all but the
-        one that just left: what follows on this stream would wait for it."""
-        if self._queues and self._courier is None:
+    def _collect(self) -> None:
+        """Deal with groups that have arrived, where the host is told of it."""
+        if self._queues:
             return
         for index, bucket in enumerate(self.job.groups.buckets[: self.job.round.launched + 1]):
-            if not isinstance(bucket, EncodedBucket) or bucket.work is None or not self._may_deliver(bucket):
+            if not isinstance(bucket, EncodedBucket) or bucket.work is None:
                 continue
-            if index != but if self._queues else bucket.work.is_completed():
+            if self._may_deliver(bucket) and bucket.work.is_completed():
                 with self._beside():
-                    self._step_on(index, bucket)
-                    self._use(bucket)
+                    self._deliver(index, bucket)
 
     def _apply(self, bucket: EncodedBucket, used: Sequence[bool] | None) -> None:
         if bucket.write is None:
@@ -441,18 +357,15 @@ class EncodedDelivery(Delivery):
                 self.updates.apply(present, without_momentum=False)
 
     @contextmanager
-    def _beside(self, ready: Any = None) -> Iterator[None]:
-        """Beside backward, on a stream of its own that has seen everything queued so far, or what was queued at an
-        event; without autocast, which would round what a backward inside it encodes."""
+    def _beside(self) -> Iterator[None]:
+        """Beside backward, on a stream of its own that has seen everything queued so far; without autocast, which would
+        round what a backward inside it encodes."""
         device = self.job.channels.device
         with plainly(device.type):
             if self._side is None:
                 yield
                 return
-            if ready is None:
-                self._side.wait_stream(_cuda.current_stream(device))
-            else:
-                self._side.wait_event(ready)
+            self._side.wait_stream(_cuda.current_stream(device))
             with _cuda.stream(self._side):
                 yield
 

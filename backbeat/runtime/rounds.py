@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from backbeat.runtime.streams import Streams
 
@@ -13,15 +12,14 @@ if TYPE_CHECKING:
     from backbeat.runtime.buckets import Bucket
 
 
-@dataclass(slots=True)
-class Flight:
+class Flight(NamedTuple):
     """A group on its way."""
 
     group: int
     bucket: Bucket
     message: torch.Tensor
     work: Any
-    """A `Work`, or the future that a communication hook returned; None while another thread is about to send it."""
+    """A `Work`, or the future that a communication hook returned."""
 
 
 class Round:

@@ -19,6 +19,7 @@ from scenarios_graphs import Branches, Breakable, Twice
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+from torch.utils.checkpoint import checkpoint
 
 from backbeat.errors import InputError
 from backbeat.model import Plan
@@ -372,6 +373,52 @@ def late_gradients_wait_in_the_residual(ctx: Context) -> None:
     left = owed(ctx, wrapped)
     for key, value in total.items():
         torch.testing.assert_close(sent[key] + left[key], value, rtol=1e-4, atol=1e-5)
+
+
+class Again(nn.Module):
+    """A block used plainly and, where the caller says so, once more before that under a reentrant checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
+        self.last = nn.Linear(6, 6)
+        self.block = nn.Linear(6, 6)
+        self.nested = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.first(x))
+        y = checkpoint(self.block, x, use_reentrant=True) if self.nested else x
+        return self.block(torch.tanh(self.last(y)))
+
+
+@check
+def late_gradients_meet_an_update(ctx: Context) -> None:
+    """A gradient that comes after its group has arrived, and before it is applied, is not taken for the group's."""
+    rate = 1e-3
+    wrapped = wrap(ctx, SOME, Again)
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=rate)
+    wrapped.attach(optimizer)
+    before = {name: parameter.detach().clone() for name, parameter in wrapped.module.named_parameters()}
+    total: dict[str, Any] = {}
+
+    def everything_has_come(_: torch.Tensor) -> None:
+        for flight in wrapped.reducer.job.round.flights:
+            if flight.work is not None:
+                flight.work.wait()
+
+    wrapped.module.first[2].weight.register_hook(everything_has_come)
+    for step in range(6):
+        wrapped.module.nested = step > 2
+        for key, value in local_gradients(ctx, wrapped.module, step).items():
+            total[key] = total.get(key, 0) + value
+        backward(ctx, wrapped, step)
+        optimizer.step()
+        optimizer.zero_grad()
+    left = owed(ctx, wrapped)
+    for name, parameter in wrapped.module.named_parameters():
+        found = (before[name] - parameter.detach()) / rate + left[name]
+        # Updates within backward move the weights that later gradients are computed with.
+        torch.testing.assert_close(found, total[name], rtol=0.02, atol=2e-3, msg=lambda t, n=name: f"{n}: {t}")
 
 
 @check

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from courier_checks import CHECKS as COURIER_CHECKS
 from encoded_checks import CHECKS
 from rank_pool import DEVICE, SIZES, RankPool
 from runtime_scenarios import SCENARIOS
@@ -33,10 +32,10 @@ def test_everything_sent_is_a_dense_plan(name: str, ranks: Callable[[int], RankP
     _run(ranks(SIZES[0]), name, "encoded")
 
 
-@pytest.mark.parametrize("name", sorted({**CHECKS, **COURIER_CHECKS}))
+@pytest.mark.parametrize("name", sorted(CHECKS))
 @pytest.mark.parametrize("size", SIZES)
 def test_encoded(name: str, size: int, ranks: Callable[[int], RankPool]) -> None:
-    if (size != 2 and name in ON_TWO_ONLY) or (size > 2 and name == "courier_beside_backward"):
+    if size != 2 and name in ON_TWO_ONLY:
         pytest.skip("tried on two ranks")
     if DEVICE != "cpu" and name in ON_TWO_ONLY:
         pytest.skip("on NCCL, where waiting does not raise, a lost rank is tried in test_lost_rank.py")
