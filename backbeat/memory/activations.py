@@ -22,6 +22,11 @@ What composes, and what does not:
 - `torch.utils.checkpoint` inside a block hides from the plan what it saves itself: right, but nothing gained.
 - `torch.func.functional_call` with other parameters is refused in backward; `nn.DataParallel` at once, because its
   replicas would share one model's blocks.
+- Random numbers of a second run are those of the first as far as they come from torch's own generators. A block that
+  draws from Python's `random`, NumPy or a generator of its own, or counts its calls in an attribute, must be kept: its
+  gradients would be wrong without a word.
+- Under `torch.func.vmap` and its kin everything is kept. A block that uses `torch.func.grad` inside must be kept: torch
+  refuses that under the hooks by which a plan learns what is saved.
 - `torch.no_grad` and evaluation run as if nothing were applied. `retain_graph=True` keeps recomputed tensors too.
 """
 
@@ -48,6 +53,9 @@ if TYPE_CHECKING:
     from backbeat.model import Segment
 
 
+_transformed: Any = torch._C._functorch.peek_interpreter_stack
+
+
 class Policy(Protocol):
     """What is done with the blocks of one segment."""
 
@@ -69,7 +77,7 @@ class BlockForward:
         functools.update_wrapper(self, self.original, updated=())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or _transformed() is not None:
             return self.original(*args, **kwargs)
         return self.policy.run(self, args, kwargs)
 

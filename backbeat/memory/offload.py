@@ -171,17 +171,22 @@ class Unsent:
 class Away:
     """A tensor whose storage is a parcel."""
 
-    __slots__ = ("_dtype", "_offset", "_shape", "_stride", "parcel")
+    __slots__ = ("_conjugate", "_dtype", "_negative", "_offset", "_shape", "_stride", "parcel")
 
     def __init__(self, parcel: Parcel | Unsent, tensor: torch.Tensor) -> None:
         self.parcel = parcel
         self._dtype = tensor.dtype
         self._shape, self._stride, self._offset = tensor.shape, tensor.stride(), tensor.storage_offset()
+        # Torch conjugates and negates by a mark on the tensor: its memory is as it was.
+        self._conjugate, self._negative = tensor.is_conj(), tensor.is_neg()
 
     def tensor(self) -> torch.Tensor:
         storage = self.parcel.storage()
         empty = torch.empty(0, dtype=self._dtype, device=storage.device)
-        return empty.set_(storage, self._offset, self._shape, self._stride)
+        found = empty.set_(storage, self._offset, self._shape, self._stride)
+        if self._conjugate:
+            found = found.conj()
+        return torch._neg_view(found) if self._negative else found
 
 
 class Tape:

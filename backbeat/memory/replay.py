@@ -22,8 +22,8 @@ class Surroundings(NamedTuple):
     device_random: tuple[tuple[torch.device, torch.Tensor], ...]
     autocast: tuple[tuple[str, bool, torch.dtype], ...]
     training: tuple[bool, ...]
-    weights: tuple[tuple[int, int], ...]
-    """Which tensors the parameters were, and how often each had been written into."""
+    weights: tuple[tuple[int, int, int], ...]
+    """Which tensors the parameters were, how often each had been written into, and where their memory was."""
 
     @classmethod
     def of(cls, module: nn.Module, tensors: list[torch.Tensor]) -> Surroundings:
@@ -75,8 +75,16 @@ def as_before(name: str, module: nn.Module, before: Surroundings) -> Iterator[No
         _set_random(host_random, device_random)
 
 
-def _weights(module: nn.Module) -> tuple[tuple[int, int], ...]:
-    return tuple((id(parameter), parameter._version) for parameter in module.parameters())
+def _weights(module: nn.Module) -> tuple[tuple[int, int, int], ...]:
+    return tuple((id(parameter), parameter._version, _address(parameter)) for parameter in module.parameters())
+
+
+def _address(parameter: nn.Parameter) -> int:
+    try:
+        return parameter.data_ptr()
+    except (NotImplementedError, RuntimeError):
+        # Of a class that has no memory of its own.
+        return 0
 
 
 def _set_random(host: torch.Tensor, devices: object) -> None:
@@ -106,7 +114,7 @@ def _scratch(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> tor
 def _statistics_apart(name: str, modules: list[nn.Module]) -> Iterator[None]:
     """Norms in train mode write their running statistics, which they do not read, into scratch."""
     taken: list[tuple[nn.Module, dict[str, torch.Tensor | None]]] = []
-    others: list[tuple[torch.Tensor, int]] = []
+    others: list[tuple[dict[str, torch.Tensor | None], str, torch.Tensor, int]] = []
     for module in modules:
         buffers = module._buffers
         if not buffers:
@@ -117,13 +125,13 @@ def _statistics_apart(name: str, modules: list[nn.Module]) -> Iterator[None]:
                 if buffer is not None:
                     buffers[key] = _scratch(buffer.shape, buffer.dtype, buffer.device)
         else:
-            others += [(buffer, buffer._version) for buffer in buffers.values() if buffer is not None]
+            others += [(buffers, key, buffer, buffer._version) for key, buffer in buffers.items() if buffer is not None]
     try:
         yield
     finally:
         for module, kept in taken:
             module._buffers.update(kept)
-    if any(buffer._version != version for buffer, version in others):
+    if any(held.get(key) is not buffer or buffer._version != version for held, key, buffer, version in others):
         raise InputError(
             f"block {name!r} writes into a buffer of its own in forward: recomputing it would do so twice; keep it"
         )

@@ -579,6 +579,63 @@ def test_a_block_that_writes_its_own_buffers_is_refused_by_name():
         loss_of(model, (torch.randn(4, 8), torch.randint(0, 10, (4,)))).backward()
 
 
+class Replaces(Counts):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen = self.seen + 1
+        return self.inner(x).sin() * self.seen
+
+
+def test_a_block_that_replaces_its_own_buffers_is_refused_by_name():
+    model = nn.Sequential(Replaces(), nn.Linear(8, 10))
+    apply(model, alone(["0"], "recompute"))
+    with pytest.raises(InputError, match="block '0' writes into a buffer"):
+        loss_of(model, (torch.randn(4, 8), torch.randint(0, 10, (4,)))).backward()
+
+
+def test_parameters_given_other_memory_before_backward_are_refused():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 10))
+    apply(model, alone(["0"], "recompute"))
+    loss = loss_of(model, (torch.randn(4, 8), torch.randint(0, 10, (4,))))
+    for parameter in model.parameters():
+        parameter.data = parameter.data * 3
+    with pytest.raises(InputError, match="parameters of block '0' were changed"):
+        loss.backward()
+
+
+class Spectrum(nn.Module):
+    """Saves tensors that are conjugates and negatives by a mark alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = torch.complex(self.inner(x), x)
+        return (found * found.conj()).real.tanh() + found.conj().imag * self.inner(x)
+
+
+@pytest.mark.parametrize(("action", "where"), POLICIES)
+def test_conjugates_and_negatives(action, where):
+    model = nn.Sequential(Spectrum(), Spectrum(), nn.Linear(8, 10))
+    batch = (torch.randn(4, 8), torch.randint(0, 10, (4,)))
+    expected = copy.deepcopy(model)
+    loss_of(expected, batch).backward()
+    with apply(model, alone(["0", "1"], action, where)):
+        loss_of(model, batch).backward()
+    assert same([p.grad for p in model.parameters()], [p.grad for p in expected.parameters()])
+
+
+@pytest.mark.parametrize(("action", "where"), POLICIES)
+def test_under_vmap_everything_is_kept(action, where):
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 10))
+    x = torch.randn(4, 8)
+    expected = copy.deepcopy(model)
+    torch.func.vmap(expected)(x).square().sum().backward()
+    with apply(model, alone(["0", "2"], action, where)):
+        torch.func.vmap(model)(x).square().sum().backward()
+    assert same([p.grad for p in model.parameters()], [p.grad for p in expected.parameters()])
+
+
 def test_blocks_compiled_one_by_one_train_alike():
     model, batch = transformer_case()
     layers = TRANSFORMER[1:3]
