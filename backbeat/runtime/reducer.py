@@ -314,19 +314,21 @@ class Reducer:
 
     def _finish_round(self) -> None:
         round_ = self._round
+        # As `no_grad`, whose object costs as much as a short wait.
+        enabled = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)
         try:
-            with torch.no_grad():
-                self._flights.launch_rest()
-                if round_.plain:
-                    # Most likely all will be well. This takes as long as the last group's thread needs to wake up.
-                    round_.lent = self.job.groups.lend()
-                numbers = self._flights.land()
-                verdict = self._read(numbers)
-                self.job.check()
-                if verdict is not None and verdict.late:
-                    self._flights.repeat(verdict)
-                self.delivery.hand_back(verdict)
-                self._learn(verdict)
+            self._flights.launch_rest()
+            if round_.plain:
+                # Most likely all will be well. This takes as long as the last group's thread needs to wake up.
+                round_.lent = self.job.groups.lend()
+            numbers = self._flights.land()
+            verdict = self._read(numbers)
+            self.job.check()
+            if verdict is not None and verdict.late:
+                self._flights.repeat(verdict)
+            self.delivery.hand_back(verdict)
+            self._learn(verdict)
         except BaseException as error:
             self.word.regular = False
             if round_.lent:
@@ -337,6 +339,7 @@ class Reducer:
                 self.job.check_format(error)
             raise
         finally:
+            torch._C._set_grad_enabled(enabled)
             round_.open = False
             if self._losses is not None:
                 self._losses.remember(round_.flights, self.job.step)
