@@ -104,7 +104,7 @@ class EncodedDelivery(Delivery):
         return self.options.momentum_correction and self.updates.have_momentum
 
     def bucket(self, spec: GroupSpec, tail: int) -> Bucket:
-        if spec.encoding is None:
+        if spec.encoding is None or not numel_of(spec, self.job):
             # The control numbers of encoded plans need fp32 and travel alone.
             return super().bucket(spec, 0)
         job = self.job

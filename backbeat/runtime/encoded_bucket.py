@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from backbeat.errors import InputError
-from backbeat.runtime.buckets import Bucket, views_of
+from backbeat.runtime.buckets import Bucket, addresses_of, views_of
 from backbeat.sparse.residual import Residual, Scratch, Store, accumulate, add_finite
 
 if TYPE_CHECKING:
@@ -48,6 +48,11 @@ class EncodedBucket(Bucket):
         self.spec = spec
         self.members = spec.members
         self.parameters = [parameters[place] for place in spec.members]
+        # Members keep these places in every buffer, whatever memory format they are given later.
+        self._layout = [
+            torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device="meta")
+            for parameter in self.parameters
+        ]
         self.device = self.parameters[0].device
         self.sparse = False
         self.wire = None
@@ -57,7 +62,8 @@ class EncodedBucket(Bucket):
         self.numel = sum(parameter.numel() for parameter in self.parameters)
         held = self.numel if dense else 0
         self.flat = self.payload = torch.zeros(held, dtype=self.parameters[0].dtype, device=self.device)
-        self._slots = views_of(self.payload, self.parameters) if dense else []
+        self._dense = dense
+        self._lay_slots()
         self.compressor = compressor
         self.store = store
         self._sent_bytes = sent_bytes
@@ -76,7 +82,7 @@ class EncodedBucket(Bucket):
         self._muted = False
         self._exchange: Exchange | None = None
         self.touched = bytearray(len(self.members))
-        """Members whose residual has ever got anything."""
+        """Members that any rank has ever used, or whose residual has got anything."""
         self.frozen: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
         """Residual and velocity of members that were frozen since."""
         self.whole = False
@@ -87,6 +93,11 @@ class EncodedBucket(Bucket):
         self.write: Write | None = None
         """Writes the mean, once everything has arrived; None when that is done or not yet possible."""
         self.sent_at = -1
+
+    def _lay_slots(self) -> None:
+        """Where the decoded mean of each member is looked at as `.grad`."""
+        self._slots = views_of(self.payload, self._layout) if self._dense else []
+        self._addresses = addresses_of(self._slots)
 
     @property
     def bytes(self) -> int:
@@ -114,10 +125,14 @@ class EncodedBucket(Bucket):
         arrived, gradients = [], []
         for position, (place, parameter) in enumerate(zip(self.members, self.parameters, strict=True)):
             gradient = parameter.grad
-            if gradient is not None and round_.dirty[place]:
+            if gradient is None:
+                # A hook of the user's took it away after it had arrived.
+                round_.ordinary = round_.ordinary and not round_.dirty[place]
+            elif round_.dirty[place] or (self.touched[position] and parameter.requires_grad):
+                # Touched, it gets a gradient in any case: what it holds of the round before must be in it.
                 arrived.append(position)
                 gradients.append(gradient)
-            elif gradient is not None:
+            else:
                 ours = bool(self._slots) and gradient is self._slots[position]
                 round_.backups[place] = gradient.clone() if ours else gradient
                 parameter.grad = None
@@ -189,7 +204,7 @@ class EncodedBucket(Bucket):
         """Room for all gradients in the residual's format, lent by whoever has groups that take turns."""
         flat = self._gathered.lend(self.dtype, self.device)[: self.numel]
         if self._slots_lent is None or self._slots_lent[0] != flat.data_ptr():
-            self._slots_lent = (flat.data_ptr(), views_of(flat, self.parameters))
+            self._slots_lent = (flat.data_ptr(), views_of(flat, self._layout))
         if not whole:
             flat.zero_()
         return flat, _at(self._slots_lent[1], positions, whole)
@@ -197,8 +212,8 @@ class EncodedBucket(Bucket):
     def _opened(self) -> tuple[Residual, list[torch.Tensor], list[torch.Tensor]]:
         if self._views is None:
             residual = self.store.open()
-            values = views_of(residual.values, self.parameters)
-            velocities = [] if residual.velocity is None else views_of(residual.velocity, self.parameters)
+            values = views_of(residual.values, self._layout)
+            velocities = [] if residual.velocity is None else views_of(residual.velocity, self._layout)
             self._views = (residual, values, velocities)
         return self._views
 
@@ -257,10 +272,10 @@ class EncodedBucket(Bucket):
         self.write(flat)
         self.write = None
         if self.parameters[0].dtype != self.dtype:
-            views = views_of(flat.to(self.parameters[0].dtype), self.parameters)
+            views = views_of(flat.to(self.parameters[0].dtype), self._layout)
         else:
             if self._slots_shown is None or self._slots_shown[0] != flat.data_ptr():
-                self._slots_shown = (flat.data_ptr(), views_of(flat, self.parameters))
+                self._slots_shown = (flat.data_ptr(), views_of(flat, self._layout))
             views = self._slots_shown[1]
         found = []
         for place, parameter, view in zip(self.members, self.parameters, views, strict=True):
@@ -311,8 +326,15 @@ class EncodedBucket(Bucket):
         self.frozen = {}
 
     def hand_back(self, used: Sequence[bool] | None, backups: Mapping[int, torch.Tensor]) -> None:
-        for place, parameter, view in zip(self.members, self.parameters, self._slots, strict=True):
-            parameter.grad = view if used is None or used[place] else backups.get(place)
+        if addresses_of(self._slots) != self._addresses:
+            # Somebody gave a gradient other memory (`p.grad.data = …`).
+            self._lay_slots()
+        for position, (place, parameter) in enumerate(zip(self.members, self.parameters, strict=True)):
+            if used is None or used[place]:
+                parameter.grad = self._slots[position]
+                self.touched[position] = parameter.requires_grad
+            else:
+                parameter.grad = backups.get(place)
 
     def arrived(self, message: torch.Tensor) -> torch.Tensor | None:
         return None
