@@ -82,7 +82,11 @@ class Arrival:
             with plainly(self._delivery.job.channels.device.type):
                 self.wait()
                 self._gather.unpack(self._whole)
-                self._hand_out(parameters)
+                try:
+                    self._hand_out(parameters)
+                except RuntimeError as error:
+                    self._delivery.job.check_format(error)
+                    raise
 
     def wait(self) -> None:
         try:

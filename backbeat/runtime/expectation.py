@@ -17,6 +17,8 @@ class Expectation:
         self.counts = [1] * count
         self.plain = True
         self.learned = False
+        self.all_came = False
+        """A step came in between in which nothing was missing."""
         self._missed = [0] * count
         self._patience = [PATIENCE] * count
 
@@ -29,6 +31,9 @@ class Expectation:
     def learn(self, missing: list[int]) -> bool:
         """After a step that left these arrivals outstanding (negative: too many); True if anything changed."""
         changed = False
+        if self.all_came:
+            self._missed = [0] * len(self._missed)
+            self.all_came = False
         for place, outstanding in enumerate(missing):
             expected = self.counts[place]
             seen = expected - outstanding

@@ -362,6 +362,7 @@ class Reducer:
         # Put off, it was regular before, and the word that comes will say whether it still is.
         self.word.regular = verdict is None
         if verdict is None and self._expectation.learned:
+            self._expectation.all_came = True
             return
         round_ = self._round
         if not round_.absent and not round_.nested and self._expectation.learn(round_.awaited):

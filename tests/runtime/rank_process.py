@@ -29,6 +29,7 @@ def _kind(error: AssertionError) -> str:
 
 
 def run(request: dict[str, Any]) -> dict[str, str]:
+    import change_checks
     import decoupled_checks
     import encoded_checks
     import runtime_checks
@@ -68,6 +69,7 @@ def run(request: dict[str, Any]) -> dict[str, str]:
             **runtime_checks.CHECKS,
             **decoupled_checks.CHECKS,
             **encoded_checks.CHECKS,
+            **change_checks.CHECKS,
         }
         return {"outcome": "right", "detail": str(known[request["scenario"]].run(ctx) or "")}
     except AssertionError as error:

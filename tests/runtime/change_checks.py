@@ -1,0 +1,292 @@
+"""What users do to a model under the wrapper's hands: other memory, other parameters, hooks, copies, optimizers."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from rank_asserts import raises
+from scenario_rig import Context, Oracle, Scenario, both, mlp, small_plan, start
+from torch import nn
+
+from backbeat.errors import InputError
+from backbeat.model import Group, Plan
+from backbeat.model.encoding import Encoding
+from backbeat.runtime import DistributedDataParallel
+
+CHECKS: dict[str, Scenario] = {}
+ENCODED: set[str] = set()
+"""Make their own encoded plans, so that one route is enough."""
+
+
+def check(run: Callable[[Context], str | None]) -> Callable[[Context], str | None]:
+    CHECKS[run.__name__] = Scenario(run, run.__name__)
+    return run
+
+
+def encoded(run: Callable[[Context], str | None]) -> Callable[[Context], str | None]:
+    ENCODED.add(run.__name__)
+    return check(run)
+
+
+def _plain(ctx: Context) -> Callable[[Any, int, int], None]:
+    def body(model: Any, rank: int, step: int) -> None:
+        model(ctx.data(3, 6, step=step, rank=rank)).square().sum().mul(0.1).backward()
+
+    return body
+
+
+def _train(
+    ctx: Context, wrapped: Any, oracle: Oracle, body: Callable[[Any, int, int], None], what: str = "", steps: int = 3
+) -> None:
+    """Ordinary steps, compared after each."""
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.05) for model in (wrapped, *oracle.replicas)]
+    ctx.attach(wrapped, optimizers[0])
+    for step in range(steps):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        both(ctx, wrapped, oracle, lambda model, rank, step=step: body(model, rank, step), f"{what} step {step}")
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+def _all(wrapped: Any, oracle: Oracle) -> list[Any]:
+    return [wrapped.module, *oracle.replicas]
+
+
+def _double(parameter: Any) -> None:
+    parameter.grad.mul_(2)
+
+
+@check
+def gradients_given_other_memory(ctx: Context) -> None:
+    wrapped, oracle = start(ctx)
+    _train(ctx, wrapped, oracle, _plain(ctx), steps=2)
+    for model in _all(wrapped, oracle):
+        for parameter in model.parameters():
+            parameter.grad.data = parameter.grad.data * 0.5
+    _train(ctx, wrapped, oracle, _plain(ctx), "afterwards")
+
+
+@check
+def memory_format_changed_after_wrapping(ctx: Context) -> None:
+    wrapped, oracle = start(ctx, lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.Tanh(), nn.Conv2d(4, 4, 2)))
+
+    def body(model: Any, rank: int, step: int) -> None:
+        model(ctx.data(2, 3, 5, 5, step=step, rank=rank)).square().sum().mul(0.1).backward()
+
+    _train(ctx, wrapped, oracle, body, steps=2)
+    for model in _all(wrapped, oracle):
+        model.to(memory_format=torch.channels_last)
+    _train(ctx, wrapped, oracle, body, "afterwards")
+
+
+@check
+def hooks_registered_after_wrapping(ctx: Context) -> None:
+    """They see the gradient of their parameter, and what they make of it travels."""
+    wrapped, oracle = start(ctx)
+    for model in _all(wrapped, oracle):
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(_double)
+    _train(ctx, wrapped, oracle, _plain(ctx), steps=4)
+
+
+@check
+def hooks_that_take_gradients_away(ctx: Context) -> None:
+    wrapped, oracle = start(ctx)
+    for model in _all(wrapped, oracle):
+        for parameter in list(model.parameters())[::3]:
+            parameter.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
+    _train(ctx, wrapped, oracle, _plain(ctx), steps=4)
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 6)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, nn.Parameter]:
+        return self.inner(x), self.scale
+
+
+@check
+def parameters_among_the_outputs(ctx: Context) -> None:
+    """Nothing is left on them by a forward, and `no_sync` holds."""
+    wrapped, oracle = start(ctx, Scaled)
+
+    def body(model: Any, rank: int, step: int) -> None:
+        found, scale = model(ctx.data(3, 6, step=step, rank=rank))
+        (found * scale).square().sum().mul(0.1).backward()
+
+    _train(ctx, wrapped, oracle, body)
+    assert not wrapped.module.scale._backward_hooks
+    before = wrapped.reducer.step
+    wrapped.zero_grad()
+    with wrapped.no_sync():
+        body(wrapped, ctx.rank, 9)
+    assert wrapped.reducer.step == before, "a backward under no_sync was synchronised"
+
+
+@check
+def parameters_without_elements(ctx: Context) -> None:
+    """Alone in a group, too."""
+
+    class Hollow(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.empty = nn.Parameter(torch.zeros(0, 6))
+            self.first = nn.Linear(6, 6)
+            self.none = nn.Parameter(torch.zeros(0))
+            self.last = nn.Linear(6, 6)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.last(self.first(x) + x @ self.empty.t() @ self.empty) + self.none.sum()
+
+    wrapped, oracle = start(ctx, Hollow, plan=small_plan(ctx.build(Hollow), size=1))
+    _train(ctx, wrapped, oracle, _plain(ctx))
+
+
+@check
+def exchanged_parameters_are_refused(ctx: Context) -> None:
+    wrapped, oracle = start(ctx)
+    _train(ctx, wrapped, oracle, _plain(ctx))
+    wrapped.module[2].weight = nn.Parameter(torch.zeros(6, 6))
+    raises(InputError, lambda: _plain(ctx)(wrapped, ctx.rank, 5), "'2.weight' came into the model")
+    other, oracle = start(ctx)
+    _train(ctx, other, oracle, _plain(ctx))
+    other.module.load_state_dict({k: v.clone() for k, v in other.module.state_dict().items()}, assign=True)
+    raises(InputError, lambda: _plain(ctx)(other, ctx.rank, 5), "'0.weight' came into the model")
+
+
+@check
+def parameters_that_only_move_are_not_refused(ctx: Context) -> None:
+    wrapped, oracle = start(ctx)
+    _train(ctx, wrapped, oracle, _plain(ctx), steps=2)
+    for model in _all(wrapped, oracle):
+        nn.utils.parametrize.register_parametrization(model[2], "weight", nn.Tanh())
+        model[4].requires_grad_(False)
+    _train(ctx, wrapped, oracle, _plain(ctx), "moved")
+
+
+@check
+def converted_parameters_are_refused(ctx: Context) -> None:
+    wrapped, oracle = start(ctx)
+    _train(ctx, wrapped, oracle, _plain(ctx), steps=2)
+    wrapped.zero_grad()
+    wrapped.double()
+
+    def step() -> None:
+        wrapped(ctx.data(3, 6, step=0, rank=ctx.rank).double()).square().sum().backward()
+        wrapped.finish()
+
+    raises(InputError, step, "is torch.float64 (6, 6) on")
+
+
+@check
+def copies_for_evaluation_ask_nobody(ctx: Context) -> None:
+    """One rank alone evaluates a copy; the copy can be trained afterwards."""
+    wrapped, oracle = start(ctx)
+    _train(ctx, wrapped, oracle, _plain(ctx), steps=2)
+    copied, average = copy.deepcopy(wrapped), torch.optim.swa_utils.AveragedModel(wrapped)
+    if ctx.rank == 0:
+        with torch.no_grad():
+            average(ctx.data(3, 6, step=0, rank=0))
+        with torch.inference_mode():
+            copied(ctx.data(3, 6, step=0, rank=0))
+    replicas = copy.deepcopy(oracle)
+    _train(ctx, wrapped, oracle, _plain(ctx), "beside a copy")
+    _train(ctx, copied, replicas, _plain(ctx), "the copy")
+
+
+def _encoded(ctx: Context, factory: Callable[[], nn.Module] = mlp, **encoding: Any) -> tuple[Any, Oracle]:
+    """Every group encoded; as it stands, so that nothing stays behind."""
+    model = ctx.build(factory)
+    how = Encoding(**(encoding or {"kind": "topk", "density": 1.0}))
+    groups = tuple(Group(gradients=group.gradients, channel=0, encoding=how) for group in small_plan(model).groups)
+    plan = Plan(strategy="test", model="test", channels=1, groups=groups)
+    return DistributedDataParallel(model, plan=plan), Oracle(ctx, model)
+
+
+def _updates(ctx: Context, wrapped: Any, oracle: Oracle, optimizers: list[Any], first: int) -> None:
+    """Attached training against training by hand, by the weights."""
+    for step in range(first, first + 3):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        _plain(ctx)(wrapped, ctx.rank, step)
+        oracle.each(lambda model, rank, step=step: _plain(ctx)(model, rank, step))
+        oracle.reduce()
+        for optimizer in optimizers:
+            optimizer.step()
+        for mine, other in zip(wrapped.parameters(), oracle.replicas[ctx.rank].parameters(), strict=True):
+            torch.testing.assert_close(mine, other, msg=lambda text, step=step: f"step {step}: {text}")
+
+
+@encoded
+def an_optimizer_in_anothers_place(ctx: Context) -> None:
+    wrapped, oracle = _encoded(ctx)
+    first = 0
+    for kind in (torch.optim.SGD, torch.optim.Adagrad, torch.optim.SGD):
+        optimizers = [kind(model.parameters(), lr=0.05) for model in (wrapped, *oracle.replicas)]
+        wrapped.attach(optimizers[0])
+        _updates(ctx, wrapped, oracle, optimizers, first)
+        first += 3
+    raises(InputError, lambda: torch.nn.utils.clip_grad_norm_(wrapped.parameters(), 1.0), "clip_grad_norm_")
+
+
+class Beside(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.side, self.head = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor, both: bool) -> torch.Tensor:
+        return self.head(self.trunk(x) + (self.side(x) if both else 0))
+
+
+@encoded
+def accumulation_where_fewer_parameters_follow(ctx: Context) -> None:
+    """On one rank, or on none: what was reduced before stays in the gradient."""
+    wrapped, oracle = _encoded(ctx, Beside)
+    for step in range(4):
+        for model in (wrapped, *oracle.replicas):
+            model.zero_grad()
+        for number, uses in enumerate((lambda rank: True, lambda rank: rank == 0, lambda rank: False)):
+            both(
+                ctx,
+                wrapped,
+                oracle,
+                lambda model, rank, data=step + 10 * number, uses=uses: (
+                    model(ctx.data(3, 6, step=data, rank=rank), uses(rank)).square().sum().mul(0.1).backward()
+                ),
+                f"step {step}, backward {number}",
+            )
+
+
+@encoded
+def every_kind_without_elements(ctx: Context) -> None:
+    class Hollow(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.empty, self.none = (
+                nn.Linear(6, 6),
+                nn.Parameter(torch.zeros(0)),
+                nn.Parameter(torch.zeros(0, 2)),
+            )
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.first(x) + self.empty.sum() + self.none.sum()
+
+    for encoding in (
+        {"kind": "topk", "density": 0.5},
+        {"kind": "randomk", "density": 0.5},
+        {"kind": "int8"},
+        {"kind": "powersgd", "rank": 1},
+    ):
+        wrapped, _ = _encoded(ctx, Hollow, **encoding)
+        for step in range(2):
+            wrapped.zero_grad()
+            _plain(ctx)(wrapped, ctx.rank, step)
+        assert wrapped.module.empty.grad.shape == (0,)
+        del wrapped
