@@ -30,7 +30,6 @@ from backbeat.runtime.refusals import check_model
 from backbeat.runtime.report import Report, make_report
 from backbeat.runtime.roster import Roster
 from backbeat.runtime.runner import Runner
-from backbeat.runtime.untraced import untraced
 from backbeat.sparse import checkpoint
 from backbeat.sparse.options import Options, options_of
 
@@ -270,7 +269,7 @@ class DistributedDataParallel(TorchDDP):  # type: ignore[misc]
             found["backbeat/backward_s"] = rounds[-1].computed_s
         return found
 
-    @untraced
+    @_disable_dynamo  # type: ignore[untyped-decorator]
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
         if self._backbeat_backend == "ddp":
             found: tuple[Any, Any] = super()._pre_forward(*inputs, **kwargs)
@@ -305,7 +304,7 @@ class DistributedDataParallel(TorchDDP):  # type: ignore[misc]
             return moved[0], moved_kwargs[0]
         return inputs, kwargs
 
-    @untraced
+    @_disable_dynamo  # type: ignore[untyped-decorator]
     def _post_forward(self, output: Any) -> Any:
         if self._backbeat_backend == "ddp":
             return super()._post_forward(output)
