@@ -32,6 +32,7 @@ from backbeat.runtime.encoded_groups import Stores, compressor_for, dtype_of, nu
 from backbeat.runtime.rounds import Flight
 from backbeat.runtime.updates import Updates, check_no_scaler
 from backbeat.sparse.options import Options
+from backbeat.sparse.replay import Replays
 from backbeat.sparse.residual import Scratch
 from backbeat.sparse.warmup import density_at
 
@@ -70,6 +71,9 @@ class EncodedDelivery(Delivery):
         self._side: Any = _cuda.Stream(device) if device.type == "cuda" else None
         # Where waiting means to wait on a stream, an exchange is queued whole when its group leaves.
         self._queues = self._side is not None and job.channels.backend == "nccl"
+        self._replays = Replays() if self._side is not None else None
+        self._room: torch.Tensor | None = None
+        """Where everybody's message comes in, of a group that is dealt with at once."""
 
     @property
     def attached(self) -> bool:
@@ -99,6 +103,7 @@ class EncodedDelivery(Delivery):
         self._join()
         self._carried.take_out(self._encoded)
         self._scratch, self._gathered = Scratch(), Scratch()
+        self._replays, self._room = Replays() if self._side is not None else None, None
 
     def _with_velocity(self) -> bool:
         return self.options.momentum_correction and self.updates.have_momentum
@@ -108,7 +113,7 @@ class EncodedDelivery(Delivery):
             # The control numbers of encoded plans need fp32 and travel alone.
             return super().bucket(spec, 0)
         job = self.job
-        compressor = compressor_for(spec, spec.encoding, job, self.options.seed)
+        compressor = compressor_for(spec, spec.encoding, job, self.options.seed, self._replays)
         dtype = dtype_of(spec, job)
         self._scratch.want(numel_of(spec, job), dtype)
         velocity = self._with_velocity() and compressor.masks_velocity
@@ -163,9 +168,11 @@ class EncodedDelivery(Delivery):
             target = encoding.density if encoding is not None else None
             step = self._carried.step
             density = None if target is None else density_at(step, target, self.options.warmup_steps)
-            self._post(group, bucket, bucket.begin(step=step, scale=self.job.scale, density=density))
+            wanted = bucket.begin(step=step, scale=self.job.scale, density=density)
+            at_once = self._queues and self._may_deliver(bucket)
+            self._post(group, bucket, wanted, at_once=at_once)
             flight = Flight(group, bucket, bucket.payload, bucket.work)
-            if self._queues and self._may_deliver(bucket):
+            if at_once:
                 self._deliver(group, bucket)
         self._collect()
         return flight
@@ -279,18 +286,28 @@ class EncodedDelivery(Delivery):
             round_.late.discard(place)
             self.job.parameters[place].grad = None
 
-    def _post(self, group: int, bucket: EncodedBucket, wanted: Collective) -> None:
+    def _post(self, group: int, bucket: EncodedBucket, wanted: Collective, *, at_once: bool = False) -> None:
+        """`at_once`: what it brings is used before anything else comes."""
         channel = self.job.channel(bucket.spec.channel)
         message = wanted.message
         if wanted.kind == "all_reduce":
             bucket.result, bucket.work = message, channel.all_reduce(message)
         elif wanted.kind == "all_gather":
-            bucket.result = message.new_empty(message.numel() * self.job.channels.size)
+            bucket.result = self._gathering(message, at_once)
             bucket.work = channel.all_gather(bucket.result, message)
         else:
             bucket.result = torch.empty_like(message)
             bucket.work = channel.swap(bucket.result, message, wanted.peer)
         bucket.sent_at = group
+
+    def _gathering(self, message: torch.Tensor, at_once: bool) -> torch.Tensor:
+        """Room for everybody's message; the same for all groups, where they take turns."""
+        needed = message.numel() * self.job.channels.size
+        if not at_once or message.dtype != torch.uint8:
+            return message.new_empty(needed)
+        if self._room is None or self._room.numel() < needed:
+            self._room = message.new_empty(needed)
+        return self._room[:needed]
 
     def _step_on(self, group: int, bucket: EncodedBucket) -> None:
         """Wait for the collective under way, and start what follows it."""

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from backbeat.runtime.job import Job
     from backbeat.runtime.partition import GroupSpec, Partition
     from backbeat.sparse.exchange import Compressor
+    from backbeat.sparse.replay import Replays
 
 
 def dtype_of(spec: GroupSpec, job: Job) -> torch.dtype:
@@ -59,7 +60,9 @@ class Stores:
         return Store(numel_of(spec, self._job), dtype, device, velocity=wanted, masked=self._masked)
 
 
-def compressor_for(spec: GroupSpec, encoding: Encoding, job: Job, seed: int) -> Compressor:
+def compressor_for(
+    spec: GroupSpec, encoding: Encoding, job: Job, seed: int, replays: Replays | None = None
+) -> Compressor:
     """On this rank of the job; groups differ in what they draw, ranks do not."""
     names = ",".join(job.names[place] for place in spec.members)
     return compressor_of(
@@ -68,6 +71,7 @@ def compressor_for(spec: GroupSpec, encoding: Encoding, job: Job, seed: int) -> 
         rank=job.channels.rank,
         ranks=job.channels.size,
         seed=zlib.crc32(names.encode()) + seed,
+        replays=replays,
     )
 
 

@@ -80,6 +80,17 @@ def selection_bytes(elements: int, encoding: Encoding) -> int:
     return max(4 * elements // width, 12 * width * sent) + 12 * sent
 
 
+def kept_bytes(elements: int, encoding: Encoding) -> int:
+    """What a group holds from step to step beside its residual: its message, and the places in it.
+
+    On a GPU, where the kernels of an exact selection are recorded with the memory they work on.
+    """
+    if encoding.kind != "topk" or encoding.select != "exact" or encoding.aggregate == "tree":
+        return 0
+    sent = min(elements, max(1, math.ceil((encoding.density or 1.0) * elements - 1e-9)))
+    return math.ceil(float(payload_bytes(elements, encoding))) + 4 * sent
+
+
 @dataclass(frozen=True)
 class Wire:
     """How long encoded groups travel on a network."""

@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Literal
 
 from backbeat.errors import InputError
-from backbeat.simulate.encoded import ELEMENT_BYTES, payload_bytes, selection_bytes
+from backbeat.simulate.encoded import ELEMENT_BYTES, kept_bytes, payload_bytes, selection_bytes
 from backbeat.units import format_bytes
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class Holdings:
     (masks, an encoder's result): held through the iteration, whatever is done with the blocks."""
     scratch_bytes: int = 0
     """Encoded groups: one group's gradients, which wait until it leaves, its dense result, what the selection takes,
-    and everybody's message."""
+    and everybody's message; and the own messages of all groups."""
     streamed_bytes: int = 0
     """Not held: residuals that pass to the device and back in every backward."""
     loss_bytes: int = 0
@@ -75,7 +75,7 @@ class Holdings:
         stays = memory.steady_bytes - memory.parameter_bytes - memory.optimizer_bytes - memory.buffer_bytes
         count = workers or (plan.workers if plan is not None else None) or 1
         encoded = _encoded_groups(profile, plan, count)
-        sizes = [size for size, _ in encoded]
+        sizes = [size for size, _, _ in encoded]
         total = sum(sizes)
         # On the host, two buffers as large as the largest: one is worked on while the other leaves and comes.
         residual = total if residuals == "device" or not sizes else max(sizes) * min(2, len(sizes))
@@ -86,7 +86,8 @@ class Holdings:
             batch_bytes=max(stays, memory.batch_bytes),
             gradient_bytes=profile.total_bytes - (total if attached else 0),
             residual_bytes=residual,
-            scratch_bytes=max((2 * size + beside for size, beside in encoded), default=0),
+            scratch_bytes=max((2 * size + beside for size, beside, _ in encoded), default=0)
+            + sum(kept for _, _, kept in encoded),
             streamed_bytes=total if residuals == "host" else 0,
             outside_bytes=memory.outside_bytes + _beside(profile.blocks),
             loss_bytes=memory.head_bytes,
@@ -116,8 +117,8 @@ def _beside(blocks: tuple[Block, ...]) -> int:
     return sum(max(block.input_bytes - before.output_bytes, 0) for before, block in pairwise(blocks) if block.chained)
 
 
-def _encoded_groups(profile: Profile, plan: Plan | None, workers: int) -> list[tuple[int, int]]:
-    """(gradient bytes, bytes of selection and messages) of every encoded group."""
+def _encoded_groups(profile: Profile, plan: Plan | None, workers: int) -> list[tuple[int, int, int]]:
+    """(gradient bytes, bytes of selection and messages, bytes that stay) of every encoded group."""
     found = []
     for group in plan.groups if plan is not None else ():
         encoding = group.encoding
@@ -125,5 +126,6 @@ def _encoded_groups(profile: Profile, plan: Plan | None, workers: int) -> list[t
             size = sum(profile.gradients[profile.index[name]].bytes for name in group.gradients)
             elements = size // ELEMENT_BYTES
             messages = workers * float(payload_bytes(elements, encoding))
-            found.append((size, round(messages) + selection_bytes(elements, encoding)))
+            beside = round(messages) + selection_bytes(elements, encoding)
+            found.append((size, beside, kept_bytes(elements, encoding)))
     return found

@@ -13,19 +13,27 @@ from backbeat.sparse.topk import RandomK, TopK
 if TYPE_CHECKING:
     from backbeat.model.encoding import Encoding
     from backbeat.sparse.exchange import Compressor
+    from backbeat.sparse.replay import Replays
 
 
 def compressor_of(
-    encoding: Encoding, shapes: Sequence[Sequence[int]], *, rank: int, ranks: int, seed: int = 0
+    encoding: Encoding,
+    shapes: Sequence[Sequence[int]],
+    *,
+    rank: int,
+    ranks: int,
+    seed: int = 0,
+    replays: Replays | None = None,
 ) -> Compressor:
-    """For a group of parameters of these shapes, on this rank of so many; `seed` is the same on all of them."""
+    """For a group of parameters of these shapes, on this rank of so many; `seed` is the same on all of them. `replays`:
+    those of the stream that all its work is done on."""
     if encoding.kind == "topk":
         if encoding.aggregate == "tree" and ranks & (ranks - 1):
             raise InputError(
                 f"aggregate is 'tree' and there are {ranks} ranks: pairs merge only where their number is a power of "
                 "two; use aggregate 'all_gather'"
             )
-        return TopK(encoding, rank=rank, ranks=ranks)
+        return TopK(encoding, rank=rank, ranks=ranks, replays=replays)
     if encoding.kind == "randomk":
         return RandomK(encoding, seed=seed)
     if encoding.kind == "int8":

@@ -57,9 +57,9 @@ def _magnitudes(folded: torch.Tensor) -> torch.Tensor:
     return found
 
 
-@functools.lru_cache(maxsize=1024)
+@functools.cache
 def _steps(start: int, end: int, step: int, device: torch.device) -> torch.Tensor:
-    """A few whole numbers that every step of training needs again."""
+    """A few whole numbers that every step of training needs again; never dropped, since recorded kernels read them."""
     with torch.inference_mode(False):
         return torch.arange(start, end, step, device=device)
 

@@ -8,6 +8,7 @@ from backbeat.model.encoding import Encoding
 from backbeat.sparse import select, wire
 from backbeat.sparse.aggregate import add_gathered, keep_largest, member_of
 from backbeat.sparse.exchange import Collective, Exchange
+from backbeat.sparse.replay import Replays
 from backbeat.sparse.residual import Residual
 
 
@@ -29,11 +30,13 @@ class _Taking:
 class TopK(_Taking):
     """Compressor of `kind="topk"`."""
 
-    def __init__(self, encoding: Encoding, *, rank: int, ranks: int) -> None:
+    def __init__(self, encoding: Encoding, *, rank: int, ranks: int, replays: Replays | None = None) -> None:
         self._encoding = encoding
         self._rank = rank
         self._ranks = ranks
         self._dtype = wire.DTYPES[encoding.values]
+        self._replays = replays
+        self._kept: tuple[wire.Format, torch.Tensor, torch.Tensor] | None = None
 
     def exchange(self, residual: Residual, *, step: int, scale: float, density: float | None = None) -> Exchange:
         numel = residual.values.numel()
@@ -45,7 +48,25 @@ class TopK(_Taking):
             residual.take(index, sent)
             self._taken = (index, sent)
             return (yield from self._tree(residual, form, index, sent, scale))
-        index, real = self._choose(residual, count, step)
+        if self._replays is not None and self._encoding.select == "exact":
+            message = self._encoded_again(self._replays, residual, form)
+        else:
+            message = self._encoded(residual, form, step)
+        gathered = yield Collective("all_gather", message)
+
+        def write(out: torch.Tensor) -> None:
+            def add() -> None:
+                add_gathered(out, *wire.unpack(form, gathered), scale)
+
+            if self._replays is None:
+                add()
+            else:
+                self._replays.run(("write", *_addresses(gathered, out), gathered.numel(), out.dtype, form, scale), add)
+
+        return write
+
+    def _encoded(self, residual: Residual, form: wire.Format, step: int) -> torch.Tensor:
+        index, real = self._choose(residual, form.count, step)
         if form.blocks:
             index, order = index.sort()
             real = None if real is None else real[order]
@@ -56,12 +77,38 @@ class TopK(_Taking):
             sent.copy_(_values_at(residual.values, index, real))
         residual.take(index, sent)
         self._taken = (index, sent)
-        gathered = yield Collective("all_gather", message)
+        return message
 
-        def write(out: torch.Tensor) -> None:
-            add_gathered(out, *wire.unpack(form, gathered), scale)
+    def _encoded_again(self, replays: Replays, residual: Residual, form: wire.Format) -> torch.Tensor:
+        """The same, exactly selected, in memory that stays; one submission once it has been seen."""
+        values, velocity = residual.values, residual.velocity
+        if self._kept is None or self._kept[0] != form:
+            places = torch.int32 if form.numel < 2**31 else torch.int64
+            self._kept = (
+                form,
+                torch.empty(form.bytes, dtype=torch.uint8, device=values.device),
+                torch.empty(form.count, dtype=places, device=values.device),
+            )
+        _, message, kept = self._kept
+        sent = wire.values_of(form, message)
 
-        return write
+        def encode() -> None:
+            index = select.largest(values, form.count)
+            if form.blocks:
+                index = index.sort().values
+            kept.copy_(index)
+            wire.frame(form, index, message)
+            if self._dtype == values.dtype:
+                torch.index_select(values, 0, index, out=sent)
+            else:
+                sent.copy_(values[index])
+            residual.take(index, sent)
+
+        replays.run(
+            ("encode", *_addresses(message, kept, values, velocity), values.dtype, residual.masked, form), encode
+        )
+        self._taken = (kept, sent)
+        return message
 
     def _choose(self, residual: Residual, count: int, step: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Places, and which of them are real (None: all)."""
@@ -127,6 +174,10 @@ class RandomK(_Taking):
             out.index_copy_(0, index, summed.to(out.dtype))
 
         return write
+
+
+def _addresses(*tensors: torch.Tensor | None) -> tuple[int, ...]:
+    return tuple(0 if tensor is None else tensor.data_ptr() for tensor in tensors)
 
 
 def _values_at(values: torch.Tensor, index: torch.Tensor, real: torch.Tensor | None) -> torch.Tensor:

@@ -58,9 +58,10 @@ def pack(form: Format, index: torch.Tensor, values: torch.Tensor) -> torch.Tenso
     return message
 
 
-def frame(form: Format, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def frame(form: Format, index: torch.Tensor, message: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """A message that holds these places, in order where the format has blocks, and the room in it for their values."""
-    message = torch.empty(form.bytes, dtype=torch.uint8, device=index.device)
+    if message is None:
+        message = torch.empty(form.bytes, dtype=torch.uint8, device=index.device)
     middle = form.head + form.count * form.dtype.itemsize
     if not form.short:
         message[: form.head].view(torch.int32).copy_(index)
@@ -70,7 +71,12 @@ def frame(form: Format, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor
             torch.searchsorted(index, _borders(form.blocks, index.device), out_int32=True, out=ends)
         # The lower 16 bits: what is above them, the block says.
         message[middle : middle + 2 * form.count].view(torch.int16).copy_(index)
-    return message, message[form.head : middle].view(form.dtype)
+    return message, values_of(form, message)
+
+
+def values_of(form: Format, message: torch.Tensor) -> torch.Tensor:
+    """The room for values in a message."""
+    return message[form.head : form.head + form.count * form.dtype.itemsize].view(form.dtype)
 
 
 def unpack(form: Format, messages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -88,19 +94,20 @@ def unpack(form: Format, messages: torch.Tensor) -> tuple[torch.Tensor, torch.Te
     return index, values
 
 
-@functools.lru_cache(maxsize=1024)
+@functools.cache  # and never dropped: recorded kernels read it
 def _borders(blocks: int, device: torch.device) -> torch.Tensor:
     with torch.inference_mode(False):
         return torch.arange(1, blocks + 1, device=device).mul_(_BLOCK)
 
 
-_ramps: dict[torch.device, torch.Tensor] = {}
-"""0, 1, 2, … up to the most places that any message had: the same numbers serve all groups in every step."""
+_ramps: dict[torch.device, list[torch.Tensor]] = {}
+"""0, 1, 2, … up to the most places that any message had: the last serves all groups in every step. Shorter ones stay,
+since recorded kernels read them."""
 
 
 def _ramp(count: int, device: torch.device) -> torch.Tensor:
-    found = _ramps.get(device)
-    if found is None or len(found) < count:
+    found = _ramps.setdefault(device, [])
+    if not found or len(found[-1]) < count:
         with torch.inference_mode(False):
-            found = _ramps[device] = torch.arange(count, dtype=torch.int32, device=device)
-    return found[:count]
+            found.append(torch.arange(count, dtype=torch.int32, device=device))
+    return found[-1][:count]

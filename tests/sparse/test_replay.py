@@ -1,0 +1,149 @@
+"""Recorded kernels: played only where every address is the same again, and to the same bits as one by one."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from backbeat.model.encoding import Encoding  # noqa: E402
+from backbeat.sparse import replay, select  # noqa: E402
+from backbeat.sparse.exchange import alone  # noqa: E402
+from backbeat.sparse.replay import SEEN, Replays  # noqa: E402
+from backbeat.sparse.residual import Residual  # noqa: E402
+from backbeat.sparse.topk import TopK  # noqa: E402
+
+ON_A_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="kernels are recorded on a GPU")
+
+
+class Recording:
+    """Stands for a graph: plays what the function did when it was recorded."""
+
+    made = 0
+
+    def __init__(self, function: Any) -> None:
+        Recording.made += 1
+        self._function = function
+
+    def replay(self) -> None:
+        self._function()
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    Recording.made = 0
+    monkeypatch.setattr(replay, "_recordable", lambda: True)
+    monkeypatch.setattr(Replays, "_record", lambda self, function: Recording(function))
+
+
+def test_a_function_is_recorded_after_it_was_seen_and_then_played(recorded: None) -> None:
+    replays, calls = Replays(), []
+    for number in range(SEEN + 4):
+        replays.run("key", lambda number=number: calls.append(number))
+    # What is played is the function that was there when it was recorded.
+    assert calls == [*range(SEEN), *[SEEN] * 4]
+    assert Recording.made == 1
+
+
+def test_another_key_is_another_recording(recorded: None) -> None:
+    replays, calls = Replays(), []
+    for number in range(2 * (SEEN + 2)):
+        replays.run(number % 2, lambda number=number: calls.append(number % 2))
+    assert calls == [0, 1] * (SEEN + 2)
+    assert Recording.made == 2
+
+
+def test_keys_that_never_come_back_record_nothing(recorded: None) -> None:
+    replays = Replays()
+    for number in range(3 * replay._MOST):
+        replays.run(number, lambda: None)
+    assert Recording.made == 0
+    assert len(replays._seen) <= replay._MOST
+
+
+def test_what_cannot_be_recorded_runs_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Refusing:
+        def capture_begin(self, **_: Any) -> None:
+            raise RuntimeError("planted")
+
+    monkeypatch.setattr(replay, "_recordable", lambda: True)
+    monkeypatch.setattr(replay, "_cuda", type("Cuda", (), {"CUDAGraph": Refusing, "graph_pool_handle": lambda: None}))
+    replays, calls = Replays(), []
+    for number in range(SEEN + 3):
+        replays.run("key", lambda number=number: calls.append(number))
+    assert calls == [*range(SEEN + 3)]
+
+
+def encode_and_decode(device: str, replays: Replays | None, *, values: str, masked: bool, stream: Any) -> list[Any]:
+    """Messages, results and residuals of two groups over some steps, with a density that changes twice."""
+    generator = torch.Generator().manual_seed(0)
+    found: list[Any] = []
+    groups = []
+    for numel in (300_000, 5_000):
+        residual = Residual(
+            torch.zeros(numel, device=device), torch.zeros(numel, device=device) if masked else None, masked=masked
+        )
+        encoding = Encoding(kind="topk", density=0.01, select="exact", values=values)  # type: ignore[arg-type]
+        groups.append((residual, TopK(encoding, rank=0, ranks=1, replays=replays), torch.empty(numel, device=device)))
+    room = torch.empty(100_000, dtype=torch.uint8, device=device)
+    for step in range(14):
+        density = 0.02 if step in (0, 7) else None
+        for residual, compressor, result in groups:
+            gradient = torch.randn(len(residual.values), generator=generator).to(device)
+            with torch.no_grad(), stream:
+                residual.values.add_(gradient)
+                if residual.velocity is not None:
+                    residual.velocity.mul_(0.9).add_(gradient)
+                exchange = compressor.exchange(residual, step=step, scale=0.5, density=density)
+                message = next(exchange).message
+                gathered = room[: len(message)].copy_(message)
+                try:
+                    exchange.send(gathered)
+                except StopIteration as done:
+                    done.value(result)
+                if step == 9:
+                    compressor.give_back(residual)
+                found += [message.clone(), result.clone(), residual.values.clone()]
+                if residual.velocity is not None:
+                    found.append(residual.velocity.clone())
+    if device != "cpu":
+        torch.cuda.synchronize()
+    return [tensor.cpu() for tensor in found]
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("values", ["fp32", "bf16"])
+def test_in_memory_that_stays_the_same_bits_come_out(
+    values: str, masked: bool, recorded: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(select, "HOSTS", set())
+    plain = encode_and_decode("cpu", None, values=values, masked=masked, stream=contextlib.nullcontext())
+    again = encode_and_decode("cpu", Replays(), values=values, masked=masked, stream=contextlib.nullcontext())
+    assert Recording.made
+    for number, (one, other) in enumerate(zip(plain, again, strict=True)):
+        assert torch.equal(one, other), number
+
+
+@ON_A_GPU
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("values", ["fp32", "bf16"])
+def test_graphs_give_the_bits_that_single_launches_give(values: str, masked: bool) -> None:
+    beside = torch.cuda.stream(torch.cuda.Stream())
+    plain = encode_and_decode("cuda", None, values=values, masked=masked, stream=beside)
+    replays = Replays()
+    again = encode_and_decode("cuda", replays, values=values, masked=masked, stream=beside)
+    assert replays._graphs
+    for number, (one, other) in enumerate(zip(plain, again, strict=True)):
+        assert torch.equal(one, other), number
+
+
+def test_an_exchange_alone_is_unchanged() -> None:
+    residual = Residual(torch.randn(10_000))
+    before = residual.values.clone()
+    result = torch.empty(10_000)
+    encoding = Encoding(kind="topk", density=0.01, select="exact")
+    alone(TopK(encoding, rank=0, ranks=1, replays=Replays()).exchange(residual, step=0, scale=1.0))(result)
+    assert torch.equal(result + residual.values, before)
