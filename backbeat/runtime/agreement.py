@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
+from torch.distributed import DistStoreError
 
 from backbeat.errors import InputError
+from backbeat.runtime.faults import CommunicationError
 
 if TYPE_CHECKING:
     from backbeat.runtime.channels import Channels
@@ -34,6 +36,23 @@ def agree(channels: Channels, topic: str, lines: Sequence[str], what: str) -> No
             (difference or store.get(f"{topic}/difference").decode())
             + ". Every rank must build the same model and give the same plan"
         )
+
+
+def meet(channels: Channels, topic: str, what: str) -> None:
+    """Wait until every rank is here, by the store alone: ranks that are not may be sending gradients at this time, and
+    a message of another size among these ends the process on gloo."""
+    if channels.size == 1:
+        return
+    store = channels.store
+    if store.add(f"{topic}/here", 1) == channels.size:
+        store.set(f"{topic}/all", "")
+    try:
+        store.wait([f"{topic}/all"], channels.timeout)
+    except DistStoreError as error:
+        raise CommunicationError(
+            f"rank {channels.rank}: {what} on this rank, and only {store.add(f'{topic}/here', 0)} of {channels.size} "
+            "ranks came to compare it: do so on every rank, before the same forward. Restart from the last checkpoint"
+        ) from error
 
 
 def first_difference(theirs: Sequence[str], mine: Sequence[str], rank: int) -> str:

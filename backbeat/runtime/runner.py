@@ -12,7 +12,7 @@ import torch
 from backbeat.errors import InputError
 from backbeat.runtime import grouping
 from backbeat.runtime import partition as partitions
-from backbeat.runtime.agreement import agree, share
+from backbeat.runtime.agreement import agree, meet, share
 from backbeat.runtime.channels import Channels
 from backbeat.runtime.decoupled import DecoupledDelivery
 from backbeat.runtime.delivery import Delivery
@@ -142,6 +142,7 @@ class Runner:
         partition = partitions.with_newcomers(
             self.reducer.partition, range(first, len(roster.names)), roster.parameters, roster.sparse
         )
+        meet(self.links, f"woken/{self._agreements}", f"{roster.names[first]!r} became trainable")
         self._agree(partition, "the set of trainable parameters")
         with torch.no_grad():
             self.reducer.add_parameters(roster.names[first:], roster.parameters[first:], partition)

@@ -478,6 +478,18 @@ def rank_skips_a_backward(ctx: Context) -> str:
 
 
 @check
+def rank_thaws_alone(ctx: Context) -> str:
+    """Parameters that become trainable on the last rank only: told on both sides, and no process ends."""
+    model = ctx.build(mlp)
+    model[0].requires_grad_(False)
+    wrapped = DistributedDataParallel(model, plan=small_plan(model))
+    _step(ctx, wrapped, 0)
+    alone = ctx.rank == ctx.size - 1
+    model[0].requires_grad_(alone)
+    return raises(CommunicationError, lambda: _step(ctx, wrapped, 1), "became trainable" if alone else "not reduced")
+
+
+@check
 def rank_leaves_early(ctx: Context) -> str:
     """The last rank ends its loop one step before the others."""
     wrapped, oracle = start(ctx)
