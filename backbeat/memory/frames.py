@@ -108,12 +108,14 @@ class Known(NamedTuple):
 class Frame:
     """One use of a segment: what it takes to run it again."""
 
-    __slots__ = ("__weakref__", "_known", "_tape", "_used", "calls", "next_place", "unit")
+    __slots__ = ("__weakref__", "_known", "_tape", "_used", "calls", "next_place", "running", "unit")
 
     def __init__(self, tape: Tape | None) -> None:
         self.calls: list[Call] = []
         self.next_place = 0
         self.unit = tape.begin_unit() if tape is not None else 0
+        self.running = ""
+        """The block that is in its forward."""
         self._tape = tape
         self._known: list[Known] = []
         self._used: set[Slot] = set()
@@ -137,8 +139,12 @@ class Frame:
             call.packed.append(Packed(weakref.ref(holder), tensor.shape, tensor.dtype))
             return holder
 
-        with uncached(), saved_tensors_hooks(pack, _unpack):
-            output = block.original(*args, **kwargs)
+        self.running = block.name
+        try:
+            with uncached(), saved_tensors_hooks(pack, _unpack):
+                output = block.original(*args, **kwargs)
+        finally:
+            self.running = ""
         if any(isinstance(leaf, (Here, Elsewhere)) and leaf.changed for leaf in held):
             raise InputError(
                 f"block {block.name!r} writes into its input: a recomputed segment cannot begin with it; "
@@ -183,6 +189,8 @@ class Frame:
     def recompute(self) -> None:
         """Run the blocks again and fill the holders that are still wanted."""
         calls, self.calls = self.calls, []
+        # A block that follows, after gradients were taken in the middle of forward, begins a frame of its own.
+        self.next_place = -1
         if self._tape is not None:
             self._tape.reached(self.unit)
         last_use = {leaf: index for index, call in enumerate(calls) for leaf in call.leaves if isinstance(leaf, Slot)}
@@ -249,6 +257,11 @@ def _differs(name: str, how: str) -> str:
 
 def _unpack(holder: Holder) -> torch.Tensor:
     if holder.tensor is None:
+        if holder.frame.running:
+            raise InputError(
+                f"block {holder.frame.running!r} takes gradients inside its own forward, where it cannot be recomputed "
+                "yet: keep it"
+            )
         holder.frame.recompute()
         if holder.tensor is None:
             raise InputError(

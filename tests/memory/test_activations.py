@@ -636,6 +636,49 @@ def test_under_vmap_everything_is_kept(action, where):
     assert same([p.grad for p in model.parameters()], [p.grad for p in expected.parameters()])
 
 
+class TakesGradients(nn.Module):
+    """In the middle of forward, of what a part of a segment has made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.detach().requires_grad_()
+        first = self.blocks[0](x)
+        (slope,) = torch.autograd.grad(first.sum(), x, create_graph=True)
+        return self.blocks[2](self.blocks[1](first)) + slope.square().sum()
+
+
+@pytest.mark.parametrize(("action", "where"), POLICIES)
+def test_gradients_taken_in_the_middle_of_a_segment(action, where):
+    model, x = TakesGradients(), torch.randn(4, 8)
+    expected = copy.deepcopy(model)
+    expected(x).square().sum().backward()
+    with apply(model, plan(([f"blocks.{place}" for place in range(3)], action, where))):
+        model(x).square().sum().backward()
+    assert same([p.grad for p in model.parameters()], [p.grad for p in expected.parameters()])
+
+
+class Force(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.detach().requires_grad_()
+        return torch.autograd.grad(self.inner(x).tanh().sum(), x, create_graph=True)[0]
+
+
+def test_a_block_that_takes_gradients_in_its_forward_is_refused_by_name():
+    model = nn.Sequential(Force(), nn.Linear(8, 10))
+    with (
+        apply(model, alone(["0"], "recompute")),
+        pytest.raises(InputError, match="block '0' takes gradients inside its own forward"),
+    ):
+        model(torch.randn(4, 8))
+
+
 def test_blocks_compiled_one_by_one_train_alike():
     model, batch = transformer_case()
     layers = TRANSFORMER[1:3]
