@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from backbeat.errors import InputError
-from backbeat.runtime import control
+from backbeat.runtime import control, encoded_bucket
 from backbeat.runtime.buckets import Bucket
 from backbeat.runtime.decoupled import plainly
 from backbeat.runtime.delivery import Delivery
@@ -71,7 +71,7 @@ class EncodedDelivery(Delivery):
         self._side: Any = _cuda.Stream(device) if device.type == "cuda" else None
         # Where waiting means to wait on a stream, an exchange is queued whole when its group leaves.
         self._queues = self._side is not None and job.channels.backend == "nccl"
-        self._replays = Replays() if self._side is not None else None
+        self._replays = self._new_replays()
         self._room: torch.Tensor | None = None
         """Where everybody's message comes in, of a group that is dealt with at once."""
 
@@ -103,7 +103,10 @@ class EncodedDelivery(Delivery):
         self._join()
         self._carried.take_out(self._encoded)
         self._scratch, self._gathered = Scratch(), Scratch()
-        self._replays, self._room = Replays() if self._side is not None else None, None
+        self._replays, self._room = self._new_replays(), None
+
+    def _new_replays(self) -> Replays | None:
+        return None if self.job.channels.device.type in encoded_bucket.HOSTS else Replays()
 
     def _with_velocity(self) -> bool:
         return self.options.momentum_correction and self.updates.have_momentum
@@ -186,15 +189,18 @@ class EncodedDelivery(Delivery):
             found, whose = bucket.take_sizes()
             sizes += found
             places += whose
-        if not sizes or self.job.round.broken:
+        faults = [fault for fault in (bucket.fault() for bucket in self._encoded) if fault is not None]
+        if not (sizes or faults) or self.job.round.broken:
             return
-        if self._places is None or self._places[0] != places:
-            numbers = torch.tensor([float(place + 1) for place in places], device=message.device)
-            self._places = (places, numbers.to(message.dtype))
+        if sizes:
+            if self._places is None or self._places[0] != places:
+                numbers = torch.tensor([float(place + 1) for place in places], device=message.device)
+                self._places = (places, numbers)
+            # NaN is not below infinity either.
+            fine = torch.stack(sizes).to(message.device) < math.inf
+            faults.append(self._places[1].masked_fill(fine, 0).amax().view(1))
         layout = control.Layout(groups=len(self.job.groups.buckets), ranks=self.job.channels.size, parameters=0)
-        # NaN is not below infinity either.
-        fine = torch.stack(sizes).to(message.device) < math.inf
-        message[layout.faults_at + self.job.channels.rank].copy_(self._places[1].masked_fill(fine, 0).amax())
+        message[layout.faults_at + self.job.channels.rank].copy_(torch.cat(faults).amax())
 
     def received(self, flight: Flight) -> torch.Tensor:
         bucket = flight.bucket
@@ -249,13 +255,15 @@ class EncodedDelivery(Delivery):
                     self._apply(bucket, used)
                 else:
                     bucket.give_back()
+                bucket.clean()
         self._join()
 
     def undo(self) -> None:
-        if not self.attached:
-            with torch.no_grad():
-                for bucket in self._encoded:
+        with torch.no_grad():
+            for bucket in self._encoded:
+                if not self.attached:
                     bucket.give_back()
+                bucket.clean()
 
     def check_hook(self) -> None:
         raise InputError(

@@ -13,7 +13,7 @@ import torch
 
 from backbeat.errors import InputError
 from backbeat.runtime.buckets import Bucket, addresses_of, views_of
-from backbeat.sparse.residual import Residual, Scratch, Store, accumulate, add_finite
+from backbeat.sparse.residual import Residual, Scratch, Store, accumulate, add_all, add_finite
 
 if TYPE_CHECKING:
     from torch.nn import Parameter
@@ -75,6 +75,8 @@ class EncodedBucket(Bucket):
         self._sizes: list[torch.Tensor] = []
         self._sized: list[int] = []
         """Largest magnitudes of gradients, not finite where these are not, and the places of their parameters."""
+        self._starts: tuple[torch.Tensor, torch.Tensor] | None = None
+        """Where members begin in the residual, and the numbers that stand for them."""
         self._gathered = gathering
         gathering.want(self.numel, dtype)
         self._slots_lent: tuple[int, list[torch.Tensor]] | None = None
@@ -195,8 +197,11 @@ class EncodedBucket(Bucket):
         else:
             flat = residual.values if residual.velocity is None else residual.velocity
             room = None if alike else self._gathering(positions, whole)
-            self._sizes += add_finite(flat, targets, gradients, room)
-            self._sized += self.members if whole else [self.members[position] for position in positions]
+            if self.compressor.fault is not None:
+                add_all(flat, targets, gradients, room)
+            else:
+                self._sizes += add_finite(flat, targets, gradients, room)
+                self._sized += self.members if whole else [self.members[position] for position in positions]
         if velocities:
             torch._foreach_add_(_at(values, positions, whole), _at(velocities, positions, whole))
 
@@ -253,6 +258,26 @@ class EncodedBucket(Bucket):
         self._sizes, self._sized = [], []
         return found
 
+    def fault(self) -> torch.Tensor | None:
+        """One more than the place of a parameter whose residual was not finite when it was selected from, or 0; on the
+        device. None where gradients are looked at before they are added."""
+        position = self.compressor.fault
+        if position is None:
+            return None
+        if self._starts is None:
+            ends = torch.tensor([0, *(one.numel() for one in self.parameters[:-1])], device=self.device).cumsum(0)
+            numbers = torch.tensor([0.0, *(place + 1.0 for place in self.members)], device=self.device)
+            self._starts = (ends.to(position.dtype), numbers)
+        starts, numbers = self._starts
+        # The last start that is not beyond it: of members without elements, the one after them.
+        return numbers.index_select(0, torch.searchsorted(starts, position, right=True))
+
+    def clean(self) -> None:
+        """Drop what is not finite."""
+        if self.compressor.fault is not None:
+            self._opened()[0].clean()
+            self._closed()
+
     def decode(self) -> None:
         """Write the mean where `.grad` will look at it."""
         if self.write is not None:
@@ -297,6 +322,9 @@ class EncodedBucket(Bucket):
         opened = self._views is not None
         _, values, velocities = self._opened()
         copies = [value.clone() for value in values], [value.clone() for value in velocities]
+        if self.compressor.fault is not None:
+            for copy in (*copies[0], *copies[1]):
+                copy.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
         for position, (value, velocity) in self.frozen.items():
             copies[0][position].copy_(value)
             if velocity is not None:

@@ -36,6 +36,9 @@ class Compressor(Protocol):
 
     masks_velocity: bool
     """Sends some places only, so that momentum correction makes sense."""
+    fault: torch.Tensor | None
+    """Where it looks for itself whether what it sends is finite: a place of the residual that was not in the last
+    exchange, or -1. Nothing that is not finite leaves; what does not leave may be so still. None: it does not look."""
 
     def exchange(self, residual: Residual, *, step: int, scale: float, density: float | None = None) -> Exchange:
         """Take what is sent out of the residual and share it. `scale` is one over the number of ranks; `density`

@@ -30,6 +30,7 @@ class LowRank:
     """Compressor of `kind="powersgd"`."""
 
     masks_velocity = False
+    fault: torch.Tensor | None = None
 
     def __init__(self, rank: int, shapes: Sequence[Sequence[int]], *, seed: int) -> None:
         self._rank = rank

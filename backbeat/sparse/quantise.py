@@ -39,6 +39,7 @@ class Int8:
     """Compressor of `kind="int8"`."""
 
     masks_velocity = False
+    fault: torch.Tensor | None = None
 
     def __init__(self) -> None:
         self._taken: tuple[torch.Tensor, torch.Tensor] | None = None

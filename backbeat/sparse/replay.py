@@ -76,5 +76,7 @@ class Replays:
 
 def _recordable() -> bool:
     """The default stream cannot be recorded, nor one that somebody records already."""
+    if not _cuda.is_available():
+        return False
     stream = _cuda.current_stream()
     return stream != _cuda.default_stream(stream.device) and not _cuda.is_current_stream_capturing()

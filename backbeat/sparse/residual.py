@@ -14,7 +14,7 @@ def dtype_for(dtype: torch.dtype) -> torch.dtype:
 
 
 class Residual:
-    """What a rank has not sent yet. Never anybody's `.grad`; unscaled; always finite."""
+    """What a rank has not sent yet. Never anybody's `.grad`; unscaled; finite, but for a step that is found to fail."""
 
     def __init__(self, values: torch.Tensor, velocity: torch.Tensor | None = None, *, masked: bool = False) -> None:
         self.values = values
@@ -28,6 +28,18 @@ class Residual:
         if self.velocity is not None and self.masked:
             held = self.velocity[index]
             self.velocity.index_add_(0, index, torch.where(sent != 0, held, 0), alpha=-1)
+
+    def replace(self, index: torch.Tensor, values: torch.Tensor, spent: torch.Tensor) -> None:
+        """Leave these values at places that do not repeat; the velocity of those `spent` starts anew, if it is to."""
+        self.values.index_copy_(0, index, values)
+        if self.velocity is not None and self.masked:
+            self.velocity.index_copy_(0, index, self.velocity[index].masked_fill_(spent, 0))
+
+    def clean(self) -> None:
+        """Drop what is not finite."""
+        for one in (self.values, self.velocity):
+            if one is not None:
+                one.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
     def put(self, index: torch.Tensor, sent: torch.Tensor) -> None:
         """Add something back."""
@@ -87,23 +99,32 @@ def accumulate(targets: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor
     return faulty
 
 
-def add_finite(
+def add_all(
     flat: torch.Tensor,
     targets: list[torch.Tensor],
     gradients: list[torch.Tensor],
     room: tuple[torch.Tensor, list[torch.Tensor]] | None = None,
-) -> list[torch.Tensor]:
-    """On a device, which must not wait to be asked: add gradients to their places in a flat tensor, and make zero what
-    is not finite then; returns each gradient's largest magnitude, still on the device. Few launches, however many
-    gradients there are. `room`, flat and cut into places, for gradients of another format: they are widened
-    there, since torch adds lists of unlike formats one by one.
-    """
-    sizes = torch._foreach_norm(gradients, math.inf)
+) -> None:
+    """Add gradients to their places in a flat tensor, finite or not. Few launches, however many gradients there are.
+    `room`, flat and cut into places, for gradients of another format: they are widened there, since torch adds lists of
+    unlike formats one by one."""
     if room is None:
         torch._foreach_add_(targets, gradients)
     else:
         whole, places = room
         torch._foreach_copy_(places, gradients)
         flat.add_(whole)
+
+
+def add_finite(
+    flat: torch.Tensor,
+    targets: list[torch.Tensor],
+    gradients: list[torch.Tensor],
+    room: tuple[torch.Tensor, list[torch.Tensor]] | None = None,
+) -> list[torch.Tensor]:
+    """On a device, which must not wait to be asked: add gradients as `add_all` does, and make zero what is not finite
+    then; returns each gradient's largest magnitude, still on the device."""
+    sizes = torch._foreach_norm(gradients, math.inf)
+    add_all(flat, targets, gradients, room)
     flat.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
     return list(sizes)

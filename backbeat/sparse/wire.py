@@ -68,7 +68,7 @@ def frame(form: Format, index: torch.Tensor, message: torch.Tensor | None = None
     else:
         if form.blocks:
             ends = message[: form.head].view(torch.int32)
-            torch.searchsorted(index, _borders(form.blocks, index.device), out_int32=True, out=ends)
+            torch.searchsorted(index, _borders(form.blocks, index.dtype, index.device), out_int32=True, out=ends)
         # The lower 16 bits: what is above them, the block says.
         message[middle : middle + 2 * form.count].view(torch.int16).copy_(index)
     return message, values_of(form, message)
@@ -95,9 +95,11 @@ def unpack(form: Format, messages: torch.Tensor) -> tuple[torch.Tensor, torch.Te
 
 
 @functools.cache  # and never dropped: recorded kernels read it
-def _borders(blocks: int, device: torch.device) -> torch.Tensor:
+def _borders(blocks: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     with torch.inference_mode(False):
-        return torch.arange(1, blocks + 1, device=device).mul_(_BLOCK)
+        # The last may lie beyond what 32 bits hold, and so beyond every place.
+        most = torch.iinfo(dtype).max
+        return torch.arange(1, blocks + 1, device=device).mul_(_BLOCK).clamp_(max=most).to(dtype)
 
 
 _ramps: dict[torch.device, list[torch.Tensor]] = {}

@@ -136,6 +136,11 @@ def as_on_a_device(ctx: Context) -> None:
         momentum_correction(ctx)
         sixteen_bit_parameters(ctx)
         read_late(ctx)
+        infinite_gradients_are_named(ctx)
+        what_a_failed_step_sent_is_taken_back(ctx)
+        unused_and_frozen(ctx)
+        checkpoints(ctx)
+        plans_change_and_residuals_stay(ctx)
     finally:
         encoded_bucket.HOSTS = select.HOSTS = {"cpu"}
 

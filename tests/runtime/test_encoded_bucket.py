@@ -8,11 +8,13 @@ import pytest
 import torch
 from torch.nn import Parameter
 
+from backbeat.model.encoding import Encoding
 from backbeat.runtime import encoded_bucket, updates
 from backbeat.runtime.encoded_bucket import EncodedBucket
 from backbeat.runtime.partition import GroupSpec
 from backbeat.runtime.updates import Updates
 from backbeat.sparse.residual import Scratch, Store
+from backbeat.sparse.topk import TopK
 
 
 @pytest.mark.parametrize("hosts", [{"cpu"}, set()], ids=["host", "device"])
@@ -25,7 +27,7 @@ def test_a_parameter_without_elements_adds_nothing(
     bucket = EncodedBucket(
         GroupSpec(members=(0, 1, 2), channel=0),
         parameters,
-        compressor=None,  # type: ignore[arg-type]
+        compressor=TopK(Encoding(kind="topk", density=0.5), rank=0, ranks=1),
         store=Store(7, torch.float32, torch.device("cpu"), velocity=False),
         dtype=torch.float32,
         sent_bytes=28,

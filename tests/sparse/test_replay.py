@@ -147,3 +147,30 @@ def test_an_exchange_alone_is_unchanged() -> None:
     encoding = Encoding(kind="topk", density=0.01, select="exact")
     alone(TopK(encoding, rank=0, ranks=1, replays=Replays()).exchange(residual, step=0, scale=1.0))(result)
     assert torch.equal(result + residual.values, before)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_A_GPU)])
+@pytest.mark.parametrize("numel", [3_000, 300_000])
+@pytest.mark.parametrize(
+    "planted", [{17: "nan"}, {2_999: "inf"}, {0: "-inf", 2_000: "nan"}, {place: "nan" for place in range(1_000, 2_500)}]
+)
+def test_what_is_not_finite_is_found_among_the_selected_and_does_not_leave(
+    device: str, numel: int, planted: dict[int, str]
+) -> None:
+    torch.manual_seed(0)
+    values = torch.randn(numel)
+    for place, what in planted.items():
+        values[place] = float(what)
+    residual = Residual(values.to(device), torch.ones(numel, device=device), masked=True)
+    compressor = TopK(Encoding(kind="topk", density=0.01, select="exact"), rank=0, ranks=1, replays=Replays())
+    result = torch.empty(numel, device=device)
+    alone(compressor.exchange(residual, step=0, scale=1.0))(result)
+    assert compressor.fault is not None
+    assert int(compressor.fault) in planted
+    assert bool(result.isfinite().all())
+    left = int((~residual.values.isfinite()).sum())
+    assert left == max(0, len(planted) - numel // 100)
+    residual.clean()
+    assert bool(residual.values.isfinite().all())
+    alone(compressor.exchange(residual, step=1, scale=1.0))(result)
+    assert int(compressor.fault) == -1
