@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import gc
 import json
+import statistics
 import tempfile
 import time
 import traceback
@@ -49,6 +50,7 @@ ROOMY_BYTES = {"resnet152": 50 * 2**20, "bert_large": 300 * 2**20}
 """Without a budget."""
 SELECT = {"select": "exact"}
 SMALL_BYTES = 2**16
+TURNS = {"resnet152": 12, "bert_large": 40}
 Setup = tuple[Any, Any, Any, torch.optim.Optimizer]
 
 
@@ -276,19 +278,57 @@ def overhead_rows(table: Table, profile: Profile, device: str, iterations: int) 
     dense = msgspec.structs.replace(
         encoded, groups=tuple(msgspec.structs.replace(group, encoding=None) for group in encoded.groups)
     )
-    for turn in ("", ", again"):
-        table.add(
-            f"dense groups, no memory plan{turn}",
-            lambda: wrapped_run(setup(name, device, BATCH[name]), dense, iterations, attach=False),
-        )
-        table.add(
-            f"top-k groups, updates attached{turn}",
-            lambda: wrapped_run(setup(name, device, BATCH[name]), encoded, iterations),
-        )
     table.add(
-        "top-k groups, gradients handed out",
-        lambda: wrapped_run(setup(name, device, BATCH[name]), encoded, iterations, attach=False),
+        "dense groups, no memory plan",
+        lambda: wrapped_run(setup(name, device, BATCH[name]), dense, iterations, attach=False),
     )
+    table.add(
+        "top-k groups, updates attached", lambda: wrapped_run(setup(name, device, BATCH[name]), encoded, iterations)
+    )
+    table.add("in turns", lambda: in_turns(name, device, {"dense": dense, "top-k": encoded}))
+
+
+def in_turns(name: str, device: str, plans: dict[str, Plan]) -> dict[str, Any]:
+    """Steps of plain training, and of the wrapper with each plan, by turns in one run: what else the host does falls
+    on all alike. Ratios are to the dense plan's steps of the same turn."""
+    sides: dict[str, Setup] = {"plain": setup(name, device, BATCH[name])}
+    wrapped = []
+    for side, made in plans.items():
+        model, data, loss, optimizer = setup(name, device, BATCH[name])
+        ddp: Any = DistributedDataParallel(model, plan=made, broadcast_buffers=False)
+        if made.encoded:
+            ddp.attach(optimizer)
+        wrapped.append(ddp)
+        sides[side] = (ddp, data, loss, optimizer)
+    times: dict[str, list[float]] = {side: [] for side in sides}
+    try:
+        for given in sides.values():
+            measure_run(*given, iterations=1, warmup=12)
+        for turn in range(TURNS[name]):
+            for side in list(sides) if turn % 2 == 0 else reversed(list(sides)):
+                times[side].append(measure_run(*sides[side], iterations=3, warmup=1)["ms"])
+    finally:
+        for ddp in wrapped:
+            ddp._remove_autograd_hooks()
+    found: dict[str, Any] = {
+        "turns": TURNS[name],
+        "sides": {
+            side: {"ms": statistics.median(ms), "quartiles_ms": statistics.quantiles(ms, n=4), "least_ms": min(ms)}
+            for side, ms in times.items()
+        },
+        "ratios": {},
+        "all_ms": times,
+    }
+    for side, ms in times.items():
+        ratios = [one / other for one, other in zip(ms, times["dense"], strict=True)]
+        found["ratios"][side] = {"median": statistics.median(ratios), "quartiles": statistics.quantiles(ratios, n=4)}
+        print(
+            f"{name:11s} {side:8s} {statistics.median(ms):7.1f} ms, least {min(ms):.1f}; to dense, by turn "
+            f"{statistics.median(ratios):.3f} ({statistics.quantiles(ratios, n=4)[0]:.3f} to "
+            f"{statistics.quantiles(ratios, n=4)[2]:.3f})",
+            flush=True,
+        )
+    return found
 
 
 @contextlib.contextmanager

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import time
 import os
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -234,7 +235,9 @@ class Device:
 
         first = peak_of(1)
         peak_of(WARM_STEPS)
+        _let_go()
         peak = peak_of(STEPS)
+        _let_go()
         between = torch.cuda.memory_allocated(device) - start
         optimizer.zero_grad(set_to_none=set_to_none)
         cleared = torch.cuda.memory_allocated(device) - start
@@ -257,9 +260,22 @@ def _drop(parameter: torch.Tensor) -> None:
 
 
 def _empty() -> None:
+    _let_go()
+    torch.cuda.empty_cache()
+
+
+def _let_go() -> None:
+    """Wait until nothing is given back any more: NCCL's watchdog holds the tensors of works that are done until its
+    next round."""
     gc.collect()
     torch.cuda.synchronize()
-    torch.cuda.empty_cache()
+    held, still = torch.cuda.memory_allocated(), 0
+    for _ in range(50):
+        time.sleep(0.1)
+        now = torch.cuda.memory_allocated()
+        held, still = now, still + 1 if now == held else 0
+        if still >= 5:
+            return
 
 
 def row(found: dict[str, Any]) -> str:

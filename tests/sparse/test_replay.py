@@ -152,7 +152,7 @@ def test_an_exchange_alone_is_unchanged() -> None:
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_A_GPU)])
 @pytest.mark.parametrize("numel", [3_000, 300_000])
 @pytest.mark.parametrize(
-    "planted", [{17: "nan"}, {2_999: "inf"}, {0: "-inf", 2_000: "nan"}, {place: "nan" for place in range(1_000, 2_500)}]
+    "planted", [{17: "nan"}, {2_999: "inf"}, {0: "-inf", 2_000: "nan"}, dict.fromkeys(range(1_000, 2_500), "nan")]
 )
 def test_what_is_not_finite_is_found_among_the_selected_and_does_not_leave(
     device: str, numel: int, planted: dict[int, str]
