@@ -18,8 +18,8 @@ from __future__ import annotations
 
 import argparse
 import gc
-import time
 import os
+import time
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
