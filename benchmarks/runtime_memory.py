@@ -7,7 +7,7 @@ Trains a tiny model and prints the resident memory of each rank after a tenth of
 bytes of all tensors that the reducer holds between steps and, at most, while groups travel, beside the gradients' own.
 
 On a GPU the allocator counts. A model of real size trains as it is, in stock DDP without and with gradients as views of
-its buckets, and in backbeat with the same bucket cap and with a plan, each built anew on an emptied device. What a side
+its buckets, and in backbeat with the same bucket cap and with a plan, each in a process of its own. What a side
 holds between steps (after the update, gradients still there) is told beyond the parameters. Its peak in a step is told
 beyond a bare backward whose gradients are dropped as they come: that is parameters, activations and the one gradient in
 the making. Steps are those after backbeat has learnt the graph and stock DDP has rebuilt its buckets; the first step of
@@ -18,7 +18,11 @@ from __future__ import annotations
 
 import argparse
 import gc
+import json
 import os
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -64,11 +68,11 @@ def bytes_of(model: nn.Module) -> int:
     return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
 
 
-def growth(iterations: int, device: torch.device) -> dict[str, Any]:
+def growth(iterations: int, device: torch.device, *, stock: bool = False) -> dict[str, Any]:
     """Train a tiny model for long: what was held after a tenth and at the end, and what the tensors take."""
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(32, 32) for _ in range(8)]).to(device)
-    wrapped: Any = DistributedDataParallel(model, bucket_cap_mb=0.01)
+    wrapped: Any = (TorchDDP if stock else DistributedDataParallel)(model, bucket_cap_mb=0.01)
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=1e-3)
     x = torch.ones(4, 32, device=device)
     peak = 0
@@ -87,6 +91,9 @@ def growth(iterations: int, device: torch.device) -> dict[str, Any]:
         optimizer.step()
     series.append({"iteration": iterations, **_held(device)})
     early, late = series[0], series[-1]
+    grown = {kind: late[kind] - early[kind] for kind in late if kind != "iteration"}
+    if stock:
+        return {"iterations": iterations, "from": early["iteration"], "series": series, "grown": grown}
     for parameter in wrapped.parameters():
         parameter.register_post_accumulate_grad_hook(look)
     optimizer.zero_grad()
@@ -95,7 +102,7 @@ def growth(iterations: int, device: torch.device) -> dict[str, Any]:
         "iterations": iterations,
         "from": early["iteration"],
         "series": series,
-        "grown": {kind: late[kind] - early[kind] for kind in late if kind != "iteration"},
+        "grown": grown,
         "groups": len(wrapped.reducer.buckets),
         "gradient_bytes": bytes_of(wrapped),
         "largest_group_bytes": max(bucket.bytes for bucket in wrapped.reducer.buckets),
@@ -344,21 +351,28 @@ def on_cuda(options: argparse.Namespace) -> dict[str, Any]:
         return workload(options.model, options.batch_size, device, options.layers, options.width)
 
     measured = Device(device, build, options.cap_mb)
-    base = measured.base()
+    if options.side == "growth of stock DDP":
+        return {"grown": growth(options.iterations, device, stock=True)}
+    if options.side:
+        base = measured.base()
+        wrap = measured.sides(options.groups)[options.side]
+        return {"base": base, "rows": [measured.measure(options.side, wrap, base, none) for none in (True, False)]}
+    others = in_processes([*measured.sides(options.groups), "growth of stock DDP"])
+    grown = growth(options.iterations, device)
+    found_apart = [json.loads(one.result()) for one in others]
+    stock = found_apart.pop()["grown"]
+    base = found_apart[0]["base"]
+    rows = [row for one in found_apart for row in one["rows"]]
     if rank == 0:
         print(f"{options.model}, {ranks} rank(s): a bare step that keeps no gradient takes {base} bytes", flush=True)
-    rows: list[dict[str, Any]] = []
-    for none in (True, False):
-        for name, wrap in measured.sides(options.groups).items():
-            rows.append(measured.measure(name, wrap, base, none))
-            if rank == 0:
-                print(row(rows[-1]), flush=True)
-    grown = growth(options.iterations, device)
+        for one in rows:
+            print(row(one), flush=True)
     judged = claims(rows, grown)
     every: list[Any] = [None] * ranks
     dist.all_gather_object(every, (grown, judged))
     if rank == 0:
         print(told(grown), flush=True)
+        print(f"stock DDP beside it: {stock['grown']} bytes more on rank 0", flush=True)
         for number, (_, of_rank) in enumerate(every):
             for found in of_rank:
                 verdict = "held" if found["held"] else "NOT HELD"
@@ -370,8 +384,30 @@ def on_cuda(options: argparse.Namespace) -> dict[str, Any]:
         "base_bytes": base,
         "rows": rows,
         "growth": [of_rank for of_rank, _ in every],
+        "growth_of_stock": stock,
         "claims": [of_rank for _, of_rank in every],
     }
+
+
+class Apart:
+    """One side in a process of its own, as this rank of the job: nothing of another side can stay behind in it."""
+
+    def __init__(self, side: str, number: int) -> None:
+        self._file = Path(tempfile.mkdtemp()) / "found.json"
+        environment = {**os.environ, "MASTER_PORT": str(int(os.environ["MASTER_PORT"]) + 1 + number)}
+        # Torchrun's own store answers for its own job alone.
+        environment.pop("TORCHELASTIC_USE_AGENT_STORE", None)
+        command = [sys.executable, *sys.argv, "--side", side, "--json", str(self._file)]
+        self._process = subprocess.Popen(command, env=environment)
+
+    def result(self) -> bytes:
+        if self._process.wait():
+            raise SystemExit("a side failed: see above")
+        return self._file.read_bytes()
+
+
+def in_processes(sides: list[str]) -> list[Apart]:
+    return [Apart(side, number) for number, side in enumerate(sides)]
 
 
 def on_cpu(options: argparse.Namespace) -> dict[str, Any]:
@@ -397,6 +433,7 @@ def main() -> None:
     gpu.add_argument("--width", type=int, default=2048, help="of the linear model")
     gpu.add_argument("--cap-mb", type=float, default=25.0, help="bucket cap of stock DDP and backbeat, MiB")
     gpu.add_argument("--groups", type=int, default=6, help="of the plan")
+    gpu.add_argument("--side", default="", help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(1)
     cuda = options.device == "cuda"
@@ -405,7 +442,7 @@ def main() -> None:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
     dist.init_process_group("nccl" if cuda else "gloo")
     found = on_cuda(options) if cuda else on_cpu(options)
-    if options.json and dist.get_rank() == 0:
+    if options.json and (options.side or dist.get_rank() == 0):
         document = {
             "benchmark": "runtime_memory",
             "date": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -189,6 +189,8 @@ class EncodedDelivery(Delivery):
             found, whose = bucket.take_sizes()
             sizes += found
             places += whose
+        # They are found beside backward, where groups are encoded.
+        self._join()
         faults = [fault for fault in (bucket.fault() for bucket in self._encoded) if fault is not None]
         if not (sizes or faults) or self.job.round.broken:
             return

@@ -41,7 +41,8 @@ class Recorder:
         self._cuda = device.type == "cuda"
         self._device = device
         self._keep = keep
-        self._rounds: list[tuple[TimedRound, dict[str, Any]]] = []
+        self._rounds: list[TimedRound | dict[str, Any]] = []
+        """Times, or the marks that they will be told from once the device has passed them."""
         self._marks: dict[str, Any] = {}
         self._open = False
 
@@ -72,18 +73,30 @@ class Recorder:
         if not self._open:
             return
         self._marks["end"] = self._now()
-        self._rounds.append((TimedRound(), self._marks))
-        del self._rounds[: -self._keep]
+        # Marks on the device hold memory of the driver: none is kept for longer than it takes to read.
+        self._rounds = [self._passed(one) for one in self._rounds[1 - self._keep :]]
+        self._rounds.append(self._marks)
         self._open = False
 
     def rounds(self) -> list[TimedRound]:
         """Every round measured so far."""
         if self._cuda and self._rounds:
             torch.cuda.synchronize(self._device)
-        return [self._resolve(marks) for _, marks in self._rounds]
+        self._rounds = [self._passed(one) for one in self._rounds]
+        return [one if isinstance(one, TimedRound) else self._resolve(one) for one in self._rounds]
 
     def clear(self) -> None:
         self._rounds.clear()
+
+    def _passed(self, one: TimedRound | dict[str, Any]) -> TimedRound | dict[str, Any]:
+        # On the host the end of a round says nothing about groups that are back later.
+        if isinstance(one, TimedRound) or not self._cuda or not one["end"].query():
+            return one
+        try:
+            return self._resolve(one)
+        except RuntimeError:
+            # Another stream has not passed its marks.
+            return one
 
     def _resolve(self, marks: dict[str, Any]) -> TimedRound:
         begin = marks["begin"]

@@ -153,7 +153,7 @@ def parameters_without_elements(ctx: Context) -> None:
 def exchanged_parameters_are_refused(ctx: Context) -> None:
     wrapped, oracle = start(ctx)
     _train(ctx, wrapped, oracle, _plain(ctx))
-    wrapped.module[2].weight = nn.Parameter(torch.zeros(6, 6))
+    wrapped.module[2].weight = nn.Parameter(torch.zeros(6, 6, device=ctx.device))
     raises(InputError, lambda: _plain(ctx)(wrapped, ctx.rank, 5), "'2.weight' came into the model")
     other, oracle = start(ctx)
     _train(ctx, other, oracle, _plain(ctx))
