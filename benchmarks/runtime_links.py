@@ -25,6 +25,7 @@ import os
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -114,6 +115,9 @@ def work(options: argparse.Namespace) -> None:
         "backend='ddp', plan": DistributedDataParallel(copy.deepcopy(model), plan=plan, backend="ddp"),
     }
     optimizers = {name: torch.optim.SGD(wrapped.parameters(), lr=0.1) for name, wrapped in variants.items()}
+    if options.nice:
+        # This thread alone: those that move bytes were made before.
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), options.nice)
     tiny = torch.zeros(1)
     times: dict[str, list[float]] = {name: [] for name in variants}
     cpu: dict[str, list[tuple[float, float]]] = {name: [] for name in variants}
@@ -177,7 +181,7 @@ def lab(options: argparse.Namespace) -> None:
             ranks = []
             for node in range(2):
                 command = [sys.executable, __file__, "--node", str(node), "--namespace", cluster.namespace(node)]
-                for name in ("strategy", "steps", "batch_size"):
+                for name in ("strategy", "steps", "batch_size", "nice"):
                     command += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
                 environment = {
                     **os.environ,
@@ -202,6 +206,7 @@ def main() -> None:
     parser.add_argument("--strategy", default="best")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--batch-size", type=int, default=256)
+    parser.add_argument("--nice", type=int, default=0, help="of the thread that trains")
     parser.add_argument("--pause", default="0ms")
     parser.add_argument("--limit", type=float, default=240, help="seconds for one setting")
     parser.add_argument("--node", type=int, help=argparse.SUPPRESS)

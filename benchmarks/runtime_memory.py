@@ -46,6 +46,7 @@ ROUNDING = 512
 """The allocator hands out memory in multiples of this."""
 CONTROL_BYTES = 64 * 2**10
 """What the ranks' word on a step may take on the device: a few numbers for each of 16 stamps, each a tensor."""
+ZEROS = ", zeroed"
 NOISE_BYTES = 2**20
 """Resident memory that moves by less over a run has not grown: the interpreter's own pools move by as much."""
 
@@ -354,10 +355,11 @@ def on_cuda(options: argparse.Namespace) -> dict[str, Any]:
     if options.side == "growth of stock DDP":
         return {"grown": growth(options.iterations, device, stock=True)}
     if options.side:
+        name, none = options.side.rsplit(ZEROS, 1)[0], not options.side.endswith(ZEROS)
         base = measured.base()
-        wrap = measured.sides(options.groups)[options.side]
-        return {"base": base, "rows": [measured.measure(options.side, wrap, base, none) for none in (True, False)]}
-    others = in_processes([*measured.sides(options.groups), "growth of stock DDP"])
+        return {"base": base, "rows": [measured.measure(name, measured.sides(options.groups)[name], base, none)]}
+    sides = measured.sides(options.groups)
+    others = in_processes([*sides, *(f"{side}{ZEROS}" for side in sides), "growth of stock DDP"])
     grown = growth(options.iterations, device)
     found_apart = [json.loads(one.result()) for one in others]
     stock = found_apart.pop()["grown"]
