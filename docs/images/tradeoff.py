@@ -118,20 +118,21 @@ def main() -> None:
 
 def series_of(picture: Picture) -> list[Series]:
     """The newest measurement of each row; dense budgets and uniform policies were only run first."""
-    first, second, third = (
-        json.loads((DATA / run / f"{picture.model}.json").read_text())["rows"] for run in ("first", "second", "third")
+    first, second, third, fourth = (
+        json.loads((DATA / run / f"{picture.model}.json").read_text())["rows"]
+        for run in ("first", "second", "third", "fourth")
     )
-    now = {name: one for name, one in (second | third).items() if "ms" in one}
-    whole = row(now, "top-k groups, updates attached, again", "no budget")
+    now = {name: one for name, one in (second | third | fourth).items() if "ms" in one}
+    whole = row(now, "top-k groups, updates attached", "no budget")
     sparse = [row(now, *found) for found in _budgets(now)]
     dense = [row(first, name, name) for name in first if name.startswith("dense ") and name.endswith("GB")]
     alike = [row(first, name, name.removeprefix("uniform: ")) for name in first if name.startswith("uniform: ")]
-    own = [row(third, name, label) for name, label in USUAL.items() if name in third]
+    own = [row(fourth, name, label) for name, label in USUAL.items() if name in fourth]
     found = [
         Series("top-k in a budget", BLUE, "circle", [*sparse, whole], joined=True),
         Series("dense in a budget", ORANGE, "circle", dense, joined=True)
         if dense
-        else Series("dense", ORANGE, "circle", [row(now, "dense groups, no memory plan, again", "no budget, dense")]),
+        else Series("dense", ORANGE, "circle", [row(now, "dense groups, no memory plan", "no budget, dense")]),
         Series("every block alike", GREEN, "diamond", alike),
         Series("the usual ways", GREEN, "square", own),
         Series("the usual ways (earlier)", GREY, "square", list(picture.usual)),
