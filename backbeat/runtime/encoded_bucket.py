@@ -163,6 +163,7 @@ class EncodedBucket(Bucket):
         gradient = self.parameters[position].grad
         if gradient is not None:
             self._add([position], [gradient])
+            self._closed()
 
     def _add(self, positions: Sequence[int], gradients: list[torch.Tensor]) -> None:
         """Add these members' gradients to the residual, through the velocity where there is one, and take them away."""

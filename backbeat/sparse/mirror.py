@@ -42,6 +42,9 @@ class Mirror:
         slot = self._turn % len(self._staging)
         if group in self._loaded:
             slot = self._loaded.index(group)
+        elif slot in self._slot.values():
+            # Another group, open at this time, is being worked on there.
+            slot = (slot + 1) % len(self._staging)
         self._turn = slot + 1
         self._slot[group] = slot
         if self._loaded[slot] != group:

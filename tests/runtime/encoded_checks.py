@@ -363,7 +363,18 @@ def read_late(ctx: Context) -> None:
 @check
 def late_gradients_wait_in_the_residual(ctx: Context) -> None:
     """A gradient that comes after its group has left goes with the next step."""
-    wrapped = wrap(ctx, SOME, Twice)
+    _gradients_come_late(ctx, wrap(ctx, SOME, Twice))
+
+
+@check
+def late_gradients_of_several_groups_reach_the_host(ctx: Context) -> None:
+    """Groups that get late gradients come to the device out of turn, while the last group is there."""
+    model = ctx.build(lambda: Again(blocks=3))
+    plan = replace(encoded(model, SOME), memory=MemoryPlan(residuals="host"))
+    _gradients_come_late(ctx, DistributedDataParallel(model, plan=plan))
+
+
+def _gradients_come_late(ctx: Context, wrapped: Any) -> None:
     total: dict[str, Any] = {}
     sent: dict[str, Any] = {}
     for step in range(7):
@@ -377,17 +388,17 @@ def late_gradients_wait_in_the_residual(ctx: Context) -> None:
                 sent[key] = sent.get(key, 0) + parameter.grad
     left = owed(ctx, wrapped)
     for key, value in total.items():
-        torch.testing.assert_close(sent[key] + left[key], value, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(sent[key] + left[key], value, rtol=1e-4, atol=1e-5, msg=lambda t, k=key: f"{k}: {t}")
 
 
 class Again(nn.Module):
     """A block used plainly and, where the caller says so, once more before that under a reentrant checkpoint."""
 
-    def __init__(self) -> None:
+    def __init__(self, blocks: int = 1) -> None:
         super().__init__()
         self.first = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
         self.last = nn.Linear(6, 6)
-        self.block = nn.Linear(6, 6)
+        self.block = nn.Sequential(*(nn.Linear(6, 6) for _ in range(blocks)))
         self.nested = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
