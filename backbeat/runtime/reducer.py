@@ -237,7 +237,7 @@ class Reducer:
         self._round.open = True
         self._round.absent = True
         self._number()
-        self.word.absorb()
+        self._absorb()
         self._finish_round()
 
     def _watch(self, first: int) -> list[Any]:
@@ -280,14 +280,17 @@ class Reducer:
         self._round.root = graph_task()
         if sync:
             self._number()
-        # In the open round: if this raises, the round counts as broken off, here and for the others.
+        self._absorb()
+        if self.job.recorder is not None:
+            self.job.recorder.begin(sync)
+
+    def _absorb(self) -> None:
+        """In an open round: if this raises, the round counts as broken off, here and for the others."""
         try:
             self.word.absorb()
         except BaseException:
             self.delivery.undo()
             raise
-        if self.job.recorder is not None:
-            self.job.recorder.begin(sync)
 
     def _number(self) -> None:
         round_, job = self._round, self.job

@@ -74,8 +74,7 @@ class Recorder:
             return
         self._marks["end"] = self._now()
         # Marks on the device hold memory of the driver: none is kept for longer than it takes to read.
-        self._rounds = [self._passed(one) for one in self._rounds[1 - self._keep :]]
-        self._rounds.append(self._marks)
+        self._rounds = [*map(self._passed, self._rounds), self._marks][-self._keep :]
         self._open = False
 
     def rounds(self) -> list[TimedRound]:

@@ -361,6 +361,38 @@ def read_late(ctx: Context) -> None:
 
 
 @check
+def a_failed_step_is_told_to_a_rank_without_data(ctx: Context) -> None:
+    """One that has run out of data since takes back what it sent, as the others do."""
+    from backbeat.runtime import deferral
+
+    deferral.DEVICES = {"cuda", "cpu"}
+    try:
+        wrapped = wrap(ctx, SOME)
+        total: dict[str, Any] = {}
+        sent: dict[str, Any] = {}
+        for step in range(5):
+            failing = step == 4
+            for key, value in local_gradients(ctx, wrapped.module, step).items():
+                total[key] = total.get(key, 0) + value
+            wrapped.zero_grad()
+            if failing and ctx.rank == 0:
+                wrapped.module[4].weight.register_hook(lambda g: g * float("nan"))
+            backward(ctx, wrapped, step)
+            for key, parameter in wrapped.module.named_parameters():
+                if not failing:
+                    sent[key] = sent.get(key, 0) + parameter.grad
+        wrapped.zero_grad()
+        out_of_data = ctx.rank == ctx.size - 1
+        follow = wrapped.reducer.shadow if out_of_data else lambda: backward(ctx, wrapped, 5)
+        raises(NonFiniteError, follow, "'4.weight' is not finite on rank 0")
+        left = owed(ctx, wrapped)
+        for key in ("0.weight", "0.bias"):
+            torch.testing.assert_close(sent[key] + left[key], total[key], rtol=1e-4, atol=1e-5)
+    finally:
+        deferral.DEVICES = {"cuda"}
+
+
+@check
 def late_gradients_wait_in_the_residual(ctx: Context) -> None:
     """A gradient that comes after its group has left goes with the next step."""
     _gradients_come_late(ctx, wrap(ctx, SOME, Twice))
