@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import math
 import random
+from collections.abc import Callable
 
 import torch
 
@@ -60,8 +61,13 @@ def _magnitudes(folded: torch.Tensor) -> torch.Tensor:
 @functools.cache
 def _steps(start: int, end: int, step: int, device: torch.device) -> torch.Tensor:
     """A few whole numbers that every step of training needs again; never dropped, since recorded kernels read them."""
+    return made_once(lambda: torch.arange(start, end, step, device="cpu"), device)
+
+
+def made_once(make: Callable[[], torch.Tensor], device: torch.device) -> torch.Tensor:
+    """A tensor for all streams: copied from the host, which waits for it, so that no stream reads it too soon."""
     with torch.inference_mode(False):
-        return torch.arange(start, end, step, device=device)
+        return make().to(device)
 
 
 def sampled(values: torch.Tensor, count: int, step: int = 0) -> tuple[torch.Tensor, torch.Tensor]:

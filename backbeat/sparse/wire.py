@@ -14,6 +14,8 @@ from dataclasses import dataclass
 
 import torch
 
+from backbeat.sparse.select import made_once
+
 _BLOCK = 2**16
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -96,10 +98,9 @@ def unpack(form: Format, messages: torch.Tensor) -> tuple[torch.Tensor, torch.Te
 
 @functools.cache  # and never dropped: recorded kernels read it
 def _borders(blocks: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    with torch.inference_mode(False):
-        # The last may lie beyond what 32 bits hold, and so beyond every place.
-        most = torch.iinfo(dtype).max
-        return torch.arange(1, blocks + 1, device=device).mul_(_BLOCK).clamp_(max=most).to(dtype)
+    # The last may lie beyond what 32 bits hold, and so beyond every place.
+    most = torch.iinfo(dtype).max
+    return made_once(lambda: torch.arange(1, blocks + 1, device="cpu").mul_(_BLOCK).clamp_(max=most).to(dtype), device)
 
 
 _ramps: dict[torch.device, list[torch.Tensor]] = {}
@@ -110,6 +111,5 @@ since recorded kernels read them."""
 def _ramp(count: int, device: torch.device) -> torch.Tensor:
     found = _ramps.setdefault(device, [])
     if not found or len(found[-1]) < count:
-        with torch.inference_mode(False):
-            found.append(torch.arange(count, dtype=torch.int32, device=device))
+        found.append(made_once(lambda: torch.arange(count, dtype=torch.int32, device="cpu"), device))
     return found[-1][:count]
