@@ -35,16 +35,26 @@ class Roster:
         self.frozen = [(name, parameter) for name, parameter in managed if not parameter.requires_grad]
 
     def stranger(self) -> str | None:
-        """The name of a trainable parameter that has taken the place of one that is managed, where there is any."""
+        """The name of a trainable parameter that has taken the place of one that is managed, or come beside them and
+        has a gradient, where there is any."""
         if self._places and all(held.get(name) is parameter for held, name, parameter in self._places):
             return None
         module = self._module()
         if module is None:
             return None
         known = {id(parameter) for parameter in self.parameters} | {id(parameter) for _, parameter in self.frozen}
-        for name, parameter in module.named_parameters():
-            if parameter.requires_grad and name not in self._ignored and id(parameter) not in known:
+        present = dict(module.named_parameters())
+        others = {
+            name: parameter
+            for name, parameter in present.items()
+            if parameter.requires_grad and name not in self._ignored and id(parameter) not in known
+        }
+        gone = bool(others) and not known.issubset(map(id, present.values()))
+        for name, parameter in others.items():
+            if gone or parameter.grad is not None:
                 return name
+        if others:
+            return None
         # Moved at most, as parametrizations and pruning do with a parameter that stays the same.
         self._places = [
             (child._parameters, name, parameter)

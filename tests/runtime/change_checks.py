@@ -172,6 +172,27 @@ def parameters_that_only_move_are_not_refused(ctx: Context) -> None:
 
 
 @check
+def parameters_that_come_beside_are_refused_once_they_are_used(ctx: Context) -> None:
+    """An average of the weights kept in the model is nobody's gradient; a layer that is trained is."""
+
+    class Growing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.spare = nn.Linear(6, 6), nn.Linear(6, 6)
+            self.more = False
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.average(self.used(x)) if self.more else self.used(x)
+
+    wrapped, oracle = start(ctx, Growing)
+    for model in _all(wrapped, oracle):
+        model.average = copy.deepcopy(model.used)
+    _train(ctx, wrapped, oracle, _plain(ctx))
+    wrapped.module.more = True
+    raises(InputError, lambda: _plain(ctx)(wrapped, ctx.rank, 5), "'average.weight' came into the model")
+
+
+@check
 def converted_parameters_are_refused(ctx: Context) -> None:
     wrapped, oracle = start(ctx)
     _train(ctx, wrapped, oracle, _plain(ctx), steps=2)
