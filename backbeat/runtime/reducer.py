@@ -153,7 +153,7 @@ class Reducer:
     def install(self, partition: Partition) -> None:
         """Run this partition from the next round on; gradients held now move into its buffers."""
         # Numbers still on their way from the device are laid out for the partition before.
-        self.word.absorb()
+        self.absorb()
         job, delivery = self.job, self.delivery
         delivery.prepare(partition)
         last = len(partition.groups) - 1
@@ -165,6 +165,14 @@ class Reducer:
         delivery.installed()
         self._waits = job.groups.waits(self._expectation.counts)
         job.groups.keep_all()
+
+    def absorb(self) -> None:
+        """Read the word on the step before, where it was put off; raises where that step has failed."""
+        try:
+            self.word.absorb()
+        except BaseException:
+            self.delivery.undo()
+            raise
 
     def add_parameters(self, names: Sequence[str], parameters: Sequence[Parameter], partition: Partition) -> None:
         """Take in parameters that became trainable, with the partition that holds them."""
@@ -237,7 +245,7 @@ class Reducer:
         self._round.open = True
         self._round.absent = True
         self._number()
-        self._absorb()
+        self.absorb()
         self._finish_round()
 
     def _watch(self, first: int) -> list[Any]:
@@ -280,17 +288,10 @@ class Reducer:
         self._round.root = graph_task()
         if sync:
             self._number()
-        self._absorb()
+        # In the open round: if this raises, the round counts as broken off, here and for the others.
+        self.absorb()
         if self.job.recorder is not None:
             self.job.recorder.begin(sync)
-
-    def _absorb(self) -> None:
-        """In an open round: if this raises, the round counts as broken off, here and for the others."""
-        try:
-            self.word.absorb()
-        except BaseException:
-            self.delivery.undo()
-            raise
 
     def _number(self) -> None:
         round_, job = self._round, self.job

@@ -135,9 +135,11 @@ class Runner:
     def wake_frozen(self) -> None:
         """Parameters that became trainable since: into trailing groups, on every rank at this forward."""
         roster = self.roster
-        woken = roster.wake()
-        if not woken:
+        if not any(parameter.requires_grad for _, parameter in roster.frozen):
             return
+        # Where the step before has failed, this raises while nothing has changed yet, and the next forward tries again.
+        self.reducer.absorb()
+        woken = roster.wake()
         first = len(roster.names) - woken
         partition = partitions.with_newcomers(
             self.reducer.partition, range(first, len(roster.names)), roster.parameters, roster.sparse

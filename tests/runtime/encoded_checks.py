@@ -393,6 +393,44 @@ def a_failed_step_is_told_to_a_rank_without_data(ctx: Context) -> None:
 
 
 @check
+def a_failed_step_is_told_before_parameters_thaw(ctx: Context) -> None:
+    """The word on it comes when groups are made anew; they are made at the next forward instead."""
+    from backbeat.runtime import deferral
+
+    def half_frozen() -> nn.Sequential:
+        model = mlp()
+        model[0].requires_grad_(False)
+        return model
+
+    deferral.DEVICES = {"cuda", "cpu"}
+    try:
+        wrapped = wrap(ctx, SOME, half_frozen)
+        total: Any = 0
+        sent: Any = 0
+        for step in range(5):
+            total = total + local_gradients(ctx, wrapped.module, step)["2.weight"]
+            wrapped.zero_grad()
+            if step == 4 and ctx.rank == 0:
+                handle = wrapped.module[4].weight.register_hook(lambda g: g * float("nan"))
+            backward(ctx, wrapped, step)
+            if step < 4:
+                sent = sent + wrapped.module[2].weight.grad
+        if ctx.rank == 0:
+            handle.remove()
+        wrapped.zero_grad()
+        wrapped.module[0].requires_grad_(True)
+        raises(NonFiniteError, lambda: backward(ctx, wrapped, 5), "'4.weight' is not finite on rank 0")
+        torch.testing.assert_close(sent + owed(ctx, wrapped)["2.weight"], total, rtol=1e-4, atol=1e-5)
+        for step in range(6, 8):
+            wrapped.zero_grad()
+            expected = local_gradients(ctx, wrapped.module, step)["0.weight"]
+            backward(ctx, wrapped, step)
+            torch.testing.assert_close(wrapped.module[0].weight.grad, expected)
+    finally:
+        deferral.DEVICES = {"cuda"}
+
+
+@check
 def late_gradients_wait_in_the_residual(ctx: Context) -> None:
     """A gradient that comes after its group has left goes with the next step."""
     _gradients_come_late(ctx, wrap(ctx, SOME, Twice))
