@@ -32,7 +32,7 @@ from backbeat.runtime.encoded_groups import Stores, compressor_for, dtype_of, nu
 from backbeat.runtime.rounds import Flight
 from backbeat.runtime.updates import Updates, check_no_scaler
 from backbeat.sparse.options import Options
-from backbeat.sparse.replay import Replays
+from backbeat.sparse.recordings import Recordings
 from backbeat.sparse.residual import Scratch
 from backbeat.sparse.warmup import density_at
 
@@ -71,7 +71,7 @@ class EncodedDelivery(Delivery):
         self._side: Any = _cuda.Stream(device) if device.type == "cuda" else None
         # Where waiting means to wait on a stream, an exchange is queued whole when its group leaves.
         self._queues = self._side is not None and job.channels.backend == "nccl"
-        self._replays = self._new_replays()
+        self._recordings = self._new_recordings()
         self._room: torch.Tensor | None = None
         """Where everybody's message comes in, of a group that is dealt with at once."""
 
@@ -103,10 +103,10 @@ class EncodedDelivery(Delivery):
         self._join()
         self._carried.take_out(self._encoded)
         self._scratch, self._gathered = Scratch(), Scratch()
-        self._replays, self._room = self._new_replays(), None
+        self._recordings, self._room = self._new_recordings(), None
 
-    def _new_replays(self) -> Replays | None:
-        return None if self.job.channels.device.type in encoded_bucket.HOSTS else Replays()
+    def _new_recordings(self) -> Recordings | None:
+        return None if self.job.channels.device.type in encoded_bucket.HOSTS else Recordings()
 
     def _with_velocity(self) -> bool:
         return self.options.momentum_correction and self.updates.have_momentum
@@ -116,7 +116,7 @@ class EncodedDelivery(Delivery):
             # The control numbers of encoded plans need fp32 and travel alone.
             return super().bucket(spec, 0)
         job = self.job
-        compressor = compressor_for(spec, spec.encoding, job, self.options.seed, self._replays)
+        compressor = compressor_for(spec, spec.encoding, job, self.options.seed, self._recordings)
         dtype = dtype_of(spec, job)
         self._scratch.want(numel_of(spec, job), dtype)
         velocity = self._with_velocity() and compressor.masks_velocity

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from backbeat.runtime.job import Job
     from backbeat.runtime.partition import GroupSpec, Partition
     from backbeat.sparse.exchange import Compressor
-    from backbeat.sparse.replay import Replays
+    from backbeat.sparse.recordings import Recordings
 
 
 def dtype_of(spec: GroupSpec, job: Job) -> torch.dtype:
@@ -61,7 +61,7 @@ class Stores:
 
 
 def compressor_for(
-    spec: GroupSpec, encoding: Encoding, job: Job, seed: int, replays: Replays | None = None
+    spec: GroupSpec, encoding: Encoding, job: Job, seed: int, recordings: Recordings | None = None
 ) -> Compressor:
     """On this rank of the job; groups differ in what they draw, ranks do not."""
     names = ",".join(job.names[place] for place in spec.members)
@@ -71,7 +71,7 @@ def compressor_for(
         rank=job.channels.rank,
         ranks=job.channels.size,
         seed=zlib.crc32(names.encode()) + seed,
-        replays=replays,
+        recordings=recordings,
     )
 
 

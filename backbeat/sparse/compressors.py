@@ -13,7 +13,7 @@ from backbeat.sparse.topk import RandomK, TopK
 if TYPE_CHECKING:
     from backbeat.model.encoding import Encoding
     from backbeat.sparse.exchange import Compressor
-    from backbeat.sparse.replay import Replays
+    from backbeat.sparse.recordings import Recordings
 
 
 def compressor_of(
@@ -23,17 +23,17 @@ def compressor_of(
     rank: int,
     ranks: int,
     seed: int = 0,
-    replays: Replays | None = None,
+    recordings: Recordings | None = None,
 ) -> Compressor:
-    """For a group of parameters of these shapes, on this rank of so many; `seed` is the same on all of them. `replays`:
-    those of the stream that all its work is done on."""
+    """For a group of parameters of these shapes, on this rank of so many; `seed` is the same on all of them.
+    `recordings`: those of the stream that all its work is done on."""
     if encoding.kind == "topk":
         if encoding.aggregate == "tree" and ranks & (ranks - 1):
             raise InputError(
                 f"aggregate is 'tree' and there are {ranks} ranks: pairs merge only where their number is a power of "
                 "two; use aggregate 'all_gather'"
             )
-        return TopK(encoding, rank=rank, ranks=ranks, replays=replays)
+        return TopK(encoding, rank=rank, ranks=ranks, recordings=recordings)
     if encoding.kind == "randomk":
         return RandomK(encoding, seed=seed)
     if encoding.kind == "int8":

@@ -8,7 +8,7 @@ from backbeat.model.encoding import Encoding
 from backbeat.sparse import select, wire
 from backbeat.sparse.aggregate import add_gathered, keep_largest, member_of
 from backbeat.sparse.exchange import Collective, Exchange
-from backbeat.sparse.replay import Replays
+from backbeat.sparse.recordings import Recordings
 from backbeat.sparse.residual import Residual
 
 
@@ -31,14 +31,14 @@ class _Taking:
 class TopK(_Taking):
     """Compressor of `kind="topk"`."""
 
-    def __init__(self, encoding: Encoding, *, rank: int, ranks: int, replays: Replays | None = None) -> None:
+    def __init__(self, encoding: Encoding, *, rank: int, ranks: int, recordings: Recordings | None = None) -> None:
         self._encoding = encoding
         self._rank = rank
         self._ranks = ranks
         self._dtype = wire.DTYPES[encoding.values]
-        self._replays = replays
+        self._recordings = recordings
         self._kept: tuple[wire.Format, torch.Tensor, torch.Tensor] | None = None
-        self._again = replays is not None and encoding.select == "exact" and not self._in_a_tree
+        self._again = recordings is not None and encoding.select == "exact" and not self._in_a_tree
         if self._again:
             self.fault = torch.empty(0)
 
@@ -56,8 +56,8 @@ class TopK(_Taking):
             residual.take(index, sent)
             self._taken = (index, sent)
             return (yield from self._tree(residual, form, index, sent, scale))
-        if self._replays is not None and self._again:
-            message = self._encoded_again(self._replays, residual, form)
+        if self._recordings is not None and self._again:
+            message = self._encoded_again(self._recordings, residual, form)
         else:
             message = self._encoded(residual, form, step)
         gathered = yield Collective("all_gather", message)
@@ -66,10 +66,12 @@ class TopK(_Taking):
             def add() -> None:
                 add_gathered(out, *wire.unpack(form, gathered), scale)
 
-            if self._replays is None:
+            if self._recordings is None:
                 add()
             else:
-                self._replays.run(("write", *_addresses(gathered, out), gathered.numel(), out.dtype, form, scale), add)
+                self._recordings.run(
+                    ("write", *_addresses(gathered, out), gathered.numel(), out.dtype, form, scale), add
+                )
 
         return write
 
@@ -87,7 +89,7 @@ class TopK(_Taking):
         self._taken = (index, sent)
         return message
 
-    def _encoded_again(self, replays: Replays, residual: Residual, form: wire.Format) -> torch.Tensor:
+    def _encoded_again(self, recordings: Recordings, residual: Residual, form: wire.Format) -> torch.Tensor:
         """The same, exactly selected, in memory that stays; one submission once it has been seen.
 
         What is not finite counts as larger than anything, so that some of it is among what was selected if there is
@@ -119,7 +121,7 @@ class TopK(_Taking):
             residual.replace(index, held.sub_(sent), bad.logical_or_(sent != 0))
 
         where = _addresses(message, kept, fault, values, velocity)
-        replays.run(("encode", *where, values.dtype, residual.masked, form), encode)
+        recordings.run(("encode", *where, values.dtype, residual.masked, form), encode)
         self._taken = (kept, sent)
         return message
 

@@ -23,7 +23,7 @@ _MOST = 256
 _cuda: Any = torch.cuda
 
 
-class Replays:
+class Recordings:
     """Recordings of one stream's work. They share the memory of what they make in passing, since they take turns."""
 
     def __init__(self) -> None:

@@ -10,9 +10,9 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from backbeat.model.encoding import Encoding  # noqa: E402
-from backbeat.sparse import replay, select  # noqa: E402
+from backbeat.sparse import recordings, select  # noqa: E402
 from backbeat.sparse.exchange import alone  # noqa: E402
-from backbeat.sparse.replay import SEEN, Replays  # noqa: E402
+from backbeat.sparse.recordings import SEEN, Recordings  # noqa: E402
 from backbeat.sparse.residual import Residual  # noqa: E402
 from backbeat.sparse.topk import TopK  # noqa: E402
 
@@ -35,33 +35,33 @@ class Recording:
 @pytest.fixture
 def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     Recording.made = 0
-    monkeypatch.setattr(replay, "_recordable", lambda: True)
-    monkeypatch.setattr(Replays, "_record", lambda self, function: Recording(function))
+    monkeypatch.setattr(recordings, "_recordable", lambda: True)
+    monkeypatch.setattr(Recordings, "_record", lambda self, function: Recording(function))
 
 
 def test_a_function_is_recorded_after_it_was_seen_and_then_played(recorded: None) -> None:
-    replays, calls = Replays(), []
+    kept, calls = Recordings(), []
     for number in range(SEEN + 4):
-        replays.run("key", lambda number=number: calls.append(number))
+        kept.run("key", lambda number=number: calls.append(number))
     # What is played is the function that was there when it was recorded.
     assert calls == [*range(SEEN), *[SEEN] * 4]
     assert Recording.made == 1
 
 
 def test_another_key_is_another_recording(recorded: None) -> None:
-    replays, calls = Replays(), []
+    kept, calls = Recordings(), []
     for number in range(2 * (SEEN + 2)):
-        replays.run(number % 2, lambda number=number: calls.append(number % 2))
+        kept.run(number % 2, lambda number=number: calls.append(number % 2))
     assert calls == [0, 1] * (SEEN + 2)
     assert Recording.made == 2
 
 
 def test_keys_that_never_come_back_record_nothing(recorded: None) -> None:
-    replays = Replays()
-    for number in range(3 * replay._MOST):
-        replays.run(number, lambda: None)
+    kept = Recordings()
+    for number in range(3 * recordings._MOST):
+        kept.run(number, lambda: None)
     assert Recording.made == 0
-    assert len(replays._seen) <= replay._MOST
+    assert len(kept._seen) <= recordings._MOST
 
 
 def test_what_cannot_be_recorded_runs_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,15 +69,17 @@ def test_what_cannot_be_recorded_runs_as_it_is(monkeypatch: pytest.MonkeyPatch) 
         def capture_begin(self, **_: Any) -> None:
             raise RuntimeError("planted")
 
-    monkeypatch.setattr(replay, "_recordable", lambda: True)
-    monkeypatch.setattr(replay, "_cuda", type("Cuda", (), {"CUDAGraph": Refusing, "graph_pool_handle": lambda: None}))
-    replays, calls = Replays(), []
+    monkeypatch.setattr(recordings, "_recordable", lambda: True)
+    monkeypatch.setattr(
+        recordings, "_cuda", type("Cuda", (), {"CUDAGraph": Refusing, "graph_pool_handle": lambda: None})
+    )
+    kept, calls = Recordings(), []
     for number in range(SEEN + 3):
-        replays.run("key", lambda number=number: calls.append(number))
+        kept.run("key", lambda number=number: calls.append(number))
     assert calls == [*range(SEEN + 3)]
 
 
-def encode_and_decode(device: str, replays: Replays | None, *, values: str, masked: bool, stream: Any) -> list[Any]:
+def encode_and_decode(device: str, kept: Recordings | None, *, values: str, masked: bool, stream: Any) -> list[Any]:
     """Messages, results and residuals of two groups over some steps, with a density that changes twice."""
     generator = torch.Generator().manual_seed(0)
     found: list[Any] = []
@@ -87,7 +89,7 @@ def encode_and_decode(device: str, replays: Replays | None, *, values: str, mask
             torch.zeros(numel, device=device), torch.zeros(numel, device=device) if masked else None, masked=masked
         )
         encoding = Encoding(kind="topk", density=0.01, select="exact", values=values)  # type: ignore[arg-type]
-        groups.append((residual, TopK(encoding, rank=0, ranks=1, replays=replays), torch.empty(numel, device=device)))
+        groups.append((residual, TopK(encoding, rank=0, ranks=1, recordings=kept), torch.empty(numel, device=device)))
     room = torch.empty(100_000, dtype=torch.uint8, device=device)
     for step in range(14):
         density = 0.02 if step in (0, 7) else None
@@ -121,7 +123,7 @@ def test_in_memory_that_stays_the_same_bits_come_out(
 ) -> None:
     monkeypatch.setattr(select, "HOSTS", set())
     plain = encode_and_decode("cpu", None, values=values, masked=masked, stream=contextlib.nullcontext())
-    again = encode_and_decode("cpu", Replays(), values=values, masked=masked, stream=contextlib.nullcontext())
+    again = encode_and_decode("cpu", Recordings(), values=values, masked=masked, stream=contextlib.nullcontext())
     assert Recording.made
     for number, (one, other) in enumerate(zip(plain, again, strict=True)):
         assert torch.equal(one, other), number
@@ -133,9 +135,9 @@ def test_in_memory_that_stays_the_same_bits_come_out(
 def test_graphs_give_the_bits_that_single_launches_give(values: str, masked: bool) -> None:
     beside = torch.cuda.stream(torch.cuda.Stream())
     plain = encode_and_decode("cuda", None, values=values, masked=masked, stream=beside)
-    replays = Replays()
-    again = encode_and_decode("cuda", replays, values=values, masked=masked, stream=beside)
-    assert replays._graphs
+    kept = Recordings()
+    again = encode_and_decode("cuda", kept, values=values, masked=masked, stream=beside)
+    assert kept._graphs
     for number, (one, other) in enumerate(zip(plain, again, strict=True)):
         assert torch.equal(one, other), number
 
@@ -145,7 +147,7 @@ def test_an_exchange_alone_is_unchanged() -> None:
     before = residual.values.clone()
     result = torch.empty(10_000)
     encoding = Encoding(kind="topk", density=0.01, select="exact")
-    alone(TopK(encoding, rank=0, ranks=1, replays=Replays()).exchange(residual, step=0, scale=1.0))(result)
+    alone(TopK(encoding, rank=0, ranks=1, recordings=Recordings()).exchange(residual, step=0, scale=1.0))(result)
     assert torch.equal(result + residual.values, before)
 
 
@@ -162,7 +164,7 @@ def test_what_is_not_finite_is_found_among_the_selected_and_does_not_leave(
     for place, what in planted.items():
         values[place] = float(what)
     residual = Residual(values.to(device), torch.ones(numel, device=device), masked=True)
-    compressor = TopK(Encoding(kind="topk", density=0.01, select="exact"), rank=0, ranks=1, replays=Replays())
+    compressor = TopK(Encoding(kind="topk", density=0.01, select="exact"), rank=0, ranks=1, recordings=Recordings())
     result = torch.empty(numel, device=device)
     alone(compressor.exchange(residual, step=0, scale=1.0))(result)
     assert compressor.fault is not None
