@@ -32,6 +32,7 @@ def run(request: dict[str, Any]) -> dict[str, str]:
     import change_checks
     import decoupled_checks
     import encoded_checks
+    import encoded_faults
     import runtime_checks
     import runtime_scenarios
     import scenario_rig
@@ -69,6 +70,7 @@ def run(request: dict[str, Any]) -> dict[str, str]:
             **runtime_checks.CHECKS,
             **decoupled_checks.CHECKS,
             **encoded_checks.CHECKS,
+            **encoded_faults.CHECKS,
             **change_checks.CHECKS,
         }
         return {"outcome": "right", "detail": str(known[request["scenario"]].run(ctx) or "")}

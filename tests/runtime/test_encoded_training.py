@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 from encoded_checks import CHECKS
+from encoded_faults import CHECKS as FAULTS
 from rank_pool import DEVICE, SIZES, RankPool
 from runtime_scenarios import SCENARIOS
 
@@ -32,7 +33,7 @@ def test_everything_sent_is_a_dense_plan(name: str, ranks: Callable[[int], RankP
     _run(ranks(SIZES[0]), name, "encoded")
 
 
-@pytest.mark.parametrize("name", sorted(CHECKS))
+@pytest.mark.parametrize("name", sorted({**CHECKS, **FAULTS}))
 @pytest.mark.parametrize("size", SIZES)
 def test_encoded(name: str, size: int, ranks: Callable[[int], RankPool]) -> None:
     if size != 2 and name in ON_TWO_ONLY:

@@ -1,0 +1,89 @@
+"""What checks of encoded plans share: plans and wrappers that encode, and what is owed."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from msgspec.structs import replace
+from scenario_rig import Context, Scenario, mlp, small_plan
+from torch import nn
+
+from backbeat.model import Plan
+from backbeat.model.encoding import Encoding
+from backbeat.runtime import DistributedDataParallel
+
+ALL = Encoding(kind="topk", density=1.0)
+SOME = Encoding(kind="topk", density=0.1, select="exact")
+KINDS = {
+    "topk": SOME,
+    "sampled": Encoding(kind="topk", density=0.1, values="bf16"),
+    "tree": Encoding(kind="topk", density=0.1, aggregate="tree"),
+    "randomk": Encoding(kind="randomk", density=0.2),
+    "int8": Encoding(kind="int8"),
+    "powersgd": Encoding(kind="powersgd", rank=1),
+}
+
+
+def registering(checks: dict[str, Scenario]) -> Callable[[Callable[[Context], Any]], Callable[[Context], Any]]:
+    """A decorator that adds what it decorates to these."""
+
+    def check(run: Callable[[Context], Any]) -> Callable[[Context], Any]:
+        checks["encoded_" + run.__name__] = Scenario(run, run.__name__)
+        return run
+
+    return check
+
+
+def encoded(model: nn.Module, encoding: Encoding | None, *, every: int = 1, channels: int = 1) -> Plan:
+    """Small groups, each `every`th of them encoded."""
+    plan = small_plan(model, channels=channels)
+    groups = [replace(g, encoding=encoding if i % every == 0 else None) for i, g in enumerate(plan.groups)]
+    return replace(plan, groups=tuple(groups))
+
+
+def wrap(ctx: Context, encoding: Encoding, factory: Callable[[], nn.Module] = mlp, **options: Any) -> Any:
+    every = options.pop("every", 1)
+    model = ctx.build(factory)
+    return DistributedDataParallel(model, plan=encoded(model, encoding, every=every), **options)
+
+
+def backward(ctx: Context, model: Any, step: int, **arguments: Any) -> torch.Tensor:
+    loss = model(ctx.data(3, 6, step=step, rank=ctx.rank), **arguments).square().mean()
+    loss.backward()
+    return loss.detach()
+
+
+def same_everywhere(ctx: Context, model: nn.Module, what: str) -> None:
+    flat = torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
+    gathered = [torch.empty_like(flat) for _ in range(ctx.size)]
+    dist.all_gather(gathered, flat)
+    for rank, other in enumerate(gathered):
+        assert torch.equal(other, gathered[0]), f"{what}: the weights of rank {rank} are not rank 0's"
+
+
+def owed(ctx: Context, wrapped: Any) -> dict[str, torch.Tensor]:
+    """The sum over ranks of what each has not sent, over their number."""
+    state = wrapped.residual_state_dict()
+    found = {}
+    for name, parameter in wrapped.module.named_parameters():
+        mine = state["residuals"].get(name, torch.zeros_like(parameter)).clone().to(ctx.device)
+        dist.all_reduce(mine)
+        found[name] = mine / ctx.size
+    return found
+
+
+def local_gradients(ctx: Context, model: nn.Module, step: int) -> dict[str, torch.Tensor]:
+    """The mean over ranks of the gradients of this step, made by hand."""
+    found: dict[str, torch.Tensor] = {}
+    for rank in range(ctx.size):
+        replica = copy.deepcopy(model)
+        replica.zero_grad()
+        replica(ctx.data(3, 6, step=step, rank=rank)).square().mean().backward()
+        for name, parameter in replica.named_parameters():
+            if parameter.grad is not None:
+                found[name] = found.get(name, 0) + parameter.grad / ctx.size
+    return found
