@@ -13,3 +13,11 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def offload_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The models are small: every tensor counts as worth moving."""
+    from backbeat.memory import offload
+
+    monkeypatch.setattr(offload, "SMALLEST_BYTES", 1)

@@ -1,10 +1,12 @@
-"""Small models with what makes recomputation hard: batch norm, in-place activations, dropout, masks, shared blocks."""
+"""Small models with what makes recomputation hard (batch norm, in-place activations, dropout), and plans for them."""
 
 from __future__ import annotations
 
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
+
+from backbeat.model import MemoryPlan, Segment
 
 
 class Residual(nn.Module):
@@ -97,3 +99,13 @@ def transformer_case() -> tuple[nn.Module, tuple[torch.Tensor, torch.Tensor]]:
 
 def loss_of(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
     return cross_entropy(model(batch[0]), batch[1])
+
+
+def plan(*segments: tuple[list[str], str, str]) -> MemoryPlan:
+    return MemoryPlan(
+        segments=tuple(Segment(blocks=tuple(names), action=action, input=where) for names, action, where in segments)
+    )
+
+
+def alone(names: list[str], action: str, where: str = "keep") -> MemoryPlan:
+    return plan(*(([name], action, where) for name in names if name != "relu"))
