@@ -13,7 +13,7 @@ import torch
 
 from backbeat.errors import InputError
 from backbeat.runtime.buckets import Bucket, addresses_of, views_of
-from backbeat.sparse.residual import Residual, Scratch, Store, accumulate, add_all, add_finite
+from backbeat.sparse.residual import Residual, Scratch, Store, accumulate, add_all, add_finite, drop_infinite
 
 if TYPE_CHECKING:
     from torch.nn import Parameter
@@ -266,9 +266,9 @@ class EncodedBucket(Bucket):
         if position is None:
             return None
         if self._starts is None:
-            ends = torch.tensor([0, *(one.numel() for one in self.parameters[:-1])], device=self.device).cumsum(0)
+            begins = torch.tensor([0, *(one.numel() for one in self.parameters[:-1])], device=self.device).cumsum(0)
             numbers = torch.tensor([0.0, *(place + 1.0 for place in self.members)], device=self.device)
-            self._starts = (ends.to(position.dtype), numbers)
+            self._starts = (begins.to(position.dtype), numbers)
         starts, numbers = self._starts
         # The last start that is not beyond it: of members without elements, the one after them.
         return numbers.index_select(0, torch.searchsorted(starts, position, right=True))
@@ -325,7 +325,7 @@ class EncodedBucket(Bucket):
         copies = [value.clone() for value in values], [value.clone() for value in velocities]
         if self.compressor.fault is not None:
             for copy in (*copies[0], *copies[1]):
-                copy.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+                drop_infinite(copy)
         for position, (value, velocity) in self.frozen.items():
             copies[0][position].copy_(value)
             if velocity is not None:

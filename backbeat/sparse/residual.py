@@ -39,7 +39,7 @@ class Residual:
         """Drop what is not finite."""
         for one in (self.values, self.velocity):
             if one is not None:
-                one.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+                drop_infinite(one)
 
     def put(self, index: torch.Tensor, sent: torch.Tensor) -> None:
         """Add something back."""
@@ -99,6 +99,11 @@ def accumulate(targets: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor
     return faulty
 
 
+def drop_infinite(values: torch.Tensor) -> None:
+    """Make zero what is not finite."""
+    values.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+
+
 def add_all(
     flat: torch.Tensor,
     targets: list[torch.Tensor],
@@ -126,5 +131,5 @@ def add_finite(
     then; returns each gradient's largest magnitude, still on the device."""
     sizes = torch._foreach_norm(gradients, math.inf)
     add_all(flat, targets, gradients, room)
-    flat.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+    drop_infinite(flat)
     return list(sizes)

@@ -10,6 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from backbeat.model.encoding import Encoding  # noqa: E402
+from backbeat.simulate.encoded import kept_bytes  # noqa: E402
 from backbeat.sparse import recordings, select  # noqa: E402
 from backbeat.sparse.exchange import alone  # noqa: E402
 from backbeat.sparse.recordings import SEEN, Recordings  # noqa: E402
@@ -176,3 +177,15 @@ def test_what_is_not_finite_is_found_among_the_selected_and_does_not_leave(
     assert bool(residual.values.isfinite().all())
     alone(compressor.exchange(residual, step=1, scale=1.0))(result)
     assert int(compressor.fault) == -1
+
+
+@pytest.mark.parametrize("numel", [1, 700, 65_536, 300_000])
+@pytest.mark.parametrize("density", [0.001, 0.01, 1.0])
+@pytest.mark.parametrize("values", ["fp32", "bf16"])
+def test_what_stays_is_what_the_planner_counts(numel: int, density: float, values: str) -> None:
+    encoding = Encoding(kind="topk", density=density, select="exact", values=values)  # type: ignore[arg-type]
+    compressor = TopK(encoding, rank=0, ranks=1, recordings=Recordings())
+    next(compressor.exchange(Residual(torch.randn(numel)), step=0, scale=1.0))
+    assert compressor._kept is not None
+    _, message, places = compressor._kept
+    assert message.nbytes + places.nbytes == kept_bytes(numel, encoding)
