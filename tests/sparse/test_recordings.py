@@ -95,8 +95,10 @@ def encode_and_decode(device: str, kept: Recordings | None, *, values: str, mask
     for step in range(14):
         density = 0.02 if step in (0, 7) else None
         for residual, compressor, result in groups:
-            gradient = torch.randn(len(residual.values), generator=generator).to(device)
+            drawn = torch.randn(len(residual.values), generator=generator)
             with torch.no_grad(), stream:
+                # On this stream too: memory that another one made may be given away before this one has read it.
+                gradient = drawn.to(device)
                 residual.values.add_(gradient)
                 if residual.velocity is not None:
                     residual.velocity.mul_(0.9).add_(gradient)
