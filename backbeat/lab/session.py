@@ -38,12 +38,11 @@ def node_environment(backend: str, node: int, channels: int) -> dict[str, str]:
         "NCCL_SHM_DISABLE": "1",
         "NCCL_IB_DISABLE": "1",
         "NCCL_MAX_NCHANNELS": "2",
+        # As on a card of one's own. Under MPS a process has fewer work queues, and streams that share one wait for
+        # each other.
+        "CUDA_DEVICE_MAX_CONNECTIONS": "8",
     }
-    if channels > 1:
-        variables["NCCL_LAUNCH_ORDER_IMPLICIT"] = "1"
-        # Under MPS a process has few work queues of its own, and streams that share one wait for each other.
-        variables["CUDA_DEVICE_MAX_CONNECTIONS"] = "8"
-    return variables
+    return {**variables, "NCCL_LAUNCH_ORDER_IMPLICIT": "1"} if channels > 1 else variables
 
 
 class Session:

@@ -20,13 +20,12 @@ from torch._C._distributed_c10d import PrefixStore
 
 from backbeat.errors import InputError
 from backbeat.measure import exchange
+from backbeat.measure.channels import LAUNCH_ORDER
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 logger = logging.getLogger("backbeat.runtime")
-
-LAUNCH_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
 
 _gloo: Any = getattr(dist, "ProcessGroupGloo", None)
 
@@ -38,6 +37,7 @@ class Channel:
     """One communicator. Its collectives return at once and run in the order they were called in."""
 
     def __init__(self, communicator: Any, backend: str) -> None:
+        """`communicator`: a process group, or the library's own object, which takes less of the host's time."""
         self._communicator = communicator
         self._gloo = backend == "gloo"
         self._options: Any = dist.AllreduceOptions()
@@ -77,7 +77,9 @@ class Channel:
 class Channels:
     """The channels of one wrapper, with the store that its ranks share."""
 
-    def __init__(self, process_group: ProcessGroup, device: torch.device, count: int) -> None:
+    def __init__(self, process_group: ProcessGroup, device: torch.device, count: int, *, apart: bool = False) -> None:
+        """`apart`: collectives outlast the step, so that none may run on the process group itself, where whatever else
+        is sent would queue behind them."""
         if count < 1:
             raise InputError(f"channels is {count}: it must be 1 or more")
         self.process_group = process_group
@@ -91,7 +93,15 @@ class Channels:
         self.key = f"backbeat/{group_name}/{_built[group_name]}"
         self.store = PrefixStore(self.key, dist.distributed_c10d._get_default_store())
         self._channels: list[Channel] = []
-        self.limit = self._limit()
+        self._apart = apart and self.backend == "nccl"
+        self.limit = 1 if self._apart else self._limit()
+        if self._apart and os.environ.get(LAUNCH_ORDER) == "1":
+            logger.warning(
+                "%s=1 is set: whatever else this process sends with NCCL, such as forward's broadcast of buffers, then "
+                "waits for the gathers of a decoupled plan, and little is hidden. Unset it, or pass "
+                "broadcast_buffers=False",
+                LAUNCH_ORDER,
+            )
         self.grow(count)
 
     def __getitem__(self, index: int) -> Channel:
@@ -116,7 +126,10 @@ class Channels:
     def grow(self, count: int) -> None:
         """Make channels up to this many; every rank must call it at the same point."""
         for index in range(len(self._channels), self.allowed(count)):
-            self._channels.append(Channel(self._communicator(index), self.backend))
+            communicator = self._communicator(index)
+            if self.backend == "nccl":
+                communicator = communicator._get_backend(self.device)
+            self._channels.append(Channel(communicator, self.backend))
 
     @property
     def raises(self) -> bool:
@@ -124,8 +137,9 @@ class Channels:
         return self.backend != "nccl"
 
     def backends(self) -> list[Any]:
-        """The library's own object of each channel."""
-        return [channel.backend(self.device) for channel in self._channels]
+        """The library's own object of each channel, and of the process group where none of them is it."""
+        found = [channel.backend(self.device) for channel in self._channels]
+        return [*found, self.process_group._get_backend(self.device)] if self._apart else found
 
     def _limit(self) -> int:
         if self.backend == "gloo":
@@ -145,7 +159,7 @@ class Channels:
     def _communicator(self, index: int) -> Any:
         if self.backend == "gloo":
             return self._gloo(index)
-        if index == 0:
+        if index == 0 and not self._apart:
             return self.process_group
         return dist.new_group(
             dist.get_process_group_ranks(self.process_group),

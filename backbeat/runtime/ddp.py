@@ -135,7 +135,6 @@ class DistributedDataParallel(TorchDDP):  # type: ignore[misc]
             self.process_group,
             self.device,
             model=type(self.module).__name__,
-            buffers=bool(self.modules_buffers),
         )
         self.links = self.runner.links
         self.reducer: Any = self.runner.reducer

@@ -7,8 +7,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from backbeat.errors import InputError
 from backbeat.model import Network, Plan
 from backbeat.runtime import partition as partitions
@@ -41,10 +39,10 @@ class Settings:
     """How encoded groups are trained with."""
 
 
-def first_partition(settings: Settings, roster: Roster, links: Channels, *, buffers: bool) -> Partition:
-    """The groups of the first step; `buffers`: forward broadcasts some."""
+def first_partition(settings: Settings, roster: Roster, links: Channels) -> Partition:
+    """The groups of the first step."""
     if settings.plan is not None:
-        plan = _runnable(settings.plan, settings.channels, links, buffers)
+        plan = _runnable(settings.plan, settings.channels, links)
         frozen = [name for name, _ in roster.frozen]
         return partitions.from_plan(plan, roster.names, roster.parameters, roster.sparse, frozen=frozen)
     places = range(len(roster.names))
@@ -69,22 +67,13 @@ def like_ddp(order: Iterable[int], settings: Settings, roster: Roster, links: Ch
     )
 
 
-def _runnable(plan: Plan, channels: int | None, links: Channels, buffers: bool) -> Plan:
+def _runnable(plan: Plan, channels: int | None, links: Channels) -> Plan:
     """The plan on the channels that were asked for and can be had."""
     if plan.decoupled:
-        plan = _beside_the_buffers(plan, channels, links, buffers)
-    elif channels is not None:
+        if channels not in (None, 1):
+            raise InputError(f"channels is {channels}: decoupled plans use one channel; leave it out")
+        return respread(plan, 1)
+    if channels is not None:
         plan = respread(plan, channels)
     allowed = links.allowed(plan.channels)
     return respread(plan, allowed) if allowed < plan.channels else plan
-
-
-def _beside_the_buffers(plan: Plan, channels: int | None, links: Channels, buffers: bool) -> Plan:
-    """All of a decoupled plan on one channel; on NCCL not the process group's own, where forward's broadcast of
-    buffers would queue behind every gather and hide nothing."""
-    if channels not in (None, 1):
-        raise InputError(f"channels is {channels}: decoupled plans use one channel; leave it out")
-    if links.backend != "nccl" or not buffers or links.allowed(2) < 2:
-        return respread(plan, 1)
-    groups = tuple(msgspec.structs.replace(group, channel=1) for group in plan.groups)
-    return msgspec.structs.replace(plan, channels=2, groups=groups)

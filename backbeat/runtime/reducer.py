@@ -102,7 +102,7 @@ class Reducer:
         self._expectation = Expectation(len(parameters))
         self._reach = Reach()
         self._default_sync = True
-        self._on_cuda = channels.device.type == "cuda"
+        self._round.streams = Streams(channels.device) if channels.device.type == "cuda" else None
         self._token: Callable[[], Any] = _no_round
         self.weak = weakref.ref(self)
         self.install(partition)
@@ -302,7 +302,8 @@ class Reducer:
     def _reset(self) -> None:
         expectation = self._expectation
         self._round.reset(expectation.counts, self._waits, learned=expectation.learned, ordinary=expectation.plain)
-        self._round.streams = Streams(self.job.channels.device) if self._on_cuda else None
+        if self._round.streams is not None:
+            self._round.streams.forget()
 
     def _close(self) -> None:
         """The engine's callback: the graph is done."""

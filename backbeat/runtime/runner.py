@@ -45,14 +45,14 @@ class Runner:
         device: torch.device,
         *,
         model: str,
-        buffers: bool,
     ) -> None:
         self.settings = settings
         self.roster = roster
         self.device = device
         self.model = model
         """Its class, by name."""
-        self.links = links = Channels(process_group, device, 1)
+        decoupled = settings.plan is not None and settings.plan.decoupled
+        self.links = links = Channels(process_group, device, 1, apart=decoupled)
         if any(roster.sparse) and links.backend != "gloo":
             name = roster.names[roster.sparse.index(True)]
             raise InputError(
@@ -62,7 +62,7 @@ class Runner:
         self.settled = settings.plan is not None or settings.find_unused
         """The groups are not stock DDP's of its first step, which last only until the ready order is known."""
         self._agreements = 0
-        partition = grouping.first_partition(settings, roster, links, buffers=buffers)
+        partition = grouping.first_partition(settings, roster, links)
         self._agree(partition, "the plan")
         links.grow(partition.channels)
         self.reducer = Reducer(

@@ -8,25 +8,33 @@ import torch
 class Streams:
     """Streams on which a group's gradients were produced, other than the one that sends it."""
 
+    __slots__ = ("_device", "_first", "_index", "_others")
+
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._index = device.index if device.index is not None else torch.cuda.current_device()
-        self._seen: dict[int, set[int]] = {}
+        self.forget()
+
+    def forget(self) -> None:
+        """Another backward begins."""
         self._first: int | None = None
+        self._others: dict[int, set[int]] = {}
 
     def note(self, group: int) -> None:
+        """A gradient of this group was just produced on the current stream."""
         stream = torch._C._cuda_getCurrentRawStream(self._index)
-        if self._first is None:
-            self._first = stream
-        if stream != self._first or self._seen:
-            self._seen.setdefault(group, {self._first}).add(stream)
+        if stream != self._first:
+            if self._first is None:
+                self._first = stream
+            else:
+                self._others.setdefault(group, set()).add(stream)
 
     def join(self, group: int) -> None:
-        if not self._seen and self._first in (None, torch._C._cuda_getCurrentRawStream(self._index)):
+        """The current stream waits for those that produced the group's gradients."""
+        if not self._others and self._first in (None, torch._C._cuda_getCurrentRawStream(self._index)):
             # As mostly: one stream, and it is this one. Asking for it as an object takes longer than all else here.
             return
         here = torch.cuda.current_stream(self._device)
-        streams = self._seen.get(group, set()) if self._first is None else {self._first, *self._seen.get(group, set())}
-        for raw in streams:
+        for raw in {self._first, *self._others.get(group, ())}:
             if raw != here.cuda_stream:
                 here.wait_stream(torch.cuda.ExternalStream(raw, device=self._device))
