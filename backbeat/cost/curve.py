@@ -6,6 +6,8 @@ seconds per byte · G seconds per byte of link time · s(M) = max(0, T(M) - G·M
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -73,6 +75,25 @@ class Curve:
             return np.asarray(self.times[0] + self.gradient_s_per_byte * m)
         beyond = np.maximum(m - self.sizes[-1], 0.0)
         return np.asarray(np.interp(m, self.sizes, self.times) + self.gradient_s_per_byte * beyond)
+
+    def at(self, size: float) -> float:
+        """As `time`, of one message, where arrays would cost more than the sum.
+
+        >>> Curve([1024, 2048], [1e-3, 1.5e-3], 1e-9).at(1536)
+        0.00125
+        """
+        lows, lines = self._lines
+        intercept, slope = lines[max(bisect_right(lows, size) - 1, 0)]
+        return intercept + slope * size
+
+    @cached_property
+    def _lines(self) -> tuple[list[float], list[tuple[float, float]]]:
+        found = self.segments()
+        return [low for low, _, _, _ in found], [(intercept, slope) for _, _, intercept, slope in found]
+
+    def slower(self, factor: float) -> Curve:
+        """Every message takes that many times as long."""
+        return Curve(self.sizes, self.times * factor, self.gradient_s_per_byte * factor)
 
     def work(self, sizes: ArrayLike) -> NDArray[np.float64]:
         """Seconds of link time in each message, w(M)."""

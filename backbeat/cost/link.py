@@ -66,6 +66,11 @@ class LinkCost:
         measured = [count for count in self.efficiencies if count <= channels]
         return max(self.efficiency(n) for n in (1, channels, *measured))
 
+    def slower(self, factor: float) -> LinkCost:
+        """Every message takes that many times as long."""
+        busy = None if self.busy is None else self.busy.slower(factor)
+        return LinkCost(self.isolated.slower(factor), busy, self.efficiencies, self.stretches)
+
     def time(self, sizes: ArrayLike) -> NDArray[np.float64]:
         """Isolated time, T(M)."""
         return self.isolated.time(sizes)

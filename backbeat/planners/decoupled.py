@@ -9,20 +9,25 @@ group that starts with layer i is due at D less the computation from i on, and t
     C[j] = min over i < j of  C[i] + T(S_j - S_i)   such that it is no later than i's due time,
 
 decides whether D can be met, because an earlier finish is never worse. The least D is found by bisection.
+
+Both programmes ask for the earliest finishes, also where nothing waits for them: groups are merged as far as neither
+half ends later.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
+from backbeat.cost import LinkCost
 from backbeat.errors import InputError
 from backbeat.model.plan import Group, Plan
 from backbeat.planners.draft import Options
 from backbeat.planners.optimal import queue_programme
+from backbeat.planners.thrift import SLOWER, Course, fewer
 from backbeat.simulate.decoupled import Halves, Layers
 
 if TYPE_CHECKING:
@@ -67,15 +72,32 @@ def decoupled(profile: Profile, network: Network, options: Options) -> Halved:
     """Reduce-scatter groups in ready order, then all-gather groups in the order of the next forward."""
     if options.channels not in (None, 1):
         raise InputError(f"channels is {options.channels}: decoupled plans use one channel")
-    halves = Halves.of(network)
-    ready, sizes = profile.ready.tolist(), profile.sizes.tolist()
-    scatter_ends = queue_programme(ready, sizes, halves.scatter)
-    free = 0.0
-    for first, last in pairwise([0, *scatter_ends]):
-        free = max(ready[last - 1], free) + float(halves.scatter.time(sum(sizes[first:last])))
-    layers = Layers.of(profile)
-    gather_ends = gather_programme(layers, halves.gather, free - profile.backward_s)
-    return Halved(scatter_ends, gather_ends, layers.guessed)
+    halves, layers = Halves.of(network), Layers.of(profile)
+    scatter_ends = queue_programme(profile.ready.tolist(), profile.sizes.tolist(), halves.scatter)
+    scatters = [
+        Course(sums=_sums(profile.sizes), cost=LinkCost(halves.scatter.slower(factor), None, {}), ready=profile.ready)
+        for factor in (1.0, SLOWER)
+    ]
+    free = [course.finishes(scatter_ends)[-1] - profile.backward_s for course in scatters]
+    gather_ends = gather_programme(layers, halves.gather, free[0])
+    gathers = [
+        _behind_forward(layers, halves.gather.slower(factor), gather_ends, free_s)
+        for factor, free_s in zip((1.0, SLOWER), free, strict=True)
+    ]
+    return Halved(fewer(scatter_ends, scatters), fewer(gather_ends, gathers), layers.guessed)
+
+
+def _behind_forward(layers: Layers, cost: Curve, ends: list[int], free_s: float) -> Course:
+    """These gathers, and when each layer must have its own for forward to end as early as it does with them."""
+    course = Course(sums=_sums(layers.sizes), cost=LinkCost(cost, None, {}), free_s=free_s)
+    # What each layer and those behind it compute.
+    after = np.cumsum(layers.compute_s[::-1])[::-1]
+    waits = [finish + float(after[first]) for first, finish in zip([0, *ends], course.finishes(ends), strict=False)]
+    return replace(course, due=max(float(after[0]), *waits) - after)
+
+
+def _sums(sizes: NDArray[np.float64]) -> NDArray[np.float64]:
+    return np.concatenate([[0.0], np.cumsum(sizes)])
 
 
 def gather_programme(layers: Layers, cost: Curve, free_s: float) -> list[int]:

@@ -10,14 +10,18 @@ Nothing is random: the same input gives the same plan, unless a time budget cuts
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from itertools import combinations, product
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from backbeat.planners.adaptive import adaptive
 from backbeat.planners.baselines import ddp, single, wfbp
 from backbeat.planners.draft import Draft, Options
 from backbeat.planners.mgwfbp import asc_wfbp, mg_wfbp
-from backbeat.planners.optimal import best_ends, plenty_ends
+from backbeat.planners.optimal import best_ends, merged_ends, plenty_ends
+from backbeat.planners.thrift import SLOWER, largest_allowed
 from backbeat.simulate.bound import communication_bound
 
 if TYPE_CHECKING:
@@ -36,6 +40,7 @@ _PLENTY_GRADIENTS = 2000
 """The plenty-of-channels programme is quadratic: above this many gradients it is left out."""
 _EXHAUSTIVE_PLANS = 2500
 """Problems with no more plans than this are searched exhaustively."""
+_ROUNDING = 1e-12
 _CLOSE_ENOUGH = 1e-4
 """A finish within this share of the bound is not worth improving."""
 
@@ -62,7 +67,11 @@ def best(profile: Profile, network: Network, options: Options) -> Draft:
             if min(candidates, key=search.rank)[0] > max(floor, profile.backward_s) * (1 + _CLOSE_ENOUGH):
                 candidates.append(search.improve(end, draft))
     end, draft = min(candidates, key=search.rank)
-    return draft if draft.channels == 1 or draft.assignment is not None else search.simplify(end, draft)
+    if draft.assignment is not None:
+        return draft
+    if draft.channels == 1:
+        return replace(draft, ends=merged_ends(profile, cost, draft.ends))
+    return search.simplify(end, draft)
 
 
 def allowed_channels(network: Network, asked: int | None) -> int:
@@ -131,20 +140,32 @@ class _Search:
         return end, draft
 
     def simplify(self, end: float, draft: Draft) -> Draft:
-        """Drop boundaries, half of them at once and then ever fewer, as long as no time is exposed by it."""
+        """Drop boundaries, half of them at once and then ever fewer, as long as no time is exposed by it, nor would be
+        if every message took longer; and no group becomes too large."""
         self.left = _SIMPLIFICATIONS
-        most = max(end, self.profile.backward_s) * (1 + 1e-12)
+        profile, slower = self.profile, self.cost.slower(SLOWER)
+        sums = np.concatenate([[0.0], np.cumsum(profile.sizes)])
+        largest = largest_allowed(sums, draft.ends)
+        most = max(end, profile.backward_s) * (1 + _ROUNDING)
+        most_slower = max(draft.end_s(profile, slower), profile.backward_s) * (1 + _ROUNDING)
         inner = draft.ends[:-1]
-        stride = len(inner)
+        # Powers of two: on two channels an even number less leaves those behind where they are.
+        stride = 1 << len(inner).bit_length()
         while stride >= 1:
             place = 0
             while place < len(inner):
+                fewer = [*inner[:place], *inner[place + stride :]]
+                ends = [*fewer, draft.ends[-1]]
+                # The group that would be.
+                first, last = ([0, *ends][place], ends[place])
+                if sums[last] - sums[first] > largest:
+                    place += 1
+                    continue
                 if self.left <= 0 or time.monotonic() > self.deadline:
                     return draft
                 self.left -= 1
-                fewer = [*inner[:place], *inner[place + stride :]]
-                candidate = Draft([*fewer, draft.ends[-1]], draft.channels, notes=draft.notes)
-                if self.score(candidate)[0] <= most:
+                candidate = Draft(ends, draft.channels, notes=draft.notes)
+                if self.score(candidate)[0] <= most and candidate.end_s(profile, slower) <= most_slower:
                     inner, draft = fewer, candidate
                 else:
                     place += stride

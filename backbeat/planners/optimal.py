@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from backbeat.planners.draft import Draft, Options
+from backbeat.planners.thrift import SLOWER, Course, fewer
 
 if TYPE_CHECKING:
     from backbeat.cost import Curve, LinkCost
@@ -30,8 +31,18 @@ if TYPE_CHECKING:
 
 
 def optimal(profile: Profile, network: Network, options: Options) -> Draft:
-    """The exact optimum on one channel; asked for more channels, the same groups round robin."""
-    return Draft(best_ends(profile, network.cost), options.channels or 1)
+    """The exact optimum on one channel, in as few groups as that takes; asked for more channels, the groups of the
+    earliest finishes round robin."""
+    ends = best_ends(profile, network.cost)
+    if options.channels in (None, 1):
+        ends = merged_ends(profile, network.cost, ends)
+    return Draft(ends, options.channels or 1)
+
+
+def merged_ends(profile: Profile, cost: LinkCost, ends: list[int]) -> list[int]:
+    """Fewer groups on one channel that end as early."""
+    sums = np.concatenate([[0.0], np.cumsum(profile.sizes)])
+    return fewer(ends, [Course(sums=sums, cost=one, ready=profile.ready) for one in (cost, cost.slower(SLOWER))])
 
 
 def best_ends(profile: Profile, cost: LinkCost) -> list[int]:

@@ -1,0 +1,93 @@
+"""Fewer groups: nothing ends later, on the link as predicted or on a slower one, and none becomes too large."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import backbeat as bb
+from backbeat.cost import Curve, LinkCost
+from backbeat.model import Network, Profile
+from backbeat.planners.baselines import DDP_BUCKET_BYTES
+from backbeat.planners.draft import Draft, Options
+from backbeat.planners.joint import best
+from backbeat.planners.optimal import best_ends, merged_ends
+from backbeat.planners.thrift import SLOWER, Course, fewer
+from tests.problems import affine, curve, make_profile, networks, profiles
+
+
+@settings(max_examples=300)
+@given(profiles(most=30), networks(), st.randoms(use_true_random=False))
+def test_no_group_that_ends_the_plan_ends_later(profile: Profile, network: Network, random) -> None:
+    count = len(profile.gradients)
+    for ends in (best_ends(profile, network.cost), [*sorted(random.sample(range(1, count), count // 2)), count]):
+        found = merged_ends(profile, network.cost, ends)
+        assert set(found) <= set(ends)
+        for cost in (network.cost, network.cost.slower(SLOWER)):
+            assert Draft(found).end_s(profile, cost) <= Draft(ends).end_s(profile, cost) * (1 + 1e-9)
+
+
+@settings(max_examples=200)
+@given(profiles(most=30), networks())
+def test_a_group_outgrows_a_bucket_only_where_one_did(profile: Profile, network: Network) -> None:
+    ends = best_ends(profile, network.cost)
+    sizes = [float(profile.sizes[first:last].sum()) for first, last in pairwise([0, *ends])]
+    found = merged_ends(profile, network.cost, ends)
+    assert max(float(profile.sizes[first:last].sum()) for first, last in pairwise([0, *found])) <= max(
+        DDP_BUCKET_BYTES, *sizes
+    )
+
+
+@settings(max_examples=100)
+@given(profiles(most=20), networks())
+def test_merging_again_changes_nothing(profile: Profile, network: Network) -> None:
+    once = merged_ends(profile, network.cost, best_ends(profile, network.cost))
+    assert merged_ends(profile, network.cost, once) == once
+
+
+def test_what_hides_behind_backward_goes_in_few_groups() -> None:
+    ready = [index * 1e-3 for index in range(100)]
+    profile = make_profile([100_000] * 100, ready)
+    network = affine(1e-5, 1e-10)
+    plan = bb.plan(profile, network, "optimal")
+    assert len(best_ends(profile, network.cost)) > 50
+    # One that the last does not wait for, 1 ms being too little for it on a slower link; the one before; the last.
+    assert [len(group.gradients) for group in plan.groups] == [98, 1, 1]
+    assert plan.predicted is not None
+    alone = bb.predict(profile, network, Draft(best_ends(profile, network.cost)).named(profile, "optimal", 8))
+    assert plan.predicted["iteration_s"] == pytest.approx(alone.iteration_s, rel=1e-12)
+
+
+def test_a_plan_keeps_slack_for_a_slower_link() -> None:
+    # Two of 1 ms each may wait for one another if messages take just as long as predicted, and no longer.
+    cost = LinkCost(Curve.affine(0.0, 1e-9), None, {})
+    course = Course(sums=np.array([0.0, 1e6, 2e6, 3e6]), cost=cost, ready=np.array([0.0, 2e-3, 4e-3]))
+    slower = Course(sums=course.sums, cost=cost.slower(SLOWER), ready=course.ready)
+    assert fewer([1, 2, 3], [course]) == [2, 3]
+    assert fewer([1, 2, 3], [course, slower]) == [1, 2, 3]
+
+
+def test_gathers_are_merged_as_far_as_their_first_layers_can_wait() -> None:
+    cost = LinkCost(Curve.affine(0.0, 1e-3), None, {})
+    course = Course(sums=np.arange(4.0), cost=cost, free_s=0.0, due=np.array([1e-3, 3e-3, 4e-3]))
+    # The first must be there after 1 ms; the second can wait for the third.
+    assert fewer([1, 2, 3], [course]) == [1, 3]
+
+
+@settings(max_examples=30)
+@given(profiles(most=12), networks())
+def test_the_best_plan_on_several_channels_keeps_slack_too(profile: Profile, network: Network) -> None:
+    found = best(profile, network, Options(channels=2))
+    plain = bb.predict(profile, network, "best").iteration_s
+    assert max(found.end_s(profile, network.cost), profile.backward_s) <= plain * (1 + 1e-9)
+
+
+def test_one_message_costs_what_many_do() -> None:
+    found = curve([(256, 1e-5), (2048, 2e-5), (10**6, 1e-4), (10**7, 1e-3)]).cost.isolated
+    sizes = [0.0, 1.0, 256.0, 300.0, 2048.0, 1e6, 3.7e7, 1e10]
+    assert [found.at(size) for size in sizes] == pytest.approx(found.time(sizes).tolist(), rel=1e-12)
+    assert found.slower(2.0).time(sizes).tolist() == pytest.approx((2 * found.time(sizes)).tolist(), rel=1e-12)
