@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from backbeat.cost import Curve
     from backbeat.model import Network, Profile
 
+_SPEEDS = (1.0, SLOWER)
+"""Messages take as long as predicted, and longer."""
 _PRECISION = 1e-6
 """Of the least forward end, relative."""
 
@@ -72,19 +74,33 @@ def decoupled(profile: Profile, network: Network, options: Options) -> Halved:
     """Reduce-scatter groups in ready order, then all-gather groups in the order of the next forward."""
     if options.channels not in (None, 1):
         raise InputError(f"channels is {options.channels}: decoupled plans use one channel")
+    early = earliest(profile, network)
+    halves, layers = Halves.of(network), Layers.of(profile)
+    scatters = [_behind_backward(profile, halves.scatter.slower(factor)) for factor in _SPEEDS]
+    gathers = [
+        _behind_forward(
+            layers,
+            halves.gather.slower(factor),
+            early.gather_ends,
+            course.finishes(early.scatter_ends)[-1] - profile.backward_s,
+        )
+        for factor, course in zip(_SPEEDS, scatters, strict=True)
+    ]
+    return replace(
+        early, scatter_ends=fewer(early.scatter_ends, scatters), gather_ends=fewer(early.gather_ends, gathers)
+    )
+
+
+def earliest(profile: Profile, network: Network) -> Halved:
+    """The groups of the two programmes, as many as they are."""
     halves, layers = Halves.of(network), Layers.of(profile)
     scatter_ends = queue_programme(profile.ready.tolist(), profile.sizes.tolist(), halves.scatter)
-    scatters = [
-        Course(sums=_sums(profile.sizes), cost=LinkCost(halves.scatter.slower(factor), None, {}), ready=profile.ready)
-        for factor in (1.0, SLOWER)
-    ]
-    free = [course.finishes(scatter_ends)[-1] - profile.backward_s for course in scatters]
-    gather_ends = gather_programme(layers, halves.gather, free[0])
-    gathers = [
-        _behind_forward(layers, halves.gather.slower(factor), gather_ends, free_s)
-        for factor, free_s in zip((1.0, SLOWER), free, strict=True)
-    ]
-    return Halved(fewer(scatter_ends, scatters), fewer(gather_ends, gathers), layers.guessed)
+    free_s = _behind_backward(profile, halves.scatter).finishes(scatter_ends)[-1] - profile.backward_s
+    return Halved(scatter_ends, gather_programme(layers, halves.gather, free_s), layers.guessed)
+
+
+def _behind_backward(profile: Profile, cost: Curve) -> Course:
+    return Course(sums=_sums(profile.sizes), cost=LinkCost(cost, None, {}), ready=profile.ready)
 
 
 def _behind_forward(layers: Layers, cost: Curve, ends: list[int], free_s: float) -> Course:

@@ -1,0 +1,128 @@
+"""Plans in as few groups as the same time takes, against the groups of the earliest finishes, measured in the lab.
+
+    python validation/planners/fewer.py FILE --backend nccl --nodes 4 --bandwidth 25gbit --models resnet50-b64-bf16-h200
+    python validation/planners/fewer.py FILE --backend nccl --nodes 4 --bandwidth 25gbit \
+        --train backbeat.zoo.models:resnet50 --batch-size 32
+
+The two are predicted to take the same time: what differs is what no prediction knows, the host's time for each group
+and what a slower link does to a plan without slack. Profiles are replayed, or a model is really trained; plans take
+turns in one run. FILE is a list of rows and is added to. Needs root; with --backend nccl a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from backbeat.lab import experiment
+from backbeat.lab.plans import Choice
+from backbeat.lab.requirements import check
+from backbeat.lab.setting import Setting
+from backbeat.model import Network, Plan, Prediction, Profile
+from backbeat.planners import plan as make_plan
+from backbeat.planners.decoupled import earliest
+from backbeat.planners.draft import Draft
+from backbeat.planners.optimal import best_ends
+from backbeat.simulate import predict
+from backbeat.units import format_rate, format_seconds, parse_duration, parse_rate
+
+if TYPE_CHECKING:
+    from backbeat.lab.experiment import Calibrated, Measured
+    from backbeat.lab.session import Session
+
+Made = list[tuple[Choice, Plan, Prediction]]
+
+
+def both_ways(profile: Profile, network: Network) -> Made:
+    """Stock DDP's buckets, and `optimal` and `decoupled` in few groups and in many."""
+    workers = network.workers
+    plans = {
+        "ddp": make_plan(profile, network, "ddp"),
+        "optimal, few": make_plan(profile, network, "optimal"),
+        "optimal, many": Draft(best_ends(profile, network.cost)).named(profile, "optimal", workers),
+        "decoupled, few": make_plan(profile, network, "decoupled"),
+        "decoupled, many": earliest(profile, network).named(profile, "decoupled", workers),
+    }
+    return [
+        (Choice(name=name, strategy=plan.strategy), plan, predict(profile, network, plan, broadcast_buffers=False))
+        for name, plan in plans.items()
+    ]
+
+
+def calibrated(session: Session, setting: Setting, profile: Profile, budget_s: float) -> Calibrated:
+    choices = [Choice(name=name, strategy=name) for name in ("ddp", "optimal", "decoupled")]
+    return experiment.calibrate(session, setting, choices, budget_s=budget_s, largest_bytes=profile.total_bytes)
+
+
+def rows_of(results: list[Measured], facts: dict[str, Any]) -> list[dict[str, Any]]:
+    rows = []
+    for result in results:
+        row = facts | {
+            "plan": result.choice.name,
+            "groups": len(result.plan.groups),
+            "measured_s": result.measured_s,
+            "predicted_s": result.prediction.iteration_s,
+            "repeat": result.repeat,
+            "series_s": result.series,
+        }
+        print(
+            f"{row['model']:32} {row['link']:>9} {row['plan']:16} {row['groups']:4d} groups  measured "
+            f"{format_seconds(row['measured_s'])}  predicted {format_seconds(row['predicted_s'])} "
+            f"({result.error:+.1%}), repeats within {result.repeat:.1%}",
+            flush=True,
+        )
+        rows.append(row)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--backend", default="gloo", choices=("gloo", "nccl"))
+    parser.add_argument("--nodes", type=int, default=2)
+    parser.add_argument("--bandwidth", default="200mbit")
+    parser.add_argument("--models", default="", help="profiles to replay, comma-separated")
+    parser.add_argument("--train", help="a model to train really, PACKAGE.MODULE:FACTORY")
+    parser.add_argument("--batch-size", type=int)
+    parser.add_argument("--dilation", type=float, default=1.0)
+    parser.add_argument("--seconds", default="1s")
+    parser.add_argument("--budget", default="8s")
+    options = parser.parse_args()
+    setting = Setting(
+        nodes=options.nodes,
+        rate_bits=parse_rate(options.bandwidth),
+        backend=options.backend,
+        dilation=options.dilation,
+    )
+    check(setting.backend)
+    seconds, budget = parse_duration(options.seconds), parse_duration(options.budget)
+    found: list[dict[str, Any]] = json.loads(options.file.read_text()) if options.file.exists() else []
+    with experiment.opened(setting, 1) as session:
+        facts = session.ask("describe", 60)[0] | {
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "nodes": setting.nodes,
+            "backend": setting.backend,
+            "link": format_rate(setting.rate_bits),
+            "dilation": setting.dilation,
+        }
+        for name in [one for one in options.models.split(",") if one]:
+            profile = Profile.load(name)
+            network = calibrated(session, setting, profile, budget).network
+            made = both_ways(setting.slowest(profile), network)
+            results, _ = experiment.measure(session, profile, setting, made, seconds)
+            found += rows_of(results, facts | {"model": name, "how": "replayed"})
+            options.file.write_text(json.dumps(found, indent=1) + "\n")
+        if options.train is not None:
+            profile = experiment.profile_training(session, options.train, options.batch_size, seconds)
+            network = calibrated(session, setting, profile, budget).network
+            made = both_ways(profile, network)
+            results, _ = experiment.train(session, setting, options.train, options.batch_size, made, seconds)
+            found += rows_of(results, facts | {"model": options.train, "how": "trained"})
+            options.file.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
