@@ -37,7 +37,6 @@ class Channel:
     """One communicator. Its collectives return at once and run in the order they were called in."""
 
     def __init__(self, communicator: Any, backend: str) -> None:
-        """`communicator`: a process group, or the library's own object, which takes less of the host's time."""
         self._communicator = communicator
         self._gloo = backend == "gloo"
         self._options: Any = dist.AllreduceOptions()
@@ -126,10 +125,7 @@ class Channels:
     def grow(self, count: int) -> None:
         """Make channels up to this many; every rank must call it at the same point."""
         for index in range(len(self._channels), self.allowed(count)):
-            communicator = self._communicator(index)
-            if self.backend == "nccl":
-                communicator = communicator._get_backend(self.device)
-            self._channels.append(Channel(communicator, self.backend))
+            self._channels.append(Channel(self._communicator(index), self.backend))
 
     @property
     def raises(self) -> bool:

@@ -15,6 +15,7 @@ back, `word` what ranks tell each other, `delivery` what kinds of plan do differ
 from __future__ import annotations
 
 import logging
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -32,7 +33,7 @@ from backbeat.runtime.losses import Losses
 from backbeat.runtime.ownership import claim, release
 from backbeat.runtime.rounds import Round
 from backbeat.runtime.streams import Streams
-from backbeat.runtime.watching import Reach, graph_task, unwatch, watch, watch_last
+from backbeat.runtime.watching import NO_TASK, Reach, graph_task, unwatch, watch, watch_last
 from backbeat.runtime.word import Word
 
 if TYPE_CHECKING:
@@ -46,6 +47,9 @@ if TYPE_CHECKING:
     from backbeat.runtime.timing import Recorder
 
 logger = logging.getLogger("backbeat.runtime")
+
+_LET_GO_S = 0.2
+"""So long a thread of autograd's may take to let go of a backward that raised."""
 
 
 class _Close:
@@ -209,8 +213,21 @@ class Reducer:
         self._reach.forward_begins()
         if self._handles and (self.job.recorder is not None or not self._expectation.learned):
             watch_last(self.job.parameters, self._handles)
-        if self._round.open and self._token() is None:
+        if self._round.open and self._is_over():
             self._break_off()
+
+    def _is_over(self) -> bool:
+        """Whether the backward of the open round has ended, with an exception. Where it ran in a thread of autograd's
+        own, as on a GPU, that thread may hold on to it for a moment after `backward()` has raised, until it gets the
+        interpreter's lock: it is given the time, or what the round still has to do would come in the middle of the
+        next one."""
+        until = time.monotonic() + _LET_GO_S
+        while self._token() is not None:
+            # A forward inside a backward, or beside one in another thread, finds it running.
+            if graph_task() != NO_TASK or time.monotonic() > until:
+                return False
+            time.sleep(0.0005)
+        return True
 
     def arm(self, sync: bool) -> None:
         """Called when autograd reaches an output of a forward that ran with or without synchronisation."""

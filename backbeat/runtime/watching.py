@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from backbeat.runtime.rounds import Round
 
 graph_task: Callable[[], int] = torch._C._current_graph_task_id
+NO_TASK = -1
+"""What it says outside of a backward."""
 
 
 def watch(

@@ -62,6 +62,30 @@ def a_failed_step(ctx: Context) -> None:
 
 
 @check
+def a_failed_step_that_autograd_lets_go_of_late(ctx: Context) -> None:
+    """As a thread of autograd's own may, on a GPU: what is left to do of the step is done before the next forward, not
+    between that and its backward, where updates would change what it has to be computed with."""
+    wrapped = wrap(ctx, SOME, Breakable, strict=True)
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.05)
+    wrapped.attach(optimizer)
+    for step in range(2):
+        backward(ctx, wrapped, step)
+        optimizer.step()
+    if ctx.rank == 0:
+        wrapped.module.fail_at = 1
+    raises((FloatingPointError, BrokenStepError), lambda: backward(ctx, wrapped, 2))
+    wrapped.module.fail_at = None
+    if ctx.rank == 0:
+        reducer, held = wrapped.reducer, [object()] * 4
+        truly = reducer._token
+        reducer._token = lambda: held.pop() if held else truly()
+    for step in range(3, 5):
+        backward(ctx, wrapped, step)
+        optimizer.step()
+        same_everywhere(ctx, wrapped.module, f"step {step}")
+
+
+@check
 def what_a_failed_step_sent_is_taken_back(ctx: Context) -> None:
     """Not attached: gradients delivered and residuals add up, with what the failing step had accumulated."""
     wrapped = wrap(ctx, SOME, strict=True)
