@@ -3,16 +3,19 @@
     python validation/planners/fewer.py FILE --backend nccl --nodes 4 --bandwidth 25gbit --models resnet50-b64-bf16-h200
     python validation/planners/fewer.py FILE --backend nccl --nodes 4 --bandwidth 25gbit \
         --train backbeat.zoo.models:resnet50 --batch-size 32
+    python validation/planners/fewer.py --count
 
 The two are predicted to take the same time: what differs is what no prediction knows, the host's time for each group
 and what a slower link does to a plan without slack. Profiles are replayed, or a model is really trained; plans take
-turns in one run. FILE is a list of rows and is added to. Needs root; with --backend nccl a GPU.
+turns in one run. FILE is a list of rows and is added to. Needs root; with --backend nccl a GPU. `--count` only plans:
+every bundled bf16 profile on every bundled network, 8 to 512 workers.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +25,7 @@ from backbeat.lab.plans import Choice
 from backbeat.lab.requirements import check
 from backbeat.lab.setting import Setting
 from backbeat.model import Network, Plan, Prediction, Profile
+from backbeat.model.files import bundled
 from backbeat.planners import plan as make_plan
 from backbeat.planners.decoupled import earliest
 from backbeat.planners.draft import Draft
@@ -33,6 +37,7 @@ if TYPE_CHECKING:
     from backbeat.lab.experiment import Calibrated, Measured
     from backbeat.lab.session import Session
 
+WORKERS = (8, 64, 512)
 Made = list[tuple[Choice, Plan, Prediction]]
 
 
@@ -78,9 +83,33 @@ def rows_of(results: list[Measured], facts: dict[str, Any]) -> list[dict[str, An
     return rows
 
 
+def count() -> None:
+    """How many groups there are either way."""
+    names = ("optimal", "decoupled")
+    few: dict[str, list[int]] = {name: [] for name in names}
+    many: dict[str, list[int]] = {name: [] for name in names}
+    longer = 0.0
+    for profile in (Profile.load(name) for name in bundled(Profile) if "-bf16-" in name):
+        for network in (Network.load(name).at(workers=workers) for name in bundled(Network) for workers in WORKERS):
+            made = {choice.name: (plan, prediction) for choice, plan, prediction in both_ways(profile, network)}
+            for name in names:
+                (plan, ours), (early, theirs) = made[f"{name}, few"], made[f"{name}, many"]
+                few[name].append(len(plan.groups))
+                many[name].append(len(early.groups))
+                longer = max(longer, ours.iteration_s / theirs.iteration_s - 1)
+    for name in names:
+        print(
+            f"{name}: {len(few[name])} cases, groups in the median {statistics.median(many[name]):.0f} -> "
+            f"{statistics.median(few[name]):.0f}, on average {statistics.mean(many[name]):.1f} -> "
+            f"{statistics.mean(few[name]):.1f}, at most {max(many[name])} -> {max(few[name])}"
+        )
+    print(f"predicted iterations at most {longer:.1e} longer")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("file", type=Path)
+    parser.add_argument("file", type=Path, nargs="?")
+    parser.add_argument("--count", action="store_true", help="measure nothing")
     parser.add_argument("--backend", default="gloo", choices=("gloo", "nccl"))
     parser.add_argument("--nodes", type=int, default=2)
     parser.add_argument("--bandwidth", default="200mbit")
@@ -91,6 +120,11 @@ def main() -> None:
     parser.add_argument("--seconds", default="1s")
     parser.add_argument("--budget", default="8s")
     options = parser.parse_args()
+    if options.count:
+        count()
+        return
+    if options.file is None:
+        parser.error("FILE is missing: where the rows go")
     setting = Setting(
         nodes=options.nodes,
         rate_bits=parse_rate(options.bandwidth),
