@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
-from itertools import combinations, product
+from itertools import combinations, pairwise, product
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -25,7 +25,9 @@ from backbeat.planners.thrift import SLOWER, largest_allowed
 from backbeat.simulate.bound import communication_bound
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
+
+    from numpy.typing import NDArray
 
     from backbeat.cost import LinkCost
     from backbeat.model import Network, Profile
@@ -34,8 +36,10 @@ _EVALUATIONS = 600
 """Engine runs spent on improving; a plan of ten groups takes some 50 µs each."""
 _IMPROVED = 3
 """How many of the best candidates are improved."""
-_SIMPLIFICATIONS = 400
+_SIMPLIFICATIONS = 600
 """Engine runs spent on merging groups."""
+_SIMPLIFIED_GROUPS = 200_000
+"""Groups in all of these runs: one of many groups takes as much longer."""
 _PLENTY_GRADIENTS = 2000
 """The plenty-of-channels programme is quadratic: above this many gradients it is left out."""
 _EXHAUSTIVE_PLANS = 2500
@@ -140,37 +144,76 @@ class _Search:
         return end, draft
 
     def simplify(self, end: float, draft: Draft) -> Draft:
-        """Drop boundaries, half of them at once and then ever fewer, as long as no time is exposed by it, nor would be
-        if every message took longer; and no group becomes too large."""
-        self.left = _SIMPLIFICATIONS
-        profile, slower = self.profile, self.cost.slower(SLOWER)
-        sums = np.concatenate([[0.0], np.cumsum(profile.sizes)])
+        """Merge groups as long as no time is exposed by it, nor would be if every message took longer, and none becomes
+        too large: first all of them up to a size, then here and there, many neighbours at once and then ever fewer."""
+        self.left = min(_SIMPLIFICATIONS, _SIMPLIFIED_GROUPS // len(draft.ends))
+        sums = np.concatenate([[0.0], np.cumsum(self.profile.sizes)])
         largest = largest_allowed(sums, draft.ends)
-        most = max(end, profile.backward_s) * (1 + _ROUNDING)
-        most_slower = max(draft.end_s(profile, slower), profile.backward_s) * (1 + _ROUNDING)
+        costs = (self.cost, self.cost.slower(SLOWER))
+        limits = [self._exposed(draft, cost) * (1 + _ROUNDING) for cost in costs]
+        for packed in _packings(draft.ends, sums, largest):
+            if self.left <= 0 or time.monotonic() > self.deadline:
+                return draft
+            found = self._allowed(packed, draft, costs, limits)
+            if found is not None:
+                draft = found
+                break
+        last = draft.ends[-1]
         inner = draft.ends[:-1]
         # Powers of two: on two channels an even number less leaves those behind where they are.
         stride = 1 << len(inner).bit_length()
         while stride >= 1:
             place = 0
             while place < len(inner):
-                fewer = [*inner[:place], *inner[place + stride :]]
-                ends = [*fewer, draft.ends[-1]]
-                # The group that would be.
-                first, last = ([0, *ends][place], ends[place])
-                if sums[last] - sums[first] > largest:
-                    place += 1
-                    continue
                 if self.left <= 0 or time.monotonic() > self.deadline:
                     return draft
-                self.left -= 1
-                candidate = Draft(ends, draft.channels, notes=draft.notes)
-                if self.score(candidate)[0] <= most and candidate.end_s(profile, slower) <= most_slower:
-                    inner, draft = fewer, candidate
+                behind = inner[place + stride] if place + stride < len(inner) else last
+                if sums[behind] - sums[inner[place - 1] if place else 0] > largest:
+                    place += 1
+                    continue
+                fewer = [*inner[:place], *inner[place + stride :]]
+                found = self._allowed([*fewer, last], draft, costs, limits)
+                if found is not None:
+                    inner, draft = fewer, found
                 else:
                     place += stride
             stride //= 2
         return draft
+
+    def _allowed(
+        self, ends: list[int], draft: Draft, costs: Sequence[LinkCost], limits: Sequence[float]
+    ) -> Draft | None:
+        """The draft with these groups, where that exposes no more than the limits."""
+        candidate = Draft(ends, draft.channels, notes=draft.notes)
+        for cost, limit in zip(costs, limits, strict=True):
+            self.left -= 1
+            if self._exposed(candidate, cost) > limit:
+                return None
+        return candidate
+
+    def _exposed(self, draft: Draft, cost: LinkCost) -> float:
+        return max(draft.end_s(self.profile, cost), self.profile.backward_s)
+
+
+def _packings(ends: list[int], sums: NDArray[np.float64], largest: float) -> Iterator[list[int]]:
+    """All groups merged up to a size, but for the last few, which decide when the plan ends."""
+    for cap in (largest, largest / 4, largest / 16):
+        tail = 0
+        while tail < len(ends):
+            head = len(ends) - tail
+            yield [*_packed(ends[:head], sums, cap), *ends[head:]]
+            tail = 2 * tail or 1
+
+
+def _packed(ends: list[int], sums: NDArray[np.float64], cap: float) -> list[int]:
+    """The groups merged from the front, up to this many bytes each."""
+    found: list[int] = []
+    first = 0
+    for end, following in pairwise(ends):
+        if sums[following] - sums[first] > cap:
+            found.append(end)
+            first = end
+    return [*found, ends[-1]]
 
 
 def _neighbours(draft: Draft, stride: int) -> Iterator[Draft]:

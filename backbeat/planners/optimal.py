@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 
 def optimal(profile: Profile, network: Network, options: Options) -> Draft:
-    """The exact optimum on one channel, in as few groups as that takes; asked for more channels, the groups of the
-    earliest finishes round robin."""
+    """The exact optimum on one channel, with neighbours merged where that costs nothing; asked for more channels, the
+    groups of the earliest finishes round robin."""
     ends = best_ends(profile, network.cost)
     if options.channels in (None, 1):
         ends = merged_ends(profile, network.cost, ends)

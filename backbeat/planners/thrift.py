@@ -82,7 +82,7 @@ class Course:
 
 
 def fewer(ends: Sequence[int], courses: Sequence[Course]) -> list[int]:
-    """The groups merged from the front, each as far as nothing ends later in any of the courses.
+    """The groups merged with their neighbours, as far as nothing ends later in any of the courses.
 
     Three members of 1 MB are there at once, a fourth at 10 ms; each message takes 1 ms + 1 ns/byte. One by one the
     first three are done at 2, 4 and 6 ms; as one at 4. Either way the last is done at 12.
@@ -93,6 +93,15 @@ def fewer(ends: Sequence[int], courses: Sequence[Course]) -> list[int]:
     >>> fewer([1, 2, 3, 4], [course])
     [3, 4]
     """
+    found = list(ends)
+    # What was merged takes less time, and may leave some to what comes before it.
+    while (merged := _merged(found, courses)) != found:
+        found = merged
+    return found
+
+
+def _merged(ends: Sequence[int], courses: Sequence[Course]) -> list[int]:
+    """From the front, each group as far as those behind it are in time as they are."""
     sums = courses[0].sums
     most = largest_allowed(sums, ends)
     latest = [course.latest(ends) for course in courses]

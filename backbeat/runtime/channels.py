@@ -96,9 +96,9 @@ class Channels:
         self.limit = 1 if self._apart else self._limit()
         if self._apart and os.environ.get(LAUNCH_ORDER) == "1":
             logger.warning(
-                "%s=1 is set: whatever else this process sends with NCCL, such as forward's broadcast of buffers, then "
-                "waits for the gathers of a decoupled plan, and little is hidden. Unset it, or pass "
-                "broadcast_buffers=False",
+                "%s=1 is set (a wrapper sets it too, before the first communicator exists): whatever else this process "
+                "sends with NCCL, such as forward's broadcast of buffers, then waits for the gathers of a decoupled "
+                "plan, and little is hidden. Unset it, wrap this model first, or pass broadcast_buffers=False",
                 LAUNCH_ORDER,
             )
         self.grow(count)

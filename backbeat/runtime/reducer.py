@@ -15,6 +15,7 @@ back, `word` what ranks tell each other, `delivery` what kinds of plan do differ
 from __future__ import annotations
 
 import logging
+import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -48,7 +49,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("backbeat.runtime")
 
-_LET_GO_S = 0.2
+_LET_GO_S = 2.0
 """So long a thread of autograd's may take to let go of a backward that raised."""
 
 
@@ -106,6 +107,8 @@ class Reducer:
         self._expectation = Expectation(len(parameters))
         self._reach = Reach()
         self._default_sync = True
+        self._thread = threading.get_ident()
+        """Ran the last forward."""
         self._round.streams = Streams(channels.device) if channels.device.type == "cuda" else None
         self._token: Callable[[], Any] = _no_round
         self.weak = weakref.ref(self)
@@ -215,6 +218,7 @@ class Reducer:
             watch_last(self.job.parameters, self._handles)
         if self._round.open and self._is_over():
             self._break_off()
+        self._thread = threading.get_ident()
 
     def _is_over(self) -> bool:
         """Whether the backward of the open round has ended, with an exception. Where it ran in a thread of autograd's
@@ -223,8 +227,11 @@ class Reducer:
         next one."""
         until = time.monotonic() + _LET_GO_S
         while self._token() is not None:
-            # A forward inside a backward, or beside one in another thread, finds it running.
-            if graph_task() != NO_TASK or time.monotonic() > until:
+            # A forward inside a backward, or in another thread than the one before, may well find it running.
+            if graph_task() != NO_TASK or self._thread != threading.get_ident():
+                return False
+            if time.monotonic() > until:
+                logger.warning("a backward of step %d seems to run beside this forward", self.step)
                 return False
             time.sleep(0.0005)
         return True

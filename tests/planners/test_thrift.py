@@ -13,10 +13,12 @@ import backbeat as bb
 from backbeat.cost import Curve, LinkCost
 from backbeat.model import Network, Profile
 from backbeat.planners.baselines import DDP_BUCKET_BYTES
-from backbeat.planners.draft import Draft, Options
-from backbeat.planners.joint import best
+from backbeat.planners.decoupled import earliest
+from backbeat.planners.draft import Draft
+from backbeat.planners.joint import _Search
 from backbeat.planners.optimal import best_ends, merged_ends
 from backbeat.planners.thrift import SLOWER, Course, fewer
+from backbeat.simulate import decoupled as simulated
 from tests.problems import affine, curve, make_profile, networks, profiles
 
 
@@ -78,12 +80,45 @@ def test_gathers_are_merged_as_far_as_their_first_layers_can_wait() -> None:
     assert fewer([1, 2, 3], [course]) == [1, 3]
 
 
-@settings(max_examples=30)
-@given(profiles(most=12), networks())
-def test_the_best_plan_on_several_channels_keeps_slack_too(profile: Profile, network: Network) -> None:
-    found = best(profile, network, Options(channels=2))
-    plain = bb.predict(profile, network, "best").iteration_s
-    assert max(found.end_s(profile, network.cost), profile.backward_s) <= plain * (1 + 1e-9)
+def longest(ends: list[int], profile: Profile) -> float:
+    return max(float(profile.sizes[first:last].sum()) for first, last in pairwise([0, *ends]))
+
+
+@settings(max_examples=200)
+@given(profiles(most=40), networks(), st.randoms(use_true_random=False))
+def test_groups_on_several_channels_are_merged_by_the_same_rules(profile: Profile, network: Network, random) -> None:
+    count = len(profile.gradients)
+    draft = Draft([*sorted(random.sample(range(1, count), count - 1 - count // 4)), count], 2)
+    search = _Search(profile, network.cost, float("inf"))
+    found = search.simplify(draft.end_s(profile, network.cost), draft)
+    assert set(found.ends) <= set(draft.ends)
+    assert longest(found.ends, profile) <= max(DDP_BUCKET_BYTES, longest(draft.ends, profile))
+    for cost in (network.cost, network.cost.slower(SLOWER)):
+        least = max(draft.end_s(profile, cost), profile.backward_s)
+        assert max(found.end_s(profile, cost), profile.backward_s) <= least * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(("gradients", "size"), [(300, 2_000_000), (1500, 500_000)])
+def test_many_groups_on_two_channels_become_few(gradients: int, size: int) -> None:
+    profile = make_profile([size] * gradients, [1e-3 * index for index in range(gradients)])
+    plan = bb.plan(profile, affine(1e-3, 1e-10), "best", channels=2)
+    assert plan.channels == 2
+    # The last few are small; all others are as large as a group may be.
+    assert len(plan.groups) <= gradients * size / DDP_BUCKET_BYTES + 4
+
+
+@settings(max_examples=150)
+@given(profiles(most=25), networks())
+def test_the_halves_of_a_decoupled_plan_keep_slack(profile: Profile, network: Network) -> None:
+    few = bb.plan(profile, network, "decoupled")
+    many = earliest(profile, network).named(profile, "decoupled", network.workers)
+    half = simulated._half
+    for factor in (1.0, SLOWER):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(simulated, "_half", lambda times, network, factor=factor: half(times, network).slower(factor))
+            found, early = (simulated.period(profile, plan, network) for plan in (few, many))
+        assert found.forward_end_s <= early.forward_end_s * (1 + 1e-9)
+        assert found.scatters[-1][1] <= early.scatters[-1][1] * (1 + 1e-9)
 
 
 def test_one_message_costs_what_many_do() -> None:
