@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("backbeat.runtime")
 
-_LET_GO_S = 2.0
+_LET_GO_S = 1.0
 """So long a thread of autograd's may take to let go of a backward that raised."""
 
 
@@ -67,6 +67,13 @@ class _Close:
 
 def _no_round() -> None:
     return None
+
+
+def _is_ours(ident: int) -> bool:
+    """Whether Python started the thread, and not autograd."""
+    # A thread of another's making has a stand-in here once it has asked who it is.
+    found = (thread for thread in threading.enumerate() if thread.ident == ident)
+    return any(not isinstance(thread, threading._DummyThread) for thread in found)
 
 
 def _queued(reducer: Reducer) -> Callable[[], _Close | None]:
@@ -108,7 +115,7 @@ class Reducer:
         self._reach = Reach()
         self._default_sync = True
         self._thread = threading.get_ident()
-        """Ran the last forward."""
+        """Opened the last round."""
         self._round.streams = Streams(channels.device) if channels.device.type == "cuda" else None
         self._token: Callable[[], Any] = _no_round
         self.weak = weakref.ref(self)
@@ -218,7 +225,6 @@ class Reducer:
             watch_last(self.job.parameters, self._handles)
         if self._round.open and self._is_over():
             self._break_off()
-        self._thread = threading.get_ident()
 
     def _is_over(self) -> bool:
         """Whether the backward of the open round has ended, with an exception. Where it ran in a thread of autograd's
@@ -227,8 +233,8 @@ class Reducer:
         next one."""
         until = time.monotonic() + _LET_GO_S
         while self._token() is not None:
-            # A forward inside a backward, or in another thread than the one before, may well find it running.
-            if graph_task() != NO_TASK or self._thread != threading.get_ident():
+            # A forward inside a backward may well find it running, and one beside a backward of another thread.
+            if graph_task() != NO_TASK or _is_ours(self._thread):
                 return False
             if time.monotonic() > until:
                 logger.warning("a backward of step %d seems to run beside this forward", self.step)
@@ -308,6 +314,7 @@ class Reducer:
             self._break_off()
         self._reset()
         self._token = _queued(self)
+        self._thread = threading.get_ident()
         self._round.open = True
         self._round.root = graph_task()
         if sync:

@@ -77,6 +77,7 @@ def a_failed_step_that_autograd_lets_go_of_late(ctx: Context) -> None:
     wrapped.module.fail_at = None
     if ctx.rank == 0:
         reducer, held = wrapped.reducer, [object()] * 4
+        reducer._thread = -1
         truly = reducer._token
         reducer._token = lambda: held.pop() if held else truly()
     for step in range(3, 5):
