@@ -71,6 +71,10 @@ class LinkCost:
         busy = None if self.busy is None else self.busy.slower(factor)
         return LinkCost(self.isolated.slower(factor), busy, self.efficiencies, self.stretches)
 
+    def without_startup(self) -> LinkCost:
+        """Messages take the link's time alone, as if every startup were hidden."""
+        return LinkCost(Curve.affine(0.0, self.isolated.gradient_s_per_byte), None, self.efficiencies)
+
     def time(self, sizes: ArrayLike) -> NDArray[np.float64]:
         """Isolated time, T(M)."""
         return self.isolated.time(sizes)

@@ -27,7 +27,7 @@ from backbeat.errors import InputError
 from backbeat.model.plan import Group, Plan
 from backbeat.planners.draft import Options
 from backbeat.planners.optimal import queue_programme
-from backbeat.planners.thrift import SLOWER, Course, fewer
+from backbeat.planners.thrift import Course, doubts, fewer
 from backbeat.simulate.decoupled import Halves, Layers
 
 if TYPE_CHECKING:
@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from backbeat.cost import Curve
     from backbeat.model import Network, Profile
 
-_SPEEDS = (1.0, SLOWER)
-"""Messages take as long as predicted, and longer."""
 _PRECISION = 1e-6
 """Of the least forward end, relative."""
 
@@ -76,15 +74,10 @@ def decoupled(profile: Profile, network: Network, options: Options) -> Halved:
         raise InputError(f"channels is {options.channels}: decoupled plans use one channel")
     early = earliest(profile, network)
     halves, layers = Halves.of(network), Layers.of(profile)
-    scatters = [_behind_backward(profile, halves.scatter.slower(factor)) for factor in _SPEEDS]
+    scatters = [_behind_backward(profile, cost) for cost in doubts(LinkCost(halves.scatter, None, {}))]
     gathers = [
-        _behind_forward(
-            layers,
-            halves.gather.slower(factor),
-            early.gather_ends,
-            course.finishes(early.scatter_ends)[-1] - profile.backward_s,
-        )
-        for factor, course in zip(_SPEEDS, scatters, strict=True)
+        _behind_forward(layers, cost, early.gather_ends, course.finishes(early.scatter_ends)[-1] - profile.backward_s)
+        for cost, course in zip(doubts(LinkCost(halves.gather, None, {})), scatters, strict=True)
     ]
     return replace(
         early, scatter_ends=fewer(early.scatter_ends, scatters), gather_ends=fewer(early.gather_ends, gathers)
@@ -95,17 +88,18 @@ def earliest(profile: Profile, network: Network) -> Halved:
     """The groups of the two programmes, as many as they are."""
     halves, layers = Halves.of(network), Layers.of(profile)
     scatter_ends = queue_programme(profile.ready.tolist(), profile.sizes.tolist(), halves.scatter)
-    free_s = _behind_backward(profile, halves.scatter).finishes(scatter_ends)[-1] - profile.backward_s
+    scatters = _behind_backward(profile, LinkCost(halves.scatter, None, {}))
+    free_s = scatters.finishes(scatter_ends)[-1] - profile.backward_s
     return Halved(scatter_ends, gather_programme(layers, halves.gather, free_s), layers.guessed)
 
 
-def _behind_backward(profile: Profile, cost: Curve) -> Course:
-    return Course(sums=_sums(profile.sizes), cost=LinkCost(cost, None, {}), ready=profile.ready)
+def _behind_backward(profile: Profile, cost: LinkCost) -> Course:
+    return Course(sums=_sums(profile.sizes), cost=cost, ready=profile.ready)
 
 
-def _behind_forward(layers: Layers, cost: Curve, ends: list[int], free_s: float) -> Course:
+def _behind_forward(layers: Layers, cost: LinkCost, ends: list[int], free_s: float) -> Course:
     """These gathers, and when each layer must have its own for forward to end as early as it does with them."""
-    course = Course(sums=_sums(layers.sizes), cost=LinkCost(cost, None, {}), free_s=free_s)
+    course = Course(sums=_sums(layers.sizes), cost=cost, free_s=free_s)
     # What each layer and those behind it compute.
     after = np.cumsum(layers.compute_s[::-1])[::-1]
     waits = [finish + float(after[first]) for first, finish in zip([0, *ends], course.finishes(ends), strict=False)]

@@ -21,7 +21,7 @@ from backbeat.planners.baselines import ddp, single, wfbp
 from backbeat.planners.draft import Draft, Options
 from backbeat.planners.mgwfbp import asc_wfbp, mg_wfbp
 from backbeat.planners.optimal import best_ends, merged_ends, plenty_ends
-from backbeat.planners.thrift import SLOWER, largest_allowed
+from backbeat.planners.thrift import doubts, largest_allowed
 from backbeat.simulate.bound import communication_bound
 
 if TYPE_CHECKING:
@@ -144,12 +144,12 @@ class _Search:
         return end, draft
 
     def simplify(self, end: float, draft: Draft) -> Draft:
-        """Merge groups as long as no time is exposed by it, nor would be if every message took longer, and none becomes
-        too large: first all of them up to a size, then here and there, many neighbours at once and then ever fewer."""
+        """Merge groups as long as no time is exposed by it, whatever messages cost within reason, and none becomes too
+        large: first all of them up to a size, then here and there, many neighbours at once and then ever fewer."""
         self.left = min(_SIMPLIFICATIONS, _SIMPLIFIED_GROUPS // len(draft.ends))
         sums = np.concatenate([[0.0], np.cumsum(self.profile.sizes)])
-        largest = largest_allowed(sums, draft.ends)
-        costs = (self.cost, self.cost.slower(SLOWER))
+        largest = largest_allowed(sums, draft.ends, self.cost)
+        costs = doubts(self.cost)
         limits = [self._exposed(draft, cost) * (1 + _ROUNDING) for cost in costs]
         for packed in _packings(draft.ends, sums, largest):
             if self.left <= 0 or time.monotonic() > self.deadline:

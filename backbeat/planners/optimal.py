@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from backbeat.planners.draft import Draft, Options
-from backbeat.planners.thrift import SLOWER, Course, fewer
+from backbeat.planners.thrift import Course, doubts, fewer
 
 if TYPE_CHECKING:
     from backbeat.cost import Curve, LinkCost
@@ -42,7 +42,7 @@ def optimal(profile: Profile, network: Network, options: Options) -> Draft:
 def merged_ends(profile: Profile, cost: LinkCost, ends: list[int]) -> list[int]:
     """Fewer groups on one channel that end as early."""
     sums = np.concatenate([[0.0], np.cumsum(profile.sizes)])
-    return fewer(ends, [Course(sums=sums, cost=one, ready=profile.ready) for one in (cost, cost.slower(SLOWER))])
+    return fewer(ends, [Course(sums=sums, cost=one, ready=profile.ready) for one in doubts(cost)])
 
 
 def best_ends(profile: Profile, cost: LinkCost) -> list[int]:

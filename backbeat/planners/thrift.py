@@ -2,9 +2,10 @@
 
 When a plan ends is decided by a few of its groups; the sums of the others are back long before anything waits for them.
 Each still costs the host a launch, of which no network file knows. So neighbours become one group where nothing ends
-later by it: as predicted, and also if every message took a quarter longer than predicted, since a plan without slack
-would pay for every error of the model. Nor does a group outgrow what stock DDP sends at once, where none did before:
-one group is what training needs in memory beside its gradients.
+later by it: as predicted; if every message took a quarter longer, since a plan without slack would pay for every error
+of the model; and if no message took longer than the link needs for its bytes, since a startup that is saved is no gain
+where the library hides it behind the message before. Nor does a group outgrow what was measured of the network, or what
+stock DDP sends at once, where none did before: one group is what training needs in memory beside its gradients.
 """
 
 from __future__ import annotations
@@ -24,8 +25,13 @@ if TYPE_CHECKING:
     from backbeat.cost import LinkCost
 
 SLOWER = 1.25
-"""What nothing may end later under either: every message that much longer."""
+"""Times as long as predicted."""
 _ROUNDING = 1e-12
+
+
+def doubts(cost: LinkCost) -> tuple[LinkCost, ...]:
+    """What messages may cost, as predicted and otherwise."""
+    return cost, cost.slower(SLOWER), cost.without_startup()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +109,7 @@ def fewer(ends: Sequence[int], courses: Sequence[Course]) -> list[int]:
 def _merged(ends: Sequence[int], courses: Sequence[Course]) -> list[int]:
     """From the front, each group as far as those behind it are in time as they are."""
     sums = courses[0].sums
-    most = largest_allowed(sums, ends)
+    most = largest_allowed(sums, ends, courses[0].cost)
     latest = [course.latest(ends) for course in courses]
     free = [course.free_s for course in courses]
     kept: list[int] = []
@@ -123,6 +129,8 @@ def _merged(ends: Sequence[int], courses: Sequence[Course]) -> list[int]:
     return kept
 
 
-def largest_allowed(sums: NDArray[np.float64], ends: Sequence[int]) -> float:
+def largest_allowed(sums: NDArray[np.float64], ends: Sequence[int], cost: LinkCost) -> float:
     """How large groups may become that are these now."""
-    return max(DDP_BUCKET_BYTES, *(float(sums[last] - sums[first]) for first, last in pairwise([0, *ends])))
+    known = float("inf") if cost.isolated.is_affine else float(cost.isolated.sizes[-1])
+    now = max(float(sums[last] - sums[first]) for first, last in pairwise([0, *ends]))
+    return max(min(DDP_BUCKET_BYTES, known), now)

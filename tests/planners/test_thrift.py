@@ -17,7 +17,7 @@ from backbeat.planners.decoupled import earliest
 from backbeat.planners.draft import Draft
 from backbeat.planners.joint import _Search
 from backbeat.planners.optimal import best_ends, merged_ends
-from backbeat.planners.thrift import SLOWER, Course, fewer
+from backbeat.planners.thrift import SLOWER, Course, doubts, fewer
 from backbeat.simulate import decoupled as simulated
 from tests.problems import affine, curve, make_profile, networks, profiles
 
@@ -29,7 +29,7 @@ def test_no_group_that_ends_the_plan_ends_later(profile: Profile, network: Netwo
     for ends in (best_ends(profile, network.cost), [*sorted(random.sample(range(1, count), count // 2)), count]):
         found = merged_ends(profile, network.cost, ends)
         assert set(found) <= set(ends)
-        for cost in (network.cost, network.cost.slower(SLOWER)):
+        for cost in doubts(network.cost):
             assert Draft(found).end_s(profile, cost) <= Draft(ends).end_s(profile, cost) * (1 + 1e-9)
 
 
@@ -73,6 +73,22 @@ def test_a_plan_keeps_slack_for_a_slower_link() -> None:
     assert fewer([1, 2, 3], [course, slower]) == [1, 2, 3]
 
 
+def test_a_startup_that_is_saved_makes_up_for_no_idle_link() -> None:
+    # Each message takes 3 ms of startup and 1 ms of the link; one by one they end at 12 ms, as one at 8.
+    cost = LinkCost(Curve.affine(3e-3, 1e-9), None, {})
+    given = {"sums": np.array([0.0, 1e6, 2e6, 3e6]), "ready": np.array([0.0, 1e-3, 2e-3])}
+    assert fewer([1, 2, 3], [Course(cost=cost, **given)]) == [3]
+    # Were startups hidden, the link would have begun at 0 and been done at 3 ms.
+    assert fewer([1, 2, 3], [Course(cost=one, **given) for one in doubts(cost)]) == [1, 2, 3]
+
+
+def test_a_group_does_not_outgrow_what_was_measured() -> None:
+    points = [(1000, 1e-5), (1_000_000, 1e-4)]
+    profile = make_profile([400_000] * 10, [index * 1e-2 for index in range(10)])
+    assert [len(group.gradients) for group in bb.plan(profile, curve(points), "optimal").groups] == [2] * 4 + [1] * 2
+    assert len(bb.plan(profile, affine(1e-5, 1e-10), "optimal").groups) == 2
+
+
 def test_gathers_are_merged_as_far_as_their_first_layers_can_wait() -> None:
     cost = LinkCost(Curve.affine(0.0, 1e-3), None, {})
     course = Course(sums=np.arange(4.0), cost=cost, free_s=0.0, due=np.array([1e-3, 3e-3, 4e-3]))
@@ -93,7 +109,7 @@ def test_groups_on_several_channels_are_merged_by_the_same_rules(profile: Profil
     found = search.simplify(draft.end_s(profile, network.cost), draft)
     assert set(found.ends) <= set(draft.ends)
     assert longest(found.ends, profile) <= max(DDP_BUCKET_BYTES, longest(draft.ends, profile))
-    for cost in (network.cost, network.cost.slower(SLOWER)):
+    for cost in doubts(network.cost):
         least = max(draft.end_s(profile, cost), profile.backward_s)
         assert max(found.end_s(profile, cost), profile.backward_s) <= least * (1 + 1e-9)
 
