@@ -21,6 +21,7 @@ Seconds = Annotated[float, Meta(ge=0)]
 Bytes = Annotated[int, Meta(ge=0)]
 Point = tuple[Bytes, Seconds]
 Algorithm = Literal["ring", "tree", "auto", "halving-doubling", "hierarchical"]
+_SHORTEST_S = 1e-9
 
 
 class CollectiveTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -70,6 +71,8 @@ class ConcurrencyPoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         for field in ("bytes", "messages", "channels"):
             at_least(field, getattr(self, field), 1)
         not_negative("seconds", self.seconds)
+        if 0 < self.seconds < _SHORTEST_S:
+            raise InputError(f"seconds is {self.seconds:g}: no message takes less than a nanosecond; write seconds")
 
 
 class Topology(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):

@@ -101,6 +101,12 @@ def test_the_required_fields_alone_load(tmp_path: Path, kind: str) -> None:
         ("profile", "schema", "backbeat.network/1", ["backbeat.network/1", "give the profile file"]),
         ("profile", "schema", "backbeat.profile/9", ["another version", "upgrade"]),
         ("profile", "gradients.1.bytes", -4, ["gradients[1].bytes", ">= 0"]),
+        (
+            "network",
+            "concurrency",
+            [{"bytes": 1024, "messages": 4, "channels": 1, "seconds": 2e-313}],
+            ["seconds is 2e-313", "less than a nanosecond"],
+        ),
         ("profile", "gradients.0.ready_s", 0.3, ["gradients[1].ready_s is 0.2", "before", "sort them"]),
         ("profile", "backward_s", 0.15, ["ready_s is 0.2", "after backward_s 0.15"]),
         ("profile", "gradients.1.name", "fc.bias", ["gradients[1] repeats 'fc.bias'", "gradients[0]"]),
