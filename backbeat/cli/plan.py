@@ -31,8 +31,14 @@ def plan(
     network: NetworkArgument,
     workers: OneCountOption = None,
     strategy: Annotated[
-        str, typer.Option("--strategy", "-s", help=f"One of {STRATEGY_NAMES}.", autocompletion=_strategy_names)
-    ] = "best",
+        str | None,
+        typer.Option(
+            "--strategy",
+            "-s",
+            help=f"One of {STRATEGY_NAMES}. Default: best; with --density sparse.",
+            autocompletion=_strategy_names,
+        ),
+    ] = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the plan here.")] = None,
     channels: Annotated[int | None, typer.Option(help="Channels to use (for best: at most).")] = None,
     bucket: Annotated[
@@ -63,6 +69,11 @@ def plan(
     from backbeat.units import parse_bytes, parse_duration
 
     memory_bytes = parse_bytes(memory) if memory is not None else None
+    if strategy == "best" and density is not None:
+        raise InputError(
+            f"density is {density}, but 'best' sends every element: use --strategy sparse, or leave one out"
+        )
+    chosen = strategy or ("best" if density is None else "sparse")
     if residuals not in (None, "device", "host"):
         raise InputError(f"--residuals is {residuals!r}: it must be device or host")
     where: Literal["device", "host"] | None = "host" if residuals == "host" else "device" if residuals else None
@@ -76,7 +87,7 @@ def plan(
         return make_plan(
             of,
             cluster,
-            strategy,
+            chosen,
             channels=channels,
             bucket_bytes=parse_bytes(bucket) if bucket is not None else None,
             budget_s=parse_duration(budget) if budget is not None else None,

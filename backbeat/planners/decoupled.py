@@ -71,7 +71,7 @@ class Halved:
 def decoupled(profile: Profile, network: Network, options: Options) -> Halved:
     """Reduce-scatter groups in ready order, then all-gather groups in the order of the next forward."""
     if options.channels not in (None, 1):
-        raise InputError(f"channels is {options.channels}: decoupled plans use one channel")
+        raise InputError(f"channels is {options.channels}: decoupled plans use one channel; leave it out")
     early = earliest(profile, network)
     halves, layers = Halves.of(network), Layers.of(profile)
     scatters = [_behind_backward(profile, cost) for cost in doubts(LinkCost(halves.scatter, None, {}))]

@@ -86,7 +86,9 @@ def _cells(prediction: Prediction, samples: int, banded: bool, winner: bool, sho
 
 def plan_table(plan: Plan, profile: Profile, result: Prediction) -> Table:
     """The groups of a plan with when they travel."""
-    table = Table(title=f"{len(plan.groups)} groups in launch order", title_justify="left", header_style="bold")
+    count = len(plan.groups)
+    title = f"{count} group{'' if count == 1 else 's'} in launch order"
+    table = Table(title=title, title_justify="left", header_style="bold")
     for heading in ("group", "channel", "gradients", "bytes", "starts", "ends"):
         table.add_column(heading, justify="left" if heading == "gradients" else "right")
     spans = [span for span in result.timeline if span.lane != "compute" and span.name != "buffers"]

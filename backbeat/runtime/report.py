@@ -57,11 +57,11 @@ class Report:
             f"{self.strategy}: {self.state}, {self.steps} steps, {len(self.groups)} groups",
             f"iteration  predicted {_time(self.predicted_iteration_s)}  measured {_time(self.iteration_s)}",
             f"exposed    predicted {_time(self.predicted_exposed_s)}  measured {_time(self.exposed_s)}",
-            f"{'scatter' if self.gathers else 'group':7s}{_HEADING}",
+            f"{'scatter' if self.gathers else 'group':8s}{_HEADING}",
         ]
         lines.extend(_row(index, group) for index, group in enumerate(self.groups))
         if self.gathers:
-            lines.append(f"{'gather':7s}{_HEADING}")
+            lines.append(f"{'gather':8s}{_HEADING}")
             lines.extend(_row(index, gather) for index, gather in enumerate(self.gathers))
         lines.extend(self.history)
         return "\n".join(lines)
@@ -74,7 +74,7 @@ def _row(index: int, group: GroupReport) -> str:
     first, last = group.gradients[0], group.gradients[-1]
     names = first if len(group.gradients) == 1 else f"{first} … {last} ({len(group.gradients)})"
     return (
-        f"{index:5d}  {group.channel:7d}  {format_bytes(group.bytes):>9s}  "
+        f"{index:6d}  {group.channel:7d}  {format_bytes(group.bytes):>9s}  "
         f"{_time(group.predicted_launch_s):>16s} / {_time(group.launched_s):<8s}  "
         f"{_time(group.predicted_done_s):>14s} / {_time(group.done_s):<8s}  {names}"
     )

@@ -86,6 +86,7 @@ def test_how_far_the_batch_can_grow(profile: Path) -> None:
         (("--max-batch", "--memory", "8GB", "-o", "plan.json"), "leave --output out"),
         (("--other-batch", "x.json"), "goes with --max-batch"),
         (("--density", "0"), "above 0 and at most 1"),
+        (("--density", "0.01", "--strategy", "best"), "'best' sends every element"),
         (("--density", "2"), "above 0 and at most 1"),
         (("--density", "0.1", "-s", "ddp"), "use sparse"),
         (("--residuals", "disk"), "device or host"),
