@@ -124,11 +124,15 @@ def _show(one: Profile, cluster: Network, made: Plan, output: Path | None, json:
     out = console()
     out.print(printable(describe(one, cluster)), soft_wrap=True)
     out.print()
-    out.print(plan_table(made, one, result))
+    if result.workers > 1:
+        out.print(plan_table(made, one, result))
+    else:
+        out.print("One worker sends nothing: the plan's groups never leave.")
     if made.memory is not None and one.blocks:
         _show_memory(out, one, cluster, made, result)
     out.print(
-        f"{made.strategy} at {result.workers} workers: {format_seconds(result.iteration_s)} per iteration, scaling "
+        f"{made.strategy} at {result.workers} worker{'' if result.workers == 1 else 's'}: "
+        f"{format_seconds(result.iteration_s)} per iteration, scaling "
         f"{result.scaling_factor:.1%}, {format_seconds(result.exposed_s)} exposed, {over_bound(result)} over the "
         f"bound; stock DDP {'' if made.memory is None else 'with everything kept '}"
         f"{format_seconds(stock.iteration_s)}"

@@ -97,6 +97,14 @@ def test_strong_scaling_between_two_batch_sizes(profile: Path) -> None:
     assert "does not divide by 5 workers" in uneven.stderr
 
 
+def test_a_plan_for_one_worker_says_that_nothing_is_sent(profile: Path) -> None:
+    done = run("plan", str(profile), "10gbe", "--workers", "1")
+    assert done.returncode == 0, done.stderr
+    assert "sends nothing" in done.stdout
+    assert "at 1 worker:" in done.stdout
+    assert "launch order" not in done.stdout
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
