@@ -16,6 +16,7 @@ import numpy as np
 
 from backbeat.planners.baselines import DDP_BUCKET_BYTES, DDP_FIRST_BUCKET_BYTES
 from backbeat.planners.draft import Draft, Options, capped
+from backbeat.simulate.schedule import running_sums
 from backbeat.units import format_bytes
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ def adaptive(profile: Profile, network: Network, options: Options) -> Draft:
 @lru_cache(maxsize=32)
 def _constant_buffers(sizes: tuple[float, ...]) -> list[tuple[float, list[int]]]:
     """(buffer, where its groups end) for every grouping that a constant buffer gives."""
-    sums = np.concatenate([[0.0], np.cumsum(sizes)])
+    sums = running_sums(sizes)
     exact = len(sizes) <= _EXACT_GRADIENTS
     found: list[tuple[float, list[int]]] = []
     buffer = 0.0
@@ -73,7 +74,7 @@ def _constant_buffers(sizes: tuple[float, ...]) -> list[tuple[float, list[int]]]
 
 def _finishes(profile: Profile, cost: LinkCost, groupings: list[tuple[float, list[int]]]) -> NDArray[np.float64]:
     """The one-channel finish of every grouping: the recursion, one group of all of them at a time."""
-    sums = np.concatenate([[0.0], np.cumsum(profile.sizes)])
+    sums = running_sums(profile.sizes)
     longest = max(len(ends) for _, ends in groupings)
     finish = np.full(len(groupings), -np.inf)
     lengths = np.array([len(ends) for _, ends in groupings])

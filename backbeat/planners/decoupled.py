@@ -29,6 +29,7 @@ from backbeat.planners.draft import Options
 from backbeat.planners.optimal import queue_programme
 from backbeat.planners.thrift import Course, doubts, fewer
 from backbeat.simulate.decoupled import Halves, Layers
+from backbeat.simulate.schedule import running_sums
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -74,7 +75,7 @@ def decoupled(profile: Profile, network: Network, options: Options) -> Halved:
         raise InputError(f"channels is {options.channels}: decoupled plans use one channel; leave it out")
     early = earliest(profile, network)
     halves, layers = Halves.of(network), Layers.of(profile)
-    scatters = [_behind_backward(profile, cost) for cost in doubts(LinkCost(halves.scatter, None, {}))]
+    scatters = [Course.behind_backward(profile, cost) for cost in doubts(LinkCost(halves.scatter, None, {}))]
     gathers = [
         _behind_forward(layers, cost, early.gather_ends, course.finishes(early.scatter_ends)[-1] - profile.backward_s)
         for cost, course in zip(doubts(LinkCost(halves.gather, None, {})), scatters, strict=True)
@@ -88,26 +89,18 @@ def earliest(profile: Profile, network: Network) -> Halved:
     """The groups of the two programmes, as many as they are."""
     halves, layers = Halves.of(network), Layers.of(profile)
     scatter_ends = queue_programme(profile.ready.tolist(), profile.sizes.tolist(), halves.scatter)
-    scatters = _behind_backward(profile, LinkCost(halves.scatter, None, {}))
+    scatters = Course.behind_backward(profile, LinkCost(halves.scatter, None, {}))
     free_s = scatters.finishes(scatter_ends)[-1] - profile.backward_s
     return Halved(scatter_ends, gather_programme(layers, halves.gather, free_s), layers.guessed)
 
 
-def _behind_backward(profile: Profile, cost: LinkCost) -> Course:
-    return Course(sums=_sums(profile.sizes), cost=cost, ready=profile.ready)
-
-
 def _behind_forward(layers: Layers, cost: LinkCost, ends: list[int], free_s: float) -> Course:
     """These gathers, and when each layer must have its own for forward to end as early as it does with them."""
-    course = Course(sums=_sums(layers.sizes), cost=cost, free_s=free_s)
+    course = Course(sums=running_sums(layers.sizes), cost=cost, free_s=free_s)
     # What each layer and those behind it compute.
     after = np.cumsum(layers.compute_s[::-1])[::-1]
     waits = [finish + float(after[first]) for first, finish in zip([0, *ends], course.finishes(ends), strict=False)]
     return replace(course, due=max(float(after[0]), *waits) - after)
-
-
-def _sums(sizes: NDArray[np.float64]) -> NDArray[np.float64]:
-    return np.concatenate([[0.0], np.cumsum(sizes)])
 
 
 def gather_programme(layers: Layers, cost: Curve, free_s: float) -> list[int]:
@@ -140,7 +133,7 @@ def gather_programme(layers: Layers, cost: Curve, free_s: float) -> list[int]:
 def _meets(layers: Layers, cost: Curve, free_s: float, end_s: float) -> list[int] | None:
     """Groups with which forward ends by `end_s`, or None."""
     count = len(layers.sizes)
-    sums = np.concatenate([[0.0], np.cumsum(layers.sizes)])
+    sums = running_sums(layers.sizes)
     due: NDArray[np.float64] = end_s - np.cumsum(layers.compute_s[::-1])[::-1]
     finish = np.full(count + 1, np.inf)
     finish[0] = free_s

@@ -9,7 +9,7 @@ import numpy as np
 
 from backbeat.model.plan import DynamicFusion, Group, Plan
 from backbeat.simulate.course import communicate
-from backbeat.simulate.schedule import Schedule
+from backbeat.simulate.schedule import Schedule, running_sums
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -93,7 +93,7 @@ def capped(sizes: list[float], caps: list[float], sums: NDArray[np.float64] | No
     >>> capped([3, 3, 3, 3, 3], [2, 6])
     [1, 3, 5]
     """
-    totals = np.concatenate([[0.0], np.cumsum(sizes)]) if sums is None else sums
+    totals = running_sums(sizes) if sums is None else sums
     count = len(sizes)
     ends: list[int] = []
     end = 0

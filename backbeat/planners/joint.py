@@ -11,23 +11,19 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
-from itertools import combinations, pairwise, product
+from itertools import combinations, product
 from typing import TYPE_CHECKING
-
-import numpy as np
 
 from backbeat.planners.adaptive import adaptive
 from backbeat.planners.baselines import ddp, single, wfbp
 from backbeat.planners.draft import Draft, Options
 from backbeat.planners.mgwfbp import asc_wfbp, mg_wfbp
 from backbeat.planners.optimal import best_ends, merged_ends, plenty_ends
-from backbeat.planners.thrift import doubts, largest_allowed
+from backbeat.planners.simplify import simplified
 from backbeat.simulate.bound import communication_bound
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from numpy.typing import NDArray
+    from collections.abc import Iterator
 
     from backbeat.cost import LinkCost
     from backbeat.model import Network, Profile
@@ -36,15 +32,10 @@ _EVALUATIONS = 600
 """Engine runs spent on improving; a plan of ten groups takes some 50 µs each."""
 _IMPROVED = 3
 """How many of the best candidates are improved."""
-_SIMPLIFICATIONS = 600
-"""Engine runs spent on merging groups."""
-_SIMPLIFIED_GROUPS = 200_000
-"""Groups in all of these runs: one of many groups takes as much longer."""
 _PLENTY_GRADIENTS = 2000
 """The plenty-of-channels programme is quadratic: above this many gradients it is left out."""
 _EXHAUSTIVE_PLANS = 2500
 """Problems with no more plans than this are searched exhaustively."""
-_ROUNDING = 1e-12
 _CLOSE_ENOUGH = 1e-4
 """A finish within this share of the bound is not worth improving."""
 
@@ -70,12 +61,12 @@ def best(profile: Profile, network: Network, options: Options) -> Draft:
         for end, draft in candidates[:_IMPROVED] if most > 1 else ():
             if min(candidates, key=search.rank)[0] > max(floor, profile.backward_s) * (1 + _CLOSE_ENOUGH):
                 candidates.append(search.improve(end, draft))
-    end, draft = min(candidates, key=search.rank)
+    _, draft = min(candidates, key=search.rank)
     if draft.assignment is not None:
         return draft
     if draft.channels == 1:
         return replace(draft, ends=merged_ends(profile, cost, draft.ends))
-    return search.simplify(end, draft)
+    return simplified(draft, profile, cost, deadline=deadline)
 
 
 def allowed_channels(network: Network, asked: int | None) -> int:
@@ -142,78 +133,6 @@ class _Search:
                         break
             stride //= 2
         return end, draft
-
-    def simplify(self, end: float, draft: Draft) -> Draft:
-        """Merge groups as long as no time is exposed by it, whatever messages cost within reason, and none becomes too
-        large: first all of them up to a size, then here and there, many neighbours at once and then ever fewer."""
-        self.left = min(_SIMPLIFICATIONS, _SIMPLIFIED_GROUPS // len(draft.ends))
-        sums = np.concatenate([[0.0], np.cumsum(self.profile.sizes)])
-        largest = largest_allowed(sums, draft.ends, self.cost)
-        costs = doubts(self.cost)
-        limits = [self._exposed(draft, cost) * (1 + _ROUNDING) for cost in costs]
-        for packed in _packings(draft.ends, sums, largest):
-            if self.left <= 0 or time.monotonic() > self.deadline:
-                return draft
-            found = self._allowed(packed, draft, costs, limits)
-            if found is not None:
-                draft = found
-                break
-        last = draft.ends[-1]
-        inner = draft.ends[:-1]
-        # Powers of two: on two channels an even number less leaves those behind where they are.
-        stride = 1 << len(inner).bit_length()
-        while stride >= 1:
-            place = 0
-            while place < len(inner):
-                if self.left <= 0 or time.monotonic() > self.deadline:
-                    return draft
-                behind = inner[place + stride] if place + stride < len(inner) else last
-                if sums[behind] - sums[inner[place - 1] if place else 0] > largest:
-                    place += 1
-                    continue
-                fewer = [*inner[:place], *inner[place + stride :]]
-                found = self._allowed([*fewer, last], draft, costs, limits)
-                if found is not None:
-                    inner, draft = fewer, found
-                else:
-                    place += stride
-            stride //= 2
-        return draft
-
-    def _allowed(
-        self, ends: list[int], draft: Draft, costs: Sequence[LinkCost], limits: Sequence[float]
-    ) -> Draft | None:
-        """The draft with these groups, where that exposes no more than the limits."""
-        candidate = Draft(ends, draft.channels, notes=draft.notes)
-        for cost, limit in zip(costs, limits, strict=True):
-            self.left -= 1
-            if self._exposed(candidate, cost) > limit:
-                return None
-        return candidate
-
-    def _exposed(self, draft: Draft, cost: LinkCost) -> float:
-        return max(draft.end_s(self.profile, cost), self.profile.backward_s)
-
-
-def _packings(ends: list[int], sums: NDArray[np.float64], largest: float) -> Iterator[list[int]]:
-    """All groups merged up to a size, but for the last few, which decide when the plan ends."""
-    for cap in (largest, largest / 4, largest / 16):
-        tail = 0
-        while tail < len(ends):
-            head = len(ends) - tail
-            yield [*_packed(ends[:head], sums, cap), *ends[head:]]
-            tail = 2 * tail or 1
-
-
-def _packed(ends: list[int], sums: NDArray[np.float64], cap: float) -> list[int]:
-    """The groups merged from the front, up to this many bytes each."""
-    found: list[int] = []
-    first = 0
-    for end, following in pairwise(ends):
-        if sums[following] - sums[first] > cap:
-            found.append(end)
-            first = end
-    return [*found, ends[-1]]
 
 
 def _neighbours(draft: Draft, stride: int) -> Iterator[Draft]:

@@ -24,6 +24,7 @@ import numpy as np
 
 from backbeat.planners.draft import Draft, Options
 from backbeat.planners.thrift import Course, doubts, fewer
+from backbeat.simulate.schedule import running_sums
 
 if TYPE_CHECKING:
     from backbeat.cost import Curve, LinkCost
@@ -41,8 +42,7 @@ def optimal(profile: Profile, network: Network, options: Options) -> Draft:
 
 def merged_ends(profile: Profile, cost: LinkCost, ends: list[int]) -> list[int]:
     """Fewer groups on one channel that end as early."""
-    sums = np.concatenate([[0.0], np.cumsum(profile.sizes)])
-    return fewer(ends, [Course(sums=sums, cost=one, ready=profile.ready) for one in doubts(cost)])
+    return fewer(ends, [Course.behind_backward(profile, one) for one in doubts(cost)])
 
 
 def best_ends(profile: Profile, cost: LinkCost) -> list[int]:
@@ -99,7 +99,7 @@ def queue_programme(ready: list[float], sizes: list[float], curve: Curve) -> lis
 def dense_programme(profile: Profile, cost: LinkCost) -> list[int]:
     """The same optimum with measured back-to-back times: E[j] = min over i of max(r_j + T, E[i] + T_busy)."""
     ready = profile.ready.tolist()
-    sums = np.concatenate([[0.0], np.cumsum(profile.sizes)])
+    sums = running_sums(profile.sizes)
     count = len(ready)
     earliest = np.full(count + 1, -np.inf)
     group_start = [0] * (count + 1)
@@ -117,7 +117,7 @@ def plenty_ends(profile: Profile, cost: LinkCost) -> list[int]:
     E[j] = min over i of max(E[i], r_j + s(M)) + w(M): a candidate for the joint search, which scores it on the engine.
     """
     ready = profile.ready.tolist()
-    sums = np.concatenate([[0.0], np.cumsum(profile.sizes)])
+    sums = running_sums(profile.sizes)
     count = len(ready)
     earliest = np.zeros(count + 1)
     group_start = [0] * (count + 1)

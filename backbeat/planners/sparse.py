@@ -30,6 +30,7 @@ from backbeat.simulate.encoded import (
     compression_s_per_group,
     travel,
 )
+from backbeat.simulate.schedule import running_sums
 
 if TYPE_CHECKING:
     from backbeat.model import Network, Profile
@@ -149,7 +150,7 @@ def encoded_ends(profile: Profile, network: Network, wire: Wire, encoding: Encod
     What encoding costs each group by itself, f, delays the groups behind it too. Here it counts as if it were sent:
     that keeps groups few, and the prediction that judges the result has it right.
     """
-    sums = np.concatenate([[0.0], np.cumsum(profile.sizes)])
+    sums = running_sums(profile.sizes)
     ready = (profile.ready + compression_s_per_byte(profile) * sums[1:]).tolist()
     fixed = compression_s_per_group(profile)
     count = len(ready)

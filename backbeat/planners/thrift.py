@@ -18,11 +18,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from backbeat.planners.baselines import DDP_BUCKET_BYTES
+from backbeat.simulate.schedule import running_sums
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from backbeat.cost import LinkCost
+    from backbeat.model import Profile
 
 SLOWER = 1.25
 """Times as long as predicted."""
@@ -47,6 +49,11 @@ class Course:
     """When each member is there; a group waits for its last. None: all are."""
     due: NDArray[np.float64] | None = None
     """The latest end of a group that begins with each member. None: only the end of all counts."""
+
+    @classmethod
+    def behind_backward(cls, profile: Profile, cost: LinkCost) -> Course:
+        """A profile's gradients, in ready order."""
+        return cls(sums=running_sums(profile.sizes), cost=cost, ready=profile.ready)
 
     def finishes(self, ends: Sequence[int]) -> list[float]:
         """When each group is done."""

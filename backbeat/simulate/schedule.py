@@ -10,9 +10,18 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from numpy.typing import NDArray
+    from numpy.typing import ArrayLike, NDArray
 
     from backbeat.model import Plan, Profile
+
+
+def running_sums(sizes: ArrayLike) -> NDArray[np.float64]:
+    """What comes before each, and all of it at the end.
+
+    >>> running_sums([3, 4]).tolist()
+    [0.0, 3.0, 7.0]
+    """
+    return np.concatenate([[0.0], np.cumsum(sizes)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +38,7 @@ class Schedule:
     @classmethod
     def of_ends(cls, profile: Profile, ends: Sequence[int], channels: Sequence[int] | None = None) -> Schedule:
         """Consecutive groups in ready order, given by where each ends (the index after its last gradient)."""
-        sums = np.concatenate([[0.0], np.cumsum(profile.sizes)])
+        sums = running_sums(profile.sizes)
         stops = np.asarray(ends, dtype=np.intp)
         starts = np.concatenate([[0], stops[:-1]])
         return cls(profile.ready[stops - 1], sums[stops] - sums[starts], channels or [0] * len(stops))

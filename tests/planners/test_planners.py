@@ -14,8 +14,8 @@ from backbeat.model import ConcurrencyPoint, Network, Profile
 from backbeat.planners import STRATEGIES
 from backbeat.planners.adaptive import _constant_buffers
 from backbeat.planners.draft import Draft, capped
-from backbeat.planners.joint import _Search
 from backbeat.planners.mgwfbp import merge_sweep
+from backbeat.planners.simplify import simplified
 from tests.problems import affine, curve, make_profile, networks, profiles
 
 MIB = 2**20
@@ -204,11 +204,10 @@ def test_best_takes_no_channel_for_a_rounding_error_and_none_without_a_group() -
 
 @given(profiles(most=20), networks())
 def test_merging_what_costs_nothing_costs_nothing(profile: Profile, network: Network) -> None:
-    search = _Search(profile, network.cost, float("inf"))
     alone = Draft(list(range(1, len(profile.gradients) + 1)), 2)
-    end, _ = search.score(alone)
-    simple = search.simplify(end, alone)
-    assert search.score(simple)[0] <= max(end, profile.backward_s) * (1 + 1e-9)
+    end = alone.end_s(profile, network.cost)
+    simple = simplified(alone, profile, network.cost)
+    assert simple.end_s(profile, network.cost) <= max(end, profile.backward_s) * (1 + 1e-9)
     assert len(simple.ends) <= len(alone.ends)
     assert simple.ends[-1] == len(profile.gradients)
 
@@ -216,6 +215,5 @@ def test_merging_what_costs_nothing_costs_nothing(profile: Profile, network: Net
 def test_groups_that_are_hidden_anyway_are_merged() -> None:
     """A backward that goes on long after the last gradient hides any grouping: one group is left of thirty."""
     profile = make_profile([10**5] * 30, [k * 1e-3 for k in range(1, 31)], backward=1.0)
-    search = _Search(profile, affine(1e-3, 1e-9).cost, float("inf"))
     alone = Draft(list(range(1, 31)), 2)
-    assert search.simplify(search.score(alone)[0], alone).ends == [30]
+    assert simplified(alone, profile, affine(1e-3, 1e-9).cost).ends == [30]

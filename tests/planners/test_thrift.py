@@ -15,8 +15,8 @@ from backbeat.model import Network, Profile
 from backbeat.planners.baselines import DDP_BUCKET_BYTES
 from backbeat.planners.decoupled import earliest
 from backbeat.planners.draft import Draft
-from backbeat.planners.joint import _Search
 from backbeat.planners.optimal import best_ends, merged_ends
+from backbeat.planners.simplify import simplified
 from backbeat.planners.thrift import SLOWER, Course, doubts, fewer
 from backbeat.simulate import decoupled as simulated
 from tests.problems import affine, curve, make_profile, networks, profiles
@@ -105,8 +105,7 @@ def longest(ends: list[int], profile: Profile) -> float:
 def test_groups_on_several_channels_are_merged_by_the_same_rules(profile: Profile, network: Network, random) -> None:
     count = len(profile.gradients)
     draft = Draft([*sorted(random.sample(range(1, count), count - 1 - count // 4)), count], 2)
-    search = _Search(profile, network.cost, float("inf"))
-    found = search.simplify(draft.end_s(profile, network.cost), draft)
+    found = simplified(draft, profile, network.cost)
     assert set(found.ends) <= set(draft.ends)
     assert longest(found.ends, profile) <= max(DDP_BUCKET_BYTES, longest(draft.ends, profile))
     for cost in doubts(network.cost):
