@@ -1,0 +1,35 @@
+"""The plans that `fewer.py` measures against each other: as many gradients, the same time, fewer groups."""
+
+from __future__ import annotations
+
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import backbeat as bb
+
+pytest.importorskip("torch", reason="the lab's workers need torch")
+pytest.importorskip("pyroute2", reason="the lab needs pyroute2")
+
+SCRIPT = Path(__file__).parents[2] / "validation" / "planners" / "fewer.py"
+
+
+def test_both_ways_differ_in_groups_alone() -> None:
+    both_ways = runpy.run_path(str(SCRIPT))["both_ways"]
+    found = both_ways(bb.Profile.load("densenet121-b64-bf16-h200"), bb.Network.load("100gbe"))
+    made = {choice.name: plan for choice, plan, _ in found}
+    times = {choice.name: prediction.iteration_s for choice, _, prediction in found}
+    for name in ("optimal", "decoupled"):
+        few, many = made[f"{name}, few"], made[f"{name}, many"]
+        assert 10 * len(few.groups) < len(many.groups)
+        assert sorted(n for g in few.groups for n in g.gradients) == sorted(n for g in many.groups for n in g.gradients)
+        assert times[f"{name}, few"] == pytest.approx(times[f"{name}, many"], rel=1e-12)
+
+
+def test_without_a_file_it_says_what_is_missing() -> None:
+    done = subprocess.run([sys.executable, str(SCRIPT)], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 2
+    assert "FILE is missing" in done.stderr
