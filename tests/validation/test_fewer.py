@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import runpy
 import subprocess
 import sys
@@ -29,7 +30,23 @@ def test_both_ways_differ_in_groups_alone() -> None:
         assert times[f"{name}, few"] == pytest.approx(times[f"{name}, many"], rel=1e-12)
 
 
+def run(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(SCRIPT), *words], capture_output=True, text=True, timeout=120, check=False
+    )
+
+
 def test_without_a_file_it_says_what_is_missing() -> None:
-    done = subprocess.run([sys.executable, str(SCRIPT)], capture_output=True, text=True, timeout=120, check=False)
+    done = run()
     assert done.returncode == 2
     assert "FILE is missing" in done.stderr
+
+
+@pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="network namespaces need Linux and root")
+def test_a_file_that_was_cut_short_is_named_and_kept(tmp_path: Path) -> None:
+    file = tmp_path / "rows.json"
+    file.write_text('[{"model": "res')
+    done = run(str(file))
+    assert done.returncode == 2
+    assert "rows.json holds no rows" in done.stderr
+    assert file.read_text() == '[{"model": "res'

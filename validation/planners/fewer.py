@@ -25,7 +25,7 @@ from backbeat.lab.plans import Choice
 from backbeat.lab.requirements import check
 from backbeat.lab.setting import Setting
 from backbeat.model import Network, Plan, Prediction, Profile
-from backbeat.model.files import bundled
+from backbeat.model.files import bundled, write
 from backbeat.planners import plan as make_plan
 from backbeat.planners.decoupled import earliest
 from backbeat.planners.draft import Draft
@@ -133,7 +133,10 @@ def main() -> None:
     )
     check(setting.backend)
     seconds, budget = parse_duration(options.seconds), parse_duration(options.budget)
-    found: list[dict[str, Any]] = json.loads(options.file.read_text()) if options.file.exists() else []
+    try:
+        found: list[dict[str, Any]] = json.loads(options.file.read_text()) if options.file.exists() else []
+    except ValueError as error:
+        parser.error(f"{options.file} holds no rows ({error}): give another file")
     with experiment.opened(setting, 1) as session:
         facts = session.ask("describe", 60)[0] | {
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -148,14 +151,14 @@ def main() -> None:
             made = both_ways(setting.slowest(profile), network)
             results, _ = experiment.measure(session, profile, setting, made, seconds)
             found += rows_of(results, facts | {"model": name, "how": "replayed"})
-            options.file.write_text(json.dumps(found, indent=1) + "\n")
+            write(options.file, json.dumps(found, indent=1).encode() + b"\n")
         if options.train is not None:
             profile = experiment.profile_training(session, options.train, options.batch_size, seconds)
             network = calibrated(session, setting, profile, budget).network
             made = both_ways(profile, network)
             results, _ = experiment.train(session, setting, options.train, options.batch_size, made, seconds)
             found += rows_of(results, facts | {"model": options.train, "how": "trained"})
-            options.file.write_text(json.dumps(found, indent=1) + "\n")
+            write(options.file, json.dumps(found, indent=1).encode() + b"\n")
 
 
 if __name__ == "__main__":
