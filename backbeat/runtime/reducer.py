@@ -2,8 +2,8 @@
 
 One backward is one *round*. It opens when autograd reaches an output of the wrapper (or, for a loss that does not pass
 through one, the first gradient), and closes in a callback that the engine runs when the graph is done, so that whatever
-follows `backward()` sees reduced gradients. If autograd raises, the engine drops that callback unrun; the round is then
-known to be broken because the callback object is gone, and the next forward tells the other ranks.
+follows `backward()` sees reduced gradients. If autograd raises, the round is known to be broken by the next forward
+(`backward`), which tells the other ranks.
 
 At the end of a round, for each parameter that any rank used since the last one, `.grad` is the mean over ranks of what
 each held. All rules follow from that: accumulation, `no_sync`, several backwards of one forward, or one of several.
@@ -15,15 +15,13 @@ back, `word` what ranks tell each other, `delivery` what kinds of plan do differ
 from __future__ import annotations
 
 import logging
-import threading
-import time
 import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.autograd import Variable
 
+from backbeat.runtime.backward import Backward
 from backbeat.runtime.delivery import Delivery, HookDelivery
 from backbeat.runtime.expectation import Expectation
 from backbeat.runtime.faults import CommunicationError, Monitor, Status
@@ -34,7 +32,7 @@ from backbeat.runtime.losses import Losses
 from backbeat.runtime.ownership import claim, release
 from backbeat.runtime.rounds import Round
 from backbeat.runtime.streams import Streams
-from backbeat.runtime.watching import NO_TASK, Reach, graph_task, unwatch, watch, watch_last
+from backbeat.runtime.watching import Reach, graph_task, unwatch, watch, watch_last
 from backbeat.runtime.word import Word
 
 if TYPE_CHECKING:
@@ -49,37 +47,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("backbeat.runtime")
 
-_LET_GO_S = 1.0
-"""So long a thread of autograd's may take to let go of a backward that raised."""
 
-
-class _Close:
-    """Queued in the autograd engine; its life is the life of the backward pass it was queued in."""
-
-    __slots__ = ("__weakref__", "_reducer")
-
-    def __init__(self, reducer: Reducer) -> None:
-        self._reducer = reducer
-
-    def __call__(self) -> None:
-        self._reducer._close()
-
-
-def _no_round() -> None:
+def _nothing() -> None:
     return None
-
-
-def _is_ours(ident: int) -> bool:
-    """Whether Python started the thread, and not autograd."""
-    # A thread of another's making has a stand-in here once it has asked who it is.
-    found = (thread for thread in threading.enumerate() if thread.ident == ident)
-    return any(not isinstance(thread, threading._DummyThread) for thread in found)
-
-
-def _queued(reducer: Reducer) -> Callable[[], _Close | None]:
-    close = _Close(reducer)
-    Variable._execution_engine.queue_callback(close)
-    return weakref.ref(close)
 
 
 class Reducer:
@@ -104,9 +74,9 @@ class Reducer:
             round=Round(len(parameters)),
             scale=1.0 / channels.size,
         )
-        self.after_step: Callable[[], Callable[[], None] | None] = _no_round
+        self.after_step: Callable[[], Callable[[], None] | None] = _nothing
         """A weak reference to what the wrapper does at the end of a step."""
-        self.unreached: Callable[[], Callable[[], None] | None] = _no_round
+        self.unreached: Callable[[], Callable[[], None] | None] = _nothing
         """As weak: what it does when autograd reaches an output, and none of the parameters."""
         self.word = Word(channels.rank, channels.size, strict=strict)
         self._round = self.job.round
@@ -114,10 +84,8 @@ class Reducer:
         self._expectation = Expectation(len(parameters))
         self._reach = Reach()
         self._default_sync = True
-        self._thread = threading.get_ident()
-        """Opened the last round."""
         self._round.streams = Streams(channels.device) if channels.device.type == "cuda" else None
-        self._token: Callable[[], Any] = _no_round
+        self._backward = Backward()
         self.weak = weakref.ref(self)
         self.install(partition)
         self._reset()
@@ -223,28 +191,12 @@ class Reducer:
         self._reach.forward_begins()
         if self._handles and (self.job.recorder is not None or not self._expectation.learned):
             watch_last(self.job.parameters, self._handles)
-        if self._round.open and self._is_over():
+        if self._round.open and self._backward.ended():
             self._break_off()
-
-    def _is_over(self) -> bool:
-        """Whether the backward of the open round has ended, with an exception. Where it ran in a thread of autograd's
-        own, as on a GPU, that thread may hold on to it for a moment after `backward()` has raised, until it gets the
-        interpreter's lock: it is given the time, or what the round still has to do would come in the middle of the
-        next one."""
-        until = time.monotonic() + _LET_GO_S
-        while self._token() is not None:
-            # A forward inside a backward may well find it running, and one beside a backward of another thread.
-            if graph_task() != NO_TASK or _is_ours(self._thread):
-                return False
-            if time.monotonic() > until:
-                logger.warning("a backward of step %d seems to run beside this forward", self.step)
-                return False
-            time.sleep(0.0005)
-        return True
 
     def arm(self, sync: bool) -> None:
         """Called when autograd reaches an output of a forward that ran with or without synchronisation."""
-        if self._token() is None:
+        if not self._backward.running:
             if self._reach.includes(self.job.parameters):
                 self._begin(sync)
             elif (unreached := self.unreached()) is not None:
@@ -287,7 +239,7 @@ class Reducer:
         """A gradient arrived, and something about it is not ordinary."""
         round_ = self._round
         round_.dirty[place] = 1
-        if self._token() is None:
+        if not self._backward.running:
             self._reach.surprised()
             self._begin(self._default_sync)
         if self.job.recorder is not None:
@@ -313,8 +265,7 @@ class Reducer:
         if self._round.open:
             self._break_off()
         self._reset()
-        self._token = _queued(self)
-        self._thread = threading.get_ident()
+        self._backward.begin(self._close)
         self._round.open = True
         self._round.root = graph_task()
         if sync:
@@ -338,7 +289,7 @@ class Reducer:
 
     def _close(self) -> None:
         """The engine's callback: the graph is done."""
-        self._token = _no_round
+        self._backward.forget()
         if self._round.sync:
             self._finish_round()
         else:
@@ -418,7 +369,7 @@ class Reducer:
         round_.clean()
         self.word.regular = False
         round_.open = False
-        self._token = _no_round
+        self._backward.forget()
         round_.forget_flights()
         logger.warning("an exception broke off the backward of step %d on rank %d", self.step, self.job.channels.rank)
         if round_.sync:

@@ -76,10 +76,10 @@ def a_failed_step_that_autograd_lets_go_of_late(ctx: Context) -> None:
     raises((FloatingPointError, BrokenStepError), lambda: backward(ctx, wrapped, 2))
     wrapped.module.fail_at = None
     if ctx.rank == 0:
-        reducer, held = wrapped.reducer, [object()] * 4
-        reducer._thread = -1
-        truly = reducer._token
-        reducer._token = lambda: held.pop() if held else truly()
+        last, held = wrapped.reducer._backward, [object()] * 4
+        last._thread = -1
+        truly = last._token
+        last._token = lambda: held.pop() if held else truly()
     for step in range(3, 5):
         backward(ctx, wrapped, step)
         optimizer.step()

@@ -5,25 +5,26 @@ from __future__ import annotations
 import _thread
 import logging
 import threading
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 pytest.importorskip("torch")
 
-from backbeat.runtime import reducer as module
-from backbeat.runtime.reducer import Reducer, _is_ours
+from backbeat.runtime import backward as module
+from backbeat.runtime.backward import Backward, _is_ours
 
 AUTOGRADS = -1
 """No thread of Python's has this number."""
 
 
-def is_over(polls: int | None, thread: int) -> bool:
+def ended(polls: int | None, thread: int) -> bool:
     """With a backward that is let go of after so many looks at it, or never."""
     left = [object()] * (polls or 0)
-    token = object if polls is None else lambda: left.pop() if left else None
-    return Reducer._is_over(SimpleNamespace(_token=token, _thread=thread, step=7))  # type: ignore[arg-type]
+    found = Backward()
+    found._token = object if polls is None else lambda: left.pop() if left else None
+    found._thread = thread
+    return found.ended()
 
 
 @pytest.fixture
@@ -33,24 +34,24 @@ def naps(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return found
 
 
-def test_one_that_is_gone_is_over(naps: list[float]) -> None:
-    assert is_over(0, AUTOGRADS)
+def test_one_that_is_gone_ended(naps: list[float]) -> None:
+    assert ended(0, AUTOGRADS)
     assert not naps
 
 
 def test_a_thread_of_autograds_gets_the_time_to_let_go(naps: list[float]) -> None:
-    assert is_over(3, AUTOGRADS)
+    assert ended(3, AUTOGRADS)
     assert len(naps) == 3
 
 
 def test_a_backward_that_python_runs_beside_is_not_waited_for(naps: list[float]) -> None:
-    assert not is_over(None, threading.get_ident())
+    assert not ended(None, threading.get_ident())
     assert not naps
 
 
 def test_nor_one_that_this_forward_is_inside_of(naps: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "graph_task", lambda: 3)
-    assert not is_over(None, AUTOGRADS)
+    assert not ended(None, AUTOGRADS)
     assert not naps
 
 
@@ -59,8 +60,8 @@ def test_waiting_ends_and_says_so(
 ) -> None:
     monkeypatch.setattr(module, "_LET_GO_S", -1.0)
     with caplog.at_level(logging.WARNING, logger="backbeat.runtime"):
-        assert not is_over(None, AUTOGRADS)
-    assert "step 7" in caplog.text
+        assert not ended(None, AUTOGRADS)
+    assert "beside this forward" in caplog.text
 
 
 @pytest.mark.parametrize("known", [False, True])
