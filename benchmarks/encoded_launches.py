@@ -1,6 +1,6 @@
 """What encoded groups make the host do: operations of one step, by what they are for, counted without a GPU.
 
-    python benchmarks/encoded_launches.py [--profile NAME] [--group-mib 50,120] [--select exact]
+    python benchmarks/encoded_launches.py [--profile NAME] [--group-mib 50,120]
 
 The gradients of a profile, in the order in which they become ready, with a model that computes next to nothing; sizes
 are cut by `--shrink` (64: 16 MiB become 256 KiB), so little that messages keep their format. Paths that a GPU takes are
@@ -213,14 +213,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--profile", default="bert-large-classifier-b64-bf16-h200")
     parser.add_argument("--group-mib", default="50,200,300", help="the most of a group, several separated by commas")
-    parser.add_argument("--select", default="exact", choices=["exact", "sampled"])
     parser.add_argument("--shrink", type=int, default=64)
     parser.add_argument("--timed-shrink", type=int, default=4096)
     parser.add_argument("--repeats", type=int, default=30)
     given = parser.parse_args()
     profile = Profile.load(given.profile)
     torch.set_num_threads(1)
-    print(f"{machine()}, torch {torch.__version__}, {given.profile}, top-k {DENSITY:g}, {given.select}")
+    print(f"{machine()}, torch {torch.__version__}, {given.profile}, top-k {DENSITY:g}")
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=0, world_size=1)
         try:
@@ -232,7 +231,7 @@ def main() -> None:
 
 def report(profile: Profile, group_bytes: int, given: Any) -> None:
     dense = plan_of(profile, group_bytes, None)
-    chosen = plan_of(profile, group_bytes, Encoding(kind="topk", density=DENSITY, select=given.select))
+    chosen = plan_of(profile, group_bytes, Encoding(density=DENSITY))
     groups, gradients = len(chosen.groups), len(profile.gradients)
     print(f"\n{groups} groups of up to {group_bytes / 2**20:g} MiB, {gradients} gradients")
     with as_on_a_gpu():

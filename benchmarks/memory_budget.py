@@ -48,7 +48,6 @@ is short; every group costs launches, so they are large where the host is the li
 119 MiB."""
 ROOMY_BYTES = {"resnet152": 50 * 2**20, "bert_large": 300 * 2**20}
 """Without a budget."""
-SELECT = {"select": "exact"}
 SMALL_BYTES = 2**16
 TURNS = {"resnet152": 12, "bert_large": 40}
 Setup = tuple[Any, Any, Any, torch.optim.Optimizer]
@@ -91,7 +90,7 @@ def encoded_plan(profile: Profile, largest: int) -> Plan:
             size = 0
         groups[-1].append(gradient.name)
         size += gradient.bytes
-    encoding = Encoding(kind="topk", density=DENSITY, **SELECT)
+    encoding = Encoding(density=DENSITY)
     return Plan(
         strategy="custom",
         model=profile.model,
@@ -157,7 +156,6 @@ class Table:
             "batch": BATCH[name],
             "precision": "bf16",
             "density": DENSITY,
-            **SELECT,
             "group_bytes": {"within a budget": GROUP_BYTES[name], "without": ROOMY_BYTES[name]},
             "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
             "torch": torch.__version__,
@@ -355,12 +353,10 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, default=5)
     parser.add_argument("--batch", type=int, help="instead of the models' own")
     parser.add_argument("--group-mib", type=int, help="most of an encoded group, instead of the models' own")
-    parser.add_argument("--select", default=SELECT["select"], choices=["exact", "sampled"])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     given = parser.parse_args()
     given.folder.mkdir(parents=True, exist_ok=True)
     wanted = given.rows.split(",")
-    SELECT["select"] = given.select
     for name in given.models.split(","):
         if given.batch:
             BATCH[name] = given.batch

@@ -45,19 +45,11 @@ FULL = {"momentum_correction": True, "warmup": 0.25}
 
 METHODS: dict[str, tuple[Encoding | None, dict[str, Any]]] = {
     "dense": (None, {}),
-    "top-k 1 %": (Encoding(kind="topk", density=0.01, select="exact"), FULL),
-    "top-k 5 %": (Encoding(kind="topk", density=0.05, select="exact"), FULL),
-    "top-k 1 %, sampled, bf16": (Encoding(kind="topk", density=0.01, values="bf16"), FULL),
-    "top-k 1 %, tree": (Encoding(kind="topk", density=0.01, aggregate="tree"), FULL),
-    "top-k 1 %, masked": (
-        Encoding(kind="topk", density=0.01, select="exact"),
-        {**FULL, "factor_masking": True},
-    ),
-    "top-k 1 %, warm-up only": (Encoding(kind="topk", density=0.01, select="exact"), {"warmup": 0.25}),
-    "top-k 1 %, neither": (Encoding(kind="topk", density=0.01, select="exact"), {}),
-    "random-k 5 %": (Encoding(kind="randomk", density=0.05), FULL),
-    "8 bits": (Encoding(kind="int8"), {}),
-    "low rank 4": (Encoding(kind="powersgd", rank=4), {}),
+    "top-k 1 %": (Encoding(density=0.01), FULL),
+    "top-k 5 %": (Encoding(density=0.05), FULL),
+    "top-k 1 %, masked": (Encoding(density=0.01), {**FULL, "factor_masking": True}),
+    "top-k 1 %, warm-up only": (Encoding(density=0.01), {"warmup": 0.25}),
+    "top-k 1 %, neither": (Encoding(density=0.01), {}),
 }
 
 

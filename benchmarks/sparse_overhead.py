@@ -3,7 +3,7 @@
     python benchmarks/sparse_overhead.py [--device cuda] [--model resnet152,bert_large] [--batch-size 64] [--json FILE]
 
 Sides: `dense`, the wrapper with dense groups of 25 MiB and SGD with momentum; `encoded`, the same groups as top-k with
-the optimizer handed over, by either selection, with and without momentum correction, with residuals on the device or
+the optimizer handed over, with and without momentum correction, with residuals on the device or
 the host; `naive`, a loop over the parameters after backward with residual, velocity and `topk`. On a GPU under bf16
 autocast. Sides are built, warmed up and timed in turn, in several rounds; printed are the median iteration over all
 blocks, its ratio to `dense`, and on a GPU the peak of allocated memory. Rows are saved as they come. `--model small` is
@@ -107,9 +107,7 @@ def side(name: str, model: nn.Module, density: float) -> tuple[Any, Callable[[],
 
         return model, after
     words = name.split(", ")
-    encoding = None
-    if words[0] == "encoded":
-        encoding = Encoding(kind="topk", density=density, select="exact" if "exact" in words else "sampled")
+    encoding = Encoding(density=density) if words[0] == "encoded" else None
     wrapped = DistributedDataParallel(
         model,
         plan=plan_of(model, encoding, host="host" in words),
@@ -126,7 +124,7 @@ def side(name: str, model: nn.Module, density: float) -> tuple[Any, Callable[[],
     return wrapped, finish
 
 
-SIDES = ["dense", "encoded, sampled", "encoded, exact", "encoded, exact, corrected", "encoded, exact, host", "naive"]
+SIDES = ["dense", "encoded", "encoded, corrected", "encoded, host", "naive"]
 
 
 def measure(name: str, workload: Any, device: str, density: float, warmup: int, blocks: int, steps: int) -> Any:

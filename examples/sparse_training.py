@@ -25,7 +25,7 @@ def main() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
     names = [name for name, _ in model.named_parameters()][::-1]
-    one_percent = Encoding(kind="topk", density=0.01)
+    one_percent = Encoding(density=0.01)
     plan = Plan(
         strategy="sparse",
         model="example",

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from backbeat.measure.training import is_out_of_memory
-from backbeat.model.encoding import Encoding
 
 if TYPE_CHECKING:
     from backbeat.measure.training import Training
@@ -51,9 +50,8 @@ def compression_of(training: Training, gradient_bytes: int) -> Compression | Non
 def _samples(training: Training, elements: int, *, head_start: bool) -> tuple[float, float]:
     """Median seconds of the host, to submit a group of this size, and of the device."""
     # Here, since most who measure never send sparse gradients.
-    from backbeat.sparse.exchange import alone
     from backbeat.sparse.recordings import Recordings
-    from backbeat.sparse.residual import Residual, add_all, add_finite
+    from backbeat.sparse.residual import Residual, accumulate, add_all
     from backbeat.sparse.topk import TopK
 
     clock = training.clock
@@ -64,18 +62,19 @@ def _samples(training: Training, elements: int, *, head_start: bool) -> tuple[fl
     result = torch.empty_like(gradient)
     # The kernels that train on a GPU. On this stream, the default one, they are not recorded: the host's share, which
     # is then submitted launch by launch, is the most that it can be.
-    recordings = None if training.device.type == "cpu" else Recordings()
-    compressor = TopK(Encoding(kind="topk", density=DENSITY, select="exact"), rank=0, ranks=1, recordings=recordings)
-    add = add_finite if compressor.fault is None else add_all
+    on_host = training.device.type == "cpu"
+    compressor = TopK(DENSITY, None if on_host else Recordings())
     marks, submitted = [], []
     with torch.no_grad():
-        for step in range(_WARMUP + _REPEATS):
+        for _ in range(_WARMUP + _REPEATS):
             if head_start:
                 clock.delay(_HEAD_START_S)
             begun, called = clock.mark(), clock.host_s()
-            add(residual.values, [residual.values], [gradient])
-            alone(compressor.exchange(residual, step=step, scale=1.0))(result)
-            compressor.forget()
+            if on_host:
+                accumulate([residual.values], [gradient])
+            else:
+                add_all(residual.values, [residual.values], [gradient])
+            compressor.decode(compressor.encode(residual), result, 1.0)
             submitted.append(clock.host_s() - called)
             marks.append((begun, clock.mark()))
     clock.synchronize()

@@ -112,8 +112,7 @@ class Mixed:
 def sparse(profile: Profile, network: Network, options: Options) -> Mixed:
     """Top-k at the asked density where it is predicted to pay."""
     density = DEFAULT_DENSITY if options.density is None else options.density
-    # Exactly: fewer launches than a sampled threshold, and less memory.
-    encoding = Encoding(kind="topk", density=density, select="exact")
+    encoding = Encoding(density=density)
     if options.channels is not None and options.channels != 1:
         raise InputError(f"channels is {options.channels}: sparse plans use one channel; leave it out")
     ends = best_ends(profile, network.cost)

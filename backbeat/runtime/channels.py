@@ -42,9 +42,8 @@ class Channel:
         self._options: Any = dist.AllreduceOptions()
         self._scatter_options: Any = c10d.ReduceScatterOptions()
         self._gather_options: Any = c10d.AllgatherOptions()
-        self._swap_options: Any = c10d.AllToAllOptions()
         # Without it NCCL would run on the stream of the backward pass instead of beside it.
-        for options in (self._options, self._scatter_options, self._gather_options, self._swap_options):
+        for options in (self._options, self._scatter_options, self._gather_options):
             options.asyncOp = True
 
     def backend(self, device: torch.device) -> Any:
@@ -61,12 +60,6 @@ class Channel:
         if self._gloo:
             return exchange.reduce_scatter(self._communicator, shard, whole)
         return self._communicator._reduce_scatter_base(shard, whole, self._scatter_options)
-
-    def swap(self, received: torch.Tensor, message: torch.Tensor, peer: int) -> Any:
-        """Send a message to one rank and receive its own, of the same size; every rank takes part in some pair."""
-        sizes = [0] * self._communicator.size()
-        sizes[peer] = message.numel()
-        return self._communicator.alltoall_base(received, message, sizes, sizes, self._swap_options)
 
     def all_gather(self, whole: torch.Tensor, shard: torch.Tensor) -> Any:
         """Every rank's part, in the order of the ranks."""

@@ -7,14 +7,10 @@ the device holds one group.
 
 Ranks stay alike whatever happens: a group that has arrived is applied on every rank, even where the step turns out to
 have failed on one. Without updates a failed step is undone instead: every rank takes back what it sent.
-
-Exchanges of several collectives (a tree, low rank) go on at fixed points of the launch order, two launches later, and
-the rest when backward has ended: so the order of collectives is the same on every rank.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -28,12 +24,13 @@ from backbeat.runtime.decoupled import plainly
 from backbeat.runtime.delivery import Delivery
 from backbeat.runtime.encoded_bucket import EncodedBucket
 from backbeat.runtime.encoded_carry import Carried
-from backbeat.runtime.encoded_groups import Stores, compressor_for, dtype_of, numel_of, sent_bytes, takes_rounds
+from backbeat.runtime.encoded_groups import Stores, dtype_of, numel_of
 from backbeat.runtime.rounds import Flight
 from backbeat.runtime.updates import Updates, check_no_scaler
 from backbeat.sparse.options import Options
 from backbeat.sparse.recordings import Recordings
 from backbeat.sparse.residual import Scratch
+from backbeat.sparse.topk import TopK
 from backbeat.sparse.warmup import density_at
 
 if TYPE_CHECKING:
@@ -41,10 +38,6 @@ if TYPE_CHECKING:
 
     from backbeat.runtime.job import Job
     from backbeat.runtime.partition import GroupSpec, Partition
-    from backbeat.sparse.exchange import Collective
-
-LAG = 2
-"""Launches after which an exchange of several collectives goes on."""
 
 _cuda: Any = torch.cuda
 
@@ -62,14 +55,11 @@ class EncodedDelivery(Delivery):
         self._gathered = Scratch()
         """Where gradients of one group are widened; apart from the scratch, which another stream may be using."""
         self._encoded: list[EncodedBucket] = []
-        self._takes_rounds = False
-        self._places: tuple[list[int], torch.Tensor] | None = None
-        """The places of gradients that were looked at in the step before, and their numbers on the device."""
         self._numbers: torch.Tensor | None = None
         self._checked = False
         device = job.channels.device
         self._side: Any = _cuda.Stream(device) if device.type == "cuda" else None
-        # Where waiting means to wait on a stream, an exchange is queued whole when its group leaves.
+        # Where waiting means to wait on a stream, decoding is queued when its group leaves.
         self._queues = self._side is not None and job.channels.backend == "nccl"
         self._recordings = self._new_recordings()
         self._room: torch.Tensor | None = None
@@ -116,25 +106,21 @@ class EncodedDelivery(Delivery):
             # The control numbers of encoded plans need fp32 and travel alone.
             return super().bucket(spec, 0)
         job = self.job
-        compressor = compressor_for(spec, spec.encoding, job, self.options.seed, self._recordings)
         dtype = dtype_of(spec, job)
         self._scratch.want(numel_of(spec, job), dtype)
-        velocity = self._with_velocity() and compressor.masks_velocity
         return EncodedBucket(
             spec,
             job.parameters,
-            compressor=compressor,
-            store=self._stores.of(spec, velocity=velocity),
+            compressor=TopK(spec.encoding.density, self._recordings),
+            store=self._stores.of(spec),
             dtype=dtype,
-            sent_bytes=sent_bytes(spec.encoding, [tuple(job.parameters[place].shape) for place in spec.members]),
             dense=not self.attached,
-            momentum_of=self.updates.momentum_of if velocity else None,
+            momentum_of=self.updates.momentum_of if self._with_velocity() else None,
             gathering=self._gathered,
         )
 
     def installed(self) -> None:
         self._encoded = [bucket for bucket in self.job.groups.buckets if isinstance(bucket, EncodedBucket)]
-        self._takes_rounds = any(_many(bucket) for bucket in self._encoded)
         self._carried.bring_back(self._encoded)
 
     def opens(self) -> None:
@@ -159,21 +145,15 @@ class EncodedDelivery(Delivery):
         if not isinstance(bucket, EncodedBucket):
             if not (round_.absent or round_.broken):
                 self._carried.repay(bucket, round_.dirty)
-            if self._takes_rounds:
-                with self._beside():
-                    self._go_on(group)
             flight = super().send(group, bucket, control)
             self._collect()
             return flight
         with self._beside():
-            self._go_on(group)
-            encoding = bucket.spec.encoding
-            target = encoding.density if encoding is not None else None
-            step = self._carried.step
-            density = None if target is None else density_at(step, target, self.options.warmup_steps)
-            wanted = bucket.begin(step=step, scale=self.job.scale, density=density)
+            density = density_at(self._carried.step, bucket.compressor.density, self.options.warmup_steps)
+            message = bucket.begin(scale=self.job.scale, density=density)
             at_once = self._queues and self._may_deliver(bucket)
-            self._post(group, bucket, wanted, at_once=at_once)
+            bucket.result = self._gathering(message, at_once)
+            bucket.work = self.job.channel(bucket.spec.channel).all_gather(bucket.result, message)
             flight = Flight(group, bucket, bucket.payload, bucket.work)
             if at_once:
                 self._deliver(group, bucket)
@@ -183,24 +163,14 @@ class EncodedDelivery(Delivery):
     def sign(self, message: torch.Tensor) -> None:
         """Tell the others of a gradient that was not finite; `message` will hold the sums."""
         self._numbers = message
-        sizes: list[torch.Tensor] = []
-        places: list[int] = []
-        for bucket in self._encoded:
-            found, whose = bucket.take_sizes()
-            sizes += found
-            places += whose
+        refused = [place for bucket in self._encoded for place in bucket.take_refused()]
         # They are found beside backward, where groups are encoded.
         self._join()
         faults = [fault for fault in (bucket.fault() for bucket in self._encoded) if fault is not None]
-        if not (sizes or faults) or self.job.round.broken:
+        if refused:
+            faults.append(torch.tensor([max(refused) + 1.0], device=message.device))
+        if not faults or self.job.round.broken:
             return
-        if sizes:
-            if self._places is None or self._places[0] != places:
-                numbers = torch.tensor([float(place + 1) for place in places], device=message.device)
-                self._places = (places, numbers)
-            # NaN is not below infinity either.
-            fine = torch.stack(sizes).to(message.device) < math.inf
-            faults.append(self._places[1].masked_fill(fine, 0).amax().view(1))
         layout = control.Layout(groups=len(self.job.groups.buckets), ranks=self.job.channels.size, parameters=0)
         message[layout.faults_at + self.job.channels.rank].copy_(torch.cat(faults).amax())
 
@@ -209,10 +179,10 @@ class EncodedDelivery(Delivery):
         if not isinstance(bucket, EncodedBucket):
             return super().received(flight)
         decodes = not self.attached and not self.job.round.absent
-        if bucket.work is not None or (decodes and bucket.write is not None):
+        if bucket.work is not None or (decodes and bucket.gathered is not None):
             with self._beside():
-                while bucket.work is not None:
-                    self._step_on(flight.group, bucket)
+                if bucket.work is not None:
+                    self._wait(flight.group, bucket)
                 if decodes:
                     bucket.decode()
         if bucket is self._encoded[-1]:
@@ -225,7 +195,7 @@ class EncodedDelivery(Delivery):
         with self._beside():
             for bucket in self._encoded:
                 if self.job.round.absent:
-                    bucket.write = None
+                    bucket.gathered = None
                 elif self.attached:
                     self._apply(bucket, used)
                 if self.attached:
@@ -247,7 +217,7 @@ class EncodedDelivery(Delivery):
     def give_up(self) -> None:
         """The step failed: finish the updates, which other ranks have begun, or take back what was sent."""
         used: Sequence[bool] | None = None
-        if self.attached and self._numbers is not None and any(bucket.write is not None for bucket in self._encoded):
+        if self.attached and self._numbers is not None and any(bucket.gathered is not None for bucket in self._encoded):
             groups, ranks = len(self.job.groups.buckets), self.job.channels.size
             layout = control.Layout(groups=groups, ranks=ranks, parameters=len(self.job.parameters), faults=ranks)
             used = control.read(layout, self._numbers.cpu()).used
@@ -296,59 +266,35 @@ class EncodedDelivery(Delivery):
             round_.late.discard(place)
             self.job.parameters[place].grad = None
 
-    def _post(self, group: int, bucket: EncodedBucket, wanted: Collective, *, at_once: bool = False) -> None:
-        """`at_once`: what it brings is used before anything else comes."""
-        channel = self.job.channel(bucket.spec.channel)
-        message = wanted.message
-        if wanted.kind == "all_reduce":
-            bucket.result, bucket.work = message, channel.all_reduce(message)
-        elif wanted.kind == "all_gather":
-            bucket.result = self._gathering(message, at_once)
-            bucket.work = channel.all_gather(bucket.result, message)
-        else:
-            bucket.result = torch.empty_like(message)
-            bucket.work = channel.swap(bucket.result, message, wanted.peer)
-        bucket.sent_at = group
-
     def _gathering(self, message: torch.Tensor, at_once: bool) -> torch.Tensor:
-        """Room for everybody's message; the same for all groups, where they take turns."""
+        """Room for everybody's message; the same for all groups, where they take turns (`at_once`: what it brings is
+        used before anything else comes)."""
         needed = message.numel() * self.job.channels.size
-        if not at_once or message.dtype != torch.uint8:
+        if not at_once:
             return message.new_empty(needed)
         if self._room is None or self._room.numel() < needed:
             self._room = message.new_empty(needed)
         return self._room[:needed]
 
-    def _step_on(self, group: int, bucket: EncodedBucket) -> None:
-        """Wait for the collective under way, and start what follows it."""
+    def _wait(self, group: int, bucket: EncodedBucket) -> None:
+        """Wait for the collective under way."""
         try:
             bucket.work.wait()
         except RuntimeError as error:
             raise self.job.failure(group, error) from error
-        following = bucket.proceed()
-        if following is not None:
-            self._post(bucket.sent_at, bucket, following)
-
-    def _go_on(self, group: int) -> None:
-        if not self._takes_rounds:
-            return
-        for index, bucket in enumerate(self.job.groups.buckets[:group]):
-            waits = isinstance(bucket, EncodedBucket) and bucket.work is not None and _many(bucket)
-            if isinstance(bucket, EncodedBucket) and waits and group - bucket.sent_at >= LAG:
-                self._step_on(index, bucket)
-                bucket.sent_at = group
+        bucket.arrive()
 
     def _may_deliver(self, bucket: EncodedBucket) -> bool:
         """Only where this rank saw every member's gradient may a group be dealt with while backward goes on: then some
         rank used each of them, which is all that an update must know. A gradient that came late is in `.grad`, which
         an update would take for its own."""
         round_ = self.job.round
-        if not bucket.whole or round_.absent or _many(bucket):
+        if not bucket.whole or round_.absent:
             return False
         return not round_.late or round_.late.isdisjoint(bucket.members)
 
     def _deliver(self, group: int, bucket: EncodedBucket) -> None:
-        self._step_on(group, bucket)
+        self._wait(group, bucket)
         if self.attached:
             self._apply(bucket, None)
         else:
@@ -366,12 +312,11 @@ class EncodedDelivery(Delivery):
                     self._deliver(index, bucket)
 
     def _apply(self, bucket: EncodedBucket, used: Sequence[bool] | None) -> None:
-        if bucket.write is None:
+        if bucket.gathered is None:
             return
         parameters = bucket.expose(self._scratch.lend(bucket.dtype, bucket.device), used)
         if parameters:
-            corrected = self.options.momentum_correction and bucket.compressor.masks_velocity
-            self.updates.apply(parameters, without_momentum=corrected)
+            self.updates.apply(parameters, without_momentum=self.options.momentum_correction)
 
     def _update_dense(self, bucket: Bucket, used: Sequence[bool] | None) -> None:
         present = [
@@ -400,8 +345,3 @@ class EncodedDelivery(Delivery):
         """What follows on this stream sees what was done beside it."""
         if self._side is not None:
             _cuda.current_stream(self.job.channels.device).wait_stream(self._side)
-
-
-def _many(bucket: EncodedBucket) -> bool:
-    encoding = bucket.spec.encoding
-    return encoding is not None and takes_rounds(encoding)

@@ -13,14 +13,15 @@ import torch
 
 from backbeat.errors import InputError
 from backbeat.runtime.buckets import Bucket, addresses_of, views_of
-from backbeat.sparse.residual import Residual, Scratch, Store, accumulate, add_all, add_finite, drop_infinite
+from backbeat.sparse.residual import Residual, Scratch, Store, accumulate, add_all, drop_infinite
+from backbeat.sparse.wire import format_of
 
 if TYPE_CHECKING:
     from torch.nn import Parameter
 
     from backbeat.runtime.partition import GroupSpec
     from backbeat.runtime.rounds import Round
-    from backbeat.sparse.exchange import Collective, Compressor, Exchange, Write
+    from backbeat.sparse.topk import TopK
 
 
 HOSTS = {"cpu"}
@@ -37,10 +38,9 @@ class EncodedBucket(Bucket):
         spec: GroupSpec,
         parameters: Sequence[Parameter],
         *,
-        compressor: Compressor,
+        compressor: TopK,
         store: Store,
         dtype: torch.dtype,
-        sent_bytes: int,
         dense: bool,
         momentum_of: Callable[[Any], float] | None,
         gathering: Scratch,
@@ -66,15 +66,13 @@ class EncodedBucket(Bucket):
         self._lay_slots()
         self.compressor = compressor
         self.store = store
-        self._sent_bytes = sent_bytes
         self._momentum_of = momentum_of
         self._views: tuple[Residual, list[torch.Tensor], list[torch.Tensor]] | None = None
         self._positions = {place: position for position, place in enumerate(self.members)}
         self._everyone = range(len(self.members))
         self._hollow = any(not parameter.numel() for parameter in self.parameters)
-        self._sizes: list[torch.Tensor] = []
-        self._sized: list[int] = []
-        """Largest magnitudes of gradients, not finite where these are not, and the places of their parameters."""
+        self._refused: list[int] = []
+        """Places of parameters whose gradients were not finite, and so were not added."""
         self._starts: tuple[torch.Tensor, torch.Tensor] | None = None
         """Where members begin in the residual, and the numbers that stand for them."""
         self._gathered = gathering
@@ -82,19 +80,20 @@ class EncodedBucket(Bucket):
         self._slots_lent: tuple[int, list[torch.Tensor]] | None = None
         self._slots_shown: tuple[int, list[torch.Tensor]] | None = None
         self._muted = False
-        self._exchange: Exchange | None = None
         self.touched = bytearray(len(self.members))
         """Members that any rank has ever used, or whose residual has got anything."""
         self.frozen: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
         """Residual and velocity of members that were frozen since."""
         self.whole = False
         """In this round, every member arrived before the group left."""
+        self.work: Any = None
         self.result: torch.Tensor | None = None
         """What the collective under way brings."""
-        self.work: Any = None
-        self.write: Write | None = None
-        """Writes the mean, once everything has arrived; None when that is done or not yet possible."""
-        self.sent_at = -1
+        self._wanted = False
+        """What it brings will be used."""
+        self._scale = 1.0
+        self.gathered: torch.Tensor | None = None
+        """Everybody's message, from when all are there until the mean is written."""
 
     def _lay_slots(self) -> None:
         """Where the decoded mean of each member is looked at as `.grad`."""
@@ -103,7 +102,7 @@ class EncodedBucket(Bucket):
 
     @property
     def bytes(self) -> int:
-        return self._sent_bytes
+        return format_of(self.numel, self.compressor.density).bytes
 
     def take_all(self) -> bool:
         if self.frozen:
@@ -191,18 +190,10 @@ class EncodedBucket(Bucket):
         targets = _at(velocities or values, positions, whole)
         if self.device.type in HOSTS:
             faulty = accumulate(targets, gradients)
-            for position, bad in zip(positions, faulty, strict=True):
-                if bad:
-                    self._sizes.append(torch.tensor(float("nan")))
-                    self._sized.append(self.members[position])
+            self._refused += [self.members[place] for place, bad in zip(positions, faulty, strict=True) if bad]
         else:
             flat = residual.values if residual.velocity is None else residual.velocity
-            room = None if alike else self._gathering(positions, whole)
-            if self.compressor.fault is not None:
-                add_all(flat, targets, gradients, room)
-            else:
-                self._sizes += add_finite(flat, targets, gradients, room)
-                self._sized += self.members if whole else [self.members[position] for position in positions]
+            add_all(flat, targets, gradients, None if alike else self._gathering(positions, whole))
         if velocities:
             torch._foreach_add_(_at(values, positions, whole), _at(velocities, positions, whole))
 
@@ -228,40 +219,34 @@ class EncodedBucket(Bucket):
             self.store.close()
             self._views = None
 
-    def begin(self, *, step: int, scale: float, density: float | None) -> Collective:
-        """Encode; returns the first collective."""
+    def begin(self, *, scale: float, density: float) -> torch.Tensor:
+        """Encode; returns the message, which all ranks gather."""
         if self._muted:
             residual = Residual(torch.zeros(self.numel, dtype=self.dtype, device=self.device))
         else:
             residual = self._opened()[0]
         self._muted = False
-        self._exchange = self.compressor.exchange(residual, step=step, scale=scale, density=density)
-        wanted = next(self._exchange)
+        self._scale = scale
+        message = self.compressor.encode(residual, density)
+        self._wanted = True
         self._closed()
-        return wanted
+        return message
 
-    def proceed(self) -> Collective | None:
-        """Go on with what has arrived; returns the next collective, or None when `write` is there."""
-        exchange, result = self._exchange, self.result
+    def arrive(self) -> None:
+        """The collective under way is done."""
+        if self._wanted:
+            self.gathered = self.result
+        self._wanted = False
         self.result = self.work = None
-        if exchange is None or result is None:
-            return None
-        try:
-            return exchange.send(result)
-        except StopIteration as done:
-            self.write = done.value
-            self._exchange = None
-            return None
 
-    def take_sizes(self) -> tuple[list[torch.Tensor], list[int]]:
-        """Of gradients added since the last time: largest magnitudes, and the places of their parameters."""
-        found = (self._sizes, self._sized)
-        self._sizes, self._sized = [], []
+    def take_refused(self) -> list[int]:
+        """Places of parameters with gradients that were not finite since the last time."""
+        found, self._refused = self._refused, []
         return found
 
     def fault(self) -> torch.Tensor | None:
         """One more than the place of a parameter whose residual was not finite when it was selected from, or 0; on the
-        device. None where gradients are looked at before they are added."""
+        device. None before the first message."""
         position = self.compressor.fault
         if position is None:
             return None
@@ -275,28 +260,28 @@ class EncodedBucket(Bucket):
 
     def clean(self) -> None:
         """Drop what is not finite."""
-        if self.compressor.fault is not None:
-            self._opened()[0].clean()
-            self._closed()
+        self._opened()[0].clean()
+        self._closed()
 
     def decode(self) -> None:
         """Write the mean where `.grad` will look at it."""
-        if self.write is not None:
-            if self.payload.dtype == self.dtype:
-                self.write(self.payload)
-            else:
-                wide = torch.empty(self.numel, dtype=self.dtype, device=self.device)
-                self.write(wide)
-                self.payload.copy_(wide)
-            self.write = None
+        if self.gathered is None:
+            return
+        if self.payload.dtype == self.dtype:
+            self.compressor.decode(self.gathered, self.payload, self._scale)
+        else:
+            wide = torch.empty(self.numel, dtype=self.dtype, device=self.device)
+            self.compressor.decode(self.gathered, wide, self._scale)
+            self.payload.copy_(wide)
+        self.gathered = None
 
     def expose(self, scratch: torch.Tensor, used: Sequence[bool] | None) -> list[Parameter]:
         """Write the mean into memory that is lent, as `.grad` of the members used; returns these."""
-        if self.write is None:
+        if self.gathered is None:
             return []
         flat = scratch[: self.numel]
-        self.write(flat)
-        self.write = None
+        self.compressor.decode(self.gathered, flat, self._scale)
+        self.gathered = None
         if self.parameters[0].dtype != self.dtype:
             views = views_of(flat.to(self.parameters[0].dtype), self._layout)
         else:
@@ -315,17 +300,16 @@ class EncodedBucket(Bucket):
         if self._views is None or self.store.stays:
             self.compressor.give_back(self._opened()[0])
             self._closed()
-        self._exchange = None
-        self.write = None
+        self._wanted = False
+        self.gathered = None
 
     def held(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Copies of every member's residual and velocity, shaped like it."""
         opened = self._views is not None
         _, values, velocities = self._opened()
         copies = [value.clone() for value in values], [value.clone() for value in velocities]
-        if self.compressor.fault is not None:
-            for copy in (*copies[0], *copies[1]):
-                drop_infinite(copy)
+        for copy in (*copies[0], *copies[1]):
+            drop_infinite(copy)
         for position, (value, velocity) in self.frozen.items():
             copies[0][position].copy_(value)
             if velocity is not None:

@@ -104,12 +104,7 @@ def _gathers(
 
 def encoding_words(encoding: Encoding) -> str:
     """An encoding in a few words, all that ranks must agree on."""
-    what: list[str] = [encoding.kind]
-    if encoding.density is not None:
-        what += [f"{encoding.density:g}", encoding.values, encoding.select, encoding.aggregate]
-    if encoding.rank is not None:
-        what.append(f"rank {encoding.rank}")
-    return " ".join(what)
+    return f"topk {encoding.density:g}"
 
 
 def _check_dense(members: Sequence[int], names: Sequence[str], sparse: Sequence[bool]) -> None:

@@ -2,31 +2,23 @@
 
 A group is encoded on the compute stream once its last gradient is ready: it leaves later by that much, and so does
 every gradient behind it. `Profile.compression_s_per_byte` and `compression_s_per_group` cover selecting and putting
-together; all of it is counted before the group leaves. Encoded plans are simulated on one channel.
-
-| encoding | collective | bytes of each worker |
-|---|---|---|
-| topk | all-gather, or log2 N swaps of pairs (tree) | k values and k places |
-| randomk | all-reduce | k values |
-| int8 | all-gather | one byte an element |
-| powersgd | two all-reduces | the factors, of a matrix taken as square: a profile does not know shapes |
+together; all of it is counted before the group leaves. Every rank gathers everybody's message, whose size
+`backbeat.cost.message` knows. Encoded plans are simulated on one channel.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from backbeat.cost.collectives import steps, traffic
+from backbeat.cost.message import block_width, message_bytes, sent_elements
 from backbeat.model.prediction import Breakdown, Span
 from backbeat.simulate.decoupled import Halves
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import numpy as np
     from numpy.typing import ArrayLike, NDArray
 
     from backbeat.cost import Curve
@@ -37,64 +29,24 @@ ELEMENT_BYTES = 4
 ASSUMED_COMPRESSION_S_PER_BYTE = 5e-10
 """Where a profile has not measured it: about what a core of a CPU takes. A GPU takes far less: 0.006 ns a byte and
 0.4 ms a group on an H200 (the bundled profile of ResNet-152)."""
-_PLACES = 2**16
-"""Elements whose places fit 16 bits."""
-
-
-def payload_bytes(elements: ArrayLike, encoding: Encoding) -> NDArray[np.float64]:
-    """What one worker sends of a group with this many elements.
-
-    A thousandth of a million elements as fp32: 1000 values, 16 ends of blocks, 1000 places of 16 bits.
-
-    >>> from backbeat.model import Encoding
-    >>> float(payload_bytes(1_000_000, Encoding(kind="topk", density=0.001)))
-    6064.0
-    """
-    count = np.asarray(elements, dtype=np.float64)
-    if encoding.kind == "int8":
-        return count
-    if encoding.kind == "powersgd":
-        return np.minimum(2.0 * (encoding.rank or 1) * np.ceil(np.sqrt(count)), count) * ELEMENT_BYTES
-    sent = _sent(count, encoding)
-    value = 2.0 if encoding.values == "bf16" else 4.0
-    if encoding.kind == "randomk":
-        return value * sent
-    ends = 4 * np.ceil(count / _PLACES)
-    places = np.where(count <= _PLACES, 2 * sent, np.minimum(4 * sent, ends + 2 * sent))
-    return np.asarray(np.ceil((value * sent + places) / 4) * 4)
-
-
-def _sent(elements: ArrayLike, encoding: Encoding) -> NDArray[np.float64]:
-    """How many elements travel, as `backbeat.sparse.select` counts them."""
-    count = np.asarray(elements, dtype=np.float64)
-    return np.minimum(count, np.maximum(1.0, np.ceil((encoding.density or 1.0) * count - 1e-9)))
 
 
 def selection_bytes(elements: int, encoding: Encoding) -> int:
-    """The most that finding the largest of a group takes beside the group, as `backbeat.sparse.select` does it.
-
-    Exactly: the maxima of blocks, or the candidates with their places and magnitudes. Sampled: two masks.
-    """
-    if encoding.kind != "topk":
+    """The most that finding the largest of a group takes beside the group, as `backbeat.sparse.select` does it: the
+    maxima of blocks, or the candidates with their places and magnitudes."""
+    if not elements:
         return 0
-    sent = int(_sent(elements, encoding))
-    if encoding.select == "sampled":
-        return 2 * elements + 24 * sent
-    width = min(64, 2 ** round(math.log2(math.sqrt(elements / sent)))) if elements else 1
+    sent = int(sent_elements(elements, encoding.density))
+    width = block_width(elements, sent)
     if width < 4:
         return 4 * elements + 12 * sent
     return max(4 * elements // width, 12 * width * sent) + 12 * sent
 
 
 def kept_bytes(elements: int, encoding: Encoding) -> int:
-    """What a group holds from step to step beside its residual: its message, and the places in it.
-
-    On a GPU, where the kernels of an exact selection are recorded with the memory they work on.
-    """
-    if encoding.kind != "topk" or encoding.select != "exact" or encoding.aggregate == "tree":
-        return 0
-    sent = int(_sent(elements, encoding))
-    return math.ceil(float(payload_bytes(elements, encoding))) + 4 * sent
+    """What a group holds from step to step beside its residual: its message, and the places in it."""
+    density = encoding.density
+    return int(message_bytes(elements, density)) + 4 * int(sent_elements(elements, density))
 
 
 @dataclass(frozen=True)
@@ -103,37 +55,16 @@ class Wire:
 
     workers: int
     gather: Curve
-    reduce: Curve
-    swap_startup_s: float
-    swap_s_per_byte: float
-    derived: tuple[str, ...]
-    """Which costs are not measured, but follow from the all-reduce."""
+    derived: bool
+    """The all-gather is not measured, but follows from the all-reduce."""
 
     @classmethod
     def of(cls, network: Network) -> Wire:
-        """Without a measured all-gather it is half of an all-reduce; a swap is one hop of it."""
-        whole, workers = network.cost.isolated, network.workers
-        startup = float(whole.startup(_PLACES)) / max(steps("all_reduce", "ring", workers), 1.0)
-        slope = whole.gradient_s_per_byte / max(traffic("all_reduce", "ring", workers), 1.0)
-        return cls(
-            workers,
-            Halves.of(network).gather,
-            whole,
-            startup,
-            slope,
-            () if network.all_gather is not None else ("all-gather",),
-        )
+        """Without a measured all-gather it is half of an all-reduce."""
+        return cls(network.workers, Halves.of(network).gather, network.all_gather is None)
 
     def time(self, elements: ArrayLike, encoding: Encoding) -> NDArray[np.float64]:
-        sent = payload_bytes(elements, encoding)
-        if encoding.kind == "powersgd":
-            return 2 * self.reduce.time(sent / 2)
-        if encoding.kind == "randomk":
-            return self.reduce.time(sent)
-        if encoding.aggregate == "tree":
-            rounds = math.ceil(math.log2(self.workers)) if self.workers > 1 else 0
-            return np.asarray(rounds * (self.swap_startup_s + self.swap_s_per_byte * sent))
-        return self.gather.time(self.workers * sent)
+        return self.gather.time(self.workers * message_bytes(elements, encoding.density))
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,8 +166,8 @@ def spans(
     for piece, label, start, stop in zip(pieces, labels, flow.starts, flow.finishes, strict=True):
         size = piece.bytes
         if piece.encoding is not None:
-            size = round(float(payload_bytes(piece.bytes / ELEMENT_BYTES, piece.encoding)))
-        word = f"{label} ({piece.encoding.kind})" if piece.encoding else label
+            size = round(float(message_bytes(piece.bytes / ELEMENT_BYTES, piece.encoding.density)))
+        word = f"{label} (topk)" if piece.encoding else label
         drawn.append(Span("channel 0", word, backward + start, backward + stop, size))
     return tuple(drawn)
 
@@ -257,8 +188,6 @@ def remarks(profile: Profile, network: Network, plan: Plan) -> list[str]:
         )
     if wire.derived:
         notes.append("the all-gather of encoded groups is derived from the all-reduce, not measured")
-    if any(group.encoding is not None and group.encoding.aggregate == "tree" for group in plan.groups):
-        notes.append("swaps of the tree are derived from the all-reduce, not measured")
     if plan.channels > 1:
         notes.append(f"encoded plans are predicted on one channel; this one has {plan.channels}")
     return notes

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Literal
 
+from backbeat.cost.message import message_bytes
 from backbeat.errors import InputError
-from backbeat.simulate.encoded import ELEMENT_BYTES, kept_bytes, payload_bytes, selection_bytes
+from backbeat.simulate.encoded import ELEMENT_BYTES, kept_bytes, selection_bytes
 from backbeat.units import format_bytes
 
 if TYPE_CHECKING:
@@ -125,7 +126,7 @@ def _encoded_groups(profile: Profile, plan: Plan | None, workers: int) -> list[t
         if encoding is not None:
             size = sum(profile.gradients[profile.index[name]].bytes for name in group.gradients)
             elements = size // ELEMENT_BYTES
-            messages = workers * float(payload_bytes(elements, encoding))
+            messages = workers * float(message_bytes(elements, encoding.density))
             beside = round(messages) + selection_bytes(elements, encoding)
             found.append((size, beside, kept_bytes(elements, encoding)))
     return found

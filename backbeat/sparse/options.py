@@ -20,17 +20,13 @@ class Options:
     momentum does not go on pushing. Where a place is sent every few steps it takes most of the momentum away."""
     warmup_steps: int = 0
     """Steps over which the density falls from 25 % to the plan's."""
-    seed: int = 0
-    """Of the places that random-k sends and of the first factors of low rank; the same on every rank."""
 
     def __post_init__(self) -> None:
         for name in ("momentum_correction", "factor_masking"):
             if not isinstance(getattr(self, name), bool):
                 raise InputError(f"{name} is {getattr(self, name)!r}: it must be True or False")
-        for name in ("warmup_steps", "seed"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool):
-                raise InputError(f"{name} is {value!r}: it must be a whole number")
+        if not isinstance(self.warmup_steps, int) or isinstance(self.warmup_steps, bool):
+            raise InputError(f"warmup_steps is {self.warmup_steps!r}: it must be a whole number")
         if self.warmup_steps < 0:
             raise InputError(f"warmup_steps is {self.warmup_steps}: it must be 0 or more")
 

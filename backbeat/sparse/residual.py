@@ -22,13 +22,6 @@ class Residual:
         self.masked = masked
         """The velocity of a place that is sent starts anew (factor masking)."""
 
-    def take(self, index: torch.Tensor, sent: torch.Tensor) -> None:
-        """Subtract what is sent; what rounding kept back stays. Repeated places must be sent with zero."""
-        self.values.index_add_(0, index, sent.to(self.values.dtype), alpha=-1)
-        if self.velocity is not None and self.masked:
-            held = self.velocity[index]
-            self.velocity.index_add_(0, index, torch.where(sent != 0, held, 0), alpha=-1)
-
     def replace(self, index: torch.Tensor, values: torch.Tensor, spent: torch.Tensor) -> None:
         """Leave these values at places that do not repeat; the velocity of those `spent` starts anew, if it is to."""
         self.values.index_copy_(0, index, values)
@@ -119,17 +112,3 @@ def add_all(
         whole, places = room
         torch._foreach_copy_(places, gradients)
         flat.add_(whole)
-
-
-def add_finite(
-    flat: torch.Tensor,
-    targets: list[torch.Tensor],
-    gradients: list[torch.Tensor],
-    room: tuple[torch.Tensor, list[torch.Tensor]] | None = None,
-) -> list[torch.Tensor]:
-    """On a device, which must not wait to be asked: add gradients as `add_all` does, and make zero what is not finite
-    then; returns each gradient's largest magnitude, still on the device."""
-    sizes = torch._foreach_norm(gradients, math.inf)
-    add_all(flat, targets, gradients, room)
-    drop_infinite(flat)
-    return list(sizes)

@@ -1,11 +1,4 @@
-"""Places and values as bytes.
-
-    up to 65,536 elements    | values | 16-bit places |
-    more                     | 32-bit places | values |
-    more, where it is less   | ends, one a block of 65,536 | values, by place | 16-bit places within the block |
-
-Every part begins where its own format may begin, and a message is a whole number of 32-bit words.
-"""
+"""Places and values as bytes, laid out as `backbeat.cost.message` says."""
 
 from __future__ import annotations
 
@@ -14,10 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from backbeat.cost.message import BLOCK, block_ends, message_bytes, sent_elements
 from backbeat.sparse.select import made_once
-
-_BLOCK = 2**16
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,18 +17,14 @@ class Format:
 
     numel: int
     count: int
-    dtype: torch.dtype
-
-    @property
-    def blocks(self) -> int:
-        """Blocks whose ends are sent; 0 where places are sent whole."""
-        found = -(-self.numel // _BLOCK)
-        return found if found > 1 and 4 * found + 2 * self.count < 4 * self.count else 0
+    blocks: int
+    """Blocks whose ends are sent; 0 where places are sent whole."""
+    bytes: int
 
     @property
     def short(self) -> bool:
         """Places take 16 bits."""
-        return self.numel <= _BLOCK or self.blocks > 0
+        return self.numel <= BLOCK or self.blocks > 0
 
     @property
     def head(self) -> int:
@@ -45,54 +32,46 @@ class Format:
         return 4 * self.blocks if self.short else 4 * self.count
 
     @property
-    def bytes(self) -> int:
-        size = self.head + self.count * (self.dtype.itemsize + (2 if self.short else 0))
-        return -(-size // 4) * 4
+    def middle(self) -> int:
+        """Bytes up to the end of the values."""
+        return self.head + 4 * self.count
 
 
-def pack(form: Format, index: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """One message; the order of the elements may change."""
-    if form.blocks:
-        index, order = index.sort()
-        values = values[order]
-    message, room = frame(form, index)
-    room.copy_(values)
-    return message
+@functools.cache
+def format_of(numel: int, density: float) -> Format:
+    """Of a group's message."""
+    count, blocks = sent_elements(numel, density), block_ends(numel, density)
+    return Format(numel, int(count), int(blocks), int(message_bytes(numel, density)))
 
 
-def frame(form: Format, index: torch.Tensor, message: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """A message that holds these places, in order where the format has blocks, and the room in it for their values."""
-    if message is None:
-        message = torch.empty(form.bytes, dtype=torch.uint8, device=index.device)
-    middle = form.head + form.count * form.dtype.itemsize
+def write_places(form: Format, index: torch.Tensor, message: torch.Tensor) -> None:
+    """Write places, in order where the format has blocks, into a message."""
     if not form.short:
         message[: form.head].view(torch.int32).copy_(index)
-    else:
-        if form.blocks:
-            ends = message[: form.head].view(torch.int32)
-            torch.searchsorted(index, _borders(form.blocks, index.dtype, index.device), out_int32=True, out=ends)
-        # The lower 16 bits: what is above them, the block says.
-        message[middle : middle + 2 * form.count].view(torch.int16).copy_(index)
-    return message, values_of(form, message)
+        return
+    if form.blocks:
+        ends = message[: form.head].view(torch.int32)
+        torch.searchsorted(index, _borders(form.blocks, index.dtype, index.device), out_int32=True, out=ends)
+    # The lower 16 bits: what is above them, the block says.
+    message[form.middle : form.middle + 2 * form.count].view(torch.int16).copy_(index)
 
 
 def values_of(form: Format, message: torch.Tensor) -> torch.Tensor:
     """The room for values in a message."""
-    return message[form.head : form.head + form.count * form.dtype.itemsize].view(form.dtype)
+    return message[form.head : form.middle].view(torch.float32)
 
 
 def unpack(form: Format, messages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Places (int64) and values (fp32) of messages, one a row."""
+    """Places (int64) and values of messages, one a row."""
     rows = messages.view(-1, form.bytes)
-    middle = form.head + form.count * form.dtype.itemsize
-    values = rows[:, form.head : middle].view(form.dtype).float()
+    values = rows[:, form.head : form.middle].view(torch.float32)
     if not form.short:
         return rows[:, : form.head].view(torch.int32).long(), values
-    index = rows[:, middle : middle + 2 * form.count].view(torch.int16).long().bitwise_and_(_BLOCK - 1)
+    index = rows[:, form.middle : form.middle + 2 * form.count].view(torch.int16).long().bitwise_and_(BLOCK - 1)
     if form.blocks:
         ends = rows[:, : form.head].view(torch.int32).contiguous()
         order = _ramp(form.count, messages.device).expand(len(rows), -1).contiguous()
-        index.add_(torch.searchsorted(ends, order, right=True), alpha=_BLOCK)
+        index.add_(torch.searchsorted(ends, order, right=True), alpha=BLOCK)
     return index, values
 
 
@@ -100,7 +79,7 @@ def unpack(form: Format, messages: torch.Tensor) -> tuple[torch.Tensor, torch.Te
 def _borders(blocks: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     # The last may lie beyond what 32 bits hold, and so beyond every place.
     most = torch.iinfo(dtype).max
-    return made_once(lambda: torch.arange(1, blocks + 1, device="cpu").mul_(_BLOCK).clamp_(max=most).to(dtype), device)
+    return made_once(lambda: torch.arange(1, blocks + 1, device="cpu").mul_(BLOCK).clamp_(max=most).to(dtype), device)
 
 
 _ramps: dict[torch.device, list[torch.Tensor]] = {}

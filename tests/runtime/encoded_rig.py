@@ -16,16 +16,8 @@ from backbeat.model import Plan
 from backbeat.model.encoding import Encoding
 from backbeat.runtime import DistributedDataParallel
 
-ALL = Encoding(kind="topk", density=1.0)
-SOME = Encoding(kind="topk", density=0.1, select="exact")
-KINDS = {
-    "topk": SOME,
-    "sampled": Encoding(kind="topk", density=0.1, values="bf16"),
-    "tree": Encoding(kind="topk", density=0.1, aggregate="tree"),
-    "randomk": Encoding(kind="randomk", density=0.2),
-    "int8": Encoding(kind="int8"),
-    "powersgd": Encoding(kind="powersgd", rank=1),
-}
+ALL = Encoding(density=1.0)
+SOME = Encoding(density=0.1)
 
 
 def registering(checks: dict[str, Scenario]) -> Callable[[Callable[[Context], Any]], Callable[[Context], Any]]:

@@ -40,7 +40,7 @@ def main() -> None:
     model = Interrupted().to(device)
     plan = small_plan(model)
     if sys.argv[1:] == ["encoded"]:
-        encoding = Encoding(kind="topk", density=0.5)
+        encoding = Encoding(density=0.5)
         plan = replace(plan, groups=tuple(replace(group, encoding=encoding) for group in plan.groups))
     wrapped = DistributedDataParallel(model, plan=plan)
     for step in range(HEALTHY + 20):

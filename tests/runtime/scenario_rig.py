@@ -151,7 +151,7 @@ def small_plan(model: nn.Module, channels: int = 1, size: int = 2) -> Plan:
 
 def all_sent(plan: Plan, model: nn.Module) -> Plan:
     """The same groups, two of three encoded so that nothing stays behind: the mean must be the dense one."""
-    exact = Encoding(kind="topk", density=1.0)
+    exact = Encoding(density=1.0)
     rows = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding) and m.sparse}
     plain = {n for n, p in model.named_parameters() if id(p) in rows or not p.is_floating_point()}
     groups = []

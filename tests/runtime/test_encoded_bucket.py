@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-from backbeat.model.encoding import Encoding
 from backbeat.runtime import encoded_bucket, updates
 from backbeat.runtime.encoded_bucket import EncodedBucket
 from backbeat.runtime.partition import GroupSpec
@@ -27,10 +26,9 @@ def test_a_parameter_without_elements_adds_nothing(
     bucket = EncodedBucket(
         GroupSpec(members=(0, 1, 2), channel=0),
         parameters,
-        compressor=TopK(Encoding(kind="topk", density=0.5), rank=0, ranks=1),
+        compressor=TopK(0.5),
         store=Store(7, torch.float32, torch.device("cpu"), velocity=False),
         dtype=torch.float32,
-        sent_bytes=28,
         dense=True,
         momentum_of=None,
         gathering=Scratch(),
@@ -42,9 +40,7 @@ def test_a_parameter_without_elements_adds_nothing(
         assert all(parameter.grad is None for parameter in parameters)
     values, _ = bucket.held()
     assert torch.cat([value.reshape(-1) for value in values]).tolist() == [1.0] * 7
-    sizes, places = bucket.take_sizes()
-    assert len(sizes) == len(places)
-    assert 1 not in places
+    assert bucket.take_refused() == []
 
 
 def test_ever_other_parameters_of_a_group_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -149,7 +149,7 @@ def test_old_profiles_are_told_to_be_profiled_again() -> None:
 
 def test_holdings_by_how_gradients_travel() -> None:
     profile = four()
-    topk = Encoding(kind="topk", density=0.25)
+    topk = Encoding(density=0.25)
     groups = (
         Group(gradients=("b3.w", "b2.w"), channel=0, encoding=topk),
         Group(gradients=("b1.w",), channel=0, encoding=topk),
@@ -159,9 +159,10 @@ def test_holdings_by_how_gradients_travel() -> None:
     dense = Holdings.of(profile)
     assert (dense.gradient_bytes, dense.residual_bytes, dense.total_bytes) == (16, 0, BASE)
     device = Holdings.of(profile, plan)
-    # Residuals of 12 bytes; scratch: the larger group twice, from two workers one value, its place and padding, and for
-    # the selection two masks and what is looked at of two places.
-    assert (device.gradient_bytes, device.residual_bytes, device.scratch_bytes) == (4, 12, 2 * 8 + 2 * 8 + 2 * 2 + 24)
+    # Residuals of 12 bytes; scratch: the larger group twice, from two workers one value, its place and padding, for the
+    # selection two magnitudes and what is sent, and the message and place that each group keeps.
+    scratch = 2 * 8 + 2 * 8 + (2 * 4 + 12) + 2 * (8 + 4)
+    assert (device.gradient_bytes, device.residual_bytes, device.scratch_bytes) == (4, 12, scratch)
     assert Holdings.of(profile, plan, attached=False).gradient_bytes == 16
     host = Holdings.of(profile, plan, "host")
     # Two buffers as large as the larger group.
@@ -173,7 +174,7 @@ def test_residuals_on_the_host_cannot_outrun_the_link() -> None:
     group = Group(
         gradients=tuple(gradient.name for gradient in slow.gradients),
         channel=0,
-        encoding=Encoding(kind="topk", density=0.5),
+        encoding=Encoding(density=0.5),
     )
     plan = Plan(strategy="sparse", model="four", channels=1, groups=(group,))
     assert course(slow, MemoryPlan(residuals="host"), plan).backward_s == 16.0
