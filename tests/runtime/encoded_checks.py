@@ -125,7 +125,7 @@ def groups_leave_and_are_applied_during_backward(ctx: Context) -> None:
         versions.append(last._version)
         backward(ctx, wrapped, step)
         if step > 2:
-            assert wrapped.reducer.job.groups.buckets[0].write is None
+            assert wrapped.reducer.job.groups.buckets[0].gathered is None
     assert seen, "the hook never ran"
     # The hook of the second layer runs before the groups of the first leave; by the next launch group 0 is applied.
     assert last._version > versions[-1]
