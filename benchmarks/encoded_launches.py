@@ -45,11 +45,10 @@ NO_LAUNCH = {
 PHASES: tuple[tuple[Any, str, str], ...] = (
     (encoded_bucket.EncodedBucket, "_add", "add gradients"),
     (encoded_bucket.EncodedBucket, "begin", "encode"),
-    (encoded_bucket.EncodedBucket, "proceed", "decode"),
     (encoded_bucket.EncodedBucket, "expose", "decode"),
     (updates.Updates, "apply", "update"),
     (encoded.EncodedDelivery, "sign", "the ranks' word"),
-    (encoded.EncodedDelivery, "_post", "send"),
+    (encoded.EncodedDelivery, "_gather", "send"),
     (word.Word, "write", "the ranks' word"),
     (word.Word, "write_alone", "the ranks' word"),
     (word.Word, "read", "the ranks' word"),

@@ -152,8 +152,7 @@ class EncodedDelivery(Delivery):
             density = density_at(self._carried.step, bucket.compressor.density, self.options.warmup_steps)
             message = bucket.begin(scale=self.job.scale, density=density)
             at_once = self._queues and self._may_deliver(bucket)
-            bucket.result = self._gathering(message, at_once)
-            bucket.work = self.job.channel(bucket.spec.channel).all_gather(bucket.result, message)
+            self._gather(bucket, message, at_once=at_once)
             flight = Flight(group, bucket, bucket.payload, bucket.work)
             if at_once:
                 self._deliver(group, bucket)
@@ -266,15 +265,17 @@ class EncodedDelivery(Delivery):
             round_.late.discard(place)
             self.job.parameters[place].grad = None
 
-    def _gathering(self, message: torch.Tensor, at_once: bool) -> torch.Tensor:
-        """Room for everybody's message; the same for all groups, where they take turns (`at_once`: what it brings is
-        used before anything else comes)."""
+    def _gather(self, bucket: EncodedBucket, message: torch.Tensor, *, at_once: bool) -> None:
+        """Send a message and begin to receive everybody's. `at_once`: they are used before any other group's come, so
+        that all groups receive in the same room."""
         needed = message.numel() * self.job.channels.size
         if not at_once:
-            return message.new_empty(needed)
-        if self._room is None or self._room.numel() < needed:
-            self._room = message.new_empty(needed)
-        return self._room[:needed]
+            bucket.result = message.new_empty(needed)
+        else:
+            if self._room is None or self._room.numel() < needed:
+                self._room = message.new_empty(needed)
+            bucket.result = self._room[:needed]
+        bucket.work = self.job.channel(bucket.spec.channel).all_gather(bucket.result, message)
 
     def _wait(self, group: int, bucket: EncodedBucket) -> None:
         """Wait for the collective under way."""
