@@ -47,7 +47,7 @@ class Word:
         dtype = torch.float32 if encoded else tail.wire or tail.dtype
         self._ledger = control.Ledger(self.layout, self._rank, dtype, tail.device)
         late = tail.device.type in deferral.DEVICES and not self._strict and not any(b.sparse for b in buckets)
-        self._deferral = Deferral(self._ledger, [bucket.reduced for bucket in buckets]) if late else None
+        self._deferral = Deferral(self._ledger, [bucket.payload for bucket in buckets]) if late else None
         self._names = names
         self._where = f"group {len(buckets) - 1}, {names[tail.members[-1]]}"
 
