@@ -169,8 +169,8 @@ class DistributedDataParallel(TorchDDP):  # type: ignore[misc]
         schedulers count it. Where no bucket of the plan is compressed, updates stay in `step()` and this does nothing.
 
         max_grad_norm: clip to this norm over all gradients, as `torch.nn.utils.clip_grad_norm_` does; all updates then
-            wait for the last bucket, and all gradients with them. None: no clipping. Calling `clip_grad_norm_` after
-            backward finds no gradients and does nothing, without saying so.
+            wait for the last bucket, all gradients with them, and on a GPU the host as with `strict`. None: no
+            clipping. `clip_grad_norm_` after backward finds no gradients and does nothing, without saying so.
         grad_scaler: the one in use, if any. It is refused where it is enabled: what a rank has not sent yet outlives
             the step and its scale. Train in bf16. Without `attach` nothing tells the wrapper of a scaler, and none must
             be used with compressed buckets either; forward in fp16 autocast warns of it.
@@ -194,6 +194,8 @@ class DistributedDataParallel(TorchDDP):  # type: ignore[misc]
         if self.reducer is None:
             self._build()
         self.reducer.delivery.attach(optimizer, max_grad_norm=max_grad_norm)
+        # Updates that follow the last bucket must know whether some rank has called the step off: it takes none back.
+        self.reducer.word.strict = self._settings.strict or max_grad_norm is not None
         # Where each bucket is updated at once, decoded means need no buffers of their own.
         with torch.no_grad():
             self.reducer.install(self.reducer.partition)
