@@ -41,6 +41,8 @@ class Updates:
     def __init__(self) -> None:
         self.max_grad_norm: float | None = None
         """Gradients are clipped to this global norm before the updates, which wait for the last of them; None: not."""
+        self.running = False
+        """An update is under way: where a `step` calls another's, hooks on `step` hear of it."""
         self._optimizers: list[Optimizer] = []
         self._owners: dict[int, tuple[Optimizer, int]] = {}
         self._known: list[tuple[int, ...]] = []
@@ -138,11 +140,15 @@ class Updates:
             if len(self._shares) >= _MOST_SHARES:
                 self._shares.clear()
             shares = self._shares[key] = self._shared(parameters)
-        for optimizer, index, members in shares:
-            hyperparameters = {**optimizer.param_groups[index], "params": members}
-            if without_momentum and isinstance(optimizer, torch.optim.SGD):
-                hyperparameters["momentum"] = 0.0
-            _run(optimizer, hyperparameters)
+        self.running = True
+        try:
+            for optimizer, index, members in shares:
+                hyperparameters = {**optimizer.param_groups[index], "params": members}
+                if without_momentum and isinstance(optimizer, torch.optim.SGD):
+                    hyperparameters["momentum"] = 0.0
+                _run(optimizer, hyperparameters)
+        finally:
+            self.running = False
         for parameter in parameters:
             parameter.grad = None
 

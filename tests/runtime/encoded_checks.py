@@ -117,10 +117,9 @@ def clipped_updates(ctx: Context) -> None:
         norms = []
         for step in range(6):
             before = [parameter.detach().clone() for parameter in ours.parameters()]
-            handle = ours.module[0].bias.register_hook(
-                lambda _, held=list(ours.parameters()), old=before: assert_equal(
-                    held, old, "updated before the last gradient"
-                )
+            held = list(ours.parameters())
+            handle = held[1].register_hook(
+                lambda _, held=held, old=before: assert_equal(held, old, "updated before the last gradient")
             )
             for one in (ours, theirs):
                 if step % 2:
