@@ -194,7 +194,7 @@ class DistributedDataParallel(TorchDDP):  # type: ignore[misc]
         if self.reducer is None:
             self._build()
         self.reducer.delivery.attach(optimizer, max_grad_norm=max_grad_norm)
-        # Updates that follow the last bucket must know whether some rank has called the step off: it takes none back.
+        # Updates that follow the last bucket wait to learn whether some rank has called the step off.
         self.reducer.word.strict = self._settings.strict or max_grad_norm is not None
         # Where each bucket is updated at once, decoded means need no buffers of their own.
         with torch.no_grad():

@@ -85,9 +85,9 @@ class EncodedDelivery(Delivery):
 
     def _check_step(self) -> None:
         """Gradients of a backward under `no_sync` wait for one that synchronises; this rank alone must not use them."""
-        dirty = self.job.round.dirty
         if self.updates.running:
             return
+        dirty = self.job.round.dirty
         if 1 in dirty and any(dirty[place] and p.grad is not None for place, p in enumerate(self.job.parameters)):
             raise InputError(
                 "step() after a backward under no_sync: the gradients are this rank's own, and replicas would part. "
