@@ -150,7 +150,7 @@ class Trainer:
         if plan is not None:
             self.model = DistributedDataParallel(self.model, plan=plan, broadcast_buffers=False)
             if attach:
-                self.model.attach(self.optimizer)
+                self.model.attach(self.optimizer, max_grad_norm=None)
                 self.update = self.optimizer.step
                 self.model.reducer.delivery._queues = True
 

@@ -136,7 +136,7 @@ def wrapped_run(given: Setup, made: Plan, iterations: int, attach: bool = True) 
     model, data, loss, optimizer = given
     ddp = DistributedDataParallel(model, plan=made, broadcast_buffers=False)
     if attach:
-        ddp.attach(optimizer)
+        ddp.attach(optimizer, max_grad_norm=None)
     try:
         # The wrapper times its own first steps, which costs the host something.
         return measure_run(ddp, data, loss, optimizer, iterations=iterations, warmup=10)
@@ -295,7 +295,7 @@ def in_turns(name: str, device: str, plans: dict[str, Plan]) -> dict[str, Any]:
         model, data, loss, optimizer = setup(name, device, BATCH[name])
         ddp: Any = DistributedDataParallel(model, plan=made, broadcast_buffers=False)
         if made.encoded:
-            ddp.attach(optimizer)
+            ddp.attach(optimizer, max_grad_norm=None)
         wrapped.append(ddp)
         sides[side] = (ddp, data, loss, optimizer)
     times: dict[str, list[float]] = {side: [] for side in sides}

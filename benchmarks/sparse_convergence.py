@@ -139,7 +139,7 @@ def train(task: str, method: str, seed: int, steps: int, rank: int) -> float:
         wrapped = DistributedDataParallel(model, plan=plan_of(model, encoding), sparse=chosen)
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=rate, momentum=0.9)
     if encoding is not None:
-        wrapped.attach(optimizer)
+        wrapped.attach(optimizer, max_grad_norm=None)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2 * rate, total_steps=steps, cycle_momentum=False)
     source = torch.Generator().manual_seed(1000 * seed + rank)
     for _ in range(steps):

@@ -115,7 +115,7 @@ def side(name: str, model: nn.Module, density: float) -> tuple[Any, Callable[[],
     )
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=1e-4, momentum=0.9)
     if encoding is not None:
-        wrapped.attach(optimizer)
+        wrapped.attach(optimizer, max_grad_norm=None)
 
     def finish() -> None:
         optimizer.step()

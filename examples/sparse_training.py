@@ -37,7 +37,7 @@ def main() -> None:
     )
     wrapped = DistributedDataParallel(model, plan=plan, sparse={"momentum_correction": True, "warmup_steps": 60})
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.02, momentum=0.9)
-    wrapped.attach(optimizer)
+    wrapped.attach(optimizer, max_grad_norm=None)
 
     teacher = torch.randn(64, 10, generator=torch.Generator().manual_seed(1))
     source = torch.Generator().manual_seed(100 + dist.get_rank())

@@ -171,12 +171,10 @@ def _check_training(setting: Setting, choices: Sequence[Choice], profile: str | 
             raise InputError(f"{option} changes a replayed profile, and --train computes for real: leave one out")
     if not any(choice.name == "ddp" for choice in choices):
         raise InputError("--train compares with stock DDP: add ddp to --strategy")
-    several = [choice.name for choice in choices if choice.widest(setting.backend) > 1]
-    if setting.backend == "nccl" and several and any(choice.strategy == "decoupled" for choice in choices):
+    if any(choice.strategy == "decoupled" for choice in choices):
         raise InputError(
-            f"{several[0]} may use several channels, for which NCCL must order launches, and then forward's broadcast "
-            "of buffers waits for a decoupled plan's gathers: train decoupled in a run of its own (-s ddp,decoupled), "
-            "or give --channels 1"
+            "--train with decoupled: such a plan is predicted and replayed, not run; train best or optimal instead, or "
+            "replay it with --profile"
         )
 
 

@@ -176,18 +176,22 @@ def _actions(study: Study, stock: Prediction, best: Prediction, command: str, pl
     gain = _gain(stock, best)
     if study.best_label != STOCK and gain >= _WORTH_CHANGING:
         channels = f" on {best.channels} channels" if best.channels > 1 else ""
-        attach = (
-            " It hides communication behind the next forward pass: call `model.attach(optimizer)` after wrapping."
-            if study.plans[study.best_label].decoupled
-            else ""
+        runs = not study.plans[study.best_label].decoupled
+        text = (
+            f"It sends the gradients in {best.groups} groups{channels} instead of {stock.groups}. "
+            f"No schedule that ends within the iteration can beat {format_seconds(best.bound_s)}; this one is "
+            f"{max(best.gap, 0.0):.1%} above it."
+            if runs
+            else "It hides communication behind the next forward pass. backbeat predicts and replays such a plan and "
+            "does not run it; the strategies best and optimal are run."
         )
         found.append(
             Action(
-                title=f"Run the plan: {_percent(gain)} faster than stock DDP",
-                text=f"It sends the gradients in {best.groups} groups{channels} instead of {stock.groups}. "
-                f"No schedule that ends within the iteration can beat {format_seconds(best.bound_s)}; this one is "
-                f"{max(best.gap, 0.0):.1%} above it.{attach}",
-                code=(_MAKE.format(command=command) if command else "") + _CODE.format(file=plan_file),
+                title=f"{'Run the plan' if runs else 'A decoupled plan'}: {_percent(gain)} faster than stock DDP",
+                text=text,
+                code=((_MAKE.format(command=command) if command else "") + _CODE.format(file=plan_file))
+                if runs
+                else "",
             )
         )
     bucket = _bucket(study, stock)

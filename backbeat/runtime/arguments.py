@@ -25,8 +25,6 @@ WIRE: dict[Any, torch.dtype] = {
     torch.bfloat16: torch.bfloat16,
     torch.float16: torch.float16,
 }
-_HANDED_OVER = ("decoupled", "sparse")
-"""Strategies whose updates move into backward or forward."""
 UNSUPPORTED = {
     "mixed_precision": "use torch.autocast, or backend='ddp'",
     "delay_all_reduce_named_params": "put these gradients in the plan's last group, or use backend='ddp'",
@@ -49,13 +47,16 @@ def bind(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[
 
 def resolve_plan(plan: Plan | str | os.PathLike[str] | None) -> tuple[Plan | None, str | None]:
     """A plan to run at once, or the name of a strategy to plan with once the model is measured."""
+    found: Plan | None
+    strategy: str | None
     if plan is None or isinstance(plan, Plan):
         found, strategy = plan, None
-    elif plan in _HANDED_OVER:
+    elif plan == "decoupled":
+        raise _decoupled()
+    elif plan == "sparse":
         raise InputError(
-            f"plan={plan!r} cannot be chosen while training runs, since it changes what the optimizer sees: make the "
-            f"plan first (`backbeat plan … --strategy {plan} -o plan.json`), give plan='plan.json', and call "
-            "model.attach(optimizer)"
+            "plan='sparse' cannot be chosen while training runs, since it changes what the optimizer sees: make the "
+            "plan first (`backbeat plan … --strategy sparse -o plan.json`) and give plan='plan.json'"
         )
     elif isinstance(plan, str) and (plan == "auto" or plan in strategies()):
         found, strategy = None, plan
@@ -63,12 +64,21 @@ def resolve_plan(plan: Plan | str | os.PathLike[str] | None) -> tuple[Plan | Non
         if isinstance(plan, (str, os.PathLike)):
             _check_spelling(os.fspath(plan))
         found, strategy = Plan.load(plan), None
+    if found is not None and found.decoupled:
+        raise _decoupled()
     if found is not None and found.dynamic is not None:
         raise InputError(
             f"the plan's strategy {found.strategy!r} forms groups at run time, which fixed groups cannot run: "
             "plan with another strategy"
         )
     return found, strategy
+
+
+def _decoupled() -> InputError:
+    return InputError(
+        "a decoupled plan is predicted (`backbeat plan`) and replayed (`backbeat lab`), not run: "
+        "make a plan of strategy best or optimal instead"
+    )
 
 
 def _check_spelling(plan: str) -> None:
@@ -88,7 +98,7 @@ def strategies() -> set[str]:
     """Names that plan fixed groups."""
     from backbeat.planners import STRATEGIES
 
-    return set(STRATEGIES) - {"horovod", *_HANDED_OVER}
+    return set(STRATEGIES) - {"horovod", "decoupled", "sparse"}
 
 
 def process_group_of(arguments: dict[str, Any]) -> Any:

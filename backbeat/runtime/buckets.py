@@ -47,17 +47,14 @@ class Bucket:
         held = self.numel + (tail if self.wire is None else 0)
         self.flat = torch.zeros(held, dtype=real, device=self.device)
         self.payload = self.flat[: self.numel]
-        self._lay_out([] if self.sparse else views_of(self.payload, self.parameters))
+        self.views = [] if self.sparse else views_of(self.payload, self.parameters)
+        """The members' gradients."""
+        self._pairs = list(zip(self.parameters, self.views, strict=not self.sparse))
+        self._slices = [view.detach() for view in self.views]
+        self._addresses = addresses_of(self.views)
         self._tail_view = self.flat[self.numel :]
         self._scale = 1.0
         self._factor: torch.Tensor | float = 1.0
-
-    def _lay_out(self, views: list[torch.Tensor]) -> None:
-        """These slices of the buffer are the members' gradients."""
-        self.views = views
-        self._pairs = list(zip(self.parameters, views, strict=not self.sparse))
-        self._slices = [view.detach() for view in views]
-        self._addresses = addresses_of(views)
 
     @property
     def _in_place(self) -> bool:
@@ -71,11 +68,6 @@ class Bucket:
                 if parameter.grad is view:
                     parameter.grad = view.detach()
                 view.data = own
-
-    @property
-    def reduced(self) -> torch.Tensor:
-        """Where the sum is once it has arrived."""
-        return self.payload
 
     def hand_back(self, used: Sequence[bool] | None, backups: Mapping[int, torch.Tensor]) -> None:
         """The gradient of each member that some rank used (None: all) is its slice of the buffer, the others' is what

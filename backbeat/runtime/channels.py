@@ -19,7 +19,6 @@ from torch._C import _distributed_c10d as c10d
 from torch._C._distributed_c10d import PrefixStore
 
 from backbeat.errors import InputError
-from backbeat.measure import exchange
 from backbeat.measure.channels import LAUNCH_ORDER
 
 if TYPE_CHECKING:
@@ -36,14 +35,12 @@ _built: Counter[str] = Counter()
 class Channel:
     """One communicator. Its collectives return at once and run in the order they were called in."""
 
-    def __init__(self, communicator: Any, backend: str) -> None:
+    def __init__(self, communicator: Any) -> None:
         self._communicator = communicator
-        self._gloo = backend == "gloo"
         self._options: Any = dist.AllreduceOptions()
-        self._scatter_options: Any = c10d.ReduceScatterOptions()
         self._gather_options: Any = c10d.AllgatherOptions()
         # Without it NCCL would run on the stream of the backward pass instead of beside it.
-        for options in (self._options, self._scatter_options, self._gather_options):
+        for options in (self._options, self._gather_options):
             options.asyncOp = True
 
     def backend(self, device: torch.device) -> Any:
@@ -55,12 +52,6 @@ class Channel:
         """Sum in place."""
         return self._communicator.allreduce([message], self._options)
 
-    def reduce_scatter(self, shard: torch.Tensor, whole: torch.Tensor) -> Any:
-        """Sum `whole`, of which each rank gets its part."""
-        if self._gloo:
-            return exchange.reduce_scatter(self._communicator, shard, whole)
-        return self._communicator._reduce_scatter_base(shard, whole, self._scatter_options)
-
     def all_gather(self, whole: torch.Tensor, shard: torch.Tensor) -> Any:
         """Every rank's part, in the order of the ranks."""
         return self._communicator._allgather_base(whole, shard, self._gather_options)
@@ -69,9 +60,7 @@ class Channel:
 class Channels:
     """The channels of one wrapper, with the store that its ranks share."""
 
-    def __init__(self, process_group: ProcessGroup, device: torch.device, count: int, *, apart: bool = False) -> None:
-        """`apart`: collectives outlast the step, so that none may run on the process group itself, where whatever else
-        is sent would queue behind them."""
+    def __init__(self, process_group: ProcessGroup, device: torch.device, count: int) -> None:
         if count < 1:
             raise InputError(f"channels is {count}: it must be 1 or more")
         self.process_group = process_group
@@ -85,15 +74,7 @@ class Channels:
         self.key = f"backbeat/{group_name}/{_built[group_name]}"
         self.store = PrefixStore(self.key, dist.distributed_c10d._get_default_store())
         self._channels: list[Channel] = []
-        self._apart = apart and self.backend == "nccl"
-        self.limit = 1 if self._apart else self._limit()
-        if self._apart and os.environ.get(LAUNCH_ORDER) == "1":
-            logger.warning(
-                "%s=1 is set (a wrapper sets it too, before the first communicator exists): whatever else this process "
-                "sends with NCCL, such as forward's broadcast of buffers, then waits for the gathers of a decoupled "
-                "plan, and little is hidden. Unset it, wrap this model first, or pass broadcast_buffers=False",
-                LAUNCH_ORDER,
-            )
+        self.limit = self._limit()
         self.grow(count)
 
     def __getitem__(self, index: int) -> Channel:
@@ -118,7 +99,7 @@ class Channels:
     def grow(self, count: int) -> None:
         """Make channels up to this many; every rank must call it at the same point."""
         for index in range(len(self._channels), self.allowed(count)):
-            self._channels.append(Channel(self._communicator(index), self.backend))
+            self._channels.append(Channel(self._communicator(index)))
 
     @property
     def raises(self) -> bool:
@@ -126,9 +107,8 @@ class Channels:
         return self.backend != "nccl"
 
     def backends(self) -> list[Any]:
-        """The library's own object of each channel, and of the process group where none of them is it."""
-        found = [channel.backend(self.device) for channel in self._channels]
-        return [*found, self.process_group._get_backend(self.device)] if self._apart else found
+        """The library's own object of each channel."""
+        return [channel.backend(self.device) for channel in self._channels]
 
     def _limit(self) -> int:
         if self.backend == "gloo":
@@ -148,7 +128,7 @@ class Channels:
     def _communicator(self, index: int) -> Any:
         if self.backend == "gloo":
             return self._gloo(index)
-        if index == 0 and not self._apart:
+        if index == 0:
             return self.process_group
         return dist.new_group(
             dist.get_process_group_ranks(self.process_group),

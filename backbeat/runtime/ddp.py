@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -21,17 +22,17 @@ from backbeat.runtime.arguments import UNSUPPORTED, WIRE, TorchDDP, bind, proces
 from backbeat.runtime.attributes import cap_bytes_of, set_torch_attributes
 from backbeat.runtime.budget import apply_memory, check_memory, ends_with, within_budget
 from backbeat.runtime.grouping import Settings
-from backbeat.runtime.handover import attach
-from backbeat.runtime.handover import check as check_optimizer
 from backbeat.runtime.hooks import builtin
 from backbeat.runtime.joining import ShadowHook
-from backbeat.runtime.pending import forget_gradient
 from backbeat.runtime.refusals import check_model
 from backbeat.runtime.report import Report, make_report
 from backbeat.runtime.roster import Roster
 from backbeat.runtime.runner import Runner
+from backbeat.runtime.updates import check as check_optimizer
 from backbeat.sparse import checkpoint
 from backbeat.sparse.options import Options, options_of
+
+logger = logging.getLogger("backbeat.runtime")
 
 _disable_dynamo: Any = torch._disable_dynamo  # type: ignore[attr-defined]
 profiling: Callable[[], bool] = torch._C._autograd._profiler_enabled
@@ -108,7 +109,7 @@ class DistributedDataParallel(TorchDDP):  # type: ignore[misc]
             find_unused=self.find_unused_parameters,
             sparse=options_of(sparse),
         )
-        self._inside: list[Module] = []
+        self._warns_of_scaling = self.encoded
         self._assign_modules_buffers()
         self._roster = Roster(module, self.parameters_to_ignore)
         if arguments.get("init_sync", True):
@@ -148,65 +149,59 @@ class DistributedDataParallel(TorchDDP):  # type: ignore[misc]
             self.reducer.set_comm_hook(state, hook)
 
     @property
-    def decoupled(self) -> bool:
-        """The plan gathers behind the next forward."""
-        if self._backbeat_backend == "ddp":
-            return False
-        return self._settings.plan is not None and self._settings.plan.decoupled
-
-    @property
     def encoded(self) -> bool:
         """Some groups of the plan travel encoded."""
         if self._backbeat_backend == "ddp":
             return False
         return self._settings.plan is not None and self._settings.plan.encoded
 
-    def attach(self, optimizer: torch.optim.Optimizer, *, per_parameter: bool = False) -> None:
-        """Hand an optimizer over, as a decoupled plan needs it before the first backward and an encoded one may; with
-        other plans a no-op.
+    def attach(
+        self,
+        optimizer: torch.optim.Optimizer,
+        *,
+        max_grad_norm: float | None,
+        grad_scaler: torch.amp.GradScaler | None = None,
+        per_parameter: bool = False,
+    ) -> None:
+        """Hand an optimizer over to a plan with compressed buckets, which then updates during backward.
 
-        Under a decoupled plan its `step()` then only notes what to do, and each parameter is updated when its gradient
-        has been gathered, before anything reads it. Under an encoded one each group is updated during backward, when
-        it has arrived. `per_parameter` vouches for an optimizer that is not torch's own: the update of a parameter
-        depends on nothing but its own gradient, state and hyperparameters.
+        Each bucket is updated as soon as it has arrived, and its gradients are gone. `step()` then changes nothing, but
+        schedulers count it. Where no bucket of the plan is compressed, updates stay in `step()` and this does nothing.
+
+        max_grad_norm: clip to this norm over all gradients, as `torch.nn.utils.clip_grad_norm_` does; all updates then
+            wait for the last bucket, all gradients with them, and on a GPU the host as with `strict`. None: no
+            clipping. `clip_grad_norm_` after backward finds no gradients and does nothing, without saying so.
+        grad_scaler: the one in use, if any. It is refused where it is enabled: what a rank has not sent yet outlives
+            the step and its scale. Train in bf16. Without `attach` nothing tells the wrapper of a scaler, and none must
+            be used with compressed buckets either; forward in fp16 autocast warns of it.
+        per_parameter: vouches for an optimizer that is not torch's own: the update of a parameter depends on nothing
+            but its own gradient, state and hyperparameters.
         """
-        if not self.decoupled and not self.encoded:
+        if not self.encoded:
+            if max_grad_norm is not None:
+                raise InputError(
+                    f"max_grad_norm is {max_grad_norm}, but no bucket of the plan is compressed and updates stay in "
+                    "step(): leave attach() out and call torch.nn.utils.clip_grad_norm_ after backward"
+                )
             return
+        check_optimizer(
+            optimizer,
+            list(self.module.parameters()),
+            max_grad_norm=max_grad_norm,
+            grad_scaler=grad_scaler,
+            per_parameter=per_parameter,
+        )
         if self.reducer is None:
             self._build()
-        mine = {id(parameter) for parameter in self.module.parameters()}
-        check_optimizer(optimizer, per_parameter)
-        if not any(id(parameter) in mine for group in optimizer.param_groups for parameter in group["params"]):
-            raise InputError("attach() got an optimizer that holds no parameter of this model: make it from them")
-        if self.encoded:
-            self.reducer.delivery.attach(optimizer)
-            # Decoded means need no buffers of their own any more.
-            with torch.no_grad():
-                self.reducer.install(self.reducer.partition)
-            return
-        attach(optimizer)
-        self._inside = list(self.module.modules())
-        self.reducer.delivery.attached = True
-
-    def finish(self) -> None:
-        """Wait for what a decoupled plan has under way and apply every update that is due.
-
-        Reading a weight, a gradient or either `state_dict` does as much for what is read.
-        """
-        if self.decoupled and self.reducer is not None:
-            self.reducer.finish()
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        if not self.decoupled or not set_to_none:
-            super().zero_grad(set_to_none)
-            return
-        for parameter in self.parameters():
-            forget_gradient(parameter)
+        self.reducer.delivery.attach(optimizer, max_grad_norm=max_grad_norm)
+        # Updates that follow the last bucket wait to learn whether some rank has called the step off.
+        self.reducer.word.strict = self._settings.strict or max_grad_norm is not None
+        # Where each bucket is updated at once, decoded means need no buffers of their own.
+        with torch.no_grad():
+            self.reducer.install(self.reducer.partition)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
-            if self.decoupled:
-                self._finish_eagerly()
             return super().forward(*inputs, **kwargs)
         if self._backbeat_backend == "ddp" or profiling():
             return super().forward(*inputs, **kwargs)
@@ -218,10 +213,6 @@ class DistributedDataParallel(TorchDDP):  # type: ignore[misc]
         finally:
             TorchDDP._active_ddp_module = outer
         return self._post_forward(output)
-
-    @_disable_dynamo  # type: ignore[untyped-decorator]
-    def _finish_eagerly(self) -> None:
-        self.finish()
 
     def residual_state_dict(self) -> dict[str, Any]:
         """What this rank has not sent yet, by parameter name; save it with `backbeat.sparse.checkpoint.save`."""
@@ -276,9 +267,9 @@ class DistributedDataParallel(TorchDDP):  # type: ignore[misc]
         training = torch.is_grad_enabled()
         if self.reducer is None and training:
             self._build()
-        if self.decoupled and (not training or _reads_unseen(self._inside)):
-            self.finish()
         if training:
+            if self._warns_of_scaling:
+                self._warn_of_scaling()
             self.reducer.forward_begins(self.require_backward_grad_sync)
             runner = self.runner
             if self._roster.frozen:
@@ -302,6 +293,16 @@ class DistributedDataParallel(TorchDDP):  # type: ignore[misc]
             )
             return moved[0], moved_kwargs[0]
         return inputs, kwargs
+
+    def _warn_of_scaling(self) -> None:
+        """Once: forward in fp16 mostly means that a `GradScaler` follows."""
+        kind = self.device.type
+        if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.float16:
+            self._warns_of_scaling = False
+            logger.warning(
+                "forward runs in fp16 autocast, and some buckets of the plan are compressed: use no GradScaler, since "
+                "what a rank has not sent yet outlives the step and its scale; train in bf16, which needs none"
+            )
 
     @_disable_dynamo  # type: ignore[untyped-decorator]
     def _post_forward(self, output: Any) -> Any:
@@ -411,12 +412,10 @@ class DistributedDataParallel(TorchDDP):  # type: ignore[misc]
         if self._backbeat_backend == "ddp":
             return dict(super().__getstate__())
         self._check_default_group()
-        self.finish()
         state = dict(self.__dict__)
         # The copy makes its own of these; it must not share the roster's lists with the original.
         for name in ("process_group", "links", "runner", "_roster"):
             state.pop(name, None)
-        state["_inside"] = []
         state["reducer"] = None
         return state
 
@@ -432,13 +431,3 @@ class DistributedDataParallel(TorchDDP):  # type: ignore[misc]
         # The reducer is built by the first forward that trains: a copy kept for evaluation never needs one.
         self._assign_modules_buffers()
         self._roster = Roster(self.module, self.parameters_to_ignore)
-
-
-def _reads_unseen(modules: list[Module]) -> bool:
-    """Compiled and scripted code reads weights where no torch function tells of it."""
-    return any(
-        getattr(child, "_compiled_call_impl", None) is not None
-        or isinstance(child, torch.jit.ScriptModule)
-        or type(child).__name__ == "OptimizedModule"
-        for child in modules
-    )

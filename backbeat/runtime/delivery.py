@@ -5,13 +5,11 @@ reducer calls in this order, on every rank alike:
 
     prepare, bucket (each group), installed     a partition is taken in
     opens                                       a round begins
-    arrived (each gradient)                     only where the class defines it; gradients then take the long way
     send (each group)                           a group leaves
     await_ends, received (each group)           every group has left; its sum is there
     sign                                        control numbers that travel alone are about to
     hand_back, or give_up                       the round has gradients; or it has none, and collectives stay in order
     undo                                        the step before had none either, which is known only now
-    finish                                      nothing may be on its way any more
 
 What a single group does differently, it does in a class of its own (`buckets.Bucket` and its kin): how it takes
 gradients, which collective carries it, what becomes of the sum.
@@ -29,8 +27,6 @@ from backbeat.runtime.rounds import Flight
 from backbeat.runtime.rows import RowsBucket
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     import torch
 
     from backbeat.runtime.control import Verdict
@@ -40,9 +36,6 @@ if TYPE_CHECKING:
 
 class Delivery:
     """All-reduce: each group is summed by one collective, and its gradients are back when the round ends."""
-
-    arrived: Callable[[int], None] | None = None
-    """Called with the place of each gradient as it arrives, in a round that synchronises, where it is defined."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
@@ -103,9 +96,6 @@ class Delivery:
 
     def undo(self) -> None:
         """The step before, taken for good until now, had failed on some rank."""
-
-    def finish(self) -> None:
-        """Wait for everything that is on its way."""
 
     def check_hook(self) -> None:
         """Raise where no communication hook may take over."""

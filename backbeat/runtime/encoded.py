@@ -1,12 +1,14 @@
 """Encoded groups: what a gradient leaves unsent stays in a residual and goes later.
 
-A group is encoded when it leaves, in its turn, during backward. Two ways to deliver: without an optimizer handed over,
-`.grad` is the decoded mean when backward ends; with one (`attach`), each group is decoded into memory that all groups
-share and its parameters are updated as soon as it has arrived, so that beside weights, optimizer state and residuals
-the device holds one group.
+A group is encoded when it leaves, in its turn, during backward. Three ways to deliver: without an optimizer handed
+over, `.grad` is the decoded mean when backward ends; with one (`attach`), each group is decoded into memory that all
+groups share and its parameters are updated as soon as it has arrived, so that beside weights, optimizer state and
+residuals the device holds one group. To be clipped by their global norm, gradients wait for the last group as they do
+without an optimizer, and all updates follow at the end of backward.
 
-Ranks stay alike whatever happens: a group that has arrived is applied on every rank, even where the step turns out to
-have failed on one. Without updates a failed step is undone instead: every rank takes back what it sent.
+Ranks stay alike whatever happens: a group that is updated as soon as it arrives is so on every rank, even where the
+step turns out to have failed on one. In the other two ways a failed step is undone instead: every rank takes back what
+it sent.
 """
 
 from __future__ import annotations
@@ -20,13 +22,12 @@ import torch
 from backbeat.errors import InputError
 from backbeat.runtime import control, encoded_bucket
 from backbeat.runtime.buckets import Bucket
-from backbeat.runtime.decoupled import plainly
 from backbeat.runtime.delivery import Delivery
 from backbeat.runtime.encoded_bucket import EncodedBucket
 from backbeat.runtime.encoded_carry import Carried
 from backbeat.runtime.encoded_groups import Stores, dtype_of, numel_of
 from backbeat.runtime.rounds import Flight
-from backbeat.runtime.updates import Updates, check_no_scaler
+from backbeat.runtime.updates import Updates, plainly
 from backbeat.sparse.options import Options
 from backbeat.sparse.recordings import Recordings
 from backbeat.sparse.residual import Scratch
@@ -56,7 +57,6 @@ class EncodedDelivery(Delivery):
         """Where gradients of one group are widened; apart from the scratch, which another stream may be using."""
         self._encoded: list[EncodedBucket] = []
         self._numbers: torch.Tensor | None = None
-        self._checked = False
         device = job.channels.device
         self._side: Any = _cuda.Stream(device) if device.type == "cuda" else None
         # Where waiting means to wait on a stream, decoding is queued when its group leaves.
@@ -65,15 +65,18 @@ class EncodedDelivery(Delivery):
         self._room: torch.Tensor | None = None
         """Where everybody's message comes in, of a group that is dealt with at once."""
 
-    @property
-    def attached(self) -> bool:
-        return bool(self.updates)
-
-    def attach(self, optimizer: Optimizer) -> None:
-        self.updates.add(optimizer, momentum_correction=self.options.momentum_correction, check_step=self._check_step)
+    def attach(self, optimizer: Optimizer, *, max_grad_norm: float | None) -> None:
+        self.updates.add(
+            optimizer,
+            max_grad_norm=max_grad_norm,
+            momentum_correction=self.options.momentum_correction,
+            check_step=self._check_step,
+        )
 
     def _check_step(self) -> None:
         """Gradients of a backward under `no_sync` wait for one that synchronises; this rank alone must not use them."""
+        if self.updates.running:
+            return
         dirty = self.job.round.dirty
         if 1 in dirty and any(dirty[place] and p.grad is not None for place, p in enumerate(self.job.parameters)):
             raise InputError(
@@ -114,7 +117,7 @@ class EncodedDelivery(Delivery):
             compressor=TopK(spec.encoding.density, self._recordings),
             store=self._stores.of(spec),
             dtype=dtype,
-            dense=not self.attached,
+            dense=not self.updates.at_once,
             momentum_of=self.updates.momentum_of if self._with_velocity() else None,
             gathering=self._gathered,
         )
@@ -124,15 +127,12 @@ class EncodedDelivery(Delivery):
         self._carried.bring_back(self._encoded)
 
     def opens(self) -> None:
-        if not self._checked:
-            check_no_scaler()
-            self._checked = True
-        if self.attached:
+        if self.updates:
             self.updates.check(self.job.names, self.job.parameters)
         elif self.options.momentum_correction:
             raise InputError(
                 "momentum_correction keeps the optimizer's momentum in its place: hand the optimizer over with "
-                "model.attach(optimizer) before the first backward, or leave it out"
+                "model.attach(optimizer, max_grad_norm=None) before the first backward, or leave it out"
             )
 
     def carries(self, bucket: Bucket) -> bool:
@@ -177,7 +177,7 @@ class EncodedDelivery(Delivery):
         bucket = flight.bucket
         if not isinstance(bucket, EncodedBucket):
             return super().received(flight)
-        decodes = not self.attached and not self.job.round.absent
+        decodes = not self.updates.at_once and not self.job.round.absent
         if bucket.work is not None or (decodes and bucket.gathered is not None):
             with self._beside():
                 if bucket.work is not None:
@@ -191,38 +191,42 @@ class EncodedDelivery(Delivery):
 
     def hand_back(self, verdict: control.Verdict | None) -> None:
         used = None if verdict is None else verdict.used
+        at_once = self.updates.at_once
         with self._beside():
             for bucket in self._encoded:
                 if self.job.round.absent:
                     bucket.gathered = None
-                elif self.attached:
+                elif at_once:
                     self._apply(bucket, used)
-                if self.attached:
+                if at_once:
                     bucket.compressor.forget()
         self._join()
         if self.job.round.absent:
             return
         backups = self.job.round.backups
         for one in self.job.groups.buckets:
-            if not (self.attached and one.encoded):
+            if not (at_once and one.encoded):
                 one.hand_back(used, backups)
-                if self.attached:
-                    self._update_dense(one, used)
+                if at_once:
+                    self._update_dense([one], used)
             elif used is not None:
                 for place, parameter in zip(one.members, one.parameters, strict=True):
                     if not used[place]:
                         parameter.grad = backups.get(place)
+        if self.updates and not at_once:
+            self._update_dense(self.job.groups.buckets, used)
 
     def give_up(self) -> None:
         """The step failed: finish the updates, which other ranks have begun, or take back what was sent."""
         used: Sequence[bool] | None = None
-        if self.attached and self._numbers is not None and any(bucket.gathered is not None for bucket in self._encoded):
+        at_once = self.updates.at_once
+        if at_once and self._numbers is not None and any(bucket.gathered is not None for bucket in self._encoded):
             groups, ranks = len(self.job.groups.buckets), self.job.channels.size
             layout = control.Layout(groups=groups, ranks=ranks, parameters=len(self.job.parameters), faults=ranks)
             used = control.read(layout, self._numbers.cpu()).used
         with self._beside():
             for bucket in self._encoded:
-                if self.attached and not self.job.round.absent:
+                if at_once and not self.job.round.absent:
                     self._apply(bucket, used)
                 else:
                     bucket.give_back()
@@ -232,7 +236,7 @@ class EncodedDelivery(Delivery):
     def undo(self) -> None:
         with torch.no_grad():
             for bucket in self._encoded:
-                if not self.attached:
+                if not self.updates.at_once:
                     bucket.give_back()
                 bucket.clean()
 
@@ -296,7 +300,7 @@ class EncodedDelivery(Delivery):
 
     def _deliver(self, group: int, bucket: EncodedBucket) -> None:
         self._wait(group, bucket)
-        if self.attached:
+        if self.updates.at_once:
             self._apply(bucket, None)
         else:
             bucket.decode()
@@ -319,15 +323,19 @@ class EncodedDelivery(Delivery):
         if parameters:
             self.updates.apply(parameters, without_momentum=self.options.momentum_correction)
 
-    def _update_dense(self, bucket: Bucket, used: Sequence[bool] | None) -> None:
+    def _update_dense(self, buckets: Sequence[Bucket], used: Sequence[bool] | None) -> None:
+        """Update the members of these that have their gradients in `.grad`, which are clipped before if asked for."""
         present = [
             parameter
+            for bucket in buckets
             for place, parameter in zip(bucket.members, bucket.parameters, strict=True)
             if parameter.grad is not None and (used is None or used[place])
         ]
         if present:
-            with plainly(bucket.device.type):
-                self.updates.apply(present, without_momentum=False)
+            with plainly(self.job.channels.device.type):
+                if self.updates.max_grad_norm is not None:
+                    torch.nn.utils.clip_grad_norm_(present, self.updates.max_grad_norm)
+                self.updates.apply(present)
 
     @contextmanager
     def _beside(self) -> Iterator[None]:

@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from backbeat.errors import InputError
 from backbeat.model import Network, Plan
 from backbeat.runtime import partition as partitions
 from backbeat.runtime.arguments import respread
@@ -69,10 +68,6 @@ def like_ddp(order: Iterable[int], settings: Settings, roster: Roster, links: Ch
 
 def _runnable(plan: Plan, channels: int | None, links: Channels) -> Plan:
     """The plan on the channels that were asked for and can be had."""
-    if plan.decoupled:
-        if channels not in (None, 1):
-            raise InputError(f"channels is {channels}: decoupled plans use one channel; leave it out")
-        return respread(plan, 1)
     if channels is not None:
         plan = respread(plan, channels)
     allowed = links.allowed(plan.channels)

@@ -24,14 +24,9 @@ class Groups:
         self.buckets = buckets
         self.home = [0] * len(parameters)
         """The group of each parameter."""
-        self.views: list[torch.Tensor | None] = [None] * len(parameters)
-        """Where each gradient is in its buffer; None where the group holds it in another way."""
         for index, bucket in enumerate(buckets):
             for place in bucket.members:
                 self.home[place] = index
-            if bucket.views:
-                for place, view in zip(bucket.members, bucket.views, strict=True):
-                    self.views[place] = view
         self.formats = [(p.dtype, p.shape, p.device) for p in parameters]
         """What each parameter was when its group was made."""
         # Groups of another kind have no places ahead of their sums.

@@ -71,12 +71,12 @@ class Job:
         bucket = self.groups.buckets[group]
         return CommunicationError(
             f"rank {self.channels.rank}: group {group} of {len(self.groups.buckets)} ({len(bucket.members)} gradients, "
-            f"{self.listed(bucket.members)}, {format_bytes(bucket.bytes)}) was not reduced in step "
+            f"{self._listed(bucket.members)}, {format_bytes(bucket.bytes)}) was not reduced in step "
             f"{self.step if step is None else step}: "
             f"{self.monitor.blame()}. Restart from the last checkpoint (the library says: {said})"
         )
 
-    def listed(self, members: Sequence[int]) -> str:
+    def _listed(self, members: Sequence[int]) -> str:
         """The first and the last of some parameters by name."""
         first, last = self.names[members[0]], self.names[members[-1]]
         return first if len(members) == 1 else f"{first} … {last}"

@@ -27,6 +27,5 @@ class ShadowHook(JoinHook):
             ddp.reducer.shadow()
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        self._ddp.finish()
         self._ddp._sync_final_model(is_last_joiner)
         self._ddp.reducer.job.scale = 1.0 / self._ddp.links.size

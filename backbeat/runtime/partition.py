@@ -41,8 +41,6 @@ class Partition:
     groups: tuple[GroupSpec, ...]
     channels: int
     strategy: str
-    gathers: tuple[tuple[int, ...], ...] | None = None
-    """Members of each all-gather in launch order, where the all-reduces are decoupled; `groups` are then scattered."""
 
     def lines(self, names: Sequence[str], parameters: Sequence[Parameter]) -> list[str]:
         """The partition in words, one line a group: what the ranks compare with each other."""
@@ -53,7 +51,6 @@ class Partition:
             )
             kind = f" {encoding_words(group.encoding)}" if group.encoding is not None else ""
             found.append(f"channel {group.channel}{' sparse' if group.sparse else ''}{kind}: {members}")
-        found += ["gathered: " + ", ".join(names[place] for place in members) for members in self.gathers or ()]
         return found
 
 
@@ -71,8 +68,6 @@ def from_plan(
     groups: list[GroupSpec] = []
     named: set[int] = set()
     for group in plan.groups:
-        if group.phase == "all_gather":
-            continue
         members = [places[name] for name in group.gradients if name in places]
         named.update(members)
         found = _split(members, group.channel, parameters, sparse)
@@ -83,23 +78,7 @@ def from_plan(
     rest = [place for place in reversed(range(len(names))) if place not in named]
     for members in bucketed(rest, parameters, sparse, [BUCKET_BYTES]):
         groups.extend(_split(members, len(groups) % plan.channels, parameters, sparse))
-    gathers = _gathers(plan, places, rest, parameters, sparse) if plan.decoupled else None
-    return Partition(groups=tuple(groups), channels=plan.channels, strategy=plan.strategy, gathers=gathers)
-
-
-def _gathers(
-    plan: Plan,
-    places: dict[str, int],
-    rest: Sequence[int],
-    parameters: Sequence[Parameter],
-    sparse: Sequence[bool],
-) -> tuple[tuple[int, ...], ...]:
-    """What each all-gather brings back; sparse gradients are summed whole and need none."""
-    wanted = [[places[name] for name in g.gradients if name in places] for g in plan.groups if g.phase == "all_gather"]
-    # Registration order is the best guess of when forward needs what the plan does not name.
-    wanted += bucketed(sorted(rest), parameters, sparse, [BUCKET_BYTES])
-    split = [spec for members in wanted for spec in _split(members, 0, parameters, sparse)]
-    return tuple(spec.members for spec in split if not spec.sparse)
+    return Partition(groups=tuple(groups), channels=plan.channels, strategy=plan.strategy)
 
 
 def encoding_words(encoding: Encoding) -> str:
@@ -181,9 +160,7 @@ def with_newcomers(
     groups = list(partition.groups)
     for members in bucketed(list(reversed(newcomers)), parameters, sparse, [BUCKET_BYTES]):
         groups.extend(_split(members, len(groups) % partition.channels, parameters, sparse))
-    added = tuple(spec.members for spec in groups[len(partition.groups) :] if not spec.sparse)
-    gathers = None if partition.gathers is None else partition.gathers + added
-    return Partition(groups=tuple(groups), channels=partition.channels, strategy=partition.strategy, gathers=gathers)
+    return replace(partition, groups=tuple(groups))
 
 
 def _split(

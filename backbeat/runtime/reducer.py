@@ -176,14 +176,9 @@ class Reducer:
 
     def remove_hooks(self) -> None:
         """Stop watching the parameters."""
-        self.finish()
         unwatch(self._handles)
         release(self, self.job.parameters)
         self.job.monitor.stop()
-
-    def finish(self) -> None:
-        """Wait for everything that is on its way, and do what follows from it."""
-        self.delivery.finish()
 
     def forward_begins(self, sync: bool) -> None:
         """Called at the start of every forward: ends a round that an exception broke off."""
@@ -221,7 +216,6 @@ class Reducer:
 
     def shadow(self) -> None:
         """One round of a rank that has run out of data: it sends nothing, but takes part."""
-        self.finish()
         self.forward_begins(sync=True)
         self._reset()
         self._round.open = True
@@ -247,8 +241,6 @@ class Reducer:
         group = round_.home[place]
         if round_.streams is not None:
             round_.streams.note(group)
-        if round_.sync and self.delivery.arrived is not None:
-            self.delivery.arrived(place)
         if self.word.regular and graph_task() != round_.root:
             # Inside a reentrant checkpoint more of this gradient may follow: its group waits for the end.
             round_.nested = True
@@ -278,7 +270,7 @@ class Reducer:
     def _number(self) -> None:
         round_, job = self._round, self.job
         round_.sync = True
-        round_.slow = round_.hold or job.recorder is not None or self.delivery.arrived is not None
+        round_.slow = round_.hold or job.recorder is not None
         job.step += 1
 
     def _reset(self) -> None:
@@ -375,7 +367,6 @@ class Reducer:
         if round_.sync:
             with torch.no_grad():
                 self.delivery.give_up()
-            self.finish()
 
     # Frameworks call these on the reducer they find; ours needs nothing of the kind.
     def prepare_for_forward(self) -> None:

@@ -44,9 +44,6 @@ class Report:
     predicted_exposed_s: float | None = None
     iteration_s: float | None = None
     exposed_s: float | None = None
-    gathers: tuple[GroupReport, ...] = ()
-    """Of a decoupled plan, whose groups are scattered: what brings the sums back behind the next forward. They may be
-    done after the next backward's start would be, since times count from the start of the one before."""
     late_groups: int = 0
     """Groups sent a second time because a gradient came late."""
     history: tuple[str, ...] = ()
@@ -57,12 +54,9 @@ class Report:
             f"{self.strategy}: {self.state}, {self.steps} steps, {len(self.groups)} groups",
             f"iteration  predicted {_time(self.predicted_iteration_s)}  measured {_time(self.iteration_s)}",
             f"exposed    predicted {_time(self.predicted_exposed_s)}  measured {_time(self.exposed_s)}",
-            f"{'scatter' if self.gathers else 'group':8s}{_HEADING}",
+            f"{'group':8s}{_HEADING}",
         ]
         lines.extend(_row(index, group) for index, group in enumerate(self.groups))
-        if self.gathers:
-            lines.append(f"{'gather':8s}{_HEADING}")
-            lines.extend(_row(index, gather) for index, gather in enumerate(self.gathers))
         lines.extend(self.history)
         return "\n".join(lines)
 
@@ -120,17 +114,6 @@ def make_report(reducer: Reducer, recorder: Recorder, tuner: Tuner | None, plan:
                 done_s=done,
             )
         )
-    gathers = [
-        GroupReport(
-            gradients=tuple(reducer.names[place] for place in gather.members),
-            channel=reducer.buckets[0].spec.channel,
-            bytes=gather.bytes,
-            launched_s=launched,
-            done_s=done,
-        )
-        for index, gather in enumerate(getattr(reducer.delivery, "gathers", ()))
-        for launched, done in [measured([r.gathered_s for r in rounds], [r.brought_s for r in rounds], index)]
-    ]
     forecast = plan.predicted if plan is not None and plan.predicted else {}
     exposed = statistics.median([found.exposed_s for found in rounds]) if rounds else None
     return Report(
@@ -138,7 +121,6 @@ def make_report(reducer: Reducer, recorder: Recorder, tuner: Tuner | None, plan:
         state=tuner.state if tuner is not None else "running",
         steps=reducer.step,
         groups=tuple(groups),
-        gathers=tuple(gathers),
         predicted_iteration_s=prediction.iteration_s if prediction else _figure(forecast.get("iteration_s")),
         predicted_exposed_s=prediction.exposed_s if prediction else _figure(forecast.get("exposed_s")),
         iteration_s=tuner.iteration_s if tuner is not None else None,

@@ -14,7 +14,6 @@ from backbeat.runtime import grouping
 from backbeat.runtime import partition as partitions
 from backbeat.runtime.agreement import agree, meet, share
 from backbeat.runtime.channels import Channels
-from backbeat.runtime.decoupled import DecoupledDelivery
 from backbeat.runtime.delivery import Delivery
 from backbeat.runtime.encoded import EncodedDelivery
 from backbeat.runtime.reducer import Reducer
@@ -51,8 +50,7 @@ class Runner:
         self.device = device
         self.model = model
         """Its class, by name."""
-        decoupled = settings.plan is not None and settings.plan.decoupled
-        self.links = links = Channels(process_group, device, 1, apart=decoupled)
+        self.links = links = Channels(process_group, device, 1)
         if any(roster.sparse) and links.backend != "gloo":
             name = roster.names[roster.sparse.index(True)]
             raise InputError(
@@ -162,8 +160,6 @@ class Runner:
 
 def _delivery(partition: Partition, settings: Settings) -> Callable[[Job], Delivery]:
     """What this kind of partition is run by."""
-    if partition.gathers is not None:
-        return DecoupledDelivery
     if any(group.encoding is not None for group in partition.groups):
         memory = settings.plan.memory if settings.plan is not None else None
         host = memory is not None and memory.residuals == "host"

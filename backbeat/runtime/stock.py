@@ -36,10 +36,6 @@ def construct(
         raise InputError(
             f"plan={strategy!r} needs backbeat's reducer to measure and switch: give a Plan, or backend='backbeat'"
         )
-    if plan is not None and plan.decoupled:
-        raise InputError(
-            "torch's reducer cannot run a decoupled plan: use backend='backbeat', or a plan without phases"
-        )
     if plan is not None and plan.encoded:
         raise InputError(
             "torch's reducer cannot run a plan with encoded groups: use backend='backbeat', or a plan without encodings"

@@ -19,10 +19,6 @@ class TimedRound:
     launched_s: dict[int, float] = field(default_factory=dict)
     """By group, in launch order."""
     done_s: dict[int, float] = field(default_factory=dict)
-    gathered_s: dict[int, float] = field(default_factory=dict)
-    """By gather of a decoupled plan: when it was queued."""
-    brought_s: dict[int, float] = field(default_factory=dict)
-    """When it was back, which may be after the round."""
     computed_s: float = 0.0
     """When the last gradient arrived."""
     ended_s: float = 0.0
@@ -48,26 +44,20 @@ class Recorder:
 
     def begin(self, sync: bool) -> None:
         self._open = sync
-        self._marks = {"begin": self._now(), "ready": {}, "launched": {}, "done": {}, "gathered": {}, "brought": {}}
+        self._marks = {"begin": self._now(), "ready": {}, "launched": {}, "done": {}}
 
     def gradient(self, place: int) -> None:
         if self._open:
             self._marks["ready"][place] = self._now()
 
     def launched(self, group: int, work: Any) -> None:
-        self._sent("launched", "done", group, work)
-
-    def gathered(self, gather: int, work: Any) -> None:
-        self._sent("gathered", "brought", gather, work)
-
-    def _sent(self, left: str, back: str, index: int, work: Any) -> None:
         if not self._open:
             return
-        self._marks[left][index] = self._now()
-        done = self._marks[back]
+        self._marks["launched"][group] = self._now()
+        done = self._marks["done"]
         if not self._cuda and hasattr(work, "get_future"):
             # The worker thread that finished the collective writes the time down.
-            work.get_future().add_done_callback(lambda _: done.setdefault(index, time.perf_counter()))
+            work.get_future().add_done_callback(lambda _: done.setdefault(group, time.perf_counter()))
 
     def end(self) -> None:
         if not self._open:
@@ -105,14 +95,12 @@ class Recorder:
             ready_s=ready,
             launched_s=self._times(begin, marks["launched"]),
             done_s=self._times(begin, marks["done"]),
-            gathered_s=self._times(begin, marks["gathered"]),
-            brought_s=self._times(begin, marks["brought"]),
             computed_s=max(ready.values(), default=ended),
             ended_s=ended,
         )
 
     def _times(self, begin: Any, marks: dict[int, Any]) -> dict[int, float]:
-        # A copy: a gather of the round before may come in at this moment.
+        # A copy: the thread that finishes a collective may write to it at this moment.
         return {index: self._since(begin, mark) for index, mark in dict(marks).items()}
 
     def _now(self) -> Any:

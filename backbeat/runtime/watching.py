@@ -64,12 +64,10 @@ def watch(
 
 def watch_last(parameters: Sequence[Parameter], handles: list[Any]) -> None:
     """The user's own hooks on a gradient come before ours, which may take it away."""
-    # A parameter that waits for its update must not take this for a look at its values.
-    with torch._C.DisableTorchFunctionSubclass():
-        for parameter, handle in zip(parameters, handles, strict=True):
-            hooks: Any = parameter._post_accumulate_grad_hooks
-            if len(hooks) > 1 and handle.id in hooks and next(reversed(hooks)) != handle.id:
-                hooks[handle.id] = hooks.pop(handle.id)
+    for parameter, handle in zip(parameters, handles, strict=True):
+        hooks: Any = parameter._post_accumulate_grad_hooks
+        if len(hooks) > 1 and handle.id in hooks and next(reversed(hooks)) != handle.id:
+            hooks[handle.id] = hooks.pop(handle.id)
 
 
 def unwatch(handles: list[Any]) -> None:

@@ -23,7 +23,8 @@ class Word:
     def __init__(self, rank: int, ranks: int, *, strict: bool) -> None:
         self._rank = rank
         self._ranks = ranks
-        self._strict = strict
+        self.strict = strict
+        """The word is never read late; holds from the next partition on."""
         self.regular = False
         """As far as is known, every parameter arrived once on every rank in the step before."""
         self.attentive = False
@@ -46,8 +47,8 @@ class Word:
         tail = buckets[-1]
         dtype = torch.float32 if encoded else tail.wire or tail.dtype
         self._ledger = control.Ledger(self.layout, self._rank, dtype, tail.device)
-        late = tail.device.type in deferral.DEVICES and not self._strict and not any(b.sparse for b in buckets)
-        self._deferral = Deferral(self._ledger, [bucket.reduced for bucket in buckets]) if late else None
+        late = tail.device.type in deferral.DEVICES and not self.strict and not any(b.sparse for b in buckets)
+        self._deferral = Deferral(self._ledger, [bucket.payload for bucket in buckets]) if late else None
         self._names = names
         self._where = f"group {len(buckets) - 1}, {names[tail.members[-1]]}"
 

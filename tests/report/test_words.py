@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 import backbeat as bb
@@ -40,6 +41,19 @@ def test_where_even_the_first_point_loses_no_number_is_advised() -> None:
     assert said.verdict == "no"
     assert said.headline.startswith("Not worth it on this network: 64 GPUs")
     assert "Every added one" in said.scales
+
+
+def test_a_decoupled_plan_is_not_advised_to_be_run() -> None:
+    profile = make_profile([10**7] * 20, [2e-3 * place for place in range(1, 21)], forward=60e-3)
+    profile = msgspec.structs.replace(
+        profile, gradients=tuple(msgspec.structs.replace(one, forward_s=3e-3) for one in profile.gradients)
+    )
+    made = study(profile, affine(5e-4, 4e-10), [4, 8], strategies=["decoupled"])
+    assert made.best_label == "decoupled"
+    first = answer(made, command="backbeat plan a b --workers 8 -o plan.json").actions[0]
+    assert first.title.startswith("A decoupled plan: ")
+    assert "does not run it" in first.text
+    assert first.code == ""
 
 
 def test_a_better_plan_comes_with_the_line_of_code_and_what_it_saves() -> None:

@@ -36,7 +36,7 @@ def a_failed_step(ctx: Context) -> None:
         wrapped = wrap(ctx, SOME, Breakable, strict=True)
         optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.05)
         if attached:
-            wrapped.attach(optimizer)
+            wrapped.attach(optimizer, max_grad_norm=None)
         for step in range(3):
             backward(ctx, wrapped, step)
             optimizer.step()
@@ -67,7 +67,7 @@ def a_failed_step_that_autograd_lets_go_of_late(ctx: Context) -> None:
     between that and its backward, where updates would change what it has to be computed with."""
     wrapped = wrap(ctx, SOME, Breakable, strict=True)
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.05)
-    wrapped.attach(optimizer)
+    wrapped.attach(optimizer, max_grad_norm=None)
     for step in range(2):
         backward(ctx, wrapped, step)
         optimizer.step()
@@ -117,7 +117,7 @@ def infinite_gradients_are_named(ctx: Context) -> None:
     """With updates handed over too; the next step works, and the weights are finite and alike."""
     # A GPU that is not asked would tell with the next backward, as `read_late` has it.
     wrapped = wrap(ctx, SOME, strict=True)
-    wrapped.attach(torch.optim.SGD(wrapped.parameters(), lr=0.1))
+    wrapped.attach(torch.optim.SGD(wrapped.parameters(), lr=0.1), max_grad_norm=None)
     backward(ctx, wrapped, 0)
     handle = wrapped.module[2].bias.register_hook(lambda g: g + float("inf") if ctx.rank == 0 else g)
     raises(NonFiniteError, lambda: backward(ctx, wrapped, 1), "the gradient of '2.bias' is not finite on rank 0")
@@ -126,6 +126,33 @@ def infinite_gradients_are_named(ctx: Context) -> None:
         backward(ctx, wrapped, step)
     same_everywhere(ctx, wrapped.module, "after a fault")
     assert all(bool(parameter.isfinite().all()) for parameter in wrapped.parameters())
+
+
+@check
+def clipped_updates_of_a_failed_step_are_left_out(ctx: Context) -> None:
+    """On every rank, also where the ranks' word is read one step late otherwise; what it sent is taken back."""
+    from backbeat.runtime import deferral
+
+    for kinds in ({"cuda"}, {"cuda", "cpu"}):
+        deferral.DEVICES = kinds
+        try:
+            wrapped = wrap(ctx, SOME, every=2)
+            wrapped.attach(torch.optim.SGD(wrapped.parameters(), lr=0.1, momentum=0.9), max_grad_norm=0.01)
+            for step in range(4):
+                backward(ctx, wrapped, step)
+            weights = [parameter.detach().clone() for parameter in wrapped.parameters()]
+            handle = wrapped.module[2].weight.register_hook(lambda g: g * float("nan") if ctx.rank == 0 else g)
+            raises(NonFiniteError, lambda w=wrapped: backward(ctx, w, 4), "'2.weight' is not finite on rank 0")
+            handle.remove()
+            for old, parameter in zip(weights, wrapped.parameters(), strict=True):
+                assert torch.equal(old, parameter), "a failed step was applied"
+            for step in range(5, 8):
+                wrapped.zero_grad()
+                backward(ctx, wrapped, step)
+            same_everywhere(ctx, wrapped.module, "after a failed step")
+            assert all(bool(value.isfinite().all()) for value in owed(ctx, wrapped).values())
+        finally:
+            deferral.DEVICES = {"cuda"}
 
 
 @check
@@ -138,7 +165,7 @@ def read_late(ctx: Context) -> None:
         for attached in (False, True):
             wrapped = wrap(ctx, SOME)
             if attached:
-                wrapped.attach(torch.optim.SGD(wrapped.parameters(), lr=0.1))
+                wrapped.attach(torch.optim.SGD(wrapped.parameters(), lr=0.1), max_grad_norm=None)
             for step in range(4):
                 wrapped.zero_grad()
                 backward(ctx, wrapped, step)
@@ -285,7 +312,7 @@ def late_gradients_meet_an_update(ctx: Context) -> None:
     rate = 1e-3
     wrapped = wrap(ctx, SOME, Again)
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=rate)
-    wrapped.attach(optimizer)
+    wrapped.attach(optimizer, max_grad_norm=None)
     before = {name: parameter.detach().clone() for name, parameter in wrapped.module.named_parameters()}
     total: dict[str, Any] = {}
 

@@ -30,7 +30,6 @@ def _kind(error: AssertionError) -> str:
 
 def run(request: dict[str, Any]) -> dict[str, str]:
     import change_checks
-    import decoupled_checks
     import encoded_checks
     import encoded_faults
     import runtime_checks
@@ -48,8 +47,8 @@ def run(request: dict[str, Any]) -> dict[str, str]:
         torch.cuda.set_device(0)
     warnings.simplefilter("ignore")
     # Reads the ranks' word one step late, as on a GPU.
-    route = {"deferred": "backbeat", "decoupled-deferred": "decoupled"}.get(request["route"], request["route"])
-    late = route != request["route"]
+    late = request["route"] == "deferred"
+    route = "backbeat" if late else request["route"]
     deferral.DEVICES = {"cuda", "cpu"} if late else {"cuda"}
     if request["timeout"] < 30:
         # Ranks are made to fail here: those that answer do so at once, those that do not are not waited for long.
@@ -68,7 +67,6 @@ def run(request: dict[str, Any]) -> dict[str, str]:
         known = {
             **runtime_scenarios.SCENARIOS,
             **runtime_checks.CHECKS,
-            **decoupled_checks.CHECKS,
             **encoded_checks.CHECKS,
             **encoded_faults.CHECKS,
             **change_checks.CHECKS,

@@ -37,11 +37,6 @@ class Context:
             return TorchDDP(model, **options)
         from backbeat.runtime import DistributedDataParallel
 
-        if self.route == "decoupled":
-            options.pop("channels", None)
-            wrapped = DistributedDataParallel(model, plan=in_halves(plan or small_plan(model)), **options)
-            self.attach(wrapped, torch.optim.SGD(model.parameters(), lr=0.0))
-            return wrapped
         if self.route == "encoded":
             wrapped = DistributedDataParallel(model, plan=all_sent(plan or small_plan(model), model), **options)
             assert type(wrapped.reducer.delivery).__name__ == "EncodedDelivery"
@@ -57,12 +52,6 @@ class Context:
         # Or the route would silently be another one's.
         assert self.route != "two-channels" or len(wrapped.links) == 2
         return wrapped
-
-    def attach(self, wrapped: Any, optimizer: torch.optim.Optimizer) -> None:
-        if self.route == "decoupled":
-            wrapped.attach(optimizer)
-            # Or the route would silently be another one's.
-            assert type(wrapped.reducer.delivery).__name__ == "DecoupledDelivery"
 
     def data(self, *shape: int, step: int, rank: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(1000 * step + rank + 1)
@@ -161,25 +150,9 @@ def all_sent(plan: Plan, model: nn.Module) -> Plan:
     return Plan(strategy=plan.strategy, model=plan.model, channels=plan.channels, groups=tuple(groups))
 
 
-def in_halves(plan: Plan, size: int = 3) -> Plan:
-    """The same groups scattered, and gathered in forward order in groups of another size."""
-    names = [name for group in plan.groups for name in group.gradients][::-1]
-    gathered = [names[start : start + size] for start in range(0, len(names), size)]
-    return Plan(
-        strategy=plan.strategy,
-        model=plan.model,
-        channels=1,
-        groups=(
-            *(Group(gradients=group.gradients, channel=0, phase="reduce_scatter") for group in plan.groups),
-            *(Group(gradients=tuple(group), channel=0, phase="all_gather") for group in gathered),
-        ),
-    )
-
-
 def train(ctx: Context, model: nn.Module, wrapped: Any, oracle: Oracle, steps: int = 3, lr: float = 0.1) -> None:
     """Ordinary steps, compared after each."""
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=lr)
-    ctx.attach(wrapped, optimizer)
     others = [torch.optim.SGD(replica.parameters(), lr=lr) for replica in oracle.replicas]
     for step in range(steps):
         optimizer.zero_grad()

@@ -41,7 +41,6 @@ def join(ctx: Context) -> None:
     for by_initial in (True, False):
         wrapped, oracle = start(ctx)
         optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.05)
-        ctx.attach(wrapped, optimizer)
         others = [torch.optim.SGD(replica.parameters(), lr=0.05) for replica in oracle.replicas]
         with wrapped.join(divide_by_initial_world_size=by_initial):
             for step in range(3 + ctx.rank):

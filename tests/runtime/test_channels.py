@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from datetime import timedelta
 from types import SimpleNamespace
@@ -60,26 +59,3 @@ def test_one_channel_is_the_process_group_itself(groups: list[Group]) -> None:
     links.grow(2)
     assert links.backends() == [group.library for group in groups]
     assert os.environ[LAUNCH_ORDER] == "1"
-
-
-def test_what_outlasts_the_step_leaves_the_process_group_to_others(
-    groups: list[Group], caplog: pytest.LogCaptureFixture
-) -> None:
-    links = Channels(groups[0], CARD, 1, apart=True)  # type: ignore[arg-type]
-    assert links[0].backend(CARD) is groups[1].library
-    # A peer that is lost may be noticed there first.
-    assert groups[0].library in links.backends()
-    # Ordered launches would wait for each other all the same.
-    assert os.environ[LAUNCH_ORDER] != "1"
-    assert not caplog.records
-
-
-def test_ordered_launches_are_warned_of(
-    groups: list[Group], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(LAUNCH_ORDER, "1")
-    with caplog.at_level(logging.WARNING, logger="backbeat.runtime"):
-        Channels(groups[0], CARD, 1, apart=True)  # type: ignore[arg-type]
-    (record,) = caplog.records
-    assert LAUNCH_ORDER in record.getMessage()
-    assert "broadcast_buffers=False" in record.getMessage()

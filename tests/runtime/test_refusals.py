@@ -12,7 +12,7 @@ from torch import nn
 
 from backbeat.errors import InputError
 from backbeat.model import Gradient, Group, Plan, Profile
-from backbeat.runtime import DistributedDataParallel, handover
+from backbeat.runtime import DistributedDataParallel, updates
 from backbeat.runtime.arguments import TORCH_SIGNATURE, bind, resolve_plan, respread
 from backbeat.runtime.refusals import check_model
 
@@ -128,5 +128,22 @@ def test_an_optimizer_inside_another_is_asked_for() -> None:
 
     inner = torch.optim.AdamW(nn.Linear(2, 2).parameters())
     with pytest.raises(InputError, match=r"got Prepared, which wraps AdamW: .*attach\(optimizer.optimizer\)"):
-        handover.check(Prepared(inner), per_parameter=False)
-    handover.check(inner, per_parameter=False)
+        _attach(Prepared(inner))
+    _attach(inner)
+
+
+def _attach(optimizer: torch.optim.Optimizer) -> None:
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    updates.check(optimizer, parameters, max_grad_norm=None, grad_scaler=None, per_parameter=False)
+
+
+@pytest.mark.parametrize("backend", ["backbeat", "ddp"])
+def test_decoupled_plans_are_refused_by_name(backend: str, tmp_path: Path, one_rank: None) -> None:
+    halves = tuple(
+        Group(gradients=("bias", "weight"), channel=0, phase=phase) for phase in ("reduce_scatter", "all_gather")
+    )
+    plan = Plan(strategy="decoupled", model="m", channels=1, groups=halves)
+    plan.save(tmp_path / "plan.json")
+    for given in (plan, tmp_path / "plan.json", "decoupled"):
+        with pytest.raises(InputError, match=r"predicted .* and replayed .*, not run: make a plan of strategy best"):
+            DistributedDataParallel(nn.Linear(2, 2), plan=given, backend=backend)

@@ -6,9 +6,9 @@
     python validation/planners/fewer.py --count
 
 The two are predicted to take the same time: what differs is what no prediction knows, the host's time for each group
-and what a slower link does to a plan without slack. Profiles are replayed, or a model is really trained; plans take
-turns in one run. FILE is a list of rows and is added to. Needs root; with --backend nccl a GPU. `--count` only plans:
-every bundled bf16 profile on every bundled network, 8 to 512 workers.
+and what a slower link does to a plan without slack. Profiles are replayed, or a model is really trained, without
+`decoupled`, which is not run; plans take turns in one run. FILE is a list of rows and is added to. Needs root; with
+--backend nccl a GPU. `--count` only plans: every bundled bf16 profile on every bundled network, 8 to 512 workers.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ def main() -> None:
         if options.train is not None:
             profile = experiment.profile_training(session, options.train, options.batch_size, seconds)
             network = calibrated(session, setting, profile, budget).network
-            made = both_ways(profile, network)
+            made = [one for one in both_ways(profile, network) if not one[1].decoupled]
             results, _ = experiment.train(session, setting, options.train, options.batch_size, made, seconds)
             found += rows_of(results, facts | {"model": options.train, "how": "trained"})
             write(options.file, json.dumps(found, indent=1).encode() + b"\n")
