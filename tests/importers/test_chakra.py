@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from backbeat.cli import app
 from backbeat.errors import InputError
-from backbeat.measure.chakra import COLLECTIVE, COMPUTE, Node, _encoded, _text, _varint, dump, load, read_nodes
+from backbeat.importers.chakra import COLLECTIVE, COMPUTE, Node, _encoded, _text, _varint, dump, load, read_nodes
 from backbeat.model import Gradient, Plan, Profile, files
 
 
