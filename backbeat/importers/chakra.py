@@ -1,31 +1,59 @@
-"""Chakra execution traces, in and out: the few messages of its public schema (et_def.proto) that a profile needs.
+"""Profiles from Chakra execution traces: the few fields of its public schema (et_def.proto) that a profile needs.
 
-A file is a row of length-prefixed protobuf messages: the metadata, then one message a node. Reading, every all-reduce
-is one gradient, ready when the computation it depends on has ended. Durations are whole microseconds.
+A file is a row of length-prefixed protobuf messages: the metadata, then one message a node. Every all-reduce is one
+gradient, ready when the computation it depends on has ended. Durations are whole microseconds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cache
+from io import BytesIO
 from pathlib import Path
+from typing import Any
 
-from backbeat.errors import InputError
+from backbeat.errors import InputError, MissingPartError
 from backbeat.model import files
-from backbeat.model.plan import Plan
 from backbeat.model.profile import Gradient, Profile
 from backbeat.model.source import Source
 
 COMPUTE, COLLECTIVE = 4, 7
 """Node types: COMP_NODE and COMM_COLL_NODE."""
 ALL_REDUCE = 0
-_VERSION = "0.0.4"
 _FORWARD = "forward"
 _LARGEST = 2**50
-_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
-# Fields of AttributeProto that hold one whole number; those after them hold lists of it.
-_ZIGZAG = (15, 17)
-_INTEGERS = range(7, 28, 2)
+# Field numbers and types. Names are bytes, since text that is not UTF-8 is no reason to refuse a trace.
+_INTEGERS = (
+    "int32",
+    "int64",
+    "uint32",
+    "uint64",
+    "sint32",
+    "sint64",
+    "fixed32",
+    "fixed64",
+    "sfixed32",
+    "sfixed64",
+    "bool",
+)
+_FIELDS: dict[str, dict[str, tuple[int, str]]] = {
+    "GlobalMetadata": {},
+    "AttributeProto": {
+        "name": (1, "bytes"),
+        **{f"{kind}_val": (number, kind) for number, kind in zip(range(7, 28, 2), _INTEGERS, strict=True)},
+    },
+    "Node": {
+        "id": (1, "uint64"),
+        "name": (2, "bytes"),
+        "type": (3, "int32"),
+        "ctrl_deps": (4, "repeated uint64"),
+        "data_deps": (5, "repeated uint64"),
+        "duration_micros": (7, "uint64"),
+        "attr": (10, "repeated AttributeProto"),
+    },
+}
 
 
 @dataclass(slots=True)
@@ -87,49 +115,67 @@ def load(path: str | Path, *, batch_size: int | None = None, model: str | None =
     )
 
 
-def dump(profile: Profile, plan: Plan, path: str | Path) -> None:
-    """Write one worker's iteration under a plan: forward, backward in pieces, an all-reduce a group, and the update."""
-    plan.check(profile)
-    ready = {gradient.name: gradient for gradient in profile.gradients}
-    groups = sorted(
-        (max(ready[name].ready_s for name in group.gradients), place, group) for place, group in enumerate(plan.groups)
-    )
-    nodes = [Node(0, _FORWARD, COMPUTE, [], _micros(profile.forward_s))]
-    last, at = 0, 0
-    channel: dict[int, int] = {}
-    sums: list[int] = []
-    for moment, place, group in groups:
-        if _micros(moment) > at:
-            nodes.append(Node(len(nodes), f"backward before group {place}", COMPUTE, [last], _micros(moment) - at))
-            last, at = nodes[-1].id, _micros(moment)
-        needs = [last, *([channel[group.channel]] if group.channel in channel else [])]
-        size = sum(ready[name].bytes for name in group.gradients)
-        attributes = {"comm_type": ALL_REDUCE, "comm_size": size, "channel": group.channel}
-        nodes.append(Node(len(nodes), f"all-reduce {group.gradients[0]}", COLLECTIVE, needs, 0, attributes))
-        channel[group.channel] = nodes[-1].id
-        sums.append(nodes[-1].id)
-    if _micros(profile.backward_s) > at:
-        nodes.append(Node(len(nodes), "backward after groups", COMPUTE, [last], _micros(profile.backward_s) - at))
-        last = nodes[-1].id
-    nodes.append(Node(len(nodes), "update", COMPUTE, [last, *sums], _micros(profile.update_s)))
-    metadata = _text(1, _VERSION)
-    files.write(path, b"".join(_varint(len(one)) + one for one in [metadata, *map(_encoded, nodes)]))
+@cache
+def messages() -> dict[str, Any]:
+    """The protobuf classes of the schema, by name."""
+    try:
+        from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+    except ModuleNotFoundError:
+        raise MissingPartError("Chakra traces need protobuf: pip install 'backbeat[import]'") from None
+    # In proto2, which is the default here, a field that was written as 0 differs from one that was not written.
+    schema = descriptor_pb2.FileDescriptorProto(name="backbeat/chakra.proto", package="backbeat.chakra")
+    for message, fields in _FIELDS.items():
+        described = schema.message_type.add(name=message)
+        for name, (number, declared) in fields.items():
+            label, kind = "REPEATED" if " " in declared else "OPTIONAL", declared.split()[-1]
+            one = described.field.add(name=name, number=number, label=f"LABEL_{label}")
+            if kind in _FIELDS:
+                one.type, one.type_name = one.TYPE_MESSAGE, f".{schema.package}.{kind}"
+            else:
+                one.type = one.Type.Value(f"TYPE_{kind.upper()}")
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(schema)
+    return {
+        name: message_factory.GetMessageClass(pool.FindMessageTypeByName(f"{schema.package}.{name}"))
+        for name in _FIELDS
+    }
 
 
 def read_nodes(raw: bytes, where: str) -> list[Node]:
-    nodes: list[Node] = []
-    seen: set[int] = set()
-    for place, message in enumerate(_messages(raw, where)):
-        if place == 0:
-            continue
-        node = _node(message, where)
-        if node.id in seen:
-            raise InputError(f"{where}: node {node.id} occurs twice: the trace is damaged")
-        seen.add(node.id)
-        nodes.append(node)
-    if not nodes:
+    kinds = messages()
+    from google.protobuf.message import DecodeError
+    from google.protobuf.proto import parse_length_prefixed
+
+    source = BytesIO(raw)
+    try:
+        parse_length_prefixed(kinds["GlobalMetadata"], source)
+        found = list(iter(lambda: parse_length_prefixed(kinds["Node"], source), None))
+    except (DecodeError, ValueError, OverflowError) as error:
+        raise InputError(f"{where}: {error}: the trace is damaged or cut short, or is no Chakra trace") from None
+    if not found:
         raise InputError(f"{where}: no nodes in it: give a Chakra execution trace (.et)")
-    return nodes
+    for one, times in Counter(message.id for message in found).most_common(1):
+        if times > 1:
+            raise InputError(f"{where}: node {one} occurs {times} times: the trace is damaged")
+    return [_node(message, where) for message in found]
+
+
+def _node(message: Any, where: str) -> Node:
+    if message.duration_micros > _LARGEST:
+        raise InputError(f"{where}: duration_micros is {message.duration_micros}: the trace is damaged")
+    return Node(
+        id=message.id,
+        name=message.name.decode("utf-8", errors="replace"),
+        type=message.type,
+        needs=[*message.ctrl_deps, *message.data_deps],
+        micros=message.duration_micros,
+        attributes={
+            attribute.name.decode("utf-8", errors="replace"): int(value)
+            for attribute in message.attr
+            for what, value in attribute.ListFields()
+            if what.name != "name"
+        },
+    )
 
 
 def _schedule(nodes: list[Node], where: str) -> tuple[dict[int, int], dict[int, bool]]:
@@ -172,126 +218,3 @@ def _size(node: Node, where: str) -> int:
     if size is None or not 0 <= size <= _LARGEST:
         raise InputError(f"{where}: all-reduce {node.name!r} has comm_size {size}: it must be a number of bytes")
     return size
-
-
-def _micros(seconds: float) -> int:
-    return round(seconds * 1e6)
-
-
-def _messages(raw: bytes, where: str) -> Iterator[bytes]:
-    at = 0
-    while at < len(raw):
-        length, at = _number(raw, at, where)
-        if at + length > len(raw):
-            raise InputError(f"{where}: the trace ends in the middle: it was cut short, or is no Chakra trace")
-        yield raw[at : at + length]
-        at += length
-
-
-def _fields(message: bytes, where: str) -> Iterator[tuple[int, int | bytes]]:
-    at = 0
-    while at < len(message):
-        key, at = _number(message, at, where)
-        kind = key & 7
-        if kind == _VARINT:
-            value, at = _number(message, at, where)
-            yield key >> 3, value
-            continue
-        if kind == _BYTES:
-            length, at = _number(message, at, where)
-        elif kind in (_FIXED64, _FIXED32):
-            length = 8 if kind == _FIXED64 else 4
-        else:
-            raise InputError(f"{where}: a field of kind {kind}: the trace is damaged, or is no Chakra trace")
-        piece = message[at : at + length]
-        if len(piece) < length:
-            raise InputError(f"{where}: a field is longer than its message: the trace is damaged")
-        at += length
-        yield key >> 3, piece if kind == _BYTES else int.from_bytes(piece, "little")
-
-
-def _number(raw: bytes, at: int, where: str) -> tuple[int, int]:
-    value = 0
-    for shift in range(0, 70, 7):
-        if at >= len(raw):
-            break
-        byte = raw[at]
-        at += 1
-        value |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            return value & 0xFFFF_FFFF_FFFF_FFFF, at
-    raise InputError(f"{where}: a number is cut short or too long: the trace is damaged, or is no Chakra trace")
-
-
-def _node(message: bytes, where: str) -> Node:
-    node = Node(0, "", 0)
-    for number, value in _fields(message, where):
-        if isinstance(value, int):
-            if number == 1:
-                node.id = value
-            elif number == 3:
-                node.type = value
-            elif number in (4, 5):
-                node.needs.append(value)
-            elif number == 7:
-                node.micros = _plausible(value, "duration_micros", where)
-        elif number == 2:
-            node.name = value.decode("utf-8", errors="replace")
-        elif number in (4, 5):
-            at = 0
-            while at < len(value):
-                one, at = _number(value, at, where)
-                node.needs.append(one)
-        elif number == 10:
-            _attribute(value, node, where)
-    return node
-
-
-def _plausible(micros: int, what: str, where: str) -> int:
-    if micros > _LARGEST:
-        raise InputError(f"{where}: {what} is {micros}: the trace is damaged")
-    return micros
-
-
-def _attribute(message: bytes, node: Node, where: str) -> None:
-    name, found = "", None
-    for number, value in _fields(message, where):
-        if number == 1 and isinstance(value, bytes):
-            name = value.decode("utf-8", errors="replace")
-        elif number in _INTEGERS and isinstance(value, int):
-            found = (value >> 1) ^ -(value & 1) if number in _ZIGZAG else value
-    if found is not None:
-        node.attributes[name] = found
-
-
-def _encoded(node: Node) -> bytes:
-    parts = [_integer(1, node.id), _text(2, node.name), _integer(3, node.type)]
-    needs = b"".join(_varint(one) for one in node.needs)
-    if needs:
-        parts.append(_varint(5 << 3 | _BYTES) + _varint(len(needs)) + needs)
-    parts.append(_integer(7, node.micros))
-    attributes = [(name, _integer(9, value)) for name, value in node.attributes.items()]
-    # Simulators that read these traces run a node on the device only where it says so.
-    attributes.append(("is_cpu_op", _varint(27 << 3 | _VARINT) + _varint(0)))
-    for name, value in attributes:
-        body = _text(1, name) + value
-        parts.append(_varint(10 << 3 | _BYTES) + _varint(len(body)) + body)
-    return b"".join(parts)
-
-
-def _integer(number: int, value: int) -> bytes:
-    return _varint(number << 3 | _VARINT) + _varint(value)
-
-
-def _text(number: int, text: str) -> bytes:
-    raw = text.encode()
-    return _varint(number << 3 | _BYTES) + _varint(len(raw)) + raw
-
-
-def _varint(value: int) -> bytes:
-    out = bytearray()
-    while value >= 0x80:
-        out.append(value & 0x7F | 0x80)
-        value >>= 7
-    out.append(value)
-    return bytes(out)
