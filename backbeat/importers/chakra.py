@@ -26,18 +26,8 @@ _FORWARD = "forward"
 _LARGEST = 2**50
 # Field numbers and types. Names are bytes, since text that is not UTF-8 is no reason to refuse a trace.
 _INTEGERS = (
-    "int32",
-    "int64",
-    "uint32",
-    "uint64",
-    "sint32",
-    "sint64",
-    "fixed32",
-    "fixed64",
-    "sfixed32",
-    "sfixed64",
-    "bool",
-)
+    "int32", "int64", "uint32", "uint64", "sint32", "sint64", "fixed32", "fixed64", "sfixed32", "sfixed64", "bool",
+)  # fmt: skip
 _FIELDS: dict[str, dict[str, tuple[int, str]]] = {
     "GlobalMetadata": {},
     "AttributeProto": {
