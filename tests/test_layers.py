@@ -16,7 +16,8 @@ LEFT_OF = {
     "cost": BASE,
     "simulate": [*BASE, "cost"],
     "planners": [*BASE, "cost", "simulate"],
-    "report": [*BASE, "cost", "simulate", "planners"],
+    "importers": [*BASE, "cost", "simulate", "planners"],
+    "report": [*BASE, "cost", "simulate", "planners", "importers"],
 }
 
 

@@ -97,8 +97,8 @@ def read_lab(path: str | Path, profile: Profile) -> list[Measured]:
 
 def read_trace(path: str | Path) -> list[Measured]:
     """One iteration of a trace that torch.profiler exported: the last whole one."""
-    from backbeat.measure.trace_collect import collect
-    from backbeat.measure.trace_events import TraceReader
+    from backbeat.importers.trace_events import TraceReader
+    from backbeat.importers.trace_facts import collect
 
     where = Path(path)
     if not where.is_file():

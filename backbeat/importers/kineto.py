@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from backbeat.errors import InputError
-from backbeat.measure.device_clock import DeviceClock, arrays, common, union
-from backbeat.measure.trace_collect import Facts, Mark, Ready, Transfer, collect
-from backbeat.measure.trace_events import TraceReader
+from backbeat.importers.trace_clock import DeviceClock, arrays, common, union
+from backbeat.importers.trace_events import TraceReader
+from backbeat.importers.trace_facts import Facts, Mark, Ready, Transfer, collect
 from backbeat.model.profile import Gradient, Profile
 from backbeat.model.source import Source
 from backbeat.units import format_bytes, format_seconds

@@ -12,7 +12,7 @@ from statistics import median
 from typing import Any, Literal
 
 from backbeat.errors import InputError
-from backbeat.measure.nccl_runs import PROGRAM, Run, json_runs, text_runs
+from backbeat.importers.nccl_runs import PROGRAM, Run, json_runs, text_runs
 from backbeat.model import files
 from backbeat.model.network import CollectiveTimes, Network, Topology
 from backbeat.model.source import Source

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from backbeat.cli import app
 from backbeat.errors import InputError
-from backbeat.measure.nccl_tests import load, parse
+from backbeat.importers.nccl_tests import load, parse
 from backbeat.model import Network, files
 
 SIZES = [1024 * 4**step for step in range(9)]

@@ -9,7 +9,7 @@ import numpy as np
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from backbeat.measure.trace_collect import Facts, Mark
+    from backbeat.importers.trace_facts import Facts, Mark
 
 
 class DeviceClock:

@@ -18,8 +18,8 @@ from typer.testing import CliRunner
 
 from backbeat.cli import app
 from backbeat.errors import InputError
-from backbeat.measure.kineto import load
-from backbeat.measure.trace_events import TraceReader
+from backbeat.importers.kineto import load
+from backbeat.importers.trace_events import TraceReader
 from backbeat.model import Profile, files
 
 NODE = "autograd::engine::evaluate_function: "
@@ -297,7 +297,7 @@ def test_events_survive_any_chunking(tmp_path: Path, monkeypatch: pytest.MonkeyP
     made["traceEvents"][0]["name"] = 'brace } quote " back\\slash ünïcode \u2028'
     path = write(tmp_path, made)
     for size in (1, 7, 64, 4096):
-        monkeypatch.setattr("backbeat.measure.trace_events._CHUNK", size)
+        monkeypatch.setattr("backbeat.importers.trace_events._CHUNK", size)
         reader = TraceReader(path)
         assert list(reader) == made["traceEvents"]
         assert reader.top["traceName"] == "made up"
@@ -316,7 +316,7 @@ def test_a_large_trace_needs_little_memory(tmp_path: Path) -> None:
         file.write(",\n".join(json.dumps(event) for event in made["traceEvents"]) + "\n]}")
     assert path.stat().st_size > 55e6
     program = (
-        "import resource, sys\nfrom backbeat.measure.kineto import load\n"
+        "import resource, sys\nfrom backbeat.importers.kineto import load\n"
         "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\nload(sys.argv[1])\n"
         "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)"
     )

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import codecs
 import gzip
 import json
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import Any, TextIO
 
 from backbeat.errors import InputError
 
@@ -33,22 +32,17 @@ class TraceReader:
     def __iter__(self) -> Iterator[dict[str, Any]]:
         try:
             with self.path.open("rb") as plain:
-                packed = plain.read(2) == b"\x1f\x8b"
-                plain.seek(0)
-                if packed:
-                    with gzip.GzipFile(fileobj=plain) as unpacked:
-                        yield from self._read(unpacked)
-                else:
-                    yield from self._read(plain)
+                opened = gzip.open if plain.read(2) == b"\x1f\x8b" else open
+            with opened(self.path, "rt", encoding="utf-8", errors="replace") as text:
+                yield from self._read(text)
         except (EOFError, gzip.BadGzipFile, zlib.error) as error:
             why = f"the compressed file is damaged or cut short ({error}): copy it again"
             raise InputError(f"{self.path}: {why}") from None
         except OSError as error:
             raise InputError(f"{self.path}: cannot be read ({error.strerror}): give another file") from None
 
-    def _read(self, file: Any) -> Iterator[dict[str, Any]]:
-        self._file: IO[bytes] = file
-        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    def _read(self, file: TextIO) -> Iterator[dict[str, Any]]:
+        self._file = file
         first = self._peek()
         if first == "[":
             yield from self._events()
@@ -115,8 +109,7 @@ class TraceReader:
                 raise self._cut_short()
 
     def _more(self) -> bool:
-        raw = self._file.read(_CHUNK)
-        more = self._utf8.decode(raw, final=not raw)
+        more = self._file.read(_CHUNK)
         self._passed += self._at
         self._text = self._text[self._at :] + more
         self._at = 0

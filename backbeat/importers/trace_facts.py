@@ -1,4 +1,4 @@
-"""The facts of a torch.profiler trace that a profile is made of, in arrays, so that a large trace stays small."""
+"""What a profile needs of a torch.profiler trace, in arrays, so that a large trace stays small."""
 
 from __future__ import annotations
 
