@@ -8,11 +8,10 @@ in text, so every name is escaped.
 from __future__ import annotations
 
 import html
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from backbeat.report.canvas import COLOURS, COMPUTE, Drawing, axes, channels, curve, figure, mark, shade, upright
+from backbeat.report.canvas import COLOURS, COMPUTE, Drawing, axes, curve, figure, mark, rgb, shade, upright
 from backbeat.report.draw_timeline import timeline, timeline_parts
 from backbeat.report.figures import CostCurve, Exposed, GradientSizes, MemoryUse, Scaling, ScalingLine
 from backbeat.report.figures.exposed import PARTS
@@ -46,17 +45,15 @@ _ARRIVED = "#17926b"
 def scaling(data: Scaling, *, view: str = "scaling") -> Drawing:
     """`view` is `scaling` (share of perfect) or `throughput` (samples a second)."""
     traces: list[Drawing] = []
+    best = data.best
     throughput = view == "throughput"
     if throughput:
-        counts = sorted({count for line in data.lines for count in line.workers})
-        perfect = [count * data.alone_per_s for count in counts]
-        traces.append(curve("perfect", counts, perfect, COMPUTE, dash="dot", hoverinfo="skip"))
-    # Only the best of the bands is drawn: several on top of each other say nothing.
-    widest = max(data.lines, key=lambda line: line.scaling[-1])
+        perfect = [count * data.alone_per_s for count in data.counts]
+        traces.append(curve("perfect", data.counts, perfect, COMPUTE, dash="dot", hoverinfo="skip"))
     for place, line in enumerate(data.lines):
         colour = COLOURS[place % len(COLOURS)]
         values = line.samples_per_s if throughput else [100 * share for share in line.scaling]
-        if line is widest:
+        if line is best:
             traces += _band(line, colour, data.alone_per_s if throughput else None)
         rows = [
             [format_seconds(seconds), f"{share:.1%}", f"{rate:,.0f}", limit, " (extrapolated)" if beyond else ""]
@@ -73,22 +70,19 @@ def scaling(data: Scaling, *, view: str = "scaling") -> Drawing:
                 "%{customdata[3]}<extra></extra>",
             }
         )
-        if line is widest and line.knee is not None:
+        if line is best and line.knee is not None:
             traces.append(_knee(line.knee, values[line.workers.index(line.knee)], colour))
-    counts = sorted({count for line in data.lines for count in line.workers})
     top: Drawing = {"title": {"text": "samples a second"}, "type": "log"}
     if not throughput:
-        least = min(share for line in data.lines for share in line.scaling)
-        floor = max(0, 10 * math.floor(10 * least - 1.5))
-        top = {"title": {"text": "share of perfect scaling"}, "ticksuffix": " %", "range": [floor, 103]}
+        top = {"title": {"text": "share of perfect scaling"}, "ticksuffix": " %", "range": list(data.range_percent)}
     return {
         "data": traces,
         "layout": axes(
             xaxis={
                 "title": {"text": "GPUs"},
                 "type": "log",
-                "tickvals": counts,
-                "ticktext": [str(count) for count in counts],
+                "tickvals": data.counts,
+                "ticktext": [str(count) for count in data.counts],
             },
             yaxis=top,
             height=420,
@@ -318,7 +312,7 @@ def _band(line: ScalingLine, colour: str, alone_per_s: float | None) -> list[Dra
             "x": [*counts, *counts[::-1]],
             "y": [*upper, *lower[::-1]],
             "fill": "toself",
-            "fillcolor": f"rgba({_rgb(colour)},.18)",
+            "fillcolor": f"rgba({','.join(map(str, rgb(colour)))},.18)",
             "line": {"width": 0},
             "mode": "lines",
             "hoverinfo": "skip",
@@ -343,7 +337,3 @@ def _knee(workers: int, value: float, colour: str) -> Drawing:
 
 def _ms(seconds: Sequence[float]) -> list[float]:
     return [one * 1e3 for one in seconds]
-
-
-def _rgb(colour: str) -> str:
-    return ",".join(str(value) for value in channels(colour))

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import html
-import math
 import textwrap
 from collections.abc import Sequence
 
 from backbeat.report.canvas import COMPUTE, Drawing, axes, shade
 from backbeat.report.figures import Timeline
-from backbeat.report.figures.timeline import Bar
+from backbeat.report.figures.timeline import Bar, SizeScale, size_scale
 from backbeat.units import format_bytes, format_seconds
 
 _LABEL_WIDTH = 56
@@ -17,7 +16,7 @@ _LABEL_WIDTH = 56
 
 def timeline_parts(timelines: Sequence[Timeline]) -> dict[str, Drawing]:
     """Each timeline's bars, lanes and end by label, coloured on one scale: a page puts any two of them together."""
-    sizes = [bar.bytes for one in timelines for bar in one.transfers if bar.bytes > 0]
+    sizes = size_scale(timelines)
     return {
         one.label: {
             "lanes": list(one.lanes),
@@ -31,7 +30,7 @@ def timeline_parts(timelines: Sequence[Timeline]) -> dict[str, Drawing]:
 def timeline(data: Timeline, other: Timeline | None = None, *, overlay: bool = False) -> Drawing:
     """One iteration, or two on one time axis: below each other, or the second as outlines over the first."""
     pair = [data] if other is None else [data, other]
-    sizes = [bar.bytes for one in pair for bar in one.transfers if bar.bytes > 0]
+    sizes = size_scale(pair)
     traces: list[Drawing] = []
     lanes: list[str] = []
     for place, one in enumerate(pair):
@@ -53,8 +52,7 @@ def timeline(data: Timeline, other: Timeline | None = None, *, overlay: bool = F
     }
 
 
-def _bars(data: Timeline, prefix: str, sizes: Sequence[int], *, outlined: bool, scale: bool) -> list[Drawing]:
-    low, high = (math.log10(min(sizes)), math.log10(max(sizes))) if sizes else (0.0, 1.0)
+def _bars(data: Timeline, prefix: str, sizes: SizeScale, *, outlined: bool, scale: bool) -> list[Drawing]:
     computing: Drawing = {
         **_intervals(data, data.compute, prefix, outlined),
         "name": f"{html.escape(data.label)}: computation",
@@ -71,13 +69,10 @@ def _bars(data: Timeline, prefix: str, sizes: Sequence[int], *, outlined: bool, 
         "hovertemplate": "<b>%{customdata[0]}</b> (%{customdata[5]})<br>%{customdata[4]}<br>%{customdata[1]} to "
         "%{customdata[2]}, %{customdata[3]} long<extra></extra>",
     }
-    span = high - low if high > low else 1.0
     groups["marker"].update(
-        color="rgba(0,0,0,0)"
-        if outlined
-        else [shade((math.log10(max(bar.bytes, 1)) - low) / span) for bar in data.transfers]
+        color="rgba(0,0,0,0)" if outlined else [shade(sizes.share(bar.bytes)) for bar in data.transfers]
     )
-    return [computing, groups, *([_scale(low, high)] if scale and high > low else [])]
+    return [computing, groups, *([_scale(sizes.low, sizes.high)] if scale and sizes.high > sizes.low else [])]
 
 
 def _scale(low: float, high: float) -> Drawing:

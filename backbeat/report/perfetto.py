@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from backbeat.model import Span
+from backbeat.report.figures.timeline import with_gradients
 
 _COMPUTE_THREAD = 1
 _FIRST_CHANNEL_THREAD = 10
@@ -36,10 +37,8 @@ def encode(document: dict[str, Any]) -> bytes:
 
 
 def _events(process: int, spans: Sequence[Span], groups: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
-    carried = [span for span in spans if span.lane != "compute" and span.name != "buffers"]
-    names = iter(groups) if len(groups) == len(carried) else iter(())
     events = []
-    for span in spans:
+    for span, gradients in with_gradients(spans, groups):
         event: dict[str, Any] = {
             "name": span.name,
             "cat": "compute" if span.lane == "compute" else "communication",
@@ -51,8 +50,7 @@ def _events(process: int, spans: Sequence[Span], groups: Sequence[Sequence[str]]
         }
         if span.lane != "compute":
             event["args"] = {"bytes": span.bytes}
-            gradients = next(names, None) if span.name != "buffers" else None
-            if gradients is not None:
+            if gradients:
                 event["args"]["gradients"] = list(gradients)
         events.append(event)
     return events

@@ -8,6 +8,7 @@ import msgspec
 from rich.table import Table
 
 from backbeat.model.source import Source
+from backbeat.report.figures.timeline import carries_gradients
 from backbeat.units import format_bytes, format_seconds, printable
 
 if TYPE_CHECKING:
@@ -91,7 +92,7 @@ def plan_table(plan: Plan, profile: Profile, result: Prediction) -> Table:
     table = Table(title=title, title_justify="left", header_style="bold")
     for heading in ("group", "channel", "gradients", "bytes", "starts", "ends"):
         table.add_column(heading, justify="left" if heading == "gradients" else "right")
-    spans = [span for span in result.timeline if span.lane != "compute" and span.name != "buffers"]
+    spans = [span for span in result.timeline if carries_gradients(span)]
     for number, span in enumerate(spans):
         table.add_row(
             str(number),
