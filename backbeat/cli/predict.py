@@ -124,7 +124,7 @@ def _share(
     """The profile at this worker's share of the global batch."""
     from backbeat.errors import InputError
     from backbeat.model import Profile
-    from backbeat.simulate.batch import at_batch
+    from backbeat.simulate.batch import at_batch, sibling
 
     if global_batch < 1:
         raise InputError(f"--global-batch is {global_batch}: it must be 1 or more")
@@ -138,8 +138,12 @@ def _share(
     batch = global_batch // parts
     if batch == one.batch_size:
         return one
-    sibling = Profile.load(other) if other else _sibling(one, name)
-    return at_batch(one, sibling, batch)
+    two = Profile.load(other) if other else sibling(one, name)
+    if two is None:
+        raise InputError(
+            f"--global-batch needs {one.name!r} at a second batch size: profile it and give --other-batch FILE"
+        )
+    return at_batch(one, two, batch)
 
 
 def _at_another_batch(row: Prediction, note: str) -> Prediction:
@@ -149,23 +153,6 @@ def _at_another_batch(row: Prediction, note: str) -> Prediction:
     return msgspec.structs.replace(
         row, notes=(*row.notes, note), extrapolated=row.extrapolated or "extrapolated" in note
     )
-
-
-def _sibling(one: Profile, name: str) -> Profile:
-    """A bundled profile of the same model, precision and device at another batch size."""
-    import re
-
-    from backbeat.errors import InputError
-    from backbeat.model import Profile
-    from backbeat.model.files import bundled
-
-    pattern = re.compile(re.sub(r"-b\d+-", r"-b\\d+-", re.escape(name).replace(r"\-", "-")))
-    found = [other for other in bundled(Profile) if other != name and pattern.fullmatch(other)]
-    if not found:
-        raise InputError(
-            f"--global-batch needs {one.name!r} at a second batch size: profile it and give --other-batch FILE"
-        )
-    return Profile.load(found[0])
 
 
 def _curves(rows: list[Prediction]) -> dict[str, list[Prediction]]:

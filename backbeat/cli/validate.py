@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from backbeat.cli.common import JsonOption, LabStrategyOption
-from backbeat.errors import InputError, MissingPartError
+from backbeat.errors import InputError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -33,7 +33,6 @@ def validate(
 ) -> None:
     """Measure a matrix of models, plans, nodes and bandwidths in the lab, and say how wrong the predictions are."""
     from backbeat.cli.common import console, print_json, say
-    from backbeat.lab import scatter
     from backbeat.lab.records import extrapolated, load, outcomes
     from backbeat.lab.statistics import speedups, summary
     from backbeat.model import files
@@ -52,12 +51,8 @@ def validate(
     report = _plain(summary(found, moved))
     report["speedup over ddp, measured"] = speedups(found, over="ddp")
     files.write(output / "summary.json", _json_bytes({**report, "outcomes": [_row(one) for one in found]}))
-    say(f"wrote {output}/summary.json")
-    try:
-        scatter.save(found, output / "scatter.svg")
-        say(f"wrote {output}/scatter.svg")
-    except MissingPartError as error:
-        say(f"no scatter.svg: {error}")
+    files.write(output / "scatter.svg", _scatter(found).encode())
+    say(f"wrote {output}/summary.json and {output}/scatter.svg")
     if json:
         print_json(report)
         return
@@ -129,6 +124,12 @@ def _json_bytes(value: Any) -> bytes:
 
 def _row(outcome: Outcome) -> dict[str, Any]:
     return {**_plain(outcome), "error": outcome.error}
+
+
+def _scatter(found: Sequence[Outcome]) -> str:
+    from backbeat.lab.scatter import scatter
+
+    return scatter(found, f"One iteration, {len(found)} cases: predicted against measured")
 
 
 def _tables(report: dict[str, Any]) -> list[Any]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from backbeat.errors import MissingPartError
 from backbeat.report import draw, plot
 from backbeat.report.figures import timeline
+from backbeat.report.tables import over_bound
 from backbeat.units import format_seconds
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ def prediction_html(prediction: Prediction) -> str:
         "scaling": f"{prediction.scaling_factor:.1%}",
         "samples/s": f"{prediction.samples_per_s:,.0f}",
         "exposed": f"{format_seconds(prediction.exposed_s)}, limited by {prediction.bottleneck}",
-        "over bound": f"{max(prediction.gap, 0.0):.1%}",
+        "over bound": f"{over_bound(prediction):.1%}",
         "groups": f"{prediction.groups} on {prediction.channels} channel{'s' if prediction.channels != 1 else ''}",
     }
     cells = "".join(f"<tr><th>{name}</th><td>{html.escape(text)}</td></tr>" for name, text in rows.items())

@@ -14,13 +14,14 @@ _COMPUTE_THREAD = 1
 _FIRST_CHANNEL_THREAD = 10
 
 
-def trace(timelines: Sequence[tuple[str, Sequence[Span], Sequence[Sequence[str]]]]) -> dict[str, Any]:
-    """(title, spans, gradients of each group) become one process each, with a thread for every lane.
+Iteration = tuple[str, Sequence[Span], Sequence[Sequence[str]]]
+"""A title, spans, and the gradients of each communication span in order, or nothing where they are not known."""
 
-    Times are microseconds. `groups` may be empty; otherwise it names the gradients of each communication span in order.
-    """
+
+def trace(iterations: Sequence[Iteration]) -> dict[str, Any]:
+    """One process for each iteration, with a thread for every lane. Times are microseconds."""
     events: list[dict[str, Any]] = []
-    for process, (title, spans, groups) in enumerate(timelines, start=1):
+    for process, (title, spans, groups) in enumerate(iterations, start=1):
         events.append(_name("process_name", process, 0, title))
         events.append({**_name("process_sort_index", process, 0, ""), "args": {"sort_index": process}})
         for lane in sorted({span.lane for span in spans}, key=_thread):

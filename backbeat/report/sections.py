@@ -9,7 +9,7 @@ from backbeat.report import draw, figures
 from backbeat.report.draw import Drawing
 from backbeat.report.figures.exposed import PARTS
 from backbeat.report.study import STOCK, Study
-from backbeat.report.tables import gpu_hours
+from backbeat.report.tables import gpu_hours, over_bound
 from backbeat.units import format_bytes, format_seconds
 
 _MOST_ROWS = 1000
@@ -73,7 +73,7 @@ def scaling_section(study: Study, samples: int) -> Section:
             (f"{gpu_hours(point, samples):,.2f}", gpu_hours(point, samples)),
             _seconds(point.iteration_s),
             _seconds(point.exposed_s),
-            (f"{max(point.gap, 0.0):.1%}", max(point.gap, 0.0)),
+            (f"{over_bound(point):.1%}", over_bound(point)),
             (point.bottleneck, point.bottleneck),
         )
         for label, curve in study.curves.items()

@@ -24,9 +24,9 @@ def gpu_hours(prediction: Prediction, samples: int) -> float:
     return samples / prediction.samples_per_s * prediction.workers / 3600
 
 
-def over_bound(prediction: Prediction) -> str:
+def over_bound(prediction: Prediction) -> float:
     """The gap to the bound; rounding may put a plan that meets it a hair below."""
-    return f"{max(prediction.gap, 0.0):+.1%}"
+    return max(prediction.gap, 0.0)
 
 
 def row(prediction: Prediction, samples: int) -> dict[str, Any]:
@@ -81,7 +81,7 @@ def _cells(prediction: Prediction, samples: int, banded: bool, winner: bool, sho
     if banded:
         band = prediction.band
         cells.append(f"{band.p10_s * 1e3:.1f}–{band.p90_s * 1e3:.1f} ms" if band else "")
-    cells += [format_seconds(prediction.exposed_s), over_bound(prediction), prediction.bottleneck]
+    cells += [format_seconds(prediction.exposed_s), f"{over_bound(prediction):+.1%}", prediction.bottleneck]
     return cells
 
 

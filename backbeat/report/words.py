@@ -7,7 +7,7 @@ from typing import Literal
 
 from backbeat.model import Prediction
 from backbeat.report.study import STOCK, Study
-from backbeat.report.tables import gpu_hours
+from backbeat.report.tables import gpu_hours, over_bound
 from backbeat.simulate.sweep import knee
 from backbeat.units import format_seconds
 
@@ -188,7 +188,7 @@ def _actions(study: Study, stock: Prediction, best: Prediction, command: str, pl
                 title=f"Run the plan: {_percent(gain)} faster than stock DDP",
                 text=f"It sends the gradients in {best.groups} groups{channels} instead of {stock.groups}. "
                 f"No schedule that ends within the iteration can beat {format_seconds(best.bound_s)}; this one is "
-                f"{max(best.gap, 0.0):.1%} above it.{attach}",
+                f"{over_bound(best):.1%} above it.{attach}",
                 code=(_MAKE.format(command=command) if command else "") + _CODE.format(file=plan_file),
             )
         )

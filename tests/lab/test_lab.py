@@ -123,7 +123,7 @@ def test_a_matrix_is_measured_once_and_reported_again(tmp_path: Path):
     again = backbeat("validate", "--report", "-o", str(tmp_path / "results"))
     assert again.returncode == 0, again.stderr
     assert "one channel" in again.stdout
-    assert "<svg" in (tmp_path / "results" / "scatter.svg").read_text()
+    assert (tmp_path / "results" / "scatter.svg").read_text().startswith("<svg")
 
 
 @pytest.mark.parametrize(
