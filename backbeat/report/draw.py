@@ -13,7 +13,7 @@ from typing import Any
 
 from backbeat.report.canvas import COLOURS, COMPUTE, Drawing, axes, curve, figure, mark, rgb, shade, upright
 from backbeat.report.draw_timeline import timeline, timeline_parts
-from backbeat.report.figures import CostCurve, Exposed, GradientSizes, MemoryUse, Scaling, ScalingLine
+from backbeat.report.figures import Compared, CostCurve, Exposed, GradientSizes, MemoryUse, Scaling, ScalingLine
 from backbeat.report.figures.exposed import PARTS
 from backbeat.units import format_bytes, format_seconds
 
@@ -247,13 +247,9 @@ def memory_use(data: MemoryUse) -> Drawing:
     }
 
 
-def measured(rows: Sequence[tuple[str, float, float, float, float]]) -> Drawing:
-    """(label, predicted, measured median, its 10th and 90th percentile), in seconds."""
-    names = [html.escape(row[0]) for row in rows]
-    texts = [
-        [format_seconds(predicted), format_seconds(seen), f"{predicted / seen - 1:+.1%}"]
-        for _, predicted, seen, *_ in rows
-    ]
+def measured(rows: Sequence[Compared]) -> Drawing:
+    names = [html.escape(row.label) for row in rows]
+    texts = [[format_seconds(row.predicted_s), format_seconds(row.measured_s), f"{row.error:+.1%}"] for row in rows]
     common: Mapping[str, Any] = {
         "type": "scatter",
         "mode": "markers",
@@ -267,20 +263,20 @@ def measured(rows: Sequence[tuple[str, float, float, float, float]]) -> Drawing:
             {
                 **common,
                 "name": "measured, 10th to 90th percentile",
-                "x": [row[2] * 1e3 for row in rows],
+                "x": [row.measured_s * 1e3 for row in rows],
                 "marker": {"color": "#d9822b", "size": 11},
                 "error_x": {
                     "type": "data",
                     "symmetric": False,
-                    "array": [(row[4] - row[2]) * 1e3 for row in rows],
-                    "arrayminus": [(row[2] - row[3]) * 1e3 for row in rows],
+                    "array": [(row.high_s - row.measured_s) * 1e3 for row in rows],
+                    "arrayminus": [(row.measured_s - row.low_s) * 1e3 for row in rows],
                     "color": "#d9822b",
                 },
             },
             {
                 **common,
                 "name": "predicted",
-                "x": [row[1] * 1e3 for row in rows],
+                "x": [row.predicted_s * 1e3 for row in rows],
                 "marker": {"color": "#2f81c7", "size": 13, "symbol": "line-ns-open", "line": {"width": 3}},
             },
         ],
