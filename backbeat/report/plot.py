@@ -32,8 +32,8 @@ _STYLE = {
 }
 _UNDATED = {".png": {}, ".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
 _PNG_DOTS_PER_INCH = 200
-_BAR_NAME_WIDTH = 0.08
-"""A computation is named inside its bar from this share of the axis on."""
+_LETTER_WIDTH = 0.014
+"""Of the time axis: a computation is named inside its bar where the name fits."""
 
 
 def check(path: Path) -> None:
@@ -112,7 +112,7 @@ def timeline(figure: Any, data: Timeline, *, end_s: float | None = None) -> None
         spans = [(bar.start_s, bar.duration_s) for bar in bars]
         axes.broken_barh(spans, (place - 0.39, 0.78), facecolors=colours, edgecolors="white", linewidth=0.3)
         for bar in bars if lane == "compute" else ():
-            if bar.duration_s > _BAR_NAME_WIDTH * end:
+            if bar.duration_s > _LETTER_WIDTH * len(bar.name) * end:
                 middle = (bar.start_s + bar.end_s) / 2
                 axes.text(middle, place, printable(bar.name), color="white", ha="center", va="center")
     axes.set_yticks(range(len(data.lanes)), data.lanes)
