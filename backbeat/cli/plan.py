@@ -133,7 +133,7 @@ def _show(one: Profile, cluster: Network, made: Plan, output: Path | None, json:
     out.print(
         f"{made.strategy} at {result.workers} worker{'' if result.workers == 1 else 's'}: "
         f"{format_seconds(result.iteration_s)} per iteration, scaling "
-        f"{result.scaling_factor:.1%}, {format_seconds(result.exposed_s)} exposed, {over_bound(result)} over the "
+        f"{result.scaling_factor:.1%}, {format_seconds(result.exposed_s)} exposed, {over_bound(result):+.1%} over the "
         f"bound; stock DDP {'' if made.memory is None else 'with everything kept '}"
         f"{format_seconds(stock.iteration_s)}"
         + (f" ({stock.iteration_s / result.iteration_s:.2f}x)." if result.iteration_s > 0 else "."),
@@ -258,12 +258,8 @@ def _show_growth(
 
 def _sibling(one: Profile, name: str) -> Profile | None:
     """A bundled profile of the same model at another batch size, where it has the same blocks."""
-    from backbeat.cli.predict import _sibling as bundled_sibling
-    from backbeat.errors import InputError
+    from backbeat.simulate.batch import sibling
 
-    try:
-        found = bundled_sibling(one, name)
-    except InputError:
-        return None
-    same = [block.name for block in found.blocks] == [block.name for block in one.blocks]
-    return found if same and one.blocks else None
+    found = sibling(one, name) if one.blocks else None
+    same = found is not None and [block.name for block in found.blocks] == [block.name for block in one.blocks]
+    return found if same else None

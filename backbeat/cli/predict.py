@@ -36,7 +36,7 @@ def predict(
         str | None, typer.Option(help="Bucket or fusion buffer size for ddp and horovod, like 25MB.")
     ] = None,
     samples: Annotated[int, typer.Option(help="GPU-hours are given for this many samples.", min=1)] = 1_000_000,
-    plot: Annotated[Path | None, typer.Option(help="Draw the curve: scaling.svg, .png or .html.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw the curve: scaling.png, .svg, .pdf or .html.")] = None,
     json: JsonOption = False,
 ) -> None:
     """Predict iteration time, scaling factor, throughput and GPU-hours for each number of workers and strategy."""
@@ -124,7 +124,7 @@ def _share(
     """The profile at this worker's share of the global batch."""
     from backbeat.errors import InputError
     from backbeat.model import Profile
-    from backbeat.simulate.batch import at_batch
+    from backbeat.simulate.batch import at_batch, sibling
 
     if global_batch < 1:
         raise InputError(f"--global-batch is {global_batch}: it must be 1 or more")
@@ -138,8 +138,12 @@ def _share(
     batch = global_batch // parts
     if batch == one.batch_size:
         return one
-    sibling = Profile.load(other) if other else _sibling(one, name)
-    return at_batch(one, sibling, batch)
+    two = Profile.load(other) if other else sibling(one, name)
+    if two is None:
+        raise InputError(
+            f"--global-batch needs {one.name!r} at a second batch size: profile it and give --other-batch FILE"
+        )
+    return at_batch(one, two, batch)
 
 
 def _at_another_batch(row: Prediction, note: str) -> Prediction:
@@ -151,31 +155,18 @@ def _at_another_batch(row: Prediction, note: str) -> Prediction:
     )
 
 
-def _sibling(one: Profile, name: str) -> Profile:
-    """A bundled profile of the same model, precision and device at another batch size."""
-    import re
-
-    from backbeat.errors import InputError
-    from backbeat.model import Profile
-    from backbeat.model.files import bundled
-
-    pattern = re.compile(re.sub(r"-b\d+-", r"-b\\d+-", re.escape(name).replace(r"\-", "-")))
-    found = [other for other in bundled(Profile) if other != name and pattern.fullmatch(other)]
-    if not found:
-        raise InputError(
-            f"--global-batch needs {one.name!r} at a second batch size: profile it and give --other-batch FILE"
-        )
-    return Profile.load(found[0])
+def _curves(rows: list[Prediction]) -> dict[str, list[Prediction]]:
+    curves: dict[str, list[Prediction]] = {}
+    for row in rows:
+        curves.setdefault(row.strategy, []).append(row)
+    return curves
 
 
 def _knees(rows: list[Prediction]) -> dict[str, int | None]:
     """Per strategy, the number of workers past which added ones bring less than half their worth."""
     from backbeat.simulate.sweep import knee
 
-    curves: dict[str, list[Prediction]] = {}
-    for row in rows:
-        curves.setdefault(row.strategy, []).append(row)
-    bends = {name: knee(curve) for name, curve in curves.items() if len(curve) > 1}
+    bends = {name: knee(curve) for name, curve in _curves(rows).items() if len(curve) > 1}
     return {name: bend.workers if bend else None for name, bend in bends.items()}
 
 
@@ -184,10 +175,7 @@ def _plot(rows: list[Prediction], path: Path, profile: Profile, network: Network
     from backbeat.report.figures import scaling
     from backbeat.report.plot import save_scaling
 
-    curves: dict[str, list[Prediction]] = {}
-    for row in rows:
-        curves.setdefault(row.strategy, []).append(row)
-    save_scaling(scaling(curves), path, title=f"{profile.name} on {network.name}")
+    save_scaling(scaling(_curves(rows)), path, title=f"{profile.name} on {network.name}")
     say(f"wrote {path}")
 
 
@@ -213,11 +201,11 @@ def _peaks(rows: list[Prediction], schedules: list[str | Plan]) -> list[str]:
 
 def _remarks(rows: list[Prediction], bends: dict[str, int | None]) -> list[str]:
     from backbeat.report.tables import fastest
-    from backbeat.simulate.sweep import ADVICE
+    from backbeat.report.words import limit
 
     last = fastest(rows)[max(row.workers for row in rows)]
     place = f"{last.workers} workers" if last.workers > 1 else "1 worker"
-    lines = [f"At {place} with {last.strategy}, what limits scaling: {ADVICE[last.bottleneck]}."]
+    lines = [f"At {place} with {last.strategy}, what limits scaling: {limit(last)}"]
     if last.strategy in bends:
         bend = bends[last.strategy]
         top = max(row.workers for row in rows)

@@ -23,14 +23,13 @@ from backbeat.measure.precision import PRECISIONS
 from backbeat.measure.roofline import Roofline, roofline
 from backbeat.measure.training import Training, samples_in, where_raised
 from backbeat.measure.work import work_of
-from backbeat.model import Gradient, Profile, Source
+from backbeat.model import Profile, Source
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from backbeat.measure.clock import Mark
 
-_DIGITS = 8
 _CPU = torch.device("cpu")
 
 
@@ -235,20 +234,6 @@ def _document(
     name: str | None,
     command: str | None,
 ) -> Profile:
-    gradients = figures.gradients
-    shares = [figures.hooked.ready.get(index, 1.0) for index in range(len(gradients.names))]
-    entries = tuple(
-        Gradient(
-            name=gradients.names[index],
-            bytes=gradients.sizes[index],
-            ready_s=round(shares[index] * figures.backward_s, _DIGITS),
-            forward_s=round(figures.hooked.forward.get(index, 0.0) * figures.forward_s, _DIGITS)
-            if figures.hooked.forward
-            else None,
-            activation_bytes=figures.activations.get(index, 0),
-        )
-        for index in sorted(range(len(shares)), key=lambda index: (shares[index], -index))
-    )
     title = name or f"{factory.title}-b{samples}-{precision}-{roof.device.name}"
     notes = [
         "analytic: computed from shapes and peak rates, not measured",
@@ -257,23 +242,14 @@ def _document(
     ]
     if factory.description:
         notes.insert(0, f"{factory.spec}: {factory.description}")
-    if gradients.frozen:
-        notes.append(f"left out, frozen: {', '.join(gradients.frozen)}")
-    if gradients.unused:
-        notes.append(f"left out, got no gradient: {', '.join(gradients.unused)}")
-    return Profile(
+    notes += figures.gradients.left_out
+    return figures.profile(
         name=title if title.endswith("-analytic") else f"{title}-analytic",
         model=factory.title,
         batch_size=samples,
         precision=precision,
         device=f"{roof.device.title} (analytic)",
-        forward_s=round(figures.forward_s, _DIGITS),
-        backward_s=round(figures.backward_s, _DIGITS),
-        update_s=round(figures.update_s, _DIGITS),
-        gradients=entries,
-        buffer_bytes=figures.memory.buffer_bytes,
         accumulation=accumulation,
-        memory=figures.memory,
         source=Source(
             method="analytic",
             command=command,
@@ -281,5 +257,5 @@ def _document(
             versions=versions(_CPU),
             reference=roof.device.reference,
         ),
-        notes=tuple(notes),
+        notes=notes,
     )

@@ -24,10 +24,10 @@ from backbeat.measure.watch import (
     is_compiled,
     ready_shares,
 )
-from backbeat.model import Memory
+from backbeat.model import Gradient, Memory, Profile, Source
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 _HOOKED_ITERATIONS = 10
 _FEWEST_ITERATIONS = 8
@@ -40,6 +40,12 @@ class Gradients:
     sizes: list[int]
     frozen: list[str]
     unused: list[str]
+
+    @property
+    def left_out(self) -> list[str]:
+        """Notes on the parameters that are not among them."""
+        kinds = {"frozen": self.frozen, "got no gradient": self.unused}
+        return [f"left out, {why}: {', '.join(names)}" for why, names in kinds.items() if names]
 
 
 @dataclass(frozen=True)
@@ -76,6 +82,55 @@ class Figures:
         """Forward and backward with their hooks, over the same without."""
         plain_s = self.forward_s + self.backward_s
         return (self.hooked.forward_s + self.hooked.backward_s) / plain_s if plain_s > 0 else 1.0
+
+    def profile(
+        self,
+        *,
+        name: str,
+        model: str,
+        batch_size: int,
+        precision: str,
+        device: str,
+        accumulation: int,
+        source: Source,
+        notes: Sequence[str],
+    ) -> Profile:
+        """What every profile holds, however its times were found."""
+        # A gradient that backward fills without its hook firing is known only to be there when backward ends.
+        shares = [self.hooked.ready.get(index, 1.0) for index in range(len(self.gradients.names))]
+        gradients = tuple(
+            Gradient(
+                name=self.gradients.names[index],
+                bytes=self.gradients.sizes[index],
+                ready_s=rounded(shares[index] * self.backward_s),
+                forward_s=rounded(self.hooked.forward.get(index, 0.0) * self.forward_s)
+                if self.hooked.forward
+                else None,
+                activation_bytes=None if self.compiled else self.activations.get(index, 0),
+            )
+            for index in sorted(range(len(shares)), key=lambda index: (shares[index], -index))
+        )
+        return Profile(
+            name=name,
+            model=model,
+            batch_size=batch_size,
+            precision=precision,
+            device=device,
+            forward_s=rounded(self.forward_s),
+            backward_s=rounded(self.backward_s),
+            update_s=rounded(self.update_s),
+            gradients=gradients,
+            buffer_bytes=self.memory.buffer_bytes,
+            accumulation=accumulation,
+            memory=self.memory,
+            source=source,
+            notes=tuple(notes),
+        )
+
+
+def rounded(seconds: float) -> float:
+    """To what a clock tells apart."""
+    return round(seconds, 8)
 
 
 def take(training: Training, iterations: int, warmup: int, time_limit_s: float | None) -> Figures:

@@ -10,12 +10,13 @@ import contextlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import torch
 
 from backbeat.errors import InputError, MeasurementError
 from backbeat.measure.clock import clock_for
 from backbeat.measure.compression import Compression, compression_of
-from backbeat.measure.figures import Figures, take
+from backbeat.measure.figures import Figures, rounded, take
 from backbeat.measure.inputs import check_model, device_of
 from backbeat.measure.keep import kept
 from backbeat.measure.machine import device_name, short_name, source
@@ -29,7 +30,7 @@ from backbeat.measure.training import (
     to_device,
     where_raised,
 )
-from backbeat.model import Gradient, Profile
+from backbeat.model import Profile
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
     from backbeat.measure.pace import Pace
 
 # Event timers resolve about half a microsecond; further digits would be noise that does not compress.
-_DIGITS = 8
 
 
 @dataclass(frozen=True)
@@ -167,50 +167,27 @@ def _document(
     command: str,
     notes: tuple[str, ...],
 ) -> Measured:
-    gradients = figures.gradients
-    # A gradient that backward fills without its hook firing is known only to be there when backward ends.
-    shares = [figures.hooked.ready.get(index, 1.0) for index in range(len(gradients.names))]
-    entries = []
-    for index in sorted(range(len(shares)), key=lambda index: (shares[index], -index)):
-        entries.append(
-            Gradient(
-                name=gradients.names[index],
-                bytes=gradients.sizes[index],
-                ready_s=round(shares[index] * figures.backward_s, _DIGITS),
-                forward_s=round(figures.hooked.forward.get(index, 0.0) * figures.forward_s, _DIGITS)
-                if figures.hooked.forward
-                else None,
-                activation_bytes=None if figures.compiled else figures.activations.get(index, 0),
-            )
-        )
-    document = Profile(
-        name=name,
-        model=model,
-        batch_size=batch_size,
-        precision=training.precision,
-        device=device_name(training.device),
-        forward_s=round(figures.forward_s, _DIGITS),
-        backward_s=round(figures.backward_s, _DIGITS),
-        update_s=round(figures.update_s, _DIGITS),
-        gradients=tuple(entries),
-        iteration_s=tuple(round(seconds, _DIGITS) for seconds in figures.iteration_s),
-        buffer_bytes=figures.memory.buffer_bytes,
-        accumulation=training.accumulation,
-        memory=figures.memory,
+    pace = figures.pace
+    document = msgspec.structs.replace(
+        figures.profile(
+            name=name,
+            model=model,
+            batch_size=batch_size,
+            precision=training.precision,
+            device=device_name(training.device),
+            accumulation=training.accumulation,
+            source=source(command, training.device),
+            notes=(*notes, *_notes(training, figures)),
+        ),
+        iteration_s=tuple(rounded(seconds) for seconds in figures.iteration_s),
         blocks=figures.chain.blocks,
         host_link=figures.chain.host_link,
         compression_s_per_byte=None if compression is None else compression.s_per_byte,
         compression_s_per_group=None if compression is None else compression.s_per_group,
-        host_s=_rounded(figures.pace.host_s if figures.pace is not None else None),
-        host_recompute_s=_rounded(figures.pace.recompute_s if figures.pace is not None else None),
-        source=source(command, training.device),
-        notes=(*notes, *_notes(training, figures)),
+        host_s=None if pace is None else rounded(pace.host_s),
+        host_recompute_s=None if pace is None or pace.recompute_s is None else rounded(pace.recompute_s),
     )
     return Measured(document, figures.overhead, figures.pace)
-
-
-def _rounded(seconds: float | None) -> float | None:
-    return None if seconds is None else round(seconds, _DIGITS)
 
 
 def _notes(training: Training, figures: Figures) -> list[str]:
@@ -227,10 +204,7 @@ def _notes(training: Training, figures: Figures) -> list[str]:
         notes.append("compiled model: forward time and activations per module are not visible")
     if not training.model.training:
         notes.append("the model was in eval mode")
-    if figures.gradients.frozen:
-        notes.append(f"left out, frozen: {', '.join(figures.gradients.frozen)}")
-    if figures.gradients.unused:
-        notes.append(f"left out, got no gradient: {', '.join(figures.gradients.unused)}")
+    notes += figures.gradients.left_out
     missed = [name for index, name in enumerate(figures.gradients.names) if index not in figures.hooked.ready]
     if missed:
         notes.append(f"ready time unknown, taken as the end of backward: {', '.join(missed)}")

@@ -1,4 +1,4 @@
-"""What all drawings share: colours, layout, lines and marks, as plotly takes them, in plain dictionaries."""
+"""What all drawings share: colours; layout, lines and marks as plotly takes them, in plain dictionaries."""
 
 from __future__ import annotations
 
@@ -65,12 +65,9 @@ def shade(share: float) -> str:
     place = min(max(share, 0.0), 1.0) * (len(SIZES) - 1)
     below = min(int(place), len(SIZES) - 2)
     part = place - below
-    mixed = [
-        round(one + part * (two - one))
-        for one, two in zip(channels(SIZES[below]), channels(SIZES[below + 1]), strict=True)
-    ]
+    mixed = [round(one + part * (two - one)) for one, two in zip(rgb(SIZES[below]), rgb(SIZES[below + 1]), strict=True)]
     return "#" + "".join(f"{value:02x}" for value in mixed)
 
 
-def channels(colour: str) -> list[int]:
+def rgb(colour: str) -> list[int]:
     return [int(colour[place : place + 2], 16) for place in (1, 3, 5)]

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from backbeat.errors import InputError
-from backbeat.model import Network, Plan, Profile, Span
+from backbeat.model import Group, Network, Plan, Profile, Span
 from backbeat.model import files as model_files
 from backbeat.planners import STRATEGIES, propose
 from backbeat.simulate import predict
@@ -40,13 +40,6 @@ class Measured:
     measured_spans: tuple[Span, ...] = ()
     predicted_spans: tuple[Span, ...] = ()
     groups: tuple[tuple[str, ...], ...] = ()
-
-    @property
-    def error(self) -> float | None:
-        """Predicted over measured, less one."""
-        if self.predicted_s is None or not self.iteration_s:
-            return None
-        return self.predicted_s / self.iteration_s - 1
 
 
 class _Row(msgspec.Struct, frozen=True):
@@ -214,8 +207,6 @@ def _plan(row: _Row, profile: Profile, network: Network) -> Plan | None:
     """The row's plan: from its own launches, otherwise made again; None where that gives another number of groups."""
     if row.launches and sum(count for count, _ in row.launches) == len(profile.gradients):
         names = iter([gradient.name for gradient in profile.gradients])
-        from backbeat.model import Group
-
         return Plan(
             strategy=row.strategy,
             model=profile.model,

@@ -14,7 +14,7 @@ from backbeat.errors import MissingPartError
 from backbeat.report import draw, perfetto
 from backbeat.report.figures.timeline import Timeline, timeline
 from backbeat.report.sections import sections
-from backbeat.report.study import STOCK, Study, groups_of
+from backbeat.report.study import STOCK, Study
 from backbeat.report.words import Answer, answer
 from backbeat.units import format_bytes, format_seconds
 
@@ -52,16 +52,11 @@ def report(study: Study, settings: Settings | None = None) -> str:
 
 def timelines(study: Study, *, most: int = _FEWER_BARS[0]) -> list[Timeline]:
     """Every timeline the reader can choose: each strategy, then what was measured beside its own prediction."""
-    found = [
-        timeline(label, curve[-1].timeline, groups_of(study.plans[label], study.profile), most=most)
-        for label, curve in study.curves.items()
-        if curve[-1].timeline
-    ]
+    found = [study.timeline(label, most=most) for label, prediction in study.at_top.items() if prediction.timeline]
     for one in study.measured:
-        if one.predicted_spans:
-            found.append(timeline(f"{one.origin}: {one.label}, predicted", one.predicted_spans, one.groups, most=most))
-        if one.measured_spans:
-            found.append(timeline(f"{one.origin}: {one.label}, measured", one.measured_spans, one.groups, most=most))
+        for how, spans in (("predicted", one.predicted_spans), ("measured", one.measured_spans)):
+            if spans:
+                found.append(timeline(f"{one.origin}: {one.label}, {how}", spans, one.groups, most=most))
     return found
 
 
@@ -139,21 +134,7 @@ def _page(study: Study, settings: Settings, bars: int) -> str:
 
 def full_trace(study: Study) -> dict[str, Any]:
     """Stock DDP and the best plan, and what was measured, bar by bar."""
-    labels = dict.fromkeys([STOCK, study.best_label])
-    processes: list[tuple[str, Any, Any]] = [
-        (
-            f"predicted: {label}, {study.top} workers",
-            study.curves[label][-1].timeline,
-            groups_of(study.plans[label], study.profile),
-        )
-        for label in labels
-    ]
-    processes += [
-        (f"measured: {one.origin} {one.label}", one.measured_spans, one.groups)
-        for one in study.measured
-        if one.measured_spans
-    ]
-    return perfetto.trace(processes)
+    return perfetto.trace(study.iterations(dict.fromkeys([STOCK, study.best_label])))
 
 
 def _answer(study: Study, settings: Settings) -> Answer:

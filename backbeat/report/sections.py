@@ -9,7 +9,7 @@ from backbeat.report import draw, figures
 from backbeat.report.draw import Drawing
 from backbeat.report.figures.exposed import PARTS
 from backbeat.report.study import STOCK, Study
-from backbeat.report.tables import gpu_hours
+from backbeat.report.tables import gpu_hours, over_bound
 from backbeat.units import format_bytes, format_seconds
 
 _MOST_ROWS = 1000
@@ -73,7 +73,7 @@ def scaling_section(study: Study, samples: int) -> Section:
             (f"{gpu_hours(point, samples):,.2f}", gpu_hours(point, samples)),
             _seconds(point.iteration_s),
             _seconds(point.exposed_s),
-            (f"{max(point.gap, 0.0):.1%}", max(point.gap, 0.0)),
+            (f"{over_bound(point):.1%}", over_bound(point)),
             (point.bottleneck, point.bottleneck),
         )
         for label, curve in study.curves.items()
@@ -183,27 +183,17 @@ def exposed_section(study: Study) -> Section | None:
 
 
 def measured_section(study: Study) -> Section | None:
-    pairs = [one for one in study.measured if one.predicted_s is not None and one.iteration_s]
+    pairs = figures.compared(study.measured)
     if not pairs:
         return None
-    drawn = [
-        (
-            one.label,
-            one.predicted_s or 0.0,
-            one.iteration_s or 0.0,
-            one.iteration_s if one.low_s is None else one.low_s,
-            one.iteration_s if one.high_s is None else one.high_s,
-        )
-        for one in pairs
-    ]
-    errors = [abs(one.error or 0.0) for one in pairs]
+    errors = [abs(one.error) for one in pairs]
     rows = [
         (
             (one.label, one.label),
             _number(one.workers),
-            _seconds(one.iteration_s or 0.0),
-            _seconds(one.predicted_s or 0.0),
-            (f"{one.error or 0.0:+.1%}", one.error or 0.0),
+            _seconds(one.measured_s),
+            _seconds(one.predicted_s),
+            (f"{one.error:+.1%}", one.error),
             _number(one.iterations),
         )
         for one in pairs
@@ -216,7 +206,7 @@ def measured_section(study: Study) -> Section | None:
         f"{max(errors):.1%}.",
         how="The dot is what was measured, with the range of most iterations; the upright tick is what was predicted "
         "before. The closer the two, the more the rest of this report can be trusted for this kind of network.",
-        views=(("", draw.measured([(row[0], row[1], row[2], row[3] or 0.0, row[4] or 0.0) for row in drawn])),),
+        views=(("", draw.measured(pairs)),),
         tables=(
             Table(
                 name="measured",

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from backbeat.errors import InputError
 from backbeat.planners import propose
-from backbeat.report.figures.timeline import Timeline, timeline
+from backbeat.report.figures.timeline import MOST_BARS, Timeline, timeline
+from backbeat.report.perfetto import Iteration
 from backbeat.report.tables import fastest
 from backbeat.simulate import predict
 
@@ -59,8 +60,25 @@ class Study:
     def best(self) -> Prediction:
         return self.curves[self.best_label][-1]
 
-    def timeline(self, label: str) -> Timeline:
-        return timeline(label, self.curves[label][-1].timeline, groups_of(self.plans[label], self.profile))
+    def timeline(self, label: str, *, most: int = MOST_BARS) -> Timeline:
+        """One iteration at the last number of workers, in no more bars than `most`."""
+        return timeline(label, self.curves[label][-1].timeline, groups_of(self.plans[label], self.profile), most=most)
+
+    def iterations(self, labels: Iterable[str]) -> list[Iteration]:
+        """These predictions, then what was measured beside its own prediction."""
+        found: list[Iteration] = [
+            (
+                f"predicted: {label}, {self.top} workers",
+                self.curves[label][-1].timeline,
+                groups_of(self.plans[label], self.profile),
+            )
+            for label in labels
+        ]
+        for one in self.measured:
+            for how, spans in (("predicted", one.predicted_spans), ("measured", one.measured_spans)):
+                if spans:
+                    found.append((f"{how}: {one.origin} {one.label}, {one.workers} workers", spans, one.groups))
+        return found
 
 
 def study(

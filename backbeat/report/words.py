@@ -7,7 +7,7 @@ from typing import Literal
 
 from backbeat.model import Prediction
 from backbeat.report.study import STOCK, Study
-from backbeat.report.tables import gpu_hours
+from backbeat.report.tables import gpu_hours, over_bound
 from backbeat.simulate.sweep import knee
 from backbeat.units import format_seconds
 
@@ -21,7 +21,8 @@ _WORTH_CHANGING = 0.01
 LIMITS = {
     "compute": "Nothing: communication is hidden behind computation. A faster network would not help.",
     "bandwidth": "The network's bandwidth: there are more bytes to send than fit behind the backward pass. "
-    "A faster network, fewer bytes or more computation per step help; regrouping gradients helps little.",
+    "A faster network, fewer bytes (bf16 gradients) or more computation per step (larger batch, accumulation) help; "
+    "regrouping gradients helps little.",
     "startup": "The startup of messages: too many small ones in a row. Fewer, larger groups help, or several channels.",
     "waiting": "Late gradients: communication is held back until the last gradients are ready. "
     "Smaller groups at the end help, or hiding it behind the next forward pass.",
@@ -161,11 +162,12 @@ def _limit(study: Study, stock: Prediction, best: Prediction) -> str:
         return "One worker has nobody to talk to."
     if stock.bottleneck == best.bottleneck:
         return LIMITS[best.bottleneck]
-    first, second = _small(LIMITS[stock.bottleneck]), _small(LIMITS[best.bottleneck])
-    return f"With stock DDP: {first} With {study.best_label!r}: {second}"
+    return f"With stock DDP: {limit(stock)} With {study.best_label!r}: {limit(best)}"
 
 
-def _small(sentence: str) -> str:
+def limit(prediction: Prediction) -> str:
+    """What holds it back and what helps, to go on a sentence."""
+    sentence = LIMITS[prediction.bottleneck]
     return sentence[:1].lower() + sentence[1:]
 
 
@@ -180,7 +182,7 @@ def _actions(study: Study, stock: Prediction, best: Prediction, command: str, pl
         text = (
             f"It sends the gradients in {best.groups} groups{channels} instead of {stock.groups}. "
             f"No schedule that ends within the iteration can beat {format_seconds(best.bound_s)}; this one is "
-            f"{max(best.gap, 0.0):.1%} above it."
+            f"{over_bound(best):.1%} above it."
             if runs
             else "It hides communication behind the next forward pass. backbeat predicts and replays such a plan and "
             "does not run it; the strategies best and optimal are run."

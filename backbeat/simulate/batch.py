@@ -1,11 +1,15 @@
-"""The same model at another batch size, between two that were profiled."""
+"""The same model at another batch size: between two that were profiled."""
 
 from __future__ import annotations
+
+import re
+from collections.abc import Callable
 
 import msgspec
 
 from backbeat.errors import InputError
 from backbeat.model import Gradient, Profile
+from backbeat.model.files import bundled
 
 
 def at_batch(one: Profile, two: Profile, batch_size: int) -> Profile:
@@ -48,6 +52,14 @@ def at_batch(one: Profile, two: Profile, batch_size: int) -> Profile:
         memory=None,
         notes=tuple(notes),
     )
+
+
+def sibling(one: Profile, name: str, load: Callable[[str], Profile] = Profile.load) -> Profile | None:
+    """A bundled profile of the same model, precision and device at another batch size than the one of this name."""
+    pattern = re.compile(re.sub(r"-b\d+-", r"-b\\d+-", re.escape(name).replace(r"\-", "-")))
+    wanted = {gradient.name for gradient in one.gradients}
+    others = (load(other) for other in bundled(Profile) if other != name and pattern.fullmatch(other))
+    return next((two for two in others if {gradient.name for gradient in two.gradients} == wanted), None)
 
 
 def _check_same_model(one: Profile, two: Profile) -> None:

@@ -102,6 +102,9 @@ def test_two_strategies_stand_below_or_on_top_of_each_other(browser: Any, resnet
     with opened(browser, address) as page:
         ticks = page.locator("#plot-timeline .yaxislayer-above .ytick text")
         assert ticks.count() == sum(lanes)
+        assert "ddp · compute" in ticks.all_text_contents()
+        end = page.evaluate("document.getElementById('plot-timeline').layout.xaxis.range[1]")
+        assert end >= 1e3 * max(made.timeline(label).end_s for label in ("ddp", "best"))
         page.check("#overlay")
         page.wait_for_function(
             "count => document.querySelectorAll('#plot-timeline .yaxislayer-above .ytick').length === count",

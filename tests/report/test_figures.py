@@ -12,6 +12,7 @@ import backbeat as bb
 from backbeat.model import Memory, Span
 from backbeat.report import draw, figures
 from backbeat.report.figures.timeline import describe_names
+from backbeat.report.measured import Measured
 from backbeat.report.study import curve_workers, groups_of, study
 from backbeat.simulate.sweep import knee
 from tests.problems import affine, curve, make_profile, networks, profiles
@@ -21,6 +22,11 @@ def small() -> bb.Profile:
     sizes = [4000, 10**6, 2 * 10**6, 5 * 10**6, 10**5, 9 * 10**6]
     times = tuple(0.018 + 0.0001 * place for place in range(20))
     return make_profile(sizes, [1e-3, 3e-3, 4e-3, 8e-3, 9e-3, 12e-3], forward=6e-3, iteration_s=times)
+
+
+def measured(**known: float) -> Measured:
+    absent = dict.fromkeys(("iteration_s", "low_s", "high_s", "single_s", "predicted_s"))
+    return Measured(label="a", origin="lab", workers=4, iterations=9, **(absent | known))
 
 
 def test_scaling_holds_every_prediction_its_band_and_its_knee() -> None:
@@ -130,6 +136,13 @@ def test_memory_has_a_workspace_and_a_budget() -> None:
     assert figures.memory_use(Memory(parameter_bytes=10)).fits is None
 
 
+def test_only_what_was_predicted_and_measured_is_compared() -> None:
+    rows = [measured(), measured(predicted_s=1.0), measured(predicted_s=1.0, iteration_s=0.8)]
+    (one,) = figures.compared(rows)
+    assert one.error == pytest.approx(0.25)
+    assert (one.low_s, one.measured_s, one.high_s) == (0.8, 0.8, 0.8)
+
+
 def test_a_single_number_of_workers_becomes_a_curve() -> None:
     assert curve_workers([64]) == [4, 8, 16, 32, 64]
     assert curve_workers([3]) == [3]
@@ -138,33 +151,19 @@ def test_a_single_number_of_workers_becomes_a_curve() -> None:
 
 def test_every_drawing_is_a_plotly_figure() -> None:
     made = study(small(), curve([(1024, 1e-3), (2**20, 2e-3)]), [4, 8, 64], strategies=["optimal", "best"])
-    first, second = made.timeline("ddp"), made.timeline("best")
+    best = made.timeline("best")
     drawings = [
         draw.scaling(figures.scaling(made.curves)),
         draw.scaling(figures.scaling(made.curves), view="throughput"),
-        draw.timeline(first),
-        draw.timeline(first, second),
-        draw.timeline(first, second, overlay=True),
+        draw.timeline(best),
         draw.exposed(figures.exposed(made.at_top)),
-        draw.gradient_sizes(figures.gradient_sizes(small(), second)),
+        draw.gradient_sizes(figures.gradient_sizes(small(), best)),
         draw.cost_curve(figures.cost_curve(made.network, 64)),
         draw.memory_use(figures.memory_use(Memory(parameter_bytes=10, peak_bytes=20), 15)),
-        draw.measured([("a", 1.0, 1.1, 1.0, 1.2)]),
+        draw.measured(figures.compared([measured(predicted_s=1.0, iteration_s=1.1, low_s=1.0, high_s=1.2)])),
     ]
     for drawing in drawings:
         assert draw.figure(drawing).data
-
-
-def test_two_timelines_share_one_axis_side_by_side_or_on_top() -> None:
-    made = study(small(), affine(1e-3, 1e-9), [64], strategies=["optimal"])
-    first, second = made.timeline("ddp"), made.timeline("optimal")
-    beside = draw.timeline(first, second)
-    assert beside["layout"]["xaxis"]["range"][1] >= 1e3 * max(first.end_s, second.end_s)
-    assert set(beside["data"][0]["y"]) == {"ddp · compute"}
-    lanes = beside["layout"]["yaxis"]["categoryarray"]
-    assert len(lanes) == len(first.lanes) + len(second.lanes)
-    over = draw.timeline(first, second, overlay=True)
-    assert len(over["layout"]["yaxis"]["categoryarray"]) == max(len(first.lanes), len(second.lanes))
 
 
 @given(st.floats(-1, 2, allow_nan=False))
@@ -177,13 +176,13 @@ def test_shades_are_colours(share: float) -> None:
 def test_names_in_drawings_are_escaped() -> None:
     hostile = "<img src=x onerror=alert(1)>"
     data = figures.timeline(hostile, [Span("channel 0", hostile, 0.0, 1.0, 1)])
-    assert "<img" not in str(draw.timeline(data, data))
+    assert "<img" not in str(draw.timeline(data))
 
 
 def test_predictions_show_themselves_in_notebooks() -> None:
     result = bb.predict(small(), affine(1e-3, 1e-9), "ddp")
     page = result._repr_html_()
-    assert "<svg" in page
+    assert '<img width="720" alt="One iteration" src="data:image/png;base64,' in page
     assert f"{result.scaling_factor:.1%}" in page
     assert "<script" not in page
     assert len(result.figure().data) >= 2

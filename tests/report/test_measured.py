@@ -62,7 +62,7 @@ def test_lab_rows_become_measured_and_predicted_timelines(tmp_path: Path, profil
     rows = read_lab(lab_file(tmp_path / "lab.json", profile), profile)
     assert [row.label for row in rows] == ["wfbp", "optimal"]
     for row in rows:
-        assert row.error == pytest.approx(0)
+        assert row.predicted_s == pytest.approx(row.iteration_s)
         assert row.iterations == 10
         assert row.low_s == row.iteration_s == row.high_s
         ends = [span.end_s for span in row.predicted_spans]
@@ -80,7 +80,7 @@ def test_another_profile_keeps_the_numbers_and_draws_no_timeline(tmp_path: Path,
     path = lab_file(tmp_path / "lab.json", msgspec.structs.replace(profile, name="another"))
     rows = read_lab(path, profile)
     assert all(not row.measured_spans and not row.predicted_spans for row in rows)
-    assert all(row.error == pytest.approx(0) for row in rows)
+    assert all(row.predicted_s == pytest.approx(row.iteration_s) for row in rows)
 
 
 def test_launches_name_the_groups_exactly(tmp_path: Path, profile: bb.Profile) -> None:

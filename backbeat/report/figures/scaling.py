@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -32,6 +33,22 @@ class Scaling:
     lines: tuple[ScalingLine, ...]
     alone_per_s: float
     """Samples a second of one worker alone."""
+
+    @property
+    def best(self) -> ScalingLine:
+        """The highest at its end. Only its band is drawn: several on top of each other say nothing."""
+        return max(self.lines, key=lambda line: line.scaling[-1])
+
+    @property
+    def counts(self) -> list[int]:
+        """Every number of workers, rising."""
+        return sorted({count for line in self.lines for count in line.workers})
+
+    @property
+    def range_percent(self) -> tuple[float, float]:
+        """Where an axis of shares starts and ends."""
+        shares = [share for line in self.lines for share in line.scaling]
+        return max(0, 10 * math.floor(10 * min(shares) - 1.5)), max(100, 100 * max(shares)) + 3
 
 
 def scaling(curves: Mapping[str, Sequence[Prediction]]) -> Scaling:

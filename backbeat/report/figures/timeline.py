@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from backbeat.model import Span
@@ -48,6 +49,26 @@ class Timeline:
         return tuple(bar for bar in self.bars if bar.lane != "compute")
 
 
+@dataclass(frozen=True, slots=True)
+class SizeScale:
+    """From the smallest group to the largest, as powers of ten of their bytes."""
+
+    low: float
+    high: float
+
+    def share(self, size: int) -> float:
+        """How far on the way from the smallest to the largest a group of this many bytes is."""
+        if self.high <= self.low:
+            return 0.5
+        return (math.log10(max(size, 1)) - self.low) / (self.high - self.low)
+
+
+def size_scale(timelines: Sequence[Timeline]) -> SizeScale:
+    """One scale for all of them, so that a shade means the same size in each."""
+    sizes = [bar.bytes for one in timelines for bar in one.transfers if bar.bytes > 0] or [1]
+    return SizeScale(math.log10(min(sizes)), math.log10(max(sizes)))
+
+
 def timeline(
     label: str, spans: Sequence[Span], groups: Sequence[Sequence[str]] = (), *, most: int = MOST_BARS
 ) -> Timeline:
@@ -73,6 +94,18 @@ def timeline(
     )
 
 
+def carries_gradients(span: Span) -> bool:
+    return span.lane != "compute" and span.name != "buffers"
+
+
+def with_gradients(spans: Sequence[Span], groups: Sequence[Sequence[str]]) -> Iterator[tuple[Span, Sequence[str]]]:
+    """Each span with the gradients it carries; with none where `groups` are not of these spans."""
+    known = len(groups) == sum(carries_gradients(span) for span in spans)
+    names = iter(groups if known else ())
+    for span in spans:
+        yield span, next(names, ()) if carries_gradients(span) else ()
+
+
 def describe_names(names: Sequence[str]) -> str:
     """The first gradients of a group, and how many more.
 
@@ -84,26 +117,17 @@ def describe_names(names: Sequence[str]) -> str:
 
 
 def _named(spans: Sequence[Span], groups: Sequence[Sequence[str]]) -> list[Bar]:
-    carried = [span for span in spans if _carries_gradients(span)]
-    names = iter(groups) if len(groups) == len(carried) else None
-    bars = []
-    for span in spans:
-        gradients = next(names) if names is not None and _carries_gradients(span) else ()
-        bars.append(
-            Bar(
-                lane=span.lane,
-                name=describe_names(gradients) if gradients else span.name,
-                start_s=span.start_s,
-                end_s=span.end_s,
-                bytes=span.bytes,
-                gradients=len(gradients),
-            )
+    return [
+        Bar(
+            lane=span.lane,
+            name=describe_names(gradients) if gradients else span.name,
+            start_s=span.start_s,
+            end_s=span.end_s,
+            bytes=span.bytes,
+            gradients=len(gradients),
         )
-    return bars
-
-
-def _carries_gradients(span: Span) -> bool:
-    return span.lane != "compute" and span.name != "buffers"
+        for span, gradients in with_gradients(spans, groups)
+    ]
 
 
 def _merge(run: Sequence[Bar]) -> Bar:
