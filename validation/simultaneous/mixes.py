@@ -67,7 +67,7 @@ def planned() -> dict[str, Mix]:
     for case in record["cases"]:
         if case["session"] != last or case["plan"] != "best/2" or case["channels"] < 2:
             continue
-        sizes = record["models"][case["model"]]["bytes"]
+        sizes = next(model["bytes"] for model in record["models"] if model["name"] == case["model"])
         mix, start = [], 0
         for count, channel, *_ in case["groups"]:
             mix.append((sum(sizes[start : start + count]), channel))
