@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from backbeat.lab.setting import Setting
     from backbeat.lab.train import Trained
 
-Say = Callable[[str], None]
 _SPARE_S = 90.0
 """Nodes may take this much longer than planned before they are taken for dead."""
 
@@ -137,7 +136,7 @@ def measure(
 ) -> tuple[list[Measured], float]:
     """Replay all plans of one profile, taking turns; and its compute without communication, as the nodes replay it."""
     compute = setting.compute(profile)
-    jobs = [job_of(choice.name, compute, plan, stock=choice.stock(setting.backend)) for choice, plan, _ in plans]
+    jobs = [job_of(compute, plan, stock=choice.stock(setting.backend)) for choice, plan, _ in plans]
     jobs.append(compute_of(compute))
     expected = [*(prediction.iteration_s for _, _, prediction in plans), compute.single_s]
     answers = session.ask(
