@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from backbeat.cli.common import JsonOption, LabStrategyOption, _profile_names
+from backbeat.cli.common import JsonOption, LabStrategyOption, _profile_names, say
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from contextlib import AbstractContextManager
 
-    from backbeat.lab.experiment import Calibrated, Measured, Say
+    from backbeat.lab.experiment import Calibrated, Measured
     from backbeat.lab.plans import Choice
     from backbeat.lab.session import Session
     from backbeat.lab.setting import Setting
@@ -62,7 +62,7 @@ def lab(
 
     Needs root and Linux; leaves nothing behind.
     """
-    from backbeat.cli.common import console, print_json, say, split
+    from backbeat.cli.common import console, print_json, split
     from backbeat.errors import InputError
     from backbeat.lab import plans
     from backbeat.lab.requirements import check
@@ -87,11 +87,11 @@ def lab(
     if train is not None:
         _check_training(setting, choices, profile)
         check(backend)
-        ran = _train(setting, train, batch_size, choices, *times, say)
+        ran = _train(setting, train, batch_size, choices, *times)
     elif profile is not None:
         model = Profile.load(profile)
         check(backend)
-        ran = _replay(setting, model, choices, *times, say)
+        ran = _replay(setting, model, choices, *times)
     else:
         raise InputError(
             "what should the nodes compute? Give --profile, a file or a bundled name (`backbeat zoo`), "
@@ -123,15 +123,15 @@ class _Ran(NamedTuple):
 
 
 def _replay(
-    setting: Setting, profile: Profile, choices: Sequence[Choice], seconds_each: float, budget_s: float, say: Say
+    setting: Setting, profile: Profile, choices: Sequence[Choice], seconds_each: float, budget_s: float
 ) -> _Ran:
     from backbeat.lab import experiment
 
-    with _opened(setting, choices, say) as session:
+    with _opened(setting, choices) as session:
         facts = session.ask("describe", 60)[0]
-        calibrated = _calibrated(session, setting, choices, budget_s, profile.total_bytes, say)
+        calibrated = _calibrated(session, setting, choices, budget_s, profile.total_bytes)
         made = experiment.planned(choices, setting.slowest(profile), calibrated.network)
-        _say_time(say, f"replaying {profile.name}", made, seconds_each)
+        _say_time(f"replaying {profile.name}", made, seconds_each)
         results, alone_s = experiment.measure(session, profile, setting, made, seconds_each)
     return _Ran(profile, calibrated, results, {**facts, "compute_alone_s": alone_s}, [])
 
@@ -143,17 +143,16 @@ def _train(
     choices: Sequence[Choice],
     seconds_each: float,
     budget_s: float,
-    say: Say,
 ) -> _Ran:
     from backbeat.lab import experiment
 
-    with _opened(setting, choices, say) as session:
+    with _opened(setting, choices) as session:
         facts = session.ask("describe", 60)[0]
         say(f"profiling {spec}")
         profile = experiment.profile_training(session, spec, batch_size, seconds_each)
-        calibrated = _calibrated(session, setting, choices, budget_s, profile.total_bytes, say)
+        calibrated = _calibrated(session, setting, choices, budget_s, profile.total_bytes)
         made = experiment.planned(choices, profile, calibrated.network)
-        _say_time(say, f"training {profile.name}", made, seconds_each)
+        _say_time(f"training {profile.name}", made, seconds_each)
         results, losses = experiment.train(session, setting, spec, batch_size, made, seconds_each)
     return _Ran(profile, calibrated, results, facts, losses)
 
@@ -178,7 +177,7 @@ def _check_training(setting: Setting, choices: Sequence[Choice], profile: str | 
         )
 
 
-def _opened(setting: Setting, choices: Sequence[Choice], say: Say) -> AbstractContextManager[Session]:
+def _opened(setting: Setting, choices: Sequence[Choice]) -> AbstractContextManager[Session]:
     from backbeat.lab import experiment
     from backbeat.units import format_rate
 
@@ -187,7 +186,7 @@ def _opened(setting: Setting, choices: Sequence[Choice], say: Say) -> AbstractCo
 
 
 def _calibrated(
-    session: Session, setting: Setting, choices: Sequence[Choice], budget_s: float, largest_bytes: int, say: Say
+    session: Session, setting: Setting, choices: Sequence[Choice], budget_s: float, largest_bytes: int
 ) -> Calibrated:
     from backbeat.lab import experiment
     from backbeat.units import format_seconds
@@ -196,7 +195,7 @@ def _calibrated(
     return experiment.calibrate(session, setting, choices, budget_s=budget_s, largest_bytes=largest_bytes)
 
 
-def _say_time(say: Say, what: str, made: Sequence[Any], seconds_each: float) -> None:
+def _say_time(what: str, made: Sequence[Any], seconds_each: float) -> None:
     from backbeat.lab.jobs import seconds_of
     from backbeat.units import format_seconds
 

@@ -30,7 +30,6 @@ VERBS = {
     "profile": Verb("profile", "profile", "Measure a model's computation and gradients."),
     "import": Verb("imports", "app", "Read files of other tools."),
     "lab": Verb("lab", "lab", "A virtual cluster on this machine, measured beside predicted."),
-    "validate": Verb("validate", "validate", "Predictions against the lab, over a matrix of cases."),
 }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from backbeat.lab.setting import Setting
     from backbeat.lab.train import Trained
 
-Say = Callable[[str], None]
 _SPARE_S = 90.0
 """Nodes may take this much longer than planned before they are taken for dead."""
 
@@ -41,7 +40,6 @@ class Calibrated:
 
     network: Network
     timings: list[dict[str, Any]]
-    elapsed_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,15 +88,7 @@ def opened(setting: Setting, channels: int) -> Iterator[Session]:
     check(setting.backend)
     with _orderly_end(), Run() as run, Cluster(run, setting.links) as cluster:
         daemon = start_daemon(run.folder / "mps") if setting.backend == "nccl" else {}
-        with Session(
-            cluster,
-            backend=setting.backend,
-            channels=channels,
-            settle=setting.settle,
-            slowdowns=setting.slowdowns,
-            jitter=setting.jitter,
-            environment=daemon,
-        ) as session:
+        with Session(cluster, setting, channels, daemon) as session:
             yield session
 
 
@@ -113,7 +103,7 @@ def calibrate(
     # What a plan sends by other means than an all-reduce is measured, through the primitives it sends it with.
     others = ("all_gather", "reduce_scatter") if decoupled else ("all_gather",) if "sparse" in strategies else ()
     sizes = [size for size in SIZES if size < 2 * largest_bytes]
-    network, timings, elapsed = session.ask(
+    network, timings = session.ask(
         "calibrate",
         budget_s * 3 + _SPARE_S,
         budget_s=budget_s,
@@ -122,11 +112,10 @@ def calibrate(
         collectives=("all_reduce", *others),
         name=setting.name,
     )[0]
-    measured = msgspec.json.decode(network, type=Network)
     if decoupled and setting.backend == "gloo":
         note = f"reduce-scatter on gloo is {PRIMITIVE}: gloo's own moves as many bytes as its all-reduce"
-        measured = msgspec.structs.replace(measured, notes=(*measured.notes, note))
-    return Calibrated(network=measured, timings=timings, elapsed_s=elapsed)
+        network = msgspec.structs.replace(network, notes=(*network.notes, note))
+    return Calibrated(network=network, timings=timings)
 
 
 def planned(choices: Sequence[Choice], profile: Profile, network: Network) -> list[tuple[Choice, Plan, Prediction]]:
@@ -147,7 +136,7 @@ def measure(
 ) -> tuple[list[Measured], float]:
     """Replay all plans of one profile, taking turns; and its compute without communication, as the nodes replay it."""
     compute = setting.compute(profile)
-    jobs = [job_of(choice.name, compute, plan, stock=choice.stock(setting.backend)) for choice, plan, _ in plans]
+    jobs = [job_of(compute, plan, stock=choice.stock(setting.backend)) for choice, plan, _ in plans]
     jobs.append(compute_of(compute))
     expected = [*(prediction.iteration_s for _, _, prediction in plans), compute.single_s]
     answers = session.ask(

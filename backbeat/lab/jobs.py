@@ -42,7 +42,6 @@ class Layer:
 class Job:
     """One iteration to replay."""
 
-    key: str
     forward_s: float
     backward_s: float
     update_s: float
@@ -54,10 +53,6 @@ class Job:
     """Bytes of each all-gather in launch order, where the plan is decoupled; `messages` are then reduce-scattered."""
     layers: tuple[Layer, ...] = ()
     """The next forward, where the plan is decoupled; it takes the place of `forward_s` and `update_s`."""
-
-    @property
-    def bytes(self) -> int:
-        return sum(message.bytes for message in self.messages)
 
     @property
     def decoupled(self) -> bool:
@@ -83,14 +78,13 @@ class Replayed:
     """When each message was done, after backward started, in the warm-up iteration; empty where not traced."""
 
 
-def job_of(key: str, profile: Profile, plan: Plan, *, stock: bool = False) -> Job:
+def job_of(profile: Profile, plan: Plan, *, stock: bool = False) -> Job:
     """The plan's groups as messages; `dynamic` fusion is replayed as the groups that its simulation formed."""
     if plan.decoupled:
-        return _in_halves(key, profile, plan)
+        return _in_halves(profile, plan)
     schedule, _ = Schedule.of_plan(profile, plan)
     rows = zip(schedule.ready.tolist(), schedule.sizes.tolist(), schedule.channels, strict=True)
     return Job(
-        key=key,
         forward_s=profile.forward_s,
         backward_s=profile.backward_s,
         update_s=profile.update_s,
@@ -99,7 +93,7 @@ def job_of(key: str, profile: Profile, plan: Plan, *, stock: bool = False) -> Jo
     )
 
 
-def _in_halves(key: str, profile: Profile, plan: Plan) -> Job:
+def _in_halves(profile: Profile, plan: Plan) -> Job:
     """One steady period of a decoupled plan: backward with its scatters, then the next forward with the gathers.
 
     Forward ends after its last gather, so that a period begins with an idle link and the next is like it.
@@ -119,7 +113,6 @@ def _in_halves(key: str, profile: Profile, plan: Plan) -> Job:
             seen.add(gather)
             layers.append(Layer(gather=gather, compute_s=seconds))
     return Job(
-        key=key,
         forward_s=profile.forward_s,
         backward_s=profile.backward_s,
         update_s=profile.update_s,
@@ -139,7 +132,6 @@ def _bytes(profile: Profile, members: Sequence[int]) -> int:
 def compute_of(profile: Profile) -> Job:
     """The compute alone."""
     return Job(
-        key="compute",
         forward_s=profile.forward_s,
         backward_s=profile.backward_s,
         update_s=profile.update_s,

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from backbeat.lab.namespaces import Cluster
+    from backbeat.lab.setting import Setting
 
 START_S = 180.0
 """Importing torch in many processes on few cores takes its time."""
@@ -48,21 +49,11 @@ def node_environment(backend: str, node: int, channels: int) -> dict[str, str]:
 class Session:
     """One process per node, joined in a process group."""
 
-    def __init__(
-        self,
-        cluster: Cluster,
-        *,
-        backend: str,
-        channels: int,
-        settle: bool,
-        slowdowns: Mapping[int, float] | None = None,
-        jitter: float = 0.0,
-        environment: Mapping[str, str] | None = None,
-    ) -> None:
+    def __init__(self, cluster: Cluster, setting: Setting, channels: int, environment: Mapping[str, str]) -> None:
         self.cluster = cluster
-        self._settings = {"backend": backend, "channels": channels, "settle": settle, "jitter": jitter}
-        self._slowdowns = dict(slowdowns or {})
-        self._environment = dict(environment or {})
+        self._setting = setting
+        self._channels = channels
+        self._environment = environment
         self._workers: list[subprocess.Popen[bytes]] = []
         self._pipes: list[pipes.Connection] = []
 
@@ -105,17 +96,12 @@ class Session:
 
     def _start(self, node: int) -> None:
         here, there = pipes.Pipe()
-        cluster = self.cluster
-        channels = int(self._settings["channels"])  # type: ignore[call-overload]
-        environment = {
-            **os.environ,
-            **node_environment(str(self._settings["backend"]), node, channels),
-            **self._environment,
-        }
+        cluster, setting = self.cluster, self._setting
+        own = node_environment(setting.backend, node, self._channels)
         with open(self._log(node), "wb") as log:
             worker = subprocess.Popen(
                 [sys.executable, "-m", "backbeat.lab.worker", str(there.fileno()), str(os.getpid())],
-                env=environment,
+                env={**os.environ, **own, **self._environment},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -130,8 +116,11 @@ class Session:
                 nodes=cluster.nodes,
                 namespace=cluster.namespace(node),
                 first_address=cluster.address(0),
-                slowdown=self._slowdowns.get(node, 1.0),
-                **self._settings,  # type: ignore[arg-type]
+                backend=setting.backend,
+                channels=self._channels,
+                settle=setting.settle,
+                slowdown=setting.slowdowns.get(node, 1.0),
+                jitter=setting.jitter,
             )
         )
 

@@ -8,7 +8,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
@@ -36,9 +36,8 @@ class Start:
     channels: int
     settle: bool
     """gloo on few cores: see `measure.channels.settle_gloo`."""
-    slowdown: float = 1.0
-    jitter: float = 0.0
-    options: dict[str, Any] = field(default_factory=dict)
+    slowdown: float
+    jitter: float
 
 
 class Node:
@@ -97,7 +96,7 @@ class Node:
         versions = dict(about.versions)
         if self.start.backend == "nccl":
             versions["nccl"] = ".".join(str(part) for part in torch.cuda.nccl.version())  # type: ignore[no-untyped-call]
-        facts: dict[str, Any] = {
+        return {
             "machine": about.machine,
             "kernel": platform.release(),
             "date": about.date,
@@ -105,33 +104,6 @@ class Node:
             "environment": {name: value for name, value in sorted(os.environ.items()) if name.startswith(_SHOWN)},
             "congestion_control": _congestion_control(),
         }
-        if self.start.backend == "nccl":
-            rate = self.player.rate  # type: ignore[union-attr]
-            facts["spin"] = {"hertz": rate.hertz, "overhead_s": rate.overhead_s, **self._host_times()}
-        return facts
-
-    def _host_times(self) -> dict[str, float]:
-        """What the host needs for one event of its own, and to queue one collective: medians."""
-        import time
-
-        import torch
-
-        from backbeat.measure.robust import quantile
-
-        tiny = torch.zeros(1, device=self.device)
-        channel = self.player._channels[0]
-        events, launches = [], []
-        for _ in range(21):
-            begun = time.perf_counter()
-            torch.cuda.Event(enable_timing=True).record()
-            made = time.perf_counter()
-            work = channel.all_reduce(tiny)
-            launched = time.perf_counter()
-            work.wait()
-            torch.cuda.synchronize()
-            events.append(made - begun)
-            launches.append(launched - made)
-        return {"event_s": quantile(sorted(events), 0.5), "launch_s": quantile(sorted(launches), 0.5)}
 
     def health(self) -> dict[str, float]:
         from backbeat.lab.health import disturbances
@@ -142,8 +114,6 @@ class Node:
         self, *, budget_s: float, channels: Sequence[int], sizes: Sequence[int], collectives: Sequence[Any], name: str
     ) -> Any:
         """The network, and the timings behind it, from node 0; None from the others."""
-        import msgspec
-
         from backbeat.measure.calibrate import measure_cluster
 
         found = measure_cluster(
@@ -170,7 +140,7 @@ class Node:
             }
             for case, timing in found.outcome.timings.items()
         ]
-        return msgspec.json.encode(found.network), timings, found.outcome.elapsed_s
+        return found.network, timings
 
     def replay(self, *, jobs: Sequence[Job], turns: Sequence[Turn]) -> list[Replayed]:
         from backbeat.lab.replay import replay

@@ -119,7 +119,6 @@ def test_a_plan_for_one_worker_says_that_nothing_is_sent(profile: Path) -> None:
         (("plan", "PROFILE", "10gbe", "--channels", "0"), "channels is 0"),
         (("plan", "PROFILE", "PROFILE"), "give the network file"),
         (("predict", "10gbe", "PROFILE"), "PROFILE comes before NETWORK"),
-        (("validate", "--report", "-o", "/nowhere"), "without --report"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_two(profile: Path, words: tuple[str, ...], message: str) -> None:

@@ -22,8 +22,8 @@ from tests.lab.cases import network, profile
 
 def test_a_job_carries_every_byte_and_the_ready_time_of_each_groups_last_gradient():
     (choice,) = plans.parse(["equal:3"])
-    job = job_of("x", profile(), plans.build(choice, profile(), network()))
-    assert job.bytes == profile().total_bytes
+    job = job_of(profile(), plans.build(choice, profile(), network()))
+    assert sum(message.bytes for message in job.messages) == profile().total_bytes
     assert [message.ready_s for message in job.messages] == [profile().gradients[place].ready_s for place in (1, 3, 5)]
 
 
@@ -35,9 +35,9 @@ def test_a_decoupled_job_played_by_the_model_takes_the_predicted_period(gradient
     model = profile(gradients, size=size)
     (choice,) = plans.parse(["decoupled"])
     plan = plans.build(choice, model, cluster)
-    job = job_of("x", model, plan)
+    job = job_of(model, plan)
     assert job.decoupled
-    assert job.bytes == sum(job.gathers) == model.total_bytes
+    assert sum(message.bytes for message in job.messages) == sum(job.gathers) == model.total_bytes
     free, arrivals = 0.0, []
     for message in job.messages:
         free = max(free, message.ready_s) + startup_s + slope * message.bytes
@@ -51,7 +51,7 @@ def test_a_decoupled_job_played_by_the_model_takes_the_predicted_period(gradient
 
 
 def test_compute_alone_sends_nothing():
-    assert compute_of(profile()).bytes == 0
+    assert compute_of(profile()).messages == ()
 
 
 @given(st.lists(st.floats(1e-4, 10), min_size=1, max_size=12), st.floats(0.1, 10))

@@ -106,26 +106,6 @@ def test_nothing_is_left_behind(tmp_path: Path):
     assert left == []
 
 
-def test_a_matrix_is_measured_once_and_reported_again(tmp_path: Path):
-    profile(size=20_000).save(tmp_path / "tiny.json")
-    arguments = (
-        "validate", "--backend", "gloo", "--models", str(tmp_path / "tiny.json"), "--nodes", "2", "--bandwidth",
-        "200mbit", "--seconds", "0.2s", "--budget", "2s", "-o", str(tmp_path / "results"), "--json", "-s",
-    )  # fmt: skip
-    first = backbeat(*arguments, "wfbp")
-    assert first.returncode == 0, first.stderr
-    second = backbeat(*arguments, "wfbp,single")
-    assert second.returncode == 0, second.stderr
-    assert json.loads(second.stdout)["cases"] == 2
-    (record,) = (tmp_path / "results").glob("gloo-*.json")
-    kept = json.loads(record.read_text())
-    assert [case["session"] for case in kept["cases"]] == [0, 1]
-    again = backbeat("validate", "--report", "-o", str(tmp_path / "results"))
-    assert again.returncode == 0, again.stderr
-    assert "one channel" in again.stdout
-    assert (tmp_path / "results" / "scatter.svg").read_text().startswith("<svg")
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -67,7 +67,7 @@ def planned() -> dict[str, Mix]:
     for case in record["cases"]:
         if case["session"] != last or case["plan"] != "best/2" or case["channels"] < 2:
             continue
-        sizes = record["models"][case["model"]]["bytes"]
+        sizes = next(model["bytes"] for model in record["models"] if model["name"] == case["model"])
         mix, start = [], 0
         for count, channel, *_ in case["groups"]:
             mix.append((sum(sizes[start : start + count]), channel))
@@ -84,13 +84,12 @@ def measure(rate: str) -> None:
     setting = Setting(nodes=4, rate_bits=parse_rate(rate), backend="nccl", dilation=1.0)
     jobs = [
         Job(
-            key=name,
             forward_s=FORWARD_S,
             backward_s=1e-4,
             update_s=0.0,
             messages=tuple(Message(bytes=size, ready_s=0.0, channel=channel) for size, channel in mix),
         )
-        for name, mix in mixes.items()
+        for mix in mixes.values()
     ]
     with opened(setting, 2) as session:
         choices = parse(["wfbp", "best/2"], None)
