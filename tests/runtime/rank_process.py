@@ -28,7 +28,16 @@ def _kind(error: AssertionError) -> str:
     return "wrong" if ours else "error"
 
 
-def run(request: dict[str, Any]) -> dict[str, str]:
+def run(request: dict[str, Any]) -> dict[str, Any]:
+    if not request["record"]:
+        return _outcome(request)
+    import collective_log
+
+    with collective_log.recording() as log:
+        return {**_outcome(request), **log.answer()}
+
+
+def _outcome(request: dict[str, Any]) -> dict[str, Any]:
     import change_checks
     import encoded_checks
     import encoded_faults
