@@ -16,7 +16,7 @@ import torch
 from harness import machine
 
 from backbeat.cost.message import sent_elements
-from backbeat.sparse import select
+from backbeat.runtime.compressed import selection as select
 
 
 def seconds(action: Callable[[], object], device: str) -> float:

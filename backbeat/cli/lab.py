@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from contextlib import AbstractContextManager
 
-    from backbeat.lab.experiment import Calibrated, Measured
+    from backbeat.lab.experiment import CalibratedLab, MeasuredPlan
     from backbeat.lab.plans import Choice
     from backbeat.lab.session import Session
     from backbeat.lab.setting import Setting
@@ -33,7 +33,9 @@ def lab(
     bandwidth: Annotated[str, typer.Option(help="Of every node's link, like 10gbit.")] = "1gbit",
     backend: Annotated[str, typer.Option(help="gloo (CPU) or nccl (all nodes on one GPU).")] = "gloo",
     strategy: LabStrategyOption = None,
-    channels: Annotated[str | None, typer.Option(help="Numbers of channels to try with each strategy.")] = None,
+    communicators: Annotated[
+        str | None, typer.Option(help="Numbers of communicators to try with each strategy.")
+    ] = None,
     dilation: Annotated[float, typer.Option(help="Compute takes this many times as long as in the profile.")] = 1.0,
     link: Annotated[
         list[str] | None, typer.Option(help="A link that differs: node=3,bandwidth=1gbit. May be repeated.")
@@ -82,7 +84,7 @@ def lab(
         jitter=parse_share(jitter),
         dilation=dilation,
     )
-    choices = plans.parse(split(strategy) or _STRATEGIES, _counts(channels))
+    choices = plans.parse(split(strategy) or _STRATEGIES, _counts(communicators))
     times = parse_duration(seconds), parse_duration(budget)
     if train is not None:
         _check_training(setting, choices, profile)
@@ -114,8 +116,8 @@ class _Ran(NamedTuple):
     """Everything that one lab found."""
 
     profile: Profile
-    calibrated: Calibrated
-    results: list[Measured]
+    calibrated: CalibratedLab
+    results: list[MeasuredPlan]
     facts: dict[str, Any]
     """The machine, its versions, and what belongs to replay or training alone."""
     losses: list[list[float]]
@@ -187,7 +189,7 @@ def _opened(setting: Setting, choices: Sequence[Choice]) -> AbstractContextManag
 
 def _calibrated(
     session: Session, setting: Setting, choices: Sequence[Choice], budget_s: float, largest_bytes: int
-) -> Calibrated:
+) -> CalibratedLab:
     from backbeat.lab import experiment
     from backbeat.units import format_seconds
 
@@ -224,13 +226,13 @@ def _answer(setting: Setting, ran: _Ran) -> dict[str, Any]:
     }
 
 
-def row(result: Measured) -> dict[str, Any]:
+def row(result: MeasuredPlan) -> dict[str, Any]:
     """One plan as data."""
     return {
         "strategy": result.choice.strategy,
         "plan": result.choice.name,
-        "channels": result.plan.channels,
-        "groups": len(result.plan.groups),
+        "communicators": result.plan.communicators,
+        "buckets": len(result.plan.buckets),
         "measured_s": result.measured_s,
         "spread_s": result.spread_s,
         "predicted_s": result.prediction.iteration_s,
@@ -271,15 +273,15 @@ def _table(setting: Setting, ran: _Ran) -> Any:
         header_style="bold",
         pad_edge=False,
     )
-    headings = ["plan", "channels", "groups", "measured", "p10–p90", "repeats", "predicted", "error", "scaling"]
+    headings = ["plan", "communicators", "buckets", "measured", "p10–p90", "repeats", "predicted", "error", "scaling"]
     for heading in [*headings, "last loss"] if ran.losses else headings:
         table.add_column(heading, justify="left" if heading == "plan" else "right", no_wrap=True)
     fastest = min(ran.results, key=lambda result: result.measured_s)
     for place, result in enumerate(ran.results):
         table.add_row(
             result.choice.name + (" ◀" if result is fastest else ""),
-            str(result.plan.channels),
-            str(len(result.plan.groups)),
+            str(result.plan.communicators),
+            str(len(result.plan.buckets)),
             format_seconds(result.measured_s),
             format_seconds(result.spread_s),
             f"within {result.repeat:.1%}",
@@ -299,5 +301,5 @@ def _counts(text: str | None) -> list[int]:
         return []
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdigit() and 1 <= int(part) <= 8 for part in parts):
-        raise InputError(f"--channels is {text!r}: write numbers from 1 to 8, like 1,2")
+        raise InputError(f"--communicators is {text!r}: write numbers from 1 to 8, like 1,2")
     return sorted({int(part) for part in parts})

@@ -31,7 +31,7 @@ def predict(
     other_batch: Annotated[
         str | None, typer.Option(help="With --global-batch: a second profile of the model, at another batch size.")
     ] = None,
-    channels: Annotated[int | None, typer.Option(help="Channels to use (for best: at most).")] = None,
+    communicators: Annotated[int | None, typer.Option(help="Communicators to use (for best: at most).")] = None,
     bucket: Annotated[
         str | None, typer.Option(help="Bucket or fusion buffer size for ddp and horovod, like 25MB.")
     ] = None,
@@ -59,7 +59,7 @@ def predict(
     for count in counts:
         here = one if global_batch is None else _share(one, other_batch, profile, global_batch, count, accumulation)
         for schedule in schedules:
-            row = _predict(here, cluster.at(workers=count), schedule, channels, bucket_bytes, accumulation)
+            row = _predict(here, cluster.at(workers=count), schedule, communicators, bucket_bytes, accumulation)
             rows.append(row if here is one else _at_another_batch(row, here.notes[-1]))
     if plot is not None:
         _plot(rows, plot, one, cluster)
@@ -106,7 +106,7 @@ def _predict(
     profile: Profile,
     network: Network,
     schedule: str | Plan,
-    channels: int | None,
+    communicators: int | None,
     bucket_bytes: int | None,
     accumulation: int | None,
 ) -> Prediction:
@@ -114,7 +114,7 @@ def _predict(
     from backbeat.simulate import predict as predict_plan
 
     if isinstance(schedule, str):
-        schedule = propose(profile, network, schedule, channels=channels, bucket_bytes=bucket_bytes)
+        schedule = propose(profile, network, schedule, communicators=communicators, bucket_bytes=bucket_bytes)
     return predict_plan(profile, network, schedule, accumulation=accumulation)
 
 
@@ -172,7 +172,7 @@ def _knees(rows: list[Prediction]) -> dict[str, int | None]:
 
 def _plot(rows: list[Prediction], path: Path, profile: Profile, network: Network) -> None:
     from backbeat.cli.common import say
-    from backbeat.report.figures import scaling
+    from backbeat.report.figures import scaling_curve as scaling
     from backbeat.report.plot import save_scaling
 
     save_scaling(scaling(_curves(rows)), path, title=f"{profile.name} on {network.name}")
@@ -200,8 +200,8 @@ def _peaks(rows: list[Prediction], schedules: list[str | Plan]) -> list[str]:
 
 
 def _remarks(rows: list[Prediction], bends: dict[str, int | None]) -> list[str]:
+    from backbeat.report.answer import limit
     from backbeat.report.tables import fastest
-    from backbeat.report.words import limit
 
     last = fastest(rows)[max(row.workers for row in rows)]
     place = f"{last.workers} workers" if last.workers > 1 else "1 worker"

@@ -1,4 +1,4 @@
-"""What one rank sends of a group whose largest elements travel (top-k): how many, and the bytes of their message.
+"""What one rank sends of a bucket whose largest elements travel (top-k): how many, and the bytes of their message.
 
     up to 65,536 elements    | values | 16-bit places |
     more                     | 32-bit places | values |
@@ -23,7 +23,7 @@ _WIDEST = 64
 
 
 def sent_elements(elements: ArrayLike, density: float) -> NDArray[np.float64]:
-    """How many of a group's elements travel.
+    """How many of a bucket's elements travel.
 
     >>> sent_elements([1000, 10, 7], 0.01).tolist()
     [10.0, 1.0, 1.0]

@@ -20,7 +20,7 @@ from backbeat.model.profile import Gradient, Profile
 from backbeat.model.source import Source
 
 COMPUTE, COLLECTIVE = 4, 7
-"""Node types: COMP_NODE and COMM_COLL_NODE."""
+"""TraceNode types: COMP_NODE and COMM_COLL_NODE."""
 ALL_REDUCE = 0
 _FORWARD = "forward"
 _LARGEST = 2**50
@@ -34,7 +34,7 @@ _FIELDS: dict[str, dict[str, tuple[int, str]]] = {
         "name": (1, "bytes"),
         **{f"{kind}_val": (number, kind) for number, kind in zip(range(7, 28, 2), _INTEGERS, strict=True)},
     },
-    "Node": {
+    "TraceNode": {
         "id": (1, "uint64"),
         "name": (2, "bytes"),
         "type": (3, "int32"),
@@ -47,7 +47,7 @@ _FIELDS: dict[str, dict[str, tuple[int, str]]] = {
 
 
 @dataclass(slots=True)
-class Node:
+class TraceNode:
     id: int
     name: str
     type: int
@@ -131,7 +131,7 @@ def messages() -> dict[str, Any]:
     }
 
 
-def read_nodes(raw: bytes, where: str) -> list[Node]:
+def read_nodes(raw: bytes, where: str) -> list[TraceNode]:
     kinds = messages()
     from google.protobuf.message import DecodeError
     from google.protobuf.proto import parse_length_prefixed
@@ -139,7 +139,7 @@ def read_nodes(raw: bytes, where: str) -> list[Node]:
     source = BytesIO(raw)
     try:
         parse_length_prefixed(kinds["GlobalMetadata"], source)
-        found = list(iter(lambda: parse_length_prefixed(kinds["Node"], source), None))
+        found = list(iter(lambda: parse_length_prefixed(kinds["TraceNode"], source), None))
     except (DecodeError, ValueError, OverflowError) as error:
         raise InputError(f"{where}: {error}: the trace is damaged or cut short, or is no Chakra trace") from None
     if not found:
@@ -150,10 +150,10 @@ def read_nodes(raw: bytes, where: str) -> list[Node]:
     return [_node(message, where) for message in found]
 
 
-def _node(message: Any, where: str) -> Node:
+def _node(message: Any, where: str) -> TraceNode:
     if message.duration_micros > _LARGEST:
         raise InputError(f"{where}: duration_micros is {message.duration_micros}: the trace is damaged")
-    return Node(
+    return TraceNode(
         id=message.id,
         name=message.name.decode("utf-8", errors="replace"),
         type=message.type,
@@ -168,11 +168,11 @@ def _node(message: Any, where: str) -> Node:
     )
 
 
-def _schedule(nodes: list[Node], where: str) -> tuple[dict[int, int], dict[int, bool]]:
+def _schedule(nodes: list[TraceNode], where: str) -> tuple[dict[int, int], dict[int, bool]]:
     """When each node ends if only computation takes time, and whether it waits for a collective."""
     known = {node.id for node in nodes}
     waiting = {node.id: sum(one in known for one in node.needs) for node in nodes}
-    followers: dict[int, list[Node]] = {}
+    followers: dict[int, list[TraceNode]] = {}
     for node in nodes:
         node.needs = [one for one in node.needs if one in known]
         for one in node.needs:
@@ -193,7 +193,7 @@ def _schedule(nodes: list[Node], where: str) -> tuple[dict[int, int], dict[int, 
     return finish, after
 
 
-def _labels(nodes: Iterable[Node]) -> list[str]:
+def _labels(nodes: Iterable[TraceNode]) -> list[str]:
     labels: list[str] = []
     taken: set[str] = set()
     for node in nodes:
@@ -203,7 +203,7 @@ def _labels(nodes: Iterable[Node]) -> list[str]:
     return labels
 
 
-def _size(node: Node, where: str) -> int:
+def _size(node: TraceNode, where: str) -> int:
     size = node.attributes.get("comm_size")
     if size is None or not 0 <= size <= _LARGEST:
         raise InputError(f"{where}: all-reduce {node.name!r} has comm_size {size}: it must be a number of bytes")

@@ -13,7 +13,7 @@ import msgspec
 from backbeat.errors import InputError
 
 PROGRAM = re.compile(r"(?<![a-z])((?:all_|reduce_)?[a-z]+)_perf")
-_RANK = re.compile(r"Rank\s+([0-9]{1,7})\s+(?:Group\s+([0-9]{1,7})\s+)?Pid\s+[0-9]+\s+on\s+(\S+)\s+device")
+_RANK = re.compile(r"Rank\s+([0-9]{1,7})\s+(?:Bucket\s+([0-9]{1,7})\s+)?Pid\s+[0-9]+\s+on\s+(\S+)\s+device")
 _TAG = re.compile(r"^\s*\[\d+,\d+\]<std(?:out|err)>:\s?")
 _BLOCKING = "Blocking Enabled"
 _TIMES = ("time", "cputime")
@@ -34,12 +34,12 @@ class Row:
 
 
 @dataclass(slots=True)
-class Run:
+class NcclRun:
     """One execution of one program."""
 
     program: str | None = None
     devices: list[tuple[int, int, str]] = field(default_factory=list)
-    """(rank, group, host)"""
+    """(rank, bucket, host)"""
     workers: int | None = None
     """Where the file says it in another way than by its devices."""
     rows: list[Row] = field(default_factory=list)
@@ -48,14 +48,14 @@ class Run:
     wrong: int = 0
 
 
-def text_runs(text: str) -> list[Run]:
-    runs: list[Run] = []
-    run = Run()
+def text_runs(text: str) -> list[NcclRun]:
+    runs: list[NcclRun] = []
+    run = NcclRun()
     header: list[str] = []
 
-    def next_run() -> Run:
+    def next_run() -> NcclRun:
         runs.append(run)
-        return Run()
+        return NcclRun()
 
     for line in text.splitlines():
         line = _TAG.sub("", line)
@@ -93,7 +93,7 @@ def _is_header(tokens: list[str]) -> bool:
     return tokens[:1] == ["size"] and any(name in tokens for name in _TIMES) and "algbw" in tokens and "busbw" in tokens
 
 
-def _row(tokens: list[str], header: list[str], run: Run) -> Row | None:
+def _row(tokens: list[str], header: list[str], run: NcclRun) -> Row | None:
     """A line of figures by its header's names; None where it is none."""
     if not tokens or not re.fullmatch(r"[0-9]{1,15}", tokens[0]):
         return None
@@ -118,7 +118,7 @@ def _row(tokens: list[str], header: list[str], run: Run) -> Row | None:
     return _made(run, int(tokens[0]), named.get("redop", ""), named.get("root"), halves)
 
 
-def _made(run: Run, size: int, redop: str, root: object, halves: list[dict[str, float | None]]) -> Row | None:
+def _made(run: NcclRun, size: int, redop: str, root: object, halves: list[dict[str, float | None]]) -> Row | None:
     if any((half.get("wrong") or 0) > 0 for half in halves):
         run.wrong += 1
         return None
@@ -156,7 +156,7 @@ def _count(value: object, least: int) -> int:
     return int(number) if number is not None and least <= number < 1e7 else least
 
 
-def json_runs(raw: bytes, where: str) -> list[Run]:
+def json_runs(raw: bytes, where: str) -> list[NcclRun]:
     """One document, or several one after the other."""
     runs = []
     for document in _documents(raw, where):
@@ -182,8 +182,8 @@ def _documents(raw: bytes, where: str) -> list[dict[str, Any]]:
     return documents
 
 
-def _json_run(document: dict[str, Any], results: list[Any]) -> Run:
-    run = Run()
+def _json_run(document: dict[str, Any], results: list[Any]) -> NcclRun:
+    run = NcclRun()
     arguments = document.get("args")
     for argument in arguments if isinstance(arguments, list) else []:
         if isinstance(argument, str) and (program := PROGRAM.search(argument)):
@@ -195,8 +195,8 @@ def _json_run(document: dict[str, Any], results: list[Any]) -> Run:
         listed = config.get("devices")
         for device in listed if isinstance(listed, list) else []:
             if isinstance(device, dict):
-                rank, group = (_count(device.get(key), least=0) for key in ("rank", "group"))
-                run.devices.append((rank, group, str(device.get("hostname", ""))))
+                rank, bucket = (_count(device.get(key), least=0) for key in ("rank", "bucket"))
+                run.devices.append((rank, bucket, str(device.get("hostname", ""))))
         # One device is listed for each process, which drives all of its threads' GPUs.
         each = math.prod(_count(config.get(key), least=1) for key in ("nthreads", "ngpus"))
         if run.devices and each > 1:
@@ -213,7 +213,7 @@ def _json_run(document: dict[str, Any], results: list[Any]) -> Run:
     return run
 
 
-def _json_half(half: object, run: Run) -> dict[str, float | None]:
+def _json_half(half: object, run: NcclRun) -> dict[str, float | None]:
     if not isinstance(half, dict):
         return {}
     run.host_times |= "cpu_time" in half

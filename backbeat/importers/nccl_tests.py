@@ -12,7 +12,7 @@ from statistics import median
 from typing import Any, Literal
 
 from backbeat.errors import InputError
-from backbeat.importers.nccl_runs import PROGRAM, Run, json_runs, text_runs
+from backbeat.importers.nccl_runs import PROGRAM, NcclRun, json_runs, text_runs
 from backbeat.model import files
 from backbeat.model.network import CollectiveTimes, Network, Topology
 from backbeat.model.source import Source
@@ -64,7 +64,7 @@ def parse(
         notes.append(f"missing: {wrong} rows with wrong results were left out")
     gone = [one for one in _COLLECTIVES if one not in curves]
     notes.append(
-        f"missing: several channels at once{', ' + ', '.join(gone) if gone else ''}: nccl-tests run did not cover them"
+        f"missing: several communicators at once{', ' + ', '.join(gone) if gone else ''}: nccl-tests run did not cover them"
     )
     return Network(
         name=name,
@@ -77,7 +77,7 @@ def parse(
     )
 
 
-def _choose(runs: list[Run], wanted: int | None, where: str, notes: list[str]) -> tuple[list[Run], int]:
+def _choose(runs: list[NcclRun], wanted: int | None, where: str, notes: list[str]) -> tuple[list[NcclRun], int]:
     """The runs at one number of workers, and that number."""
     counted = [(run, _workers(run)) for run in runs]
     known = sorted({count for _, count in counted if count is not None})
@@ -112,19 +112,19 @@ def _listed(counts: Sequence[int]) -> str:
     return ", ".join(str(count) for count in counts)
 
 
-def _workers(run: Run) -> int | None:
+def _workers(run: NcclRun) -> int | None:
     if run.workers is not None:
         return run.workers
     if not run.devices:
         return None
-    # With NCCL_TESTS_SPLIT every group runs the collective by itself.
-    groups = Counter(group for _, group, _ in run.devices)
-    if len(groups) > 1:
-        return max(groups.values())
+    # With NCCL_TESTS_SPLIT every bucket runs the collective by itself.
+    buckets = Counter(bucket for _, bucket, _ in run.devices)
+    if len(buckets) > 1:
+        return max(buckets.values())
     return max(len({rank for rank, _, _ in run.devices}), 1 + max(rank for rank, _, _ in run.devices))
 
 
-def _guess_workers(runs: Iterable[Run]) -> int | None:
+def _guess_workers(runs: Iterable[NcclRun]) -> int | None:
     """busbw / algbw is 2(n-1)/n for an all-reduce, so n = 2 / (2 - ratio) where rounding leaves no doubt."""
     for run in runs:
         ratios = [row.bus_over_algorithm for row in run.rows[-3:] if row.redop not in ("", "none")]
@@ -135,13 +135,13 @@ def _guess_workers(runs: Iterable[Run]) -> int | None:
     return None
 
 
-def _per_node(runs: Sequence[Run]) -> int:
+def _per_node(runs: Sequence[NcclRun]) -> int:
     counts = [count for run in runs for count in Counter(host for _, _, host in run.devices).values()]
     return max(counts, default=1)
 
 
 def _curves(
-    runs: list[Run], workers: int, placement: Placement, filename: str, where: str, notes: list[str]
+    runs: list[NcclRun], workers: int, placement: Placement, filename: str, where: str, notes: list[str]
 ) -> dict[str, Any]:
     found: dict[str, dict[int, list[float]]] = {}
     other: list[str] = []
@@ -182,7 +182,7 @@ def _curves(
     return curves
 
 
-def _collective(run: Run, workers: int, filename: str, notes: list[str]) -> str:
+def _collective(run: NcclRun, workers: int, filename: str, notes: list[str]) -> str:
     """By the program's name where the file has it, otherwise by what the rows say."""
     named = run.program or next((match.group(1) for match in [PROGRAM.search(filename)] if match), None)
     if named:

@@ -26,7 +26,7 @@ START_S = 180.0
 _STOP_S = 3.0
 
 
-def node_environment(backend: str, node: int, channels: int) -> dict[str, str]:
+def node_environment(backend: str, node: int, communicators: int) -> dict[str, str]:
     """What makes the library use the node's own interface, and take nodes on one GPU for separate hosts."""
     variables = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     if backend == "gloo":
@@ -43,16 +43,16 @@ def node_environment(backend: str, node: int, channels: int) -> dict[str, str]:
         # each other.
         "CUDA_DEVICE_MAX_CONNECTIONS": "8",
     }
-    return {**variables, "NCCL_LAUNCH_ORDER_IMPLICIT": "1"} if channels > 1 else variables
+    return {**variables, "NCCL_LAUNCH_ORDER_IMPLICIT": "1"} if communicators > 1 else variables
 
 
 class Session:
     """One process per node, joined in a process group."""
 
-    def __init__(self, cluster: Cluster, setting: Setting, channels: int, environment: Mapping[str, str]) -> None:
+    def __init__(self, cluster: Cluster, setting: Setting, communicators: int, environment: Mapping[str, str]) -> None:
         self.cluster = cluster
         self._setting = setting
-        self._channels = channels
+        self._communicators = communicators
         self._environment = environment
         self._workers: list[subprocess.Popen[bytes]] = []
         self._pipes: list[pipes.Connection] = []
@@ -97,7 +97,7 @@ class Session:
     def _start(self, node: int) -> None:
         here, there = pipes.Pipe()
         cluster, setting = self.cluster, self._setting
-        own = node_environment(setting.backend, node, self._channels)
+        own = node_environment(setting.backend, node, self._communicators)
         with open(self._log(node), "wb") as log:
             worker = subprocess.Popen(
                 [sys.executable, "-m", "backbeat.lab.worker", str(there.fileno()), str(os.getpid())],
@@ -117,7 +117,7 @@ class Session:
                 namespace=cluster.namespace(node),
                 first_address=cluster.address(0),
                 backend=setting.backend,
-                channels=self._channels,
+                communicators=self._communicators,
                 settle=setting.settle,
                 slowdown=setting.slowdowns.get(node, 1.0),
                 jitter=setting.jitter,

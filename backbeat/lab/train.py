@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 from backbeat.lab.jobs import Turn
-from backbeat.measure.factory import Factory, Workload, load
-from backbeat.measure.precision import autocast, tensor_cores
+from backbeat.measure.model.factory import Factory, Workload, load
+from backbeat.measure.model.precision import autocast, tensor_cores
 
 if TYPE_CHECKING:
     from backbeat.model import Plan
@@ -43,7 +43,7 @@ def profile_here(
     spec: str, device: torch.device, batch_size: int | None, seconds: float, precision: str = "fp32"
 ) -> bytes:
     """This node's own compute, measured while all other nodes measure theirs: that is how they will train."""
-    from backbeat.measure.factory import measure_factory
+    from backbeat.measure.model.factory import measure_factory
     from backbeat.model.files import encode
 
     torch.manual_seed(0)

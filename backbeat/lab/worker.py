@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from backbeat.lab.namespaces import enter
 
 if TYPE_CHECKING:
-    from backbeat.lab.jobs import Job, Replayed, Turn
+    from backbeat.lab.jobs import Replayed, ReplayJob, Turn
     from backbeat.lab.train import Trained
     from backbeat.model import Plan
 
@@ -33,9 +33,9 @@ class Start:
     first_address: str
     """Where node 0 is."""
     backend: str
-    channels: int
+    communicators: int
     settle: bool
-    """gloo on few cores: see `measure.channels.settle_gloo`."""
+    """gloo on few cores: see `measure.communicators.settle_gloo`."""
     slowdown: float
     jitter: float
 
@@ -49,9 +49,9 @@ class Node:
         import torch
         import torch.distributed as dist
 
+        from backbeat.comm.opened import GroupCommunicator, open_communicators, settle_gloo
         from backbeat.lab.jobs import slowdowns
         from backbeat.lab.replay import SleepingPlayer, SpinningPlayer
-        from backbeat.measure.channels import GroupChannel, open_channels, settle_gloo
 
         self.start = start
         torch.set_num_threads(1)
@@ -67,11 +67,13 @@ class Node:
             timeout=timeout,
             device_id=self.device if start.backend == "nccl" else None,
         )
-        stock = GroupChannel(dist.group.WORLD, owned=False)
-        channels = open_channels(dist.group.WORLD, start.backend, start.channels, tag="lab", timeout=timeout)
-        for channel in channels:
+        stock = GroupCommunicator(dist.group.WORLD, owned=False)
+        communicators = open_communicators(
+            dist.group.WORLD, start.backend, start.communicators, tag="lab", timeout=timeout
+        )
+        for communicator in communicators:
             # A communicator is built at its first collective.
-            channel.all_reduce(torch.zeros(1, device=self.device)).wait()
+            communicator.all_reduce(torch.zeros(1, device=self.device)).wait()
         if start.backend == "nccl":
             torch.cuda.synchronize()
         if start.settle and start.backend == "gloo":
@@ -79,9 +81,9 @@ class Node:
             settle_gloo()
         self.factor = slowdowns(start.slowdown, start.jitter, seed=start.node)
         self.player = (
-            SpinningPlayer(channels, self.device, start.nodes)
+            SpinningPlayer(communicators, self.device, start.nodes)
             if start.backend == "nccl"
-            else SleepingPlayer(channels, stock, start.nodes)
+            else SleepingPlayer(communicators, stock, start.nodes)
         )
 
     def describe(self) -> dict[str, Any]:
@@ -90,7 +92,7 @@ class Node:
 
         import torch
 
-        from backbeat.measure.machine import source
+        from backbeat.comm.machine import source
 
         about = source(None, self.device)
         versions = dict(about.versions)
@@ -111,16 +113,22 @@ class Node:
         return disturbances()
 
     def calibrate(
-        self, *, budget_s: float, channels: Sequence[int], sizes: Sequence[int], collectives: Sequence[Any], name: str
+        self,
+        *,
+        budget_s: float,
+        communicators: Sequence[int],
+        sizes: Sequence[int],
+        collectives: Sequence[Any],
+        name: str,
     ) -> Any:
         """The network, and the timings behind it, from node 0; None from the others."""
-        from backbeat.measure.calibrate import measure_cluster
+        from backbeat.measure.network.calibration import measure_cluster
 
         found = measure_cluster(
             device=self.device,
             budget_s=budget_s,
             sizes=sizes,
-            channels=channels,
+            communicators=communicators,
             collectives=collectives,
             name=name,
             settle=self.start.settle,
@@ -132,7 +140,7 @@ class Node:
                 "collective": case.collective,
                 "bytes": case.bytes,
                 "messages": case.messages,
-                "channels": case.channels,
+                "communicators": case.communicators,
                 "median_s": timing.median_s,
                 "jitter": timing.jitter,
                 "uncertainty": timing.uncertainty,
@@ -142,7 +150,7 @@ class Node:
         ]
         return found.network, timings
 
-    def replay(self, *, jobs: Sequence[Job], turns: Sequence[Turn]) -> list[Replayed]:
+    def replay(self, *, jobs: Sequence[ReplayJob], turns: Sequence[Turn]) -> list[Replayed]:
         from backbeat.lab.replay import replay
 
         return replay(self.player, jobs, turns, self.factor)

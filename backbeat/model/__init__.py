@@ -1,9 +1,9 @@
 """The nouns: frozen, validated data that every other part speaks."""
 
 from backbeat.model.blocks import Block, HostLink, MemoryPlan, Segment
-from backbeat.model.encoding import Encoding
+from backbeat.model.compression import Compression
 from backbeat.model.network import Calibration, CollectiveTimes, ConcurrencyPoint, Network, Topology
-from backbeat.model.plan import DynamicFusion, Group, Plan
+from backbeat.model.plan import Bucket, DynamicFusion, Plan
 from backbeat.model.prediction import Band, Breakdown, Prediction, Span
 from backbeat.model.profile import Gradient, Memory, Profile
 from backbeat.model.source import Source
@@ -16,9 +16,9 @@ __all__ = [
     "CollectiveTimes",
     "ConcurrencyPoint",
     "DynamicFusion",
-    "Encoding",
+    "Compression",
     "Gradient",
-    "Group",
+    "Bucket",
     "HostLink",
     "Memory",
     "MemoryPlan",

@@ -60,15 +60,15 @@ class CollectiveTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 class ConcurrencyPoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """`messages` equal messages issued at once, spread over `channels`: `seconds` until the last is done."""
+    """`messages` equal messages issued at once, spread over `communicators`: `seconds` until the last is done."""
 
     bytes: Annotated[int, Meta(ge=1)]
     messages: Annotated[int, Meta(ge=1)]
-    channels: Annotated[int, Meta(ge=1)]
+    communicators: Annotated[int, Meta(ge=1)]
     seconds: Seconds
 
     def __post_init__(self) -> None:
-        for field in ("bytes", "messages", "channels"):
+        for field in ("bytes", "messages", "communicators"):
             at_least(field, getattr(self, field), 1)
         not_negative("seconds", self.seconds)
         if 0 < self.seconds < _SHORTEST_S:

@@ -34,7 +34,7 @@ __all__ = [
 
 PART_COLOURS = {
     "bandwidth": "#2f81c7",
-    "startup": "#d9822b",
+    "latency": "#d9822b",
     "waiting": "#a35bb5",
     "stragglers": "#7d8590",
     "buffers": "#17926b",

@@ -54,14 +54,14 @@ def _bars(data: Timeline, sizes: SizeScale) -> list[Drawing]:
         "%{customdata[3]} long<extra></extra>",
     }
     computing["marker"]["color"] = COMPUTE
-    groups: Drawing = {
+    buckets: Drawing = {
         **_intervals(data, data.transfers),
-        "name": f"{html.escape(data.label)}: groups",
+        "name": f"{html.escape(data.label)}: buckets",
         "hovertemplate": "<b>%{customdata[0]}</b> (%{customdata[5]})<br>%{customdata[4]}<br>%{customdata[1]} to "
         "%{customdata[2]}, %{customdata[3]} long<extra></extra>",
     }
-    groups["marker"]["color"] = [shade(sizes.share(bar.bytes)) for bar in data.transfers]
-    return [computing, groups, *([_scale(sizes.low, sizes.high)] if sizes.high > sizes.low else [])]
+    buckets["marker"]["color"] = [shade(sizes.share(bar.bytes)) for bar in data.transfers]
+    return [computing, buckets, *([_scale(sizes.low, sizes.high)] if sizes.high > sizes.low else [])]
 
 
 def _scale(low: float, high: float) -> Drawing:
@@ -79,7 +79,7 @@ def _scale(low: float, high: float) -> Drawing:
             "colorscale": [[place, shade(place)] for place in (0.0, 0.25, 0.5, 0.75, 1.0)],
             "showscale": True,
             "colorbar": {
-                "title": {"text": "group", "side": "top"},
+                "title": {"text": "bucket", "side": "top"},
                 "tickvals": [low, high],
                 "ticktext": [format_bytes(10**low), format_bytes(10**high)],
                 "thickness": 12,
@@ -119,9 +119,9 @@ def _wrapped(name: str) -> str:
 
 
 def _cargo(bar: Bar) -> str:
-    """What a group carries, in words."""
+    """What a bucket carries, in words."""
     size = format_bytes(bar.bytes)
-    parts = [f"{bar.groups} groups"] if bar.groups > 1 else []
+    parts = [f"{bar.buckets} buckets"] if bar.buckets > 1 else []
     if bar.gradients:
         parts.append(f"{bar.gradients} gradient" + ("s" if bar.gradients != 1 else ""))
     return ", ".join([*parts, size])

@@ -11,7 +11,7 @@ from backbeat.model import Span
 from backbeat.report.figures.timeline import with_gradients
 
 _COMPUTE_THREAD = 1
-_FIRST_CHANNEL_THREAD = 10
+_FIRST_COMMUNICATOR_THREAD = 10
 
 
 Iteration = tuple[str, Sequence[Span], Sequence[Sequence[str]]]
@@ -21,7 +21,7 @@ Iteration = tuple[str, Sequence[Span], Sequence[Sequence[str]]]
 def trace(iterations: Sequence[Iteration]) -> dict[str, Any]:
     """One process for each iteration, with a thread for every lane. Times are microseconds."""
     events: list[dict[str, Any]] = []
-    for process, (title, spans, groups) in enumerate(iterations, start=1):
+    for process, (title, spans, buckets) in enumerate(iterations, start=1):
         events.append(_name("process_name", process, 0, title))
         events.append({**_name("process_sort_index", process, 0, ""), "args": {"sort_index": process}})
         for lane in sorted({span.lane for span in spans}, key=_thread):
@@ -29,7 +29,7 @@ def trace(iterations: Sequence[Iteration]) -> dict[str, Any]:
             events.append(
                 {**_name("thread_sort_index", process, _thread(lane), ""), "args": {"sort_index": _thread(lane)}}
             )
-        events += _events(process, spans, groups)
+        events += _events(process, spans, buckets)
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
@@ -37,9 +37,9 @@ def encode(document: dict[str, Any]) -> bytes:
     return msgspec.json.encode(document) + b"\n"
 
 
-def _events(process: int, spans: Sequence[Span], groups: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
+def _events(process: int, spans: Sequence[Span], buckets: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
     events = []
-    for span, gradients in with_gradients(spans, groups):
+    for span, gradients in with_gradients(spans, buckets):
         event: dict[str, Any] = {
             "name": span.name,
             "cat": "compute" if span.lane == "compute" else "communication",
@@ -60,8 +60,8 @@ def _events(process: int, spans: Sequence[Span], groups: Sequence[Sequence[str]]
 def _thread(lane: str) -> int:
     if lane == "compute":
         return _COMPUTE_THREAD
-    number = lane.removeprefix("channel ")
-    return _FIRST_CHANNEL_THREAD + int(number) if number.isdecimal() else _FIRST_CHANNEL_THREAD - 1
+    number = lane.removeprefix("communicator ")
+    return _FIRST_COMMUNICATOR_THREAD + int(number) if number.isdecimal() else _FIRST_COMMUNICATOR_THREAD - 1
 
 
 def _name(kind: str, process: int, thread: int, name: str) -> dict[str, Any]:

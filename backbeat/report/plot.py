@@ -102,7 +102,7 @@ def scaling(figure: Any, data: Scaling, *, title: str = "") -> None:
 
 
 def timeline(figure: Any, data: Timeline, *, end_s: float | None = None) -> None:
-    """One iteration: a lane for computation and one for each channel, groups darker where they are larger."""
+    """One iteration: a lane for computation and one for each communicator, buckets darker where they are larger."""
     end = end_s or data.end_s or 1.0
     axes = figure.add_subplot()
     scale = size_scale([data])

@@ -62,7 +62,7 @@ class Study:
 
     def timeline(self, label: str, *, most: int = MOST_BARS) -> Timeline:
         """One iteration at the last number of workers, in no more bars than `most`."""
-        return timeline(label, self.curves[label][-1].timeline, groups_of(self.plans[label], self.profile), most=most)
+        return timeline(label, self.curves[label][-1].timeline, buckets_of(self.plans[label], self.profile), most=most)
 
     def iterations(self, labels: Iterable[str]) -> list[Iteration]:
         """These predictions, then what was measured beside its own prediction."""
@@ -70,14 +70,14 @@ class Study:
             (
                 f"predicted: {label}, {self.top} workers",
                 self.curves[label][-1].timeline,
-                groups_of(self.plans[label], self.profile),
+                buckets_of(self.plans[label], self.profile),
             )
             for label in labels
         ]
         for one in self.measured:
             for how, spans in (("predicted", one.predicted_spans), ("measured", one.measured_spans)):
                 if spans:
-                    found.append((f"{how}: {one.origin} {one.label}, {one.workers} workers", spans, one.groups))
+                    found.append((f"{how}: {one.origin} {one.label}, {one.workers} workers", spans, one.buckets))
         return found
 
 
@@ -127,18 +127,18 @@ def bucket_sweep(profile: Profile, network: Network) -> tuple[tuple[int, Predict
     for size in BUCKETS_MB:
         plan = propose(profile, network, STOCK, bucket_bytes=size * 2**20)
         found.append((size, predict(profile, network, plan)))
-        if len(plan.groups) == 1:
+        if len(plan.buckets) == 1:
             break
     return tuple(found)
 
 
-def groups_of(plan: Plan, profile: Profile) -> list[tuple[str, ...]]:
-    """The names that each communication span carries, in order; empty where groups form at run time."""
+def buckets_of(plan: Plan, profile: Profile) -> list[tuple[str, ...]]:
+    """The names that each communication span carries, in order; empty where buckets form at run time."""
     if plan.dynamic is not None:
         return []
-    groups = [group.gradients for group in plan.groups]
+    buckets = [bucket.gradients for bucket in plan.buckets]
     missing = plan.missing(profile)
-    return [*groups, tuple(missing)] if missing else groups
+    return [*buckets, tuple(missing)] if missing else buckets
 
 
 def curve_workers(workers: Sequence[int]) -> list[int]:

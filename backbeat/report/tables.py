@@ -86,17 +86,17 @@ def _cells(prediction: Prediction, samples: int, banded: bool, winner: bool, sho
 
 
 def plan_table(plan: Plan, profile: Profile, result: Prediction) -> Table:
-    """The groups of a plan with when they travel."""
-    count = len(plan.groups)
-    title = f"{count} group{'' if count == 1 else 's'} in launch order"
+    """The buckets of a plan with when they travel."""
+    count = len(plan.buckets)
+    title = f"{count} bucket{'' if count == 1 else 's'} in launch order"
     table = Table(title=title, title_justify="left", header_style="bold")
-    for heading in ("group", "channel", "gradients", "bytes", "starts", "ends"):
+    for heading in ("bucket", "communicator", "gradients", "bytes", "starts", "ends"):
         table.add_column(heading, justify="left" if heading == "gradients" else "right")
     spans = [span for span in result.timeline if carries_gradients(span)]
     for number, span in enumerate(spans):
         table.add_row(
             str(number),
-            span.lane.removeprefix("channel "),
+            span.lane.removeprefix("communicator "),
             printable(span.name),
             format_bytes(span.bytes),
             format_seconds(span.start_s),

@@ -10,10 +10,10 @@ from backbeat.cost.collectives import traffic
 from backbeat.cost.curve import Curve
 from backbeat.errors import InputError
 from backbeat.model.prediction import Band, Breakdown, Prediction, Span
-from backbeat.simulate.course import across_iterations, alone, encoded_iteration, within_iteration
-from backbeat.simulate.encoded import remarks
-from backbeat.simulate.jitter import Straggling, straggling
-from backbeat.simulate.memory import course as memory_course
+from backbeat.simulate.compressed_cost import remarks
+from backbeat.simulate.iteration import across_iterations, alone, compressed_iteration, within_iteration
+from backbeat.simulate.memory_timeline import course as memory_course
+from backbeat.simulate.stragglers import Straggling, straggling
 
 if TYPE_CHECKING:
     from backbeat.model import Network, Plan, Profile
@@ -53,8 +53,8 @@ def predict(
         course = alone(profile, plan, before)
     elif plan.decoupled:
         course = across_iterations(profile, network, plan, before)
-    elif plan.encoded:
-        course = encoded_iteration(profile, network, plan, before)
+    elif plan.compressed:
+        course = compressed_iteration(profile, network, plan, before)
     else:
         course = within_iteration(profile, network, plan, before)
     buffers = broadcast_s(network, profile.buffer_bytes) if broadcast_buffers and network.workers > 1 else 0.0
@@ -69,8 +69,8 @@ def predict(
     return Prediction(
         strategy=plan.strategy,
         workers=network.workers,
-        channels=plan.channels,
-        groups=course.groups,
+        communicators=plan.communicators,
+        buckets=course.buckets,
         iteration_s=iteration,
         single_s=single,
         scaling_factor=single / iteration if iteration > 0 else 1.0,
@@ -94,7 +94,7 @@ def _shifted(timeline: tuple[Span, ...], buffers: float, size: int) -> tuple[Spa
     if not timeline or not buffers:
         return timeline
     later = (Span(span.lane, span.name, span.start_s + buffers, span.end_s + buffers, span.bytes) for span in timeline)
-    return (Span("channel 0", "buffers", 0.0, buffers, size), *later)
+    return (Span("communicator 0", "buffers", 0.0, buffers, size), *later)
 
 
 def broadcast_s(network: Network, size: int) -> float:
@@ -108,12 +108,12 @@ def broadcast_s(network: Network, size: int) -> float:
         return float(Curve.of(network.broadcast).time(size))
     curve = network.cost.isolated
     ratio = traffic("broadcast", "ring", network.workers) / traffic("all_reduce", "ring", network.workers)
-    return float(curve.startup(size)) / 2 + float(curve.work(size)) * ratio
+    return float(curve.latency(size)) / 2 + float(curve.work(size)) * ratio
 
 
 def _bottleneck(breakdown: Breakdown, single: float) -> str:
     parts = {
-        "startup": breakdown.startup_s,
+        "latency": breakdown.latency_s,
         "bandwidth": breakdown.bandwidth_s,
         "waiting": breakdown.waiting_s,
         "stragglers": breakdown.stragglers_s,
@@ -132,12 +132,12 @@ def _notes(
     if profile.analytic:
         notes.append(f"the profile {profile.name} is computed from shapes and peak rates, not measured")
     notes.extend(f"network {network.name}: {note}" for note in network.notes)
-    if plan.encoded and network.workers > 1:
+    if plan.compressed and network.workers > 1:
         notes.extend(remarks(profile, network, plan))
     if plan.workers is not None and plan.workers != network.workers:
         notes.append(f"the plan was made for {plan.workers} workers, this is {network.workers}")
     if plan.dynamic is None and (left := plan.missing(profile)):
-        notes.append(f"{len(left)} gradients are not in the plan and travel in one group behind it, from {left[0]}")
+        notes.append(f"{len(left)} gradients are not in the plan and travel in one bucket behind it, from {left[0]}")
     if network.moved_from is not None and network.workers > 1:
         extrapolated = True
         notes.append(
@@ -147,7 +147,7 @@ def _notes(
     points = (network.moved_from.all_reduce if network.moved_from else network.all_reduce).points
     if points and largest_bytes > points[-1][0]:
         extrapolated = True
-        notes.append(f"groups above {points[-1][0]} bytes lie beyond the largest message measured")
+        notes.append(f"buckets above {points[-1][0]} bytes lie beyond the largest message measured")
     if waits is not None and waits.extrapolated:
         extrapolated = True
         notes.append(

@@ -27,7 +27,7 @@ def main() -> None:
         plot.save(path, partial(plot.timeline, data=data, end_s=longest), height=plot.timeline_height(data))
         result = results[strategy]
         print(
-            f"{strategy:10s} {result.iteration_s * 1e3:6.1f} ms  groups {result.groups:3d}  channels {result.channels} "
+            f"{strategy:10s} {result.iteration_s * 1e3:6.1f} ms  buckets {result.buckets:3d}  communicators {result.communicators} "
             f" exposed {result.exposed_s * 1e3:6.1f} ms"
         )
 

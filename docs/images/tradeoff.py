@@ -115,7 +115,7 @@ def series_of(picture: Picture) -> list[Series]:
         for run in ("first", "second", "third", "fourth")
     )
     now = {name: one for name, one in (second | third | fourth).items() if "ms" in one}
-    whole = row(now, "top-k groups, updates attached", "no budget")
+    whole = row(now, "top-k buckets, updates attached", "no budget")
     sparse = [row(now, *found) for found in _budgets(now)]
     dense = [row(first, name, name) for name in first if name.startswith("dense ") and name.endswith("GB")]
     alike = [row(first, name, name.removeprefix("uniform: ")) for name in first if name.startswith("uniform: ")]
@@ -124,7 +124,7 @@ def series_of(picture: Picture) -> list[Series]:
         Series("top-k in a budget", BLUE, "o", [*sparse, whole], joined=True),
         Series("dense in a budget", ORANGE, "o", dense, joined=True)
         if dense
-        else Series("dense", ORANGE, "o", [row(now, "dense groups, no memory plan", "no budget, dense")]),
+        else Series("dense", ORANGE, "o", [row(now, "dense buckets, no memory plan", "no budget, dense")]),
         Series("every block alike", GREEN, "D", alike),
         Series("the usual ways", GREEN, "s", own),
         Series("the usual ways (earlier)", GREY, "s", list(picture.usual)),

@@ -22,7 +22,7 @@ STRATEGIES = {
     "compressed": "sparse",
 }
 """Strategies as the record calls them, and as the package does."""
-OPTIONS = {"communicators": "channels", "bucket_bytes": "bucket_bytes", "cycle_s": "cycle_s", "density": "density"}
+OPTIONS = {"communicators": "communicators", "bucket_bytes": "bucket_bytes", "cycle_s": "cycle_s", "density": "density"}
 MEMORY_OPTIONS = {"memory_bytes": "memory_bytes", "residuals": "residuals"}
 
 
@@ -42,7 +42,7 @@ def network_of(name: str, workers: int) -> Network:
         if kind in one
     }
     rows = tuple(
-        ConcurrencyPoint(bytes=size, messages=messages, channels=communicators, seconds=seconds)
+        ConcurrencyPoint(bytes=size, messages=messages, communicators=communicators, seconds=seconds)
         for size, messages, communicators, seconds in one["concurrency"]
     )
     network = Network(
@@ -66,17 +66,17 @@ def written(profile: Profile, plan: Plan) -> dict[str, Any]:
     place = {gradient.name: index for index, gradient in enumerate(profile.gradients)}
     fusion = plan.dynamic
     return {
-        "communicators": plan.channels,
+        "communicators": plan.communicators,
         "buckets": [
             {
                 "gradients": _runs(place[name] for name in bucket.gradients),
-                "communicator": bucket.channel,
+                "communicator": bucket.communicator,
                 "phase": bucket.phase,
                 "compressed": None
-                if bucket.encoding is None
-                else [bucket.encoding.kind, bucket.encoding.density, bucket.encoding.values],
+                if bucket.compression is None
+                else [bucket.compression.kind, bucket.compression.density, bucket.compression.values],
             }
-            for bucket in plan.groups
+            for bucket in plan.buckets
         ],
         "dynamic": None if fusion is None else [fusion.buffer_bytes, fusion.cycle_s, fusion.copy_bytes_per_s],
     }
@@ -93,14 +93,14 @@ def parts_of(result: Prediction) -> list[float]:
     """Of the exposed time: latency, bandwidth, waiting, stragglers, buffers; and the band's ends."""
     parts, band = result.breakdown, result.band
     return [
-        *(parts.startup_s, parts.bandwidth_s, parts.waiting_s, parts.stragglers_s, parts.buffers_s),
+        *(parts.latency_s, parts.bandwidth_s, parts.waiting_s, parts.stragglers_s, parts.buffers_s),
         *((band.p10_s, band.p90_s) if band is not None else ()),
     ]
 
 
 def spans_of(result: Prediction) -> list[list[Any]]:
     """The timeline; a lane is `compute` or the number of a communicator."""
-    lanes = {span.lane: span.lane.removeprefix("channel ") for span in result.timeline}
+    lanes = {span.lane: span.lane.removeprefix("communicator ") for span in result.timeline}
     return [[lanes[span.lane], span.start_s, span.end_s, span.bytes] for span in result.timeline]
 
 

@@ -13,8 +13,8 @@ from tests.runtime.rank_pool import RankPool
 # The tests' own names of routes, by the record's.
 ROUTES = {
     "one-communicator": "backbeat",
-    "two-communicators": "two-channels",
-    "compressed": "encoded",
+    "two-communicators": "two-communicators",
+    "compressed": "compressed",
     "late-status": "deferred",
 }
 SIZES = {"one-communicator": (2, 4)}

@@ -14,36 +14,36 @@ from typer.testing import CliRunner
 
 from backbeat.cli import app
 from backbeat.errors import InputError, MissingPartError
-from backbeat.importers.chakra import COLLECTIVE, COMPUTE, Node, load, messages, read_nodes
+from backbeat.importers.chakra import COLLECTIVE, COMPUTE, TraceNode, load, messages, read_nodes
 from backbeat.model import Profile, files
 
 FORWARD_US, TAIL_US, UPDATE_US = 250, 7, 30
 
 
-def iteration(ready_us: list[int], channels: int = 1) -> list[Node]:
+def iteration(ready_us: list[int], communicators: int = 1) -> list[TraceNode]:
     """Forward, backward in pieces with an all-reduce after each, on communicators in turn, and the update."""
-    nodes = [Node(0, "forward", COMPUTE, [], FORWARD_US)]
+    nodes = [TraceNode(0, "forward", COMPUTE, [], FORWARD_US)]
     last, at = 0, 0
     sums: list[int] = []
     for place, moment in enumerate(sorted(ready_us)):
         if moment > at:
-            nodes.append(Node(len(nodes), f"backward {place}", COMPUTE, [last], moment - at))
+            nodes.append(TraceNode(len(nodes), f"backward {place}", COMPUTE, [last], moment - at))
             last, at = nodes[-1].id, moment
-        needs = [last, *sums[place - channels : place - channels + 1]] if place >= channels else [last]
+        needs = [last, *sums[place - communicators : place - communicators + 1]] if place >= communicators else [last]
         attributes = {"comm_type": 0, "comm_size": 1000 * (place + 1)}
-        nodes.append(Node(len(nodes), f"layer.{place}", COLLECTIVE, needs, 0, attributes))
+        nodes.append(TraceNode(len(nodes), f"layer.{place}", COLLECTIVE, needs, 0, attributes))
         sums.append(nodes[-1].id)
-    nodes.append(Node(len(nodes), "backward end", COMPUTE, [last], TAIL_US))
-    return [*nodes, Node(len(nodes), "update", COMPUTE, [nodes[-1].id, *sums], UPDATE_US)]
+    nodes.append(TraceNode(len(nodes), "backward end", COMPUTE, [last], TAIL_US))
+    return [*nodes, TraceNode(len(nodes), "update", COMPUTE, [nodes[-1].id, *sums], UPDATE_US)]
 
 
-def written(folder: Path, nodes: list[Node], name: str = "worker.et") -> Path:
+def written(folder: Path, nodes: list[TraceNode], name: str = "worker.et") -> Path:
     kinds = messages()
     path = folder / name
     with path.open("wb") as file:
         serialize_length_prefixed(kinds["GlobalMetadata"](), file)
         for node in nodes:
-            message = kinds["Node"](
+            message = kinds["TraceNode"](
                 id=node.id,
                 name=node.name.encode(),
                 type=node.type,
@@ -59,9 +59,9 @@ def written(folder: Path, nodes: list[Node], name: str = "worker.et") -> Path:
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40)
-@given(ready=st.lists(st.integers(1, 10**6), min_size=1, max_size=12), channels=st.integers(1, 3))
-def test_an_iteration_as_it_was_written(tmp_path: Path, ready: list[int], channels: int) -> None:
-    found = load(written(tmp_path, iteration(ready, channels)), batch_size=4, model="m")
+@given(ready=st.lists(st.integers(1, 10**6), min_size=1, max_size=12), communicators=st.integers(1, 3))
+def test_an_iteration_as_it_was_written(tmp_path: Path, ready: list[int], communicators: int) -> None:
+    found = load(written(tmp_path, iteration(ready, communicators)), batch_size=4, model="m")
     assert [(one.name, one.bytes) for one in found.gradients] == [
         (f"layer.{place}", 1000 * (place + 1)) for place in range(len(ready))
     ]
@@ -87,7 +87,7 @@ def test_field_numbers_are_those_of_the_schema() -> None:
     metadata = b"\x0a\x050.0.4"
     raw = b"".join(bytes([len(one) % 128 + 128, len(one) // 128]) + one for one in (metadata, node))
     assert read_nodes(raw, "bytes") == [
-        Node(5, "s\ufffdm!", COLLECTIVE, [1, 2, 3], 150, {"comm_type": 0, "below": -2, "wide": 5, "is_cpu_op": 1})
+        TraceNode(5, "s\ufffdm!", COLLECTIVE, [1, 2, 3], 150, {"comm_type": 0, "below": -2, "wide": 5, "is_cpu_op": 1})
     ]
 
 
@@ -101,10 +101,10 @@ def test_without_protobuf_one_line_says_what_to_install(monkeypatch: pytest.Monk
 def test_other_collectives_and_names(tmp_path: Path) -> None:
     sums = {"comm_type": 0, "comm_size": 64}
     nodes = [
-        Node(1, "work", COMPUTE, [], 5),
-        Node(2, "sum", COLLECTIVE, [1], 99, sums),
-        Node(3, "sum", COLLECTIVE, [1], 99, sums),
-        Node(4, "gather", COLLECTIVE, [1], 99, {"comm_type": 2, "comm_size": 64}),
+        TraceNode(1, "work", COMPUTE, [], 5),
+        TraceNode(2, "sum", COLLECTIVE, [1], 99, sums),
+        TraceNode(3, "sum", COLLECTIVE, [1], 99, sums),
+        TraceNode(4, "gather", COLLECTIVE, [1], 99, {"comm_type": 2, "comm_size": 64}),
     ]
     found = load(written(tmp_path, nodes))
     assert [one.name for one in found.gradients] == ["sum", "sum#3"]
@@ -116,13 +116,16 @@ def test_other_collectives_and_names(tmp_path: Path) -> None:
     ("nodes", "message"),
     [
         ([], "no nodes"),
-        ([Node(1, "work", COMPUTE, [], 5)], "is an all-reduce"),
-        ([Node(1, "a", COLLECTIVE, [2], 0, {"comm_type": 0}), Node(2, "b", COMPUTE, [1], 1)], "wait for each other"),
-        ([Node(1, "a", COLLECTIVE, [], 0, {"comm_type": 0})], "comm_size"),
-        ([Node(1, "a", COMPUTE), Node(1, "b", COMPUTE)], "occurs 2 times"),
+        ([TraceNode(1, "work", COMPUTE, [], 5)], "is an all-reduce"),
+        (
+            [TraceNode(1, "a", COLLECTIVE, [2], 0, {"comm_type": 0}), TraceNode(2, "b", COMPUTE, [1], 1)],
+            "wait for each other",
+        ),
+        ([TraceNode(1, "a", COLLECTIVE, [], 0, {"comm_type": 0})], "comm_size"),
+        ([TraceNode(1, "a", COMPUTE), TraceNode(1, "b", COMPUTE)], "occurs 2 times"),
     ],
 )
-def test_traces_that_make_no_sense(tmp_path: Path, nodes: list[Node], message: str) -> None:
+def test_traces_that_make_no_sense(tmp_path: Path, nodes: list[TraceNode], message: str) -> None:
     with pytest.raises(InputError, match=message):
         load(written(tmp_path, nodes))
 

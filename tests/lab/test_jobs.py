@@ -28,9 +28,9 @@ def test_a_job_carries_every_byte_and_the_ready_time_of_each_groups_last_gradien
 
 
 @given(st.integers(1, 12), st.integers(0, 2**20), st.floats(1e-5, 1e-2), st.floats(1e-10, 1e-7))
-def test_a_decoupled_job_played_by_the_model_takes_the_predicted_period(gradients, size, startup_s, slope):
+def test_a_decoupled_job_played_by_the_model_takes_the_predicted_period(gradients, size, latency_s, slope):
     """The replay does what the simulation simulates, so that a difference is the network's."""
-    costs = CollectiveTimes(alpha_s=startup_s, beta_s_per_byte=slope)
+    costs = CollectiveTimes(alpha_s=latency_s, beta_s_per_byte=slope)
     cluster = Network(name="n", workers=2, all_reduce=costs, all_gather=costs, reduce_scatter=costs)
     model = profile(gradients, size=size)
     (choice,) = plans.parse(["decoupled"])
@@ -40,9 +40,9 @@ def test_a_decoupled_job_played_by_the_model_takes_the_predicted_period(gradient
     assert sum(message.bytes for message in job.messages) == sum(job.gathers) == model.total_bytes
     free, arrivals = 0.0, []
     for message in job.messages:
-        free = max(free, message.ready_s) + startup_s + slope * message.bytes
+        free = max(free, message.ready_s) + latency_s + slope * message.bytes
     for gathered in job.gathers:
-        free += startup_s + slope * gathered
+        free += latency_s + slope * gathered
         arrivals.append(free)
     now = job.backward_s
     for layer in job.layers:

@@ -49,7 +49,7 @@ def test_every_strategy_is_measured_beside_its_prediction(answer):
     assert shown["nodes"] == 2
     assert shown["network"]["schema"] == "backbeat.network/1"
     assert [row["strategy"] for row in shown["rows"]] == ["wfbp", "ddp", "optimal", "single", "best", "decoupled"]
-    assert [row["channels"] for row in shown["rows"]][:4] == [1, 2, 1, 1]
+    assert [row["communicators"] for row in shown["rows"]][:4] == [1, 2, 1, 1]
 
 
 def test_halves_of_an_all_reduce_are_calibrated_where_a_plan_sends_them(answer):
@@ -113,7 +113,7 @@ def test_nothing_is_left_behind(tmp_path: Path):
         (("--nodes", "1"), "nodes is 1"),
         (("--strategy", "wfbq"), "wfbq"),
         (("--straggler", "node=9,slowdown=2"), "node 9"),
-        (("--channels", "0"), "channels"),
+        (("--communicators", "0"), "communicators"),
         (("--profile", "nothing.json"), "nothing.json"),
         (("--backend", "mpi"), "mpi"),
     ],

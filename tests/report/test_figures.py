@@ -13,7 +13,7 @@ from backbeat.model import Memory, Span
 from backbeat.report import draw, figures
 from backbeat.report.figures.timeline import describe_names
 from backbeat.report.measured import Measured
-from backbeat.report.study import curve_workers, groups_of, study
+from backbeat.report.study import buckets_of, curve_workers, study
 from backbeat.simulate.sweep import knee
 from tests.problems import affine, curve, make_profile, networks, profiles
 
@@ -56,25 +56,25 @@ def test_a_timeline_never_draws_more_than_asked_and_loses_no_bytes(
 ) -> None:
     plan = bb.plan(profile, network, "wfbp")
     result = bb.predict(profile, network, plan)
-    data = figures.timeline("wfbp", result.timeline, groups_of(plan, profile), most=most)
+    data = figures.timeline("wfbp", result.timeline, buckets_of(plan, profile), most=most)
     assert len(data.transfers) <= most
     assert sum(bar.bytes for bar in data.transfers) == sum(span.bytes for span in result.timeline)
-    assert sum(bar.groups for bar in data.transfers) == len(profile.gradients)
+    assert sum(bar.buckets for bar in data.transfers) == len(profile.gradients)
     assert sum(bar.gradients for bar in data.transfers) == len(profile.gradients)
-    assert sum(bar.groups for bar in data.transfers if bar.groups > 1) == data.merged
+    assert sum(bar.buckets for bar in data.transfers if bar.buckets > 1) == data.merged
     assert data.end_s == max(span.end_s for span in result.timeline)
     assert all(bar.end_s >= bar.start_s for bar in data.bars)
 
 
 def test_bars_name_their_gradients_and_buffers_do_not_shift_them() -> None:
     spans = [
-        Span("channel 0", "buffers", 0.0, 1.0, 5),
+        Span("communicator 0", "buffers", 0.0, 1.0, 5),
         Span("compute", "forward", 1.0, 2.0),
-        Span("channel 1", "a … b (2)", 2.0, 3.0, 10),
-        Span("channel 0", "c", 2.0, 4.0, 20),
+        Span("communicator 1", "a … b (2)", 2.0, 3.0, 10),
+        Span("communicator 0", "c", 2.0, 4.0, 20),
     ]
     data = figures.timeline("two", spans, [["a", "b"], ["c"]])
-    assert data.lanes == ("compute", "channel 0", "channel 1")
+    assert data.lanes == ("compute", "communicator 0", "communicator 1")
     names = {bar.name: bar for bar in data.bars}
     assert names["a, b"].gradients == 2
     assert names["c"].bytes == 20
@@ -83,8 +83,8 @@ def test_bars_name_their_gradients_and_buffers_do_not_shift_them() -> None:
 
 
 def test_channels_are_in_order_of_their_number() -> None:
-    spans = [Span(f"channel {number}", "x", 0.0, 1.0, 1) for number in (10, 2, 0)]
-    assert figures.timeline("", spans).lanes == ("channel 0", "channel 2", "channel 10")
+    spans = [Span(f"communicator {number}", "x", 0.0, 1.0, 1) for number in (10, 2, 0)]
+    assert figures.timeline("", spans).lanes == ("communicator 0", "communicator 2", "communicator 10")
 
 
 @given(profiles(), networks())
@@ -175,7 +175,7 @@ def test_shades_are_colours(share: float) -> None:
 
 def test_names_in_drawings_are_escaped() -> None:
     hostile = "<img src=x onerror=alert(1)>"
-    data = figures.timeline(hostile, [Span("channel 0", hostile, 0.0, 1.0, 1)])
+    data = figures.timeline(hostile, [Span("communicator 0", hostile, 0.0, 1.0, 1)])
     assert "<img" not in str(draw.timeline(data))
 
 

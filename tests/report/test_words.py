@@ -6,9 +6,9 @@ import msgspec
 import pytest
 
 import backbeat as bb
+from backbeat.report.answer import LIMITS, answer
 from backbeat.report.figures.exposed import PARTS
 from backbeat.report.study import study
-from backbeat.report.words import LIMITS, answer
 from tests.problems import affine, make_profile
 
 
@@ -78,7 +78,7 @@ def test_a_better_plan_comes_with_the_line_of_code_and_what_it_saves() -> None:
 
 
 def test_a_bucket_size_is_advised_only_where_it_helps() -> None:
-    # Startup is dear and gradients are many: larger buckets than 25 MiB pay.
+    # Latency is dear and gradients are many: larger buckets than 25 MiB pay.
     profile = make_profile([5 * 10**6] * 40, [1e-4 * place for place in range(1, 41)], forward=1e-3)
     made = study(profile, affine(20e-3, 1e-11), [8], strategies=["ddp"])
     said = answer(made)

@@ -13,12 +13,12 @@ from torch import nn
 
 from backbeat.errors import InputError
 from backbeat.model import Group, Plan
-from backbeat.model.encoding import Encoding
+from backbeat.model.compression import Compression
 from backbeat.runtime import DistributedDataParallel
 
 CHECKS: dict[str, Scenario] = {}
 ENCODED: set[str] = set()
-"""Make their own encoded plans, so that one route is enough."""
+"""Make their own compressed plans, so that one route is enough."""
 
 
 def check(run: Callable[[Context], str | None]) -> Callable[[Context], str | None]:
@@ -26,7 +26,7 @@ def check(run: Callable[[Context], str | None]) -> Callable[[Context], str | Non
     return run
 
 
-def encoded(run: Callable[[Context], str | None]) -> Callable[[Context], str | None]:
+def compressed(run: Callable[[Context], str | None]) -> Callable[[Context], str | None]:
     ENCODED.add(run.__name__)
     return check(run)
 
@@ -217,12 +217,14 @@ def copies_for_evaluation_ask_nobody(ctx: Context) -> None:
     _train(ctx, copied, replicas, _plain(ctx), "the copy")
 
 
-def _encoded(ctx: Context, factory: Callable[[], nn.Module] = mlp, density: float = 1.0) -> tuple[Any, Oracle]:
-    """Every group encoded; as it stands, so that nothing stays behind."""
+def _compressed(ctx: Context, factory: Callable[[], nn.Module] = mlp, density: float = 1.0) -> tuple[Any, Oracle]:
+    """Every group compressed; as it stands, so that nothing stays behind."""
     model = ctx.build(factory)
-    how = Encoding(density=density)
-    groups = tuple(Group(gradients=group.gradients, channel=0, encoding=how) for group in small_plan(model).groups)
-    plan = Plan(strategy="test", model="test", channels=1, groups=groups)
+    how = Compression(density=density)
+    groups = tuple(
+        Group(gradients=group.gradients, communicator=0, compression=how) for group in small_plan(model).groups
+    )
+    plan = Plan(strategy="test", model="test", communicators=1, groups=groups)
     return DistributedDataParallel(model, plan=plan), Oracle(ctx, model)
 
 
@@ -240,9 +242,9 @@ def _updates(ctx: Context, wrapped: Any, oracle: Oracle, optimizers: list[Any], 
             torch.testing.assert_close(mine, other, msg=lambda text, step=step: f"step {step}: {text}")
 
 
-@encoded
+@compressed
 def an_optimizer_in_anothers_place(ctx: Context) -> None:
-    wrapped, oracle = _encoded(ctx)
+    wrapped, oracle = _compressed(ctx)
     first = 0
     for kind in (torch.optim.SGD, torch.optim.Adagrad, torch.optim.SGD):
         optimizers = [kind(model.parameters(), lr=0.05) for model in (wrapped, *oracle.replicas)]
@@ -260,10 +262,10 @@ class Beside(nn.Module):
         return self.head(self.trunk(x) + (self.side(x) if both else 0))
 
 
-@encoded
+@compressed
 def accumulation_where_fewer_parameters_follow(ctx: Context) -> None:
     """On one rank, or on none: what was reduced before stays in the gradient."""
-    wrapped, oracle = _encoded(ctx, Beside)
+    wrapped, oracle = _compressed(ctx, Beside)
     for step in range(4):
         for model in (wrapped, *oracle.replicas):
             model.zero_grad()
@@ -279,7 +281,7 @@ def accumulation_where_fewer_parameters_follow(ctx: Context) -> None:
             )
 
 
-@encoded
+@compressed
 def encoded_without_elements(ctx: Context) -> None:
     class Hollow(nn.Module):
         def __init__(self) -> None:
@@ -293,7 +295,7 @@ def encoded_without_elements(ctx: Context) -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.first(x) + self.empty.sum() + self.none.sum()
 
-    wrapped, _ = _encoded(ctx, Hollow, density=0.5)
+    wrapped, _ = _compressed(ctx, Hollow, density=0.5)
     for step in range(2):
         wrapped.zero_grad()
         _plain(ctx)(wrapped, ctx.rank, step)

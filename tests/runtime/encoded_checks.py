@@ -1,4 +1,4 @@
-"""Training with encoded groups on several ranks: nothing lost, replicas alike, updates inside backward, refusals."""
+"""Training with compressed groups on several ranks: nothing lost, replicas alike, updates inside backward, refusals."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from encoded_rig import ALL, SOME, backward, encoded, local_gradients, owed, registering, same_everywhere, wrap
+from encoded_rig import ALL, SOME, backward, compressed, local_gradients, owed, registering, same_everywhere, wrap
 from msgspec.structs import replace
 from rank_asserts import raises
 from scenario_rig import Context, Scenario, mlp, small_plan
@@ -25,9 +25,9 @@ from torch.nn.utils import clip_grad_norm_
 
 from backbeat.errors import InputError
 from backbeat.model.blocks import MemoryPlan
-from backbeat.model.encoding import Encoding
+from backbeat.model.compression import Compression
 from backbeat.runtime import DistributedDataParallel
-from backbeat.runtime import partition as partitions
+from backbeat.runtime.reduce import partition as partitions
 
 CHECKS: dict[str, Scenario] = {}
 check = registering(CHECKS)
@@ -83,7 +83,7 @@ def updates_inside_backward(ctx: Context) -> None:
     for name, make in {**OPTIMIZERS, **OTHERS}.items():
         for every in (1, 2) if name in OPTIMIZERS else (2,):
             model = ctx.build(mlp)
-            ours: Any = DistributedDataParallel(copy.deepcopy(model), plan=encoded(model, ALL, every=every))
+            ours: Any = DistributedDataParallel(copy.deepcopy(model), plan=compressed(model, ALL, every=every))
             theirs: Any = TorchDDP(copy.deepcopy(model))
             optimizer, other = make(ours.parameters()), make(theirs.parameters())
             ours.attach(optimizer, max_grad_norm=None)
@@ -109,7 +109,7 @@ def clipped_updates(ctx: Context) -> None:
     """With everything sent, as stock DDP with `clip_grad_norm_`, also accumulating; updates wait for all gradients."""
     for every in (1, 2):
         model = ctx.build(mlp)
-        ours: Any = DistributedDataParallel(copy.deepcopy(model), plan=encoded(model, ALL, every=every))
+        ours: Any = DistributedDataParallel(copy.deepcopy(model), plan=compressed(model, ALL, every=every))
         theirs: Any = TorchDDP(copy.deepcopy(model))
         optimizer, other = OPTIMIZERS["momentum"](ours.parameters()), OPTIMIZERS["momentum"](theirs.parameters())
         ours.attach(optimizer, max_grad_norm=0.02)
@@ -152,7 +152,7 @@ def assert_equal(found: Any, expected: list[torch.Tensor], what: str) -> None:
 def optimizers_in_use(ctx: Context) -> None:
     """Two optimizers with groups of their own, closures, hooks on `step`, and states that are saved and loaded."""
     model = ctx.build(mlp)
-    ours: Any = DistributedDataParallel(copy.deepcopy(model), plan=encoded(model, ALL, every=2))
+    ours: Any = DistributedDataParallel(copy.deepcopy(model), plan=compressed(model, ALL, every=2))
     theirs: Any = TorchDDP(copy.deepcopy(model))
     sides = []
     for side in (ours, theirs):
@@ -215,7 +215,7 @@ def groups_leave_and_are_applied_during_backward(ctx: Context) -> None:
         delivery = wrapped.reducer.delivery
         if wrapped.reducer.step > 2:
             # Wait here for what was sent, so that there is something to collect whatever the machine does meanwhile.
-            for bucket in delivery._encoded:
+            for bucket in delivery._compressed:
                 if bucket.work is not None and bucket.whole:
                     bucket.work.wait()
             seen.append(last._version)
@@ -238,7 +238,7 @@ def accumulation_and_no_sync(ctx: Context) -> None:
     """Under no_sync nothing is sent and residuals stay; the sum goes with the next synchronised backward."""
     for attached in (False, True):
         model = ctx.build(mlp)
-        ours: Any = DistributedDataParallel(copy.deepcopy(model), plan=encoded(model, ALL))
+        ours: Any = DistributedDataParallel(copy.deepcopy(model), plan=compressed(model, ALL))
         theirs: Any = TorchDDP(copy.deepcopy(model))
         pairs = [(one, torch.optim.SGD(one.parameters(), lr=0.1)) for one in (ours, theirs)]
         if attached:
@@ -334,7 +334,7 @@ def copies_and_pickles(ctx: Context) -> None:
 
 @check
 def plans_change_and_residuals_stay(ctx: Context) -> None:
-    """By name, in other groups, under another encoding, and repaid by a dense group."""
+    """By name, in other groups, under another compression, and repaid by a dense group."""
     wrapped = wrap(ctx, SOME)
     for step in range(2):
         wrapped.zero_grad()
@@ -344,8 +344,8 @@ def plans_change_and_residuals_stay(ctx: Context) -> None:
     names = [name for name, _ in wrapped.module.named_parameters()]
     parameters = list(wrapped.module.parameters())
     model = wrapped.module
-    plan = encoded(model, Encoding(density=0.3))
-    plan = replace(plan, groups=(plan.groups[0], *(replace(g, encoding=None) for g in plan.groups[1:])))
+    plan = compressed(model, Compression(density=0.3))
+    plan = replace(plan, groups=(plan.groups[0], *(replace(g, compression=None) for g in plan.groups[1:])))
     wrapped.runner.switch(partitions.from_plan(plan, names, parameters, [False] * len(names)))
     for name, value in owed(ctx, wrapped).items():
         torch.testing.assert_close(value, before[name])
@@ -367,7 +367,7 @@ def checkpoints(ctx: Context) -> None:
         factories = {"device": None, "host": MemoryPlan(residuals="host")}
         for where, memory in factories.items():
             model = ctx.build(mlp)
-            plan = replace(encoded(model, SOME), memory=memory)
+            plan = replace(compressed(model, SOME), memory=memory)
             make = lambda m, plan=plan: DistributedDataParallel(  # noqa: E731
                 m, plan=plan, sparse={"momentum_correction": True, "warmup_steps": 6}
             )
@@ -405,7 +405,7 @@ def residuals_on_the_host(ctx: Context) -> None:
     weights = []
     for where in ("device", "host"):
         model = ctx.build(mlp)
-        plan = replace(encoded(model, SOME, every=2), memory=MemoryPlan(residuals=where))  # type: ignore
+        plan = replace(compressed(model, SOME, every=2), memory=MemoryPlan(residuals=where))  # type: ignore
         wrapped = DistributedDataParallel(model, plan=plan)
         wrapped.attach(torch.optim.SGD(wrapped.parameters(), lr=0.1, momentum=0.9), max_grad_norm=None)
         for step in range(5):
@@ -422,7 +422,7 @@ def momentum_correction(ctx: Context) -> None:
         model = ctx.build(mlp)
         ours: Any = DistributedDataParallel(
             copy.deepcopy(model),
-            plan=encoded(model, ALL),
+            plan=compressed(model, ALL),
             sparse={"momentum_correction": True, "factor_masking": masked},
         )
         theirs: Any = TorchDDP(copy.deepcopy(model))
@@ -454,13 +454,13 @@ def refusals(ctx: Context) -> None:
     """What cannot be right is said, on every rank."""
     model = ctx.build(mlp)
     if ctx.size > 1:
-        mine = Encoding(density=0.1 if ctx.rank == 0 else 0.2)
-        raises(InputError, lambda: DistributedDataParallel(model, plan=encoded(model, mine)), "topk 0.1")
+        mine = Compression(density=0.1 if ctx.rank == 0 else 0.2)
+        raises(InputError, lambda: DistributedDataParallel(model, plan=compressed(model, mine)), "topk 0.1")
         raises(InputError, lambda: wrap(ctx, SOME, sparse={"warmup_steps": 1 + ctx.rank}), "warmup_steps=1")
     raises(
         InputError,
-        lambda: DistributedDataParallel(ctx.build(mlp), plan=encoded(model, SOME), backend="ddp"),
-        "torch's reducer cannot run a plan with encoded groups",
+        lambda: DistributedDataParallel(ctx.build(mlp), plan=compressed(model, SOME), backend="ddp"),
+        "torch's reducer cannot run a plan with compressed groups",
     )
     raises(
         InputError,
@@ -470,7 +470,7 @@ def refusals(ctx: Context) -> None:
     raises(
         InputError,
         lambda: wrap(ctx, SOME, lambda: nn.ParameterDict({"z": nn.Parameter(torch.ones(3, dtype=torch.cfloat))})),
-        "'z' is torch.complex64, and its group is encoded",
+        "'z' is torch.complex64, and its group is compressed",
     )
     raises(InputError, lambda: wrap(ctx, SOME, sparse={"momentum": 1}), "sparse has 'momentum'")
     raises(InputError, lambda: wrap(ctx, SOME, sparse={"warmup_steps": -1}), "warmup_steps is -1")
@@ -585,7 +585,7 @@ def sixteen_bit_parameters(ctx: Context) -> None:
 
 @check
 def backward_inside_autocast(ctx: Context) -> None:
-    """What is encoded is not rounded by an autocast around backward; the report has a line for each group."""
+    """What is compressed is not rounded by an autocast around backward; the report has a line for each group."""
     wrapped = wrap(ctx, SOME, every=2)
     wrapped.attach(torch.optim.SGD(wrapped.parameters(), lr=0.1), max_grad_norm=None)
     for step in range(3):

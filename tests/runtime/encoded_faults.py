@@ -1,4 +1,5 @@
-"""Encoded groups where something goes wrong: failed steps, gradients that are not finite or come late, lost ranks."""
+"""Compressed groups where something goes wrong: failed steps, gradients that are not finite or come late, lost
+ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from encoded_checks import (
     sixteen_bit_parameters,
     unused_and_frozen,
 )
-from encoded_rig import SOME, backward, encoded, local_gradients, owed, registering, same_everywhere, wrap
+from encoded_rig import SOME, backward, compressed, local_gradients, owed, registering, same_everywhere, wrap
 from msgspec.structs import replace
 from rank_asserts import raises
 from scenario_rig import Context, Scenario, mlp
@@ -23,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from backbeat.model.blocks import MemoryPlan
 from backbeat.runtime import DistributedDataParallel
-from backbeat.runtime.faults import BrokenStepError, CommunicationError, NonFiniteError
+from backbeat.runtime.reduce.failures import BrokenStepError, CommunicationError, NonFiniteError
 
 CHECKS: dict[str, Scenario] = {}
 check = registering(CHECKS)
@@ -131,7 +132,7 @@ def infinite_gradients_are_named(ctx: Context) -> None:
 @check
 def clipped_updates_of_a_failed_step_are_left_out(ctx: Context) -> None:
     """On every rank, also where the ranks' word is read one step late otherwise; what it sent is taken back."""
-    from backbeat.runtime import deferral
+    from backbeat.runtime.reduce import deferral
 
     for kinds in ({"cuda"}, {"cuda", "cpu"}):
         deferral.DEVICES = kinds
@@ -158,7 +159,7 @@ def clipped_updates_of_a_failed_step_are_left_out(ctx: Context) -> None:
 @check
 def read_late(ctx: Context) -> None:
     """Where the ranks' word is read one step late, a gradient that is not finite is named at the next step."""
-    from backbeat.runtime import deferral
+    from backbeat.runtime.reduce import deferral
 
     deferral.DEVICES = {"cuda", "cpu"}
     try:
@@ -192,7 +193,7 @@ def read_late(ctx: Context) -> None:
 @check
 def a_failed_step_is_told_to_a_rank_without_data(ctx: Context) -> None:
     """One that has run out of data since takes back what it sent, as the others do."""
-    from backbeat.runtime import deferral
+    from backbeat.runtime.reduce import deferral
 
     deferral.DEVICES = {"cuda", "cpu"}
     try:
@@ -224,7 +225,7 @@ def a_failed_step_is_told_to_a_rank_without_data(ctx: Context) -> None:
 @check
 def a_failed_step_is_told_before_parameters_thaw(ctx: Context) -> None:
     """The word on it comes when groups are made anew; they are made at the next forward instead."""
-    from backbeat.runtime import deferral
+    from backbeat.runtime.reduce import deferral
 
     def half_frozen() -> nn.Sequential:
         model = mlp()
@@ -269,7 +270,7 @@ def late_gradients_wait_in_the_residual(ctx: Context) -> None:
 def late_gradients_of_several_groups_reach_the_host(ctx: Context) -> None:
     """Groups that get late gradients come to the device out of turn, while the last group is there."""
     model = ctx.build(lambda: Again(blocks=3))
-    plan = replace(encoded(model, SOME), memory=MemoryPlan(residuals="host"))
+    plan = replace(compressed(model, SOME), memory=MemoryPlan(residuals="host"))
     _gradients_come_late(ctx, DistributedDataParallel(model, plan=plan))
 
 
@@ -349,8 +350,8 @@ def a_dead_rank_is_named(ctx: Context) -> None:
 @check
 def as_on_a_device(ctx: Context) -> None:
     """The path that never asks the device, run on the host: the same sums, faults named one step late."""
-    from backbeat.runtime import encoded_bucket
-    from backbeat.sparse import select
+    from backbeat.runtime.compressed import compressed_bucket as encoded_bucket
+    from backbeat.runtime.compressed import selection as select
 
     encoded_bucket.HOSTS = select.HOSTS = set()
     try:

@@ -26,7 +26,7 @@ def node_environment(rank: int, size: int) -> dict[str, str]:
         found.update(
             NCCL_HOSTID=f"node{rank}", NCCL_NET="Socket", NCCL_P2P_DISABLE="1", NCCL_SHM_DISABLE="1",
             NCCL_IB_DISABLE="1", NCCL_MAX_NCHANNELS="2",
-            # Before the first communicator exists: several channels need it.
+            # Before the first communicator exists: several communicators need it.
             NCCL_LAUNCH_ORDER_IMPLICIT=os.environ.get("NCCL_LAUNCH_ORDER_IMPLICIT", "1"),
         )  # fmt: skip
     return found

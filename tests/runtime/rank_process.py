@@ -47,7 +47,8 @@ def _outcome(request: dict[str, Any]) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
-    from backbeat.runtime import deferral, faults
+    from backbeat.runtime.reduce import deferral
+    from backbeat.runtime.reduce import failures as faults
 
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device = os.environ.get("BACKBEAT_TEST_DEVICE", "cpu")
@@ -140,10 +141,10 @@ def main() -> None:
     import runtime_checks
     import torch._dynamo
 
-    import backbeat.measure.calibrate
+    import backbeat.measure.network.calibration
     import backbeat.planners
 
-    assert backbeat.planners, backbeat.measure.calibrate
+    assert backbeat.planners, backbeat.measure.network.calibration
     assert runtime_checks, torch._dynamo
     # What is imported stays: collecting garbage need not look at it, nor touch memory shared with the children.
     gc.freeze()

@@ -22,12 +22,13 @@ from scenarios_graphs import Branches, Breakable, Twice
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
+from backbeat.comm.communicators import Communicators
 from backbeat.errors import InputError
 from backbeat.model import CollectiveTimes, Group, Network, Plan
-from backbeat.runtime import CommunicationError, DistributedDataParallel, StepMismatchError, losses
-from backbeat.runtime.channels import Channels
-from backbeat.runtime.faults import BrokenStepError
-from backbeat.runtime.timing import Recorder
+from backbeat.runtime import CommunicationError, DistributedDataParallel, StepMismatchError
+from backbeat.runtime.reduce import lost_collectives as losses
+from backbeat.runtime.reduce.failures import BrokenStepError
+from backbeat.runtime.reduce.timing import Recorder
 
 CHECKS: dict[str, Scenario] = {}
 
@@ -41,7 +42,7 @@ def check(run: Callable[[Context], str | None]) -> Callable[[Context], str | Non
 def groups_leave_during_backward(ctx: Context) -> str:
     """In plan order on every rank, and all but the last group before the last gradient is ready."""
     model = ctx.build(lambda: mlp(width=64, depth=6))
-    wrapped = DistributedDataParallel(model, plan=small_plan(model, channels=2))
+    wrapped = DistributedDataParallel(model, plan=small_plan(model, communicators=2))
     recorder = Recorder(ctx.device)
     wrapped.reducer.recorder = recorder
     for step in range(4):
@@ -107,7 +108,7 @@ def bit_equal_to_stock(ctx: Context) -> None:
 def bit_equal_through_ddp_backend(ctx: Context) -> None:
     """The same plan on our reducer and through stock DDP's gives the same bits on two ranks."""
     model = ctx.build(lambda: mlp(width=20, depth=5))
-    plan = small_plan(model, channels=2, size=3)
+    plan = small_plan(model, communicators=2, size=3)
     ours = DistributedDataParallel(copy.deepcopy(model), plan=plan)
     theirs = DistributedDataParallel(copy.deepcopy(model), plan=plan, backend="ddp")
     for step in range(5):
@@ -164,11 +165,11 @@ def a_real_model_gives_the_same_losses(ctx: Context) -> None:
 def late_gradients_are_sent_after(ctx: Context) -> None:
     """A parameter learned to be unused comes alive on one rank after its group has left."""
     wrapped, oracle = start(ctx, Branches, plan=Plan(
-        strategy="t", model="t", channels=1,
+        strategy="t", model="t", communicators=1,
         groups=(
-            Group(gradients=("left.weight", "left.bias", "spare.weight", "spare.bias"), channel=0),
-            Group(gradients=("right.weight", "right.bias"), channel=0),
-            Group(gradients=("stem.weight", "stem.bias"), channel=0),
+            Group(gradients=("left.weight", "left.bias", "spare.weight", "spare.bias"), communicator=0),
+            Group(gradients=("right.weight", "right.bias"), communicator=0),
+            Group(gradients=("stem.weight", "stem.bias"), communicator=0),
         ),
     ))  # fmt: skip
     for step in range(8):
@@ -203,7 +204,7 @@ def different_plans_are_refused(ctx: Context) -> None:
     model = ctx.build(mlp)
     plan = small_plan(model, size=2 if ctx.rank == 0 else 3)
     message = raises(InputError, lambda: DistributedDataParallel(model, plan=plan))
-    assert "the plan differs between ranks: line 2 is 'channel 0: 6.bias" in message, message
+    assert "the plan differs between ranks: line 2 is 'communicator 0: 6.bias" in message, message
     assert "on rank 0" in message, message
     assert "Every rank must" in message, message
 
@@ -339,8 +340,8 @@ def rank_lost_without_a_word(ctx: Context) -> str:
     given_up = threading.Event()
     lost: list[Any] = []
     with (
-        mock.patch.object(Channels, "raises", False),
-        mock.patch.object(losses, "abort", side_effect=lambda channels: given_up.set()),
+        mock.patch.object(Communicators, "raises", False),
+        mock.patch.object(losses, "abort", side_effect=lambda communicators: given_up.set()),
         mock.patch.object(losses, "fate_of", lambda work: "COMM_ERROR" if work in lost else losses.DONE),
         redirect_stderr(io.StringIO()) as said,
     ):

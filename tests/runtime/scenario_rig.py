@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from backbeat.model import Group, Plan
-from backbeat.model.encoding import Encoding
+from backbeat.model.compression import Compression
 
 
 class SkipScenarioError(Exception):
@@ -32,25 +32,25 @@ class Context:
 
     def wrap(self, model: nn.Module, *, plan: Plan | None = None, **options: Any) -> Any:
         if self.route == "stock":
-            for name in ("wire", "channels", "network", "strict"):
+            for name in ("wire", "communicators", "network", "strict"):
                 options.pop(name, None)
             return TorchDDP(model, **options)
         from backbeat.runtime import DistributedDataParallel
 
-        if self.route == "encoded":
+        if self.route == "compressed":
             wrapped = DistributedDataParallel(model, plan=all_sent(plan or small_plan(model), model), **options)
-            assert type(wrapped.reducer.delivery).__name__ == "EncodedDelivery"
+            assert type(wrapped.reducer.delivery).__name__ == "CompressedDelivery"
             return wrapped
-        if self.route == "two-channels":
-            options["channels"] = 2
+        if self.route == "two-communicators":
+            options["communicators"] = 2
         backend = "ddp" if self.route == "ddp" else "backbeat"
         if backend == "ddp":
             options.pop("strict", None)
         wrapped = DistributedDataParallel(model, plan=plan, backend=backend, **options)
-        if self.route == "two-channels" and wrapped.links.limit < 2:
-            raise SkipScenarioError("several NCCL channels need NCCL 2.26 and NCCL_LAUNCH_ORDER_IMPLICIT=1")
+        if self.route == "two-communicators" and wrapped.links.limit < 2:
+            raise SkipScenarioError("several NCCL communicators need NCCL 2.26 and NCCL_LAUNCH_ORDER_IMPLICIT=1")
         # Or the route would silently be another one's.
-        assert self.route != "two-channels" or len(wrapped.links) == 2
+        assert self.route != "two-communicators" or len(wrapped.links) == 2
         return wrapped
 
     def data(self, *shape: int, step: int, rank: int) -> torch.Tensor:
@@ -125,7 +125,7 @@ def mlp(width: int = 6, depth: int = 4) -> nn.Module:
     return nn.Sequential(*layers)
 
 
-def small_plan(model: nn.Module, channels: int = 1, size: int = 2) -> Plan:
+def small_plan(model: nn.Module, communicators: int = 1, size: int = 2) -> Plan:
     """Groups of a few gradients in reverse registration order."""
     ignored = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
     names = [n for n, parameter in model.named_parameters() if parameter.requires_grad and n not in ignored][::-1]
@@ -133,21 +133,21 @@ def small_plan(model: nn.Module, channels: int = 1, size: int = 2) -> Plan:
     return Plan(
         strategy="test",
         model="test",
-        channels=channels,
-        groups=tuple(Group(gradients=tuple(g), channel=i % channels) for i, g in enumerate(groups)),
+        communicators=communicators,
+        groups=tuple(Group(gradients=tuple(g), communicator=i % communicators) for i, g in enumerate(groups)),
     )
 
 
 def all_sent(plan: Plan, model: nn.Module) -> Plan:
-    """The same groups, two of three encoded so that nothing stays behind: the mean must be the dense one."""
-    exact = Encoding(density=1.0)
+    """The same groups, two of three compressed so that nothing stays behind: the mean must be the dense one."""
+    exact = Compression(density=1.0)
     rows = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding) and m.sparse}
     plain = {n for n, p in model.named_parameters() if id(p) in rows or not p.is_floating_point()}
     groups = []
     for index, group in enumerate(plan.groups):
-        encoding = exact if index % 3 != 1 and not plain & set(group.gradients) else None
-        groups.append(Group(gradients=group.gradients, channel=group.channel, encoding=encoding))
-    return Plan(strategy=plan.strategy, model=plan.model, channels=plan.channels, groups=tuple(groups))
+        compression = exact if index % 3 != 1 and not plain & set(group.gradients) else None
+        groups.append(Group(gradients=group.gradients, communicator=group.communicator, compression=compression))
+    return Plan(strategy=plan.strategy, model=plan.model, communicators=plan.communicators, groups=tuple(groups))
 
 
 def train(ctx: Context, model: nn.Module, wrapped: Any, oracle: Oracle, steps: int = 3, lr: float = 0.1) -> None:

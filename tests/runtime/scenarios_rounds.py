@@ -21,11 +21,11 @@ def no_plan(ctx: Context) -> None:
     train(ctx, model, ctx.wrap(model, bucket_cap_mb=0.0004), oracle, steps=5)
 
 
-@scenario("two channels")
+@scenario("two communicators")
 def two_channels(ctx: Context) -> None:
     model = ctx.build(lambda: mlp(depth=6))
     oracle = Oracle(ctx, model)
-    train(ctx, model, ctx.wrap(model, plan=small_plan(model, channels=2)), oracle, steps=5)
+    train(ctx, model, ctx.wrap(model, plan=small_plan(model, communicators=2)), oracle, steps=5)
 
 
 @scenario("gradients accumulated over two synchronised backwards")

@@ -109,9 +109,9 @@ def compile_inside(ctx: Context) -> None:
     plan = Plan(
         strategy="test",
         model="test",
-        channels=1,
+        communicators=1,
         groups=tuple(
-            Group(gradients=tuple(prefix + name for name in group.gradients), channel=0) for group in plan.groups
+            Group(gradients=tuple(prefix + name for name in group.gradients), communicator=0) for group in plan.groups
         ),
     )
     wrapped = ctx.wrap(compiled, plan=plan)
@@ -225,8 +225,8 @@ def partial_plan(ctx: Context) -> None:
     plan = Plan(
         strategy="test",
         model="test",
-        channels=1,
-        groups=(Group(gradients=("6.weight", "4.bias"), channel=0), Group(gradients=("0.bias",), channel=0)),
+        communicators=1,
+        groups=(Group(gradients=("6.weight", "4.bias"), communicator=0), Group(gradients=("0.bias",), communicator=0)),
     )
     train(ctx, model, ctx.wrap(model, plan=plan), oracle, steps=4)
 
@@ -240,8 +240,8 @@ def shuffled_plan(ctx: Context) -> None:
     plan = Plan(
         strategy="test",
         model="test",
-        channels=2,
-        groups=tuple(Group(gradients=tuple(g), channel=i % 2) for i, g in enumerate(groups)),
+        communicators=2,
+        groups=tuple(Group(gradients=tuple(g), communicator=i % 2) for i, g in enumerate(groups)),
     )
     train(ctx, model, ctx.wrap(model, plan=plan), oracle, steps=4)
 

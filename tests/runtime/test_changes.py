@@ -8,7 +8,7 @@ import pytest
 from change_checks import CHECKS, ENCODED
 from rank_pool import SIZES, RankPool
 
-ROUTES = ("backbeat", "encoded", "deferred")
+ROUTES = ("backbeat", "compressed", "deferred")
 
 
 @pytest.mark.parametrize("route", ROUTES)

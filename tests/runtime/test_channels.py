@@ -11,8 +11,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from backbeat.runtime import channels as module  # noqa: E402
-from backbeat.runtime.channels import LAUNCH_ORDER, Channels  # noqa: E402
+from backbeat.comm import communicators as module  # noqa: E402
+from backbeat.comm.communicators import LAUNCH_ORDER, Communicators  # noqa: E402
 
 CARD = torch.device("cuda", 0)
 
@@ -54,7 +54,7 @@ def groups(monkeypatch: pytest.MonkeyPatch) -> list[Group]:
 
 
 def test_one_channel_is_the_process_group_itself(groups: list[Group]) -> None:
-    links = Channels(groups[0], CARD, 1)  # type: ignore[arg-type]
+    links = Communicators(groups[0], CARD, 1)  # type: ignore[arg-type]
     assert links.backends() == [groups[0].library]
     links.grow(2)
     assert links.backends() == [group.library for group in groups]

@@ -1,4 +1,4 @@
-"""An encoded group by itself: what gradients add to its residual; and who updates what."""
+"""An compressed group by itself: what gradients add to its residual; and who updates what."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-from backbeat.runtime import encoded_bucket, updates
-from backbeat.runtime.encoded_bucket import EncodedBucket
-from backbeat.runtime.partition import GroupSpec
-from backbeat.runtime.updates import Updates
-from backbeat.sparse.residual import Scratch, Store
-from backbeat.sparse.topk import TopK
+from backbeat.runtime.compressed import compressed_bucket as encoded_bucket
+from backbeat.runtime.compressed import updates
+from backbeat.runtime.compressed.compressed_bucket import CompressedBucket
+from backbeat.runtime.compressed.residual import Scratch, Store
+from backbeat.runtime.compressed.topk import TopK
+from backbeat.runtime.compressed.updates import Updates
+from backbeat.runtime.reduce.partition import BucketSpec
 
 
 @pytest.mark.parametrize("hosts", [{"cpu"}, set()], ids=["host", "device"])
@@ -23,8 +24,8 @@ def test_a_parameter_without_elements_adds_nothing(
 ) -> None:
     monkeypatch.setattr(encoded_bucket, "HOSTS", hosts)
     parameters = [Parameter(torch.ones(shape, dtype=dtype)) for shape in (3, (0, 4), (2, 2))]
-    bucket = EncodedBucket(
-        GroupSpec(members=(0, 1, 2), channel=0),
+    bucket = CompressedBucket(
+        BucketSpec(members=(0, 1, 2), communicator=0),
         parameters,
         compressor=TopK(0.5),
         store=Store(7, torch.float32, torch.device("cpu"), velocity=False),

@@ -88,7 +88,7 @@ def test_lightning(accumulate: int) -> None:
     )
     assert len(set(sums(out))) == 1
     assert len(sums(out)) == 2, out
-    assert out.count("wrapper backbeat.runtime.ddp") == 2, out
+    assert out.count("wrapper backbeat.runtime.reduce.wrapper") == 2, out
 
 
 @pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="Accelerate is not installed")

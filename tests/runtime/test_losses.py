@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import ErrorType, WorkResult
 
 from backbeat.runtime import DistributedDataParallel
-from backbeat.runtime.faults import CommunicationError
-from backbeat.runtime.losses import DONE, FLYING, Losses, abort, fate_of
-from backbeat.runtime.rounds import Flight
+from backbeat.runtime.reduce.failures import CommunicationError
+from backbeat.runtime.reduce.lost_collectives import DONE, FLYING, Losses, abort, fate_of
+from backbeat.runtime.reduce.step import Flight
 
 
 class Work:
@@ -61,7 +61,7 @@ def job(works: list[Work], calls: list[str], wire: torch.dtype | None = None) ->
         parameters=[torch.zeros(1)],
         groups=SimpleNamespace(buckets=()),
         round=SimpleNamespace(flights=flights),
-        channels=SimpleNamespace(backends=lambda: [Backend(calls, "first"), Backend(calls, "second")]),
+        communicators=SimpleNamespace(backends=lambda: [Backend(calls, "first"), Backend(calls, "second")]),
     )
     found.failure = lambda group, why, step: CommunicationError(f"group {group} in step {step}: {why}")
     return found

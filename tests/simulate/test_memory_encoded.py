@@ -1,4 +1,4 @@
-"""What encoded groups cost."""
+"""What compressed buckets cost."""
 
 from __future__ import annotations
 
@@ -7,29 +7,29 @@ import pytest
 
 import backbeat as bb
 from backbeat.cost.message import message_bytes
-from backbeat.model import CollectiveTimes, Encoding, Group, Plan
-from backbeat.simulate.encoded import Wire, pieces_of, selection_bytes, travel
+from backbeat.model import Bucket, CollectiveTimes, Compression, Plan
+from backbeat.simulate.compressed_cost import CompressedCost, pieces_of, selection_bytes, travel
 from tests.problems import affine, make_profile
 
-TOPK = Encoding(density=0.01)
+TOPK = Compression(density=0.01)
 
 
-def two_groups(first: Encoding | None, second: Encoding | None) -> Plan:
-    groups = (
-        Group(gradients=("g0",), channel=0, encoding=first),
-        Group(gradients=("g1",), channel=0, encoding=second),
+def two_groups(first: Compression | None, second: Compression | None) -> Plan:
+    buckets = (
+        Bucket(gradients=("g0",), communicator=0, compression=first),
+        Bucket(gradients=("g1",), communicator=0, compression=second),
     )
-    return Plan(strategy="custom", model="test", channels=1, groups=groups)
+    return Plan(strategy="custom", model="test", communicators=1, buckets=buckets)
 
 
 def test_a_gather_is_the_measured_one_or_half_an_all_reduce() -> None:
     network = affine(2e-3, 4e-9, workers=4)
     sent = float(message_bytes(1_000_000, TOPK.density))
-    assert float(Wire.of(network).time(1_000_000, TOPK)) == pytest.approx(1e-3 + 2e-9 * 4 * sent)
-    assert Wire.of(network).derived
+    assert float(CompressedCost.of(network).time(1_000_000, TOPK)) == pytest.approx(1e-3 + 2e-9 * 4 * sent)
+    assert CompressedCost.of(network).derived
     measured = msgspec.structs.replace(network, all_gather=CollectiveTimes(alpha_s=5e-3, beta_s_per_byte=1e-9))
-    assert float(Wire.of(measured).time(1_000_000, TOPK)) == pytest.approx(5e-3 + 1e-9 * 4 * sent)
-    assert not Wire.of(measured).derived
+    assert float(CompressedCost.of(measured).time(1_000_000, TOPK)) == pytest.approx(5e-3 + 1e-9 * 4 * sent)
+    assert not CompressedCost.of(measured).derived
 
 
 def test_encoding_delays_what_comes_after_it() -> None:
@@ -37,13 +37,13 @@ def test_encoding_delays_what_comes_after_it() -> None:
     network = affine(2e-3, 0.0)
     # 40 ms each on the compute stream; the first leaves at 0.14, the second at 0.28, for 1 ms.
     result = bb.predict(profile, network, two_groups(TOPK, TOPK))
-    spans = [span for span in result.timeline if span.lane == "channel 0"]
+    spans = [span for span in result.timeline if span.lane == "communicator 0"]
     assert [span.start_s for span in spans] == pytest.approx([0.14, 0.28])
     assert result.iteration_s == pytest.approx(0.281)
     assert result.exposed_s == pytest.approx(0.081)
     parts = result.breakdown
-    assert parts.startup_s + parts.bandwidth_s + parts.waiting_s == pytest.approx(result.exposed_s)
-    # A dense group behind an encoded one is later too, and takes a whole all-reduce.
+    assert parts.latency_s + parts.bandwidth_s + parts.waiting_s == pytest.approx(result.exposed_s)
+    # A dense bucket behind an compressed one is later too, and takes a whole all-reduce.
     assert bb.predict(profile, network, two_groups(TOPK, None)).iteration_s == pytest.approx(0.242)
 
 
@@ -52,7 +52,7 @@ def test_each_encoded_group_costs_something_by_itself() -> None:
         [4_000_000, 4_000_000], [0.1, 0.2], compression_s_per_byte=1e-8, compression_s_per_group=5e-3
     )
     result = bb.predict(profile, affine(2e-3, 0.0), two_groups(TOPK, TOPK))
-    spans = [span for span in result.timeline if span.lane == "channel 0"]
+    spans = [span for span in result.timeline if span.lane == "communicator 0"]
     assert [span.start_s for span in spans] == pytest.approx([0.145, 0.29])
     assert result.iteration_s == pytest.approx(0.291)
 
@@ -67,14 +67,14 @@ def test_without_encodings_it_is_the_recursion() -> None:
     profile = make_profile([4_000_000, 4_000_000], [0.1, 0.2], compression_s_per_byte=0.0)
     network = affine(2e-3, 1e-8)
     dense = bb.predict(profile, network, two_groups(None, None))
-    flow = travel(pieces_of(profile, two_groups(None, None))[0], profile, network, Wire.of(network))
+    flow = travel(pieces_of(profile, two_groups(None, None))[0], profile, network, CompressedCost.of(network))
     assert profile.forward_s + flow.end_s + profile.update_s == pytest.approx(dense.iteration_s)
 
 
 def test_what_is_not_measured_is_said() -> None:
     notes = bb.predict(make_profile([4000], [0.1]), affine(1e-3, 1e-9), bb.Plan(
-        strategy="custom", model="test", channels=2, groups=(Group(gradients=("g0",), channel=1, encoding=TOPK),)
+        strategy="custom", model="test", communicators=2, buckets=(Bucket(gradients=("g0",), communicator=1, compression=TOPK),)
     )).notes  # fmt: skip
     assert any("compression" in note for note in notes)
     assert any("derived" in note for note in notes)
-    assert any("one channel" in note for note in notes)
+    assert any("one communicator" in note for note in notes)

@@ -1,4 +1,4 @@
-"""What an encoded group makes the host launch on a device: a fixed number of operations, however many gradients."""
+"""What an compressed group makes the host launch on a device: a fixed number of operations, however many gradients."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ torch = pytest.importorskip("torch")
 
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
-from backbeat.sparse import select  # noqa: E402
-from backbeat.sparse.recordings import Recordings  # noqa: E402
-from backbeat.sparse.residual import Residual, add_all  # noqa: E402
-from backbeat.sparse.topk import TopK  # noqa: E402
+from backbeat.runtime.compressed import selection  # noqa: E402
+from backbeat.runtime.compressed.cuda_graphs import Recordings  # noqa: E402
+from backbeat.runtime.compressed.residual import Residual, add_all  # noqa: E402
+from backbeat.runtime.compressed.topk import TopK  # noqa: E402
 
 NO_LAUNCH = {"detach", "empty", "expand", "slice", "unbind", "view"}
 """Views and allocations."""

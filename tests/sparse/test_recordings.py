@@ -9,12 +9,13 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from backbeat.model.encoding import Encoding  # noqa: E402
-from backbeat.simulate.encoded import kept_bytes  # noqa: E402
-from backbeat.sparse import recordings, select  # noqa: E402
-from backbeat.sparse.recordings import SEEN, Recordings  # noqa: E402
-from backbeat.sparse.residual import Residual  # noqa: E402
-from backbeat.sparse.topk import TopK  # noqa: E402
+from backbeat.model.compression import Compression  # noqa: E402
+from backbeat.runtime.compressed import cuda_graphs as recordings
+from backbeat.runtime.compressed import selection  # noqa: E402
+from backbeat.runtime.compressed.cuda_graphs import SEEN, Recordings  # noqa: E402
+from backbeat.runtime.compressed.residual import Residual  # noqa: E402
+from backbeat.runtime.compressed.topk import TopK  # noqa: E402
+from backbeat.simulate.compressed_cost import kept_bytes  # noqa: E402
 
 ON_A_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="kernels are recorded on a GPU")
 
@@ -177,4 +178,4 @@ def test_what_stays_is_what_the_planner_counts(numel: int, density: float) -> No
     compressor.encode(Residual(torch.randn(numel)))
     assert compressor._kept is not None
     _, message, places = compressor._kept
-    assert message.nbytes + places.nbytes == kept_bytes(numel, Encoding(density=density))
+    assert message.nbytes + places.nbytes == kept_bytes(numel, Compression(density=density))

@@ -12,8 +12,8 @@ from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
 from backbeat.errors import InputError  # noqa: E402
-from backbeat.sparse import checkpoint  # noqa: E402
-from backbeat.sparse.mirror import Mirror  # noqa: E402
+from backbeat.runtime.compressed import checkpoint  # noqa: E402
+from backbeat.runtime.compressed.host_residual import Mirror  # noqa: E402
 
 SHAPES = {"a.weight": (3, 2), "a.bias": (3,), "b": (1,)}
 

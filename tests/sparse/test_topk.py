@@ -9,8 +9,8 @@ torch = pytest.importorskip("torch")
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
-from backbeat.sparse.residual import Residual  # noqa: E402
-from backbeat.sparse.topk import TopK  # noqa: E402
+from backbeat.runtime.compressed.residual import Residual  # noqa: E402
+from backbeat.runtime.compressed.topk import TopK  # noqa: E402
 
 NUMEL = 24 * 17 + 9 + 12 * 3 * 3 * 3 + 31
 seeds = st.integers(0, 10_000)

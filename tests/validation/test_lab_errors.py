@@ -108,6 +108,6 @@ def test_a_matrix_is_measured_once_and_judged(tmp_path: Path) -> None:
     assert [model["name"] for model in kept["models"]] == ["tiny.json"]
     assert kept["alone"][0]["measured_s"] >= kept["alone"][0]["expected_s"] * 0.999
     shown = run(str(ERRORS), str(results))
-    assert "by setting, one channel" in shown
-    assert len(pd.read_csv(results / "summary.csv").query("by == 'session, one channel'")) == 2
+    assert "by setting, one communicator" in shown
+    assert len(pd.read_csv(results / "summary.csv").query("by == 'session, one communicator'")) == 2
     assert "<svg" in (results / "scatter.svg").read_text()

@@ -28,7 +28,7 @@ Predictor = Callable[[Profile, Network, Plan], float]
 def closed_form(profile: Profile, network: Network, plan: Plan) -> float:
     """Compute, or all messages in a row from the first gradient on, whichever is longer: no simulation."""
     alpha, beta = network.cost.isolated.line
-    messages = float(profile.ready[0]) + alpha * len(plan.groups) + beta * profile.total_bytes
+    messages = float(profile.ready[0]) + alpha * len(plan.buckets) + beta * profile.total_bytes
     return profile.forward_s + max(profile.backward_s, messages) + profile.update_s
 
 

@@ -69,7 +69,7 @@ def _profile(model: dict[str, Any]) -> Profile:
 
 
 def plan_of(record: Record, case: dict[str, Any], profile: Profile) -> Plan:
-    return from_shorthand(case["groups"], profile, case["plan"], case["channels"], record["nodes"])
+    return from_shorthand(case["buckets"], profile, case["plan"], case["communicators"], record["nodes"])
 
 
 def cases(record: Record, network: Network | None = None) -> pd.DataFrame:
@@ -90,8 +90,8 @@ def cases(record: Record, network: Network | None = None) -> pd.DataFrame:
                 "model": case["model"],
                 "plan": case["plan"],
                 "strategy": case["plan"].partition("/")[0].partition(":")[0],
-                "channels": case["channels"],
-                "groups": len(case["groups"]),
+                "communicators": case["communicators"],
+                "buckets": len(case["buckets"]),
                 "measured_s": measured_s,
                 "predicted_s": predicted_s,
                 "error": predicted_s / measured_s - 1,
@@ -131,17 +131,20 @@ def errors(found: pd.DataFrame) -> pd.Series:
 
 def summary(found: pd.DataFrame, moved: pd.DataFrame) -> pd.DataFrame:
     """Errors by what cases have in common; `moved` are those predicted from a calibration of fewer nodes."""
-    one, several = found[found["channels"] == 1], found[found["channels"] > 1]
-    far = moved[moved["channels"] == 1] if len(moved) else moved
+    one, several = found[found["communicators"] == 1], found[found["communicators"] > 1]
+    far = moved[moved["communicators"] == 1] if len(moved) else moved
     parts = {
         "all": (found.assign(all="all"), "all"),
-        "channels": (found.assign(channels=np.where(found["channels"] == 1, "one", "several")), "channels"),
-        "setting, one channel": (one, "setting"),
-        "session, one channel": (one, "session"),
-        "model, one channel": (one, "model"),
-        "strategy, one channel": (one, "strategy"),
-        "session and strategy, several channels": (several, ["session", "strategy"]),
-        "setting, one channel, calibrated on fewer nodes": (far, "setting"),
+        "communicators": (
+            found.assign(communicators=np.where(found["communicators"] == 1, "one", "several")),
+            "communicators",
+        ),
+        "setting, one communicator": (one, "setting"),
+        "session, one communicator": (one, "session"),
+        "model, one communicator": (one, "model"),
+        "strategy, one communicator": (one, "strategy"),
+        "session and strategy, several communicators": (several, ["session", "strategy"]),
+        "setting, one communicator, calibrated on fewer nodes": (far, "setting"),
     }
     rows = {
         (title, name if isinstance(name, str) else " ".join(name)): errors(members)

@@ -36,7 +36,7 @@ from backbeat.units import format_seconds, parse_duration, parse_rate, parse_wor
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from backbeat.lab.experiment import Measured
+    from backbeat.lab.experiment import MeasuredPlan
     from backbeat.lab.session import Session
 
 PLANS = "wfbp,single,ddp,horovod,mg-wfbp,adaptive,optimal,random:8,random:32,asc-wfbp/2,best/2"
@@ -49,7 +49,7 @@ MODELS = (
 START_S = 30.0
 """Nodes take about this long to start; with less time left than this and the calibration none are."""
 THREADS = 2
-"""Threads of NCCL that poll all the time, for each node and channel."""
+"""Threads of NCCL that poll all the time, for each node and communicator."""
 
 
 def opened(path: Path, setting: Setting) -> Record:
@@ -110,13 +110,13 @@ def compute_of(name: str, profile: Profile) -> dict[str, Any]:
     }
 
 
-def case_of(result: Measured, model: str, session: int) -> dict[str, Any]:
+def case_of(result: MeasuredPlan, model: str, session: int) -> dict[str, Any]:
     return {
         "session": session,
         "model": model,
         "plan": result.choice.name,
-        "channels": result.plan.channels,
-        "groups": shorthand(result.plan),
+        "communicators": result.plan.communicators,
+        "buckets": shorthand(result.plan),
         "series_s": [[round(sample, 7) for sample in series] for series in result.series],
     }
 
