@@ -354,7 +354,7 @@ def main() -> None:
     parser.add_argument("--rows", default="sparse,dense,overhead,usual")
     parser.add_argument("--iterations", type=int, default=5)
     parser.add_argument("--batch", type=int, help="instead of the models' own")
-    parser.add_argument("--bucket-mib", type=int, help="most of an compressed bucket, instead of the models' own")
+    parser.add_argument("--bucket-mib", type=int, help="most of a compressed bucket, instead of the models' own")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     given = parser.parse_args()
     given.folder.mkdir(parents=True, exist_ok=True)

@@ -172,7 +172,7 @@ def _knees(rows: list[Prediction]) -> dict[str, int | None]:
 
 def _plot(rows: list[Prediction], path: Path, profile: Profile, network: Network) -> None:
     from backbeat.cli.common import say
-    from backbeat.report.figures import scaling_curve as scaling
+    from backbeat.report.figures import scaling
     from backbeat.report.plot import save_scaling
 
     save_scaling(scaling(_curves(rows)), path, title=f"{profile.name} on {network.name}")

@@ -50,8 +50,9 @@ def meet(communicators: Communicators, topic: str, what: str) -> None:
         store.wait([f"{topic}/all"], communicators.timeout)
     except DistStoreError as error:
         raise CommunicationError(
-            f"rank {communicators.rank}: {what} on this rank, and only {store.add(f'{topic}/here', 0)} of {communicators.size} "
-            "ranks came to compare it: do so on every rank, before the same forward. Restart from the last checkpoint"
+            f"rank {communicators.rank}: {what} on this rank, and only {store.add(f'{topic}/here', 0)} of "
+            f"{communicators.size} ranks came to compare it: do so on every rank, before the same forward. "
+            "Restart from the last checkpoint"
         ) from error
 
 

@@ -87,9 +87,9 @@ class Communicators:
         """How many of the communicators asked for can be had here; says why where it is fewer."""
         if count > self.limit:
             logger.warning(
-                "%d communicators were asked for, but NCCL orders launches on several communicators only with NCCL 2.26 or "
-                "newer and %s=1 set before the first communicator is made: running on one communicator. Export %s=1 where "
-                "training is started, or plan with --communicators 1",
+                "%d communicators were asked for, but NCCL orders launches on several of them only with NCCL 2.26 or "
+                "newer and %s=1 set before the first is made: running on one. Export %s=1 where training is started, or plan "
+                "with --communicators 1",
                 count,
                 LAUNCH_ORDER,
                 LAUNCH_ORDER,

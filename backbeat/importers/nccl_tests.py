@@ -64,7 +64,8 @@ def parse(
         notes.append(f"missing: {wrong} rows with wrong results were left out")
     gone = [one for one in _COLLECTIVES if one not in curves]
     notes.append(
-        f"missing: several communicators at once{', ' + ', '.join(gone) if gone else ''}: nccl-tests run did not cover them"
+        f"missing: several communicators at once{', ' + ', '.join(gone) if gone else ''}: "
+        "the nccl-tests run did not cover them"
     )
     return Network(
         name=name,

@@ -103,7 +103,7 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 class Network(Document, frozen=True, kw_only=True):
     """Collective times of a cluster at one number of workers; `at` moves it to another."""
 
-    SCHEMA: ClassVar[str] = "backbeat.network/1"
+    SCHEMA: ClassVar[str] = "backbeat.network/2"
     FOLDER: ClassVar[str] = "networks"
 
     name: str

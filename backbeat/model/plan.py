@@ -60,7 +60,7 @@ class DynamicFusion(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 class Plan(Document, frozen=True, kw_only=True):
     """Buckets in launch order."""
 
-    SCHEMA: ClassVar[str] = "backbeat.plan/1"
+    SCHEMA: ClassVar[str] = "backbeat.plan/2"
     FOLDER: ClassVar[str] = "plans"
 
     strategy: str
@@ -90,8 +90,8 @@ class Plan(Document, frozen=True, kw_only=True):
         for index, bucket in enumerate(self.buckets):
             if bucket.communicator >= self.communicators:
                 raise InputError(
-                    f"buckets[{index}].communicator is {bucket.communicator}, but communicators is {self.communicators}: "
-                    f"communicators are numbered 0 to {self.communicators - 1}"
+                    f"buckets[{index}].communicator is {bucket.communicator}, but communicators is "
+                    f"{self.communicators}: they are numbered 0 to {self.communicators - 1}"
                 )
             for name in bucket.gradients:
                 if (bucket.phase, name) in seen:

@@ -195,7 +195,7 @@ def _flipped(end: float, mixed: Mixed, profile: Profile, network: Network, wire:
             if left < 0:
                 break
             flags = [*mixed.compressed[:place], not mixed.compressed[place], *mixed.compressed[place + 1 :]]
-            changed = Mixed(mixed.ends, flags, mixed.encoding)
+            changed = Mixed(mixed.ends, flags, mixed.compression)
             found = changed.end_s(profile, network, wire)
             if found < end * (1 - _BETTER):
                 end, mixed, improved = found, changed, True

@@ -82,8 +82,10 @@ def decoupled(profile: Profile, network: Network, options: StrategyOptions) -> H
         Conditions.behind_backward(profile, cost) for cost in possible_costs(LinkCost(halves.scatter, None, {}))
     ]
     gathers = [
-        _behind_forward(layers, cost, early.gather_ends, course.finishes(early.scatter_ends)[-1] - profile.backward_s)
-        for cost, course in zip(possible_costs(LinkCost(halves.gather, None, {})), scatters, strict=True)
+        _behind_forward(
+            layers, cost, early.gather_ends, conditions.finishes(early.scatter_ends)[-1] - profile.backward_s
+        )
+        for cost, conditions in zip(possible_costs(LinkCost(halves.gather, None, {})), scatters, strict=True)
     ]
     return replace(
         early, scatter_ends=merged(early.scatter_ends, scatters), gather_ends=merged(early.gather_ends, gathers)
@@ -101,11 +103,11 @@ def earliest(profile: Profile, network: Network) -> Halved:
 
 def _behind_forward(layers: Layers, cost: LinkCost, ends: list[int], free_s: float) -> Conditions:
     """These gathers, and when each layer must have its own for forward to end as early as it does with them."""
-    course = Conditions(sums=running_sums(layers.sizes), cost=cost, free_s=free_s)
+    conditions = Conditions(sums=running_sums(layers.sizes), cost=cost, free_s=free_s)
     # What each layer and those behind it compute.
     after = np.cumsum(layers.compute_s[::-1])[::-1]
-    waits = [finish + float(after[first]) for first, finish in zip([0, *ends], course.finishes(ends), strict=False)]
-    return replace(course, due=max(float(after[0]), *waits) - after)
+    waits = [finish + float(after[first]) for first, finish in zip([0, *ends], conditions.finishes(ends), strict=False)]
+    return replace(conditions, due=max(float(after[0]), *waits) - after)
 
 
 def gather_programme(layers: Layers, cost: Curve, free_s: float) -> list[int]:

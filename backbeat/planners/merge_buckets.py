@@ -95,40 +95,40 @@ class Conditions:
         return float("inf") if self.due is None else float(self.due[first])
 
 
-def merged(ends: Sequence[int], courses: Sequence[Conditions]) -> list[int]:
-    """The buckets merged with their neighbours, as far as nothing ends later in any of the courses.
+def merged(ends: Sequence[int], conditions: Sequence[Conditions]) -> list[int]:
+    """The buckets merged with their neighbours, as far as nothing ends later in any of these conditions.
 
     Three members of 1 MB are there at once, a fourth at 10 ms; each message takes 1 ms + 1 ns/byte. One by one the
     first three are done at 2, 4 and 6 ms; as one at 4. Either way the last is done at 12.
 
     >>> from backbeat.cost import Curve, LinkCost
     >>> cost = LinkCost(Curve.affine(1e-3, 1e-9), None, {})
-    >>> course = Conditions(sums=np.arange(5) * 1e6, cost=cost, ready=np.array([0, 0, 0, 1e-2]))
-    >>> merged([1, 2, 3, 4], [course])
+    >>> case = Conditions(sums=np.arange(5) * 1e6, cost=cost, ready=np.array([0, 0, 0, 1e-2]))
+    >>> merged([1, 2, 3, 4], [case])
     [3, 4]
     """
     found = list(ends)
     # What was merged takes less time, and may leave some to what comes before it.
-    while (merged := _merged(found, courses)) != found:
-        found = merged
+    while (shorter := _merged(found, conditions)) != found:
+        found = shorter
     return found
 
 
-def _merged(ends: Sequence[int], courses: Sequence[Conditions]) -> list[int]:
+def _merged(ends: Sequence[int], conditions: Sequence[Conditions]) -> list[int]:
     """From the front, each bucket as far as those behind it are in time as they are."""
-    sums = courses[0].sums
-    most = largest_allowed(sums, ends, courses[0].cost)
-    latest = [course.latest(ends) for course in courses]
-    free = [course.free_s for course in courses]
+    sums = conditions[0].sums
+    most = largest_allowed(sums, ends, conditions[0].cost)
+    latest = [case.latest(ends) for case in conditions]
+    free = [case.free_s for case in conditions]
     kept: list[int] = []
     first = place = 0
     while place < len(ends):
-        done = [course.finish(first, ends[place], at) for course, at in zip(courses, free, strict=True)]
+        done = [case.finish(first, ends[place], at) for case, at in zip(conditions, free, strict=True)]
         while place + 1 < len(ends) and sums[ends[place + 1]] - sums[first] <= most:
-            longer = [course.finish(first, ends[place + 1], at) for course, at in zip(courses, free, strict=True)]
+            longer = [case.finish(first, ends[place + 1], at) for case, at in zip(conditions, free, strict=True)]
             if not all(
-                course.in_time(first, finish, limits[place + 1])
-                for course, finish, limits in zip(courses, longer, latest, strict=True)
+                case.in_time(first, finish, limits[place + 1])
+                for case, finish, limits in zip(conditions, longer, latest, strict=True)
             ):
                 break
             place, done = place + 1, longer

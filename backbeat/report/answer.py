@@ -22,8 +22,9 @@ LIMITS = {
     "compute": "Nothing: communication is hidden behind computation. A faster network would not help.",
     "bandwidth": "The network's bandwidth: there are more bytes to send than fit behind the backward pass. "
     "A faster network, fewer bytes (bf16 gradients) or more computation per step (larger batch, accumulation) help; "
-    "other buckets gradients helps little.",
-    "latency": "The latency of messages: too many small ones in a row. Fewer, larger buckets help, or several communicators.",
+    "other buckets help little.",
+    "latency": "The latency of messages: too many small ones in a row. "
+    "Fewer, larger buckets help, or several communicators.",
     "waiting": "Late gradients: communication is held back until the last gradients are ready. "
     "Smaller buckets at the end help, or hiding it behind the next forward pass.",
     "stragglers": "The slowest worker: in every step all others wait for it. Steadier workers help, "

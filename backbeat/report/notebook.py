@@ -26,7 +26,8 @@ def prediction_html(prediction: Prediction) -> str:
         "samples/s": f"{prediction.samples_per_s:,.0f}",
         "exposed": f"{format_seconds(prediction.exposed_s)}, limited by {prediction.bottleneck}",
         "over bound": f"{over_bound(prediction):.1%}",
-        "buckets": f"{prediction.buckets} on {prediction.communicators} communicator{'s' if prediction.communicators != 1 else ''}",
+        "buckets": f"{prediction.buckets} on {prediction.communicators} "
+        f"communicator{'s' if prediction.communicators != 1 else ''}",
     }
     cells = "".join(f"<tr><th>{name}</th><td>{html.escape(text)}</td></tr>" for name, text in rows.items())
     title = f"{prediction.strategy} on {prediction.workers} workers"

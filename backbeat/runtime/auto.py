@@ -155,13 +155,14 @@ class Tuner:
         self._base_s, self._base = iteration, runner.reducer.partition
         self.iteration_s, self.exposed_s = iteration, exposed
         partition = partitions.from_plan(plan, runner.roster.names, runner.roster.parameters, runner.roster.sparse)
-        if partition.groups == self._base.groups:
+        if partition.buckets == self._base.buckets:
             self._settle(f"{plan.strategy} chose the groups that already run", iteration, exposed)
             return
         runner.switch(partition)
         self._say(
-            f"step {runner.reducer.step}: {len(self._base.groups)} groups of DDP took {iteration * 1e3:.2f} ms an "
-            f"iteration; switching to {plan.strategy}'s {len(partition.groups)} on {partition.communicators} communicator(s)"
+            f"step {runner.reducer.step}: {len(self._base.buckets)} buckets of DDP took {iteration * 1e3:.2f} ms an "
+            f"iteration; switching to {plan.strategy}'s {len(partition.buckets)} on {partition.communicators} "
+            "communicator(s)"
         )
         self._begin("trying")
 

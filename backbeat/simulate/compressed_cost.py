@@ -110,7 +110,7 @@ def travel(pieces: Sequence[Piece], profile: Profile, network: Network, wire: Co
         if piece.compression is None:
             alone, behind = float(network.cost.time(piece.bytes)), float(network.cost.busy_time(piece.bytes))
         else:
-            alone = behind = float(wire.time(piece.bytes / ELEMENT_BYTES, piece.encoding))
+            alone = behind = float(wire.time(piece.bytes / ELEMENT_BYTES, piece.compression))
         free = max(moment + alone, free + behind)
         finishes.append(free)
     return CompressedFlow(starts, finishes, profile.backward_s + spent)
@@ -129,7 +129,7 @@ def compression_s_per_bucket(profile: Profile) -> float:
 def pieces_of(profile: Profile, plan: Plan) -> tuple[list[Piece], list[tuple[str, ...]]]:
     """The plan's buckets, and behind them what it does not name; and their names."""
     plan.check(profile)
-    buckets = [(bucket.gradients, bucket.encoding) for bucket in plan.buckets]
+    buckets = [(bucket.gradients, bucket.compression) for bucket in plan.buckets]
     if missing := plan.missing(profile):
         buckets.append((tuple(missing), None))
     place = profile.index
@@ -175,7 +175,7 @@ def spans(
 
 
 def remarks(profile: Profile, network: Network, plan: Plan) -> list[str]:
-    """What is assumed rather than measured in the prediction of an compressed plan."""
+    """What is assumed rather than measured in the prediction of a compressed plan."""
     notes = []
     wire = CompressedCost.of(network)
     if profile.compression_s_per_byte is None:
@@ -185,8 +185,8 @@ def remarks(profile: Profile, network: Network, plan: Plan) -> list[str]:
         )
     elif profile.compression_s_per_bucket is None:
         notes.append(
-            "the profile does not say what an compressed bucket costs by itself, in launches: taken as nothing; profile "
-            "again to measure it"
+            "the profile does not say what a compressed bucket costs by itself, in launches: taken as nothing; "
+            "profile again to measure it"
         )
     if wire.derived:
         notes.append("the all-gather of compressed buckets is derived from the all-reduce, not measured")

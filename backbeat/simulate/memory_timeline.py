@@ -95,7 +95,7 @@ def memory_timeline(
     """Predict peak and times of one iteration; `plan` says how gradients are held (None: dense, flat buffers)."""
     chain = Chain.of(profile, ResidentMemory.of(profile, plan, memory_plan.residuals, workers))
     run = chain.run(units_of(profile, memory_plan))
-    return replace(chain.course(profile, run), notes=_remarks(profile, memory_plan))
+    return replace(chain.timeline(profile, run), notes=_remarks(profile, memory_plan))
 
 
 def _remarks(profile: Profile, memory_plan: MemoryPlan) -> tuple[str, ...]:
@@ -350,7 +350,7 @@ class Chain:
         if not self.saves_output[last - 1]:
             tally.level -= self.output[last - 1]
 
-    def memory_timeline(self, profile: Profile, run: ChainRun) -> MemoryTimeline:
+    def timeline(self, profile: Profile, run: ChainRun) -> MemoryTimeline:
         return MemoryTimeline(
             peak_bytes=run.peak_bytes,
             block=self.names[run.block] if run.phase != "loss" else "loss",

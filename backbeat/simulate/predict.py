@@ -12,7 +12,7 @@ from backbeat.errors import InputError
 from backbeat.model.prediction import Band, Breakdown, Prediction, Span
 from backbeat.simulate.compressed_cost import remarks
 from backbeat.simulate.iteration import across_iterations, alone, compressed_iteration, within_iteration
-from backbeat.simulate.memory_timeline import course as memory_course
+from backbeat.simulate.memory_timeline import memory_timeline
 from backbeat.simulate.stragglers import Straggling, straggling
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def predict(
     peak = None
     memory_notes: tuple[str, ...] = ()
     if plan.memory is not None and (profile.blocks or plan.memory.segments):
-        kept = memory_course(profile, plan.memory, plan, workers=network.workers)
+        kept = memory_timeline(profile, plan.memory, plan, workers=network.workers)
         profile, peak, memory_notes = kept.profile, kept.peak_bytes, kept.notes
     micro_batches = profile.accumulation if accumulation is None else accumulation
     if micro_batches < 1:
@@ -50,32 +50,32 @@ def predict(
     before = (micro_batches - 1) * (profile.forward_s + profile.backward_s)
     single = before + profile.forward_s + profile.backward_s + profile.update_s
     if network.workers == 1:
-        course = alone(profile, plan, before)
+        step = alone(profile, plan, before)
     elif plan.decoupled:
-        course = across_iterations(profile, network, plan, before)
+        step = across_iterations(profile, network, plan, before)
     elif plan.compressed:
-        course = compressed_iteration(profile, network, plan, before)
+        step = compressed_iteration(profile, network, plan, before)
     else:
-        course = within_iteration(profile, network, plan, before)
+        step = within_iteration(profile, network, plan, before)
     buffers = broadcast_s(network, profile.buffer_bytes) if broadcast_buffers and network.workers > 1 else 0.0
     waits = None
     if network.workers > 1:
         waits = straggling(profile.iteration_s, network.workers, micro_batches / profile.accumulation)
     wait = waits.wait_s if waits else 0.0
-    steady = buffers + course.steady_s
+    steady = buffers + step.steady_s
     iteration = steady + wait
-    notes, extrapolated = _notes(profile, network, plan, course.largest_bytes, waits)
-    breakdown = msgspec.structs.replace(course.breakdown, stragglers_s=wait, buffers_s=buffers)
+    notes, extrapolated = _notes(profile, network, plan, step.largest_bytes, waits)
+    breakdown = msgspec.structs.replace(step.breakdown, stragglers_s=wait, buffers_s=buffers)
     return Prediction(
         strategy=plan.strategy,
         workers=network.workers,
         communicators=plan.communicators,
-        buckets=course.buckets,
+        buckets=step.buckets,
         iteration_s=iteration,
         single_s=single,
         scaling_factor=single / iteration if iteration > 0 else 1.0,
         exposed_s=iteration - single,
-        bound_s=course.bound_s + buffers + wait,
+        bound_s=step.bound_s + buffers + wait,
         samples_per_s=network.workers * profile.batch_size * micro_batches / iteration if iteration > 0 else 0.0,
         breakdown=breakdown,
         bottleneck=_bottleneck(breakdown, single),
@@ -84,7 +84,7 @@ def predict(
         else None,
         peak_bytes=peak,
         extrapolated=extrapolated,
-        timeline=_shifted(course.timeline, buffers, profile.buffer_bytes),
+        timeline=_shifted(step.timeline, buffers, profile.buffer_bytes),
         notes=(*memory_notes, *notes),
     )
 

@@ -27,8 +27,8 @@ def main() -> None:
         plot.save(path, partial(plot.timeline, data=data, end_s=longest), height=plot.timeline_height(data))
         result = results[strategy]
         print(
-            f"{strategy:10s} {result.iteration_s * 1e3:6.1f} ms  buckets {result.buckets:3d}  communicators {result.communicators} "
-            f" exposed {result.exposed_s * 1e3:6.1f} ms"
+            f"{strategy:10s} {result.iteration_s * 1e3:6.1f} ms  buckets {result.buckets:3d}  "
+            f"communicators {result.communicators}  exposed {result.exposed_s * 1e3:6.1f} ms"
         )
 
 

@@ -19,7 +19,7 @@ from backbeat import Profile  # noqa: E402
 from backbeat.errors import InputError, MeasurementError, MissingPartError  # noqa: E402
 from backbeat.measure import profile  # noqa: E402
 from backbeat.measure.model.profiler import measure  # noqa: E402
-from backbeat.runtime.compressed import topk_speed as compression
+from backbeat.runtime.compressed import topk_speed as compression  # noqa: E402
 
 QUICK = {"iterations": 3, "warmup": 1}
 

@@ -86,8 +86,8 @@ def test_another_profile_keeps_the_numbers_and_draws_no_timeline(tmp_path: Path,
 def test_launches_name_the_groups_exactly(tmp_path: Path, profile: bb.Profile) -> None:
     path = lab_file(tmp_path / "lab.json", profile)
     data = json.loads(path.read_text())
-    data["rows"] = [{**data["rows"][0], "plan": "equal:2", "launches": [[2, 0], [4, 1]], "communicators": 2, "buckets": 2,
-                     "finishes_s": [5e-3, 8e-3]}]  # fmt: skip
+    data["rows"] = [{**data["rows"][0], "plan": "equal:2", "launches": [[2, 0], [4, 1]], "communicators": 2,
+                     "buckets": 2, "finishes_s": [5e-3, 8e-3]}]  # fmt: skip
     path.write_text(json.dumps(data))
     (row,) = read_lab(path, profile)
     assert row.buckets == (("g0", "g1"), ("g2", "g3", "g4", "g5"))

@@ -12,7 +12,7 @@ from scenario_rig import Context, Oracle, Scenario, both, mlp, small_plan, start
 from torch import nn
 
 from backbeat.errors import InputError
-from backbeat.model import Group, Plan
+from backbeat.model import Bucket, Plan
 from backbeat.model.compression import Compression
 from backbeat.runtime import DistributedDataParallel
 
@@ -131,7 +131,7 @@ def parameters_among_the_outputs(ctx: Context) -> None:
 
 @check
 def parameters_without_elements(ctx: Context) -> None:
-    """Alone in a group, too."""
+    """Alone in a bucket, too."""
 
     class Hollow(nn.Module):
         def __init__(self) -> None:
@@ -218,13 +218,13 @@ def copies_for_evaluation_ask_nobody(ctx: Context) -> None:
 
 
 def _compressed(ctx: Context, factory: Callable[[], nn.Module] = mlp, density: float = 1.0) -> tuple[Any, Oracle]:
-    """Every group compressed; as it stands, so that nothing stays behind."""
+    """Every bucket compressed; as it stands, so that nothing stays behind."""
     model = ctx.build(factory)
     how = Compression(density=density)
-    groups = tuple(
-        Group(gradients=group.gradients, communicator=0, compression=how) for group in small_plan(model).groups
+    buckets = tuple(
+        Bucket(gradients=bucket.gradients, communicator=0, compression=how) for bucket in small_plan(model).buckets
     )
-    plan = Plan(strategy="test", model="test", communicators=1, groups=groups)
+    plan = Plan(strategy="test", model="test", communicators=1, buckets=buckets)
     return DistributedDataParallel(model, plan=plan), Oracle(ctx, model)
 
 

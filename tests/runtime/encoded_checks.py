@@ -1,4 +1,4 @@
-"""Training with compressed groups on several ranks: nothing lost, replicas alike, updates inside backward, refusals."""
+"""Training with compressed buckets on several ranks: nothing lost, replicas alike, updates in backward, refusals."""
 
 from __future__ import annotations
 
@@ -150,15 +150,15 @@ def assert_equal(found: Any, expected: list[torch.Tensor], what: str) -> None:
 
 @check
 def optimizers_in_use(ctx: Context) -> None:
-    """Two optimizers with groups of their own, closures, hooks on `step`, and states that are saved and loaded."""
+    """Two optimizers with buckets of their own, closures, hooks on `step`, and states that are saved and loaded."""
     model = ctx.build(mlp)
     ours: Any = DistributedDataParallel(copy.deepcopy(model), plan=compressed(model, ALL, every=2))
     theirs: Any = TorchDDP(copy.deepcopy(model))
     sides = []
     for side in (ours, theirs):
         held = list(side.parameters())
-        grouped = [{"params": held[0:4:2], "lr": 0.1}, {"params": held[1:4:2], "weight_decay": 0.0}]
-        sides.append((side, torch.optim.AdamW(grouped, lr=0.01), torch.optim.SGD(held[4:], lr=0.1, momentum=0.9)))
+        bucketed = [{"params": held[0:4:2], "lr": 0.1}, {"params": held[1:4:2], "weight_decay": 0.0}]
+        sides.append((side, torch.optim.AdamW(bucketed, lr=0.01), torch.optim.SGD(held[4:], lr=0.1, momentum=0.9)))
     for optimizer in sides[0][1:]:
         ours.attach(optimizer, max_grad_norm=None)
     called: dict[int, list[str]] = {id(first): [] for _, first, _ in sides}
@@ -193,7 +193,7 @@ def optimizers_in_use(ctx: Context) -> None:
 
 @check
 def groups_leave_and_are_applied_during_backward(ctx: Context) -> None:
-    """All but the last groups are sent before the last gradient, and some weights change before backward ends."""
+    """All but the last buckets are sent before the last gradient, and some weights change before backward ends."""
     seen: list[int] = []
 
     class Spy(nn.Module):
@@ -226,9 +226,9 @@ def groups_leave_and_are_applied_during_backward(ctx: Context) -> None:
         versions.append(last._version)
         backward(ctx, wrapped, step)
         if step > 2:
-            assert wrapped.reducer.job.groups.buckets[0].gathered is None
+            assert wrapped.reducer.job.bucket_set.buckets[0].gathered is None
     assert seen, "the hook never ran"
-    # The hook of the second layer runs before the groups of the first leave; by the next launch group 0 is applied.
+    # The hook of the second layer runs before the buckets of the first leave; by the next launch bucket 0 is applied.
     assert last._version > versions[-1]
     same_everywhere(ctx, wrapped.module, "after training")
 
@@ -334,7 +334,7 @@ def copies_and_pickles(ctx: Context) -> None:
 
 @check
 def plans_change_and_residuals_stay(ctx: Context) -> None:
-    """By name, in other groups, under another compression, and repaid by a dense group."""
+    """By name, in other buckets, under another compression, and repaid by a dense bucket."""
     wrapped = wrap(ctx, SOME)
     for step in range(2):
         wrapped.zero_grad()
@@ -345,7 +345,7 @@ def plans_change_and_residuals_stay(ctx: Context) -> None:
     parameters = list(wrapped.module.parameters())
     model = wrapped.module
     plan = compressed(model, Compression(density=0.3))
-    plan = replace(plan, groups=(plan.groups[0], *(replace(g, compression=None) for g in plan.groups[1:])))
+    plan = replace(plan, buckets=(plan.buckets[0], *(replace(g, compression=None) for g in plan.buckets[1:])))
     wrapped.runner.switch(partitions.from_plan(plan, names, parameters, [False] * len(names)))
     for name, value in owed(ctx, wrapped).items():
         torch.testing.assert_close(value, before[name])
@@ -354,7 +354,7 @@ def plans_change_and_residuals_stay(ctx: Context) -> None:
     after = owed(ctx, wrapped)
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.grad + after[name], before[name] + gradients[name], rtol=1e-4, atol=1e-5)
-    assert not bool(after["0.weight"].any()), "a dense group did not repay what it owed"
+    assert not bool(after["0.weight"].any()), "a dense bucket did not repay what it owed"
 
 
 @check
@@ -460,7 +460,7 @@ def refusals(ctx: Context) -> None:
     raises(
         InputError,
         lambda: DistributedDataParallel(ctx.build(mlp), plan=compressed(model, SOME), backend="ddp"),
-        "torch's reducer cannot run a plan with compressed groups",
+        "torch's reducer cannot run a plan with compressed buckets",
     )
     raises(
         InputError,
@@ -470,7 +470,7 @@ def refusals(ctx: Context) -> None:
     raises(
         InputError,
         lambda: wrap(ctx, SOME, lambda: nn.ParameterDict({"z": nn.Parameter(torch.ones(3, dtype=torch.cfloat))})),
-        "'z' is torch.complex64, and its group is compressed",
+        "'z' is torch.complex64, and its bucket is compressed",
     )
     raises(InputError, lambda: wrap(ctx, SOME, sparse={"momentum": 1}), "sparse has 'momentum'")
     raises(InputError, lambda: wrap(ctx, SOME, sparse={"warmup_steps": -1}), "warmup_steps is -1")
@@ -585,7 +585,7 @@ def sixteen_bit_parameters(ctx: Context) -> None:
 
 @check
 def backward_inside_autocast(ctx: Context) -> None:
-    """What is compressed is not rounded by an autocast around backward; the report has a line for each group."""
+    """What is compressed is not rounded by an autocast around backward; the report has a line for each bucket."""
     wrapped = wrap(ctx, SOME, every=2)
     wrapped.attach(torch.optim.SGD(wrapped.parameters(), lr=0.1), max_grad_norm=None)
     for step in range(3):

@@ -1,4 +1,4 @@
-"""Compressed groups where something goes wrong: failed steps, gradients that are not finite or come late, lost
+"""Compressed buckets where something goes wrong: failed steps, gradients that are not finite or come late, lost
 ranks."""
 
 from __future__ import annotations
@@ -224,7 +224,7 @@ def a_failed_step_is_told_to_a_rank_without_data(ctx: Context) -> None:
 
 @check
 def a_failed_step_is_told_before_parameters_thaw(ctx: Context) -> None:
-    """The word on it comes when groups are made anew; they are made at the next forward instead."""
+    """The word on it comes when buckets are made anew; they are made at the next forward instead."""
     from backbeat.runtime.reduce import deferral
 
     def half_frozen() -> nn.Sequential:
@@ -262,13 +262,13 @@ def a_failed_step_is_told_before_parameters_thaw(ctx: Context) -> None:
 
 @check
 def late_gradients_wait_in_the_residual(ctx: Context) -> None:
-    """A gradient that comes after its group has left goes with the next step."""
+    """A gradient that comes after its bucket has left goes with the next step."""
     _gradients_come_late(ctx, wrap(ctx, SOME, Twice))
 
 
 @check
 def late_gradients_of_several_groups_reach_the_host(ctx: Context) -> None:
-    """Groups that get late gradients come to the device out of turn, while the last group is there."""
+    """Buckets that get late gradients come to the device out of turn, while the last bucket is there."""
     model = ctx.build(lambda: Again(blocks=3))
     plan = replace(compressed(model, SOME), memory=MemoryPlan(residuals="host"))
     _gradients_come_late(ctx, DistributedDataParallel(model, plan=plan))
@@ -309,7 +309,7 @@ class Again(nn.Module):
 
 @check
 def late_gradients_meet_an_update(ctx: Context) -> None:
-    """A gradient that comes after its group has arrived, and before it is applied, is not taken for the group's."""
+    """A gradient that comes after its bucket has arrived, and before it is applied, is not taken for the bucket's."""
     rate = 1e-3
     wrapped = wrap(ctx, SOME, Again)
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=rate)

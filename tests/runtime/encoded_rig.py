@@ -31,10 +31,10 @@ def registering(checks: dict[str, Scenario]) -> Callable[[Callable[[Context], An
 
 
 def compressed(model: nn.Module, compression: Compression | None, *, every: int = 1, communicators: int = 1) -> Plan:
-    """Small groups, each `every`th of them compressed."""
+    """Small buckets, each `every`th of them compressed."""
     plan = small_plan(model, communicators=communicators)
-    groups = [replace(g, compression=compression if i % every == 0 else None) for i, g in enumerate(plan.groups)]
-    return replace(plan, groups=tuple(groups))
+    buckets = [replace(g, compression=compression if i % every == 0 else None) for i, g in enumerate(plan.buckets)]
+    return replace(plan, buckets=tuple(buckets))
 
 
 def wrap(ctx: Context, compression: Compression, factory: Callable[[], nn.Module] = mlp, **options: Any) -> Any:

@@ -41,7 +41,7 @@ def main() -> None:
     plan = small_plan(model)
     if sys.argv[1:] == ["compressed"]:
         compression = Compression(density=0.5)
-        plan = replace(plan, groups=tuple(replace(group, compression=compression) for group in plan.groups))
+        plan = replace(plan, buckets=tuple(replace(bucket, compression=compression) for bucket in plan.buckets))
     wrapped = DistributedDataParallel(model, plan=plan)
     for step in range(HEALTHY + 20):
         if step == HEALTHY and dist.get_rank() == dist.get_world_size() - 1:

@@ -1,4 +1,4 @@
-"""What training situations are run with: a rank's context, the oracle, plans of small groups, and the loop.
+"""What training situations are run with: a rank's context, the oracle, plans of small buckets, and the loop.
 
 The oracle needs no communication: every rank holds a plain replica of every rank's model, runs all of them, and
 averages their gradients itself.
@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from backbeat.model import Group, Plan
+from backbeat.model import Bucket, Plan
 from backbeat.model.compression import Compression
 
 
@@ -126,28 +126,28 @@ def mlp(width: int = 6, depth: int = 4) -> nn.Module:
 
 
 def small_plan(model: nn.Module, communicators: int = 1, size: int = 2) -> Plan:
-    """Groups of a few gradients in reverse registration order."""
+    """Buckets of a few gradients in reverse registration order."""
     ignored = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
     names = [n for n, parameter in model.named_parameters() if parameter.requires_grad and n not in ignored][::-1]
-    groups = [names[start : start + size] for start in range(0, len(names), size)]
+    buckets = [names[start : start + size] for start in range(0, len(names), size)]
     return Plan(
         strategy="test",
         model="test",
         communicators=communicators,
-        groups=tuple(Group(gradients=tuple(g), communicator=i % communicators) for i, g in enumerate(groups)),
+        buckets=tuple(Bucket(gradients=tuple(g), communicator=i % communicators) for i, g in enumerate(buckets)),
     )
 
 
 def all_sent(plan: Plan, model: nn.Module) -> Plan:
-    """The same groups, two of three compressed so that nothing stays behind: the mean must be the dense one."""
+    """The same buckets, two of three compressed so that nothing stays behind: the mean must be the dense one."""
     exact = Compression(density=1.0)
     rows = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding) and m.sparse}
     plain = {n for n, p in model.named_parameters() if id(p) in rows or not p.is_floating_point()}
-    groups = []
-    for index, group in enumerate(plan.groups):
-        compression = exact if index % 3 != 1 and not plain & set(group.gradients) else None
-        groups.append(Group(gradients=group.gradients, communicator=group.communicator, compression=compression))
-    return Plan(strategy=plan.strategy, model=plan.model, communicators=plan.communicators, groups=tuple(groups))
+    buckets = []
+    for index, bucket in enumerate(plan.buckets):
+        compression = exact if index % 3 != 1 and not plain & set(bucket.gradients) else None
+        buckets.append(Bucket(gradients=bucket.gradients, communicator=bucket.communicator, compression=compression))
+    return Plan(strategy=plan.strategy, model=plan.model, communicators=plan.communicators, buckets=tuple(buckets))
 
 
 def train(ctx: Context, model: nn.Module, wrapped: Any, oracle: Oracle, steps: int = 3, lr: float = 0.1) -> None:

@@ -14,7 +14,7 @@ def plain(ctx: Context) -> None:
     train(ctx, wrapped.module, wrapped, oracle, steps=5)
 
 
-@scenario("no plan: stock DDP's groups, rebuilt once in ready order")
+@scenario("no plan: stock DDP's buckets, rebuilt once in ready order")
 def no_plan(ctx: Context) -> None:
     model = ctx.build(mlp)
     oracle = Oracle(ctx, model)

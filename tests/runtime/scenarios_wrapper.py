@@ -14,7 +14,7 @@ from scenarios_graphs import Branches
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from backbeat.model import Group, Plan
+from backbeat.model import Bucket, Plan
 
 
 @scenario("buffers are broadcast from rank 0")
@@ -110,8 +110,9 @@ def compile_inside(ctx: Context) -> None:
         strategy="test",
         model="test",
         communicators=1,
-        groups=tuple(
-            Group(gradients=tuple(prefix + name for name in group.gradients), communicator=0) for group in plan.groups
+        buckets=tuple(
+            Bucket(gradients=tuple(prefix + name for name in bucket.gradients), communicator=0)
+            for bucket in plan.buckets
         ),
     )
     wrapped = ctx.wrap(compiled, plan=plan)
@@ -226,7 +227,10 @@ def partial_plan(ctx: Context) -> None:
         strategy="test",
         model="test",
         communicators=1,
-        groups=(Group(gradients=("6.weight", "4.bias"), communicator=0), Group(gradients=("0.bias",), communicator=0)),
+        buckets=(
+            Bucket(gradients=("6.weight", "4.bias"), communicator=0),
+            Bucket(gradients=("0.bias",), communicator=0),
+        ),
     )
     train(ctx, model, ctx.wrap(model, plan=plan), oracle, steps=4)
 
@@ -236,12 +240,12 @@ def shuffled_plan(ctx: Context) -> None:
     model = ctx.build(mlp)
     oracle = Oracle(ctx, model)
     names = [name for name, _ in model.named_parameters()]
-    groups = (names[0:3], names[5:8], names[3:5])
+    buckets = (names[0:3], names[5:8], names[3:5])
     plan = Plan(
         strategy="test",
         model="test",
         communicators=2,
-        groups=tuple(Group(gradients=tuple(g), communicator=i % 2) for i, g in enumerate(groups)),
+        buckets=tuple(Bucket(gradients=tuple(g), communicator=i % 2) for i, g in enumerate(buckets)),
     )
     train(ctx, model, ctx.wrap(model, plan=plan), oracle, steps=4)
 
@@ -270,14 +274,14 @@ def subgroup(ctx: Context) -> None:
     if ctx.size < 4:
         raise SkipScenarioError("needs four ranks")
     half = [[0, 1], [2, 3]]
-    groups = [dist.new_group(ranks) for ranks in half]
+    buckets = [dist.new_group(ranks) for ranks in half]
     mine = ctx.rank // 2
     model = ctx.build(mlp)
     inner = Context(ctx.rank % 2, 2, ctx.device.type, ctx.route)
     inner.device = ctx.device
     oracle = Oracle(inner, model)
     plan = small_plan(model)
-    wrapped = ctx.wrap(model, plan=plan, process_group=groups[mine])
+    wrapped = ctx.wrap(model, plan=plan, process_group=buckets[mine])
     for step in range(3):
         wrapped.zero_grad()
         oracle.each(lambda m, r: m.zero_grad())

@@ -1,4 +1,4 @@
-"""An compressed group by itself: what gradients add to its residual; and who updates what."""
+"""An compressed bucket by itself: what gradients add to its residual; and who updates what."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compressed plans: every scenario with groups that send all they have, and training step by step."""
+"""Compressed plans: every scenario with buckets that send all they have, and training step by step."""
 
 from __future__ import annotations
 

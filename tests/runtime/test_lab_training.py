@@ -42,5 +42,5 @@ def test_training_in_the_lab_gives_stock_ddps_losses(tmp_path: Path) -> None:
     assert len(losses) == 2
     common = min(len(found) for found in losses)
     assert common >= 5
-    # Two ranks: sums do not depend on the groups.
+    # Two ranks: sums do not depend on the buckets.
     assert losses[0][:common] == losses[1][:common]

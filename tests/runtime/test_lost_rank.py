@@ -51,7 +51,7 @@ def test_survivors_say_what_was_lost_and_end(kind: str) -> None:
     assert ranks[1].returncode == 1
     assert ranks[0].returncode != 0, out
     assert "step 3 done" in out, err
-    assert "rank 0: group " in err, out + err
+    assert "rank 0: bucket " in err, out + err
     assert "layers." in err, err
     assert "was not reduced in step 4" in err, err
     assert "rank 1 does not answer" in err, err

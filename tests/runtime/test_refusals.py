@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from backbeat.errors import InputError
-from backbeat.model import Gradient, Group, Plan, Profile
+from backbeat.model import Bucket, Gradient, Plan, Profile
 from backbeat.runtime import DistributedDataParallel
 from backbeat.runtime.compressed import updates
 from backbeat.runtime.reduce.arguments import TORCH_SIGNATURE, bind, resolve_plan, respread
@@ -98,7 +98,7 @@ def test_a_plan_is_taken_from_a_file(tmp_path: Path, one_rank: None) -> None:
     Plan.from_buckets(profile, [["weight"], ["bias"]]).save(tmp_path / "plan.json")
     wrapped = DistributedDataParallel(nn.Linear(2, 2), plan=tmp_path / "plan.json")
     wrapped(torch.ones(1, 2)).sum().backward()
-    assert [group.gradients for group in wrapped.report().groups] == [("weight",), ("bias",)]
+    assert [bucket.gradients for bucket in wrapped.report().buckets] == [("weight",), ("bias",)]
 
 
 def test_plans_that_fuse_at_run_time_are_refused() -> None:
@@ -109,9 +109,9 @@ def test_plans_that_fuse_at_run_time_are_refused() -> None:
         model="m",
         communicators=1,
         dynamic=DynamicFusion(),
-        groups=(Group(gradients=("w",), communicator=0),),
+        buckets=(Bucket(gradients=("w",), communicator=0),),
     )
-    with pytest.raises(InputError, match="forms groups at run time"):
+    with pytest.raises(InputError, match="forms buckets at run time"):
         resolve_plan(plan)
 
 
@@ -120,10 +120,10 @@ def test_respread_keeps_groups_and_order() -> None:
         strategy="s",
         model="m",
         communicators=1,
-        groups=tuple(Group(gradients=(name,), communicator=0) for name in "abc"),
+        buckets=tuple(Bucket(gradients=(name,), communicator=0) for name in "abc"),
     )
-    assert [group.communicator for group in respread(plan, 2).groups] == [0, 1, 0]
-    assert [group.gradients for group in respread(plan, 2).groups] == [("a",), ("b",), ("c",)]
+    assert [bucket.communicator for bucket in respread(plan, 2).buckets] == [0, 1, 0]
+    assert [bucket.gradients for bucket in respread(plan, 2).buckets] == [("a",), ("b",), ("c",)]
 
 
 def test_an_optimizer_inside_another_is_asked_for() -> None:
@@ -141,16 +141,16 @@ def test_an_optimizer_inside_another_is_asked_for() -> None:
 
 
 def _attach(optimizer: torch.optim.Optimizer) -> None:
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    parameters = [parameter for bucket in optimizer.param_groups for parameter in bucket["params"]]
     updates.check(optimizer, parameters, max_grad_norm=None, grad_scaler=None, per_parameter=False)
 
 
 @pytest.mark.parametrize("backend", ["backbeat", "ddp"])
 def test_decoupled_plans_are_refused_by_name(backend: str, tmp_path: Path, one_rank: None) -> None:
     halves = tuple(
-        Group(gradients=("bias", "weight"), communicator=0, phase=phase) for phase in ("reduce_scatter", "all_gather")
+        Bucket(gradients=("bias", "weight"), communicator=0, phase=phase) for phase in ("reduce_scatter", "all_gather")
     )
-    plan = Plan(strategy="decoupled", model="m", communicators=1, groups=halves)
+    plan = Plan(strategy="decoupled", model="m", communicators=1, buckets=halves)
     plan.save(tmp_path / "plan.json")
     for given in (plan, tmp_path / "plan.json", "decoupled"):
         with pytest.raises(InputError, match=r"predicted .* and replayed .*, not run: make a plan of strategy best"):

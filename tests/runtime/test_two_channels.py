@@ -1,4 +1,4 @@
-"""Every scenario with its groups spread over two communicators, on gloo or NCCL."""
+"""Every scenario with its buckets spread over two communicators, on gloo or NCCL."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def test_encoding_delays_what_comes_after_it() -> None:
     assert result.exposed_s == pytest.approx(0.081)
     parts = result.breakdown
     assert parts.latency_s + parts.bandwidth_s + parts.waiting_s == pytest.approx(result.exposed_s)
-    # A dense bucket behind an compressed one is later too, and takes a whole all-reduce.
+    # A dense bucket behind a compressed one is later too, and takes a whole all-reduce.
     assert bb.predict(profile, network, two_groups(TOPK, None)).iteration_s == pytest.approx(0.242)
 
 
@@ -73,7 +73,8 @@ def test_without_encodings_it_is_the_recursion() -> None:
 
 def test_what_is_not_measured_is_said() -> None:
     notes = bb.predict(make_profile([4000], [0.1]), affine(1e-3, 1e-9), bb.Plan(
-        strategy="custom", model="test", communicators=2, buckets=(Bucket(gradients=("g0",), communicator=1, compression=TOPK),)
+        strategy="custom", model="test", communicators=2,
+        buckets=(Bucket(gradients=("g0",), communicator=1, compression=TOPK),),
     )).notes  # fmt: skip
     assert any("compression" in note for note in notes)
     assert any("derived" in note for note in notes)

@@ -27,7 +27,7 @@ def plan_file(folder: Path, compression: object) -> Path:
                 "strategy": "mine",
                 "model": profile.model,
                 "communicators": 1,
-                "groups": [{"gradients": names, "communicator": 0, "compression": compression}],
+                "buckets": [{"gradients": names, "communicator": 0, "compression": compression}],
             }
         )
     )
@@ -37,8 +37,8 @@ def plan_file(folder: Path, compression: object) -> Path:
 @pytest.mark.parametrize(
     ("compression", "said"),
     [
-        ({"kind": "topk", "density": 0}, "groups[0].compression.density: Expected `float` > 0.0"),
-        ({"kind": "topk", "density": 1.5}, "groups[0].compression.density: Expected `float` <= 1.0"),
+        ({"kind": "topk", "density": 0}, "buckets[0].compression.density: Expected `float` > 0.0"),
+        ({"kind": "topk", "density": 1.5}, "buckets[0].compression.density: Expected `float` <= 1.0"),
         ({"kind": "topk"}, "missing required field `density`"),
         ({"kind": "topk", "density": 0.1, "rank": 4}, "unknown field `rank`"),
         ({"kind": "zip", "density": 0.1}, "Invalid value 'zip'"),

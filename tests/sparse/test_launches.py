@@ -1,4 +1,4 @@
-"""What an compressed group makes the host launch on a device: a fixed number of operations, however many gradients."""
+"""What a compressed bucket makes the host launch on a device: a fixed number of operations, however many gradients."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch")
 
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
-from backbeat.runtime.compressed import selection  # noqa: E402
+from backbeat.runtime.compressed import selection as select  # noqa: E402
 from backbeat.runtime.compressed.cuda_graphs import Recordings  # noqa: E402
 from backbeat.runtime.compressed.residual import Residual, add_all  # noqa: E402
 from backbeat.runtime.compressed.topk import TopK  # noqa: E402

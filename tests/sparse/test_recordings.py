@@ -10,8 +10,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from backbeat.model.compression import Compression  # noqa: E402
-from backbeat.runtime.compressed import cuda_graphs as recordings
-from backbeat.runtime.compressed import selection  # noqa: E402
+from backbeat.runtime.compressed import cuda_graphs as recordings  # noqa: E402
+from backbeat.runtime.compressed import selection as select  # noqa: E402
 from backbeat.runtime.compressed.cuda_graphs import SEEN, Recordings  # noqa: E402
 from backbeat.runtime.compressed.residual import Residual  # noqa: E402
 from backbeat.runtime.compressed.topk import TopK  # noqa: E402
@@ -81,19 +81,19 @@ def test_what_cannot_be_recorded_runs_as_it_is(monkeypatch: pytest.MonkeyPatch) 
 
 
 def encode_and_decode(device: str, kept: Recordings | None, *, masked: bool, stream: Any) -> list[Any]:
-    """Messages, results and residuals of two groups over some steps, with a density that changes twice."""
+    """Messages, results and residuals of two buckets over some steps, with a density that changes twice."""
     generator = torch.Generator().manual_seed(0)
     found: list[Any] = []
-    groups = []
+    buckets = []
     for numel in (300_000, 5_000):
         residual = Residual(
             torch.zeros(numel, device=device), torch.zeros(numel, device=device) if masked else None, masked=masked
         )
-        groups.append((residual, TopK(0.01, kept), torch.empty(numel, device=device)))
+        buckets.append((residual, TopK(0.01, kept), torch.empty(numel, device=device)))
     room = torch.empty(100_000, dtype=torch.uint8, device=device)
     for step in range(14):
         density = 0.02 if step in (0, 7) else None
-        for residual, compressor, result in groups:
+        for residual, compressor, result in buckets:
             drawn = torch.randn(len(residual.values), generator=generator)
             with torch.no_grad(), stream:
                 # On this stream too: memory that another one made may be given away before this one has read it.

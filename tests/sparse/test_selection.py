@@ -10,8 +10,8 @@ from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
 from backbeat.cost.message import sent_elements  # noqa: E402
-from backbeat.runtime.compressed import message_bytes  # noqa: E402
-from backbeat.runtime.compressed import selection as select
+from backbeat.runtime.compressed import message_bytes as wire  # noqa: E402
+from backbeat.runtime.compressed import selection as select  # noqa: E402
 from backbeat.runtime.compressed.residual import accumulate, add_all, drop_infinite  # noqa: E402
 from backbeat.runtime.compressed.warmup import density_at  # noqa: E402
 

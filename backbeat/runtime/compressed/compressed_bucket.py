@@ -1,4 +1,4 @@
-"""The memory of an compressed group: a residual that gradients are added to, and no gradient buffer.
+"""The memory of a compressed group: a residual that gradients are added to, and no gradient buffer.
 
 The residual is accumulator and residual in one. What a gradient brings is added to it, and the gradient's own memory is
 free again; what the compressor sends is subtracted. It is never anybody's `.grad`.

@@ -124,7 +124,7 @@ class CompressedDelivery(Delivery):
         )
 
     def installed(self) -> None:
-        self._compressed = [bucket for bucket in self.job.groups.buckets if isinstance(bucket, CompressedBucket)]
+        self._compressed = [bucket for bucket in self.job.bucket_set.buckets if isinstance(bucket, CompressedBucket)]
         self._carried.bring_back(self._compressed)
 
     def opens(self) -> None:
@@ -141,7 +141,7 @@ class CompressedDelivery(Delivery):
 
     def send(self, group: int, bucket: BucketBuffer, control: torch.Tensor | None) -> Flight:
         round_ = self.job.round
-        if round_.late and group == len(self.job.groups.buckets) - 1:
+        if round_.late and group == len(self.job.bucket_set.buckets) - 1:
             self._fold_late()
         if not isinstance(bucket, CompressedBucket):
             if not (round_.absent or round_.broken):
@@ -171,7 +171,9 @@ class CompressedDelivery(Delivery):
             faults.append(torch.tensor([max(refused) + 1.0], device=message.device))
         if not faults or self.job.round.broken:
             return
-        layout = control.Layout(groups=len(self.job.groups.buckets), ranks=self.job.communicators.size, parameters=0)
+        layout = control.Layout(
+            groups=len(self.job.bucket_set.buckets), ranks=self.job.communicators.size, parameters=0
+        )
         message[layout.faults_at + self.job.communicators.rank].copy_(torch.cat(faults).amax())
 
     def received(self, flight: Flight) -> torch.Tensor:
@@ -205,7 +207,7 @@ class CompressedDelivery(Delivery):
         if self.job.round.absent:
             return
         backups = self.job.round.backups
-        for one in self.job.groups.buckets:
+        for one in self.job.bucket_set.buckets:
             if not (at_once and one.compressed):
                 one.hand_back(used, backups)
                 if at_once:
@@ -215,14 +217,14 @@ class CompressedDelivery(Delivery):
                     if not used[place]:
                         parameter.grad = backups.get(place)
         if self.updates and not at_once:
-            self._update_dense(self.job.groups.buckets, used)
+            self._update_dense(self.job.bucket_set.buckets, used)
 
     def give_up(self) -> None:
         """The step failed: finish the updates, which other ranks have begun, or take back what was sent."""
         used: Sequence[bool] | None = None
         at_once = self.updates.at_once
         if at_once and self._numbers is not None and any(bucket.gathered is not None for bucket in self._compressed):
-            groups, ranks = len(self.job.groups.buckets), self.job.communicators.size
+            groups, ranks = len(self.job.bucket_set.buckets), self.job.communicators.size
             layout = control.Layout(groups=groups, ranks=ranks, parameters=len(self.job.parameters), faults=ranks)
             used = control.read(layout, self._numbers.cpu()).used
         with self._beside():
@@ -260,11 +262,11 @@ class CompressedDelivery(Delivery):
     def _fold_late(self) -> None:
         """A gradient that its group left without waits in the residual for the next step."""
         round_ = self.job.round
-        late = [place for place in round_.late if self.job.groups.buckets[round_.home[place]].compressed]
+        late = [place for place in round_.late if self.job.bucket_set.buckets[round_.home[place]].compressed]
         if late:
             self._join()
         for place in late:
-            bucket = self.job.groups.buckets[round_.home[place]]
+            bucket = self.job.bucket_set.buckets[round_.home[place]]
             if isinstance(bucket, CompressedBucket) and not (round_.absent or round_.broken):
                 bucket.fold(place)
             round_.late.discard(place)
@@ -310,7 +312,7 @@ class CompressedDelivery(Delivery):
         """Deal with groups that have arrived, where the host is told of it."""
         if self._queues:
             return
-        for index, bucket in enumerate(self.job.groups.buckets[: self.job.round.launched + 1]):
+        for index, bucket in enumerate(self.job.bucket_set.buckets[: self.job.round.launched + 1]):
             if not isinstance(bucket, CompressedBucket) or bucket.work is None:
                 continue
             if self._may_deliver(bucket) and bucket.work.is_completed():

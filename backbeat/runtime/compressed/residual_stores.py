@@ -31,7 +31,7 @@ class Stores:
         self._job = job
         self._velocity = velocity
         self._masked = masked
-        compressed = [spec for spec in partition.groups if spec.compression is not None]
+        compressed = [spec for spec in partition.buckets if spec.compression is not None]
         for spec in compressed:
             check(spec, job)
         self._mirrors: dict[torch.dtype, tuple[list[BucketSpec], Mirror, Mirror | None]] = {}
@@ -57,6 +57,6 @@ def check(spec: BucketSpec, job: Job) -> None:
     for place in spec.members:
         if not job.parameters[place].dtype.is_floating_point:
             raise InputError(
-                f"parameter {job.names[place]!r} is {job.parameters[place].dtype}, and its group is compressed: only real "
-                "floating-point gradients can be; leave the compression out of its group"
+                f"parameter {job.names[place]!r} is {job.parameters[place].dtype}, and its bucket is compressed: only "
+                "real floating-point gradients can be; leave the compression out of its bucket"
             )

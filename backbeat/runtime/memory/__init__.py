@@ -14,4 +14,4 @@ except ImportError as error:
 from backbeat.measure.model.chain import BlockCall, block, find_blocks, observe
 from backbeat.runtime.memory.activations import Handle, apply
 
-__all__ = ["Handle", "BlockCall", "apply", "block", "find_blocks", "observe"]
+__all__ = ["BlockCall", "Handle", "apply", "block", "find_blocks", "observe"]

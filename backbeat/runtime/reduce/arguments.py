@@ -91,9 +91,9 @@ def _check_spelling(plan: str) -> None:
 def respread(plan: Plan, communicators: int) -> Plan:
     """The same groups in the same order, round robin over another number of communicators."""
     groups = tuple(
-        msgspec.structs.replace(group, communicator=index % communicators) for index, group in enumerate(plan.groups)
+        msgspec.structs.replace(group, communicator=index % communicators) for index, group in enumerate(plan.buckets)
     )
-    return msgspec.structs.replace(plan, communicators=communicators, groups=groups)
+    return msgspec.structs.replace(plan, communicators=communicators, buckets=groups)
 
 
 def strategies() -> set[str]:

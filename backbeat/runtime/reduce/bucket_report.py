@@ -39,7 +39,7 @@ class Report:
     strategy: str
     state: str
     steps: int
-    groups: tuple[BucketReport, ...]
+    buckets: tuple[BucketReport, ...]
     predicted_iteration_s: float | None = None
     predicted_exposed_s: float | None = None
     iteration_s: float | None = None
@@ -51,12 +51,12 @@ class Report:
 
     def __str__(self) -> str:
         lines = [
-            f"{self.strategy}: {self.state}, {self.steps} steps, {len(self.groups)} groups",
+            f"{self.strategy}: {self.state}, {self.steps} steps, {len(self.buckets)} groups",
             f"iteration  predicted {_time(self.predicted_iteration_s)}  measured {_time(self.iteration_s)}",
             f"exposed    predicted {_time(self.predicted_exposed_s)}  measured {_time(self.exposed_s)}",
             f"{'group':8s}{_HEADING}",
         ]
-        lines.extend(_row(index, group) for index, group in enumerate(self.groups))
+        lines.extend(_row(index, group) for index, group in enumerate(self.buckets))
         lines.extend(self.history)
         return "\n".join(lines)
 
@@ -120,7 +120,7 @@ def make_report(reducer: Reducer, recorder: Recorder, tuner: Tuner | None, plan:
         strategy=reducer.partition.strategy,
         state=tuner.state if tuner is not None else "running",
         steps=reducer.step,
-        groups=tuple(groups),
+        buckets=tuple(groups),
         predicted_iteration_s=prediction.iteration_s if prediction else _figure(forecast.get("iteration_s")),
         predicted_exposed_s=prediction.exposed_s if prediction else _figure(forecast.get("exposed_s")),
         iteration_s=tuner.iteration_s if tuner is not None else None,

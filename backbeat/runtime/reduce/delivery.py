@@ -72,7 +72,7 @@ class Delivery:
         each in turn is woken for each. What went wrong is found when they are received."""
         if self.job.communicators.raises:
             with suppress(RuntimeError):
-                for index in self.job.groups.ends:
+                for index in self.job.bucket_set.ends:
                     self.job.round.flights[index].work.wait()
 
     def received(self, flight: Flight) -> torch.Tensor:
@@ -88,7 +88,7 @@ class Delivery:
         round_ = self.job.round
         if round_.absent or (round_.lent and verdict is None):
             return
-        for bucket in self.job.groups.buckets:
+        for bucket in self.job.bucket_set.buckets:
             bucket.hand_back(None if verdict is None else verdict.used, round_.backups)
 
     def give_up(self) -> None:
@@ -115,7 +115,7 @@ class HookDelivery(Delivery):
     def send(self, group: int, bucket: BucketBuffer, control: torch.Tensor | None) -> Flight:
         if bucket.sparse:
             return super().send(group, bucket, control)
-        last = group == len(self.job.groups.buckets) - 1
+        last = group == len(self.job.bucket_set.buckets) - 1
         return Flight(group, bucket, bucket.payload, self._hook(self._state, GradBucket(bucket, group, last)))
 
     def await_ends(self) -> None:

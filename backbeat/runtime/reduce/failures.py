@@ -40,7 +40,7 @@ class BrokenStepError(CommunicationError):
 
 
 class NonFiniteError(CommunicationError):
-    """A gradient of an compressed group was not finite: it was kept out of the residual, and the step has failed."""
+    """A gradient of a compressed group was not finite: it was kept out of the residual, and the step has failed."""
 
 
 Status = dict[str, Any]

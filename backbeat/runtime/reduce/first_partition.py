@@ -48,7 +48,7 @@ def first_partition(settings: WrapperSettings, roster: Roster, links: Communicat
     if settings.find_unused:
         # Stock DDP keeps these for good: filled in registration order and sent in reverse, the small one last.
         found = like_ddp(places, settings, roster, links)
-        return replace(found, groups=tuple(reversed(found.groups)))
+        return replace(found, buckets=tuple(reversed(found.buckets)))
     return like_ddp(reversed(places), settings, roster, links)
 
 

@@ -36,7 +36,7 @@ class Flights:
         """Send every group that is due; the last one carries what happened in this round, so it leaves only when
         nothing more can happen, at its end."""
         with self.lock:
-            round_, buckets = self._round, self._job.groups.buckets
+            round_, buckets = self._round, self._job.bucket_set.buckets
             last = len(buckets) - 1
             regular = self._word.regular
             # In a hook gradients are mostly off and nobody profiles: two contexts would cost more than the rest.
@@ -54,7 +54,7 @@ class Flights:
         regular = self._word.regular and not round_.absent and not round_.broken
         launch = self._launch if _profiling() else self._launch_one
         with self.lock:
-            while round_.launched < len(self._job.groups.buckets):
+            while round_.launched < len(self._job.bucket_set.buckets):
                 launch(round_.launched, regular and round_.waits[round_.launched] <= 0)
 
     def _launch(self, index: int, whole: bool) -> None:
@@ -64,7 +64,7 @@ class Flights:
     def _launch_one(self, index: int, whole: bool) -> None:
         """Send one group. `whole`: every member is known to have arrived."""
         job, round_, delivery = self._job, self._round, self.delivery
-        buckets = job.groups.buckets
+        buckets = job.bucket_set.buckets
         bucket = buckets[index]
         last = bucket is buckets[-1]
         if round_.streams is not None:
@@ -115,7 +115,7 @@ class Flights:
         """Send what came after its group had left, and add it to what arrived."""
         job = self._job
         for index in verdict.late:
-            bucket = job.groups.buckets[index]
+            bucket = job.bucket_set.buckets[index]
             job.repeats += 1
             message = bucket.late_message(self._round.late, job.scale)
             work = job.communicator(bucket.spec.communicator).all_reduce(message)
@@ -134,7 +134,7 @@ class Flights:
     def _span(self, what: str, index: int) -> AbstractContextManager[Any]:
         if not _profiling():
             return _nothing
-        bucket = self._job.groups.buckets[index]
+        bucket = self._job.bucket_set.buckets[index]
         first = self._job.names[bucket.members[0]]
         return torch.profiler.record_function(
             f"backbeat::{what} {index} communicator {bucket.spec.communicator} {bucket.bytes} bytes {first}"

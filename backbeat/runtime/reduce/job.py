@@ -39,7 +39,7 @@ class Job:
     """BucketSet that had to be reduced again because a gradient came late."""
     recorder: Recorder | None = None
     """Times the present round, where it is to be timed."""
-    groups: BucketSet = None  # type: ignore[assignment]  # there from the first partition on
+    bucket_set: BucketSet = None  # type: ignore[assignment]  # there from the first partition on
     fault: CommunicationError | None = None
     """A group was lost while the host was not told; whatever it waits for now is void."""
     monitor: Monitor = None  # type: ignore[assignment]  # likewise: it asks the reducer where it stands
@@ -54,7 +54,7 @@ class Job:
 
     def check_format(self, error: RuntimeError) -> None:
         """Where gradients and buffers do not go together: raise if a parameter was given another format since."""
-        for name, parameter, made in zip(self.names, self.parameters, self.groups.formats, strict=True):
+        for name, parameter, made in zip(self.names, self.parameters, self.bucket_set.formats, strict=True):
             found = (parameter.dtype, parameter.shape, parameter.device)
             if found != made:
                 now, then = (f"{dtype} {tuple(shape)} on {device}" for dtype, shape, device in (found, made))
@@ -68,11 +68,11 @@ class Job:
         if self.fault is not None:
             return self.fault
         said = why if isinstance(why, str) else first_line(why)
-        bucket = self.groups.buckets[group]
+        bucket = self.bucket_set.buckets[group]
         return CommunicationError(
-            f"rank {self.communicators.rank}: group {group} of {len(self.groups.buckets)} ({len(bucket.members)} gradients, "
-            f"{self._listed(bucket.members)}, {format_bytes(bucket.bytes)}) was not reduced in step "
-            f"{self.step if step is None else step}: "
+            f"rank {self.communicators.rank}: bucket {group} of {len(self.bucket_set.buckets)} "
+            f"({len(bucket.members)} gradients, {self._listed(bucket.members)}, {format_bytes(bucket.bytes)}) was "
+            f"not reduced in step {self.step if step is None else step}: "
             f"{self.monitor.blame()}. Restart from the last checkpoint (the library says: {said})"
         )
 

@@ -38,18 +38,18 @@ class BucketSpec:
 class Partition:
     """Groups in launch order, and where they come from."""
 
-    groups: tuple[BucketSpec, ...]
+    buckets: tuple[BucketSpec, ...]
     communicators: int
     strategy: str
 
     def lines(self, names: Sequence[str], parameters: Sequence[Parameter]) -> list[str]:
         """The partition in words, one line a group: what the ranks compare with each other."""
         found = [f"communicators {self.communicators}"]
-        for group in self.groups:
+        for group in self.buckets:
             members = ", ".join(
                 f"{names[place]} {tuple(parameters[place].shape)} {parameters[place].dtype}" for place in group.members
             )
-            kind = f" {compression_words(group.encoding)}" if group.compression is not None else ""
+            kind = f" {compression_words(group.compression)}" if group.compression is not None else ""
             found.append(f"communicator {group.communicator}{' sparse' if group.sparse else ''}{kind}: {members}")
         return found
 
@@ -67,18 +67,18 @@ def from_plan(
     check_fits(plan, {*places, *frozen})
     groups: list[BucketSpec] = []
     named: set[int] = set()
-    for group in plan.groups:
+    for group in plan.buckets:
         members = [places[name] for name in group.gradients if name in places]
         named.update(members)
         found = _split(members, group.communicator, parameters, sparse)
         if group.compression is not None:
             _check_dense(members, names, sparse)
-            found = [replace(spec, compression=group.encoding) for spec in found]
+            found = [replace(spec, compression=group.compression) for spec in found]
         groups.extend(found)
     rest = [place for place in reversed(range(len(names))) if place not in named]
     for members in bucketed(rest, parameters, sparse, [BUCKET_BYTES]):
         groups.extend(_split(members, len(groups) % plan.communicators, parameters, sparse))
-    return Partition(groups=tuple(groups), communicators=plan.communicators, strategy=plan.strategy)
+    return Partition(buckets=tuple(groups), communicators=plan.communicators, strategy=plan.strategy)
 
 
 def compression_words(compression: Compression) -> str:
@@ -97,7 +97,7 @@ def _check_dense(members: Sequence[int], names: Sequence[str], sparse: Sequence[
 
 def check_fits(plan: Plan, everything: Set[str]) -> None:
     """Refuse a plan that names something the model does not have."""
-    for index, group in enumerate(plan.groups):
+    for index, group in enumerate(plan.buckets):
         for name in group.gradients:
             if name not in everything:
                 close = difflib.get_close_matches(name, everything, n=1)
@@ -121,7 +121,7 @@ def like_ddp(
     groups: list[BucketSpec] = []
     for members in bucketed(order, parameters, sparse, limits):
         groups.extend(_split(members, len(groups) % communicators, parameters, sparse))
-    return Partition(groups=tuple(groups), communicators=communicators, strategy="ddp")
+    return Partition(buckets=tuple(groups), communicators=communicators, strategy="ddp")
 
 
 def bucketed(
@@ -157,10 +157,10 @@ def with_newcomers(
     partition: Partition, newcomers: Sequence[int], parameters: Sequence[Parameter], sparse: Sequence[bool]
 ) -> Partition:
     """The partition with parameters that became trainable in trailing groups."""
-    groups = list(partition.groups)
+    groups = list(partition.buckets)
     for members in bucketed(list(reversed(newcomers)), parameters, sparse, [BUCKET_BYTES]):
         groups.extend(_split(members, len(groups) % partition.communicators, parameters, sparse))
-    return replace(partition, groups=tuple(groups))
+    return replace(partition, buckets=tuple(groups))
 
 
 def _split(

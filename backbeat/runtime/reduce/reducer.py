@@ -113,11 +113,11 @@ class Reducer:
 
     @property
     def buckets(self) -> list[BucketBuffer]:
-        return self.job.groups.buckets
+        return self.job.bucket_set.buckets
 
     @property
     def partition(self) -> Partition:
-        return self.job.groups.partition
+        return self.job.bucket_set.partition
 
     @property
     def step(self) -> int:
@@ -138,15 +138,17 @@ class Reducer:
         self.absorb()
         job, delivery = self.job, self.delivery
         delivery.prepare(partition)
-        last = len(partition.groups) - 1
-        length = self.word.length_for(len(partition.groups), len(job.parameters))
-        buckets = [delivery.bucket(spec, length if index == last else 0) for index, spec in enumerate(partition.groups)]
-        job.groups = BucketSet(partition, buckets, job.parameters)
-        self._round.home = job.groups.home
-        self.word.install(job.groups, job.names)
+        last = len(partition.buckets) - 1
+        length = self.word.length_for(len(partition.buckets), len(job.parameters))
+        buckets = [
+            delivery.bucket(spec, length if index == last else 0) for index, spec in enumerate(partition.buckets)
+        ]
+        job.bucket_set = BucketSet(partition, buckets, job.parameters)
+        self._round.home = job.bucket_set.home
+        self.word.install(job.bucket_set, job.names)
         delivery.installed()
-        self._waits = job.groups.waits(self._expectation.counts)
-        job.groups.keep_all()
+        self._waits = job.bucket_set.waits(self._expectation.counts)
+        job.bucket_set.keep_all()
 
     def absorb(self) -> None:
         """Read the word on the step before, where it was put off; raises where that step has failed."""
@@ -247,7 +249,7 @@ class Reducer:
             round_.arrive_late(place, group)
         elif round_.arrive(place, group):
             if not round_.sync:
-                self.job.groups.keep(group)
+                self.job.bucket_set.keep(group)
             elif group == round_.launched and not round_.hold:
                 self._flights.launch_ready()
 
@@ -286,7 +288,7 @@ class Reducer:
             self._finish_round()
         else:
             # What came more than once, or not as expected.
-            self.job.groups.keep_all()
+            self.job.bucket_set.keep_all()
             self._round.open = False
             if self.job.recorder is not None:
                 self.job.recorder.end()
@@ -300,7 +302,7 @@ class Reducer:
             self._flights.launch_rest()
             if round_.plain:
                 # Most likely all will be well. This takes as long as the last group's thread needs to wake up.
-                round_.lent = self.job.groups.lend()
+                round_.lent = self.job.bucket_set.lend()
             numbers = self._flights.land()
             verdict = self._read(numbers)
             self.job.check()
@@ -311,7 +313,7 @@ class Reducer:
         except BaseException as error:
             self.word.regular = False
             if round_.lent:
-                self.job.groups.take_back()
+                self.job.bucket_set.take_back()
             if self.job.fault is not None and error is not self.job.fault:
                 raise self.job.fault from error
             if isinstance(error, RuntimeError):
@@ -345,7 +347,7 @@ class Reducer:
             return
         round_ = self._round
         if not round_.absent and not round_.nested and self._expectation.learn(round_.awaited):
-            self._waits = self.job.groups.waits(self._expectation.counts)
+            self._waits = self.job.bucket_set.waits(self._expectation.counts)
 
     def _break_off(self) -> None:
         """Complete a round that an exception ended, so that the other ranks learn of it and nothing stays in flight."""

@@ -120,12 +120,13 @@ class Runner:
 
     def switch(self, partition: Partition) -> None:
         """Run another partition from the next step on; every rank calls it at the same step with the same partition."""
-        if partition.groups == self.reducer.partition.groups:
+        if partition.buckets == self.reducer.partition.buckets:
             return
-        compressed = any(group.compression is not None for group in partition.groups)
+        compressed = any(group.compression is not None for group in partition.buckets)
         if compressed and not isinstance(self.reducer.delivery, CompressedDelivery):
             raise InputError(
-                "the new groups are compressed, and training began without compressed groups: wrap the model with that plan"
+                "the new buckets are compressed, and training began without compressed buckets: wrap the model with "
+                "that plan"
             )
         self._agree(partition, "the plan")
         self.links.grow(partition.communicators)
@@ -153,7 +154,7 @@ class Runner:
 
     def _agree(self, partition: Partition, what: str) -> None:
         lines = partition.lines(self.roster.names, self.roster.parameters)
-        if any(group.compression is not None for group in partition.groups):
+        if any(group.compression is not None for group in partition.buckets):
             # Options decide how much travels and from where: ranks that differ in them send messages nobody expects.
             lines = [*lines, f"sparse {self.settings.sparse}"]
         agree(self.links, f"partition/{self._agreements}", lines, what)
@@ -162,7 +163,7 @@ class Runner:
 
 def _delivery(partition: Partition, settings: WrapperSettings) -> Callable[[Job], Delivery]:
     """What this kind of partition is run by."""
-    if any(group.compression is not None for group in partition.groups):
+    if any(group.compression is not None for group in partition.buckets):
         memory = settings.plan.memory if settings.plan is not None else None
         host = memory is not None and memory.residuals == "host"
         return functools.partial(CompressedDelivery, options=settings.sparse, host=host)

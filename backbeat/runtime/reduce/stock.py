@@ -38,7 +38,8 @@ def construct(
         )
     if plan is not None and plan.compressed:
         raise InputError(
-            "torch's reducer cannot run a plan with compressed groups: use backend='backbeat', or a plan without compressions"
+            "torch's reducer cannot run a plan with compressed buckets: use backend='backbeat', or a plan without "
+            "compression"
         )
     if plan is not None:
         module = arguments["module"]
@@ -53,7 +54,7 @@ def construct(
 
 def _caps(plan: Plan, module: torch.nn.Module) -> dict[str, Any]:
     sizes = {name: p.numel() * p.element_size() for name, p in module.named_parameters() if p.requires_grad}
-    groups = [sum(sizes.get(name, 0) for name in group.gradients) for group in plan.groups]
+    groups = [sum(sizes.get(name, 0) for name in group.gradients) for group in plan.buckets]
     caps = [size / 2**20 for size in groups if size]
     if "bucket_cap_mb_list" in inspect.signature(TorchDDP.__init__).parameters:
         return {"bucket_cap_mb_list": caps, "bucket_cap_mb": None}
