@@ -88,8 +88,8 @@ class Communicators:
         if count > self.limit:
             logger.warning(
                 "%d communicators were asked for, but NCCL orders launches on several of them only with NCCL 2.26 or "
-                "newer and %s=1 set before the first is made: running on one. Export %s=1 where training is started, or plan "
-                "with --communicators 1",
+                "newer and %s=1 set before the first is made: running on one. Export %s=1 where training starts, or "
+                "plan with --communicators 1",
                 count,
                 LAUNCH_ORDER,
                 LAUNCH_ORDER,

@@ -224,7 +224,7 @@ def _place(message: str) -> str:
 def _schema_advice(found: object, wanted: str) -> str:
     kind = wanted.split("/")[0]
     if isinstance(found, str) and found.split("/")[0] == kind:
-        return ": it was written by another version of backbeat; upgrade, or write it again"
+        return ": another version of backbeat wrote it; make it again with this one"
     if isinstance(found, str) and found.startswith("backbeat."):
         return f": give the {kind.removeprefix('backbeat.')} file in this place"
     return ""

@@ -138,9 +138,10 @@ def timeline_section(study: Study) -> Section | None:
         summary=f"With {study.best_label} the iteration ends after {format_seconds(best.end_s)}, with {STOCK} after "
         f"{format_seconds(stock.end_s)}.",
         how="Time runs to the right. The compute lane shows one GPU: forward, backward, update. A bar in a "
-        "communicator lane is one message: a bucket of gradients, darker where it is larger. Messages below the backward "
-        "bar cost nothing; what sticks out to the right of it is time that every GPU waits. Compare two strategies: the shorter "
-        "picture wins. Point at a bar to see what it carries. Waiting for the slowest worker is not drawn.",
+        "communicator lane is one message: a bucket of gradients, darker where it is larger. Messages below the "
+        "backward bar cost nothing; what sticks out to the right of it is time that every GPU waits. Compare two "
+        "strategies: the shorter picture wins. Point at a bar to see what it carries. Waiting for "
+        "the slowest worker is not drawn.",
         tables=tuple(tables),
         note=note,
         chooser=True,

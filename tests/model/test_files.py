@@ -37,13 +37,13 @@ PROFILE: dict[str, Any] = {
     ],
 }
 NETWORK: dict[str, Any] = {
-    "schema": "backbeat.network/1",
+    "schema": "backbeat.network/2",
     "name": "lan",
     "workers": 8,
     "all_reduce": {"points": [[1024, 0.001], [2048, 0.002]]},
 }
 PLAN: dict[str, Any] = {
-    "schema": "backbeat.plan/1",
+    "schema": "backbeat.plan/2",
     "strategy": "custom",
     "model": "tiny",
     "communicators": 1,
@@ -98,7 +98,7 @@ def test_the_required_fields_alone_load(tmp_path: Path, kind: str) -> None:
         ("profile", "backward_s", ..., ["missing required field `backward_s`", "add it"]),
         ("profile", "gradients.1.bytes", ..., ["gradients[1]", "missing required field `bytes`"]),
         ("profile", "schema", ..., ['"schema" is missing', "backbeat.profile/1"]),
-        ("profile", "schema", "backbeat.network/1", ["backbeat.network/1", "give the profile file"]),
+        ("profile", "schema", "backbeat.network/2", ["backbeat.network/2", "give the profile file"]),
         ("profile", "schema", "backbeat.profile/9", ["another version", "upgrade"]),
         ("profile", "gradients.1.bytes", -4, ["gradients[1].bytes", ">= 0"]),
         (

@@ -44,7 +44,7 @@ def test_groups_that_cost_something_by_themselves_become_fewer() -> None:
     network = affine(1e-4, 1e-8)
     counts = []
     for fixed in (0.0, 5e-3):
-        profile = make_profile(sizes, ready, compression_s_per_byte=1e-11, compression_s_per_group=fixed)
+        profile = make_profile(sizes, ready, compression_s_per_byte=1e-11, compression_s_per_bucket=fixed)
         made = bb.plan(profile, network, "sparse", density=0.01)
         counts.append(sum(bucket.compression is not None for bucket in made.buckets))
     assert counts[1] < counts[0]

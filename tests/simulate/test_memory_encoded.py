@@ -49,7 +49,7 @@ def test_encoding_delays_what_comes_after_it() -> None:
 
 def test_each_encoded_group_costs_something_by_itself() -> None:
     profile = make_profile(
-        [4_000_000, 4_000_000], [0.1, 0.2], compression_s_per_byte=1e-8, compression_s_per_group=5e-3
+        [4_000_000, 4_000_000], [0.1, 0.2], compression_s_per_byte=1e-8, compression_s_per_bucket=5e-3
     )
     result = bb.predict(profile, affine(2e-3, 0.0), two_groups(TOPK, TOPK))
     spans = [span for span in result.timeline if span.lane == "communicator 0"]

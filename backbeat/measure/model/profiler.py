@@ -183,7 +183,7 @@ def _document(
         blocks=figures.chain.blocks,
         host_link=figures.chain.host_link,
         compression_s_per_byte=None if compression is None else compression.s_per_byte,
-        compression_s_per_group=None if compression is None else compression.s_per_bucket,
+        compression_s_per_bucket=None if compression is None else compression.s_per_bucket,
         host_s=None if pace is None else rounded(pace.host_s),
         host_recompute_s=None if pace is None or pace.recompute_s is None else rounded(pace.recompute_s),
     )
