@@ -1,6 +1,6 @@
-"""The whole of sparse in a memory budget on one GPU: profile, plan for budgets, train, against the usual ways.
+"""The whole of compressed in a memory budget on one GPU: profile, plan for budgets, train, against the usual ways.
 
-    python benchmarks/memory_budget.py FOLDER [--models resnet152,bert_large] [--rows sparse,dense,usual,overhead]
+    python benchmarks/memory_budget.py FOLDER [--models resnet152,bert_large] [--rows compressed,dense,usual,overhead]
 
 Writes FOLDER/<model>.profile.json, the plans, and FOLDER/<model>.json after every row. Budgets are bytes on the device
 over the timed steps (`max_memory_allocated`); each planned row holds what was predicted beside what was measured. One
@@ -39,10 +39,10 @@ from backbeat.simulate.resident_memory import ResidentMemory
 from backbeat.zoo import models
 
 BATCH = {"resnet152": 256, "bert_large": 64}
-SPARSE_GB = {"resnet152": (4.5, 6.0, 9.0), "bert_large": (4.6, 5.7, 7.0, 10.0)}
+COMPRESSED_GB = {"resnet152": (4.5, 6.0, 9.0), "bert_large": (4.6, 5.7, 7.0, 10.0)}
 DENSE_GB = {"resnet152": (5.0, 8.0, 14.0), "bert_large": (7.0, 9.0, 12.0)}
 DENSITY = 0.01
-GROUP_BYTES = {"resnet152": 50 * 2**20, "bert_large": 200 * 2**20}
+BUCKET_BYTES = {"resnet152": 50 * 2**20, "bert_large": 200 * 2**20}
 """At most, of compressed buckets within a budget. Scratch is as large as the largest bucket, so they are small where
 memory is short; every bucket costs launches, so they are large where the host is the limit. The embedding of BERT alone
 has 119 MiB."""
@@ -76,7 +76,7 @@ def setup(name: str, device: str, batch: int) -> Setup:
     return model, data, loss, torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
 
 
-def encoded_plan(profile: Profile, largest: int) -> Plan:
+def compressed_plan(profile: Profile, largest: int) -> Plan:
     """Every tensor above 64 KiB in top-k buckets in ready order, the small ones dense at the end."""
     buckets: list[list[str]] = [[]]
     size = 0
@@ -156,7 +156,7 @@ class Table:
             "batch": BATCH[name],
             "precision": "bf16",
             "density": DENSITY,
-            "bucket_bytes": {"within a budget": GROUP_BYTES[name], "without": ROOMY_BYTES[name]},
+            "bucket_bytes": {"within a budget": BUCKET_BYTES[name], "without": ROOMY_BYTES[name]},
             "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
             "torch": torch.__version__,
             "date": time.strftime("%Y-%m-%d"),
@@ -217,9 +217,11 @@ def usual_rows(table: Table, name: str, device: str, iterations: int) -> None:
 
 def planned_rows(table: Table, profile: Profile, kind: str, device: str, iterations: int, folder: Path) -> None:
     name = table.document["model"]
-    base = encoded_plan(profile, GROUP_BYTES[name]) if kind == "sparse" else None
-    for gigabytes in (SPARSE_GB if kind == "sparse" else DENSE_GB)[name]:
-        for residuals in ("device", "host") if kind == "sparse" and gigabytes == SPARSE_GB[name][0] else ("device",):
+    base = compressed_plan(profile, BUCKET_BYTES[name]) if kind == "compressed" else None
+    for gigabytes in (COMPRESSED_GB if kind == "compressed" else DENSE_GB)[name]:
+        for residuals in (
+            ("device", "host") if kind == "compressed" and gigabytes == COMPRESSED_GB[name][0] else ("device",)
+        ):
             label = f"{kind} {gigabytes:g} GB" + (", residuals on the host" if residuals == "host" else "")
             try:
                 made = budgeted(profile, base, round(gigabytes * 1e9), residuals)
@@ -274,7 +276,7 @@ def budgeted(profile: Profile, base: Plan | None, budget: int, residuals: Any) -
 
 def overhead_rows(table: Table, profile: Profile, device: str, iterations: int) -> None:
     name = table.document["model"]
-    compressed = encoded_plan(profile, ROOMY_BYTES[name])
+    compressed = compressed_plan(profile, ROOMY_BYTES[name])
     dense = msgspec.structs.replace(
         compressed, buckets=tuple(msgspec.structs.replace(bucket, compression=None) for bucket in compressed.buckets)
     )
@@ -351,7 +353,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--models", default="resnet152,bert_large")
-    parser.add_argument("--rows", default="sparse,dense,overhead,usual")
+    parser.add_argument("--rows", default="compressed,dense,overhead,usual")
     parser.add_argument("--iterations", type=int, default=5)
     parser.add_argument("--batch", type=int, help="instead of the models' own")
     parser.add_argument("--bucket-mib", type=int, help="most of a compressed bucket, instead of the models' own")
@@ -363,7 +365,7 @@ def main() -> None:
         if given.batch:
             BATCH[name] = given.batch
         if given.group_mib:
-            GROUP_BYTES[name] = ROOMY_BYTES[name] = given.group_mib * 2**20
+            BUCKET_BYTES[name] = ROOMY_BYTES[name] = given.group_mib * 2**20
         with one_rank(given.device):
             table = Table(given.folder, name, given.device)
             model, data, loss, optimizer = setup(name, given.device, BATCH[name])
@@ -375,7 +377,7 @@ def main() -> None:
             print(name, "profiled:", len(profile.blocks), "blocks", f"{profile.single_s * 1e3:.1f} ms", flush=True)
             del model, data, loss, optimizer
             for kind in wanted:
-                if kind in ("sparse", "dense"):
+                if kind in ("compressed", "dense"):
                     planned_rows(table, profile, kind, given.device, given.iterations, given.folder)
                 elif kind == "overhead":
                     overhead_rows(table, profile, given.device, given.iterations)

@@ -5,7 +5,7 @@
 Two gloo ranks in two network namespaces (as `backbeat lab` builds them) train a model of 24 MB in 48 tensors. Each rank
 profiles its own compute while the other does the same, the link is calibrated, rank 0 plans, and three wrappers take
 turns, one step each, from the same weights on the same batches: torch's DDP as it is by default, backbeat with the
-plan, and torch's reducer with the same plan (`backend="ddp"`). A step counts as long as the slower rank took.
+plan, and torch's reducer with the same plan (`reducer="ddp"`). A step counts as long as the slower rank took.
 
 `--pause 20ms` lets every layer's backward also wait that long, and its forward half as long, as a host waits for a busy
 accelerator: on a machine with fewer cores than ranks and communication threads together, computing on the CPU and
@@ -112,7 +112,7 @@ def work(options: argparse.Namespace) -> None:
     variants: dict[str, Any] = {
         "stock DDP, default": nn.parallel.DistributedDataParallel(copy.deepcopy(model)),
         "backbeat, plan": DistributedDataParallel(copy.deepcopy(model), plan=plan),
-        "backend='ddp', plan": DistributedDataParallel(copy.deepcopy(model), plan=plan, backend="ddp"),
+        "reducer='ddp', plan": DistributedDataParallel(copy.deepcopy(model), plan=plan, reducer="ddp"),
     }
     optimizers = {name: torch.optim.SGD(wrapped.parameters(), lr=0.1) for name, wrapped in variants.items()}
     if options.nice:
@@ -165,7 +165,7 @@ def show(rate: str, strategy: str, answer: dict[str, Any]) -> None:
     print(
         f"  backbeat against stock DDP: {medians[ours] / medians[stock] - 1:+.1%} measured, "
         f"{predicted[strategy] / predicted['ddp'] - 1:+.1%} predicted; "
-        f"against backend='ddp' with the same plan: {medians[ours] / medians[theirs] - 1:+.1%}"
+        f"against reducer='ddp' with the same plan: {medians[ours] / medians[theirs] - 1:+.1%}"
     )
     apart = max(abs(a - b) for a, b in zip(answer["losses"][stock], answer["losses"][ours], strict=True))
     print(f"  losses apart by {apart:.1e} at most over {len(answer['losses'][ours])} steps", flush=True)

@@ -2,7 +2,7 @@
 
     python benchmarks/runtime_scenarios.py [--ranks 2,4] [--write]
 
-Routes: backbeat's reducer, the plan through torch's reducer (`backend="ddp"`), and stock DDP for the record. A cell
+Routes: backbeat's reducer, the plan through torch's reducer (`reducer="ddp"`), and stock DDP for the record. A cell
 says `right` (equal to the hand-made mean of local gradients on every rank), `wrong` (some rank got another number,
 without an error), `error` (an exception), or `hangs`.
 """
@@ -57,7 +57,7 @@ def table(found: dict[tuple[str, str, int], str], sizes: list[int], names: list[
         text = kept[0] if len(set(kept)) == 1 else " / ".join(words)
         return text if text in ("right", "–") else f"**{text}**"
 
-    lines = ['| scenario | backbeat | `backend="ddp"` | stock DDP |', "|---|---|---|---|"]
+    lines = ['| scenario | backbeat | `reducer="ddp"` | stock DDP |', "|---|---|---|---|"]
     for name in names:
         lines.append(f"| {SCENARIOS[name].title} | " + " | ".join(cell(name, route) for route in ROUTES) + " |")
     return "\n".join(lines)

@@ -40,7 +40,7 @@ NetworkArgument = Annotated[
     str,
     typer.Argument(metavar="NETWORK", help="A network file, or a bundled name.", autocompletion=_network_names),
 ]
-STRATEGY_NAMES = "wfbp, single, ddp, horovod, mg-wfbp, asc-wfbp, adaptive, optimal, best, decoupled, sparse"
+STRATEGY_NAMES = "wfbp, single, ddp, horovod, mg-wfbp, asc-wfbp, adaptive, optimal, best, decoupled, compressed"
 """Written out, since help must not wait for the planners to be imported."""
 StrategyOption = Annotated[
     list[str] | None,

@@ -35,7 +35,7 @@ def plan(
         typer.Option(
             "--strategy",
             "-s",
-            help=f"One of {STRATEGY_NAMES}. Default: best; with --density sparse.",
+            help=f"One of {STRATEGY_NAMES}. Default: best; with --density compressed.",
             autocompletion=_strategy_names,
         ),
     ] = None,
@@ -49,10 +49,12 @@ def plan(
         str | None, typer.Option(help="Device memory an iteration may take, like 6GB: keep, recompute or offload.")
     ] = None,
     density: Annotated[
-        float | None, typer.Option(help="Send this share of the elements where it pays (strategy sparse), like 0.01.")
+        float | None,
+        typer.Option(help="Send this share of the elements where it pays (strategy compressed), like 0.01."),
     ] = None,
     residuals: Annotated[
-        str | None, typer.Option(help="Where sparse residuals live: device or host. Default: device if it fits.")
+        str | None,
+        typer.Option(help="Where residuals of compressed buckets live: device or host. Default: device if it fits."),
     ] = None,
     max_batch: Annotated[
         bool, typer.Option("--max-batch", help="How far the batch can grow within --memory, and what that gives.")
@@ -71,9 +73,9 @@ def plan(
     memory_bytes = parse_bytes(memory) if memory is not None else None
     if strategy == "best" and density is not None:
         raise InputError(
-            f"density is {density}, but 'best' sends every element: use --strategy sparse, or leave one out"
+            f"density is {density}, but 'best' sends every element: use --strategy compressed, or leave one out"
         )
-    chosen = strategy or ("best" if density is None else "sparse")
+    chosen = strategy or ("best" if density is None else "compressed")
     if residuals not in (None, "device", "host"):
         raise InputError(f"--residuals is {residuals!r}: it must be device or host")
     where: Literal["device", "host"] | None = "host" if residuals == "host" else "device" if residuals else None

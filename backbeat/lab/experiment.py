@@ -102,7 +102,7 @@ def calibrate(
     strategies = {choice.strategy for choice in choices}
     decoupled = "decoupled" in strategies
     # What a plan sends by other means than an all-reduce is measured, through the primitives it sends it with.
-    others = ("all_gather", "reduce_scatter") if decoupled else ("all_gather",) if "sparse" in strategies else ()
+    others = ("all_gather", "reduce_scatter") if decoupled else ("all_gather",) if "compressed" in strategies else ()
     sizes = [size for size in SIZES if size < 2 * largest_bytes]
     network, timings = session.ask(
         "calibrate",

@@ -10,7 +10,7 @@ import msgspec
 from backbeat.errors import InputError
 from backbeat.planners.adaptive import adaptive
 from backbeat.planners.baselines import ddp, horovod, single, wfbp
-from backbeat.planners.compressed_or_dense import sparse
+from backbeat.planners.compressed_or_dense import compressed
 from backbeat.planners.decoupled import decoupled
 from backbeat.planners.draft import Draft, Made, StrategyOptions
 from backbeat.planners.joint import best
@@ -37,7 +37,7 @@ STRATEGIES: dict[str, Callable[[Profile, Network, StrategyOptions], Made]] = {
     "optimal": optimal,
     "best": best,
     "decoupled": decoupled,
-    "sparse": sparse,
+    "compressed": compressed,
 }
 
 
@@ -62,7 +62,7 @@ def propose(profile: Profile, network: Network, strategy: str = "best", **choice
     memory_bytes, residuals = choices.pop("memory_bytes", None), choices.pop("residuals", None)
     options = StrategyOptions(**choices)  # type: ignore[misc]
     if options.density is not None and strategy == "best":
-        strategy = "sparse"
+        strategy = "compressed"
     _check(strategy, options, memory_bytes, residuals)
 
     def schedule(of: Profile) -> Plan:
@@ -81,14 +81,14 @@ def _check(strategy: str, options: StrategyOptions, memory_bytes: int | None, re
     if memory_bytes is not None and memory_bytes <= 0:
         raise InputError(f"memory_bytes is {memory_bytes}: it must be above zero")
     if options.density is not None:
-        if strategy != "sparse":
-            raise InputError(f"density is {options.density}, but {strategy!r} sends every element: use sparse")
+        if strategy != "compressed":
+            raise InputError(f"density is {options.density}, but {strategy!r} sends every element: use compressed")
         if not 0 < options.density <= 1:
             raise InputError(
                 f"density is {options.density}: it is the share of elements to send, above 0 and at most 1, e.g. 0.01"
             )
-    if residuals is not None and strategy != "sparse":
-        raise InputError(f"residuals is {residuals!r}, but {strategy!r} has none: use sparse")
+    if residuals is not None and strategy != "compressed":
+        raise InputError(f"residuals is {residuals!r}, but {strategy!r} has none: use compressed")
 
 
 def plan(profile: Profile, network: Network, strategy: str = "best", **choices: Unpack[Choices]) -> Plan:

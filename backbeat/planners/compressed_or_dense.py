@@ -1,4 +1,4 @@
-"""`sparse`: buckets, and for each whether it travels as it is or as its largest elements, whichever is faster.
+"""`compressed`: buckets, and for each whether it travels as it is or as its largest elements, whichever is faster.
 
 Were everything compressed, compression would delay gradient j by the same time however buckets are cut (its rate times
 the bytes up to j), so the exact one-communicator programme of `optimal` holds with later ready times and the compressed
@@ -6,7 +6,7 @@ cost, but for what a bucket costs by itself. That bucketing and the dense optimu
 buckets change between compressed and dense as long as the prediction falls, and neighbours become one bucket where that
 costs nothing. All dense is among the candidates, so the result is never predicted slower than `optimal`.
 
-Small tensors (biases, norms) never travel sparse: they are a thousandth of the bytes, and what training is most
+Small tensors (biases, norms) never travel compressed: they are a thousandth of the bytes, and what training is most
 sensitive to. Where their neighbours are compressed they wait for the next dense bucket, or leave once in one of their
 own.
 """
@@ -81,7 +81,7 @@ class Mixed:
             buckets.append((waiting, False))
         return buckets
 
-    def end_s(self, profile: Profile, network: Network, wire: CompressedCost) -> float:
+    def end_s(self, profile: Profile, network: Network, cost: CompressedCost) -> float:
         pieces = [
             Piece(
                 max(profile.gradients[place].ready_s for place in inside),
@@ -90,7 +90,7 @@ class Mixed:
             )
             for inside, compressed in self.members(profile)
         ]
-        return travel(pieces, profile, network, wire).end_s
+        return travel(pieces, profile, network, cost).end_s
 
     def named(self, profile: Profile, strategy: str, workers: int) -> Plan:
         return Plan(
@@ -110,39 +110,41 @@ class Mixed:
         )
 
 
-def sparse(profile: Profile, network: Network, options: StrategyOptions) -> Mixed:
+def compressed(profile: Profile, network: Network, options: StrategyOptions) -> Mixed:
     """Top-k at the asked density where it is predicted to pay."""
     density = DEFAULT_DENSITY if options.density is None else options.density
     compression = Compression(density=density)
     if options.communicators is not None and options.communicators != 1:
-        raise InputError(f"communicators is {options.communicators}: sparse plans use one communicator; leave it out")
+        raise InputError(
+            f"communicators is {options.communicators}: compressed plans use one communicator; leave it out"
+        )
     ends = best_ends(profile, network.cost)
-    wire = CompressedCost.of(network)
+    cost = CompressedCost.of(network)
     dense = Mixed(ends, [False] * len(ends), compression)
     if network.workers == 1:
         return Mixed(ends, dense.compressed, compression, notes=("one worker: nothing travels, nothing is compressed",))
-    whole = compressed_ends(profile, network, wire, compression)
+    whole = compressed_ends(profile, network, cost, compression)
     candidates = [dense, Mixed(ends, [True] * len(ends), compression), Mixed(whole, [True] * len(whole), compression)]
-    scored = [(mixed.end_s(profile, network, wire), mixed) for mixed in candidates]
+    scored = [(mixed.end_s(profile, network, cost), mixed) for mixed in candidates]
     least = scored[0]
     for end, mixed in scored:
-        found = _flipped(end, mixed, profile, network, wire)
+        found = _flipped(end, mixed, profile, network, cost)
         if found[0] < least[0] * (1 - _ROUNDING):
             least = found
-    chosen = _merged(*least, profile, network, wire)
+    chosen = _merged(*least, profile, network, cost)
     if any(chosen.compressed):
         places = [chosen, *(replace(chosen, early=place) for place in range(len(chosen.ends) - 1))]
-        chosen = min(places, key=lambda mixed: mixed.end_s(profile, network, wire))
+        chosen = min(places, key=lambda mixed: mixed.end_s(profile, network, cost))
     buckets = chosen.members(profile)
     count = sum(compressed for _, compressed in buckets)
     if count == 0:
-        note = f"sparse: all buckets dense, sending {density:.3g} of the elements would not be faster"
+        note = f"compressed: all buckets dense, sending {density:.3g} of the elements would not be faster"
     else:
-        note = f"sparse: {count} of {len(buckets)} buckets send {density:.3g} of their elements, the others all"
+        note = f"compressed: {count} of {len(buckets)} buckets send {density:.3g} of their elements, the others all"
     return replace(chosen, notes=(note,))
 
 
-def compressed_ends(profile: Profile, network: Network, wire: CompressedCost, compression: Compression) -> list[int]:
+def compressed_ends(profile: Profile, network: Network, cost: CompressedCost, compression: Compression) -> list[int]:
     """The exact one-communicator buckets if everything were compressed.
 
     E[j] = min over i < j of  max(r_j + c·S_j, E[i]) + T(S_j - S_i) + f
@@ -157,7 +159,7 @@ def compressed_ends(profile: Profile, network: Network, wire: CompressedCost, co
     earliest = np.full(count + 1, -np.inf)
     bucket_start = [0] * (count + 1)
     for j in range(1, count + 1):
-        times = wire.time((sums[j] - sums[:j]) / ELEMENT_BYTES, compression) + fixed
+        times = cost.time((sums[j] - sums[:j]) / ELEMENT_BYTES, compression) + fixed
         finishes = np.maximum(ready[j - 1], earliest[:j]) + times
         start = int(np.argmin(finishes))
         earliest[j], bucket_start[j] = finishes[start], start
@@ -167,7 +169,7 @@ def compressed_ends(profile: Profile, network: Network, wire: CompressedCost, co
     return ends[::-1]
 
 
-def _merged(end: float, mixed: Mixed, profile: Profile, network: Network, wire: CompressedCost) -> Mixed:
+def _merged(end: float, mixed: Mixed, profile: Profile, network: Network, cost: CompressedCost) -> Mixed:
     """Neighbours of one kind become one bucket where that costs nothing: every message has a cost that no model
     sees."""
     place = len(mixed.ends) - 2
@@ -178,13 +180,13 @@ def _merged(end: float, mixed: Mixed, profile: Profile, network: Network, wire: 
                 [*mixed.compressed[:place], *mixed.compressed[place + 1 :]],
                 mixed.compression,
             )
-            if fewer.end_s(profile, network, wire) <= end * (1 + _ROUNDING):
+            if fewer.end_s(profile, network, cost) <= end * (1 + _ROUNDING):
                 mixed = fewer
         place -= 1
     return mixed
 
 
-def _flipped(end: float, mixed: Mixed, profile: Profile, network: Network, wire: CompressedCost) -> tuple[float, Mixed]:
+def _flipped(end: float, mixed: Mixed, profile: Profile, network: Network, cost: CompressedCost) -> tuple[float, Mixed]:
     """Change single buckets, from the tail, as long as the end falls."""
     left = _FLIPS
     improved = True
@@ -196,7 +198,7 @@ def _flipped(end: float, mixed: Mixed, profile: Profile, network: Network, wire:
                 break
             flags = [*mixed.compressed[:place], not mixed.compressed[place], *mixed.compressed[place + 1 :]]
             changed = Mixed(mixed.ends, flags, mixed.compression)
-            found = changed.end_s(profile, network, wire)
+            found = changed.end_s(profile, network, cost)
             if found < end * (1 - _BETTER):
                 end, mixed, improved = found, changed, True
     return end, mixed

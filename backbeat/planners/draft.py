@@ -31,7 +31,7 @@ class StrategyOptions:
     cycle_s: float | None = None
     """`horovod`: time between ticks."""
     density: float | None = None
-    """`sparse`: share of the elements that travel."""
+    """`compressed`: share of the elements that travel."""
     budget_s: float | None = None
     """`best`: stop improving after this long. None makes the search depend on the problem alone, not on the clock."""
 

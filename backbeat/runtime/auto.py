@@ -240,7 +240,7 @@ class Tuner:
         *ready, last, forward = (figures / links.size).tolist()
         exposed = self._exposed(rounds)
         order = sorted(range(count), key=lambda place: ready[place])
-        wire = runner.reducer.job.wire
+        reduce_dtype = runner.reducer.job.reduce_dtype
         return Profile(
             name="measured",
             model=runner.model,
@@ -254,7 +254,9 @@ class Tuner:
                 Gradient(
                     name=runner.roster.names[place],
                     bytes=runner.roster.parameters[place].numel()
-                    * min(runner.roster.parameters[place].element_size(), wire.itemsize if wire else 16),
+                    * min(
+                        runner.roster.parameters[place].element_size(), reduce_dtype.itemsize if reduce_dtype else 16
+                    ),
                     ready_s=ready[place],
                 )
                 for place in order

@@ -1,4 +1,4 @@
-"""Buckets that travel compressed: what they put on the wire, how long that takes, and what compression costs
+"""Buckets that travel compressed: what they put on the link, how long that takes, and what compression costs
 computation.
 
 A bucket is compressed on the compute stream once its last gradient is ready: it leaves later by that much, and so does
@@ -92,7 +92,7 @@ class CompressedFlow:
         return max(self.backward_s, *self.finishes)
 
 
-def travel(pieces: Sequence[Piece], profile: Profile, network: Network, wire: CompressedCost) -> CompressedFlow:
+def travel(pieces: Sequence[Piece], profile: Profile, network: Network, cost: CompressedCost) -> CompressedFlow:
     """One communicator, pieces in launch order; compression takes its turn on the compute stream as pieces become
     ready."""
     rate, fixed = compression_s_per_byte(profile), compression_s_per_bucket(profile)
@@ -110,7 +110,7 @@ def travel(pieces: Sequence[Piece], profile: Profile, network: Network, wire: Co
         if piece.compression is None:
             alone, behind = float(network.cost.time(piece.bytes)), float(network.cost.busy_time(piece.bytes))
         else:
-            alone = behind = float(wire.time(piece.bytes / ELEMENT_BYTES, piece.compression))
+            alone = behind = float(cost.time(piece.bytes / ELEMENT_BYTES, piece.compression))
         free = max(moment + alone, free + behind)
         finishes.append(free)
     return CompressedFlow(starts, finishes, profile.backward_s + spent)
@@ -177,7 +177,7 @@ def spans(
 def remarks(profile: Profile, network: Network, plan: Plan) -> list[str]:
     """What is assumed rather than measured in the prediction of a compressed plan."""
     notes = []
-    wire = CompressedCost.of(network)
+    cost = CompressedCost.of(network)
     if profile.compression_s_per_byte is None:
         notes.append(
             f"the profile has no compression cost: taken as {ASSUMED_COMPRESSION_S_PER_BYTE * 1e9:g} ns a byte; "
@@ -188,7 +188,7 @@ def remarks(profile: Profile, network: Network, plan: Plan) -> list[str]:
             "the profile does not say what a compressed bucket costs by itself, in launches: taken as nothing; "
             "profile again to measure it"
         )
-    if wire.derived:
+    if cost.derived:
         notes.append("the all-gather of compressed buckets is derived from the all-reduce, not measured")
     if plan.communicators > 1:
         notes.append(f"compressed plans are predicted on one communicator; this one has {plan.communicators}")

@@ -51,9 +51,9 @@ def test_enough_memory_is_said_too(profile: Path) -> None:
     assert "Everything is kept: it fits." in done.stdout
 
 
-def test_a_density_makes_a_sparse_plan(profile: Path) -> None:
+def test_a_density_makes_a_compressed_plan(profile: Path) -> None:
     data = answer("plan", str(profile), "1gbe", "--density", "0.01", "--memory", "3GB")
-    assert data["strategy"] == "sparse"
+    assert data["strategy"] == "compressed"
     assert {bucket["compression"]["density"] for bucket in data["buckets"] if "compression" in bucket} == {0.01}
     assert data["memory"]["budget_bytes"] == 3 * GB
 
@@ -88,7 +88,7 @@ def test_how_far_the_batch_can_grow(profile: Path) -> None:
         (("--density", "0"), "above 0 and at most 1"),
         (("--density", "0.01", "--strategy", "best"), "'best' sends every element"),
         (("--density", "2"), "above 0 and at most 1"),
-        (("--density", "0.1", "-s", "ddp"), "use sparse"),
+        (("--density", "0.1", "-s", "ddp"), "use compressed"),
         (("--residuals", "disk"), "device or host"),
         (("--max-batch", "--memory", "100MB"), "not even a batch of one"),
     ],

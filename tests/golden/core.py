@@ -19,7 +19,7 @@ HERE = Path(__file__).parent
 STRATEGIES = {
     **{name: name for name in ("wfbp", "single", "ddp", "horovod", "mg-wfbp", "asc-wfbp", "adaptive", "optimal")},
     **{name: name for name in ("best", "decoupled")},
-    "compressed": "sparse",
+    "compressed": "compressed",
 }
 """Strategies as the record calls them, and as the package does."""
 OPTIONS = {"communicators": "communicators", "bucket_bytes": "bucket_bytes", "cycle_s": "cycle_s", "density": "density"}

@@ -85,7 +85,7 @@ def test_encoded_groups_leave_less_to_a_batch_kept_whole(profiled: int) -> None:
     profile, network = resnet152(profiled), affine(1e-3, 1e-8, workers=4)
 
     def schedule(there: Profile) -> Plan:
-        return plan(there, network, "sparse", density=0.01, memory_bytes=3 * GB)
+        return plan(there, network, "compressed", density=0.01, memory_bytes=3 * GB)
 
     whole, _ = batches(profile, 3 * GB, workers=4)
     kept = [point.batch_size for point in growth(profile, network, 3 * GB, schedule) if point.kept]

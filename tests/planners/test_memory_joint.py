@@ -19,22 +19,22 @@ GB = 10**9
 
 @settings(max_examples=150)
 @given(profiles(), networks(), st.sampled_from([0.001, 0.01, 0.3, 1.0]))
-def test_sparse_is_never_predicted_slower_than_optimal(profile: Profile, network: Network, density: float) -> None:
-    sparse = bb.plan(profile, network, "sparse", density=density)
-    assert sparse.missing(profile) == []
+def test_compressed_is_never_predicted_slower_than_optimal(profile: Profile, network: Network, density: float) -> None:
+    compressed = bb.plan(profile, network, "compressed", density=density)
+    assert compressed.missing(profile) == []
     optimal = bb.predict(profile, network, "optimal").iteration_s
-    assert bb.predict(profile, network, sparse).iteration_s <= optimal * (1 + 1e-9)
-    for bucket in sparse.buckets:
+    assert bb.predict(profile, network, compressed).iteration_s <= optimal * (1 + 1e-9)
+    for bucket in compressed.buckets:
         if bucket.compression is not None:
             sizes = [profile.gradients[profile.index[name]].bytes for name in bucket.gradients]
             assert min(sizes) > SMALL_BYTES
 
 
-def test_sparse_on_a_slow_link_and_dense_on_a_fast_one() -> None:
+def test_compressed_on_a_slow_link_and_dense_on_a_fast_one() -> None:
     profile = make_profile([40_000_000] * 8, [0.01 * place for place in range(1, 9)], compression_s_per_byte=1e-11)
-    slow = bb.plan(profile, affine(1e-4, 1e-8), "sparse", density=0.01)
+    slow = bb.plan(profile, affine(1e-4, 1e-8), "compressed", density=0.01)
     assert all(bucket.compression is not None and bucket.compression.density == 0.01 for bucket in slow.buckets)
-    fast = bb.plan(profile, affine(1e-6, 1e-12), "sparse", density=0.01)
+    fast = bb.plan(profile, affine(1e-6, 1e-12), "compressed", density=0.01)
     assert not fast.compressed
     assert "dense" in fast.notes[0]
 
@@ -45,7 +45,7 @@ def test_groups_that_cost_something_by_themselves_become_fewer() -> None:
     counts = []
     for fixed in (0.0, 5e-3):
         profile = make_profile(sizes, ready, compression_s_per_byte=1e-11, compression_s_per_bucket=fixed)
-        made = bb.plan(profile, network, "sparse", density=0.01)
+        made = bb.plan(profile, network, "compressed", density=0.01)
         counts.append(sum(bucket.compression is not None for bucket in made.buckets))
     assert counts[1] < counts[0]
 
@@ -53,27 +53,27 @@ def test_groups_that_cost_something_by_themselves_become_fewer() -> None:
 def test_biases_stay_dense() -> None:
     sizes = [40_000_000, 4000] * 4
     profile = make_profile(sizes, [0.01 * place for place in range(1, 9)], compression_s_per_byte=1e-11)
-    made = bb.plan(profile, affine(1e-4, 1e-8), "sparse")
+    made = bb.plan(profile, affine(1e-4, 1e-8), "compressed")
     dense = [name for bucket in made.buckets if bucket.compression is None for name in bucket.gradients]
     assert set(dense) >= {f"g{place}" for place in (1, 3, 5, 7)}
     assert made.compressed
 
 
-def test_best_never_picks_sparse_unless_a_density_is_given() -> None:
+def test_best_never_picks_compressed_unless_a_density_is_given() -> None:
     profile = make_profile([40_000_000] * 2, [0.01, 0.02])
     network = affine(1e-4, 1e-8)
     assert not bb.plan(profile, network, "best").compressed
-    assert bb.plan(profile, network, density=0.01).strategy == "sparse"
+    assert bb.plan(profile, network, density=0.01).strategy == "compressed"
 
 
 @pytest.mark.parametrize(
     ("choices", "word"),
     [
-        ({"strategy": "sparse", "density": 0.0}, "above 0"),
-        ({"strategy": "sparse", "density": 1.5}, "at most 1"),
-        ({"strategy": "optimal", "density": 0.1}, "use sparse"),
-        ({"strategy": "sparse", "communicators": 2}, "one communicator"),
-        ({"strategy": "optimal", "residuals": "host"}, "use sparse"),
+        ({"strategy": "compressed", "density": 0.0}, "above 0"),
+        ({"strategy": "compressed", "density": 1.5}, "at most 1"),
+        ({"strategy": "optimal", "density": 0.1}, "use compressed"),
+        ({"strategy": "compressed", "communicators": 2}, "one communicator"),
+        ({"strategy": "optimal", "residuals": "host"}, "use compressed"),
         ({"memory_bytes": 0}, "above zero"),
         ({"memory_bytes": 10**9}, "profile it again"),
     ],
@@ -84,7 +84,7 @@ def test_bad_choices_are_refused(choices: dict[str, object], word: str) -> None:
 
 
 @settings(max_examples=10)
-@given(chains(most=6), st.sampled_from(["optimal", "sparse", "best"]), st.floats(0, 1))
+@given(chains(most=6), st.sampled_from(["optimal", "compressed", "best"]), st.floats(0, 1))
 def test_the_plan_fits_the_budget_it_was_given(profile: Profile, strategy: str, share: float) -> None:
     network = affine(1e-4, 1e-7)
     plain = memory_timeline(profile, bb.plan(profile, network, strategy, memory_bytes=10**12).memory).peak_bytes  # type: ignore[arg-type]
@@ -115,7 +115,7 @@ def test_residuals_go_to_the_host_where_nothing_fits_else() -> None:
     profile, network = resnet152(batch=16), affine(1e-3, 5e-9, workers=2)
     for budget in range(950, 1500, 50):
         try:
-            made = bb.plan(profile, network, "sparse", memory_bytes=budget * 10**6)
+            made = bb.plan(profile, network, "compressed", memory_bytes=budget * 10**6)
         except InputError:
             continue
         assert made.compressed
@@ -124,6 +124,6 @@ def test_residuals_go_to_the_host_where_nothing_fits_else() -> None:
         break
     else:
         pytest.fail("no budget below 1.5 GB fits")
-    roomy = bb.plan(profile, network, "sparse", memory_bytes=3 * GB)
+    roomy = bb.plan(profile, network, "compressed", memory_bytes=3 * GB)
     assert roomy.memory is not None
     assert roomy.memory.residuals == "device"

@@ -19,7 +19,7 @@ from backbeat.planners.mgwfbp import merge_sweep
 from tests.problems import affine, curve, make_profile, networks, profiles
 
 MIB = 2**20
-WITHIN_ITERATION = sorted(set(STRATEGIES) - {"decoupled", "sparse"})
+WITHIN_ITERATION = sorted(set(STRATEGIES) - {"decoupled", "compressed"})
 ONE_CHANNEL = ["wfbp", "single", "ddp", "horovod", "mg-wfbp", "adaptive"]
 
 

@@ -369,7 +369,7 @@ def checkpoints(ctx: Context) -> None:
             model = ctx.build(mlp)
             plan = replace(compressed(model, SOME), memory=memory)
             make = lambda m, plan=plan: DistributedDataParallel(  # noqa: E731
-                m, plan=plan, sparse={"momentum_correction": True, "warmup_steps": 6}
+                m, plan=plan, compression={"momentum_correction": True, "warmup_steps": 6}
             )
             wrapped = make(model)
             optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1, momentum=0.9)
@@ -423,7 +423,7 @@ def momentum_correction(ctx: Context) -> None:
         ours: Any = DistributedDataParallel(
             copy.deepcopy(model),
             plan=compressed(model, ALL),
-            sparse={"momentum_correction": True, "factor_masking": masked},
+            compression={"momentum_correction": True, "factor_masking": masked},
         )
         theirs: Any = TorchDDP(copy.deepcopy(model))
         optimizer = torch.optim.SGD(ours.parameters(), lr=0.1, momentum=0.9)
@@ -437,12 +437,12 @@ def momentum_correction(ctx: Context) -> None:
             other.zero_grad()
         for mine, yours in zip(ours.parameters(), theirs.parameters(), strict=True):
             torch.testing.assert_close(mine, yours)
-    unattached = wrap(ctx, SOME, sparse={"momentum_correction": True})
+    unattached = wrap(ctx, SOME, compression={"momentum_correction": True})
     raises(InputError, lambda: backward(ctx, unattached, 0), "momentum_correction keeps the optimizer's momentum")
-    nesterov = wrap(ctx, SOME, sparse={"momentum_correction": True})
+    nesterov = wrap(ctx, SOME, compression={"momentum_correction": True})
     bad = torch.optim.SGD(nesterov.parameters(), lr=0.1, momentum=0.9, nesterov=True)
     raises(InputError, lambda: nesterov.attach(bad, max_grad_norm=None), "nesterov=True")
-    adam = wrap(ctx, SOME, sparse={"momentum_correction": True})
+    adam = wrap(ctx, SOME, compression={"momentum_correction": True})
     adam.attach(torch.optim.Adam(adam.parameters(), lr=0.01), max_grad_norm=None)
     for step in range(3):
         backward(ctx, adam, step)
@@ -456,10 +456,10 @@ def refusals(ctx: Context) -> None:
     if ctx.size > 1:
         mine = Compression(density=0.1 if ctx.rank == 0 else 0.2)
         raises(InputError, lambda: DistributedDataParallel(model, plan=compressed(model, mine)), "topk 0.1")
-        raises(InputError, lambda: wrap(ctx, SOME, sparse={"warmup_steps": 1 + ctx.rank}), "warmup_steps=1")
+        raises(InputError, lambda: wrap(ctx, SOME, compression={"warmup_steps": 1 + ctx.rank}), "warmup_steps=1")
     raises(
         InputError,
-        lambda: DistributedDataParallel(ctx.build(mlp), plan=compressed(model, SOME), backend="ddp"),
+        lambda: DistributedDataParallel(ctx.build(mlp), plan=compressed(model, SOME), reducer="ddp"),
         "torch's reducer cannot run a plan with compressed buckets",
     )
     raises(
@@ -472,10 +472,10 @@ def refusals(ctx: Context) -> None:
         lambda: wrap(ctx, SOME, lambda: nn.ParameterDict({"z": nn.Parameter(torch.ones(3, dtype=torch.cfloat))})),
         "'z' is torch.complex64, and its bucket is compressed",
     )
-    raises(InputError, lambda: wrap(ctx, SOME, sparse={"momentum": 1}), "sparse has 'momentum'")
-    raises(InputError, lambda: wrap(ctx, SOME, sparse={"warmup_steps": -1}), "warmup_steps is -1")
-    raises(InputError, lambda: wrap(ctx, SOME, sparse={"warmup_steps": None}), "warmup_steps is None: it must be")
-    raises(InputError, lambda: wrap(ctx, SOME, sparse={"factor_masking": "no"}), "must be True or False")
+    raises(InputError, lambda: wrap(ctx, SOME, compression={"momentum": 1}), "compression has 'momentum'")
+    raises(InputError, lambda: wrap(ctx, SOME, compression={"warmup_steps": -1}), "warmup_steps is -1")
+    raises(InputError, lambda: wrap(ctx, SOME, compression={"warmup_steps": None}), "warmup_steps is None: it must be")
+    raises(InputError, lambda: wrap(ctx, SOME, compression={"factor_masking": "no"}), "must be True or False")
     plain = DistributedDataParallel(ctx.build(mlp), plan=small_plan(model))
     raises(InputError, plain.residual_state_dict, "there are no residuals")
     attached = wrap(ctx, SOME)
@@ -511,7 +511,7 @@ def what_cannot_be_attached(ctx: Context) -> None:
     refused(sgd, "max_grad_norm is 0", max_grad_norm=0)
     refused(sgd, "max_grad_norm is nan", max_grad_norm=float("nan"))
     raises(TypeError, lambda: wrapped.attach(sgd), "max_grad_norm")
-    corrected = wrap(ctx, SOME, sparse={"momentum_correction": True})
+    corrected = wrap(ctx, SOME, compression={"momentum_correction": True})
     momentum = torch.optim.SGD(corrected.parameters(), lr=0.1, momentum=0.9)
     raises(InputError, lambda: corrected.attach(momentum, max_grad_norm=1.0), "momentum_correction with max_grad_norm")
     some, rest = list(wrapped.parameters())[:3], list(wrapped.parameters())[3:]

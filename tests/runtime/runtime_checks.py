@@ -112,7 +112,7 @@ def bit_equal_through_ddp_backend(ctx: Context) -> None:
     model = ctx.build(lambda: mlp(width=20, depth=5))
     plan = small_plan(model, communicators=2, size=3)
     ours = DistributedDataParallel(copy.deepcopy(model), plan=plan)
-    theirs = DistributedDataParallel(copy.deepcopy(model), plan=plan, backend="ddp")
+    theirs = DistributedDataParallel(copy.deepcopy(model), plan=plan, reducer="ddp")
     for step in range(5):
         x = ctx.data(8, 20, step=step, rank=ctx.rank)
         for wrapped in (ours, theirs):
@@ -582,11 +582,11 @@ def late_word_of_late_gradients(ctx: Context) -> None:
 
 @check
 def late_word_leaves_good_sums_alone(ctx: Context) -> None:
-    """The guard changes no bit: beside a wrapper that waits, in every dtype, with and without a wire format."""
+    """The guard changes no bit: beside a wrapper that waits, in every dtype, with and without a reduce dtype."""
     for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
-        for wire in (None, "bf16"):
+        for reduce_dtype in (None, "bf16"):
             waiting, guarded = (
-                DistributedDataParallel(model, plan=small_plan(model), strict=strict, wire=wire)
+                DistributedDataParallel(model, plan=small_plan(model), strict=strict, reduce_dtype=reduce_dtype)
                 for strict in (True, False)
                 for model in [ctx.build(lambda dtype=dtype: mlp().to(dtype))]
             )
@@ -595,7 +595,7 @@ def late_word_leaves_good_sums_alone(ctx: Context) -> None:
                     wrapped.zero_grad()
                     wrapped(ctx.data(3, 6, step=step, rank=ctx.rank).to(dtype)).square().sum().backward()
                 for mine, other in zip(waiting.parameters(), guarded.parameters(), strict=True):
-                    assert torch.equal(mine.grad, other.grad), f"{dtype}, wire {wire}, step {step}"
+                    assert torch.equal(mine.grad, other.grad), f"{dtype}, reduce_dtype {reduce_dtype}, step {step}"
             assert guarded.reducer.word.reads_late()
             assert not waiting.reducer.word.reads_late()
 

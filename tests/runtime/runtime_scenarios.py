@@ -1,7 +1,7 @@
 """Training situations, each against a mean of local gradients made by hand.
 
 A scenario is written once and runs on several routes: backbeat's reducer, the same buckets on two communicators, the
-same buckets compressed without loss, the plan through torch's reducer (`backend="ddp"`), and stock DDP for the record.
+same buckets compressed without loss, the plan through torch's reducer (`reducer="ddp"`), and stock DDP for the record.
 """
 
 from __future__ import annotations

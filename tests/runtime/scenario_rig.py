@@ -32,7 +32,7 @@ class Context:
 
     def wrap(self, model: nn.Module, *, plan: Plan | None = None, **options: Any) -> Any:
         if self.route == "stock":
-            for name in ("wire", "communicators", "network", "strict"):
+            for name in ("reduce_dtype", "communicators", "network", "strict"):
                 options.pop(name, None)
             return TorchDDP(model, **options)
         from backbeat.runtime import DistributedDataParallel
@@ -43,10 +43,10 @@ class Context:
             return wrapped
         if self.route == "two-communicators":
             options["communicators"] = 2
-        backend = "ddp" if self.route == "ddp" else "backbeat"
-        if backend == "ddp":
+        reducer = "ddp" if self.route == "ddp" else "backbeat"
+        if reducer == "ddp":
             options.pop("strict", None)
-        wrapped = DistributedDataParallel(model, plan=plan, backend=backend, **options)
+        wrapped = DistributedDataParallel(model, plan=plan, reducer=reducer, **options)
         if self.route == "two-communicators" and wrapped.links.limit < 2:
             raise SkipScenarioError("several NCCL communicators need NCCL 2.26 and NCCL_LAUNCH_ORDER_IMPLICIT=1")
         # Or the route would silently be another one's.

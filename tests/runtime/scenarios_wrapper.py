@@ -250,11 +250,11 @@ def shuffled_plan(ctx: Context) -> None:
     train(ctx, model, ctx.wrap(model, plan=plan), oracle, steps=4)
 
 
-@scenario("gradients travel as bf16 (wire)")
-def wire(ctx: Context) -> None:
+@scenario("gradients travel as bf16 (reduce_dtype)")
+def reduce_dtype(ctx: Context) -> None:
     if ctx.route == "stock":
-        raise SkipScenarioError("stock DDP has no wire format")
-    wrapped, oracle = start(ctx, wire="bf16")
+        raise SkipScenarioError("stock DDP has no reduce dtype")
+    wrapped, oracle = start(ctx, reduce_dtype="bf16")
     for step in range(3):
         wrapped.zero_grad()
         oracle.each(lambda m, r: m.zero_grad())

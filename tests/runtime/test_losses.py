@@ -52,11 +52,11 @@ class Backend:
         self._calls.append(self._name)
 
 
-def job(works: list[Work], calls: list[str], wire: torch.dtype | None = None) -> Any:
+def job(works: list[Work], calls: list[str], reduce_dtype: torch.dtype | None = None) -> Any:
     flights = [Flight(bucket, None, torch.zeros(1), work) for bucket, work in enumerate(works)]  # type: ignore[arg-type]
     found = SimpleNamespace(
         step=7,
-        wire=wire,
+        reduce_dtype=reduce_dtype,
         fault=None,
         parameters=[torch.zeros(1)],
         buckets=SimpleNamespace(buckets=()),
@@ -107,11 +107,11 @@ def test_what_a_hook_reduced_is_not_kept() -> None:
     assert gone() is None
 
 
-@pytest.mark.parametrize("wire", [None, torch.bfloat16])
-def test_a_healthy_job_is_left_alone(wire: torch.dtype | None) -> None:
+@pytest.mark.parametrize("reduce_dtype", [None, torch.bfloat16])
+def test_a_healthy_job_is_left_alone(reduce_dtype: torch.dtype | None) -> None:
     calls: list[str] = []
     works = [Work(), Work()]
-    found = job(works, calls, wire)
+    found = job(works, calls, reduce_dtype)
     losses = Losses(found)
     losses.remember(found.round.flights, 6)
     found.round.flights = []
@@ -124,11 +124,11 @@ def test_a_healthy_job_is_left_alone(wire: torch.dtype | None) -> None:
     assert (calls, found.fault, said.getvalue()) == ([], None, "")
 
 
-@pytest.mark.parametrize("wire", [None, torch.bfloat16])
-def test_the_first_group_lost_is_named_once_and_communicators_go(wire: torch.dtype | None) -> None:
+@pytest.mark.parametrize("reduce_dtype", [None, torch.bfloat16])
+def test_the_first_group_lost_is_named_once_and_communicators_go(reduce_dtype: torch.dtype | None) -> None:
     calls: list[str] = []
     works = [Work(), Work(), Work()]
-    found = job(works, calls, wire)
+    found = job(works, calls, reduce_dtype)
     losses = Losses(found)
     losses.remember(found.round.flights, 6)
     found.round.flights = []

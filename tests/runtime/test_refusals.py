@@ -70,14 +70,14 @@ def test_the_whole_signature_of_the_installed_torch_is_taken() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"backend": "horovod"}, "backend is 'horovod'"),
-        ({"wire": "int8"}, "wire is 'int8'"),
+        ({"reducer": "horovod"}, "reducer is 'horovod'"),
+        ({"reduce_dtype": "int8"}, "reduce_dtype is 'int8'"),
         ({"plan": "no-such-plan"}, "no-such-plan: no such file"),
         ({"plan": "optmal"}, "did you mean 'optimal'"),
         ({"plan": "gone.json"}, "gone.json: no such file"),
         ({"plan": []}, "the plan is given as list: give a Plan"),
         ({"communicators": 0}, "communicators is 0"),
-        ({"plan": "auto", "backend": "ddp"}, "plan='auto' needs backbeat's reducer"),
+        ({"plan": "auto", "reducer": "ddp"}, "plan='auto' needs backbeat's reducer"),
     ],
 )
 def test_bad_arguments_say_what_to_do(options: dict[str, object], message: str, one_rank: None) -> None:
@@ -145,8 +145,8 @@ def _attach(optimizer: torch.optim.Optimizer) -> None:
     updates.check(optimizer, parameters, max_grad_norm=None, grad_scaler=None, per_parameter=False)
 
 
-@pytest.mark.parametrize("backend", ["backbeat", "ddp"])
-def test_decoupled_plans_are_refused_by_name(backend: str, tmp_path: Path, one_rank: None) -> None:
+@pytest.mark.parametrize("reducer", ["backbeat", "ddp"])
+def test_decoupled_plans_are_refused_by_name(reducer: str, tmp_path: Path, one_rank: None) -> None:
     halves = tuple(
         Bucket(gradients=("bias", "weight"), communicator=0, phase=phase) for phase in ("reduce_scatter", "all_gather")
     )
@@ -154,4 +154,4 @@ def test_decoupled_plans_are_refused_by_name(backend: str, tmp_path: Path, one_r
     plan.save(tmp_path / "plan.json")
     for given in (plan, tmp_path / "plan.json", "decoupled"):
         with pytest.raises(InputError, match=r"predicted .* and replayed .*, not run: make a plan of strategy best"):
-            DistributedDataParallel(nn.Linear(2, 2), plan=given, backend=backend)
+            DistributedDataParallel(nn.Linear(2, 2), plan=given, reducer=reducer)

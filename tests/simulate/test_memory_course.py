@@ -162,7 +162,7 @@ def test_holdings_by_how_gradients_travel() -> None:
         Bucket(gradients=("b1.w",), communicator=0, compression=topk),
         Bucket(gradients=("b0.w",), communicator=0),
     )
-    plan = Plan(strategy="sparse", model="four", communicators=1, buckets=buckets, workers=2)
+    plan = Plan(strategy="compressed", model="four", communicators=1, buckets=buckets, workers=2)
     dense = ResidentMemory.of(profile)
     assert (dense.gradient_bytes, dense.residual_bytes, dense.total_bytes) == (16, 0, BASE)
     device = ResidentMemory.of(profile, plan)
@@ -183,7 +183,7 @@ def test_residuals_on_the_host_cannot_outrun_the_link() -> None:
         communicator=0,
         compression=Compression(density=0.5),
     )
-    plan = Plan(strategy="sparse", model="four", communicators=1, buckets=(bucket,))
+    plan = Plan(strategy="compressed", model="four", communicators=1, buckets=(bucket,))
     assert memory_timeline(slow, MemoryPlan(residuals="host"), plan).backward_s == 16.0
 
 

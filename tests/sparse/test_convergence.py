@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "sparse_convergence.py"
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "topk_convergence.py"
 TOLERANCE = 0.1
 """Nats of cross-entropy, where guessing costs log(8) = 2.08 and log(16) = 2.77."""
 
@@ -26,6 +26,6 @@ def test_top_k_learns_what_dense_training_does(task: str, steps: int, learned: f
         ],
         check=True, timeout=240, stdout=subprocess.DEVNULL,
     )  # fmt: skip
-    dense, sparse = json.loads(found.read_text())["rows"]
+    dense, compressed = json.loads(found.read_text())["rows"]
     assert max(dense["losses"]) < learned, "the task is not learned at all"
-    assert sparse["worst_gap"] <= TOLERANCE, f"{sparse['losses']} against {dense['losses']}"
+    assert compressed["worst_gap"] <= TOLERANCE, f"{compressed['losses']} against {dense['losses']}"

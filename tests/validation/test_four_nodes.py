@@ -38,14 +38,14 @@ def test_rows_are_trained_one_by_one(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, str(SCRIPT), str(out), "--nodes", "2", "--bandwidth", "200mbit", "--train", "row_model:layers",
          "--memory", "4.1MB", "--batches", "4,512,7,4", "--seconds", "0.05s", "--budget", "3s",
-         "--profile-seconds", "0.2s", "--rows", "dense,memory,sparse,both,ddp"],
+         "--profile-seconds", "0.2s", "--rows", "dense,memory,compressed,both,ddp"],
         cwd=tmp_path, timeout=240, check=False, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 1, done.stderr
     kept = json.loads((out / "gloo-2n-200mbit.json").read_text())
     rows = kept["rows"]
-    assert list(rows) == ["dense", "memory", "sparse", "both", "ddp"]
-    assert "seven is too many" in rows["sparse"]["error"]
+    assert list(rows) == ["dense", "memory", "compressed", "both", "ddp"]
+    assert "seven is too many" in rows["compressed"]["error"]
     for key in ("dense", "memory", "both", "ddp"):
         row = rows[key]
         assert row["samples_per_s"] == pytest.approx(2 * row["batch_size"] / row["iteration_s"])
@@ -81,4 +81,4 @@ def test_the_batches_given_say_what_is_profiled() -> None:
     parsed = runpy.run_path(str(SCRIPT))["parsed"]
     given = parsed(["folder", "--batches", "32,96,24,80"])
     assert given.profiled == [24, 96]
-    assert given.batches == {"dense": 32, "memory": 96, "sparse": 24, "both": 80}
+    assert given.batches == {"dense": 32, "memory": 96, "compressed": 24, "both": 80}

@@ -10,7 +10,7 @@ Five rows for each bandwidth:
     ddp      stock DDP at the batch of `dense`
     dense    `best`, everything kept, the largest batch that fits the budget
     memory   `best` with a memory plan, at the batch predicted to be fastest
-    sparse   top-k, everything kept, the largest batch that fits
+    compressed   top-k, everything kept, the largest batch that fits
     both     top-k with a memory plan, at the batch predicted to be fastest
 
 Batches are found as `backbeat plan --max-batch` finds them, or given with `--batches`. `memory` and `both` take the
@@ -62,7 +62,7 @@ UNTIMED = 5
 BUILD_S = 5.0
 """A guess of what building and wrapping a model takes, for the time limit."""
 CHANNELS = 2
-"""What `best` may use; sparse plans and stock DDP take one."""
+"""What `best` may use; compressed plans and stock DDP take one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,8 +79,8 @@ WAYS = {
     "ddp": Way(title="stock DDP", strategy="ddp", keep=True),
     "dense": Way(title="dense, everything kept", strategy="best", keep=True),
     "memory": Way(title="dense, memory plan", strategy="best", keep=False),
-    "sparse": Way(title="top-k, everything kept", strategy="sparse", keep=True),
-    "both": Way(title="top-k, memory plan", strategy="sparse", keep=False),
+    "compressed": Way(title="top-k, everything kept", strategy="compressed", keep=True),
+    "both": Way(title="top-k, memory plan", strategy="compressed", keep=False),
 }
 
 
@@ -159,7 +159,7 @@ class Planner:
         return self.growths[strategy]
 
     def _make(self, profile: Profile, strategy: str, memory_bytes: int | None) -> Plan:
-        density = self._density if strategy == "sparse" else None
+        density = self._density if strategy == "compressed" else None
         return make_plan(profile, self._network, strategy, memory_bytes=memory_bytes, density=density)
 
 
@@ -416,7 +416,7 @@ def _summary(document: dict[str, Any]) -> str:
     ]
     ratios = [
         f"{(speeds['both'] / speeds[other] - 1) * 100:+.0f} % over {other}"
-        for other in ("dense", "memory", "sparse")
+        for other in ("dense", "memory", "compressed")
         if "both" in speeds and other in speeds
     ]
     return "\n".join([*lines, *([f"both: {', '.join(ratios)}"] if ratios else [])])
@@ -432,8 +432,8 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--memory", default="2.5GB", help="what an iteration may take on each node")
     parser.add_argument("--density", type=float, default=0.01)
     parser.add_argument("--precision", default="fp32", choices=PRECISIONS)
-    parser.add_argument("--rows", default="dense,memory,sparse,both,ddp", help="which, and in which order")
-    parser.add_argument("--batches", help="of dense,memory,sparse,both, like 32,96,32,96: no search")
+    parser.add_argument("--rows", default="dense,memory,compressed,both,ddp", help="which, and in which order")
+    parser.add_argument("--batches", help="of dense,memory,compressed,both, like 32,96,32,96: no search")
     parser.add_argument("--profiled", help="batch sizes to profile; default 16,64, or the least and most of --batches")
     parser.add_argument("--profiles", default="", help="profiles of an earlier run instead, like one.json,two.json")
     parser.add_argument("--profile-seconds", default="1s", help="for the timed iterations of a profile")

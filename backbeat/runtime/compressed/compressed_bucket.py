@@ -55,7 +55,7 @@ class CompressedBucket(BucketBuffer):
         ]
         self.device = self.parameters[0].device
         self.sparse = False
-        self.wire = None
+        self.reduce_dtype = None
         self.tail = 0
         self.views = []
         self.dtype = dtype

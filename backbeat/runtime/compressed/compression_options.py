@@ -38,9 +38,11 @@ def options_of(given: CompressionOptions | Mapping[str, Any] | None) -> Compress
     if isinstance(given, CompressionOptions):
         return given
     if not isinstance(given, Mapping):
-        raise InputError(f"sparse is {given!r}: it must be a dict or backbeat.runtime.compressed.Options")
+        raise InputError(
+            f"compression is {given!r}: it must be a dict or backbeat.runtime.compressed.CompressionOptions"
+        )
     known = [field.name for field in fields(CompressionOptions)]
     for name in given:
         if name not in known:
-            raise InputError(f"sparse has {name!r}: it must be one of {', '.join(known)}")
+            raise InputError(f"compression has {name!r}: it must be one of {', '.join(known)}")
     return CompressionOptions(**given)

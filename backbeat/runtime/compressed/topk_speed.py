@@ -49,7 +49,7 @@ def compression_of(training: Training, gradient_bytes: int) -> Compression | Non
 
 def _samples(training: Training, elements: int, *, head_start: bool) -> tuple[float, float]:
     """Median seconds of the host, to submit a group of this size, and of the device."""
-    # Here, since most who measure never send sparse gradients.
+    # Here, since most who measure never compress.
     from backbeat.runtime.compressed.cuda_graphs import Recordings
     from backbeat.runtime.compressed.residual import Residual, accumulate, add_all
     from backbeat.runtime.compressed.topk import TopK

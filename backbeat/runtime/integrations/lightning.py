@@ -25,8 +25,8 @@ def strategy_class(package: str) -> type[Any]:
     base: Any = strategies.DDPStrategy
 
     class BackbeatStrategy(base):  # type: ignore[misc]
-        """Lightning's DDP strategy with backbeat's wrapper; takes `plan`, `network`, `communicators`, `backend`,
-        `wire`, `sparse`."""
+        """Lightning's DDP strategy with backbeat's wrapper; takes `plan`, `network`, `communicators`, `reducer`,
+        `reduce_dtype`, `compression`."""
 
         strategy_name = "backbeat"
 
@@ -36,15 +36,15 @@ def strategy_class(package: str) -> type[Any]:
             plan: Any = None,
             network: Any = None,
             communicators: int | None = None,
-            backend: str = "backbeat",
-            wire: Any = None,
-            sparse: Any = None,
+            reducer: str = "backbeat",
+            reduce_dtype: Any = None,
+            compression: Any = None,
             **kwargs: Any,
         ) -> None:
             super().__init__(*args, **kwargs)
             self._backbeat = {
-                "plan": plan, "network": network, "communicators": communicators, "backend": backend, "wire": wire,
-                "sparse": sparse,
+                "plan": plan, "network": network, "communicators": communicators, "reducer": reducer,
+                "reduce_dtype": reduce_dtype, "compression": compression,
             }  # fmt: skip
 
         def _setup_model(self, model: torch.nn.Module) -> DistributedDataParallel:

@@ -19,16 +19,16 @@ from backbeat.model import Plan
 # Typed as Any throughout: torch's own wrapper has no annotations.
 TorchDDP: Any = torch.nn.parallel.DistributedDataParallel
 TORCH_SIGNATURE = inspect.signature(TorchDDP.__init__)
-WIRE: dict[Any, torch.dtype] = {
+REDUCE_DTYPES: dict[Any, torch.dtype] = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
     torch.bfloat16: torch.bfloat16,
     torch.float16: torch.float16,
 }
 UNSUPPORTED = {
-    "mixed_precision": "use torch.autocast, or backend='ddp'",
-    "delay_all_reduce_named_params": "put these gradients in the plan's last group, or use backend='ddp'",
-    "param_to_hook_all_reduce": "put these gradients in the plan's last group, or use backend='ddp'",
+    "mixed_precision": "use torch.autocast, or reducer='ddp'",
+    "delay_all_reduce_named_params": "put these gradients in the plan's last group, or use reducer='ddp'",
+    "param_to_hook_all_reduce": "put these gradients in the plan's last group, or use reducer='ddp'",
 }
 
 
@@ -53,10 +53,10 @@ def resolve_plan(plan: Plan | str | os.PathLike[str] | None) -> tuple[Plan | Non
         found, strategy = plan, None
     elif plan == "decoupled":
         raise _decoupled()
-    elif plan == "sparse":
+    elif plan == "compressed":
         raise InputError(
-            "plan='sparse' cannot be chosen while training runs, since it changes what the optimizer sees: make the "
-            "plan first (`backbeat plan … --strategy sparse -o plan.json`) and give plan='plan.json'"
+            "plan='compressed' cannot be chosen while training runs, since it changes what the optimizer sees: make "
+            "the plan first (`backbeat plan … --strategy compressed -o plan.json`) and give plan='plan.json'"
         )
     elif isinstance(plan, str) and (plan == "auto" or plan in strategies()):
         found, strategy = None, plan
@@ -100,7 +100,7 @@ def strategies() -> set[str]:
     """Names that plan fixed groups."""
     from backbeat.planners import STRATEGIES
 
-    return set(STRATEGIES) - {"horovod", "decoupled", "sparse"}
+    return set(STRATEGIES) - {"horovod", "decoupled", "compressed"}
 
 
 def process_group_of(arguments: dict[str, Any]) -> Any:

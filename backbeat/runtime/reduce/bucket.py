@@ -19,7 +19,7 @@ class BucketBuffer:
     """One group's gradients, contiguous, with room for the control numbers behind them where it is the last group.
 
     After a step `.grad` of each member is a view into the buffer. While the group travels `.grad` is None: a gradient
-    that autograd produces then is a tensor of its own and cannot write into a buffer on the wire.
+    that autograd produces then is a tensor of its own and cannot write into a buffer in flight.
     """
 
     compressed = False
@@ -30,7 +30,7 @@ class BucketBuffer:
         spec: BucketSpec,
         parameters: Sequence[Parameter],
         *,
-        wire: torch.dtype | None = None,
+        reduce_dtype: torch.dtype | None = None,
         tail: int = 0,
     ) -> None:
         self.spec = spec
@@ -41,10 +41,14 @@ class BucketBuffer:
         self.device = first.device
         real = first.dtype.to_real() if first.dtype.is_complex else first.dtype
         self.dtype = real
-        self.wire = wire if wire is not None and wire != real and _narrower(wire, real) else None
+        self.reduce_dtype = (
+            reduce_dtype
+            if reduce_dtype is not None and reduce_dtype != real and _narrower(reduce_dtype, real)
+            else None
+        )
         self.tail = tail
         self.numel = 0 if self.sparse else sum(reals(parameter) for parameter in self.parameters)
-        held = self.numel + (tail if self.wire is None else 0)
+        held = self.numel + (tail if self.reduce_dtype is None else 0)
         self.flat = torch.zeros(held, dtype=real, device=self.device)
         self.payload = self.flat[: self.numel]
         self.views = [] if self.sparse else views_of(self.payload, self.parameters)
@@ -82,7 +86,7 @@ class BucketBuffer:
     @property
     def bytes(self) -> int:
         """What travels, without the control numbers."""
-        return self.numel * (self.wire or self.dtype).itemsize
+        return self.numel * (self.reduce_dtype or self.dtype).itemsize
 
     def take_all(self) -> bool:
         """As `take`, where every member is expected to hold a dense gradient; False, and nothing done, where not."""
@@ -155,13 +159,13 @@ class BucketBuffer:
         return message, communicator.all_reduce(message)
 
     def message(self, scale: float, control: torch.Tensor | None) -> torch.Tensor:
-        """What goes on the wire: the scaled gradients, in the wire's format, with the control numbers behind."""
-        if self.wire is None:
+        """What goes in flight: the scaled gradients, in the reduce dtype, with the control numbers behind."""
+        if self.reduce_dtype is None:
             if scale != 1.0:
                 self.payload.mul_(self._factor_of(scale))
             out = self.flat
         else:
-            out = torch.empty(self.numel + self.tail, dtype=self.wire, device=self.device)
+            out = torch.empty(self.numel + self.tail, dtype=self.reduce_dtype, device=self.device)
             torch.mul(self.payload, scale, out=out[: self.numel])
         if control is not None:
             (self._tail_view if out is self.flat else out[self.numel :]).copy_(control)
@@ -212,8 +216,8 @@ def addresses_of(views: Sequence[torch.Tensor]) -> list[int]:
     return list(map(torch.Tensor.data_ptr, views))
 
 
-def _narrower(wire: torch.dtype, dtype: torch.dtype) -> bool:
-    return wire.itemsize < dtype.itemsize
+def _narrower(reduce_dtype: torch.dtype, dtype: torch.dtype) -> bool:
+    return reduce_dtype.itemsize < dtype.itemsize
 
 
 def reals(parameter: torch.Tensor) -> int:

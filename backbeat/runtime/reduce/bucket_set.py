@@ -34,7 +34,7 @@ class BucketSet:
         self._places = (
             [pair for bucket in buckets for pair in zip(bucket.parameters, bucket.views, strict=True)] if plain else []
         )
-        in_place = plain and all(bucket.wire is None for bucket in buckets)
+        in_place = plain and all(bucket.reduce_dtype is None for bucket in buckets)
         last = {bucket.spec.communicator: index for index, bucket in enumerate(buckets)}
         self.ends = sorted(last.values()) if in_place else []
         """The last group of each communicator, where there is nothing to do for a group but to wait for its sum."""

@@ -47,7 +47,7 @@ class Delivery:
         """The memory of a group, with room for this many control numbers behind the gradients."""
         if spec.sparse:
             return RowsBucket(spec, self.job.parameters)
-        return BucketBuffer(spec, self.job.parameters, wire=self.job.wire, tail=tail)
+        return BucketBuffer(spec, self.job.parameters, reduce_dtype=self.job.reduce_dtype, tail=tail)
 
     def installed(self) -> None:
         """The partition's groups are in place."""

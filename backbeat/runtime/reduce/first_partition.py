@@ -29,12 +29,12 @@ class WrapperSettings:
     """To plan with once the model is measured."""
     network: Network | str | os.PathLike[str] | None
     communicators: int | None
-    wire: torch.dtype | None
+    reduce_dtype: torch.dtype | None
     strict: bool
     cap_bytes: int | None
     """`bucket_cap_mb`, where it was given."""
     find_unused: bool
-    sparse: CompressionOptions
+    compression: CompressionOptions
     """How compressed groups are trained with."""
 
 

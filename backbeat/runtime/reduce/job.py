@@ -29,7 +29,7 @@ class Job:
     names: list[str]
     parameters: list[Parameter]
     communicators: Communicators
-    wire: torch.dtype | None
+    reduce_dtype: torch.dtype | None
     round: Round
     scale: float
     """Gradients are multiplied by it before the sum."""

@@ -68,7 +68,9 @@ class Losses:
         """The host has let go of these groups; the device may not have begun with them."""
         job = self._job
         # A work keeps its tensors. Those that are no buffers, which stay anyway, it must not keep; its result does not.
-        lean = job.wire is not None or any(bucket.compressed or bucket.sparse for bucket in job.bucket_set.buckets)
+        lean = job.reduce_dtype is not None or any(
+            bucket.compressed or bucket.sparse for bucket in job.bucket_set.buckets
+        )
         sent = [
             (flight.group, _result_of(flight.work) if lean or isinstance(flight.work, _future) else flight.work)
             for flight in flights

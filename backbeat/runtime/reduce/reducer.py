@@ -62,7 +62,7 @@ class Reducer:
         *,
         communicators: Communicators,
         partition: Partition,
-        wire: torch.dtype | None = None,
+        reduce_dtype: torch.dtype | None = None,
         strict: bool = False,
         delivery: Callable[[Job], Delivery] = Delivery,
     ) -> None:
@@ -70,7 +70,7 @@ class Reducer:
             names=list(names),
             parameters=list(parameters),
             communicators=communicators,
-            wire=wire,
+            reduce_dtype=reduce_dtype,
             round=Round(len(parameters)),
             scale=1.0 / communicators.size,
         )

@@ -68,7 +68,7 @@ class Runner:
             roster.parameters,
             communicators=links,
             partition=partition,
-            wire=settings.wire,
+            reduce_dtype=settings.reduce_dtype,
             strict=settings.strict,
             delivery=_delivery(partition, settings),
         )
@@ -156,7 +156,7 @@ class Runner:
         lines = partition.lines(self.roster.names, self.roster.parameters)
         if any(group.compression is not None for group in partition.buckets):
             # Options decide how much travels and from where: ranks that differ in them send messages nobody expects.
-            lines = [*lines, f"sparse {self.settings.sparse}"]
+            lines = [*lines, f"compression {self.settings.compression}"]
         agree(self.links, f"partition/{self._agreements}", lines, what)
         self._agreements += 1
 
@@ -166,5 +166,5 @@ def _delivery(partition: Partition, settings: WrapperSettings) -> Callable[[Job]
     if any(group.compression is not None for group in partition.buckets):
         memory = settings.plan.memory if settings.plan is not None else None
         host = memory is not None and memory.residuals == "host"
-        return functools.partial(CompressedDelivery, options=settings.sparse, host=host)
+        return functools.partial(CompressedDelivery, options=settings.compression, host=host)
     return Delivery

@@ -46,7 +46,7 @@ class Word:
         compressed = any(bucket.compressed for bucket in buckets)
         self.layout = self._layout(len(buckets), len(groups.home), faults=compressed)
         tail = buckets[-1]
-        dtype = torch.float32 if compressed else tail.wire or tail.dtype
+        dtype = torch.float32 if compressed else tail.reduce_dtype or tail.dtype
         self._ledger = control.Ledger(self.layout, self._rank, dtype, tail.device)
         late = tail.device.type in deferral.DEVICES and not self.strict and not any(b.sparse for b in buckets)
         self._deferral = Deferral(self._ledger, [bucket.payload for bucket in buckets]) if late else None

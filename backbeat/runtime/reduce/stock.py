@@ -1,4 +1,4 @@
-"""`backend="ddp"`: the plan through torch's own reducer, as a fallback and to check ours against.
+"""`reducer="ddp"`: the plan through torch's own reducer, as a fallback and to check ours against.
 
 Stock DDP takes a list of bucket sizes and fills its buckets in ready order, so the groups come out as planned where the
 plan follows the ready order. A communication hook spreads them over the communicators.
@@ -29,16 +29,16 @@ def construct(
     plan: Plan | None,
     strategy: str | None,
     communicators: int | None,
-    wire: torch.dtype | None,
+    reduce_dtype: torch.dtype | None,
 ) -> None:
     """Run torch's own constructor with the plan's bucket sizes."""
     if strategy is not None:
         raise InputError(
-            f"plan={strategy!r} needs backbeat's reducer to measure and switch: give a Plan, or backend='backbeat'"
+            f"plan={strategy!r} needs backbeat's reducer to measure and switch: give a Plan, or reducer='backbeat'"
         )
     if plan is not None and plan.compressed:
         raise InputError(
-            "torch's reducer cannot run a plan with compressed buckets: use backend='backbeat', or a plan without "
+            "torch's reducer cannot run a plan with compressed buckets: use reducer='backbeat', or a plan without "
             "compression"
         )
     if plan is not None:
@@ -47,9 +47,9 @@ def construct(
         arguments = {**arguments, **_caps(plan, module)}
     TorchDDP.__init__(wrapper, **arguments)
     count = communicators or (plan.communicators if plan is not None else 1)
-    if count > 1 or wire is not None:
+    if count > 1 or reduce_dtype is not None:
         links = Communicators(wrapper.process_group, wrapper.device, count)
-        TorchDDP.register_comm_hook(wrapper, (links, wire), _spread)
+        TorchDDP.register_comm_hook(wrapper, (links, reduce_dtype), _spread)
 
 
 def _caps(plan: Plan, module: torch.nn.Module) -> dict[str, Any]:
@@ -58,19 +58,19 @@ def _caps(plan: Plan, module: torch.nn.Module) -> dict[str, Any]:
     caps = [size / 2**20 for size in groups if size]
     if "bucket_cap_mb_list" in inspect.signature(TorchDDP.__init__).parameters:
         return {"bucket_cap_mb_list": caps, "bucket_cap_mb": None}
-    logger.warning("this torch takes one bucket size, not a list: backend='ddp' runs buckets of the plan's mean size")
+    logger.warning("this torch takes one bucket size, not a list: reducer='ddp' runs buckets of the plan's mean size")
     return {"bucket_cap_mb": max(sum(caps) / len(caps), 1e-6)}
 
 
 def _spread(state, bucket):  # type: ignore[no-untyped-def]  # torch inspects a hook's annotations and refuses strings
     """Each bucket on the communicator its number gives it, scaled before the sum."""
-    links, wire = state
+    links, reduce_dtype = state
     buffer = bucket.buffer()
-    message = buffer.mul_(1.0 / links.size) if wire is None else buffer.mul(1.0 / links.size).to(wire)
+    message = buffer.mul_(1.0 / links.size) if reduce_dtype is None else buffer.mul(1.0 / links.size).to(reduce_dtype)
     future = links[bucket.index() % len(links)].all_reduce(message).get_future()
 
     def arrived(done: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
         found = done.value()[0]
-        return found if wire is None else buffer.copy_(found)
+        return found if reduce_dtype is None else buffer.copy_(found)
 
     return future.then(arrived)

@@ -22,7 +22,7 @@ from backbeat.runtime.compressed.updates import check as check_optimizer
 from backbeat.runtime.memory.budget import apply_memory, check_memory, ends_with, within_budget
 from backbeat.runtime.reduce import partition as partitions
 from backbeat.runtime.reduce import stock
-from backbeat.runtime.reduce.arguments import UNSUPPORTED, WIRE, TorchDDP, bind, process_group_of, resolve_plan
+from backbeat.runtime.reduce.arguments import REDUCE_DTYPES, UNSUPPORTED, TorchDDP, bind, process_group_of, resolve_plan
 from backbeat.runtime.reduce.attributes import cap_bytes_of, set_torch_attributes
 from backbeat.runtime.reduce.bucket_report import Report, make_report
 from backbeat.runtime.reduce.comm_hooks import builtin
@@ -47,11 +47,11 @@ class DistributedDataParallel(TorchDDP):  # type: ignore[misc]
         "auto" starts with DDP's groups, measures, plans and switches; "auto" goes on watching.
     network: a `Network`, a name or a path to plan with; measured on the job's own ranks where it is not given.
     communicators: how many groups may travel at once; the plan's own number where it is not given.
-    backend: "backbeat", or "ddp" to run the plan through torch's own reducer.
-    wire: "bf16" or "fp16" to send wider gradients in that format.
+    reducer: "backbeat", or "ddp" to run the plan through torch's own reducer.
+    reduce_dtype: "bf16" or "fp16" to send wider gradients in that format.
     strict: on a GPU, learn at the end of every backward, not at the next one, that another rank broke off its backward
         or is in another step; costs a wait for the device in each step.
-    sparse: for plans with compressed groups: `backbeat.runtime.compressed.Options`, or a dict of them.
+    compression: for plans with compressed groups: `backbeat.runtime.compressed.CompressionOptions`, or a dict of them.
     memory_budget: bytes, or text like "6GB", that an iteration may take at most on the device. Activations are kept,
         recomputed or offloaded as the plan's own memory part says, or as planned here from `profile`.
     profile: a `Profile`, a name or a path, for `memory_budget` where the plan has no memory part.
@@ -64,32 +64,35 @@ class DistributedDataParallel(TorchDDP):  # type: ignore[misc]
         plan: Plan | str | os.PathLike[str] | None = None,
         network: Network | str | os.PathLike[str] | None = None,
         communicators: int | None = None,
-        backend: str = "backbeat",
-        wire: str | torch.dtype | None = None,
+        reducer: str = "backbeat",
+        reduce_dtype: str | torch.dtype | None = None,
         strict: bool = False,
-        sparse: CompressionOptions | Mapping[str, Any] | None = None,
+        compression: CompressionOptions | Mapping[str, Any] | None = None,
         memory_budget: int | str | None = None,
         profile: Profile | str | os.PathLike[str] | None = None,
         **kwargs: Any,
     ) -> None:
         arguments = bind(module, args, kwargs)
-        if backend not in ("backbeat", "ddp"):
-            raise InputError(f"backend is {backend!r}: it must be 'backbeat' or 'ddp'")
-        if wire is not None and wire not in WIRE:
+        if reducer not in ("backbeat", "ddp"):
+            raise InputError(f"reducer is {reducer!r}: it must be 'backbeat' or 'ddp'")
+        if reduce_dtype is not None and reduce_dtype not in REDUCE_DTYPES:
             raise InputError(
-                f"wire is {wire!r}: it must be 'bf16' or 'fp16', or left out to send gradients as they are"
+                f"reduce_dtype is {reduce_dtype!r}: it must be 'bf16' or 'fp16', or left out to send gradients as "
+                "they are"
             )
         if communicators is not None and communicators < 1:
             raise InputError(f"communicators is {communicators}: it must be 1 or more")
         check_model(module)
-        self._backbeat_backend = backend
+        self._backbeat_reducer = reducer
         loaded, strategy = resolve_plan(plan)
         workers = dist.get_world_size(process_group_of(arguments))
         loaded, memory = within_budget(loaded, strategy, memory_budget, profile, network, workers)
         strategy = strategy if loaded is None else None
         check_memory(module, memory)
-        if backend == "ddp":
-            stock.construct(self, arguments, loaded, strategy, communicators, WIRE[wire] if wire else None)
+        if reducer == "ddp":
+            stock.construct(
+                self, arguments, loaded, strategy, communicators, REDUCE_DTYPES[reduce_dtype] if reduce_dtype else None
+            )
             self._memory = apply_memory(self, module, memory)
             return
         for name, advice in UNSUPPORTED.items():
@@ -103,11 +106,11 @@ class DistributedDataParallel(TorchDDP):  # type: ignore[misc]
             strategy=strategy,
             network=network,
             communicators=communicators,
-            wire=WIRE[wire] if wire else None,
+            reduce_dtype=REDUCE_DTYPES[reduce_dtype] if reduce_dtype else None,
             strict=strict,
             cap_bytes=cap_bytes_of(arguments),
             find_unused=self.find_unused_parameters,
-            sparse=options_of(sparse),
+            compression=options_of(compression),
         )
         self._warns_of_scaling = self.compressed
         self._assign_modules_buffers()
@@ -151,7 +154,7 @@ class DistributedDataParallel(TorchDDP):  # type: ignore[misc]
     @property
     def compressed(self) -> bool:
         """Some groups of the plan travel compressed."""
-        if self._backbeat_backend == "ddp":
+        if self._backbeat_reducer == "ddp":
             return False
         return self._settings.plan is not None and self._settings.plan.compressed
 
@@ -203,7 +206,7 @@ class DistributedDataParallel(TorchDDP):  # type: ignore[misc]
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return super().forward(*inputs, **kwargs)
-        if self._backbeat_backend == "ddp" or profiling():
+        if self._backbeat_reducer == "ddp" or profiling():
             return super().forward(*inputs, **kwargs)
         # What torch's own does, without its span for a profiler: that alone costs more than the rest.
         inputs, kwargs = self._pre_forward(*inputs, **kwargs)
@@ -242,8 +245,8 @@ class DistributedDataParallel(TorchDDP):  # type: ignore[misc]
 
     def report(self) -> Report:
         """Predicted and measured times of every group; printed, a table."""
-        if self._backbeat_backend == "ddp" or self.reducer is None:
-            raise InputError("report() needs backbeat's reducer: use backend='backbeat' and run a step")
+        if self._backbeat_reducer == "ddp" or self.reducer is None:
+            raise InputError("report() needs backbeat's reducer: use reducer='backbeat' and run a step")
         return make_report(self.reducer, self.runner.recorder, self.runner.tuner, self._settings.plan)
 
     def counters(self) -> dict[str, float]:
@@ -262,7 +265,7 @@ class DistributedDataParallel(TorchDDP):  # type: ignore[misc]
 
     @_disable_dynamo  # type: ignore[untyped-decorator]
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
-        if self._backbeat_backend == "ddp":
+        if self._backbeat_reducer == "ddp":
             found: tuple[Any, Any] = super()._pre_forward(*inputs, **kwargs)
             return found
         training = torch.is_grad_enabled()
@@ -307,7 +310,7 @@ class DistributedDataParallel(TorchDDP):  # type: ignore[misc]
 
     @_disable_dynamo  # type: ignore[untyped-decorator]
     def _post_forward(self, output: Any) -> Any:
-        if self._backbeat_backend == "ddp":
+        if self._backbeat_reducer == "ddp":
             return super()._post_forward(output)
         if self._check_sync_bufs_post_fwd():
             self._sync_buffers()
@@ -333,7 +336,7 @@ class DistributedDataParallel(TorchDDP):  # type: ignore[misc]
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Let a hook written for stock DDP reduce the groups; the plan still says which and when."""
-        if self._backbeat_backend == "ddp":
+        if self._backbeat_reducer == "ddp":
             super().register_comm_hook(state, hook)
             return
         self._check_comm_hook(hook)
@@ -344,19 +347,19 @@ class DistributedDataParallel(TorchDDP):  # type: ignore[misc]
         self._comm_hooks.append((hook, state))
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
-        if self._backbeat_backend == "ddp":
+        if self._backbeat_reducer == "ddp":
             super()._register_builtin_comm_hook(comm_hook_type)
             return
         self.register_comm_hook(self.process_group, builtin(comm_hook_type))
 
     def _register_fused_optim(self, optim: type, *args: Any, optim_params: Any = None, **kwargs: Any) -> None:
-        if self._backbeat_backend == "ddp":
+        if self._backbeat_reducer == "ddp":
             super()._register_fused_optim(optim, *args, optim_params=optim_params, **kwargs)
             return
-        raise InputError("an optimizer fused into DDP's buckets is not supported: use backend='ddp'")
+        raise InputError("an optimizer fused into DDP's buckets is not supported: use reducer='ddp'")
 
     def join_hook(self, **kwargs: Any) -> Any:
-        if self._backbeat_backend == "ddp":
+        if self._backbeat_reducer == "ddp":
             return super().join_hook(**kwargs)
         if self.reducer is None:
             self._build()
@@ -364,13 +367,13 @@ class DistributedDataParallel(TorchDDP):  # type: ignore[misc]
 
     def _set_static_graph(self) -> None:
         """Accepted, and not needed: the reducer learns the graph and follows it when it changes."""
-        if self._backbeat_backend == "ddp":
+        if self._backbeat_reducer == "ddp":
             super()._set_static_graph()
             return
         self.static_graph = True
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
-        if self._backbeat_backend == "ddp":
+        if self._backbeat_reducer == "ddp":
             return dict(super()._get_ddp_logging_data())
         buckets = self.reducer.buckets
         return {
@@ -391,18 +394,18 @@ class DistributedDataParallel(TorchDDP):  # type: ignore[misc]
         }
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
-        if self._backbeat_backend == "ddp":
+        if self._backbeat_reducer == "ddp":
             super()._set_ddp_runtime_logging_sample_rate(sample_rate)
 
     def _remove_autograd_hooks(self) -> None:
-        if self._backbeat_backend == "ddp":
+        if self._backbeat_reducer == "ddp":
             super()._remove_autograd_hooks()
         elif self.reducer is not None:
             self.reducer.remove_hooks()
 
     def _update_process_group(self, new_process_group: Any) -> None:
         """Go on with another set of ranks: new communicators, and stock groups until a plan fits again."""
-        if self._backbeat_backend == "ddp":
+        if self._backbeat_reducer == "ddp":
             super()._update_process_group(new_process_group)
             return
         self.reducer.remove_hooks()
@@ -410,7 +413,7 @@ class DistributedDataParallel(TorchDDP):  # type: ignore[misc]
         self._build()
 
     def __getstate__(self) -> dict[str, Any]:
-        if self._backbeat_backend == "ddp":
+        if self._backbeat_reducer == "ddp":
             return dict(super().__getstate__())
         self._check_default_group()
         state = dict(self.__dict__)
@@ -421,7 +424,7 @@ class DistributedDataParallel(TorchDDP):  # type: ignore[misc]
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        if state.get("_backbeat_backend") == "ddp":
+        if state.get("_backbeat_reducer") == "ddp":
             super().__setstate__(state)
             ends_with(self, self._memory)
             return

@@ -1,6 +1,6 @@
 """Training with compressed buckets against dense training: the loss that each reaches in as many steps.
 
-    python benchmarks/sparse_convergence.py [--task cnn,transformer] [--steps 600] [--seeds 0,1,2] [--json FILE]
+    python benchmarks/topk_convergence.py [--task cnn,transformer] [--steps 600] [--seeds 0,1,2] [--json FILE]
 
 Two ranks over gloo, on generated data. `cnn`: images of noise with one of eight small patterns somewhere, to be told
 apart by a small convolutional network. `transformer`: sequences to be reversed by a small transformer. Every method
@@ -115,7 +115,7 @@ def plan_of(model: nn.Module, compression: Compression) -> Plan:
     size = math.ceil(len(matrices) / 3)
     buckets = [matrices[start : start + size] for start in range(0, len(matrices), size)]
     return Plan(
-        strategy="sparse",
+        strategy="compressed",
         model=type(model).__name__,
         communicators=1,
         buckets=(
@@ -136,7 +136,7 @@ def train(task: str, method: str, seed: int, steps: int, rank: int) -> float:
     else:
         chosen = {key: value for key, value in options.items() if key != "warmup"}
         chosen["warmup_steps"] = int(options.get("warmup", 0) * steps)
-        wrapped = DistributedDataParallel(model, plan=plan_of(model, compression), sparse=chosen)
+        wrapped = DistributedDataParallel(model, plan=plan_of(model, compression), compression=chosen)
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=rate, momentum=0.9)
     if compression is not None:
         wrapped.attach(optimizer, max_grad_norm=None)
@@ -192,7 +192,7 @@ def work(arguments: argparse.Namespace) -> None:
 
 def save(arguments: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
     record = {
-        "command": " ".join(["python", "benchmarks/sparse_convergence.py", *arguments.given]),
+        "command": " ".join(["python", "benchmarks/topk_convergence.py", *arguments.given]),
         "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}",
         "date": datetime.now(UTC).date().isoformat(),
         "rows": rows,

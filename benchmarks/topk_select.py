@@ -1,6 +1,6 @@
 """Finding the largest elements: `torch.topk` over everything, and backbeat's selection.
 
-    python benchmarks/sparse_select.py [--device cuda] [--elements 1000000,4000000,25000000] [--density 0.01]
+    python benchmarks/topk_select.py [--device cuda] [--elements 1000000,4000000,25000000] [--density 0.01]
 
 Each is timed in turn, several times, on one thread (or on the device, with events); printed are medians and ratios.
 """

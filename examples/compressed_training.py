@@ -1,6 +1,6 @@
 """Send one gradient in a hundred, and keep the rest for later.
 
-    torchrun --nproc-per-node 2 examples/sparse_training.py [folder for the residuals]
+    torchrun --nproc-per-node 2 examples/compressed_training.py [folder for the residuals]
 
 A plan says which buckets are compressed; `backbeat plan` chooses them by predicted time where the network is slow. Here
 one
@@ -28,7 +28,7 @@ def main() -> None:
     names = [name for name, _ in model.named_parameters()][::-1]
     one_percent = Compression(density=0.01)
     plan = Plan(
-        strategy="sparse",
+        strategy="compressed",
         model="example",
         communicators=1,
         buckets=(
@@ -36,7 +36,7 @@ def main() -> None:
             Bucket(gradients=tuple(n for n in names if n.endswith("bias")), communicator=0),
         ),
     )
-    wrapped = DistributedDataParallel(model, plan=plan, sparse={"momentum_correction": True, "warmup_steps": 60})
+    wrapped = DistributedDataParallel(model, plan=plan, compression={"momentum_correction": True, "warmup_steps": 60})
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.02, momentum=0.9)
     wrapped.attach(optimizer, max_grad_norm=None)
 

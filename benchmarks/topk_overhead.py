@@ -1,7 +1,7 @@
 """What compression costs beside the computation: one rank, so that nothing travels, against dense buckets and a naive
 loop.
 
-    python benchmarks/sparse_overhead.py [--device cuda] [--model resnet152,bert_large] [--batch-size 64] [--json FILE]
+    python benchmarks/topk_overhead.py [--device cuda] [--model resnet152,bert_large] [--batch-size 64] [--json FILE]
 
 Sides: `dense`, the wrapper with dense buckets of 25 MiB and SGD with momentum; `compressed`, the same buckets as top-k
 with the optimizer handed over, with and without momentum correction, with residuals on the device or the host; `naive`,
@@ -112,7 +112,7 @@ def side(name: str, model: nn.Module, density: float) -> tuple[Any, Callable[[],
     wrapped = DistributedDataParallel(
         model,
         plan=plan_of(model, compression, host="host" in words),
-        sparse={"momentum_correction": "corrected" in words},
+        compression={"momentum_correction": "corrected" in words},
     )
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=1e-4, momentum=0.9)
     if compression is not None:
@@ -208,7 +208,7 @@ def main() -> None:
                 rows = found
                 if arguments.json:
                     record = {
-                        "command": " ".join(["python", "benchmarks/sparse_overhead.py", *sys.argv[1:]]),
+                        "command": " ".join(["python", "benchmarks/topk_overhead.py", *sys.argv[1:]]),
                         "machine": where, "torch": torch.__version__, "batch_size": arguments.batch_size,
                         "density": arguments.density, "date": datetime.now(UTC).date().isoformat(), "rows": rows,
                     }  # fmt: skip

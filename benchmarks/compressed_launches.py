@@ -1,6 +1,6 @@
 """What compressed buckets make the host do: operations of one step, by what they are for, counted without a GPU.
 
-    python benchmarks/encoded_launches.py [--profile NAME] [--bucket-mib 50,120]
+    python benchmarks/compressed_launches.py [--profile NAME] [--bucket-mib 50,120]
 
 The gradients of a profile, in the order in which they become ready, with a model that computes next to nothing; sizes
 are cut by `--shrink` (64: 16 MiB become 256 KiB), so little that messages keep their format. Paths that a GPU takes are
