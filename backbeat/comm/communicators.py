@@ -1,4 +1,4 @@
-"""Communicators: communicators that carry one group at a time, in the order given.
+"""Communicators that carry one collective at a time, in the order given.
 
 A gloo process group runs two collectives at once on two worker threads, and two all-reduces of one size that meet in
 another order on another rank return each other's sums without a word. A communicator is therefore a communicator of our

@@ -1,4 +1,4 @@
-"""`plan="auto"`: measure under DDP's groups, plan, switch, and go back if that was no gain.
+"""`plan="auto"`: measure under DDP's buckets, plan, switch, and go back if that was no gain.
 
 Everything happens at the end of a step, in the same step on every rank: decisions come from figures summed over ranks
 or from rank 0, and a new partition is compared between ranks before it runs.
@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger("backbeat.runtime")
 
 SETTLE_STEPS = 3
-"""Steps after a change of groups that are not measured."""
+"""Steps after a change of buckets that are not measured."""
 MEASURED_STEPS = 10
 TOLERANCE = 0.02
-"""A plan may measure this much slower than DDP's groups before it is given up."""
+"""A plan may measure this much slower than DDP's buckets before it is given up."""
 DRIFT = 0.5
 """Exposed time may move by this share of itself before the tuner plans anew."""
 DRIFT_FLOOR = 0.02
@@ -44,7 +44,7 @@ CALIBRATE_BYTES = (4096, 65536, 524288, 2**20, 4 * 2**20, 16 * 2**20)
 
 
 class Tuner:
-    """Takes one wrapper from DDP's groups to a plan, and watches it."""
+    """Takes one wrapper from DDP's buckets to a plan, and watches it."""
 
     def __init__(
         self,
@@ -147,7 +147,7 @@ class Tuner:
             if not self._auto:
                 raise InputError(f"planning with {self._strategy!r} failed: {text.removeprefix('error: ')}")
             self._settle(
-                f"staying with DDP's groups, planning failed: {text.removeprefix('error: ')}", iteration, exposed
+                f"staying with DDP's buckets, planning failed: {text.removeprefix('error: ')}", iteration, exposed
             )
             return
         plan = decode(text.encode(), Plan, where="rank 0's plan")
@@ -156,7 +156,7 @@ class Tuner:
         self.iteration_s, self.exposed_s = iteration, exposed
         partition = partitions.from_plan(plan, runner.roster.names, runner.roster.parameters, runner.roster.sparse)
         if partition.buckets == self._base.buckets:
-            self._settle(f"{plan.strategy} chose the groups that already run", iteration, exposed)
+            self._settle(f"{plan.strategy} chose the buckets that already run", iteration, exposed)
             return
         runner.switch(partition)
         self._say(
@@ -167,14 +167,14 @@ class Tuner:
         self._begin("trying")
 
     def _judge(self) -> None:
-        """Keep the plan unless it measured worse than DDP's groups; a strategy asked for by name stays in any case."""
+        """Keep the plan unless it measured worse than DDP's buckets; a strategy asked for by name stays in any case."""
         rounds = self._runner.recorder.rounds()
         iteration, exposed = self._iteration(rounds), self._exposed(rounds)
         if self._auto and iteration > self._base_s * (1 + TOLERANCE):
             self._runner.switch(self._base)
             self.prediction = None
             self._settle(
-                f"going back to DDP's groups: the plan measured {iteration * 1e3:.2f} ms an iteration, "
+                f"going back to DDP's buckets: the plan measured {iteration * 1e3:.2f} ms an iteration, "
                 f"they took {self._base_s * 1e3:.2f} ms",
                 self._base_s,
                 None,

@@ -48,7 +48,7 @@ class Log:
         if communicator not in self._seen:
             # In the order of their first use. A process group carries what is not the wrapper's own, too.
             if isinstance(communicator, dist.ProcessGroup):
-                self._seen[communicator] = "bucket"
+                self._seen[communicator] = "group"
             else:
                 self._seen[communicator] = str(self._count)
                 self._count += 1

@@ -22,7 +22,7 @@ def no_plan(ctx: Context) -> None:
 
 
 @scenario("two communicators")
-def two_channels(ctx: Context) -> None:
+def two_communicators(ctx: Context) -> None:
     model = ctx.build(lambda: mlp(depth=6))
     oracle = Oracle(ctx, model)
     train(ctx, model, ctx.wrap(model, plan=small_plan(model, communicators=2)), oracle, steps=5)

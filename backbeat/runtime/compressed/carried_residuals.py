@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Carried:
-    """Residuals, with velocities, of parameters that no compressed group has at present; and how many steps there
+    """Residuals, with velocities, of parameters that no compressed bucket has at present; and how many steps there
     were."""
 
     def __init__(self, job: Job) -> None:
@@ -30,7 +30,7 @@ class Carried:
         return self._job.step + self._steps_before
 
     def take_out(self, buckets: Sequence[CompressedBucket]) -> None:
-        """Copies of every residual in the groups."""
+        """Copies of every residual in the buckets."""
         with torch.no_grad():
             for bucket in buckets:
                 values, velocities = bucket.held()
@@ -40,7 +40,7 @@ class Carried:
                         self._held[self._job.names[place]] = (values[position], velocity)
 
     def bring_back(self, buckets: Sequence[CompressedBucket]) -> None:
-        """Give the groups what their members are owed."""
+        """Give the buckets what their members are owed."""
         for bucket in buckets:
             for place in bucket.members:
                 found = self._held.pop(self._job.names[place], None)

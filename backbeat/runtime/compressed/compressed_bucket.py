@@ -1,4 +1,4 @@
-"""The memory of a compressed group: a residual that gradients are added to, and no gradient buffer.
+"""The memory of a compressed bucket: a residual that gradients are added to, and no gradient buffer.
 
 The residual is accumulator and residual in one. What a gradient brings is added to it, and the gradient's own memory is
 free again; what the compressor sends is subtracted. It is never anybody's `.grad`.
@@ -29,7 +29,7 @@ HOSTS = {"cpu"}
 
 
 class CompressedBucket(BucketBuffer):
-    """One group. `store` keeps its residual; `dense`: the decoded mean gets a buffer of its own, to be `.grad`."""
+    """One bucket. `store` keeps its residual; `dense`: the decoded mean gets a buffer of its own, to be `.grad`."""
 
     compressed = True
 
@@ -85,7 +85,7 @@ class CompressedBucket(BucketBuffer):
         self.frozen: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
         """Residual and velocity of members that were frozen since."""
         self.whole = False
-        """In this round, every member arrived before the group left."""
+        """In this round, every member arrived before the bucket left."""
         self.work: Any = None
         self.result: torch.Tensor | None = None
         """What the collective under way brings."""
@@ -147,7 +147,7 @@ class CompressedBucket(BucketBuffer):
                 round_.used[place] = 1
 
     def _freeze(self, position: int) -> None:
-        """A weight that must not move: what it is owed waits outside the group."""
+        """A weight that must not move: what it is owed waits outside the bucket."""
         _, values, velocities = self._opened()
         velocity = velocities[position].clone() if velocities else None
         self.frozen[position] = (values[position].clone(), velocity)
@@ -157,7 +157,7 @@ class CompressedBucket(BucketBuffer):
         self.touched[position] = 0
 
     def fold(self, place: int) -> None:
-        """Add a gradient that comes after the group has left: it goes with the next step."""
+        """Add a gradient that comes after the bucket has left: it goes with the next step."""
         position = self._positions[place]
         gradient = self.parameters[position].grad
         if gradient is not None:
@@ -170,8 +170,8 @@ class CompressedBucket(BucketBuffer):
         for position, gradient in zip(positions, gradients, strict=True):
             if gradient.layout is not torch.strided:
                 raise InputError(
-                    f"a gradient of shape {tuple(gradient.shape)} is {gradient.layout}, and its group is compressed: "
-                    "make it dense (sparse=False), or leave the compression out of its group"
+                    f"a gradient of shape {tuple(gradient.shape)} is {gradient.layout}, and its bucket is compressed: "
+                    "make it dense (sparse=False), or leave the compression out of its bucket"
                 )
             alike = alike and gradient.dtype == self.dtype
             self.parameters[position].grad = None
@@ -198,7 +198,7 @@ class CompressedBucket(BucketBuffer):
             torch._foreach_add_(_at(values, positions, whole), _at(velocities, positions, whole))
 
     def _gathering(self, positions: Sequence[int], whole: bool) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Room for all gradients in the residual's format, lent by whoever has groups that take turns."""
+        """Room for all gradients in the residual's format, lent by whoever has buckets that take turns."""
         flat = self._gathered.lend(self.dtype, self.device)[: self.numel]
         if self._slots_lent is None or self._slots_lent[0] != flat.data_ptr():
             self._slots_lent = (flat.data_ptr(), views_of(flat, self._layout))

@@ -1,12 +1,12 @@
-"""Compressed groups: what a gradient leaves unsent stays in a residual and goes later.
+"""Compressed buckets: what a gradient leaves unsent stays in a residual and goes later.
 
-A group is compressed when it leaves, in its turn, during backward. Three ways to deliver: without an optimizer handed
-over, `.grad` is the decoded mean when backward ends; with one (`attach`), each group is decoded into memory that all
-groups share and its parameters are updated as soon as it has arrived, so that beside weights, optimizer state and
-residuals the device holds one group. To be clipped by their global norm, gradients wait for the last group as they do
+A bucket is compressed when it leaves, in its turn, during backward. Three ways to deliver: without an optimizer handed
+over, `.grad` is the decoded mean when backward ends; with one (`attach`), each bucket is decoded into memory that all
+buckets share and its parameters are updated as soon as it has arrived, so that beside weights, optimizer state and
+residuals the device holds one bucket. To be clipped by their global norm, gradients wait for the last bucket as they do
 without an optimizer, and all updates follow at the end of backward.
 
-Ranks stay alike whatever happens: a group that is updated as soon as it arrives is so on every rank, even where the
+Ranks stay alike whatever happens: a bucket that is updated as soon as it arrives is so on every rank, even where the
 step turns out to have failed on one. In the other two ways a failed step is undone instead: every rank takes back what
 it sent.
 """
@@ -45,7 +45,7 @@ _cuda: Any = torch.cuda
 
 
 class CompressedDelivery(Delivery):
-    """Runs partitions of which some groups are compressed."""
+    """Runs partitions of which some buckets are compressed."""
 
     def __init__(self, job: Job, options: CompressionOptions, *, host: bool = False) -> None:
         super().__init__(job)
@@ -55,16 +55,16 @@ class CompressedDelivery(Delivery):
         self._carried = Carried(job)
         self._scratch = Scratch()
         self._gathered = Scratch()
-        """Where gradients of one group are widened; apart from the scratch, which another stream may be using."""
+        """Where gradients of one bucket are widened; apart from the scratch, which another stream may be using."""
         self._compressed: list[CompressedBucket] = []
         self._numbers: torch.Tensor | None = None
         device = job.communicators.device
         self._side: Any = _cuda.Stream(device) if device.type == "cuda" else None
-        # Where waiting means to wait on a stream, decoding is queued when its group leaves.
+        # Where waiting means to wait on a stream, decoding is queued when its bucket leaves.
         self._queues = self._side is not None and job.communicators.backend == "nccl"
         self._recordings = self._new_recordings()
         self._room: torch.Tensor | None = None
-        """Where everybody's message comes in, of a group that is dealt with at once."""
+        """Where everybody's message comes in, of a bucket that is dealt with at once."""
 
     def attach(self, optimizer: Optimizer, *, max_grad_norm: float | None) -> None:
         self.updates.add(
@@ -86,7 +86,7 @@ class CompressedDelivery(Delivery):
             )
 
     def prepare(self, partition: Partition) -> None:
-        # Refuses what cannot be, while the groups there are go on as they were.
+        # Refuses what cannot be, while the buckets there are go on as they were.
         self._stores = Stores(
             partition,
             self.job,
@@ -164,7 +164,7 @@ class CompressedDelivery(Delivery):
         """Tell the others of a gradient that was not finite; `message` will hold the sums."""
         self._numbers = message
         refused = [place for bucket in self._compressed for place in bucket.take_refused()]
-        # They are found beside backward, where groups are compressed.
+        # They are found beside backward, where buckets are compressed.
         self._join()
         faults = [fault for fault in (bucket.fault() for bucket in self._compressed) if fault is not None]
         if refused:
@@ -245,8 +245,8 @@ class CompressedDelivery(Delivery):
 
     def check_hook(self) -> None:
         raise InputError(
-            "a communication hook reduces whole groups, and this plan encodes some of them: leave the hook out, or run "
-            "a plan without compressions"
+            "a communication hook reduces whole buckets, and this plan compresses some: leave the hook out, or run "
+            "a plan without compression"
         )
 
     def state(self) -> dict[str, Any]:
@@ -260,7 +260,7 @@ class CompressedDelivery(Delivery):
         self._carried.load(state, self._compressed)
 
     def _fold_late(self) -> None:
-        """A gradient that its group left without waits in the residual for the next step."""
+        """A gradient that its bucket left without waits in the residual for the next step."""
         round_ = self.job.round
         late = [place for place in round_.late if self.job.bucket_set.buckets[round_.home[place]].compressed]
         if late:
@@ -273,8 +273,8 @@ class CompressedDelivery(Delivery):
             self.job.parameters[place].grad = None
 
     def _gather(self, bucket: CompressedBucket, message: torch.Tensor, *, at_once: bool) -> None:
-        """Send a message and begin to receive everybody's. `at_once`: they are used before any other group's come, so
-        that all groups receive in the same room."""
+        """Send a message and begin to receive everybody's. `at_once`: they are used before any other bucket's come, so
+        that all buckets receive in the same room."""
         needed = message.numel() * self.job.communicators.size
         if not at_once:
             bucket.result = message.new_empty(needed)
@@ -293,7 +293,7 @@ class CompressedDelivery(Delivery):
         bucket.arrive()
 
     def _may_deliver(self, bucket: CompressedBucket) -> bool:
-        """Only where this rank saw every member's gradient may a group be dealt with while backward goes on: then some
+        """Only where this rank saw every member's gradient may a bucket be dealt with while backward goes on: then some
         rank used each of them, which is all that an update must know. A gradient that came late is in `.grad`, which
         an update would take for its own."""
         round_ = self.job.round
@@ -309,7 +309,7 @@ class CompressedDelivery(Delivery):
             bucket.decode()
 
     def _collect(self) -> None:
-        """Deal with groups that have arrived, where the host is told of it."""
+        """Deal with buckets that have arrived, where the host is told of it."""
         if self._queues:
             return
         for index, bucket in enumerate(self.job.bucket_set.buckets[: self.job.round.launched + 1]):

@@ -1,4 +1,4 @@
-"""What a user may choose about compressed groups beside the plan."""
+"""What a user may choose about compressed buckets beside the plan."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from backbeat.errors import InputError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompressionOptions:
-    """How compressed groups are trained with; the plan says which groups are compressed and how."""
+    """How compressed buckets are trained with; the plan says which buckets are compressed and how."""
 
     momentum_correction: bool = False
     """Keep the momentum of an attached SGD per rank, before the selection, in place of the optimizer's own."""

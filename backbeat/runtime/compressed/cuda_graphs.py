@@ -1,6 +1,6 @@
 """The same kernels on the same memory in every step, submitted as one.
 
-Selecting and packing a group takes dozens of launches, and a fast GPU is done with them sooner than the host has
+Selecting and packing a bucket takes dozens of launches, and a fast GPU is done with them sooner than the host has
 submitted them. After a few steps they are recorded as a CUDA graph, which one call submits. What is recorded knows
 addresses, not tensors: whoever calls names every address that is read or written, and a recording is played only where
 all of them are the same again.

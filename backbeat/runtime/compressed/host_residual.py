@@ -1,7 +1,7 @@
-"""Residuals in pinned memory of the host, brought to the device around their own group.
+"""Residuals in pinned memory of the host, brought to the device around their own bucket.
 
-Groups leave in one order, so the next ones are known: while a group is compressed, the one after it streams in on a
-stream of its own, and the one before it streams out. The device holds two groups' worth, whatever the model's size.
+Buckets leave in one order, so the next ones are known: while a bucket is compressed, the one after it streams in on a
+stream of its own, and the one before it streams out. The device holds two buckets' worth, whatever the model's size.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ class Mirror:
         return sum(buffer.numel() * buffer.element_size() for buffer in self._staging)
 
     def open(self, group: int) -> torch.Tensor:
-        """The group's buffer on the device, in the order of the current stream."""
+        """The bucket's buffer on the device, in the order of the current stream."""
         slot = self._turn % len(self._staging)
         if group in self._loaded:
             slot = self._loaded.index(group)
         elif slot in self._slot.values():
-            # Another group, open at this time, is being worked on there.
+            # Another bucket, open at this time, is being worked on there.
             slot = (slot + 1) % len(self._staging)
         self._turn = slot + 1
         self._slot[group] = slot
@@ -64,7 +64,7 @@ class Mirror:
 
     @contextmanager
     def edited(self, group: int) -> Iterator[torch.Tensor]:
-        """The group's buffer on the host, outside its turn; waits for what is under way."""
+        """The bucket's buffer on the host, outside its turn; waits for what is under way."""
         if self._stream is not None:
             self._stream.synchronize()
         yield self._host[group]
@@ -88,7 +88,7 @@ class Mirror:
 
 
 class HostStore(Store):
-    """A group's residual, and velocity, in mirrors that all groups share."""
+    """A bucket's residual, and velocity, in mirrors that all buckets share."""
 
     stays = False
 

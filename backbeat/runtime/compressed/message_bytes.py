@@ -39,7 +39,7 @@ class Format:
 
 @functools.cache
 def format_of(numel: int, density: float) -> Format:
-    """Of a group's message."""
+    """Of a bucket's message."""
     count, blocks = sent_elements(numel, density), block_ends(numel, density)
     return Format(numel, int(count), int(blocks), int(message_bytes(numel, density)))
 
@@ -83,7 +83,7 @@ def _borders(blocks: int, dtype: torch.dtype, device: torch.device) -> torch.Ten
 
 
 _ramps: dict[torch.device, list[torch.Tensor]] = {}
-"""0, 1, 2, … up to the most places that any message had: the last serves all groups in every step. Shorter ones stay,
+"""0, 1, 2, … up to the most places that any message had: the last serves all buckets in every step. Shorter ones stay,
 since recorded kernels read them."""
 
 

@@ -1,4 +1,4 @@
-"""One flat buffer a group that is accumulator and residual, with a velocity beside it for momentum correction."""
+"""One flat buffer a bucket that is accumulator and residual, with a velocity beside it for momentum correction."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ class Residual:
 
 
 class Scratch:
-    """Memory for the largest of several groups, which they use in turn."""
+    """Memory for the largest of several buckets, which they use in turn."""
 
     def __init__(self) -> None:
         self._sizes: dict[torch.dtype, int] = {}
         self._buffers: dict[torch.dtype, torch.Tensor] = {}
 
     def want(self, numel: int, dtype: torch.dtype) -> None:
-        """A group of this size will ask."""
+        """A bucket of this size will ask."""
         self._sizes[dtype] = max(numel, self._sizes.get(dtype, 0))
 
     def lend(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -58,7 +58,7 @@ class Scratch:
 
 
 class Store:
-    """Where a group's residual is between its turns: here, on the device."""
+    """Where a bucket's residual is between its turns: here, on the device."""
 
     stays = True
     """It is there at any time."""

@@ -1,4 +1,4 @@
-"""Where the residuals of a partition's compressed groups live."""
+"""Where the residuals of a partition's compressed buckets live."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def dtype_of(spec: BucketSpec, job: Job) -> torch.dtype:
-    """Of the group's residual."""
+    """Of the bucket's residual."""
     return dtype_for(job.parameters[spec.members[0]].dtype)
 
 
@@ -25,7 +25,7 @@ def numel_of(spec: BucketSpec, job: Job) -> int:
 
 
 class Stores:
-    """Residuals of one partition, on the device or in mirrors on the host that groups of a dtype share."""
+    """Residuals of one partition, on the device or in mirrors on the host that buckets of a dtype share."""
 
     def __init__(self, partition: Partition, job: Job, *, host: bool, velocity: bool, masked: bool) -> None:
         self._job = job
@@ -43,7 +43,7 @@ class Stores:
             self._mirrors[dtype] = (specs, Mirror(sizes, dtype, device), beside)
 
     def of(self, spec: BucketSpec) -> Store:
-        """A group's."""
+        """A bucket's."""
         dtype = dtype_of(spec, self._job)
         if dtype in self._mirrors:
             specs, values, velocities = self._mirrors[dtype]
@@ -53,7 +53,7 @@ class Stores:
 
 
 def check(spec: BucketSpec, job: Job) -> None:
-    """Refuse a group that cannot be compressed."""
+    """Refuse a bucket that cannot be compressed."""
     for place in spec.members:
         if not job.parameters[place].dtype.is_floating_point:
             raise InputError(

@@ -13,7 +13,7 @@ from backbeat.runtime.compressed.residual import Residual
 
 
 class TopK:
-    """One group's compression. Its message stays where it is from step to step, so that kernels can be recorded.
+    """One bucket's compression. Its message stays where it is from step to step, so that kernels can be recorded.
 
     `recordings`: those of the stream that all its work is done on; None on a host.
     """
@@ -28,7 +28,7 @@ class TopK:
         self._taken: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def encode(self, residual: Residual, density: float | None = None) -> torch.Tensor:
-        """Take what is sent out of the residual, as a message that every rank gathers. `density` replaces the group's
+        """Take what is sent out of the residual, as a message that every rank gathers. `density` replaces the bucket's
         own while warming up.
 
         What is not finite counts as larger than anything, so that some of it is among what was selected if there is

@@ -1,4 +1,4 @@
-"""What it costs to pick what is sent of a group, and to put together what came: top-k, per byte and per group."""
+"""What it costs to pick what is sent of a bucket, and to put together what came: top-k, per byte and per bucket."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _HEAD_START_S = 4e-3
 
 
 class Compression(NamedTuple):
-    """What compression a group costs: so much a byte, and so much however small it is."""
+    """What compression a bucket costs: so much a byte, and so much however small it is."""
 
     s_per_byte: float
     s_per_bucket: float
 
 
 def compression_of(training: Training, gradient_bytes: int) -> Compression | None:
-    """Of groups up to the size of all gradients together; None where the device has no memory left."""
+    """Of buckets up to the size of all gradients together; None where the device has no memory left."""
     most = _MOST_ELEMENTS.get(training.device.type, _MOST_ELEMENTS_ELSEWHERE)
     elements = min(max(gradient_bytes // 4, _FEWEST_ELEMENTS), most)
     try:
@@ -48,7 +48,7 @@ def compression_of(training: Training, gradient_bytes: int) -> Compression | Non
 
 
 def _samples(training: Training, elements: int, *, head_start: bool) -> tuple[float, float]:
-    """Median seconds of the host, to submit a group of this size, and of the device."""
+    """Median seconds of the host, to submit a bucket of this size, and of the device."""
     # Here, since most who measure never compress.
     from backbeat.runtime.compressed.cuda_graphs import Recordings
     from backbeat.runtime.compressed.residual import Residual, accumulate, add_all

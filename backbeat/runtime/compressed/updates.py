@@ -30,9 +30,9 @@ PER_PARAMETER = {
     "SGD", "SparseAdam",
 }  # fmt: skip
 _Share = tuple[Optimizer, int, "list[Any]"]
-"""An optimizer, one of its groups by number, and parameters of that group."""
+"""An optimizer, one of its buckets by number, and parameters of that bucket."""
 _MOST_SHARES = 1024
-"""Where other parameters of a group are used in every step, what is looked up once is never asked for again."""
+"""Where other parameters of a bucket are used in every step, what is looked up once is never asked for again."""
 
 
 class Updates:
@@ -46,7 +46,7 @@ class Updates:
         self._optimizers: list[Optimizer] = []
         self._owners: dict[int, tuple[Optimizer, int]] = {}
         self._known: list[tuple[int, ...]] = []
-        """Which parameters each group of each optimizer had when owners were looked up, and which there were."""
+        """Which parameters each bucket of each optimizer had when owners were looked up, and which there were."""
         self._shares: dict[tuple[int, ...], list[_Share]] = {}
         """Of parameters that were updated together: whose they are."""
 
@@ -222,7 +222,7 @@ def plainly(device_type: str) -> Iterator[None]:
 
 
 def _run(optimizer: Optimizer, group: dict[str, Any]) -> None:
-    """The optimizer's own update, over this group alone, without the user's hooks on `step`."""
+    """The optimizer's own update, over this bucket alone, without the user's hooks on `step`."""
     step: Any = type(optimizer).step
     if getattr(step, "hooked", False):
         step = step.__wrapped__

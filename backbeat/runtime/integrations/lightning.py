@@ -56,7 +56,7 @@ def strategy_class(package: str) -> type[Any]:
 
         @classmethod
         def register_strategies(cls, registry: Any) -> None:
-            registry.register(cls.strategy_name, cls, description="DDP with backbeat's planned gradient groups")
+            registry.register(cls.strategy_name, cls, description="DDP with backbeat's planned gradient buckets")
 
     if "backbeat" not in strategies.StrategyRegistry:
         BackbeatStrategy.register_strategies(strategies.StrategyRegistry)

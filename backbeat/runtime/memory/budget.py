@@ -30,8 +30,8 @@ def within_budget(
 ) -> tuple[Plan | None, MemoryPlan | None]:
     """The plan to run and the memory plan to apply; refused where the budget cannot be kept, or not be known to be.
 
-    A plan that has a memory plan brings it along. Otherwise one is made from the profile: together with the groups
-    where a strategy and a network are named, and around the groups as they are where not.
+    A plan that has a memory plan brings it along. Otherwise one is made from the profile: together with the buckets
+    where a strategy and a network are named, and around the buckets as they are where not.
     """
     if budget is None:
         if profile is not None:

@@ -27,8 +27,8 @@ REDUCE_DTYPES: dict[Any, torch.dtype] = {
 }
 UNSUPPORTED = {
     "mixed_precision": "use torch.autocast, or reducer='ddp'",
-    "delay_all_reduce_named_params": "put these gradients in the plan's last group, or use reducer='ddp'",
-    "param_to_hook_all_reduce": "put these gradients in the plan's last group, or use reducer='ddp'",
+    "delay_all_reduce_named_params": "put these gradients in the plan's last bucket, or use reducer='ddp'",
+    "param_to_hook_all_reduce": "put these gradients in the plan's last bucket, or use reducer='ddp'",
 }
 
 
@@ -68,7 +68,7 @@ def resolve_plan(plan: Plan | str | os.PathLike[str] | None) -> tuple[Plan | Non
         raise _decoupled()
     if found is not None and found.dynamic is not None:
         raise InputError(
-            f"the plan's strategy {found.strategy!r} forms groups at run time, which fixed groups cannot run: "
+            f"the plan's strategy {found.strategy!r} forms buckets at run time, which fixed buckets cannot run: "
             "plan with another strategy"
         )
     return found, strategy
@@ -89,7 +89,7 @@ def _check_spelling(plan: str) -> None:
 
 
 def respread(plan: Plan, communicators: int) -> Plan:
-    """The same groups in the same order, round robin over another number of communicators."""
+    """The same buckets in the same order, round robin over another number of communicators."""
     groups = tuple(
         msgspec.structs.replace(group, communicator=index % communicators) for index, group in enumerate(plan.buckets)
     )
@@ -97,7 +97,7 @@ def respread(plan: Plan, communicators: int) -> Plan:
 
 
 def strategies() -> set[str]:
-    """Names that plan fixed groups."""
+    """Names that plan fixed buckets."""
     from backbeat.planners import STRATEGIES
 
     return set(STRATEGIES) - {"horovod", "decoupled", "compressed"}

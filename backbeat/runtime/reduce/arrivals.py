@@ -29,7 +29,7 @@ def watch(
 ) -> Any:
     """Count the parameter's gradients down in the round; returns the hook's handle.
 
-    `slowly` hears of arrivals that are not ordinary, `flights` when a group is complete. Both are held weakly: a
+    `slowly` hears of arrivals that are not ordinary, `flights` when a bucket is complete. Both are held weakly: a
     wrapper that is dropped must stop communicating, though its model lives on.
     """
 

@@ -1,4 +1,4 @@
-"""The memory of one group: a flat buffer whose slices are the gradients."""
+"""The memory of one bucket: a flat buffer whose slices are the gradients."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 
 class BucketBuffer:
-    """One group's gradients, contiguous, with room for the control numbers behind them where it is the last group.
+    """One bucket's gradients, contiguous, with room for the control numbers behind them where it is the last bucket.
 
-    After a step `.grad` of each member is a view into the buffer. While the group travels `.grad` is None: a gradient
+    After a step `.grad` of each member is a view into the buffer. While the bucket travels `.grad` is None: a gradient
     that autograd produces then is a tensor of its own and cannot write into a buffer in flight.
     """
 
@@ -189,7 +189,7 @@ class BucketBuffer:
         return message[self.numel : self.numel + self.tail]
 
     def late_message(self, late: Set[int], scale: float) -> torch.Tensor:
-        """Gradients that came after the group had left, scaled, and behind them one number a member that has one."""
+        """Gradients that came after the bucket had left, scaled, and behind them one number a member that has one."""
         message = torch.zeros(self.numel + len(self.members), dtype=self.dtype, device=self.device)
         slots = views_of(message[: self.numel], self._slices)
         for position, (place, parameter) in enumerate(zip(self.members, self.parameters, strict=True)):

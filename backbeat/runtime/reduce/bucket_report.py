@@ -1,4 +1,4 @@
-"""What `model.report()` tells: for each group, what was predicted and what was measured."""
+"""What `model.report()` tells: for each bucket, what was predicted and what was measured."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Times = tuple[float | None, float | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BucketReport:
-    """One group; times count from the start of backward. None where nothing was measured or predicted."""
+    """One bucket; times count from the start of backward. None where nothing was measured or predicted."""
 
     gradients: tuple[str, ...]
     communicator: int
@@ -34,7 +34,7 @@ class BucketReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """How the groups run, predicted against measured."""
+    """How the buckets run, predicted against measured."""
 
     strategy: str
     state: str
@@ -45,13 +45,13 @@ class Report:
     iteration_s: float | None = None
     exposed_s: float | None = None
     late_buckets: int = 0
-    """Groups sent a second time because a gradient came late."""
+    """Buckets sent a second time because a gradient came late."""
     history: tuple[str, ...] = ()
     """What the tuner did, in order."""
 
     def __str__(self) -> str:
         lines = [
-            f"{self.strategy}: {self.state}, {self.steps} steps, {len(self.buckets)} groups",
+            f"{self.strategy}: {self.state}, {self.steps} steps, {len(self.buckets)} buckets",
             f"iteration  predicted {_time(self.predicted_iteration_s)}  measured {_time(self.iteration_s)}",
             f"exposed    predicted {_time(self.predicted_exposed_s)}  measured {_time(self.exposed_s)}",
             f"{'group':8s}{_HEADING}",
@@ -75,7 +75,7 @@ def _row(index: int, group: BucketReport) -> str:
 
 
 def spans(prediction: Prediction | None) -> list[tuple[float, float]]:
-    """Predicted (start, end) of each group from the start of backward, in launch order."""
+    """Predicted (start, end) of each bucket from the start of backward, in launch order."""
     if prediction is None:
         return []
     backward = next((span.start_s for span in prediction.timeline if span.name == "backward"), 0.0)
@@ -87,7 +87,7 @@ def spans(prediction: Prediction | None) -> list[tuple[float, float]]:
 
 
 def measured(left: Sequence[dict[int, float]], back: Sequence[dict[int, float]], index: int) -> Times:
-    """Median launch and completion of one group, over rounds."""
+    """Median launch and completion of one bucket, over rounds."""
     launched = [found[index] for found in left if index in found]
     done = [found[index] for found in back if index in found]
     return (statistics.median(launched) if launched else None, statistics.median(done) if done else None)

@@ -1,4 +1,4 @@
-"""The groups of a partition as they are in memory, and where each parameter's gradient is in them."""
+"""The buckets of a partition as they are in memory, and where each parameter's gradient is in them."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class BucketSet:
         self.partition = partition
         self.buckets = buckets
         self.home = [0] * len(parameters)
-        """The group of each parameter."""
+        """The bucket of each parameter."""
         for index, bucket in enumerate(buckets):
             for place in bucket.members:
                 self.home[place] = index
         self.formats = [(p.dtype, p.shape, p.device) for p in parameters]
-        """What each parameter was when its group was made."""
+        """What each parameter was when its bucket was made."""
         # BucketSet of another kind have no places ahead of their sums.
         plain = all(type(bucket) is BucketBuffer for bucket in buckets)
         self._places = (
@@ -37,7 +37,7 @@ class BucketSet:
         in_place = plain and all(bucket.reduce_dtype is None for bucket in buckets)
         last = {bucket.spec.communicator: index for index, bucket in enumerate(buckets)}
         self.ends = sorted(last.values()) if in_place else []
-        """The last group of each communicator, where there is nothing to do for a group but to wait for its sum."""
+        """The last bucket of each communicator, where there is nothing to do for a bucket but to wait for its sum."""
 
     def lend(self) -> bool:
         """Give every gradient its place in the buffers though sums are still on their way; False where not possible."""
@@ -51,11 +51,11 @@ class BucketSet:
             parameter.grad = None
 
     def waits(self, counts: Sequence[int]) -> list[int]:
-        """How many members of each group are expected at all."""
+        """How many members of each bucket are expected at all."""
         return [sum(1 for place in bucket.members if counts[place] > 0) for bucket in self.buckets]
 
     def keep(self, index: int) -> None:
-        """Move gradients of a group that are only accumulated into its buffer, so that they are not held twice."""
+        """Move gradients of a bucket that are only accumulated into its buffer, so that they are not held twice."""
         bucket = self.buckets[index]
         if not bucket.views:
             return

@@ -1,4 +1,4 @@
-"""Communication hooks written for stock DDP, run on our groups."""
+"""Communication hooks written for stock DDP, run on our buckets."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Hook = Callable[[Any, Any], Any]
 
 
 class GradBucket:
-    """A group as hooks see it: the methods of torch's `dist.GradBucket`, which cannot be built from Python."""
+    """A bucket as hooks see it: the methods of torch's `dist.GradBucket`, which cannot be built from Python."""
 
     def __init__(self, bucket: BucketBuffer, index: int, last: bool) -> None:
         self._bucket = bucket
@@ -51,14 +51,14 @@ def result_of(future: Any, group: int) -> torch.Tensor:
     """The tensor a hook's future holds: itself, or alone in a list."""
     if not hasattr(future, "wait"):
         raise InputError(
-            f"the communication hook returned {type(future).__name__} for group {group}: it must return a future"
+            f"the communication hook returned {type(future).__name__} for bucket {group}: it must return a future"
         )
     value = future.wait()
     while isinstance(value, (list, tuple)) and len(value) == 1:
         value = value[0]
     if not isinstance(value, torch.Tensor):
         raise InputError(
-            f"the communication hook's future holds {type(value).__name__} for group {group}: it must hold one tensor"
+            f"the communication hook's future holds {type(value).__name__} for bucket {group}: it must hold one tensor"
         )
     return value
 

@@ -1,6 +1,6 @@
 """Reading the ranks' word one step late, where the host should not wait for the device.
 
-The word on a step is a few numbers behind its last group. They are on the device when the step ends, and the host
+The word on a step is a few numbers behind its last bucket. They are on the device when the step ends, and the host
 learns them when the next round opens. Until then a guard stands for it: on the device, in the stream's own order, the
 numbers are compared with what they must be, and all gradients become NaN if one differs. So the sum of different steps,
 or one that lacks a rank's part, is never seen as a gradient; the named error follows with the next backward.

@@ -1,17 +1,17 @@
-"""How groups travel and how their sums come back: what kinds of plan differ in.
+"""How buckets travel and how their sums come back: what kinds of plan differ in.
 
-The reducer decides *when* a group leaves; a `Delivery` says what then happens, through the few methods below, which the
-reducer calls in this order, on every rank alike:
+The reducer decides *when* a bucket leaves; a `Delivery` says what then happens, through the few methods below, which
+the reducer calls in this order, on every rank alike:
 
-    prepare, bucket (each group), installed     a partition is taken in
+    prepare, bucket (each bucket), installed     a partition is taken in
     opens                                       a round begins
-    send (each group)                           a group leaves
-    await_ends, received (each group)           every group has left; its sum is there
+    send (each bucket)                           a bucket leaves
+    await_ends, received (each bucket)           every bucket has left; its sum is there
     sign                                        control numbers that travel alone are about to
     hand_back, or give_up                       the round has gradients; or it has none, and collectives stay in order
     undo                                        the step before had none either, which is known only now
 
-What a single group does differently, it does in a class of its own (`buckets.Bucket` and its kin): how it takes
+What a single bucket does differently, it does in a class of its own (`buckets.Bucket` and its kin): how it takes
 gradients, which collective carries it, what becomes of the sum.
 """
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class Delivery:
-    """All-reduce: each group is summed by one collective, and its gradients are back when the round ends."""
+    """All-reduce: each bucket is summed by one collective, and its gradients are back when the round ends."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
@@ -44,31 +44,31 @@ class Delivery:
         """Another partition is about to be taken in."""
 
     def bucket(self, spec: BucketSpec, tail: int) -> BucketBuffer:
-        """The memory of a group, with room for this many control numbers behind the gradients."""
+        """The memory of a bucket, with room for this many control numbers behind the gradients."""
         if spec.sparse:
             return RowsBucket(spec, self.job.parameters)
         return BucketBuffer(spec, self.job.parameters, reduce_dtype=self.job.reduce_dtype, tail=tail)
 
     def installed(self) -> None:
-        """The partition's groups are in place."""
+        """The partition's buckets are in place."""
 
     def opens(self) -> None:
         """A round is about to begin. Raising here refuses it."""
 
     def carries(self, bucket: BucketBuffer) -> bool:
-        """Whether the control numbers travel inside this group, when it is the last; alone otherwise."""
+        """Whether the control numbers travel inside this bucket, when it is the last; alone otherwise."""
         return bucket.tail > 0
 
     def send(self, group: int, bucket: BucketBuffer, control: torch.Tensor | None) -> Flight:
-        """Begin to sum a group that has taken its gradients."""
+        """Begin to sum a bucket that has taken its gradients."""
         message, work = bucket.launch(self.job.communicator(bucket.spec.communicator), self.job.scale, control)
         return Flight(group, bucket, message, work)
 
     def sign(self, message: torch.Tensor) -> None:
-        """Add to this rank's control numbers, which leave after every group; they will hold the sums."""
+        """Add to this rank's control numbers, which leave after every bucket; they will hold the sums."""
 
     def await_ends(self) -> None:
-        """Sleep until the last group of every communicator has come, and so those before it: a thread that waits for
+        """Sleep until the last bucket of every communicator has come, and so those before it: a thread that waits for
         each in turn is woken for each. What went wrong is found when they are received."""
         if self.job.communicators.raises:
             with suppress(RuntimeError):
@@ -76,7 +76,7 @@ class Delivery:
                     self.job.round.flights[index].work.wait()
 
     def received(self, flight: Flight) -> torch.Tensor:
-        """Wait for a group's sum."""
+        """Wait for a bucket's sum."""
         try:
             flight.work.wait()
         except RuntimeError as error:
@@ -102,7 +102,7 @@ class Delivery:
 
 
 class HookDelivery(Delivery):
-    """A communication hook written for stock DDP reduces the groups."""
+    """A communication hook written for stock DDP reduces the buckets."""
 
     def __init__(self, job: Job, state: Any, hook: Hook) -> None:
         super().__init__(job)
@@ -119,7 +119,7 @@ class HookDelivery(Delivery):
         return Flight(group, bucket, bucket.payload, self._hook(self._state, GradBucket(bucket, group, last)))
 
     def await_ends(self) -> None:
-        """A hook's groups come in an order of their own."""
+        """A hook's buckets come in an order of their own."""
 
     def received(self, flight: Flight) -> torch.Tensor:
         if flight.bucket.sparse:

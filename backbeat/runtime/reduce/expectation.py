@@ -1,7 +1,7 @@
 """How often each parameter's gradient arrives in one backward, learned from the steps before.
 
-It only decides *when* a group may leave, never *whether*: what does not arrive is waited for until the end of backward,
-and what arrives after its group has left is sent after it. So ranks need not agree on what they expect.
+It only decides *when* a bucket may leave, never *whether*: what does not arrive is waited for until the end of
+backward, and what arrives after its bucket has left is sent after it. So ranks need not agree on what they expect.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ ANSWER_S = 4.0
 
 
 class CommunicationError(BackbeatError, RuntimeError):
-    """A group could not be reduced: a rank died, hangs, or left the loop."""
+    """A bucket could not be reduced: a rank died, hangs, or left the loop."""
 
     exit_code = 4
 
@@ -40,7 +40,7 @@ class BrokenStepError(CommunicationError):
 
 
 class NonFiniteError(CommunicationError):
-    """A gradient of a compressed group was not finite: it was kept out of the residual, and the step has failed."""
+    """A gradient of a compressed bucket was not finite: it was kept out of the residual, and the step has failed."""
 
 
 Status = dict[str, Any]
@@ -157,7 +157,7 @@ def describe(rank: int, mine: Status | None, statuses: dict[int, Status], size: 
 def _where(status: Status) -> str:
     if not status["in_backward"]:
         return f"is at step {status['step']}, outside backward"
-    text = f"is in step {status['step']} with {status['launched']} of {status['groups']} groups sent"
+    text = f"is in step {status['step']} with {status['launched']} of {status['groups']} buckets sent"
     if status.get("waiting"):
         text += f", waiting for {status['waiting']}"
     return text

@@ -1,4 +1,4 @@
-"""Which groups a wrapper starts with: the plan's, as far as the communicators here allow, or stock DDP's."""
+"""Which buckets a wrapper starts with: the plan's, as far as the communicators here allow, or stock DDP's."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ class WrapperSettings:
     """`bucket_cap_mb`, where it was given."""
     find_unused: bool
     compression: CompressionOptions
-    """How compressed groups are trained with."""
+    """How compressed buckets are trained with."""
 
 
 def first_partition(settings: WrapperSettings, roster: Roster, links: Communicators) -> Partition:
-    """The groups of the first step."""
+    """The buckets of the first step."""
     if settings.plan is not None:
         plan = _runnable(settings.plan, settings.communicators, links)
         frozen = [name for name, _ in roster.frozen]

@@ -1,4 +1,4 @@
-"""Groups leave, in plan order and from one place, and their sums come in."""
+"""Buckets leave, in plan order and from one place, and their sums come in."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _nothing = nullcontext()
 
 
 class Flights:
-    """Sends the groups of one job and waits for them."""
+    """Sends the buckets of one job and waits for them."""
 
     def __init__(self, job: Job, delivery: Delivery, word: Word) -> None:
         self._job = job
@@ -33,7 +33,7 @@ class Flights:
         self.lock = threading.RLock()
 
     def launch_ready(self) -> None:
-        """Send every group that is due; the last one carries what happened in this round, so it leaves only when
+        """Send every bucket that is due; the last one carries what happened in this round, so it leaves only when
         nothing more can happen, at its end."""
         with self.lock:
             round_, buckets = self._round, self._job.bucket_set.buckets
@@ -50,7 +50,7 @@ class Flights:
     def launch_rest(self) -> None:
         """Send everything that has not left; the round is over. Called with gradients off."""
         round_ = self._round
-        # The last group of a regular round waited only for the round to end.
+        # The last bucket of a regular round waited only for the round to end.
         regular = self._word.regular and not round_.absent and not round_.broken
         launch = self._launch if _profiling() else self._launch_one
         with self.lock:
@@ -62,7 +62,7 @@ class Flights:
             self._launch_one(index, whole)
 
     def _launch_one(self, index: int, whole: bool) -> None:
-        """Send one group. `whole`: every member is known to have arrived."""
+        """Send one bucket. `whole`: every member is known to have arrived."""
         job, round_, delivery = self._job, self._round, self.delivery
         buckets = job.bucket_set.buckets
         bucket = buckets[index]
@@ -95,7 +95,7 @@ class Flights:
             )
 
     def land(self) -> torch.Tensor:
-        """Wait for every group in turn; returns the summed control numbers."""
+        """Wait for every bucket in turn; returns the summed control numbers."""
         numbers: torch.Tensor | None = None
         round_, received = self._round, self.delivery.received
         profiled = _profiling()
@@ -108,11 +108,11 @@ class Flights:
         if round_.alone is not None:
             numbers = self._received(round_.alone)
         if numbers is None:
-            raise CommunicationError(f"step {self._job.step} ended without any group: the partition is empty")
+            raise CommunicationError(f"step {self._job.step} ended without any bucket: the partition is empty")
         return numbers
 
     def repeat(self, verdict: Verdict) -> None:
-        """Send what came after its group had left, and add it to what arrived."""
+        """Send what came after its bucket had left, and add it to what arrived."""
         job = self._job
         for index in verdict.late:
             bucket = job.bucket_set.buckets[index]

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, kw_only=True)
 class Job:
-    """Parameters, the groups they travel in, the communicators, and where training stands."""
+    """Parameters, the buckets they travel in, the communicators, and where training stands."""
 
     names: list[str]
     parameters: list[Parameter]
@@ -41,14 +41,14 @@ class Job:
     """Times the present round, where it is to be timed."""
     bucket_set: BucketSet = None  # type: ignore[assignment]  # there from the first partition on
     fault: CommunicationError | None = None
-    """A group was lost while the host was not told; whatever it waits for now is void."""
+    """A bucket was lost while the host was not told; whatever it waits for now is void."""
     monitor: Monitor = None  # type: ignore[assignment]  # likewise: it asks the reducer where it stands
 
     def communicator(self, index: int) -> Communicator:
         return self.communicators[min(index, len(self.communicators) - 1)]
 
     def check(self) -> None:
-        """Raise if a group has been lost."""
+        """Raise if a bucket has been lost."""
         if self.fault is not None:
             raise self.fault
 
@@ -64,7 +64,7 @@ class Job:
                 ) from error
 
     def failure(self, group: int, why: BaseException | str, *, step: int | None = None) -> CommunicationError:
-        """A group did not arrive: which one, what was in it, and who is to blame."""
+        """A bucket did not arrive: which one, what was in it, and who is to blame."""
         if self.fault is not None:
             return self.fault
         said = why if isinstance(why, str) else first_line(why)

@@ -1,8 +1,8 @@
-"""Groups that are lost while the host is not told: on NCCL waiting for a collective that fails does not raise.
+"""Buckets that are lost while the host is not told: on NCCL waiting for a collective that fails does not raise.
 
 Torch's own watchdog notices, writes its verdict into the communicator and into the result of the oldest work that it
 has not yet ticked off, which may be a good one, and after a pause for its dumps (a minute in torch 2.11) ends the
-process without a word on groups or gradients. The monitor's thread reads that verdict meanwhile, says which group of
+process without a word on buckets or gradients. The monitor's thread reads that verdict meanwhile, says which bucket of
 which step was lost and who is to blame, and aborts the communicators, so that whatever waits for the device returns and
 the next use of the wrapper raises the same. It never judges by itself: no clock of its own, no guess from slowness, so
 it cannot stop a healthy job.
@@ -33,7 +33,7 @@ _future: Any = torch._C.Future
 FLYING, DONE = "", "done"
 _NAMES = {int(value): str(name) for name, value in WorkResult.__members__.items()}
 _GOOD = int(WorkResult.SUCCESS)
-# The host waits for the word on a step before it opens the one after the next: no group in flight is older.
+# The host waits for the word on a step before it opens the one after the next: no bucket in flight is older.
 _KEPT = 3
 
 
@@ -55,7 +55,7 @@ def fate_of(work: Any) -> str:
 
 
 class Losses:
-    """Looks after the groups of one job from the monitor's thread."""
+    """Looks after the buckets of one job from the monitor's thread."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -65,7 +65,7 @@ class Losses:
         self._events = cycle([torch.cuda.Event() for _ in range(_KEPT + 1)] if device.type == "cuda" else [None])
 
     def remember(self, flights: Iterable[Flight], step: int) -> None:
-        """The host has let go of these groups; the device may not have begun with them."""
+        """The host has let go of these buckets; the device may not have begun with them."""
         job = self._job
         # A work keeps its tensors. Those that are no buffers, which stay anyway, it must not keep; its result does not.
         lean = job.reduce_dtype is not None or any(
@@ -82,7 +82,7 @@ class Losses:
         self._rounds.append(_Sent(step, sent, event))
 
     def look(self) -> bool:
-        """True, once, if a group was lost: it has been said, and the communicators are gone."""
+        """True, once, if a bucket was lost: it has been said, and the communicators are gone."""
         job = self._job
         if job.fault is not None:
             return True
@@ -118,14 +118,14 @@ class _Sent:
     event: Any
 
     def first_missing(self) -> int | None:
-        """The first group that is not known to have arrived."""
+        """The first bucket that is not known to have arrived."""
         if self.event is not None and self.event.query():
             return None
         return next((group for group, work in self.works if fate_of(work) != DONE), None)
 
 
 def _first_missing(rounds: Sequence[_Sent]) -> tuple[int, int]:
-    """Step and group; the first group of the step to come where everything has arrived."""
+    """Step and bucket; the first bucket of the step to come where everything has arrived."""
     for sent in rounds:
         group = sent.first_missing()
         if group is not None:

@@ -1,4 +1,4 @@
-"""From a plan and a model to the groups that run: every trainable parameter in exactly one of them."""
+"""From a plan and a model to the buckets that run: every trainable parameter in exactly one of them."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ class BucketSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Partition:
-    """Groups in launch order, and where they come from."""
+    """Buckets in launch order, and where they come from."""
 
     buckets: tuple[BucketSpec, ...]
     communicators: int
     strategy: str
 
     def lines(self, names: Sequence[str], parameters: Sequence[Parameter]) -> list[str]:
-        """The partition in words, one line a group: what the ranks compare with each other."""
+        """The partition in words, one line a bucket: what the ranks compare with each other."""
         found = [f"communicators {self.communicators}"]
         for group in self.buckets:
             members = ", ".join(
@@ -62,7 +62,7 @@ def from_plan(
     *,
     frozen: Iterable[str] = (),
 ) -> Partition:
-    """The plan's groups, split where they mix dtypes or devices, and what it does not name in trailing groups."""
+    """The plan's buckets, split where they mix dtypes or devices, and what it does not name in trailing buckets."""
     places = {name: place for place, name in enumerate(names)}
     check_fits(plan, {*places, *frozen})
     groups: list[BucketSpec] = []
@@ -90,8 +90,8 @@ def _check_dense(members: Sequence[int], names: Sequence[str], sparse: Sequence[
     for place in members:
         if sparse[place]:
             raise InputError(
-                f"parameter {names[place]!r} has sparse gradients (nn.Embedding(sparse=True)), and its group is "
-                "compressed: use sparse=False, or leave the compression out of its group"
+                f"parameter {names[place]!r} has sparse gradients (nn.Embedding(sparse=True)), and its bucket is "
+                "compressed: use sparse=False, or leave the compression out of its bucket"
             )
 
 
@@ -102,7 +102,7 @@ def check_fits(plan: Plan, everything: Set[str]) -> None:
             if name not in everything:
                 close = difflib.get_close_matches(name, everything, n=1)
                 raise InputError(
-                    f"the plan's groups[{index}] names {name!r}, which is no parameter of this model"
+                    f"the plan's buckets[{index}] names {name!r}, which is no parameter of this model"
                     + (f" (nearest: {close[0]!r})" if close else "")
                     + f": the plan was made for {plan.model!r}; profile this model and plan again"
                 )
@@ -156,7 +156,7 @@ def bucketed(
 def with_newcomers(
     partition: Partition, newcomers: Sequence[int], parameters: Sequence[Parameter], sparse: Sequence[bool]
 ) -> Partition:
-    """The partition with parameters that became trainable in trailing groups."""
+    """The partition with parameters that became trainable in trailing buckets."""
     groups = list(partition.buckets)
     for members in bucketed(list(reversed(newcomers)), parameters, sparse, [BUCKET_BYTES]):
         groups.extend(_split(members, len(groups) % partition.communicators, parameters, sparse))

@@ -1,4 +1,4 @@
-"""The reducer: watches gradients arrive and sends the groups of the plan, in its order, while backward still runs.
+"""The reducer: watches gradients arrive and sends the buckets of the plan, in its order, while backward still runs.
 
 One backward is one *round*. It opens when autograd reaches an output of the wrapper (or, for a loss that does not pass
 through one, the first gradient), and closes in a callback that the engine runs when the graph is done, so that whatever
@@ -8,7 +8,7 @@ follows `backward()` sees reduced gradients. If autograd raises, the round is kn
 At the end of a round, for each parameter that any rank used since the last one, `.grad` is the mean over ranks of what
 each held. All rules follow from that: accumulation, `no_sync`, several backwards of one forward, or one of several.
 
-Its parts: `rounds` what happened so far, `watching` the hooks on the parameters, `flights` groups that leave and come
+Its parts: `rounds` what happened so far, `watching` the hooks on the parameters, `flights` buckets that leave and come
 back, `word` what ranks tell each other, `delivery` what kinds of plan do differently.
 """
 
@@ -172,7 +172,7 @@ class Reducer:
         claim(self, names, parameters)
 
     def set_comm_hook(self, state: Any, hook: Hook) -> None:
-        """Let a hook reduce the groups from now on."""
+        """Let a hook reduce the buckets from now on."""
         self.delivery.check_hook()
         self._flights.delivery = HookDelivery(self.job, state, hook)
 
@@ -244,7 +244,7 @@ class Reducer:
         if round_.streams is not None:
             round_.streams.note(group)
         if self.word.regular and graph_task() != round_.root:
-            # Inside a reentrant checkpoint more of this gradient may follow: its group waits for the end.
+            # Inside a reentrant checkpoint more of this gradient may follow: its bucket waits for the end.
             round_.nested = True
             round_.arrive_late(place, group)
         elif round_.arrive(place, group):
@@ -301,7 +301,7 @@ class Reducer:
         try:
             self._flights.launch_rest()
             if round_.plain:
-                # Most likely all will be well. This takes as long as the last group's thread needs to wake up.
+                # Most likely all will be well. This takes as long as the last bucket's thread needs to wake up.
                 round_.lent = self.job.bucket_set.lend()
             numbers = self._flights.land()
             verdict = self._read(numbers)
@@ -385,5 +385,5 @@ class Reducer:
     def _check_reducer_finalized(self) -> None:
         if self._round.open:
             raise CommunicationError(
-                f"the backward of step {self.step} has not ended: {self._round.launched} groups are sent"
+                f"the backward of step {self.step} has not ended: {self._round.launched} buckets are sent"
             )

@@ -1,4 +1,4 @@
-"""What runs beneath one wrapper: communicators, reducer, recorder and tuner, and how groups change in mid-training."""
+"""What runs beneath one wrapper: communicators, reducer, recorder and tuner, and how buckets change in mid-training."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Runner:
                 "use sparse=False, or the gloo backend"
             )
         self.settled = settings.plan is not None or settings.find_unused
-        """The groups are not stock DDP's of its first step, which last only until the ready order is known."""
+        """The buckets are not stock DDP's of its first step, which last only until the ready order is known."""
         self._agreements = 0
         partition = bucketing.first_partition(settings, roster, links)
         self._agree(partition, "the plan")
@@ -86,7 +86,7 @@ class Runner:
         self.reducer.recorder = self.recorder
 
     def after_step(self) -> None:
-        """At the end of each synchronised backward, on every rank alike: settle the groups, sample the times."""
+        """At the end of each synchronised backward, on every rank alike: settle the buckets, sample the times."""
         if not self.reducer.word.regular:
             self.check_roster()
         if not self.settled:
@@ -134,7 +134,7 @@ class Runner:
             self.reducer.install(partition)
 
     def wake_frozen(self) -> None:
-        """Parameters that became trainable since: into trailing groups, on every rank at this forward."""
+        """Parameters that became trainable since: into trailing buckets, on every rank at this forward."""
         roster = self.roster
         if not any(parameter.requires_grad for _, parameter in roster.frozen):
             return

@@ -1,4 +1,4 @@
-"""The ranks' word on a step: written behind the last group, read when it has arrived, or one step late."""
+"""The ranks' word on a step: written behind the last bucket, read when it has arrived, or one step late."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Word:
         return control.Layout(groups=groups, ranks=ranks, parameters=parameters, faults=ranks if faults else 0)
 
     def install(self, groups: BucketSet, names: Sequence[str]) -> None:
-        """Lay the numbers out for these groups of parameters."""
+        """Lay the numbers out for these buckets of parameters."""
         buckets = groups.buckets
         compressed = any(bucket.compressed for bucket in buckets)
         self.layout = self._layout(len(buckets), len(groups.home), faults=compressed)
@@ -51,7 +51,7 @@ class Word:
         late = tail.device.type in deferral.DEVICES and not self.strict and not any(b.sparse for b in buckets)
         self._deferral = Deferral(self._ledger, [bucket.payload for bucket in buckets]) if late else None
         self._names = names
-        self._where = f"group {len(buckets) - 1}, {names[tail.members[-1]]}"
+        self._where = f"bucket {len(buckets) - 1}, {names[tail.members[-1]]}"
 
     def write(self, round_: Round, step: int) -> torch.Tensor:
         """This rank's numbers."""
@@ -122,7 +122,7 @@ class Word:
 
 def _came_late(verdict: control.Verdict, step: int) -> CommunicationError:
     return CommunicationError(
-        f"a gradient of group {verdict.late[0]} came after its group had left in step {step}, on some ranks only "
+        f"a gradient of bucket {verdict.late[0]} came after its bucket had left in step {step}, on some ranks only "
         "and although every step before was regular: the step has no gradients on any rank. A graph that changes "
         "under reentrant checkpointing does so; use use_reentrant=False, or strict=True"
     )

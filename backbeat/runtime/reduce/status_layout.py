@@ -1,9 +1,9 @@
-"""What ranks tell each other at the end of every step, in a few numbers behind the last group's gradients.
+"""What ranks tell each other at the end of every step, in a few numbers behind the last bucket's gradients.
 
-    [ irregular | late, one a group | step stamp, one a rank | fault, one a rank | used, one a parameter ]
+    [ irregular | late, one a bucket | step stamp, one a rank | fault, one a rank | used, one a parameter ]
 
 All-reduced with the gradients, each becomes a sum that every rank reads alike: `irregular` is positive if some rank's
-graph was not the plain one (every parameter once), `late` if some gradient came after its group had left, a stamp is
+graph was not the plain one (every parameter once), `late` if some gradient came after its bucket had left, a stamp is
 what that rank alone wrote (negative if its backward was broken off), a fault the number of a parameter, from 1, whose
 gradient was not finite on that rank, `used` counts the ranks that used a parameter. The numbers are small integers, so
 that bf16 and fp16 carry them as well. Only compressed plans have faults; their numbers travel alone, in fp32.
@@ -55,7 +55,7 @@ class Verdict:
     irregular: int
     """Ranks whose graph was not the plain one."""
     late: tuple[int, ...]
-    """Groups that must be reduced again."""
+    """Buckets that must be reduced again."""
     stamps: tuple[int, ...]
     """What each rank wrote."""
     used: list[bool]

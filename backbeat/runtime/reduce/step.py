@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Flight(NamedTuple):
-    """A group on its way."""
+    """A bucket on its way."""
 
     group: int
     bucket: BucketBuffer
@@ -32,20 +32,20 @@ class Round:
 
     def __init__(self, parameters: int) -> None:
         self.home: list[int] = []
-        """The group of each parameter."""
+        """The bucket of each parameter."""
         self.dirty = bytearray(parameters)
         """Parameters that got a gradient since the last synchronised round; outlives rounds without one."""
         self.open = False
         self.awaited: list[int] = []
         """Arrivals outstanding of each parameter; negative where more came than were expected."""
         self.waits: list[int] = []
-        """Members of each group that are outstanding."""
+        """Members of each bucket that are outstanding."""
         self.launched = 0
-        """Groups that have left."""
+        """Buckets that have left."""
         self.slow = True
         """Arrivals take the long way: nothing may leave yet, or somebody wants to hear of each."""
         self.hold = True
-        """How often each parameter arrives is not known yet: groups leave at the end."""
+        """How often each parameter arrives is not known yet: buckets leave at the end."""
         self.ordinary = True
         """Every parameter is expected once."""
         self.sync = False
@@ -62,19 +62,19 @@ class Round:
         self.lent = False
         """Gradients have their places in the buffers again, though not every sum is there."""
         self.late: set[int] = set()
-        """Parameters that arrived after their group had left."""
+        """Parameters that arrived after their bucket had left."""
         self.used = bytearray()
         self.whole: list[BucketBuffer] = []
-        """Groups all of whose members were used: `used` does not list them yet."""
+        """Buckets all of whose members were used: `used` does not list them yet."""
         self.backups: dict[int, torch.Tensor] = {}
         """Gradients of parameters that this rank did not use, for the case that nobody did."""
         self.flights: list[Flight] = []
         self.alone: Flight | None = None
-        """The control numbers, where they do not travel inside the last group."""
+        """The control numbers, where they do not travel inside the last bucket."""
         self.streams: Streams | None = None
 
     def reset(self, counts: list[int], waits: list[int], *, learned: bool, ordinary: bool) -> None:
-        """Begin anew, with as many arrivals of each parameter and members of each group to wait for."""
+        """Begin anew, with as many arrivals of each parameter and members of each bucket to wait for."""
         self.awaited = counts.copy()
         self.waits = waits.copy()
         self.hold = not learned
@@ -98,7 +98,7 @@ class Round:
         self.dirty = bytearray(len(self.dirty))
 
     def arrive(self, place: int, group: int) -> bool:
-        """Count one arrival; True if it completes the group."""
+        """Count one arrival; True if it completes the bucket."""
         outstanding = self.awaited[place] - 1
         self.awaited[place] = outstanding
         if outstanding:
@@ -110,7 +110,7 @@ class Round:
         return left == 0
 
     def arrive_late(self, place: int, group: int) -> None:
-        """Note a gradient that its group may have left without."""
+        """Note a gradient that its bucket may have left without."""
         if group < self.launched:
             self.late.add(place)
 
@@ -119,7 +119,7 @@ class Round:
         return not (self.broken or self.absent or self.late or self.nested or not self.ordinary or any(self.awaited))
 
     def all_used(self) -> bytearray:
-        """Which parameters this rank used, those of whole groups included."""
+        """Which parameters this rank used, those of whole buckets included."""
         for bucket in self.whole:
             for place in bucket.members:
                 self.used[place] = 1

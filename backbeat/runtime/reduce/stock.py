@@ -1,7 +1,7 @@
 """`reducer="ddp"`: the plan through torch's own reducer, as a fallback and to check ours against.
 
-Stock DDP takes a list of bucket sizes and fills its buckets in ready order, so the groups come out as planned where the
-plan follows the ready order. A communication hook spreads them over the communicators.
+Stock DDP takes a list of bucket sizes and fills its buckets in ready order, so the buckets come out as planned where
+the plan follows the ready order. A communication hook spreads them over the communicators.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Gradients of one group may come from several CUDA streams; the one that sends it waits for the others."""
+"""Gradients of one bucket may come from several CUDA streams; the one that sends it waits for the others."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 
 class Streams:
-    """Streams on which a group's gradients were produced, other than the one that sends it."""
+    """Streams on which a bucket's gradients were produced, other than the one that sends it."""
 
     __slots__ = ("_device", "_first", "_index", "_others")
 
@@ -21,7 +21,7 @@ class Streams:
         self._others: dict[int, set[int]] = {}
 
     def note(self, group: int) -> None:
-        """A gradient of this group was just produced on the current stream."""
+        """A gradient of this bucket was just produced on the current stream."""
         stream = torch._C._cuda_getCurrentRawStream(self._index)
         if stream != self._first:
             if self._first is None:
@@ -30,7 +30,7 @@ class Streams:
                 self._others.setdefault(group, set()).add(stream)
 
     def join(self, group: int) -> None:
-        """The current stream waits for those that produced the group's gradients."""
+        """The current stream waits for those that produced the bucket's gradients."""
         if not self._others and self._first in (None, torch._C._cuda_getCurrentRawStream(self._index)):
             # As mostly: one stream, and it is this one. Asking for it as an object takes longer than all else here.
             return

@@ -1,4 +1,4 @@
-"""Measuring a round: when each gradient arrived, when each group left and when it was back."""
+"""Measuring a round: when each gradient arrived, when each bucket left and when it was back."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ class TimedRound:
     ready_s: dict[int, float] = field(default_factory=dict)
     """By parameter."""
     launched_s: dict[int, float] = field(default_factory=dict)
-    """By group, in launch order."""
+    """By bucket, in launch order."""
     done_s: dict[int, float] = field(default_factory=dict)
     computed_s: float = 0.0
     """When the last gradient arrived."""
     ended_s: float = 0.0
-    """When the round was over: every group back."""
+    """When the round was over: every bucket back."""
 
     @property
     def exposed_s(self) -> float:
@@ -78,7 +78,7 @@ class Recorder:
         self._rounds.clear()
 
     def _passed(self, one: TimedRound | dict[str, Any]) -> TimedRound | dict[str, Any]:
-        # On the host the end of a round says nothing about groups that are back later.
+        # On the host the end of a round says nothing about buckets that are back later.
         if isinstance(one, TimedRound) or not self._cuda or not one["end"].query():
             return one
         try:

@@ -43,15 +43,15 @@ class DistributedDataParallel(TorchDDP):  # type: ignore[misc]
 
     Takes everything that the installed torch's wrapper takes, and:
 
-    plan: a `Plan`, the path of one, a strategy's name or "auto". Without it the groups are stock DDP's. A name or
-        "auto" starts with DDP's groups, measures, plans and switches; "auto" goes on watching.
+    plan: a `Plan`, the path of one, a strategy's name or "auto". Without it the buckets are stock DDP's. A name or
+        "auto" starts with DDP's buckets, measures, plans and switches; "auto" goes on watching.
     network: a `Network`, a name or a path to plan with; measured on the job's own ranks where it is not given.
-    communicators: how many groups may travel at once; the plan's own number where it is not given.
+    communicators: how many buckets may travel at once; the plan's own number where it is not given.
     reducer: "backbeat", or "ddp" to run the plan through torch's own reducer.
     reduce_dtype: "bf16" or "fp16" to send wider gradients in that format.
     strict: on a GPU, learn at the end of every backward, not at the next one, that another rank broke off its backward
         or is in another step; costs a wait for the device in each step.
-    compression: for plans with compressed groups: `backbeat.runtime.compressed.CompressionOptions`, or a dict of them.
+    compression: for plans with compressed buckets: `backbeat.runtime.compressed.CompressionOptions`, or a dict of them.
     memory_budget: bytes, or text like "6GB", that an iteration may take at most on the device. Activations are kept,
         recomputed or offloaded as the plan's own memory part says, or as planned here from `profile`.
     profile: a `Profile`, a name or a path, for `memory_budget` where the plan has no memory part.
@@ -153,7 +153,7 @@ class DistributedDataParallel(TorchDDP):  # type: ignore[misc]
 
     @property
     def compressed(self) -> bool:
-        """Some groups of the plan travel compressed."""
+        """Some buckets of the plan travel compressed."""
         if self._backbeat_reducer == "ddp":
             return False
         return self._settings.plan is not None and self._settings.plan.compressed
@@ -238,13 +238,13 @@ class DistributedDataParallel(TorchDDP):  # type: ignore[misc]
 
     def _encoded_delivery(self) -> Any:
         if not self.compressed:
-            raise InputError("there are no residuals: no group of the plan is compressed")
+            raise InputError("there are no residuals: no bucket of the plan is compressed")
         if self.reducer is None:
             self._build()
         return self.reducer.delivery
 
     def report(self) -> Report:
-        """Predicted and measured times of every group; printed, a table."""
+        """Predicted and measured times of every bucket; printed, a table."""
         if self._backbeat_reducer == "ddp" or self.reducer is None:
             raise InputError("report() needs backbeat's reducer: use reducer='backbeat' and run a step")
         return make_report(self.reducer, self.runner.recorder, self.runner.tuner, self._settings.plan)
@@ -335,7 +335,7 @@ class DistributedDataParallel(TorchDDP):  # type: ignore[misc]
         return output
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """Let a hook written for stock DDP reduce the groups; the plan still says which and when."""
+        """Let a hook written for stock DDP reduce the buckets; the plan still says which and when."""
         if self._backbeat_reducer == "ddp":
             super().register_comm_hook(state, hook)
             return
@@ -404,7 +404,7 @@ class DistributedDataParallel(TorchDDP):  # type: ignore[misc]
             self.reducer.remove_hooks()
 
     def _update_process_group(self, new_process_group: Any) -> None:
-        """Go on with another set of ranks: new communicators, and stock groups until a plan fits again."""
+        """Go on with another set of ranks: new communicators, and stock buckets until a plan fits again."""
         if self._backbeat_reducer == "ddp":
             super()._update_process_group(new_process_group)
             return
