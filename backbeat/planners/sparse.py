@@ -21,7 +21,7 @@ import numpy as np
 from backbeat.errors import InputError
 from backbeat.model.encoding import Encoding
 from backbeat.model.plan import Group, Plan
-from backbeat.planners.optimal import best_ends
+from backbeat.planners.optimal import best_ends, quadratic_programme
 from backbeat.simulate.encoded import (
     ELEMENT_BYTES,
     Piece,
@@ -33,6 +33,8 @@ from backbeat.simulate.encoded import (
 from backbeat.simulate.schedule import running_sums
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from backbeat.model import Network, Profile
     from backbeat.planners.draft import Options
 
@@ -153,18 +155,11 @@ def encoded_ends(profile: Profile, network: Network, wire: Wire, encoding: Encod
     sums = running_sums(profile.sizes)
     ready = (profile.ready + compression_s_per_byte(profile) * sums[1:]).tolist()
     fixed = compression_s_per_group(profile)
-    count = len(ready)
-    earliest = np.full(count + 1, -np.inf)
-    group_start = [0] * (count + 1)
-    for j in range(1, count + 1):
-        times = wire.time((sums[j] - sums[:j]) / ELEMENT_BYTES, encoding) + fixed
-        finishes = np.maximum(ready[j - 1], earliest[:j]) + times
-        start = int(np.argmin(finishes))
-        earliest[j], group_start[j] = finishes[start], start
-    ends = [count]
-    while group_start[ends[-1]] > 0:
-        ends.append(group_start[ends[-1]])
-    return ends[::-1]
+
+    def finishes(j: int, messages: NDArray[np.float64], earliest: NDArray[np.float64]) -> NDArray[np.float64]:
+        return np.maximum(ready[j - 1], earliest) + (wire.time(messages / ELEMENT_BYTES, encoding) + fixed)
+
+    return quadratic_programme(profile.sizes, finishes)
 
 
 def _merged(end: float, mixed: Mixed, profile: Profile, network: Network, wire: Wire) -> Mixed:

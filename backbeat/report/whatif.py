@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from typing import Any
+
+import msgspec
 
 from backbeat.errors import InputError
 from backbeat.model import Network, Plan, Prediction, Profile
@@ -14,10 +15,11 @@ from backbeat.model.files import bundled
 from backbeat.planners import propose
 from backbeat.report import draw, figures
 from backbeat.report.page import timelines
-from backbeat.report.scaled import scaled_network, scaled_profile
+from backbeat.report.scaled import scaled_network
 from backbeat.report.study import STOCK, Study, bucket_sweep
 from backbeat.report.words import answer
-from backbeat.simulate import predict
+from backbeat.simulate import at_batch, predict
+from backbeat.simulate.batch import sibling
 from backbeat.units import format_bytes, format_rate, format_seconds, parse_workers
 
 MOST_WORKERS = 4096
@@ -91,7 +93,9 @@ def study_of(state: State, library: Library, *, thorough: bool) -> Study:
     """Quick: stock DDP, DDP with the chosen bucket and the exact plan. Thorough adds `best`, which searches."""
     original = library.profile(state.profile)
     batch = state.batch or original.batch_size
-    profile = scaled_profile(original, batch, sibling(state.profile, original))
+    profile = original
+    if batch != original.batch_size:
+        profile = msgspec.structs.replace(at_batch(original, batch, sibling(original)), memory=None)
     network = scaled_network(library.network(state.network), bandwidth=state.bandwidth, latency=state.latency)
     counts = tuple(parse_workers(f"{min(4, state.workers)}..{state.workers}"))
     moved = {count: network.at(workers=count) for count in counts}
@@ -167,18 +171,6 @@ def readings(study: Study) -> dict[str, str]:
         "bytes": format_bytes(study.profile.total_bytes),
         "batch": str(study.profile.batch_size),
     }
-
-
-def sibling(name: str, profile: Profile) -> Profile | None:
-    """A bundled profile of the same model, precision and device at another batch size."""
-    pattern = re.compile(re.sub(r"-b\d+-", r"-b\\d+-", re.escape(name).replace(r"\-", "-")))
-    names = bundled(Profile)
-    if name not in names:
-        return None
-    found = [other for other in names if other != name and pattern.fullmatch(other)]
-    candidates = [_bundled_profile(other) for other in found]
-    wanted = {gradient.name for gradient in profile.gradients}
-    return next((one for one in candidates if {gradient.name for gradient in one.gradients} == wanted), None)
 
 
 @lru_cache(maxsize=32)

@@ -12,6 +12,7 @@ import backbeat as bb
 from backbeat.model import Memory, Span
 from backbeat.report import draw, figures
 from backbeat.report.figures.timeline import describe_names
+from backbeat.report.notebook import prediction_figure
 from backbeat.report.study import curve_workers, groups_of, study
 from backbeat.simulate.sweep import knee
 from tests.problems import affine, curve, make_profile, networks, profiles
@@ -186,4 +187,4 @@ def test_predictions_show_themselves_in_notebooks() -> None:
     assert "<svg" in page
     assert f"{result.scaling_factor:.1%}" in page
     assert "<script" not in page
-    assert len(result.figure().data) >= 2
+    assert len(prediction_figure(result).data) >= 2
