@@ -107,7 +107,7 @@ def dense_programme(profile: Profile, cost: LinkCost) -> list[int]:
     ready = profile.ready.tolist()
 
     def finishes(j: int, messages: NDArray[np.float64], earliest: NDArray[np.float64]) -> NDArray[np.float64]:
-        return np.maximum(ready[j - 1] + cost.time(messages), earliest + cost.busy_time(messages))
+        return np.asarray(np.maximum(ready[j - 1] + cost.time(messages), earliest + cost.busy_time(messages)))
 
     return quadratic_programme(profile.sizes, finishes)
 
@@ -121,7 +121,7 @@ def plenty_ends(profile: Profile, cost: LinkCost) -> list[int]:
 
     def finishes(j: int, messages: NDArray[np.float64], earliest: NDArray[np.float64]) -> NDArray[np.float64]:
         startup, _, work = cost.split(messages)
-        return np.maximum(earliest, ready[j - 1] + startup) + work
+        return np.asarray(np.maximum(earliest, ready[j - 1] + startup) + work)
 
     return quadratic_programme(profile.sizes, finishes, free_s=0.0)
 

@@ -157,7 +157,8 @@ def encoded_ends(profile: Profile, network: Network, wire: Wire, encoding: Encod
     fixed = compression_s_per_group(profile)
 
     def finishes(j: int, messages: NDArray[np.float64], earliest: NDArray[np.float64]) -> NDArray[np.float64]:
-        return np.maximum(ready[j - 1], earliest) + (wire.time(messages / ELEMENT_BYTES, encoding) + fixed)
+        times = wire.time(messages / ELEMENT_BYTES, encoding) + fixed
+        return np.asarray(np.maximum(ready[j - 1], earliest) + times)
 
     return quadratic_programme(profile.sizes, finishes)
 
