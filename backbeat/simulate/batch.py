@@ -51,6 +51,10 @@ def strong_scaling(
 
     Times lie on the line through the profile and `other`, a second one of the model at another batch size. A bundled
     profile finds its second one by itself.
+
+    >>> profile = Profile.load("resnet50-b64-bf16-h200")
+    >>> [strong_scaling(profile, 1024, workers).batch_size for workers in (8, 16)]
+    [128, 64]
     """
     if global_batch < 1:
         raise InputError(f"global batch is {global_batch}: it must be 1 or more")
