@@ -1,6 +1,6 @@
-"""What encoded groups make the host do: operations of one step, by what they are for, counted without a GPU.
+"""What compressed buckets make the host do: operations of one step, by what they are for, counted without a GPU.
 
-    python benchmarks/encoded_launches.py [--profile NAME] [--group-mib 50,120] [--select exact]
+    python benchmarks/encoded_launches.py [--profile NAME] [--bucket-mib 50,120]
 
 The gradients of a profile, in the order in which they become ready, with a model that computes next to nothing; sizes
 are cut by `--shrink` (64: 16 MiB become 256 KiB), so little that messages keep their format. Paths that a GPU takes are
@@ -9,8 +9,8 @@ whole. Counted is every operator that reaches the dispatcher in the wrapper and 
 are listed apart, since they launch nothing. One operator may be several kernels (`topk`, `sort`, `_foreach_*` over many
 tensors).
 
-Sides: `dense`, the same groups as they are; `encoded`, top-k with the optimizer handed over. Then the host's time of a
-whole step on this machine, with tensors cut so far (`--timed-shrink`) that little but the host's work is left.
+Sides: `dense`, the same buckets as they are; `compressed`, top-k with the optimizer handed over. Then the host's time
+of a whole step on this machine, with tensors cut so far (`--timed-shrink`) that little but the host's work is left.
 """
 
 from __future__ import annotations
@@ -30,9 +30,15 @@ from harness import machine
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from backbeat.model import Encoding, Group, Plan, Profile
-from backbeat.runtime import DistributedDataParallel, buckets, deferral, encoded, encoded_bucket, updates, word
-from backbeat.sparse import select
+from backbeat.model import Bucket, Compression, Plan, Profile
+from backbeat.runtime import DistributedDataParallel
+from backbeat.runtime.compressed import compressed_bucket as encoded_bucket
+from backbeat.runtime.compressed import compressed_exchange as compressed
+from backbeat.runtime.compressed import selection as select
+from backbeat.runtime.compressed import updates
+from backbeat.runtime.reduce import bucket as buckets
+from backbeat.runtime.reduce import deferral
+from backbeat.runtime.reduce import status as word
 
 SMALL_BYTES = 2**16
 DENSITY = 0.01
@@ -43,19 +49,18 @@ NO_LAUNCH = {
     "_record_function_enter_new", "_record_function_exit",
 }  # fmt: skip
 PHASES: tuple[tuple[Any, str, str], ...] = (
-    (encoded_bucket.EncodedBucket, "_add", "add gradients"),
-    (encoded_bucket.EncodedBucket, "begin", "encode"),
-    (encoded_bucket.EncodedBucket, "proceed", "decode"),
-    (encoded_bucket.EncodedBucket, "expose", "decode"),
+    (encoded_bucket.CompressedBucket, "_add", "add gradients"),
+    (encoded_bucket.CompressedBucket, "begin", "encode"),
+    (encoded_bucket.CompressedBucket, "expose", "decode"),
     (updates.Updates, "apply", "update"),
-    (encoded.EncodedDelivery, "sign", "the ranks' word"),
-    (encoded.EncodedDelivery, "_post", "send"),
+    (compressed.CompressedDelivery, "sign", "the ranks' word"),
+    (compressed.CompressedDelivery, "_gather", "send"),
     (word.Word, "write", "the ranks' word"),
     (word.Word, "write_alone", "the ranks' word"),
     (word.Word, "read", "the ranks' word"),
-    (buckets.Bucket, "take_all", "dense groups"),
-    (buckets.Bucket, "pack", "dense groups"),
-    (buckets.Bucket, "launch", "dense groups"),
+    (buckets.Bucket, "take_all", "dense buckets"),
+    (buckets.Bucket, "pack", "dense buckets"),
+    (buckets.Bucket, "launch", "dense buckets"),
 )
 
 
@@ -109,23 +114,23 @@ class Chain(nn.Module):
         return total
 
 
-def plan_of(profile: Profile, group_bytes: int, encoding: Encoding | None) -> Plan:
+def plan_of(profile: Profile, bucket_bytes: int, compression: Compression | None) -> Plan:
     """Tensors above 64 KiB in ready order, the small ones dense at the end, as benchmarks/memory_budget.py has them."""
-    groups: list[list[str]] = [[]]
+    buckets: list[list[str]] = [[]]
     size, small = 0, []
     for gradient in profile.gradients:
         name = gradient.name.replace(".", "/")
         if gradient.bytes <= SMALL_BYTES:
             small.append(name)
             continue
-        if size and size + gradient.bytes > group_bytes:
-            groups.append([])
+        if size and size + gradient.bytes > bucket_bytes:
+            buckets.append([])
             size = 0
-        groups[-1].append(name)
+        buckets[-1].append(name)
         size += gradient.bytes
-    made = [Group(gradients=tuple(names), channel=0, encoding=encoding) for names in groups]
-    made += [Group(gradients=tuple(small), channel=0)] if small else []
-    return Plan(strategy="launches", model=profile.model, channels=1, groups=tuple(made))
+    made = [Bucket(gradients=tuple(names), communicator=0, compression=compression) for names in buckets]
+    made += [Bucket(gradients=tuple(small), communicator=0)] if small else []
+    return Plan(strategy="launches", model=profile.model, communicators=1, buckets=tuple(made))
 
 
 @contextmanager
@@ -151,7 +156,7 @@ class Trainer:
         if plan is not None:
             self.model = DistributedDataParallel(self.model, plan=plan, broadcast_buffers=False)
             if attach:
-                self.model.attach(self.optimizer)
+                self.model.attach(self.optimizer, max_grad_norm=None)
                 self.update = self.optimizer.step
                 self.model.reducer.delivery._queues = True
 
@@ -179,9 +184,9 @@ def counted(profile: Profile, plan: Plan, shrink: int, *, attach: bool) -> dict[
     return count.found
 
 
-def show(title: str, found: dict[str, Counter[str]], groups: int, gradients: int) -> None:
+def show(title: str, found: dict[str, Counter[str]], buckets: int, gradients: int) -> None:
     total = sum(launches(kinds) for kinds in found.values())
-    print(f"\n{title}: {total} launches a step, {total / groups:.1f} a group, {total / gradients:.2f} a gradient")
+    print(f"\n{title}: {total} launches a step, {total / buckets:.1f} a bucket, {total / gradients:.2f} a gradient")
     for phase, kinds in sorted(found.items(), key=lambda item: -launches(item[1])):
         listed = ", ".join(f"{name} {count}" for name, count in kinds.most_common() if name not in NO_LAUNCH)
         others = sum(count for name, count in kinds.items() if name in NO_LAUNCH)
@@ -212,15 +217,14 @@ def timed(profile: Profile, sides: dict[str, tuple[Plan | None, bool]], shrink: 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--profile", default="bert-large-classifier-b64-bf16-h200")
-    parser.add_argument("--group-mib", default="50,200,300", help="the most of a group, several separated by commas")
-    parser.add_argument("--select", default="exact", choices=["exact", "sampled"])
+    parser.add_argument("--bucket-mib", default="50,200,300", help="the most of a bucket, several separated by commas")
     parser.add_argument("--shrink", type=int, default=64)
     parser.add_argument("--timed-shrink", type=int, default=4096)
     parser.add_argument("--repeats", type=int, default=30)
     given = parser.parse_args()
     profile = Profile.load(given.profile)
     torch.set_num_threads(1)
-    print(f"{machine()}, torch {torch.__version__}, {given.profile}, top-k {DENSITY:g}, {given.select}")
+    print(f"{machine()}, torch {torch.__version__}, {given.profile}, top-k {DENSITY:g}")
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=0, world_size=1)
         try:
@@ -230,16 +234,16 @@ def main() -> None:
             dist.destroy_process_group()
 
 
-def report(profile: Profile, group_bytes: int, given: Any) -> None:
-    dense = plan_of(profile, group_bytes, None)
-    chosen = plan_of(profile, group_bytes, Encoding(kind="topk", density=DENSITY, select=given.select))
-    groups, gradients = len(chosen.groups), len(profile.gradients)
-    print(f"\n{groups} groups of up to {group_bytes / 2**20:g} MiB, {gradients} gradients")
+def report(profile: Profile, bucket_bytes: int, given: Any) -> None:
+    dense = plan_of(profile, bucket_bytes, None)
+    chosen = plan_of(profile, bucket_bytes, Compression(density=DENSITY))
+    buckets, gradients = len(chosen.buckets), len(profile.gradients)
+    print(f"\n{buckets} buckets of up to {bucket_bytes / 2**20:g} MiB, {gradients} gradients")
     with as_on_a_gpu():
-        show("dense", counted(profile, dense, given.shrink, attach=False), groups, gradients)
-        show("encoded, attached", counted(profile, chosen, given.shrink, attach=True), groups, gradients)
+        show("dense", counted(profile, dense, given.shrink, attach=False), buckets, gradients)
+        show("compressed, attached", counted(profile, chosen, given.shrink, attach=True), buckets, gradients)
     with as_on_a_gpu():
-        sides = {"plain": (None, False), "dense": (dense, False), "encoded": (chosen, True)}
+        sides = {"plain": (None, False), "dense": (dense, False), "compressed": (chosen, True)}
         least = timed(profile, sides, given.timed_shrink, given.repeats)
     print("host time of a step: " + ", ".join(f"{name} {seconds * 1e3:.2f} ms" for name, seconds in least.items()))
 

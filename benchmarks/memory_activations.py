@@ -26,11 +26,11 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from backbeat.measure.chain import Link, quiet
-from backbeat.memory import apply, find_blocks, observe
+from backbeat.measure.model.chain import BlockCall, quiet
 from backbeat.model import MemoryPlan, Plan, Profile, Segment
 from backbeat.model.files import write
-from backbeat.simulate.memory import course
+from backbeat.runtime.memory import apply, find_blocks, observe
+from backbeat.simulate.memory_timeline import memory_timeline
 from backbeat.zoo import models
 
 BATCH = {"resnet152": 256, "bert_large": 64}
@@ -54,7 +54,7 @@ def measure_run(
     """Train some steps, under a memory plan or inside another context, and give median time and peak.
 
     `hold_gradients` keeps them allocated between steps, as flat buffers of a reducer do; a prediction counts them so.
-    `options` go to `backbeat.memory.apply`. Peak is `max_memory_allocated` over the timed steps; None on a CPU.
+    `options` go to `backbeat.runtime.memory.apply`. Peak is `max_memory_allocated` over the timed steps; None on a CPU.
     """
     device = next(model.parameters()).device
     cuda = device.type == "cuda"
@@ -100,30 +100,32 @@ def autocast(device: torch.device, precision: torch.dtype | None) -> contextlib.
     return contextlib.nullcontext() if precision is None else torch.autocast(device.type, dtype=precision)
 
 
-def links_of(model: nn.Module, batch: Any, loss: Loss, precision: torch.dtype | None) -> tuple[Link, ...]:
+def links_of(model: nn.Module, batch: Any, loss: Loss, precision: torch.dtype | None) -> tuple[BlockCall, ...]:
     device = next(model.parameters()).device
     with quiet(model), torch.no_grad(), autocast(device, precision):
         return observe(find_blocks(model), lambda: loss(model, batch))
 
 
-def segments(links: tuple[Link, ...], length: int, where: str = "keep", share: float = 1.0) -> MemoryPlan:
+def segments(links: tuple[BlockCall, ...], length: int, where: str = "keep", share: float = 1.0) -> MemoryPlan:
     """Recompute everything in segments of up to `length` chained blocks; of a share of them the input is offloaded.
 
     A block that writes into its input goes with the one before it, whatever the length.
     """
-    groups: list[list[str]] = []
+    buckets: list[list[str]] = []
     for link in links:
-        if groups and link.chained and (link.changes_input or len(groups[-1]) < length):
-            groups[-1].append(link.name)
+        if buckets and link.chained and (link.changes_input or len(buckets[-1]) < length):
+            buckets[-1].append(link.name)
         elif not link.changes_input:
-            groups.append([link.name])
-    offloaded = round(share * len(groups)) if where == "offload" else 0
+            buckets.append([link.name])
+    offloaded = round(share * len(buckets)) if where == "offload" else 0
     # The last one comes back at once: nothing is gained by sending it.
-    spread = {round((number + 0.5) * len(groups) / offloaded - 0.5) for number in range(offloaded)} - {len(groups) - 1}
+    spread = {round((number + 0.5) * len(buckets) / offloaded - 0.5) for number in range(offloaded)} - {
+        len(buckets) - 1
+    }
     return MemoryPlan(
         segments=tuple(
             Segment(blocks=tuple(names), action="recompute", input="offload" if place in spread else "keep")
-            for place, names in enumerate(groups)
+            for place, names in enumerate(buckets)
         )
     )
 
@@ -147,12 +149,12 @@ def checkpointed(model: nn.Module, names: list[str]) -> Iterator[None]:
             del module.forward
 
 
-def repeated(links: tuple[Link, ...]) -> list[str]:
+def repeated(links: tuple[BlockCall, ...]) -> list[str]:
     """The blocks that stand in a stack: what people checkpoint."""
     return [link.name for link in links if link.name.rsplit(".", 1)[-1].isdigit()]
 
 
-def rows(links: tuple[Link, ...]) -> dict[str, Any]:
+def rows(links: tuple[BlockCall, ...]) -> dict[str, Any]:
     """Name to what is done: a memory plan, or the name of one of PyTorch's own ways."""
     stack = repeated(links)
     found: dict[str, Any] = {
@@ -245,7 +247,7 @@ def main() -> None:
             torch.cuda.empty_cache()
         row = run_row(factory, size, given.device, what, given.iterations, given.hold_gradients)
         if profile is not None and not isinstance(what, str):
-            predicted = course(profile, what or MemoryPlan())
+            predicted = memory_timeline(profile, what or MemoryPlan())
             row["predicted_bytes"] = predicted.peak_bytes
             row["predicted_ms"] = round((predicted.forward_s + predicted.backward_s + profile.update_s) * 1e3, 3)
         document["rows"][name] = row

@@ -4,7 +4,7 @@
 
 Writes FOLDER/<model>.profile.json, the plans, and FOLDER/<model>.json after every row. Budgets are bytes on the device
 over the timed steps (`max_memory_allocated`); each planned row holds what was predicted beside what was measured. One
-rank: what encoded groups cost the device is there, their traffic is not. bf16 autocast, SGD with momentum.
+rank: what compressed buckets cost the device is there, their traffic is not. bf16 autocast, SGD with momentum.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from memory_activations import checkpointed, links_of, measure_run, repeated
 from backbeat import Network, Plan, Profile, plan, predict
 from backbeat.errors import InputError
 from backbeat.measure import profile as measure_profile
-from backbeat.model import Encoding, Group
+from backbeat.model import Bucket, Compression
 from backbeat.model.files import write
-from backbeat.planners.memory import Search, uniform
+from backbeat.planners.memory_plan import Search, uniform
 from backbeat.runtime import DistributedDataParallel
 from backbeat.simulate.actions import plan_of
-from backbeat.simulate.holdings import Holdings
-from backbeat.simulate.memory import Chain
+from backbeat.simulate.memory_timeline import Chain
+from backbeat.simulate.resident_memory import ResidentMemory
 from backbeat.zoo import models
 
 BATCH = {"resnet152": 256, "bert_large": 64}
@@ -43,12 +43,11 @@ SPARSE_GB = {"resnet152": (4.5, 6.0, 9.0), "bert_large": (4.6, 5.7, 7.0, 10.0)}
 DENSE_GB = {"resnet152": (5.0, 8.0, 14.0), "bert_large": (7.0, 9.0, 12.0)}
 DENSITY = 0.01
 GROUP_BYTES = {"resnet152": 50 * 2**20, "bert_large": 200 * 2**20}
-"""At most, of encoded groups within a budget. Scratch is as large as the largest group, so they are small where memory
-is short; every group costs launches, so they are large where the host is the limit. The embedding of BERT alone has
-119 MiB."""
+"""At most, of compressed buckets within a budget. Scratch is as large as the largest bucket, so they are small where
+memory is short; every bucket costs launches, so they are large where the host is the limit. The embedding of BERT alone
+has 119 MiB."""
 ROOMY_BYTES = {"resnet152": 50 * 2**20, "bert_large": 300 * 2**20}
 """Without a budget."""
-SELECT = {"select": "exact"}
 SMALL_BYTES = 2**16
 TURNS = {"resnet152": 12, "bert_large": 40}
 Setup = tuple[Any, Any, Any, torch.optim.Optimizer]
@@ -78,8 +77,8 @@ def setup(name: str, device: str, batch: int) -> Setup:
 
 
 def encoded_plan(profile: Profile, largest: int) -> Plan:
-    """Every tensor above 64 KiB in top-k groups in ready order, the small ones dense at the end."""
-    groups: list[list[str]] = [[]]
+    """Every tensor above 64 KiB in top-k buckets in ready order, the small ones dense at the end."""
+    buckets: list[list[str]] = [[]]
     size = 0
     small = []
     for gradient in profile.gradients:
@@ -87,19 +86,19 @@ def encoded_plan(profile: Profile, largest: int) -> Plan:
             small.append(gradient.name)
             continue
         if size and size + gradient.bytes > largest:
-            groups.append([])
+            buckets.append([])
             size = 0
-        groups[-1].append(gradient.name)
+        buckets[-1].append(gradient.name)
         size += gradient.bytes
-    encoding = Encoding(kind="topk", density=DENSITY, **SELECT)
+    compression = Compression(density=DENSITY)
     return Plan(
         strategy="custom",
         model=profile.model,
         workers=1,
-        channels=1,
-        groups=(
-            *(Group(gradients=tuple(names), channel=0, encoding=encoding) for names in groups),
-            *((Group(gradients=tuple(small), channel=0),) if small else ()),
+        communicators=1,
+        buckets=(
+            *(Bucket(gradients=tuple(names), communicator=0, compression=compression) for names in buckets),
+            *((Bucket(gradients=tuple(small), communicator=0),) if small else ()),
         ),
     )
 
@@ -137,7 +136,7 @@ def wrapped_run(given: Setup, made: Plan, iterations: int, attach: bool = True) 
     model, data, loss, optimizer = given
     ddp = DistributedDataParallel(model, plan=made, broadcast_buffers=False)
     if attach:
-        ddp.attach(optimizer)
+        ddp.attach(optimizer, max_grad_norm=None)
     try:
         # The wrapper times its own first steps, which costs the host something.
         return measure_run(ddp, data, loss, optimizer, iterations=iterations, warmup=10)
@@ -157,8 +156,7 @@ class Table:
             "batch": BATCH[name],
             "precision": "bf16",
             "density": DENSITY,
-            **SELECT,
-            "group_bytes": {"within a budget": GROUP_BYTES[name], "without": ROOMY_BYTES[name]},
+            "bucket_bytes": {"within a budget": GROUP_BYTES[name], "without": ROOMY_BYTES[name]},
             "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
             "torch": torch.__version__,
             "date": time.strftime("%Y-%m-%d"),
@@ -251,7 +249,7 @@ def planned_rows(table: Table, profile: Profile, kind: str, device: str, iterati
                 segments=len(made.memory.segments),
             )
     if kind == "dense":
-        chain = Chain.of(profile, Holdings.of(profile, None, "device", 1))
+        chain = Chain.of(profile, ResidentMemory.of(profile, None, "device", 1))
         for policy, units in uniform(chain).items():
             if policy == "keep":
                 continue
@@ -266,26 +264,28 @@ def planned_rows(table: Table, profile: Profile, kind: str, device: str, iterati
 
 
 def budgeted(profile: Profile, base: Plan | None, budget: int, residuals: Any) -> Plan:
-    from backbeat.planners.memory import memory_plan
+    from backbeat.planners.memory_plan import memory_plan
 
-    groups = base if base is not None else plan(profile, Network.load("10gbe").at(workers=1), "ddp")
-    return msgspec.structs.replace(groups, memory=memory_plan(profile, budget, groups, residuals=residuals, workers=1))
+    buckets = base if base is not None else plan(profile, Network.load("10gbe").at(workers=1), "ddp")
+    return msgspec.structs.replace(
+        buckets, memory=memory_plan(profile, budget, buckets, residuals=residuals, workers=1)
+    )
 
 
 def overhead_rows(table: Table, profile: Profile, device: str, iterations: int) -> None:
     name = table.document["model"]
-    encoded = encoded_plan(profile, ROOMY_BYTES[name])
+    compressed = encoded_plan(profile, ROOMY_BYTES[name])
     dense = msgspec.structs.replace(
-        encoded, groups=tuple(msgspec.structs.replace(group, encoding=None) for group in encoded.groups)
+        compressed, buckets=tuple(msgspec.structs.replace(bucket, compression=None) for bucket in compressed.buckets)
     )
     table.add(
-        "dense groups, no memory plan",
+        "dense buckets, no memory plan",
         lambda: wrapped_run(setup(name, device, BATCH[name]), dense, iterations, attach=False),
     )
     table.add(
-        "top-k groups, updates attached", lambda: wrapped_run(setup(name, device, BATCH[name]), encoded, iterations)
+        "top-k buckets, updates attached", lambda: wrapped_run(setup(name, device, BATCH[name]), compressed, iterations)
     )
-    table.add("in turns", lambda: in_turns(name, device, {"dense": dense, "top-k": encoded}))
+    table.add("in turns", lambda: in_turns(name, device, {"dense": dense, "top-k": compressed}))
 
 
 def in_turns(name: str, device: str, plans: dict[str, Plan]) -> dict[str, Any]:
@@ -296,8 +296,8 @@ def in_turns(name: str, device: str, plans: dict[str, Plan]) -> dict[str, Any]:
     for side, made in plans.items():
         model, data, loss, optimizer = setup(name, device, BATCH[name])
         ddp: Any = DistributedDataParallel(model, plan=made, broadcast_buffers=False)
-        if made.encoded:
-            ddp.attach(optimizer)
+        if made.compressed:
+            ddp.attach(optimizer, max_grad_norm=None)
         wrapped.append(ddp)
         sides[side] = (ddp, data, loss, optimizer)
     times: dict[str, list[float]] = {side: [] for side in sides}
@@ -354,13 +354,11 @@ def main() -> None:
     parser.add_argument("--rows", default="sparse,dense,overhead,usual")
     parser.add_argument("--iterations", type=int, default=5)
     parser.add_argument("--batch", type=int, help="instead of the models' own")
-    parser.add_argument("--group-mib", type=int, help="most of an encoded group, instead of the models' own")
-    parser.add_argument("--select", default=SELECT["select"], choices=["exact", "sampled"])
+    parser.add_argument("--bucket-mib", type=int, help="most of a compressed bucket, instead of the models' own")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     given = parser.parse_args()
     given.folder.mkdir(parents=True, exist_ok=True)
     wanted = given.rows.split(",")
-    SELECT["select"] = given.select
     for name in given.models.split(","):
         if given.batch:
             BATCH[name] = given.batch

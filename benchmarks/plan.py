@@ -60,7 +60,7 @@ def large() -> None:
         again, _ = seconds(lambda: predict(profile, network, made), repeats=1)  # noqa: B023
         print(
             f"L = {count}, {network.name}: programme {programme:.2f} s, plan() {whole:.2f} s, "
-            f"predict() {again:.2f} s, {len(made.groups)} groups"
+            f"predict() {again:.2f} s, {len(made.buckets)} buckets"
         )
 
 

@@ -16,7 +16,7 @@ from benchmarks.harness import affine, machine, random_profile, seconds
 STRATEGIES = ("wfbp", "single", "ddp", "mg-wfbp", "optimal")
 WORKERS = (8, 2048)
 SCHEDULES = (*((strategy, None) for strategy in STRATEGIES), ("horovod", None), ("asc-wfbp", None), ("wfbp", 2))
-"""Strategy and channels; None is the strategy's own number."""
+"""Strategy and communicators; None is the strategy's own number."""
 
 
 def one_schedule() -> None:
@@ -26,13 +26,13 @@ def one_schedule() -> None:
     print("predict() of one ready-made schedule, 161 gradients, stragglers and timeline included")
     for workers in WORKERS:
         network = base.at(workers=workers)
-        for strategy, channels in SCHEDULES:
-            made = plan(profile, network, strategy, channels=channels)
+        for strategy, communicators in SCHEDULES:
+            made = plan(profile, network, strategy, communicators=communicators)
             median, least = seconds(lambda: predict(profile, network, made), repeats=200)  # noqa: B023
-            name = f"{strategy} on {made.channels}"
+            name = f"{strategy} on {made.communicators}"
             medians[name, workers] = median
             print(
-                f"  N = {workers:>4}  {name:<13} {len(made.groups):>3} groups  "
+                f"  N = {workers:>4}  {name:<13} {len(made.buckets):>3} buckets  "
                 f"median {median * 1e3:.3f} ms  least {least * 1e3:.3f} ms"
             )
     print(f"  slowest median: {max(medians.values()) * 1e3:.3f} ms (wanted: at most 1 ms)")

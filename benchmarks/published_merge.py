@@ -8,7 +8,7 @@ from __future__ import annotations
 
 
 def merge(ready: list[float], sizes: list[float], alpha: float, beta: float) -> list[int]:
-    """Where groups end in ready order, for gradients given in ready order."""
+    """Where buckets end in ready order, for gradients given in ready order."""
     count = len(ready)
     layer_ready, layer_bytes = ready[::-1], sizes[::-1]
     tc = [_time(size, alpha, beta) for size in layer_bytes]

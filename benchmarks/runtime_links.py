@@ -78,10 +78,10 @@ def layers(batch_size: int = 256, device: str = "cpu") -> tuple[nn.Module, Any, 
 
 def work(options: argparse.Namespace) -> None:
     """One rank."""
+    from backbeat.comm.opened import settle_gloo
     from backbeat.lab.namespaces import enter
     from backbeat.lab.train import profile_here
-    from backbeat.measure.calibrate import calibrate
-    from backbeat.measure.channels import settle_gloo
+    from backbeat.measure.network.calibration import calibrate
     from backbeat.model import Plan, Profile
     from backbeat.model.files import decode, encode
     from backbeat.planners import plan as make_plan
@@ -96,7 +96,7 @@ def work(options: argparse.Namespace) -> None:
     settle_gloo()
     device = torch.device("cpu")
     mine = profile_here("runtime_links:layers", device, options.batch_size, 15)
-    network = calibrate(device=device, budget_s=15, channels=(1, 2), collectives=("all_reduce",), settle=True)
+    network = calibrate(device=device, budget_s=15, communicators=(1, 2), collectives=("all_reduce",), settle=True)
     found: list[Any] = [None]
     if options.node == 0:
         profile = decode(mine, Profile, where="the profile")
@@ -140,9 +140,9 @@ def work(options: argparse.Namespace) -> None:
                 times[name].append(taken.item())
                 cpu[name].append((trains, moves))
     if options.node == 0:
-        groups = len(plan.groups)
+        buckets = len(plan.buckets)
         found_here = {"predicted": guess, "times": times, "cpu": cpu, "losses": losses}
-        print(json.dumps({**found_here, "groups": groups, "on": plan.channels}))
+        print(json.dumps({**found_here, "buckets": buckets, "on": plan.communicators}))
     dist.barrier()
 
 
@@ -154,7 +154,7 @@ def show(rate: str, strategy: str, answer: dict[str, Any]) -> None:
     }
     stock, ours, theirs = medians
     predicted = answer["predicted"]
-    print(f"{rate}: {strategy} has {answer['groups']} groups on {answer['on']} channel(s)")
+    print(f"{rate}: {strategy} has {answer['buckets']} buckets on {answer['on']} communicator(s)")
     for name, seconds in medians.items():
         first, second = halves[name]
         trains, moves = (statistics.median(pair[side] for pair in answer["cpu"][name]) * 1e3 for side in (0, 1))
@@ -173,11 +173,11 @@ def show(rate: str, strategy: str, answer: dict[str, Any]) -> None:
 
 def lab(options: argparse.Namespace) -> None:
     from backbeat.lab.namespaces import Cluster, Link
-    from backbeat.lab.runs import Run
+    from backbeat.lab.runs import LabRun
     from backbeat.units import parse_duration, parse_rate
 
     for rate in options.bandwidth.split(","):
-        with Run() as run, Cluster(run, [Link(rate_bits=parse_rate(rate))] * 2) as cluster:
+        with LabRun() as run, Cluster(run, [Link(rate_bits=parse_rate(rate))] * 2) as cluster:
             ranks = []
             for node in range(2):
                 command = [sys.executable, __file__, "--node", str(node), "--namespace", cluster.namespace(node)]

@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 1 benchmarks/runtime_memory.py --device cuda [--model linear|resnet50|…] [--json FILE]
 
 Trains a tiny model and prints the resident memory of each rank after a tenth of the iterations and at the end, and the
-bytes of all tensors that the reducer holds between steps and, at most, while groups travel, beside the gradients' own.
+bytes of all tensors that the reducer holds between steps and, at most, while buckets travel, beside the gradients' own.
 
 On a GPU the allocator counts. A model of real size trains as it is, in stock DDP without and with gradients as views of
 its buckets, and in backbeat with the same bucket cap and with a plan, each in a process of its own. What a side
@@ -38,7 +38,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from backbeat.errors import InputError
 from backbeat.model import files
-from backbeat.model.plan import Group, Plan
+from backbeat.model.plan import Bucket, Plan
 from backbeat.runtime import DistributedDataParallel
 
 WARM_STEPS, STEPS = 3, 3
@@ -104,9 +104,9 @@ def growth(iterations: int, device: torch.device, *, stock: bool = False) -> dic
         "from": early["iteration"],
         "series": series,
         "grown": grown,
-        "groups": len(wrapped.reducer.buckets),
+        "buckets": len(wrapped.reducer.buckets),
         "gradient_bytes": bytes_of(wrapped),
-        "largest_group_bytes": max(bucket.bytes for bucket in wrapped.reducer.buckets),
+        "largest_bucket_bytes": max(bucket.bytes for bucket in wrapped.reducer.buckets),
         "held_bytes": tensors_of(wrapped),
         "peak_bytes": peak,
     }
@@ -127,9 +127,9 @@ def told(found: dict[str, Any]) -> str:
     return (
         f"rank {dist.get_rank()} of {dist.get_world_size()}: resident memory grew by {grown / 1024:.0f} KiB from "
         f"iteration {found['from']} to {found['iterations']} ({early / 2**20:.0f} MiB before);\n"
-        f"  gradients {gradients} bytes in {found['groups']} groups, the largest {found['largest_group_bytes']}; "
+        f"  gradients {gradients} bytes in {found['buckets']} buckets, the largest {found['largest_bucket_bytes']}; "
         f"held between steps {found['held_bytes']}, in backward at most {found['peak_bytes']} "
-        f"({(found['peak_bytes'] - gradients) / found['largest_group_bytes']:.2f} groups more)"
+        f"({(found['peak_bytes'] - gradients) / found['largest_bucket_bytes']:.2f} buckets more)"
     )
 
 
@@ -152,20 +152,20 @@ def workload(name: str, batch_size: int, device: torch.device, layers: int, widt
 
 
 def plan_of(model: nn.Module, count: int) -> Plan:
-    """About `count` groups of like size, from the last parameter to the first."""
+    """About `count` buckets of like size, from the last parameter to the first."""
     trained = [(name, p.numel() * p.element_size()) for name, p in model.named_parameters() if p.requires_grad]
     total, done = sum(size for _, size in trained), 0
-    groups: list[list[str]] = [[]]
+    buckets: list[list[str]] = [[]]
     for name, size in reversed(trained):
-        if groups[-1] and done >= total * len(groups) / count:
-            groups.append([])
-        groups[-1].append(name)
+        if buckets[-1] and done >= total * len(buckets) / count:
+            buckets.append([])
+        buckets[-1].append(name)
         done += size
     return Plan(
         strategy="custom",
         model=type(model).__name__,
-        channels=1,
-        groups=tuple(Group(gradients=tuple(names), channel=0) for names in groups),
+        communicators=1,
+        buckets=tuple(Bucket(gradients=tuple(names), communicator=0) for names in buckets),
     )
 
 
@@ -189,19 +189,19 @@ class Device:
         self._run(dropping, set_to_none=True)
         return self._run(dropping, set_to_none=True)["peak_bytes"]
 
-    def sides(self, groups: int) -> dict[str, Callable[[nn.Module], nn.Module]]:
+    def sides(self, buckets: int) -> dict[str, Callable[[nn.Module], nn.Module]]:
         cap = self._cap_mb
         return {
             "bare": lambda model: model,
             "stock DDP": lambda model: TorchDDP(model, bucket_cap_mb=cap),
             "stock DDP, views": lambda model: TorchDDP(model, bucket_cap_mb=cap, gradient_as_bucket_view=True),
             "backbeat, same cap": lambda model: DistributedDataParallel(model, bucket_cap_mb=cap),
-            "backbeat, plan": lambda model: DistributedDataParallel(model, plan=plan_of(model, groups)),
+            "backbeat, plan": lambda model: DistributedDataParallel(model, plan=plan_of(model, buckets)),
         }
 
     def measure(self, name: str, wrap: Callable[[nn.Module], nn.Module], base: int, none: bool) -> dict[str, Any]:
         found = self._run(wrap, set_to_none=none)
-        gradients, group = found["gradient_bytes"], found["largest_group_bytes"]
+        gradients, bucket = found["gradient_bytes"], found["largest_bucket_bytes"]
         beyond = {
             "between_beyond_bytes": found["between_bytes"] - found["model_bytes"],
             "cleared_beyond_bytes": found["cleared_bytes"] - found["model_bytes"],
@@ -214,7 +214,7 @@ class Device:
             **found,
             **beyond,
             **{f"{key.split('_')[0]}_gradients": value / gradients for key, value in beyond.items()},
-            "peak_groups_beside_gradients": (beyond["peak_beyond_bytes"] - gradients) / group if group else None,
+            "peak_buckets_beside_gradients": (beyond["peak_beyond_bytes"] - gradients) / bucket if bucket else None,
         }
 
     def _run(self, wrap: Callable[[nn.Module], nn.Module], *, set_to_none: bool) -> dict[str, int]:
@@ -254,8 +254,8 @@ class Device:
             "gradient_bytes": sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad),
             "model_bytes": holds,
             "tensors": len(list(model.parameters())),
-            "groups": len(buckets),
-            "largest_group_bytes": max((bucket.bytes for bucket in buckets), default=0),
+            "buckets": len(buckets),
+            "largest_bucket_bytes": max((bucket.bytes for bucket in buckets), default=0),
             "first_bytes": first,
             "peak_bytes": peak,
             "between_bytes": between,
@@ -287,8 +287,10 @@ def _let_go() -> None:
 
 
 def row(found: dict[str, Any]) -> str:
-    groups = found["peak_groups_beside_gradients"]
-    beside = f": gradients and {groups:+.2f} of the largest of {found['groups']} groups" if groups is not None else ""
+    buckets = found["peak_buckets_beside_gradients"]
+    beside = (
+        f": gradients and {buckets:+.2f} of the largest of {found['buckets']} buckets" if buckets is not None else ""
+    )
     return (
         f"{_where(found)}: between steps {found['between_beyond_bytes'] / 2**20:.1f} MiB "
         f"({found['between_gradients']:.3f} of the gradients), when cleared {found['cleared_gradients']:.3f}, "
@@ -310,14 +312,14 @@ def claims(rows: list[dict[str, Any]], grown: dict[str, Any]) -> list[dict[str, 
 
     stock = {row["set_to_none"]: row for row in rows if row["side"] == "stock DDP"}
     for ours in (row for row in rows if row["side"].startswith("backbeat")):
-        gradients, group, peak = ours["gradient_bytes"], ours["largest_group_bytes"], ours["peak_beyond_bytes"]
+        gradients, bucket, peak = ours["gradient_bytes"], ours["largest_bucket_bytes"], ours["peak_beyond_bytes"]
         spare = ROUNDING * ours["tensors"] + CONTROL_BYTES
         allowed = f"({spare} more allowed for rounding and control numbers)"
         where, other = _where(ours), stock[ours["set_to_none"]]
         claim(
-            f"{where}: at most gradients and one group in a step",
-            peak <= gradients + group + spare,
-            f"{peak} of {gradients} + {group} bytes {allowed}",
+            f"{where}: at most gradients and one bucket in a step",
+            peak <= gradients + bucket + spare,
+            f"{peak} of {gradients} + {bucket} bytes {allowed}",
         )
         claim(
             f"{where}: the gradients alone between steps",
@@ -357,8 +359,8 @@ def on_cuda(options: argparse.Namespace) -> dict[str, Any]:
     if options.side:
         name, none = options.side.rsplit(ZEROS, 1)[0], not options.side.endswith(ZEROS)
         base = measured.base()
-        return {"base": base, "rows": [measured.measure(name, measured.sides(options.groups)[name], base, none)]}
-    sides = measured.sides(options.groups)
+        return {"base": base, "rows": [measured.measure(name, measured.sides(options.buckets)[name], base, none)]}
+    sides = measured.sides(options.buckets)
     others = in_processes([*sides, *(f"{side}{ZEROS}" for side in sides), "growth of stock DDP"])
     grown = growth(options.iterations, device)
     found_apart = [json.loads(one.result()) for one in others]
@@ -434,7 +436,7 @@ def main() -> None:
     gpu.add_argument("--layers", type=int, default=24, help="of the linear model")
     gpu.add_argument("--width", type=int, default=2048, help="of the linear model")
     gpu.add_argument("--cap-mb", type=float, default=25.0, help="bucket cap of stock DDP and backbeat, MiB")
-    gpu.add_argument("--groups", type=int, default=6, help="of the plan")
+    gpu.add_argument("--buckets", type=int, default=6, help="of the plan")
     gpu.add_argument("--side", default="", help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(1)

@@ -89,7 +89,7 @@ def compare(tensors: int, width: int, device: torch.device, cap_mb: float, steps
     gc.enable()
     return {
         "tensors": tensors,
-        "groups": len(models["backbeat"].reducer.buckets),
+        "buckets": len(models["backbeat"].reducer.buckets),
         "device": device.type,
         "ranks": dist.get_world_size(),
         "steps": steps,
@@ -118,7 +118,7 @@ def _judged(times: dict[str, list[float]]) -> dict[str, Any]:
 
 
 def line(row: dict[str, Any]) -> str:
-    parts = [f"{row['ranks']} rank(s), {row['device']}: {row['tensors']:5d} tensors, {row['groups']:3d} groups"]
+    parts = [f"{row['ranks']} rank(s), {row['device']}: {row['tensors']:5d} tensors, {row['buckets']:3d} buckets"]
     for kind, title in KINDS[row["device"]].items():
         found = row["times"][kind]
         over = {name: seconds * 1e6 for name, seconds in found["overhead_s"].items()}
@@ -137,7 +137,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", choices=sorted(KINDS))
     parser.add_argument("--tensors", default="50,200,1000")
     parser.add_argument("--width", type=int, default=64)
-    parser.add_argument("--groups", type=int, default=8)
+    parser.add_argument("--buckets", type=int, default=8)
     parser.add_argument("--steps", type=int, help="a block; 20, on a GPU 10 or, of few tensors, up to 40")
     parser.add_argument("--blocks", type=int, help="of each side; 15, on a GPU 11")
     parser.add_argument("--json", metavar="FILE", help="write the rows as data")
@@ -152,7 +152,7 @@ def main() -> None:
     dist.init_process_group("nccl" if cuda else "gloo")
     rows: list[dict[str, Any]] = []
     for tensors in (int(count) for count in options.tensors.split(",")):
-        cap = tensors * options.width * 4 / options.groups / 2**20
+        cap = tensors * options.width * 4 / options.buckets / 2**20
         steps = options.steps or (max(10, min(40, 2000 // tensors)) if cuda else 20)
         row = compare(tensors, options.width, device, cap, steps, options.blocks or (11 if cuda else 15))
         rows.append(row)

@@ -19,8 +19,8 @@ MOVES = (
     "workers=64&latency=10",
     "workers=64&batch=48",
     "workers=64&bucket=100",
-    "workers=64&channels=4",
-    "workers=2048&bucket=5&channels=2&bandwidth=2&latency=0.5",
+    "workers=64&communicators=4",
+    "workers=2048&bucket=5&communicators=2&bandwidth=2&latency=0.5",
 )
 REPEATS = 5
 WANTED_MS = 100

@@ -1,4 +1,4 @@
-"""Training with encoded groups against dense training: the loss that each reaches in as many steps.
+"""Training with compressed buckets against dense training: the loss that each reaches in as many steps.
 
     python benchmarks/sparse_convergence.py [--task cnn,transformer] [--steps 600] [--seeds 0,1,2] [--json FILE]
 
@@ -32,8 +32,8 @@ from torch import nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from backbeat.model import Group, Plan
-from backbeat.model.encoding import Encoding
+from backbeat.model import Bucket, Plan
+from backbeat.model.compression import Compression
 from backbeat.model.files import write
 from backbeat.runtime import DistributedDataParallel
 
@@ -43,21 +43,13 @@ VOCABULARY, LENGTH = 16, 10
 FULL = {"momentum_correction": True, "warmup": 0.25}
 """Momentum correction, and a warm-up over a quarter of the steps."""
 
-METHODS: dict[str, tuple[Encoding | None, dict[str, Any]]] = {
+METHODS: dict[str, tuple[Compression | None, dict[str, Any]]] = {
     "dense": (None, {}),
-    "top-k 1 %": (Encoding(kind="topk", density=0.01, select="exact"), FULL),
-    "top-k 5 %": (Encoding(kind="topk", density=0.05, select="exact"), FULL),
-    "top-k 1 %, sampled, bf16": (Encoding(kind="topk", density=0.01, values="bf16"), FULL),
-    "top-k 1 %, tree": (Encoding(kind="topk", density=0.01, aggregate="tree"), FULL),
-    "top-k 1 %, masked": (
-        Encoding(kind="topk", density=0.01, select="exact"),
-        {**FULL, "factor_masking": True},
-    ),
-    "top-k 1 %, warm-up only": (Encoding(kind="topk", density=0.01, select="exact"), {"warmup": 0.25}),
-    "top-k 1 %, neither": (Encoding(kind="topk", density=0.01, select="exact"), {}),
-    "random-k 5 %": (Encoding(kind="randomk", density=0.05), FULL),
-    "8 bits": (Encoding(kind="int8"), {}),
-    "low rank 4": (Encoding(kind="powersgd", rank=4), {}),
+    "top-k 1 %": (Compression(density=0.01), FULL),
+    "top-k 5 %": (Compression(density=0.05), FULL),
+    "top-k 1 %, masked": (Compression(density=0.01), {**FULL, "factor_masking": True}),
+    "top-k 1 %, warm-up only": (Compression(density=0.01), {"warmup": 0.25}),
+    "top-k 1 %, neither": (Compression(density=0.01), {}),
 }
 
 
@@ -115,20 +107,20 @@ def loss_of(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch
     return functional.cross_entropy(scores.reshape(-1, scores.shape[-1]), batch[1].reshape(-1))
 
 
-def plan_of(model: nn.Module, encoding: Encoding) -> Plan:
-    """Four groups in the order of backward; vectors travel dense, as a planner would send them."""
+def plan_of(model: nn.Module, compression: Compression) -> Plan:
+    """Four buckets in the order of backward; vectors travel dense, as a planner would send them."""
     named = list(model.named_parameters())[::-1]
     vectors = [name for name, parameter in named if parameter.dim() < 2]
     matrices = [name for name, parameter in named if parameter.dim() > 1]
     size = math.ceil(len(matrices) / 3)
-    groups = [matrices[start : start + size] for start in range(0, len(matrices), size)]
+    buckets = [matrices[start : start + size] for start in range(0, len(matrices), size)]
     return Plan(
         strategy="sparse",
         model=type(model).__name__,
-        channels=1,
-        groups=(
-            *(Group(gradients=tuple(group), channel=0, encoding=encoding) for group in groups),
-            Group(gradients=tuple(vectors), channel=0),
+        communicators=1,
+        buckets=(
+            *(Bucket(gradients=tuple(bucket), communicator=0, compression=compression) for bucket in buckets),
+            Bucket(gradients=tuple(vectors), communicator=0),
         ),
     )
 
@@ -138,16 +130,16 @@ def train(task: str, method: str, seed: int, steps: int, rank: int) -> float:
     factory, data, batch, rate = TASKS[task]
     torch.manual_seed(seed)
     model = factory()
-    encoding, options = METHODS[method]
-    if encoding is None:
+    compression, options = METHODS[method]
+    if compression is None:
         wrapped: Any = TorchDDP(model)
     else:
         chosen = {key: value for key, value in options.items() if key != "warmup"}
         chosen["warmup_steps"] = int(options.get("warmup", 0) * steps)
-        wrapped = DistributedDataParallel(model, plan=plan_of(model, encoding), sparse=chosen)
+        wrapped = DistributedDataParallel(model, plan=plan_of(model, compression), sparse=chosen)
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=rate, momentum=0.9)
-    if encoding is not None:
-        wrapped.attach(optimizer)
+    if compression is not None:
+        wrapped.attach(optimizer, max_grad_norm=None)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2 * rate, total_steps=steps, cycle_momentum=False)
     source = torch.Generator().manual_seed(1000 * seed + rank)
     for _ in range(steps):

@@ -1,13 +1,14 @@
-"""What encoding costs beside the computation: one rank, so that nothing travels, against dense groups and a naive loop.
+"""What compression costs beside the computation: one rank, so that nothing travels, against dense buckets and a naive
+loop.
 
     python benchmarks/sparse_overhead.py [--device cuda] [--model resnet152,bert_large] [--batch-size 64] [--json FILE]
 
-Sides: `dense`, the wrapper with dense groups of 25 MiB and SGD with momentum; `encoded`, the same groups as top-k with
-the optimizer handed over, by either selection, with and without momentum correction, with residuals on the device or
-the host; `naive`, a loop over the parameters after backward with residual, velocity and `topk`. On a GPU under bf16
-autocast. Sides are built, warmed up and timed in turn, in several rounds; printed are the median iteration over all
-blocks, its ratio to `dense`, and on a GPU the peak of allocated memory. Rows are saved as they come. `--model small` is
-a stack of linear layers of four million parameters that any CPU can run.
+Sides: `dense`, the wrapper with dense buckets of 25 MiB and SGD with momentum; `compressed`, the same buckets as top-k
+with the optimizer handed over, with and without momentum correction, with residuals on the device or the host; `naive`,
+a loop over the parameters after backward with residual, velocity and `topk`. On a GPU under bf16 autocast. Sides are
+built, warmed up and timed in turn, in several rounds; printed are the median iteration over all blocks, its ratio to
+`dense`, and on a GPU the peak of allocated memory. Rows are saved as they come. `--model small` is a stack of linear
+layers of four million parameters that any CPU can run.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ import torch.distributed as dist
 from harness import machine
 from torch import nn
 
-from backbeat.model import Group, Plan
+from backbeat.model import Bucket, Plan
 from backbeat.model.blocks import MemoryPlan
-from backbeat.model.encoding import Encoding
+from backbeat.model.compression import Compression
 from backbeat.model.files import write
 from backbeat.runtime import DistributedDataParallel
 from backbeat.zoo import models as zoo
@@ -48,25 +49,25 @@ def small(batch_size: int, device: str) -> Any:
     return model, batch, lambda model, batch: (model(batch[0]) - batch[1]).square().mean()
 
 
-def groups_of(model: nn.Module) -> list[list[str]]:
-    """Groups of 25 MiB in the reverse order of registration."""
-    groups: list[list[str]] = [[]]
+def buckets_of(model: nn.Module) -> list[list[str]]:
+    """Buckets of 25 MiB in the reverse order of registration."""
+    buckets: list[list[str]] = [[]]
     size = 0
     for name, parameter in reversed(list(model.named_parameters())):
         if size >= GROUP_BYTES:
-            groups.append([])
+            buckets.append([])
             size = 0
-        groups[-1].append(name)
+        buckets[-1].append(name)
         size += 4 * parameter.numel()
-    return groups
+    return buckets
 
 
-def plan_of(model: nn.Module, encoding: Encoding | None, *, host: bool = False) -> Plan:
+def plan_of(model: nn.Module, compression: Compression | None, *, host: bool = False) -> Plan:
     return Plan(
         strategy="overhead",
         model=type(model).__name__,
-        channels=1,
-        groups=tuple(Group(gradients=tuple(g), channel=0, encoding=encoding) for g in groups_of(model)),
+        communicators=1,
+        buckets=tuple(Bucket(gradients=tuple(g), communicator=0, compression=compression) for g in buckets_of(model)),
         memory=MemoryPlan(residuals="host") if host else None,
     )
 
@@ -107,17 +108,15 @@ def side(name: str, model: nn.Module, density: float) -> tuple[Any, Callable[[],
 
         return model, after
     words = name.split(", ")
-    encoding = None
-    if words[0] == "encoded":
-        encoding = Encoding(kind="topk", density=density, select="exact" if "exact" in words else "sampled")
+    compression = Compression(density=density) if words[0] == "compressed" else None
     wrapped = DistributedDataParallel(
         model,
-        plan=plan_of(model, encoding, host="host" in words),
+        plan=plan_of(model, compression, host="host" in words),
         sparse={"momentum_correction": "corrected" in words},
     )
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=1e-4, momentum=0.9)
-    if encoding is not None:
-        wrapped.attach(optimizer)
+    if compression is not None:
+        wrapped.attach(optimizer, max_grad_norm=None)
 
     def finish() -> None:
         optimizer.step()
@@ -126,7 +125,7 @@ def side(name: str, model: nn.Module, density: float) -> tuple[Any, Callable[[],
     return wrapped, finish
 
 
-SIDES = ["dense", "encoded, sampled", "encoded, exact", "encoded, exact, corrected", "encoded, exact, host", "naive"]
+SIDES = ["dense", "compressed", "compressed, corrected", "compressed, host", "naive"]
 
 
 def measure(name: str, workload: Any, device: str, density: float, warmup: int, blocks: int, steps: int) -> Any:

@@ -1,4 +1,4 @@
-"""Finding the largest elements: `torch.topk` over everything, backbeat's exact selection, and its sampled threshold.
+"""Finding the largest elements: `torch.topk` over everything, and backbeat's selection.
 
     python benchmarks/sparse_select.py [--device cuda] [--elements 1000000,4000000,25000000] [--density 0.01]
 
@@ -15,7 +15,8 @@ from collections.abc import Callable
 import torch
 from harness import machine
 
-from backbeat.sparse import select
+from backbeat.cost.message import sent_elements
+from backbeat.runtime.compressed import selection as select
 
 
 def seconds(action: Callable[[], object], device: str) -> float:
@@ -42,11 +43,10 @@ def main() -> None:
     print(torch.cuda.get_device_name() if arguments.device == "cuda" else machine())
     for words in arguments.elements.split(","):
         values = torch.randn(int(words), device=arguments.device)
-        count = select.slots(arguments.density, values.numel())
+        count = int(sent_elements(values.numel(), arguments.density))
         sides: dict[str, Callable[[], object]] = {
             "topk over all": lambda v=values, k=count: v.abs().topk(k, sorted=False),  # type: ignore[misc]
-            "exact": lambda v=values, k=count: select.largest(v, k),  # type: ignore[misc]
-            "sampled": lambda v=values, k=count: select.sampled(v, k),  # type: ignore[misc]
+            "backbeat": lambda v=values, k=count: select.largest(v, k),  # type: ignore[misc]
         }
         for action in sides.values():
             action()

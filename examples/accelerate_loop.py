@@ -10,7 +10,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from backbeat.runtime import DistributedDataParallel
-from backbeat.runtime.accelerate import planned
+from backbeat.runtime.integrations.accelerate import planned
 
 
 def main() -> None:

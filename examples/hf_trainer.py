@@ -12,7 +12,7 @@ from torch import nn
 from transformers import Trainer, TrainingArguments
 
 from backbeat.runtime import DistributedDataParallel
-from backbeat.runtime.accelerate import planned
+from backbeat.runtime.integrations.accelerate import planned
 
 
 class Regression(nn.Module):

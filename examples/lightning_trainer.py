@@ -11,7 +11,7 @@ import pytorch_lightning as pl
 import torch
 from torch import nn
 
-from backbeat.runtime.lightning import strategy_class
+from backbeat.runtime.integrations.lightning import strategy_class
 
 
 class Regression(pl.LightningModule):

@@ -2,8 +2,9 @@
 
     torchrun --nproc-per-node 2 examples/sparse_training.py [folder for the residuals]
 
-A plan says which groups are encoded; `backbeat plan` chooses them by predicted time where the network is slow. Here one
-is written by hand: weights as top-k, biases as they are. The optimizer is handed over, so that every group is updated
+A plan says which buckets are compressed; `backbeat plan` chooses them by predicted time where the network is slow. Here
+one
+is written by hand: weights as top-k, biases as they are. The optimizer is handed over, so that every bucket is updated
 during backward and no gradient outlives it.
 """
 
@@ -15,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from backbeat.model import Group, Plan
-from backbeat.model.encoding import Encoding
+from backbeat.model import Bucket, Plan
+from backbeat.model.compression import Compression
 from backbeat.runtime import DistributedDataParallel
 
 
@@ -25,26 +26,26 @@ def main() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
     names = [name for name, _ in model.named_parameters()][::-1]
-    one_percent = Encoding(kind="topk", density=0.01)
+    one_percent = Compression(density=0.01)
     plan = Plan(
         strategy="sparse",
         model="example",
-        channels=1,
-        groups=(
-            *(Group(gradients=(n,), channel=0, encoding=one_percent) for n in names if n.endswith("weight")),
-            Group(gradients=tuple(n for n in names if n.endswith("bias")), channel=0),
+        communicators=1,
+        buckets=(
+            *(Bucket(gradients=(n,), communicator=0, compression=one_percent) for n in names if n.endswith("weight")),
+            Bucket(gradients=tuple(n for n in names if n.endswith("bias")), communicator=0),
         ),
     )
     wrapped = DistributedDataParallel(model, plan=plan, sparse={"momentum_correction": True, "warmup_steps": 60})
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.02, momentum=0.9)
-    wrapped.attach(optimizer)
+    wrapped.attach(optimizer, max_grad_norm=None)
 
     teacher = torch.randn(64, 10, generator=torch.Generator().manual_seed(1))
     source = torch.Generator().manual_seed(100 + dist.get_rank())
     for step in range(301):
         x = torch.randn(32, 64, generator=source)
         loss = nn.functional.cross_entropy(wrapped(x), (x @ teacher).argmax(1))
-        loss.backward()  # groups are sent, and their parameters updated, in here
+        loss.backward()  # buckets are sent, and their parameters updated, in here
         optimizer.step()  # changes nothing more; schedulers count it
         if step % 60 == 0 and dist.get_rank() == 0:
             print(f"step {step}: loss {loss.item():.3f}")

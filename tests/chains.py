@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import strategies as st
 
 from backbeat.model import Block, Gradient, HostLink, Memory, Profile
-from backbeat.planners.memory import Search, uniform
-from backbeat.simulate.holdings import Holdings
-from backbeat.simulate.memory import Chain
+from backbeat.planners.memory_plan import Search, uniform
+from backbeat.simulate.memory_timeline import Chain
+from backbeat.simulate.resident_memory import ResidentMemory
 
 _STAGES = ((3, 64, 56), (8, 128, 28), (36, 256, 14), (3, 512, 7))
 _FORWARD_S, _BACKWARD_S = 0.070, 0.140
@@ -16,8 +16,8 @@ _FORWARD_S, _BACKWARD_S = 0.070, 0.140
 def resnet152(batch: int = 256, link_bytes_per_s: float = 55e9) -> Profile:
     """ResNet-152 in bf16 with every tensor's size from its shape; times are shared out by a rule, not measured."""
 
-    def size(channels: int, side: int) -> int:
-        return batch * channels * side * side * 2
+    def size(communicators: int, side: int) -> int:
+        return batch * communicators * side * side * 2
 
     big = size(64, 112)
     rows: list[tuple[float, int, Block]] = []
@@ -36,18 +36,20 @@ def resnet152(batch: int = 256, link_bytes_per_s: float = 55e9) -> Profile:
     add(1.0, 0, "maxpool", input_bytes=big, output_bytes=pooled, saved_bytes=4 * pooled,
         forward_peak_bytes=5 * pooled, backward_peak_bytes=big)  # fmt: skip
     entering, entering_channels, entering_side = pooled, 64, 56
-    for stage, (count, channels, side) in enumerate(_STAGES, start=1):
+    for stage, (count, communicators, side) in enumerate(_STAGES, start=1):
         for place in range(count):
             first = place == 0
-            narrow = size(channels, entering_side if first else side)
-            inner, wide = size(channels, side), size(4 * channels, side)
+            narrow = size(communicators, entering_side if first else side)
+            inner, wide = size(communicators, side), size(4 * communicators, side)
             saved = 2 * narrow + 2 * inner + wide + (wide if first else 0)
-            parameters = entering_channels * channels + 9 * channels**2 + 4 * channels**2 + 12 * channels
-            parameters += entering_channels * channels * 4 if first else 0
+            parameters = (
+                entering_channels * communicators + 9 * communicators**2 + 4 * communicators**2 + 12 * communicators
+            )
+            parameters += entering_channels * communicators * 4 if first else 0
             add(1.0 + 2.5 * wide / big, parameters, f"layer{stage}.{place}", input_bytes=entering, output_bytes=wide,
                 saved_bytes=saved, forward_peak_bytes=saved + wide + (wide if first else 0),
                 backward_peak_bytes=2 * wide if first else wide + inner, saves_output=True)  # fmt: skip
-            entering, entering_channels, entering_side = wide, 4 * channels, side
+            entering, entering_channels, entering_side = wide, 4 * communicators, side
     weight = sum(row[0] for row in rows)
     scale = batch / 256
     blocks = tuple(
@@ -128,7 +130,7 @@ def chains(draw: st.DrawFn, *, most: int = 8, whole: bool = False) -> Profile:
 def check_against_uniform(profile: Profile, share: float) -> None:
     """Within a budget between the smallest there is and what the hungriest uniform policy needs, the fastest plan fits
     and is no slower than any uniform policy that does."""
-    search = Search(Chain.of(profile, Holdings.of(profile)))
+    search = Search(Chain.of(profile, ResidentMemory.of(profile)))
     policies = [search.chain.run(units) for units in uniform(search.chain).values()]
     low, high = search.smallest.run.peak_bytes, max(run.peak_bytes for run in policies)
     budget = round(low + share * (high - low))

@@ -1,4 +1,11 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
 from hypothesis import HealthCheck, settings
+
+from tests.runtime.rank_pool import RankPool
 
 # The machines that run this are shared: a slow draw is not a failure, and the same cases are drawn every time.
 settings.register_profile(
@@ -8,3 +15,18 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 settings.load_profile("backbeat")
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Callable[[int], RankPool]]:
+    """Pools of rank processes by their size; they stay, since starting one costs seconds and waiting costs nothing."""
+    pools: dict[int, RankPool] = {}
+
+    def pool(size: int) -> RankPool:
+        if size not in pools:
+            pools[size] = RankPool(size)
+        return pools[size]
+
+    yield pool
+    for other in pools.values():
+        other.close()

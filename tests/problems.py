@@ -69,11 +69,11 @@ def networks(draw: st.DrawFn, *, busy: bool | None = None) -> Network:
         for size in (4096, 2**20):
             alone = alpha + beta * size
             ratio = draw(st.sampled_from([0.5, 0.9, 1.0, 1.3]))
-            rows.append(ConcurrencyPoint(bytes=size, messages=5, channels=1, seconds=alone * (1 + 4 * ratio)))
+            rows.append(ConcurrencyPoint(bytes=size, messages=5, communicators=1, seconds=alone * (1 + 4 * ratio)))
     if draw(st.booleans()):
         share = draw(st.sampled_from([0.7, 1.0, 1.5]))
         size = 2**22
-        rows.append(ConcurrencyPoint(bytes=size, messages=2, channels=2, seconds=alpha + 2 * beta * size / share))
+        rows.append(ConcurrencyPoint(bytes=size, messages=2, communicators=2, seconds=alpha + 2 * beta * size / share))
     if draw(st.booleans()):
         return affine(alpha, beta, concurrency=tuple(rows))
     sizes = [2**power for power in range(8, 27, 3)]

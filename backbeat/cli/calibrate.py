@@ -13,10 +13,10 @@ from backbeat.errors import InputError, MeasurementError, MissingPartError
 from backbeat.units import parse_bytes, parse_duration
 
 if TYPE_CHECKING:
-    from backbeat.measure.schedule import Progress
+    from backbeat.measure.network.sampling import Progress
 
 _BACKENDS = ("gloo", "nccl", "mpi")
-_MOST_CHANNELS = 16
+_MOST_COMMUNICATORS = 16
 _START_S = 300
 
 
@@ -30,7 +30,7 @@ def calibrate(
             help="Message sizes: a doubling range, or a list. Default: 1 KiB to 256 MiB, closer in the middle."
         ),
     ] = None,
-    channels: Annotated[str, typer.Option(help="Numbers of channels to use at once.")] = "1,2,4",
+    communicators: Annotated[str, typer.Option(help="Numbers of communicators to use at once.")] = "1,2,4",
     name: Annotated[str | None, typer.Option(help="The network's name.")] = None,
     settle: Annotated[
         bool, typer.Option(help="Gloo workers that share few cores: keep its socket threads from taking them.")
@@ -38,12 +38,12 @@ def calibrate(
     json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
 ) -> None:
     """Measure collectives between the workers that torchrun starts, and write a network file."""
-    from backbeat.measure.schedule import SIZES
+    from backbeat.measure.network.sampling import SIZES
 
     rank, world = _place()
     try:
         wanted_sizes = list(SIZES) if sizes is None else parse_sizes(sizes)
-        wanted_channels = _parse_channels(channels)
+        wanted_communicators = _parse_communicators(communicators)
         budget_s = parse_duration(budget)
         if not budget_s > 0:
             raise InputError(f"--budget is {budget!r}: it must be above zero, like 60s")
@@ -60,7 +60,7 @@ def calibrate(
         if rank == 0:
             raise
         raise typer.Exit(error.exit_code) from None
-    _run(output, chosen, budget_s, wanted_sizes, wanted_channels, name, settle, json)
+    _run(output, chosen, budget_s, wanted_sizes, wanted_communicators, name, settle, json)
 
 
 def parse_sizes(text: str) -> list[int]:
@@ -83,13 +83,13 @@ def parse_sizes(text: str) -> list[int]:
     return sorted(found)
 
 
-def _parse_channels(text: str) -> list[int]:
+def _parse_communicators(text: str) -> list[int]:
     try:
         counts = sorted({int(part) for part in text.split(",")})
     except ValueError:
-        raise InputError(f"--channels is {text!r}: write numbers, like 1,2,4") from None
-    if counts[0] < 1 or counts[-1] > _MOST_CHANNELS:
-        raise InputError(f"--channels is {text!r}: each must be from 1 to {_MOST_CHANNELS}, like 1,2,4")
+        raise InputError(f"--communicators is {text!r}: write numbers, like 1,2,4") from None
+    if counts[0] < 1 or counts[-1] > _MOST_COMMUNICATORS:
+        raise InputError(f"--communicators is {text!r}: each must be from 1 to {_MOST_COMMUNICATORS}, like 1,2,4")
     return counts
 
 
@@ -130,7 +130,7 @@ def _run(
     backend: str,
     budget_s: float,
     sizes: list[int],
-    channels: list[int],
+    communicators: list[int],
     name: str | None,
     settle: bool,
     as_json: bool,
@@ -140,14 +140,14 @@ def _run(
     import torch
     import torch.distributed as dist
 
-    from backbeat.measure.bench import explained
-    from backbeat.measure.calibrate import measure_cluster
-    from backbeat.measure.channels import LAUNCH_ORDER
+    from backbeat.comm.opened import LAUNCH_ORDER
+    from backbeat.measure.network.bench import explained
+    from backbeat.measure.network.calibration import measure_cluster
 
     rank = int(os.environ.get("RANK", "0"))
     options: dict[str, Any] = {"timeout": timedelta(seconds=_START_S)}
     if backend == "nccl":
-        # NCCL reads it when the first communicator is made; without it several channels can deadlock.
+        # NCCL reads it when the first communicator is made; without it several communicators can deadlock.
         os.environ.setdefault(LAUNCH_ORDER, "1")
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
         torch.cuda.set_device(device)
@@ -157,7 +157,7 @@ def _run(
             dist.init_process_group(backend, **options)
         with _progress(rank, budget_s) as progress:
             calibrated = measure_cluster(
-                budget_s=budget_s, sizes=sizes, channels=channels, name=name, settle=settle, progress=progress
+                budget_s=budget_s, sizes=sizes, communicators=communicators, name=name, settle=settle, progress=progress
             )
     except MeasurementError as error:
         # Leaving as usual would take the communicators down in order, which waits for the worker that is gone.
@@ -172,7 +172,7 @@ def _run(
 def _show(calibrated: Any, output: Path, as_json: bool) -> None:
     import msgspec
 
-    from backbeat.measure.summary import lines, summarised
+    from backbeat.measure.network.findings import lines, summarised
 
     summary = summarised(calibrated)
     if as_json:

@@ -25,7 +25,7 @@ def nccl_tests(
     out_of_place: Annotated[bool, typer.Option("--out-of-place", help="Take out-of-place times.")] = False,
 ) -> None:
     """A network from nccl-tests output, text or -J JSON, one run or several."""
-    from backbeat.measure.nccl_tests import load
+    from backbeat.importers.nccl_tests import load
 
     network = load(file, workers=workers, name=name, placement="out-of-place" if out_of_place else "in-place")
     network.save(output)
@@ -45,7 +45,7 @@ def kineto(
     ] = None,
 ) -> None:
     """A profile from a trace that torch.profiler exported, .json or .json.gz, of one worker or of a DDP run."""
-    from backbeat.measure.kineto import load
+    from backbeat.importers.kineto import load
     from backbeat.model.profile import Profile
 
     trace = load(
@@ -63,7 +63,7 @@ def chakra(
     model: Annotated[str | None, typer.Option(help="The model's name; the file's by default.")] = None,
 ) -> None:
     """A profile from a Chakra execution trace (.et) of one worker: each all-reduce is one gradient."""
-    from backbeat.measure.chakra import load
+    from backbeat.importers.chakra import load
 
     profile = load(file, batch_size=batch_size, model=model)
     profile.save(output)

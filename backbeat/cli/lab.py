@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from backbeat.cli.common import JsonOption, LabStrategyOption, _profile_names
+from backbeat.cli.common import JsonOption, LabStrategyOption, _profile_names, say
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from contextlib import AbstractContextManager
 
-    from backbeat.lab.experiment import Calibrated, Measured, Say
+    from backbeat.lab.experiment import CalibratedLab, MeasuredPlan
     from backbeat.lab.plans import Choice
     from backbeat.lab.session import Session
     from backbeat.lab.setting import Setting
@@ -33,7 +33,9 @@ def lab(
     bandwidth: Annotated[str, typer.Option(help="Of every node's link, like 10gbit.")] = "1gbit",
     backend: Annotated[str, typer.Option(help="gloo (CPU) or nccl (all nodes on one GPU).")] = "gloo",
     strategy: LabStrategyOption = None,
-    channels: Annotated[str | None, typer.Option(help="Numbers of channels to try with each strategy.")] = None,
+    communicators: Annotated[
+        str | None, typer.Option(help="Numbers of communicators to try with each strategy.")
+    ] = None,
     dilation: Annotated[float, typer.Option(help="Compute takes this many times as long as in the profile.")] = 1.0,
     link: Annotated[
         list[str] | None, typer.Option(help="A link that differs: node=3,bandwidth=1gbit. May be repeated.")
@@ -62,7 +64,7 @@ def lab(
 
     Needs root and Linux; leaves nothing behind.
     """
-    from backbeat.cli.common import console, print_json, say, split
+    from backbeat.cli.common import console, print_json, split
     from backbeat.errors import InputError
     from backbeat.lab import plans
     from backbeat.lab.requirements import check
@@ -82,16 +84,16 @@ def lab(
         jitter=parse_share(jitter),
         dilation=dilation,
     )
-    choices = plans.parse(split(strategy) or _STRATEGIES, _counts(channels))
+    choices = plans.parse(split(strategy) or _STRATEGIES, _counts(communicators))
     times = parse_duration(seconds), parse_duration(budget)
     if train is not None:
         _check_training(setting, choices, profile)
         check(backend)
-        ran = _train(setting, train, batch_size, choices, *times, say)
+        ran = _train(setting, train, batch_size, choices, *times)
     elif profile is not None:
         model = Profile.load(profile)
         check(backend)
-        ran = _replay(setting, model, choices, *times, say)
+        ran = _replay(setting, model, choices, *times)
     else:
         raise InputError(
             "what should the nodes compute? Give --profile, a file or a bundled name (`backbeat zoo`), "
@@ -114,8 +116,8 @@ class _Ran(NamedTuple):
     """Everything that one lab found."""
 
     profile: Profile
-    calibrated: Calibrated
-    results: list[Measured]
+    calibrated: CalibratedLab
+    results: list[MeasuredPlan]
     facts: dict[str, Any]
     """The machine, its versions, and what belongs to replay or training alone."""
     losses: list[list[float]]
@@ -123,15 +125,15 @@ class _Ran(NamedTuple):
 
 
 def _replay(
-    setting: Setting, profile: Profile, choices: Sequence[Choice], seconds_each: float, budget_s: float, say: Say
+    setting: Setting, profile: Profile, choices: Sequence[Choice], seconds_each: float, budget_s: float
 ) -> _Ran:
     from backbeat.lab import experiment
 
-    with _opened(setting, choices, say) as session:
+    with _opened(setting, choices) as session:
         facts = session.ask("describe", 60)[0]
-        calibrated = _calibrated(session, setting, choices, budget_s, profile.total_bytes, say)
+        calibrated = _calibrated(session, setting, choices, budget_s, profile.total_bytes)
         made = experiment.planned(choices, setting.slowest(profile), calibrated.network)
-        _say_time(say, f"replaying {profile.name}", made, seconds_each)
+        _say_time(f"replaying {profile.name}", made, seconds_each)
         results, alone_s = experiment.measure(session, profile, setting, made, seconds_each)
     return _Ran(profile, calibrated, results, {**facts, "compute_alone_s": alone_s}, [])
 
@@ -143,17 +145,16 @@ def _train(
     choices: Sequence[Choice],
     seconds_each: float,
     budget_s: float,
-    say: Say,
 ) -> _Ran:
     from backbeat.lab import experiment
 
-    with _opened(setting, choices, say) as session:
+    with _opened(setting, choices) as session:
         facts = session.ask("describe", 60)[0]
         say(f"profiling {spec}")
         profile = experiment.profile_training(session, spec, batch_size, seconds_each)
-        calibrated = _calibrated(session, setting, choices, budget_s, profile.total_bytes, say)
+        calibrated = _calibrated(session, setting, choices, budget_s, profile.total_bytes)
         made = experiment.planned(choices, profile, calibrated.network)
-        _say_time(say, f"training {profile.name}", made, seconds_each)
+        _say_time(f"training {profile.name}", made, seconds_each)
         results, losses = experiment.train(session, setting, spec, batch_size, made, seconds_each)
     return _Ran(profile, calibrated, results, facts, losses)
 
@@ -171,16 +172,14 @@ def _check_training(setting: Setting, choices: Sequence[Choice], profile: str | 
             raise InputError(f"{option} changes a replayed profile, and --train computes for real: leave one out")
     if not any(choice.name == "ddp" for choice in choices):
         raise InputError("--train compares with stock DDP: add ddp to --strategy")
-    several = [choice.name for choice in choices if choice.widest(setting.backend) > 1]
-    if setting.backend == "nccl" and several and any(choice.strategy == "decoupled" for choice in choices):
+    if any(choice.strategy == "decoupled" for choice in choices):
         raise InputError(
-            f"{several[0]} may use several channels, for which NCCL must order launches, and then forward's broadcast "
-            "of buffers waits for a decoupled plan's gathers: train decoupled in a run of its own (-s ddp,decoupled), "
-            "or give --channels 1"
+            "--train with decoupled: such a plan is predicted and replayed, not run; train best or optimal instead, or "
+            "replay it with --profile"
         )
 
 
-def _opened(setting: Setting, choices: Sequence[Choice], say: Say) -> AbstractContextManager[Session]:
+def _opened(setting: Setting, choices: Sequence[Choice]) -> AbstractContextManager[Session]:
     from backbeat.lab import experiment
     from backbeat.units import format_rate
 
@@ -189,8 +188,8 @@ def _opened(setting: Setting, choices: Sequence[Choice], say: Say) -> AbstractCo
 
 
 def _calibrated(
-    session: Session, setting: Setting, choices: Sequence[Choice], budget_s: float, largest_bytes: int, say: Say
-) -> Calibrated:
+    session: Session, setting: Setting, choices: Sequence[Choice], budget_s: float, largest_bytes: int
+) -> CalibratedLab:
     from backbeat.lab import experiment
     from backbeat.units import format_seconds
 
@@ -198,7 +197,7 @@ def _calibrated(
     return experiment.calibrate(session, setting, choices, budget_s=budget_s, largest_bytes=largest_bytes)
 
 
-def _say_time(say: Say, what: str, made: Sequence[Any], seconds_each: float) -> None:
+def _say_time(what: str, made: Sequence[Any], seconds_each: float) -> None:
     from backbeat.lab.jobs import seconds_of
     from backbeat.units import format_seconds
 
@@ -227,13 +226,13 @@ def _answer(setting: Setting, ran: _Ran) -> dict[str, Any]:
     }
 
 
-def row(result: Measured) -> dict[str, Any]:
+def row(result: MeasuredPlan) -> dict[str, Any]:
     """One plan as data."""
     return {
         "strategy": result.choice.strategy,
         "plan": result.choice.name,
-        "channels": result.plan.channels,
-        "groups": len(result.plan.groups),
+        "communicators": result.plan.communicators,
+        "buckets": len(result.plan.buckets),
         "measured_s": result.measured_s,
         "spread_s": result.spread_s,
         "predicted_s": result.prediction.iteration_s,
@@ -274,15 +273,15 @@ def _table(setting: Setting, ran: _Ran) -> Any:
         header_style="bold",
         pad_edge=False,
     )
-    headings = ["plan", "channels", "groups", "measured", "p10–p90", "repeats", "predicted", "error", "scaling"]
+    headings = ["plan", "communicators", "buckets", "measured", "p10–p90", "repeats", "predicted", "error", "scaling"]
     for heading in [*headings, "last loss"] if ran.losses else headings:
         table.add_column(heading, justify="left" if heading == "plan" else "right", no_wrap=True)
     fastest = min(ran.results, key=lambda result: result.measured_s)
     for place, result in enumerate(ran.results):
         table.add_row(
             result.choice.name + (" ◀" if result is fastest else ""),
-            str(result.plan.channels),
-            str(len(result.plan.groups)),
+            str(result.plan.communicators),
+            str(len(result.plan.buckets)),
             format_seconds(result.measured_s),
             format_seconds(result.spread_s),
             f"within {result.repeat:.1%}",
@@ -302,5 +301,5 @@ def _counts(text: str | None) -> list[int]:
         return []
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdigit() and 1 <= int(part) <= 8 for part in parts):
-        raise InputError(f"--channels is {text!r}: write numbers from 1 to 8, like 1,2")
+        raise InputError(f"--communicators is {text!r}: write numbers from 1 to 8, like 1,2")
     return sorted({int(part) for part in parts})

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from backbeat.model import Network, Plan, Prediction, Profile
-    from backbeat.report.memory import Policy
+    from backbeat.report.memory_tables import Policy
 
 
 def plan(
@@ -40,7 +40,7 @@ def plan(
         ),
     ] = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the plan here.")] = None,
-    channels: Annotated[int | None, typer.Option(help="Channels to use (for best: at most).")] = None,
+    communicators: Annotated[int | None, typer.Option(help="Communicators to use (for best: at most).")] = None,
     bucket: Annotated[
         str | None, typer.Option(help="Bucket or fusion buffer size for ddp and horovod, like 25MB.")
     ] = None,
@@ -62,7 +62,7 @@ def plan(
     ] = None,
     json: JsonOption = False,
 ) -> None:
-    """Choose which gradients travel together, in which order and on which channel, and what memory is spent on."""
+    """Choose which gradients travel together, in which order and on which communicator, and what memory is spent on."""
     from backbeat.errors import InputError
     from backbeat.model import Network, Profile
     from backbeat.planners import plan as make_plan
@@ -88,7 +88,7 @@ def plan(
             of,
             cluster,
             chosen,
-            channels=channels,
+            communicators=communicators,
             bucket_bytes=parse_bytes(bucket) if bucket is not None else None,
             budget_s=parse_duration(budget) if budget is not None else None,
             density=density,
@@ -127,13 +127,13 @@ def _show(one: Profile, cluster: Network, made: Plan, output: Path | None, json:
     if result.workers > 1:
         out.print(plan_table(made, one, result))
     else:
-        out.print("One worker sends nothing: the plan's groups never leave.")
+        out.print("One worker sends nothing: the plan's buckets never leave.")
     if made.memory is not None and one.blocks:
         _show_memory(out, one, cluster, made, result)
     out.print(
         f"{made.strategy} at {result.workers} worker{'' if result.workers == 1 else 's'}: "
         f"{format_seconds(result.iteration_s)} per iteration, scaling "
-        f"{result.scaling_factor:.1%}, {format_seconds(result.exposed_s)} exposed, {over_bound(result)} over the "
+        f"{result.scaling_factor:.1%}, {format_seconds(result.exposed_s)} exposed, {over_bound(result):+.1%} over the "
         f"bound; stock DDP {'' if made.memory is None else 'with everything kept '}"
         f"{format_seconds(stock.iteration_s)}"
         + (f" ({stock.iteration_s / result.iteration_s:.2f}x)." if result.iteration_s > 0 else "."),
@@ -144,8 +144,8 @@ def _show(one: Profile, cluster: Network, made: Plan, output: Path | None, json:
 
 
 def _show_memory(out: Console, one: Profile, cluster: Network, made: Plan, result: Prediction) -> None:
-    from backbeat.report.memory import peak_line, policies_table, segments_table
-    from backbeat.simulate.memory import course
+    from backbeat.report.memory_tables import peak_line, policies_table, segments_table
+    from backbeat.simulate.memory_timeline import memory_timeline
     from backbeat.units import printable
 
     memory = made.memory
@@ -157,7 +157,7 @@ def _show_memory(out: Console, one: Profile, cluster: Network, made: Plan, resul
         out.print("Everything is kept: it fits.")
     if memory.budget_bytes is not None:
         out.print(policies_table(_policies(one, cluster, made, result), memory.budget_bytes))
-    kept = course(one, memory, made, workers=cluster.workers)
+    kept = memory_timeline(one, memory, made, workers=cluster.workers)
     out.print(printable(peak_line(kept, memory.budget_bytes)), soft_wrap=True)
 
 
@@ -166,15 +166,15 @@ def _policies(one: Profile, cluster: Network, made: Plan, result: Prediction) ->
     import msgspec
 
     from backbeat.model import MemoryPlan
-    from backbeat.planners.moves import uniform
-    from backbeat.report.memory import Policy
+    from backbeat.planners.memory_moves import uniform
+    from backbeat.report.memory_tables import Policy
     from backbeat.simulate import predict
     from backbeat.simulate.actions import plan_of
-    from backbeat.simulate.holdings import Holdings
-    from backbeat.simulate.memory import Chain
+    from backbeat.simulate.memory_timeline import Chain
+    from backbeat.simulate.resident_memory import ResidentMemory
 
     residuals = made.memory.residuals if made.memory else "device"
-    chain = Chain.of(one, Holdings.of(one, made, residuals, cluster.workers))
+    chain = Chain.of(one, ResidentMemory.of(one, made, residuals, cluster.workers))
     rows = [Policy("this plan", result.peak_bytes or 0, result.iteration_s)]
     for name, units in uniform(chain).items():
         alike = MemoryPlan(segments=plan_of(one, units), residuals=residuals)
@@ -194,7 +194,7 @@ def _show_growth(
     from backbeat.cli.common import console, print_json
     from backbeat.model import Profile
     from backbeat.planners.max_batch import growth, largest_looked_at
-    from backbeat.report.memory import growth_table, mixture
+    from backbeat.report.memory_tables import growth_table, mixture
     from backbeat.report.tables import describe
     from backbeat.simulate.batch import same_blocks, sibling
     from backbeat.units import format_bytes, printable

@@ -31,12 +31,12 @@ def predict(
     other_batch: Annotated[
         str | None, typer.Option(help="With --global-batch: a second profile of the model, at another batch size.")
     ] = None,
-    channels: Annotated[int | None, typer.Option(help="Channels to use (for best: at most).")] = None,
+    communicators: Annotated[int | None, typer.Option(help="Communicators to use (for best: at most).")] = None,
     bucket: Annotated[
         str | None, typer.Option(help="Bucket or fusion buffer size for ddp and horovod, like 25MB.")
     ] = None,
     samples: Annotated[int, typer.Option(help="GPU-hours are given for this many samples.", min=1)] = 1_000_000,
-    plot: Annotated[Path | None, typer.Option(help="Draw the curve: scaling.svg, .png or .html.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw the curve: scaling.png, .svg, .pdf or .html.")] = None,
     json: JsonOption = False,
 ) -> None:
     """Predict iteration time, scaling factor, throughput and GPU-hours for each number of workers and strategy."""
@@ -63,7 +63,7 @@ def predict(
         if global_batch is not None:
             here = strong_scaling(one, global_batch, count, accumulation=accumulation, other=other)
         for schedule in schedules:
-            row = _predict(here, there, schedule, channels, bucket_bytes, accumulation)
+            row = _predict(here, there, schedule, communicators, bucket_bytes, accumulation)
             rows.append(row if here is one else _at_another_batch(row, here.notes[-1]))
     if plot is not None:
         _plot(rows, plot, one, cluster)
@@ -110,7 +110,7 @@ def _predict(
     profile: Profile,
     network: Network,
     schedule: str | Plan,
-    channels: int | None,
+    communicators: int | None,
     bucket_bytes: int | None,
     accumulation: int | None,
 ) -> Prediction:
@@ -118,7 +118,7 @@ def _predict(
     from backbeat.simulate import predict as predict_plan
 
     if isinstance(schedule, str):
-        schedule = propose(profile, network, schedule, channels=channels, bucket_bytes=bucket_bytes)
+        schedule = propose(profile, network, schedule, communicators=communicators, bucket_bytes=bucket_bytes)
     return predict_plan(profile, network, schedule, accumulation=accumulation)
 
 
@@ -131,14 +131,18 @@ def _at_another_batch(row: Prediction, note: str) -> Prediction:
     )
 
 
+def _curves(rows: list[Prediction]) -> dict[str, list[Prediction]]:
+    curves: dict[str, list[Prediction]] = {}
+    for row in rows:
+        curves.setdefault(row.strategy, []).append(row)
+    return curves
+
+
 def _knees(rows: list[Prediction]) -> dict[str, int | None]:
     """Per strategy, the number of workers past which added ones bring less than half their worth."""
     from backbeat.simulate.sweep import knee
 
-    curves: dict[str, list[Prediction]] = {}
-    for row in rows:
-        curves.setdefault(row.strategy, []).append(row)
-    bends = {name: knee(curve) for name, curve in curves.items() if len(curve) > 1}
+    bends = {name: knee(curve) for name, curve in _curves(rows).items() if len(curve) > 1}
     return {name: bend.workers if bend else None for name, bend in bends.items()}
 
 
@@ -147,10 +151,7 @@ def _plot(rows: list[Prediction], path: Path, profile: Profile, network: Network
     from backbeat.report.figures import scaling
     from backbeat.report.plot import save_scaling
 
-    curves: dict[str, list[Prediction]] = {}
-    for row in rows:
-        curves.setdefault(row.strategy, []).append(row)
-    save_scaling(scaling(curves), path, title=f"{profile.name} on {network.name}")
+    save_scaling(scaling(_curves(rows)), path, title=f"{profile.name} on {network.name}")
     say(f"wrote {path}")
 
 
@@ -175,12 +176,12 @@ def _peaks(rows: list[Prediction], schedules: list[str | Plan]) -> list[str]:
 
 
 def _remarks(rows: list[Prediction], bends: dict[str, int | None]) -> list[str]:
+    from backbeat.report.answer import limit
     from backbeat.report.tables import fastest
-    from backbeat.simulate.sweep import ADVICE
 
     last = fastest(rows)[max(row.workers for row in rows)]
     place = f"{last.workers} workers" if last.workers > 1 else "1 worker"
-    lines = [f"At {place} with {last.strategy}, what limits scaling: {ADVICE[last.bottleneck]}."]
+    lines = [f"At {place} with {last.strategy}, what limits scaling: {limit(last)}"]
     if last.strategy in bends:
         bend = bends[last.strategy]
         top = max(row.workers for row in rows)

@@ -53,13 +53,13 @@ def profile(
     if output and not Path(output).parent.is_dir():
         raise InputError(f"{output}: its folder does not exist: make it, or choose another")
     _need_torch()
-    from backbeat.measure.factory import load, measure_factory
+    from backbeat.measure.model.factory import load, measure_factory
 
     command = command_line(sys.argv)
     if analytic is not None or tflops is not None or gbps is not None:
         if device is not None:
             raise InputError(f"--device {device} with --analytic: nothing runs on a device then; drop one of the two")
-        from backbeat.measure.analytic import analytic_profile
+        from backbeat.measure.model.analytic import analytic_profile
 
         result = analytic_profile(
             load(factory),

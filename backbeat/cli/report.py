@@ -46,7 +46,7 @@ def report(
     from backbeat.cli.common import say, split
     from backbeat.errors import InputError
     from backbeat.model import Plan, files
-    from backbeat.report.page import MOST_BYTES, Settings
+    from backbeat.report.page import MOST_BYTES, PageSettings
     from backbeat.report.page import report as make_page
     from backbeat.units import format_bytes, parse_bytes
 
@@ -54,7 +54,7 @@ def report(
         raise InputError(f"--price is {price}: it must be money for one GPU-hour, like 2.50")
     budget = parse_bytes(memory_budget) if memory_budget else None
     made = gather(profile, network, workers, split(strategy), split(plan), split(lab), split(trace), redact=redact)
-    settings = Settings(
+    settings = PageSettings(
         samples=samples,
         price=price,
         memory_budget=budget,

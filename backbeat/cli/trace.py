@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -29,7 +29,7 @@ def trace(
     from backbeat.cli.report import gather
     from backbeat.model import files
     from backbeat.report import perfetto
-    from backbeat.report.study import STOCK, groups_of
+    from backbeat.report.study import STOCK
 
     strategies, plans = split(strategy), split(plan)
     chosen = strategies or ([] if plans else [STOCK, "best"])
@@ -45,18 +45,6 @@ def trace(
         curve=False,
     )
     # The study adds stock DDP to compare with; a trace holds what was asked for.
-    labels = [label for label in made.curves if label != STOCK or STOCK in chosen]
-    processes: list[tuple[str, Any, Any]] = []
-    for label in labels:
-        spans = made.curves[label][-1].timeline
-        processes.append((f"predicted: {label}, {made.top} workers", spans, groups_of(made.plans[label], made.profile)))
-    for one in made.measured:
-        if one.predicted_spans:
-            title = f"predicted: {one.origin} {one.label}, {one.workers} workers"
-            processes.append((title, one.predicted_spans, one.groups))
-        if one.measured_spans:
-            title = f"measured: {one.origin} {one.label}, {one.workers} workers"
-            processes.append((title, one.measured_spans, one.groups))
-    document = perfetto.trace(processes)
-    files.write(output, perfetto.encode(document))
-    say(f"wrote {output} ({len(processes)} iterations): open it at ui.perfetto.dev")
+    iterations = made.iterations(label for label in made.curves if label != STOCK or STOCK in chosen)
+    files.write(output, perfetto.encode(perfetto.trace(iterations)))
+    say(f"wrote {output} ({len(iterations)} iterations): open it at ui.perfetto.dev")

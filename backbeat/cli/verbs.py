@@ -30,7 +30,6 @@ VERBS = {
     "profile": Verb("profile", "profile", "Measure a model's computation and gradients."),
     "import": Verb("imports", "app", "Read files of other tools."),
     "lab": Verb("lab", "lab", "A virtual cluster on this machine, measured beside predicted."),
-    "validate": Verb("validate", "validate", "Predictions against the lab, over a matrix of cases."),
 }
 
 
@@ -66,5 +65,5 @@ def load(name: str) -> Any:
         app.add_typer(made, name=name)
     else:
         app.command(name)(made)
-    group: Any = typer.main.get_command(app)
-    return group.commands[name]
+    bucket: Any = typer.main.get_command(app)
+    return bucket.commands[name]

@@ -1,4 +1,4 @@
-"""Closed forms of the collective algorithms: how startup and traffic grow with the number of workers.
+"""Closed forms of the collective algorithms: how latency and traffic grow with the number of workers.
 
 A collective of M bytes on N workers takes  steps(N)·hop + traffic(N)·M / bandwidth.  `M` is the whole vector: what
 each worker holds after an all-reduce or all-gather, or before a reduce-scatter.

@@ -1,7 +1,7 @@
 """How long one isolated collective takes: T(M), from two numbers or from a measured curve.
 
-Symbols of the papers, here and nowhere else: T(M) time of M bytes · a (alpha) startup of an affine cost · b (beta)
-seconds per byte · G seconds per byte of link time · s(M) = max(0, T(M) - G·M) startup · w(M) = T(M) - s(M) link work.
+Symbols of the papers, here and nowhere else: T(M) time of M bytes · a (alpha) latency of an affine cost · b (beta)
+seconds per byte · G seconds per byte of link time · s(M) = max(0, T(M) - G·M) latency · w(M) = T(M) - s(M) link work.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
 
 _BANDWIDTH_BOUND_BYTES = 2**20
-"""G is fitted to points of this size and more: below, startup hides the slope."""
+"""G is fitted to points of this size and more: below, latency hides the slope."""
 _LARGEST_POINTS = 3
-"""What G is fitted to where fewer than two points are that large: smaller ones would pull it towards their startup."""
+"""What G is fitted to where fewer than two points are that large: smaller ones would pull it towards their latency."""
 
 
 class Curve:
@@ -102,8 +102,8 @@ class Curve:
         m = np.asarray(sizes, dtype=np.float64)
         return np.minimum(self.gradient_s_per_byte * m, self.time(m))
 
-    def startup(self, sizes: ArrayLike) -> NDArray[np.float64]:
-        """Seconds in which a message holds its channel but not the link, s(M)."""
+    def latency(self, sizes: ArrayLike) -> NDArray[np.float64]:
+        """Seconds in which a message holds its communicator but not the link, s(M)."""
         return self.time(sizes) - self.work(sizes)
 
     def segments(self) -> list[tuple[float, float, float, float]]:

@@ -1,8 +1,8 @@
 """What a network's all-reduce costs: alone, back to back, and several at once on one link.
 
-A message spends its startup on its channel alone and then its work on the link. The link is shared equally by all
-messages in that phase; n of them together do e(n) seconds of work a second. Startups of n channels at once ideally
-overlap; on hosts with few cores each takes u(n) times as long instead.
+A message spends its latency on its communicator alone and then its work on the link. The link is shared equally by all
+messages in that phase; n of them together do e(n) seconds of work a second. Latencies of n communicators at once
+ideally overlap; on hosts with few cores each takes u(n) times as long instead.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
 
 
-_LITTLE_STARTUP = 0.1
-"""Of a batch's work; with less than this in startups it is nearly all link work."""
+_LITTLE_LATENCY = 0.1
+"""Of a batch's work; with less than this in latencies it is nearly all link work."""
 _ALTERNATIONS = 20
 """Each shrinks the error of e and u at least tenfold, since either has little to do with the other's batches."""
 
 
 class Batch(NamedTuple):
-    """`messages` equal messages issued at once, spread over `channels`: `seconds` until the last is done."""
+    """`messages` equal messages issued at once, spread over `communicators`: `seconds` until the last is done."""
 
     bytes: int
     messages: int
-    channels: int
+    communicators: int
     seconds: float
 
 
@@ -41,17 +41,17 @@ class LinkCost:
 
     isolated: Curve
     busy: Curve | None
-    """Time a message adds when it follows another on its channel without a gap; None where it was not measured."""
+    """Time a message adds when it follows another on its communicator without a gap; None where it was not measured."""
     efficiencies: Mapping[int, float]
     """e(n) by number of messages on the link, as fitted."""
     stretches: Mapping[int, float] = field(default_factory=dict)
-    """u(n), how much longer a startup takes when n messages start at once, as fitted."""
+    """u(n), how much longer a latency takes when n messages start at once, as fitted."""
 
     @classmethod
     def fit(cls, isolated: Curve, batches: Sequence[Batch] = ()) -> LinkCost:
         """The cost model of messages that take this long alone, and of measured batches of them.
 
-        Two messages of 1 MB on two channels, each 1 ms of startup and 1 ms of link. They took 3 ms: the startups
+        Two messages of 1 MB on two communicators, each 1 ms of latency and 1 ms of link. They took 3 ms: the latencies
         overlapped, and the link did one second of work a second.
 
         >>> cost = LinkCost.fit(Curve.affine(1e-3, 1e-9), [Batch(1_000_000, 2, 2, 3e-3)])
@@ -75,19 +75,19 @@ class LinkCost:
         """u(n): the fitted one, or that of the nearest n measured; u(1) = 1."""
         return 1.0 if messages <= 1 else _nearest(self.stretches, messages)
 
-    def best_efficiency(self, channels: int) -> float:
-        """The best e(n) that up to this many channels can reach."""
+    def best_efficiency(self, communicators: int) -> float:
+        """The best e(n) that up to this many communicators can reach."""
         # What lies between two measured counts takes the value of one of them.
-        measured = [count for count in self.efficiencies if count <= channels]
-        return max(self.efficiency(n) for n in (1, channels, *measured))
+        measured = [count for count in self.efficiencies if count <= communicators]
+        return max(self.efficiency(n) for n in (1, communicators, *measured))
 
     def slower(self, factor: float) -> LinkCost:
         """Every message takes that many times as long."""
         busy = None if self.busy is None else self.busy.slower(factor)
         return LinkCost(self.isolated.slower(factor), busy, self.efficiencies, self.stretches)
 
-    def without_startup(self) -> LinkCost:
-        """Messages take the link's time alone, as if every startup were hidden."""
+    def without_latency(self) -> LinkCost:
+        """Messages take the link's time alone, as if every latency were hidden."""
         return LinkCost(Curve.affine(0.0, self.isolated.gradient_s_per_byte), None, self.efficiencies)
 
     def time(self, sizes: ArrayLike) -> NDArray[np.float64]:
@@ -95,11 +95,11 @@ class LinkCost:
         return self.isolated.time(sizes)
 
     def busy_time(self, sizes: ArrayLike) -> NDArray[np.float64]:
-        """Time added behind another message on the same channel, T_busy(M)."""
+        """Time added behind another message on the same communicator, T_busy(M)."""
         return (self.busy or self.isolated).time(sizes)
 
     def work(self, sizes: ArrayLike) -> NDArray[np.float64]:
-        """Link time of each message; never more than it adds back to back, or one channel were not the recursion.
+        """Link time of each message; never more than it adds back to back, or one communicator were not the recursion.
 
         It may be more than an isolated message takes: one that finds a shaped link idle is let through faster than the
         link's rate, which says nothing of many.
@@ -111,30 +111,30 @@ class LinkCost:
         )
 
     def split(self, sizes: ArrayLike) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
-        """(startup when isolated, startup behind another message, link work) of each message; the first is negative
+        """(latency when isolated, latency behind another message, link work) of each message; the first is negative
         where an idle link gives a head start."""
         work = self.work(sizes)
-        startup = self.time(sizes) - work
-        return startup, (startup if self.busy is None else self.busy.time(sizes) - work), work
+        latency = self.time(sizes) - work
+        return latency, (latency if self.busy is None else self.busy.time(sizes) - work), work
 
     def cheapest(self, smallest: float, largest: float) -> tuple[float, float]:
-        """(least startup, least link time per byte) over all message sizes from smallest to largest.
+        """(least latency, least link time per byte) over all message sizes from smallest to largest.
 
         Both are piecewise monotone between the corners of the curves, so the corners decide.
         """
         corners = [self.isolated.sizes] if self.busy is None else [self.isolated.sizes, self.busy.sizes]
         candidates = np.concatenate([np.array([smallest, largest]), *corners, *self._kinks()])
         candidates = candidates[(candidates >= smallest) & (candidates <= largest)]
-        startup, _, work = self.split(candidates)
+        latency, _, work = self.split(candidates)
         moving = candidates > 0
         per_byte = np.minimum(work, self.time(candidates))[moving] / candidates[moving]
-        return float(np.maximum(startup, 0.0).min()), float(per_byte.min()) if per_byte.size else 0.0
+        return float(np.maximum(latency, 0.0).min()), float(per_byte.min()) if per_byte.size else 0.0
 
-    def batch_s(self, size: float, messages: int, channels: int) -> float:
-        """Equal messages issued at once and spread over the channels: seconds until the last is done."""
+    def batch_s(self, size: float, messages: int, communicators: int) -> float:
+        """Equal messages issued at once and spread over the communicators: seconds until the last is done."""
         return sum(
-            startup * self.stretch(sharing) + shared / self.efficiency(sharing)
-            for sharing, startup, shared in self._rounds(size, messages, channels)
+            latency * self.stretch(sharing) + shared / self.efficiency(sharing)
+            for sharing, latency, shared in self._rounds(size, messages, communicators)
         )
 
     def on(self, isolated: Curve, batches: Sequence[Batch]) -> list[float]:
@@ -148,7 +148,9 @@ class LinkCost:
         """
         busy = None
         if self.busy is not None:
-            alone = {batch.bytes: float(self.isolated.time(batch.bytes)) for batch in batches if batch.channels == 1}
+            alone = {
+                batch.bytes: float(self.isolated.time(batch.bytes)) for batch in batches if batch.communicators == 1
+            }
             busy = busy_curve(
                 isolated, {size: float(self.busy.time(size)) / time for size, time in alone.items() if time > 0}
             )
@@ -161,25 +163,25 @@ class LinkCost:
         ]
 
     def fit_sharing(self, points: Sequence[Batch]) -> dict[int, tuple[float, float]]:
-        """(e(n), u(n)) for every channel count measured, by relative least squares over its points.
+        """(e(n), u(n)) for every communicator count measured, by relative least squares over its points.
 
-        The time of a batch is startup·u + shared/e. e comes from batches that are nearly all link work, where any are
-        measured: among small messages one channel's startup hides behind another's transfer, which would look like a
-        wider link. What is left in the others is u; with one size only, startups are taken to overlap.
+        The time of a batch is latency·u + shared/e. e comes from batches that are nearly all link work, where any are
+        measured: among small messages one communicator's latency hides behind another's transfer, which would look like
+        a wider link. What is left in the others is u; with one size only, latencies are taken to overlap.
         """
         rows: dict[int, list[tuple[float, float, float]]] = {}
         sizes: dict[int, set[int]] = {}
         for point in points:
-            sharing = min(point.messages, point.channels)
+            sharing = min(point.messages, point.communicators)
             if sharing >= 2 and point.seconds > 0:
-                startup = shared = alone = 0.0
-                for count, starting, sending in self._rounds(point.bytes, point.messages, point.channels):
+                latency = shared = alone = 0.0
+                for count, starting, sending in self._rounds(point.bytes, point.messages, point.communicators):
                     # A last message alone shares with nobody; a last few are taken to share like a full round.
                     if count == 1:
                         alone += starting + sending
                     else:
-                        startup, shared = startup + starting, shared + sending
-                parts = (startup / point.seconds, shared / point.seconds, 1 - alone / point.seconds)
+                        latency, shared = latency + starting, shared + sending
+                parts = (latency / point.seconds, shared / point.seconds, 1 - alone / point.seconds)
                 rows.setdefault(sharing, []).append(parts)
                 sizes.setdefault(sharing, set()).add(point.bytes)
         return {
@@ -187,18 +189,18 @@ class LinkCost:
             for sharing in sorted(rows)
         }
 
-    def _rounds(self, size: float, messages: int, channels: int) -> list[tuple[int, float, float]]:
-        """(messages at once, startup seconds, link seconds at e = 1): rounds of one message per channel, in step.
+    def _rounds(self, size: float, messages: int, communicators: int) -> list[tuple[int, float, float]]:
+        """(messages at once, latency seconds, link seconds at e = 1): rounds of one message per communicator, in step.
 
         All full rounds first, then the one that the rest make. A head start is link work that one message is spared; no
-        startup that others could stretch.
+        latency that others could stretch.
         """
-        startup, startup_busy, work = (float(part) for part in self.split(size))
-        sharing = min(messages, channels)
+        latency, latency_busy, work = (float(part) for part in self.split(size))
+        sharing = min(messages, communicators)
         rounds, rest = divmod(messages, sharing)
-        starting, spared = max(startup, 0.0), max(-startup, 0.0)
-        full = (sharing, starting + (rounds - 1) * startup_busy, rounds * sharing * work - spared)
-        return [full, (rest, startup_busy, rest * work)] if rest else [full]
+        starting, spared = max(latency, 0.0), max(-latency, 0.0)
+        full = (sharing, starting + (rounds - 1) * latency_busy, rounds * sharing * work - spared)
+        return [full, (rest, latency_busy, rest * work)] if rest else [full]
 
     def _kinks(self) -> list[NDArray[np.float64]]:
         """Sizes between corners where G·M crosses a curve: there the split changes its form."""
@@ -219,16 +221,16 @@ def _nearest(fitted: Mapping[int, float], messages: int) -> float:
 
 
 def _fit_pair(parts: NDArray[np.float64], sharing: int, *, both: bool) -> tuple[float, float]:
-    """(e, u) that bring startup·u + shared/e closest to the target in every row (startup, shared, target).
+    """(e, u) that bring latency·u + shared/e closest to the target in every row (latency, shared, target).
 
-    n messages cannot do more than n links' work, nor stand still; a startup cannot take less than alone, nor more than
+    n messages cannot do more than n links' work, nor stand still; a latency cannot take less than alone, nor more than
     n in a row.
     """
-    startup, shared, target = parts.T
+    latency, shared, target = parts.T
     stretch = 1.0
     if both:
         # By what the model makes of them, not by what they took: a batch that was disturbed is not all link work.
-        little = startup <= _LITTLE_STARTUP * (startup + shared)
+        little = latency <= _LITTLE_LATENCY * (latency + shared)
         linked, rest = parts[little], parts[~little]
         if len(linked) and len(rest):
             for _ in range(_ALTERNATIONS):
@@ -242,20 +244,20 @@ def _fit_pair(parts: NDArray[np.float64], sharing: int, *, both: bool) -> tuple[
 
 
 def _efficiency(parts: NDArray[np.float64], stretch: float, sharing: int) -> float:
-    startup, shared, target = parts.T
+    latency, shared, target = parts.T
     weight = float(shared @ shared)
-    inverse = float(shared @ (target - startup * stretch)) / weight if weight > 0 else 1.0
+    inverse = float(shared @ (target - latency * stretch)) / weight if weight > 0 else 1.0
     return 1 / min(max(inverse, 1 / sharing), 1e3)
 
 
 def fit_busy(isolated: Curve, points: Sequence[Batch]) -> Curve | None:
-    """T_busy from messages sent back to back on one channel: the first takes T, each further one T_busy.
+    """T_busy from messages sent back to back on one communicator: the first takes T, each further one T_busy.
 
     What is carried between the measured sizes is the ratio T_busy / T, linear in the logarithm of the size.
     """
     ratios: dict[int, list[float]] = {}
     for point in points:
-        if point.channels == 1 and point.messages > 1:
+        if point.communicators == 1 and point.messages > 1:
             alone = float(isolated.time(point.bytes))
             added = (point.seconds - alone) / (point.messages - 1)
             if alone > 0:

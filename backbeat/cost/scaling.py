@@ -1,6 +1,6 @@
 """Moving a calibration from one number of workers to another.
 
-Startup grows with the steps of the algorithm and link work with its traffic (`collectives`). Under `auto` the library
+Latency grows with the steps of the algorithm and link work with its traffic (`collectives`). Under `auto` the library
 is taken to choose the cheaper of ring and tree at every size, as NCCL does; both are anchored at what was measured.
 Hierarchical clusters pay the inside of a node once and scale only what crosses nodes.
 """
@@ -54,7 +54,7 @@ def moved(
 
 
 def _stretch(collective: Collective, shape: Shape, measured: Shape, old: int, new: int) -> tuple[float, float]:
-    """Factors of startup and of link work when a collective whose slope was `measured`'s runs as `shape` on `new`."""
+    """Factors of latency and of link work when a collective whose slope was `measured`'s runs as `shape` on `new`."""
     return (
         steps(collective, shape, new) / steps(collective, shape, old),
         traffic(collective, shape, new) / traffic(collective, measured, old),
@@ -64,7 +64,7 @@ def _stretch(collective: Collective, shape: Shape, measured: Shape, old: int, ne
 def _cheapest(factors: list[tuple[float, float]], curve: Curve) -> Curve:
     """The least of the stretched curves at every size, with the sizes where they cross as points of its own."""
     if curve.is_affine:
-        lines = [(float(curve.times[0]) * startup, curve.gradient_s_per_byte * work) for startup, work in factors]
+        lines = [(float(curve.times[0]) * latency, curve.gradient_s_per_byte * work) for latency, work in factors]
         winner = min(lines)
         if all(winner[1] <= beta for _, beta in lines):
             return Curve.affine(*winner)
@@ -76,8 +76,8 @@ def _cheapest(factors: list[tuple[float, float]], curve: Curve) -> Curve:
         sizes = np.array([0, crossing, 2 * far, 1024 * far], dtype=np.float64)
         return _through(sizes, np.minimum(low + steep * sizes, high + flat * sizes))
     sizes = np.concatenate([curve.sizes, curve.sizes[-1] * np.array([2.0, 4.0])])
-    startup, work = curve.startup(sizes), curve.work(sizes)
-    candidates = [startup * by_startup + work * by_work for by_startup, by_work in factors]
+    latency, work = curve.latency(sizes), curve.work(sizes)
+    candidates = [latency * by_latency + work * by_work for by_latency, by_work in factors]
     if len(candidates) == 2:
         sizes, candidates = _with_crossings(sizes, candidates[0], candidates[1])
     return _through(sizes, np.minimum.reduce(candidates))

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from backbeat.comm.gloo import PRIMITIVE
+from backbeat.cost.samples import quantile
 from backbeat.lab.jobs import ROUNDS, Replayed, Turn, compute_of, job_of, per_round, seconds_of, turns
 from backbeat.lab.mps import start_daemon
 from backbeat.lab.namespaces import Cluster
 from backbeat.lab.plans import Choice, build
 from backbeat.lab.requirements import check
-from backbeat.lab.runs import Run
+from backbeat.lab.runs import LabRun
 from backbeat.lab.session import Session
-from backbeat.measure.exchange import PRIMITIVE
-from backbeat.measure.robust import quantile
-from backbeat.measure.schedule import SIZES
+from backbeat.measure.network.sampling import SIZES
 from backbeat.model import Network, Plan, Prediction, Profile
 from backbeat.model.files import decode
 from backbeat.simulate import predict
@@ -30,22 +30,20 @@ if TYPE_CHECKING:
     from backbeat.lab.setting import Setting
     from backbeat.lab.train import Trained
 
-Say = Callable[[str], None]
 _SPARE_S = 90.0
 """Nodes may take this much longer than planned before they are taken for dead."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Calibrated:
+class CalibratedLab:
     """The lab's own network, and the timings behind it."""
 
     network: Network
     timings: list[dict[str, Any]]
-    elapsed_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
+class MeasuredPlan:
     """One plan, replayed and predicted."""
 
     choice: Choice
@@ -54,7 +52,7 @@ class Measured:
     series: tuple[list[float], list[float]]
     """Iteration times of two interleaved series, the slowest node of each iteration. Nothing is left out."""
     finishes: list[float]
-    """When each group was done after backward started, in one traced iteration (node 0); empty where not traced."""
+    """When each bucket was done after backward started, in one traced iteration (node 0); empty where not traced."""
     peak_bytes: int | None = None
     """Real training on a GPU: the most that was allocated on any node's device in the timed steps, other plans of the
     same request included."""
@@ -85,48 +83,40 @@ class Measured:
 
 
 @contextlib.contextmanager
-def opened(setting: Setting, channels: int) -> Iterator[Session]:
+def opened(setting: Setting, communicators: int) -> Iterator[Session]:
     """The nodes of a setting, up and joined; whatever happens, nothing of them is left."""
     check(setting.backend)
-    with _orderly_end(), Run() as run, Cluster(run, setting.links) as cluster:
+    with _orderly_end(), LabRun() as run, Cluster(run, setting.links) as cluster:
         daemon = start_daemon(run.folder / "mps") if setting.backend == "nccl" else {}
-        with Session(
-            cluster,
-            backend=setting.backend,
-            channels=channels,
-            settle=setting.settle,
-            slowdowns=setting.slowdowns,
-            jitter=setting.jitter,
-            environment=daemon,
-        ) as session:
+        with Session(cluster, setting, communicators, daemon) as session:
             yield session
 
 
 def calibrate(
     session: Session, setting: Setting, choices: Sequence[Choice], *, budget_s: float, largest_bytes: int
-) -> Calibrated:
+) -> CalibratedLab:
     """Measure the lab's own network, up to the largest message that any plan could send or the budget allows."""
-    # Stock DDP on gloo is two collectives at a time, so two at once are calibrated though no channel is opened for it.
-    channels = max(2 if choice.stock(setting.backend) else choice.widest(setting.backend) for choice in choices)
+    # Stock DDP on gloo is two collectives at a time, so two at once are calibrated though no communicator is opened for
+    # it.
+    communicators = max(2 if choice.stock(setting.backend) else choice.widest(setting.backend) for choice in choices)
     strategies = {choice.strategy for choice in choices}
     decoupled = "decoupled" in strategies
     # What a plan sends by other means than an all-reduce is measured, through the primitives it sends it with.
     others = ("all_gather", "reduce_scatter") if decoupled else ("all_gather",) if "sparse" in strategies else ()
     sizes = [size for size in SIZES if size < 2 * largest_bytes]
-    network, timings, elapsed = session.ask(
+    network, timings = session.ask(
         "calibrate",
         budget_s * 3 + _SPARE_S,
         budget_s=budget_s,
-        channels=list(range(1, channels + 1)),
+        communicators=list(range(1, communicators + 1)),
         sizes=sizes,
         collectives=("all_reduce", *others),
         name=setting.name,
     )[0]
-    measured = msgspec.json.decode(network, type=Network)
     if decoupled and setting.backend == "gloo":
         note = f"reduce-scatter on gloo is {PRIMITIVE}: gloo's own moves as many bytes as its all-reduce"
-        measured = msgspec.structs.replace(measured, notes=(*measured.notes, note))
-    return Calibrated(network=measured, timings=timings, elapsed_s=elapsed)
+        network = msgspec.structs.replace(network, notes=(*network.notes, note))
+    return CalibratedLab(network=network, timings=timings)
 
 
 def planned(choices: Sequence[Choice], profile: Profile, network: Network) -> list[tuple[Choice, Plan, Prediction]]:
@@ -144,10 +134,10 @@ def measure(
     setting: Setting,
     plans: Sequence[tuple[Choice, Plan, Prediction]],
     seconds_each: float,
-) -> tuple[list[Measured], float]:
+) -> tuple[list[MeasuredPlan], float]:
     """Replay all plans of one profile, taking turns; and its compute without communication, as the nodes replay it."""
     compute = setting.compute(profile)
-    jobs = [job_of(choice.name, compute, plan, stock=choice.stock(setting.backend)) for choice, plan, _ in plans]
+    jobs = [job_of(compute, plan, stock=choice.stock(setting.backend)) for choice, plan, _ in plans]
     jobs.append(compute_of(compute))
     expected = [*(prediction.iteration_s for _, _, prediction in plans), compute.single_s]
     answers = session.ask(
@@ -161,7 +151,9 @@ def measure(
         seen = [answer[place] for answer in answers]
         first, second = _slowest(seen)
         results.append(
-            Measured(choice=choice, plan=plan, prediction=prediction, series=(first, second), finishes=seen[0].finishes)
+            MeasuredPlan(
+                choice=choice, plan=plan, prediction=prediction, series=(first, second), finishes=seen[0].finishes
+            )
         )
     alone = [sample for one in _slowest([answer[-1] for answer in answers]) for sample in one]
     return results, quantile(sorted(alone), 0.5)
@@ -190,7 +182,7 @@ def train(
     plans: Sequence[tuple[Choice, Plan, Prediction]],
     seconds_each: float,
     precision: str = "fp32",
-) -> tuple[list[Measured], list[list[float]]]:
+) -> tuple[list[MeasuredPlan], list[list[float]]]:
     """Train really under each plan, taking turns; and the losses of each, as node 0 saw them.
 
     `ddp` is stock DDP itself.
@@ -211,7 +203,7 @@ def train(
         seen: list[Trained] = [answer[place] for answer in answers]
         peaks = [one.peak_bytes for one in seen if one.peak_bytes is not None]
         results.append(
-            Measured(
+            MeasuredPlan(
                 choice=choice,
                 plan=plan,
                 prediction=prediction,

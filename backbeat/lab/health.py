@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 _TCP = {
@@ -37,10 +38,16 @@ def disturbances() -> dict[str, float]:
     return found
 
 
-def change(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
-    """What happened in between, without what did not happen.
+def change(before: Sequence[dict[str, float]], after: Sequence[dict[str, float]]) -> dict[str, float]:
+    """What happened in between on all nodes together, without what did not happen.
 
-    >>> change({"timeouts": 2, "waited_s": 1.0}, {"timeouts": 5, "waited_s": 1.0})
+    >>> change([{"timeouts": 2, "waited_s": 1.0}], [{"timeouts": 5, "waited_s": 1.0}])
     {'timeouts': 3}
     """
-    return {name: value for name in after if (value := round(after[name] - before.get(name, 0), 4)) != 0}
+    found: dict[str, float] = {}
+    for then, now in zip(before, after, strict=True):
+        for name, value in now.items():
+            # The whole machine's, and the same on each node.
+            if name != "stolen_s" or name not in found:
+                found[name] = found.get(name, 0) + value - then.get(name, 0)
+    return {name: round(value, 4) for name, value in sorted(found.items()) if round(value, 4) != 0}

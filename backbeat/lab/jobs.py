@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from backbeat.simulate.decoupled import Layers
+from backbeat.simulate.decoupled_step import Layers
 from backbeat.simulate.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ class Message:
     bytes: int
     ready_s: float
     """After backward starts."""
-    channel: int
+    communicator: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,25 +39,20 @@ class Layer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class ReplayJob:
     """One iteration to replay."""
 
-    key: str
     forward_s: float
     backward_s: float
     update_s: float
     messages: tuple[Message, ...]
     """In launch order."""
     stock: bool = False
-    """Through the process group itself, as stock DDP does it, and not through channels of one collective each."""
+    """Through the process group itself, as stock DDP does it, and not through communicators of one collective each."""
     gathers: tuple[int, ...] = ()
     """Bytes of each all-gather in launch order, where the plan is decoupled; `messages` are then reduce-scattered."""
     layers: tuple[Layer, ...] = ()
     """The next forward, where the plan is decoupled; it takes the place of `forward_s` and `update_s`."""
-
-    @property
-    def bytes(self) -> int:
-        return sum(message.bytes for message in self.messages)
 
     @property
     def decoupled(self) -> bool:
@@ -83,30 +78,33 @@ class Replayed:
     """When each message was done, after backward started, in the warm-up iteration; empty where not traced."""
 
 
-def job_of(key: str, profile: Profile, plan: Plan, *, stock: bool = False) -> Job:
-    """The plan's groups as messages; `dynamic` fusion is replayed as the groups that its simulation formed."""
+def job_of(profile: Profile, plan: Plan, *, stock: bool = False) -> ReplayJob:
+    """The plan's buckets as messages; `dynamic` fusion is replayed as the buckets that its simulation formed."""
     if plan.decoupled:
-        return _in_halves(key, profile, plan)
+        return _in_halves(profile, plan)
     schedule, _ = Schedule.of_plan(profile, plan)
-    rows = zip(schedule.ready.tolist(), schedule.sizes.tolist(), schedule.channels, strict=True)
-    return Job(
-        key=key,
+    rows = zip(schedule.ready.tolist(), schedule.sizes.tolist(), schedule.communicators, strict=True)
+    return ReplayJob(
         forward_s=profile.forward_s,
         backward_s=profile.backward_s,
         update_s=profile.update_s,
-        messages=tuple(Message(bytes=int(size), ready_s=ready, channel=channel) for ready, size, channel in rows),
+        messages=tuple(
+            Message(bytes=int(size), ready_s=ready, communicator=communicator) for ready, size, communicator in rows
+        ),
         stock=stock,
     )
 
 
-def _in_halves(key: str, profile: Profile, plan: Plan) -> Job:
+def _in_halves(profile: Profile, plan: Plan) -> ReplayJob:
     """One steady period of a decoupled plan: backward with its scatters, then the next forward with the gathers.
 
     Forward ends after its last gather, so that a period begins with an idle link and the next is like it.
     """
     place = profile.index
-    scatters = [[place[name] for name in group.gradients] for group in plan.groups if group.phase == "reduce_scatter"]
-    gathers = [[place[name] for name in group.gradients] for group in plan.groups if group.phase == "all_gather"]
+    scatters = [
+        [place[name] for name in bucket.gradients] for bucket in plan.buckets if bucket.phase == "reduce_scatter"
+    ]
+    gathers = [[place[name] for name in bucket.gradients] for bucket in plan.buckets if bucket.phase == "all_gather"]
     arrives_with = {index: number for number, members in enumerate(gathers) for index in members}
     layers: list[Layer] = []
     seen: set[int] = set()
@@ -118,13 +116,12 @@ def _in_halves(key: str, profile: Profile, plan: Plan) -> Job:
         else:
             seen.add(gather)
             layers.append(Layer(gather=gather, compute_s=seconds))
-    return Job(
-        key=key,
+    return ReplayJob(
         forward_s=profile.forward_s,
         backward_s=profile.backward_s,
         update_s=profile.update_s,
         messages=tuple(
-            Message(bytes=_bytes(profile, members), ready_s=float(profile.ready[max(members)]), channel=0)
+            Message(bytes=_bytes(profile, members), ready_s=float(profile.ready[max(members)]), communicator=0)
             for members in scatters
         ),
         gathers=tuple(_bytes(profile, members) for members in gathers),
@@ -136,10 +133,9 @@ def _bytes(profile: Profile, members: Sequence[int]) -> int:
     return sum(profile.gradients[index].bytes for index in members)
 
 
-def compute_of(profile: Profile) -> Job:
+def compute_of(profile: Profile) -> ReplayJob:
     """The compute alone."""
-    return Job(
-        key="compute",
+    return ReplayJob(
         forward_s=profile.forward_s,
         backward_s=profile.backward_s,
         update_s=profile.update_s,

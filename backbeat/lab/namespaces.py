@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from backbeat.errors import InputError, MeasurementError, MissingPartError
-from backbeat.lab.runs import NAMESPACES, Run
+from backbeat.lab.runs import NAMESPACES, LabRun
 from backbeat.units import format_rate
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ class Link:
 class Cluster:
     """The namespaces of one run, from entering to leaving the context."""
 
-    def __init__(self, run: Run, links: Sequence[Link]) -> None:
+    def __init__(self, run: LabRun, links: Sequence[Link]) -> None:
         if not 2 <= len(links) <= MOST_NODES:
             raise InputError(f"nodes is {len(links)}: a lab has 2 to {MOST_NODES}")
         self.run = run
@@ -186,9 +186,9 @@ def _keep_order(namespace: str) -> None:
     _call("mount", None, b"/", None, _MS_REC_PRIVATE, None)
     _call("mount", b"sysfs", b"/sys", b"sysfs", 0, None)
     cores = f"{(1 << (os.cpu_count() or 1)) - 1:x}"
-    groups = [cores[max(end - 8, 0) : end] for end in range(len(cores), 0, -8)]
+    buckets = [cores[max(end - 8, 0) : end] for end in range(len(cores), 0, -8)]
     for steering in Path("/sys/class/net").glob("*/queues/rx-*/rps_cpus"):
-        steering.write_text(",".join(reversed(groups)))
+        steering.write_text(",".join(reversed(buckets)))
 
 
 def _inside(namespace: str, act: Callable[[Any], None]) -> None:

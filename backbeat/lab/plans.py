@@ -1,7 +1,7 @@
-"""Plans to compare, by name: every strategy, and groupings that no strategy would choose, to test the model with.
+"""Plans to compare, by name: every strategy, and bucketings that no strategy would choose, to test the model with.
 
-`ddp:5MB` is DDP with that bucket cap, `random:8` eight groups with random ends (always the same for one profile),
-`equal:16` groups of about equal bytes; `/2` behind any of them asks for two channels.
+`ddp:5MB` is DDP with that bucket cap, `random:8` eight buckets with random ends (always the same for one profile),
+`equal:16` buckets of about equal bytes; `/2` behind any of them asks for two communicators.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
     from backbeat.model import Network, Profile
 
-GROUPINGS = ("random", "equal")
+BUCKETINGS = ("random", "equal")
 _WITH_BUCKET = ("ddp", "horovod")
 _SEVERAL = ("asc-wfbp", "best")
-"""Use a second channel where nobody says how many."""
+"""Use a second communicator where nobody says how many."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,81 +38,81 @@ class Choice:
     name: str
     strategy: str
     argument: int | None = None
-    """Bytes of a bucket, or number of groups."""
-    channels: int | None = None
+    """Bytes of a bucket, or number of buckets."""
+    communicators: int | None = None
 
     def widest(self, backend: str) -> int:
-        """The most channels its plan can have."""
+        """The most communicators its plan can have."""
         if self.strategy == "ddp" and backend == "gloo":
             return 1
-        return self.channels or (2 if self.strategy in _SEVERAL else 1)
+        return self.communicators or (2 if self.strategy in _SEVERAL else 1)
 
     def stock(self, backend: str) -> bool:
         """Sent through torch's own process group, which on gloo carries two collectives at a time."""
         return self.strategy == "ddp" and backend == "gloo"
 
 
-def parse(texts: Sequence[str], channels: Sequence[int] = ()) -> list[Choice]:
+def parse(texts: Sequence[str], communicators: Sequence[int] = ()) -> list[Choice]:
     """
     >>> [choice.name for choice in parse(["wfbp", "ddp:5MB"], [1, 2])]
     ['wfbp/1', 'wfbp/2', 'ddp:5MB/1', 'ddp:5MB/2']
     """
     found: dict[str, Choice] = {}
     for text in texts:
-        for choice in _parse(text, channels):
+        for choice in _parse(text, communicators):
             found[choice.name] = choice
     return list(found.values())
 
 
-def _parse(text: str, channels: Sequence[int]) -> list[Choice]:
+def _parse(text: str, communicators: Sequence[int]) -> list[Choice]:
     body, slash, count = text.partition("/")
     strategy, colon, argument = body.partition(":")
-    if strategy not in STRATEGIES and strategy not in GROUPINGS:
+    if strategy not in STRATEGIES and strategy not in BUCKETINGS:
         raise InputError(f"{text!r} is no plan: use {', '.join(STRATEGIES)}, ddp:5MB, random:8 or equal:8")
-    if colon and strategy not in (*_WITH_BUCKET, *GROUPINGS):
+    if colon and strategy not in (*_WITH_BUCKET, *BUCKETINGS):
         raise InputError(f"{text!r}: {strategy} takes nothing behind a colon; ddp:5MB, random:8 and equal:8 do")
-    if strategy in GROUPINGS and not (argument.isdigit() and int(argument) > 0):
-        raise InputError(f"{text!r}: say how many groups, like {strategy}:8")
+    if strategy in BUCKETINGS and not (argument.isdigit() and int(argument) > 0):
+        raise InputError(f"{text!r}: say how many buckets, like {strategy}:8")
     if slash and not (count.isdigit() and int(count) > 0):
-        raise InputError(f"{text!r}: say how many channels, like {body}/2")
+        raise InputError(f"{text!r}: say how many communicators, like {body}/2")
     if strategy == "decoupled":
         if slash and int(count) != 1:
-            raise InputError(f"{text!r}: decoupled plans use one channel; leave /{count} out")
+            raise InputError(f"{text!r}: decoupled plans use one communicator; leave /{count} out")
         return [Choice(name=text, strategy=strategy)]
-    value = None if not colon else int(argument) if strategy in GROUPINGS else parse_bytes(argument)
+    value = None if not colon else int(argument) if strategy in BUCKETINGS else parse_bytes(argument)
     if slash:
-        return [Choice(name=text, strategy=strategy, argument=value, channels=int(count))]
-    if not channels:
+        return [Choice(name=text, strategy=strategy, argument=value, communicators=int(count))]
+    if not communicators:
         return [Choice(name=text, strategy=strategy, argument=value)]
-    return [Choice(name=f"{text}/{one}", strategy=strategy, argument=value, channels=one) for one in channels]
+    return [Choice(name=f"{text}/{one}", strategy=strategy, argument=value, communicators=one) for one in communicators]
 
 
 def build(choice: Choice, profile: Profile, network: Network) -> Plan:
-    """The plan, with its groups fixed: what Horovod forms at run time is kept as its simulation formed it."""
+    """The plan, with its buckets fixed: what Horovod forms at run time is kept as its simulation formed it."""
     count = len(profile.gradients)
-    if choice.strategy in GROUPINGS:
-        groups = min(choice.argument or 1, count)
-        ends = _random_ends(profile, groups) if choice.strategy == "random" else _equal_ends(profile, groups)
-        return Draft(ends, choice.channels or 1).named(profile, choice.name, network.workers)
-    channels = None if choice.stock(network.backend or "") else choice.channels
+    if choice.strategy in BUCKETINGS:
+        buckets = min(choice.argument or 1, count)
+        ends = _random_ends(profile, buckets) if choice.strategy == "random" else _equal_ends(profile, buckets)
+        return Draft(ends, choice.communicators or 1).named(profile, choice.name, network.workers)
+    communicators = None if choice.stock(network.backend or "") else choice.communicators
     made = make(
         profile,
         network,
         choice.strategy,
-        channels=channels,
+        communicators=communicators,
         bucket_bytes=choice.argument if choice.strategy in _WITH_BUCKET else None,
     )
     return msgspec.structs.replace(made, dynamic=None, predicted=None)
 
 
-def _random_ends(profile: Profile, groups: int) -> list[int]:
-    drawn = random.Random(f"{profile.name} {groups}")
-    return [*sorted(drawn.sample(range(1, len(profile.gradients)), groups - 1)), len(profile.gradients)]
+def _random_ends(profile: Profile, buckets: int) -> list[int]:
+    drawn = random.Random(f"{profile.name} {buckets}")
+    return [*sorted(drawn.sample(range(1, len(profile.gradients)), buckets - 1)), len(profile.gradients)]
 
 
-def _equal_ends(profile: Profile, groups: int) -> list[int]:
+def _equal_ends(profile: Profile, buckets: int) -> list[int]:
     sums = np.cumsum(profile.sizes)
-    wanted = sums[-1] * np.arange(1, groups) / groups
+    wanted = sums[-1] * np.arange(1, buckets) / buckets
     ends = {int(end) + 1 for end in np.searchsorted(sums, wanted)} | {len(profile.gradients)}
     return sorted(end for end in ends if end <= len(profile.gradients))
 
@@ -121,22 +121,24 @@ _PHASES = ("reduce_scatter", "all_gather")
 
 
 def shorthand(plan: Plan) -> list[list[int]]:
-    """[gradients, channel] of each group of a plan whose groups are consecutive in ready order.
+    """[gradients, communicator] of each bucket of a plan whose buckets are consecutive in ready order.
 
     Decoupled plans have a third number: 0 for a scatter, in ready order, 1 for a gather, in the reverse.
     """
     return [
-        [len(group.gradients), group.channel, *([] if group.phase is None else [_PHASES.index(group.phase)])]
-        for group in plan.groups
+        [len(bucket.gradients), bucket.communicator, *([] if bucket.phase is None else [_PHASES.index(bucket.phase)])]
+        for bucket in plan.buckets
     ]
 
 
-def from_shorthand(groups: Sequence[Sequence[int]], profile: Profile, name: str, channels: int, workers: int) -> Plan:
+def from_shorthand(
+    buckets: Sequence[Sequence[int]], profile: Profile, name: str, communicators: int, workers: int
+) -> Plan:
     """The plan that `shorthand` described."""
-    if any(len(row) > 2 for row in groups):
-        scatter, gather = ([row[0] for row in groups if row[2] == phase] for phase in (0, 1))
+    if any(len(row) > 2 for row in buckets):
+        scatter, gather = ([row[0] for row in buckets if row[2] == phase] for phase in (0, 1))
         halved = Halved(np.cumsum(scatter).tolist(), np.cumsum(gather).tolist(), False)
         return halved.named(profile, name, workers)
-    ends = np.cumsum([count for count, _ in groups]).tolist()
-    draft = Draft(ends, channels, [channel for _, channel in groups])
+    ends = np.cumsum([count for count, _ in buckets]).tolist()
+    draft = Draft(ends, communicators, [communicator for _, communicator in buckets])
     return draft.named(profile, name, workers)

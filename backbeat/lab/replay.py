@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from backbeat.lab.jobs import Job, Replayed, Turn
-from backbeat.measure.spin import SpinRate, spin_rate, until
+from backbeat.comm.spin import SpinRate, spin_rate, until
+from backbeat.lab.jobs import Replayed, ReplayJob, Turn
 
 if TYPE_CHECKING:
-    from backbeat.measure.channels import Channel
+    from backbeat.comm.opened import Communicator
 
 cuda: Any = torch.cuda  # untyped in parts
 
@@ -35,10 +35,12 @@ _LATE_S = 100e-6
 
 
 class Player(Protocol):
-    def play(self, job: Job, factor: float, finishes: list[float] | None = None) -> float: ...
+    def play(self, job: ReplayJob, factor: float, finishes: list[float] | None = None) -> float: ...
 
 
-def replay(player: Player, jobs: Sequence[Job], turns: Sequence[Turn], factor: Callable[[], float]) -> list[Replayed]:
+def replay(
+    player: Player, jobs: Sequence[ReplayJob], turns: Sequence[Turn], factor: Callable[[], float]
+) -> list[Replayed]:
     """Warm every job up once, with its messages' finish times noted, then take the turns."""
     collecting = gc.isenabled()
     gc.disable()
@@ -67,10 +69,10 @@ class Buffers:
         self._device = device
         self._flat = torch.zeros(0, device=device)
 
-    def cut(self, job: Job) -> list[torch.Tensor]:
+    def cut(self, job: ReplayJob) -> list[torch.Tensor]:
         return self._pieces([max(1, -(-message.bytes // 4)) for message in job.messages])
 
-    def halves(self, job: Job, nodes: int) -> tuple[list[_Half], list[_Half]]:
+    def halves(self, job: ReplayJob, nodes: int) -> tuple[list[_Half], list[_Half]]:
         """(whole, this node's part) of every scatter and of every gather."""
         parts = [-(-max(1, -(-size // 4)) // nodes) for size in (*(one.bytes for one in job.messages), *job.gathers)]
         pieces = self._pieces([size for part in parts for size in (part * nodes, part)])
@@ -91,8 +93,8 @@ class Buffers:
 class SleepingPlayer:
     """A CPU node: compute is slept, so that nodes sharing few cores do not take them from the network's threads."""
 
-    def __init__(self, channels: Sequence[Channel], stock: Channel, nodes: int) -> None:
-        self._channels = channels
+    def __init__(self, communicators: Sequence[Communicator], stock: Communicator, nodes: int) -> None:
+        self._communicators = communicators
         self._nodes = nodes
         self._stock = stock
         self._buffers = Buffers(torch.device("cpu"))
@@ -100,38 +102,38 @@ class SleepingPlayer:
         # The kernel may wake a sleeper up to 50 µs late unless told otherwise.
         ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)
 
-    def play(self, job: Job, factor: float, finishes: list[float] | None = None) -> float:
+    def play(self, job: ReplayJob, factor: float, finishes: list[float] | None = None) -> float:
         if job.decoupled:
             return self._play_decoupled(job, factor)
         views = self._buffers.cut(job)
-        self._channels[0].all_reduce(self._tiny).wait()
+        self._communicators[0].all_reduce(self._tiny).wait()
         start = time.perf_counter()
         backward = start + job.forward_s * factor
         works = []
         for message, view in zip(job.messages, views, strict=True):
             _sleep_until(backward + message.ready_s * factor)
-            channel = self._stock if job.stock else self._channels[message.channel]
-            works.append(channel.all_reduce(view))
+            communicator = self._stock if job.stock else self._communicators[message.communicator]
+            works.append(communicator.all_reduce(view))
         _sleep_until(backward + job.backward_s * factor)
         for work in works:
             work.wait()
         # Nothing happens during the update: it is added, not slept.
         return time.perf_counter() - start + job.update_s * factor
 
-    def _play_decoupled(self, job: Job, factor: float) -> float:
+    def _play_decoupled(self, job: ReplayJob, factor: float) -> float:
         scatters, gathers = self._buffers.halves(job, self._nodes)
-        channel = self._channels[0]
-        channel.all_reduce(self._tiny).wait()
+        communicator = self._communicators[0]
+        communicator.all_reduce(self._tiny).wait()
         start = time.perf_counter()
         works = []
         for message, (whole, part) in zip(job.messages, scatters, strict=True):
             _sleep_until(start + message.ready_s * factor)
-            works.append(channel.reduce_scatter(part, whole))
+            works.append(communicator.reduce_scatter(part, whole))
         reached = start + job.backward_s * factor
         _sleep_until(reached)
         for work in works:
             work.wait()
-        arrivals = [channel.all_gather(whole, part) for whole, part in gathers]
+        arrivals = [communicator.all_gather(whole, part) for whole, part in gathers]
         for layer in job.layers:
             arrivals[layer.gather].wait()
             # From the moment planned where nothing was waited for: what a sleep took too long is taken off the next.
@@ -149,8 +151,8 @@ def _sleep_until(moment: float) -> None:
 class SpinningPlayer:
     """A GPU node: compute spins on one multiprocessor in the current stream, so that each node has its own share."""
 
-    def __init__(self, channels: Sequence[Channel], device: torch.device, nodes: int) -> None:
-        self._channels = channels
+    def __init__(self, communicators: Sequence[Communicator], device: torch.device, nodes: int) -> None:
+        self._communicators = communicators
         self._nodes = nodes
         self._buffers = Buffers(device)
         self._tiny = torch.zeros(1, device=device)
@@ -158,19 +160,19 @@ class SpinningPlayer:
         self._start, self._end = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
         self.rate = spin_rate()
 
-    def play(self, job: Job, factor: float, finishes: list[float] | None = None) -> float:
+    def play(self, job: ReplayJob, factor: float, finishes: list[float] | None = None) -> float:
         if job.decoupled:
             return self._play_decoupled(job, factor, finishes)
         views = self._buffers.cut(job)
         spin = _Spin(self.rate)
-        self._channels[0].all_reduce(self._tiny).wait()
+        self._communicators[0].all_reduce(self._tiny).wait()
         self.rate.spin(_LEAD_S)
         self._start.record()
         spin.until(job.forward_s * factor)
         works = []
         for message, view in zip(job.messages, views, strict=True):
             spin.until((job.forward_s + message.ready_s) * factor)
-            works.append(self._channels[message.channel].all_reduce(view))
+            works.append(self._communicators[message.communicator].all_reduce(view))
         spin.until((job.forward_s + job.backward_s) * factor)
         seen = [self._seen(work) for work in works] if finishes is not None else []
         for work in works:
@@ -184,21 +186,21 @@ class SpinningPlayer:
             finishes += [float(self._start.elapsed_time(event)) * 1e-3 - backward_s for event in seen]
         return float(self._start.elapsed_time(self._end)) * 1e-3
 
-    def _play_decoupled(self, job: Job, factor: float, finishes: list[float] | None) -> float:
+    def _play_decoupled(self, job: ReplayJob, factor: float, finishes: list[float] | None) -> float:
         scatters, gathers = self._buffers.halves(job, self._nodes)
-        channel = self._channels[0]
+        communicator = self._communicators[0]
         spin = _Spin(self.rate)
-        channel.all_reduce(self._tiny).wait()
+        communicator.all_reduce(self._tiny).wait()
         self.rate.spin(_LEAD_S)
         self._start.record()
         works = []
         for message, (whole, part) in zip(job.messages, scatters, strict=True):
             spin.until(message.ready_s * factor)
-            works.append(channel.reduce_scatter(part, whole))
+            works.append(communicator.reduce_scatter(part, whole))
         spin.until(job.backward_s * factor)
         for work in works:
             work.wait()
-        arrivals = [channel.all_gather(whole, part) for whole, part in gathers]
+        arrivals = [communicator.all_gather(whole, part) for whole, part in gathers]
         seen = [self._seen(work) for work in (*works, *arrivals)] if finishes is not None else []
         computed = job.backward_s * factor
         for layer in job.layers:

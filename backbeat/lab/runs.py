@@ -37,7 +37,7 @@ def home() -> Path:
     return base / "backbeat-lab"
 
 
-class Run:
+class LabRun:
     """The name, the folder and the lock of one lab. Entering it removes what dead runs have left behind."""
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class Run:
         self.swept: list[str] = []
         self._lock: int | None = None
 
-    def __enter__(self) -> Run:
+    def __enter__(self) -> LabRun:
         home().mkdir(mode=0o700, parents=True, exist_ok=True)
         with _alone():
             self.swept = sweep()

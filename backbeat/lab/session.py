@@ -19,13 +19,14 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from backbeat.lab.namespaces import Cluster
+    from backbeat.lab.setting import Setting
 
 START_S = 180.0
 """Importing torch in many processes on few cores takes its time."""
 _STOP_S = 3.0
 
 
-def node_environment(backend: str, node: int, channels: int) -> dict[str, str]:
+def node_environment(backend: str, node: int, communicators: int) -> dict[str, str]:
     """What makes the library use the node's own interface, and take nodes on one GPU for separate hosts."""
     variables = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     if backend == "gloo":
@@ -42,27 +43,17 @@ def node_environment(backend: str, node: int, channels: int) -> dict[str, str]:
         # each other.
         "CUDA_DEVICE_MAX_CONNECTIONS": "8",
     }
-    return {**variables, "NCCL_LAUNCH_ORDER_IMPLICIT": "1"} if channels > 1 else variables
+    return {**variables, "NCCL_LAUNCH_ORDER_IMPLICIT": "1"} if communicators > 1 else variables
 
 
 class Session:
     """One process per node, joined in a process group."""
 
-    def __init__(
-        self,
-        cluster: Cluster,
-        *,
-        backend: str,
-        channels: int,
-        settle: bool,
-        slowdowns: Mapping[int, float] | None = None,
-        jitter: float = 0.0,
-        environment: Mapping[str, str] | None = None,
-    ) -> None:
+    def __init__(self, cluster: Cluster, setting: Setting, communicators: int, environment: Mapping[str, str]) -> None:
         self.cluster = cluster
-        self._settings = {"backend": backend, "channels": channels, "settle": settle, "jitter": jitter}
-        self._slowdowns = dict(slowdowns or {})
-        self._environment = dict(environment or {})
+        self._setting = setting
+        self._communicators = communicators
+        self._environment = environment
         self._workers: list[subprocess.Popen[bytes]] = []
         self._pipes: list[pipes.Connection] = []
 
@@ -105,17 +96,12 @@ class Session:
 
     def _start(self, node: int) -> None:
         here, there = pipes.Pipe()
-        cluster = self.cluster
-        channels = int(self._settings["channels"])  # type: ignore[call-overload]
-        environment = {
-            **os.environ,
-            **node_environment(str(self._settings["backend"]), node, channels),
-            **self._environment,
-        }
+        cluster, setting = self.cluster, self._setting
+        own = node_environment(setting.backend, node, self._communicators)
         with open(self._log(node), "wb") as log:
             worker = subprocess.Popen(
                 [sys.executable, "-m", "backbeat.lab.worker", str(there.fileno()), str(os.getpid())],
-                env=environment,
+                env={**os.environ, **own, **self._environment},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -130,8 +116,11 @@ class Session:
                 nodes=cluster.nodes,
                 namespace=cluster.namespace(node),
                 first_address=cluster.address(0),
-                slowdown=self._slowdowns.get(node, 1.0),
-                **self._settings,  # type: ignore[arg-type]
+                backend=setting.backend,
+                communicators=self._communicators,
+                settle=setting.settle,
+                slowdown=setting.slowdowns.get(node, 1.0),
+                jitter=setting.jitter,
             )
         )
 

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 from backbeat.lab.jobs import Turn
-from backbeat.measure.factory import Factory, Workload, load
-from backbeat.measure.precision import autocast, tensor_cores
+from backbeat.measure.model.factory import Factory, Workload, load
+from backbeat.measure.model.precision import autocast, tensor_cores
 
 if TYPE_CHECKING:
     from backbeat.model import Plan
@@ -43,7 +43,7 @@ def profile_here(
     spec: str, device: torch.device, batch_size: int | None, seconds: float, precision: str = "fp32"
 ) -> bytes:
     """This node's own compute, measured while all other nodes measure theirs: that is how they will train."""
-    from backbeat.measure.factory import measure_factory
+    from backbeat.measure.model.factory import measure_factory
     from backbeat.model.files import encode
 
     torch.manual_seed(0)
@@ -83,14 +83,14 @@ def _take_turns(variants: Sequence[_Variant], turns: Sequence[Turn]) -> list[Tra
     peaks: list[int | None] = [None for _ in variants]
     for turn in turns:
         variant = variants[turn.job]
-        variant.lead_in()
+        # Not timed: the first step after another variant's.
+        variant.step()
         variant.reset_peak()
         for _ in range(turn.iterations):
             series[turn.job][turn.series].append(variant.step())
         peak = variant.peak_bytes()
         if peak is not None:
             peaks[turn.job] = max(peak, peaks[turn.job] or 0)
-        variant.wind_up()
     return [
         Trained(series=taken, losses=variant.losses, peak_bytes=peak)
         for variant, taken, peak in zip(variants, series, peaks, strict=True)
@@ -136,41 +136,22 @@ class _Variant:
         self._precision = precision
         self._optimizer = workload.optimizer or _optimizer(workload.model)
         self._model = _wrapped(workload.model, plan, self._optimizer)
-        self._decoupled = plan is not None and plan.decoupled
-        self._ended = 0.0
         self._tiny = torch.zeros(1, device=device)
         self.losses: list[float] = []
 
-    def lead_in(self) -> None:
-        """Before a turn: an untimed step, so that a decoupled plan's gathers are under way when time is first taken."""
-        self.step()
-
-    def wind_up(self) -> None:
-        """After a turn: nothing goes on behind another variant's back."""
-        if self._decoupled:
-            self._model.finish()
-            self._settle()
-
     def step(self) -> float:
-        """One step, from a common start. A decoupled plan's steps run into each other, so that they are timed from the
-        end of one to the end of the next: any pause between would hide communication that training does not."""
+        """One step, from a common start."""
         torch.manual_seed(len(self.losses))
-        if not self._decoupled:
-            dist.all_reduce(self._tiny)
-            self._settle()
-        start = self._ended if self._decoupled else time.perf_counter()
+        dist.all_reduce(self._tiny)
+        self._settle()
+        start = time.perf_counter()
         with autocast(self._precision, self._device):
             loss = self._workload.loss(self._model, self._workload.batch)
         loss.backward()  # type: ignore[no-untyped-call]
         self._optimizer.step()
         self._optimizer.zero_grad()
-        if not self._decoupled:
-            self._settle()
-        elif self._device.type == "cuda":
-            # The compute stream alone: gathers go on.
-            torch.cuda.current_stream(self._device).synchronize()
-        self._ended = time.perf_counter()
-        seconds = self._ended - start
+        self._settle()
+        seconds = time.perf_counter() - start
         self.losses.append(float(loss.detach()))
         return seconds
 
@@ -193,5 +174,5 @@ def _wrapped(model: torch.nn.Module, plan: Plan | None, optimizer: torch.optim.O
     from backbeat.runtime import DistributedDataParallel
 
     wrapped = DistributedDataParallel(model, plan=plan)
-    wrapped.attach(optimizer)
+    wrapped.attach(optimizer, max_grad_norm=None)
     return wrapped

@@ -8,14 +8,14 @@ import signal
 import sys
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
 from backbeat.lab.namespaces import enter
 
 if TYPE_CHECKING:
-    from backbeat.lab.jobs import Job, Replayed, Turn
+    from backbeat.lab.jobs import Replayed, ReplayJob, Turn
     from backbeat.lab.train import Trained
     from backbeat.model import Plan
 
@@ -33,12 +33,11 @@ class Start:
     first_address: str
     """Where node 0 is."""
     backend: str
-    channels: int
+    communicators: int
     settle: bool
-    """gloo on few cores: see `measure.channels.settle_gloo`."""
-    slowdown: float = 1.0
-    jitter: float = 0.0
-    options: dict[str, Any] = field(default_factory=dict)
+    """gloo on few cores: see `measure.communicators.settle_gloo`."""
+    slowdown: float
+    jitter: float
 
 
 class Node:
@@ -50,9 +49,9 @@ class Node:
         import torch
         import torch.distributed as dist
 
+        from backbeat.comm.opened import GroupCommunicator, open_communicators, settle_gloo
         from backbeat.lab.jobs import slowdowns
         from backbeat.lab.replay import SleepingPlayer, SpinningPlayer
-        from backbeat.measure.channels import GroupChannel, open_channels, settle_gloo
 
         self.start = start
         torch.set_num_threads(1)
@@ -68,11 +67,13 @@ class Node:
             timeout=timeout,
             device_id=self.device if start.backend == "nccl" else None,
         )
-        stock = GroupChannel(dist.group.WORLD, owned=False)
-        channels = open_channels(dist.group.WORLD, start.backend, start.channels, tag="lab", timeout=timeout)
-        for channel in channels:
+        stock = GroupCommunicator(dist.group.WORLD, owned=False)
+        communicators = open_communicators(
+            dist.group.WORLD, start.backend, start.communicators, tag="lab", timeout=timeout
+        )
+        for communicator in communicators:
             # A communicator is built at its first collective.
-            channel.all_reduce(torch.zeros(1, device=self.device)).wait()
+            communicator.all_reduce(torch.zeros(1, device=self.device)).wait()
         if start.backend == "nccl":
             torch.cuda.synchronize()
         if start.settle and start.backend == "gloo":
@@ -80,9 +81,9 @@ class Node:
             settle_gloo()
         self.factor = slowdowns(start.slowdown, start.jitter, seed=start.node)
         self.player = (
-            SpinningPlayer(channels, self.device, start.nodes)
+            SpinningPlayer(communicators, self.device, start.nodes)
             if start.backend == "nccl"
-            else SleepingPlayer(channels, stock, start.nodes)
+            else SleepingPlayer(communicators, stock, start.nodes)
         )
 
     def describe(self) -> dict[str, Any]:
@@ -91,13 +92,13 @@ class Node:
 
         import torch
 
-        from backbeat.measure.machine import source
+        from backbeat.comm.machine import source
 
         about = source(None, self.device)
         versions = dict(about.versions)
         if self.start.backend == "nccl":
             versions["nccl"] = ".".join(str(part) for part in torch.cuda.nccl.version())  # type: ignore[no-untyped-call]
-        facts: dict[str, Any] = {
+        return {
             "machine": about.machine,
             "kernel": platform.release(),
             "date": about.date,
@@ -105,33 +106,6 @@ class Node:
             "environment": {name: value for name, value in sorted(os.environ.items()) if name.startswith(_SHOWN)},
             "congestion_control": _congestion_control(),
         }
-        if self.start.backend == "nccl":
-            rate = self.player.rate  # type: ignore[union-attr]
-            facts["spin"] = {"hertz": rate.hertz, "overhead_s": rate.overhead_s, **self._host_times()}
-        return facts
-
-    def _host_times(self) -> dict[str, float]:
-        """What the host needs for one event of its own, and to queue one collective: medians."""
-        import time
-
-        import torch
-
-        from backbeat.measure.robust import quantile
-
-        tiny = torch.zeros(1, device=self.device)
-        channel = self.player._channels[0]
-        events, launches = [], []
-        for _ in range(21):
-            begun = time.perf_counter()
-            torch.cuda.Event(enable_timing=True).record()
-            made = time.perf_counter()
-            work = channel.all_reduce(tiny)
-            launched = time.perf_counter()
-            work.wait()
-            torch.cuda.synchronize()
-            events.append(made - begun)
-            launches.append(launched - made)
-        return {"event_s": quantile(sorted(events), 0.5), "launch_s": quantile(sorted(launches), 0.5)}
 
     def health(self) -> dict[str, float]:
         from backbeat.lab.health import disturbances
@@ -139,18 +113,22 @@ class Node:
         return disturbances()
 
     def calibrate(
-        self, *, budget_s: float, channels: Sequence[int], sizes: Sequence[int], collectives: Sequence[Any], name: str
+        self,
+        *,
+        budget_s: float,
+        communicators: Sequence[int],
+        sizes: Sequence[int],
+        collectives: Sequence[Any],
+        name: str,
     ) -> Any:
         """The network, and the timings behind it, from node 0; None from the others."""
-        import msgspec
-
-        from backbeat.measure.calibrate import measure_cluster
+        from backbeat.measure.network.calibration import measure_cluster
 
         found = measure_cluster(
             device=self.device,
             budget_s=budget_s,
             sizes=sizes,
-            channels=channels,
+            communicators=communicators,
             collectives=collectives,
             name=name,
             settle=self.start.settle,
@@ -162,7 +140,7 @@ class Node:
                 "collective": case.collective,
                 "bytes": case.bytes,
                 "messages": case.messages,
-                "channels": case.channels,
+                "communicators": case.communicators,
                 "median_s": timing.median_s,
                 "jitter": timing.jitter,
                 "uncertainty": timing.uncertainty,
@@ -170,9 +148,9 @@ class Node:
             }
             for case, timing in found.outcome.timings.items()
         ]
-        return msgspec.json.encode(found.network), timings, found.outcome.elapsed_s
+        return found.network, timings
 
-    def replay(self, *, jobs: Sequence[Job], turns: Sequence[Turn]) -> list[Replayed]:
+    def replay(self, *, jobs: Sequence[ReplayJob], turns: Sequence[Turn]) -> list[Replayed]:
         from backbeat.lab.replay import replay
 
         return replay(self.player, jobs, turns, self.factor)

@@ -9,10 +9,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from backbeat.measure.torch_profile import profile
+    from backbeat.measure.model.profiler import profile
 
 _HOME = {
-    "profile": "backbeat.measure.torch_profile",
+    "profile": "backbeat.measure.model.profiler",
 }
 
 __all__ = ["profile"]

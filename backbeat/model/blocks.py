@@ -81,7 +81,7 @@ class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     segments: tuple[Segment, ...] = ()
     budget_bytes: Bytes | None = None
     residuals: Literal["device", "host"] = "device"
-    """Where residuals of encoded groups live: on the device, or mirrored in pinned memory of the host."""
+    """Where residuals of compressed buckets live: on the device, or mirrored in pinned memory of the host."""
     peak_bytes: Bytes | None = None
     """Predicted."""
 

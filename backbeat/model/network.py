@@ -77,15 +77,15 @@ class CollectiveTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 class ConcurrencyPoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """`messages` equal messages issued at once, spread over `channels`: `seconds` until the last is done."""
+    """`messages` equal messages issued at once, spread over `communicators`: `seconds` until the last is done."""
 
     bytes: Annotated[int, Meta(ge=1)]
     messages: Annotated[int, Meta(ge=1)]
-    channels: Annotated[int, Meta(ge=1)]
+    communicators: Annotated[int, Meta(ge=1)]
     seconds: Seconds
 
     def __post_init__(self) -> None:
-        for field in ("bytes", "messages", "channels"):
+        for field in ("bytes", "messages", "communicators"):
             at_least(field, getattr(self, field), 1)
         not_negative("seconds", self.seconds)
         if 0 < self.seconds < _SHORTEST_S:
@@ -120,7 +120,7 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 class Network(Document, frozen=True, kw_only=True):
     """Collective times of a cluster at one number of workers; `at` moves it to another."""
 
-    SCHEMA: ClassVar[str] = "backbeat.network/1"
+    SCHEMA: ClassVar[str] = "backbeat.network/2"
     FOLDER: ClassVar[str] = "networks"
 
     name: str
@@ -184,7 +184,7 @@ class Network(Document, frozen=True, kw_only=True):
 
     @property
     def _batches(self) -> list[Batch]:
-        return [Batch(row.bytes, row.messages, row.channels, row.seconds) for row in self.concurrency]
+        return [Batch(row.bytes, row.messages, row.communicators, row.seconds) for row in self.concurrency]
 
     @property
     def _calibrated(self) -> Network:

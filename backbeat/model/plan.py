@@ -1,4 +1,4 @@
-"""Which gradients travel together, in which order, and on which channel."""
+"""Which gradients travel together, in which order, and on which communicator."""
 
 from __future__ import annotations
 
@@ -14,32 +14,34 @@ from msgspec.structs import force_setattr
 from backbeat.errors import InputError
 from backbeat.model.blocks import MemoryPlan
 from backbeat.model.checks import at_least, not_negative
-from backbeat.model.encoding import Encoding
+from backbeat.model.compression import Compression
 from backbeat.model.files import Document
 from backbeat.model.profile import Profile
 
 
-class Group(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+class Bucket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """Gradients that travel in one collective."""
 
     gradients: Annotated[tuple[str, ...], Meta(min_length=1)]
-    channel: Annotated[int, Meta(ge=0)]
+    communicator: Annotated[int, Meta(ge=0)]
     phase: Literal["reduce_scatter", "all_gather"] | None = None
     """Half of a decoupled all-reduce: reduce-scatter during backward, all-gather during the next forward."""
-    encoding: Encoding | None = None
-    """Sent encoded rather than as it is."""
+    compression: Compression | None = None
+    """Sent compressed rather than as it is."""
 
     def __post_init__(self) -> None:
         force_setattr(self, "gradients", tuple(self.gradients))
         if not self.gradients:
-            raise InputError("gradients is empty: a group carries at least one gradient; remove the group")
-        at_least("channel", self.channel, 0)
-        if self.phase is not None and self.encoding is not None:
-            raise InputError("a group has both a phase and an encoding: a decoupled plan sends gradients as they are")
+            raise InputError("gradients is empty: a bucket carries at least one gradient; remove the bucket")
+        at_least("communicator", self.communicator, 0)
+        if self.phase is not None and self.compression is not None:
+            raise InputError(
+                "a bucket has both a phase and an compression: a decoupled plan sends gradients as they are"
+            )
 
 
 class DynamicFusion(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Groups formed while training runs, as Horovod does: at each tick, whatever is ready, up to the buffer."""
+    """Buckets formed while training runs, as Horovod does: at each tick, whatever is ready, up to the buffer."""
 
     buffer_bytes: Annotated[int, Meta(ge=1)] = 64 * 2**20
     cycle_s: Annotated[float, Meta(gt=0)] = 1e-3
@@ -56,63 +58,63 @@ class DynamicFusion(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class Plan(Document, frozen=True, kw_only=True):
-    """Groups in launch order."""
+    """Buckets in launch order."""
 
-    SCHEMA: ClassVar[str] = "backbeat.plan/1"
+    SCHEMA: ClassVar[str] = "backbeat.plan/2"
     FOLDER: ClassVar[str] = "plans"
 
     strategy: str
     model: str
-    channels: Annotated[int, Meta(ge=1)]
-    groups: Annotated[tuple[Group, ...], Meta(min_length=1)]
+    communicators: Annotated[int, Meta(ge=1)]
+    buckets: Annotated[tuple[Bucket, ...], Meta(min_length=1)]
     workers: Annotated[int, Meta(ge=1)] | None = None
     dynamic: DynamicFusion | None = None
-    """Present where groups are formed at run time; `groups` is then what the simulation formed."""
+    """Present where buckets are formed at run time; `buckets` is then what the simulation formed."""
     memory: MemoryPlan | None = None
     predicted: dict[str, float | int | str | None] | None = None
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for field in ("groups", "notes"):
+        for field in ("buckets", "notes"):
             force_setattr(self, field, tuple(getattr(self, field)))
-        at_least("channels", self.channels, 1)
+        at_least("communicators", self.communicators, 1)
         if self.workers is not None:
             at_least("workers", self.workers, 1)
-        if not self.groups:
-            raise InputError("groups is empty: a plan has at least one group; make it again with `backbeat plan`")
-        if len({group.phase is None for group in self.groups}) > 1:
+        if not self.buckets:
+            raise InputError("buckets is empty: a plan has at least one bucket; make it again with `backbeat plan`")
+        if len({bucket.phase is None for bucket in self.buckets}) > 1:
             raise InputError(
-                "some groups have a phase and some have none: a plan is decoupled as a whole or not at all"
+                "some buckets have a phase and some have none: a plan is decoupled as a whole or not at all"
             )
         seen: dict[tuple[str | None, str], int] = {}
-        for index, group in enumerate(self.groups):
-            if group.channel >= self.channels:
+        for index, bucket in enumerate(self.buckets):
+            if bucket.communicator >= self.communicators:
                 raise InputError(
-                    f"groups[{index}].channel is {group.channel}, but channels is {self.channels}: "
-                    f"channels are numbered 0 to {self.channels - 1}"
+                    f"buckets[{index}].communicator is {bucket.communicator}, but communicators is "
+                    f"{self.communicators}: they are numbered 0 to {self.communicators - 1}"
                 )
-            for name in group.gradients:
-                if (group.phase, name) in seen:
+            for name in bucket.gradients:
+                if (bucket.phase, name) in seen:
                     raise InputError(
-                        f"groups[{index}] names {name!r}, already in groups[{seen[group.phase, name]}]: "
+                        f"buckets[{index}] names {name!r}, already in buckets[{seen[bucket.phase, name]}]: "
                         "a gradient travels once; remove one of the two"
                     )
-                seen[group.phase, name] = index
+                seen[bucket.phase, name] = index
         self._check_halves()
 
     def _check_halves(self) -> None:
         """What is scattered must be gathered, after it."""
         scattered: set[str] = set()
         gathered: set[str] = set()
-        for index, group in enumerate(self.groups):
-            if group.phase == "reduce_scatter":
-                scattered.update(group.gradients)
-            elif group.phase == "all_gather":
-                gathered.update(group.gradients)
+        for index, bucket in enumerate(self.buckets):
+            if bucket.phase == "reduce_scatter":
+                scattered.update(bucket.gradients)
+            elif bucket.phase == "all_gather":
+                gathered.update(bucket.gradients)
                 early = gathered - scattered
                 if early:
                     raise InputError(
-                        f"groups[{index}] gathers {min(early)!r} before it is scattered: "
+                        f"buckets[{index}] gathers {min(early)!r} before it is scattered: "
                         "list every reduce_scatter before the all_gather that needs it"
                     )
         if scattered != gathered:
@@ -121,31 +123,34 @@ class Plan(Document, frozen=True, kw_only=True):
     @property
     def decoupled(self) -> bool:
         """Communication is split between backward and the next forward."""
-        return self.groups[0].phase is not None
+        return self.buckets[0].phase is not None
 
     @property
-    def encoded(self) -> bool:
-        """Some group travels encoded, which changes what the optimizer sees."""
-        return any(group.encoding is not None for group in self.groups)
+    def compressed(self) -> bool:
+        """Some bucket travels compressed, which changes what the optimizer sees."""
+        return any(bucket.compression is not None for bucket in self.buckets)
 
     @classmethod
-    def from_groups(
+    def from_buckets(
         cls,
         profile: Profile,
-        groups: Iterable[Sequence[str]],
-        channels: int = 1,
+        buckets: Iterable[Sequence[str]],
+        communicators: int = 1,
         *,
         strategy: str = "custom",
         workers: int | None = None,
     ) -> Plan:
-        """A plan with these groups, launched in the order given, round robin over the channels."""
-        at_least("channels", channels, 1)
+        """A plan with these buckets, launched in the order given, round robin over the communicators."""
+        at_least("communicators", communicators, 1)
         plan = cls(
             strategy=strategy,
             model=profile.model,
             workers=workers,
-            channels=channels,
-            groups=tuple(Group(gradients=tuple(names), channel=place % channels) for place, names in enumerate(groups)),
+            communicators=communicators,
+            buckets=tuple(
+                Bucket(gradients=tuple(names), communicator=place % communicators)
+                for place, names in enumerate(buckets)
+            ),
         )
         plan.check(profile)
         return plan
@@ -153,17 +158,17 @@ class Plan(Document, frozen=True, kw_only=True):
     def check(self, profile: Profile) -> None:
         """Refuse a plan that names gradients the profile does not have."""
         known = profile.index
-        for index, group in enumerate(self.groups):
-            for name in group.gradients:
+        for index, bucket in enumerate(self.buckets):
+            for name in bucket.gradients:
                 if name not in known:
                     close = difflib.get_close_matches(name, known, n=1)
                     raise InputError(
-                        f"groups[{index}] names {name!r}, which the profile {profile.name!r} does not have"
+                        f"buckets[{index}] names {name!r}, which the profile {profile.name!r} does not have"
                         + (f" (nearest: {close[0]!r})" if close else "")
                         + f": the plan was made for {self.model!r}; make one for this profile with `backbeat plan`"
                     )
 
     def missing(self, profile: Profile) -> list[str]:
-        """Gradients of the profile that no group names, in ready order."""
-        named = {name for group in self.groups for name in group.gradients}
+        """Gradients of the profile that no bucket names, in ready order."""
+        named = {name for bucket in self.buckets for name in bucket.gradients}
         return [gradient.name for gradient in profile.gradients if gradient.name not in named]

@@ -6,7 +6,7 @@ import msgspec
 
 
 class Span(msgspec.Struct, frozen=True):
-    """One bar of a timeline. Lanes are `compute` and `channel 0`, `channel 1`, …"""
+    """One bar of a timeline. Lanes are `compute` and `communicator 0`, `communicator 1`, …"""
 
     lane: str
     name: str
@@ -18,10 +18,10 @@ class Span(msgspec.Struct, frozen=True):
 class Breakdown(msgspec.Struct, frozen=True, kw_only=True):
     """Where the exposed time comes from. The parts add up to it."""
 
-    startup_s: float = 0.0
+    latency_s: float = 0.0
     """After backward, some message is starting and none is moving bytes."""
     bandwidth_s: float = 0.0
-    """Bytes moving after backward that would not have fitted behind it on this link, whatever the grouping."""
+    """Bytes moving after backward that would not have fitted behind it on this link, whatever the bucketing."""
     waiting_s: float = 0.0
     """The rest of the communication after backward: it was held back until the last gradients were ready."""
     stragglers_s: float = 0.0
@@ -44,8 +44,8 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
 
     strategy: str
     workers: int
-    channels: int
-    groups: int
+    communicators: int
+    buckets: int
     iteration_s: float
     """T(N), straggler wait included."""
     single_s: float
@@ -60,7 +60,7 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     """Of the whole job."""
     breakdown: Breakdown
     bottleneck: str
-    """`compute`, or the largest part of the breakdown: `startup`, `bandwidth`, `waiting`, `stragglers`, `buffers`."""
+    """`compute`, or the largest part of the breakdown: `latency`, `bandwidth`, `waiting`, `stragglers`, `buffers`."""
     band: Band | None = None
     peak_bytes: int | None = None
     """Device memory at its highest, where the plan says what is kept of activations."""

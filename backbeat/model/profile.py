@@ -98,8 +98,8 @@ class Profile(Document, frozen=True, kw_only=True):
     host_link: HostLink | None = None
     compression_s_per_byte: Seconds | None = None
     """Device time per gradient byte of selecting what to send, and of putting together what came."""
-    compression_s_per_group: Seconds | None = None
-    """What that takes of a group however small, in launches: the longer of the host's time and the device's."""
+    compression_s_per_bucket: Seconds | None = None
+    """What that takes of a bucket however small, in launches: the longer of the host's time and the device's."""
     host_s: Seconds | None = None
     """What the host takes to submit one iteration, all micro-batches included; as long as that is less than the
     iteration the device sets the pace."""
@@ -124,7 +124,7 @@ class Profile(Document, frozen=True, kw_only=True):
         )
         unique("blocks", (block.name for block in self.blocks), advice="a block is one module; remove one")
         not_negative("compression_s_per_byte", self.compression_s_per_byte)
-        not_negative("compression_s_per_group", self.compression_s_per_group)
+        not_negative("compression_s_per_bucket", self.compression_s_per_bucket)
         not_negative("host_s", self.host_s)
         not_negative("host_recompute_s", self.host_recompute_s)
         self._check_ready_order()

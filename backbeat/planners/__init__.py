@@ -10,13 +10,13 @@ import msgspec
 from backbeat.errors import InputError
 from backbeat.planners.adaptive import adaptive
 from backbeat.planners.baselines import ddp, horovod, single, wfbp
+from backbeat.planners.compressed_or_dense import sparse
 from backbeat.planners.decoupled import decoupled
-from backbeat.planners.draft import Draft, Made, Options
+from backbeat.planners.draft import Draft, Made, StrategyOptions
 from backbeat.planners.joint import best
+from backbeat.planners.memory_and_schedule import within
 from backbeat.planners.mgwfbp import asc_wfbp, mg_wfbp
 from backbeat.planners.optimal import optimal
-from backbeat.planners.sparse import sparse
-from backbeat.planners.within import within
 from backbeat.simulate.predict import predict
 
 if TYPE_CHECKING:
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
     from backbeat.model import Network, Plan, Profile
 
-__all__ = ["STRATEGIES", "Draft", "Options", "plan", "propose"]
+__all__ = ["STRATEGIES", "Draft", "StrategyOptions", "plan", "propose"]
 
-STRATEGIES: dict[str, Callable[[Profile, Network, Options], Made]] = {
+STRATEGIES: dict[str, Callable[[Profile, Network, StrategyOptions], Made]] = {
     "wfbp": wfbp,
     "single": single,
     "ddp": ddp,
@@ -42,9 +42,9 @@ STRATEGIES: dict[str, Callable[[Profile, Network, Options], Made]] = {
 
 
 class Choices(TypedDict, total=False):
-    """What a caller may fix; `Options` says what each means, and a strategy takes what concerns it."""
+    """What a caller may fix; `StrategyOptions` says what each means, and a strategy takes what concerns it."""
 
-    channels: int | None
+    communicators: int | None
     bucket_bytes: int | None
     cycle_s: float | None
     budget_s: float | None
@@ -60,7 +60,7 @@ def propose(profile: Profile, network: Network, strategy: str = "best", **choice
         hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(STRATEGIES)}."
         raise InputError(f"{strategy!r} is not a strategy: {hint}")
     memory_bytes, residuals = choices.pop("memory_bytes", None), choices.pop("residuals", None)
-    options = Options(**choices)  # type: ignore[misc]
+    options = StrategyOptions(**choices)  # type: ignore[misc]
     if options.density is not None and strategy == "best":
         strategy = "sparse"
     _check(strategy, options, memory_bytes, residuals)
@@ -73,8 +73,8 @@ def propose(profile: Profile, network: Network, strategy: str = "best", **choice
     return within(profile, network, schedule, memory_bytes, residuals)
 
 
-def _check(strategy: str, options: Options, memory_bytes: int | None, residuals: str | None) -> None:
-    for name in ("channels", "bucket_bytes", "cycle_s"):
+def _check(strategy: str, options: StrategyOptions, memory_bytes: int | None, residuals: str | None) -> None:
+    for name in ("communicators", "bucket_bytes", "cycle_s"):
         value = getattr(options, name)
         if value is not None and value <= 0:
             raise InputError(f"{name} is {value}: it must be above zero")

@@ -1,10 +1,10 @@
 """Adaptive fusion, OSF's idea made precise: of all constant buffers, the one with the least predicted time.
 
-A group closes once it has reached the buffer size B. As B grows from zero the groups stay the same until B passes the
-smallest group that it closed, so walking from one such size to the next visits every grouping a constant buffer can
-give: the choice is exact, not a grid. The groupings depend on the gradients alone and are scored all at once.
-A small first group lets the link start early, and only the end of communication is exposed: so a smaller head and
-smaller groups at the tail are tried too, and kept where they are predicted to help.
+A bucket closes once it has reached the buffer size B. As B grows from zero the buckets stay the same until B passes the
+smallest bucket that it closed, so walking from one such size to the next visits every bucketing a constant buffer can
+give: the choice is exact, not a grid. The bucketings depend on the gradients alone and are scored all at once.
+A small first bucket lets the link start early, and only the end of communication is exposed: so a smaller head and
+smaller buckets at the tail are tried too, and kept where they are predicted to help.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from backbeat.planners.baselines import DDP_BUCKET_BYTES, DDP_FIRST_BUCKET_BYTES
-from backbeat.planners.draft import Draft, Options, capped
+from backbeat.planners.draft import Draft, StrategyOptions, capped
 from backbeat.simulate.schedule import running_sums
 from backbeat.units import format_bytes
 
@@ -28,36 +28,36 @@ if TYPE_CHECKING:
     from backbeat.model import Network, Profile
 
 _EXACT_GRADIENTS = 1000
-"""With more gradients than this, buffers grow by strides instead of visiting every grouping."""
+"""With more gradients than this, buffers grow by strides instead of visiting every bucketing."""
 _STRIDE = 1.02
 _ENGINE_CANDIDATES = 48
 
 
-def adaptive(profile: Profile, network: Network, options: Options) -> Draft:
-    channels, cost = options.channels or 1, network.cost
-    groupings = _constant_buffers(tuple(profile.sizes.tolist()))
+def adaptive(profile: Profile, network: Network, options: StrategyOptions) -> Draft:
+    communicators, cost = options.communicators or 1, network.cost
+    bucketings = _constant_buffers(tuple(profile.sizes.tolist()))
 
     def end_s(ends: list[int]) -> float:
-        return Draft(ends, channels).end_s(profile, cost)
+        return Draft(ends, communicators).end_s(profile, cost)
 
-    if channels == 1:
-        chosen = int(np.argmin(_finishes(profile, cost, groupings)))
+    if communicators == 1:
+        chosen = int(np.argmin(_finishes(profile, cost, bucketings)))
     else:
-        thinned = range(0, len(groupings), -(-len(groupings) // _ENGINE_CANDIDATES))
-        chosen = min(thinned, key=lambda place: end_s(groupings[place][1]))
-    buffer, ends = groupings[chosen]
+        thinned = range(0, len(bucketings), -(-len(bucketings) // _ENGINE_CANDIDATES))
+        chosen = min(thinned, key=lambda place: end_s(bucketings[place][1]))
+    buffer, ends = bucketings[chosen]
     best, finish = ends, end_s(ends)
     sizes = profile.sizes.tolist()
     for candidate in (*_with_smaller_head(sizes, buffer), *_with_smaller_tail(sizes, ends)):
         if (end := end_s(candidate)) < finish:
             best, finish = candidate, end
     note = f"adaptive: a buffer of {format_bytes(buffer)}" + ("" if best is ends else ", smaller at head or tail")
-    return Draft(best, channels, notes=(note,))
+    return Draft(best, communicators, notes=(note,))
 
 
 @lru_cache(maxsize=32)
 def _constant_buffers(sizes: tuple[float, ...]) -> list[tuple[float, list[int]]]:
-    """(buffer, where its groups end) for every grouping that a constant buffer gives."""
+    """(buffer, where its buckets end) for every bucketing that a constant buffer gives."""
     sums = running_sums(sizes)
     exact = len(sizes) <= _EXACT_GRADIENTS
     found: list[tuple[float, list[int]]] = []
@@ -72,16 +72,16 @@ def _constant_buffers(sizes: tuple[float, ...]) -> list[tuple[float, list[int]]]
         buffer = smallest + 1 if exact else max(smallest + 1, buffer * _STRIDE, float(sums[-1]) / _EXACT_GRADIENTS)
 
 
-def _finishes(profile: Profile, cost: LinkCost, groupings: list[tuple[float, list[int]]]) -> NDArray[np.float64]:
-    """The one-channel finish of every grouping: the recursion, one group of all of them at a time."""
+def _finishes(profile: Profile, cost: LinkCost, bucketings: list[tuple[float, list[int]]]) -> NDArray[np.float64]:
+    """The one-communicator finish of every bucketing: the recursion, one bucket of all of them at a time."""
     sums = running_sums(profile.sizes)
-    longest = max(len(ends) for _, ends in groupings)
-    finish = np.full(len(groupings), -np.inf)
-    lengths = np.array([len(ends) for _, ends in groupings])
-    table = np.zeros((len(groupings), longest), dtype=np.intp)
-    for row, (_, ends) in enumerate(groupings):
+    longest = max(len(ends) for _, ends in bucketings)
+    finish = np.full(len(bucketings), -np.inf)
+    lengths = np.array([len(ends) for _, ends in bucketings])
+    table = np.zeros((len(bucketings), longest), dtype=np.intp)
+    for row, (_, ends) in enumerate(bucketings):
         table[row, : len(ends)] = ends
-    starts = np.zeros(len(groupings), dtype=np.intp)
+    starts = np.zeros(len(bucketings), dtype=np.intp)
     for place in range(longest):
         live = np.flatnonzero(lengths > place)
         stops = table[live, place]
@@ -100,7 +100,7 @@ def _with_smaller_head(sizes: list[float], buffer: float) -> Iterator[list[int]]
 
 
 def _with_smaller_tail(sizes: list[float], ends: list[int]) -> Iterator[list[int]]:
-    """The same groups with what follows one of the last regrouped by caps that shrink towards the end."""
+    """The same buckets with what follows one of the last in other buckets by caps that shrink towards the end."""
     for kept in range(max(len(ends) - 4, 0), len(ends)):
         start = ends[kept - 1] if kept else 0
         tail = sizes[start:]

@@ -1,16 +1,17 @@
-"""`decoupled`: groups for the two halves of an all-reduce, chosen separately and exactly.
+"""`decoupled`: buckets for the two halves of an all-reduce, chosen separately and exactly.
 
-The scatters behind backward are the one-channel programme of `optimal` on the reduce-scatter's cost: an earlier end of
-the last one never hurts what follows.
+The scatters behind backward are the one-communicator programme of `optimal` on the reduce-scatter's cost: an earlier
+end of the last one never hurts what follows.
 
-The gathers behind forward: a group must be complete before its first layer starts. Say forward is to end by D. Then the
-group that starts with layer i is due at D less the computation from i on, and the least finish time of the first j,
+The gathers behind forward: a bucket must be complete before its first layer starts. Say forward is to end by D. Then
+the bucket that starts with layer i is due at D less the computation from i on, and the least finish time of the first
+j,
 
     C[j] = min over i < j of  C[i] + T(S_j - S_i)   such that it is no later than i's due time,
 
 decides whether D can be met, because an earlier finish is never worse. The least D is found by bisection.
 
-Both programmes ask for the earliest finishes, also where nothing waits for them: groups are merged as far as neither
+Both programmes ask for the earliest finishes, also where nothing waits for them: buckets are merged as far as neither
 half ends later.
 """
 
@@ -24,11 +25,11 @@ import numpy as np
 
 from backbeat.cost import LinkCost
 from backbeat.errors import InputError
-from backbeat.model.plan import Group, Plan
-from backbeat.planners.draft import Options
+from backbeat.model.plan import Bucket, Plan
+from backbeat.planners.draft import StrategyOptions
+from backbeat.planners.merge_buckets import Conditions, merged, possible_costs
 from backbeat.planners.optimal import quadratic_programme, queue_programme
-from backbeat.planners.thrift import Course, doubts, fewer
-from backbeat.simulate.decoupled import Halves, Layers
+from backbeat.simulate.decoupled_step import Halves, Layers
 from backbeat.simulate.schedule import running_sums
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ _PRECISION = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class Halved:
-    """Where the groups of both halves end: scatters in ready order, gathers in the order of the next forward."""
+    """Where the buckets of both halves end: scatters in ready order, gathers in the order of the next forward."""
 
     scatter_ends: list[int]
     gather_ends: list[int]
@@ -59,9 +60,9 @@ class Halved:
             strategy=strategy,
             model=profile.model,
             workers=workers,
-            channels=1,
-            groups=tuple(
-                Group(gradients=tuple(order[first:last]), channel=0, phase=phase)
+            communicators=1,
+            buckets=tuple(
+                Bucket(gradients=tuple(order[first:last]), communicator=0, phase=phase)
                 for phase, order, ends in halves
                 for first, last in pairwise([0, *ends])
             ),
@@ -69,42 +70,48 @@ class Halved:
         )
 
 
-def decoupled(profile: Profile, network: Network, options: Options) -> Halved:
-    """Reduce-scatter groups in ready order, then all-gather groups in the order of the next forward."""
-    if options.channels not in (None, 1):
-        raise InputError(f"channels is {options.channels}: decoupled plans use one channel; leave it out")
+def decoupled(profile: Profile, network: Network, options: StrategyOptions) -> Halved:
+    """Reduce-scatter buckets in ready order, then all-gather buckets in the order of the next forward."""
+    if options.communicators not in (None, 1):
+        raise InputError(
+            f"communicators is {options.communicators}: decoupled plans use one communicator; leave it out"
+        )
     early = earliest(profile, network)
     halves, layers = Halves.of(network), Layers.of(profile)
-    scatters = [Course.behind_backward(profile, cost) for cost in doubts(LinkCost(halves.scatter, None, {}))]
+    scatters = [
+        Conditions.behind_backward(profile, cost) for cost in possible_costs(LinkCost(halves.scatter, None, {}))
+    ]
     gathers = [
-        _behind_forward(layers, cost, early.gather_ends, course.finishes(early.scatter_ends)[-1] - profile.backward_s)
-        for cost, course in zip(doubts(LinkCost(halves.gather, None, {})), scatters, strict=True)
+        _behind_forward(
+            layers, cost, early.gather_ends, conditions.finishes(early.scatter_ends)[-1] - profile.backward_s
+        )
+        for cost, conditions in zip(possible_costs(LinkCost(halves.gather, None, {})), scatters, strict=True)
     ]
     return replace(
-        early, scatter_ends=fewer(early.scatter_ends, scatters), gather_ends=fewer(early.gather_ends, gathers)
+        early, scatter_ends=merged(early.scatter_ends, scatters), gather_ends=merged(early.gather_ends, gathers)
     )
 
 
 def earliest(profile: Profile, network: Network) -> Halved:
-    """The groups of the two programmes, as many as they are."""
+    """The buckets of the two programmes, as many as they are."""
     halves, layers = Halves.of(network), Layers.of(profile)
     scatter_ends = queue_programme(profile.ready.tolist(), profile.sizes.tolist(), halves.scatter)
-    scatters = Course.behind_backward(profile, LinkCost(halves.scatter, None, {}))
+    scatters = Conditions.behind_backward(profile, LinkCost(halves.scatter, None, {}))
     free_s = scatters.finishes(scatter_ends)[-1] - profile.backward_s
     return Halved(scatter_ends, gather_programme(layers, halves.gather, free_s), layers.guessed)
 
 
-def _behind_forward(layers: Layers, cost: LinkCost, ends: list[int], free_s: float) -> Course:
+def _behind_forward(layers: Layers, cost: LinkCost, ends: list[int], free_s: float) -> Conditions:
     """These gathers, and when each layer must have its own for forward to end as early as it does with them."""
-    course = Course(sums=running_sums(layers.sizes), cost=cost, free_s=free_s)
+    conditions = Conditions(sums=running_sums(layers.sizes), cost=cost, free_s=free_s)
     # What each layer and those behind it compute.
     after = np.cumsum(layers.compute_s[::-1])[::-1]
-    waits = [finish + float(after[first]) for first, finish in zip([0, *ends], course.finishes(ends), strict=False)]
-    return replace(course, due=max(float(after[0]), *waits) - after)
+    waits = [finish + float(after[first]) for first, finish in zip([0, *ends], conditions.finishes(ends), strict=False)]
+    return replace(conditions, due=max(float(after[0]), *waits) - after)
 
 
 def gather_programme(layers: Layers, cost: Curve, free_s: float) -> list[int]:
-    """Where gather groups end, in forward order, when the link is free `free_s` after forward may start.
+    """Where gather buckets end, in forward order, when the link is free `free_s` after forward may start.
 
     Two layers of 1 MB and 5 ms of computation each, messages of 1 ms + 1 ns/byte, link free at once. Together they
     arrive at 3 ms and forward ends at 13; one by one the first arrives at 2 ms, the second at 4, long before it is
@@ -119,7 +126,7 @@ def gather_programme(layers: Layers, cost: Curve, free_s: float) -> list[int]:
     everything = float(cost.time(layers.sizes.sum()))
     low, high = max(total, 0.0), max(free_s, 0.0) + everything + total
     found = [len(layers.sizes)]
-    # Everything in one group always meets `high`.
+    # Everything in one bucket always meets `high`.
     while high - low > _PRECISION * high:
         middle = (low + high) / 2
         ends = _meets(layers, cost, free_s, middle)
@@ -131,7 +138,7 @@ def gather_programme(layers: Layers, cost: Curve, free_s: float) -> list[int]:
 
 
 def _meets(layers: Layers, cost: Curve, free_s: float, end_s: float) -> list[int]:
-    """Groups with which forward ends by `end_s`; none where it cannot."""
+    """Buckets with which forward ends by `end_s`; none where it cannot."""
     due: NDArray[np.float64] = end_s - np.cumsum(layers.compute_s[::-1])[::-1]
 
     def finishes(j: int, messages: NDArray[np.float64], earliest: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -1,4 +1,4 @@
-"""What a strategy decides, before it has names: where groups end in ready order, and their channels."""
+"""What a strategy decides, before it has names: where buckets end in ready order, and their communicators."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from backbeat.model.plan import DynamicFusion, Group, Plan
-from backbeat.simulate.course import communicate
+from backbeat.model.plan import Bucket, DynamicFusion, Plan
+from backbeat.simulate.iteration import communicate
 from backbeat.simulate.schedule import Schedule, running_sums
 
 if TYPE_CHECKING:
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Options:
+class StrategyOptions:
     """What the caller may fix. None leaves the choice to the strategy."""
 
-    channels: int | None = None
-    """Channels to use; for `best`, the most it may use."""
+    communicators: int | None = None
+    """Communicators to use; for `best`, the most it may use."""
     bucket_bytes: int | None = None
     """`ddp`: the cap of every bucket. `horovod`: the fusion buffer."""
     cycle_s: float | None = None
@@ -38,25 +38,25 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """Consecutive groups in ready order."""
+    """Consecutive buckets in ready order."""
 
     ends: list[int]
-    """Index after the last gradient of each group."""
-    channels: int = 1
+    """Index after the last gradient of each bucket."""
+    communicators: int = 1
     assignment: list[int] | None = None
-    """Channel of each group; round robin where None."""
+    """Communicator of each bucket; round robin where None."""
     dynamic: DynamicFusion | None = None
     notes: tuple[str, ...] = field(default=())
 
-    def channel_of_groups(self) -> list[int]:
+    def communicator_of_buckets(self) -> list[int]:
         if self.assignment is not None:
             return self.assignment
-        return [place % self.channels for place in range(len(self.ends))]
+        return [place % self.communicators for place in range(len(self.ends))]
 
     def end_s(self, profile: Profile, cost: LinkCost) -> float:
-        """When the last group is done, after backward starts."""
-        schedule = Schedule.of_ends(profile, self.ends, self.channel_of_groups())
-        return communicate(schedule, cost, self.channels).end_s
+        """When the last bucket is done, after backward starts."""
+        schedule = Schedule.of_ends(profile, self.ends, self.communicator_of_buckets())
+        return communicate(schedule, cost, self.communicators).end_s
 
     def named(self, profile: Profile, strategy: str, workers: int) -> Plan:
         names = [gradient.name for gradient in profile.gradients]
@@ -65,10 +65,10 @@ class Draft:
             strategy=strategy,
             model=profile.model,
             workers=workers,
-            channels=self.channels,
-            groups=tuple(
-                Group(gradients=tuple(names[first:last]), channel=channel)
-                for first, last, channel in zip(starts, self.ends, self.channel_of_groups(), strict=True)
+            communicators=self.communicators,
+            buckets=tuple(
+                Bucket(gradients=tuple(names[first:last]), communicator=communicator)
+                for first, last, communicator in zip(starts, self.ends, self.communicator_of_buckets(), strict=True)
             ),
             dynamic=self.dynamic,
             notes=self.notes,
@@ -82,11 +82,11 @@ class Made(Protocol):
 
 
 if TYPE_CHECKING:
-    Strategy = Callable[[Profile, Network, Options], Draft]
+    Strategy = Callable[[Profile, Network, StrategyOptions], Draft]
 
 
 def capped(sizes: list[float], caps: list[float], sums: NDArray[np.float64] | None = None) -> list[int]:
-    """Groups that close once they have *reached* their cap; the last cap holds for all that follow.
+    """Buckets that close once they have *reached* their cap; the last cap holds for all that follow.
 
     `sums` may be given where the caller has them: the sizes' running totals, from 0.
 

@@ -1,10 +1,10 @@
-"""`best`: fusion, number of channels and channel of each group, chosen together.
+"""`best`: fusion, number of communicators and communicator of each bucket, chosen together.
 
-Candidates are every other strategy, the exact one-channel optimum and the programme for plenty of channels, on each
-channel count allowed. The most promising are improved by moving, merging and splitting group boundaries, each step
-scored by the engine. A handful of gradients is searched exhaustively instead, and the plan says that it is proved.
-In the end groups are merged as far as that costs nothing: what the model has no price for, a host has.
-Nothing is random: the same input gives the same plan, unless a time budget cuts the search short.
+Candidates are every other strategy, the exact one-communicator optimum and the programme for plenty of communicators,
+on each communicator count allowed. The most promising are improved by moving, merging and splitting bucket boundaries,
+each step scored by the engine. A handful of gradients is searched exhaustively instead, and the plan says that it is
+proved. In the end buckets are merged as far as that costs nothing: what the model has no price for, a host has. Nothing
+is random: the same input gives the same plan, unless a time budget cuts the search short.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING
 
 from backbeat.planners.adaptive import adaptive
 from backbeat.planners.baselines import ddp, single, wfbp
-from backbeat.planners.draft import Draft, Options
+from backbeat.planners.draft import Draft, StrategyOptions
+from backbeat.planners.merge_concurrent import simplified
 from backbeat.planners.mgwfbp import asc_wfbp, mg_wfbp
 from backbeat.planners.optimal import best_ends, merged_ends, plenty_ends
-from backbeat.planners.simplify import simplified
 from backbeat.simulate.bound import communication_bound
 
 if TYPE_CHECKING:
@@ -29,26 +29,27 @@ if TYPE_CHECKING:
     from backbeat.model import Network, Profile
 
 _EVALUATIONS = 600
-"""Engine runs spent on improving; a plan of ten groups takes some 50 µs each."""
+"""Engine runs spent on improving; a plan of ten buckets takes some 50 µs each."""
 _IMPROVED = 3
 """How many of the best candidates are improved."""
 _PLENTY_GRADIENTS = 2000
-"""The plenty-of-channels programme is quadratic: above this many gradients it is left out."""
+"""The plenty-of-communicators programme is quadratic: above this many gradients it is left out."""
 _EXHAUSTIVE_PLANS = 2500
 """Problems with no more plans than this are searched exhaustively."""
 _CLOSE_ENOUGH = 1e-4
 """A finish within this share of the bound is not worth improving."""
 
 
-def best(profile: Profile, network: Network, options: Options) -> Draft:
-    # A channel without a group is of no use.
-    most = min(allowed_channels(network, options.channels), len(profile.gradients))
+def best(profile: Profile, network: Network, options: StrategyOptions) -> Draft:
+    # A communicator without a bucket is of no use.
+    most = min(allowed_communicators(network, options.communicators), len(profile.gradients))
     cost = network.cost
     deadline = time.monotonic() + options.budget_s if options.budget_s is not None else float("inf")
     search = _Search(profile, cost, deadline)
     one = search.score(Draft(best_ends(profile, cost)))
     candidates = [one]
-    # On one channel the exact optimum cannot be beaten; more channels are worth trying only if it leaves time exposed.
+    # On one communicator the exact optimum cannot be beaten; more communicators are worth trying only if it leaves time
+    # exposed.
     if one[0] > profile.backward_s and most > 1 and _plans(len(profile.gradients), most) <= _EXHAUSTIVE_PLANS:
         candidates += [search.score(draft) for draft in _every(len(profile.gradients), most)]
     elif one[0] > profile.backward_s:
@@ -64,37 +65,39 @@ def best(profile: Profile, network: Network, options: Options) -> Draft:
     _, draft = min(candidates, key=search.rank)
     if draft.assignment is not None:
         return draft
-    if draft.channels == 1:
+    if draft.communicators == 1:
         return replace(draft, ends=merged_ends(profile, cost, draft.ends))
     return simplified(draft, profile, cost, deadline=deadline)
 
 
-def allowed_channels(network: Network, asked: int | None) -> int:
-    """Up to two channels, more where the network's concurrency was measured on more or the caller says so."""
+def allowed_communicators(network: Network, asked: int | None) -> int:
+    """Up to two communicators, more where the network's concurrency was measured on more or the caller says so."""
     if asked is not None:
         return asked
-    return max([2, *(row.channels for row in network.concurrency)])
+    return max([2, *(row.communicators for row in network.concurrency)])
 
 
-def _candidates(profile: Profile, network: Network, channels: int) -> Iterator[Draft]:
-    options = Options(channels=channels)
+def _candidates(profile: Profile, network: Network, communicators: int) -> Iterator[Draft]:
+    options = StrategyOptions(communicators=communicators)
     if len(profile.gradients) <= _PLENTY_GRADIENTS:
-        yield Draft(plenty_ends(profile, network.cost), channels)
-    yield Draft(best_ends(profile, network.cost), channels)
+        yield Draft(plenty_ends(profile, network.cost), communicators)
+    yield Draft(best_ends(profile, network.cost), communicators)
     for strategy in (asc_wfbp, mg_wfbp, adaptive, ddp, wfbp, single):
         yield strategy(profile, network, options)
 
 
-def _plans(count: int, channels: int) -> int:
-    """How many ways there are to cut gradients into consecutive groups and give each a channel."""
-    return channels * int((channels + 1) ** (count - 1))
+def _plans(count: int, communicators: int) -> int:
+    """How many ways there are to cut gradients into consecutive buckets and give each a communicator."""
+    return communicators * int((communicators + 1) ** (count - 1))
 
 
-def _every(count: int, channels: int) -> Iterator[Draft]:
+def _every(count: int, communicators: int) -> Iterator[Draft]:
     for cuts in range(count):
         for inner in combinations(range(1, count), cuts):
-            for assignment in product(range(channels), repeat=cuts + 1):
-                yield Draft([*inner, count], channels, list(assignment), notes=("proved optimal by exhaustive search",))
+            for assignment in product(range(communicators), repeat=cuts + 1):
+                yield Draft(
+                    [*inner, count], communicators, list(assignment), notes=("proved optimal by exhaustive search",)
+                )
 
 
 class _Search:
@@ -110,10 +113,10 @@ class _Search:
         return draft.end_s(self.profile, self.cost), draft
 
     def rank(self, scored: tuple[float, Draft]) -> tuple[float, int, float, int]:
-        """Exposed time first; then fewer channels; then an earlier end; then fewer groups."""
+        """Exposed time first; then fewer communicators; then an earlier end; then fewer buckets."""
         end, draft = scored
-        # Rounded, or the last bit of a sum would be worth another channel.
-        return float(f"{max(end, self.profile.backward_s):.12g}"), draft.channels, end, len(draft.ends)
+        # Rounded, or the last bit of a sum would be worth another communicator.
+        return float(f"{max(end, self.profile.backward_s):.12g}"), draft.communicators, end, len(draft.ends)
 
     def improve(self, end: float, draft: Draft) -> tuple[float, Draft]:
         """Take every change that lowers the end, in sweeps from the tail, with strides that halve."""
@@ -136,22 +139,25 @@ class _Search:
 
 
 def _neighbours(draft: Draft, stride: int) -> Iterator[Draft]:
-    """Plans one change away: a boundary moved by `stride`, dropped, or set mid-group; a group on another channel."""
+    """Plans one change away: a boundary moved by `stride`, dropped, or set mid-bucket; a bucket on another
+    communicator."""
     ends = draft.ends
     for place in reversed(range(len(ends))):
         low = ends[place - 1] if place else 0
         if place + 1 < len(ends):
             for moved in (ends[place] - stride, ends[place] + stride):
                 if low < moved < ends[place + 1]:
-                    yield Draft([*ends[:place], moved, *ends[place + 1 :]], draft.channels, draft.assignment)
+                    yield Draft([*ends[:place], moved, *ends[place + 1 :]], draft.communicators, draft.assignment)
             if draft.assignment is None:
-                yield Draft([*ends[:place], *ends[place + 1 :]], draft.channels)
+                yield Draft([*ends[:place], *ends[place + 1 :]], draft.communicators)
         middle = (low + ends[place]) // 2
         if low < middle < ends[place] and draft.assignment is None:
-            yield Draft([*ends[:place], middle, *ends[place:]], draft.channels)
+            yield Draft([*ends[:place], middle, *ends[place:]], draft.communicators)
     if stride == 1:
-        channels = draft.channel_of_groups()
+        communicators = draft.communicator_of_buckets()
         for place in reversed(range(len(ends))):
-            for channel in range(draft.channels):
-                if channel != channels[place]:
-                    yield Draft(ends, draft.channels, [*channels[:place], channel, *channels[place + 1 :]])
+            for communicator in range(draft.communicators):
+                if communicator != communicators[place]:
+                    yield Draft(
+                        ends, draft.communicators, [*communicators[:place], communicator, *communicators[place + 1 :]]
+                    )

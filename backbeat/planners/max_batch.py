@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from backbeat.errors import InputError
-from backbeat.planners.memory import Search, too_small, usable
-from backbeat.planners.moves import uniform
+from backbeat.planners.memory_moves import uniform
+from backbeat.planners.memory_plan import Search, too_small, usable
 from backbeat.simulate.batch import at_batch, same_blocks
-from backbeat.simulate.holdings import Holdings
-from backbeat.simulate.memory import Chain
+from backbeat.simulate.memory_timeline import Chain
 from backbeat.simulate.predict import predict
+from backbeat.simulate.resident_memory import ResidentMemory
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -66,7 +66,7 @@ def growth(
 ) -> list[Point]:
     """The largest batches, the profile's own where it fits, and some between, each planned and predicted.
 
-    Encoded groups hold more than gradients do, so the largest batch kept whole may be found below the first guess.
+    Compressed buckets hold more than gradients do, so the largest batch kept whole may be found below the first guess.
     """
     whole, planned = batches(profile, budget, two, network.workers)
     sizes = {whole, planned, *(_round(whole + share * (planned - whole)) for share in _BETWEEN)}
@@ -102,7 +102,7 @@ def _planned(
 
 
 def _chain(profile: Profile, workers: int | None) -> Chain:
-    return Chain.of(profile, Holdings.of(profile, workers=workers))
+    return Chain.of(profile, ResidentMemory.of(profile, workers=workers))
 
 
 def _largest(profile: Profile, two: Profile | None, budget: int, units: tuple[Unit, ...], workers: int | None) -> int:

@@ -4,7 +4,7 @@ The papers count layers 1..L in forward order and sweep l = L..2; here the same 
 order. With tau_c the start of a layer's communication, t_c its time and `ready` the next gradient's ready time:
 
 - MG-WFBP merges a layer into the next if tau_c > ready, or if it would still be sending at `ready` and less than one
-  startup lies between tau_c and `ready`.
+  latency lies between tau_c and `ready`.
 - ASC-WFBP merges only if tau_c > ready; otherwise the layer starts at once, and a second stream takes the next.
 
 A merge empties the layer (its t_c becomes 0) and changes nothing before it, so one pass with a running tau_c gives what
@@ -15,30 +15,31 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from backbeat.planners.draft import Draft, Options
+from backbeat.planners.draft import Draft, StrategyOptions
 
 if TYPE_CHECKING:
     from backbeat.model import Network, Profile
 
 
-def mg_wfbp(profile: Profile, network: Network, options: Options) -> Draft:
+def mg_wfbp(profile: Profile, network: Network, options: StrategyOptions) -> Draft:
     alpha, beta = network.cost.isolated.line
-    return Draft(_sweep(profile, alpha, beta, patience_s=alpha), options.channels or 1)
+    return Draft(_sweep(profile, alpha, beta, patience_s=alpha), options.communicators or 1)
 
 
-def asc_wfbp(profile: Profile, network: Network, options: Options) -> Draft:
-    """Two streams, as published. Its grouping ignores that they share the link; the prediction does not."""
+def asc_wfbp(profile: Profile, network: Network, options: StrategyOptions) -> Draft:
+    """Two streams, as published. Its bucketing ignores that they share the link; the prediction does not."""
     alpha, beta = network.cost.isolated.line
-    return Draft(_sweep(profile, alpha, beta, patience_s=None), options.channels or 2)
+    return Draft(_sweep(profile, alpha, beta, patience_s=None), options.communicators or 2)
 
 
 def merge_sweep(
     ready: list[float], sizes: list[float], alpha: float, beta: float, patience_s: float | None
 ) -> list[int]:
-    """Where groups end. `patience_s` is how long after its start a layer may still be held back to merge (None: never).
+    """Where buckets end. `patience_s` is how long after its start a layer may still be held back to merge (None:
+    never).
 
     Three gradients of 1 MB, ready at 0, 1 and 5 ms, each 1 ms + 1 ns/byte. The first would send from 0 to 2 ms, still
-    sending when the second is ready at 1 ms, but 1 ms is not less than one startup: it leaves alone. The second then
+    sending when the second is ready at 1 ms, but 1 ms is not less than one latency: it leaves alone. The second then
     sends from 2 to 4 ms, before the third is ready: it leaves alone too.
 
     >>> merge_sweep([0.0, 1e-3, 5e-3], [1e6] * 3, 1e-3, 1e-9, patience_s=1e-3)

@@ -1,7 +1,7 @@
-"""The exact one-channel plan.
+"""The exact one-communicator plan.
 
 With gradients in ready order, prefix sums S and ready times r, the least finish time of the first j gradients with a
-group ending at j is
+bucket ending at j is
 
     E[0] = 0,   E[j] = min over i < j of  max(r_j, E[i]) + T(S_j - S_i)
 
@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from backbeat.planners.draft import Draft, Options
-from backbeat.planners.thrift import Course, doubts, fewer
+from backbeat.planners.draft import Draft, StrategyOptions
+from backbeat.planners.merge_buckets import Conditions, merged, possible_costs
 from backbeat.simulate.schedule import running_sums
 
 if TYPE_CHECKING:
@@ -37,18 +37,18 @@ if TYPE_CHECKING:
     Finishes = Callable[[int, NDArray[np.float64], NDArray[np.float64]], NDArray[np.float64]]
 
 
-def optimal(profile: Profile, network: Network, options: Options) -> Draft:
-    """The exact optimum on one channel, with neighbours merged where that costs nothing; asked for more channels, the
-    groups of the earliest finishes round robin."""
+def optimal(profile: Profile, network: Network, options: StrategyOptions) -> Draft:
+    """The exact optimum on one communicator, with neighbours merged where that costs nothing; asked for more
+    communicators, the buckets of the earliest finishes round robin."""
     ends = best_ends(profile, network.cost)
-    if options.channels in (None, 1):
+    if options.communicators in (None, 1):
         ends = merged_ends(profile, network.cost, ends)
-    return Draft(ends, options.channels or 1)
+    return Draft(ends, options.communicators or 1)
 
 
 def merged_ends(profile: Profile, cost: LinkCost, ends: list[int]) -> list[int]:
-    """Fewer groups on one channel that end as early."""
-    return fewer(ends, [Course.behind_backward(profile, one) for one in doubts(cost)])
+    """Fewer buckets on one communicator that end as early."""
+    return merged(ends, [Conditions.behind_backward(profile, one) for one in possible_costs(cost)])
 
 
 def best_ends(profile: Profile, cost: LinkCost) -> list[int]:
@@ -58,7 +58,7 @@ def best_ends(profile: Profile, cost: LinkCost) -> list[int]:
 
 
 def queue_programme(ready: list[float], sizes: list[float], curve: Curve) -> list[int]:
-    """Where groups end in the optimum for any nondecreasing piecewise linear cost.
+    """Where buckets end in the optimum for any nondecreasing piecewise linear cost.
 
     Three gradients of 1 MB ready at 0, 1 and 2 ms, each message 1 ms + 1 ns/byte. Alone they would end at 2, 4 and
     6 ms; sending the first alone and the other two together ends at 2 + 3 = 5 ms, and nothing does better.
@@ -72,7 +72,7 @@ def queue_programme(ready: list[float], sizes: list[float], curve: Curve) -> lis
     lows = [segment[0] for segment in segments]
     sums = [0.0] * (count + 1)
     earliest = [0.0] * (count + 1)
-    group_start = [0] * (count + 1)
+    bucket_start = [0] * (count + 1)
     queues: list[deque[tuple[float, int]]] = [deque() for _ in segments]
     entered = [0] * len(segments)
     idle = 0
@@ -98,8 +98,8 @@ def queue_programme(ready: list[float], sizes: list[float], curve: Curve) -> lis
                 queue.popleft()
             if queue and (candidate := queue[0][0] + intercept + slope * here) < best:
                 best, start = candidate, queue[0][1]
-        earliest[j], group_start[j] = best, start
-    return _walk_back(group_start)
+        earliest[j], bucket_start[j] = best, start
+    return _walk_back(bucket_start)
 
 
 def dense_programme(profile: Profile, cost: LinkCost) -> list[int]:
@@ -113,24 +113,24 @@ def dense_programme(profile: Profile, cost: LinkCost) -> list[int]:
 
 
 def plenty_ends(profile: Profile, cost: LinkCost) -> list[int]:
-    """Groups for plenty of channels, where startup hides behind earlier transfers.
+    """Buckets for plenty of communicators, where latency hides behind earlier transfers.
 
     E[j] = min over i of max(E[i], r_j + s(M)) + w(M): a candidate for the joint search, which scores it on the engine.
     """
     ready = profile.ready.tolist()
 
     def finishes(j: int, messages: NDArray[np.float64], earliest: NDArray[np.float64]) -> NDArray[np.float64]:
-        startup, _, work = cost.split(messages)
-        return np.asarray(np.maximum(earliest, ready[j - 1] + startup) + work)
+        latency, _, work = cost.split(messages)
+        return np.asarray(np.maximum(earliest, ready[j - 1] + latency) + work)
 
     return quadratic_programme(profile.sizes, finishes, free_s=0.0)
 
 
 def quadratic_programme(sizes: NDArray[np.float64], finishes: Finishes, free_s: float = -np.inf) -> list[int]:
-    """Where groups end in the programme  E[0] = free_s,  E[j] = min over i < j of  finishes(j, S_j - S_i, E[i]).
+    """Where buckets end in the programme  E[0] = free_s,  E[j] = min over i < j of  finishes(j, S_j - S_i, E[i]).
 
-    `finishes` says when a group ends that has j as its last member, for every place where it may start: all message
-    sizes and earliest finishes at once. An infinite one forbids the group; where nothing is allowed, no ends are found.
+    `finishes` says when a bucket ends that has j as its last member, for every place where it may start: all message
+    sizes and earliest finishes at once. An infinite one forbids the bucket; where none is allowed, no ends are found.
 
     The three gradients of `queue_programme`:
 
@@ -142,16 +142,16 @@ def quadratic_programme(sizes: NDArray[np.float64], finishes: Finishes, free_s: 
     sums = running_sums(sizes)
     count = len(sizes)
     earliest = np.full(count + 1, free_s)
-    group_start = [0] * (count + 1)
+    bucket_start = [0] * (count + 1)
     for j in range(1, count + 1):
         found = finishes(j, sums[j] - sums[:j], earliest[:j])
         start = int(np.argmin(found))
-        earliest[j], group_start[j] = found[start], start
-    return _walk_back(group_start) if np.isfinite(earliest[count]) else []
+        earliest[j], bucket_start[j] = found[start], start
+    return _walk_back(bucket_start) if np.isfinite(earliest[count]) else []
 
 
-def _walk_back(group_start: list[int]) -> list[int]:
-    ends = [len(group_start) - 1]
-    while group_start[ends[-1]] > 0:
-        ends.append(group_start[ends[-1]])
+def _walk_back(bucket_start: list[int]) -> list[int]:
+    ends = [len(bucket_start) - 1]
+    while bucket_start[ends[-1]] > 0:
+        ends.append(bucket_start[ends[-1]])
     return ends[::-1]

@@ -1,4 +1,4 @@
-"""What all drawings share: colours, layout, lines and marks, as plotly takes them, in plain dictionaries."""
+"""What all drawings share: colours; layout, lines and marks as plotly takes them, in plain dictionaries."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ COLOURS = ("#7d8590", "#2f81c7", "#d9822b", "#17926b", "#a35bb5", "#c94f6d", "#5
 """Strategies in order; the first, stock DDP, is grey. All are readable on white and on near-black."""
 COMPUTE = "#7d8590"
 SIZES = ("#8fd0c4", "#3aa0b8", "#2f62a8", "#4a3d9e")
-"""Small groups to large ones."""
+"""Small buckets to large ones."""
 
 
 def figure(drawing: Drawing) -> Any:
@@ -61,16 +61,13 @@ def mark(x: float, text: str) -> Drawing:
 
 
 def shade(share: float) -> str:
-    """The colour of a group at this share of the way from the smallest to the largest."""
+    """The colour of a bucket at this share of the way from the smallest to the largest."""
     place = min(max(share, 0.0), 1.0) * (len(SIZES) - 1)
     below = min(int(place), len(SIZES) - 2)
     part = place - below
-    mixed = [
-        round(one + part * (two - one))
-        for one, two in zip(channels(SIZES[below]), channels(SIZES[below + 1]), strict=True)
-    ]
+    mixed = [round(one + part * (two - one)) for one, two in zip(rgb(SIZES[below]), rgb(SIZES[below + 1]), strict=True)]
     return "#" + "".join(f"{value:02x}" for value in mixed)
 
 
-def channels(colour: str) -> list[int]:
+def rgb(colour: str) -> list[int]:
     return [int(colour[place : place + 2], 16) for place in (1, 3, 5)]

@@ -8,13 +8,12 @@ in text, so every name is escaped.
 from __future__ import annotations
 
 import html
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from backbeat.report.canvas import COLOURS, COMPUTE, Drawing, axes, channels, curve, figure, mark, shade, upright
+from backbeat.report.canvas import COLOURS, COMPUTE, Drawing, axes, curve, figure, mark, rgb, shade, upright
 from backbeat.report.draw_timeline import timeline, timeline_parts
-from backbeat.report.figures import CostCurve, Exposed, GradientSizes, MemoryUse, Scaling, ScalingLine
+from backbeat.report.figures import Compared, CostCurve, Exposed, GradientSizes, MemoryUse, Scaling, ScalingLine
 from backbeat.report.figures.exposed import PARTS
 from backbeat.units import format_bytes, format_seconds
 
@@ -35,7 +34,7 @@ __all__ = [
 
 PART_COLOURS = {
     "bandwidth": "#2f81c7",
-    "startup": "#d9822b",
+    "latency": "#d9822b",
     "waiting": "#a35bb5",
     "stragglers": "#7d8590",
     "buffers": "#17926b",
@@ -46,17 +45,15 @@ _ARRIVED = "#17926b"
 def scaling(data: Scaling, *, view: str = "scaling") -> Drawing:
     """`view` is `scaling` (share of perfect) or `throughput` (samples a second)."""
     traces: list[Drawing] = []
+    best = data.best
     throughput = view == "throughput"
     if throughput:
-        counts = sorted({count for line in data.lines for count in line.workers})
-        perfect = [count * data.alone_per_s for count in counts]
-        traces.append(curve("perfect", counts, perfect, COMPUTE, dash="dot", hoverinfo="skip"))
-    # Only the best of the bands is drawn: several on top of each other say nothing.
-    widest = max(data.lines, key=lambda line: line.scaling[-1])
+        perfect = [count * data.alone_per_s for count in data.counts]
+        traces.append(curve("perfect", data.counts, perfect, COMPUTE, dash="dot", hoverinfo="skip"))
     for place, line in enumerate(data.lines):
         colour = COLOURS[place % len(COLOURS)]
         values = line.samples_per_s if throughput else [100 * share for share in line.scaling]
-        if line is widest:
+        if line is best:
             traces += _band(line, colour, data.alone_per_s if throughput else None)
         rows = [
             [format_seconds(seconds), f"{share:.1%}", f"{rate:,.0f}", limit, " (extrapolated)" if beyond else ""]
@@ -73,22 +70,19 @@ def scaling(data: Scaling, *, view: str = "scaling") -> Drawing:
                 "%{customdata[3]}<extra></extra>",
             }
         )
-        if line is widest and line.knee is not None:
+        if line is best and line.knee is not None:
             traces.append(_knee(line.knee, values[line.workers.index(line.knee)], colour))
-    counts = sorted({count for line in data.lines for count in line.workers})
     top: Drawing = {"title": {"text": "samples a second"}, "type": "log"}
     if not throughput:
-        least = min(share for line in data.lines for share in line.scaling)
-        floor = max(0, 10 * math.floor(10 * least - 1.5))
-        top = {"title": {"text": "share of perfect scaling"}, "ticksuffix": " %", "range": [floor, 103]}
+        top = {"title": {"text": "share of perfect scaling"}, "ticksuffix": " %", "range": list(data.range_percent)}
     return {
         "data": traces,
         "layout": axes(
             xaxis={
                 "title": {"text": "GPUs"},
                 "type": "log",
-                "tickvals": counts,
-                "ticktext": [str(count) for count in counts],
+                "tickvals": data.counts,
+                "ticktext": [str(count) for count in data.counts],
             },
             yaxis=top,
             height=420,
@@ -253,13 +247,9 @@ def memory_use(data: MemoryUse) -> Drawing:
     }
 
 
-def measured(rows: Sequence[tuple[str, float, float, float, float]]) -> Drawing:
-    """(label, predicted, measured median, its 10th and 90th percentile), in seconds."""
-    names = [html.escape(row[0]) for row in rows]
-    texts = [
-        [format_seconds(predicted), format_seconds(seen), f"{predicted / seen - 1:+.1%}"]
-        for _, predicted, seen, *_ in rows
-    ]
+def measured(rows: Sequence[Compared]) -> Drawing:
+    names = [html.escape(row.label) for row in rows]
+    texts = [[format_seconds(row.predicted_s), format_seconds(row.measured_s), f"{row.error:+.1%}"] for row in rows]
     common: Mapping[str, Any] = {
         "type": "scatter",
         "mode": "markers",
@@ -273,20 +263,20 @@ def measured(rows: Sequence[tuple[str, float, float, float, float]]) -> Drawing:
             {
                 **common,
                 "name": "measured, 10th to 90th percentile",
-                "x": [row[2] * 1e3 for row in rows],
+                "x": [row.measured_s * 1e3 for row in rows],
                 "marker": {"color": "#d9822b", "size": 11},
                 "error_x": {
                     "type": "data",
                     "symmetric": False,
-                    "array": [(row[4] - row[2]) * 1e3 for row in rows],
-                    "arrayminus": [(row[2] - row[3]) * 1e3 for row in rows],
+                    "array": [(row.high_s - row.measured_s) * 1e3 for row in rows],
+                    "arrayminus": [(row.measured_s - row.low_s) * 1e3 for row in rows],
                     "color": "#d9822b",
                 },
             },
             {
                 **common,
                 "name": "predicted",
-                "x": [row[1] * 1e3 for row in rows],
+                "x": [row.predicted_s * 1e3 for row in rows],
                 "marker": {"color": "#2f81c7", "size": 13, "symbol": "line-ns-open", "line": {"width": 3}},
             },
         ],
@@ -318,7 +308,7 @@ def _band(line: ScalingLine, colour: str, alone_per_s: float | None) -> list[Dra
             "x": [*counts, *counts[::-1]],
             "y": [*upper, *lower[::-1]],
             "fill": "toself",
-            "fillcolor": f"rgba({_rgb(colour)},.18)",
+            "fillcolor": f"rgba({','.join(map(str, rgb(colour)))},.18)",
             "line": {"width": 0},
             "mode": "lines",
             "hoverinfo": "skip",
@@ -343,7 +333,3 @@ def _knee(workers: int, value: float, colour: str) -> Drawing:
 
 def _ms(seconds: Sequence[float]) -> list[float]:
     return [one * 1e3 for one in seconds]
-
-
-def _rgb(colour: str) -> str:
-    return ",".join(str(value) for value in channels(colour))

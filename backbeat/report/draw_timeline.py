@@ -1,15 +1,14 @@
-"""Timelines as plotly figures: one iteration, or two on one time axis."""
+"""Timelines as plotly figures: one iteration, or parts of which a page puts any two on one time axis."""
 
 from __future__ import annotations
 
 import html
-import math
 import textwrap
 from collections.abc import Sequence
 
 from backbeat.report.canvas import COMPUTE, Drawing, axes, shade
 from backbeat.report.figures import Timeline
-from backbeat.report.figures.timeline import Bar
+from backbeat.report.figures.timeline import Bar, SizeScale, size_scale
 from backbeat.units import format_bytes, format_seconds
 
 _LABEL_WIDTH = 56
@@ -17,34 +16,25 @@ _LABEL_WIDTH = 56
 
 def timeline_parts(timelines: Sequence[Timeline]) -> dict[str, Drawing]:
     """Each timeline's bars, lanes and end by label, coloured on one scale: a page puts any two of them together."""
-    sizes = [bar.bytes for one in timelines for bar in one.transfers if bar.bytes > 0]
+    sizes = size_scale(timelines)
     return {
         one.label: {
             "lanes": list(one.lanes),
             "end_ms": one.end_s * 1e3,
-            "traces": _bars(one, "", sizes, outlined=False, scale=True),
+            "traces": _bars(one, sizes),
         }
         for one in timelines
     }
 
 
-def timeline(data: Timeline, other: Timeline | None = None, *, overlay: bool = False) -> Drawing:
-    """One iteration, or two on one time axis: below each other, or the second as outlines over the first."""
-    pair = [data] if other is None else [data, other]
-    sizes = [bar.bytes for one in pair for bar in one.transfers if bar.bytes > 0]
-    traces: list[Drawing] = []
-    lanes: list[str] = []
-    for place, one in enumerate(pair):
-        prefix = "" if other is None or overlay else f"{html.escape(one.label)} · "
-        outlined = overlay and place == 1
-        lanes += [f"{prefix}{lane}" for lane in one.lanes if f"{prefix}{lane}" not in lanes]
-        traces += _bars(one, prefix, sizes, outlined=outlined, scale=place == 0)
-    end = max(one.end_s for one in pair)
+def timeline(data: Timeline) -> Drawing:
+    """One iteration."""
+    lanes = list(data.lanes)
     return {
-        "data": traces,
+        "data": _bars(data, size_scale([data])),
         "layout": axes(
             barmode="overlay",
-            xaxis={"title": {"text": "milliseconds from the start of the iteration"}, "range": [0, end * 1020]},
+            xaxis={"title": {"text": "milliseconds from the start of the iteration"}, "range": [0, data.end_s * 1020]},
             yaxis={"type": "category", "categoryarray": lanes[::-1], "categoryorder": "array", "automargin": True},
             height=170 + 34 * len(lanes),
             showlegend=False,
@@ -53,10 +43,9 @@ def timeline(data: Timeline, other: Timeline | None = None, *, overlay: bool = F
     }
 
 
-def _bars(data: Timeline, prefix: str, sizes: Sequence[int], *, outlined: bool, scale: bool) -> list[Drawing]:
-    low, high = (math.log10(min(sizes)), math.log10(max(sizes))) if sizes else (0.0, 1.0)
+def _bars(data: Timeline, sizes: SizeScale) -> list[Drawing]:
     computing: Drawing = {
-        **_intervals(data, data.compute, prefix, outlined),
+        **_intervals(data, data.compute),
         "name": f"{html.escape(data.label)}: computation",
         "text": [html.escape(bar.name) for bar in data.compute],
         "textposition": "inside",
@@ -64,20 +53,15 @@ def _bars(data: Timeline, prefix: str, sizes: Sequence[int], *, outlined: bool, 
         "hovertemplate": "<b>%{customdata[0]}</b> (%{customdata[5]})<br>%{customdata[1]} to %{customdata[2]}, "
         "%{customdata[3]} long<extra></extra>",
     }
-    computing["marker"].update(color="rgba(0,0,0,0)" if outlined else COMPUTE)
-    groups: Drawing = {
-        **_intervals(data, data.transfers, prefix, outlined),
-        "name": f"{html.escape(data.label)}: groups",
+    computing["marker"]["color"] = COMPUTE
+    buckets: Drawing = {
+        **_intervals(data, data.transfers),
+        "name": f"{html.escape(data.label)}: buckets",
         "hovertemplate": "<b>%{customdata[0]}</b> (%{customdata[5]})<br>%{customdata[4]}<br>%{customdata[1]} to "
         "%{customdata[2]}, %{customdata[3]} long<extra></extra>",
     }
-    span = high - low if high > low else 1.0
-    groups["marker"].update(
-        color="rgba(0,0,0,0)"
-        if outlined
-        else [shade((math.log10(max(bar.bytes, 1)) - low) / span) for bar in data.transfers]
-    )
-    return [computing, groups, *([_scale(low, high)] if scale and high > low else [])]
+    buckets["marker"]["color"] = [shade(sizes.share(bar.bytes)) for bar in data.transfers]
+    return [computing, buckets, *([_scale(sizes.low, sizes.high)] if sizes.high > sizes.low else [])]
 
 
 def _scale(low: float, high: float) -> Drawing:
@@ -95,7 +79,7 @@ def _scale(low: float, high: float) -> Drawing:
             "colorscale": [[place, shade(place)] for place in (0.0, 0.25, 0.5, 0.75, 1.0)],
             "showscale": True,
             "colorbar": {
-                "title": {"text": "group", "side": "top"},
+                "title": {"text": "bucket", "side": "top"},
                 "tickvals": [low, high],
                 "ticktext": [format_bytes(10**low), format_bytes(10**high)],
                 "thickness": 12,
@@ -106,15 +90,14 @@ def _scale(low: float, high: float) -> Drawing:
     }
 
 
-def _intervals(data: Timeline, bars: Sequence[Bar], prefix: str, outlined: bool) -> Drawing:
-    edge = {"width": 2, "color": "#c94f6d"} if outlined else {"width": 0.5, "color": "rgba(255,255,255,.6)"}
+def _intervals(data: Timeline, bars: Sequence[Bar]) -> Drawing:
     return {
         "type": "bar",
         "orientation": "h",
         "base": [bar.start_s * 1e3 for bar in bars],
         "x": [bar.duration_s * 1e3 for bar in bars],
-        "y": [f"{prefix}{bar.lane}" for bar in bars],
-        "width": 0.42 if outlined else 0.78,
+        "y": [bar.lane for bar in bars],
+        "width": 0.78,
         "customdata": [
             [
                 _wrapped(bar.name),
@@ -126,7 +109,7 @@ def _intervals(data: Timeline, bars: Sequence[Bar], prefix: str, outlined: bool)
             ]
             for bar in bars
         ],
-        "marker": {"line": edge},
+        "marker": {"line": {"width": 0.5, "color": "rgba(255,255,255,.6)"}},
     }
 
 
@@ -136,9 +119,9 @@ def _wrapped(name: str) -> str:
 
 
 def _cargo(bar: Bar) -> str:
-    """What a group carries, in words."""
+    """What a bucket carries, in words."""
     size = format_bytes(bar.bytes)
-    parts = [f"{bar.groups} groups"] if bar.groups > 1 else []
+    parts = [f"{bar.buckets} buckets"] if bar.buckets > 1 else []
     if bar.gradients:
         parts.append(f"{bar.gradients} gradient" + ("s" if bar.gradients != 1 else ""))
     return ", ".join([*parts, size])

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from backbeat.errors import InputError
-from backbeat.model import Network, Plan, Profile, Span
+from backbeat.model import Bucket, Network, Plan, Profile, Span
 from backbeat.model import files as model_files
 from backbeat.planners import STRATEGIES, propose
 from backbeat.simulate import predict
@@ -39,14 +39,7 @@ class Measured:
     iterations: int
     measured_spans: tuple[Span, ...] = ()
     predicted_spans: tuple[Span, ...] = ()
-    groups: tuple[tuple[str, ...], ...] = ()
-
-    @property
-    def error(self) -> float | None:
-        """Predicted over measured, less one."""
-        if self.predicted_s is None or not self.iteration_s:
-            return None
-        return self.predicted_s / self.iteration_s - 1
+    buckets: tuple[tuple[str, ...], ...] = ()
 
 
 class _Row(msgspec.Struct, frozen=True):
@@ -54,15 +47,15 @@ class _Row(msgspec.Struct, frozen=True):
 
     strategy: str
     plan: str
-    channels: int
-    groups: int
+    communicators: int
+    buckets: int
     measured_s: float
     predicted_s: float
     single_s: float
     series_s: list[list[float]] = []
     finishes_s: list[float] = []
     launches: list[list[int]] = []
-    """[number of gradients, channel] of each group, in launch order."""
+    """[number of gradients, communicator] of each bucket, in launch order."""
 
 
 class _Lab(msgspec.Struct, frozen=True):
@@ -97,8 +90,8 @@ def read_lab(path: str | Path, profile: Profile) -> list[Measured]:
 
 def read_trace(path: str | Path) -> list[Measured]:
     """One iteration of a trace that torch.profiler exported: the last whole one."""
-    from backbeat.measure.trace_collect import collect
-    from backbeat.measure.trace_events import TraceReader
+    from backbeat.importers.trace_events import TraceReader
+    from backbeat.importers.trace_facts import collect
 
     where = Path(path)
     if not where.is_file():
@@ -118,7 +111,7 @@ def read_trace(path: str | Path) -> list[Measured]:
     inside = sorted(one for one in transfers if low <= one[0] < high)
     lanes = _lanes([(start, end) for start, end, *_ in inside])
     for lane, (start, end, name, size, _) in zip(lanes, inside, strict=True):
-        spans.append(Span(f"channel {lane}", name, start - low, end - low, size))
+        spans.append(Span(f"communicator {lane}", name, start - low, end - low, size))
     lengths = sorted(end - start for start, end in steps)
     return [
         Measured(
@@ -166,13 +159,14 @@ def _of_row(row: _Row, lab: _Lab, network: Network, profile: Profile) -> Measure
         iterations=len(samples),
         measured_spans=seen,
         predicted_spans=predicted,
-        groups=tuple(group.gradients for group in plan.groups) if plan else (),
+        buckets=tuple(bucket.gradients for bucket in plan.buckets) if plan else (),
     )
 
 
 def finished_spans(profile: Profile, plan: Plan, finishes_s: Sequence[float]) -> tuple[Span, ...]:
-    """Measured finish times as spans. A start was not measured: it is when the group was ready and its channel free."""
-    if len(finishes_s) != len(plan.groups):
+    """Measured finish times as spans. A start was not measured: it is when the bucket was ready and its communicator
+    free."""
+    if len(finishes_s) != len(plan.buckets):
         return ()
     forward, backward = profile.forward_s, profile.backward_s
     end = max(backward, *finishes_s)
@@ -182,14 +176,18 @@ def finished_spans(profile: Profile, plan: Plan, finishes_s: Sequence[float]) ->
         Span("compute", "update", forward + end, forward + end + profile.update_s),
     ]
     free: dict[int, float] = {}
-    for group, finish in zip(plan.groups, finishes_s, strict=True):
-        members = [profile.gradients[profile.index[name]] for name in group.gradients]
-        start = min(max(max(one.ready_s for one in members), free.get(group.channel, 0.0)), finish)
-        free[group.channel] = finish
-        label = group.gradients[0] if len(members) == 1 else f"{group.gradients[0]} … {group.gradients[-1]}"
+    for bucket, finish in zip(plan.buckets, finishes_s, strict=True):
+        members = [profile.gradients[profile.index[name]] for name in bucket.gradients]
+        start = min(max(max(one.ready_s for one in members), free.get(bucket.communicator, 0.0)), finish)
+        free[bucket.communicator] = finish
+        label = bucket.gradients[0] if len(members) == 1 else f"{bucket.gradients[0]} … {bucket.gradients[-1]}"
         spans.append(
             Span(
-                f"channel {group.channel}", label, forward + start, forward + finish, sum(one.bytes for one in members)
+                f"communicator {bucket.communicator}",
+                label,
+                forward + start,
+                forward + finish,
+                sum(one.bytes for one in members),
             )
         )
     return tuple(spans)
@@ -211,24 +209,22 @@ def _replayed(profile: Profile, lab: _Lab) -> Profile:
 
 
 def _plan(row: _Row, profile: Profile, network: Network) -> Plan | None:
-    """The row's plan: from its own launches, otherwise made again; None where that gives another number of groups."""
+    """The row's plan: from its own launches, otherwise made again; None where that gives another number of buckets."""
     if row.launches and sum(count for count, _ in row.launches) == len(profile.gradients):
         names = iter([gradient.name for gradient in profile.gradients])
-        from backbeat.model import Group
-
         return Plan(
             strategy=row.strategy,
             model=profile.model,
-            channels=row.channels,
-            groups=tuple(
-                Group(gradients=tuple(next(names) for _ in range(count)), channel=channel)
-                for count, channel in row.launches
+            communicators=row.communicators,
+            buckets=tuple(
+                Bucket(gradients=tuple(next(names) for _ in range(count)), communicator=communicator)
+                for count, communicator in row.launches
             ),
         )
     if row.strategy not in STRATEGIES or row.plan.partition("/")[0] != row.strategy:
         return None
-    made = propose(profile, network, row.strategy, channels=row.channels)
-    return made if len(made.groups) == row.groups and made.dynamic is None else None
+    made = propose(profile, network, row.strategy, communicators=row.communicators)
+    return made if len(made.buckets) == row.buckets and made.dynamic is None else None
 
 
 def _joined(intervals: list[tuple[float, float]]) -> list[tuple[float, float]]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import base64
 import html
 from typing import TYPE_CHECKING, Any
 
-from backbeat.report import draw, svg
+from backbeat.errors import MissingPartError
+from backbeat.report import draw, plot
 from backbeat.report.figures import timeline
+from backbeat.report.tables import over_bound
 from backbeat.units import format_seconds
 
 if TYPE_CHECKING:
@@ -16,22 +19,22 @@ _MOST_BARS = 300
 
 
 def prediction_html(prediction: Prediction) -> str:
-    """The numbers of a prediction, and its iteration as a picture."""
+    """The numbers of a prediction, and its iteration as a picture where matplotlib is there."""
     rows = {
         "iteration": f"{format_seconds(prediction.iteration_s)} ({format_seconds(prediction.single_s)} alone)",
         "scaling": f"{prediction.scaling_factor:.1%}",
         "samples/s": f"{prediction.samples_per_s:,.0f}",
         "exposed": f"{format_seconds(prediction.exposed_s)}, limited by {prediction.bottleneck}",
-        "over bound": f"{max(prediction.gap, 0.0):.1%}",
-        "groups": f"{prediction.groups} on {prediction.channels} channel{'s' if prediction.channels != 1 else ''}",
+        "over bound": f"{over_bound(prediction):.1%}",
+        "buckets": f"{prediction.buckets} on {prediction.communicators} "
+        f"communicator{'s' if prediction.communicators != 1 else ''}",
     }
     cells = "".join(f"<tr><th>{name}</th><td>{html.escape(text)}</td></tr>" for name, text in rows.items())
-    picture = svg.timeline(timeline(prediction.strategy, prediction.timeline, most=_MOST_BARS))
     title = f"{prediction.strategy} on {prediction.workers} workers"
     notes = "".join(f"<li>{html.escape(note)}</li>" for note in prediction.notes)
     return (
         f"<div><b>{html.escape(title)}</b><table>{cells}</table>"
-        f"{picture if prediction.timeline else ''}{f'<ul>{notes}</ul>' if notes else ''}</div>"
+        f"{_picture(prediction)}{f'<ul>{notes}</ul>' if notes else ''}</div>"
     )
 
 
@@ -39,3 +42,15 @@ def prediction_figure(prediction: Prediction) -> Any:
     """The iteration as a plotly figure."""
     label = f"{prediction.strategy}, {prediction.workers} workers"
     return draw.figure(draw.timeline(timeline(label, prediction.timeline, most=_MOST_BARS)))
+
+
+def _picture(prediction: Prediction) -> str:
+    if not prediction.timeline:
+        return ""
+    data = timeline(prediction.strategy, prediction.timeline, most=_MOST_BARS)
+    try:
+        shown = plot.image(".png", lambda figure: plot.timeline(figure, data), height=plot.timeline_height(data))
+    except MissingPartError:
+        return ""
+    source = base64.b64encode(shown).decode()
+    return f'<img width="720" alt="One iteration" src="data:image/png;base64,{source}">'

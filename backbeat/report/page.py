@@ -12,10 +12,10 @@ import msgspec
 
 from backbeat.errors import MissingPartError
 from backbeat.report import draw, perfetto
+from backbeat.report.answer import Answer, answer
 from backbeat.report.figures.timeline import Timeline, timeline
 from backbeat.report.sections import sections
-from backbeat.report.study import STOCK, Study, groups_of
-from backbeat.report.words import Answer, answer
+from backbeat.report.study import STOCK, Study
 from backbeat.units import format_bytes, format_seconds
 
 MOST_BYTES = 6_000_000
@@ -25,7 +25,7 @@ _FEWER_BARS = (400, 150, 50)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class PageSettings:
     """What the reader is told beside the study itself."""
 
     samples: int | None = None
@@ -39,9 +39,9 @@ class Settings:
     """Plans that are there already, by label."""
 
 
-def report(study: Study, settings: Settings | None = None) -> str:
+def report(study: Study, settings: PageSettings | None = None) -> str:
     """The whole page. Where it would be too large, timelines are drawn with fewer bars."""
-    chosen = settings or Settings()
+    chosen = settings or PageSettings()
     page = ""
     for bars in _FEWER_BARS:
         page = _page(study, chosen, bars)
@@ -52,16 +52,11 @@ def report(study: Study, settings: Settings | None = None) -> str:
 
 def timelines(study: Study, *, most: int = _FEWER_BARS[0]) -> list[Timeline]:
     """Every timeline the reader can choose: each strategy, then what was measured beside its own prediction."""
-    found = [
-        timeline(label, curve[-1].timeline, groups_of(study.plans[label], study.profile), most=most)
-        for label, curve in study.curves.items()
-        if curve[-1].timeline
-    ]
+    found = [study.timeline(label, most=most) for label, prediction in study.at_top.items() if prediction.timeline]
     for one in study.measured:
-        if one.predicted_spans:
-            found.append(timeline(f"{one.origin}: {one.label}, predicted", one.predicted_spans, one.groups, most=most))
-        if one.measured_spans:
-            found.append(timeline(f"{one.origin}: {one.label}, measured", one.measured_spans, one.groups, most=most))
+        for how, spans in (("predicted", one.predicted_spans), ("measured", one.measured_spans)):
+            if spans:
+                found.append(timeline(f"{one.origin}: {one.label}, {how}", spans, one.buckets, most=most))
     return found
 
 
@@ -103,7 +98,7 @@ def environment() -> Any:
     )
 
 
-def _page(study: Study, settings: Settings, bars: int) -> str:
+def _page(study: Study, settings: PageSettings, bars: int) -> str:
     from backbeat import __version__
 
     parts = sections(study, samples=settings.samples or 1_000_000, memory_budget=settings.memory_budget)
@@ -139,24 +134,10 @@ def _page(study: Study, settings: Settings, bars: int) -> str:
 
 def full_trace(study: Study) -> dict[str, Any]:
     """Stock DDP and the best plan, and what was measured, bar by bar."""
-    labels = dict.fromkeys([STOCK, study.best_label])
-    processes: list[tuple[str, Any, Any]] = [
-        (
-            f"predicted: {label}, {study.top} workers",
-            study.curves[label][-1].timeline,
-            groups_of(study.plans[label], study.profile),
-        )
-        for label in labels
-    ]
-    processes += [
-        (f"measured: {one.origin} {one.label}", one.measured_spans, one.groups)
-        for one in study.measured
-        if one.measured_spans
-    ]
-    return perfetto.trace(processes)
+    return perfetto.trace(study.iterations(dict.fromkeys([STOCK, study.best_label])))
 
 
-def _answer(study: Study, settings: Settings) -> Answer:
+def _answer(study: Study, settings: PageSettings) -> Answer:
     given = settings.plan_files.get(study.best_label)
     return answer(
         study,
@@ -167,7 +148,7 @@ def _answer(study: Study, settings: Settings) -> Answer:
     )
 
 
-def _command(verb: str, settings: Settings, workers: int, output: str, strategy: str | None = None) -> str:
+def _command(verb: str, settings: PageSettings, workers: int, output: str, strategy: str | None = None) -> str:
     import shlex
 
     names = " ".join(shlex.quote(name) for name in (settings.profile_argument, settings.network_argument))
@@ -191,7 +172,7 @@ def _pair(labels: Sequence[str], study: Study) -> tuple[str, str]:
     return STOCK, other
 
 
-def _tiles(study: Study, settings: Settings) -> list[tuple[str, str, str]]:
+def _tiles(study: Study, settings: PageSettings) -> list[tuple[str, str, str]]:
     """(what, figure, small print) of the numbers that stand out."""
     best, stock = study.best, study.stock
     faster = stock.iteration_s / best.iteration_s if best.iteration_s > 0 else 1.0

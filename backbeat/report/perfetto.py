@@ -8,18 +8,20 @@ from typing import Any
 import msgspec
 
 from backbeat.model import Span
+from backbeat.report.figures.timeline import with_gradients
 
 _COMPUTE_THREAD = 1
-_FIRST_CHANNEL_THREAD = 10
+_FIRST_COMMUNICATOR_THREAD = 10
 
 
-def trace(timelines: Sequence[tuple[str, Sequence[Span], Sequence[Sequence[str]]]]) -> dict[str, Any]:
-    """(title, spans, gradients of each group) become one process each, with a thread for every lane.
+Iteration = tuple[str, Sequence[Span], Sequence[Sequence[str]]]
+"""A title, spans, and the gradients of each communication span in order, or nothing where they are not known."""
 
-    Times are microseconds. `groups` may be empty; otherwise it names the gradients of each communication span in order.
-    """
+
+def trace(iterations: Sequence[Iteration]) -> dict[str, Any]:
+    """One process for each iteration, with a thread for every lane. Times are microseconds."""
     events: list[dict[str, Any]] = []
-    for process, (title, spans, groups) in enumerate(timelines, start=1):
+    for process, (title, spans, buckets) in enumerate(iterations, start=1):
         events.append(_name("process_name", process, 0, title))
         events.append({**_name("process_sort_index", process, 0, ""), "args": {"sort_index": process}})
         for lane in sorted({span.lane for span in spans}, key=_thread):
@@ -27,7 +29,7 @@ def trace(timelines: Sequence[tuple[str, Sequence[Span], Sequence[Sequence[str]]
             events.append(
                 {**_name("thread_sort_index", process, _thread(lane), ""), "args": {"sort_index": _thread(lane)}}
             )
-        events += _events(process, spans, groups)
+        events += _events(process, spans, buckets)
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
@@ -35,11 +37,9 @@ def encode(document: dict[str, Any]) -> bytes:
     return msgspec.json.encode(document) + b"\n"
 
 
-def _events(process: int, spans: Sequence[Span], groups: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
-    carried = [span for span in spans if span.lane != "compute" and span.name != "buffers"]
-    names = iter(groups) if len(groups) == len(carried) else iter(())
+def _events(process: int, spans: Sequence[Span], buckets: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
     events = []
-    for span in spans:
+    for span, gradients in with_gradients(spans, buckets):
         event: dict[str, Any] = {
             "name": span.name,
             "cat": "compute" if span.lane == "compute" else "communication",
@@ -51,8 +51,7 @@ def _events(process: int, spans: Sequence[Span], groups: Sequence[Sequence[str]]
         }
         if span.lane != "compute":
             event["args"] = {"bytes": span.bytes}
-            gradients = next(names, None) if span.name != "buffers" else None
-            if gradients is not None:
+            if gradients:
                 event["args"]["gradients"] = list(gradients)
         events.append(event)
     return events
@@ -61,8 +60,8 @@ def _events(process: int, spans: Sequence[Span], groups: Sequence[Sequence[str]]
 def _thread(lane: str) -> int:
     if lane == "compute":
         return _COMPUTE_THREAD
-    number = lane.removeprefix("channel ")
-    return _FIRST_CHANNEL_THREAD + int(number) if number.isdecimal() else _FIRST_CHANNEL_THREAD - 1
+    number = lane.removeprefix("communicator ")
+    return _FIRST_COMMUNICATOR_THREAD + int(number) if number.isdecimal() else _FIRST_COMMUNICATOR_THREAD - 1
 
 
 def _name(kind: str, process: int, thread: int, name: str) -> dict[str, Any]:

@@ -1,90 +1,136 @@
-"""A figure as a file of its own: SVG, PNG or HTML, by the ending of its name."""
+"""Figures as files of their own: PNG, SVG and PDF by matplotlib, an interactive page by plotly."""
 
 from __future__ import annotations
 
-import shutil
-import subprocess
-import tempfile
+import html
+import io
+import warnings
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from backbeat.errors import InputError, MissingPartError
 from backbeat.model.files import write
-from backbeat.report import draw, svg
-from backbeat.report.figures import Scaling
-from backbeat.report.page import plotly_source, script_json
+from backbeat.report import draw
+from backbeat.report.canvas import COLOURS, COMPUTE, shade
+from backbeat.report.figures import Scaling, Timeline
+from backbeat.report.figures.timeline import size_scale
+from backbeat.units import format_seconds, printable
 
-_BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
-_WIDTH, _HEIGHT, _SHARPNESS = 720, 440, 3
-_BROWSER_S = 60
-ENDINGS = (".svg", ".png", ".html")
+IMAGES = (".png", ".svg", ".pdf")
+ENDINGS = (*IMAGES, ".html")
+_STYLE = {
+    "text.parse_math": False,  # names come from files: a $ is a $
+    "svg.fonttype": "none",
+    "svg.hashsalt": "backbeat",
+    "font.size": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "grid.color": "#dddddd",
+    "legend.frameon": False,
+}
+_UNDATED = {".png": {}, ".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
+_PNG_DOTS_PER_INCH = 200
+_LETTER_WIDTH = 0.014
+"""Of the time axis: a computation is named inside its bar where the name fits."""
 
 
 def check(path: Path) -> None:
     """Refuse a name before anything is computed for it."""
-    if path.suffix.lower() not in ENDINGS:
+    ending = path.suffix.lower()
+    if ending not in ENDINGS:
         raise InputError(f"{path}: a plot ends in {', '.join(ENDINGS)}: choose one of them")
-    if path.suffix.lower() == ".png":
-        _browser()
+    if ending in IMAGES:
+        _matplotlib()
 
 
 def save_scaling(data: Scaling, path: Path, *, title: str = "") -> None:
     check(path)
-    ending = path.suffix.lower()
-    if ending == ".html":
-        write(path, _page(draw.scaling(data), title).encode())
-        return
-    picture = svg.scaling(data, title=title, width=_WIDTH, height=_HEIGHT)
-    write(path, picture.encode() if ending == ".svg" else png(picture, _WIDTH, _HEIGHT))
+    if path.suffix.lower() == ".html":
+        figure = draw.figure(draw.scaling(data)).update_layout(title=html.escape(title), margin={"t": 90})
+        write(path, figure.to_html(config={"showSendToCloud": False, "plotlyServerURL": ""}).encode())
+    else:
+        save(path, lambda figure: scaling(figure, data, title=title))
 
 
-def png(picture: str, width: int, height: int) -> bytes:
-    """An SVG painted by the browser that is installed."""
-    browser = _browser()
-    with tempfile.TemporaryDirectory(prefix="backbeat-plot-") as folder:
-        page, image = Path(folder) / "plot.html", Path(folder) / "plot.png"
-        page.write_text(
-            f"<!doctype html><style>body{{margin:0}}svg{{display:block}}</style>{picture}", encoding="utf-8"
-        )
-        command = [
-            browser,
-            "--headless",
-            "--no-sandbox",
-            "--disable-gpu",
-            "--disable-dev-shm-usage",
-            "--hide-scrollbars",
-            f"--user-data-dir={folder}/browser",
-            f"--force-device-scale-factor={_SHARPNESS}",
-            f"--window-size={width},{height}",
-            f"--screenshot={image}",
-            page.as_uri(),
-        ]
-        try:
-            done = subprocess.run(command, capture_output=True, timeout=_BROWSER_S)
-        except (OSError, subprocess.TimeoutExpired) as error:
-            raise MissingPartError(
-                f"{browser} could not paint the plot ({error}): write .svg or .html instead"
-            ) from None
-        if done.returncode != 0 or not image.is_file():
-            raise MissingPartError(f"{browser} could not paint the plot: write .svg or .html instead")
-        return image.read_bytes()
+def save(path: Path, draw_on: Callable[[Any], None], *, width: float = 7.2, height: float = 4.4) -> None:
+    """Write what `draw_on` puts on an empty matplotlib figure of this many inches."""
+    write(path, image(path.suffix.lower(), draw_on, width=width, height=height))
 
 
-def _browser() -> str:
-    found = next((path for name in _BROWSERS if (path := shutil.which(name))), None)
-    if found is None:
-        raise MissingPartError("a PNG is painted by Chromium or Chrome, and neither is installed: write .svg or .html")
-    return found
+def image(ending: str, draw_on: Callable[[Any], None], *, width: float = 7.2, height: float = 4.4) -> bytes:
+    """The same figure gives the same bytes."""
+    matplotlib = _matplotlib()
+    from matplotlib.figure import Figure
+
+    out = io.BytesIO()
+    with matplotlib.rc_context(_STYLE), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph .* missing from font")
+        figure = Figure(figsize=(width, height), layout="constrained")
+        draw_on(figure)
+        figure.savefig(out, format=ending[1:], dpi=_PNG_DOTS_PER_INCH, metadata=_UNDATED[ending])
+    return out.getvalue()
 
 
-def _page(drawing: draw.Drawing, title: str) -> str:
-    import html
+def scaling(figure: Any, data: Scaling, *, title: str = "") -> None:
+    """Share of perfect scaling over the number of workers, with the best line's band and knee."""
+    axes = figure.add_subplot(title=printable(title), xlabel="GPUs", ylabel="share of perfect scaling")
+    axes.set_xscale("log")
+    axes.set_xticks(data.counts, [str(count) for count in data.counts])
+    axes.minorticks_off()
+    axes.yaxis.set_major_formatter("{x:.0f} %")
+    axes.grid(axis="y")
+    lines = []
+    for place, line in enumerate(data.lines):
+        colour = COLOURS[place % len(COLOURS)]
+        percent = [100 * share for share in line.scaling]
+        lines += axes.plot(line.workers, percent, color=colour, marker="o", markersize=4.5, linewidth=2)
+        if line is not data.best:
+            continue
+        known = [(count, band) for count, band in zip(line.workers, line.band, strict=True) if band is not None]
+        slow, fast = ([100 * band[side] for _, band in known] for side in (0, 1))
+        axes.fill_between([count for count, _ in known], slow, fast, color=colour, alpha=0.18, linewidth=0)
+        if line.knee is not None:
+            at = line.knee, percent[line.workers.index(line.knee)]
+            axes.plot(*at, color=colour, marker="D", markersize=9, markeredgecolor="white", zorder=3)
+            axes.annotate("knee", at, xytext=(8, 8), textcoords="offset points")
+    axes.set_ylim(data.range_percent)
+    # matplotlib leaves names with an underscore in front out of a legend.
+    names = [f" {name}" if name.startswith("_") else name for name in (printable(line.label) for line in data.lines)]
+    figure.legend(lines, names, loc="outside lower center", ncols=min(len(names), 4))
 
-    return (
-        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{html.escape(title) or "Scaling"}</title>'
-        f'<h1 style="font:600 1.2rem system-ui">{html.escape(title)}</h1><div id="plot"></div>'
-        f'<script type="application/json" id="data">{script_json(drawing)}</script>'
-        f"<script>{plotly_source()}</script>"
-        "<script>const drawing = JSON.parse(document.getElementById('data').textContent);"
-        "Plotly.newPlot('plot', drawing.data, drawing.layout, "
-        "{responsive: true, showSendToCloud: false, plotlyServerURL: ''});</script></html>\n"
-    )
+
+def timeline(figure: Any, data: Timeline, *, end_s: float | None = None) -> None:
+    """One iteration: a lane for computation and one for each communicator, buckets darker where they are larger."""
+    end = end_s or data.end_s or 1.0
+    axes = figure.add_subplot()
+    scale = size_scale([data])
+    for place, lane in enumerate(data.lanes):
+        bars = [bar for bar in data.bars if bar.lane == lane]
+        colours = [COMPUTE if lane == "compute" else shade(scale.share(bar.bytes)) for bar in bars]
+        spans = [(bar.start_s, bar.duration_s) for bar in bars]
+        axes.broken_barh(spans, (place - 0.39, 0.78), facecolors=colours, edgecolors="white", linewidth=0.3)
+        for bar in bars if lane == "compute" else ():
+            if bar.duration_s > _LETTER_WIDTH * len(bar.name) * end:
+                middle = (bar.start_s + bar.end_s) / 2
+                axes.text(middle, place, printable(bar.name), color="white", ha="center", va="center")
+    axes.set_yticks(range(len(data.lanes)), data.lanes)
+    axes.set_ylim(len(data.lanes) - 0.5, -0.5)
+    axes.set_xlim(0, end)
+    axes.xaxis.set_major_formatter(lambda seconds, _: format_seconds(seconds))
+    axes.tick_params(axis="y", length=0)
+    axes.spines["left"].set_visible(False)
+
+
+def timeline_height(data: Timeline) -> float:
+    """Inches that its lanes take."""
+    return 0.5 + 0.3 * len(data.lanes)
+
+
+def _matplotlib() -> Any:
+    try:
+        import matplotlib
+    except ImportError:
+        raise MissingPartError("images need matplotlib: pip install 'backbeat[plot]'") from None
+    return matplotlib

@@ -40,11 +40,11 @@ def redacted_plans(plans: Mapping[str, Plan], profile: Profile) -> dict[str, Pla
             plan,
             model="model",
             strategy=plan.strategy if plan.strategy in STRATEGIES else "custom",
-            groups=tuple(
+            buckets=tuple(
                 msgspec.structs.replace(
-                    group, gradients=tuple(f"gradient {profile.index[name]}" for name in group.gradients)
+                    bucket, gradients=tuple(f"gradient {profile.index[name]}" for name in bucket.gradients)
                 )
-                for group in plan.groups
+                for bucket in plan.buckets
             ),
             predicted=None,
             notes=(),
@@ -58,7 +58,7 @@ def _method(document: Profile | Network) -> object:
 
 
 def redacted_measured(measured: Sequence[Measured], profile: Profile) -> list[Measured]:
-    """Labels of plans become numbers unless they are a strategy's; groups are named by their gradients' numbers."""
+    """Labels of plans become numbers unless they are a strategy's; buckets are named by their gradients' numbers."""
     found = []
     for number, one in enumerate(measured, start=1):
         strategy = one.label.partition("/")[0].partition(":")[0]
@@ -66,7 +66,7 @@ def redacted_measured(measured: Sequence[Measured], profile: Profile) -> list[Me
             replace(
                 one,
                 label=one.label if strategy in STRATEGIES else f"{one.origin} {number}",
-                groups=tuple(tuple(f"gradient {profile.index[name]}" for name in group) for group in one.groups),
+                buckets=tuple(tuple(f"gradient {profile.index[name]}" for name in bucket) for bucket in one.buckets),
                 measured_spans=_unnamed(one.measured_spans),
                 predicted_spans=_unnamed(one.predicted_spans),
             )
@@ -76,6 +76,6 @@ def redacted_measured(measured: Sequence[Measured], profile: Profile) -> list[Me
 
 def _unnamed(spans: tuple[Span, ...]) -> tuple[Span, ...]:
     return tuple(
-        span if span.lane == "compute" else Span(span.lane, f"group {place}", span.start_s, span.end_s, span.bytes)
+        span if span.lane == "compute" else Span(span.lane, f"bucket {place}", span.start_s, span.end_s, span.bytes)
         for place, span in enumerate(spans)
     )

@@ -9,7 +9,7 @@ from backbeat.report import draw, figures
 from backbeat.report.draw import Drawing
 from backbeat.report.figures.exposed import PARTS
 from backbeat.report.study import STOCK, Study
-from backbeat.report.tables import gpu_hours
+from backbeat.report.tables import gpu_hours, over_bound
 from backbeat.units import format_bytes, format_seconds
 
 _MOST_ROWS = 1000
@@ -73,7 +73,7 @@ def scaling_section(study: Study, samples: int) -> Section:
             (f"{gpu_hours(point, samples):,.2f}", gpu_hours(point, samples)),
             _seconds(point.iteration_s),
             _seconds(point.exposed_s),
-            (f"{max(point.gap, 0.0):.1%}", max(point.gap, 0.0)),
+            (f"{over_bound(point):.1%}", over_bound(point)),
             (point.bottleneck, point.bottleneck),
         )
         for label, curve in study.curves.items()
@@ -85,7 +85,7 @@ def scaling_section(study: Study, samples: int) -> Section:
         title="How it scales",
         summary=f"With {study.best_label}, scaling goes from {best.scaling[0]:.0%} on {best.workers[0]} GPUs to "
         f"{best.scaling[-1]:.0%} on {best.workers[-1]}. {knee}",
-        how="100 % means that N GPUs do the work of N. Each line is one way to group gradients into messages; grey is "
+        how="100 % means that N GPUs do the work of N. Each line is one way to bucket gradients into messages; grey is "
         "stock PyTorch DDP. Where a line falls, GPUs wait for communication instead of computing. The shaded band is "
         "how much single iterations differ. The diamond marks the knee: beyond it, an added GPU brings less than half "
         "of what it could do alone.",
@@ -108,8 +108,8 @@ def timeline_section(study: Study) -> Section | None:
         bars = sorted(one.transfers, key=lambda bar: bar.start_s)
         tables.append(
             Table(
-                name=f"groups of {one.label}",
-                headings=("group", "lane", "gradients", "count", "bytes", "starts", "ends", "takes"),
+                name=f"buckets of {one.label}",
+                headings=("bucket", "lane", "gradients", "count", "bytes", "starts", "ends", "takes"),
                 rows=tuple(
                     (
                         _number(place),
@@ -127,7 +127,7 @@ def timeline_section(study: Study) -> Section | None:
         )
     merged = best.merged + (stock.merged if len(shown) > 1 else 0)
     note = (
-        f"{merged} groups are drawn together with their neighbours, since there are too many to draw one by one. "
+        f"{merged} buckets are drawn together with their neighbours, since there are too many to draw one by one. "
         "The whole timeline is in the trace."
         if merged
         else ""
@@ -137,9 +137,9 @@ def timeline_section(study: Study) -> Section | None:
         title=f"One iteration on {study.top} GPUs",
         summary=f"With {study.best_label} the iteration ends after {format_seconds(best.end_s)}, with {STOCK} after "
         f"{format_seconds(stock.end_s)}.",
-        how="Time runs to the right. The compute lane shows one GPU: forward, backward, update. A bar in a channel "
-        "lane is one message: a group of gradients, darker where it is larger. Messages below the backward bar cost "
-        "nothing; what sticks out to the right of it is time that every GPU waits. Compare two strategies: the shorter "
+        how="Time runs to the right. The compute lane shows one GPU: forward, backward, update. A bar in a "
+        "communicator lane is one message: a bucket of gradients, darker where it is larger. Messages below the backward "
+        "bar cost nothing; what sticks out to the right of it is time that every GPU waits. Compare two strategies: the shorter "
         "picture wins. Point at a bar to see what it carries. Waiting for the slowest worker is not drawn.",
         tables=tuple(tables),
         note=note,
@@ -168,8 +168,8 @@ def exposed_section(study: Study) -> Section | None:
         + ", ".join(f"{format_seconds(values[place])} {PARTS[part]}" for part, values in data.parts.items())
         + ".",
         how="Every iteration takes longer on many GPUs than on one; the bar is how much longer, split by cause. "
-        "Blue (bandwidth) shrinks with a faster network or fewer bytes, orange (startup) with fewer and larger "
-        "messages, purple (waiting) with smaller groups at the end. Grey is the slowest worker of all: no schedule "
+        "Blue (bandwidth) shrinks with a faster network or fewer bytes, orange (latency) with fewer and larger "
+        "messages, purple (waiting) with smaller buckets at the end. Grey is the slowest worker of all: no schedule "
         "changes it.",
         views=(("", draw.exposed(data)),),
         tables=(
@@ -183,27 +183,17 @@ def exposed_section(study: Study) -> Section | None:
 
 
 def measured_section(study: Study) -> Section | None:
-    pairs = [one for one in study.measured if one.predicted_s is not None and one.iteration_s]
+    pairs = figures.compared(study.measured)
     if not pairs:
         return None
-    drawn = [
-        (
-            one.label,
-            one.predicted_s or 0.0,
-            one.iteration_s or 0.0,
-            one.iteration_s if one.low_s is None else one.low_s,
-            one.iteration_s if one.high_s is None else one.high_s,
-        )
-        for one in pairs
-    ]
-    errors = [abs(one.error or 0.0) for one in pairs]
+    errors = [abs(one.error) for one in pairs]
     rows = [
         (
             (one.label, one.label),
             _number(one.workers),
-            _seconds(one.iteration_s or 0.0),
-            _seconds(one.predicted_s or 0.0),
-            (f"{one.error or 0.0:+.1%}", one.error or 0.0),
+            _seconds(one.measured_s),
+            _seconds(one.predicted_s),
+            (f"{one.error:+.1%}", one.error),
             _number(one.iterations),
         )
         for one in pairs
@@ -216,7 +206,7 @@ def measured_section(study: Study) -> Section | None:
         f"{max(errors):.1%}.",
         how="The dot is what was measured, with the range of most iterations; the upright tick is what was predicted "
         "before. The closer the two, the more the rest of this report can be trusted for this kind of network.",
-        views=(("", draw.measured([(row[0], row[1], row[2], row[3] or 0.0, row[4] or 0.0) for row in drawn])),),
+        views=(("", draw.measured(pairs)),),
         tables=(
             Table(
                 name="measured",
@@ -263,10 +253,10 @@ def gradients_section(study: Study) -> Section:
 def cost_section(study: Study) -> Section:
     data = figures.cost_curve(study.network, study.top)
     straight = (
-        f"On {data.measured_workers} workers an all-reduce takes about {format_seconds(data.startup_s)} plus its bytes "
+        f"On {data.measured_workers} workers an all-reduce takes about {format_seconds(data.latency_s)} plus its bytes "
         f"at {format_bytes(data.bytes_per_s)}/s."
         if data.bytes_per_s != float("inf")
-        else f"On {data.measured_workers} workers an all-reduce takes {format_seconds(data.startup_s)}."
+        else f"On {data.measured_workers} workers an all-reduce takes {format_seconds(data.latency_s)}."
     )
     note = straight
     if not data.points:
@@ -282,8 +272,8 @@ def cost_section(study: Study) -> Section:
         anchor="network",
         title="What the network costs",
         summary=straight,
-        how="How long one all-reduce takes by its size, on logarithmic axes. The flat part on the left is startup: "
-        "small messages cost the same whatever they carry, which is why gradients travel in groups. The slope on the "
+        how="How long one all-reduce takes by its size, on logarithmic axes. The flat part on the left is latency: "
+        "small messages cost the same whatever they carry, which is why gradients travel in buckets. The slope on the "
         "right is bandwidth. Lines marked as computed are moved to another number of workers. Where points were "
         "measured, the bars below say how far a straight line is from them; predictions follow the points themselves.",
         views=(("", draw.cost_curve(data)),),

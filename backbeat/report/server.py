@@ -85,7 +85,7 @@ def make_app() -> Starlette:
 def keep(library: Library, raw: bytes) -> dict[str, str]:
     """Check an uploaded profile or network, and keep it under a name of its own."""
     text = unpacked(raw)
-    kind: type[Profile] | type[Network] = Network if b'"backbeat.network/1"' in text[:4096] else Profile
+    kind: type[Profile] | type[Network] = Network if b'"backbeat.network/2"' in text[:4096] else Profile
     document = decode(text, kind, where="the uploaded file")
     key = f"upload-{hashlib.sha256(text).hexdigest()[:12]}"
     if isinstance(document, Profile):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from backbeat.errors import InputError
 from backbeat.planners import propose
-from backbeat.report.figures.timeline import Timeline, timeline
+from backbeat.report.figures.timeline import MOST_BARS, Timeline, timeline
+from backbeat.report.perfetto import Iteration
 from backbeat.report.tables import fastest
 from backbeat.simulate import predict
 
@@ -59,8 +60,25 @@ class Study:
     def best(self) -> Prediction:
         return self.curves[self.best_label][-1]
 
-    def timeline(self, label: str) -> Timeline:
-        return timeline(label, self.curves[label][-1].timeline, groups_of(self.plans[label], self.profile))
+    def timeline(self, label: str, *, most: int = MOST_BARS) -> Timeline:
+        """One iteration at the last number of workers, in no more bars than `most`."""
+        return timeline(label, self.curves[label][-1].timeline, buckets_of(self.plans[label], self.profile), most=most)
+
+    def iterations(self, labels: Iterable[str]) -> list[Iteration]:
+        """These predictions, then what was measured beside its own prediction."""
+        found: list[Iteration] = [
+            (
+                f"predicted: {label}, {self.top} workers",
+                self.curves[label][-1].timeline,
+                buckets_of(self.plans[label], self.profile),
+            )
+            for label in labels
+        ]
+        for one in self.measured:
+            for how, spans in (("predicted", one.predicted_spans), ("measured", one.measured_spans)):
+                if spans:
+                    found.append((f"{how}: {one.origin} {one.label}, {one.workers} workers", spans, one.buckets))
+        return found
 
 
 def study(
@@ -109,18 +127,18 @@ def bucket_sweep(profile: Profile, network: Network) -> tuple[tuple[int, Predict
     for size in BUCKETS_MB:
         plan = propose(profile, network, STOCK, bucket_bytes=size * 2**20)
         found.append((size, predict(profile, network, plan)))
-        if len(plan.groups) == 1:
+        if len(plan.buckets) == 1:
             break
     return tuple(found)
 
 
-def groups_of(plan: Plan, profile: Profile) -> list[tuple[str, ...]]:
-    """The names that each communication span carries, in order; empty where groups form at run time."""
+def buckets_of(plan: Plan, profile: Profile) -> list[tuple[str, ...]]:
+    """The names that each communication span carries, in order; empty where buckets form at run time."""
     if plan.dynamic is not None:
         return []
-    groups = [group.gradients for group in plan.groups]
+    buckets = [bucket.gradients for bucket in plan.buckets]
     missing = plan.missing(profile)
-    return [*groups, tuple(missing)] if missing else groups
+    return [*buckets, tuple(missing)] if missing else buckets
 
 
 def curve_workers(workers: Sequence[int]) -> list[int]:

@@ -8,6 +8,7 @@ import msgspec
 from rich.table import Table
 
 from backbeat.model.source import Source
+from backbeat.report.figures.timeline import carries_gradients
 from backbeat.units import format_bytes, format_seconds, printable
 
 if TYPE_CHECKING:
@@ -23,9 +24,9 @@ def gpu_hours(prediction: Prediction, samples: int) -> float:
     return samples / prediction.samples_per_s * prediction.workers / 3600
 
 
-def over_bound(prediction: Prediction) -> str:
+def over_bound(prediction: Prediction) -> float:
     """The gap to the bound; rounding may put a plan that meets it a hair below."""
-    return f"{max(prediction.gap, 0.0):+.1%}"
+    return max(prediction.gap, 0.0)
 
 
 def row(prediction: Prediction, samples: int) -> dict[str, Any]:
@@ -80,22 +81,22 @@ def _cells(prediction: Prediction, samples: int, banded: bool, winner: bool, sho
     if banded:
         band = prediction.band
         cells.append(f"{band.p10_s * 1e3:.1f}–{band.p90_s * 1e3:.1f} ms" if band else "")
-    cells += [format_seconds(prediction.exposed_s), over_bound(prediction), prediction.bottleneck]
+    cells += [format_seconds(prediction.exposed_s), f"{over_bound(prediction):+.1%}", prediction.bottleneck]
     return cells
 
 
 def plan_table(plan: Plan, profile: Profile, result: Prediction) -> Table:
-    """The groups of a plan with when they travel."""
-    count = len(plan.groups)
-    title = f"{count} group{'' if count == 1 else 's'} in launch order"
+    """The buckets of a plan with when they travel."""
+    count = len(plan.buckets)
+    title = f"{count} bucket{'' if count == 1 else 's'} in launch order"
     table = Table(title=title, title_justify="left", header_style="bold")
-    for heading in ("group", "channel", "gradients", "bytes", "starts", "ends"):
+    for heading in ("bucket", "communicator", "gradients", "bytes", "starts", "ends"):
         table.add_column(heading, justify="left" if heading == "gradients" else "right")
-    spans = [span for span in result.timeline if span.lane != "compute" and span.name != "buffers"]
+    spans = [span for span in result.timeline if carries_gradients(span)]
     for number, span in enumerate(spans):
         table.add_row(
             str(number),
-            span.lane.removeprefix("channel "),
+            span.lane.removeprefix("communicator "),
             printable(span.name),
             format_bytes(span.bytes),
             format_seconds(span.start_s),

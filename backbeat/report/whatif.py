@@ -14,10 +14,10 @@ from backbeat.model import Network, Plan, Prediction, Profile
 from backbeat.model.files import bundled
 from backbeat.planners import propose
 from backbeat.report import draw, figures
+from backbeat.report.answer import answer
 from backbeat.report.page import timelines
-from backbeat.report.scaled import scaled_network
 from backbeat.report.study import STOCK, Study, bucket_sweep
-from backbeat.report.words import answer
+from backbeat.report.whatif_inputs import scaled_network
 from backbeat.simulate import at_batch, predict
 from backbeat.simulate.batch import sibling
 from backbeat.units import format_bytes, format_rate, format_seconds, parse_workers
@@ -30,7 +30,7 @@ _LIMITS = {
     "latency": (0.01, 100.0),
     "batch": (1, 1_000_000),
     "bucket": (0, 4096),
-    "channels": (1, 8),
+    "communicators": (1, 8),
     "budget": (0, 4096),
 }
 
@@ -49,7 +49,7 @@ class State:
     """None: the profile's own."""
     bucket: int = 0
     """MiB for DDP's `bucket_cap_mb`; 0 leaves it unset."""
-    channels: int = 1
+    communicators: int = 1
     budget: float = 0.0
     """GB of device memory; 0: none."""
 
@@ -99,11 +99,11 @@ def study_of(state: State, library: Library, *, thorough: bool) -> Study:
     network = scaled_network(library.network(state.network), bandwidth=state.bandwidth, latency=state.latency)
     counts = tuple(parse_workers(f"{min(4, state.workers)}..{state.workers}"))
     moved = {count: network.at(workers=count) for count in counts}
-    many = f", {state.channels} channels" if state.channels > 1 else ""
+    many = f", {state.communicators} communicators" if state.communicators > 1 else ""
     asked: dict[str, dict[str, Any]] = {STOCK: {"strategy": STOCK}}
     if state.bucket:
         asked[f"ddp, {state.bucket} MiB"] = {"strategy": STOCK, "bucket_bytes": state.bucket * 2**20}
-    asked[f"optimal{many}"] = {"strategy": "optimal", "channels": state.channels}
+    asked[f"optimal{many}"] = {"strategy": "optimal", "communicators": state.communicators}
     curves: dict[str, tuple[Prediction, ...]] = {}
     plans: dict[str, Plan] = {}
     for label, options in asked.items():
@@ -113,7 +113,7 @@ def study_of(state: State, library: Library, *, thorough: bool) -> Study:
     if thorough:
         # Searching at every number of workers would take seconds: the plan for the last one is followed down the curve.
         label = f"best for {counts[-1]}"
-        plans[label] = propose(profile, moved[counts[-1]], "best", channels=max(state.channels, 2))
+        plans[label] = propose(profile, moved[counts[-1]], "best", communicators=max(state.communicators, 2))
         curves[label] = tuple(predict(profile, moved[count], plans[label]) for count in counts)
     return Study(
         profile=profile,
@@ -167,7 +167,7 @@ def readings(study: Study) -> dict[str, str]:
     rate = format_rate(data.bytes_per_s * 8) if data.bytes_per_s != float("inf") else "unlimited"
     return {
         "bandwidth": f"all-reduce at {rate} on {data.measured_workers} workers",
-        "latency": f"startup {format_seconds(data.startup_s)} on {data.measured_workers} workers",
+        "latency": f"latency {format_seconds(data.latency_s)} on {data.measured_workers} workers",
         "bytes": format_bytes(study.profile.total_bytes),
         "batch": str(study.profile.batch_size),
     }

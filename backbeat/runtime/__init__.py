@@ -14,7 +14,7 @@ except ImportError as error:
 if not _distributed.is_available():
     raise MissingPartError("backbeat.runtime needs a PyTorch built with torch.distributed: install another build")
 
-from backbeat.runtime.ddp import DistributedDataParallel
-from backbeat.runtime.faults import BrokenStepError, CommunicationError, StepMismatchError
+from backbeat.runtime.reduce.failures import BrokenStepError, CommunicationError, StepMismatchError
+from backbeat.runtime.reduce.wrapper import DistributedDataParallel
 
 __all__ = ["BrokenStepError", "CommunicationError", "DistributedDataParallel", "StepMismatchError"]

@@ -15,17 +15,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from backbeat.comm.agreement import share, total
 from backbeat.errors import BackbeatError, InputError
 from backbeat.model import Gradient, Network, Plan, Profile
 from backbeat.model.files import decode, encode
-from backbeat.runtime import partition as partitions
-from backbeat.runtime.agreement import share, total
+from backbeat.runtime.reduce import partition as partitions
 
 if TYPE_CHECKING:
+    from backbeat.comm.communicators import Communicators
     from backbeat.model import Prediction
-    from backbeat.runtime.channels import Channels
-    from backbeat.runtime.runner import Runner
-    from backbeat.runtime.timing import TimedRound
+    from backbeat.runtime.reduce.runner import Runner
+    from backbeat.runtime.reduce.timing import TimedRound
 
 logger = logging.getLogger("backbeat.runtime")
 
@@ -52,7 +52,7 @@ class Tuner:
         *,
         strategy: str,
         network: Network | str | os.PathLike[str] | None,
-        channels: int | None,
+        communicators: int | None,
     ) -> None:
         # The runner holds the tuner; held back strongly, neither would go when the last user lets go.
         self._runner: Any = weakref.proxy(runner)
@@ -60,7 +60,7 @@ class Tuner:
         self._strategy = "best" if self._auto else strategy
         self._network = Network.load(network) if isinstance(network, (str, os.PathLike)) else network
         self._given = network is not None
-        self._channels = channels
+        self._communicators = communicators
         self._cuda = runner.device.type == "cuda"
         self._forward_at: Any = None
         self._ends: list[Any] = []
@@ -155,13 +155,14 @@ class Tuner:
         self._base_s, self._base = iteration, runner.reducer.partition
         self.iteration_s, self.exposed_s = iteration, exposed
         partition = partitions.from_plan(plan, runner.roster.names, runner.roster.parameters, runner.roster.sparse)
-        if partition.groups == self._base.groups:
+        if partition.buckets == self._base.buckets:
             self._settle(f"{plan.strategy} chose the groups that already run", iteration, exposed)
             return
         runner.switch(partition)
         self._say(
-            f"step {runner.reducer.step}: {len(self._base.groups)} groups of DDP took {iteration * 1e3:.2f} ms an "
-            f"iteration; switching to {plan.strategy}'s {len(partition.groups)} on {partition.channels} channel(s)"
+            f"step {runner.reducer.step}: {len(self._base.buckets)} buckets of DDP took {iteration * 1e3:.2f} ms an "
+            f"iteration; switching to {plan.strategy}'s {len(partition.buckets)} on {partition.communicators} "
+            "communicator(s)"
         )
         self._begin("trying")
 
@@ -218,7 +219,7 @@ class Tuner:
         return self._mean(mine)
 
     def _mean(self, value: float) -> float:
-        links: Channels = self._runner.links
+        links: Communicators = self._runner.links
         return total(links, value) / links.size
 
     def _profile(self, rounds: list[TimedRound], iteration: float) -> Profile:
@@ -264,16 +265,16 @@ class Tuner:
         links = self._runner.links
         if self._network is not None and self._given:
             return self._network if self._network.workers == links.size else self._network.at(workers=links.size)
-        from backbeat.measure.calibrate import calibrate
+        from backbeat.measure.network.calibration import calibrate
 
-        wanted = self._channels or 2
+        wanted = self._communicators or 2
         counts = tuple(sorted({1, min(wanted, links.limit)}))
         self._network = calibrate(
             group=links.process_group,
             device=links.device,
             budget_s=CALIBRATE_S,
             sizes=CALIBRATE_BYTES,
-            channels=counts,
+            communicators=counts,
             collectives=("all_reduce",),
         )
         return self._network
@@ -286,8 +287,8 @@ class Tuner:
 
         try:
             limit = self._runner.links.limit
-            wanted = min(self._channels, limit) if self._channels else (None if limit > 1 else 1)
-            made = make_plan(profile, network, self._strategy, channels=wanted)
+            wanted = min(self._communicators, limit) if self._communicators else (None if limit > 1 else 1)
+            made = make_plan(profile, network, self._strategy, communicators=wanted)
             return encode(made).decode()
         except BackbeatError as error:
             return f"error: {error}"

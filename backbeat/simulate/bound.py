@@ -11,13 +11,13 @@ if TYPE_CHECKING:
     from backbeat.model import Profile
 
 
-def communication_bound(profile: Profile, cost: LinkCost, channels: int) -> float:
+def communication_bound(profile: Profile, cost: LinkCost, communicators: int) -> float:
     """The earliest end of all communication, after backward starts.
 
-    Whatever the grouping, gradient i and everything after it cannot leave before r_i; then comes at least the least
-    startup, and their bytes at the least link time per byte, at the best efficiency the channels allow.
+    Whatever the bucketing, gradient i and everything after it cannot leave before r_i; then comes at least the least
+    latency, and their bytes at the least link time per byte, at the best efficiency the communicators allow.
     """
     sizes, ready = profile.sizes, profile.ready
-    startup, per_byte = cost.cheapest(float(sizes.min()), float(sizes.sum()))
+    latency, per_byte = cost.cheapest(float(sizes.min()), float(sizes.sum()))
     remaining = np.cumsum(sizes[::-1])[::-1]
-    return float((ready + startup + per_byte / cost.best_efficiency(channels) * remaining).max())
+    return float((ready + latency + per_byte / cost.best_efficiency(communicators) * remaining).max())

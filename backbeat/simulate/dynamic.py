@@ -1,4 +1,4 @@
-"""Run-time fusion as Horovod does it: at each tick with the channel free, whatever is ready travels together."""
+"""Run-time fusion as Horovod does it: at each tick with the communicator free, whatever is ready travels together."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 
 def fuse(profile: Profile, cost: LinkCost, settings: DynamicFusion) -> tuple[list[int], Schedule, Flow]:
-    """(where each group ends in ready order, the groups, when they travel).
+    """(where each bucket ends in ready order, the buckets, when they travel).
 
-    A group of several tensors is copied into the fusion buffer and out again; a tensor alone is sent from its place. A
+    A bucket of several tensors is copied into the fusion buffer and out again; a tensor alone is sent from its place. A
     tensor larger than the buffer travels alone.
     """
     ready, sizes = profile.ready.tolist(), profile.sizes.tolist()

@@ -1,10 +1,11 @@
-"""Several channels: groups start in plan order from one thread and share one link.
+"""Several communicators: buckets start in plan order from one thread and share one link.
 
-A group launches no earlier than the one before it in the plan, no earlier than it is ready, and not while its channel
-carries another. It spends its startup on the channel alone, then its work on the link. All groups on the link get equal
-shares, and n of them together do e(n) seconds of work a second, so each gets e(n)/n. Startups overlap; where they were
-measured to slow each other down, each of n advances at 1/u(n). A link that has been idle may give a group a head start,
-where isolated messages were measured to take less than those in a row; never more than it was idle for.
+A bucket launches no earlier than the one before it in the plan, no earlier than it is ready, and not while its
+communicator carries another. It spends its latency on the communicator alone, then its work on the link. All buckets on
+the link get equal shares, and n of them together do e(n) seconds of work a second, so each gets e(n)/n. Latencies
+overlap; where they were measured to slow each other down, each of n advances at 1/u(n). A link that has been idle may
+give a bucket a head start, where isolated messages were measured to take less than those in a row; never more than it
+was idle for.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ _NEVER = float("inf")
 
 
 class _Shared:
-    """Groups that advance together, each at `rates[n]` while there are n of them.
+    """Buckets that advance together, each at `rates[n]` while there are n of them.
 
-    Equal rates make one number enough: `served`, what each member has received since the place was last empty. A group
+    Equal rates make one number enough: `served`, what each member has received since the place was last empty. A bucket
     that arrives needing some seconds leaves when `served` has grown by them, so the next to leave tops a heap.
     """
 
@@ -44,25 +45,25 @@ class _Shared:
             return _NEVER
         return self.since + (self.members[0][0] - self.served) / self.rates[len(self.members)]
 
-    def enter(self, group: int, seconds: float, now: float) -> None:
+    def enter(self, bucket: int, seconds: float, now: float) -> None:
         if self.members:
             self.served += (now - self.since) * self.rates[len(self.members)]
         else:
             self.served = 0.0
         self.since = now
-        heappush(self.members, (self.served + seconds, group))
+        heappush(self.members, (self.served + seconds, bucket))
 
     def leave(self, now: float) -> int:
-        self.served, group = heappop(self.members)
+        self.served, bucket = heappop(self.members)
         self.since = now
-        return group
+        return bucket
 
 
 def simulate(schedule: Schedule, cost: LinkCost) -> Flow:
-    """Run the groups through their channels and the shared link.
+    """Run the buckets through their communicators and the shared link.
 
-    Two groups of 1 MB ready together on two channels, each 1 ms of startup and 1 ms of link: the startups overlap, the
-    transfers share the link, and both end after 1 + 2 ms.
+    Two buckets of 1 MB ready together on two communicators, each 1 ms of latency and 1 ms of link: the latencies
+    overlap, the transfers share the link, and both end after 1 + 2 ms.
 
     >>> from backbeat.cost import Curve, LinkCost
     >>> two = Schedule(np.array([0.0, 0.0]), np.array([1e6, 1e6]), [0, 1])
@@ -72,30 +73,31 @@ def simulate(schedule: Schedule, cost: LinkCost) -> Flow:
     sizes = schedule.sizes
     alone, behind, works = (of(sizes).tolist() for of in (cost.time, cost.busy_time, cost.work))
     ready = schedule.ready.tolist()
-    channels = schedule.channels
+    communicators = schedule.communicators
     count = len(ready)
-    # Neither phase ever holds more groups than there are channels.
-    counts = range(1, len(set(channels)) + 1)
+    # Neither phase ever holds more buckets than there are communicators.
+    counts = range(1, len(set(communicators)) + 1)
     starting = _Shared([1.0] + [1 / cost.stretch(n) for n in counts])
     sending = _Shared([1.0] + [cost.efficiency(n) / n for n in counts])
     coming: deque[tuple[float, int, float]] = deque()
-    free: dict[int, float] = dict.fromkeys(channels, -_NEVER)
+    free: dict[int, float] = dict.fromkeys(communicators, -_NEVER)
     carrying: set[int] = set()
     starts, on_link, finishes, on_idle_link = ([0.0] * count for _ in range(4))
     launched, last_launch, idle_since = 0, -_NEVER, -_NEVER
 
     while True:
-        while launched < count and channels[launched] not in carrying:
-            channel = channels[launched]
-            # Behind a group of its own channel the channel keeps the order; only another channel's launch holds it.
-            same = launched > 0 and channels[launched - 1] == channel
+        while launched < count and communicators[launched] not in carrying:
+            communicator = communicators[launched]
+            # Behind a bucket of its own communicator the communicator keeps the order; only another communicator's
+            # launch holds it.
+            same = launched > 0 and communicators[launched - 1] == communicator
             floor = ready[launched] if same else max(ready[launched], last_launch)
-            unshared = max(floor + alone[launched], free[channel] + behind[launched])
-            last_launch = max(last_launch, ready[launched], free[channel])
+            unshared = max(floor + alone[launched], free[communicator] + behind[launched])
+            last_launch = max(last_launch, ready[launched], free[communicator])
             starts[launched] = last_launch
             begins = max(unshared - works[launched], last_launch)
             on_idle_link[launched] = unshared - begins
-            carrying.add(channel)
+            carrying.add(communicator)
             coming.append((last_launch, launched, begins - last_launch))
             launched += 1
         arrival = coming[0][0] if coming else _NEVER
@@ -104,18 +106,18 @@ def simulate(schedule: Schedule, cost: LinkCost) -> Flow:
         if now == _NEVER:
             break
         if sent == now:
-            group = sending.leave(now)
+            bucket = sending.leave(now)
             if not sending.members:
                 idle_since = now
-            finishes[group] = now
-            free[channels[group]] = now
-            carrying.discard(channels[group])
+            finishes[bucket] = now
+            free[communicators[bucket]] = now
+            carrying.discard(communicators[bucket])
         elif started == now:
-            group = starting.leave(now)
-            on_link[group] = now
+            bucket = starting.leave(now)
+            on_link[bucket] = now
             head_start = 0.0 if sending.members else now - idle_since
-            sending.enter(group, max(works[group] - head_start, on_idle_link[group]), now)
+            sending.enter(bucket, max(works[bucket] - head_start, on_idle_link[bucket]), now)
         else:
-            _, group, startup = coming.popleft()
-            starting.enter(group, startup, now)
+            _, bucket, latency = coming.popleft()
+            starting.enter(bucket, latency, now)
     return Flow(np.array(starts), np.array(on_link), np.array(finishes))

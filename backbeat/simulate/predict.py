@@ -9,10 +9,10 @@ import msgspec
 from backbeat.cost.collectives import traffic
 from backbeat.errors import InputError
 from backbeat.model.prediction import Band, Breakdown, Prediction, Span
-from backbeat.simulate.course import across_iterations, alone, encoded_iteration, within_iteration
-from backbeat.simulate.encoded import remarks
-from backbeat.simulate.jitter import Straggling, straggling
-from backbeat.simulate.memory import course as memory_course
+from backbeat.simulate.compressed_cost import remarks
+from backbeat.simulate.iteration import across_iterations, alone, compressed_iteration, within_iteration
+from backbeat.simulate.memory_timeline import memory_timeline
+from backbeat.simulate.stragglers import Straggling, straggling
 
 if TYPE_CHECKING:
     from backbeat.model import Network, Plan, Profile
@@ -37,7 +37,7 @@ def predict(
     peak = None
     memory_notes: tuple[str, ...] = ()
     if plan.memory is not None and (profile.blocks or plan.memory.segments):
-        kept = memory_course(profile, plan.memory, plan, workers=network.workers)
+        kept = memory_timeline(profile, plan.memory, plan, workers=network.workers)
         profile, peak, memory_notes = kept.profile, kept.peak_bytes, kept.notes
     micro_batches = profile.accumulation if accumulation is None else accumulation
     if micro_batches < 1:
@@ -45,32 +45,32 @@ def predict(
     before = (micro_batches - 1) * (profile.forward_s + profile.backward_s)
     single = before + profile.forward_s + profile.backward_s + profile.update_s
     if network.workers == 1:
-        course = alone(profile, plan, before)
+        step = alone(profile, plan, before)
     elif plan.decoupled:
-        course = across_iterations(profile, network, plan, before)
-    elif plan.encoded:
-        course = encoded_iteration(profile, network, plan, before)
+        step = across_iterations(profile, network, plan, before)
+    elif plan.compressed:
+        step = compressed_iteration(profile, network, plan, before)
     else:
-        course = within_iteration(profile, network, plan, before)
+        step = within_iteration(profile, network, plan, before)
     buffers = broadcast_s(network, profile.buffer_bytes) if broadcast_buffers and network.workers > 1 else 0.0
     waits = None
     if network.workers > 1:
         waits = straggling(profile.iteration_s, network.workers, micro_batches / profile.accumulation)
     wait = waits.wait_s if waits else 0.0
-    steady = buffers + course.steady_s
+    steady = buffers + step.steady_s
     iteration = steady + wait
-    notes, extrapolated = _notes(profile, network, plan, course.largest_bytes, waits)
-    breakdown = msgspec.structs.replace(course.breakdown, stragglers_s=wait, buffers_s=buffers)
+    notes, extrapolated = _notes(profile, network, plan, step.largest_bytes, waits)
+    breakdown = msgspec.structs.replace(step.breakdown, stragglers_s=wait, buffers_s=buffers)
     return Prediction(
         strategy=plan.strategy,
         workers=network.workers,
-        channels=plan.channels,
-        groups=course.groups,
+        communicators=plan.communicators,
+        buckets=step.buckets,
         iteration_s=iteration,
         single_s=single,
         scaling_factor=single / iteration if iteration > 0 else 1.0,
         exposed_s=iteration - single,
-        bound_s=course.bound_s + buffers + wait,
+        bound_s=step.bound_s + buffers + wait,
         samples_per_s=network.workers * profile.batch_size * micro_batches / iteration if iteration > 0 else 0.0,
         breakdown=breakdown,
         bottleneck=_bottleneck(breakdown, single),
@@ -79,7 +79,7 @@ def predict(
         else None,
         peak_bytes=peak,
         extrapolated=extrapolated,
-        timeline=_shifted(course.timeline, buffers, profile.buffer_bytes),
+        timeline=_shifted(step.timeline, buffers, profile.buffer_bytes),
         notes=(*memory_notes, *notes),
     )
 
@@ -89,7 +89,7 @@ def _shifted(timeline: tuple[Span, ...], buffers: float, size: int) -> tuple[Spa
     if not timeline or not buffers:
         return timeline
     later = (Span(span.lane, span.name, span.start_s + buffers, span.end_s + buffers, span.bytes) for span in timeline)
-    return (Span("channel 0", "buffers", 0.0, buffers, size), *later)
+    return (Span("communicator 0", "buffers", 0.0, buffers, size), *later)
 
 
 def broadcast_s(network: Network, size: int) -> float:
@@ -103,12 +103,12 @@ def broadcast_s(network: Network, size: int) -> float:
         return float(network.broadcast.curve.time(size))
     curve = network.cost.isolated
     ratio = traffic("broadcast", "ring", network.workers) / traffic("all_reduce", "ring", network.workers)
-    return float(curve.startup(size)) / 2 + float(curve.work(size)) * ratio
+    return float(curve.latency(size)) / 2 + float(curve.work(size)) * ratio
 
 
 def _bottleneck(breakdown: Breakdown, single: float) -> str:
     parts = {
-        "startup": breakdown.startup_s,
+        "latency": breakdown.latency_s,
         "bandwidth": breakdown.bandwidth_s,
         "waiting": breakdown.waiting_s,
         "stragglers": breakdown.stragglers_s,
@@ -127,12 +127,12 @@ def _notes(
     if profile.analytic:
         notes.append(f"the profile {profile.name} is computed from shapes and peak rates, not measured")
     notes.extend(f"network {network.name}: {note}" for note in network.notes)
-    if plan.encoded and network.workers > 1:
+    if plan.compressed and network.workers > 1:
         notes.extend(remarks(profile, network, plan))
     if plan.workers is not None and plan.workers != network.workers:
         notes.append(f"the plan was made for {plan.workers} workers, this is {network.workers}")
     if plan.dynamic is None and (left := plan.missing(profile)):
-        notes.append(f"{len(left)} gradients are not in the plan and travel in one group behind it, from {left[0]}")
+        notes.append(f"{len(left)} gradients are not in the plan and travel in one bucket behind it, from {left[0]}")
     if network.moved_from is not None and network.workers > 1:
         extrapolated = True
         notes.append(
@@ -142,7 +142,7 @@ def _notes(
     points = (network.moved_from.all_reduce if network.moved_from else network.all_reduce).points
     if points and largest_bytes > points[-1][0]:
         extrapolated = True
-        notes.append(f"groups above {points[-1][0]} bytes lie beyond the largest message measured")
+        notes.append(f"buckets above {points[-1][0]} bytes lie beyond the largest message measured")
     if waits is not None and waits.extrapolated:
         extrapolated = True
         notes.append(

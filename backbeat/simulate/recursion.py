@@ -1,4 +1,4 @@
-"""One channel: every group starts when it is ready and the one before it is done."""
+"""One communicator: every bucket starts when it is ready and the one before it is done."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ if TYPE_CHECKING:
     from backbeat.cost import LinkCost
 
 
-def one_channel(schedule: Schedule, cost: LinkCost) -> Flow:
+def one_communicator(schedule: Schedule, cost: LinkCost) -> Flow:
     """F_k = max(R_k, F_(k-1)) + T(M_k); where back-to-back times were measured, max(R_k + T, F_(k-1) + T_busy).
 
-    Two groups of 1 MB, ready at 0 and 1 ms, each taking 1 ms + 1 ns/byte: the second waits for the first.
+    Two buckets of 1 MB, ready at 0 and 1 ms, each taking 1 ms + 1 ns/byte: the second waits for the first.
 
     >>> from backbeat.cost import Curve, LinkCost
     >>> two = Schedule(np.array([0.0, 1e-3]), np.array([1e6, 1e6]), [0, 0])
-    >>> one_channel(two, LinkCost(Curve.affine(1e-3, 1e-9), None, {})).finishes.tolist()
+    >>> one_communicator(two, LinkCost(Curve.affine(1e-3, 1e-9), None, {})).finishes.tolist()
     [0.002, 0.004]
     """
     alone = cost.time(schedule.sizes).tolist()

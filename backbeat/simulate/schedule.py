@@ -26,47 +26,48 @@ def running_sums(sizes: ArrayLike) -> NDArray[np.float64]:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Groups in launch order."""
+    """Buckets in launch order."""
 
     ready: NDArray[np.float64]
-    """When the last gradient of each group is ready, after backward starts."""
+    """When the last gradient of each bucket is ready, after backward starts."""
     sizes: NDArray[np.float64]
-    """Bytes of each group."""
-    channels: Sequence[int]
-    """Channel of each group."""
+    """Bytes of each bucket."""
+    communicators: Sequence[int]
+    """Communicator of each bucket."""
 
     @classmethod
-    def of_ends(cls, profile: Profile, ends: Sequence[int], channels: Sequence[int] | None = None) -> Schedule:
-        """Consecutive groups in ready order, given by where each ends (the index after its last gradient)."""
+    def of_ends(cls, profile: Profile, ends: Sequence[int], communicators: Sequence[int] | None = None) -> Schedule:
+        """Consecutive buckets in ready order, given by where each ends (the index after its last gradient)."""
         sums = running_sums(profile.sizes)
         stops = np.asarray(ends, dtype=np.intp)
         starts = np.concatenate([[0], stops[:-1]])
-        return cls(profile.ready[stops - 1], sums[stops] - sums[starts], channels or [0] * len(stops))
+        return cls(profile.ready[stops - 1], sums[stops] - sums[starts], communicators or [0] * len(stops))
 
     @classmethod
     def of_plan(cls, profile: Profile, plan: Plan) -> tuple[Schedule, list[tuple[str, ...]]]:
-        """The plan's groups, and behind them what it does not name, as the drop-in sends it; and each group's names."""
+        """The plan's buckets, and behind them what it does not name, as the drop-in sends it; and each bucket's
+        names."""
         plan.check(profile)
-        groups = [(group.gradients, group.channel) for group in plan.groups]
+        buckets = [(bucket.gradients, bucket.communicator) for bucket in plan.buckets]
         missing = plan.missing(profile)
         if missing:
-            groups.append((tuple(missing), 0))
-        # Plain lists: most groups are small, and a numpy call costs more than adding a few numbers.
+            buckets.append((tuple(missing), 0))
+        # Plain lists: most buckets are small, and a numpy call costs more than adding a few numbers.
         place, ready, sizes = profile.index, profile.ready.tolist(), profile.sizes.tolist()
-        members = [[place[name] for name in names] for names, _ in groups]
+        members = [[place[name] for name in names] for names, _ in buckets]
         return (
             cls(
                 np.array([ready[max(indices)] for indices in members]),
                 np.array([sum([sizes[index] for index in indices]) for indices in members]),
-                [channel for _, channel in groups],
+                [communicator for _, communicator in buckets],
             ),
-            [names for names, _ in groups],
+            [names for names, _ in buckets],
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Flow:
-    """When each group starts on its channel, reaches the link, and is done, after backward starts."""
+    """When each bucket starts on its communicator, reaches the link, and is done, after backward starts."""
 
     starts: NDArray[np.float64]
     on_link: NDArray[np.float64]

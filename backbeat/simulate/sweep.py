@@ -1,4 +1,4 @@
-"""Many worker counts at once: the scaling curve, its knee, and what to do about it."""
+"""Many worker counts at once: the scaling curve and its knee."""
 
 from __future__ import annotations
 
@@ -31,15 +31,3 @@ def knee(curve: Sequence[Prediction]) -> Prediction | None:
             return previous or point
         previous = point
     return None
-
-
-ADVICE = {
-    "compute": "communication is hidden behind computation: nothing to gain from the network",
-    "bandwidth": "the link: more bytes than fit behind backward at its speed. A faster network, fewer bytes "
-    "(bf16 on the wire) or more computation per step (larger batch, accumulation) help; regrouping does little",
-    "startup": "message startup: too many small messages in a row. Fewer, larger groups help, or several channels",
-    "waiting": "late gradients: communication is held back until the last gradients are ready. "
-    "Smaller groups at the end help, or hiding it behind the next forward",
-    "stragglers": "the slowest worker: steps wait for it. Steadier workers help, the schedule does not",
-    "buffers": "buffer broadcasts before forward: `broadcast_buffers=False` or frozen statistics help",
-}

@@ -54,7 +54,7 @@ def test_enough_memory_is_said_too(profile: Path) -> None:
 def test_a_density_makes_a_sparse_plan(profile: Path) -> None:
     data = answer("plan", str(profile), "1gbe", "--density", "0.01", "--memory", "3GB")
     assert data["strategy"] == "sparse"
-    assert {group["encoding"]["density"] for group in data["groups"] if "encoding" in group} == {0.01}
+    assert {bucket["compression"]["density"] for bucket in data["buckets"] if "compression" in bucket} == {0.01}
     assert data["memory"]["budget_bytes"] == 3 * GB
 
 

@@ -1,4 +1,4 @@
-"""One collective: the curve, its slope, startup and work."""
+"""One collective: the curve, its slope, latency and work."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from backbeat.cost.curve import Curve
 from backbeat.cost.fit import relative_line
 from backbeat.model import CollectiveTimes, ConcurrencyPoint, Network
 from backbeat.simulate.engine import simulate
-from backbeat.simulate.recursion import one_channel
+from backbeat.simulate.recursion import one_communicator
 from backbeat.simulate.schedule import Schedule
 from tests.problems import affine, curve, networks
 
@@ -21,7 +21,7 @@ SIZES = np.array([0, 1, 100, 1024, 5000, 2**20, 3 * 2**20, 2**30], dtype=float)
 def test_affine_is_exact() -> None:
     cost = affine(1e-3, 2e-9).cost
     assert cost.time(SIZES) == pytest.approx(1e-3 + 2e-9 * SIZES)
-    assert cost.isolated.startup(SIZES) == pytest.approx(np.full(len(SIZES), 1e-3))
+    assert cost.isolated.latency(SIZES) == pytest.approx(np.full(len(SIZES), 1e-3))
     assert cost.isolated.line == (1e-3, 2e-9)
 
 
@@ -32,9 +32,9 @@ def test_a_measured_curve_is_flat_below_linear_between_and_sloped_beyond() -> No
     assert float(cost.time(10)) == 1e-4
     assert float(cost.time((1024 + 2**20) / 2)) == pytest.approx(5.5e-4)
     assert float(cost.time(2**23)) == pytest.approx(4e-3 + slope * 2**22)
-    # Bandwidth-bound points have no startup left; the smallest message is startup but for its bytes.
-    assert float(cost.startup(2**21)) == pytest.approx(0, abs=1e-9)
-    assert float(cost.startup(1024)) == pytest.approx(1e-4 - slope * 1024)
+    # Bandwidth-bound points have no latency left; the smallest message is latency but for its bytes.
+    assert float(cost.latency(2**21)) == pytest.approx(0, abs=1e-9)
+    assert float(cost.latency(1024)) == pytest.approx(1e-4 - slope * 1024)
 
 
 def test_the_slope_comes_from_points_of_a_mebibyte_and_more() -> None:
@@ -49,13 +49,13 @@ def test_cost_rises_with_size_and_splits_without_remainder(network: object) -> N
     sizes = np.sort(np.concatenate([SIZES, np.geomspace(1, 1e9, 50)]))
     assert (np.diff(cost.time(sizes)) >= -1e-15).all()
     assert (np.diff(cost.busy_time(sizes)) >= -1e-15).all()
-    startup, startup_busy, work = cost.split(sizes)
-    assert startup + work == pytest.approx(cost.time(sizes))
-    assert startup_busy + work == pytest.approx(cost.busy_time(sizes))
-    for part in (startup_busy, work):
+    latency, latency_busy, work = cost.split(sizes)
+    assert latency + work == pytest.approx(cost.time(sizes))
+    assert latency_busy + work == pytest.approx(cost.busy_time(sizes))
+    for part in (latency_busy, work):
         assert (part >= -1e-12).all()
     # An isolated message is faster than the link only where messages in a row were measured and are not.
-    assert ((startup >= -1e-12) | (cost.time(sizes) < cost.busy_time(sizes) + 1e-12)).all()
+    assert ((latency >= -1e-12) | (cost.time(sizes) < cost.busy_time(sizes) + 1e-12)).all()
 
 
 @given(networks(), st.floats(1, 1e8), st.floats(1, 1e8))
@@ -64,8 +64,8 @@ def test_the_cheapest_message_is_nowhere_beaten(network: object, one: float, two
     low, high = min(one, two), max(one, two)
     least_startup, least_per_byte = cost.cheapest(low, high)
     sizes = np.geomspace(low, high, 400)
-    startup, _, work = cost.split(sizes)
-    assert np.maximum(startup, 0.0).min() >= least_startup * (1 - 1e-9) - 1e-12
+    latency, _, work = cost.split(sizes)
+    assert np.maximum(latency, 0.0).min() >= least_startup * (1 - 1e-9) - 1e-12
     assert (np.minimum(work, cost.time(sizes)) / sizes).min() >= least_per_byte * (1 - 1e-9)
 
 
@@ -78,7 +78,7 @@ def test_a_line_is_fitted_back(alpha: float, beta: float) -> None:
 
 
 def test_on_a_slow_link_the_slope_comes_from_the_largest_points() -> None:
-    # 8 Mbit/s: every point is far below 1 MiB, and startup hides the slope of the small ones.
+    # 8 Mbit/s: every point is far below 1 MiB, and latency hides the slope of the small ones.
     points = [(64, 9e-3), (1024, 9e-3), (4096, 9e-3), (65536, 65536e-6), (131072, 131072e-6), (262144, 262144e-6)]
     cost = Curve.through(tuple(points))
     assert cost.gradient_s_per_byte == pytest.approx(1e-6)
@@ -99,7 +99,7 @@ def test_a_head_start_on_an_idle_link_is_not_bandwidth() -> None:
         name="shaped",
         workers=4,
         all_reduce=CollectiveTimes(points=points),
-        concurrency=(ConcurrencyPoint(bytes=500_000, messages=9, channels=1, seconds=0.3e-3 + 8 * 0.5e-3),),
+        concurrency=(ConcurrencyPoint(bytes=500_000, messages=9, communicators=1, seconds=0.3e-3 + 8 * 0.5e-3),),
     ).cost
     assert float(cost.work(500_000)) == pytest.approx(0.5e-3, rel=1e-6)
     both = Schedule(np.zeros(20), np.full(20, 5e5), [0, 1] * 10)
@@ -107,8 +107,8 @@ def test_a_head_start_on_an_idle_link_is_not_bandwidth() -> None:
     assert simulate(both, cost).end_s == pytest.approx(0.3e-3 + 19 * 0.5e-3, rel=1e-3)
     alone = Schedule(np.arange(3) * 1e-2, np.full(3, 5e5), [0, 1, 0])
     assert simulate(alone, cost).finishes == pytest.approx(alone.ready + 0.3e-3)
-    # On one channel the head start is as long as the link was idle, as the recursion has it.
+    # On one communicator the head start is as long as the link was idle, as the recursion has it.
     gaps = Schedule(np.array([0.0, 0.35e-3, 0.95e-3, 5e-3]), np.full(4, 5e5), [0] * 4)
-    expected, found = one_channel(gaps, cost), simulate(gaps, cost)
+    expected, found = one_communicator(gaps, cost), simulate(gaps, cost)
     for field in ("starts", "on_link", "finishes"):
         assert getattr(found, field) == pytest.approx(getattr(expected, field), rel=1e-9)

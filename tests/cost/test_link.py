@@ -1,4 +1,4 @@
-"""Several messages: back to back on one channel, at once on several."""
+"""Several messages: back to back on one communicator, at once on several."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from tests.problems import affine, curve
 MEGABYTE = 10**6
 
 
-def row(seconds: float, messages: int, channels: int, size: int = MEGABYTE) -> ConcurrencyPoint:
-    return ConcurrencyPoint(bytes=size, messages=messages, channels=channels, seconds=seconds)
+def row(seconds: float, messages: int, communicators: int, size: int = MEGABYTE) -> ConcurrencyPoint:
+    return ConcurrencyPoint(bytes=size, messages=messages, communicators=communicators, seconds=seconds)
 
 
 def test_back_to_back_rows_give_the_time_each_further_message_adds() -> None:
@@ -28,12 +28,12 @@ def test_back_to_back_rows_give_the_time_each_further_message_adds() -> None:
 
 
 @given(st.sampled_from([2, 3, 4]), st.floats(0.3, 2.0), st.integers(1, 5))
-def test_efficiency_is_fitted_back(channels: int, efficiency: float, rounds: int) -> None:
-    seconds = rounds * (1e-3 + channels * 1e-3 / efficiency)
-    cost = affine(1e-3, 1e-9, concurrency=(row(seconds, rounds * channels, channels),)).cost
-    assert cost.efficiency(channels) == pytest.approx(min(efficiency, channels))
-    assert cost.batch_s(MEGABYTE, rounds * channels, channels) == pytest.approx(
-        rounds * (1e-3 + channels * 1e-3 / min(efficiency, channels))
+def test_efficiency_is_fitted_back(communicators: int, efficiency: float, rounds: int) -> None:
+    seconds = rounds * (1e-3 + communicators * 1e-3 / efficiency)
+    cost = affine(1e-3, 1e-9, concurrency=(row(seconds, rounds * communicators, communicators),)).cost
+    assert cost.efficiency(communicators) == pytest.approx(min(efficiency, communicators))
+    assert cost.batch_s(MEGABYTE, rounds * communicators, communicators) == pytest.approx(
+        rounds * (1e-3 + communicators * 1e-3 / min(efficiency, communicators))
     )
 
 
@@ -47,18 +47,18 @@ def test_the_nearest_measured_count_speaks_for_the_others() -> None:
 
 @given(st.sampled_from([2, 4]), st.floats(0.4, 1.9), st.floats(1.0, 2.0))
 def test_startups_that_slow_each_other_down_are_told_from_a_contended_link(
-    channels: int, efficiency: float, stretch: float
+    communicators: int, efficiency: float, stretch: float
 ) -> None:
     rows = tuple(
-        row(stretch * 1e-3 + channels * 1e-9 * size / efficiency, channels, channels, size)
+        row(stretch * 1e-3 + communicators * 1e-9 * size / efficiency, communicators, communicators, size)
         for size in (1000, MEGABYTE, 20 * MEGABYTE)
     )
     cost = affine(1e-3, 1e-9, concurrency=rows).cost
-    assert cost.efficiency(channels) == pytest.approx(efficiency, rel=1e-6)
-    assert cost.stretch(channels) == pytest.approx(stretch, rel=1e-6)
+    assert cost.efficiency(communicators) == pytest.approx(efficiency, rel=1e-6)
+    assert cost.stretch(communicators) == pytest.approx(stretch, rel=1e-6)
     assert cost.stretch(1) == 1.0
     for point in rows:
-        assert cost.batch_s(point.bytes, point.messages, point.channels) == pytest.approx(point.seconds)
+        assert cost.batch_s(point.bytes, point.messages, point.communicators) == pytest.approx(point.seconds)
 
 
 def test_a_count_measured_without_slowdown_is_not_given_another_ones() -> None:
@@ -71,24 +71,24 @@ def test_a_count_measured_without_slowdown_is_not_given_another_ones() -> None:
 
 
 @given(st.dictionaries(st.integers(2, 12), st.floats(0.3, 2.0)), st.integers(1, 15))
-def test_the_best_efficiency_is_that_of_the_best_count(efficiencies: dict[int, float], channels: int) -> None:
+def test_the_best_efficiency_is_that_of_the_best_count(efficiencies: dict[int, float], communicators: int) -> None:
     cost = LinkCost(Curve.affine(0, 1e-9), None, efficiencies)
-    assert cost.best_efficiency(channels) == max(cost.efficiency(n) for n in range(1, channels + 1))
+    assert cost.best_efficiency(communicators) == max(cost.efficiency(n) for n in range(1, communicators + 1))
     assert cost.best_efficiency(10**15) >= 1.0
 
 
 @given(st.sampled_from([(8, 2), (5, 2), (3, 2), (2, 4), (7, 3), (9, 4), (11, 4)]), st.floats(0.5, 1.8))
 def test_efficiency_is_fitted_to_what_the_engine_would_measure(batch: tuple[int, int], efficiency: float) -> None:
-    messages, channels = batch
+    messages, communicators = batch
     sharing = min(batch)
     schedule = Schedule(
-        np.zeros(messages), np.full(messages, 4.0 * MEGABYTE), [place % channels for place in range(messages)]
+        np.zeros(messages), np.full(messages, 4.0 * MEGABYTE), [place % communicators for place in range(messages)]
     )
     truth = LinkCost(Curve.affine(1e-3, 1e-9), None, {sharing: efficiency})
     seconds = simulate(schedule, truth).end_s
-    cost = affine(1e-3, 1e-9, concurrency=(row(seconds, messages, channels, 4 * MEGABYTE),)).cost
+    cost = affine(1e-3, 1e-9, concurrency=(row(seconds, messages, communicators, 4 * MEGABYTE),)).cost
     assert cost.efficiency(sharing) == pytest.approx(efficiency, rel=1e-6)
-    assert cost.batch_s(4 * MEGABYTE, messages, channels) == pytest.approx(seconds)
+    assert cost.batch_s(4 * MEGABYTE, messages, communicators) == pytest.approx(seconds)
 
 
 def test_beyond_the_largest_size_measured_back_to_back_the_saving_stays_what_it_was() -> None:
@@ -99,16 +99,16 @@ def test_beyond_the_largest_size_measured_back_to_back_the_saving_stays_what_it_
 
 def test_startups_that_hide_behind_transfers_are_not_taken_for_a_wider_link() -> None:
     """Small batches that end as soon as the link has carried them; large ones that share it and nothing more."""
-    startup_s, per_byte = 0.1e-3, 1e-9
-    hidden = [row(startup_s + 8 * size * per_byte, 8, 2, size) for size in (2**16, 2**18)]
-    large = [row(startup_s * 4 + 8 * size * per_byte, 8, 2, size) for size in (2**22, 2**24)]
-    cost = affine(startup_s, per_byte, concurrency=(*hidden, *large)).cost
+    latency_s, per_byte = 0.1e-3, 1e-9
+    hidden = [row(latency_s + 8 * size * per_byte, 8, 2, size) for size in (2**16, 2**18)]
+    large = [row(latency_s * 4 + 8 * size * per_byte, 8, 2, size) for size in (2**22, 2**24)]
+    cost = affine(latency_s, per_byte, concurrency=(*hidden, *large)).cost
     assert cost.efficiency(2) == pytest.approx(1.0, rel=0.01)
 
 
 @given(st.floats(0.4, 0.95), st.floats(1.0, 2.0))
 def test_a_head_start_is_not_stretched_as_startups_are(alone: float, stretch: float) -> None:
-    """Large messages that find the link idle take less than its rate says, small ones little but their startup."""
+    """Large messages that find the link idle take less than its rate says, small ones little but their latency."""
     large = 20 * MEGABYTE
     isolated = Curve([1000, large], [1e-3, alone * large * 1e-9], 1e-9)
     busy = Curve([1000, large], [1e-3, large * 1e-9], 1e-9)
@@ -140,4 +140,4 @@ def test_whatever_was_measured_the_fit_is_a_number(times: list[float], rows: lis
     cost = curve(list(zip(sizes, times, strict=True)), concurrency=tuple(rows)).cost
     assert all(0 < efficiency < np.inf for efficiency in cost.efficiencies.values())
     assert all(1 <= stretch < np.inf for stretch in cost.stretches.values())
-    assert all(np.isfinite(cost.batch_s(point.bytes, point.messages, point.channels)) for point in rows)
+    assert all(np.isfinite(cost.batch_s(point.bytes, point.messages, point.communicators)) for point in rows)

@@ -19,9 +19,9 @@ POINTS = [(1024, 1e-4), (65536, 2e-4), (2**20, 1.6e-3), (2**24, 2.5e-2), (2**26,
 @pytest.mark.parametrize(("old", "new"), [(8, 16), (8, 4), (4, 2048), (2, 3)])
 def test_a_ring_grows_by_hops_and_traffic(old: int, new: int) -> None:
     there = affine(1e-3, 1e-9, workers=old, topology=Topology(algorithm="ring")).at(workers=new)
-    startup = 1e-3 * (new - 1) / (old - 1)
+    latency = 1e-3 * (new - 1) / (old - 1)
     slope = 1e-9 * ((new - 1) / new) / ((old - 1) / old)
-    assert there.cost.time(SIZES) == pytest.approx(startup + slope * SIZES)
+    assert there.cost.time(SIZES) == pytest.approx(latency + slope * SIZES)
     assert there.workers == new
 
 
@@ -40,9 +40,9 @@ def test_halving_doubling_has_a_trees_startup_and_a_rings_traffic() -> None:
 def test_auto_takes_the_cheaper_at_every_size(base: Network, workers: int) -> None:
     there = base.at(workers=workers).cost
     sizes = SIZES[3:]  # below the first measured point a curve is flat, before and after moving
-    startup, work = base.cost.isolated.startup(sizes), base.cost.isolated.work(sizes)
-    ring = startup * (workers - 1) / 7 + work * ((workers - 1) / workers) / (7 / 8)
-    tree = startup * np.log2(workers) / 3 + work * 8 / 7
+    latency, work = base.cost.isolated.latency(sizes), base.cost.isolated.work(sizes)
+    ring = latency * (workers - 1) / 7 + work * ((workers - 1) / workers) / (7 / 8)
+    tree = latency * np.log2(workers) / 3 + work * 8 / 7
     assert there.time(sizes) == pytest.approx(np.minimum(ring, tree), rel=2e-3)
 
 
@@ -73,7 +73,9 @@ def test_moved_networks_are_sound(network: Network, workers: int) -> None:
 
 
 def test_contention_is_carried_along() -> None:
-    rows = tuple(ConcurrencyPoint(bytes=2**22, messages=2, channels=k, seconds=s) for k, s in ((1, 0.0125), (2, 0.009)))
+    rows = tuple(
+        ConcurrencyPoint(bytes=2**22, messages=2, communicators=k, seconds=s) for k, s in ((1, 0.0125), (2, 0.009))
+    )
     base = curve(POINTS, concurrency=rows)
     there = base.at(workers=128)
     assert there.cost.efficiency(2) == pytest.approx(base.cost.efficiency(2), rel=1e-2)
@@ -102,14 +104,14 @@ def test_closed_forms() -> None:
 
 
 def test_rows_of_a_cost_that_is_zero_are_kept() -> None:
-    rows = tuple(ConcurrencyPoint(bytes=1000, messages=4, channels=k, seconds=0.0) for k in (1, 2))
+    rows = tuple(ConcurrencyPoint(bytes=1000, messages=4, communicators=k, seconds=0.0) for k in (1, 2))
     assert affine(0.0, 0.0, concurrency=rows).at(workers=64).concurrency == rows
     partly = curve([(2000, 0.0), (2**20, 1e-3), (2**22, 4e-3)], concurrency=(*rows, row_at(2**20)))
     assert partly.at(workers=64).cost.busy is not None
 
 
 def row_at(size: int) -> ConcurrencyPoint:
-    return ConcurrencyPoint(bytes=size, messages=4, channels=1, seconds=5e-3)
+    return ConcurrencyPoint(bytes=size, messages=4, communicators=1, seconds=5e-3)
 
 
 def test_a_number_of_workers_nobody_has_is_refused() -> None:

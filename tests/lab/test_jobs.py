@@ -22,27 +22,27 @@ from tests.lab.cases import network, profile
 
 def test_a_job_carries_every_byte_and_the_ready_time_of_each_groups_last_gradient():
     (choice,) = plans.parse(["equal:3"])
-    job = job_of("x", profile(), plans.build(choice, profile(), network()))
-    assert job.bytes == profile().total_bytes
+    job = job_of(profile(), plans.build(choice, profile(), network()))
+    assert sum(message.bytes for message in job.messages) == profile().total_bytes
     assert [message.ready_s for message in job.messages] == [profile().gradients[place].ready_s for place in (1, 3, 5)]
 
 
 @given(st.integers(1, 12), st.integers(0, 2**20), st.floats(1e-5, 1e-2), st.floats(1e-10, 1e-7))
-def test_a_decoupled_job_played_by_the_model_takes_the_predicted_period(gradients, size, startup_s, slope):
+def test_a_decoupled_job_played_by_the_model_takes_the_predicted_period(gradients, size, latency_s, slope):
     """The replay does what the simulation simulates, so that a difference is the network's."""
-    costs = CollectiveTimes(alpha_s=startup_s, beta_s_per_byte=slope)
+    costs = CollectiveTimes(alpha_s=latency_s, beta_s_per_byte=slope)
     cluster = Network(name="n", workers=2, all_reduce=costs, all_gather=costs, reduce_scatter=costs)
     model = profile(gradients, size=size)
     (choice,) = plans.parse(["decoupled"])
     plan = plans.build(choice, model, cluster)
-    job = job_of("x", model, plan)
+    job = job_of(model, plan)
     assert job.decoupled
-    assert job.bytes == sum(job.gathers) == model.total_bytes
+    assert sum(message.bytes for message in job.messages) == sum(job.gathers) == model.total_bytes
     free, arrivals = 0.0, []
     for message in job.messages:
-        free = max(free, message.ready_s) + startup_s + slope * message.bytes
+        free = max(free, message.ready_s) + latency_s + slope * message.bytes
     for gathered in job.gathers:
-        free += startup_s + slope * gathered
+        free += latency_s + slope * gathered
         arrivals.append(free)
     now = job.backward_s
     for layer in job.layers:
@@ -51,7 +51,7 @@ def test_a_decoupled_job_played_by_the_model_takes_the_predicted_period(gradient
 
 
 def test_compute_alone_sends_nothing():
-    assert compute_of(profile()).bytes == 0
+    assert compute_of(profile()).messages == ()
 
 
 @given(st.lists(st.floats(1e-4, 10), min_size=1, max_size=12), st.floats(0.1, 10))

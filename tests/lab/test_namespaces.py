@@ -11,7 +11,7 @@ import pytest
 from backbeat.errors import InputError, MissingPartError
 from backbeat.lab import runs
 from backbeat.lab.namespaces import Cluster, Link
-from backbeat.lab.runs import Run
+from backbeat.lab.runs import LabRun
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux" or os.geteuid() != 0, reason="network namespaces need Linux and root"
@@ -36,30 +36,30 @@ def child(code: str) -> subprocess.Popen[str]:
 HOLD = """
 import sys
 from backbeat.lab.namespaces import Cluster, Link
-from backbeat.lab.runs import Run
-with Run() as run, Cluster(run, [Link(rate_bits=1e8)] * 2):
+from backbeat.lab.runs import LabRun
+with LabRun() as run, Cluster(run, [Link(rate_bits=1e8)] * 2):
     print(run.name, flush=True)
     sys.stdin.read()
 """
 
 
 def test_a_lab_has_a_namespace_for_each_node_and_one_for_the_switch_and_leaves_none():
-    with Run() as run, Cluster(run, [LINK] * 3):
+    with LabRun() as run, Cluster(run, [LINK] * 3):
         assert of(run.name) == {f"{run.name}-{part}" for part in ("0", "1", "2", "hub")}
     assert of(run.name) == set()
     assert not run.folder.exists()
 
 
 def test_two_labs_live_side_by_side():
-    with Run() as first, Cluster(first, [LINK] * 2):
-        with Run() as second, Cluster(second, [LINK] * 2):
+    with LabRun() as first, Cluster(first, [LINK] * 2):
+        with LabRun() as second, Cluster(second, [LINK] * 2):
             assert len(of(first.name)) == len(of(second.name)) == 3
         assert len(of(first.name)) == 3
         assert of(second.name) == set()
 
 
 def test_an_error_inside_takes_everything_down():
-    with pytest.raises(RuntimeError), Run() as run, Cluster(run, [LINK] * 2):
+    with pytest.raises(RuntimeError), LabRun() as run, Cluster(run, [LINK] * 2):
         raise RuntimeError
     assert of(run.name) == set()
 
@@ -69,7 +69,7 @@ def test_nodes_see_only_loopback_and_their_own_link():
         "import os, sys; from backbeat.lab.namespaces import enter; enter(sys.argv[1]); "
         "print(sorted(os.listdir('/proc/sys/net/ipv4/conf')))"
     )
-    with Run() as run, Cluster(run, [LINK] * 2) as cluster:
+    with LabRun() as run, Cluster(run, [LINK] * 2) as cluster:
         shown = subprocess.run(
             [sys.executable, "-c", code, cluster.namespace(1)], capture_output=True, text=True, timeout=60, check=True
         )
@@ -93,7 +93,7 @@ for one in sorted(Path("/sys/class/net").glob("*/queues/rx-*/rps_cpus")):
     not Path("/sys/class/net/lo/queues/rx-0/rps_cpus").exists(), reason="this kernel has no receive packet steering"
 )
 def test_every_interface_steers_a_connection_to_one_core():
-    with Run() as run, Cluster(run, [LINK] * 2) as cluster:
+    with LabRun() as run, Cluster(run, [LINK] * 2) as cluster:
         for namespace, expected in ((cluster.namespace(0), "eth0"), (f"{run.name}-hub", "node1")):
             shown = subprocess.run(
                 [sys.executable, "-c", STEERING, namespace], capture_output=True, text=True, timeout=60, check=True
@@ -129,7 +129,7 @@ print(disturbances()["retransmitted"], flush=True)
 
 def test_packets_of_a_connection_stay_in_order():
     """Three nodes send 100 MB each in a ring; without steering, some of it is sent again in most such runs."""
-    with Run() as run, Cluster(run, [Link(rate_bits=5e9)] * 3) as cluster:
+    with LabRun() as run, Cluster(run, [Link(rate_bits=5e9)] * 3) as cluster:
         nodes = [
             subprocess.Popen(
                 [
@@ -159,7 +159,7 @@ def test_a_killed_lab_is_swept_by_the_next_one_and_a_living_one_is_not():
         killed.kill()
         killed.wait(60)
         assert len(of(dead)) == 3
-        with Run() as run:
+        with LabRun() as run:
             assert dead in run.swept
             assert alive not in run.swept
         assert of(dead) == set()
@@ -174,7 +174,7 @@ def test_a_killed_lab_is_swept_by_the_next_one_and_a_living_one_is_not():
 
 def test_a_terminated_lab_cleans_up_after_itself():
     process = child(
-        HOLD.replace("with Run()", "from backbeat.lab.experiment import _orderly_end\nwith _orderly_end(), Run()")
+        HOLD.replace("with LabRun()", "from backbeat.lab.experiment import _orderly_end\nwith _orderly_end(), LabRun()")
     )
     name = process.stdout.readline().strip()
     process.terminate()
@@ -212,7 +212,7 @@ with opened(Setting(nodes=2, rate_bits=1e8), 1) as session:
 
 
 def test_one_node_is_no_lab():
-    with Run() as run, pytest.raises(InputError, match="nodes is 1"):
+    with LabRun() as run, pytest.raises(InputError, match="nodes is 1"):
         Cluster(run, [LINK])
 
 
@@ -220,7 +220,7 @@ def test_a_delay_works_or_says_that_the_kernel_has_no_netem():
     slow = Link(rate_bits=1e8, delay_s=1e-3, jitter_s=1e-4)
     refusal = ""
     try:
-        with Run() as run, Cluster(run, [slow] * 2):
+        with LabRun() as run, Cluster(run, [slow] * 2):
             assert len(of(run.name)) == 3
     except MissingPartError as error:
         refusal = str(error)
@@ -234,9 +234,9 @@ def test_nodes_send_as_a_cluster_would(tmp_path: Path) -> None:
 import sys
 from pathlib import Path
 from backbeat.lab.namespaces import Cluster, Link, enter
-from backbeat.lab.runs import Run
+from backbeat.lab.runs import LabRun
 link = Link(rate_bits=1e10)
-with Run() as run, Cluster(run, [link] * 2) as cluster:
+with LabRun() as run, Cluster(run, [link] * 2) as cluster:
     enter(cluster.namespace(1))
     folder = Path("/proc/sys/net/ipv4")
     print(folder.joinpath("tcp_congestion_control").read_text().strip())

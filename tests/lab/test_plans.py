@@ -27,8 +27,8 @@ def test_stock_ddp_on_gloo_needs_no_channels_of_its_own():
     (ddp,) = plans.parse(["ddp"])
     assert ddp.stock("gloo")
     assert not ddp.stock("nccl")
-    assert plans.build(ddp, profile(), network(backend="gloo")).channels == 2
-    assert plans.build(ddp, profile(), network(backend="nccl")).channels == 1
+    assert plans.build(ddp, profile(), network(backend="gloo")).communicators == 2
+    assert plans.build(ddp, profile(), network(backend="nccl")).communicators == 1
 
 
 def test_horovod_is_replayed_as_the_groups_its_simulation_formed():
@@ -38,13 +38,13 @@ def test_horovod_is_replayed_as_the_groups_its_simulation_formed():
     assert made.missing(profile()) == []
 
 
-@given(kind=st.sampled_from(["random", "equal"]), groups=st.integers(1, 40), gradients=st.integers(1, 30))
-def test_groupings_cover_every_gradient_once_and_are_the_same_each_time(kind, groups, gradients):
+@given(kind=st.sampled_from(["random", "equal"]), buckets=st.integers(1, 40), gradients=st.integers(1, 30))
+def test_groupings_cover_every_gradient_once_and_are_the_same_each_time(kind, buckets, gradients):
     one = profile(gradients)
-    (choice,) = plans.parse([f"{kind}:{groups}"])
+    (choice,) = plans.parse([f"{kind}:{buckets}"])
     made = plans.build(choice, one, network())
     assert made.missing(one) == []
-    assert len(made.groups) <= min(groups, gradients)
+    assert len(made.buckets) <= min(buckets, gradients)
     assert made == plans.build(choice, one, network())
 
 
@@ -56,6 +56,6 @@ def test_a_plan_survives_its_shorthand(name, gradients):
     one = profile(gradients)
     (choice,) = plans.parse([name])
     made = plans.build(choice, one, network())
-    back = plans.from_shorthand(plans.shorthand(made), one, name, made.channels, 4)
-    assert [group.gradients for group in back.groups] == [group.gradients for group in made.groups]
+    back = plans.from_shorthand(plans.shorthand(made), one, name, made.communicators, 4)
+    assert [bucket.gradients for bucket in back.buckets] == [bucket.gradients for bucket in made.buckets]
     assert predict(one, network(), back).iteration_s == predict(one, network(), made).iteration_s

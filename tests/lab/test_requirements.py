@@ -7,9 +7,6 @@ import pytest
 
 from backbeat.errors import InputError, MissingPartError
 from backbeat.lab import requirements
-from backbeat.lab.plans import parse
-from backbeat.lab.setting import Setting
-from backbeat.lab.validate import allowed
 
 
 @pytest.fixture
@@ -61,13 +58,3 @@ def test_a_missing_mps_daemon_points_to_gloo(complete):
     complete.setattr(requirements, "find_control", lambda: None)
     with pytest.raises(MissingPartError, match="--backend gloo"):
         requirements.check("nccl")
-
-
-def test_two_channels_on_many_nccl_nodes_are_left_out_where_cores_are_few(complete):
-    complete.setattr(os, "cpu_count", lambda: 16)
-    said: list[str] = []
-    choices = parse(["wfbp", "best/2"])
-    four, eight = (Setting(nodes=nodes, rate_bits=1e10, backend="nccl") for nodes in (4, 8))
-    assert allowed(choices, four, said.append) == choices
-    assert [choice.name for choice in allowed(choices, eight, said.append)] == ["wfbp"]
-    assert "best/2" in said[0]

@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch", reason="needs PyTorch")
 
 from backbeat.lab.jobs import Turn  # noqa: E402
 from backbeat.lab.train import WARM_UP, profile_here, train  # noqa: E402
-from backbeat.model import Group, MemoryPlan, Plan, Profile, Segment  # noqa: E402
+from backbeat.model import Bucket, MemoryPlan, Plan, Profile, Segment  # noqa: E402
 from backbeat.model.files import decode  # noqa: E402
 
 HERE = torch.device("cpu")
@@ -54,8 +54,8 @@ def plan(*, action: str) -> Plan:
         strategy="single",
         model="stack",
         workers=1,
-        channels=1,
-        groups=(Group(gradients=tuple(names), channel=0),),
+        communicators=1,
+        buckets=(Bucket(gradients=tuple(names), communicator=0),),
         memory=MemoryPlan(segments=(Segment(blocks=("0", "1"), action=action),)),  # type: ignore[arg-type]
     )
 

@@ -13,11 +13,11 @@ from hypothesis import strategies as st  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention  # noqa: E402
 
+from backbeat.cost.roofline import DEVICES, Efficiency, OperatorWork, Roofline, roofline  # noqa: E402
 from backbeat.errors import InputError  # noqa: E402
 from backbeat.measure import profile  # noqa: E402
-from backbeat.measure.analytic import analytic_profile  # noqa: E402
-from backbeat.measure.factory import inspect_factory  # noqa: E402
-from backbeat.measure.roofline import DEVICES, Efficiency, Roofline, Work, roofline  # noqa: E402
+from backbeat.measure.model.analytic import analytic_profile  # noqa: E402
+from backbeat.measure.model.factory import inspect_factory  # noqa: E402
 
 WIDTH = 1024
 
@@ -156,10 +156,10 @@ def test_more_work_never_takes_less_time(
     device: str, flops: float, size: float, factor: float, half: bool, convolution: bool
 ) -> None:
     roof = Roofline(DEVICES[device], "fp32")
-    seconds = roof.seconds(Work(flops, size, half, convolution))
+    seconds = roof.seconds(OperatorWork(flops, size, half, convolution))
     assert seconds >= roof.efficiency.kernel_s
-    assert roof.seconds(Work(flops * factor, size * factor, half, convolution)) >= seconds
-    assert roof.seconds(Work(flops, size, True, convolution)) <= seconds
+    assert roof.seconds(OperatorWork(flops * factor, size * factor, half, convolution)) >= seconds
+    assert roof.seconds(OperatorWork(flops, size, True, convolution)) <= seconds
 
 
 def test_a_custom_gpu_overrides_a_known_one() -> None:

@@ -6,9 +6,9 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="calibration needs PyTorch")
 
-from backbeat.measure import bench as bench_module  # noqa: E402
-from backbeat.measure.bench import Bench, Case  # noqa: E402
-from backbeat.measure.spin import SpinRate  # noqa: E402
+from backbeat.comm.spin import SpinRate  # noqa: E402
+from backbeat.measure.network import bench as bench_module  # noqa: E402
+from backbeat.measure.network.bench import Bench, Case  # noqa: E402
 
 MESSAGE_S = 0.2e-3
 
@@ -54,7 +54,7 @@ class Done:
         pass
 
 
-class Channel:
+class Communicator:
     def __init__(self, paper: Paper) -> None:
         self.paper = paper
 
@@ -74,7 +74,7 @@ def test_a_slow_host_is_not_taken_for_a_slow_network(
     monkeypatch.setattr(bench_module, "time", paper)
     monkeypatch.setattr(bench_module, "spin_rate", lambda: SpinRate(1e9, 0.0))
     monkeypatch.setattr(SpinRate, "spin", lambda self, seconds: paper.queue(seconds) or seconds)
-    bench = Bench([Channel(paper)], rank=0, workers=2, device=torch.device("cpu"), timeout_s=1.0)  # type: ignore[list-item]
+    bench = Bench([Communicator(paper)], rank=0, workers=2, device=torch.device("cpu"), timeout_s=1.0)  # type: ignore[list-item]
     bench.device = torch.device("cuda")
     monkeypatch.setattr(bench, "_room", torch.zeros)
     # Tensors stay where they are; only the clock is the device's.

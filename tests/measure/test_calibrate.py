@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 pytest.importorskip("torch")
 
+from backbeat.cost.samples import Timing, summarise
 from backbeat.errors import InputError, MeasurementError
-from backbeat.measure.bench import Case
-from backbeat.measure.calibrate import (
+from backbeat.measure.network.bench import Case
+from backbeat.measure.network.calibration import (
     BATCH_SIZES,
     SIZES,
     _held_out,
@@ -23,8 +24,7 @@ from backbeat.measure.calibrate import (
     network_from,
     warnings,
 )
-from backbeat.measure.robust import Timing, summarise
-from backbeat.measure.schedule import FEWEST_REPEATS, REPEATS, Outcome, Series, doubling, measure
+from backbeat.measure.network.sampling import FEWEST_REPEATS, REPEATS, SamplingOutcome, Series, doubling, measure
 from backbeat.model import Network
 
 
@@ -53,17 +53,17 @@ class Cluster:
 
 def affine(alpha: float, beta: float) -> Callable[[Case], float]:
     def cost(case: Case) -> float:
-        rounds = -(-case.messages // case.channels)
+        rounds = -(-case.messages // case.communicators)
         return alpha * rounds + beta * case.bytes * case.messages
 
     return cost
 
 
-def run(cluster: Cluster, budget_s: float = 60.0, sizes: Sequence[int] = SIZES) -> Outcome:
+def run(cluster: Cluster, budget_s: float = 60.0, sizes: Sequence[int] = SIZES) -> SamplingOutcome:
     return measure(cluster, _series(list(sizes), [1, 2, 4], ()), budget_s, lambda what, share: None)
 
 
-def fitted(outcome: Outcome, **options: object) -> Network:
+def fitted(outcome: SamplingOutcome, **options: object) -> Network:
     return network_from(outcome.timings, name="known", workers=4, backend="nccl")
 
 
@@ -162,8 +162,10 @@ def test_jitter_is_reported() -> None:
 
 def test_channels_that_the_model_cannot_describe_are_reported() -> None:
     plain = affine(1e-3, 1e-9)
-    network = fitted(run(Cluster(lambda case: plain(case) * (4 if case.channels == 2 and case.bytes == 2**16 else 1))))
-    assert any("of 16 cases of several channels" in note for note in misfits(network))
+    network = fitted(
+        run(Cluster(lambda case: plain(case) * (4 if case.communicators == 2 and case.bytes == 2**16 else 1)))
+    )
+    assert any("of 16 cases of several communicators" in note for note in misfits(network))
     assert not misfits(fitted(run(Cluster(plain), budget_s=1e4)))
 
 
@@ -193,8 +195,8 @@ def test_one_size_is_no_curve() -> None:
         ({"budget_s": float("nan")}, "budget"),
         ({"sizes": [1024]}, "sizes"),
         ({"sizes": [0, 1024]}, "sizes"),
-        ({"channels": []}, "channels"),
-        ({"channels": [0]}, "channels"),
+        ({"communicators": []}, "communicators"),
+        ({"communicators": [0]}, "communicators"),
         ({"collectives": ["all_shout"]}, "all_shout"),
         ({}, "not initialised"),
     ],

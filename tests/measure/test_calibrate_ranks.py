@@ -21,7 +21,7 @@ RANK = """
 import os, sys
 from backbeat.cli import main
 if os.environ.get("DIES_AT") and os.environ["RANK"] == "1":
-    from backbeat.measure.bench import Bench
+    from backbeat.measure.network.bench import Bench
     real, seen = Bench.sample, []
     def sample(self, case):
         seen.append(case)
@@ -81,7 +81,18 @@ def ranks(
 
 @pytest.mark.parametrize("count", [2, 4])
 def test_ranks_write_one_network(count: int, tmp_path: Path) -> None:
-    small = ("--backend", "gloo", "--budget", "3s", "--sizes", "1KiB..16KiB", "--channels", "1,2", "--name", "loop")
+    small = (
+        "--backend",
+        "gloo",
+        "--budget",
+        "3s",
+        "--sizes",
+        "1KiB..16KiB",
+        "--communicators",
+        "1,2",
+        "--name",
+        "loop",
+    )
     results = ranks(count, "-o", "net.json", "--json", *small, folder=tmp_path)
     assert [result.returncode for result in results] == [0] * count, results[0].stderr
     network = Network.load(tmp_path / "net.json")
@@ -89,7 +100,7 @@ def test_ranks_write_one_network(count: int, tmp_path: Path) -> None:
     # Others lie between them where time jumps.
     measured = [size for size, _ in network.all_reduce.points or () if size & (size - 1) == 0]
     assert measured == [2**power for power in range(10, 15)][: len(measured)]
-    assert {row.channels for row in network.concurrency} <= {1, 2}
+    assert {row.communicators for row in network.concurrency} <= {1, 2}
     # A machine that is busy with other things may leave some out, but not without saying so.
     for name in ("all_gather", "reduce_scatter", "broadcast"):
         assert getattr(network, name) is not None or any(name in note for note in network.notes)
@@ -97,7 +108,9 @@ def test_ranks_write_one_network(count: int, tmp_path: Path) -> None:
     assert any("share one host" in note for note in network.notes)
     summary = json.loads(results[0].stdout)
     assert summary["workers"] == count
-    assert set(summary["efficiency"]) == {str(row.channels) for row in network.concurrency if row.channels > 1}
+    assert set(summary["efficiency"]) == {
+        str(row.communicators) for row in network.concurrency if row.communicators > 1
+    }
     assert [result.stdout for result in results[1:]] == [""] * (count - 1)
     assert list(tmp_path.iterdir()) == [tmp_path / "net.json"]
 
@@ -120,7 +133,7 @@ def test_a_rank_that_dies_stops_the_others(dies_at: int, tmp_path: Path) -> None
         (("-o", "net.json", "--budget", "soon"), "not a duration"),
         (("-o", "net.json", "--sizes", "1MB..1KB"), "range of sizes"),
         (("-o", "net.json", "--sizes", "1MB"), "two sizes"),
-        (("-o", "net.json", "--channels", "1,x"), "--channels"),
+        (("-o", "net.json", "--communicators", "1,x"), "--communicators"),
         (("-o", "net.json", "--backend", "pigeon"), "--backend"),
         (
             (

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 pytest.importorskip("torch", reason="calibration needs PyTorch")
 
 from backbeat.cost.curve import Curve
-from backbeat.measure.bench import Case
-from backbeat.measure.jumps import SHARE, closer, jumps
-from backbeat.measure.robust import summarise
-from backbeat.measure.schedule import SIZES
+from backbeat.cost.samples import summarise
+from backbeat.measure.network.bench import Case
+from backbeat.measure.network.jumps import SHARE, closer, jumps
+from backbeat.measure.network.sampling import SIZES
 
 BUDGET_S = 20.0
 

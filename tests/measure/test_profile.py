@@ -17,8 +17,9 @@ from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from backbeat import Profile  # noqa: E402
 from backbeat.errors import InputError, MeasurementError, MissingPartError  # noqa: E402
-from backbeat.measure import compression, profile  # noqa: E402
-from backbeat.measure.torch_profile import measure  # noqa: E402
+from backbeat.measure import profile  # noqa: E402
+from backbeat.measure.model.profiler import measure  # noqa: E402
+from backbeat.runtime.compressed import topk_speed as compression  # noqa: E402
 
 QUICK = {"iterations": 3, "warmup": 1}
 
@@ -347,14 +348,14 @@ def test_a_slow_host_is_not_taken_off_what_bytes_cost(monkeypatch: pytest.Monkey
     found = compression.compression_of(SimpleNamespace(device=torch.device("cuda")), 2**28)  # type: ignore[arg-type]
     assert found is not None
     assert found.s_per_byte == pytest.approx(1e-11, rel=1e-2)
-    assert found.s_per_group == pytest.approx(max(host_s, 5e-5 + 1e-11 * 2**19), rel=1e-2)
+    assert found.s_per_bucket == pytest.approx(max(host_s, 5e-5 + 1e-11 * 2**19), rel=1e-2)
 
 
 def test_the_cost_of_compression_is_measured() -> None:
     found = profile(nn.Linear(8, 4), torch.randn(4, 8), lambda model, batch: model(batch).sum(), iterations=2, warmup=1)
     assert found.compression_s_per_byte is not None
     assert found.compression_s_per_byte > 0
-    assert found.compression_s_per_group is not None
-    assert found.compression_s_per_group > 0
+    assert found.compression_s_per_bucket is not None
+    assert found.compression_s_per_bucket > 0
     # The host is the device here.
     assert (found.host_s, found.host_recompute_s) == (None, None)

@@ -40,7 +40,7 @@ def test_from_a_model_of_ones_own_to_a_plan(tmp_path: Path) -> None:
     assert predicted
     run("plan", profile, "10gbe", "-n", "16", "-o", plan)
     planned = json.loads(Path(plan).read_text())
-    travelling = [name for group in planned["groups"] for name in group["gradients"]]
+    travelling = [name for bucket in planned["buckets"] for name in bucket["gradients"]]
     assert sorted(travelling) == sorted(gradient["name"] for gradient in measured["gradients"])
     assert planned["workers"] == 16
 

@@ -16,7 +16,7 @@ from typer.testing import CliRunner  # noqa: E402
 from backbeat import Profile  # noqa: E402
 from backbeat.cli import app  # noqa: E402
 from backbeat.errors import InputError, MeasurementError, MissingPartError  # noqa: E402
-from backbeat.measure.factory import load, measure_factory  # noqa: E402
+from backbeat.measure.model.factory import load, measure_factory  # noqa: E402
 
 QUICK = {"iterations": 2, "warmup": 1, "device": "cpu"}
 

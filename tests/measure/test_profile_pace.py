@@ -13,12 +13,12 @@ from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 from torch import nn  # noqa: E402
 
-from backbeat.measure import clock as clock_module  # noqa: E402
-from backbeat.measure.clock import EventClock  # noqa: E402
-from backbeat.measure.figures import Figures, take  # noqa: E402
-from backbeat.measure.pace import Pace, _one_by_one  # noqa: E402
-from backbeat.measure.torch_profile import _pace_note  # noqa: E402
-from backbeat.measure.training import Training  # noqa: E402
+from backbeat.comm import clock as clock_module  # noqa: E402
+from backbeat.comm.clock import EventClock  # noqa: E402
+from backbeat.measure.model.observation import Figures, take  # noqa: E402
+from backbeat.measure.model.pace import Pace, _one_by_one  # noqa: E402
+from backbeat.measure.model.profiler import _pace_note  # noqa: E402
+from backbeat.measure.model.training_step import Training  # noqa: E402
 from backbeat.model import Block  # noqa: E402
 
 CPU = torch.device("cpu")

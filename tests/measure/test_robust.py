@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backbeat.measure.robust import monotone, quantile, summarise
+from backbeat.cost.samples import monotone, quantile, summarise
 
 times = st.lists(st.floats(1e-6, 10.0), min_size=1, max_size=40)
 

@@ -18,6 +18,6 @@ def _one_thread() -> Iterator[None]:
 @pytest.fixture
 def offload_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     """The models are small: every tensor counts as worth moving."""
-    from backbeat.memory import offload
+    from backbeat.runtime.memory import offload
 
     monkeypatch.setattr(offload, "SMALLEST_BYTES", 1)

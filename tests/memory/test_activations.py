@@ -17,9 +17,9 @@ from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 from torch import nn  # noqa: E402
 
-from backbeat.memory import apply, find_blocks  # noqa: E402
-from backbeat.memory.frames import Frame, Holder  # noqa: E402
 from backbeat.model import MemoryPlan  # noqa: E402
+from backbeat.runtime.memory import apply, find_blocks  # noqa: E402
+from backbeat.runtime.memory.recomputed_segments import Frame, Holder  # noqa: E402
 from tests.memory.memory_models import Layer, alone, loss_of, plan, resnet_case, transformer_case  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("offload_everything")

@@ -11,9 +11,9 @@ torch = pytest.importorskip("torch", reason="needs PyTorch")
 
 from torch import nn  # noqa: E402
 
-from backbeat.measure import chain  # noqa: E402
-from backbeat.memory import apply, block, find_blocks, observe  # noqa: E402
+from backbeat.measure.model import chain  # noqa: E402
 from backbeat.model import MemoryPlan, Segment  # noqa: E402
+from backbeat.runtime.memory import apply, block, find_blocks, observe  # noqa: E402
 from tests.memory.memory_models import Layer, SmallTransformer, resnet_case, transformer_case  # noqa: E402
 
 
@@ -132,7 +132,7 @@ def test_models_of_transformers(kind):
 @pytest.mark.parametrize("kind", TINY)
 @pytest.mark.parametrize(("action", "where"), [("recompute", "keep"), ("recompute", "offload"), ("offload", "keep")])
 def test_models_of_transformers_train_alike(kind, action, where, monkeypatch):
-    from backbeat.memory import offload
+    from backbeat.runtime.memory import offload
 
     monkeypatch.setattr(offload, "SMALLEST_BYTES", 1)
     model, batch = language_model(kind)

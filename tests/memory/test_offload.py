@@ -10,8 +10,8 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="needs PyTorch")
 
-from backbeat.memory.offload import Line, Tape, movable  # noqa: E402
-from backbeat.memory.pinned import HostPool  # noqa: E402
+from backbeat.runtime.memory.offload import Line, Tape, movable  # noqa: E402
+from backbeat.runtime.memory.pinned import HostPool  # noqa: E402
 
 
 def tensor(value: float = 1.0, size: int = 1024) -> torch.Tensor:

@@ -9,10 +9,10 @@ torch = pytest.importorskip("torch", reason="needs PyTorch")
 
 
 from backbeat.measure import profile  # noqa: E402
-from backbeat.measure.blocks import _BackwardBorders  # noqa: E402
-from backbeat.memory import apply, find_blocks  # noqa: E402
+from backbeat.measure.model.chain_costs import _BackwardBorders  # noqa: E402
 from backbeat.model import MemoryPlan, Profile, Segment  # noqa: E402
-from backbeat.simulate.memory import course  # noqa: E402
+from backbeat.runtime.memory import apply, find_blocks  # noqa: E402
+from backbeat.simulate.memory_timeline import memory_timeline  # noqa: E402
 from tests.memory.memory_models import SmallResNet, loss_of  # noqa: E402
 
 CHAIN = [*(f"layer1.{place}" for place in range(3)), *(f"layer2.{place}" for place in range(3))]
@@ -71,8 +71,8 @@ def measured():
 
 
 def each(action: str, where: str = "keep", length: int = 1, every: int = 1) -> list[tuple[list[str], str, str]]:
-    groups = [CHAIN[place : place + length] for place in range(0, len(CHAIN), length)]
-    return [(names, action, where) for names in groups[::every]]
+    buckets = [CHAIN[place : place + length] for place in range(0, len(CHAIN), length)]
+    return [(names, action, where) for names in buckets[::every]]
 
 
 PLANS = {
@@ -111,5 +111,5 @@ def test_the_predicted_peak_is_within_five_percent(measured, name):
                 level += size
                 peak = max(peak, level)
     held = described.memory.steady_bytes + described.memory.gradient_bytes
-    predicted = course(described, memory_plan).peak_bytes
+    predicted = memory_timeline(described, memory_plan).peak_bytes
     assert predicted == pytest.approx(peak + held, rel=0.05)

@@ -46,8 +46,8 @@ PLAN: dict[str, Any] = {
     "schema": "backbeat.plan/1",
     "strategy": "custom",
     "model": "tiny",
-    "channels": 1,
-    "groups": [{"gradients": ["fc.bias", "fc.weight"], "channel": 0}],
+    "communicators": 1,
+    "buckets": [{"gradients": ["fc.bias", "fc.weight"], "communicator": 0}],
 }
 KINDS = {"profile": (PROFILE, bb.Profile), "network": (NETWORK, bb.Network), "plan": (PLAN, bb.Plan)}
 
@@ -104,7 +104,7 @@ def test_the_required_fields_alone_load(tmp_path: Path, kind: str) -> None:
         (
             "network",
             "concurrency",
-            [{"bytes": 1024, "messages": 4, "channels": 1, "seconds": 2e-313}],
+            [{"bytes": 1024, "messages": 4, "communicators": 1, "seconds": 2e-313}],
             ["seconds is 2e-313", "less than a nanosecond"],
         ),
         ("profile", "gradients.0.ready_s", 0.3, ["gradients[1].ready_s is 0.2", "before", "sort them"]),
@@ -123,15 +123,15 @@ def test_the_required_fields_alone_load(tmp_path: Path, kind: str) -> None:
         ("network", "all_reduce.points.0.1", -0.1, ["points[0][1]", ">= 0"]),
         ("network", "topology", {"algorithm": "star"}, ["topology.algorithm", "star"]),
         ("network", "topology", {"algorithm": "hierarchical"}, ["topology", "needs inside"]),
-        ("plan", "groups", [], ["groups", "length >= 1"]),
-        ("plan", "groups.0.gradients", [], ["groups[0].gradients", "length >= 1"]),
-        ("plan", "groups.0.channel", 1, ["groups[0].channel is 1", "numbered 0 to 0"]),
-        ("plan", "channels", 0, ["channels", ">= 1"]),
+        ("plan", "buckets", [], ["buckets", "length >= 1"]),
+        ("plan", "buckets.0.gradients", [], ["buckets[0].gradients", "length >= 1"]),
+        ("plan", "buckets.0.communicator", 1, ["buckets[0].communicator is 1", "numbered 0 to 0"]),
+        ("plan", "communicators", 0, ["communicators", ">= 1"]),
         (
             "plan",
-            "groups",
-            [{"gradients": ["a"], "channel": 0}, {"gradients": ["a"], "channel": 0}],
-            ["groups[1] names 'a'", "already in groups[0]"],
+            "buckets",
+            [{"gradients": ["a"], "communicator": 0}, {"gradients": ["a"], "communicator": 0}],
+            ["buckets[1] names 'a'", "already in buckets[0]"],
         ),
     ],
 )
@@ -193,8 +193,8 @@ def test_values_built_in_python_obey_the_same_rules() -> None:
 
 def test_a_plan_for_another_model_is_refused_by_name() -> None:
     profile = decode(json.dumps(PROFILE).encode(), bb.Profile, "here")
-    with pytest.raises(bb.InputError, match=r"groups\[1\] names 'fc.weigth'.*nearest: 'fc.weight'.*backbeat plan"):
-        bb.Plan.from_groups(profile, [["fc.bias"], ["fc.weigth"]])
+    with pytest.raises(bb.InputError, match=r"buckets\[1\] names 'fc.weigth'.*nearest: 'fc.weight'.*backbeat plan"):
+        bb.Plan.from_buckets(profile, [["fc.bias"], ["fc.weigth"]])
 
 
 @given(profiles(), networks())

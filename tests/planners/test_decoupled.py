@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 import backbeat as bb
 from backbeat.model import CollectiveTimes, Network, Profile
-from backbeat.model.plan import Group, Plan
+from backbeat.model.plan import Bucket, Plan
 from backbeat.planners.decoupled import Halved
-from backbeat.simulate.decoupled import period
+from backbeat.simulate.decoupled_step import period
 from tests.problems import affine, curve, make_profile, networks, profiles
 
 
@@ -49,7 +49,7 @@ def test_a_period_by_hand() -> None:
     result = bb.predict(profile, affine(1e-3, 1e-9), plan)
     assert result.iteration_s == pytest.approx(11e-3)
     assert result.exposed_s == pytest.approx(2e-3)
-    names = [span.name for span in result.timeline if span.lane == "channel 0"]
+    names = [span.name for span in result.timeline if span.lane == "communicator 0"]
     assert names == ["scatter g0", "scatter g1", "gather g1", "gather g0"]
 
 
@@ -103,29 +103,31 @@ def test_profiles_without_forward_times_say_that_they_are_guessed() -> None:
 
 
 def test_halves_that_do_not_match_are_refused() -> None:
-    def plan(*groups: Group) -> bb.Plan:
-        return bb.Plan(strategy="x", model="x", channels=1, groups=groups)
+    def plan(*buckets: Bucket) -> bb.Plan:
+        return bb.Plan(strategy="x", model="x", communicators=1, buckets=buckets)
 
-    scatter = Group(gradients=("a",), channel=0, phase="reduce_scatter")
-    gather = Group(gradients=("a",), channel=0, phase="all_gather")
+    scatter = Bucket(gradients=("a",), communicator=0, phase="reduce_scatter")
+    gather = Bucket(gradients=("a",), communicator=0, phase="all_gather")
     assert plan(scatter, gather).decoupled
     with pytest.raises(bb.InputError, match="'a' is scattered but never gathered"):
         plan(scatter)
     with pytest.raises(bb.InputError, match="gathers 'a' before it is scattered"):
         plan(gather, scatter)
-    with pytest.raises(bb.InputError, match="some groups have a phase"):
-        plan(scatter, gather, Group(gradients=("b",), channel=0))
+    with pytest.raises(bb.InputError, match="some buckets have a phase"):
+        plan(scatter, gather, Bucket(gradients=("b",), communicator=0))
     profile = make_profile([1, 1], [0.0, 0.0])
     part = bb.Plan(
         strategy="x",
         model="x",
-        channels=1,
-        groups=tuple(Group(gradients=("g0",), channel=0, phase=phase) for phase in ("reduce_scatter", "all_gather")),
+        communicators=1,
+        buckets=tuple(
+            Bucket(gradients=("g0",), communicator=0, phase=phase) for phase in ("reduce_scatter", "all_gather")
+        ),
     )
     with pytest.raises(bb.InputError, match="leaves out 'g1'"):
         bb.predict(profile, affine(1e-3, 1e-9), part)
-    with pytest.raises(bb.InputError, match="one channel"):
-        bb.plan(profile, affine(1e-3, 1e-9), "decoupled", channels=2)
+    with pytest.raises(bb.InputError, match="one communicator"):
+        bb.plan(profile, affine(1e-3, 1e-9), "decoupled", communicators=2)
 
 
 @given(decoupled_profiles(), networks(), st.integers(1, 3))
@@ -141,8 +143,8 @@ def test_halves_may_alternate_in_the_file() -> None:
     plan = Plan(
         strategy="custom",
         model="test",
-        channels=1,
-        groups=tuple(Group(gradients=(name,), channel=0, phase=phase) for phase, name in pairs),
+        communicators=1,
+        buckets=tuple(Bucket(gradients=(name,), communicator=0, phase=phase) for phase, name in pairs),
     )
     spans = [span for span in bb.predict(profile, affine(1e-3, 1e-9), plan).timeline if span.lane != "compute"]
     assert [(span.name, span.bytes) for span in spans] == [

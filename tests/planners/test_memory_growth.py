@@ -9,10 +9,10 @@ from backbeat.errors import InputError
 from backbeat.model import MemoryPlan, Plan, Profile
 from backbeat.planners import plan
 from backbeat.planners.max_batch import batches, growth, largest_looked_at
-from backbeat.planners.memory import usable
+from backbeat.planners.memory_plan import usable
 from backbeat.simulate.batch import at_batch
-from backbeat.simulate.holdings import Holdings
-from backbeat.simulate.memory import course
+from backbeat.simulate.memory_timeline import memory_timeline
+from backbeat.simulate.resident_memory import ResidentMemory
 from tests.chains import resnet152
 from tests.problems import affine
 
@@ -24,8 +24,8 @@ def test_in_proportion_and_through_two_profiles_agree_where_all_is_proportional(
     by_proportion, through = at_batch(one, 96), at_batch(one, 96, two)
     for there in (by_proportion, through):
         assert there.batch_size == 96
-        assert course(there, MemoryPlan()).peak_bytes == pytest.approx(
-            course(wanted, MemoryPlan()).peak_bytes, rel=1e-6
+        assert memory_timeline(there, MemoryPlan()).peak_bytes == pytest.approx(
+            memory_timeline(wanted, MemoryPlan()).peak_bytes, rel=1e-6
         )
         assert there.forward_s == pytest.approx(wanted.forward_s)
         assert there.gradients[-1].ready_s == pytest.approx(wanted.gradients[-1].ready_s)
@@ -47,7 +47,7 @@ def test_what_is_fixed_does_not_grow_with_two_profiles() -> None:
 
 
 def test_weights_do_not_grow() -> None:
-    small, large = (Holdings.of(at_batch(resnet152(64), batch)) for batch in (64, 640))
+    small, large = (ResidentMemory.of(at_batch(resnet152(64), batch)) for batch in (64, 640))
     assert (large.parameter_bytes, large.optimizer_bytes) == (small.parameter_bytes, small.optimizer_bytes)
     assert large.batch_bytes == pytest.approx(10 * small.batch_bytes)
 
@@ -55,8 +55,8 @@ def test_weights_do_not_grow() -> None:
 def test_a_plan_lets_the_batch_grow_several_times() -> None:
     whole, planned = batches(resnet152(64), 8 * GB)
     profile = resnet152(64)
-    assert course(at_batch(profile, whole), MemoryPlan()).peak_bytes <= usable(8 * GB)
-    assert course(at_batch(profile, whole + 8), MemoryPlan()).peak_bytes > usable(8 * GB)
+    assert memory_timeline(at_batch(profile, whole), MemoryPlan()).peak_bytes <= usable(8 * GB)
+    assert memory_timeline(at_batch(profile, whole + 8), MemoryPlan()).peak_bytes > usable(8 * GB)
     assert planned > 4 * whole
 
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 import backbeat as bb
 from backbeat.errors import InputError
 from backbeat.model import Network, Profile
-from backbeat.planners.sparse import SMALL_BYTES
-from backbeat.simulate.memory import course
+from backbeat.planners.compressed_or_dense import SMALL_BYTES
+from backbeat.simulate.memory_timeline import memory_timeline
 from tests.chains import chains, resnet152
 from tests.problems import affine, make_profile, networks, profiles
 
@@ -24,18 +24,18 @@ def test_sparse_is_never_predicted_slower_than_optimal(profile: Profile, network
     assert sparse.missing(profile) == []
     optimal = bb.predict(profile, network, "optimal").iteration_s
     assert bb.predict(profile, network, sparse).iteration_s <= optimal * (1 + 1e-9)
-    for group in sparse.groups:
-        if group.encoding is not None:
-            sizes = [profile.gradients[profile.index[name]].bytes for name in group.gradients]
+    for bucket in sparse.buckets:
+        if bucket.compression is not None:
+            sizes = [profile.gradients[profile.index[name]].bytes for name in bucket.gradients]
             assert min(sizes) > SMALL_BYTES
 
 
 def test_sparse_on_a_slow_link_and_dense_on_a_fast_one() -> None:
     profile = make_profile([40_000_000] * 8, [0.01 * place for place in range(1, 9)], compression_s_per_byte=1e-11)
     slow = bb.plan(profile, affine(1e-4, 1e-8), "sparse", density=0.01)
-    assert all(group.encoding is not None and group.encoding.density == 0.01 for group in slow.groups)
+    assert all(bucket.compression is not None and bucket.compression.density == 0.01 for bucket in slow.buckets)
     fast = bb.plan(profile, affine(1e-6, 1e-12), "sparse", density=0.01)
-    assert not fast.encoded
+    assert not fast.compressed
     assert "dense" in fast.notes[0]
 
 
@@ -46,7 +46,7 @@ def test_groups_that_cost_something_by_themselves_become_fewer() -> None:
     for fixed in (0.0, 5e-3):
         profile = make_profile(sizes, ready, compression_s_per_byte=1e-11, compression_s_per_group=fixed)
         made = bb.plan(profile, network, "sparse", density=0.01)
-        counts.append(sum(group.encoding is not None for group in made.groups))
+        counts.append(sum(bucket.compression is not None for bucket in made.buckets))
     assert counts[1] < counts[0]
 
 
@@ -54,15 +54,15 @@ def test_biases_stay_dense() -> None:
     sizes = [40_000_000, 4000] * 4
     profile = make_profile(sizes, [0.01 * place for place in range(1, 9)], compression_s_per_byte=1e-11)
     made = bb.plan(profile, affine(1e-4, 1e-8), "sparse")
-    dense = [name for group in made.groups if group.encoding is None for name in group.gradients]
+    dense = [name for bucket in made.buckets if bucket.compression is None for name in bucket.gradients]
     assert set(dense) >= {f"g{place}" for place in (1, 3, 5, 7)}
-    assert made.encoded
+    assert made.compressed
 
 
 def test_best_never_picks_sparse_unless_a_density_is_given() -> None:
     profile = make_profile([40_000_000] * 2, [0.01, 0.02])
     network = affine(1e-4, 1e-8)
-    assert not bb.plan(profile, network, "best").encoded
+    assert not bb.plan(profile, network, "best").compressed
     assert bb.plan(profile, network, density=0.01).strategy == "sparse"
 
 
@@ -72,7 +72,7 @@ def test_best_never_picks_sparse_unless_a_density_is_given() -> None:
         ({"strategy": "sparse", "density": 0.0}, "above 0"),
         ({"strategy": "sparse", "density": 1.5}, "at most 1"),
         ({"strategy": "optimal", "density": 0.1}, "use sparse"),
-        ({"strategy": "sparse", "channels": 2}, "one channel"),
+        ({"strategy": "sparse", "communicators": 2}, "one communicator"),
         ({"strategy": "optimal", "residuals": "host"}, "use sparse"),
         ({"memory_bytes": 0}, "above zero"),
         ({"memory_bytes": 10**9}, "profile it again"),
@@ -87,7 +87,7 @@ def test_bad_choices_are_refused(choices: dict[str, object], word: str) -> None:
 @given(chains(most=6), st.sampled_from(["optimal", "sparse", "best"]), st.floats(0, 1))
 def test_the_plan_fits_the_budget_it_was_given(profile: Profile, strategy: str, share: float) -> None:
     network = affine(1e-4, 1e-7)
-    plain = course(profile, bb.plan(profile, network, strategy, memory_bytes=10**12).memory).peak_bytes  # type: ignore[arg-type]
+    plain = memory_timeline(profile, bb.plan(profile, network, strategy, memory_bytes=10**12).memory).peak_bytes  # type: ignore[arg-type]
     budget = round(plain * (0.5 + share))
     try:
         made = bb.plan(profile, network, strategy, memory_bytes=budget)
@@ -118,7 +118,7 @@ def test_residuals_go_to_the_host_where_nothing_fits_else() -> None:
             made = bb.plan(profile, network, "sparse", memory_bytes=budget * 10**6)
         except InputError:
             continue
-        assert made.encoded
+        assert made.compressed
         assert made.memory is not None
         assert made.memory.residuals == "host"
         break

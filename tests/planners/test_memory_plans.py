@@ -11,19 +11,19 @@ from hypothesis import strategies as st
 
 from backbeat.errors import InputError
 from backbeat.model import Profile
-from backbeat.planners import moves
-from backbeat.planners.memory import Search, memory_plan, needed
-from backbeat.planners.moves import uniform
+from backbeat.planners import memory_moves as moves
+from backbeat.planners.memory_moves import uniform
+from backbeat.planners.memory_plan import Search, memory_plan, needed
 from backbeat.simulate.actions import FETCH, KEEP, OFFLOAD, RECOMPUTE, Unit
-from backbeat.simulate.holdings import Holdings
-from backbeat.simulate.memory import Chain, course
+from backbeat.simulate.memory_timeline import Chain, memory_timeline
+from backbeat.simulate.resident_memory import ResidentMemory
 from tests.chains import chains, check_against_uniform, resnet152
 
 GB = 10**9
 
 
 def searching(profile: Profile) -> Search:
-    return Search(Chain.of(profile, Holdings.of(profile)))
+    return Search(Chain.of(profile, ResidentMemory.of(profile)))
 
 
 def every(chain: Chain, first: int = 0) -> Iterator[tuple[Unit, ...]]:
@@ -87,7 +87,7 @@ def test_the_smallest_budget_is_accepted_and_one_byte_less_is_refused(profile: P
     made = memory_plan(profile, smallest)
     assert made.peak_bytes is not None
     assert made.peak_bytes <= smallest
-    assert course(profile, made).peak_bytes == made.peak_bytes
+    assert memory_timeline(profile, made).peak_bytes == made.peak_bytes
     with pytest.raises(InputError, match=f"{smallest} bytes"):
         memory_plan(profile, smallest - 1)
 

@@ -14,8 +14,8 @@ from backbeat.model import ConcurrencyPoint, Network, Profile
 from backbeat.planners import STRATEGIES
 from backbeat.planners.adaptive import _constant_buffers
 from backbeat.planners.draft import Draft, capped
+from backbeat.planners.merge_concurrent import simplified
 from backbeat.planners.mgwfbp import merge_sweep
-from backbeat.planners.simplify import simplified
 from tests.problems import affine, curve, make_profile, networks, profiles
 
 MIB = 2**20
@@ -24,7 +24,7 @@ ONE_CHANNEL = ["wfbp", "single", "ddp", "horovod", "mg-wfbp", "adaptive"]
 
 
 def ends_of(plan: bb.Plan) -> list[int]:
-    return np.cumsum([len(group.gradients) for group in plan.groups]).tolist()
+    return np.cumsum([len(bucket.gradients) for bucket in plan.buckets]).tolist()
 
 
 def every_partition(count: int) -> list[list[int]]:
@@ -44,7 +44,7 @@ def test_optimal_is_what_exhaustive_search_finds(profile: Profile, network: Netw
 def test_optimal_is_never_beaten_on_one_channel(profile: Profile, network: Network) -> None:
     best = bb.plan(profile, network, "optimal").predicted["iteration_s"]  # type: ignore[index]
     for strategy in ONE_CHANNEL:
-        other = bb.predict(profile, network, bb.plan(profile, network, strategy, channels=1)).iteration_s
+        other = bb.predict(profile, network, bb.plan(profile, network, strategy, communicators=1)).iteration_s
         assert best <= other * (1 + 1e-9), strategy
 
 
@@ -59,14 +59,16 @@ def test_best_is_never_beaten_at_all(profile: Profile, network: Network) -> None
 @settings(max_examples=40)
 @given(profiles(most=5), networks())
 def test_best_is_the_optimum_of_small_problems_on_two_channels(profile: Profile, network: Network) -> None:
-    """Exhaustive over consecutive groups and their channels."""
+    """Exhaustive over consecutive buckets and their communicators."""
     least = min(
-        Draft(ends, 2, list(channels)).end_s(profile, network.cost)
+        Draft(ends, 2, list(communicators)).end_s(profile, network.cost)
         for ends in every_partition(len(profile.gradients))
-        for channels in product((0, 1), repeat=len(ends))
+        for communicators in product((0, 1), repeat=len(ends))
     )
     floor = profile.forward_s + max(least, profile.backward_s) + profile.update_s
-    assert bb.predict(profile, network, bb.plan(profile, network, "best", channels=2)).iteration_s <= floor * (1 + 1e-9)
+    assert bb.predict(profile, network, bb.plan(profile, network, "best", communicators=2)).iteration_s <= floor * (
+        1 + 1e-9
+    )
 
 
 def published_merge(ready: list[float], sizes: list[float], a: float, b: float, *, asc: bool) -> list[int]:
@@ -111,8 +113,8 @@ def test_the_sweep_is_the_published_merge(profile: Profile, alpha: float, beta: 
 def test_asc_runs_on_two_streams_and_round_robin() -> None:
     profile = make_profile([10**6] * 6, [k * 3e-3 for k in range(6)])
     plan = bb.plan(profile, affine(1e-3, 1e-9), "asc-wfbp")
-    assert plan.channels == 2
-    assert [group.channel for group in plan.groups] == [0, 1, 0, 1, 0, 1]
+    assert plan.communicators == 2
+    assert [bucket.communicator for bucket in plan.buckets] == [0, 1, 0, 1, 0, 1]
 
 
 def test_ddp_buckets_close_once_they_reach_their_cap() -> None:
@@ -123,8 +125,8 @@ def test_ddp_buckets_close_once_they_reach_their_cap() -> None:
     assert ends_of(bb.plan(profile, network, "ddp")) == [2, 5, 6, 7]
     # With a cap given there is no small first bucket.
     assert ends_of(bb.plan(profile, network, "ddp", bucket_bytes=25 * MIB)) == [4, 6, 7]
-    assert bb.plan(profile, network, "ddp").channels == 1
-    assert bb.plan(profile, affine(1e-3, 1e-9, backend="gloo"), "ddp").channels == 2
+    assert bb.plan(profile, network, "ddp").communicators == 1
+    assert bb.plan(profile, affine(1e-3, 1e-9, backend="gloo"), "ddp").communicators == 2
 
 
 def test_wfbp_single_and_horovod() -> None:
@@ -157,7 +159,7 @@ def test_every_plan_carries_every_gradient_once_and_is_the_same_twice(
     profile: Profile, network: Network, strategy: str
 ) -> None:
     plan = bb.plan(profile, network, strategy)
-    assert [name for group in plan.groups for name in group.gradients] == [item.name for item in profile.gradients]
+    assert [name for bucket in plan.buckets for name in bucket.gradients] == [item.name for item in profile.gradients]
     assert plan == bb.plan(profile, network, strategy)
     assert plan.predicted is not None
     assert bb.predict(profile, network, plan).iteration_s == pytest.approx(plan.predicted["iteration_s"])
@@ -165,13 +167,13 @@ def test_every_plan_carries_every_gradient_once_and_is_the_same_twice(
 
 def test_two_channels_are_chosen_where_calibration_says_one_does_not_fill_the_link() -> None:
     rows = tuple(
-        ConcurrencyPoint(bytes=MIB, messages=8, channels=2, seconds=4 * (1e-5 + 2 * 1e-9 * MIB / share))
+        ConcurrencyPoint(bytes=MIB, messages=8, communicators=2, seconds=4 * (1e-5 + 2 * 1e-9 * MIB / share))
         for share in (1.5,)
     )
     profile = make_profile([4 * MIB] * 8, [k * 1e-3 for k in range(8)])
-    assert bb.plan(profile, affine(1e-5, 1e-9, concurrency=rows), "best").channels == 2
-    contended = (ConcurrencyPoint(bytes=MIB, messages=2, channels=2, seconds=1e-5 + 4 * 1e-9 * MIB),)
-    assert bb.plan(profile, affine(1e-5, 1e-9, concurrency=contended), "best").channels == 1
+    assert bb.plan(profile, affine(1e-5, 1e-9, concurrency=rows), "best").communicators == 2
+    contended = (ConcurrencyPoint(bytes=MIB, messages=2, communicators=2, seconds=1e-5 + 4 * 1e-9 * MIB),)
+    assert bb.plan(profile, affine(1e-5, 1e-9, concurrency=contended), "best").communicators == 1
 
 
 def test_thousands_of_gradients_on_a_measured_curve() -> None:
@@ -188,18 +190,18 @@ def test_bad_options_are_refused() -> None:
     profile, network = make_profile([1], [0.0]), affine(1e-3, 1e-9)
     with pytest.raises(bb.InputError, match="did you mean 'optimal'"):
         bb.plan(profile, network, "optimum")
-    with pytest.raises(bb.InputError, match="channels is 0"):
-        bb.plan(profile, network, "wfbp", channels=0)
+    with pytest.raises(bb.InputError, match="communicators is 0"):
+        bb.plan(profile, network, "wfbp", communicators=0)
     with pytest.raises(bb.InputError, match="bucket_bytes is -1"):
         bb.plan(profile, network, "ddp", bucket_bytes=-1)
 
 
 def test_best_takes_no_channel_for_a_rounding_error_and_none_without_a_group() -> None:
     profile = make_profile([10**6] * 12, [1e-4 * (k + 1) for k in range(12)])
-    # No startup: channels cannot help, however many are offered.
-    assert bb.plan(profile, affine(0.0, 1e-9), "best", channels=4).channels == 1
+    # No latency: communicators cannot help, however many are offered.
+    assert bb.plan(profile, affine(0.0, 1e-9), "best", communicators=4).communicators == 1
     two = make_profile([10**6, 10**6], [1e-3, 2e-3])
-    assert bb.plan(two, affine(1e-3, 1e-9), "best", channels=10**12).channels <= 2
+    assert bb.plan(two, affine(1e-3, 1e-9), "best", communicators=10**12).communicators <= 2
 
 
 @given(profiles(most=20), networks())
@@ -213,7 +215,7 @@ def test_merging_what_costs_nothing_costs_nothing(profile: Profile, network: Net
 
 
 def test_groups_that_are_hidden_anyway_are_merged() -> None:
-    """A backward that goes on long after the last gradient hides any grouping: one group is left of thirty."""
+    """A backward that goes on long after the last gradient hides any bucketing: one bucket is left of thirty."""
     profile = make_profile([10**5] * 30, [k * 1e-3 for k in range(1, 31)], backward=1.0)
     alone = Draft(list(range(1, 31)), 2)
     assert simplified(alone, profile, affine(1e-3, 1e-9).cost).ends == [30]

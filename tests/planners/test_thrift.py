@@ -1,4 +1,4 @@
-"""Fewer groups: nothing ends later, on the link as predicted or on a slower one, and none becomes too large."""
+"""Fewer buckets: nothing ends later, on the link as predicted or on a slower one, and none becomes too large."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from backbeat.model import Network, Profile
 from backbeat.planners.baselines import DDP_BUCKET_BYTES
 from backbeat.planners.decoupled import earliest
 from backbeat.planners.draft import Draft
+from backbeat.planners.merge_buckets import SLOWER, Conditions, merged, possible_costs
+from backbeat.planners.merge_concurrent import simplified
 from backbeat.planners.optimal import best_ends, merged_ends
-from backbeat.planners.simplify import simplified
-from backbeat.planners.thrift import SLOWER, Course, doubts, fewer
-from backbeat.simulate import decoupled as simulated
+from backbeat.simulate import decoupled_step as simulated
 from tests.problems import affine, curve, make_profile, networks, profiles
 
 
@@ -29,7 +29,7 @@ def test_no_group_that_ends_the_plan_ends_later(profile: Profile, network: Netwo
     for ends in (best_ends(profile, network.cost), [*sorted(random.sample(range(1, count), count // 2)), count]):
         found = merged_ends(profile, network.cost, ends)
         assert set(found) <= set(ends)
-        for cost in doubts(network.cost):
+        for cost in possible_costs(network.cost):
             assert Draft(found).end_s(profile, cost) <= Draft(ends).end_s(profile, cost) * (1 + 1e-9)
 
 
@@ -58,7 +58,7 @@ def test_what_hides_behind_backward_goes_in_few_groups() -> None:
     plan = bb.plan(profile, network, "optimal")
     assert len(best_ends(profile, network.cost)) > 50
     # One that the last does not wait for, 1 ms being too little for it on a slower link; the one before; the last.
-    assert [len(group.gradients) for group in plan.groups] == [98, 1, 1]
+    assert [len(bucket.gradients) for bucket in plan.buckets] == [98, 1, 1]
     assert plan.predicted is not None
     alone = bb.predict(profile, network, Draft(best_ends(profile, network.cost)).named(profile, "optimal", 8))
     assert plan.predicted["iteration_s"] == pytest.approx(alone.iteration_s, rel=1e-12)
@@ -67,33 +67,33 @@ def test_what_hides_behind_backward_goes_in_few_groups() -> None:
 def test_a_plan_keeps_slack_for_a_slower_link() -> None:
     # Two of 1 ms each may wait for one another if messages take just as long as predicted, and no longer.
     cost = LinkCost(Curve.affine(0.0, 1e-9), None, {})
-    course = Course(sums=np.array([0.0, 1e6, 2e6, 3e6]), cost=cost, ready=np.array([0.0, 2e-3, 4e-3]))
-    slower = Course(sums=course.sums, cost=cost.slower(SLOWER), ready=course.ready)
-    assert fewer([1, 2, 3], [course]) == [2, 3]
-    assert fewer([1, 2, 3], [course, slower]) == [1, 2, 3]
+    course = Conditions(sums=np.array([0.0, 1e6, 2e6, 3e6]), cost=cost, ready=np.array([0.0, 2e-3, 4e-3]))
+    slower = Conditions(sums=course.sums, cost=cost.slower(SLOWER), ready=course.ready)
+    assert merged([1, 2, 3], [course]) == [2, 3]
+    assert merged([1, 2, 3], [course, slower]) == [1, 2, 3]
 
 
 def test_a_startup_that_is_saved_makes_up_for_no_idle_link() -> None:
-    # Each message takes 3 ms of startup and 1 ms of the link; one by one they end at 12 ms, as one at 8.
+    # Each message takes 3 ms of latency and 1 ms of the link; one by one they end at 12 ms, as one at 8.
     cost = LinkCost(Curve.affine(3e-3, 1e-9), None, {})
     given = {"sums": np.array([0.0, 1e6, 2e6, 3e6]), "ready": np.array([0.0, 1e-3, 2e-3])}
-    assert fewer([1, 2, 3], [Course(cost=cost, **given)]) == [3]
-    # Were startups hidden, the link would have begun at 0 and been done at 3 ms.
-    assert fewer([1, 2, 3], [Course(cost=one, **given) for one in doubts(cost)]) == [1, 2, 3]
+    assert merged([1, 2, 3], [Conditions(cost=cost, **given)]) == [3]
+    # Were latencies hidden, the link would have begun at 0 and been done at 3 ms.
+    assert merged([1, 2, 3], [Conditions(cost=one, **given) for one in possible_costs(cost)]) == [1, 2, 3]
 
 
 def test_a_group_does_not_outgrow_what_was_measured() -> None:
     points = [(1000, 1e-5), (1_000_000, 1e-4)]
     profile = make_profile([400_000] * 10, [index * 1e-2 for index in range(10)])
-    assert [len(group.gradients) for group in bb.plan(profile, curve(points), "optimal").groups] == [2] * 4 + [1] * 2
-    assert len(bb.plan(profile, affine(1e-5, 1e-10), "optimal").groups) == 2
+    assert [len(bucket.gradients) for bucket in bb.plan(profile, curve(points), "optimal").buckets] == [2] * 4 + [1] * 2
+    assert len(bb.plan(profile, affine(1e-5, 1e-10), "optimal").buckets) == 2
 
 
 def test_gathers_are_merged_as_far_as_their_first_layers_can_wait() -> None:
     cost = LinkCost(Curve.affine(0.0, 1e-3), None, {})
-    course = Course(sums=np.arange(4.0), cost=cost, free_s=0.0, due=np.array([1e-3, 3e-3, 4e-3]))
+    course = Conditions(sums=np.arange(4.0), cost=cost, free_s=0.0, due=np.array([1e-3, 3e-3, 4e-3]))
     # The first must be there after 1 ms; the second can wait for the third.
-    assert fewer([1, 2, 3], [course]) == [1, 3]
+    assert merged([1, 2, 3], [course]) == [1, 3]
 
 
 def longest(ends: list[int], profile: Profile) -> float:
@@ -108,7 +108,7 @@ def test_groups_on_several_channels_are_merged_by_the_same_rules(profile: Profil
     found = simplified(draft, profile, network.cost)
     assert set(found.ends) <= set(draft.ends)
     assert longest(found.ends, profile) <= max(DDP_BUCKET_BYTES, longest(draft.ends, profile))
-    for cost in doubts(network.cost):
+    for cost in possible_costs(network.cost):
         least = max(draft.end_s(profile, cost), profile.backward_s)
         assert max(found.end_s(profile, cost), profile.backward_s) <= least * (1 + 1e-9)
 
@@ -116,10 +116,10 @@ def test_groups_on_several_channels_are_merged_by_the_same_rules(profile: Profil
 @pytest.mark.parametrize(("gradients", "size"), [(300, 2_000_000), (1500, 500_000)])
 def test_many_groups_on_two_channels_become_few(gradients: int, size: int) -> None:
     profile = make_profile([size] * gradients, [1e-3 * index for index in range(gradients)])
-    plan = bb.plan(profile, affine(1e-3, 1e-10), "best", channels=2)
-    assert plan.channels == 2
-    # The last few are small; all others are as large as a group may be.
-    assert len(plan.groups) <= gradients * size / DDP_BUCKET_BYTES + 4
+    plan = bb.plan(profile, affine(1e-3, 1e-10), "best", communicators=2)
+    assert plan.communicators == 2
+    # The last few are small; all others are as large as a bucket may be.
+    assert len(plan.buckets) <= gradients * size / DDP_BUCKET_BYTES + 4
 
 
 @settings(max_examples=150)

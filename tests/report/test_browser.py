@@ -80,19 +80,19 @@ def point_at(page: Any, trace: int, bar: int) -> Any:
 
 def test_hovering_a_group_says_which_it_is(browser: Any, resnet: tuple[str, Any]) -> None:
     address, made = resnet
-    groups = made.timeline("ddp").transfers
+    buckets = made.timeline("ddp").transfers
     with opened(browser, address) as page:
         assert page.locator("#plot-timeline .trace.bars").count() == 4
-        for place in (1, len(groups) - 1):
+        for place in (1, len(buckets) - 1):
             label = point_at(page, 1, place)
             page.wait_for_function(
                 "text => document.querySelector('#plot-timeline .hoverlayer').textContent.includes(text)",
-                arg=groups[place].name[:20],
+                arg=buckets[place].name[:20],
             )
             said = label.text_content()
-            assert f"{groups[place].gradients} gradient" in said
-            assert format_bytes(groups[place].bytes) in said
-            assert f"{format_seconds(groups[place].start_s)} to {format_seconds(groups[place].end_s)}" in said
+            assert f"{buckets[place].gradients} gradient" in said
+            assert format_bytes(buckets[place].bytes) in said
+            assert f"{format_seconds(buckets[place].start_s)} to {format_seconds(buckets[place].end_s)}" in said
             assert "(ddp)" in said
 
 
@@ -102,6 +102,9 @@ def test_two_strategies_stand_below_or_on_top_of_each_other(browser: Any, resnet
     with opened(browser, address) as page:
         ticks = page.locator("#plot-timeline .yaxislayer-above .ytick text")
         assert ticks.count() == sum(lanes)
+        assert "ddp · compute" in ticks.all_text_contents()
+        end = page.evaluate("document.getElementById('plot-timeline').layout.xaxis.range[1]")
+        assert end >= 1e3 * max(made.timeline(label).end_s for label in ("ddp", "best"))
         page.check("#overlay")
         page.wait_for_function(
             "count => document.querySelectorAll('#plot-timeline .yaxislayer-above .ytick').length === count",

@@ -12,8 +12,9 @@ import backbeat as bb
 from backbeat.model import Memory, Span
 from backbeat.report import draw, figures
 from backbeat.report.figures.timeline import describe_names
+from backbeat.report.measured import Measured
 from backbeat.report.notebook import prediction_figure
-from backbeat.report.study import curve_workers, groups_of, study
+from backbeat.report.study import buckets_of, curve_workers, study
 from backbeat.simulate.sweep import knee
 from tests.problems import affine, curve, make_profile, networks, profiles
 
@@ -22,6 +23,11 @@ def small() -> bb.Profile:
     sizes = [4000, 10**6, 2 * 10**6, 5 * 10**6, 10**5, 9 * 10**6]
     times = tuple(0.018 + 0.0001 * place for place in range(20))
     return make_profile(sizes, [1e-3, 3e-3, 4e-3, 8e-3, 9e-3, 12e-3], forward=6e-3, iteration_s=times)
+
+
+def measured(**known: float) -> Measured:
+    absent = dict.fromkeys(("iteration_s", "low_s", "high_s", "single_s", "predicted_s"))
+    return Measured(label="a", origin="lab", workers=4, iterations=9, **(absent | known))
 
 
 def test_scaling_holds_every_prediction_its_band_and_its_knee() -> None:
@@ -51,25 +57,25 @@ def test_a_timeline_never_draws_more_than_asked_and_loses_no_bytes(
 ) -> None:
     plan = bb.plan(profile, network, "wfbp")
     result = bb.predict(profile, network, plan)
-    data = figures.timeline("wfbp", result.timeline, groups_of(plan, profile), most=most)
+    data = figures.timeline("wfbp", result.timeline, buckets_of(plan, profile), most=most)
     assert len(data.transfers) <= most
     assert sum(bar.bytes for bar in data.transfers) == sum(span.bytes for span in result.timeline)
-    assert sum(bar.groups for bar in data.transfers) == len(profile.gradients)
+    assert sum(bar.buckets for bar in data.transfers) == len(profile.gradients)
     assert sum(bar.gradients for bar in data.transfers) == len(profile.gradients)
-    assert sum(bar.groups for bar in data.transfers if bar.groups > 1) == data.merged
+    assert sum(bar.buckets for bar in data.transfers if bar.buckets > 1) == data.merged
     assert data.end_s == max(span.end_s for span in result.timeline)
     assert all(bar.end_s >= bar.start_s for bar in data.bars)
 
 
 def test_bars_name_their_gradients_and_buffers_do_not_shift_them() -> None:
     spans = [
-        Span("channel 0", "buffers", 0.0, 1.0, 5),
+        Span("communicator 0", "buffers", 0.0, 1.0, 5),
         Span("compute", "forward", 1.0, 2.0),
-        Span("channel 1", "a … b (2)", 2.0, 3.0, 10),
-        Span("channel 0", "c", 2.0, 4.0, 20),
+        Span("communicator 1", "a … b (2)", 2.0, 3.0, 10),
+        Span("communicator 0", "c", 2.0, 4.0, 20),
     ]
     data = figures.timeline("two", spans, [["a", "b"], ["c"]])
-    assert data.lanes == ("compute", "channel 0", "channel 1")
+    assert data.lanes == ("compute", "communicator 0", "communicator 1")
     names = {bar.name: bar for bar in data.bars}
     assert names["a, b"].gradients == 2
     assert names["c"].bytes == 20
@@ -78,8 +84,8 @@ def test_bars_name_their_gradients_and_buffers_do_not_shift_them() -> None:
 
 
 def test_channels_are_in_order_of_their_number() -> None:
-    spans = [Span(f"channel {number}", "x", 0.0, 1.0, 1) for number in (10, 2, 0)]
-    assert figures.timeline("", spans).lanes == ("channel 0", "channel 2", "channel 10")
+    spans = [Span(f"communicator {number}", "x", 0.0, 1.0, 1) for number in (10, 2, 0)]
+    assert figures.timeline("", spans).lanes == ("communicator 0", "communicator 2", "communicator 10")
 
 
 @given(profiles(), networks())
@@ -131,6 +137,13 @@ def test_memory_has_a_workspace_and_a_budget() -> None:
     assert figures.memory_use(Memory(parameter_bytes=10)).fits is None
 
 
+def test_only_what_was_predicted_and_measured_is_compared() -> None:
+    rows = [measured(), measured(predicted_s=1.0), measured(predicted_s=1.0, iteration_s=0.8)]
+    (one,) = figures.compared(rows)
+    assert one.error == pytest.approx(0.25)
+    assert (one.low_s, one.measured_s, one.high_s) == (0.8, 0.8, 0.8)
+
+
 def test_a_single_number_of_workers_becomes_a_curve() -> None:
     assert curve_workers([64]) == [4, 8, 16, 32, 64]
     assert curve_workers([3]) == [3]
@@ -139,33 +152,19 @@ def test_a_single_number_of_workers_becomes_a_curve() -> None:
 
 def test_every_drawing_is_a_plotly_figure() -> None:
     made = study(small(), curve([(1024, 1e-3), (2**20, 2e-3)]), [4, 8, 64], strategies=["optimal", "best"])
-    first, second = made.timeline("ddp"), made.timeline("best")
+    best = made.timeline("best")
     drawings = [
         draw.scaling(figures.scaling(made.curves)),
         draw.scaling(figures.scaling(made.curves), view="throughput"),
-        draw.timeline(first),
-        draw.timeline(first, second),
-        draw.timeline(first, second, overlay=True),
+        draw.timeline(best),
         draw.exposed(figures.exposed(made.at_top)),
-        draw.gradient_sizes(figures.gradient_sizes(small(), second)),
+        draw.gradient_sizes(figures.gradient_sizes(small(), best)),
         draw.cost_curve(figures.cost_curve(made.network, 64)),
         draw.memory_use(figures.memory_use(Memory(parameter_bytes=10, peak_bytes=20), 15)),
-        draw.measured([("a", 1.0, 1.1, 1.0, 1.2)]),
+        draw.measured(figures.compared([measured(predicted_s=1.0, iteration_s=1.1, low_s=1.0, high_s=1.2)])),
     ]
     for drawing in drawings:
         assert draw.figure(drawing).data
-
-
-def test_two_timelines_share_one_axis_side_by_side_or_on_top() -> None:
-    made = study(small(), affine(1e-3, 1e-9), [64], strategies=["optimal"])
-    first, second = made.timeline("ddp"), made.timeline("optimal")
-    beside = draw.timeline(first, second)
-    assert beside["layout"]["xaxis"]["range"][1] >= 1e3 * max(first.end_s, second.end_s)
-    assert set(beside["data"][0]["y"]) == {"ddp · compute"}
-    lanes = beside["layout"]["yaxis"]["categoryarray"]
-    assert len(lanes) == len(first.lanes) + len(second.lanes)
-    over = draw.timeline(first, second, overlay=True)
-    assert len(over["layout"]["yaxis"]["categoryarray"]) == max(len(first.lanes), len(second.lanes))
 
 
 @given(st.floats(-1, 2, allow_nan=False))
@@ -177,14 +176,14 @@ def test_shades_are_colours(share: float) -> None:
 
 def test_names_in_drawings_are_escaped() -> None:
     hostile = "<img src=x onerror=alert(1)>"
-    data = figures.timeline(hostile, [Span("channel 0", hostile, 0.0, 1.0, 1)])
-    assert "<img" not in str(draw.timeline(data, data))
+    data = figures.timeline(hostile, [Span("communicator 0", hostile, 0.0, 1.0, 1)])
+    assert "<img" not in str(draw.timeline(data))
 
 
 def test_predictions_show_themselves_in_notebooks() -> None:
     result = bb.predict(small(), affine(1e-3, 1e-9), "ddp")
     page = result._repr_html_()
-    assert "<svg" in page
+    assert '<img width="720" alt="One iteration" src="data:image/png;base64,' in page
     assert f"{result.scaling_factor:.1%}" in page
     assert "<script" not in page
     assert len(prediction_figure(result).data) >= 2

@@ -34,8 +34,8 @@ def lab_file(path: Path, profile: bb.Profile) -> Path:
             {
                 "strategy": strategy,
                 "plan": strategy,
-                "channels": plan.channels,
-                "groups": len(plan.groups),
+                "communicators": plan.communicators,
+                "buckets": len(plan.buckets),
                 "measured_s": result.iteration_s,
                 "predicted_s": result.iteration_s,
                 "single_s": result.single_s,
@@ -62,7 +62,7 @@ def test_lab_rows_become_measured_and_predicted_timelines(tmp_path: Path, profil
     rows = read_lab(lab_file(tmp_path / "lab.json", profile), profile)
     assert [row.label for row in rows] == ["wfbp", "optimal"]
     for row in rows:
-        assert row.error == pytest.approx(0)
+        assert row.predicted_s == pytest.approx(row.iteration_s)
         assert row.iterations == 10
         assert row.low_s == row.iteration_s == row.high_s
         ends = [span.end_s for span in row.predicted_spans]
@@ -80,18 +80,18 @@ def test_another_profile_keeps_the_numbers_and_draws_no_timeline(tmp_path: Path,
     path = lab_file(tmp_path / "lab.json", msgspec.structs.replace(profile, name="another"))
     rows = read_lab(path, profile)
     assert all(not row.measured_spans and not row.predicted_spans for row in rows)
-    assert all(row.error == pytest.approx(0) for row in rows)
+    assert all(row.predicted_s == pytest.approx(row.iteration_s) for row in rows)
 
 
 def test_launches_name_the_groups_exactly(tmp_path: Path, profile: bb.Profile) -> None:
     path = lab_file(tmp_path / "lab.json", profile)
     data = json.loads(path.read_text())
-    data["rows"] = [{**data["rows"][0], "plan": "equal:2", "launches": [[2, 0], [4, 1]], "channels": 2, "groups": 2,
-                     "finishes_s": [5e-3, 8e-3]}]  # fmt: skip
+    data["rows"] = [{**data["rows"][0], "plan": "equal:2", "launches": [[2, 0], [4, 1]], "communicators": 2,
+                     "buckets": 2, "finishes_s": [5e-3, 8e-3]}]  # fmt: skip
     path.write_text(json.dumps(data))
     (row,) = read_lab(path, profile)
-    assert row.groups == (("g0", "g1"), ("g2", "g3", "g4", "g5"))
-    assert [span.lane for span in row.measured_spans[3:]] == ["channel 0", "channel 1"]
+    assert row.buckets == (("g0", "g1"), ("g2", "g3", "g4", "g5"))
+    assert [span.lane for span in row.measured_spans[3:]] == ["communicator 0", "communicator 1"]
     assert row.measured_spans[3].start_s == pytest.approx(3e-3 + 2e-3)
 
 
@@ -132,8 +132,8 @@ def test_a_trace_shows_its_last_step_with_kernels_joined_and_collectives_on_lane
             event("gemm", "kernel", low + 100, 500, stream=7),
             event("gemm", "kernel", low + 605, 500, stream=7),
             event("gemm", "kernel", low + 4_000, 500, stream=7),
-            event("ncclDevKernel_AllReduce", "kernel", low + 1_000, 3_000, stream=9, **{"Group size": 4}),
-            event("ncclDevKernel_AllReduce", "kernel", low + 2_000, 3_000, stream=10, **{"Group size": 4}),
+            event("ncclDevKernel_AllReduce", "kernel", low + 1_000, 3_000, stream=9, **{"Bucket size": 4}),
+            event("ncclDevKernel_AllReduce", "kernel", low + 2_000, 3_000, stream=10, **{"Bucket size": 4}),
         ]
     path = tmp_path / "trace.json"
     path.write_text(json.dumps({"traceEvents": events}))
@@ -142,7 +142,7 @@ def test_a_trace_shows_its_last_step_with_kernels_joined_and_collectives_on_lane
     assert row.iteration_s == pytest.approx(9e-3)
     computing = [span for span in row.measured_spans if span.lane == "compute"]
     assert [(round(span.start_s * 1e6), round(span.end_s * 1e6)) for span in computing] == [(100, 1105), (4000, 4500)]
-    assert [span.lane for span in row.measured_spans if span.lane != "compute"] == ["channel 0", "channel 1"]
+    assert [span.lane for span in row.measured_spans if span.lane != "compute"] == ["communicator 0", "communicator 1"]
     made = study(make_profile([10**6], [1e-3]), affine(1e-3, 1e-9), [4], strategies=[], measured=[row])
     assert "trace: trace trace.json, measured" in report(made)
 

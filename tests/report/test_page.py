@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import backbeat as bb
 from backbeat.model import Plan
-from backbeat.report.page import MOST_BYTES, Settings, plotly_source, report, script_json
+from backbeat.report.page import MOST_BYTES, PageSettings, plotly_source, report, script_json
 from backbeat.report.redact import redacted_network, redacted_plans, redacted_profile
 from backbeat.report.study import study
 from tests.problems import affine, make_profile
@@ -49,7 +49,7 @@ class Reader(HTMLParser):
 @pytest.fixture(scope="module")
 def page() -> str:
     made = study(hostile_profile(), hostile_network(), [4, 8, 64], strategies=["optimal", "best"])
-    return report(made, Settings(price=2.5, memory_budget=6 * 10**9, profile_argument=MARKUP))
+    return report(made, PageSettings(price=2.5, memory_budget=6 * 10**9, profile_argument=MARKUP))
 
 
 def read(page: str) -> Reader:

@@ -8,7 +8,7 @@ from hypothesis import given
 
 import backbeat as bb
 from backbeat.report import perfetto
-from backbeat.report.study import groups_of
+from backbeat.report.study import buckets_of
 from tests.problems import networks, profiles
 
 
@@ -17,7 +17,7 @@ def test_a_trace_holds_every_span_and_every_gradient(profile: bb.Profile, networ
     plan = bb.plan(profile, network, "optimal")
     result = bb.predict(profile, network, plan)
     document = json.loads(
-        perfetto.encode(perfetto.trace([("one", result.timeline, groups_of(plan, profile)), ("two", (), ())]))
+        perfetto.encode(perfetto.trace([("one", result.timeline, buckets_of(plan, profile)), ("two", (), ())]))
     )
     bars = [event for event in document["traceEvents"] if event["ph"] == "X"]
     assert len(bars) == len(result.timeline)
@@ -33,11 +33,11 @@ def test_a_trace_holds_every_span_and_every_gradient(profile: bb.Profile, networ
 
 def test_lanes_are_threads_with_names() -> None:
     spans = bb.predict(
-        bb.Profile.load("vgg16-b64-bf16-h200"), bb.Network.load("10gbe"), bb.plan(*_pair(), "wfbp", channels=2)
+        bb.Profile.load("vgg16-b64-bf16-h200"), bb.Network.load("10gbe"), bb.plan(*_pair(), "wfbp", communicators=2)
     ).timeline
     document = perfetto.trace([("vgg", spans, [])])
     names = {event["tid"]: event["args"]["name"] for event in document["traceEvents"] if event["name"] == "thread_name"}
-    assert set(names.values()) == {"compute", "channel 0", "channel 1"}
+    assert set(names.values()) == {"compute", "communicator 0", "communicator 1"}
     assert {event["tid"] for event in document["traceEvents"] if event["ph"] == "X"} == set(names)
 
 

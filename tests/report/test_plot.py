@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
-import shutil
+import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from matplotlib.figure import Figure
 from typer.testing import CliRunner
 
 import backbeat as bb
 from backbeat.cli import app
 from backbeat.errors import InputError, MissingPartError
-from backbeat.report import figures, plot, svg
+from backbeat.report import figures, plot
 from backbeat.report.study import study
+from tests.problems import affine, make_profile
 from tests.report.hostile import MARKUP, hostile_network, hostile_profile
 
 
@@ -31,37 +33,72 @@ def processes(trace: Path) -> list[str]:
     return [event["args"]["name"] for event in events if event["name"] == "process_name"]
 
 
-def test_svg_is_well_formed_whatever_the_names() -> None:
+def test_images_show_names_as_they_are(tmp_path: Path) -> None:
     made = study(hostile_profile(), hostile_network(), [4, 8, 64], strategies=["optimal"])
-    data = figures.scaling({MARKUP: made.curves["ddp"], "optimal": made.curves["optimal"]})
-    root = ElementTree.fromstring(svg.scaling(data, title=MARKUP))
-    lines = [one for one in root.iter() if one.tag.endswith("polyline")]
-    assert len(lines) == 2
-    tree = ElementTree.fromstring(svg.timeline(made.timeline("optimal")))
-    tips = [one.text or "" for one in tree.iter() if one.tag.endswith("title")]
-    assert any(MARKUP in tip for tip in tips)
+    labels = (MARKUP, "$x_1$ \x1b[31m", "_hidden")
+    data = figures.scaling(dict.fromkeys(labels, made.curves["ddp"]))
+    plot.save_scaling(data, tmp_path / "curve.svg", title=MARKUP)
+    shown = [text.strip() for text in ElementTree.parse(tmp_path / "curve.svg").getroot().itertext()]
+    assert shown.count(MARKUP) == 2
+    assert "$x_1$ \\x1b[31m" in shown
+    assert "_hidden" in shown
+    plot.save_scaling(data, tmp_path / "curve.html", title=MARKUP)
+    assert MARKUP not in (tmp_path / "curve.html").read_text()
 
 
-def test_predict_plots_by_the_ending_of_the_name(tmp_path: Path) -> None:
-    words = ("predict", "vgg16-b64-bf16-h200", "10gbe", "-n", "4..16", "-s", "ddp,optimal")
-    run(*words, "--plot", str(tmp_path / "curve.svg"))
-    assert (tmp_path / "curve.svg").read_text().startswith("<svg")
-    run(*words, "--plot", str(tmp_path / "curve.html"))
+def test_a_curve_has_its_lines_band_and_knee() -> None:
+    times = tuple(0.018 + 0.0001 * place for place in range(20))
+    profile = make_profile([4000, 5 * 10**7], [1e-3, 8e-3], forward=6e-3, iteration_s=times)
+    data = figures.scaling(study(profile, affine(1e-3, 1e-9), [4, 8, 64], strategies=["optimal"]).curves)
+    figure = Figure()
+    plot.scaling(figure, data)
+    axes = figure.axes[0]
+    for line, drawn in zip(data.lines, [one for one in axes.lines if len(one.get_xdata()) > 1], strict=True):
+        assert list(drawn.get_xdata()) == list(line.workers)
+        assert list(drawn.get_ydata()) == [100 * share for share in line.scaling]
+    assert data.best.knee is not None
+    assert [tuple(one.get_xdata()) for one in axes.lines if len(one.get_xdata()) == 1] == [(data.best.knee,)]
+    assert len(axes.collections) == 1
+    assert axes.get_ylim() == data.range_percent
+
+
+def test_a_timeline_has_every_bar_in_its_lane() -> None:
+    made = study(hostile_profile(), hostile_network(), [8], strategies=["optimal"])
+    data = made.timeline("optimal")
+    figure = Figure()
+    plot.timeline(figure, data)
+    axes = figure.axes[0]
+    assert [label.get_text() for label in axes.get_yticklabels()] == list(data.lanes)
+    drawn = [len(lane.get_paths()) for lane in axes.collections]
+    assert drawn == [sum(bar.lane == lane for bar in data.bars) for lane in data.lanes]
+
+
+@pytest.mark.parametrize(("ending", "start"), [(".png", b"\x89PNG\r\n"), (".svg", b"<?xml"), (".pdf", b"%PDF")])
+def test_predict_plots_by_the_ending_of_the_name(ending: str, start: bytes, tmp_path: Path) -> None:
+    words = ("predict", "vgg16-b64-bf16-h200", "10gbe", "-n", "4..16", "-s", "ddp,optimal", "--plot")
+    first, second = tmp_path / f"first{ending}", tmp_path / f"second{ending}"
+    run(*words, str(first))
+    run(*words, str(second))
+    assert first.read_bytes().startswith(start)
+    assert first.read_bytes() == second.read_bytes()
+
+
+def test_predict_plots_a_page(tmp_path: Path) -> None:
+    words = ("predict", "vgg16-b64-bf16-h200", "10gbe", "-n", "4..16", "-s", "ddp", "--plot")
+    run(*words, str(tmp_path / "curve.html"))
     assert "Plotly.newPlot" in (tmp_path / "curve.html").read_text()
-    with pytest.raises(InputError, match=r"ends in \.svg, \.png, \.html"):
-        run(*words, "--plot", str(tmp_path / "curve.jpg"))
+    with pytest.raises(InputError, match=r"ends in \.png, \.svg, \.pdf, \.html"):
+        run(*words, str(tmp_path / "curve.jpg"))
 
 
-def test_a_png_needs_a_browser_and_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(shutil, "which", lambda name: None)
-    with pytest.raises(MissingPartError, match="neither is installed"):
+def test_images_need_matplotlib_and_say_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(MissingPartError, match=r"pip install 'backbeat\[plot\]'"):
         plot.check(tmp_path / "curve.png")
-
-
-@pytest.mark.skipif(shutil.which("chromium") is None, reason="a PNG is painted by Chromium, which is not installed")
-def test_a_png_is_painted(tmp_path: Path) -> None:
-    run("predict", "vgg16-b64-bf16-h200", "10gbe", "-n", "4..16", "-s", "ddp", "--plot", str(tmp_path / "curve.png"))
-    assert (tmp_path / "curve.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    plot.check(tmp_path / "curve.html")
+    shown = bb.predict(hostile_profile(), hostile_network(), "ddp")._repr_html_()
+    assert "<table>" in shown
+    assert "<img" not in shown
 
 
 def test_report_and_trace_write_their_files(tmp_path: Path) -> None:

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 import backbeat as bb
 from backbeat.errors import InputError
 from backbeat.model import files
-from backbeat.report.scaled import scaled_network
 from backbeat.report.server import keep, unpacked
 from backbeat.report.whatif import Library, State, respond
+from backbeat.report.whatif_inputs import scaled_network
 from tests.problems import affine, curve, networks
 from tests.report.hostile import hostile_network, hostile_profile
 
@@ -24,9 +24,9 @@ def library() -> Library:
 
 
 def test_the_curve_is_what_predict_says() -> None:
-    state = State.parse({"profile": "mine", "network": "ours", "workers": "64", "bucket": "5", "channels": "2"})
+    state = State.parse({"profile": "mine", "network": "ours", "workers": "64", "bucket": "5", "communicators": "2"})
     said = respond(state, library(), thorough=True)
-    assert list(said["curves"]) == ["ddp", "ddp, 5 MiB", "optimal, 2 channels", "best for 64"]
+    assert list(said["curves"]) == ["ddp", "ddp, 5 MiB", "optimal, 2 communicators", "best for 64"]
     for workers, seconds, _ in said["curves"]["ddp"]:
         there = hostile_network().at(workers=workers)
         assert seconds == bb.predict(hostile_profile(), there, "ddp").iteration_s
@@ -59,7 +59,7 @@ def test_scaling_an_affine_network_scales_its_two_numbers_and_keeps_how_messages
     made = scaled_network(affine(1e-3, 1e-9), bandwidth=2, latency=3)
     assert made.all_reduce.alpha_s == pytest.approx(3e-3)
     assert made.all_reduce.beta_s_per_byte == pytest.approx(5e-10)
-    rows = ({"bytes": 2**22, "messages": 2, "channels": 2, "seconds": 1e-3 + 2e-9 * 2**22 / 1.5},)
+    rows = ({"bytes": 2**22, "messages": 2, "communicators": 2, "seconds": 1e-3 + 2e-9 * 2**22 / 1.5},)
     shared = affine(1e-3, 1e-9, concurrency=tuple(msgspec.convert(row, bb.model.ConcurrencyPoint) for row in rows))
     assert scaled_network(shared, bandwidth=2).cost.efficiency(2) == pytest.approx(shared.cost.efficiency(2))
 
@@ -80,7 +80,7 @@ def test_inside_a_node_nothing_changes() -> None:
         ({"workers": "1e99"}, "workers is 1e99"),
         ({"workers": "nan"}, "workers is nan"),
         ({"workers": "2.5"}, "whole number"),
-        ({"channels": "many"}, "channels is 'many'"),
+        ({"communicators": "many"}, "communicators is 'many'"),
         ({"__class__": "1"}, "is not a control"),
         ({"profile": "../../etc/passwd"}, "there is no profile"),
         ({"network": "/etc/passwd"}, "there is no network"),
@@ -122,9 +122,9 @@ def test_only_the_last_uploads_are_kept() -> None:
 
 def test_a_network_on_which_small_messages_take_no_time_can_be_scaled() -> None:
     rows = tuple(
-        bb.model.ConcurrencyPoint(bytes=size, messages=4, channels=channels, seconds=1e-3)
+        bb.model.ConcurrencyPoint(bytes=size, messages=4, communicators=communicators, seconds=1e-3)
         for size in (1, 2**20)
-        for channels in (1, 2)
+        for communicators in (1, 2)
     )
     network = curve([(1, 0.0), (2**20, 1e-3), (2**22, 4e-3)], concurrency=rows)
     faster = scaled_network(network, bandwidth=2.0, latency=0.5).cost

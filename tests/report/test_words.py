@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 import backbeat as bb
+from backbeat.report.answer import LIMITS, answer
+from backbeat.report.figures.exposed import PARTS
 from backbeat.report.study import study
-from backbeat.report.words import LIMITS, answer
-from backbeat.simulate.sweep import ADVICE
 from tests.problems import affine, make_profile
 
 
@@ -16,7 +17,7 @@ def many_small() -> bb.Profile:
 
 
 def test_every_bottleneck_has_words() -> None:
-    assert set(LIMITS) == set(ADVICE)
+    assert set(LIMITS) == {"compute", *PARTS}
 
 
 def test_a_job_that_scales_well_is_worth_it_and_needs_no_change() -> None:
@@ -42,6 +43,19 @@ def test_where_even_the_first_point_loses_no_number_is_advised() -> None:
     assert "Every added one" in said.scales
 
 
+def test_a_decoupled_plan_is_not_advised_to_be_run() -> None:
+    profile = make_profile([10**7] * 20, [2e-3 * place for place in range(1, 21)], forward=60e-3)
+    profile = msgspec.structs.replace(
+        profile, gradients=tuple(msgspec.structs.replace(one, forward_s=3e-3) for one in profile.gradients)
+    )
+    made = study(profile, affine(5e-4, 4e-10), [4, 8], strategies=["decoupled"])
+    assert made.best_label == "decoupled"
+    first = answer(made, command="backbeat plan a b --workers 8 -o plan.json").actions[0]
+    assert first.title.startswith("A decoupled plan: ")
+    assert "does not run it" in first.text
+    assert first.code == ""
+
+
 def test_a_better_plan_comes_with_the_line_of_code_and_what_it_saves() -> None:
     profile = make_profile([10**7] * 20, [2e-3 * place for place in range(1, 21)], forward=10e-3)
     made = study(profile, affine(5e-4, 1.5e-10), [4, 8])
@@ -64,7 +78,7 @@ def test_a_better_plan_comes_with_the_line_of_code_and_what_it_saves() -> None:
 
 
 def test_a_bucket_size_is_advised_only_where_it_helps() -> None:
-    # Startup is dear and gradients are many: larger buckets than 25 MiB pay.
+    # Latency is dear and gradients are many: larger buckets than 25 MiB pay.
     profile = make_profile([5 * 10**6] * 40, [1e-4 * place for place in range(1, 41)], forward=1e-3)
     made = study(profile, affine(20e-3, 1e-11), [8], strategies=["ddp"])
     said = answer(made)

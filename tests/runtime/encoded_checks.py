@@ -1,31 +1,33 @@
-"""Training with encoded groups on several ranks: nothing lost, replicas alike, updates inside backward, refusals."""
+"""Training with compressed buckets on several ranks: nothing lost, replicas alike, updates in backward, refusals."""
 
 from __future__ import annotations
 
 import copy
 import io
+import logging
 import pickle
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from encoded_rig import ALL, KINDS, SOME, backward, encoded, local_gradients, owed, registering, same_everywhere, wrap
+from encoded_rig import ALL, SOME, backward, compressed, local_gradients, owed, registering, same_everywhere, wrap
 from msgspec.structs import replace
 from rank_asserts import raises
 from scenario_rig import Context, Scenario, mlp, small_plan
 from scenarios_graphs import Branches
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
-from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+from torch.nn.utils import clip_grad_norm_
 
 from backbeat.errors import InputError
 from backbeat.model.blocks import MemoryPlan
-from backbeat.model.encoding import Encoding
+from backbeat.model.compression import Compression
 from backbeat.runtime import DistributedDataParallel
-from backbeat.runtime import partition as partitions
+from backbeat.runtime.reduce import partition as partitions
 
 CHECKS: dict[str, Scenario] = {}
 check = registering(CHECKS)
@@ -33,9 +35,9 @@ check = registering(CHECKS)
 
 @check
 def nothing_is_lost(ctx: Context) -> None:
-    """Of every kind: gradients delivered and residuals kept add up to all gradients, and ranks get the same."""
-    for name, encoding in KINDS.items():
-        wrapped = wrap(ctx, encoding, every=2 if name == "topk" else 1)
+    """Gradients delivered and residuals kept add up to all gradients, and ranks get the same."""
+    for every in (1, 2):
+        wrapped = wrap(ctx, SOME, every=every)
         sent: dict[str, Any] = {}
         total: dict[str, Any] = {}
         for step in range(5):
@@ -46,14 +48,13 @@ def nothing_is_lost(ctx: Context) -> None:
             for key, parameter in wrapped.module.named_parameters():
                 sent[key] = sent.get(key, 0) + parameter.grad
                 parameter.data.sub_(parameter.grad, alpha=0.1)
-            same_everywhere(ctx, wrapped.module, f"{name}, step {step}")
+            same_everywhere(ctx, wrapped.module, f"every {every}, step {step}")
         left = owed(ctx, wrapped)
         for key, value in total.items():
             torch.testing.assert_close(
-                sent[key] + left[key], value, rtol=1e-4, atol=1e-5, msg=lambda t, k=key, n=name: f"{n} {k}: {t}"
+                sent[key] + left[key], value, rtol=1e-4, atol=1e-5, msg=lambda t, k=key, n=every: f"every {n}, {k}: {t}"
             )
-        if name != "powersgd":
-            assert any(bool(value.any()) for value in left.values()), f"{name} kept nothing back"
+        assert any(bool(value.any()) for value in left.values()), "nothing was kept back"
 
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -62,18 +63,30 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1),
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.05),
 }
+OTHERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "amsgrad": lambda p: torch.optim.Adam(p, lr=0.01, amsgrad=True),
+    "single_tensor": lambda p: torch.optim.AdamW(p, lr=0.01, foreach=False),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.5, centered=True),
+    "adadelta": lambda p: torch.optim.Adadelta(p),
+    "adamax": lambda p: torch.optim.Adamax(p, lr=0.01),
+    "nadam": lambda p: torch.optim.NAdam(p, lr=0.01),
+    "radam": lambda p: torch.optim.RAdam(p, lr=0.01),
+    "asgd": lambda p: torch.optim.ASGD(p, lr=0.05),
+    "rprop": lambda p: torch.optim.Rprop(p, lr=0.01),
+    "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.01),
+}
 
 
 @check
 def updates_inside_backward(ctx: Context) -> None:
     """With everything sent, an optimizer handed over trains as under stock DDP, and no gradient is left."""
-    for name, make in OPTIMIZERS.items():
-        for every in (1, 2):
+    for name, make in {**OPTIMIZERS, **OTHERS}.items():
+        for every in (1, 2) if name in OPTIMIZERS else (2,):
             model = ctx.build(mlp)
-            ours: Any = DistributedDataParallel(copy.deepcopy(model), plan=encoded(model, ALL, every=every))
+            ours: Any = DistributedDataParallel(copy.deepcopy(model), plan=compressed(model, ALL, every=every))
             theirs: Any = TorchDDP(copy.deepcopy(model))
             optimizer, other = make(ours.parameters()), make(theirs.parameters())
-            ours.attach(optimizer)
+            ours.attach(optimizer, max_grad_norm=None)
             schedules = [torch.optim.lr_scheduler.ExponentialLR(one, 0.9) for one in (optimizer, other)]
             for step in range(5):
                 found, expected = backward(ctx, ours, step), backward(ctx, theirs, step)
@@ -92,8 +105,95 @@ def updates_inside_backward(ctx: Context) -> None:
 
 
 @check
+def clipped_updates(ctx: Context) -> None:
+    """With everything sent, as stock DDP with `clip_grad_norm_`, also accumulating; updates wait for all gradients."""
+    for every in (1, 2):
+        model = ctx.build(mlp)
+        ours: Any = DistributedDataParallel(copy.deepcopy(model), plan=compressed(model, ALL, every=every))
+        theirs: Any = TorchDDP(copy.deepcopy(model))
+        optimizer, other = OPTIMIZERS["momentum"](ours.parameters()), OPTIMIZERS["momentum"](theirs.parameters())
+        ours.attach(optimizer, max_grad_norm=0.02)
+        norms = []
+        for step in range(6):
+            before = [parameter.detach().clone() for parameter in ours.parameters()]
+            held = list(ours.parameters())
+            handle = held[1].register_hook(
+                lambda _, held=held, old=before: assert_equal(held, old, "updated before the last gradient")
+            )
+            for one in (ours, theirs):
+                if step % 2:
+                    with one.no_sync():
+                        backward(ctx, one, 20 + step)
+                backward(ctx, one, step)
+            handle.remove()
+            assert all(parameter.grad is None for parameter in ours.parameters()), "a gradient is left"
+            norms.append(float(clip_grad_norm_(theirs.parameters(), 0.02)))
+            for one in (optimizer, other):
+                one.step()
+                one.zero_grad()
+            for mine, yours in zip(ours.parameters(), theirs.parameters(), strict=True):
+                torch.testing.assert_close(mine, yours, msg=lambda t, s=step, e=every: f"every {e}, step {s}: {t}")
+        assert max(norms) > 0.02, "nothing had to be clipped"
+    lossy = wrap(ctx, SOME, every=2)
+    lossy.attach(torch.optim.SGD(lossy.parameters(), lr=1.0), max_grad_norm=0.01)
+    for step in range(3):
+        before = [parameter.detach().clone() for parameter in lossy.parameters()]
+        backward(ctx, lossy, step)
+        moved = torch.cat([(p - old).flatten() for p, old in zip(lossy.parameters(), before, strict=True)])
+        assert 0 < float(moved.norm()) < 0.0101, float(moved.norm())
+    same_everywhere(ctx, lossy.module, "clipped")
+
+
+def assert_equal(found: Any, expected: list[torch.Tensor], what: str) -> None:
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True)), what
+
+
+@check
+def optimizers_in_use(ctx: Context) -> None:
+    """Two optimizers with buckets of their own, closures, hooks on `step`, and states that are saved and loaded."""
+    model = ctx.build(mlp)
+    ours: Any = DistributedDataParallel(copy.deepcopy(model), plan=compressed(model, ALL, every=2))
+    theirs: Any = TorchDDP(copy.deepcopy(model))
+    sides = []
+    for side in (ours, theirs):
+        held = list(side.parameters())
+        bucketed = [{"params": held[0:4:2], "lr": 0.1}, {"params": held[1:4:2], "weight_decay": 0.0}]
+        sides.append((side, torch.optim.AdamW(bucketed, lr=0.01), torch.optim.SGD(held[4:], lr=0.1, momentum=0.9)))
+    for optimizer in sides[0][1:]:
+        ours.attach(optimizer, max_grad_norm=None)
+    called: dict[int, list[str]] = {id(first): [] for _, first, _ in sides}
+    for _, first, _ in sides:
+        first.register_step_pre_hook(lambda o, a, k: called[id(o)].append("before"))
+        first.register_step_post_hook(lambda o, a, k: called[id(o)].append("after"))
+    saved: list[Any] = []
+    for step in range(6):
+        losses = []
+        for side, first, second in sides:
+
+            def closure(side: Any = side, step: int = step) -> torch.Tensor:
+                loss = side(ctx.data(3, 6, step=step, rank=ctx.rank)).square().mean()
+                loss.backward()
+                return loss
+
+            losses.append(first.step(closure).detach())
+            second.step()
+            for one in (first, second):
+                one.zero_grad()
+        torch.testing.assert_close(*losses)
+        if step == 2:
+            saved = [[copy.deepcopy(one.state_dict()) for one in side] for side in sides]
+        if step == 4:
+            for side, states in zip(sides, saved, strict=True):
+                for one, state in zip(side, states, strict=True):
+                    one.load_state_dict(state)
+    for mine, yours in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(mine, yours)
+    assert [*called.values()] == [["before", "after"] * 6] * 2, called
+
+
+@check
 def groups_leave_and_are_applied_during_backward(ctx: Context) -> None:
-    """All but the last groups are sent before the last gradient, and some weights change before backward ends."""
+    """All but the last buckets are sent before the last gradient, and some weights change before backward ends."""
     seen: list[int] = []
 
     class Spy(nn.Module):
@@ -108,14 +208,14 @@ def groups_leave_and_are_applied_during_backward(ctx: Context) -> None:
 
     wrapped = wrap(ctx, SOME, Spy)
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
-    wrapped.attach(optimizer)
+    wrapped.attach(optimizer, max_grad_norm=None)
     last = wrapped.module.layers[5].weight
 
     def first_layer(_: torch.Tensor) -> None:
         delivery = wrapped.reducer.delivery
         if wrapped.reducer.step > 2:
             # Wait here for what was sent, so that there is something to collect whatever the machine does meanwhile.
-            for bucket in delivery._encoded:
+            for bucket in delivery._compressed:
                 if bucket.work is not None and bucket.whole:
                     bucket.work.wait()
             seen.append(last._version)
@@ -126,9 +226,9 @@ def groups_leave_and_are_applied_during_backward(ctx: Context) -> None:
         versions.append(last._version)
         backward(ctx, wrapped, step)
         if step > 2:
-            assert wrapped.reducer.job.groups.buckets[0].write is None
+            assert wrapped.reducer.job.bucket_set.buckets[0].gathered is None
     assert seen, "the hook never ran"
-    # The hook of the second layer runs before the groups of the first leave; by the next launch group 0 is applied.
+    # The hook of the second layer runs before the buckets of the first leave; by the next launch bucket 0 is applied.
     assert last._version > versions[-1]
     same_everywhere(ctx, wrapped.module, "after training")
 
@@ -138,11 +238,11 @@ def accumulation_and_no_sync(ctx: Context) -> None:
     """Under no_sync nothing is sent and residuals stay; the sum goes with the next synchronised backward."""
     for attached in (False, True):
         model = ctx.build(mlp)
-        ours: Any = DistributedDataParallel(copy.deepcopy(model), plan=encoded(model, ALL))
+        ours: Any = DistributedDataParallel(copy.deepcopy(model), plan=compressed(model, ALL))
         theirs: Any = TorchDDP(copy.deepcopy(model))
         pairs = [(one, torch.optim.SGD(one.parameters(), lr=0.1)) for one in (ours, theirs)]
         if attached:
-            ours.attach(pairs[0][1])
+            ours.attach(pairs[0][1], max_grad_norm=None)
         for step in range(3):
             for wrapped, optimizer in pairs:
                 with wrapped.no_sync():
@@ -170,7 +270,7 @@ def unused_and_frozen(ctx: Context) -> None:
         wrapped = wrap(ctx, SOME, Branches)
         optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1, weight_decay=0.5)
         if attached:
-            wrapped.attach(optimizer)
+            wrapped.attach(optimizer, max_grad_norm=None)
         spare = wrapped.module.spare.weight.detach().clone()
         for step in range(3):
             backward(ctx, wrapped, step, use="l" if ctx.rank == 0 else "lr")
@@ -202,7 +302,7 @@ def join_uneven(ctx: Context) -> None:
     """Ranks that have run out of data take part with nothing."""
     wrapped = wrap(ctx, SOME)
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.05)
-    wrapped.attach(optimizer)
+    wrapped.attach(optimizer, max_grad_norm=None)
     with wrapped.join():
         for step in range(3 + ctx.rank):
             backward(ctx, wrapped, step)
@@ -234,7 +334,7 @@ def copies_and_pickles(ctx: Context) -> None:
 
 @check
 def plans_change_and_residuals_stay(ctx: Context) -> None:
-    """By name, in other groups, under another encoding, and repaid by a dense group."""
+    """By name, in other buckets, under another compression, and repaid by a dense bucket."""
     wrapped = wrap(ctx, SOME)
     for step in range(2):
         wrapped.zero_grad()
@@ -244,8 +344,8 @@ def plans_change_and_residuals_stay(ctx: Context) -> None:
     names = [name for name, _ in wrapped.module.named_parameters()]
     parameters = list(wrapped.module.parameters())
     model = wrapped.module
-    plan = encoded(model, Encoding(kind="randomk", density=0.3))
-    plan = replace(plan, groups=(plan.groups[0], *(replace(g, encoding=None) for g in plan.groups[1:])))
+    plan = compressed(model, Compression(density=0.3))
+    plan = replace(plan, buckets=(plan.buckets[0], *(replace(g, compression=None) for g in plan.buckets[1:])))
     wrapped.runner.switch(partitions.from_plan(plan, names, parameters, [False] * len(names)))
     for name, value in owed(ctx, wrapped).items():
         torch.testing.assert_close(value, before[name])
@@ -254,7 +354,7 @@ def plans_change_and_residuals_stay(ctx: Context) -> None:
     after = owed(ctx, wrapped)
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.grad + after[name], before[name] + gradients[name], rtol=1e-4, atol=1e-5)
-    assert not bool(after["0.weight"].any()), "a dense group did not repay what it owed"
+    assert not bool(after["0.weight"].any()), "a dense bucket did not repay what it owed"
 
 
 @check
@@ -267,13 +367,13 @@ def checkpoints(ctx: Context) -> None:
         factories = {"device": None, "host": MemoryPlan(residuals="host")}
         for where, memory in factories.items():
             model = ctx.build(mlp)
-            plan = replace(encoded(model, SOME), memory=memory)
+            plan = replace(compressed(model, SOME), memory=memory)
             make = lambda m, plan=plan: DistributedDataParallel(  # noqa: E731
                 m, plan=plan, sparse={"momentum_correction": True, "warmup_steps": 6}
             )
             wrapped = make(model)
             optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1, momentum=0.9)
-            wrapped.attach(optimizer)
+            wrapped.attach(optimizer, max_grad_norm=None)
             for step in range(3):
                 backward(ctx, wrapped, step)
             weights = copy.deepcopy(wrapped.module.state_dict())
@@ -282,7 +382,7 @@ def checkpoints(ctx: Context) -> None:
             for step in range(3, 6):
                 backward(ctx, wrapped, step)
             fresh = make(ctx.build(mlp))
-            fresh.attach(torch.optim.SGD(fresh.parameters(), lr=0.1, momentum=0.9))
+            fresh.attach(torch.optim.SGD(fresh.parameters(), lr=0.1, momentum=0.9), max_grad_norm=None)
             fresh.module.load_state_dict(weights)
             fresh.load_residuals(folder)
             for step in range(3, 6):
@@ -302,21 +402,17 @@ def checkpoints(ctx: Context) -> None:
 @check
 def residuals_on_the_host(ctx: Context) -> None:
     """Training is the same wherever residuals live."""
-    for kind in ("topk", "sampled", "randomk", "int8"):
-        weights = []
-        for where in ("device", "host"):
-            model = ctx.build(mlp)
-            plan = replace(encoded(model, KINDS[kind], every=2), memory=MemoryPlan(residuals=where))  # type: ignore
-            wrapped = DistributedDataParallel(model, plan=plan)
-            wrapped.attach(torch.optim.SGD(wrapped.parameters(), lr=0.1, momentum=0.9))
-            for step in range(5):
-                backward(ctx, wrapped, step)
-            weights.append([parameter.detach().clone() for parameter in wrapped.parameters()])
-        for one, other in zip(*weights, strict=True):
-            assert torch.equal(one, other), f"{kind}: residuals on the host train differently"
-    model = ctx.build(mlp)
-    plan = replace(encoded(model, KINDS["tree"]), memory=MemoryPlan(residuals="host"))
-    raises(InputError, lambda: DistributedDataParallel(model, plan=plan), "residuals live on the host")
+    weights = []
+    for where in ("device", "host"):
+        model = ctx.build(mlp)
+        plan = replace(compressed(model, SOME, every=2), memory=MemoryPlan(residuals=where))  # type: ignore
+        wrapped = DistributedDataParallel(model, plan=plan)
+        wrapped.attach(torch.optim.SGD(wrapped.parameters(), lr=0.1, momentum=0.9), max_grad_norm=None)
+        for step in range(5):
+            backward(ctx, wrapped, step)
+        weights.append([parameter.detach().clone() for parameter in wrapped.parameters()])
+    for one, other in zip(*weights, strict=True):
+        assert torch.equal(one, other), "residuals on the host train differently"
 
 
 @check
@@ -326,13 +422,13 @@ def momentum_correction(ctx: Context) -> None:
         model = ctx.build(mlp)
         ours: Any = DistributedDataParallel(
             copy.deepcopy(model),
-            plan=encoded(model, ALL),
+            plan=compressed(model, ALL),
             sparse={"momentum_correction": True, "factor_masking": masked},
         )
         theirs: Any = TorchDDP(copy.deepcopy(model))
         optimizer = torch.optim.SGD(ours.parameters(), lr=0.1, momentum=0.9)
         other = torch.optim.SGD(theirs.parameters(), lr=0.1, momentum=0.0 if masked else 0.9)
-        ours.attach(optimizer)
+        ours.attach(optimizer, max_grad_norm=None)
         for step in range(4):
             backward(ctx, ours, step)
             optimizer.step()
@@ -345,9 +441,9 @@ def momentum_correction(ctx: Context) -> None:
     raises(InputError, lambda: backward(ctx, unattached, 0), "momentum_correction keeps the optimizer's momentum")
     nesterov = wrap(ctx, SOME, sparse={"momentum_correction": True})
     bad = torch.optim.SGD(nesterov.parameters(), lr=0.1, momentum=0.9, nesterov=True)
-    raises(InputError, lambda: nesterov.attach(bad), "nesterov=True")
+    raises(InputError, lambda: nesterov.attach(bad, max_grad_norm=None), "nesterov=True")
     adam = wrap(ctx, SOME, sparse={"momentum_correction": True})
-    adam.attach(torch.optim.Adam(adam.parameters(), lr=0.01))
+    adam.attach(torch.optim.Adam(adam.parameters(), lr=0.01), max_grad_norm=None)
     for step in range(3):
         backward(ctx, adam, step)
     same_everywhere(ctx, adam.module, "Adam")
@@ -358,13 +454,13 @@ def refusals(ctx: Context) -> None:
     """What cannot be right is said, on every rank."""
     model = ctx.build(mlp)
     if ctx.size > 1:
-        mine = Encoding(kind="topk", density=0.1 if ctx.rank == 0 else 0.2)
-        raises(InputError, lambda: DistributedDataParallel(model, plan=encoded(model, mine)), "topk 0.1 fp32")
-        raises(InputError, lambda: wrap(ctx, SOME, sparse={"warmup_steps": 1 + ctx.rank}), "warmup_steps=1, seed=0")
+        mine = Compression(density=0.1 if ctx.rank == 0 else 0.2)
+        raises(InputError, lambda: DistributedDataParallel(model, plan=compressed(model, mine)), "topk 0.1")
+        raises(InputError, lambda: wrap(ctx, SOME, sparse={"warmup_steps": 1 + ctx.rank}), "warmup_steps=1")
     raises(
         InputError,
-        lambda: DistributedDataParallel(ctx.build(mlp), plan=encoded(model, SOME), backend="ddp"),
-        "torch's reducer cannot run a plan with encoded groups",
+        lambda: DistributedDataParallel(ctx.build(mlp), plan=compressed(model, SOME), backend="ddp"),
+        "torch's reducer cannot run a plan with compressed buckets",
     )
     raises(
         InputError,
@@ -374,33 +470,97 @@ def refusals(ctx: Context) -> None:
     raises(
         InputError,
         lambda: wrap(ctx, SOME, lambda: nn.ParameterDict({"z": nn.Parameter(torch.ones(3, dtype=torch.cfloat))})),
-        "'z' is torch.complex64, and its group is encoded",
+        "'z' is torch.complex64, and its bucket is compressed",
     )
     raises(InputError, lambda: wrap(ctx, SOME, sparse={"momentum": 1}), "sparse has 'momentum'")
     raises(InputError, lambda: wrap(ctx, SOME, sparse={"warmup_steps": -1}), "warmup_steps is -1")
-    raises(InputError, lambda: wrap(ctx, SOME, sparse={"seed": None}), "seed is None: it must be a whole number")
+    raises(InputError, lambda: wrap(ctx, SOME, sparse={"warmup_steps": None}), "warmup_steps is None: it must be")
     raises(InputError, lambda: wrap(ctx, SOME, sparse={"factor_masking": "no"}), "must be True or False")
     plain = DistributedDataParallel(ctx.build(mlp), plan=small_plan(model))
     raises(InputError, plain.residual_state_dict, "there are no residuals")
     attached = wrap(ctx, SOME)
     half = list(attached.parameters())[:3]
-    attached.attach(torch.optim.SGD(half, lr=0.1))
+    attached.attach(torch.optim.SGD(half, lr=0.1), max_grad_norm=None)
     raises(InputError, lambda: backward(ctx, attached, 0), "no optimizer handed over holds '2.bias'")
-    raises(InputError, lambda: wrap(ctx, SOME).attach(torch.optim.LBFGS(half)), "LBFGS")
-    clipped = wrap(ctx, SOME)
-    clipped.attach(torch.optim.SGD(clipped.parameters(), lr=0.1))
-    backward(ctx, clipped, 0)
-    raises(InputError, lambda: nn.utils.clip_grad_norm_(clipped.parameters(), 1.0), "updated already")
-    raises(InputError, lambda: clip_grad_norm_(clipped.parameters(), 1.0), "clip_grad_norm_ after backward")
-    raises(InputError, lambda: clip_grad_value_(clipped.parameters(), 1.0), "clip_grad_value_ after backward")
+    raises(InputError, lambda: wrap(ctx, SOME).attach(torch.optim.LBFGS(half), max_grad_norm=None), "LBFGS")
     loose = wrap(ctx, SOME)
     backward(ctx, loose, 0)
-    nn.utils.clip_grad_norm_(loose.parameters(), 1.0)
-    scaler = torch.amp.GradScaler(ctx.device.type)
-    scaled = wrap(ctx, SOME)
-    loss = scaler.scale(scaled(ctx.data(3, 6, step=0, rank=ctx.rank)).sum())
-    raises(InputError, loss.backward, "a GradScaler is in use")
-    del scaler
+    assert float(clip_grad_norm_(loose.parameters(), 1.0)) > 0
+
+
+@check
+def what_cannot_be_attached(ctx: Context) -> None:
+    """Refused before anything changes: afterwards the wrapper trains."""
+
+    class Coupled(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            return super().step(closure)
+
+    wrapped = wrap(ctx, SOME)
+    sgd = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+
+    def refused(optimizer: Any, match: str, **arguments: Any) -> None:
+        raises(InputError, lambda: wrapped.attach(optimizer, **{"max_grad_norm": None, **arguments}), match)
+
+    refused(torch.optim.LBFGS(wrapped.parameters()), "LBFGS couples all parameters")
+    refused(Coupled(wrapped.parameters(), lr=0.1), "Coupled is not known")
+    refused(torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1), "holds no parameter of this model")
+    refused(wrapped.module, "takes a torch.optim.Optimizer")
+    refused(torch.optim.SGD(wrapped.parameters(), lr=0.1, differentiable=True), "differentiable=True")
+    refused(sgd, "train in bf16", grad_scaler=torch.amp.GradScaler(ctx.device.type))
+    refused(sgd, "max_grad_norm is 0", max_grad_norm=0)
+    refused(sgd, "max_grad_norm is nan", max_grad_norm=float("nan"))
+    raises(TypeError, lambda: wrapped.attach(sgd), "max_grad_norm")
+    corrected = wrap(ctx, SOME, sparse={"momentum_correction": True})
+    momentum = torch.optim.SGD(corrected.parameters(), lr=0.1, momentum=0.9)
+    raises(InputError, lambda: corrected.attach(momentum, max_grad_norm=1.0), "momentum_correction with max_grad_norm")
+    some, rest = list(wrapped.parameters())[:3], list(wrapped.parameters())[3:]
+    wrapped.attach(torch.optim.SGD(some, lr=0.1), max_grad_norm=1.0)
+    refused(torch.optim.SGD(rest, lr=0.1), "max_grad_norm is None, and 1.0 for SGD")
+    wrapped.attach(Coupled(rest, lr=0.1), max_grad_norm=1.0, per_parameter=True)
+    backward(ctx, wrapped, 0)
+    # One made in place of both may do otherwise.
+    wrapped.attach(sgd, max_grad_norm=None, grad_scaler=torch.amp.GradScaler(ctx.device.type, enabled=False))
+    backward(ctx, wrapped, 1)
+    same_everywhere(ctx, wrapped.module, "after refusals")
+    dense = DistributedDataParallel(ctx.build(mlp), plan=small_plan(wrapped.module))
+    plain = torch.optim.SGD(dense.parameters(), lr=0.1)
+    raises(InputError, lambda: dense.attach(plain, max_grad_norm=1.0), "no bucket of the plan is compressed")
+    dense.attach(plain, max_grad_norm=None)
+
+
+@check
+def what_goes_unseen_is_warned_of(ctx: Context) -> None:
+    """Once each: clipping that finds no gradients, and fp16, which mostly comes with a gradient scaler."""
+    wrapped = wrap(ctx, SOME)
+    with warnings_of("backbeat.runtime") as said:
+        first, second = list(wrapped.parameters())[:3], list(wrapped.parameters())[3:]
+        for half in (first, second):
+            wrapped.attach(torch.optim.SGD(half, lr=0.1), max_grad_norm=None)
+        assert len(said) == 1, said
+        assert "gradients are not clipped" in said[0]
+    with warnings_of("backbeat.runtime") as said:
+        for _ in range(2):
+            with torch.autocast(ctx.device.type, torch.bfloat16):
+                backward(ctx, wrapped, 0)
+        assert not said, said
+        for _ in range(2):
+            with torch.autocast(ctx.device.type, torch.float16):
+                wrapped(ctx.data(3, 6, step=0, rank=ctx.rank))
+        assert len(said) == 1, said
+        assert "use no GradScaler" in said[0]
+
+
+@contextmanager
+def warnings_of(name: str) -> Iterator[list[str]]:
+    said: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger(name).addHandler(handler)
+    try:
+        yield said
+    finally:
+        logging.getLogger(name).removeHandler(handler)
 
 
 @check
@@ -410,7 +570,7 @@ def sixteen_bit_parameters(ctx: Context) -> None:
         wrapped = wrap(ctx, SOME, lambda: mlp().bfloat16())
         optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
         if attached:
-            wrapped.attach(optimizer)
+            wrapped.attach(optimizer, max_grad_norm=None)
         for step in range(3):
             x = ctx.data(3, 6, step=step, rank=ctx.rank).bfloat16()
             wrapped(x).square().mean().backward()
@@ -425,13 +585,12 @@ def sixteen_bit_parameters(ctx: Context) -> None:
 
 @check
 def backward_inside_autocast(ctx: Context) -> None:
-    """What is encoded is not rounded by an autocast around backward; the report has a line for each group."""
-    for name in ("powersgd", "topk"):
-        wrapped = wrap(ctx, KINDS[name], every=2)
-        wrapped.attach(torch.optim.SGD(wrapped.parameters(), lr=0.1))
-        for step in range(3):
-            with torch.autocast(ctx.device.type, torch.bfloat16):
-                backward(ctx, wrapped, step)
-        same_everywhere(ctx, wrapped.module, name)
-        assert all(value.dtype == torch.float32 for value in wrapped.residual_state_dict()["residuals"].values())
-        assert len(str(wrapped.report()).splitlines()) >= len(wrapped.reducer.buckets)
+    """What is compressed is not rounded by an autocast around backward; the report has a line for each bucket."""
+    wrapped = wrap(ctx, SOME, every=2)
+    wrapped.attach(torch.optim.SGD(wrapped.parameters(), lr=0.1), max_grad_norm=None)
+    for step in range(3):
+        with torch.autocast(ctx.device.type, torch.bfloat16):
+            backward(ctx, wrapped, step)
+    same_everywhere(ctx, wrapped.module, "under autocast")
+    assert all(value.dtype == torch.float32 for value in wrapped.residual_state_dict()["residuals"].values())
+    assert len(str(wrapped.report()).splitlines()) >= len(wrapped.reducer.buckets)

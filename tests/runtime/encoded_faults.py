@@ -1,4 +1,5 @@
-"""Encoded groups where something goes wrong: failed steps, gradients that are not finite or come late, lost ranks."""
+"""Compressed buckets where something goes wrong: failed steps, gradients that are not finite or come late, lost
+ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from encoded_checks import (
     sixteen_bit_parameters,
     unused_and_frozen,
 )
-from encoded_rig import SOME, backward, encoded, local_gradients, owed, registering, same_everywhere, wrap
+from encoded_rig import SOME, backward, compressed, local_gradients, owed, registering, same_everywhere, wrap
 from msgspec.structs import replace
 from rank_asserts import raises
 from scenario_rig import Context, Scenario, mlp
@@ -23,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from backbeat.model.blocks import MemoryPlan
 from backbeat.runtime import DistributedDataParallel
-from backbeat.runtime.faults import BrokenStepError, CommunicationError, NonFiniteError
+from backbeat.runtime.reduce.failures import BrokenStepError, CommunicationError, NonFiniteError
 
 CHECKS: dict[str, Scenario] = {}
 check = registering(CHECKS)
@@ -36,7 +37,7 @@ def a_failed_step(ctx: Context) -> None:
         wrapped = wrap(ctx, SOME, Breakable, strict=True)
         optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.05)
         if attached:
-            wrapped.attach(optimizer)
+            wrapped.attach(optimizer, max_grad_norm=None)
         for step in range(3):
             backward(ctx, wrapped, step)
             optimizer.step()
@@ -67,7 +68,7 @@ def a_failed_step_that_autograd_lets_go_of_late(ctx: Context) -> None:
     between that and its backward, where updates would change what it has to be computed with."""
     wrapped = wrap(ctx, SOME, Breakable, strict=True)
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.05)
-    wrapped.attach(optimizer)
+    wrapped.attach(optimizer, max_grad_norm=None)
     for step in range(2):
         backward(ctx, wrapped, step)
         optimizer.step()
@@ -117,7 +118,7 @@ def infinite_gradients_are_named(ctx: Context) -> None:
     """With updates handed over too; the next step works, and the weights are finite and alike."""
     # A GPU that is not asked would tell with the next backward, as `read_late` has it.
     wrapped = wrap(ctx, SOME, strict=True)
-    wrapped.attach(torch.optim.SGD(wrapped.parameters(), lr=0.1))
+    wrapped.attach(torch.optim.SGD(wrapped.parameters(), lr=0.1), max_grad_norm=None)
     backward(ctx, wrapped, 0)
     handle = wrapped.module[2].bias.register_hook(lambda g: g + float("inf") if ctx.rank == 0 else g)
     raises(NonFiniteError, lambda: backward(ctx, wrapped, 1), "the gradient of '2.bias' is not finite on rank 0")
@@ -129,16 +130,43 @@ def infinite_gradients_are_named(ctx: Context) -> None:
 
 
 @check
+def clipped_updates_of_a_failed_step_are_left_out(ctx: Context) -> None:
+    """On every rank, also where the ranks' word is read one step late otherwise; what it sent is taken back."""
+    from backbeat.runtime.reduce import deferral
+
+    for kinds in ({"cuda"}, {"cuda", "cpu"}):
+        deferral.DEVICES = kinds
+        try:
+            wrapped = wrap(ctx, SOME, every=2)
+            wrapped.attach(torch.optim.SGD(wrapped.parameters(), lr=0.1, momentum=0.9), max_grad_norm=0.01)
+            for step in range(4):
+                backward(ctx, wrapped, step)
+            weights = [parameter.detach().clone() for parameter in wrapped.parameters()]
+            handle = wrapped.module[2].weight.register_hook(lambda g: g * float("nan") if ctx.rank == 0 else g)
+            raises(NonFiniteError, lambda w=wrapped: backward(ctx, w, 4), "'2.weight' is not finite on rank 0")
+            handle.remove()
+            for old, parameter in zip(weights, wrapped.parameters(), strict=True):
+                assert torch.equal(old, parameter), "a failed step was applied"
+            for step in range(5, 8):
+                wrapped.zero_grad()
+                backward(ctx, wrapped, step)
+            same_everywhere(ctx, wrapped.module, "after a failed step")
+            assert all(bool(value.isfinite().all()) for value in owed(ctx, wrapped).values())
+        finally:
+            deferral.DEVICES = {"cuda"}
+
+
+@check
 def read_late(ctx: Context) -> None:
     """Where the ranks' word is read one step late, a gradient that is not finite is named at the next step."""
-    from backbeat.runtime import deferral
+    from backbeat.runtime.reduce import deferral
 
     deferral.DEVICES = {"cuda", "cpu"}
     try:
         for attached in (False, True):
             wrapped = wrap(ctx, SOME)
             if attached:
-                wrapped.attach(torch.optim.SGD(wrapped.parameters(), lr=0.1))
+                wrapped.attach(torch.optim.SGD(wrapped.parameters(), lr=0.1), max_grad_norm=None)
             for step in range(4):
                 wrapped.zero_grad()
                 backward(ctx, wrapped, step)
@@ -165,7 +193,7 @@ def read_late(ctx: Context) -> None:
 @check
 def a_failed_step_is_told_to_a_rank_without_data(ctx: Context) -> None:
     """One that has run out of data since takes back what it sent, as the others do."""
-    from backbeat.runtime import deferral
+    from backbeat.runtime.reduce import deferral
 
     deferral.DEVICES = {"cuda", "cpu"}
     try:
@@ -196,8 +224,8 @@ def a_failed_step_is_told_to_a_rank_without_data(ctx: Context) -> None:
 
 @check
 def a_failed_step_is_told_before_parameters_thaw(ctx: Context) -> None:
-    """The word on it comes when groups are made anew; they are made at the next forward instead."""
-    from backbeat.runtime import deferral
+    """The word on it comes when buckets are made anew; they are made at the next forward instead."""
+    from backbeat.runtime.reduce import deferral
 
     def half_frozen() -> nn.Sequential:
         model = mlp()
@@ -234,15 +262,15 @@ def a_failed_step_is_told_before_parameters_thaw(ctx: Context) -> None:
 
 @check
 def late_gradients_wait_in_the_residual(ctx: Context) -> None:
-    """A gradient that comes after its group has left goes with the next step."""
+    """A gradient that comes after its bucket has left goes with the next step."""
     _gradients_come_late(ctx, wrap(ctx, SOME, Twice))
 
 
 @check
 def late_gradients_of_several_groups_reach_the_host(ctx: Context) -> None:
-    """Groups that get late gradients come to the device out of turn, while the last group is there."""
+    """Buckets that get late gradients come to the device out of turn, while the last bucket is there."""
     model = ctx.build(lambda: Again(blocks=3))
-    plan = replace(encoded(model, SOME), memory=MemoryPlan(residuals="host"))
+    plan = replace(compressed(model, SOME), memory=MemoryPlan(residuals="host"))
     _gradients_come_late(ctx, DistributedDataParallel(model, plan=plan))
 
 
@@ -281,11 +309,11 @@ class Again(nn.Module):
 
 @check
 def late_gradients_meet_an_update(ctx: Context) -> None:
-    """A gradient that comes after its group has arrived, and before it is applied, is not taken for the group's."""
+    """A gradient that comes after its bucket has arrived, and before it is applied, is not taken for the bucket's."""
     rate = 1e-3
     wrapped = wrap(ctx, SOME, Again)
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=rate)
-    wrapped.attach(optimizer)
+    wrapped.attach(optimizer, max_grad_norm=None)
     before = {name: parameter.detach().clone() for name, parameter in wrapped.module.named_parameters()}
     total: dict[str, Any] = {}
 
@@ -322,8 +350,8 @@ def a_dead_rank_is_named(ctx: Context) -> None:
 @check
 def as_on_a_device(ctx: Context) -> None:
     """The path that never asks the device, run on the host: the same sums, faults named one step late."""
-    from backbeat.runtime import encoded_bucket
-    from backbeat.sparse import select
+    from backbeat.runtime.compressed import compressed_bucket as encoded_bucket
+    from backbeat.runtime.compressed import selection as select
 
     encoded_bucket.HOSTS = select.HOSTS = set()
     try:

@@ -1,4 +1,4 @@
-"""What checks of encoded plans share: plans and wrappers that encode, and what is owed."""
+"""What checks of compressed plans share: plans and wrappers that encode, and what is owed."""
 
 from __future__ import annotations
 
@@ -13,19 +13,11 @@ from scenario_rig import Context, Scenario, mlp, small_plan
 from torch import nn
 
 from backbeat.model import Plan
-from backbeat.model.encoding import Encoding
+from backbeat.model.compression import Compression
 from backbeat.runtime import DistributedDataParallel
 
-ALL = Encoding(kind="topk", density=1.0)
-SOME = Encoding(kind="topk", density=0.1, select="exact")
-KINDS = {
-    "topk": SOME,
-    "sampled": Encoding(kind="topk", density=0.1, values="bf16"),
-    "tree": Encoding(kind="topk", density=0.1, aggregate="tree"),
-    "randomk": Encoding(kind="randomk", density=0.2),
-    "int8": Encoding(kind="int8"),
-    "powersgd": Encoding(kind="powersgd", rank=1),
-}
+ALL = Compression(density=1.0)
+SOME = Compression(density=0.1)
 
 
 def registering(checks: dict[str, Scenario]) -> Callable[[Callable[[Context], Any]], Callable[[Context], Any]]:
@@ -38,17 +30,17 @@ def registering(checks: dict[str, Scenario]) -> Callable[[Callable[[Context], An
     return check
 
 
-def encoded(model: nn.Module, encoding: Encoding | None, *, every: int = 1, channels: int = 1) -> Plan:
-    """Small groups, each `every`th of them encoded."""
-    plan = small_plan(model, channels=channels)
-    groups = [replace(g, encoding=encoding if i % every == 0 else None) for i, g in enumerate(plan.groups)]
-    return replace(plan, groups=tuple(groups))
+def compressed(model: nn.Module, compression: Compression | None, *, every: int = 1, communicators: int = 1) -> Plan:
+    """Small buckets, each `every`th of them compressed."""
+    plan = small_plan(model, communicators=communicators)
+    buckets = [replace(g, compression=compression if i % every == 0 else None) for i, g in enumerate(plan.buckets)]
+    return replace(plan, buckets=tuple(buckets))
 
 
-def wrap(ctx: Context, encoding: Encoding, factory: Callable[[], nn.Module] = mlp, **options: Any) -> Any:
+def wrap(ctx: Context, compression: Compression, factory: Callable[[], nn.Module] = mlp, **options: Any) -> Any:
     every = options.pop("every", 1)
     model = ctx.build(factory)
-    return DistributedDataParallel(model, plan=encoded(model, encoding, every=every), **options)
+    return DistributedDataParallel(model, plan=compressed(model, compression, every=every), **options)
 
 
 def backward(ctx: Context, model: Any, step: int, **arguments: Any) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""One rank of a job whose last rank dies in mid-backward; the others go on training. `encoded`: under top-k."""
+"""One rank of a job whose last rank dies in mid-backward; the others go on training. `compressed`: under top-k."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from runtime_checks import Interrupted
 from scenario_rig import small_plan
 
-from backbeat.model.encoding import Encoding
+from backbeat.model.compression import Compression
 from backbeat.runtime import DistributedDataParallel
 
 HEALTHY = 3
@@ -39,9 +39,9 @@ def main() -> None:
     torch.manual_seed(0)
     model = Interrupted().to(device)
     plan = small_plan(model)
-    if sys.argv[1:] == ["encoded"]:
-        encoding = Encoding(kind="topk", density=0.5)
-        plan = replace(plan, groups=tuple(replace(group, encoding=encoding) for group in plan.groups))
+    if sys.argv[1:] == ["compressed"]:
+        compression = Compression(density=0.5)
+        plan = replace(plan, buckets=tuple(replace(bucket, compression=compression) for bucket in plan.buckets))
     wrapped = DistributedDataParallel(model, plan=plan)
     for step in range(HEALTHY + 20):
         if step == HEALTHY and dist.get_rank() == dist.get_world_size() - 1:

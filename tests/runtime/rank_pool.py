@@ -26,7 +26,7 @@ def node_environment(rank: int, size: int) -> dict[str, str]:
         found.update(
             NCCL_HOSTID=f"node{rank}", NCCL_NET="Socket", NCCL_P2P_DISABLE="1", NCCL_SHM_DISABLE="1",
             NCCL_IB_DISABLE="1", NCCL_MAX_NCHANNELS="2",
-            # Before the first communicator exists: several channels need it, and decoupled plans are faster without.
+            # Before the first communicator exists: several communicators need it.
             NCCL_LAUNCH_ORDER_IMPLICIT=os.environ.get("NCCL_LAUNCH_ORDER_IMPLICIT", "1"),
         )  # fmt: skip
     return found
@@ -65,11 +65,17 @@ class RankPool:
         self._answers(180)
 
     def run(
-        self, scenario: str, route: str, timeout: float = 30, limit: float = 120, fresh: bool = False
+        self,
+        scenario: str,
+        route: str,
+        timeout: float = 30,
+        limit: float = 120,
+        fresh: bool = False,
+        record: bool = False,
     ) -> list[dict[str, Any]]:
         """Every rank's answer; a rank that gives none within the limit is killed, and the pool begins anew.
 
-        `fresh`: in processes that have run nothing before.
+        `fresh`: in processes that have run nothing before. `record`: with what each rank sent (`collective_log`).
         """
         self._number += 1
         self._tell(
@@ -80,6 +86,7 @@ class RankPool:
                 "port": self._store.port,
                 "number": self._number,
                 "fresh": self._fresh or fresh,
+                "record": record,
             }
         )
         answers = self._answers(limit)

@@ -28,9 +28,17 @@ def _kind(error: AssertionError) -> str:
     return "wrong" if ours else "error"
 
 
-def run(request: dict[str, Any]) -> dict[str, str]:
+def run(request: dict[str, Any]) -> dict[str, Any]:
+    if not request["record"]:
+        return _outcome(request)
+    import collective_log
+
+    with collective_log.recording() as log:
+        return {**_outcome(request), **log.answer()}
+
+
+def _outcome(request: dict[str, Any]) -> dict[str, Any]:
     import change_checks
-    import decoupled_checks
     import encoded_checks
     import encoded_faults
     import runtime_checks
@@ -39,7 +47,8 @@ def run(request: dict[str, Any]) -> dict[str, str]:
     import torch
     import torch.distributed as dist
 
-    from backbeat.runtime import deferral, faults
+    from backbeat.runtime.reduce import deferral
+    from backbeat.runtime.reduce import failures as faults
 
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device = os.environ.get("BACKBEAT_TEST_DEVICE", "cpu")
@@ -48,8 +57,8 @@ def run(request: dict[str, Any]) -> dict[str, str]:
         torch.cuda.set_device(0)
     warnings.simplefilter("ignore")
     # Reads the ranks' word one step late, as on a GPU.
-    route = {"deferred": "backbeat", "decoupled-deferred": "decoupled"}.get(request["route"], request["route"])
-    late = route != request["route"]
+    late = request["route"] == "deferred"
+    route = "backbeat" if late else request["route"]
     deferral.DEVICES = {"cuda", "cpu"} if late else {"cuda"}
     if request["timeout"] < 30:
         # Ranks are made to fail here: those that answer do so at once, those that do not are not waited for long.
@@ -68,7 +77,6 @@ def run(request: dict[str, Any]) -> dict[str, str]:
         known = {
             **runtime_scenarios.SCENARIOS,
             **runtime_checks.CHECKS,
-            **decoupled_checks.CHECKS,
             **encoded_checks.CHECKS,
             **encoded_faults.CHECKS,
             **change_checks.CHECKS,
@@ -133,10 +141,10 @@ def main() -> None:
     import runtime_checks
     import torch._dynamo
 
-    import backbeat.measure.calibrate
+    import backbeat.measure.network.calibration
     import backbeat.planners
 
-    assert backbeat.planners, backbeat.measure.calibrate
+    assert backbeat.planners, backbeat.measure.network.calibration
     assert runtime_checks, torch._dynamo
     # What is imported stays: collecting garbage need not look at it, nor touch memory shared with the children.
     gc.freeze()

@@ -17,17 +17,18 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from rank_asserts import raises
-from scenario_rig import Context, Oracle, Scenario, in_halves, mlp, small_plan, start, train
+from scenario_rig import Context, Oracle, Scenario, mlp, small_plan, start, train
 from scenarios_graphs import Branches, Breakable, Twice
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
+from backbeat.comm.communicators import Communicators
 from backbeat.errors import InputError
-from backbeat.model import CollectiveTimes, Group, Network, Plan
-from backbeat.runtime import CommunicationError, DistributedDataParallel, StepMismatchError, losses
-from backbeat.runtime.channels import Channels
-from backbeat.runtime.faults import BrokenStepError
-from backbeat.runtime.timing import Recorder
+from backbeat.model import Bucket, CollectiveTimes, Network, Plan
+from backbeat.runtime import CommunicationError, DistributedDataParallel, StepMismatchError
+from backbeat.runtime.reduce import lost_collectives as losses
+from backbeat.runtime.reduce.failures import BrokenStepError
+from backbeat.runtime.reduce.timing import Recorder
 
 CHECKS: dict[str, Scenario] = {}
 
@@ -39,9 +40,9 @@ def check(run: Callable[[Context], str | None]) -> Callable[[Context], str | Non
 
 @check
 def groups_leave_during_backward(ctx: Context) -> str:
-    """In plan order on every rank, and all but the last group before the last gradient is ready."""
+    """In plan order on every rank, and all but the last bucket before the last gradient is ready."""
     model = ctx.build(lambda: mlp(width=64, depth=6))
-    wrapped = DistributedDataParallel(model, plan=small_plan(model, channels=2))
+    wrapped = DistributedDataParallel(model, plan=small_plan(model, communicators=2))
     recorder = Recorder(ctx.device)
     wrapped.reducer.recorder = recorder
     for step in range(4):
@@ -49,20 +50,22 @@ def groups_leave_during_backward(ctx: Context) -> str:
         wrapped.zero_grad()
         wrapped(ctx.data(32, 64, step=step, rank=ctx.rank)).square().sum().backward()
     rounds = recorder.rounds()
-    groups = len(wrapped.reducer.buckets)
+    buckets = len(wrapped.reducer.buckets)
     for number, round_ in enumerate(rounds):
-        assert list(round_.launched_s) == list(range(groups)), f"round {number} left in order {list(round_.launched_s)}"
+        assert list(round_.launched_s) == list(range(buckets)), (
+            f"round {number} left in order {list(round_.launched_s)}"
+        )
     for number, round_ in enumerate(rounds[1:], start=1):
         times = list(round_.launched_s.values())
         assert times == sorted(times)
-        early = [group for group in range(groups) if times[group] < round_.computed_s]
-        assert early[: groups - 1] == list(range(groups - 1)), f"round {number}: only {early} left before the end"
+        early = [bucket for bucket in range(buckets) if times[bucket] < round_.computed_s]
+        assert early[: buckets - 1] == list(range(buckets - 1)), f"round {number}: only {early} left before the end"
     return json.dumps(rounds[-1].launched_s)
 
 
 @check
 def profiler_shows_groups(ctx: Context) -> str:
-    """The same from a torch.profiler trace: a span for each group, among the backward's own nodes."""
+    """The same from a torch.profiler trace: a span for each bucket, among the backward's own nodes."""
     model = ctx.build(lambda: mlp(width=64, depth=6))
     wrapped = DistributedDataParallel(model, plan=small_plan(model))
     for step in range(3):
@@ -71,13 +74,13 @@ def profiler_shows_groups(ctx: Context) -> str:
         wrapped(ctx.data(32, 64, step=9, rank=ctx.rank)).square().sum().backward()
     on_host = [event for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CPU]
     events = sorted(on_host, key=lambda event: event.time_range.start)
-    groups = [event for event in events if event.name.startswith("backbeat::group ")]
-    assert [int(event.name.split()[1]) for event in groups] == list(range(len(wrapped.reducer.buckets)))
+    buckets = [event for event in events if event.name.startswith("backbeat::bucket ")]
+    assert [int(event.name.split()[1]) for event in buckets] == list(range(len(wrapped.reducer.buckets)))
     nodes = [event for event in events if event.name.startswith("autograd::engine::evaluate_function")]
     last = max(event.time_range.start for event in nodes)
-    during = [event for event in groups if event.time_range.start < last]
-    assert len(during) >= len(groups) - 1, f"{len(during)} of {len(groups)} groups left during backward"
-    return f"{len(during)} of {len(groups)}"
+    during = [event for event in buckets if event.time_range.start < last]
+    assert len(during) >= len(buckets) - 1, f"{len(during)} of {len(buckets)} buckets left during backward"
+    return f"{len(during)} of {len(buckets)}"
 
 
 @check
@@ -107,7 +110,7 @@ def bit_equal_to_stock(ctx: Context) -> None:
 def bit_equal_through_ddp_backend(ctx: Context) -> None:
     """The same plan on our reducer and through stock DDP's gives the same bits on two ranks."""
     model = ctx.build(lambda: mlp(width=20, depth=5))
-    plan = small_plan(model, channels=2, size=3)
+    plan = small_plan(model, communicators=2, size=3)
     ours = DistributedDataParallel(copy.deepcopy(model), plan=plan)
     theirs = DistributedDataParallel(copy.deepcopy(model), plan=plan, backend="ddp")
     for step in range(5):
@@ -138,7 +141,7 @@ def a_real_model_gives_the_same_losses(ctx: Context) -> None:
             return self.head(self.body(self.embed(x)))
 
     model = ctx.build(Language)
-    # One group: the order of a sum over more than two ranks depends on where groups end.
+    # One bucket: the order of a sum over more than two ranks depends on where buckets end.
     ours = DistributedDataParallel(copy.deepcopy(model), bucket_cap_mb=25)
     theirs = TorchDDP(copy.deepcopy(model), bucket_cap_mb=25)
     optimizers = [torch.optim.Adam(m.parameters(), lr=3e-3) for m in (ours, theirs)]
@@ -162,13 +165,13 @@ def a_real_model_gives_the_same_losses(ctx: Context) -> None:
 
 @check
 def late_gradients_are_sent_after(ctx: Context) -> None:
-    """A parameter learned to be unused comes alive on one rank after its group has left."""
+    """A parameter learned to be unused comes alive on one rank after its bucket has left."""
     wrapped, oracle = start(ctx, Branches, plan=Plan(
-        strategy="t", model="t", channels=1,
-        groups=(
-            Group(gradients=("left.weight", "left.bias", "spare.weight", "spare.bias"), channel=0),
-            Group(gradients=("right.weight", "right.bias"), channel=0),
-            Group(gradients=("stem.weight", "stem.bias"), channel=0),
+        strategy="t", model="t", communicators=1,
+        buckets=(
+            Bucket(gradients=("left.weight", "left.bias", "spare.weight", "spare.bias"), communicator=0),
+            Bucket(gradients=("right.weight", "right.bias"), communicator=0),
+            Bucket(gradients=("stem.weight", "stem.bias"), communicator=0),
         ),
     ))  # fmt: skip
     for step in range(8):
@@ -186,7 +189,7 @@ def late_gradients_are_sent_after(ctx: Context) -> None:
 
 @check
 def regular_graphs_are_recognised(ctx: Context) -> None:
-    """Once every rank uses every parameter, the last group leaves from its own gradient, not from the callback."""
+    """Once every rank uses every parameter, the last bucket leaves from its own gradient, not from the callback."""
     wrapped, oracle = start(ctx)
     train(ctx, wrapped.module, wrapped, oracle, steps=4)
     assert wrapped.reducer.word.regular
@@ -203,7 +206,7 @@ def different_plans_are_refused(ctx: Context) -> None:
     model = ctx.build(mlp)
     plan = small_plan(model, size=2 if ctx.rank == 0 else 3)
     message = raises(InputError, lambda: DistributedDataParallel(model, plan=plan))
-    assert "the plan differs between ranks: line 2 is 'channel 0: 6.bias" in message, message
+    assert "the plan differs between ranks: line 2 is 'communicator 0: 6.bias" in message, message
     assert "on rank 0" in message, message
     assert "Every rank must" in message, message
 
@@ -238,7 +241,7 @@ def report_and_counters(ctx: Context) -> None:
     wrapped, oracle = start(ctx)
     train(ctx, wrapped.module, wrapped, oracle, steps=3)
     report = wrapped.report()
-    assert report.groups
+    assert report.buckets
     assert report.strategy == "test"
     assert str(report)
     assert all(isinstance(value, (int, float)) for value in wrapped.counters().values())
@@ -302,7 +305,7 @@ def _dies(ctx: Context, moment: str) -> str:
         message = raises(CommunicationError, lambda: [_step(ctx, wrapped, step) for step in (5, 6)])
     else:
         message = raises(CommunicationError, lambda: _step(ctx, wrapped, 5))
-    assert "group " in message, message
+    assert "bucket " in message, message
     assert "layers." in message, message
     assert f"rank {ctx.size - 1} does not answer" in message or ctx.size > 2, message
     assert f"{ctx.size - 1}" in message.split("in step")[1], message
@@ -329,18 +332,18 @@ def rank_hangs(ctx: Context) -> str:
     assert f"rank {ctx.size - 1} is in step 4 with " in message, message
     assert "waiting for " in message, message
     assert "layers." in message, message
-    assert "group " in message, message
+    assert "bucket " in message, message
     return message
 
 
 @check
 def rank_lost_without_a_word(ctx: Context) -> str:
-    """As on NCCL, where waiting does not raise: the monitor's thread reads that a group was lost, and says so."""
+    """As on NCCL, where waiting does not raise: the monitor's thread reads that a bucket was lost, and says so."""
     given_up = threading.Event()
     lost: list[Any] = []
     with (
-        mock.patch.object(Channels, "raises", False),
-        mock.patch.object(losses, "abort", side_effect=lambda channels: given_up.set()),
+        mock.patch.object(Communicators, "raises", False),
+        mock.patch.object(losses, "abort", side_effect=lambda communicators: given_up.set()),
         mock.patch.object(losses, "fate_of", lambda work: "COMM_ERROR" if work in lost else losses.DONE),
         redirect_stderr(io.StringIO()) as said,
     ):
@@ -353,31 +356,9 @@ def rank_lost_without_a_word(ctx: Context) -> str:
         assert given_up.wait(30), "nobody noticed"
     message = raises(CommunicationError, lambda: _step(ctx, wrapped, 5))
     assert f"backbeat: {message}" in said.getvalue(), said.getvalue()
-    assert f"rank {ctx.rank}: group 1 of 4 (2 gradients, layers.2.bias … layers.2.weight" in message, message
+    assert f"rank {ctx.rank}: bucket 1 of 4 (2 gradients, layers.2.bias … layers.2.weight" in message, message
     assert "was not reduced in step 3" in message, message
     assert f"rank {ctx.size - 1} does not answer" in message, message
-    return message
-
-
-@check
-def rank_dies_gathering(ctx: Context) -> str:
-    """A decoupled plan: the last rank queues one gather of three and dies; whoever reads a weight is told."""
-    model = ctx.build(mlp)
-    wrapped = DistributedDataParallel(model, plan=in_halves(small_plan(model)))
-    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
-    wrapped.attach(optimizer)
-    for step in range(3):
-        _step(ctx, wrapped, step)
-        optimizer.step()
-    wrapped.finish()
-    if ctx.rank == ctx.size - 1:
-        second = wrapped.reducer.delivery.gathers[1]
-        second.launch = lambda channel: os._exit(1)
-    message = raises(CommunicationError, lambda: (_step(ctx, wrapped, 3), optimizer.step(), wrapped.finish()))
-    # The scatters may fail as well, if the connection goes down while their last bytes are read.
-    assert "were not gathered after step 4" in message or "was not reduced in step 4" in message, message
-    assert ".weight" in message or ".bias" in message, message
-    assert f"rank {ctx.size - 1} does not answer" in message or ctx.size > 2, message
     return message
 
 
@@ -472,7 +453,7 @@ def rank_skips_a_backward(ctx: Context) -> str:
     message = raises(CommunicationError, lambda: _step(ctx, wrapped, 5))
     store.set(f"gave-up-{ctx.rank}", "1")
     assert "was not reduced in step 6" in message, message
-    assert "group 0 of 4 (2 gradients, 6.bias … 6.weight" in message, message
+    assert "bucket 0 of 4 (2 gradients, 6.bias … 6.weight" in message, message
     assert f"rank {ctx.size - 1} is at step 5, outside backward" in message, message
     return message
 
@@ -586,7 +567,7 @@ def late_word_of_unused_parameters(ctx: Context) -> None:
 
 @check
 def late_word_of_late_gradients(ctx: Context) -> None:
-    """On rank 0 alone a gradient comes after its group has left: it raises, the others get NaN and raise after."""
+    """On rank 0 alone a gradient comes after its bucket has left: it raises, the others get NaN and raise after."""
     wrapped, oracle = _read_late(ctx, Twice)
     wrapped.module.nested = ctx.rank == 0
     if ctx.rank == 0:
@@ -595,7 +576,7 @@ def late_word_of_late_gradients(ctx: Context) -> None:
         _step(ctx, wrapped, 5)
         assert _all_nan(wrapped), "a sum without what came late was handed out"
         message = raises(CommunicationError, lambda: _step(ctx, wrapped, 6))
-    assert "came after its group had left in step 4" in message, message
+    assert "came after its bucket had left in step 4" in message, message
     assert oracle is not None
 
 
@@ -654,7 +635,7 @@ def auto_calibrates_beneath_training(ctx: Context) -> str:
 
 @check
 def auto_goes_back_if_worse(ctx: Context) -> None:
-    """The plan is made to look slow on every rank: DDP's groups return, and the report says so."""
+    """The plan is made to look slow on every rank: DDP's buckets return, and the report says so."""
     model = ctx.build(lambda: mlp(depth=6))
     oracle = Oracle(ctx, model)
     wrapped = DistributedDataParallel(model, plan="auto", network=NETWORK, bucket_cap_mb=0.0004)
@@ -667,8 +648,8 @@ def auto_goes_back_if_worse(ctx: Context) -> None:
         if wrapped.runner.tuner.state == "settled":
             break
     assert before is not None, wrapped.runner.tuner.history
-    assert wrapped.reducer.partition.groups == before.groups
-    assert "going back to DDP's groups" in wrapped.report().history[-1]
+    assert wrapped.reducer.partition.buckets == before.buckets
+    assert "going back to DDP's buckets" in wrapped.report().history[-1]
 
 
 @check

@@ -1,8 +1,7 @@
 """Training situations, each against a mean of local gradients made by hand.
 
-A scenario is written once and runs on several routes: backbeat's reducer, the same groups on two channels, the same
-groups decoupled (scattered, and gathered in others), the same groups encoded without loss, the plan through torch's
-reducer (`backend="ddp"`), and stock DDP for the record.
+A scenario is written once and runs on several routes: backbeat's reducer, the same buckets on two communicators, the
+same buckets compressed without loss, the plan through torch's reducer (`backend="ddp"`), and stock DDP for the record.
 """
 
 from __future__ import annotations

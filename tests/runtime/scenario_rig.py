@@ -1,4 +1,4 @@
-"""What training situations are run with: a rank's context, the oracle, plans of small groups, and the loop.
+"""What training situations are run with: a rank's context, the oracle, plans of small buckets, and the loop.
 
 The oracle needs no communication: every rank holds a plain replica of every rank's model, runs all of them, and
 averages their gradients itself.
@@ -15,8 +15,8 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from backbeat.model import Group, Plan
-from backbeat.model.encoding import Encoding
+from backbeat.model import Bucket, Plan
+from backbeat.model.compression import Compression
 
 
 class SkipScenarioError(Exception):
@@ -32,37 +32,26 @@ class Context:
 
     def wrap(self, model: nn.Module, *, plan: Plan | None = None, **options: Any) -> Any:
         if self.route == "stock":
-            for name in ("wire", "channels", "network", "strict"):
+            for name in ("wire", "communicators", "network", "strict"):
                 options.pop(name, None)
             return TorchDDP(model, **options)
         from backbeat.runtime import DistributedDataParallel
 
-        if self.route == "decoupled":
-            options.pop("channels", None)
-            wrapped = DistributedDataParallel(model, plan=in_halves(plan or small_plan(model)), **options)
-            self.attach(wrapped, torch.optim.SGD(model.parameters(), lr=0.0))
-            return wrapped
-        if self.route == "encoded":
+        if self.route == "compressed":
             wrapped = DistributedDataParallel(model, plan=all_sent(plan or small_plan(model), model), **options)
-            assert type(wrapped.reducer.delivery).__name__ == "EncodedDelivery"
+            assert type(wrapped.reducer.delivery).__name__ == "CompressedDelivery"
             return wrapped
-        if self.route == "two-channels":
-            options["channels"] = 2
+        if self.route == "two-communicators":
+            options["communicators"] = 2
         backend = "ddp" if self.route == "ddp" else "backbeat"
         if backend == "ddp":
             options.pop("strict", None)
         wrapped = DistributedDataParallel(model, plan=plan, backend=backend, **options)
-        if self.route == "two-channels" and wrapped.links.limit < 2:
-            raise SkipScenarioError("several NCCL channels need NCCL 2.26 and NCCL_LAUNCH_ORDER_IMPLICIT=1")
+        if self.route == "two-communicators" and wrapped.links.limit < 2:
+            raise SkipScenarioError("several NCCL communicators need NCCL 2.26 and NCCL_LAUNCH_ORDER_IMPLICIT=1")
         # Or the route would silently be another one's.
-        assert self.route != "two-channels" or len(wrapped.links) == 2
+        assert self.route != "two-communicators" or len(wrapped.links) == 2
         return wrapped
-
-    def attach(self, wrapped: Any, optimizer: torch.optim.Optimizer) -> None:
-        if self.route == "decoupled":
-            wrapped.attach(optimizer)
-            # Or the route would silently be another one's.
-            assert type(wrapped.reducer.delivery).__name__ == "DecoupledDelivery"
 
     def data(self, *shape: int, step: int, rank: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(1000 * step + rank + 1)
@@ -136,50 +125,34 @@ def mlp(width: int = 6, depth: int = 4) -> nn.Module:
     return nn.Sequential(*layers)
 
 
-def small_plan(model: nn.Module, channels: int = 1, size: int = 2) -> Plan:
-    """Groups of a few gradients in reverse registration order."""
+def small_plan(model: nn.Module, communicators: int = 1, size: int = 2) -> Plan:
+    """Buckets of a few gradients in reverse registration order."""
     ignored = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
     names = [n for n, parameter in model.named_parameters() if parameter.requires_grad and n not in ignored][::-1]
-    groups = [names[start : start + size] for start in range(0, len(names), size)]
+    buckets = [names[start : start + size] for start in range(0, len(names), size)]
     return Plan(
         strategy="test",
         model="test",
-        channels=channels,
-        groups=tuple(Group(gradients=tuple(g), channel=i % channels) for i, g in enumerate(groups)),
+        communicators=communicators,
+        buckets=tuple(Bucket(gradients=tuple(g), communicator=i % communicators) for i, g in enumerate(buckets)),
     )
 
 
 def all_sent(plan: Plan, model: nn.Module) -> Plan:
-    """The same groups, two of three encoded so that nothing stays behind: the mean must be the dense one."""
-    exact = Encoding(kind="topk", density=1.0)
+    """The same buckets, two of three compressed so that nothing stays behind: the mean must be the dense one."""
+    exact = Compression(density=1.0)
     rows = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding) and m.sparse}
     plain = {n for n, p in model.named_parameters() if id(p) in rows or not p.is_floating_point()}
-    groups = []
-    for index, group in enumerate(plan.groups):
-        encoding = exact if index % 3 != 1 and not plain & set(group.gradients) else None
-        groups.append(Group(gradients=group.gradients, channel=group.channel, encoding=encoding))
-    return Plan(strategy=plan.strategy, model=plan.model, channels=plan.channels, groups=tuple(groups))
-
-
-def in_halves(plan: Plan, size: int = 3) -> Plan:
-    """The same groups scattered, and gathered in forward order in groups of another size."""
-    names = [name for group in plan.groups for name in group.gradients][::-1]
-    gathered = [names[start : start + size] for start in range(0, len(names), size)]
-    return Plan(
-        strategy=plan.strategy,
-        model=plan.model,
-        channels=1,
-        groups=(
-            *(Group(gradients=group.gradients, channel=0, phase="reduce_scatter") for group in plan.groups),
-            *(Group(gradients=tuple(group), channel=0, phase="all_gather") for group in gathered),
-        ),
-    )
+    buckets = []
+    for index, bucket in enumerate(plan.buckets):
+        compression = exact if index % 3 != 1 and not plain & set(bucket.gradients) else None
+        buckets.append(Bucket(gradients=bucket.gradients, communicator=bucket.communicator, compression=compression))
+    return Plan(strategy=plan.strategy, model=plan.model, communicators=plan.communicators, buckets=tuple(buckets))
 
 
 def train(ctx: Context, model: nn.Module, wrapped: Any, oracle: Oracle, steps: int = 3, lr: float = 0.1) -> None:
     """Ordinary steps, compared after each."""
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=lr)
-    ctx.attach(wrapped, optimizer)
     others = [torch.optim.SGD(replica.parameters(), lr=lr) for replica in oracle.replicas]
     for step in range(steps):
         optimizer.zero_grad()

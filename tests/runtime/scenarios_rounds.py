@@ -14,18 +14,18 @@ def plain(ctx: Context) -> None:
     train(ctx, wrapped.module, wrapped, oracle, steps=5)
 
 
-@scenario("no plan: stock DDP's groups, rebuilt once in ready order")
+@scenario("no plan: stock DDP's buckets, rebuilt once in ready order")
 def no_plan(ctx: Context) -> None:
     model = ctx.build(mlp)
     oracle = Oracle(ctx, model)
     train(ctx, model, ctx.wrap(model, bucket_cap_mb=0.0004), oracle, steps=5)
 
 
-@scenario("two channels")
+@scenario("two communicators")
 def two_channels(ctx: Context) -> None:
     model = ctx.build(lambda: mlp(depth=6))
     oracle = Oracle(ctx, model)
-    train(ctx, model, ctx.wrap(model, plan=small_plan(model, channels=2)), oracle, steps=5)
+    train(ctx, model, ctx.wrap(model, plan=small_plan(model, communicators=2)), oracle, steps=5)
 
 
 @scenario("gradients accumulated over two synchronised backwards")

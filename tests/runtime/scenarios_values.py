@@ -174,7 +174,6 @@ def clipping(ctx: Context) -> None:
 def grad_scaler(ctx: Context) -> None:
     wrapped, oracle = start(ctx, lambda: nn.Linear(6, 6))
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
-    ctx.attach(wrapped, optimizer)
     scaler = torch.amp.GradScaler(ctx.device.type, init_scale=16.0)
     before = [parameter.detach().clone() for parameter in wrapped.parameters()]
     x = ctx.data(3, 6, step=0, rank=ctx.rank)
@@ -197,9 +196,6 @@ def grad_scaler(ctx: Context) -> None:
 @scenario("communication hooks: allreduce, fp16 compression, PowerSGD")
 def comm_hooks(ctx: Context) -> None:
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
-
-    if ctx.route == "decoupled":
-        raise SkipScenarioError("decoupled plans refuse communication hooks by name")
 
     for name, tolerance in (("allreduce_hook", 1e-5), ("fp16_compress_hook", 2e-2)):
         wrapped, oracle = start(ctx)

@@ -14,7 +14,7 @@ from scenarios_graphs import Branches
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from backbeat.model import Group, Plan
+from backbeat.model import Bucket, Plan
 
 
 @scenario("buffers are broadcast from rank 0")
@@ -41,7 +41,6 @@ def join(ctx: Context) -> None:
     for by_initial in (True, False):
         wrapped, oracle = start(ctx)
         optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.05)
-        ctx.attach(wrapped, optimizer)
         others = [torch.optim.SGD(replica.parameters(), lr=0.05) for replica in oracle.replicas]
         with wrapped.join(divide_by_initial_world_size=by_initial):
             for step in range(3 + ctx.rank):
@@ -110,9 +109,10 @@ def compile_inside(ctx: Context) -> None:
     plan = Plan(
         strategy="test",
         model="test",
-        channels=1,
-        groups=tuple(
-            Group(gradients=tuple(prefix + name for name in group.gradients), channel=0) for group in plan.groups
+        communicators=1,
+        buckets=tuple(
+            Bucket(gradients=tuple(prefix + name for name in bucket.gradients), communicator=0)
+            for bucket in plan.buckets
         ),
     )
     wrapped = ctx.wrap(compiled, plan=plan)
@@ -226,8 +226,11 @@ def partial_plan(ctx: Context) -> None:
     plan = Plan(
         strategy="test",
         model="test",
-        channels=1,
-        groups=(Group(gradients=("6.weight", "4.bias"), channel=0), Group(gradients=("0.bias",), channel=0)),
+        communicators=1,
+        buckets=(
+            Bucket(gradients=("6.weight", "4.bias"), communicator=0),
+            Bucket(gradients=("0.bias",), communicator=0),
+        ),
     )
     train(ctx, model, ctx.wrap(model, plan=plan), oracle, steps=4)
 
@@ -237,12 +240,12 @@ def shuffled_plan(ctx: Context) -> None:
     model = ctx.build(mlp)
     oracle = Oracle(ctx, model)
     names = [name for name, _ in model.named_parameters()]
-    groups = (names[0:3], names[5:8], names[3:5])
+    buckets = (names[0:3], names[5:8], names[3:5])
     plan = Plan(
         strategy="test",
         model="test",
-        channels=2,
-        groups=tuple(Group(gradients=tuple(g), channel=i % 2) for i, g in enumerate(groups)),
+        communicators=2,
+        buckets=tuple(Bucket(gradients=tuple(g), communicator=i % 2) for i, g in enumerate(buckets)),
     )
     train(ctx, model, ctx.wrap(model, plan=plan), oracle, steps=4)
 
@@ -271,14 +274,14 @@ def subgroup(ctx: Context) -> None:
     if ctx.size < 4:
         raise SkipScenarioError("needs four ranks")
     half = [[0, 1], [2, 3]]
-    groups = [dist.new_group(ranks) for ranks in half]
+    buckets = [dist.new_group(ranks) for ranks in half]
     mine = ctx.rank // 2
     model = ctx.build(mlp)
     inner = Context(ctx.rank % 2, 2, ctx.device.type, ctx.route)
     inner.device = ctx.device
     oracle = Oracle(inner, model)
     plan = small_plan(model)
-    wrapped = ctx.wrap(model, plan=plan, process_group=groups[mine])
+    wrapped = ctx.wrap(model, plan=plan, process_group=buckets[mine])
     for step in range(3):
         wrapped.zero_grad()
         oracle.each(lambda m, r: m.zero_grad())

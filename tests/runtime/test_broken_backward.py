@@ -11,8 +11,8 @@ import pytest
 
 pytest.importorskip("torch")
 
-from backbeat.runtime import backward as module
-from backbeat.runtime.backward import Backward, _is_ours
+from backbeat.runtime.reduce import backward as module
+from backbeat.runtime.reduce.backward import Backward, _is_ours
 
 AUTOGRADS = -1
 """No thread of Python's has this number."""

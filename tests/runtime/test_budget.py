@@ -19,7 +19,7 @@ from backbeat.errors import InputError
 from backbeat.measure import profile as measure_profile
 from backbeat.model import MemoryPlan
 from backbeat.model.blocks import Segment
-from backbeat.planners.memory import memory_plan
+from backbeat.planners.memory_plan import memory_plan
 from backbeat.runtime import DistributedDataParallel
 
 

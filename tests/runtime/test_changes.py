@@ -8,7 +8,7 @@ import pytest
 from change_checks import CHECKS, ENCODED
 from rank_pool import SIZES, RankPool
 
-ROUTES = ("backbeat", "decoupled", "encoded", "deferred")
+ROUTES = ("backbeat", "compressed", "deferred")
 
 
 @pytest.mark.parametrize("route", ROUTES)
@@ -16,7 +16,5 @@ ROUTES = ("backbeat", "decoupled", "encoded", "deferred")
 def test_changes(name: str, route: str, ranks: Callable[[int], RankPool]) -> None:
     if name in ENCODED and route != "backbeat":
         pytest.skip("brings its own plan")
-    if name == "copies_for_evaluation_ask_nobody" and route == "decoupled":
-        pytest.skip("its optimizer belongs to the original")
     for rank, answer in enumerate(ranks(SIZES[0]).run(name, route)):
         assert answer["outcome"] == "right", f"rank {rank}: {answer['outcome']}: {answer['detail']}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from datetime import timedelta
 from types import SimpleNamespace
@@ -12,13 +11,13 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from backbeat.runtime import channels as module  # noqa: E402
-from backbeat.runtime.channels import LAUNCH_ORDER, Channels  # noqa: E402
+from backbeat.comm import communicators as module  # noqa: E402
+from backbeat.comm.communicators import LAUNCH_ORDER, Communicators  # noqa: E402
 
 CARD = torch.device("cuda", 0)
 
 
-class Group:
+class Bucket:
     """A process group of NCCL whose communicator does not exist yet."""
 
     group_name = "0"
@@ -33,53 +32,30 @@ class Group:
 
 
 @pytest.fixture
-def groups(monkeypatch: pytest.MonkeyPatch) -> list[Group]:
+def buckets(monkeypatch: pytest.MonkeyPatch) -> list[Bucket]:
     """Every process group made, the job's own first."""
-    found = [Group()]
+    found = [Bucket()]
 
-    def new_group(ranks: Any, **_: Any) -> Group:
-        found.append(Group())
+    def new_group(ranks: Any, **_: Any) -> Bucket:
+        found.append(Bucket())
         return found[-1]
 
     monkeypatch.delenv(LAUNCH_ORDER, raising=False)
     # Set by the code under test; here it is undone.
     monkeypatch.setitem(os.environ, LAUNCH_ORDER, "")
     monkeypatch.setattr(module.dist, "new_group", new_group)
-    monkeypatch.setattr(module.dist, "get_rank", lambda group: 0)
-    monkeypatch.setattr(module.dist, "get_world_size", lambda group: 2)
-    monkeypatch.setattr(module.dist, "get_backend", lambda group: "nccl")
-    monkeypatch.setattr(module.dist, "get_process_group_ranks", lambda group: [0, 1])
+    monkeypatch.setattr(module.dist, "get_rank", lambda bucket: 0)
+    monkeypatch.setattr(module.dist, "get_world_size", lambda bucket: 2)
+    monkeypatch.setattr(module.dist, "get_backend", lambda bucket: "nccl")
+    monkeypatch.setattr(module.dist, "get_process_group_ranks", lambda bucket: [0, 1])
     monkeypatch.setattr(module.dist.distributed_c10d, "_get_default_store", lambda: torch.distributed.HashStore())
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
     return found
 
 
-def test_one_channel_is_the_process_group_itself(groups: list[Group]) -> None:
-    links = Channels(groups[0], CARD, 1)  # type: ignore[arg-type]
-    assert links.backends() == [groups[0].library]
+def test_one_channel_is_the_process_group_itself(buckets: list[Bucket]) -> None:
+    links = Communicators(buckets[0], CARD, 1)  # type: ignore[arg-type]
+    assert links.backends() == [buckets[0].library]
     links.grow(2)
-    assert links.backends() == [group.library for group in groups]
+    assert links.backends() == [bucket.library for bucket in buckets]
     assert os.environ[LAUNCH_ORDER] == "1"
-
-
-def test_what_outlasts_the_step_leaves_the_process_group_to_others(
-    groups: list[Group], caplog: pytest.LogCaptureFixture
-) -> None:
-    links = Channels(groups[0], CARD, 1, apart=True)  # type: ignore[arg-type]
-    assert links[0].backend(CARD) is groups[1].library
-    # A peer that is lost may be noticed there first.
-    assert groups[0].library in links.backends()
-    # Ordered launches would wait for each other all the same.
-    assert os.environ[LAUNCH_ORDER] != "1"
-    assert not caplog.records
-
-
-def test_ordered_launches_are_warned_of(
-    groups: list[Group], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(LAUNCH_ORDER, "1")
-    with caplog.at_level(logging.WARNING, logger="backbeat.runtime"):
-        Channels(groups[0], CARD, 1, apart=True)  # type: ignore[arg-type]
-    (record,) = caplog.records
-    assert LAUNCH_ORDER in record.getMessage()
-    assert "broadcast_buffers=False" in record.getMessage()

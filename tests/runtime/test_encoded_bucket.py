@@ -1,4 +1,4 @@
-"""An encoded group by itself: what gradients add to its residual; and who updates what."""
+"""An compressed bucket by itself: what gradients add to its residual; and who updates what."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-from backbeat.model.encoding import Encoding
-from backbeat.runtime import encoded_bucket, updates
-from backbeat.runtime.encoded_bucket import EncodedBucket
-from backbeat.runtime.partition import GroupSpec
-from backbeat.runtime.updates import Updates
-from backbeat.sparse.residual import Scratch, Store
-from backbeat.sparse.topk import TopK
+from backbeat.runtime.compressed import compressed_bucket as encoded_bucket
+from backbeat.runtime.compressed import updates
+from backbeat.runtime.compressed.compressed_bucket import CompressedBucket
+from backbeat.runtime.compressed.residual import Scratch, Store
+from backbeat.runtime.compressed.topk import TopK
+from backbeat.runtime.compressed.updates import Updates
+from backbeat.runtime.reduce.partition import BucketSpec
 
 
 @pytest.mark.parametrize("hosts", [{"cpu"}, set()], ids=["host", "device"])
@@ -24,13 +24,12 @@ def test_a_parameter_without_elements_adds_nothing(
 ) -> None:
     monkeypatch.setattr(encoded_bucket, "HOSTS", hosts)
     parameters = [Parameter(torch.ones(shape, dtype=dtype)) for shape in (3, (0, 4), (2, 2))]
-    bucket = EncodedBucket(
-        GroupSpec(members=(0, 1, 2), channel=0),
+    bucket = CompressedBucket(
+        BucketSpec(members=(0, 1, 2), communicator=0),
         parameters,
-        compressor=TopK(Encoding(kind="topk", density=0.5), rank=0, ranks=1),
+        compressor=TopK(0.5),
         store=Store(7, torch.float32, torch.device("cpu"), velocity=False),
         dtype=torch.float32,
-        sent_bytes=28,
         dense=True,
         momentum_of=None,
         gathering=Scratch(),
@@ -42,9 +41,7 @@ def test_a_parameter_without_elements_adds_nothing(
         assert all(parameter.grad is None for parameter in parameters)
     values, _ = bucket.held()
     assert torch.cat([value.reshape(-1) for value in values]).tolist() == [1.0] * 7
-    sizes, places = bucket.take_sizes()
-    assert len(sizes) == len(places)
-    assert 1 not in places
+    assert bucket.take_refused() == []
 
 
 def test_ever_other_parameters_of_a_group_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Encoded plans: every scenario with groups that send all they have, and training step by step."""
+"""Compressed plans: every scenario with buckets that send all they have, and training step by step."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ OTHERWISE = {
     "exception_everywhere": "what a failed step brought stays in the residual",
     "exception_on_one": "what a failed step brought stays in the residual",
     "frozen": "a gradient that comes late, here of a parameter that thawed, goes with the next step",
-    "grad_scaler": "gradient scalers are refused",
+    "grad_scaler": "gradient scalers must not be used",
     "not_finite": "a gradient that is not finite is an error",
     "reentrant_beside": "what comes late goes with the next step",
     "unused_changing": "a parameter that was ever used has a gradient from then on",
     "unused_with_flag": "a parameter that was ever used has a gradient from then on",
 }
-"""Scenarios in which encoded plans differ on purpose; `encoded_checks` says how."""
+"""Scenarios in which compressed plans differ on purpose; `encoded_checks` says how."""
 
 ON_TWO_ONLY = {"encoded_a_dead_rank_is_named"}
 
 
 @pytest.mark.parametrize("name", sorted(set(SCENARIOS) - set(OTHERWISE)))
 def test_everything_sent_is_a_dense_plan(name: str, ranks: Callable[[int], RankPool]) -> None:
-    _run(ranks(SIZES[0]), name, "encoded")
+    _run(ranks(SIZES[0]), name, "compressed")
 
 
 @pytest.mark.parametrize("name", sorted({**CHECKS, **FAULTS}))
@@ -40,7 +40,7 @@ def test_encoded(name: str, size: int, ranks: Callable[[int], RankPool]) -> None
         pytest.skip("tried on two ranks")
     if DEVICE != "cpu" and name in ON_TWO_ONLY:
         pytest.skip("on NCCL, where waiting does not raise, a lost rank is tried in test_lost_rank.py")
-    _run(ranks(size), name, "encoded", timeout=10 if name in ON_TWO_ONLY else 30)
+    _run(ranks(size), name, "compressed", timeout=10 if name in ON_TWO_ONLY else 30)
 
 
 def _run(pool: RankPool, name: str, route: str, timeout: float = 30) -> None:

@@ -1,4 +1,4 @@
-"""Groups that are lost while the host is not told: what the monitor's thread sees and does, with works made by hand."""
+"""Buckets that are lost while the host is not told: what the monitor's thread sees and does, with handmade works."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import ErrorType, WorkResult
 
 from backbeat.runtime import DistributedDataParallel
-from backbeat.runtime.faults import CommunicationError
-from backbeat.runtime.losses import DONE, FLYING, Losses, abort, fate_of
-from backbeat.runtime.rounds import Flight
+from backbeat.runtime.reduce.failures import CommunicationError
+from backbeat.runtime.reduce.lost_collectives import DONE, FLYING, Losses, abort, fate_of
+from backbeat.runtime.reduce.step import Flight
 
 
 class Work:
@@ -53,17 +53,17 @@ class Backend:
 
 
 def job(works: list[Work], calls: list[str], wire: torch.dtype | None = None) -> Any:
-    flights = [Flight(group, None, torch.zeros(1), work) for group, work in enumerate(works)]  # type: ignore[arg-type]
+    flights = [Flight(bucket, None, torch.zeros(1), work) for bucket, work in enumerate(works)]  # type: ignore[arg-type]
     found = SimpleNamespace(
         step=7,
         wire=wire,
         fault=None,
         parameters=[torch.zeros(1)],
-        groups=SimpleNamespace(buckets=()),
+        buckets=SimpleNamespace(buckets=()),
         round=SimpleNamespace(flights=flights),
-        channels=SimpleNamespace(backends=lambda: [Backend(calls, "first"), Backend(calls, "second")]),
+        communicators=SimpleNamespace(backends=lambda: [Backend(calls, "first"), Backend(calls, "second")]),
     )
-    found.failure = lambda group, why, step: CommunicationError(f"group {group} in step {step}: {why}")
+    found.failure = lambda bucket, why, step: CommunicationError(f"bucket {bucket} in step {step}: {why}")
     return found
 
 
@@ -138,7 +138,7 @@ def test_the_first_group_lost_is_named_once_and_communicators_go(wire: torch.dty
     with redirect_stderr(said):
         assert losses.look()
         assert losses.look()
-    assert said.getvalue() == "backbeat: group 1 in step 6: the watchdog of torch found COMM_ERROR\n"
+    assert said.getvalue() == "backbeat: bucket 1 in step 6: the watchdog of torch found COMM_ERROR\n"
     assert str(found.fault) in said.getvalue()
     assert calls == ["start", "first", "second", "end"]
 
@@ -149,7 +149,7 @@ def test_a_group_of_the_present_round_is_of_the_present_step() -> None:
     works[0].ends(WorkResult.TIMEOUT)
     with redirect_stderr(io.StringIO()):
         assert Losses(found).look()
-    assert str(found.fault) == "group 0 in step 7: the watchdog of torch found TIMEOUT"
+    assert str(found.fault) == "bucket 0 in step 7: the watchdog of torch found TIMEOUT"
 
 
 class Event:
@@ -178,7 +178,7 @@ def test_a_broken_communicator_is_blamed_on_what_has_not_arrived(monkeypatch: py
     monkeypatch.setattr(Backend, "error", ErrorType.COMM_ERROR)
     with redirect_stderr(io.StringIO()):
         assert losses.look()
-    assert str(found.fault) == f"group 0 in step {5 + reached}: the watchdog of torch found COMM_ERROR"
+    assert str(found.fault) == f"bucket 0 in step {5 + reached}: the watchdog of torch found COMM_ERROR"
 
 
 def test_a_communicator_that_cannot_be_aborted_does_not_hide_the_message() -> None:
@@ -199,7 +199,7 @@ def test_a_collective_that_cannot_start_names_its_group(tmp_path: Path, monkeypa
             raise dist.DistBackendError("remote process exited")
 
         monkeypatch.setattr(type(wrapped.links[0]), "all_reduce", refuse)
-        with pytest.raises(CommunicationError, match=r"rank 0: group 0 of 1 \(2 gradients.*was not reduced in step 2"):
+        with pytest.raises(CommunicationError, match=r"rank 0: bucket 0 of 1 \(2 gradients.*was not reduced in step 2"):
             wrapped(torch.ones(1, 3)).sum().backward()
     finally:
         dist.destroy_process_group()

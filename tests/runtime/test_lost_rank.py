@@ -1,7 +1,7 @@
 """A rank is killed in mid-backward: the others end within the timeout, with a message of ours on their stderr.
 
-On NCCL the host is not told that a collective failed (`backbeat.runtime.losses`), so this is the one that needs a GPU:
-`BACKBEAT_TEST_DEVICE=cuda`. On gloo, where it is, the same must come out.
+On NCCL the host is not told that a collective failed (`backbeat.runtime.reduce.lost_collectives`), so this is the one
+that needs a GPU: `BACKBEAT_TEST_DEVICE=cuda`. On gloo, where it is, the same must come out.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ RANKS = 2
 LIMIT_S = 60 if DEVICE == "cpu" else 150
 
 
-@pytest.mark.parametrize("kind", ["dense", "encoded"])
+@pytest.mark.parametrize("kind", ["dense", "compressed"])
 def test_survivors_say_what_was_lost_and_end(kind: str) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -51,7 +51,7 @@ def test_survivors_say_what_was_lost_and_end(kind: str) -> None:
     assert ranks[1].returncode == 1
     assert ranks[0].returncode != 0, out
     assert "step 3 done" in out, err
-    assert "rank 0: group " in err, out + err
+    assert "rank 0: bucket " in err, out + err
     assert "layers." in err, err
     assert "was not reduced in step 4" in err, err
     assert "rank 1 does not answer" in err, err

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from backbeat.errors import InputError
-from backbeat.model import Group, Plan
-from backbeat.runtime import partition as partitions
+from backbeat.model import Bucket, Plan
+from backbeat.runtime.reduce import partition as partitions
 
 sizes = st.lists(st.integers(1, 400), min_size=1, max_size=30)
 
@@ -42,23 +42,25 @@ def test_every_parameter_travels_once_and_kinds_never_mix(counts: list[int], dat
     names = [f"p{place}" for place in range(len(counts))]
     sparse = data.draw(st.lists(st.booleans(), min_size=len(counts), max_size=len(counts)))
     named = data.draw(st.lists(st.sampled_from(names), min_size=1, max_size=len(names), unique=True))
-    plan = Plan(strategy="s", model="m", channels=1, groups=(Group(gradients=tuple(named), channel=0),))
+    plan = Plan(strategy="s", model="m", communicators=1, buckets=(Bucket(gradients=tuple(named), communicator=0),))
     found = partitions.from_plan(plan, names, parameters, sparse)
-    members = [place for group in found.groups for place in group.members]
+    members = [place for bucket in found.buckets for place in bucket.members]
     assert sorted(members) == list(range(len(counts)))
-    for group in found.groups:
-        assert len({parameters[place].dtype for place in group.members}) == 1
-        assert group.sparse == any(sparse[place] for place in group.members)
-        assert not group.sparse or len(group.members) == 1
+    for bucket in found.buckets:
+        assert len({parameters[place].dtype for place in bucket.members}) == 1
+        assert bucket.sparse == any(sparse[place] for place in bucket.members)
+        assert not bucket.sparse or len(bucket.members) == 1
 
 
 def test_a_plan_for_another_model_is_refused_by_name() -> None:
-    plan = Plan(strategy="s", model="resnet", channels=1, groups=(Group(gradients=("fc.wieght",), channel=0),))
-    with pytest.raises(InputError, match=r"groups\[0\] names 'fc.wieght'.*nearest: 'fc.weight'.*made for 'resnet'"):
+    plan = Plan(
+        strategy="s", model="resnet", communicators=1, buckets=(Bucket(gradients=("fc.wieght",), communicator=0),)
+    )
+    with pytest.raises(InputError, match=r"buckets\[0\] names 'fc.wieght'.*nearest: 'fc.weight'.*made for 'resnet'"):
         partitions.from_plan(plan, ["fc.weight"], parameters_of([3]), [False])
 
 
 def test_a_frozen_parameter_in_the_plan_is_left_out() -> None:
-    plan = Plan(strategy="s", model="m", channels=1, groups=(Group(gradients=("a", "b"), channel=0),))
+    plan = Plan(strategy="s", model="m", communicators=1, buckets=(Bucket(gradients=("a", "b"), communicator=0),))
     found = partitions.from_plan(plan, ["a"], parameters_of([3]), [False], frozen=["b"])
-    assert [group.members for group in found.groups] == [(0,)]
+    assert [bucket.members for bucket in found.buckets] == [(0,)]

@@ -11,10 +11,11 @@ import torch.distributed as dist
 from torch import nn
 
 from backbeat.errors import InputError
-from backbeat.model import Gradient, Group, Plan, Profile
-from backbeat.runtime import DistributedDataParallel, handover
-from backbeat.runtime.arguments import TORCH_SIGNATURE, bind, resolve_plan, respread
-from backbeat.runtime.refusals import check_model
+from backbeat.model import Bucket, Gradient, Plan, Profile
+from backbeat.runtime import DistributedDataParallel
+from backbeat.runtime.compressed import updates
+from backbeat.runtime.reduce.arguments import TORCH_SIGNATURE, bind, resolve_plan, respread
+from backbeat.runtime.reduce.refusals import check_model
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +76,7 @@ def test_the_whole_signature_of_the_installed_torch_is_taken() -> None:
         ({"plan": "optmal"}, "did you mean 'optimal'"),
         ({"plan": "gone.json"}, "gone.json: no such file"),
         ({"plan": []}, "the plan is given as list: give a Plan"),
-        ({"channels": 0}, "channels is 0"),
+        ({"communicators": 0}, "communicators is 0"),
         ({"plan": "auto", "backend": "ddp"}, "plan='auto' needs backbeat's reducer"),
     ],
 )
@@ -94,28 +95,35 @@ def test_a_plan_is_taken_from_a_file(tmp_path: Path, one_rank: None) -> None:
         name="p", model="m", batch_size=1, precision="fp32", device="cpu", forward_s=1, backward_s=1, update_s=0,
         gradients=(Gradient(name="bias", bytes=8, ready_s=0.5), Gradient(name="weight", bytes=16, ready_s=1)),
     )  # fmt: skip
-    Plan.from_groups(profile, [["weight"], ["bias"]]).save(tmp_path / "plan.json")
+    Plan.from_buckets(profile, [["weight"], ["bias"]]).save(tmp_path / "plan.json")
     wrapped = DistributedDataParallel(nn.Linear(2, 2), plan=tmp_path / "plan.json")
     wrapped(torch.ones(1, 2)).sum().backward()
-    assert [group.gradients for group in wrapped.report().groups] == [("weight",), ("bias",)]
+    assert [bucket.gradients for bucket in wrapped.report().buckets] == [("weight",), ("bias",)]
 
 
 def test_plans_that_fuse_at_run_time_are_refused() -> None:
     from backbeat.model import DynamicFusion
 
     plan = Plan(
-        strategy="horovod", model="m", channels=1, dynamic=DynamicFusion(), groups=(Group(gradients=("w",), channel=0),)
+        strategy="horovod",
+        model="m",
+        communicators=1,
+        dynamic=DynamicFusion(),
+        buckets=(Bucket(gradients=("w",), communicator=0),),
     )
-    with pytest.raises(InputError, match="forms groups at run time"):
+    with pytest.raises(InputError, match="forms buckets at run time"):
         resolve_plan(plan)
 
 
 def test_respread_keeps_groups_and_order() -> None:
     plan = Plan(
-        strategy="s", model="m", channels=1, groups=tuple(Group(gradients=(name,), channel=0) for name in "abc")
+        strategy="s",
+        model="m",
+        communicators=1,
+        buckets=tuple(Bucket(gradients=(name,), communicator=0) for name in "abc"),
     )
-    assert [group.channel for group in respread(plan, 2).groups] == [0, 1, 0]
-    assert [group.gradients for group in respread(plan, 2).groups] == [("a",), ("b",), ("c",)]
+    assert [bucket.communicator for bucket in respread(plan, 2).buckets] == [0, 1, 0]
+    assert [bucket.gradients for bucket in respread(plan, 2).buckets] == [("a",), ("b",), ("c",)]
 
 
 def test_an_optimizer_inside_another_is_asked_for() -> None:
@@ -128,5 +136,22 @@ def test_an_optimizer_inside_another_is_asked_for() -> None:
 
     inner = torch.optim.AdamW(nn.Linear(2, 2).parameters())
     with pytest.raises(InputError, match=r"got Prepared, which wraps AdamW: .*attach\(optimizer.optimizer\)"):
-        handover.check(Prepared(inner), per_parameter=False)
-    handover.check(inner, per_parameter=False)
+        _attach(Prepared(inner))
+    _attach(inner)
+
+
+def _attach(optimizer: torch.optim.Optimizer) -> None:
+    parameters = [parameter for bucket in optimizer.param_groups for parameter in bucket["params"]]
+    updates.check(optimizer, parameters, max_grad_norm=None, grad_scaler=None, per_parameter=False)
+
+
+@pytest.mark.parametrize("backend", ["backbeat", "ddp"])
+def test_decoupled_plans_are_refused_by_name(backend: str, tmp_path: Path, one_rank: None) -> None:
+    halves = tuple(
+        Bucket(gradients=("bias", "weight"), communicator=0, phase=phase) for phase in ("reduce_scatter", "all_gather")
+    )
+    plan = Plan(strategy="decoupled", model="m", communicators=1, buckets=halves)
+    plan.save(tmp_path / "plan.json")
+    for given in (plan, tmp_path / "plan.json", "decoupled"):
+        with pytest.raises(InputError, match=r"predicted .* and replayed .*, not run: make a plan of strategy best"):
+            DistributedDataParallel(nn.Linear(2, 2), plan=given, backend=backend)

@@ -1,4 +1,4 @@
-"""The stream that sends a group waits for every other one that made its gradients, and for none where there is none."""
+"""The stream that sends a bucket waits for every other one that made its gradients, or for none."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from backbeat.runtime.streams import Streams  # noqa: E402
+from backbeat.runtime.reduce.streams import Streams  # noqa: E402
 
 
 class Here:

@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 from backbeat.cost import Curve, LinkCost
 from backbeat.model import Network, Profile
 from backbeat.simulate.engine import simulate
-from backbeat.simulate.recursion import one_channel
+from backbeat.simulate.recursion import one_communicator
 from backbeat.simulate.schedule import Schedule
 from tests.problems import affine, networks, profiles
 
 PLAIN = LinkCost(Curve.affine(1e-3, 1e-9), None, {})
 
 
-def schedule(ready: list[float], sizes: list[float], channels: list[int]) -> Schedule:
-    return Schedule(np.array(ready), np.array(sizes, dtype=float), channels)
+def schedule(ready: list[float], sizes: list[float], communicators: list[int]) -> Schedule:
+    return Schedule(np.array(ready), np.array(sizes, dtype=float), communicators)
 
 
 @st.composite
@@ -29,29 +29,31 @@ def schedules(draw: st.DrawFn, most_channels: int = 1) -> Schedule:
     count = len(profile.gradients)
     cuts = sorted(draw(st.sets(st.integers(1, count - 1), max_size=count - 1))) if count > 1 else []
     ends = [*cuts, count]
-    channels = draw(st.lists(st.integers(0, most_channels - 1), min_size=len(ends), max_size=len(ends)))
-    return Schedule.of_ends(profile, ends, channels)
+    communicators = draw(st.lists(st.integers(0, most_channels - 1), min_size=len(ends), max_size=len(ends)))
+    return Schedule.of_ends(profile, ends, communicators)
 
 
 @settings(max_examples=300)
 @given(schedules(), networks())
-def test_with_one_channel_the_engine_is_the_recursion(groups: Schedule, network: Network) -> None:
-    expected, found = one_channel(groups, network.cost), simulate(groups, network.cost)
+def test_with_one_channel_the_engine_is_the_recursion(buckets: Schedule, network: Network) -> None:
+    expected, found = one_communicator(buckets, network.cost), simulate(buckets, network.cost)
     for field in ("starts", "on_link", "finishes"):
         assert getattr(found, field) == pytest.approx(getattr(expected, field), rel=1e-9, abs=1e-12)
 
 
 @given(schedules(), networks(busy=False))
-def test_without_back_to_back_times_the_recursion_is_the_plain_one(groups: Schedule, network: Network) -> None:
+def test_without_back_to_back_times_the_recursion_is_the_plain_one(buckets: Schedule, network: Network) -> None:
     free = 0.0
-    for ready, size, finish in zip(groups.ready, groups.sizes, one_channel(groups, network.cost).finishes, strict=True):
+    for ready, size, finish in zip(
+        buckets.ready, buckets.sizes, one_communicator(buckets, network.cost).finishes, strict=True
+    ):
         free = max(ready, free) + float(network.cost.time(size))
         assert finish == pytest.approx(free)
 
 
 def test_back_to_back_messages_take_their_own_time() -> None:
     cost = LinkCost(Curve.affine(1e-3, 1e-9), Curve.affine(5e-4, 1e-9), {})
-    flow = one_channel(schedule([0, 0, 10e-3], [1e6, 1e6, 1e6], [0, 0, 0]), cost)
+    flow = one_communicator(schedule([0, 0, 10e-3], [1e6, 1e6, 1e6], [0, 0, 0]), cost)
     assert flow.finishes == pytest.approx([2e-3, 3.5e-3, 12e-3])
 
 
@@ -62,22 +64,22 @@ def test_two_channels_hide_startup_and_share_the_link() -> None:
 
 
 def test_contention_and_idle_capacity() -> None:
-    groups = schedule([0, 0], [1e6, 1e6], [0, 1])
+    buckets = schedule([0, 0], [1e6, 1e6], [0, 1])
     for efficiency in (0.5, 1.0, 1.6):
         cost = LinkCost(Curve.affine(1e-3, 1e-9), None, {2: efficiency})
-        assert simulate(groups, cost).end_s == pytest.approx(1e-3 + 2e-3 / efficiency)
+        assert simulate(buckets, cost).end_s == pytest.approx(1e-3 + 2e-3 / efficiency)
 
 
 @pytest.mark.parametrize("stretch", [1.0, 1.5, 2.0])
 def test_the_engine_gives_back_the_batches_it_was_fitted_to(stretch: float) -> None:
     cost = LinkCost(Curve.affine(1e-3, 1e-9), None, {2: 0.8}, {2: stretch})
     for messages in (2, 4, 8):
-        groups = schedule([0.0] * messages, [1e6] * messages, [place % 2 for place in range(messages)])
-        assert simulate(groups, cost).end_s == pytest.approx(cost.batch_s(1e6, messages, 2))
+        buckets = schedule([0.0] * messages, [1e6] * messages, [place % 2 for place in range(messages)])
+        assert simulate(buckets, cost).end_s == pytest.approx(cost.batch_s(1e6, messages, 2))
 
 
 def test_launches_keep_the_plans_order_across_channels() -> None:
-    # The second group is ready first but may not overtake the first.
+    # The second bucket is ready first but may not overtake the first.
     flow = simulate(schedule([5e-3, 0], [1e6, 1e6], [0, 1]), PLAIN)
     assert flow.starts.tolist() == [5e-3, 5e-3]
 
@@ -88,27 +90,27 @@ def test_a_group_waits_for_its_channel_and_holds_those_behind_it() -> None:
 
 
 @given(schedules(most_channels=3), networks())
-def test_the_link_is_never_overdrawn_and_nothing_is_early(groups: Schedule, network: Network) -> None:
+def test_the_link_is_never_overdrawn_and_nothing_is_early(buckets: Schedule, network: Network) -> None:
     cost = network.cost
-    flow = simulate(groups, cost)
-    assert (flow.starts >= groups.ready - 1e-12).all()
+    flow = simulate(buckets, cost)
+    assert (flow.starts >= buckets.ready - 1e-12).all()
     assert (np.diff(flow.starts) >= -1e-12).all()
     assert (flow.finishes >= flow.on_link - 1e-12).all()
     most = cost.best_efficiency(3)
     span = flow.end_s - flow.on_link.min()
-    least = np.minimum(cost.work(groups.sizes), cost.time(groups.sizes)).sum()
+    least = np.minimum(cost.work(buckets.sizes), cost.time(buckets.sizes)).sum()
     assert least / most <= span * (1 + 1e-9) + 1e-12
-    for channel in set(groups.channels):
-        mine = [place for place, other in enumerate(groups.channels) if other == channel]
+    for communicator in set(buckets.communicators):
+        mine = [place for place, other in enumerate(buckets.communicators) if other == communicator]
         for before, after in itertools.pairwise(mine):
             assert flow.on_link[after] >= flow.finishes[before] - 1e-12
 
 
 @given(profiles(), networks())
 def test_more_bytes_never_end_earlier(profile: Profile, network: Network) -> None:
-    groups = Schedule.of_ends(profile, list(range(1, len(profile.gradients) + 1)))
-    larger = Schedule(groups.ready, groups.sizes * 2, groups.channels)
-    assert one_channel(larger, network.cost).end_s >= one_channel(groups, network.cost).end_s - 1e-12
+    buckets = Schedule.of_ends(profile, list(range(1, len(profile.gradients) + 1)))
+    larger = Schedule(buckets.ready, buckets.sizes * 2, buckets.communicators)
+    assert one_communicator(larger, network.cost).end_s >= one_communicator(buckets, network.cost).end_s - 1e-12
 
 
 def test_channel_numbers_may_be_large() -> None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backbeat.simulate.jitter import ComputeTimes, straggling
+from backbeat.simulate.stragglers import ComputeTimes, straggling
 
 
 def harmonic(count: int) -> float:

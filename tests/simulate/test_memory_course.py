@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from backbeat.errors import InputError
-from backbeat.model import Block, Encoding, Gradient, Group, HostLink, Memory, MemoryPlan, Plan, Profile, Segment
+from backbeat.model import Block, Bucket, Compression, Gradient, HostLink, Memory, MemoryPlan, Plan, Profile, Segment
 from backbeat.simulate.actions import FETCH, KEEP, OFFLOAD, RECOMPUTE, Unit, plan_of, units_of
-from backbeat.simulate.holdings import Holdings
-from backbeat.simulate.memory import Chain, course
+from backbeat.simulate.memory_timeline import Chain, memory_timeline
+from backbeat.simulate.resident_memory import ResidentMemory
 from tests.chains import chains, resnet152
 from tests.problems import make_profile
 
@@ -45,7 +45,7 @@ def segment(*places: int, action: str = "recompute", **fields: str) -> Segment:
 
 
 def test_everything_kept_by_hand() -> None:
-    result = course(four(), MemoryPlan())
+    result = memory_timeline(four(), MemoryPlan())
     # Four times 100 saved, three tensors between blocks, the last output (then its gradient), and 20 on top.
     assert result.peak_bytes == BASE + 400 + 30 + 10 + 20
     assert (result.block, result.phase) == ("b3", "backward")
@@ -54,7 +54,7 @@ def test_everything_kept_by_hand() -> None:
 
 
 def test_recomputed_one_by_one_by_hand() -> None:
-    result = course(four(), MemoryPlan(segments=tuple(segment(place) for place in range(4))))
+    result = memory_timeline(four(), MemoryPlan(segments=tuple(segment(place) for place in range(4))))
     # Three inputs; in the last block's recomputation the gradient of its output (10) is there too.
     assert result.peak_bytes == BASE + 30 + 10 + 110 + 10
     assert result.held_bytes == 40
@@ -65,7 +65,7 @@ def test_recomputed_one_by_one_by_hand() -> None:
 
 
 def test_a_longer_segment_holds_fewer_inputs_and_needs_more_at_once() -> None:
-    result = course(four(), MemoryPlan(segments=(segment(0, 1), segment(2, 3))))
+    result = memory_timeline(four(), MemoryPlan(segments=(segment(0, 1), segment(2, 3))))
     # The second half: one input, both blocks' saved tensors, one tensor between them, the gradient, 20 on top.
     assert result.peak_bytes == BASE + 10 + 200 + 10 + 10 + 20
     assert result.held_bytes == 20
@@ -74,18 +74,21 @@ def test_a_longer_segment_holds_fewer_inputs_and_needs_more_at_once() -> None:
 
 def test_an_offloaded_input_leaves_two_blocks_later_and_comes_back_two_segments_early() -> None:
     plan = MemoryPlan(segments=(segment(0), segment(1, input="offload"), segment(2), segment(3)))
-    result = course(four(), plan)
+    result = memory_timeline(four(), plan)
     assert (result.to_host_bytes, result.to_device_bytes) == (10, 10)
     # It is gone by the end of forward, and back before the last segment's recomputation.
     assert result.held_bytes == 30
-    assert result.peak_bytes == course(four(), MemoryPlan(segments=tuple(segment(k) for k in range(4)))).peak_bytes
+    assert (
+        result.peak_bytes
+        == memory_timeline(four(), MemoryPlan(segments=tuple(segment(k) for k in range(4)))).peak_bytes
+    )
     assert result.stalled_s == 0.0
 
 
 def test_copies_that_cannot_keep_up_stall_computation() -> None:
     slow = msgspec.structs.replace(four(), host_link=HostLink(to_host_bytes_per_s=2.5, to_device_bytes_per_s=1.0))
     plan = MemoryPlan(segments=(segment(0), segment(1, input="offload"), segment(2), segment(3)))
-    result = course(slow, plan)
+    result = memory_timeline(slow, plan)
     # Sent at 1 s for 4 s: waited for before block 3, which would have begun at 3 s.
     assert result.forward_s == 4.0 + 2.0
     # Fetched from the start of backward for 10 s: block 1 would have begun after two segments of 3 s.
@@ -94,7 +97,7 @@ def test_copies_that_cannot_keep_up_stall_computation() -> None:
 
 
 def test_offloaded_blocks_hold_nothing() -> None:
-    result = course(four(), MemoryPlan(segments=(segment(0, 1, 2, action="offload"),)))
+    result = memory_timeline(four(), MemoryPlan(segments=(segment(0, 1, 2, action="offload"),)))
     assert result.to_host_bytes == 300 + 10 + 10
     # The last block's own saved tensors and its input, and the last output.
     assert result.held_bytes == 100 + 10 + 10
@@ -102,14 +105,16 @@ def test_offloaded_blocks_hold_nothing() -> None:
 
 def test_what_the_loss_takes_runs_between_forward_and_backward() -> None:
     whole = msgspec.structs.replace(four(), forward_s=5.0, backward_s=9.0)
-    result = course(whole, MemoryPlan(segments=(segment(3),)))
+    result = memory_timeline(whole, MemoryPlan(segments=(segment(3),)))
     assert (result.forward_s, result.backward_s) == (5.0, 10.0)
     # Ready times at 2, 4, 6 and 8 s, of which the first second belongs to the loss.
     assert [gradient.ready_s for gradient in result.profile.gradients] == [3.0, 5.0, 7.0, 9.0]
 
 
 def test_blocks_that_add_up_to_more_than_the_whole_share_it() -> None:
-    result = course(msgspec.structs.replace(four(), forward_s=2.0), MemoryPlan(segments=(segment(0, 1, 2, 3),)))
+    result = memory_timeline(
+        msgspec.structs.replace(four(), forward_s=2.0), MemoryPlan(segments=(segment(0, 1, 2, 3),))
+    )
     assert (result.forward_s, result.backward_s) == (2.0, 10.0)
 
 
@@ -123,7 +128,7 @@ def test_blocks_that_add_up_to_more_than_the_whole_share_it() -> None:
 )
 def test_plans_of_another_model_are_refused(plan: MemoryPlan, word: str) -> None:
     with pytest.raises(InputError, match=word):
-        course(four(), plan)
+        memory_timeline(four(), plan)
 
 
 def test_segments_the_executor_cannot_run_are_refused() -> None:
@@ -133,50 +138,53 @@ def test_segments_the_executor_cannot_run_are_refused() -> None:
     blocks[3] = msgspec.structs.replace(blocks[3], chained=False)
     changed = msgspec.structs.replace(profile, blocks=tuple(blocks))
     with pytest.raises(InputError, match="writes into its input"):
-        course(changed, MemoryPlan(segments=(segment(1),)))
+        memory_timeline(changed, MemoryPlan(segments=(segment(1),)))
     with pytest.raises(InputError, match="not the output"):
-        course(changed, MemoryPlan(segments=(segment(2, 3),)))
+        memory_timeline(changed, MemoryPlan(segments=(segment(2, 3),)))
     with pytest.raises(InputError, match="host_link"):
-        course(msgspec.structs.replace(profile, host_link=None), MemoryPlan(segments=(segment(0, action="offload"),)))
+        memory_timeline(
+            msgspec.structs.replace(profile, host_link=None), MemoryPlan(segments=(segment(0, action="offload"),))
+        )
 
 
 def test_old_profiles_are_told_to_be_profiled_again() -> None:
     with pytest.raises(InputError, match="profile it again with `backbeat profile`"):
-        course(make_profile([4], [1.0]), MemoryPlan())
+        memory_timeline(make_profile([4], [1.0]), MemoryPlan())
     with pytest.raises(InputError, match="no blocks"):
-        course(make_profile([4], [1.0], memory=Memory(parameter_bytes=4)), MemoryPlan())
+        memory_timeline(make_profile([4], [1.0], memory=Memory(parameter_bytes=4)), MemoryPlan())
 
 
 def test_holdings_by_how_gradients_travel() -> None:
     profile = four()
-    topk = Encoding(kind="topk", density=0.25)
-    groups = (
-        Group(gradients=("b3.w", "b2.w"), channel=0, encoding=topk),
-        Group(gradients=("b1.w",), channel=0, encoding=topk),
-        Group(gradients=("b0.w",), channel=0),
+    topk = Compression(density=0.25)
+    buckets = (
+        Bucket(gradients=("b3.w", "b2.w"), communicator=0, compression=topk),
+        Bucket(gradients=("b1.w",), communicator=0, compression=topk),
+        Bucket(gradients=("b0.w",), communicator=0),
     )
-    plan = Plan(strategy="sparse", model="four", channels=1, groups=groups, workers=2)
-    dense = Holdings.of(profile)
+    plan = Plan(strategy="sparse", model="four", communicators=1, buckets=buckets, workers=2)
+    dense = ResidentMemory.of(profile)
     assert (dense.gradient_bytes, dense.residual_bytes, dense.total_bytes) == (16, 0, BASE)
-    device = Holdings.of(profile, plan)
-    # Residuals of 12 bytes; scratch: the larger group twice, from two workers one value, its place and padding, and for
-    # the selection two masks and what is looked at of two places.
-    assert (device.gradient_bytes, device.residual_bytes, device.scratch_bytes) == (4, 12, 2 * 8 + 2 * 8 + 2 * 2 + 24)
-    assert Holdings.of(profile, plan, attached=False).gradient_bytes == 16
-    host = Holdings.of(profile, plan, "host")
-    # Two buffers as large as the larger group.
+    device = ResidentMemory.of(profile, plan)
+    # Residuals of 12 bytes; scratch: the larger bucket twice, from two workers one value, its place and padding, for
+    # the selection two magnitudes and what is sent, and the message and place that each bucket keeps.
+    scratch = 2 * 8 + 2 * 8 + (2 * 4 + 12) + 2 * (8 + 4)
+    assert (device.gradient_bytes, device.residual_bytes, device.scratch_bytes) == (4, 12, scratch)
+    assert ResidentMemory.of(profile, plan, attached=False).gradient_bytes == 16
+    host = ResidentMemory.of(profile, plan, "host")
+    # Two buffers as large as the larger bucket.
     assert (host.residual_bytes, host.streamed_bytes) == (16, 12)
 
 
 def test_residuals_on_the_host_cannot_outrun_the_link() -> None:
     slow = msgspec.structs.replace(four(), host_link=HostLink(to_host_bytes_per_s=1.0, to_device_bytes_per_s=1.0))
-    group = Group(
+    bucket = Bucket(
         gradients=tuple(gradient.name for gradient in slow.gradients),
-        channel=0,
-        encoding=Encoding(kind="topk", density=0.5),
+        communicator=0,
+        compression=Compression(density=0.5),
     )
-    plan = Plan(strategy="sparse", model="four", channels=1, groups=(group,))
-    assert course(slow, MemoryPlan(residuals="host"), plan).backward_s == 16.0
+    plan = Plan(strategy="sparse", model="four", communicators=1, buckets=(bucket,))
+    assert memory_timeline(slow, MemoryPlan(residuals="host"), plan).backward_s == 16.0
 
 
 @st.composite
@@ -200,7 +208,7 @@ def unit_lists(draw: st.DrawFn, chain: Chain) -> list[Unit]:
 
 @given(st.data(), chains())
 def test_all_that_was_taken_is_given_back(data: st.DataObject, profile: Profile) -> None:
-    chain = Chain.of(profile, Holdings.of(profile))
+    chain = Chain.of(profile, ResidentMemory.of(profile))
     run = chain.run(data.draw(unit_lists(chain)))
     assert run.left_bytes == chain.input[0]
     assert run.peak_bytes >= chain.base + run.held_bytes
@@ -208,7 +216,7 @@ def test_all_that_was_taken_is_given_back(data: st.DataObject, profile: Profile)
 
 @given(st.data(), chains())
 def test_time_is_computation_recomputation_and_stalls(data: st.DataObject, profile: Profile) -> None:
-    chain = Chain.of(profile, Holdings.of(profile))
+    chain = Chain.of(profile, ResidentMemory.of(profile))
     units = data.draw(unit_lists(chain))
     run = chain.run(units)
     again = sum(sum(chain.forward[first:last]) for first, last, what in units if what in (RECOMPUTE, FETCH))
@@ -226,7 +234,7 @@ def test_more_recomputation_never_holds_more_at_the_end_of_forward(data: st.Data
     """Of blocks that save their input: then recomputing drops saved tensors and adds nothing."""
     blocks = tuple(msgspec.structs.replace(block, saves_input=True) for block in profile.blocks)
     profile = msgspec.structs.replace(profile, blocks=blocks)
-    chain = Chain.of(profile, Holdings.of(profile))
+    chain = Chain.of(profile, ResidentMemory.of(profile))
     chosen = data.draw(st.lists(st.booleans(), min_size=chain.count, max_size=chain.count))
     more = [first or data.draw(st.booleans()) for first in chosen]
     some, all_of_them = (
@@ -238,7 +246,7 @@ def test_more_recomputation_never_holds_more_at_the_end_of_forward(data: st.Data
 
 @given(st.data(), chains())
 def test_units_and_segments_say_the_same(data: st.DataObject, profile: Profile) -> None:
-    chain = Chain.of(profile, Holdings.of(profile))
+    chain = Chain.of(profile, ResidentMemory.of(profile))
     units = data.draw(unit_lists(chain))
     again = units_of(profile, MemoryPlan(segments=plan_of(profile, units)))
     assert chain.run(again)[:9] == chain.run(units)[:9]
@@ -246,6 +254,6 @@ def test_units_and_segments_say_the_same(data: st.DataObject, profile: Profile) 
 
 def test_resnet152_against_what_was_measured() -> None:
     """Sizes from shapes against the peaks measured on an H200: 22.8 GB plain, within a tenth."""
-    plain = course(resnet152(), MemoryPlan())
+    plain = memory_timeline(resnet152(), MemoryPlan())
     assert plain.peak_bytes == pytest.approx(22.8e9, rel=0.1)
     assert plain.forward_s + plain.backward_s == pytest.approx(0.210)

@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from backbeat.errors import InputError
-from backbeat.model import Group, MemoryPlan, Network, Plan, Profile, Segment
-from backbeat.planners.memory import uniform
+from backbeat.model import Bucket, MemoryPlan, Network, Plan, Profile, Segment
+from backbeat.planners.memory_plan import uniform
 from backbeat.simulate.batch import at_batch
-from backbeat.simulate.holdings import Holdings
-from backbeat.simulate.memory import Chain, course
+from backbeat.simulate.memory_timeline import Chain, memory_timeline
 from backbeat.simulate.predict import predict
+from backbeat.simulate.resident_memory import ResidentMemory
 from tests.chains import chains, check_against_uniform, resnet152
 from tests.simulate.test_memory_course import four, segment, unit_lists
 
@@ -26,7 +26,7 @@ def hosted(profile: Profile, host_s: float | None, recompute_s: float | None) ->
 
 def test_a_host_that_sets_the_pace_stretches_backward_by_hand() -> None:
     # Forward and backward take 12, all of it the host's; every forward again takes the device 4 and the host 8.
-    result = course(four(host_s=12.0, host_recompute_s=8.0), EVERY)
+    result = memory_timeline(four(host_s=12.0, host_recompute_s=8.0), EVERY)
     assert (result.forward_s, result.backward_s) == (4.0, 16.0)
     # On the device alone blocks start at 1, 4, 7 and 10 and their gradients come 2 after that: all a third later.
     ready = [gradient.ready_s for gradient in result.profile.gradients]
@@ -36,26 +36,26 @@ def test_a_host_that_sets_the_pace_stretches_backward_by_hand() -> None:
 
 def test_half_of_the_blocks_cost_half_as_much() -> None:
     half = MemoryPlan(segments=(segment(0, 1),))
-    assert course(four(host_s=12.0, host_recompute_s=8.0), half).backward_s == pytest.approx(8.0 + 4.0)
+    assert memory_timeline(four(host_s=12.0, host_recompute_s=8.0), half).backward_s == pytest.approx(8.0 + 4.0)
 
 
 def test_an_offloaded_block_is_taken_to_cost_the_host_as_much() -> None:
     profile = four(host_s=12.0, host_recompute_s=1000.0)
     plan = MemoryPlan(segments=(segment(0, action="offload"),))
-    result = course(profile, plan)
+    result = memory_timeline(profile, plan)
     assert result.forward_s + result.backward_s == pytest.approx(12.0 + 250.0)
 
 
 def test_a_host_that_is_ahead_may_fall_back_that_far() -> None:
-    plain = course(four(), EVERY)
+    plain = memory_timeline(four(), EVERY)
     for host_s in (0.0, 6.0, 8.0):
-        assert course(four(host_s=host_s, host_recompute_s=8.0), EVERY).backward_s == plain.backward_s
-    assert course(four(host_s=9.0, host_recompute_s=8.0), EVERY).backward_s == pytest.approx(13.0)
+        assert memory_timeline(four(host_s=host_s, host_recompute_s=8.0), EVERY).backward_s == plain.backward_s
+    assert memory_timeline(four(host_s=9.0, host_recompute_s=8.0), EVERY).backward_s == pytest.approx(13.0)
 
 
 def test_what_the_host_takes_is_shared_by_micro_batches() -> None:
     # Two micro-batches of 12; the host is 6 ahead in all, 3 in each.
-    result = course(four(accumulation=2, host_s=18.0, host_recompute_s=8.0), EVERY)
+    result = memory_timeline(four(accumulation=2, host_s=18.0, host_recompute_s=8.0), EVERY)
     assert result.forward_s + result.backward_s == pytest.approx(12.0 - 3.0 + 8.0)
 
 
@@ -63,13 +63,13 @@ def test_what_the_host_takes_is_shared_by_micro_batches() -> None:
 def test_never_below_the_device_and_the_same_where_the_host_is_unknown_or_free(
     data: st.DataObject, profile: Profile, host: float, again: float
 ) -> None:
-    alone = Chain.of(profile, Holdings.of(profile))
+    alone = Chain.of(profile, ResidentMemory.of(profile))
     units = data.draw(unit_lists(alone))
     expected = alone.run(units)
 
     def run(host_s: float | None, recompute_s: float | None) -> Chain:
         known = hosted(profile, host_s, recompute_s)
-        return Chain.of(known, Holdings.of(known))
+        return Chain.of(known, ResidentMemory.of(known))
 
     for chain in (run(None, None), run(host, None), run(None, again), run(0.0, 0.0), run(host, 0.0)):
         assert chain.run(units) == expected
@@ -106,8 +106,8 @@ def test_larger_batches_take_the_host_no_longer() -> None:
         )
     )
     # At four times the batch the device has so much to do that the host is ahead.
-    assert course(larger, every).backward_s == course(at_batch(profile, 256), every).backward_s
-    assert course(known, every).backward_s >= course(profile, every).backward_s
+    assert memory_timeline(larger, every).backward_s == memory_timeline(at_batch(profile, 256), every).backward_s
+    assert memory_timeline(known, every).backward_s >= memory_timeline(profile, every).backward_s
 
 
 @pytest.mark.parametrize("field", ["host_s", "host_recompute_s"])
@@ -118,11 +118,11 @@ def test_times_below_zero_are_refused(field: str) -> None:
 
 def test_a_launch_bound_profile_without_it_is_told_to_be_made_again() -> None:
     old = four(notes=("launch-bound: the host submits an iteration in 12 s",))
-    assert any("profile again" in note for note in course(old, EVERY).notes)
-    assert course(old, MemoryPlan()).notes == ()
-    assert course(four(), EVERY).notes == ()
-    assert course(hosted(old, 12.0, 8.0), EVERY).notes == ()
-    group = Group(gradients=tuple(gradient.name for gradient in old.gradients), channel=0)
-    plan = Plan(strategy="custom", model="four", workers=1, channels=1, groups=(group,), memory=EVERY)
+    assert any("profile again" in note for note in memory_timeline(old, EVERY).notes)
+    assert memory_timeline(old, MemoryPlan()).notes == ()
+    assert memory_timeline(four(), EVERY).notes == ()
+    assert memory_timeline(hosted(old, 12.0, 8.0), EVERY).notes == ()
+    bucket = Bucket(gradients=tuple(gradient.name for gradient in old.gradients), communicator=0)
+    plan = Plan(strategy="custom", model="four", workers=1, communicators=1, buckets=(bucket,), memory=EVERY)
     alone = Network.load("10gbe").at(workers=1)
     assert any("profile again" in note for note in predict(old, alone, plan).notes)

@@ -16,14 +16,14 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils._pytree import tree_leaves  # noqa: E402
 
 from backbeat.measure import profile as measure  # noqa: E402
-from backbeat.measure.blocks import _BackwardBorders  # noqa: E402
-from backbeat.memory import apply, find_blocks  # noqa: E402
+from backbeat.measure.model.chain_costs import _BackwardBorders  # noqa: E402
 from backbeat.model import MemoryPlan, Profile  # noqa: E402
-from backbeat.planners.memory import Search, memory_plan, needed  # noqa: E402
-from backbeat.planners.moves import uniform  # noqa: E402
+from backbeat.planners.memory_moves import uniform  # noqa: E402
+from backbeat.planners.memory_plan import Search, memory_plan, needed  # noqa: E402
+from backbeat.runtime.memory import apply, find_blocks  # noqa: E402
 from backbeat.simulate.actions import plan_of  # noqa: E402
-from backbeat.simulate.holdings import Holdings  # noqa: E402
-from backbeat.simulate.memory import Chain, course  # noqa: E402
+from backbeat.simulate.memory_timeline import Chain, memory_timeline  # noqa: E402
+from backbeat.simulate.resident_memory import ResidentMemory  # noqa: E402
 from tests.memory.memory_models import loss_of, resnet_case, transformer_case  # noqa: E402
 
 
@@ -131,14 +131,14 @@ def metered(request: pytest.FixtureRequest) -> Iterator[Metered]:
 
 @pytest.mark.parametrize("policy", ["keep", "recompute", "recompute, inputs offloaded", "offload"])
 def test_uniform_policies(metered: Metered, policy: str) -> None:
-    chain = Chain.of(metered.profile, Holdings.of(metered.profile))
+    chain = Chain.of(metered.profile, ResidentMemory.of(metered.profile))
     plan = MemoryPlan(segments=plan_of(metered.profile, uniform(chain)[policy]))
-    assert course(metered.profile, plan).peak_bytes == pytest.approx(metered.peak(plan), rel=0.05)
+    assert memory_timeline(metered.profile, plan).peak_bytes == pytest.approx(metered.peak(plan), rel=0.05)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.5])
 def test_plans_for_a_budget(metered: Metered, share: float) -> None:
-    search = Search(Chain.of(metered.profile, Holdings.of(metered.profile)))
+    search = Search(Chain.of(metered.profile, ResidentMemory.of(metered.profile)))
     low, high = needed(search.smallest.run.peak_bytes), search.run(uniform(search.chain)["keep"]).peak_bytes
     plan = memory_plan(metered.profile, round(low + share * (high - low)))
     assert plan.peak_bytes == pytest.approx(metered.peak(plan), rel=0.02)

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from backbeat.model import Network, Plan, Profile
-from backbeat.simulate.memory import course
+from backbeat.simulate.memory_timeline import memory_timeline
 from backbeat.simulate.predict import predict
 
 DATA = Path(__file__).parents[2] / "validation" / "memory"
@@ -41,13 +41,15 @@ def test_peaks_are_within_a_twentieth_of_what_was_measured(model: str) -> None:
     for run, name, row in rows:
         profile, plan = loaded(run, model, name)
         assert plan.memory is not None
-        assert course(profile, plan.memory, plan, workers=1).peak_bytes == pytest.approx(row["peak_bytes"], rel=0.05)
+        assert memory_timeline(profile, plan.memory, plan, workers=1).peak_bytes == pytest.approx(
+            row["peak_bytes"], rel=0.05
+        )
 
 
 def test_times_of_a_model_that_the_device_limits_are_within_a_twentieth() -> None:
     for run, name, row in measured("resnet152"):
         if run == "first" and name.startswith("sparse"):
-            continue  # More and smaller groups: encoding, which these predictions do not hold, took more than 5 %.
+            continue  # More and smaller buckets: compression, which these predictions do not hold, took more than 5 %.
         profile, plan = loaded(run, "resnet152", name)
         assert seconds(profile, plan) == pytest.approx(row["ms"] / 1e3, rel=0.05)
         # Its host is ahead by far: what it takes, 75 ms and for recomputation as much again, changes nothing.

@@ -19,8 +19,10 @@ TWO = make_profile([10**6, 10**6], [1e-3, 2e-3], forward=1e-3)
 NETWORK = affine(1e-3, 1e-9)
 
 
-def alone(profile: Profile, channels: int = 1) -> bb.Plan:
-    return bb.Plan.from_groups(profile, [[gradient.name] for gradient in profile.gradients], channels=channels)
+def alone(profile: Profile, communicators: int = 1) -> bb.Plan:
+    return bb.Plan.from_buckets(
+        profile, [[gradient.name] for gradient in profile.gradients], communicators=communicators
+    )
 
 
 def test_the_iteration_adds_up() -> None:
@@ -32,8 +34,8 @@ def test_the_iteration_adds_up() -> None:
     assert result.samples_per_s == pytest.approx(8 / 6e-3)
     lanes = [(span.lane, span.name, span.start_s, span.end_s, span.bytes) for span in result.timeline]
     assert lanes[3:] == [
-        ("channel 0", "g0", pytest.approx(2e-3), pytest.approx(4e-3), 10**6),
-        ("channel 0", "g1", pytest.approx(4e-3), pytest.approx(6e-3), 10**6),
+        ("communicator 0", "g0", pytest.approx(2e-3), pytest.approx(4e-3), 10**6),
+        ("communicator 0", "g1", pytest.approx(4e-3), pytest.approx(6e-3), 10**6),
     ]
     assert [row[1] for row in lanes[:3]] == ["forward", "backward", "update"]
 
@@ -52,7 +54,7 @@ def test_buffers_are_broadcast_before_forward() -> None:
     plan = alone(profile)
     with_buffers = bb.predict(profile, NETWORK, plan)
     without = bb.predict(profile, NETWORK, plan, broadcast_buffers=False)
-    # Half the startup of the all-reduce, and its traffic of 2·7/8 reduced to 1.
+    # Half the latency of the all-reduce, and its traffic of 2·7/8 reduced to 1.
     assert with_buffers.iteration_s - without.iteration_s == pytest.approx(0.5e-3 + 1e-3 / 1.75)
     measured = affine(1e-3, 1e-9, broadcast=CollectiveTimes(alpha_s=0.0, beta_s_per_byte=3e-9))
     assert bb.predict(profile, measured, plan).breakdown.buffers_s == pytest.approx(3e-3)
@@ -75,7 +77,7 @@ def test_stragglers_are_waited_for_and_banded() -> None:
 @pytest.mark.parametrize(
     ("profile", "network", "strategy", "bottleneck"),
     [
-        (make_profile([100] * 200, np.linspace(1e-3, 5e-3, 200).tolist()), affine(1e-3, 1e-11), "wfbp", "startup"),
+        (make_profile([100] * 200, np.linspace(1e-3, 5e-3, 200).tolist()), affine(1e-3, 1e-11), "wfbp", "latency"),
         (make_profile([10**8] * 4, [1e-3, 2e-3, 3e-3, 4e-3]), affine(1e-5, 1e-9), "optimal", "bandwidth"),
         (make_profile([10**6] * 4, [1e-3, 2e-3, 3e-3, 9e-3]), affine(1e-6, 1e-9), "single", "waiting"),
         (make_profile([10**3] * 4, [1e-3, 2e-3, 3e-3, 9e-3], forward=0.1), affine(1e-6, 1e-9), "ddp", "compute"),
@@ -90,7 +92,7 @@ def test_it_says_what_limits_scaling(profile: Profile, network: Network, strateg
 def test_the_parts_add_up_and_the_bound_holds(profile: Profile, network: Network, strategy: str) -> None:
     result = bb.predict(profile, network, strategy)
     parts = result.breakdown
-    total = parts.startup_s + parts.bandwidth_s + parts.waiting_s + parts.stragglers_s + parts.buffers_s
+    total = parts.latency_s + parts.bandwidth_s + parts.waiting_s + parts.stragglers_s + parts.buffers_s
     assert total == pytest.approx(result.exposed_s, rel=1e-6, abs=1e-9)
     assert result.iteration_s >= result.bound_s * (1 - 1e-9)
     assert result.iteration_s >= result.single_s - 1e-12
@@ -99,12 +101,12 @@ def test_the_parts_add_up_and_the_bound_holds(profile: Profile, network: Network
 @settings(max_examples=200)
 @given(profiles(most=10), networks(), st.data())
 def test_no_plan_beats_the_bound(profile: Profile, network: Network, data: st.DataObject) -> None:
-    """Any grouping, in any launch order, on up to three channels."""
+    """Any bucketing, in any launch order, on up to three communicators."""
     names = [gradient.name for gradient in profile.gradients]
     labels = data.draw(st.lists(st.integers(0, 3), min_size=len(names), max_size=len(names)))
-    groups = [[name for name, label in zip(names, labels, strict=True) if label == wanted] for wanted in set(labels)]
-    groups = data.draw(st.permutations(groups))
-    plan = bb.Plan.from_groups(profile, groups, channels=data.draw(st.integers(1, 3)))
+    buckets = [[name for name, label in zip(names, labels, strict=True) if label == wanted] for wanted in set(labels)]
+    buckets = data.draw(st.permutations(buckets))
+    plan = bb.Plan.from_buckets(profile, buckets, communicators=data.draw(st.integers(1, 3)))
     result = bb.predict(profile, network, plan)
     assert result.iteration_s >= result.bound_s * (1 - 1e-9)
 
@@ -126,9 +128,9 @@ def test_notes_say_what_is_extrapolated_or_left_out() -> None:
     assert any("largest message measured" in note for note in bb.predict(TWO, small, plan).notes)
     jittery = msgspec.structs.replace(NETWORK, notes=("jitter over 20%",))
     assert "network affine: jitter over 20%" in bb.predict(TWO, jittery, plan).notes
-    part = bb.Plan.from_groups(TWO, [["g1"]])
+    part = bb.Plan.from_buckets(TWO, [["g1"]])
     result = bb.predict(TWO, NETWORK, part)
-    assert result.groups == 2
+    assert result.buckets == 2
     assert any("g0" in note for note in result.notes)
 
 

@@ -11,12 +11,12 @@ import pytest
 import backbeat
 from backbeat.cli import main
 from backbeat.errors import InputError
-from backbeat.model.encoding import Encoding
+from backbeat.model.compression import Compression
 
 PROFILE = "resnet50-b64-bf16-h200"
 
 
-def plan_file(folder: Path, encoding: object) -> Path:
+def plan_file(folder: Path, compression: object) -> Path:
     profile = backbeat.Profile.load(PROFILE)
     names = [gradient.name for gradient in profile.gradients]
     path = folder / "plan.json"
@@ -26,8 +26,8 @@ def plan_file(folder: Path, encoding: object) -> Path:
                 "schema": "backbeat.plan/1",
                 "strategy": "mine",
                 "model": profile.model,
-                "channels": 1,
-                "groups": [{"gradients": names, "channel": 0, "encoding": encoding}],
+                "communicators": 1,
+                "buckets": [{"gradients": names, "communicator": 0, "compression": compression}],
             }
         )
     )
@@ -35,25 +35,23 @@ def plan_file(folder: Path, encoding: object) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("encoding", "said"),
+    ("compression", "said"),
     [
-        ({"kind": "topk", "density": 0}, "groups[0].encoding.density: Expected `float` > 0.0"),
-        ({"kind": "topk", "density": 1.5}, "groups[0].encoding.density: Expected `float` <= 1.0"),
-        ({"kind": "topk"}, "encoding topk has no density"),
-        ({"kind": "int8", "density": 0.1}, "only topk and randomk take one"),
-        ({"kind": "powersgd"}, "encoding powersgd has no rank"),
-        ({"kind": "randomk", "density": 0.1, "aggregate": "tree"}, "aggregates in a tree: only topk can"),
-        ({"kind": "zip"}, "Invalid enum value 'zip'"),
+        ({"kind": "topk", "density": 0}, "buckets[0].compression.density: Expected `float` > 0.0"),
+        ({"kind": "topk", "density": 1.5}, "buckets[0].compression.density: Expected `float` <= 1.0"),
+        ({"kind": "topk"}, "missing required field `density`"),
+        ({"kind": "topk", "density": 0.1, "rank": 4}, "unknown field `rank`"),
+        ({"kind": "zip", "density": 0.1}, "Invalid value 'zip'"),
     ],
 )
 def test_plan_files(
-    encoding: object,
+    compression: object,
     said: str,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    path = plan_file(tmp_path, encoding)
+    path = plan_file(tmp_path, compression)
     monkeypatch.setattr(sys, "argv", ["backbeat", "predict", PROFILE, "10gbe", "--plan", str(path), "--workers", "4"])
     with pytest.raises(SystemExit) as ended:
         main()
@@ -66,4 +64,4 @@ def test_plan_files(
 @pytest.mark.parametrize("density", [0.0, -0.1, 1.01, float("nan")])
 def test_densities_in_python(density: float) -> None:
     with pytest.raises(InputError, match="density is"):
-        Encoding(kind="topk", density=density)
+        Compression(density=density)

@@ -1,4 +1,4 @@
-"""What an encoded group makes the host launch on a device: a fixed number of operations, however many gradients."""
+"""What a compressed bucket makes the host launch on a device: a fixed number of operations, however many gradients."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ torch = pytest.importorskip("torch")
 
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
-from backbeat.model.encoding import Encoding  # noqa: E402
-from backbeat.sparse import select  # noqa: E402
-from backbeat.sparse.exchange import alone  # noqa: E402
-from backbeat.sparse.residual import Residual, add_finite  # noqa: E402
-from backbeat.sparse.topk import TopK  # noqa: E402
+from backbeat.runtime.compressed import selection as select  # noqa: E402
+from backbeat.runtime.compressed.cuda_graphs import Recordings  # noqa: E402
+from backbeat.runtime.compressed.residual import Residual, add_all  # noqa: E402
+from backbeat.runtime.compressed.topk import TopK  # noqa: E402
 
 NO_LAUNCH = {"detach", "empty", "expand", "slice", "unbind", "view"}
 """Views and allocations."""
@@ -41,16 +40,16 @@ def test_a_group_launches_as_much_with_one_gradient_as_with_fifty(
     residual = Residual(torch.zeros(numel))
     result = torch.empty(numel)
     targets = list(residual.values.split(numel // gradients))
-    compressor = TopK(Encoding(kind="topk", density=0.01, select="exact"), rank=0, ranks=1)
+    compressor = TopK(0.01, Recordings())
 
-    def step(number: int) -> Launches:
+    def step() -> Launches:
         arrived = [torch.randn(numel // gradients) for _ in range(gradients)]
         with torch.no_grad(), Launches() as launched:
-            add_finite(residual.values, targets, arrived)
-            alone(compressor.exchange(residual, step=number, scale=1.0))(result)
+            add_all(residual.values, targets, arrived)
+            compressor.decode(compressor.encode(residual), result, 1.0)
         return launched
 
     # What is made once is there after the first.
-    step(0)
-    names = step(1).names
-    assert len(names) == 21, " ".join(names)
+    step()
+    names = step().names
+    assert len(names) == 35, " ".join(names)

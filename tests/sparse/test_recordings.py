@@ -9,13 +9,13 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from backbeat.model.encoding import Encoding  # noqa: E402
-from backbeat.simulate.encoded import kept_bytes  # noqa: E402
-from backbeat.sparse import recordings, select  # noqa: E402
-from backbeat.sparse.exchange import alone  # noqa: E402
-from backbeat.sparse.recordings import SEEN, Recordings  # noqa: E402
-from backbeat.sparse.residual import Residual  # noqa: E402
-from backbeat.sparse.topk import TopK  # noqa: E402
+from backbeat.model.compression import Compression  # noqa: E402
+from backbeat.runtime.compressed import cuda_graphs as recordings  # noqa: E402
+from backbeat.runtime.compressed import selection as select  # noqa: E402
+from backbeat.runtime.compressed.cuda_graphs import SEEN, Recordings  # noqa: E402
+from backbeat.runtime.compressed.residual import Residual  # noqa: E402
+from backbeat.runtime.compressed.topk import TopK  # noqa: E402
+from backbeat.simulate.compressed_cost import kept_bytes  # noqa: E402
 
 ON_A_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="kernels are recorded on a GPU")
 
@@ -80,21 +80,20 @@ def test_what_cannot_be_recorded_runs_as_it_is(monkeypatch: pytest.MonkeyPatch) 
     assert calls == [*range(SEEN + 3)]
 
 
-def encode_and_decode(device: str, kept: Recordings | None, *, values: str, masked: bool, stream: Any) -> list[Any]:
-    """Messages, results and residuals of two groups over some steps, with a density that changes twice."""
+def encode_and_decode(device: str, kept: Recordings | None, *, masked: bool, stream: Any) -> list[Any]:
+    """Messages, results and residuals of two buckets over some steps, with a density that changes twice."""
     generator = torch.Generator().manual_seed(0)
     found: list[Any] = []
-    groups = []
+    buckets = []
     for numel in (300_000, 5_000):
         residual = Residual(
             torch.zeros(numel, device=device), torch.zeros(numel, device=device) if masked else None, masked=masked
         )
-        encoding = Encoding(kind="topk", density=0.01, select="exact", values=values)  # type: ignore[arg-type]
-        groups.append((residual, TopK(encoding, rank=0, ranks=1, recordings=kept), torch.empty(numel, device=device)))
+        buckets.append((residual, TopK(0.01, kept), torch.empty(numel, device=device)))
     room = torch.empty(100_000, dtype=torch.uint8, device=device)
     for step in range(14):
         density = 0.02 if step in (0, 7) else None
-        for residual, compressor, result in groups:
+        for residual, compressor, result in buckets:
             drawn = torch.randn(len(residual.values), generator=generator)
             with torch.no_grad(), stream:
                 # On this stream too: memory that another one made may be given away before this one has read it.
@@ -102,13 +101,8 @@ def encode_and_decode(device: str, kept: Recordings | None, *, values: str, mask
                 residual.values.add_(gradient)
                 if residual.velocity is not None:
                     residual.velocity.mul_(0.9).add_(gradient)
-                exchange = compressor.exchange(residual, step=step, scale=0.5, density=density)
-                message = next(exchange).message
-                gathered = room[: len(message)].copy_(message)
-                try:
-                    exchange.send(gathered)
-                except StopIteration as done:
-                    done.value(result)
+                message = compressor.encode(residual, density)
+                compressor.decode(room[: len(message)].copy_(message), result, 0.5)
                 if step == 9:
                     compressor.give_back(residual)
                 found += [message.clone(), result.clone(), residual.values.clone()]
@@ -120,13 +114,10 @@ def encode_and_decode(device: str, kept: Recordings | None, *, values: str, mask
 
 
 @pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("values", ["fp32", "bf16"])
-def test_in_memory_that_stays_the_same_bits_come_out(
-    values: str, masked: bool, recorded: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_played_gives_the_same_bits(masked: bool, recorded: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(select, "HOSTS", set())
-    plain = encode_and_decode("cpu", None, values=values, masked=masked, stream=contextlib.nullcontext())
-    again = encode_and_decode("cpu", Recordings(), values=values, masked=masked, stream=contextlib.nullcontext())
+    plain = encode_and_decode("cpu", None, masked=masked, stream=contextlib.nullcontext())
+    again = encode_and_decode("cpu", Recordings(), masked=masked, stream=contextlib.nullcontext())
     assert Recording.made
     for number, (one, other) in enumerate(zip(plain, again, strict=True)):
         assert torch.equal(one, other), number
@@ -134,23 +125,22 @@ def test_in_memory_that_stays_the_same_bits_come_out(
 
 @ON_A_GPU
 @pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("values", ["fp32", "bf16"])
-def test_graphs_give_the_bits_that_single_launches_give(values: str, masked: bool) -> None:
+def test_graphs_give_the_bits_that_single_launches_give(masked: bool) -> None:
     beside = torch.cuda.stream(torch.cuda.Stream())
-    plain = encode_and_decode("cuda", None, values=values, masked=masked, stream=beside)
+    plain = encode_and_decode("cuda", None, masked=masked, stream=beside)
     kept = Recordings()
-    again = encode_and_decode("cuda", kept, values=values, masked=masked, stream=beside)
+    again = encode_and_decode("cuda", kept, masked=masked, stream=beside)
     assert kept._graphs
     for number, (one, other) in enumerate(zip(plain, again, strict=True)):
         assert torch.equal(one, other), number
 
 
-def test_an_exchange_alone_is_unchanged() -> None:
+def test_one_rank_sends_or_keeps_everything() -> None:
     residual = Residual(torch.randn(10_000))
     before = residual.values.clone()
     result = torch.empty(10_000)
-    encoding = Encoding(kind="topk", density=0.01, select="exact")
-    alone(TopK(encoding, rank=0, ranks=1, recordings=Recordings()).exchange(residual, step=0, scale=1.0))(result)
+    compressor = TopK(0.01, Recordings())
+    compressor.decode(compressor.encode(residual), result, 1.0)
     assert torch.equal(result + residual.values, before)
 
 
@@ -167,9 +157,9 @@ def test_what_is_not_finite_is_found_among_the_selected_and_does_not_leave(
     for place, what in planted.items():
         values[place] = float(what)
     residual = Residual(values.to(device), torch.ones(numel, device=device), masked=True)
-    compressor = TopK(Encoding(kind="topk", density=0.01, select="exact"), rank=0, ranks=1, recordings=Recordings())
+    compressor = TopK(0.01, Recordings())
     result = torch.empty(numel, device=device)
-    alone(compressor.exchange(residual, step=0, scale=1.0))(result)
+    compressor.decode(compressor.encode(residual), result, 1.0)
     assert compressor.fault is not None
     assert int(compressor.fault) in planted
     assert bool(result.isfinite().all())
@@ -177,17 +167,15 @@ def test_what_is_not_finite_is_found_among_the_selected_and_does_not_leave(
     assert left == max(0, len(planted) - numel // 100)
     residual.clean()
     assert bool(residual.values.isfinite().all())
-    alone(compressor.exchange(residual, step=1, scale=1.0))(result)
+    compressor.decode(compressor.encode(residual), result, 1.0)
     assert int(compressor.fault) == -1
 
 
 @pytest.mark.parametrize("numel", [1, 700, 65_536, 300_000])
 @pytest.mark.parametrize("density", [0.001, 0.01, 1.0])
-@pytest.mark.parametrize("values", ["fp32", "bf16"])
-def test_what_stays_is_what_the_planner_counts(numel: int, density: float, values: str) -> None:
-    encoding = Encoding(kind="topk", density=density, select="exact", values=values)  # type: ignore[arg-type]
-    compressor = TopK(encoding, rank=0, ranks=1, recordings=Recordings())
-    next(compressor.exchange(Residual(torch.randn(numel)), step=0, scale=1.0))
+def test_what_stays_is_what_the_planner_counts(numel: int, density: float) -> None:
+    compressor = TopK(density, Recordings())
+    compressor.encode(Residual(torch.randn(numel)))
     assert compressor._kept is not None
     _, message, places = compressor._kept
-    assert message.nbytes + places.nbytes == kept_bytes(numel, encoding)
+    assert message.nbytes + places.nbytes == kept_bytes(numel, Compression(density=density))

@@ -12,8 +12,8 @@ from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
 from backbeat.errors import InputError  # noqa: E402
-from backbeat.sparse import checkpoint  # noqa: E402
-from backbeat.sparse.mirror import Mirror  # noqa: E402
+from backbeat.runtime.compressed import checkpoint  # noqa: E402
+from backbeat.runtime.compressed.host_residual import Mirror  # noqa: E402
 
 SHAPES = {"a.weight": (3, 2), "a.bias": (3,), "b": (1,)}
 
@@ -102,24 +102,24 @@ def test_files_that_are_none_are_refused(tmp_path: Path) -> None:
         checkpoint.load(tmp_path, rank=0, ranks=1)
 
 
-@given(groups=st.integers(1, 5), order=st.lists(st.integers(0, 4), min_size=1, max_size=20), regular=st.booleans())
+@given(buckets=st.integers(1, 5), order=st.lists(st.integers(0, 4), min_size=1, max_size=20), regular=st.booleans())
 @settings(max_examples=60, deadline=None)
-def test_a_mirror_holds_what_was_written(groups: int, order: list[int], regular: bool) -> None:
-    sizes = [3 + group for group in range(groups)]
+def test_a_mirror_holds_what_was_written(buckets: int, order: list[int], regular: bool) -> None:
+    sizes = [3 + bucket for bucket in range(buckets)]
     mirror = Mirror(sizes, torch.float32, torch.device("cpu"))
     expected = [torch.zeros(size) for size in sizes]
-    turns = [turn % groups for turn in range(12)] if regular else [turn % groups for turn in order]
-    for number, group in enumerate(turns):
-        buffer = mirror.open(group)
-        assert torch.equal(buffer, expected[group])
+    turns = [turn % buckets for turn in range(12)] if regular else [turn % buckets for turn in order]
+    for number, bucket in enumerate(turns):
+        buffer = mirror.open(bucket)
+        assert torch.equal(buffer, expected[bucket])
         buffer += number + 1
-        expected[group] += number + 1
-        mirror.close(group)
+        expected[bucket] += number + 1
+        mirror.close(bucket)
         if number % 3 == 0:
-            with mirror.edited(group) as held:
+            with mirror.edited(bucket) as held:
                 held *= 2
-            expected[group] *= 2
-    for group, values in enumerate(expected):
-        with mirror.edited(group) as held:
+            expected[bucket] *= 2
+    for bucket, values in enumerate(expected):
+        with mirror.edited(bucket) as held:
             assert torch.equal(held, values)
     assert mirror.device_bytes <= 2 * 4 * max(sizes)

@@ -1,4 +1,4 @@
-"""The plans that `fewer.py` measures against each other: as many gradients, the same time, fewer groups."""
+"""The plans that `fewer.py` measures against each other: as many gradients, the same time, fewer buckets."""
 
 from __future__ import annotations
 
@@ -25,8 +25,10 @@ def test_both_ways_differ_in_groups_alone() -> None:
     times = {choice.name: prediction.iteration_s for choice, _, prediction in found}
     for name in ("optimal", "decoupled"):
         few, many = made[f"{name}, few"], made[f"{name}, many"]
-        assert 10 * len(few.groups) < len(many.groups)
-        assert sorted(n for g in few.groups for n in g.gradients) == sorted(n for g in many.groups for n in g.gradients)
+        assert 10 * len(few.buckets) < len(many.buckets)
+        assert sorted(n for g in few.buckets for n in g.gradients) == sorted(
+            n for g in many.buckets for n in g.gradients
+        )
         assert times[f"{name}, few"] == pytest.approx(times[f"{name}, many"], rel=1e-12)
 
 

@@ -52,7 +52,7 @@ def test_rows_are_trained_one_by_one(tmp_path: Path) -> None:
         assert row["steps"] == row["timed_steps"] + 5
         assert row["peak_bytes"] is None
     assert rows["ddp"]["batch_size"] == rows["dense"]["batch_size"] == 4
-    # Two nodes: sums do not depend on the groups.
+    # Two nodes: sums do not depend on the buckets.
     assert rows["ddp"]["first_loss"] == rows["dense"]["first_loss"]
     assert rows["memory"]["blocks"] != "all kept"
     assert rows["memory"]["predicted_peak_bytes"] <= 4_100_000

@@ -35,7 +35,7 @@ def test_merge_is_often_worse_on_measured_profiles() -> None:
 
 
 def test_merge_can_fail_on_resnet_50_too() -> None:
-    """Gradients that keep coming while a large startup keeps the link busy are all merged into one late message."""
+    """Gradients that keep coming while a large latency keeps the link busy are all merged into one late message."""
     profile = analytic_profile("ResNet-50", 0.1)
     slow = [network for network in study.published_networks() if network.workers == 8 and "one GPU" in network.name]
     assert study.profile_excesses(profile, slow)[0] > 0.3

@@ -53,8 +53,8 @@ def test_tree_law_does_not_predict_them() -> None:
 
 def test_no_law_predicts_the_startups_that_fall_and_rise() -> None:
     rows = [row for row in laws.scaling_laws() if "one GPU a node" in row["series"]]
-    assert all(row["startup_ratio"] > 3 for row in rows if (row["from"], row["to"]) == (2, 4))
-    assert all(row["startup_ratio"] < 0.3 for row in rows if (row["from"], row["to"]) == (4, 8))
+    assert all(row["latency_ratio"] > 3 for row in rows if (row["from"], row["to"]) == (2, 4))
+    assert all(row["latency_ratio"] < 0.3 for row in rows if (row["from"], row["to"]) == (4, 8))
 
 
 def test_infiniband_from_8_to_16_is_a_fifth_too_cheap_by_the_ring_law() -> None:
@@ -62,7 +62,7 @@ def test_infiniband_from_8_to_16_is_a_fifth_too_cheap_by_the_ring_law() -> None:
     rows = [row for row in laws.scaling_laws() if "InfiniBand" in row["series"] and row["law"] == "ring"]
     up = next(row for row in rows if (row["from"], row["to"]) == (8, 16))
     assert up["slope_ratio"] == pytest.approx(0.807, abs=0.005)
-    assert up["startup_ratio"] == pytest.approx(0.886, abs=0.005)
+    assert up["latency_ratio"] == pytest.approx(0.886, abs=0.005)
 
 
 def test_one_published_slope_asks_more_of_the_link_than_its_line_rate() -> None:

@@ -2,26 +2,24 @@
 
     python validation/lab/choosing.py [FOLDER]
 
-FOLDER holds the files of `backbeat validate` (default: this one). Only cases that repeat within 2 % are judged, and
+FOLDER holds the records that `measure.py` writes (default: this one). Only cases that repeat within 2 % are judged, and
 their number is printed. Writes choosing.json into the folder.
 """
 
 from __future__ import annotations
 
 import json
-import statistics
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
+import pandas as pd
+from errors import REPEATS_WITHIN, Record, calibration, cases, errors, load, plan_of, profiles
 
 import backbeat as bb
-from backbeat.lab.plans import from_shorthand
-from backbeat.lab.records import Record, load
-from backbeat.lab.setting import scaled
-from backbeat.lab.statistics import REPEATS_WITHIN, errors
 from backbeat.model import Network, Plan, Profile
 
 Predictor = Callable[[Profile, Network, Plan], float]
@@ -30,7 +28,7 @@ Predictor = Callable[[Profile, Network, Plan], float]
 def closed_form(profile: Profile, network: Network, plan: Plan) -> float:
     """Compute, or all messages in a row from the first gradient on, whichever is longer: no simulation."""
     alpha, beta = network.cost.isolated.line
-    messages = float(profile.ready[0]) + alpha * len(plan.groups) + beta * profile.total_bytes
+    messages = float(profile.ready[0]) + alpha * len(plan.buckets) + beta * profile.total_bytes
     return profile.forward_s + max(profile.backward_s, messages) + profile.update_s
 
 
@@ -51,42 +49,37 @@ PREDICTORS: dict[str, Predictor] = {
 }
 
 
-def judge(records: list[Record]) -> dict[str, object]:
-    found: dict[str, list[float]] = {name: [] for name in PREDICTORS}
-    spent: dict[str, list[float]] = {name: [] for name in PREDICTORS}
-    cases, measured_s = 0, 0.0
+def judge(records: list[Record]) -> dict[str, Any]:
+    rows = []
     for record in records:
-        for case in record.cases:
-            cases += 1
-            measured_s += sum(case.samples)
-            if case.repeat > REPEATS_WITHIN:
+        known = profiles(record)
+        for case, seen in zip(record["cases"], cases(record).itertuples(), strict=True):
+            if seen.repeat > REPEATS_WITHIN:
                 continue
-            profile = scaled(record.models[case.model].profile(case.model), record.dilation)
-            network = record.calibration(case.session)
-            plan = from_shorthand(case.groups, profile, case.plan, case.channels, record.nodes)
+            profile, network = known[case["model"]], calibration(record, case["session"])
+            plan = plan_of(record, case, profile)
             for name, predictor in PREDICTORS.items():
                 predictor(profile, network, plan)
                 begun = time.perf_counter()
-                predicted = predictor(profile, network, plan)
-                spent[name].append(time.perf_counter() - begun)
-                found[name].append(predicted / case.measured_s - 1)
-    rows = {}
-    for name in PREDICTORS:
-        wrong = errors(found[name])
-        if wrong is not None:
-            rows[name] = {
-                "median": round(wrong.median, 4),
-                "p95": round(wrong.p95, 4),
-                "worst": round(wrong.worst, 4),
-                "bias": round(wrong.bias, 4),
-                "milliseconds": round(statistics.median(spent[name]) * 1e3, 3),
-            }
+                predicted_s = predictor(profile, network, plan)
+                spent_s = time.perf_counter() - begun
+                error = predicted_s / seen.measured_s - 1
+                rows.append({"predictor": name, "error": error, "repeat": seen.repeat, "milliseconds": spent_s * 1e3})
+    found = pd.DataFrame(rows).groupby("predictor")
+    kept = ["median", "p95", "worst", "bias"]
+    all_cases = [case for record in records for case in record["cases"]]
     return {
         "command": "python validation/lab/choosing.py",
-        "cases": cases,
-        "judged": len(found["full model"]),
-        "lab_seconds_of_iterations": round(measured_s, 1),
-        "predictors": rows,
+        "cases": len(all_cases),
+        "judged": len(rows) // len(PREDICTORS),
+        "lab_seconds_of_iterations": round(sum(sum(map(sum, case["series_s"])) for case in all_cases), 1),
+        "predictors": {
+            name: {
+                **errors(found.get_group(name))[kept].round(4).to_dict(),
+                "milliseconds": round(found.get_group(name)["milliseconds"].median(), 3),
+            }
+            for name in PREDICTORS
+        },
     }
 
 

@@ -333,9 +333,9 @@ def _row(
         "predicted_samples_per_s": prediction.samples_per_s,
         "predicted_peak_bytes": None if key == "ddp" else prediction.peak_bytes,
         "single_s": prediction.single_s,
-        "channels": planned.plan.channels,
-        "groups": len(planned.plan.groups),
-        "encoded_groups": sum(group.encoding is not None for group in planned.plan.groups),
+        "communicators": planned.plan.communicators,
+        "buckets": len(planned.plan.buckets),
+        "compressed_buckets": sum(bucket.compression is not None for bucket in planned.plan.buckets),
         **_mixture(planned.plan.memory),
         "notes": [
             *([planned.remark] if planned.remark else []),

@@ -1,14 +1,14 @@
-"""Plans in as few groups as the same time takes, against the groups of the earliest finishes, measured in the lab.
+"""Plans in as few buckets as the same time takes, against the buckets of the earliest finishes, measured in the lab.
 
     python validation/planners/fewer.py FILE --backend nccl --nodes 4 --bandwidth 25gbit --models resnet50-b64-bf16-h200
     python validation/planners/fewer.py FILE --backend nccl --nodes 4 --bandwidth 25gbit \
         --train backbeat.zoo.models:resnet50 --batch-size 32
     python validation/planners/fewer.py --count
 
-The two are predicted to take the same time: what differs is what no prediction knows, the host's time for each group
-and what a slower link does to a plan without slack. Profiles are replayed, or a model is really trained; plans take
-turns in one run. FILE is a list of rows and is added to. Needs root; with --backend nccl a GPU. `--count` only plans:
-every bundled bf16 profile on every bundled network, 8 to 512 workers.
+The two are predicted to take the same time: what differs is what no prediction knows, the host's time for each bucket
+and what a slower link does to a plan without slack. Profiles are replayed, or a model is really trained, without
+`decoupled`, which is not run; plans take turns in one run. FILE is a list of rows and is added to. Needs root; with
+--backend nccl a GPU. `--count` only plans: every bundled bf16 profile on every bundled network, 8 to 512 workers.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from backbeat.simulate import predict
 from backbeat.units import format_rate, format_seconds, parse_duration, parse_rate
 
 if TYPE_CHECKING:
-    from backbeat.lab.experiment import Calibrated, Measured
+    from backbeat.lab.experiment import CalibratedLab, MeasuredPlan
     from backbeat.lab.session import Session
 
 WORKERS = (8, 64, 512)
@@ -42,7 +42,7 @@ Made = list[tuple[Choice, Plan, Prediction]]
 
 
 def both_ways(profile: Profile, network: Network) -> Made:
-    """Stock DDP's buckets, and `optimal` and `decoupled` in few groups and in many."""
+    """Stock DDP's buckets, and `optimal` and `decoupled` in few buckets and in many."""
     workers = network.workers
     plans = {
         "ddp": make_plan(profile, network, "ddp"),
@@ -57,24 +57,24 @@ def both_ways(profile: Profile, network: Network) -> Made:
     ]
 
 
-def calibrated(session: Session, setting: Setting, profile: Profile, budget_s: float) -> Calibrated:
+def calibrated(session: Session, setting: Setting, profile: Profile, budget_s: float) -> CalibratedLab:
     choices = [Choice(name=name, strategy=name) for name in ("ddp", "optimal", "decoupled")]
     return experiment.calibrate(session, setting, choices, budget_s=budget_s, largest_bytes=profile.total_bytes)
 
 
-def rows_of(results: list[Measured], facts: dict[str, Any]) -> list[dict[str, Any]]:
+def rows_of(results: list[MeasuredPlan], facts: dict[str, Any]) -> list[dict[str, Any]]:
     rows = []
     for result in results:
         row = facts | {
             "plan": result.choice.name,
-            "groups": len(result.plan.groups),
+            "buckets": len(result.plan.buckets),
             "measured_s": result.measured_s,
             "predicted_s": result.prediction.iteration_s,
             "repeat": result.repeat,
             "series_s": result.series,
         }
         print(
-            f"{row['model']:32} {row['link']:>9} {row['plan']:16} {row['groups']:4d} groups  measured "
+            f"{row['model']:32} {row['link']:>9} {row['plan']:16} {row['buckets']:4d} buckets  measured "
             f"{format_seconds(row['measured_s'])}  predicted {format_seconds(row['predicted_s'])} "
             f"({result.error:+.1%}), repeats within {result.repeat:.1%}",
             flush=True,
@@ -84,7 +84,7 @@ def rows_of(results: list[Measured], facts: dict[str, Any]) -> list[dict[str, An
 
 
 def count() -> None:
-    """How many groups there are either way."""
+    """How many buckets there are either way."""
     names = ("optimal", "decoupled")
     few: dict[str, list[int]] = {name: [] for name in names}
     many: dict[str, list[int]] = {name: [] for name in names}
@@ -94,12 +94,12 @@ def count() -> None:
             made = {choice.name: (plan, prediction) for choice, plan, prediction in both_ways(profile, network)}
             for name in names:
                 (plan, ours), (early, theirs) = made[f"{name}, few"], made[f"{name}, many"]
-                few[name].append(len(plan.groups))
-                many[name].append(len(early.groups))
+                few[name].append(len(plan.buckets))
+                many[name].append(len(early.buckets))
                 longer = max(longer, ours.iteration_s / theirs.iteration_s - 1)
     for name in names:
         print(
-            f"{name}: {len(few[name])} cases, groups in the median {statistics.median(many[name]):.0f} -> "
+            f"{name}: {len(few[name])} cases, buckets in the median {statistics.median(many[name]):.0f} -> "
             f"{statistics.median(few[name]):.0f}, on average {statistics.mean(many[name]):.1f} -> "
             f"{statistics.mean(few[name]):.1f}, at most {max(many[name])} -> {max(few[name])}"
         )
@@ -155,7 +155,7 @@ def main() -> None:
         if options.train is not None:
             profile = experiment.profile_training(session, options.train, options.batch_size, seconds)
             network = calibrated(session, setting, profile, budget).network
-            made = both_ways(profile, network)
+            made = [one for one in both_ways(profile, network) if not one[1].decoupled]
             results, _ = experiment.train(session, setting, options.train, options.batch_size, made, seconds)
             found += rows_of(results, facts | {"model": options.train, "how": "trained"})
             write(options.file, json.dumps(found, indent=1).encode() + b"\n")

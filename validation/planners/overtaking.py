@@ -2,7 +2,7 @@
 
     python validation/planners/overtaking.py
 
-Plans of `decoupled` scatter in ready order and gather in the order of forward. Here the link instead takes the group
+Plans of `decoupled` scatter in ready order and gather in the order of forward. Here the link instead takes the bucket
 that became ready last, in parts of up to a cap where that helps; once backward has ended, each gather in the order of
 forward follows what of it has not been scattered yet. That serves due times in their order, and is the best that
 priorities can do. Every bundled bf16 profile, every bundled network, 8 to 512 workers, and again with forward made
@@ -27,7 +27,7 @@ from backbeat.model.files import bundled
 from backbeat.planners.decoupled import gather_programme
 from backbeat.planners.draft import capped
 from backbeat.planners.optimal import queue_programme
-from backbeat.simulate.decoupled import Halves, Layers
+from backbeat.simulate.decoupled_step import Halves, Layers
 
 if TYPE_CHECKING:
     from backbeat.cost import Curve
@@ -48,20 +48,20 @@ class Chunk(NamedTuple):
 
 
 def chunkings(sizes: list[float], ends: list[int]) -> Iterator[list[Chunk]]:
-    """These groups, or groups of up to a cap, each in parts of up to a cap."""
+    """These buckets, or buckets of up to a cap, each in parts of up to a cap."""
     sums = np.concatenate([[0.0], np.cumsum(sizes)])
     for cap in (None, *CAPS):
-        for groups in (ends,) if cap is None else (ends, capped(sizes, [float(cap)], sums)):
+        for buckets in (ends,) if cap is None else (ends, capped(sizes, [float(cap)], sums)):
             yield [
                 Chunk(first, last, parts)
-                for first, last in pairwise([0, *groups])
+                for first, last in pairwise([0, *buckets])
                 for parts in [1 if cap is None else min(max(round((sums[last] - sums[first]) / cap), 1), MOST_PARTS)]
                 for _ in range(parts)
             ]
 
 
 def latest_first(ready: list[float], chunks: list[Chunk], seconds: list[float]) -> tuple[float, list[int]]:
-    """When the group that became ready last has been sent, and what is left over then."""
+    """When the bucket that became ready last has been sent, and what is left over then."""
     waiting: list[int] = []
     coming, now, last = 0, 0.0, len(chunks) - chunks[-1].parts
     while coming < len(chunks) or any(place >= last for place in waiting):

@@ -42,7 +42,7 @@ def affine_network(
     if pair is not None:
         size = 10**8
         both = alpha_s + 2 * beta_s_per_byte * size / pair
-        rows = (ConcurrencyPoint(bytes=size, messages=2, channels=2, seconds=both),)
+        rows = (ConcurrencyPoint(bytes=size, messages=2, communicators=2, seconds=both),)
     return Network(
         name=name,
         workers=workers,

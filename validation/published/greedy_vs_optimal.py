@@ -2,7 +2,7 @@
 
     python validation/published/greedy_vs_optimal.py
 
-Writes greedy_vs_optimal.json beside this file. Both plans are for one channel and an affine cost, the model of the
+Writes greedy_vs_optimal.json beside this file. Both plans are for one communicator and an affine cost, the model of the
 paper; `excess` is the merge's finish time over the least possible, less one. The finish is the end of communication
 after backward starts: the share of a whole iteration is smaller.
 """
@@ -18,7 +18,7 @@ from backbeat.model import Network, Profile
 from backbeat.model.files import bundled
 from backbeat.planners.mgwfbp import merge_sweep
 from backbeat.planners.optimal import queue_programme
-from backbeat.simulate.recursion import one_channel
+from backbeat.simulate.recursion import one_communicator
 from backbeat.simulate.schedule import Schedule
 from validation.published.figures import HERE, affine_network, figures, provenance, save, table
 from validation.published.shapes import analytic_profile
@@ -46,7 +46,7 @@ def excess(ready: list[float], sizes: list[float], alpha: float, beta: float) ->
     def finish(ends: list[int]) -> float:
         stops = np.array(ends)
         messages = np.diff(totals[[0, *ends]])
-        return one_channel(Schedule(np.asarray(ready)[stops - 1], messages, [0] * len(ends)), cost).end_s
+        return one_communicator(Schedule(np.asarray(ready)[stops - 1], messages, [0] * len(ends)), cost).end_s
 
     greedy = finish(merge_sweep(ready, sizes, alpha, beta, patience_s=alpha))
     return greedy / finish(queue_programme(ready, sizes, curve)) - 1

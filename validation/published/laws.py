@@ -73,7 +73,7 @@ def _moved(base: Any, there: Any, algorithm: str) -> dict[str, Any]:
         "from": base["workers"],
         "to": there["workers"],
         "law": algorithm,
-        "startup_ratio": times.alpha_s / there["alpha_s"],
+        "latency_ratio": times.alpha_s / there["alpha_s"],
         "slope_ratio": times.beta_s_per_byte / there["beta_s_per_byte"],
         "ratio_at_64KiB": ratio(64 * 1024),
         "ratio_at_100MiB": ratio(100 * MIB),
@@ -81,7 +81,8 @@ def _moved(base: Any, there: Any, algorithm: str) -> dict[str, Any]:
 
 
 def at_once(network: Network, size: int, messages: int) -> float:
-    """Seconds until `messages` equal all-reduces that start together, each on a channel of its own, are all done."""
+    """Seconds until `messages` equal all-reduces that start together, each on a communicator of its own, are all
+    done."""
     schedule = Schedule(np.zeros(messages), np.full(messages, float(size)), list(range(messages)))
     return simulate(schedule, network.cost).end_s
 
@@ -162,6 +163,6 @@ def contention_raw() -> list[dict[str, Any]]:
 
 def _with_rows(network: Network, seconds: dict[int, float], size: int) -> Network:
     rows = tuple(
-        ConcurrencyPoint(bytes=size, messages=k, channels=k, seconds=value) for k, value in sorted(seconds.items())
+        ConcurrencyPoint(bytes=size, messages=k, communicators=k, seconds=value) for k, value in sorted(seconds.items())
     )
     return msgspec.structs.replace(network, concurrency=rows)

@@ -14,7 +14,7 @@ import numpy as np
 
 from backbeat.cost.collectives import seconds, steps, traffic
 from backbeat.model import Network, Profile
-from backbeat.planners import STRATEGIES, Options
+from backbeat.planners import STRATEGIES, StrategyOptions
 from validation.published.figures import affine_network, figures
 from validation.published.shapes import Spread, analytic_profile
 
@@ -45,7 +45,7 @@ def ten_gigabit(workers: int) -> Network:
 
 
 def exposed_s(profile: Profile, network: Network, strategy: str) -> float:
-    draft = STRATEGIES[strategy](profile, network, Options())
+    draft = STRATEGIES[strategy](profile, network, StrategyOptions())
     return max(draft.end_s(profile, network.cost) - profile.backward_s, 0.0)
 
 

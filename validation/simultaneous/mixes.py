@@ -1,10 +1,11 @@
-"""Messages of unlike sizes on two channels at once, measured on 4 NCCL nodes, beside what the engine makes of them.
+"""Messages of unlike sizes on two communicators at once, measured on 4 NCCL nodes, beside what the engine makes of
+them.
 
     python validation/simultaneous/mixes.py [--measure 10gbit]
 
-All messages are there from the start, so that nothing but the two channels and the link decides. Some mixes are made
-up, some are the messages of plans that `best` made for 10 Gbit/s. Measuring needs root and a GPU and writes mixes.json
-beside this file; without it what is there is predicted again. Calibration takes 10 s, the replays 20.
+All messages are there from the start, so that nothing but the two communicators and the link decides. Some mixes are
+made up, some are the messages of plans that `best` made for 10 Gbit/s. Measuring needs root and a GPU and writes
+mixes.json beside this file; without it what is there is predicted again. Calibration takes 10 s, the replays 20.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import msgspec
 import numpy as np
 
 from backbeat.lab.experiment import calibrate, opened
-from backbeat.lab.jobs import Job, Message, turns
+from backbeat.lab.jobs import Message, ReplayJob, turns
 from backbeat.lab.plans import parse
 from backbeat.lab.setting import Setting
 from backbeat.model import Network
@@ -31,12 +32,12 @@ FORWARD_S = 1e-3
 DATA = Path(__file__).with_name("mixes.json")
 
 Mix = list[tuple[int, int]]
-"""(bytes, channel) in launch order."""
+"""(bytes, communicator) in launch order."""
 
 
 def made_up() -> dict[str, Mix]:
     resnet = [(8 * KIB, 0), (MIB, 1), (2 * KIB, 0), (2361000, 1), (MIB, 0)]
-    other = [(size, 1 - channel) for size, channel in resnet]
+    other = [(size, 1 - communicator) for size, communicator in resnet]
     pairs = {
         "1 MiB, 1 MiB": (MIB, MIB, 8),
         "2 MiB, 1 MiB": (2 * MIB, MIB, 8),
@@ -54,8 +55,8 @@ def made_up() -> dict[str, Mix]:
         **{name: [(first, 0), (second, 1)] * count for name, (first, second, count) in pairs.items()},
         "1 MiB, 4 KiB, 4 KiB, 1 MiB": [(MIB, 0), (4 * KIB, 1), (4 * KIB, 0), (MIB, 1)] * 8,
         "like a ResNet's": (resnet + other) * 4,
-        "1 MiB, one channel": [(MIB, 0)] * 16,
-        "4 KiB, one channel": [(4 * KIB, 0)] * 16,
+        "1 MiB, one communicator": [(MIB, 0)] * 16,
+        "4 KiB, one communicator": [(4 * KIB, 0)] * 16,
     }
 
 
@@ -65,17 +66,17 @@ def planned() -> dict[str, Mix]:
     last = max(case["session"] for case in record["cases"])
     found: dict[str, Mix] = {}
     for case in record["cases"]:
-        if case["session"] != last or case["plan"] != "best/2" or case["channels"] < 2:
+        if case["session"] != last or case["plan"] != "best/2" or case["communicators"] < 2:
             continue
-        sizes = record["models"][case["model"]]["bytes"]
+        sizes = next(model["bytes"] for model in record["models"] if model["name"] == case["model"])
         mix, start = [], 0
-        for count, channel, *_ in case["groups"]:
-            mix.append((sum(sizes[start : start + count]), channel))
+        for count, communicator, *_ in case["buckets"]:
+            mix.append((sum(sizes[start : start + count]), communicator))
             start += count
         name = Path(case["model"]).stem
         large = [one for one in mix if one[0] > 50_000][:100]
         found |= {name: mix[:140], f"{name}, without small ones": large}
-        found[f"{name}, without small ones, one channel"] = [(size, 0) for size, _ in large]
+        found[f"{name}, without small ones, one communicator"] = [(size, 0) for size, _ in large]
     return found
 
 
@@ -83,14 +84,13 @@ def measure(rate: str) -> None:
     mixes = {**made_up(), **planned()}
     setting = Setting(nodes=4, rate_bits=parse_rate(rate), backend="nccl", dilation=1.0)
     jobs = [
-        Job(
-            key=name,
+        ReplayJob(
             forward_s=FORWARD_S,
             backward_s=1e-4,
             update_s=0.0,
-            messages=tuple(Message(bytes=size, ready_s=0.0, channel=channel) for size, channel in mix),
+            messages=tuple(Message(bytes=size, ready_s=0.0, communicator=communicator) for size, communicator in mix),
         )
-        for name, mix in mixes.items()
+        for mix in mixes.values()
     ]
     with opened(setting, 2) as session:
         choices = parse(["wfbp", "best/2"], None)
@@ -105,8 +105,8 @@ def measure(rate: str) -> None:
 
 
 def predicted(mix: Mix, network: Network) -> float:
-    sizes, channels = np.array([size for size, _ in mix], dtype=float), [channel for _, channel in mix]
-    return simulate(Schedule(np.zeros(len(mix)), sizes, channels), network.cost).end_s
+    sizes, communicators = np.array([size for size, _ in mix], dtype=float), [communicator for _, communicator in mix]
+    return simulate(Schedule(np.zeros(len(mix)), sizes, communicators), network.cost).end_s
 
 
 def main() -> None:

@@ -20,12 +20,12 @@ from statistics import median
 
 import numpy as np
 
+from backbeat.comm.machine import today, versions
+from backbeat.cost.roofline import DEVICES, Efficiency
 from backbeat.errors import BackbeatError
-from backbeat.measure.analytic import analytic_profile
-from backbeat.measure.factory import load
-from backbeat.measure.machine import today, versions
-from backbeat.measure.pace import CLOSE
-from backbeat.measure.roofline import DEVICES, Efficiency
+from backbeat.measure.model.analytic import analytic_profile
+from backbeat.measure.model.factory import load
+from backbeat.measure.model.pace import CLOSE
 from backbeat.model import Profile, Source
 from backbeat.model.files import ZOO, write
 
@@ -39,7 +39,7 @@ FIRST = Path(__file__).with_name("analytic-first.json")
 @dataclass(frozen=True)
 class Row:
     name: str
-    group: str
+    bucket: str
     """fitted, sibling or new: how near the model is to those that the efficiency was fitted to."""
     pace: str
     measured_s: float
@@ -152,24 +152,24 @@ def document(rows: list[Row]) -> str:
 
 def summaries(rows: list[Row]) -> list[dict[str, object]]:
     """Over profiles that do not wait for the host, and apart from them those that do, which no roofline models."""
-    groups = {
-        "fitted models": [row for row in rows if row.group == "fitted" and row.pace != "launch-bound"],
+    buckets = {
+        "fitted models": [row for row in rows if row.bucket == "fitted" and row.pace != "launch-bound"],
         "held out, siblings of the fitted": [
-            row for row in rows if row.group == "sibling" and row.pace != "launch-bound"
+            row for row in rows if row.bucket == "sibling" and row.pace != "launch-bound"
         ],
-        "held out, other families": [row for row in rows if row.group == "new" and row.pace != "launch-bound"],
+        "held out, other families": [row for row in rows if row.bucket == "new" and row.pace != "launch-bound"],
         "launch-bound": [row for row in rows if row.pace == "launch-bound"],
     }
     return [
         {
-            "group": name,
-            "profiles": len(group),
-            "median": median(abs(row.iteration) for row in group),
-            "worst": max(abs(row.iteration) for row in group),
-            "median_ready_share": median(row.ready_share for row in group),
+            "bucket": name,
+            "profiles": len(bucket),
+            "median": median(abs(row.iteration) for row in bucket),
+            "worst": max(abs(row.iteration) for row in bucket),
+            "median_ready_share": median(row.ready_share for row in bucket),
         }
-        for name, group in groups.items()
-        if group
+        for name, bucket in buckets.items()
+        if bucket
     ]
 
 
@@ -180,7 +180,7 @@ def table(rows: list[Row], first: dict[str, float]) -> str:
     ]
     for each in summaries(rows):
         lines.append(
-            f"| {each['group']} | {each['profiles']} | {each['median']:.1%} | {each['worst']:.1%} | "
+            f"| {each['bucket']} | {each['profiles']} | {each['median']:.1%} | {each['worst']:.1%} | "
             f"{each['median_ready_share']:.1%} |"
         )
     lines += [
@@ -189,7 +189,7 @@ def table(rows: list[Row], first: dict[str, float]) -> str:
         "|---|---|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for row in rows:
-        marks = f"{row.group}{', launch-bound' if row.pace == 'launch-bound' else ''}"
+        marks = f"{row.bucket}{', launch-bound' if row.pace == 'launch-bound' else ''}"
         before = f"{first[row.name]:+.1%}" if row.name in first else ""
         lines.append(
             f"| {row.name} | {marks} | {row.measured_s * 1e3:.2f} ms | {row.analytic_s * 1e3:.2f} ms | "

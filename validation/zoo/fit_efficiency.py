@@ -18,9 +18,9 @@ import numpy as np
 from compare_analytic import FITTED, measured_profiles, pace
 from scipy.optimize import minimize
 
-from backbeat.measure.analytic import _build, _figures
-from backbeat.measure.factory import load
-from backbeat.measure.roofline import DEVICES, Efficiency, Roofline, Work
+from backbeat.cost.roofline import DEVICES, Efficiency, OperatorWork, Roofline
+from backbeat.measure.model.analytic import _build, _figures
+from backbeat.measure.model.factory import load
 from backbeat.model import Profile
 
 FIELDS = ("matmul", "convolution", "unaligned", "memory")
@@ -30,9 +30,9 @@ FIELDS = ("matmul", "convolution", "unaligned", "memory")
 class Recorder(Roofline):
     """A roofline on which every operation takes one second, and leaves its work behind."""
 
-    seen: tuple[list[Work], ...] = ()
+    seen: tuple[list[OperatorWork], ...] = ()
 
-    def seconds(self, work: Work) -> float:
+    def seconds(self, work: OperatorWork) -> float:
         if work.flops == 0 and work.bytes == 0:
             return 0.0
         self.seen[0].append(work)
@@ -92,15 +92,15 @@ def main() -> int:
     best = _efficiency(found.x)
     print(best)
     for label, efficiency in (("in use", start), ("fitted now", best)):
-        for which, group in (("fitted models", fitted), ("held out", held_out)):
-            errors = [abs(sum(each.seconds(efficiency)) / each.measured.single_s - 1) for each in group]
-            print(f"{label}, {which}: {len(group)} profiles, median {median(errors):.1%}, worst {max(errors):.1%}")
+        for which, bucket in (("fitted models", fitted), ("held out", held_out)):
+            errors = [abs(sum(each.seconds(efficiency)) / each.measured.single_s - 1) for each in bucket]
+            print(f"{label}, {which}: {len(bucket)} profiles, median {median(errors):.1%}, worst {max(errors):.1%}")
     return 0
 
 
-def loss(efficiency: Efficiency, group: list[Operations]) -> float:
+def loss(efficiency: Efficiency, bucket: list[Operations]) -> float:
     logs = []
-    for each in group:
+    for each in bucket:
         forward_s, backward_s, _ = each.seconds(efficiency)
         logs += [
             abs(np.log(forward_s / each.measured.forward_s)),

@@ -21,11 +21,11 @@ from typing import NamedTuple
 
 import torch
 
+from backbeat.comm.machine import short_name
 from backbeat.errors import BackbeatError
-from backbeat.measure.factory import Workload, load
-from backbeat.measure.machine import short_name
-from backbeat.measure.precision import autocast, tensor_cores
-from backbeat.measure.torch_profile import Measured, measure
+from backbeat.measure.model.factory import Workload, load
+from backbeat.measure.model.precision import autocast, tensor_cores
+from backbeat.measure.model.profiler import MeasuredModel, measure
 from backbeat.units import parse_duration
 
 
@@ -144,7 +144,7 @@ def _measure_model(
     return failures
 
 
-def _report(result: Measured, path: Path, seconds: float, out: Path) -> None:
+def _report(result: MeasuredModel, path: Path, seconds: float, out: Path) -> None:
     profile = result.profile
     memory = profile.memory
     columns = {

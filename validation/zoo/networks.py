@@ -24,7 +24,7 @@ RDMA_HOP_S = 5e-6
 RDMA_EFFICIENCY = 0.9
 """Assumed share of an RDMA line rate that an all-reduce reaches."""
 IB56_HOP_S = 8.64e-6
-"""From the published startups on 56 Gb InfiniBand: (2.358e-4 - 9.754e-5) s over the 16 hops from N = 8 to N = 16."""
+"""From the published latencies on 56 Gb InfiniBand: (2.358e-4 - 9.754e-5) s over the 16 hops from N = 8 to N = 16."""
 
 
 def flat(name: str, gbit: float, *, hop_s: float, efficiency: float, why: str, method: str = "assumed") -> Network:
@@ -85,7 +85,7 @@ def networks() -> list[Network]:
             100,
             hop_s=IB56_HOP_S,
             efficiency=RDMA_EFFICIENCY,
-            why="hop of 8.64 µs from MG-WFBP's published startups on 56 Gb InfiniBand, 90 % of line rate assumed",
+            why="hop of 8.64 µs from MG-WFBP's published latencies on 56 Gb InfiniBand, 90 % of line rate assumed",
         ),
         flat("ib400", 400, hop_s=RDMA_HOP_S, efficiency=RDMA_EFFICIENCY, why="400 Gb InfiniBand, " + rdma),
         nvlink(

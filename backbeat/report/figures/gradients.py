@@ -30,7 +30,7 @@ class GradientSizes:
     """Bytes whose gradients are ready, over time from the start of backward."""
     sent_at_s: tuple[float, ...]
     sent_bytes: tuple[float, ...]
-    """Bytes whose group has arrived, under the timeline that was given; empty without one."""
+    """Bytes whose bucket has arrived, under the timeline that was given; empty without one."""
     sent_label: str
     backward_s: float
 

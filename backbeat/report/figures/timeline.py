@@ -1,8 +1,9 @@
-"""One iteration in time: the compute lane and a lane for each channel, with no more bars than can be looked at."""
+"""One iteration in time: the compute lane and a lane for each communicator, with no more bars than can be looked at."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from backbeat.model import Span
@@ -13,7 +14,7 @@ _NAMES_SHOWN = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bar:
-    """One piece of computation or one group; several groups where they were merged to keep the figure readable."""
+    """One piece of computation or one bucket; several buckets where they were merged to keep the figure readable."""
 
     lane: str
     name: str
@@ -22,7 +23,7 @@ class Bar:
     bytes: int = 0
     gradients: int = 0
     """0 where it is not known how many."""
-    groups: int = 1
+    buckets: int = 1
 
     @property
     def duration_s(self) -> float:
@@ -33,11 +34,11 @@ class Bar:
 class Timeline:
     label: str
     lanes: tuple[str, ...]
-    """`compute` first, then the channels."""
+    """`compute` first, then the communicators."""
     bars: tuple[Bar, ...]
     end_s: float
     merged: int
-    """How many groups are drawn together with others, because there are too many to draw one by one."""
+    """How many buckets are drawn together with others, because there are too many to draw one by one."""
 
     @property
     def compute(self) -> tuple[Bar, ...]:
@@ -48,11 +49,32 @@ class Timeline:
         return tuple(bar for bar in self.bars if bar.lane != "compute")
 
 
+@dataclass(frozen=True, slots=True)
+class SizeScale:
+    """From the smallest bucket to the largest, as powers of ten of their bytes."""
+
+    low: float
+    high: float
+
+    def share(self, size: int) -> float:
+        """How far on the way from the smallest to the largest a bucket of this many bytes is."""
+        if self.high <= self.low:
+            return 0.5
+        return (math.log10(max(size, 1)) - self.low) / (self.high - self.low)
+
+
+def size_scale(timelines: Sequence[Timeline]) -> SizeScale:
+    """One scale for all of them, so that a shade means the same size in each."""
+    sizes = [bar.bytes for one in timelines for bar in one.transfers if bar.bytes > 0] or [1]
+    return SizeScale(math.log10(min(sizes)), math.log10(max(sizes)))
+
+
 def timeline(
-    label: str, spans: Sequence[Span], groups: Sequence[Sequence[str]] = (), *, most: int = MOST_BARS
+    label: str, spans: Sequence[Span], buckets: Sequence[Sequence[str]] = (), *, most: int = MOST_BARS
 ) -> Timeline:
-    """The spans as bars. `groups` names the gradients of each communication span that is not the buffers', in order."""
-    named = _named(spans, groups)
+    """The spans as bars. `buckets` names the gradients of each communication span that is not the buffers', in
+    order."""
+    named = _named(spans, buckets)
     lanes = tuple(sorted({span.lane for span in spans}, key=_lane_order))
     transfers = [bar for bar in named if bar.lane != "compute"]
     stride = -(-len(transfers) // most) if most > 0 else 1
@@ -73,8 +95,20 @@ def timeline(
     )
 
 
+def carries_gradients(span: Span) -> bool:
+    return span.lane != "compute" and span.name != "buffers"
+
+
+def with_gradients(spans: Sequence[Span], buckets: Sequence[Sequence[str]]) -> Iterator[tuple[Span, Sequence[str]]]:
+    """Each span with the gradients it carries; with none where `buckets` are not of these spans."""
+    known = len(buckets) == sum(carries_gradients(span) for span in spans)
+    names = iter(buckets if known else ())
+    for span in spans:
+        yield span, next(names, ()) if carries_gradients(span) else ()
+
+
 def describe_names(names: Sequence[str]) -> str:
-    """The first gradients of a group, and how many more.
+    """The first gradients of a bucket, and how many more.
 
     >>> describe_names(["a", "b"]), describe_names(list("abcdefg"))
     ('a, b', 'a, b, c, d, e and 2 more')
@@ -83,43 +117,34 @@ def describe_names(names: Sequence[str]) -> str:
     return shown if len(names) <= _NAMES_SHOWN else f"{shown} and {len(names) - _NAMES_SHOWN} more"
 
 
-def _named(spans: Sequence[Span], groups: Sequence[Sequence[str]]) -> list[Bar]:
-    carried = [span for span in spans if _carries_gradients(span)]
-    names = iter(groups) if len(groups) == len(carried) else None
-    bars = []
-    for span in spans:
-        gradients = next(names) if names is not None and _carries_gradients(span) else ()
-        bars.append(
-            Bar(
-                lane=span.lane,
-                name=describe_names(gradients) if gradients else span.name,
-                start_s=span.start_s,
-                end_s=span.end_s,
-                bytes=span.bytes,
-                gradients=len(gradients),
-            )
+def _named(spans: Sequence[Span], buckets: Sequence[Sequence[str]]) -> list[Bar]:
+    return [
+        Bar(
+            lane=span.lane,
+            name=describe_names(gradients) if gradients else span.name,
+            start_s=span.start_s,
+            end_s=span.end_s,
+            bytes=span.bytes,
+            gradients=len(gradients),
         )
-    return bars
-
-
-def _carries_gradients(span: Span) -> bool:
-    return span.lane != "compute" and span.name != "buffers"
+        for span, gradients in with_gradients(spans, buckets)
+    ]
 
 
 def _merge(run: Sequence[Bar]) -> Bar:
     return Bar(
         lane=run[0].lane,
-        name=f"{len(run)} groups, from {run[0].name} to {run[-1].name}",
+        name=f"{len(run)} buckets, from {run[0].name} to {run[-1].name}",
         start_s=run[0].start_s,
         end_s=max(bar.end_s for bar in run),
         bytes=sum(bar.bytes for bar in run),
         gradients=sum(bar.gradients for bar in run),
-        groups=len(run),
+        buckets=len(run),
     )
 
 
 def _lane_order(lane: str) -> tuple[int, int, str]:
     if lane == "compute":
         return 0, 0, lane
-    number = lane.removeprefix("channel ")
+    number = lane.removeprefix("communicator ")
     return 1, int(number) if number.isdecimal() else 10**6, lane

@@ -57,7 +57,7 @@ const backbeat = (() => {
       const outlined = overlay && place === 1;
       for (const lane of timelines[label].lanes) if (!lanes.includes(prefix + lane)) lanes.push(prefix + lane);
       for (const trace of timelines[label].traces) {
-                if (trace.type === "scatter") {
+        if (trace.type === "scatter") {
           if (place === 0) data.push(trace);
           continue;
         }

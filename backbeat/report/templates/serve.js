@@ -24,7 +24,7 @@
   const labels = {
     workers: (value) => value, bandwidth: (value) => `× ${value}`, latency: (value) => `× ${value}`,
     batch: (value) => value || own || "as profiled", bucket: (value) => (value ? `${value} MiB` : "as PyTorch's"),
-    channels: (value) => value, budget: (value) => (value ? `${value} GB` : "none"),
+    communicators: (value) => value, budget: (value) => (value ? `${value} GB` : "none"),
   };
 
   function read() {

@@ -1,0 +1,63 @@
+"""What one rank sends of a bucket whose largest elements travel (top-k): how many, and the bytes of their message.
+
+    up to 65,536 elements    | values | 16-bit places |
+    more                     | 32-bit places | values |
+    more, where it is less   | ends, one a block of 65,536 | values, by place | 16-bit places within the block |
+
+Values are fp32, and a message is a whole number of 32-bit words.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike, NDArray
+
+BLOCK = 2**16
+"""Elements whose places fit 16 bits."""
+_WIDEST = 64
+
+
+def sent_elements(elements: ArrayLike, density: float) -> NDArray[np.float64]:
+    """How many of a bucket's elements travel.
+
+    >>> sent_elements([1000, 10, 7], 0.01).tolist()
+    [10.0, 1.0, 1.0]
+    """
+    count = np.asarray(elements, dtype=np.float64)
+    return np.minimum(count, np.maximum(1.0, np.ceil(density * count - 1e-9)))
+
+
+def block_ends(elements: ArrayLike, density: float) -> NDArray[np.float64]:
+    """Blocks whose ends are sent; 0 where places are sent whole."""
+    count = np.asarray(elements, dtype=np.float64)
+    blocks = np.ceil(count / BLOCK)
+    return np.where((blocks > 1) & (4 * blocks < 2 * sent_elements(count, density)), blocks, 0.0)
+
+
+def message_bytes(elements: ArrayLike, density: float) -> NDArray[np.float64]:
+    """The size of the message.
+
+    A thousandth of a million elements: 1000 values, 16 ends of blocks, 1000 places of 16 bits.
+
+    >>> float(message_bytes(1_000_000, 0.001))
+    6064.0
+    """
+    count = np.asarray(elements, dtype=np.float64)
+    ends = block_ends(count, density)
+    place = np.where((count <= BLOCK) | (ends > 0), 2, 4)
+    return np.asarray(np.ceil((4 * ends + (4 + place) * sent_elements(count, density)) / 4) * 4)
+
+
+def block_width(elements: int, sent: int) -> int:
+    """Elements a block when the largest are sought: √(n/k), where the maxima of blocks and the elements of the k best
+    blocks are fewest together; below 4 the search does without blocks.
+
+    >>> block_width(1_000_000, 10_000), block_width(1000, 1000)
+    (8, 1)
+    """
+    return min(_WIDEST, 1 << round(math.log2(math.sqrt(elements / sent))))

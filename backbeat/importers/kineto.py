@@ -1,0 +1,371 @@
+"""Profiles from Kineto traces, the files that torch.profiler exports.
+
+A gradient is ready when its accumulation has returned on the host and everything launched before that has finished on
+the device. What was used, guessed and missing ends up in the profile's notes.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from backbeat.errors import InputError
+from backbeat.importers.trace_clock import DeviceClock, arrays, common, union
+from backbeat.importers.trace_events import TraceReader
+from backbeat.importers.trace_facts import Facts, Mark, Ready, Transfer, collect
+from backbeat.model.profile import Gradient, Profile
+from backbeat.model.source import Source
+from backbeat.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+
+_IDLE = 0.1
+"""Above this share of idle device time in backward, the host sets the pace, and profiling slows the host."""
+_SHAPES_ADVICE = "profile again with record_shapes=True, or give --like with a profile of the same model"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trace:
+    """What a trace says about one worker."""
+
+    profile: Profile
+    transfers: tuple[Transfer, ...]
+    """Its collectives, in the order of their start."""
+    overlap: float | None
+    """Time computing while communicating, over time communicating; None without collectives."""
+    iterations: int
+
+
+@dataclass(slots=True)
+class _Iteration:
+    """One iteration on the device's clock, in seconds from the start of backward."""
+
+    forward_s: float | None
+    backward_s: float
+    update_s: float | None
+    ready: list[Ready]
+    ready_s: list[float]
+    passes: int
+    idle: float
+    """Share of backward in which the device had nothing to do."""
+
+
+def load(
+    path: str | Path,
+    *,
+    batch_size: int | None = None,
+    model: str | None = None,
+    name: str | None = None,
+    like: Profile | None = None,
+) -> Trace:
+    """Read a trace, `.json` or `.json.gz`. `like` gives names and sizes, from a profile of the same model."""
+    where = Path(path)
+    if not where.is_file():
+        raise InputError(f"{where}: no such file: give a trace that torch.profiler exported")
+    if batch_size is not None and batch_size < 1:
+        raise InputError(f"--batch-size is {batch_size}: it must be 1 or more")
+    reader = TraceReader(where)
+    facts = collect(reader)
+    return _interpret(facts, reader.top, where, batch_size, model, name, like)
+
+
+def _interpret(
+    facts: Facts,
+    top: dict[str, Any],
+    where: Path,
+    batch_size: int | None,
+    model: str | None,
+    name: str | None,
+    like: Profile | None,
+) -> Trace:
+    notes: list[str] = []
+    if not facts.ready:
+        facts.ready = facts.outer_ready
+    if not facts.ready:
+        raise InputError(
+            f"{where}: no gradient is accumulated in its {facts.events} events: profile whole training iterations, "
+            "with ProfilerActivity.CPU among the activities"
+        )
+    facts.ready.sort(key=lambda one: one.start)
+    clock = DeviceClock(facts)
+    windows = _windows(facts.marks, notes)
+    iterations = [found for window in windows if (found := _iteration(facts, clock, window)) is not None]
+    chosen = _alike(iterations, where, notes)
+    named = _named([ready.bytes for ready in chosen[0].ready], like, where, notes)
+    profile = _profile(facts, top, where, chosen, named, batch_size, model, name, like, notes)
+    transfers = tuple(sorted(facts.transfers, key=lambda transfer: transfer.start))
+    overlap = _overlap(facts, clock) if transfers else None
+    notes += _communication_notes(transfers, overlap, len(windows))
+    return Trace(profile=_with_notes(profile, notes), transfers=transfers, overlap=overlap, iterations=len(chosen))
+
+
+def _windows(marks: Sequence[Mark], notes: list[str]) -> list[tuple[float, float, list[Mark]]]:
+    """One interval of host time for each iteration, with the marks that start in it."""
+    steps = sorted((mark for mark in marks if mark.name.startswith("ProfilerStep#")), key=lambda mark: mark.start)
+    updates = sorted((mark for mark in marks if mark.name.startswith("Optimizer.step#")), key=lambda mark: mark.start)
+    if steps:
+        edges = [(step.start, step.end) for step in steps]
+        notes.append(f"used: {len(steps)} profiler steps")
+    elif updates:
+        edges = [(before, update.end) for before, update in zip([-np.inf, *(u.end for u in updates)], updates)]  # noqa: B905
+        notes.append(
+            f"guessed: {len(updates)} iterations, each ending with an optimizer step; ProfilerStep marks are missing"
+        )
+    else:
+        edges = [(-np.inf, np.inf)]
+        notes.append("guessed: the trace is one iteration; ProfilerStep and optimizer marks are missing")
+    return [(low, high, [mark for mark in marks if low <= mark.start < high]) for low, high in edges]
+
+
+def _iteration(facts: Facts, clock: DeviceClock, window: tuple[float, float, list[Mark]]) -> _Iteration | None:
+    low, high, marks = window
+    first_in, first_after = (bisect_left(facts.ready, edge, key=lambda one: one.start) for edge in (low, high))
+    ready = facts.ready[first_in:first_after]
+    if not ready:
+        return None
+    passes = _passes(facts, ready, low, high)
+    first, last, fired = passes[-1]
+    if len(passes) > 1 and any(_shapes(one[2]) != _shapes(fired) for one in passes):
+        # Several losses with parameters of their own: one backward pass, from the first of them.
+        passes = [(passes[0][0], last, ready)]
+        first, last, fired = passes[0]
+    begun = clock.done(first)
+    forward = _forward_start(marks, passes, first, low)
+    updates = [mark for mark in marks if mark.name.startswith("Optimizer.step#") and mark.start >= first]
+    moments = np.maximum.accumulate([max(0.0, clock.done(one.end) - begun) for one in fired])
+    return _Iteration(
+        forward_s=begun - clock.done(forward) if forward is not None else None,
+        backward_s=max(clock.done(last) - begun, float(moments[-1])),
+        update_s=sum(clock.busy_s(update) for update in updates) if updates else None,
+        ready=fired,
+        ready_s=[float(moment) for moment in moments],
+        passes=len(passes),
+        idle=clock.idle(begun, clock.done(last)),
+    )
+
+
+def _passes(facts: Facts, ready: list[Ready], low: float, high: float) -> list[tuple[float, float, list[Ready]]]:
+    """(start, end, accumulations) of each backward pass on the host.
+
+    The engine runs the latest node of the graph first, so a node later than all before it opens another pass.
+    Nodes inside other nodes belong to those: reentrant checkpointing runs a backward within the backward.
+    """
+    starts, ends, numbers = arrays(facts.nodes.start, facts.nodes.end, facts.nodes.tag)
+    threads = np.asarray(facts.node_threads, dtype=np.int64)
+    inside = np.flatnonzero((starts >= low) & (starts < high))
+    passes: list[tuple[float, float, list[Ready]]] = []
+    latest, until = -1, dict[int, float]()
+    queue = iter(ready)
+    waiting = next(queue, None)
+    for node in inside[np.argsort(starts[inside], kind="stable")]:
+        thread = int(threads[node])
+        if starts[node] < until.get(thread, -np.inf):
+            continue
+        until[thread] = float(ends[node])
+        if not passes or (numbers[node] > latest and passes[-1][2]):
+            passes.append((float(starts[node]), float(ends[node]), []))
+            latest = -1
+        latest = max(latest, int(numbers[node]))
+        while waiting is not None and waiting.start <= ends[node]:
+            passes[-1][2].append(waiting)
+            waiting = next(queue, None)
+        passes[-1] = (passes[-1][0], max(passes[-1][1], float(ends[node])), passes[-1][2])
+    left = [*([waiting] if waiting is not None else []), *queue]
+    if not passes:
+        return [(ready[0].start, ready[-1].end, ready)]
+    passes[-1][2].extend(left)
+    return [one for one in passes if one[2]] or [(ready[0].start, ready[-1].end, ready)]
+
+
+def _forward_start(
+    marks: Iterable[Mark], passes: list[tuple[float, float, list[Ready]]], first: float, low: float
+) -> float | None:
+    if len(passes) > 1:
+        return passes[-2][1]
+    before = [mark for mark in marks if mark.start < first]
+    wrapped = [mark.start for mark in before if mark.name == "DistributedDataParallel.forward"]
+    if wrapped:
+        return max(wrapped)
+    cleared = [mark.end for mark in before if mark.name.startswith("Optimizer.zero_grad#")]
+    if cleared:
+        return max(cleared)
+    return low if np.isfinite(low) else None
+
+
+def _shapes(fired: Iterable[Ready]) -> tuple[int | None, ...]:
+    return tuple(one.bytes for one in fired)
+
+
+def _alike(iterations: list[_Iteration], where: Path, notes: list[str]) -> list[_Iteration]:
+    """The iterations that accumulate the same gradients in the same order, most of them."""
+    if not iterations:
+        raise InputError(
+            f"{where}: no iteration with gradients lies within the profiler's steps: profile whole iterations"
+        )
+    common, _ = Counter(_shapes(one.ready) for one in iterations).most_common(1)[0]
+    chosen = [one for one in iterations if _shapes(one.ready) == common]
+    notes.append(f"used: {len(chosen)} iterations with {len(common)} gradients each, medians")
+    if len(chosen) < len(iterations):
+        notes.append(f"missing: {len(iterations) - len(chosen)} iterations with other gradients were left out")
+    return chosen
+
+
+def _named(sizes: list[int | None], like: Profile | None, where: Path, notes: list[str]) -> list[tuple[str, int]]:
+    """Names and bytes in ready order."""
+    if like is None:
+        unknown = sum(size is None for size in sizes)
+        if unknown:
+            raise InputError(f"{where}: {unknown} of {len(sizes)} gradients have no recorded shape: {_SHAPES_ADVICE}")
+        notes.append("guessed: names gradient.0, gradient.1, … in ready order; --like takes them from a profile")
+        return [(f"gradient.{place}", size or 0) for place, size in enumerate(sizes)]
+    if len(like.gradients) != len(sizes):
+        raise InputError(
+            f"{where}: has {len(sizes)} gradients, but the profile {like.name!r} has {len(like.gradients)}: "
+            "give a profile of the same model"
+        )
+    left = list(like.gradients)
+    named = []
+    for place, size in enumerate(sizes):
+        match = next((one for one in left if size is None or one.bytes == size), None)
+        if match is None:
+            raise InputError(
+                f"{where}: gradient {place} has {size} bytes, and no gradient of the profile {like.name!r} with this "
+                "size is left: give a profile of the same model"
+            )
+        left.remove(match)
+        named.append((match.name, match.bytes))
+    moved = sum(name != gradient.name for (name, _), gradient in zip(named, like.gradients, strict=True))
+    how = f"guessed: names from {like.name!r}" if moved or None in sizes else f"used: names from {like.name!r}"
+    notes.append(
+        f"{how}, by order{' and size' if None not in sizes else ''}{f'; {moved} stand elsewhere' if moved else ''}"
+    )
+    return named
+
+
+def _profile(
+    facts: Facts,
+    top: dict[str, Any],
+    where: Path,
+    chosen: list[_Iteration],
+    named: list[tuple[str, int]],
+    batch_size: int | None,
+    model: str | None,
+    name: str | None,
+    like: Profile | None,
+    notes: list[str],
+) -> Profile:
+    stem = where.name.removesuffix(".gz").removesuffix(".json").removesuffix(".pt.trace")
+    ready = [median(one.ready_s[place] for one in chosen) for place in range(len(named))]
+    ready = [float(moment) for moment in np.maximum.accumulate(ready)]
+    forward, update = _known(chosen, "forward_s"), _known(chosen, "update_s")
+    for what, value in (("forward", forward), ("update", update)):
+        if value is None:
+            notes.append(f"missing: the {what} time; taken as 0, since the trace does not mark it")
+    idle = median(one.idle for one in chosen)
+    if idle > _IDLE:
+        notes.append(
+            f"missing: the device waited {idle:.0%} of backward for a host that the profiler slows down: ready times "
+            "are stretched; raise the batch size, trace without shapes and give --like, or use `backbeat profile`"
+        )
+    distributed = bool(facts.transfers)
+    times = [one.passes * ((one.forward_s or 0.0) + one.backward_s) + (one.update_s or 0.0) for one in chosen]
+    accumulation = Counter(one.passes for one in chosen).most_common(1)[0][0]
+    if accumulation > 1:
+        notes.append(f"used: the last of {accumulation} backward passes an iteration, as gradient accumulation")
+    return Profile(
+        name=name or stem or "trace",
+        model=model or (like.model if like else stem or "unknown"),
+        batch_size=batch_size or _batch(facts, like, notes),
+        precision=_precision(facts, like, notes),
+        device=_device(top, facts),
+        forward_s=max(0.0, forward or 0.0),
+        backward_s=max(median(one.backward_s for one in chosen), ready[-1]),
+        update_s=max(0.0, update or 0.0),
+        gradients=tuple(
+            Gradient(name=label, bytes=size, ready_s=moment) for (label, size), moment in zip(named, ready, strict=True)
+        ),
+        # With other workers, an iteration contains their slowness too.
+        iteration_s=() if distributed else tuple(times),
+        accumulation=accumulation,
+        source=Source(method="imported", reference=f"torch.profiler trace {where.name}"),
+    )
+
+
+def _known(chosen: Iterable[_Iteration], field: str) -> float | None:
+    values = [value for one in chosen if (value := getattr(one, field)) is not None]
+    return median(values) if values else None
+
+
+def _batch(facts: Facts, like: Profile | None, notes: list[str]) -> int:
+    if facts.batch is not None and facts.batch[2] < 2**31:
+        notes.append(f"guessed: batch size {facts.batch[2]}, from the input of {facts.batch[1]}; --batch-size says it")
+        return facts.batch[2]
+    if like is not None:
+        notes.append(f"guessed: batch size {like.batch_size}, from {like.name!r}")
+        return like.batch_size
+    notes.append("missing: the batch size; taken as 1, --batch-size says it")
+    return 1
+
+
+def _precision(facts: Facts, like: Profile | None, notes: list[str]) -> str:
+    for kind, label in (("c10::BFloat16", "bf16"), ("c10::Half", "fp16")):
+        if kind in facts.types:
+            notes.append(f"guessed: precision {label}, from the operators' inputs")
+            return label
+    if not facts.types and like is not None:
+        return like.precision
+    notes.append("guessed: precision fp32, no operator has 16-bit inputs; tf32 leaves no mark in a trace")
+    return "fp32"
+
+
+def _device(top: dict[str, Any], facts: Facts) -> str:
+    properties = top.get("deviceProperties")
+    if facts.kernels.start and isinstance(properties, list) and properties and isinstance(properties[0], dict):
+        found = properties[0].get("name")
+        if isinstance(found, str) and found:
+            return found[:100]
+    return "cuda" if facts.kernels.start else "cpu"
+
+
+def _overlap(facts: Facts, clock: DeviceClock) -> float | None:
+    talking = union(np.array([[one.start, one.end] for one in facts.transfers]))
+    if clock.on_device:
+        computing = clock.busy
+    else:
+        computing = union(np.stack(arrays(facts.operators.start, facts.operators.end)[:2], axis=1))
+    total = float((talking[:, 1] - talking[:, 0]).sum())
+    if total <= 0:
+        return None
+    return common(talking, computing) / total
+
+
+def _communication_notes(transfers: Sequence[Transfer], overlap: float | None, windows: int) -> list[str]:
+    if not transfers:
+        return ["missing: collectives; this is the trace of a single worker"]
+    kinds: dict[tuple[str, int | None], list[float]] = {}
+    for transfer in transfers:
+        kinds.setdefault((transfer.name, transfer.bytes), []).append(transfer.end - transfer.start)
+    shown = sorted(kinds.items(), key=lambda item: -sum(item[1]))
+    listed = ", ".join(
+        f"{len(times)} × {name}{f' {format_bytes(size)}' if size is not None else ''} {format_seconds(median(times))}"
+        for (name, size), times in shown[:4]
+    )
+    notes = [f"used: {len(transfers)} collectives in {windows} iterations: {listed}{', …' if len(shown) > 4 else ''}"]
+    if overlap is not None:
+        notes.append(f"used: overlap ratio {overlap:.2f} (time computing while communicating / time communicating)")
+    notes.append("guessed: ready times of a distributed run taken as one worker's; communication may have slowed them")
+    return notes
+
+
+def _with_notes(profile: Profile, notes: Sequence[str]) -> Profile:
+    import msgspec
+
+    return msgspec.structs.replace(profile, notes=tuple(notes))

@@ -1,0 +1,206 @@
+"""What a profile needs of a torch.profiler trace, in arrays, so that a large trace stays small."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from backbeat.errors import InputError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+_NODE = "autograd::engine::evaluate_function: "
+_ACCUMULATE = ("torch::autograd::AccumulateGrad", "AccumulateGrad")
+_MARKS = ("ProfilerStep#", "Optimizer.step#", "Optimizer.zero_grad#", "DistributedDataParallel.forward")
+_LAUNCHERS = ("cuda_runtime", "cuda_driver")
+_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
+_DTYPE_BYTES = {
+    "float": 4, "float32": 4, "int": 4, "double": 8, "float64": 8, "long": 8, "long int": 8, "half": 2, "bfloat16": 2,
+    "c10::half": 2, "c10::bfloat16": 2, "byte": 1, "char": 1, "unsigned char": 1, "bool": 1,
+    "c10::float8_e4m3fn": 1, "c10::float8_e5m2": 1, "c10::complex<float>": 8,
+}  # fmt: skip
+# Where the batch stands in an operator's inputs.
+_BATCH_INPUT = {"aten::conv2d": 0, "aten::conv1d": 0, "aten::conv3d": 0, "aten::linear": 0, "aten::embedding": 1}
+_LARGEST = 2**50
+
+
+@dataclass(slots=True)
+class Ready:
+    """One gradient's accumulation, on the host's clock (seconds)."""
+
+    start: float
+    end: float
+    bytes: int | None
+    dtype: str | None
+
+
+@dataclass(slots=True)
+class Transfer:
+    """One collective: on the device's clock for NCCL, on its worker thread's for gloo."""
+
+    name: str
+    start: float
+    end: float
+    bytes: int | None
+    workers: int | None
+
+
+@dataclass(slots=True)
+class Mark:
+    name: str
+    start: float
+    end: float
+
+
+@dataclass(slots=True)
+class Spans:
+    """Many intervals, with a number each."""
+
+    start: array[float] = field(default_factory=lambda: array("d"))
+    end: array[float] = field(default_factory=lambda: array("d"))
+    tag: array[int] = field(default_factory=lambda: array("q"))
+
+    def add(self, start: float, end: float, tag: int) -> None:
+        self.start.append(start)
+        self.end.append(end)
+        self.tag.append(tag)
+
+
+@dataclass(slots=True)
+class Facts:
+    ready: list[Ready] = field(default_factory=list)
+    outer_ready: list[Ready] = field(default_factory=list)
+    """The engine's calls around the accumulations: what older traces have instead."""
+    nodes: Spans = field(default_factory=Spans)
+    """The engine's calls; the tag is the sequence number, -1 where there is none."""
+    node_threads: array[int] = field(default_factory=lambda: array("q"))
+    kernels: Spans = field(default_factory=Spans)
+    """Work on the device that is no communication; the tag is the stream."""
+    kernel_ids: array[int] = field(default_factory=lambda: array("q"))
+    launches: Spans = field(default_factory=Spans)
+    """Calls that launch it; the tag is the correlation id."""
+    operators: Spans = field(default_factory=Spans)
+    """Operators on the host; the tag is the thread."""
+    transfers: list[Transfer] = field(default_factory=list)
+    marks: list[Mark] = field(default_factory=list)
+    types: set[str] = field(default_factory=set)
+    batch: tuple[float, str, int] | None = None
+    """(when, operator, size) of the first operator whose input shows the batch."""
+    events: int = 0
+
+
+def collect(events: Iterable[dict[str, Any]]) -> Facts:
+    """Go through the events once."""
+    facts = Facts()
+    for event in events:
+        facts.events += 1
+        start, length = _number(event.get("ts")), _number(event.get("dur"))
+        name = event.get("name")
+        if event.get("ph") != "X" or start is None or length is None or not isinstance(name, str) or length < 0:
+            continue
+        given = event.get("args")
+        arguments = given if isinstance(given, dict) else {}
+        _sort(facts, event, name, arguments, start * 1e-6, (start + length) * 1e-6)
+    return facts
+
+
+def _sort(facts: Facts, event: dict[str, Any], name: str, args: dict[str, Any], start: float, end: float) -> None:
+    kind = event.get("cat")
+    if kind in _DEVICE:
+        if kind == "kernel" and ("Collective name" in args or name.startswith("nccl")):
+            facts.transfers.append(_nccl(name, args, start, end))
+        else:
+            facts.kernels.add(start, end, _integer(args.get("stream"), -1))
+            facts.kernel_ids.append(_integer(args.get("correlation"), -1))
+    elif kind in _LAUNCHERS:
+        if (correlation := _integer(args.get("correlation"), -1)) >= 0:
+            facts.launches.add(start, end, correlation)
+    elif name.startswith("gloo:"):
+        size = _bytes(args)
+        facts.transfers.append(Transfer(name.removeprefix("gloo:"), start, end, size, None))
+    elif kind == "user_annotation":
+        if name.startswith(_MARKS):
+            facts.marks.append(Mark(name, start, end))
+    elif kind == "cpu_op":
+        _operator(facts, event, name, args, start, end)
+
+
+def _operator(facts: Facts, event: dict[str, Any], name: str, args: dict[str, Any], start: float, end: float) -> None:
+    thread = _integer(event.get("tid"), -1)
+    if name.startswith(_NODE):
+        facts.nodes.add(start, end, _integer(args.get("Sequence number"), -1))
+        facts.node_threads.append(thread)
+        if name.removeprefix(_NODE) in _ACCUMULATE:
+            facts.outer_ready.append(Ready(start, end, None, None))
+    elif name in _ACCUMULATE:
+        facts.ready.append(Ready(start, end, _bytes(args), _first_type(args)))
+    if not name.startswith("c10d::"):
+        facts.operators.add(start, end, thread)
+    if (types := args.get("Input type")) and isinstance(types, list):
+        facts.types.update(one for one in types if isinstance(one, str) and len(one) < 40)
+    place = _BATCH_INPUT.get(name)
+    if place is not None and (facts.batch is None or start < facts.batch[0]):
+        shape = _shape(args, place)
+        if shape and len(shape) > 1 and shape[0] >= 1:
+            facts.batch = (start, name, shape[0])
+
+
+def _nccl(name: str, args: dict[str, Any], start: float, end: float) -> Transfer:
+    elements = _integer(args.get("In msg nelems"), -1)
+    each = _DTYPE_BYTES.get(str(args.get("dtype")).lower())
+    collective = args.get("Collective name")
+    workers = _integer(args.get("Bucket size"), -1)
+    return Transfer(
+        name=collective if isinstance(collective, str) and len(collective) < 60 else name[:60],
+        start=start,
+        end=end,
+        bytes=elements * each if elements >= 0 and each else None,
+        workers=workers if workers > 0 else None,
+    )
+
+
+def _first_type(args: dict[str, Any]) -> str | None:
+    types = args.get("Input type")
+    first = types[0] if isinstance(types, list) and types else None
+    return first if isinstance(first, str) else None
+
+
+def _bytes(args: dict[str, Any]) -> int | None:
+    """Of the first input: its shape times the size of its type; float where the type is not recorded."""
+    shape = _shape(args, 0)
+    each = _DTYPE_BYTES.get((_first_type(args) or "float").lower())
+    if shape is None or each is None:
+        return None
+    size = math.prod(shape) * each
+    return size if size <= _LARGEST else None
+
+
+def _shape(args: dict[str, Any], place: int) -> Sequence[int] | None:
+    shapes = args.get("Input Dims")
+    if not isinstance(shapes, list) or len(shapes) <= place:
+        return None
+    shape = shapes[place]
+    if not isinstance(shape, list):
+        return None
+    if len(shape) > 16 or not all(isinstance(one, int) and 0 <= one <= _LARGEST for one in shape):
+        return None
+    return shape
+
+
+def _number(value: object) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:
+        raise InputError(f"a time in the trace is {str(value)[:20]}… µs: it is damaged; export it again") from None
+    return number if math.isfinite(number) and abs(number) < 1e18 else None
+
+
+def _integer(value: object, otherwise: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or abs(value) > 2**62:
+        return otherwise
+    return value

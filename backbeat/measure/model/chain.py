@@ -1,0 +1,205 @@
+"""Which modules of a model are the blocks of its chain, and how one forward calls them.
+
+Candidates come from the containers: `Sequential` and `ModuleList` are opened, and so is every module that holds a stack
+of repeated layers somewhere inside. What a block's input is, and whether the block writes into it, is seen by running
+a forward, never guessed from names.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+_MARK = "_backbeat_block"
+
+
+def block(module: nn.Module) -> nn.Module:
+    """Mark a module as one block: it is never opened, and what holds it is. Returns the module."""
+    setattr(module, _MARK, True)
+    return module
+
+
+def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
+    """The candidates by name, in the order in which the model holds them; empty for a model without children."""
+    found: dict[str, nn.Module] = {}
+    seen: set[int] = set()
+
+    def walk(module: nn.Module, prefix: str) -> None:
+        layers = is_stack(module)
+        for name, child in module.named_children():
+            if id(child) in seen:
+                continue
+            seen.add(id(child))
+            if _opens(child, layers):
+                walk(child, f"{prefix}{name}.")
+            else:
+                found[prefix + name] = child
+
+    walk(model, "")
+    return found
+
+
+def is_container(module: nn.Module) -> bool:
+    """Only holds its children: a list or a dict of them, or a `Sequential` that calls one after the other."""
+    if isinstance(module, nn.Sequential):
+        return type(module).forward is nn.Sequential.forward and len(module) > 0
+    return type(module) is nn.ModuleDict or isinstance(module, nn.ModuleList)
+
+
+def is_stack(module: nn.Module) -> bool:
+    """A container of two or more composite modules of one class, as the layers of a transformer are."""
+    if not is_container(module):
+        return False
+    kinds = Counter(
+        type(child) for child in module.children() if not is_container(child) and next(child.children(), None)
+    )
+    return bool(kinds) and max(kinds.values()) >= 2
+
+
+def _opens(module: nn.Module, of_a_stack: bool) -> bool:
+    if getattr(module, _MARK, False):
+        return False
+    if is_container(module) or any(getattr(inner, _MARK, False) for inner in module.modules()):
+        return True
+    # A layer of a stack is a block, whatever it holds itself: the experts of a mixture are not its chain.
+    return not of_a_stack and any(is_stack(inner) for inner in module.modules())
+
+
+@dataclass(frozen=True)
+class BlockCall:
+    """How a forward called one block."""
+
+    name: str
+    calls: int
+    chained: bool
+    """Its first tensor is the very output of the block called before it, unchanged in between."""
+    changes_input: bool
+    """A tensor that entered it has been written into when it returns."""
+
+
+class Borders:
+    """A context that tells where each block's forward begins and ends: subclasses say what to do there.
+
+    Forwards that run inside backward, as those of checkpointed modules do, are backward's work and not told.
+    """
+
+    def __init__(self, blocks: dict[str, nn.Module]) -> None:
+        self._blocks = blocks
+        self._handles: list[Any] = []
+
+    def __enter__(self) -> Any:
+        for name, module in self._blocks.items():
+            self._handles.append(
+                module.register_forward_pre_hook(self._begin_hook(name), with_kwargs=True, prepend=True)
+            )
+            self._handles.append(module.register_forward_hook(self._end_hook(name), with_kwargs=True))
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def begin(self, name: str, inputs: list[torch.Tensor]) -> None: ...
+
+    def end(self, name: str, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None: ...
+
+    def _begin_hook(self, name: str) -> Any:
+        def hook(_module: nn.Module, args: Any, kwargs: Any) -> None:
+            if not in_backward():
+                self.begin(name, tensors_of((args, kwargs)))
+
+        return hook
+
+    def _end_hook(self, name: str) -> Any:
+        def hook(_module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            if not in_backward():
+                self.end(name, tensors_of((args, kwargs)), tensors_of(output))
+
+        return hook
+
+
+class ChainWatch(Borders):
+    """Builds the links of the forward that runs inside it."""
+
+    def __init__(self, blocks: dict[str, nn.Module]) -> None:
+        super().__init__(blocks)
+        self._links: dict[str, BlockCall] = {}
+        self._versions: list[int] = []
+        self._last: list[tuple[weakref.ref[torch.Tensor], int]] = []
+
+    @property
+    def links(self) -> tuple[BlockCall, ...]:
+        """In the order of first call."""
+        return tuple(self._links.values())
+
+    def begin(self, name: str, inputs: list[torch.Tensor]) -> None:
+        self._versions = [version_of(tensor) for tensor in inputs]
+        chained = bool(inputs) and any(
+            reference() is inputs[0] and version == self._versions[0] for reference, version in self._last
+        )
+        before = self._links.get(name)
+        if before is None:
+            self._links[name] = BlockCall(name=name, calls=1, chained=chained, changes_input=False)
+        else:
+            # Several calls share one name: no single block stands before it.
+            self._links[name] = BlockCall(name, before.calls + 1, False, before.changes_input)
+
+    def end(self, name: str, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
+        if [version_of(tensor) for tensor in inputs] != self._versions:
+            link = self._links[name]
+            self._links[name] = BlockCall(name, link.calls, link.chained, True)
+        self._last = [(weakref.ref(tensor), version_of(tensor)) for tensor in outputs]
+
+
+def observe(blocks: dict[str, nn.Module], forward: Callable[[], Any]) -> tuple[BlockCall, ...]:
+    """Run a forward and say how it called the blocks, in the order of first call. Blocks it never called are left out.
+
+    >>> model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(inplace=True), nn.Linear(2, 1))
+    >>> [(link.name, link.chained, link.changes_input) for link in observe(
+    ...     find_blocks(model), lambda: model(torch.zeros(1, 2)))]
+    [('0', False, False), ('1', True, True), ('2', True, False)]
+    """
+    with ChainWatch(blocks) as watch:
+        forward()
+    links: tuple[BlockCall, ...] = watch.links
+    return links
+
+
+def tensors_of(value: Any) -> list[torch.Tensor]:
+    """Every tensor in nested containers, registered classes (model outputs) included, in order."""
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def in_backward() -> bool:
+    """This thread is running a graph task of autograd."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """How often the tensor was written into; inference tensors do not count that."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+@contextlib.contextmanager
+def quiet(model: nn.Module) -> Iterator[None]:
+    """A forward in here leaves buffers and the random generators as they were."""
+    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    devices = sorted({buffer.device.index or 0 for buffer in model.parameters() if buffer.is_cuda})
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)

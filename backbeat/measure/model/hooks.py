@@ -1,0 +1,171 @@
+"""Hooks that mark when each gradient is complete, and when each module that owns parameters begins its forward.
+
+The two are watched in iterations of their own, so that neither kind of hook costs the other's figures anything.
+
+Forward time is divided at the beginnings: a module's share lasts until the next owning module begins, so that
+activation functions, attention products and the loss count with the module before them and the shares add up to
+the whole forward.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from backbeat.comm.clock import Clock, Mark
+    from backbeat.measure.model.training_step import MicroBatch
+
+
+@dataclass(frozen=True)
+class Owner:
+    """A module, and the gradient that its forward time and activations are booked on."""
+
+    module: torch.nn.Module
+    gradient: int
+
+
+def find_owners(model: torch.nn.Module, gradients: list[torch.nn.Parameter]) -> list[Owner]:
+    """Every module with parameters of its own that get gradients. A tied weight's modules share its entry."""
+    place = {id(parameter): index for index, parameter in enumerate(gradients)}
+    owners = []
+    for module in model.modules():
+        mine = [place[id(parameter)] for parameter in module.parameters(recurse=False) if id(parameter) in place]
+        if mine:
+            owners.append(Owner(module, mine[0]))
+    return owners
+
+
+def is_compiled(model: torch.nn.Module) -> bool:
+    return any(
+        hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
+        for module in model.modules()
+    )
+
+
+class _Watch:
+    """A context in which observed iterations are recorded, one recording each."""
+
+    def __init__(self, clock: Clock, head_start_s: float) -> None:
+        self._clock = clock
+        self._head_start_s = head_start_s
+        self._handles: list[Any] = []
+
+    def __exit__(self, *exception: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def before_forward(self) -> None:
+        pass
+
+    def before_backward(self) -> None:
+        pass
+
+    def after_backward(self) -> None:
+        pass
+
+    def _let_the_host_ahead(self) -> None:
+        if self._head_start_s > 0:
+            self._clock.delay(self._head_start_s)
+
+
+class ReadyWatch(_Watch):
+    """Marks each gradient's completion; with a head start, after the device has been kept busy before backward."""
+
+    def __init__(self, parameters: list[torch.nn.Parameter], clock: Clock, head_start_s: float = 0.0) -> None:
+        super().__init__(clock, head_start_s)
+        self.recordings: list[dict[int, Mark]] = []
+        self._parameters = parameters
+        self._current: dict[int, Mark] | None = None
+
+    def __enter__(self) -> ReadyWatch:
+        for index, parameter in enumerate(self._parameters):
+            register: Any = parameter.register_post_accumulate_grad_hook
+            self._handles.append(register(self._hook(index)))
+        return self
+
+    def before_backward(self) -> None:
+        self._let_the_host_ahead()
+        self._current = {}
+        self.recordings.append(self._current)
+
+    def after_backward(self) -> None:
+        self._current = None
+
+    def _hook(self, index: int) -> Any:
+        mark = self._clock.mark
+
+        def hook(_parameter: torch.Tensor) -> None:
+            # Reentrant checkpointing may accumulate into a parameter several times: the last one completes it.
+            if self._current is not None:
+                self._current[index] = mark()
+
+        return hook
+
+
+class ForwardWatch(_Watch):
+    """Marks the beginning of every owning module; with a head start, after the device has been kept busy before."""
+
+    def __init__(self, owners: list[Owner], clock: Clock, head_start_s: float = 0.0) -> None:
+        super().__init__(clock, head_start_s)
+        self.recordings: list[list[tuple[int, Mark]]] = []
+        self._owners = owners
+        self._current: list[tuple[int, Mark]] | None = None
+
+    def __enter__(self) -> ForwardWatch:
+        for owner in self._owners:
+            self._handles.append(owner.module.register_forward_pre_hook(self._hook(owner.gradient)))
+        return self
+
+    def before_forward(self) -> None:
+        self._let_the_host_ahead()
+        self._current = []
+        self.recordings.append(self._current)
+
+    def before_backward(self) -> None:
+        # Checkpointed modules run forward again inside backward; those calls are backward's time.
+        self._current = None
+
+    def _hook(self, index: int) -> Any:
+        mark = self._clock.mark
+
+        def hook(_module: torch.nn.Module, _arguments: Any) -> None:
+            if self._current is not None:
+                self._current.append((index, mark()))
+
+        return hook
+
+
+def ready_shares(recorded: Iterable[tuple[MicroBatch, dict[int, Mark]]], clock: Clock) -> dict[int, float]:
+    """For each gradient, the share of backward that has passed when it is ready: the median over the recordings."""
+    shares: dict[int, list[float]] = {}
+    for marks, ready in recorded:
+        backward_s = clock.between(marks.backward_begin, marks.backward_end)
+        for index, mark in ready.items():
+            share = clock.between(marks.backward_begin, mark) / backward_s if backward_s > 0 else 1.0
+            shares.setdefault(index, []).append(min(max(share, 0.0), 1.0))
+    return {index: median(values) for index, values in shares.items()}
+
+
+def forward_shares(recorded: Iterable[tuple[MicroBatch, list[tuple[int, Mark]]]], clock: Clock) -> dict[int, float]:
+    """For each gradient that a module is booked on, its share of forward; the shares add up to 1."""
+    sums: dict[int, list[float]] = {}
+    for marks, begins in recorded:
+        if not begins:
+            return {}
+        spans: dict[int, float] = {}
+        # What runs before the first owning module is booked on it.
+        edges = [marks.forward_begin, *(mark for _, mark in begins[1:]), marks.forward_end]
+        for (index, _), first, last in zip(begins, edges, edges[1:], strict=False):
+            spans[index] = spans.get(index, 0.0) + max(clock.between(first, last), 0.0)
+        for index, seconds in spans.items():
+            sums.setdefault(index, []).append(seconds)
+    medians = {index: median(values) for index, values in sums.items()}
+    total = sum(medians.values())
+    return {index: seconds / total for index, seconds in medians.items()} if total > 0 else {}

@@ -1,0 +1,337 @@
+"""The raw figures of a training run: times of plain iterations, shares from hooked ones, memory by kind."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+import torch
+from msgspec.structs import replace
+
+from backbeat.errors import InputError, MeasurementError
+from backbeat.measure.model.chain_costs import MeasuredChain, measure_blocks
+from backbeat.measure.model.hooks import (
+    ForwardWatch,
+    Owner,
+    ReadyWatch,
+    find_owners,
+    forward_shares,
+    is_compiled,
+    ready_shares,
+)
+from backbeat.measure.model.inputs import check_loss
+from backbeat.measure.model.pace import Host, Pace, judge, needs_head_start, probe, recomputation
+from backbeat.measure.model.saved_bytes import SavedTensors, device_bytes, optimizer_tensors, storage_bytes
+from backbeat.measure.model.training_step import Marks, Observer, Training, is_out_of_memory, tensors_in, where_raised
+from backbeat.model import Gradient, Memory, Profile, Source
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+_HOOKED_ITERATIONS = 10
+_FEWEST_ITERATIONS = 8
+
+
+@dataclass(frozen=True)
+class Gradients:
+    names: list[str]
+    parameters: list[torch.nn.Parameter]
+    sizes: list[int]
+    frozen: list[str]
+    unused: list[str]
+
+    @property
+    def left_out(self) -> list[str]:
+        """Notes on the parameters that are not among them."""
+        kinds = {"frozen": self.frozen, "got no gradient": self.unused}
+        return [f"left out, {why}: {', '.join(names)}" for why, names in kinds.items() if names]
+
+
+@dataclass(frozen=True)
+class Hooked:
+    """What the hooked iterations showed: the shares, and the time they took to show it."""
+
+    ready: dict[int, float]
+    """Each gradient's ready time as a share of backward."""
+    forward: dict[int, float]
+    """Each gradient's share of forward."""
+    forward_s: float
+    """Forward, in the iterations that watch forward."""
+    backward_s: float
+    """Backward, in the iterations that watch the gradients."""
+
+
+@dataclass(frozen=True)
+class Figures:
+    gradients: Gradients
+    forward_s: float
+    backward_s: float
+    update_s: float
+    iteration_s: list[float]
+    hooked: Hooked
+    activations: dict[int, int]
+    memory: Memory
+    pace: Pace | None
+    """None where the host is the device."""
+    compiled: bool
+    chain: MeasuredChain
+
+    @property
+    def overhead(self) -> float:
+        """Forward and backward with their hooks, over the same without."""
+        plain_s = self.forward_s + self.backward_s
+        return (self.hooked.forward_s + self.hooked.backward_s) / plain_s if plain_s > 0 else 1.0
+
+    def profile(
+        self,
+        *,
+        name: str,
+        model: str,
+        batch_size: int,
+        precision: str,
+        device: str,
+        accumulation: int,
+        source: Source,
+        notes: Sequence[str],
+    ) -> Profile:
+        """What every profile holds, however its times were found."""
+        # A gradient that backward fills without its hook firing is known only to be there when backward ends.
+        shares = [self.hooked.ready.get(index, 1.0) for index in range(len(self.gradients.names))]
+        gradients = tuple(
+            Gradient(
+                name=self.gradients.names[index],
+                bytes=self.gradients.sizes[index],
+                ready_s=rounded(shares[index] * self.backward_s),
+                forward_s=rounded(self.hooked.forward.get(index, 0.0) * self.forward_s)
+                if self.hooked.forward
+                else None,
+                activation_bytes=None if self.compiled else self.activations.get(index, 0),
+            )
+            for index in sorted(range(len(shares)), key=lambda index: (shares[index], -index))
+        )
+        return Profile(
+            name=name,
+            model=model,
+            batch_size=batch_size,
+            precision=precision,
+            device=device,
+            forward_s=rounded(self.forward_s),
+            backward_s=rounded(self.backward_s),
+            update_s=rounded(self.update_s),
+            gradients=gradients,
+            buffer_bytes=self.memory.buffer_bytes,
+            accumulation=accumulation,
+            memory=self.memory,
+            source=source,
+            notes=tuple(notes),
+        )
+
+
+def rounded(seconds: float) -> float:
+    """To what a clock tells apart."""
+    return round(seconds, 8)
+
+
+def take(training: Training, iterations: int, warmup: int, time_limit_s: float | None) -> Figures:
+    clock = training.clock
+    gradients = _first_iteration(training)
+    for _ in range(max(0, warmup - 2)):
+        training.iterate()
+    clock.synchronize()
+    started = clock.host_s()
+    training.iterate()
+    clock.synchronize()
+    one_s = clock.host_s() - started
+    hooked_iterations = min(iterations, _HOOKED_ITERATIONS)
+    if time_limit_s is not None:
+        affordable = int(time_limit_s / max(one_s, 1e-9))
+        iterations = max(min(iterations, affordable // 2), min(iterations, _FEWEST_ITERATIONS))
+        hooked_iterations = max(
+            min(hooked_iterations, affordable // 6), min(hooked_iterations, _FEWEST_ITERATIONS // 2)
+        )
+
+    compiled = is_compiled(training.model)
+    owners = [] if compiled else find_owners(training.model, gradients.parameters)
+    memory, activations = _weigh(training, gradients, owners)
+    chain = _chain(training, compiled)
+    memory = replace(memory, head_bytes=chain.head_bytes, outside_bytes=chain.outside_bytes)
+    per_iteration = 3 * training.accumulation + 4
+    # Every block begins with an iteration that only refills the device's queue, and one runs recomputed before that is
+    # timed; modules may be called more than once.
+    clock.reserve(
+        per_iteration * (iterations + 3)
+        + 2 * (2 * per_iteration + len(gradients.parameters) + 2 * len(owners)) * (hooked_iterations + 1)
+    )
+
+    def hooked(host: Host | None) -> Hooked:
+        return _hooked(training, gradients, owners, hooked_iterations, host)
+
+    # Plain halves before and after the hooked iterations: a device that slows down as it warms does so to both.
+    plain = _block(training, (iterations + 1) // 2)
+    clock.synchronize()
+    host, again_s, ahead, observed = None, None, None, None
+    if clock.asynchronous:
+        host = probe(training)
+        again_s = recomputation(training, chain.blocks, host)
+        clock.synchronize()
+        if needs_head_start(host, _iteration_s(plain, training)):
+            ahead = observed = hooked(host)
+    if observed is None:
+        observed = hooked(None)
+    plain += _block(training, iterations // 2)
+    clock.synchronize()
+
+    forward_s, backward_s = _phases(plain, training)
+    pace = None
+    if host is not None:
+        device_s = None if ahead is None else ahead.forward_s + ahead.backward_s
+        pace = judge(host, _iteration_s(plain, training), forward_s + backward_s, device_s, again_s)
+        if pace.kind == "launch-bound":
+            # Plain iterations wait for the host, and so must those that say when each gradient is ready.
+            observed = hooked(None)
+    return Figures(
+        gradients=gradients,
+        forward_s=forward_s,
+        backward_s=backward_s,
+        update_s=median(clock.between(marks.micro_batches[-1].backward_end, marks.end) for marks in plain),
+        iteration_s=[clock.between(marks.begin, marks.end) for marks in plain],
+        hooked=observed,
+        activations=activations,
+        memory=memory,
+        pace=pace,
+        compiled=compiled,
+        chain=chain,
+    )
+
+
+def _chain(training: Training, compiled: bool) -> MeasuredChain:
+    """The blocks; none where a compiled model hides them, or where looking at them takes the last of the memory."""
+    if compiled:
+        return MeasuredChain((), None, 0, 0, ())
+    try:
+        return measure_blocks(training)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+    training.optimizer.zero_grad(set_to_none=True)
+    if training.device.type == "cuda":
+        torch.cuda.empty_cache()
+    return MeasuredChain(
+        (), None, 0, 0, ("blocks: not measured, the device has no memory left for that at this batch size",)
+    )
+
+
+def _block(training: Training, count: int, observer: Observer | None = None) -> list[Marks]:
+    """Iterations one after the other, never waiting in between, as training runs them.
+
+    One more before them refills the queue of a device that works behind the host.
+    """
+    leading = 1 if training.clock.asynchronous else 0
+    return [training.iterate(observer) for _ in range(count + leading)][leading:] if count else []
+
+
+def _hooked(training: Training, gradients: Gradients, owners: list[Owner], count: int, host: Host | None) -> Hooked:
+    """Watch the gradients, then the modules. Given the host's times, let it get that far ahead each time."""
+    clock = training.clock
+    with ReadyWatch(gradients.parameters, clock, host.backward_s if host else 0.0) as ready_watch:
+        ready_marks = _block(training, count, ready_watch)
+    with ForwardWatch(owners, clock, host.forward_s if host else 0.0) as forward_watch:
+        forward_marks = _block(training, count, forward_watch) if owners else ready_marks
+    clock.synchronize()
+    backward = [marks.micro_batches[-1] for marks in ready_marks]
+    forward = [marks.micro_batches[-1] for marks in forward_marks]
+    return Hooked(
+        ready=ready_shares(zip(backward, ready_watch.recordings[-count:], strict=True), clock),
+        forward=forward_shares(zip(forward, forward_watch.recordings[-count:], strict=True), clock) if owners else {},
+        forward_s=median(clock.between(marks.forward_begin, marks.forward_end) for marks in forward),
+        backward_s=median(clock.between(marks.backward_begin, marks.backward_end) for marks in backward),
+    )
+
+
+def _phases(plain: list[Marks], training: Training) -> tuple[float, float]:
+    """Median forward and backward of one micro-batch."""
+    between = training.clock.between
+    micro_batches = [micro_batch for marks in plain for micro_batch in marks.micro_batches]
+    return (
+        median(between(marks.forward_begin, marks.forward_end) for marks in micro_batches),
+        median(between(marks.backward_begin, marks.backward_end) for marks in micro_batches),
+    )
+
+
+def _iteration_s(plain: list[Marks], training: Training) -> float:
+    return median(training.clock.between(marks.begin, marks.end) for marks in plain)
+
+
+def _first_iteration(training: Training) -> Gradients:
+    """Check on the way that everything the user gave does what it should."""
+    model = training.model
+    training.optimizer.zero_grad(set_to_none=True)
+    loss = _user_code("loss(model, batch)", training.plain_loss)
+    check_loss(loss)
+    _user_code("backward", training.scaled(loss).backward)
+    del loss
+    names, parameters, sizes, frozen, unused = [], [], [], [], []
+    for name, parameter in model.named_parameters():
+        gradient = parameter.grad
+        if not parameter.requires_grad:
+            frozen.append(name)
+        elif gradient is None:
+            unused.append(name)
+        elif gradient.layout != torch.strided:
+            raise InputError(
+                f"the gradient of {name} is sparse: all-reduce carries dense gradients; "
+                "build its embedding with sparse=False, or exclude it from data-parallel synchronisation"
+            )
+        else:
+            names.append(name)
+            parameters.append(parameter)
+            sizes.append(gradient.numel() * gradient.element_size())
+    if not names:
+        raise InputError("backward gave no parameter a gradient: the loss does not depend on the model's parameters")
+    _user_code("the optimizer", training.update)
+    return Gradients(names, parameters, sizes, frozen, unused)
+
+
+def _user_code(what: str, call: Callable[[], Any]) -> Any:
+    try:
+        return call()
+    except Exception as error:
+        if is_out_of_memory(error) or isinstance(error, (InputError, MeasurementError)):
+            raise
+        raise InputError(f"{what} raised {where_raised(error)}") from error
+
+
+def _weigh(training: Training, gradients: Gradients, owners: list[Owner]) -> tuple[Memory, dict[int, int]]:
+    """Memory by kind. One iteration under saved-tensor hooks for the activations, a plain one for the peak."""
+    model, device = training.model, training.device
+    parameters, buffers = list(model.parameters()), list(model.buffers())
+    held = [*parameters, *buffers, *tensors_in(training.batch)]
+    with SavedTensors(owners, held) as saved:
+        loss = training.forward()
+    loss.backward()  # type: ignore[no-untyped-call]
+    del loss
+    training.optimizer.zero_grad(set_to_none=True)
+    state = device_bytes(optimizer_tensors(training.optimizer), device)
+    gradient_bytes = sum(gradients.sizes)
+    if device.type == "cuda":
+        training.clock.synchronize()
+        steady = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        training.iterate()
+        training.clock.synchronize()
+        peak = torch.cuda.max_memory_allocated(device)
+    else:
+        steady = storage_bytes(held) + state
+        peak = steady + gradient_bytes + saved.total
+    memory = Memory(
+        parameter_bytes=storage_bytes(parameters),
+        gradient_bytes=gradient_bytes,
+        optimizer_bytes=state,
+        buffer_bytes=storage_bytes(buffers),
+        activation_bytes=saved.total,
+        steady_bytes=steady,
+        peak_bytes=peak,
+        batch_bytes=storage_bytes(tensors_in(training.batch)),
+    )
+    return memory, saved.by_gradient

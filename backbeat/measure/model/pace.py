@@ -1,0 +1,144 @@
+"""Who sets the pace of an iteration: the device, or the host that submits its work.
+
+A device that is slower than its host never waits: times between its events are its own. Hooks cost the host time, and
+where it was only a little faster than the device they make the device wait inside the very spans being measured. There
+the device is kept spinning before each span, so that the host is ahead again; where the host sets the pace of plain
+iterations too, waiting is what training does, and hooked iterations run as they come.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from backbeat.errors import InputError
+from backbeat.model import Block, MemoryPlan, Segment
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from backbeat.measure.model.training_step import Training
+
+Kind = Literal["device-bound", "close to launch-bound", "launch-bound"]
+
+CLOSE = 0.6
+"""The share of an iteration that the host may take before hooks could make the device wait for it."""
+WAITS = 1.05
+"""Plain forward and backward over the device's own, from which on the device is said to wait for the host."""
+_PROBES = 3
+
+
+@dataclass(frozen=True)
+class Host:
+    """What one iteration takes the host to submit, each part begun with an idle device."""
+
+    forward_s: float
+    backward_s: float
+    update_s: float
+
+    @property
+    def iteration_s(self) -> float:
+        return self.forward_s + self.backward_s + self.update_s
+
+
+@dataclass(frozen=True)
+class Pace:
+    kind: Kind
+    host_s: float
+    """What one iteration takes the host to submit."""
+    iteration_s: float
+    """What it takes in all."""
+    device_s: float | None
+    """Forward and backward as the device does them when the host is ahead; unknown where it always is."""
+    recompute_s: float | None = None
+    """How much longer the host takes for a micro-batch of which every block is recomputed."""
+
+
+def probe(training: Training) -> Host:
+    """The quickest of a few submissions: what disturbs a host makes it slower, never faster.
+
+    Waiting for the device between the parts keeps each of them within the launch queue, which lets the host get about
+    a thousand kernels ahead before it blocks.
+    """
+    clock = training.clock
+    probes = []
+    for _ in range(_PROBES):
+        clock.synchronize()
+        started = clock.host_s()
+        for _ in range(training.accumulation - 1):
+            training.forward().backward()  # type: ignore[no-untyped-call]
+        earlier_s = clock.host_s() - started
+        clock.synchronize()
+        started = clock.host_s()
+        loss = training.forward()
+        forward_s = clock.host_s() - started
+        clock.synchronize()
+        started = clock.host_s()
+        loss.backward()  # type: ignore[no-untyped-call]
+        backward_s = clock.host_s() - started
+        clock.synchronize()
+        started = clock.host_s()
+        training.update()
+        update_s = clock.host_s() - started
+        probes.append((forward_s, backward_s, earlier_s + update_s))
+    forward_s, backward_s, rest_s = (min(part) for part in zip(*probes, strict=True))
+    return Host(forward_s, backward_s, rest_s)
+
+
+def recomputation(training: Training, blocks: Sequence[Block], plain: Host) -> float | None:
+    """How much longer the host takes for a micro-batch when every block is recomputed; None where that cannot be."""
+    # Here, since it stands on this package.
+    from backbeat.runtime.memory import apply
+
+    if not blocks:
+        return None
+    try:
+        handle = apply(training.model, MemoryPlan(segments=_one_by_one(blocks)))
+        try:
+            training.iterate()
+            host = probe(training)
+        finally:
+            handle.remove()
+    except (InputError, RuntimeError):
+        # A block that does not run twice alike, which is refused in training too, or no memory left.
+        training.optimizer.zero_grad(set_to_none=True)
+        return None
+    return max(host.forward_s + host.backward_s - plain.forward_s - plain.backward_s, 0.0)
+
+
+def _one_by_one(blocks: Sequence[Block]) -> tuple[Segment, ...]:
+    """Each block a recomputed segment of its own; one that writes into its input goes with the one before it."""
+    segments: list[list[str]] = []
+    for block in blocks:
+        if not block.changes_input:
+            segments.append([block.name])
+        elif segments and block.chained:
+            segments[-1].append(block.name)
+    return tuple(Segment(blocks=tuple(names), action="recompute") for names in segments)
+
+
+def needs_head_start(host: Host, iteration_s: float) -> bool:
+    return host.iteration_s >= CLOSE * iteration_s
+
+
+def judge(
+    host: Host, iteration_s: float, plain_s: float, device_s: float | None, recompute_s: float | None = None
+) -> Pace:
+    """`plain_s` is forward and backward in plain iterations, `device_s` the same with the host ahead.
+
+    >>> host = Host(forward_s=0.3, backward_s=0.5, update_s=0.1)
+    >>> judge(host, 2.0, 1.8, None).kind
+    'device-bound'
+    >>> judge(host, 1.0, 0.9, 0.9).kind
+    'close to launch-bound'
+    >>> judge(host, 1.0, 0.9, 0.7).kind
+    'launch-bound'
+    """
+    kind: Kind
+    if device_s is None:
+        kind = "device-bound"
+    elif plain_s >= WAITS * device_s or host.iteration_s >= iteration_s:
+        kind = "launch-bound"
+    else:
+        kind = "close to launch-bound"
+    return Pace(kind, host.iteration_s, iteration_s, device_s, recompute_s)

@@ -1,0 +1,230 @@
+"""A model's profile, measured: train it for some iterations and write down when each gradient is ready.
+
+Plain iterations give the times; separate, hooked ones give each gradient's share of backward and each module's share
+of forward. So the hooks' own cost is measured rather than contained in the figures, and it is said in a note.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import torch
+
+from backbeat.comm.clock import clock_for
+from backbeat.comm.machine import device_name, short_name, source
+from backbeat.errors import InputError, MeasurementError
+from backbeat.measure.model.inputs import check_model, device_of
+from backbeat.measure.model.observation import Figures, rounded, take
+from backbeat.measure.model.precision import check_precision, scaler_for, tensor_cores
+from backbeat.measure.model.restore import kept
+from backbeat.measure.model.training_step import (
+    Loss,
+    OutOfMemoryError,
+    Training,
+    is_out_of_memory,
+    samples_in,
+    to_device,
+    where_raised,
+)
+from backbeat.model import Profile
+from backbeat.runtime.compressed.topk_speed import Compression, compression_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from backbeat.measure.model.pace import Pace
+
+# Event timers resolve about half a microsecond; further digits would be noise that does not compress.
+
+
+@dataclass(frozen=True)
+class MeasuredModel:
+    """A profile, and what measuring it showed about the measurement."""
+
+    profile: Profile
+    overhead: float
+    """Forward and backward with hooks, over the same without."""
+    pace: Pace | None
+    """Whether the device or the host bounds an iteration; None on a CPU."""
+
+
+def profile(
+    model: torch.nn.Module,
+    batch: Any,
+    loss: Loss,
+    optimizer: torch.optim.Optimizer | None = None,
+    **options: Any,
+) -> Profile:
+    """Train `model` for some iterations on `batch` and return its profile; weights are put back afterwards.
+
+    `loss(model, batch)` returns the scalar that backward starts from. Without an optimizer, SGD with momentum.
+    Options are those of `measure`: `precision`, `device`, `iterations`, `warmup`, `accumulation`, `batch_size`,
+    `name`, `model_name`, `time_limit_s`, `keep`, `command`, `notes`.
+    """
+    return measure(model, batch, loss, optimizer, **options).profile
+
+
+def measure(
+    model: torch.nn.Module,
+    batch: Any,
+    loss: Loss,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    precision: str = "fp32",
+    device: str | torch.device | None = None,
+    iterations: int = 30,
+    warmup: int = 10,
+    accumulation: int = 1,
+    batch_size: int | None = None,
+    name: str | None = None,
+    model_name: str | None = None,
+    time_limit_s: float | None = None,
+    keep: bool = True,
+    command: str | None = None,
+    notes: Iterable[str] = (),
+) -> MeasuredModel:
+    """As `profile`, with the measurement's own cost.
+
+    `time_limit_s` lowers the number of iterations (to 8 at least) where they would take longer. `keep=False` spares the
+    copies that put the model back as it was.
+    """
+    for field, value, least in (
+        ("iterations", iterations, 1),
+        ("warmup", warmup, 1),
+        ("accumulation", accumulation, 1),
+    ):
+        if value < least:
+            raise InputError(f"{field} is {value}: it must be {least} or more")
+    check_model(model)
+    where = device_of(model, device)
+    check_precision(precision, where)
+    model.to(where)
+    batch = to_device(batch, where)
+    samples = batch_size or samples_in(batch)
+    if samples is None:
+        raise InputError("the batch holds no tensor to count samples in: give batch_size")
+    clock = clock_for(where)
+    given_optimizer = optimizer
+    if optimizer is None:
+        trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        if not trainable:
+            raise InputError(
+                "no parameter of the model has requires_grad: there are no gradients to time; unfreeze some"
+            )
+        optimizer = torch.optim.SGD(trainable, lr=1e-4, momentum=0.9)
+    training = Training(
+        model=model,
+        batch=batch,
+        loss=loss,
+        optimizer=optimizer,
+        device=where,
+        precision=precision,
+        accumulation=accumulation,
+        scaler=scaler_for(precision, where),
+        clock=clock,
+    )
+    try:
+        with _current(where), tensor_cores(precision, where):
+            if keep:
+                with kept(model, given_optimizer, where):
+                    figures = take(training, iterations, warmup, time_limit_s)
+            else:
+                figures = take(training, iterations, warmup, time_limit_s)
+            compression = compression_of(training, sum(figures.gradients.sizes))
+    except (InputError, MeasurementError):
+        raise
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise OutOfMemoryError(
+                f"out of memory with {samples} samples on {device_name(where)}: take a smaller batch, "
+                "checkpoint activations, or accumulate gradients over smaller micro-batches"
+            ) from None
+        raise InputError(f"training the model raised {where_raised(error)}") from error
+    title = model_name or type(model).__name__
+    return _document(
+        training,
+        figures,
+        compression,
+        name=name or f"{title.lower()}-b{samples}-{precision}-{short_name(where)}",
+        model=title,
+        batch_size=samples,
+        command=command or "backbeat.measure.profile(model, batch, loss)",
+        notes=(*notes, *(() if given_optimizer is not None else ("optimizer: SGD with momentum",))),
+    )
+
+
+def _document(
+    training: Training,
+    figures: Figures,
+    compression: Compression | None,
+    *,
+    name: str,
+    model: str,
+    batch_size: int,
+    command: str,
+    notes: tuple[str, ...],
+) -> MeasuredModel:
+    pace = figures.pace
+    document = msgspec.structs.replace(
+        figures.profile(
+            name=name,
+            model=model,
+            batch_size=batch_size,
+            precision=training.precision,
+            device=device_name(training.device),
+            accumulation=training.accumulation,
+            source=source(command, training.device),
+            notes=(*notes, *_notes(training, figures)),
+        ),
+        iteration_s=tuple(rounded(seconds) for seconds in figures.iteration_s),
+        blocks=figures.chain.blocks,
+        host_link=figures.chain.host_link,
+        compression_s_per_byte=None if compression is None else compression.s_per_byte,
+        compression_s_per_group=None if compression is None else compression.s_per_bucket,
+        host_s=None if pace is None else rounded(pace.host_s),
+        host_recompute_s=None if pace is None or pace.recompute_s is None else rounded(pace.recompute_s),
+    )
+    return MeasuredModel(document, figures.overhead, figures.pace)
+
+
+def _notes(training: Training, figures: Figures) -> list[str]:
+    plain_s = figures.forward_s + figures.backward_s
+    notes = [
+        f"with hooks, forward and backward took {figures.overhead:.4f} times the plain {plain_s * 1e3:.4g} ms; "
+        "ready and forward times are shares of the plain backward and forward"
+    ]
+    if figures.pace is not None:
+        notes.append(_pace_note(figures.pace))
+    else:
+        notes.append(f"CPU with {torch.get_num_threads()} threads; peak memory is the sum of its kinds, not measured")
+    if figures.compiled:
+        notes.append("compiled model: forward time and activations per module are not visible")
+    if not training.model.training:
+        notes.append("the model was in eval mode")
+    notes += figures.gradients.left_out
+    missed = [name for index, name in enumerate(figures.gradients.names) if index not in figures.hooked.ready]
+    if missed:
+        notes.append(f"ready time unknown, taken as the end of backward: {', '.join(missed)}")
+    return [*notes, *figures.chain.notes]
+
+
+def _pace_note(pace: Pace) -> str:
+    host = (
+        f"{pace.kind}: the host submits an iteration in {pace.host_s * 1e3:.4g} ms, "
+        f"{pace.host_s / pace.iteration_s:.0%} of the {pace.iteration_s * 1e3:.4g} ms it takes"
+    )
+    if pace.kind == "device-bound" or pace.device_s is None:
+        return host
+    if pace.kind == "close to launch-bound":
+        return f"{host}; hooked iterations gave the host a head start, so that the shares are the device's own"
+    return (
+        f"{host}; given a head start, the device does forward and backward in {pace.device_s * 1e3:.4g} ms; the shares "
+        "are at the host's pace; a faster host, a larger batch or CUDA graphs would shorten the iteration"
+    )
+
+
+def _current(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()

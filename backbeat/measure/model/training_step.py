@@ -1,0 +1,149 @@
+"""One training iteration, marked: forward and backward of every micro-batch, then the update."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, cast
+
+import torch
+
+from backbeat.comm.clock import Clock, Mark
+from backbeat.errors import MeasurementError
+from backbeat.measure.model.precision import autocast
+
+Loss = Callable[[torch.nn.Module, Any], torch.Tensor]
+
+
+class OutOfMemoryError(MeasurementError):
+    """The device is too small for this batch."""
+
+
+class MicroBatch(NamedTuple):
+    forward_begin: Mark
+    forward_end: Mark
+    backward_begin: Mark
+    """The end of forward, unless an observer came in between."""
+    backward_end: Mark
+
+
+class Marks(NamedTuple):
+    begin: Mark
+    micro_batches: tuple[MicroBatch, ...]
+    end: Mark
+
+
+class Observer(Protocol):
+    """Told about the last micro-batch, the one that completes the gradients. What it does first is not timed."""
+
+    def before_forward(self) -> None: ...
+
+    def before_backward(self) -> None: ...
+
+    def after_backward(self) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """A model with all it takes to train it for one iteration."""
+
+    model: torch.nn.Module
+    batch: Any
+    loss: Loss
+    optimizer: torch.optim.Optimizer
+    device: torch.device
+    precision: str
+    accumulation: int
+    scaler: Any
+    clock: Clock
+
+    def iterate(self, observer: Observer | None = None) -> Marks:
+        begin = self.clock.mark()
+        micro_batches = []
+        for index in range(self.accumulation):
+            watched = observer if index == self.accumulation - 1 else None
+            micro_batches.append(self.micro_batch(begin if index == 0 else self.clock.mark(), watched))
+        self.update()
+        return Marks(begin, tuple(micro_batches), self.clock.mark())
+
+    def micro_batch(self, forward_begin: Mark, observer: Observer | None = None) -> MicroBatch:
+        if observer is not None:
+            observer.before_forward()
+            forward_begin = self.clock.mark()
+        loss = self.forward()
+        forward_end = backward_begin = self.clock.mark()
+        if observer is not None:
+            observer.before_backward()
+            backward_begin = self.clock.mark()
+        loss.backward()  # type: ignore[no-untyped-call]
+        backward_end = self.clock.mark()
+        if observer is not None:
+            observer.after_backward()
+        return MicroBatch(forward_begin, forward_end, backward_begin, backward_end)
+
+    def forward(self) -> torch.Tensor:
+        """What backward starts from: the loss, averaged over micro-batches and scaled where fp16 needs it."""
+        return self.scaled(self.plain_loss())
+
+    def plain_loss(self) -> torch.Tensor:
+        with autocast(self.precision, self.device):
+            return self.loss(self.model, self.batch)
+
+    def scaled(self, loss: torch.Tensor) -> torch.Tensor:
+        if self.accumulation > 1:
+            loss = loss / self.accumulation
+        return loss if self.scaler is None else cast(torch.Tensor, self.scaler.scale(loss))
+
+    def update(self) -> None:
+        if self.scaler is None:
+            self.optimizer.step()
+        else:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    text = str(error)
+    return isinstance(error, RuntimeError) and (
+        "out of memory" in text or "not enough memory" in text or "CUDNN_STATUS_ALLOC_FAILED" in text
+    )
+
+
+def where_raised(error: BaseException) -> str:
+    """`ValueError: …  (file.py, line 12)`: the innermost frame, on one line."""
+    frames = traceback.extract_tb(error.__traceback__)
+    at = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:300]}{at}" if text else f"{type(error).__name__}{at}"
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """The batch with every tensor in it on the device; containers keep their types."""
+    if isinstance(batch, torch.Tensor):
+        return batch.to(device)
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(to_device(item, device) for item in batch))
+    if isinstance(batch, (list, tuple)):
+        return type(batch)(to_device(item, device) for item in batch)
+    if type(batch) is dict:
+        return {key: to_device(item, device) for key, item in batch.items()}
+    return batch.to(device) if callable(getattr(batch, "to", None)) else batch
+
+
+def tensors_in(batch: Any) -> list[torch.Tensor]:
+    if isinstance(batch, torch.Tensor):
+        return [batch]
+    if isinstance(batch, Mapping):
+        batch = list(batch.values())
+    if isinstance(batch, (list, tuple)):
+        return [tensor for item in batch for tensor in tensors_in(item)]
+    return []
+
+
+def samples_in(batch: Any) -> int | None:
+    """The length of the first tensor that has one."""
+    return next((int(tensor.shape[0]) for tensor in tensors_in(batch) if tensor.dim() > 0 and tensor.shape[0]), None)

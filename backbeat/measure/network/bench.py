@@ -1,0 +1,181 @@
+"""Timing collectives so that every rank gets the same numbers.
+
+A sample is the time from all ranks having the data ready to all ranks having the result. Ranks are lined up by a tiny
+all-reduce, each takes the time on its own clock, and the longest of them counts: no clock is compared with another.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections import deque
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from backbeat.comm.spin import SpinRate, spin_rate, until
+from backbeat.errors import MeasurementError
+from backbeat.units import format_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from backbeat.comm.opened import Communicator, Work
+
+Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "broadcast"]
+COLLECTIVES: tuple[Collective, ...] = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
+_ELEMENT_BYTES = 4
+# The first of them lines the ranks up, the others bring all to the same state: threads awake, links warm.
+_ALIGN = 3
+cuda: Any = torch.cuda  # untyped in parts
+
+# In training the host runs ahead of the device. In a sample it starts with it, and what it has not queued in time would
+# count as communication, on every rank, since all wait for the slowest. So the device first spins, on all ranks equally
+# long, and by this margin longer than the slowest host needs; until that is known, for this long per collective.
+_FIRST_PACE_S = 300e-6
+_PACE_SAMPLES = 16
+_LEAD_MARGIN = 2.0
+_RESOLUTION_S = 1e-6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One thing to time: `messages` equal collectives issued at once, round robin over `communicators`."""
+
+    collective: Collective = "all_reduce"
+    bytes: int
+    """The whole buffer: what all-gather ends with and reduce-scatter starts from."""
+    messages: int = 1
+    communicators: int = 1
+
+    def __str__(self) -> str:
+        name = f"{self.collective} {format_bytes(self.bytes)}"
+        return name if self.messages == 1 else f"{name} × {self.messages} on {self.communicators}"
+
+
+class Bench:
+    """Times cases over a set of communicators."""
+
+    def __init__(
+        self, communicators: Sequence[Communicator], *, rank: int, workers: int, device: torch.device, timeout_s: float
+    ) -> None:
+        self.rank = rank
+        self.workers = workers
+        self.device = device
+        self._communicators = communicators
+        self._timeout_s = timeout_s
+        self._tiny = torch.zeros(1, device=device)
+        self._buffer = torch.zeros(0, device=device)
+        self._shard = torch.zeros(0, device=device)
+        self._begun = time.perf_counter()
+        self._paces: deque[float] = deque(maxlen=_PACE_SAMPLES)
+        self.pace_s = _FIRST_PACE_S
+        """What the slowest rank's host needs to queue one collective."""
+        self._clock: tuple[SpinRate, Any, Any] | None = None
+        self.timed = 0
+        self.late = 0
+        """Samples on a device, and those of them in which this host was still queueing when the spin ended."""
+
+    def sample(self, case: Case) -> float:
+        """This rank's own time of one run. Pass it through `agree` before anything is decided by it."""
+        with explained(str(case)):
+            launch = self._launcher(case)
+            if self.device.type == "cuda":
+                return self._sample_cuda(launch, case.messages)
+            # Gradients are written just before they leave: without this, what the cache holds depends on the last case.
+            self._buffer[: max(1, case.bytes * case.messages // _ELEMENT_BYTES)].fill_(0.0)
+            for _ in range(_ALIGN):
+                self._communicators[0].all_reduce(self._tiny).wait()
+            start = time.perf_counter()
+            for work in launch():
+                work.wait()
+            return time.perf_counter() - start
+
+    def agree(self, values: Sequence[float]) -> list[float]:
+        """The element-wise largest over all ranks: the same on every rank, so that all take the same decisions."""
+        with explained("agreeing on times"):
+            pace = statistics.median(self._paces) if self._paces else _FIRST_PACE_S
+            shared = torch.tensor([*values, pace], dtype=torch.float64, device=self.device)
+            self._communicators[0].all_reduce(shared, dist.ReduceOp.MAX).wait()
+            if self.device.type == "cuda":
+                done = cuda.Event()
+                done.record()
+                until(done, self._timeout_s)
+            *agreed, self.pace_s = (float(value) for value in shared.tolist())
+            return agreed
+
+    def elapsed(self) -> float:
+        """Seconds since the bench was made, on this rank's clock."""
+        return time.perf_counter() - self._begun
+
+    def _sample_cuda(self, launch: Callable[[], list[Work]], messages: int) -> float:
+        rate, start, end = self._device_clock()
+        for _ in range(_ALIGN):
+            self._communicators[0].all_reduce(self._tiny).wait()
+        queueing = time.perf_counter()
+        # A device that is idle would start its clock at once, and wait for the host's next call on it.
+        rate.spin(_LEAD_MARGIN * self.pace_s)
+        start.record()
+        lead_s = rate.spin(_LEAD_MARGIN * self.pace_s * (messages + 1))
+        for work in launch():
+            work.wait()
+        end.record()
+        queued_s = time.perf_counter() - queueing
+        self.timed += 1
+        self.late += queued_s > lead_s
+        self._paces.append(queued_s / (messages + 1))
+        until(end, self._timeout_s)
+        return max(float(start.elapsed_time(end)) * 1e-3 - lead_s, _RESOLUTION_S)
+
+    def _device_clock(self) -> tuple[SpinRate, Any, Any]:
+        """Made once: an event of its own can take a host longer than a small message takes the network."""
+        if self._clock is None:
+            self._clock = (spin_rate(), cuda.Event(enable_timing=True), cuda.Event(enable_timing=True))
+        return self._clock
+
+    def _launcher(self, case: Case) -> Callable[[], list[Work]]:
+        elements = max(1, math.ceil(case.bytes / _ELEMENT_BYTES))
+        communicators = self._communicators[: case.communicators]
+        if case.collective in ("all_gather", "reduce_scatter"):
+            per_rank = math.ceil(elements / self.workers)
+            whole, shard = self._room(per_rank * self.workers), self._shard_room(per_rank)
+            if case.collective == "all_gather":
+                return lambda: [communicators[0].all_gather(whole, shard)]
+            return lambda: [communicators[0].reduce_scatter(shard, whole)]
+        room = self._room(elements * case.messages)
+        if case.collective == "broadcast":
+            return lambda: [communicators[0].broadcast(room[:elements])]
+        pieces = [room[index * elements : (index + 1) * elements] for index in range(case.messages)]
+        return lambda: [
+            communicators[index % case.communicators].all_reduce(piece) for index, piece in enumerate(pieces)
+        ]
+
+    def _room(self, elements: int) -> torch.Tensor:
+        if self._buffer.numel() < elements:
+            # Written once, so that no sample pays for the first touch of a page; zeros, so that sums stay finite.
+            self._buffer = torch.empty(elements, device=self.device).fill_(0.0)
+        return self._buffer[:elements]
+
+    def _shard_room(self, elements: int) -> torch.Tensor:
+        if self._shard.numel() < elements:
+            self._shard = torch.empty(elements, device=self.device).fill_(0.0)
+        return self._shard[:elements]
+
+
+@contextmanager
+def explained(what: str) -> Iterator[None]:
+    """What goes wrong inside becomes one line that says where it happened and what to do."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise MeasurementError(f"out of memory at {what}: measure smaller messages with --sizes") from error
+    except (RuntimeError, TimeoutError) as error:
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise MeasurementError(
+            f"calibration stopped at {what}, nothing was written: a worker died or cannot be reached ({first}); "
+            "look at its log and start all workers again"
+        ) from error

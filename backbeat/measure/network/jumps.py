@@ -1,0 +1,90 @@
+"""Where a library changes its protocol, time jumps with size: the curve gets more points there, closer and closer.
+
+Between two sizes a cost model draws a line. Over a jump that line is wrong by as much as the jump is high, on all of
+the interval; each further point about halves the interval in which it can be.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from backbeat.cost.curve import Curve
+from backbeat.cost.samples import Timing, summarise
+from backbeat.measure.network.bench import Case
+from backbeat.measure.network.sampling import FEWEST_REPEATS
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from backbeat.measure.network.sampling import Progress, Sampler
+
+_STEEP = 2.5
+"""Times the link's seconds per byte; what rises faster than this is no transfer."""
+_HIGH = 0.08
+"""Share of the larger size's time that rises so."""
+_MOST = 6
+_POINTS = 3
+"""Further points for each jump."""
+_PLACE = 0.45
+"""Of the interval. Not its middle, where sizes are held out to check the curve."""
+_SAMPLES = 24
+SHARE = 0.1
+"""Of the budget, at most."""
+
+
+def jumps(times: Mapping[int, float], doubts: Mapping[int, float] | None = None) -> list[tuple[int, int]]:
+    """Neighbouring sizes between which time jumps, the highest jumps first; `doubts`: how far each time may be off.
+
+    >>> jumps({2**10: 1e-4, 2**14: 1e-4, 2**15: 2e-4, 2**20: 1e-3, 2**22: 4e-3, 2**24: 16e-3})
+    [(16384, 32768)]
+    """
+    if len(times) < 2:
+        return []
+    rising = sorted(times.items())
+    link = Curve.through(tuple(_rising(rising))).gradient_s_per_byte
+    found = []
+    for (small, before), (large, after) in pairwise(rising):
+        rise, carried = after - before, link * (large - small)
+        doubt = 0.0 if doubts is None else doubts[small] + doubts[large]
+        if rise > _STEEP * carried and rise - carried > max(_HIGH * after, doubt) and large - small >= 8:
+            found.append(((rise - carried) / after, (small, large)))
+    return [pair for _, pair in sorted(found, reverse=True)[:_MOST]]
+
+
+def closer(sampler: Sampler, timings: Mapping[Case, Timing], budget_s: float, progress: Progress) -> dict[Case, Timing]:
+    """Further all-reduces, where isolated ones jump: each in the part of the interval that rises more.
+
+    Every decision is taken from times that all ranks share.
+    """
+    isolated = {case.bytes: one for case, one in timings.items() if case == Case(bytes=case.bytes)}
+    times = {size: timing.median_s for size, timing in isolated.items()}
+    doubts = {size: timing.median_s * timing.uncertainty for size, timing in isolated.items()}
+    found: dict[Case, Timing] = {}
+    (now,) = sampler.agree([sampler.elapsed()])
+    until = now + SHARE * budget_s
+    for small, large in jumps(times, doubts):
+        low, high = small, large
+        for _ in range(_POINTS):
+            size = (low + round((high - low) * _PLACE)) // 4 * 4
+            # The first warms up; none takes longer than the larger size.
+            samples = min(_SAMPLES, int((until - now) / max(times[high], 1e-9)) - 1)
+            if not low < size < high or samples < FEWEST_REPEATS:
+                break
+            case = Case(bytes=size)
+            progress(f"closer {case}", 1.0)
+            sampler.sample(case)
+            *taken, now = sampler.agree([*(sampler.sample(case) for _ in range(samples)), sampler.elapsed()])
+            found[case] = summarise(taken)
+            times[size] = found[case].median_s
+            low, high = (low, size) if times[size] - times[low] > times[high] - times[size] else (size, high)
+    return found
+
+
+def _rising(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
+    reached = 0.0
+    rising = []
+    for size, seconds in points:
+        reached = max(reached, seconds)
+        rising.append((size, reached))
+    return rising

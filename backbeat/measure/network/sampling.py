@@ -1,0 +1,206 @@
+"""Which cases fit a time budget, and how often each is repeated.
+
+Every decision is taken from numbers that all ranks share (`Bench.agree`), so that ranks never part ways. Cases are
+sampled in rounds, each in another order, so that a slow drift of the machine touches all sizes alike.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from backbeat.cost.samples import Timing, summarise
+
+if TYPE_CHECKING:
+    from backbeat.measure.network.bench import Case
+
+REPEATS = 8
+FEWEST_REPEATS = 5
+"""Only where the machine turned out slower than its first samples said; a note names it."""
+MOST_REPEATS = 400
+STABLE = 0.01
+"""A median is good enough once its 95 % confidence interval is within this share of it."""
+
+# Of the budget that the obligatory repeats may take; the rest absorbs estimates that were too low.
+_SAFE_SHARE = 0.8
+# Small messages are cheap and jitter most: each is sampled several times in a round.
+_MOST_PER_ROUND = 16
+_TRIES = 3
+
+
+class Sampler(Protocol):
+    def sample(self, case: Case) -> float: ...
+    def agree(self, values: Sequence[float]) -> list[float]: ...
+    def elapsed(self) -> float: ...
+
+
+Progress = Callable[[str, float], None]
+"""Called with what is being measured and the share of the budget used so far."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Series:
+    """Cases from small to large, with the share of the budget that their obligatory repeats may take."""
+
+    cases: tuple[Case, ...]
+    share: float
+    least: int = 0
+    """This many cases are measured whatever they cost."""
+    round_s: float = 2e-3
+    """In each round a case is repeated until about this much time went into it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingOutcome:
+    """The timings of the cases that fitted, and the cases that did not."""
+
+    timings: dict[Case, Timing]
+    dropped: tuple[Case, ...]
+    stable: bool
+    elapsed_s: float
+
+
+def measure(sampler: Sampler, series: Sequence[Series], budget_s: float, progress: Progress) -> SamplingOutcome:
+    """Time every case that fits the budget, at least `REPEATS` times."""
+    kept: list[list[Case]] = []
+    cost: dict[Case, float] = {}
+    spare = 0.0
+    for one in series:
+        allowed = one.share * budget_s * _SAFE_SHARE + spare
+        chosen, used = _choose(
+            sampler, one, allowed, cost, lambda case: progress(f"first {case}", _share(sampler, budget_s))
+        )
+        spare = max(0.0, allowed - used)
+        kept.append(chosen)
+    samples = _rounds(sampler, series, kept, cost, budget_s, progress)
+    timings = {case: summarise(taken) for case, taken in samples.items()}
+    return SamplingOutcome(
+        timings=timings,
+        dropped=tuple(case for one in series for case in one.cases if case not in timings),
+        stable=all(timing.uncertainty <= STABLE for timing in timings.values()),
+        elapsed_s=sampler.agree([sampler.elapsed()])[0],
+    )
+
+
+def _share(sampler: Sampler, budget_s: float) -> float:
+    return min(1.0, sampler.elapsed() / budget_s) if budget_s > 0 else 1.0
+
+
+def _choose(
+    sampler: Sampler, series: Series, allowed_s: float, cost: dict[Case, float], show: Callable[[Case], None]
+) -> tuple[list[Case], float]:
+    """Cases in order until the next one's repeats would no longer fit. Each is run twice: the first run warms it up."""
+    chosen: list[Case] = []
+    used = 0.0
+    for case in series.cases:
+        obliged = len(chosen) < series.least
+        before = chosen[-1] if chosen else None
+        # Time cannot grow faster than the bytes, so this never lets in what does not fit by more than noise.
+        expected = cost[before] * _volume(case) / _volume(before) if before else 0.0
+        if not obliged and used + expected * (REPEATS + 2) > allowed_s:
+            break
+        show(case)
+        sampler.sample(case)
+        seconds = _first(sampler, case, (allowed_s - used) / (REPEATS + 2))
+        if not obliged and used + seconds * (REPEATS + 2) > allowed_s:
+            break
+        cost[case] = seconds
+        used += seconds * (REPEATS + 2)
+        chosen.append(case)
+    return chosen, used
+
+
+def _first(sampler: Sampler, case: Case, limit_s: float) -> float:
+    """What one sample costs, all told; the least of a few where it was over the limit, since it may be bad luck."""
+    least = float("inf")
+    for _ in range(_TRIES):
+        begun = sampler.elapsed()
+        sampler.sample(case)
+        (seconds,) = sampler.agree([sampler.elapsed() - begun])
+        least = min(least, seconds)
+        if least <= limit_s:
+            break
+    return least
+
+
+def _volume(case: Case) -> float:
+    return float(case.bytes * case.messages)
+
+
+def _rounds(
+    sampler: Sampler,
+    series: Sequence[Series],
+    kept: list[list[Case]],
+    cost: dict[Case, float],
+    budget_s: float,
+    progress: Progress,
+) -> dict[Case, list[float]]:
+    samples: dict[Case, list[float]] = {case: [] for cases in kept for case in cases}
+    order = random.Random(0)  # the same on every rank
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        while True:
+            turns = [
+                case
+                for one, cases in zip(series, kept, strict=True)
+                for case in cases
+                for _ in range(_per_round(one.round_s, cost[case]))
+            ]
+            order.shuffle(turns)
+            fewest = min(len(taken) for taken in samples.values())
+            progress(f"{len(samples)} cases, {fewest} repeats", _share(sampler, budget_s))
+            agreed = sampler.agree([*(sampler.sample(case) for case in turns), sampler.elapsed()])
+            for case, seconds in zip(turns, agreed, strict=False):
+                samples[case].append(seconds)
+            if _finished(samples, agreed[-1] >= budget_s):
+                return samples
+            if agreed[-1] >= budget_s:
+                _shed(samples, series, kept)
+    finally:
+        if collecting:
+            gc.enable()
+
+
+def _per_round(round_s: float, cost_s: float) -> int:
+    return max(1, min(_MOST_PER_ROUND, int(round_s / max(cost_s, 1e-9))))
+
+
+def _finished(samples: dict[Case, list[float]], late: bool) -> bool:
+    counts = [len(taken) for taken in samples.values()]
+    if late:
+        return min(counts) >= FEWEST_REPEATS
+    if min(counts) < REPEATS:
+        return False
+    return max(counts) >= MOST_REPEATS or all(summarise(taken).uncertainty <= STABLE for taken in samples.values())
+
+
+def _shed(samples: dict[Case, list[float]], series: Sequence[Series], kept: list[list[Case]]) -> None:
+    """Out of time before the fewest repeats: give up the largest cases, half of each series at a time."""
+    for one, cases in zip(series, kept, strict=True):
+        keep = max(one.least, len(cases) // 2)
+        for case in cases[keep:]:
+            del samples[case]
+        del cases[keep:]
+
+
+def doubling(smallest: int, largest: int) -> list[int]:
+    """
+    >>> doubling(1024, 10000)
+    [1024, 2048, 4096, 8192, 10000]
+    """
+    sizes: Iterable[int] = (smallest << step for step in range(64))
+    found = []
+    for size in sizes:
+        if size >= largest:
+            break
+        found.append(size)
+    return [*found, largest]
+
+
+SIZES = tuple(sorted({*doubling(2**10, 2**28), *(3 << power for power in range(13, 21))}))
+"""What is measured unless told otherwise: every octave, and twice as many from 24 KiB to 3 MiB, where libraries change
+their protocol."""

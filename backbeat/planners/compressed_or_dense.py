@@ -1,0 +1,198 @@
+"""`sparse`: buckets, and for each whether it travels as it is or as its largest elements, whichever is faster.
+
+Were everything compressed, compression would delay gradient j by the same time however buckets are cut (its rate times
+the bytes up to j), so the exact one-communicator programme of `optimal` holds with later ready times and the compressed
+cost, but for what a bucket costs by itself. That bucketing and the dense optimum are the candidates; then single
+buckets change between compressed and dense as long as the prediction falls, and neighbours become one bucket where that
+costs nothing. All dense is among the candidates, so the result is never predicted slower than `optimal`.
+
+Small tensors (biases, norms) never travel sparse: they are a thousandth of the bytes, and what training is most
+sensitive to. Where their neighbours are compressed they wait for the next dense bucket, or leave once in one of their
+own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from backbeat.errors import InputError
+from backbeat.model.compression import Compression
+from backbeat.model.plan import Bucket, Plan
+from backbeat.planners.optimal import best_ends, quadratic_programme
+from backbeat.simulate.compressed_cost import (
+    ELEMENT_BYTES,
+    CompressedCost,
+    Piece,
+    compression_s_per_bucket,
+    compression_s_per_byte,
+    travel,
+)
+from backbeat.simulate.schedule import running_sums
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from backbeat.model import Network, Profile
+    from backbeat.planners.draft import StrategyOptions
+
+DEFAULT_DENSITY = 0.01
+SMALL_BYTES = 2**16
+"""Tensors up to this size travel as they are."""
+_FLIPS = 400
+"""Evaluations spent on changing single buckets."""
+_BETTER = 1e-3
+"""A bucket changes between dense and compressed only for a gain worth the name, as a share of the end."""
+_ROUNDING = 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class Mixed:
+    """Consecutive buckets in ready order, each dense or compressed."""
+
+    ends: list[int]
+    compressed: list[bool]
+    compression: Compression
+    early: int | None = None
+    """Behind this bucket the small tensors that wait leave in one of their own."""
+    notes: tuple[str, ...] = ()
+
+    def members(self, profile: Profile) -> list[tuple[list[int], bool]]:
+        """Gradients of each bucket as it travels, in launch order: small ones leave compressed buckets for dense
+        ones."""
+        buckets: list[tuple[list[int], bool]] = []
+        waiting: list[int] = []
+        first = 0
+        for number, (end, compressed) in enumerate(zip(self.ends, self.compressed, strict=True)):
+            inside = list(range(first, end))
+            first = end
+            if not compressed:
+                buckets.append((waiting + inside, False))
+                waiting = []
+                continue
+            large = [place for place in inside if profile.gradients[place].bytes > SMALL_BYTES]
+            waiting += [place for place in inside if profile.gradients[place].bytes <= SMALL_BYTES]
+            if large:
+                buckets.append((large, True))
+            if number == self.early and waiting:
+                buckets.append((waiting, False))
+                waiting = []
+        if waiting:
+            buckets.append((waiting, False))
+        return buckets
+
+    def end_s(self, profile: Profile, network: Network, wire: CompressedCost) -> float:
+        pieces = [
+            Piece(
+                max(profile.gradients[place].ready_s for place in inside),
+                sum(profile.gradients[place].bytes for place in inside),
+                self.compression if compressed else None,
+            )
+            for inside, compressed in self.members(profile)
+        ]
+        return travel(pieces, profile, network, wire).end_s
+
+    def named(self, profile: Profile, strategy: str, workers: int) -> Plan:
+        return Plan(
+            strategy=strategy,
+            model=profile.model,
+            workers=workers,
+            communicators=1,
+            buckets=tuple(
+                Bucket(
+                    gradients=tuple(profile.gradients[place].name for place in inside),
+                    communicator=0,
+                    compression=self.compression if compressed else None,
+                )
+                for inside, compressed in self.members(profile)
+            ),
+            notes=self.notes,
+        )
+
+
+def sparse(profile: Profile, network: Network, options: StrategyOptions) -> Mixed:
+    """Top-k at the asked density where it is predicted to pay."""
+    density = DEFAULT_DENSITY if options.density is None else options.density
+    compression = Compression(density=density)
+    if options.communicators is not None and options.communicators != 1:
+        raise InputError(f"communicators is {options.communicators}: sparse plans use one communicator; leave it out")
+    ends = best_ends(profile, network.cost)
+    wire = CompressedCost.of(network)
+    dense = Mixed(ends, [False] * len(ends), compression)
+    if network.workers == 1:
+        return Mixed(ends, dense.compressed, compression, notes=("one worker: nothing travels, nothing is compressed",))
+    whole = compressed_ends(profile, network, wire, compression)
+    candidates = [dense, Mixed(ends, [True] * len(ends), compression), Mixed(whole, [True] * len(whole), compression)]
+    scored = [(mixed.end_s(profile, network, wire), mixed) for mixed in candidates]
+    least = scored[0]
+    for end, mixed in scored:
+        found = _flipped(end, mixed, profile, network, wire)
+        if found[0] < least[0] * (1 - _ROUNDING):
+            least = found
+    chosen = _merged(*least, profile, network, wire)
+    if any(chosen.compressed):
+        places = [chosen, *(replace(chosen, early=place) for place in range(len(chosen.ends) - 1))]
+        chosen = min(places, key=lambda mixed: mixed.end_s(profile, network, wire))
+    buckets = chosen.members(profile)
+    count = sum(compressed for _, compressed in buckets)
+    if count == 0:
+        note = f"sparse: all buckets dense, sending {density:.3g} of the elements would not be faster"
+    else:
+        note = f"sparse: {count} of {len(buckets)} buckets send {density:.3g} of their elements, the others all"
+    return replace(chosen, notes=(note,))
+
+
+def compressed_ends(profile: Profile, network: Network, wire: CompressedCost, compression: Compression) -> list[int]:
+    """The exact one-communicator buckets if everything were compressed.
+
+    E[j] = min over i < j of  max(r_j + c·S_j, E[i]) + T(S_j - S_i) + f
+
+    What compression costs each bucket by itself, f, delays the buckets behind it too. Here it counts as if it were
+    sent: that keeps buckets few, and the prediction that judges the result has it right.
+    """
+    sums = running_sums(profile.sizes)
+    ready = (profile.ready + compression_s_per_byte(profile) * sums[1:]).tolist()
+    fixed = compression_s_per_bucket(profile)
+
+    def finishes(j: int, messages: NDArray[np.float64], earliest: NDArray[np.float64]) -> NDArray[np.float64]:
+        times = wire.time(messages / ELEMENT_BYTES, compression) + fixed
+        return np.asarray(np.maximum(ready[j - 1], earliest) + times)
+
+    return quadratic_programme(profile.sizes, finishes)
+
+
+def _merged(end: float, mixed: Mixed, profile: Profile, network: Network, wire: CompressedCost) -> Mixed:
+    """Neighbours of one kind become one bucket where that costs nothing: every message has a cost that no model
+    sees."""
+    place = len(mixed.ends) - 2
+    while place >= 0:
+        if mixed.compressed[place] == mixed.compressed[place + 1]:
+            fewer = Mixed(
+                [*mixed.ends[:place], *mixed.ends[place + 1 :]],
+                [*mixed.compressed[:place], *mixed.compressed[place + 1 :]],
+                mixed.compression,
+            )
+            if fewer.end_s(profile, network, wire) <= end * (1 + _ROUNDING):
+                mixed = fewer
+        place -= 1
+    return mixed
+
+
+def _flipped(end: float, mixed: Mixed, profile: Profile, network: Network, wire: CompressedCost) -> tuple[float, Mixed]:
+    """Change single buckets, from the tail, as long as the end falls."""
+    left = _FLIPS
+    improved = True
+    while improved and left > 0:
+        improved = False
+        for place in reversed(range(len(mixed.ends))):
+            left -= 1
+            if left < 0:
+                break
+            flags = [*mixed.compressed[:place], not mixed.compressed[place], *mixed.compressed[place + 1 :]]
+            changed = Mixed(mixed.ends, flags, mixed.compression)
+            found = changed.end_s(profile, network, wire)
+            if found < end * (1 - _BETTER):
+                end, mixed, improved = found, changed, True
+    return end, mixed

@@ -1,0 +1,63 @@
+"""A schedule and a memory plan for each other: what is kept decides when gradients are ready, how they travel decides
+what is left for activations."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+import msgspec
+
+from backbeat.errors import InputError
+from backbeat.model.blocks import MemoryPlan
+from backbeat.planners.memory_plan import memory_plan, usable
+from backbeat.simulate.memory_timeline import memory_timeline
+from backbeat.simulate.predict import predict
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from backbeat.model import Network, Plan, Profile
+
+
+def within(
+    profile: Profile,
+    network: Network,
+    schedule: Callable[[Profile], Plan],
+    memory_bytes: int | None,
+    residuals: Literal["device", "host"] | None,
+) -> Plan:
+    """The schedule with a memory plan that fits the budget.
+
+    The schedule is made for the plain profile, the memory plan beside it, and the schedule again for the later ready
+    times; the faster of the two that fit is taken. Residuals go to the host where asked, or where nothing fits else.
+    """
+    first = schedule(profile)
+    if memory_bytes is None:
+        return _with(first, MemoryPlan(residuals=residuals or "device"))
+    memory = _fitting(profile, first, memory_bytes, residuals, network.workers)
+    plans = [_with(first, memory)]
+    if memory.segments:
+        changed = memory_timeline(profile, memory, first, workers=network.workers).profile
+        plans.append(_with(schedule(changed), memory))
+    fitting = []
+    for place, plan in enumerate(plans):
+        peak = memory_timeline(profile, memory, plan, workers=network.workers).peak_bytes
+        if peak <= usable(memory_bytes):
+            made = _with(plan, msgspec.structs.replace(memory, peak_bytes=peak))
+            fitting.append((predict(profile, network, made).iteration_s, place, made))
+    return min(fitting)[2]
+
+
+def _fitting(
+    profile: Profile, plan: Plan, budget: int, residuals: Literal["device", "host"] | None, workers: int
+) -> MemoryPlan:
+    try:
+        return memory_plan(profile, budget, plan, residuals=residuals or "device", workers=workers)
+    except InputError:
+        if residuals is not None or not plan.compressed or profile.host_link is None:
+            raise
+    return memory_plan(profile, budget, plan, residuals="host", workers=workers)
+
+
+def _with(plan: Plan, memory: MemoryPlan) -> Plan:
+    return msgspec.structs.replace(plan, memory=memory)

@@ -1,0 +1,140 @@
+"""The plans there are for a chain: every block alike, all of them where they are few, and those one change away."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING
+
+from backbeat.simulate.actions import FETCH, KEEP, OFFLOAD, RECOMPUTE
+
+if TYPE_CHECKING:
+    import random
+    from collections.abc import Iterator
+
+    from backbeat.simulate.actions import Unit
+    from backbeat.simulate.memory_timeline import Chain
+
+
+def uniform(chain: Chain) -> dict[str, tuple[Unit, ...]]:
+    """Every block treated alike, where its place in the chain allows it."""
+    policies = {"keep": one_by_one(chain, KEEP), "recompute": _each_recomputed(chain, RECOMPUTE)}
+    if chain.has_host:
+        policies["recompute, inputs offloaded"] = _each_recomputed(chain, FETCH)
+        policies["offload"] = one_by_one(chain, OFFLOAD)
+    return policies
+
+
+def count(chain: Chain) -> int:
+    """How many plans there are, offloaded blocks taken one by one."""
+
+    @cache
+    def from_block(first: int) -> int:
+        if first == chain.count:
+            return 1
+        return sum(from_block(last) for _, last, _ in _units_from(chain, first))
+
+    for first in range(chain.count, -1, -1):
+        from_block(first)
+    return from_block(0)
+
+
+def every(chain: Chain, first: int = 0) -> Iterator[tuple[Unit, ...]]:
+    """All plans; only for chains that have few."""
+    if first == chain.count:
+        yield ()
+        return
+    for unit in _units_from(chain, first):
+        for rest in every(chain, unit[1]):
+            yield (unit, *rest)
+
+
+def _units_from(chain: Chain, first: int) -> Iterator[Unit]:
+    yield first, first + 1, KEEP
+    if chain.has_host:
+        yield first, first + 1, OFFLOAD
+    last = first + 1
+    while chain.may_begin[first] and last <= chain.count:
+        yield first, last, RECOMPUTE
+        if chain.has_host:
+            yield first, last, FETCH
+        if last == chain.count or not chain.may_go_on[last]:
+            break
+        last += 1
+
+
+def one_by_one(chain: Chain, action: int) -> tuple[Unit, ...]:
+    return tuple((k, k + 1, action) for k in range(chain.count))
+
+
+def _each_recomputed(chain: Chain, action: int) -> tuple[Unit, ...]:
+    """A block that nothing can begin with joins the one before it, or is kept."""
+    units: list[Unit] = []
+    for k in range(chain.count):
+        if chain.may_begin[k]:
+            units.append((k, k + 1, action))
+        elif units and chain.may_go_on[k] and units[-1][2] != KEEP:
+            units[-1] = (units[-1][0], k + 1, action)
+        else:
+            units.append((k, k + 1, KEEP))
+    return tuple(units)
+
+
+def changes(chain: Chain, units: tuple[Unit, ...]) -> Iterator[tuple[Unit, ...]]:
+    """Everything one change away, from the front, where tensors are largest."""
+    for place in range(len(units)):
+        for replaced, by in _at(chain, units, place):
+            yield (*units[:place], *by, *units[place + replaced :])
+
+
+def random_change(chain: Chain, units: tuple[Unit, ...], draw: random.Random) -> tuple[Unit, ...] | None:
+    place = draw.randrange(len(units))
+    options = list(_at(chain, units, place))
+    if not options:
+        return None
+    replaced, by = options[draw.randrange(len(options))]
+    return (*units[:place], *by, *units[place + replaced :])
+
+
+def _at(chain: Chain, units: tuple[Unit, ...], place: int) -> Iterator[tuple[int, tuple[Unit, ...]]]:
+    """(how many units from `place` on are replaced, by which)."""
+    first, last, what = units[place]
+    again = (RECOMPUTE, FETCH) if chain.has_host else (RECOMPUTE,)
+    begins = chain.may_begin[first]
+    if last - first == 1:
+        for action in (KEEP, *(again if begins else ()), *((OFFLOAD,) if chain.has_host else ())):
+            if action != what:
+                yield 1, ((first, last, action),)
+    elif what in again:
+        for action in again:
+            if action != what:
+                yield 1, ((first, last, action),)
+        yield 1, tuple((k, k + 1, KEEP) for k in range(first, last))
+        for middle in dict.fromkeys((first + 1, (first + last) // 2, last - 1)):
+            if chain.may_begin[middle]:
+                for action in again:
+                    yield 1, ((first, middle, what), (middle, last, action))
+            if middle == last - 1:
+                yield 1, ((first, middle, what), (middle, last, KEEP))
+            if middle == first + 1 and chain.may_begin[middle]:
+                yield 1, ((first, middle, KEEP), (middle, last, what))
+    if place + 1 == len(units):
+        return
+    _, beyond, other = units[place + 1]
+    if not chain.may_go_on[last] or not begins:
+        return
+    # The two become one, or the boundary between them moves.
+    if what in again or other in again:
+        for action in again:
+            if _may_merge(chain, first, beyond):
+                yield 2, ((first, beyond, action),)
+    if what in again and other in again:
+        for moved in (last - 1, last + 1):
+            if first < moved < beyond and chain.may_begin[moved]:
+                yield 2, ((first, moved, what), (moved, beyond, other))
+    # The same actions the other way round, so that what is kept can wander.
+    if other != what and beyond - first == 2 and (what not in again or chain.may_begin[last]):
+        yield 2, ((first, last, other), (last, beyond, what))
+
+
+def _may_merge(chain: Chain, first: int, beyond: int) -> bool:
+    return all(chain.may_go_on[k] for k in range(first + 1, beyond))

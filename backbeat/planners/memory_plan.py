@@ -1,0 +1,262 @@
+"""What to keep, recompute or offload so that an iteration is fastest within a budget of device memory.
+
+Candidates come from the programme in `segments`, at several prices for a byte copied, and from the uniform policies
+(every block treated alike); all are scored by the simulation. The best are improved by small changes: a boundary moved,
+two units merged, one split, another action; first by taking whatever helps, then by a walk that now and then accepts
+what does not. The walk's random numbers are seeded and every limit counts evaluations, so the same profile and budget
+give the same plan. Of a chain that has few plans all are tried.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass
+from itertools import product
+from typing import TYPE_CHECKING
+
+from backbeat.errors import InputError
+from backbeat.model.blocks import MemoryPlan
+from backbeat.planners.memory_moves import changes, count, every, one_by_one, random_change, uniform
+from backbeat.planners.memory_segments import Segmenter
+from backbeat.simulate.actions import FETCH, KEEP, OFFLOAD, RECOMPUTE, plan_of
+from backbeat.simulate.memory_timeline import Chain, ChainRun
+from backbeat.simulate.resident_memory import ResidentMemory
+from backbeat.units import format_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+    from typing import Literal
+
+    from backbeat.model import Plan, Profile
+    from backbeat.simulate.actions import Unit
+
+    Score = Callable[[ChainRun], tuple[float, ...]]
+
+__all__ = ["Chosen", "Search", "memory_plan", "too_small", "uniform"]
+
+_PRICES = (0.2, 0.3, 0.5, 1.0)
+"""Of a byte copied, in units of its time on the link one way."""
+_AHEAD = (0.0, 2.0)
+_ROOMS = (1.0, 0.95, 0.88)
+"""Shares of the room to make candidates for: what the programme cannot know of copies may need the rest."""
+_CLIMB = 900
+"""Evaluations of each climb; one takes some 0.1 ms for 50 blocks."""
+_WALK = 2500
+_LOW_WALK = 800
+_HALVINGS = 10
+"""Steps of the search for the least peak."""
+_FEW = 3000
+"""Chains with no more plans than this are searched exhaustively."""
+
+
+_RESERVE = 100
+_MOST_RESERVE = 64 * 2**20
+"""A hundredth of a budget, and at most this, is left to what no profile counts (workspaces, rounding): measured peaks
+were up to 40 MB above predicted ones on an H200."""
+
+
+def usable(budget: int) -> int:
+    """What of a budget is planned for."""
+    return budget - min(budget // _RESERVE, _MOST_RESERVE)
+
+
+def needed(peak: int) -> int:
+    """The smallest budget that a predicted peak fits.
+
+    >>> usable(needed(990)), usable(needed(990) - 1)
+    (990, 989)
+    """
+    return peak + min(max(peak - 1, 0) // (_RESERVE - 1), _MOST_RESERVE)
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """Units and what they do."""
+
+    units: tuple[Unit, ...]
+    run: ChainRun
+
+
+class Search:
+    """The choice for one chain: budgets differ, everything else is worked out once."""
+
+    def __init__(self, chain: Chain) -> None:
+        self.chain = chain
+        self.segmenter = Segmenter(chain)
+        self.known: dict[tuple[Unit, ...], ChainRun] = {}
+        self.every = tuple(every(chain)) if count(chain) <= _FEW else ()
+        self._smallest: Chosen | None = None
+
+    def run(self, units: tuple[Unit, ...]) -> ChainRun:
+        found = self.known.get(units)
+        if found is None:
+            found = self.known[units] = self.chain.run(units)
+        return found
+
+    @property
+    def smallest(self) -> Chosen:
+        """The least peak found, however slow."""
+        if self._smallest is None:
+            self._smallest = self._least_peak()
+        return self._smallest
+
+    def fastest(self, budget: int) -> Chosen | None:
+        """The fastest units found with a peak within the budget; None where the least peak is above it."""
+        chain = self.chain
+        keep = one_by_one(chain, KEEP)
+        if self.run(keep).peak_bytes <= budget:
+            return Chosen(keep, self.run(keep))
+        smallest = self.smallest
+        if smallest.run.peak_bytes > budget:
+            return None
+
+        def score(run: ChainRun) -> tuple[float, ...]:
+            return max(run.peak_bytes - budget, 0), run.time_s, run.peak_bytes
+
+        if self.every:
+            return self._simpler(self._best_of(self.every, score).units)
+        found = {smallest.units, *uniform(chain).values()}
+        room = budget - chain.base
+        for price, ahead, share in product(_PRICES, _AHEAD, _ROOMS) if chain.has_host else ((0.0, 0.0, 1.0),):
+            units = self.segmenter.least_time(room * share, price / chain.to_device, ahead)
+            if units is not None:
+                found.add(tuple(units))
+        ranked = sorted(found, key=lambda units: (score(self.run(units)), units))
+        climbed = [self._climb(units, score, _CLIMB) for units in ranked[:3]]
+        best = self._best_of(climbed, score).units
+        plain = self.run(keep).time_s
+
+        def energy(run: ChainRun) -> float:
+            # A peak a hundredth too high weighs as much as a twentieth of the time.
+            return run.time_s / plain + 5 * max(run.peak_bytes / budget - 1, 0.0)
+
+        best = self._climb(self._walk(best, score, energy, _WALK), score, _CLIMB)
+        return self._simpler(best)
+
+    def _least_peak(self) -> Chosen:
+        def score(run: ChainRun) -> tuple[float, ...]:
+            return run.peak_bytes, run.time_s
+
+        chain = self.chain
+        if self.every:
+            return self._best_of(self.every, score)
+        found = set(uniform(chain).values())
+        for ahead in _AHEAD:
+            low, high = 0.0, float(max(self.run(units).peak_bytes for units in found) - chain.base)
+            for _ in range(_HALVINGS):
+                middle = (low + high) / 2
+                units = self.segmenter.least_time(middle, 0.0, ahead)
+                if units is None:
+                    low = middle
+                else:
+                    found.add(tuple(units))
+                    high = middle
+        ranked = sorted(found, key=lambda units: (score(self.run(units)), units))
+        climbed = [self._climb(units, score, _CLIMB) for units in ranked[:2]]
+        best = self._best_of(climbed, score).units
+        above = max(self.run(best).peak_bytes - chain.base, 1)
+        best = self._walk(best, score, lambda run: (run.peak_bytes - chain.base) / above, _LOW_WALK)
+        return Chosen(best, self.run(best))
+
+    def _best_of(self, plans: Iterable[tuple[Unit, ...]], score: Score) -> Chosen:
+        best = min(plans, key=lambda units: (score(self.run(units)), units))
+        return Chosen(best, self.run(best))
+
+    def _simpler(self, units: tuple[Unit, ...]) -> Chosen:
+        """Copies that gain neither time nor a lower peak are left out."""
+        for place, (first, last, what) in enumerate(units):
+            if what in (FETCH, OFFLOAD):
+                instead = (first, last, RECOMPUTE if what == FETCH else KEEP)
+                changed = (*units[:place], instead, *units[place + 1 :])
+                before, after = self.run(units), self.run(changed)
+                if after.peak_bytes <= before.peak_bytes and after.time_s <= before.time_s * (1 + 1e-9):
+                    units = changed
+        return Chosen(units, self.run(units))
+
+    def _climb(self, units: tuple[Unit, ...], score: Score, evaluations: int) -> tuple[Unit, ...]:
+        """Take every change that scores better, until none does."""
+        best = score(self.run(units))
+        improved = True
+        while improved:
+            improved = False
+            for changed in changes(self.chain, units):
+                if evaluations <= 0:
+                    return units
+                evaluations -= 1
+                found = score(self.run(changed))
+                if found < best and not _same(found, best):
+                    units, best, improved = changed, found, True
+                    break
+        return units
+
+    def _walk(
+        self, units: tuple[Unit, ...], score: Score, energy: Callable[[ChainRun], float], steps: int
+    ) -> tuple[Unit, ...]:
+        """Random changes, taken with a chance that falls with the harm and with the steps done."""
+        draw = random.Random(0)
+        here, at = units, energy(self.run(units))
+        best = units
+        for step in range(steps):
+            warmth = 0.004 * (1 - step / steps) ** 2 + 1e-6
+            changed = random_change(self.chain, here, draw)
+            if changed is None:
+                continue
+            run = self.run(changed)
+            found = energy(run)
+            if found <= at or draw.random() < math.exp((at - found) / warmth):
+                here, at = changed, found
+                if score(run) < score(self.run(best)):
+                    best = changed
+        return best
+
+
+def memory_plan(
+    profile: Profile,
+    budget_bytes: int,
+    plan: Plan | None = None,
+    *,
+    residuals: Literal["device", "host"] = "device",
+    workers: int | None = None,
+) -> MemoryPlan:
+    """The fastest plan found for this budget; refused where even the least peak is above it."""
+    chain = Chain.of(profile, ResidentMemory.of(profile, plan, residuals, workers))
+    search = Search(chain)
+    chosen = search.fastest(usable(budget_bytes))
+    if chosen is None:
+        raise InputError(too_small(search, budget_bytes))
+    return MemoryPlan(
+        segments=plan_of(profile, chosen.units) if any(what != KEEP for _, _, what in chosen.units) else (),
+        budget_bytes=budget_bytes,
+        residuals=residuals,
+        peak_bytes=chosen.run.peak_bytes,
+    )
+
+
+def too_small(search: Search, budget: int) -> str:
+    """Why a budget is refused, and the smallest that would not be."""
+    chain, run = search.chain, search.smallest.run
+    least = needed(run.peak_bytes)
+    if budget < chain.base:
+        return (
+            f"a memory budget of {format_bytes(budget)} is below what stays on the device whatever is done with "
+            f"activations, {format_bytes(chain.base)} ({chain.holdings.described()}): "
+            f"the smallest budget that fits is {least} bytes ({_up(least)})"
+        )
+    place = "at the loss" if run.phase == "loss" else f"in the {run.phase} of {chain.names[run.block]}"
+    return (
+        f"a memory budget of {format_bytes(budget)} is too small: the smallest that fits is {least} bytes "
+        f"({_up(least)}). Its peak is {place}: {format_bytes(run.peak_bytes - chain.base)} of activations and "
+        f"their gradients, beside {chain.holdings.described()}. Give that much, or a smaller batch"
+    )
+
+
+def _up(size: int) -> str:
+    """Rounded up to three figures, so that what is printed does fit."""
+    scale = 10 ** max(len(str(size)) - 3, 0)
+    return format_bytes(-(-size // scale) * scale)
+
+
+def _same(one: tuple[float, ...], two: tuple[float, ...]) -> bool:
+    """Equal but for rounding: the last bit of a sum is not worth a change."""
+    return all(math.isclose(a, b, rel_tol=1e-9, abs_tol=1e-15) for a, b in zip(one, two, strict=True))

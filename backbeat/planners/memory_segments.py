@@ -1,0 +1,155 @@
+"""Candidates for a memory plan: the least recomputation within a budget, by a programme over the chain.
+
+Going through the blocks in the order of forward, what earlier units hold for backward is all that later ones need to
+know of them: a unit fits if what is held before it, its own share and the most it needs in its backward stay within the
+budget. So for every block k a front of (bytes held, seconds added) pairs is kept, none of which is beaten in both:
+
+    front[k] = undominated  { (held + own, seconds + added) : (held, seconds) in front[i], unit i..k fits }
+
+for units that are kept (own: saved tensors, nothing added), recomputed (own: their input; added: their forward) or
+offloaded (own: nothing; added: a price per byte copied). Copies compete for the link with copies of other units, which
+a front cannot know: the price stands for that, several are tried, and the simulation has the last word.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from backbeat.simulate.actions import FETCH, KEEP, OFFLOAD, RECOMPUTE
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from backbeat.simulate.actions import Unit
+    from backbeat.simulate.memory_timeline import Chain
+
+_FRONT = 128
+"""Pairs kept per block; a longer front is thinned."""
+
+
+@dataclass(frozen=True)
+class _Front:
+    held: NDArray[np.float64]
+    seconds: NDArray[np.float64]
+    start: NDArray[np.intp]
+    """First block of the unit that led here."""
+    action: NDArray[np.intp]
+    parent: NDArray[np.intp]
+    """Its place in the front of `start`."""
+
+
+class Segmenter:
+    """The programme over one chain; what units need in their backward is worked out once."""
+
+    def __init__(self, chain: Chain) -> None:
+        self.chain = chain
+        self.needs = [self._needs_from(first) for first in range(chain.count)]
+        self.forward_sums = np.concatenate([[0.0], np.cumsum(chain.forward)])
+
+    def least_time(self, room: float, price_s_per_byte: float, ahead: float) -> list[Unit] | None:
+        """Units that hold no more than `room` bytes at any moment and add the least time; None where none fit.
+
+        `ahead` is how many times its own size an offloaded input is taken to have beside it on its way.
+        """
+        chain = self.chain
+        fronts = [_Front(np.zeros(1), np.zeros(1), *(np.zeros(1, dtype=np.intp) for _ in range(3)))]
+        for k in range(1, chain.count + 1):
+            front = self._extend(fronts, k, room, price_s_per_byte, ahead)
+            fronts.append(front)
+        last = fronts[-1]
+        fits = np.flatnonzero(last.held + chain.loss <= room)
+        if not fits.size:
+            return None
+        place = int(fits[np.argmin(last.seconds[fits])])
+        units: list[Unit] = []
+        k = chain.count
+        while k > 0:
+            front = fronts[k]
+            start, action, place = int(front.start[place]), int(front.action[place]), int(front.parent[place])
+            units.append((start, k, action))
+            k = start
+        return units[::-1]
+
+    def _extend(self, fronts: list[_Front], k: int, room: float, price: float, ahead: float) -> _Front:
+        chain = self.chain
+        parts: list[tuple[NDArray[np.float64], NDArray[np.float64], int, int, NDArray[np.intp]]] = []
+
+        def offer(first: int, own: float, need: float, seconds: float, action: int) -> None:
+            front = fronts[first]
+            if own + need > room:
+                return
+            fits = np.flatnonzero(front.held <= room - own - need)
+            if fits.size:
+                parts.append((front.held[fits] + own, front.seconds[fits] + seconds, first, action, fits))
+
+        block = k - 1
+        entering = chain.input[block] if chain.saves_input[block] else 0
+        leaving = chain.output[block] if chain.saves_output[block] and not self._next_keeps(block) else 0
+        kept = chain.saved[block] + entering + leaving
+        own_backward = chain.output[block] + chain.backward_peak[block]
+        offer(block, kept, own_backward, 0.0, KEEP)
+        if chain.has_host:
+            offer(block, 0, kept * (1 + ahead) + own_backward, price * kept, OFFLOAD)
+        for first in range(block, -1, -1):
+            if first < block and not chain.may_go_on[first + 1]:
+                break
+            if not chain.may_begin[first]:
+                continue
+            need = self.needs[first][block - first]
+            seconds = float(self.forward_sums[k] - self.forward_sums[first])
+            size = chain.input[first]
+            offer(first, size, need, seconds, RECOMPUTE)
+            if chain.has_host and size:
+                offer(first, 0, need + size * (1 + ahead), seconds + price * size, FETCH)
+        return _undominated(parts)
+
+    def _next_keeps(self, block: int) -> bool:
+        return block + 1 < self.chain.count and self.chain.joined[block + 1] and self.chain.saves_input[block + 1]
+
+    def _needs_from(self, first: int) -> list[int]:
+        """The most that a recomputed segment from `first` needs beyond its input, for every block it may end with."""
+        chain = self.chain
+        needs: list[int] = []
+        # After recomputing: saved tensors and what lies between the blocks; `highest` while doing so.
+        level = highest = 0
+        for last in range(first, chain.count):
+            if last > first and not chain.may_go_on[last]:
+                break
+            highest = max(highest, level + chain.forward_peak[last])
+            level += chain.saved[last] + chain.output[last]
+            if last > first and not (chain.saves_input[last] or chain.saves_output[last - 1]):
+                level -= chain.input[last]
+            gradient = chain.output[last]
+            there = level if chain.saves_output[last] else level - chain.output[last]
+            most = highest + gradient
+            for k in range(last, first - 1, -1):
+                most = max(most, there + chain.output[k] + chain.backward_peak[k])
+                there -= chain.saved[k]
+                if chain.saves_output[k]:
+                    there -= chain.output[k]
+                if k > first and chain.saves_input[k] and not chain.saves_output[k - 1]:
+                    there -= chain.input[k]
+            needs.append(most)
+        return needs
+
+
+def _undominated(parts: list[tuple[NDArray[np.float64], NDArray[np.float64], int, int, NDArray[np.intp]]]) -> _Front:
+    if not parts:
+        return _Front(np.zeros(0), np.zeros(0), *(np.zeros(0, dtype=np.intp) for _ in range(3)))
+    held = np.concatenate([part[0] for part in parts])
+    seconds = np.concatenate([part[1] for part in parts])
+    lengths = [len(part[0]) for part in parts]
+    start = np.repeat(np.array([part[2] for part in parts], dtype=np.intp), lengths)
+    action = np.repeat(np.array([part[3] for part in parts], dtype=np.intp), lengths)
+    parent = np.concatenate([part[4] for part in parts])
+    order = np.lexsort((seconds, held))
+    least = np.minimum.accumulate(seconds[order])
+    better = np.ones(len(order), dtype=bool)
+    better[1:] = seconds[order][1:] < least[:-1]
+    chosen = order[better]
+    if len(chosen) > _FRONT:
+        chosen = chosen[np.unique(np.linspace(0, len(chosen) - 1, _FRONT).round().astype(np.intp))]
+    return _Front(held[chosen], seconds[chosen], start[chosen], action[chosen], parent[chosen])

@@ -1,0 +1,277 @@
+"""The answer in words: how it scales, what limits it, what to do, and what that is worth."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from backbeat.model import Prediction
+from backbeat.report.study import STOCK, Study
+from backbeat.report.tables import gpu_hours, over_bound
+from backbeat.simulate.sweep import knee
+from backbeat.units import format_seconds
+
+_GOOD = 0.8
+"""From this scaling factor on, workers are called worth it without a but."""
+_HALF = 0.5
+"""Below this at the curve's very start, there is no number of workers to advise."""
+_WORTH_CHANGING = 0.01
+"""Gains below this share are within what a measurement could tell apart: no change is advised for them."""
+
+LIMITS = {
+    "compute": "Nothing: communication is hidden behind computation. A faster network would not help.",
+    "bandwidth": "The network's bandwidth: there are more bytes to send than fit behind the backward pass. "
+    "A faster network, fewer bytes (bf16 gradients) or more computation per step (larger batch, accumulation) help; "
+    "other buckets help little.",
+    "latency": "The latency of messages: too many small ones in a row. "
+    "Fewer, larger buckets help, or several communicators.",
+    "waiting": "Late gradients: communication is held back until the last gradients are ready. "
+    "Smaller buckets at the end help, or hiding it behind the next forward pass.",
+    "stragglers": "The slowest worker: in every step all others wait for it. Steadier workers help, "
+    "a schedule does not.",
+    "buffers": "Broadcasting buffers before every forward pass. `broadcast_buffers=False` removes it, "
+    "where the statistics in them may differ between workers.",
+}
+
+_DAY_S = 86400
+
+_MAKE = """# once, on any machine:
+{command}
+
+"""
+_CODE = """# in the training script, instead of torch.nn.parallel's:
+from backbeat.runtime import DistributedDataParallel
+model = DistributedDataParallel(model, plan="{file}")"""
+
+_BUCKET_CODE = "model = torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb={size})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Worth:
+    """One strategy's cost of a run."""
+
+    label: str
+    hours: float
+    gpu_hours: float
+    money: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Action:
+    """Something to change, with the line of code."""
+
+    title: str
+    text: str
+    code: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    verdict: Literal["yes", "partly", "no", "alone"]
+    headline: str
+    scales: str
+    limit: str
+    actions: tuple[Action, ...]
+    worth: tuple[Worth, ...]
+    worth_text: str
+    samples: int
+    """The run that `worth` is about."""
+    caveats: tuple[str, ...]
+
+
+def answer(
+    study: Study,
+    *,
+    samples: int | None = None,
+    price: float | None = None,
+    command: str = "backbeat plan PROFILE NETWORK --workers N -o plan.json",
+    plan_file: str = "plan.json",
+) -> Answer:
+    """`samples` is the run to price, otherwise what stock DDP does in a day; `price` is money per GPU-hour.
+
+    `command` makes the plan that is advised, as `plan_file`; it is empty where that file is there already.
+    """
+    stock, best = study.stock, study.best
+    count = samples or max(round(stock.samples_per_s * _DAY_S), 1)
+    verdict, headline = _verdict(study, best)
+    worth = tuple(
+        Worth(
+            label=label,
+            hours=gpu_hours(prediction, count) / prediction.workers,
+            gpu_hours=gpu_hours(prediction, count),
+            money=None if price is None else gpu_hours(prediction, count) * price,
+        )
+        for label, prediction in {STOCK: stock, study.best_label: best}.items()
+    )
+    return Answer(
+        verdict=verdict,
+        headline=headline,
+        scales=_scales(study, stock, best),
+        limit=_limit(study, stock, best),
+        actions=_actions(study, stock, best, command, plan_file),
+        worth=worth,
+        worth_text=_worth_text(worth, count, price, a_day=samples is None),
+        samples=count,
+        caveats=tuple(dict.fromkeys([*best.notes, *stock.notes])),
+    )
+
+
+def _verdict(study: Study, best: Prediction) -> tuple[Literal["yes", "partly", "no", "alone"], str]:
+    top = study.top
+    if top == 1:
+        return "alone", "One GPU works alone: nothing is communicated."
+    curve = study.curves[study.best_label]
+    bend = knee(curve) if len(curve) > 1 else None
+    worth = f"{_plural(top)} do the work of {_number(top * best.scaling_factor)}"
+    if bend is not None and bend.workers < top:
+        where = f" beyond {bend.workers} GPUs" if bend.scaling_factor >= _HALF else " on this network"
+        return "no", f"Not worth it{where}: {worth}."
+    if best.scaling_factor >= _GOOD:
+        return "yes", f"Worth it: {worth}."
+    return "partly", f"Worth it only if time matters more than cost: {worth}."
+
+
+def _scales(study: Study, stock: Prediction, best: Prediction) -> str:
+    if study.top == 1:
+        return f"An iteration takes {format_seconds(best.iteration_s)}."
+    digits = 0 if f"{stock.scaling_factor:.0%}" != f"{best.scaling_factor:.0%}" else 1
+    text = (
+        f"One iteration takes {format_seconds(best.single_s)} on one GPU. On {study.top} it takes "
+        f"{format_seconds(stock.iteration_s)} with stock DDP, {stock.scaling_factor:.{digits}%} of perfect scaling"
+    )
+    if study.best_label == STOCK or _gain(stock, best) < 5e-4:
+        text += ", and no strategy compared here is faster."
+    else:
+        text += (
+            f", and {format_seconds(best.iteration_s)} with the plan {study.best_label!r}, "
+            f"{best.scaling_factor:.{digits}%}."
+        )
+    bend = knee(study.curves[study.best_label]) if len(study.workers) > 1 else None
+    if bend is not None and bend.workers < study.top:
+        where = f"Beyond {bend.workers} GPUs an added" if bend.scaling_factor >= _HALF else "Every added"
+        text += f" {where} one brings less than half of its own throughput."
+    if best.band is not None:
+        low, high = format_seconds(best.band.p10_s), format_seconds(best.band.p90_s)
+        if low != high:
+            text += f" Single iterations vary from {low} to {high} (10th to 90th percentile)."
+    return text
+
+
+def _limit(study: Study, stock: Prediction, best: Prediction) -> str:
+    """What holds the best plan back, and stock DDP where that is something else."""
+    if study.top == 1:
+        return "One worker has nobody to talk to."
+    if stock.bottleneck == best.bottleneck:
+        return LIMITS[best.bottleneck]
+    return f"With stock DDP: {limit(stock)} With {study.best_label!r}: {limit(best)}"
+
+
+def limit(prediction: Prediction) -> str:
+    """What holds it back and what helps, to go on a sentence."""
+    sentence = LIMITS[prediction.bottleneck]
+    return sentence[:1].lower() + sentence[1:]
+
+
+def _actions(study: Study, stock: Prediction, best: Prediction, command: str, plan_file: str) -> tuple[Action, ...]:
+    if study.top == 1:
+        return ()
+    found = []
+    gain = _gain(stock, best)
+    if study.best_label != STOCK and gain >= _WORTH_CHANGING:
+        communicators = f" on {best.communicators} communicators" if best.communicators > 1 else ""
+        runs = not study.plans[study.best_label].decoupled
+        text = (
+            f"It sends the gradients in {best.buckets} buckets{communicators} instead of {stock.buckets}. "
+            f"No schedule that ends within the iteration can beat {format_seconds(best.bound_s)}; this one is "
+            f"{over_bound(best):.1%} above it."
+            if runs
+            else "It hides communication behind the next forward pass. backbeat predicts and replays such a plan and "
+            "does not run it; the strategies best and optimal are run."
+        )
+        found.append(
+            Action(
+                title=f"{'Run the plan' if runs else 'A decoupled plan'}: {_percent(gain)} faster than stock DDP",
+                text=text,
+                code=((_MAKE.format(command=command) if command else "") + _CODE.format(file=plan_file))
+                if runs
+                else "",
+            )
+        )
+    bucket = _bucket(study, stock)
+    if bucket is not None:
+        size, prediction = bucket
+        found.append(
+            Action(
+                title=f"{'Or change' if found else 'Change'} one argument of stock DDP: "
+                f"{_percent(_gain(stock, prediction))} faster",
+                text=f"With buckets of {size} MiB instead of 25 an iteration takes "
+                f"{format_seconds(prediction.iteration_s)}. No other bucket size that was tried is faster.",
+                code=_BUCKET_CODE.format(size=size),
+            )
+        )
+    if not found:
+        found.append(
+            Action(
+                title="Keep stock DDP as it is",
+                text="No schedule compared here is at least 1 % faster. What is left to gain lies elsewhere: "
+                "see what limits it.",
+            )
+        )
+    return tuple(found)
+
+
+def _bucket(study: Study, stock: Prediction) -> tuple[int, Prediction] | None:
+    """The best bucket size, where it is worth changing; the smallest where several are equal."""
+    if not study.buckets:
+        return None
+    size, prediction = min(study.buckets, key=lambda pair: pair[1].iteration_s)
+    return (size, prediction) if _gain(stock, prediction) >= _WORTH_CHANGING else None
+
+
+def _worth_text(worth: tuple[Worth, ...], samples: int, price: float | None, *, a_day: bool) -> str:
+    stock, best = worth[0], worth[-1]
+    money = f", ${_number(stock.money)} at ${price:,.2f} each" if stock.money is not None else ""
+    cost = f"{_number(stock.gpu_hours)} GPU-hours{money}"
+    text = (
+        f"What stock DDP trains in a day ({cost})"
+        if a_day
+        else f"Training on {samples:,} samples takes stock DDP {_hours(stock.hours)} ({cost})"
+    )
+    if best.gpu_hours >= stock.gpu_hours:
+        return f"{text} is {samples:,} samples." if a_day else f"{text}."
+    text += (
+        f"{' takes' if a_day else '; it takes'} {best.label!r} {_hours(best.hours)} and {_number(best.gpu_hours)} "
+        f"GPU-hours. That saves {_hours(stock.hours - best.hours)} and {_number(stock.gpu_hours - best.gpu_hours)} "
+        "GPU-hours"
+    )
+    if stock.money is not None and best.money is not None:
+        text += f", ${_number(stock.money - best.money)}"
+    return f"{text}{' every day' if a_day else ''}."
+
+
+def _gain(stock: Prediction, other: Prediction) -> float:
+    return stock.iteration_s / other.iteration_s - 1 if other.iteration_s > 0 else 0.0
+
+
+def _percent(share: float) -> str:
+    return f"{share:.0%}" if share >= 0.0995 else f"{share:.1%}"
+
+
+def _plural(count: int) -> str:
+    return f"{count} GPUs" if count != 1 else "1 GPU"
+
+
+def _number(value: float) -> str:
+    if value >= 99.5:
+        return f"{value:,.0f}"
+    return f"{value:.1f}" if value >= 9.95 else f"{value:.2f}"
+
+
+def _hours(hours: float) -> str:
+    """
+    >>> _hours(30), _hours(0.5), _hours(0.002)
+    ('30.0 hours', '30.0 minutes', '7.20 seconds')
+    """
+    if hours >= 1:
+        return f"{_number(hours)} hours"
+    return f"{_number(hours * 60)} minutes" if hours * 60 >= 1 else f"{_number(hours * 3600)} seconds"

@@ -1,0 +1,364 @@
+"""The memory of a compressed group: a residual that gradients are added to, and no gradient buffer.
+
+The residual is accumulator and residual in one. What a gradient brings is added to it, and the gradient's own memory is
+free again; what the compressor sends is subtracted. It is never anybody's `.grad`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence, Set
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from backbeat.errors import InputError
+from backbeat.runtime.compressed.message_bytes import format_of
+from backbeat.runtime.compressed.residual import Residual, Scratch, Store, accumulate, add_all, drop_infinite
+from backbeat.runtime.reduce.bucket import BucketBuffer, addresses_of, views_of
+
+if TYPE_CHECKING:
+    from torch.nn import Parameter
+
+    from backbeat.runtime.compressed.topk import TopK
+    from backbeat.runtime.reduce.partition import BucketSpec
+    from backbeat.runtime.reduce.step import Round
+
+
+HOSTS = {"cpu"}
+"""Kinds of device that may be asked at any time whether a gradient is finite."""
+
+
+class CompressedBucket(BucketBuffer):
+    """One group. `store` keeps its residual; `dense`: the decoded mean gets a buffer of its own, to be `.grad`."""
+
+    compressed = True
+
+    def __init__(
+        self,
+        spec: BucketSpec,
+        parameters: Sequence[Parameter],
+        *,
+        compressor: TopK,
+        store: Store,
+        dtype: torch.dtype,
+        dense: bool,
+        momentum_of: Callable[[Any], float] | None,
+        gathering: Scratch,
+    ) -> None:
+        self.spec = spec
+        self.members = spec.members
+        self.parameters = [parameters[place] for place in spec.members]
+        # Members keep these places in every buffer, whatever memory format they are given later.
+        self._layout = [
+            torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device="meta")
+            for parameter in self.parameters
+        ]
+        self.device = self.parameters[0].device
+        self.sparse = False
+        self.wire = None
+        self.tail = 0
+        self.views = []
+        self.dtype = dtype
+        self.numel = sum(parameter.numel() for parameter in self.parameters)
+        held = self.numel if dense else 0
+        self.flat = self.payload = torch.zeros(held, dtype=self.parameters[0].dtype, device=self.device)
+        self._dense = dense
+        self._lay_slots()
+        self.compressor = compressor
+        self.store = store
+        self._momentum_of = momentum_of
+        self._views: tuple[Residual, list[torch.Tensor], list[torch.Tensor]] | None = None
+        self._positions = {place: position for position, place in enumerate(self.members)}
+        self._everyone = range(len(self.members))
+        self._hollow = any(not parameter.numel() for parameter in self.parameters)
+        self._refused: list[int] = []
+        """Places of parameters whose gradients were not finite, and so were not added."""
+        self._starts: tuple[torch.Tensor, torch.Tensor] | None = None
+        """Where members begin in the residual, and the numbers that stand for them."""
+        self._gathered = gathering
+        gathering.want(self.numel, dtype)
+        self._slots_lent: tuple[int, list[torch.Tensor]] | None = None
+        self._slots_shown: tuple[int, list[torch.Tensor]] | None = None
+        self._muted = False
+        self.touched = bytearray(len(self.members))
+        """Members that any rank has ever used, or whose residual has got anything."""
+        self.frozen: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
+        """Residual and velocity of members that were frozen since."""
+        self.whole = False
+        """In this round, every member arrived before the group left."""
+        self.work: Any = None
+        self.result: torch.Tensor | None = None
+        """What the collective under way brings."""
+        self._wanted = False
+        """What it brings will be used."""
+        self._scale = 1.0
+        self.gathered: torch.Tensor | None = None
+        """Everybody's message, from when all are there until the mean is written."""
+
+    def _lay_slots(self) -> None:
+        """Where the decoded mean of each member is looked at as `.grad`."""
+        self._slots = views_of(self.payload, self._layout) if self._dense else []
+        self._addresses = addresses_of(self._slots)
+
+    @property
+    def bytes(self) -> int:
+        return format_of(self.numel, self.compressor.density).bytes
+
+    def take_all(self) -> bool:
+        if self.frozen:
+            return False
+        gradients: list[torch.Tensor] = []
+        for parameter in self.parameters:
+            if parameter.grad is None:
+                return False
+            gradients.append(parameter.grad)
+        self._add(self._everyone, gradients)
+        self.whole = True
+        return True
+
+    def pack(self, round_: Round) -> None:
+        self.whole = False
+        self._muted = round_.absent or round_.broken
+        if self._muted:
+            for parameter in self.parameters:
+                parameter.grad = None
+            return
+        arrived, gradients = [], []
+        for position, (place, parameter) in enumerate(zip(self.members, self.parameters, strict=True)):
+            gradient = parameter.grad
+            if gradient is None:
+                # A hook of the user's took it away after it had arrived.
+                round_.ordinary = round_.ordinary and not round_.dirty[place]
+            elif round_.dirty[place] or (self.touched[position] and parameter.requires_grad):
+                # Touched, it gets a gradient in any case: what it holds of the round before must be in it.
+                arrived.append(position)
+                gradients.append(gradient)
+            else:
+                ours = bool(self._slots) and gradient is self._slots[position]
+                round_.backups[place] = gradient.clone() if ours else gradient
+                parameter.grad = None
+        self._add(arrived, gradients)
+        for position, (place, parameter) in enumerate(zip(self.members, self.parameters, strict=True)):
+            if parameter.requires_grad and position in self.frozen:
+                self.put(place, *self.frozen.pop(position))
+            elif not parameter.requires_grad and self.touched[position]:
+                self._freeze(position)
+            if self.touched[position]:
+                round_.used[place] = 1
+
+    def _freeze(self, position: int) -> None:
+        """A weight that must not move: what it is owed waits outside the group."""
+        _, values, velocities = self._opened()
+        velocity = velocities[position].clone() if velocities else None
+        self.frozen[position] = (values[position].clone(), velocity)
+        values[position].zero_()
+        if velocities:
+            velocities[position].zero_()
+        self.touched[position] = 0
+
+    def fold(self, place: int) -> None:
+        """Add a gradient that comes after the group has left: it goes with the next step."""
+        position = self._positions[place]
+        gradient = self.parameters[position].grad
+        if gradient is not None:
+            self._add([position], [gradient])
+            self._closed()
+
+    def _add(self, positions: Sequence[int], gradients: list[torch.Tensor]) -> None:
+        """Add these members' gradients to the residual, through the velocity where there is one, and take them away."""
+        alike = True
+        for position, gradient in zip(positions, gradients, strict=True):
+            if gradient.layout is not torch.strided:
+                raise InputError(
+                    f"a gradient of shape {tuple(gradient.shape)} is {gradient.layout}, and its group is compressed: "
+                    "make it dense (sparse=False), or leave the compression out of its group"
+                )
+            alike = alike and gradient.dtype == self.dtype
+            self.parameters[position].grad = None
+            self.touched[position] = 1
+        if self._hollow:
+            # Torch finds no largest among no elements.
+            positions = [position for position in positions if self.parameters[position].numel()]
+            gradients = [gradient for gradient in gradients if gradient.numel()]
+        if not gradients:
+            return
+        residual, values, velocities = self._opened()
+        whole = len(gradients) == len(self.members)
+        if self._momentum_of is not None:
+            momenta = [self._momentum_of(self.parameters[position]) for position in positions]
+            torch._foreach_mul_(_at(velocities, positions, whole), momenta)
+        targets = _at(velocities or values, positions, whole)
+        if self.device.type in HOSTS:
+            faulty = accumulate(targets, gradients)
+            self._refused += [self.members[place] for place, bad in zip(positions, faulty, strict=True) if bad]
+        else:
+            flat = residual.values if residual.velocity is None else residual.velocity
+            add_all(flat, targets, gradients, None if alike else self._gathering(positions, whole))
+        if velocities:
+            torch._foreach_add_(_at(values, positions, whole), _at(velocities, positions, whole))
+
+    def _gathering(self, positions: Sequence[int], whole: bool) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Room for all gradients in the residual's format, lent by whoever has groups that take turns."""
+        flat = self._gathered.lend(self.dtype, self.device)[: self.numel]
+        if self._slots_lent is None or self._slots_lent[0] != flat.data_ptr():
+            self._slots_lent = (flat.data_ptr(), views_of(flat, self._layout))
+        if not whole:
+            flat.zero_()
+        return flat, _at(self._slots_lent[1], positions, whole)
+
+    def _opened(self) -> tuple[Residual, list[torch.Tensor], list[torch.Tensor]]:
+        if self._views is None:
+            residual = self.store.open()
+            values = views_of(residual.values, self._layout)
+            velocities = [] if residual.velocity is None else views_of(residual.velocity, self._layout)
+            self._views = (residual, values, velocities)
+        return self._views
+
+    def _closed(self) -> None:
+        if self._views is not None and not self.store.stays:
+            self.store.close()
+            self._views = None
+
+    def begin(self, *, scale: float, density: float) -> torch.Tensor:
+        """Encode; returns the message, which all ranks gather."""
+        if self._muted:
+            residual = Residual(torch.zeros(self.numel, dtype=self.dtype, device=self.device))
+        else:
+            residual = self._opened()[0]
+        self._muted = False
+        self._scale = scale
+        message = self.compressor.encode(residual, density)
+        self._wanted = True
+        self._closed()
+        return message
+
+    def arrive(self) -> None:
+        """The collective under way is done."""
+        if self._wanted:
+            self.gathered = self.result
+        self._wanted = False
+        self.result = self.work = None
+
+    def take_refused(self) -> list[int]:
+        """Places of parameters with gradients that were not finite since the last time."""
+        found, self._refused = self._refused, []
+        return found
+
+    def fault(self) -> torch.Tensor | None:
+        """One more than the place of a parameter whose residual was not finite when it was selected from, or 0; on the
+        device. None before the first message."""
+        position = self.compressor.fault
+        if position is None:
+            return None
+        if self._starts is None:
+            begins = torch.tensor([0, *(one.numel() for one in self.parameters[:-1])], device=self.device).cumsum(0)
+            numbers = torch.tensor([0.0, *(place + 1.0 for place in self.members)], device=self.device)
+            self._starts = (begins.to(position.dtype), numbers)
+        starts, numbers = self._starts
+        # The last start that is not beyond it: of members without elements, the one after them.
+        return numbers.index_select(0, torch.searchsorted(starts, position, right=True))
+
+    def clean(self) -> None:
+        """Drop what is not finite."""
+        self._opened()[0].clean()
+        self._closed()
+
+    def decode(self) -> None:
+        """Write the mean where `.grad` will look at it."""
+        if self.gathered is None:
+            return
+        if self.payload.dtype == self.dtype:
+            self.compressor.decode(self.gathered, self.payload, self._scale)
+        else:
+            wide = torch.empty(self.numel, dtype=self.dtype, device=self.device)
+            self.compressor.decode(self.gathered, wide, self._scale)
+            self.payload.copy_(wide)
+        self.gathered = None
+
+    def expose(self, scratch: torch.Tensor, used: Sequence[bool] | None) -> list[Parameter]:
+        """Write the mean into memory that is lent, as `.grad` of the members used; returns these."""
+        if self.gathered is None:
+            return []
+        flat = scratch[: self.numel]
+        self.compressor.decode(self.gathered, flat, self._scale)
+        self.gathered = None
+        if self.parameters[0].dtype != self.dtype:
+            views = views_of(flat.to(self.parameters[0].dtype), self._layout)
+        else:
+            if self._slots_shown is None or self._slots_shown[0] != flat.data_ptr():
+                self._slots_shown = (flat.data_ptr(), views_of(flat, self._layout))
+            views = self._slots_shown[1]
+        found = []
+        for place, parameter, view in zip(self.members, self.parameters, views, strict=True):
+            if used is None or used[place]:
+                parameter.grad = view
+                found.append(parameter)
+        return found
+
+    def give_back(self) -> None:
+        """Put back what this round took."""
+        if self._views is None or self.store.stays:
+            self.compressor.give_back(self._opened()[0])
+            self._closed()
+        self._wanted = False
+        self.gathered = None
+
+    def held(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Copies of every member's residual and velocity, shaped like it."""
+        opened = self._views is not None
+        _, values, velocities = self._opened()
+        copies = [value.clone() for value in values], [value.clone() for value in velocities]
+        for copy in (*copies[0], *copies[1]):
+            drop_infinite(copy)
+        for position, (value, velocity) in self.frozen.items():
+            copies[0][position].copy_(value)
+            if velocity is not None:
+                copies[1][position].copy_(velocity)
+        if not opened:
+            self._closed()
+        return copies
+
+    def put(self, place: int, values: torch.Tensor, velocity: torch.Tensor | None) -> None:
+        """Add to a member's residual and velocity."""
+        position = self._positions[place]
+        _, residuals, velocities = self._opened()
+        residuals[position].add_(values.to(residuals[position]))
+        if velocity is not None and velocities:
+            velocities[position].add_(velocity.to(velocities[position]))
+        self.touched[position] = 1
+        self._closed()
+
+    def forget(self) -> None:
+        """Nothing is owed any more."""
+        residual = self._opened()[0]
+        residual.values.zero_()
+        if residual.velocity is not None:
+            residual.velocity.zero_()
+        self._closed()
+        self.touched = bytearray(len(self.members))
+        self.frozen = {}
+
+    def hand_back(self, used: Sequence[bool] | None, backups: Mapping[int, torch.Tensor]) -> None:
+        if addresses_of(self._slots) != self._addresses:
+            # Somebody gave a gradient other memory (`p.grad.data = …`).
+            self._lay_slots()
+        for position, (place, parameter) in enumerate(zip(self.members, self.parameters, strict=True)):
+            if used is None or used[place]:
+                parameter.grad = self._slots[position]
+                self.touched[position] = parameter.requires_grad
+            else:
+                parameter.grad = backups.get(place)
+
+    def arrived(self, message: torch.Tensor) -> torch.Tensor | None:
+        return None
+
+    def late_message(self, late: Set[int], scale: float) -> torch.Tensor:
+        # Not reached while `CompressedDelivery` keeps late gradients to itself; an empty message keeps ranks in order.
+        return torch.zeros(len(self.members), device=self.device)
+
+    def add_late(self, message: torch.Tensor) -> list[float]:
+        return [0.0] * len(self.members)
+
+
+def _at(tensors: list[torch.Tensor], positions: Sequence[int], whole: bool) -> list[torch.Tensor]:
+    return tensors if whole else [tensors[position] for position in positions]

@@ -1,0 +1,359 @@
+"""Compressed groups: what a gradient leaves unsent stays in a residual and goes later.
+
+A group is compressed when it leaves, in its turn, during backward. Three ways to deliver: without an optimizer handed
+over, `.grad` is the decoded mean when backward ends; with one (`attach`), each group is decoded into memory that all
+groups share and its parameters are updated as soon as it has arrived, so that beside weights, optimizer state and
+residuals the device holds one group. To be clipped by their global norm, gradients wait for the last group as they do
+without an optimizer, and all updates follow at the end of backward.
+
+Ranks stay alike whatever happens: a group that is updated as soon as it arrives is so on every rank, even where the
+step turns out to have failed on one. In the other two ways a failed step is undone instead: every rank takes back what
+it sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from backbeat.errors import InputError
+from backbeat.runtime.compressed import compressed_bucket as encoded_bucket
+from backbeat.runtime.compressed.carried_residuals import Carried
+from backbeat.runtime.compressed.compressed_bucket import CompressedBucket
+from backbeat.runtime.compressed.compression_options import CompressionOptions
+from backbeat.runtime.compressed.cuda_graphs import Recordings
+from backbeat.runtime.compressed.residual import Scratch
+from backbeat.runtime.compressed.residual_stores import Stores, dtype_of, numel_of
+from backbeat.runtime.compressed.topk import TopK
+from backbeat.runtime.compressed.updates import Updates, plainly
+from backbeat.runtime.compressed.warmup import density_at
+from backbeat.runtime.reduce import status_layout as control
+from backbeat.runtime.reduce.bucket import BucketBuffer
+from backbeat.runtime.reduce.delivery import Delivery
+from backbeat.runtime.reduce.step import Flight
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from backbeat.runtime.reduce.job import Job
+    from backbeat.runtime.reduce.partition import BucketSpec, Partition
+
+_cuda: Any = torch.cuda
+
+
+class CompressedDelivery(Delivery):
+    """Runs partitions of which some groups are compressed."""
+
+    def __init__(self, job: Job, options: CompressionOptions, *, host: bool = False) -> None:
+        super().__init__(job)
+        self.options = options
+        self.updates = Updates()
+        self._host = host
+        self._carried = Carried(job)
+        self._scratch = Scratch()
+        self._gathered = Scratch()
+        """Where gradients of one group are widened; apart from the scratch, which another stream may be using."""
+        self._compressed: list[CompressedBucket] = []
+        self._numbers: torch.Tensor | None = None
+        device = job.communicators.device
+        self._side: Any = _cuda.Stream(device) if device.type == "cuda" else None
+        # Where waiting means to wait on a stream, decoding is queued when its group leaves.
+        self._queues = self._side is not None and job.communicators.backend == "nccl"
+        self._recordings = self._new_recordings()
+        self._room: torch.Tensor | None = None
+        """Where everybody's message comes in, of a group that is dealt with at once."""
+
+    def attach(self, optimizer: Optimizer, *, max_grad_norm: float | None) -> None:
+        self.updates.add(
+            optimizer,
+            max_grad_norm=max_grad_norm,
+            momentum_correction=self.options.momentum_correction,
+            check_step=self._check_step,
+        )
+
+    def _check_step(self) -> None:
+        """Gradients of a backward under `no_sync` wait for one that synchronises; this rank alone must not use them."""
+        if self.updates.running:
+            return
+        dirty = self.job.round.dirty
+        if 1 in dirty and any(dirty[place] and p.grad is not None for place, p in enumerate(self.job.parameters)):
+            raise InputError(
+                "step() after a backward under no_sync: the gradients are this rank's own, and replicas would part. "
+                "Call it after a synchronised backward, which applies them on every rank, or drop them with zero_grad()"
+            )
+
+    def prepare(self, partition: Partition) -> None:
+        # Refuses what cannot be, while the groups there are go on as they were.
+        self._stores = Stores(
+            partition,
+            self.job,
+            host=self._host,
+            velocity=self._with_velocity(),
+            masked=self.options.factor_masking,
+        )
+        self._join()
+        self._carried.take_out(self._compressed)
+        self._scratch, self._gathered = Scratch(), Scratch()
+        self._recordings, self._room = self._new_recordings(), None
+
+    def _new_recordings(self) -> Recordings | None:
+        return None if self.job.communicators.device.type in encoded_bucket.HOSTS else Recordings()
+
+    def _with_velocity(self) -> bool:
+        return self.options.momentum_correction and self.updates.have_momentum
+
+    def bucket(self, spec: BucketSpec, tail: int) -> BucketBuffer:
+        if spec.compression is None or not numel_of(spec, self.job):
+            # The control numbers of compressed plans need fp32 and travel alone.
+            return super().bucket(spec, 0)
+        job = self.job
+        dtype = dtype_of(spec, job)
+        self._scratch.want(numel_of(spec, job), dtype)
+        return CompressedBucket(
+            spec,
+            job.parameters,
+            compressor=TopK(spec.compression.density, self._recordings),
+            store=self._stores.of(spec),
+            dtype=dtype,
+            dense=not self.updates.at_once,
+            momentum_of=self.updates.momentum_of if self._with_velocity() else None,
+            gathering=self._gathered,
+        )
+
+    def installed(self) -> None:
+        self._compressed = [bucket for bucket in self.job.bucket_set.buckets if isinstance(bucket, CompressedBucket)]
+        self._carried.bring_back(self._compressed)
+
+    def opens(self) -> None:
+        if self.updates:
+            self.updates.check(self.job.names, self.job.parameters)
+        elif self.options.momentum_correction:
+            raise InputError(
+                "momentum_correction keeps the optimizer's momentum in its place: hand the optimizer over with "
+                "model.attach(optimizer, max_grad_norm=None) before the first backward, or leave it out"
+            )
+
+    def carries(self, bucket: BucketBuffer) -> bool:
+        return False
+
+    def send(self, group: int, bucket: BucketBuffer, control: torch.Tensor | None) -> Flight:
+        round_ = self.job.round
+        if round_.late and group == len(self.job.bucket_set.buckets) - 1:
+            self._fold_late()
+        if not isinstance(bucket, CompressedBucket):
+            if not (round_.absent or round_.broken):
+                self._carried.repay(bucket, round_.dirty)
+            flight = super().send(group, bucket, control)
+            self._collect()
+            return flight
+        with self._beside():
+            density = density_at(self._carried.step, bucket.compressor.density, self.options.warmup_steps)
+            message = bucket.begin(scale=self.job.scale, density=density)
+            at_once = self._queues and self._may_deliver(bucket)
+            self._gather(bucket, message, at_once=at_once)
+            flight = Flight(group, bucket, bucket.payload, bucket.work)
+            if at_once:
+                self._deliver(group, bucket)
+        self._collect()
+        return flight
+
+    def sign(self, message: torch.Tensor) -> None:
+        """Tell the others of a gradient that was not finite; `message` will hold the sums."""
+        self._numbers = message
+        refused = [place for bucket in self._compressed for place in bucket.take_refused()]
+        # They are found beside backward, where groups are compressed.
+        self._join()
+        faults = [fault for fault in (bucket.fault() for bucket in self._compressed) if fault is not None]
+        if refused:
+            faults.append(torch.tensor([max(refused) + 1.0], device=message.device))
+        if not faults or self.job.round.broken:
+            return
+        layout = control.Layout(
+            groups=len(self.job.bucket_set.buckets), ranks=self.job.communicators.size, parameters=0
+        )
+        message[layout.faults_at + self.job.communicators.rank].copy_(torch.cat(faults).amax())
+
+    def received(self, flight: Flight) -> torch.Tensor:
+        bucket = flight.bucket
+        if not isinstance(bucket, CompressedBucket):
+            return super().received(flight)
+        decodes = not self.updates.at_once and not self.job.round.absent
+        if bucket.work is not None or (decodes and bucket.gathered is not None):
+            with self._beside():
+                if bucket.work is not None:
+                    self._wait(flight.group, bucket)
+                if decodes:
+                    bucket.decode()
+        if bucket is self._compressed[-1]:
+            # The guard that stands for a word read late acts on what is decoded.
+            self._join()
+        return flight.message
+
+    def hand_back(self, verdict: control.Verdict | None) -> None:
+        used = None if verdict is None else verdict.used
+        at_once = self.updates.at_once
+        with self._beside():
+            for bucket in self._compressed:
+                if self.job.round.absent:
+                    bucket.gathered = None
+                elif at_once:
+                    self._apply(bucket, used)
+                if at_once:
+                    bucket.compressor.forget()
+        self._join()
+        if self.job.round.absent:
+            return
+        backups = self.job.round.backups
+        for one in self.job.bucket_set.buckets:
+            if not (at_once and one.compressed):
+                one.hand_back(used, backups)
+                if at_once:
+                    self._update_dense([one], used)
+            elif used is not None:
+                for place, parameter in zip(one.members, one.parameters, strict=True):
+                    if not used[place]:
+                        parameter.grad = backups.get(place)
+        if self.updates and not at_once:
+            self._update_dense(self.job.bucket_set.buckets, used)
+
+    def give_up(self) -> None:
+        """The step failed: finish the updates, which other ranks have begun, or take back what was sent."""
+        used: Sequence[bool] | None = None
+        at_once = self.updates.at_once
+        if at_once and self._numbers is not None and any(bucket.gathered is not None for bucket in self._compressed):
+            groups, ranks = len(self.job.bucket_set.buckets), self.job.communicators.size
+            layout = control.Layout(groups=groups, ranks=ranks, parameters=len(self.job.parameters), faults=ranks)
+            used = control.read(layout, self._numbers.cpu()).used
+        with self._beside():
+            for bucket in self._compressed:
+                if at_once and not self.job.round.absent:
+                    self._apply(bucket, used)
+                else:
+                    bucket.give_back()
+                bucket.clean()
+        self._join()
+
+    def undo(self) -> None:
+        with torch.no_grad():
+            for bucket in self._compressed:
+                if not self.updates.at_once:
+                    bucket.give_back()
+                bucket.clean()
+
+    def check_hook(self) -> None:
+        raise InputError(
+            "a communication hook reduces whole groups, and this plan encodes some of them: leave the hook out, or run "
+            "a plan without compressions"
+        )
+
+    def state(self) -> dict[str, Any]:
+        """This rank's residuals by name."""
+        self._join()
+        return self._carried.state(self._compressed)
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Replace this rank's residuals."""
+        self._join()
+        self._carried.load(state, self._compressed)
+
+    def _fold_late(self) -> None:
+        """A gradient that its group left without waits in the residual for the next step."""
+        round_ = self.job.round
+        late = [place for place in round_.late if self.job.bucket_set.buckets[round_.home[place]].compressed]
+        if late:
+            self._join()
+        for place in late:
+            bucket = self.job.bucket_set.buckets[round_.home[place]]
+            if isinstance(bucket, CompressedBucket) and not (round_.absent or round_.broken):
+                bucket.fold(place)
+            round_.late.discard(place)
+            self.job.parameters[place].grad = None
+
+    def _gather(self, bucket: CompressedBucket, message: torch.Tensor, *, at_once: bool) -> None:
+        """Send a message and begin to receive everybody's. `at_once`: they are used before any other group's come, so
+        that all groups receive in the same room."""
+        needed = message.numel() * self.job.communicators.size
+        if not at_once:
+            bucket.result = message.new_empty(needed)
+        else:
+            if self._room is None or self._room.numel() < needed:
+                self._room = message.new_empty(needed)
+            bucket.result = self._room[:needed]
+        bucket.work = self.job.communicator(bucket.spec.communicator).all_gather(bucket.result, message)
+
+    def _wait(self, group: int, bucket: CompressedBucket) -> None:
+        """Wait for the collective under way."""
+        try:
+            bucket.work.wait()
+        except RuntimeError as error:
+            raise self.job.failure(group, error) from error
+        bucket.arrive()
+
+    def _may_deliver(self, bucket: CompressedBucket) -> bool:
+        """Only where this rank saw every member's gradient may a group be dealt with while backward goes on: then some
+        rank used each of them, which is all that an update must know. A gradient that came late is in `.grad`, which
+        an update would take for its own."""
+        round_ = self.job.round
+        if not bucket.whole or round_.absent:
+            return False
+        return not round_.late or round_.late.isdisjoint(bucket.members)
+
+    def _deliver(self, group: int, bucket: CompressedBucket) -> None:
+        self._wait(group, bucket)
+        if self.updates.at_once:
+            self._apply(bucket, None)
+        else:
+            bucket.decode()
+
+    def _collect(self) -> None:
+        """Deal with groups that have arrived, where the host is told of it."""
+        if self._queues:
+            return
+        for index, bucket in enumerate(self.job.bucket_set.buckets[: self.job.round.launched + 1]):
+            if not isinstance(bucket, CompressedBucket) or bucket.work is None:
+                continue
+            if self._may_deliver(bucket) and bucket.work.is_completed():
+                with self._beside():
+                    self._deliver(index, bucket)
+
+    def _apply(self, bucket: CompressedBucket, used: Sequence[bool] | None) -> None:
+        if bucket.gathered is None:
+            return
+        parameters = bucket.expose(self._scratch.lend(bucket.dtype, bucket.device), used)
+        if parameters:
+            self.updates.apply(parameters, without_momentum=self.options.momentum_correction)
+
+    def _update_dense(self, buckets: Sequence[BucketBuffer], used: Sequence[bool] | None) -> None:
+        """Update the members of these that have their gradients in `.grad`, which are clipped before if asked for."""
+        present = [
+            parameter
+            for bucket in buckets
+            for place, parameter in zip(bucket.members, bucket.parameters, strict=True)
+            if parameter.grad is not None and (used is None or used[place])
+        ]
+        if present:
+            with plainly(self.job.communicators.device.type):
+                if self.updates.max_grad_norm is not None:
+                    torch.nn.utils.clip_grad_norm_(present, self.updates.max_grad_norm)
+                self.updates.apply(present)
+
+    @contextmanager
+    def _beside(self) -> Iterator[None]:
+        """Beside backward, on a stream of its own that has seen everything queued so far; without autocast, which would
+        round what a backward inside it encodes."""
+        device = self.job.communicators.device
+        with plainly(device.type):
+            if self._side is None:
+                yield
+                return
+            self._side.wait_stream(_cuda.current_stream(device))
+            with _cuda.stream(self._side):
+                yield
+
+    def _join(self) -> None:
+        """What follows on this stream sees what was done beside it."""
+        if self._side is not None:
+            _cuda.current_stream(self.job.communicators.device).wait_stream(self._side)

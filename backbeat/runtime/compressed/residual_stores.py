@@ -1,0 +1,62 @@
+"""Where the residuals of a partition's compressed groups live."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from backbeat.errors import InputError
+from backbeat.runtime.compressed.host_residual import HostStore, Mirror
+from backbeat.runtime.compressed.residual import Store, dtype_for
+
+if TYPE_CHECKING:
+    from backbeat.runtime.reduce.job import Job
+    from backbeat.runtime.reduce.partition import BucketSpec, Partition
+
+
+def dtype_of(spec: BucketSpec, job: Job) -> torch.dtype:
+    """Of the group's residual."""
+    return dtype_for(job.parameters[spec.members[0]].dtype)
+
+
+def numel_of(spec: BucketSpec, job: Job) -> int:
+    return sum(job.parameters[place].numel() for place in spec.members)
+
+
+class Stores:
+    """Residuals of one partition, on the device or in mirrors on the host that groups of a dtype share."""
+
+    def __init__(self, partition: Partition, job: Job, *, host: bool, velocity: bool, masked: bool) -> None:
+        self._job = job
+        self._velocity = velocity
+        self._masked = masked
+        compressed = [spec for spec in partition.buckets if spec.compression is not None]
+        for spec in compressed:
+            check(spec, job)
+        self._mirrors: dict[torch.dtype, tuple[list[BucketSpec], Mirror, Mirror | None]] = {}
+        device = job.communicators.device
+        for dtype in {dtype_of(spec, job) for spec in compressed} if host else ():
+            specs = [spec for spec in compressed if dtype_of(spec, job) == dtype]
+            sizes = [numel_of(spec, job) for spec in specs]
+            beside = Mirror(sizes, dtype, device) if velocity else None
+            self._mirrors[dtype] = (specs, Mirror(sizes, dtype, device), beside)
+
+    def of(self, spec: BucketSpec) -> Store:
+        """A group's."""
+        dtype = dtype_of(spec, self._job)
+        if dtype in self._mirrors:
+            specs, values, velocities = self._mirrors[dtype]
+            return HostStore(specs.index(spec), values, velocities, masked=self._masked)
+        device = self._job.parameters[spec.members[0]].device
+        return Store(numel_of(spec, self._job), dtype, device, velocity=self._velocity, masked=self._masked)
+
+
+def check(spec: BucketSpec, job: Job) -> None:
+    """Refuse a group that cannot be compressed."""
+    for place in spec.members:
+        if not job.parameters[place].dtype.is_floating_point:
+            raise InputError(
+                f"parameter {job.names[place]!r} is {job.parameters[place].dtype}, and its bucket is compressed: only "
+                "real floating-point gradients can be; leave the compression out of its bucket"
+            )

@@ -1,0 +1,264 @@
+"""Updates during backward: the user's own optimizers, applied where gradients have arrived.
+
+Hyperparameters are those in force at that moment. `step()` finds no gradient left and changes nothing, but counts for
+schedulers. What works on all gradients between backward and `step()` comes too late: clipping by the global norm is
+asked for when the optimizer is handed over, and a gradient scaler is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim import Optimizer
+
+from backbeat.errors import InputError
+
+if TYPE_CHECKING:
+    from torch.nn import Parameter
+
+logger = logging.getLogger("backbeat.runtime")
+
+# Every parameter's update depends on its own gradient, state and hyperparameters alone.
+PER_PARAMETER = {
+    "ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Muon", "NAdam", "RAdam", "RMSprop", "Rprop",
+    "SGD", "SparseAdam",
+}  # fmt: skip
+_Share = tuple[Optimizer, int, "list[Any]"]
+"""An optimizer, one of its groups by number, and parameters of that group."""
+_MOST_SHARES = 1024
+"""Where other parameters of a group are used in every step, what is looked up once is never asked for again."""
+
+
+class Updates:
+    """The optimizers handed over."""
+
+    def __init__(self) -> None:
+        self.max_grad_norm: float | None = None
+        """Gradients are clipped to this global norm before the updates, which wait for the last of them; None: not."""
+        self.running = False
+        """An update is under way: where a `step` calls another's, hooks on `step` hear of it."""
+        self._optimizers: list[Optimizer] = []
+        self._owners: dict[int, tuple[Optimizer, int]] = {}
+        self._known: list[tuple[int, ...]] = []
+        """Which parameters each group of each optimizer had when owners were looked up, and which there were."""
+        self._shares: dict[tuple[int, ...], list[_Share]] = {}
+        """Of parameters that were updated together: whose they are."""
+
+    def __bool__(self) -> bool:
+        return bool(self._optimizers)
+
+    @property
+    def at_once(self) -> bool:
+        """Each bucket is updated as soon as it has arrived."""
+        return bool(self._optimizers) and self.max_grad_norm is None
+
+    @property
+    def have_momentum(self) -> bool:
+        """Some of them have momentum of the kind that can be kept before the selection."""
+        return any(isinstance(optimizer, torch.optim.SGD) for optimizer in self._optimizers)
+
+    def add(
+        self,
+        optimizer: Optimizer,
+        *,
+        max_grad_norm: float | None,
+        momentum_correction: bool,
+        check_step: Callable[[], None],
+    ) -> None:
+        """`check_step` raises where `step()` must not be called."""
+        if momentum_correction:
+            _check_momentum(optimizer, max_grad_norm)
+        mine = _held_by(optimizer)
+        remaining = [other for other in self._optimizers if not _held_by(other) <= mine]
+        if remaining and max_grad_norm != self.max_grad_norm:
+            raise InputError(
+                f"max_grad_norm is {max_grad_norm}, and {self.max_grad_norm} for {type(remaining[0]).__name__}: the "
+                "norm is that of all gradients; give every optimizer the same"
+            )
+        if max_grad_norm is None and not (self._optimizers and self.max_grad_norm is None):
+            logger.warning(
+                "attach(max_grad_norm=None): gradients are not clipped. They are gone when backward ends, so that "
+                "torch.nn.utils.clip_grad_norm_ after it finds none and does nothing; give attach() the norm to clip"
+            )
+        self.max_grad_norm = max_grad_norm
+        if any(optimizer is other for other in self._optimizers):
+            return
+        for other in self._optimizers:
+            common = mine & _held_by(other)
+            if common:
+                # Two would update their common parameters twice in every step.
+                logger.warning(
+                    "%s takes over %d of the %d parameters that %s had, which updates these no more",
+                    type(optimizer).__name__,
+                    len(common),
+                    len(_held_by(other)),
+                    type(other).__name__,
+                )
+        checking = weakref.WeakMethod(check_step)
+        optimizer.register_step_pre_hook(lambda *_: _checked(checking))
+        self._optimizers = [*remaining, optimizer]
+        self._known = []
+
+    def check(self, names: Sequence[str], parameters: Sequence[Parameter]) -> None:
+        """Look up who updates what; every parameter must be somebody's."""
+        known = [tuple(map(id, group["params"])) for one in self._optimizers for group in one.param_groups]
+        known.append(tuple(map(id, parameters)))
+        if known == self._known:
+            return
+        self._owners, self._shares = {}, {}
+        for optimizer in self._optimizers:
+            for index, group in enumerate(optimizer.param_groups):
+                for parameter in group["params"]:
+                    # The one handed over last.
+                    self._owners[id(parameter)] = (optimizer, index)
+        for name, parameter in zip(names, parameters, strict=True):
+            if id(parameter) not in self._owners:
+                raise InputError(
+                    f"no optimizer handed over holds {name!r}, and its gradient is gone when backward ends: "
+                    "attach() the optimizer that has it too, or freeze it"
+                )
+        self._known = known
+
+    def momentum_of(self, parameter: Parameter) -> float:
+        """The momentum that its optimizer asks for at present; 0 where it has none."""
+        owner = self._owners.get(id(parameter))
+        if owner is not None and isinstance(owner[0], torch.optim.SGD):
+            return float(owner[0].param_groups[owner[1]]["momentum"])
+        return 0.0
+
+    def apply(self, parameters: Sequence[Parameter], *, without_momentum: bool = False) -> None:
+        """Update these, whose gradients are there, and take the gradients away; inside `plainly`."""
+        key = tuple(map(id, parameters))
+        shares = self._shares.get(key)
+        if shares is None:
+            if len(self._shares) >= _MOST_SHARES:
+                self._shares.clear()
+            shares = self._shares[key] = self._shared(parameters)
+        self.running = True
+        try:
+            for optimizer, index, members in shares:
+                hyperparameters = {**optimizer.param_groups[index], "params": members}
+                if without_momentum and isinstance(optimizer, torch.optim.SGD):
+                    hyperparameters["momentum"] = 0.0
+                _run(optimizer, hyperparameters)
+        finally:
+            self.running = False
+        for parameter in parameters:
+            parameter.grad = None
+
+    def _shared(self, parameters: Sequence[Parameter]) -> list[_Share]:
+        shares: dict[tuple[int, int], _Share] = {}
+        for parameter in parameters:
+            if id(parameter) in self._owners:
+                optimizer, index = self._owners[id(parameter)]
+                shares.setdefault((id(optimizer), index), (optimizer, index, []))[2].append(parameter)
+        return list(shares.values())
+
+
+def check(
+    optimizer: Any,
+    parameters: Sequence[Parameter],
+    *,
+    max_grad_norm: float | None,
+    grad_scaler: torch.amp.GradScaler | None,
+    per_parameter: bool,
+) -> None:
+    """Refuse, by name, what cannot be applied parameter by parameter during backward."""
+    kind = type(optimizer)
+    if not isinstance(optimizer, Optimizer):
+        raise InputError(f"attach() got {kind.__name__}: it takes a torch.optim.Optimizer; pass the one it wraps")
+    if max_grad_norm is not None and not 0 < max_grad_norm < math.inf:
+        raise InputError(f"max_grad_norm is {max_grad_norm}: it must be above 0, or None to clip nothing")
+    if grad_scaler is not None and grad_scaler.is_enabled():
+        raise InputError(
+            "attach() got a GradScaler that is enabled, and a residual that outlives a step cannot follow its scale: "
+            "train in bf16, which needs none, or GradScaler(enabled=False)"
+        )
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise InputError(
+            "LBFGS couples all parameters and evaluates its closure several times a step: its update cannot be taken "
+            "apart; leave attach() out"
+        )
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        raise InputError(
+            "the optimizer has differentiable=True, and an update during backward cannot be differentiated: "
+            "leave attach() out"
+        )
+    inner = getattr(optimizer, "optimizer", None)
+    if not per_parameter and isinstance(inner, Optimizer):
+        raise InputError(
+            f"attach() got {kind.__name__}, which wraps {type(inner).__name__}: pass the one inside, "
+            "attach(optimizer.optimizer)"
+        )
+    known = next((base for base in kind.__mro__ if "step" in vars(base)), kind)
+    if not per_parameter and not (known.__module__.startswith("torch.optim") and known.__name__ in PER_PARAMETER):
+        raise InputError(
+            f"{kind.__name__} is not known to update each parameter by itself: if the update of a parameter depends on "
+            "nothing but its own gradient, state and hyperparameters, say attach(optimizer, per_parameter=True); if it "
+            "couples parameters (a norm or step size over all of them), leave attach() out"
+        )
+    if _held_by(optimizer).isdisjoint(map(id, parameters)):
+        raise InputError("attach() got an optimizer that holds no parameter of this model: make it from them")
+
+
+@contextlib.contextmanager
+def plainly(device_type: str) -> Iterator[None]:
+    """As `optimizer.step()` is mostly called: outside autograd, autocast and inference mode, whatever surrounds us.
+
+    State that is made for the first time inside inference mode could never be changed outside.
+    """
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.no_grad())
+        if torch.is_autocast_enabled(device_type):
+            stack.enter_context(torch.autocast(device_type, enabled=False))
+        yield
+
+
+def _run(optimizer: Optimizer, group: dict[str, Any]) -> None:
+    """The optimizer's own update, over this group alone, without the user's hooks on `step`."""
+    step: Any = type(optimizer).step
+    if getattr(step, "hooked", False):
+        step = step.__wrapped__
+    kept = optimizer.param_groups
+    optimizer.param_groups = [group]
+    try:
+        step(optimizer)
+    finally:
+        optimizer.param_groups = kept
+
+
+def _held_by(optimizer: Optimizer) -> set[int]:
+    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+
+
+def _checked(checking: Callable[[], Callable[[], None] | None]) -> None:
+    check_step = checking()
+    if check_step is not None:
+        check_step()
+
+
+def _check_momentum(optimizer: Optimizer, max_grad_norm: float | None) -> None:
+    if max_grad_norm is not None:
+        raise InputError(
+            f"momentum_correction with max_grad_norm={max_grad_norm}: what arrives is momentum, not the gradients "
+            "whose norm is meant; leave one out"
+        )
+    if not isinstance(optimizer, torch.optim.SGD):
+        logger.warning(
+            "momentum_correction replaces the momentum of SGD; %s keeps its own and goes without",
+            type(optimizer).__name__,
+        )
+        return
+    for group in optimizer.param_groups:
+        if group["nesterov"] or group["dampening"]:
+            raise InputError(
+                f"momentum_correction with nesterov={group['nesterov']} and dampening={group['dampening']}: "
+                "it keeps plain momentum only; leave these out, or momentum_correction"
+            )

@@ -1,0 +1,74 @@
+"""A Lightning strategy: `import backbeat.runtime.integrations.lightning`, then `Trainer(strategy="backbeat")`.
+
+Options go through the class: `Trainer(strategy=BackbeatStrategy(plan="auto"))`. Both packages are served, `lightning`
+and `pytorch_lightning`; each has its own classes, so each that is installed gets a strategy of its own.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+
+from backbeat.errors import MissingPartError
+from backbeat.runtime.reduce.wrapper import DistributedDataParallel
+
+PACKAGES = ("lightning.pytorch", "pytorch_lightning")
+
+
+def strategy_class(package: str) -> type[Any]:
+    """The strategy for one of the packages, registered there as "backbeat"."""
+    strategies = importlib.import_module(f"{package}.strategies")
+    base: Any = strategies.DDPStrategy
+
+    class BackbeatStrategy(base):  # type: ignore[misc]
+        """Lightning's DDP strategy with backbeat's wrapper; takes `plan`, `network`, `communicators`, `backend`,
+        `wire`, `sparse`."""
+
+        strategy_name = "backbeat"
+
+        def __init__(
+            self,
+            *args: Any,
+            plan: Any = None,
+            network: Any = None,
+            communicators: int | None = None,
+            backend: str = "backbeat",
+            wire: Any = None,
+            sparse: Any = None,
+            **kwargs: Any,
+        ) -> None:
+            super().__init__(*args, **kwargs)
+            self._backbeat = {
+                "plan": plan, "network": network, "communicators": communicators, "backend": backend, "wire": wire,
+                "sparse": sparse,
+            }  # fmt: skip
+
+        def _setup_model(self, model: torch.nn.Module) -> DistributedDataParallel:
+            device_ids = self.determine_ddp_device_ids()
+            # As Lightning does for its own wrapper: gradient accumulators must not live on the default stream.
+            stream = torch.cuda.stream(torch.cuda.Stream()) if device_ids is not None else nullcontext()
+            with stream:
+                return DistributedDataParallel(model, device_ids=device_ids, **self._backbeat, **self._ddp_kwargs)
+
+        @classmethod
+        def register_strategies(cls, registry: Any) -> None:
+            registry.register(cls.strategy_name, cls, description="DDP with backbeat's planned gradient groups")
+
+    if "backbeat" not in strategies.StrategyRegistry:
+        BackbeatStrategy.register_strategies(strategies.StrategyRegistry)
+    return BackbeatStrategy
+
+
+def _installed() -> list[str]:
+    return [name for name in PACKAGES if importlib.util.find_spec(name.split(".")[0]) is not None]
+
+
+_found = [strategy_class(name) for name in _installed()]
+if not _found:
+    raise MissingPartError("backbeat.runtime.integrations.lightning needs Lightning: pip install lightning")
+BackbeatStrategy = _found[0]
+"""The strategy of the first package found; `strategy_class(package)` gives another's."""

@@ -1,0 +1,114 @@
+"""`memory_budget=`: what of a model stays on the device, settled before training begins."""
+
+from __future__ import annotations
+
+import math
+import os
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from backbeat.errors import InputError
+from backbeat.model import Network, Plan, Profile
+from backbeat.units import format_bytes, parse_bytes
+
+if TYPE_CHECKING:
+    from backbeat.model import MemoryPlan
+    from backbeat.runtime.memory import Handle
+
+Named = str | os.PathLike[str]
+
+
+def within_budget(
+    plan: Plan | None,
+    strategy: str | None,
+    budget: int | str | None,
+    profile: Profile | Named | None,
+    network: Network | Named | None,
+    workers: int,
+) -> tuple[Plan | None, MemoryPlan | None]:
+    """The plan to run and the memory plan to apply; refused where the budget cannot be kept, or not be known to be.
+
+    A plan that has a memory plan brings it along. Otherwise one is made from the profile: together with the groups
+    where a strategy and a network are named, and around the groups as they are where not.
+    """
+    if budget is None:
+        if profile is not None:
+            raise InputError("profile= is there to plan a memory_budget with: give that too, like '6GB', or neither")
+        return plan, plan.memory if plan is not None else None
+    size = _size(budget)
+    if plan is not None and plan.memory is not None:
+        _check(plan.memory, size)
+        return plan, plan.memory
+    if profile is None:
+        raise InputError(
+            f"memory_budget is {budget!r}, but nothing says what this model needs: give a plan made with "
+            "`backbeat plan … --memory`, or profile= (from `backbeat profile`)"
+        )
+    from backbeat.planners import plan as make_plan
+    from backbeat.planners.memory_plan import memory_plan
+
+    known = profile if isinstance(profile, Profile) else Profile.load(profile)
+    if plan is None and strategy not in (None, "auto") and network is not None:
+        cluster = network if isinstance(network, Network) else Network.load(network)
+        made = make_plan(known, cluster.at(workers=workers), str(strategy), memory_bytes=size)
+        return made, made.memory
+    memory = memory_plan(known, size, plan, workers=workers)
+    return (None if plan is None else msgspec.structs.replace(plan, memory=memory)), memory
+
+
+def _size(budget: int | float | str) -> int:
+    if isinstance(budget, str):
+        size: float = parse_bytes(budget)
+    elif isinstance(budget, (int, float)) and not isinstance(budget, bool) and math.isfinite(budget):
+        size = budget
+    else:
+        raise InputError(f"memory_budget is {budget!r}: it must be a number of bytes, or text like '6GB'")
+    if size < 1:
+        raise InputError(f"memory_budget is {budget!r}: it must be above zero, like '6GB'")
+    return int(size)
+
+
+def _check(memory: MemoryPlan, size: int) -> None:
+    if memory.peak_bytes is None:
+        raise InputError(
+            "the plan's memory part does not say what peak it was predicted to have: make it again with "
+            f"`backbeat plan … --memory {format_bytes(size).replace(' ', '')}`"
+        )
+    if memory.peak_bytes > size:
+        raise InputError(
+            f"memory_budget is {format_bytes(size)}, but the plan was predicted to need "
+            f"{format_bytes(memory.peak_bytes)}: make one with `backbeat plan … --memory "
+            f"{format_bytes(size).replace(' ', '')}`, or raise the budget"
+        )
+
+
+def check_memory(module: Any, memory: MemoryPlan | None) -> None:
+    """Refuse what `apply_memory` would, while nothing has been done to the model yet."""
+    if memory is None or _keeps_all(memory):
+        return
+    from backbeat.runtime.memory.activations import check
+
+    check(module, memory)
+
+
+def apply_memory(wrapper: Any, module: Any, memory: MemoryPlan | None) -> Handle | None:
+    """Put the memory plan in force on the model while its wrapper lives; None where there is nothing to do."""
+    if memory is None or _keeps_all(memory):
+        return None
+    from backbeat.runtime.memory import apply
+
+    handle = apply(module, memory)
+    ends_with(wrapper, handle)
+    return handle
+
+
+def ends_with(wrapper: Any, handle: Handle | None) -> None:
+    """A model whose wrapper was dropped is as it was, and can be wrapped again."""
+    if handle is not None:
+        weakref.finalize(wrapper, handle.remove).atexit = False
+
+
+def _keeps_all(memory: MemoryPlan) -> bool:
+    return all(segment.action == "keep" for segment in memory.segments)

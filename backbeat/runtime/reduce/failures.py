@@ -1,0 +1,177 @@
+"""What goes wrong between ranks, and who is to blame.
+
+A failed collective only says that some peer did not answer. Every rank therefore runs a small monitor thread that looks
+at the job's store now and then: once any rank has raised the alarm, all living ranks write down where they stand, and
+the rank that failed can say which one is missing, behind, or gone on without the others.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+from backbeat.errors import BackbeatError
+
+logger = logging.getLogger("backbeat.runtime")
+
+# A store is asked this often whether some rank has raised the alarm, and an alarm waits a few of these for answers.
+POLL_S = 1.0
+ANSWER_S = 4.0
+
+
+class CommunicationError(BackbeatError, RuntimeError):
+    """A group could not be reduced: a rank died, hangs, or left the loop."""
+
+    exit_code = 4
+
+
+class StepMismatchError(CommunicationError):
+    """Ranks met in one collective with different steps: one of them skipped or repeated a backward."""
+
+
+class BrokenStepError(CommunicationError):
+    """Another rank's backward raised: this step has no gradients on any rank."""
+
+
+class NonFiniteError(CommunicationError):
+    """A gradient of a compressed group was not finite: it was kept out of the residual, and the step has failed."""
+
+
+Status = dict[str, Any]
+
+
+class Monitor:
+    """Answers for this rank when another one raises the alarm, and raises it for this one."""
+
+    def __init__(
+        self,
+        store: Any,
+        key: str,
+        rank: int,
+        size: int,
+        status: Callable[[], Status],
+        *,
+        look: Callable[[], bool] | None = None,
+    ) -> None:
+        """`look` is called now and then, and says that something was lost; the monitor's work is then done."""
+        self._store = store
+        self._own: Any = None
+        self._key = key
+        self._rank = rank
+        self._size = size
+        # The thread must not keep the reducer alive.
+        self._status = weakref.WeakMethod(status)
+        self._look = None if look is None else weakref.WeakMethod(look)
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Begin to listen, on a connection of its own: the store's calls block each other."""
+        clone = _clone(self._store)
+        if clone is None or self._thread is not None or self._size == 1:
+            return
+        self._thread = threading.Thread(target=self._listen, args=(clone,), name="backbeat-monitor", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stop.set()
+
+    def _listen(self, store: Any) -> None:
+        self._own = store
+        heard = True
+        while not self._stop.wait(POLL_S) and self._status() is not None:
+            if heard:
+                try:
+                    if store.check([f"{self._key}/alarm"]):
+                        self._answer(store)
+                        heard = False
+                except Exception as error:
+                    # The store goes away when the job ends, or when the rank that keeps it does.
+                    logger.debug("the monitor of rank %d hears nothing more: %s", self._rank, error)
+                    heard = False
+            look = self._look() if self._look is not None else None
+            if look() if look is not None else not heard:
+                return
+
+    def _answer(self, store: Any) -> None:
+        status = self._status()
+        if status is not None:
+            store.set(f"{self._key}/status/{self._rank}", json.dumps(status()))
+
+    def blame(self) -> str:
+        """Raise the alarm, wait for the others' answers, and say in words who is missing or elsewhere."""
+        self._stop.set()
+        status = self._status()
+        mine = status() if status is not None else None
+        # The store's calls block each other: the thread that listens has a connection of its own.
+        store = self._own if threading.current_thread() is self._thread else self._store
+        try:
+            store.set(f"{self._key}/alarm", str(self._rank))
+            self._answer(store)
+            statuses = self._collect(store)
+        except Exception as error:
+            return f"the job's store does not answer either ({first_line(error)}): the rank that keeps it is gone"
+        return describe(self._rank, mine, statuses, self._size)
+
+    def _collect(self, store: Any) -> dict[int, Status]:
+        found: dict[int, Status] = {}
+        deadline = time.monotonic() + ANSWER_S
+        for rank in range(self._size):
+            key = f"{self._key}/status/{rank}"
+            left = max(deadline - time.monotonic(), 0.05)
+            try:
+                store.wait([key], timedelta(seconds=left))
+            except Exception as error:
+                logger.debug("no answer from rank %d: %s", rank, error)
+                continue
+            found[rank] = json.loads(store.get(key))
+        return found
+
+
+def describe(rank: int, mine: Status | None, statuses: dict[int, Status], size: int) -> str:
+    """Which ranks did not answer, and which stand elsewhere than this one."""
+    silent = [str(other) for other in range(size) if other not in statuses and other != rank]
+    parts = []
+    if silent:
+        plural = "s" if len(silent) > 1 else ""
+        verb = "do" if plural else "does"
+        parts.append(f"rank{plural} {', '.join(silent)} {verb} not answer (died, or its machine is unreachable)")
+    for other, status in sorted(statuses.items()):
+        if other == rank or mine is None:
+            continue
+        if status["step"] != mine["step"] or (status["launched"] < mine["launched"] and status["in_backward"]):
+            parts.append(f"rank {other} {_where(status)}")
+        elif not status["in_backward"]:
+            parts.append(f"rank {other} has finished step {status['step']} and is outside backward")
+    return (
+        "; ".join(parts) if parts else "every rank answers and stands at the same step: the network between them failed"
+    )
+
+
+def _where(status: Status) -> str:
+    if not status["in_backward"]:
+        return f"is at step {status['step']}, outside backward"
+    text = f"is in step {status['step']} with {status['launched']} of {status['groups']} groups sent"
+    if status.get("waiting"):
+        text += f", waiting for {status['waiting']}"
+    return text
+
+
+def _clone(store: Any) -> Any:
+    """Another connection to the same store, or None where the kind of store has none."""
+    try:
+        return store.clone()
+    except Exception as error:
+        logger.debug("this store cannot be cloned, faults will name fewer ranks: %s", error)
+        return None
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an exception's text, or its kind."""
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -1,0 +1,82 @@
+"""What the parts of a reducer share. It refers to none of them, so that a wrapper goes when its user lets go of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from backbeat.errors import InputError
+from backbeat.runtime.reduce.failures import CommunicationError, first_line
+from backbeat.units import format_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+    from torch.nn import Parameter
+
+    from backbeat.comm.communicators import Communicator, Communicators
+    from backbeat.runtime.reduce.bucket_set import BucketSet
+    from backbeat.runtime.reduce.failures import Monitor
+    from backbeat.runtime.reduce.step import Round
+    from backbeat.runtime.reduce.timing import Recorder
+
+
+@dataclass(slots=True, kw_only=True)
+class Job:
+    """Parameters, the groups they travel in, the communicators, and where training stands."""
+
+    names: list[str]
+    parameters: list[Parameter]
+    communicators: Communicators
+    wire: torch.dtype | None
+    round: Round
+    scale: float
+    """Gradients are multiplied by it before the sum."""
+    step: int = 0
+    """Backwards synchronised so far, the present one included."""
+    repeats: int = 0
+    """BucketSet that had to be reduced again because a gradient came late."""
+    recorder: Recorder | None = None
+    """Times the present round, where it is to be timed."""
+    bucket_set: BucketSet = None  # type: ignore[assignment]  # there from the first partition on
+    fault: CommunicationError | None = None
+    """A group was lost while the host was not told; whatever it waits for now is void."""
+    monitor: Monitor = None  # type: ignore[assignment]  # likewise: it asks the reducer where it stands
+
+    def communicator(self, index: int) -> Communicator:
+        return self.communicators[min(index, len(self.communicators) - 1)]
+
+    def check(self) -> None:
+        """Raise if a group has been lost."""
+        if self.fault is not None:
+            raise self.fault
+
+    def check_format(self, error: RuntimeError) -> None:
+        """Where gradients and buffers do not go together: raise if a parameter was given another format since."""
+        for name, parameter, made in zip(self.names, self.parameters, self.bucket_set.formats, strict=True):
+            found = (parameter.dtype, parameter.shape, parameter.device)
+            if found != made:
+                now, then = (f"{dtype} {tuple(shape)} on {device}" for dtype, shape, device in (found, made))
+                raise InputError(
+                    f"parameter {name!r} is {now}, and was {then} when the model was wrapped: convert a model before "
+                    "wrapping it, or wrap it again"
+                ) from error
+
+    def failure(self, group: int, why: BaseException | str, *, step: int | None = None) -> CommunicationError:
+        """A group did not arrive: which one, what was in it, and who is to blame."""
+        if self.fault is not None:
+            return self.fault
+        said = why if isinstance(why, str) else first_line(why)
+        bucket = self.bucket_set.buckets[group]
+        return CommunicationError(
+            f"rank {self.communicators.rank}: bucket {group} of {len(self.bucket_set.buckets)} "
+            f"({len(bucket.members)} gradients, {self._listed(bucket.members)}, {format_bytes(bucket.bytes)}) was "
+            f"not reduced in step {self.step if step is None else step}: "
+            f"{self.monitor.blame()}. Restart from the last checkpoint (the library says: {said})"
+        )
+
+    def _listed(self, members: Sequence[int]) -> str:
+        """The first and the last of some parameters by name."""
+        first, last = self.names[members[0]], self.names[members[-1]]
+        return first if len(members) == 1 else f"{first} … {last}"

@@ -1,0 +1,116 @@
+"""Measuring a round: when each gradient arrived, when each group left and when it was back."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+
+@dataclass(slots=True, kw_only=True)
+class TimedRound:
+    """One backward, in seconds from its start."""
+
+    step: int = 0
+    ready_s: dict[int, float] = field(default_factory=dict)
+    """By parameter."""
+    launched_s: dict[int, float] = field(default_factory=dict)
+    """By group, in launch order."""
+    done_s: dict[int, float] = field(default_factory=dict)
+    computed_s: float = 0.0
+    """When the last gradient arrived."""
+    ended_s: float = 0.0
+    """When the round was over: every group back."""
+
+    @property
+    def exposed_s(self) -> float:
+        """Communication left after the last gradient."""
+        return max(self.ended_s - self.computed_s, 0.0)
+
+
+class Recorder:
+    """Times rounds on the host's clock, or with events on the device's."""
+
+    def __init__(self, device: torch.device, keep: int = 64) -> None:
+        self._cuda = device.type == "cuda"
+        self._device = device
+        self._keep = keep
+        self._rounds: list[TimedRound | dict[str, Any]] = []
+        """Times, or the marks that they will be told from once the device has passed them."""
+        self._marks: dict[str, Any] = {}
+        self._open = False
+
+    def begin(self, sync: bool) -> None:
+        self._open = sync
+        self._marks = {"begin": self._now(), "ready": {}, "launched": {}, "done": {}}
+
+    def gradient(self, place: int) -> None:
+        if self._open:
+            self._marks["ready"][place] = self._now()
+
+    def launched(self, group: int, work: Any) -> None:
+        if not self._open:
+            return
+        self._marks["launched"][group] = self._now()
+        done = self._marks["done"]
+        if not self._cuda and hasattr(work, "get_future"):
+            # The worker thread that finished the collective writes the time down.
+            work.get_future().add_done_callback(lambda _: done.setdefault(group, time.perf_counter()))
+
+    def end(self) -> None:
+        if not self._open:
+            return
+        self._marks["end"] = self._now()
+        # Marks on the device hold memory of the driver: none is kept for longer than it takes to read.
+        self._rounds = [*map(self._passed, self._rounds), self._marks][-self._keep :]
+        self._open = False
+
+    def rounds(self) -> list[TimedRound]:
+        """Every round measured so far."""
+        if self._cuda and self._rounds:
+            torch.cuda.synchronize(self._device)
+        self._rounds = [self._passed(one) for one in self._rounds]
+        return [one if isinstance(one, TimedRound) else self._resolve(one) for one in self._rounds]
+
+    def clear(self) -> None:
+        self._rounds.clear()
+
+    def _passed(self, one: TimedRound | dict[str, Any]) -> TimedRound | dict[str, Any]:
+        # On the host the end of a round says nothing about groups that are back later.
+        if isinstance(one, TimedRound) or not self._cuda or not one["end"].query():
+            return one
+        try:
+            return self._resolve(one)
+        except RuntimeError:
+            # Another stream has not passed its marks.
+            return one
+
+    def _resolve(self, marks: dict[str, Any]) -> TimedRound:
+        begin = marks["begin"]
+        ready = self._times(begin, marks["ready"])
+        ended = self._since(begin, marks["end"])
+        return TimedRound(
+            ready_s=ready,
+            launched_s=self._times(begin, marks["launched"]),
+            done_s=self._times(begin, marks["done"]),
+            computed_s=max(ready.values(), default=ended),
+            ended_s=ended,
+        )
+
+    def _times(self, begin: Any, marks: dict[int, Any]) -> dict[int, float]:
+        # A copy: the thread that finishes a collective may write to it at this moment.
+        return {index: self._since(begin, mark) for index, mark in dict(marks).items()}
+
+    def _now(self) -> Any:
+        if not self._cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _since(self, begin: Any, mark: Any) -> float:
+        if not self._cuda:
+            return float(mark - begin)
+        return max(float(begin.elapsed_time(mark)) * 1e-3, 0.0)

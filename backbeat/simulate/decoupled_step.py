@@ -1,0 +1,139 @@
+"""All-reduce in two halves: reduce-scatter behind backward, all-gather behind the next forward (as DeAR does).
+
+One steady period, from the start of backward to the start of the next. Reduce-scatters run in ready order as buckets
+are complete; all-gathers follow in plan order, which is the order in which the next forward needs them. A layer's
+forward begins when its gradients are gathered and applied, so an optimizer step is spread over the forward pass. One
+communicator.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from backbeat.cost.curve import Curve
+from backbeat.cost.link import LinkCost
+from backbeat.simulate.bound import communication_bound
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from backbeat.model import CollectiveTimes, Network, Plan, Profile
+
+
+@dataclass(frozen=True)
+class Halves:
+    """What the two halves cost. Where a network has not measured them, each is half of its all-reduce."""
+
+    scatter: Curve
+    gather: Curve
+
+    @classmethod
+    def of(cls, network: Network) -> Halves:
+        return cls(_half(network.reduce_scatter, network), _half(network.all_gather, network))
+
+
+@dataclass(frozen=True)
+class Layers:
+    """The forward pass in the order it runs: the reverse of ready order."""
+
+    compute_s: NDArray[np.float64]
+    """Forward time of each gradient's module, and its share of the update that precedes it."""
+    sizes: NDArray[np.float64]
+    guessed: bool
+    """Forward times are not in the profile; taken from the shape of backward."""
+
+    @classmethod
+    def of(cls, profile: Profile) -> Layers:
+        known = [gradient.forward_s for gradient in profile.gradients]
+        guessed = any(seconds is None for seconds in known)
+        spans = np.diff(profile.ready, prepend=0.0) if guessed else np.array(known, dtype=np.float64)
+        total = float(spans.sum())
+        shares = spans / total if total > 0 else np.full(len(spans), 1 / len(spans))
+        weight = profile.sizes / profile.sizes.sum() if profile.sizes.sum() > 0 else shares
+        compute = shares * profile.forward_s + weight * profile.update_s
+        return cls(compute[::-1], profile.sizes[::-1], guessed)
+
+
+@dataclass(frozen=True)
+class Period:
+    """One steady period; times count from the start of backward."""
+
+    scatters: list[tuple[float, float]]
+    gathers: list[tuple[float, float]]
+    forward_end_s: float
+    """When the next backward starts: the length of the period."""
+    stalled_s: float
+    """Forward waiting for gathers."""
+
+
+def period(profile: Profile, plan: Plan, network: Network) -> Period:
+    """Run a decoupled plan until it repeats."""
+    place = profile.index
+    halves = Halves.of(network)
+    scatter_buckets = [
+        [place[name] for name in bucket.gradients] for bucket in plan.buckets if bucket.phase == "reduce_scatter"
+    ]
+    gather_buckets = [
+        [place[name] for name in bucket.gradients] for bucket in plan.buckets if bucket.phase == "all_gather"
+    ]
+    free = 0.0
+    scatters = []
+    for members in scatter_buckets:
+        start = max(float(profile.ready[max(members)]), free)
+        free = start + float(halves.scatter.time(profile.sizes[members].sum()))
+        scatters.append((start, free))
+    gathered = np.zeros(len(profile.gradients))
+    gathers = []
+    for members in gather_buckets:
+        start = free
+        free = start + float(halves.gather.time(profile.sizes[members].sum()))
+        gathered[members] = free
+        gathers.append((start, free))
+    now, stalled = profile.backward_s, 0.0
+    layers = Layers.of(profile)
+    for arrival, seconds in zip(gathered[::-1].tolist(), layers.compute_s.tolist(), strict=True):
+        stalled += max(arrival - now, 0.0)
+        now = max(now, arrival) + seconds
+    return Period(scatters, gathers, now, stalled)
+
+
+def decoupled_bound(profile: Profile, network: Network) -> float:
+    """A period holds all of the computation, all of the link's work, and the two in an order that nothing escapes.
+
+    Gathers follow the last scatter, and that ends no earlier than any plan's communication could. Of the first j layers
+    of forward one is gathered last, after the bytes of all j, and what it and the layers behind it compute comes after.
+    """
+    layers = Layers.of(profile)
+    halves = Halves.of(network)
+    scattered = communication_bound(profile, LinkCost(halves.scatter, None, {}), 1)
+    latency, per_byte = _cheapest(halves.gather, profile)
+    after = np.cumsum(layers.compute_s[::-1])[::-1]
+    in_order = scattered + float((latency + per_byte * np.cumsum(layers.sizes) + after).max())
+    return max(profile.forward_s + profile.backward_s + profile.update_s, link_s(profile, network), in_order)
+
+
+def link_s(profile: Profile, network: Network) -> float:
+    """The least link time of both halves, whatever the bucketing."""
+    halves = Halves.of(network)
+    return float(profile.sizes.sum()) * sum(_cheapest(half, profile)[1] for half in (halves.scatter, halves.gather))
+
+
+def _cheapest(half: Curve, profile: Profile) -> tuple[float, float]:
+    """(least latency, least link time per byte) over the bucket sizes possible."""
+    return LinkCost(half, None, {}).cheapest(float(profile.sizes.min()), float(profile.sizes.sum()))
+
+
+def _half(times: CollectiveTimes | None, network: Network) -> Curve:
+    """Never less than its time on the link: an isolated message may be let through faster where a shaped link was idle,
+    but most halves follow each other without a gap."""
+    if times is not None:
+        alone = times.curve
+    else:
+        whole = network.cost.isolated
+        alone = Curve(whole.sizes, whole.times / 2, whole.gradient_s_per_byte / 2)
+    return Curve(
+        alone.sizes, np.maximum(alone.times, alone.gradient_s_per_byte * alone.sizes), alone.gradient_s_per_byte
+    )

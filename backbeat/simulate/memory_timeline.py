@@ -1,0 +1,408 @@
+"""Device memory and time of one iteration when some blocks are recomputed or offloaded.
+
+Memory is counted in the order in which work is issued, as the device's allocator counts it; time on three streams:
+computation, copies to the host, copies to the device.
+
+- Forward runs block by block. A kept block leaves its saved tensors. A recomputed segment leaves its input alone; an
+  offloaded block's tensors, or an offloaded input, go to the host: the compute stream waits for such a copy at the
+  begin of the block two further on, and there the memory is free.
+- Backward runs in reverse. When it reaches a segment, the segment two before it starts to come back from the host;
+  computation waits for what has not come in time. A recomputed segment first runs forward again, all of its saved
+  tensors there at once, and they go block by block.
+- A tensor between two blocks exists once, whoever keeps it.
+
+What lies outside the blocks (the loss, a head that is no block) is taken to run between forward and backward.
+
+The host submits all of it. A profile that says what that takes, plain and with every block recomputed, sets a floor:
+no iteration is shorter than the host's time. Recomputation costs the host in proportion to the blocks' forward; what an
+offloaded block costs it is not measured and taken as much. Where the floor is reached, all of backward is stretched.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+import msgspec
+
+from backbeat.errors import InputError
+from backbeat.simulate.actions import FETCH, KEEP, OFFLOAD, RECOMPUTE, Unit, units_of
+from backbeat.simulate.resident_memory import ResidentMemory
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from backbeat.model import Gradient, MemoryPlan, Plan, Profile
+
+Phase = Literal["forward", "loss", "recompute", "backward"]
+
+AHEAD = 2
+"""Copies to the host are waited for this many blocks later; copies to the device start this many segments early."""
+
+
+class ChainRun(NamedTuple):
+    """What the chain does under some units."""
+
+    peak_bytes: int
+    block: int
+    """Where the peak is."""
+    phase: Phase
+    forward_s: float
+    backward_s: float
+    starts: list[float]
+    """When each block's own backward starts, after backward starts."""
+    held_bytes: int
+    """Above the base at the end of forward."""
+    left_bytes: int
+    """Above the base at the end of backward: the gradient of what enters the first block."""
+    to_host_bytes: int
+    to_device_bytes: int
+    stalled_s: float
+    stretched: float = 1.0
+    """How much longer backward takes than the device would need: the host sets its pace."""
+
+    @property
+    def time_s(self) -> float:
+        return self.forward_s + self.backward_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryTimeline:
+    """One iteration under a memory plan."""
+
+    peak_bytes: int
+    block: str
+    """Where the peak is: a block's name, or `loss`."""
+    phase: Phase
+    forward_s: float
+    backward_s: float
+    held_bytes: int
+    """Kept on the device for backward, at the end of forward."""
+    to_host_bytes: int
+    to_device_bytes: int
+    stalled_s: float
+    """Computation waiting for copies."""
+    holdings: ResidentMemory
+    profile: Profile
+    """The profile with these times and the gradients ready when they are now; it has no blocks."""
+    notes: tuple[str, ...] = ()
+
+
+def memory_timeline(
+    profile: Profile, memory_plan: MemoryPlan, plan: Plan | None = None, *, workers: int | None = None
+) -> MemoryTimeline:
+    """Predict peak and times of one iteration; `plan` says how gradients are held (None: dense, flat buffers)."""
+    chain = Chain.of(profile, ResidentMemory.of(profile, plan, memory_plan.residuals, workers))
+    run = chain.run(units_of(profile, memory_plan))
+    return replace(chain.timeline(profile, run), notes=_remarks(profile, memory_plan))
+
+
+def _remarks(profile: Profile, memory_plan: MemoryPlan) -> tuple[str, ...]:
+    """Where the host sets the pace and nobody measured what recomputing costs it, times are too short."""
+    again = any(segment.action != "keep" for segment in memory_plan.segments)
+    bound = any(note.startswith("launch-bound") for note in profile.notes)
+    if not again or not bound or profile.host_recompute_s is not None:
+        return ()
+    return (
+        "the host sets this model's pace, and the profile does not say what recomputing costs it: it computes "
+        "longer than predicted (BERT-Large on one H200 1.7 to 1.9 times); profile again to measure it",
+    )
+
+
+class _Tally:
+    """The clock of the compute stream and the bytes on the device, while a run goes through its blocks."""
+
+    __slots__ = ("block", "level", "now", "peak", "phase", "stalled")
+
+    def __init__(self, base: int) -> None:
+        self.level = self.peak = base
+        self.block = 0
+        self.phase: Phase = "forward"
+        self.now = self.stalled = 0.0
+
+    def see(self, above: int, block: int, phase: Phase) -> None:
+        if self.level + above > self.peak:
+            self.peak, self.block, self.phase = self.level + above, block, phase
+
+    def wait(self, moment: float) -> None:
+        if moment > self.now:
+            self.stalled += moment - self.now
+            self.now = moment
+
+
+class Chain:
+    """A profile's blocks as plain lists, with what is on the device whatever the plan."""
+
+    def __init__(self, profile: Profile, holdings: ResidentMemory) -> None:
+        blocks = profile.blocks
+        self.names = [block.name for block in blocks]
+        self.count = len(blocks)
+        self.holdings = holdings
+        self.base = holdings.total_bytes
+        self.loss = holdings.loss_bytes
+        measured_forward = sum(block.forward_s for block in blocks)
+        measured_backward = sum(block.backward_s for block in blocks)
+        # Blocks timed one by one can add up to more than the whole: then they share it.
+        by_forward = min(1.0, profile.forward_s / measured_forward) if measured_forward > 0 else 1.0
+        by_backward = min(1.0, profile.backward_s / measured_backward) if measured_backward > 0 else 1.0
+        self.forward = [block.forward_s * by_forward for block in blocks]
+        self.backward = [block.backward_s * by_backward for block in blocks]
+        self.loss_forward = max(profile.forward_s - sum(self.forward), 0.0)
+        self.loss_backward = max(profile.backward_s - sum(self.backward), 0.0)
+        self.output = [block.output_bytes for block in blocks]
+        self.joined = [place > 0 and block.chained for place, block in enumerate(blocks)]
+        self.input = [
+            self.output[place - 1] if self.joined[place] else block.input_bytes for place, block in enumerate(blocks)
+        ]
+        self.saved = [block.saved_bytes for block in blocks]
+        self.forward_peak = [block.forward_peak_bytes for block in blocks]
+        self.backward_peak = [block.backward_peak_bytes for block in blocks]
+        self.saves_input = [block.saves_input for block in blocks]
+        self.saves_output = [block.saves_output for block in blocks]
+        # A recomputed segment may begin here; it may go on through here.
+        self.may_begin = [not block.changes_input for block in blocks]
+        self.may_go_on = self.joined
+        link = profile.host_link
+        self.has_host = link is not None
+        self.to_host = link.to_host_bytes_per_s if link else 1.0
+        self.to_device = link.to_device_bytes_per_s if link else 1.0
+        self.host_plain, self.host_again = _host(profile, self.forward)
+
+    @classmethod
+    def of(cls, profile: Profile, holdings: ResidentMemory) -> Chain:
+        if not profile.blocks:
+            raise InputError(
+                f"the profile {profile.name!r} has no blocks, so nothing is known of its activations: "
+                "profile it again with `backbeat profile`, on the device itself (--analytic measures no blocks)"
+            )
+        return cls(profile, holdings)
+
+    def run(self, units: Sequence[Unit]) -> ChainRun:
+        """Forward and backward once, by the rules at the head of this module."""
+        action = [KEEP] * self.count
+        unit_of = [0] * self.count
+        for number, (first, last, what) in enumerate(units):
+            for k in range(first, last):
+                action[k] = what
+                unit_of[k] = number
+        until, away, bring = self._between(units, action, unit_of)
+        tally = _Tally(self.base)
+        to_host = self._forward(units, action, until, away, tally)
+        held = tally.level - self.base
+        forward_s = tally.now = tally.now + self.loss_forward
+        tally.now += self.loss_backward
+        end = self.count - 1
+        # The gradient of the last output takes the place of the output, unless that is kept too.
+        if self.saves_output[end] and action[end] in (KEEP, OFFLOAD):
+            tally.level += self.output[end]
+        starts = self._backward(units, until, bring, tally)
+        to_device, streamed = sum(bring), self.holdings.streamed_bytes
+        if streamed:
+            # Residuals that live on the host pass both copy streams during backward.
+            tally.wait(forward_s + max((to_device + streamed) / self.to_device, streamed / self.to_host))
+        backward_s = tally.now - forward_s
+        starts = [start - forward_s for start in starts]
+        submitted_s = self.host_plain + sum(self.host_again[k] for k, what in enumerate(action) if what != KEEP)
+        stretched = 1.0
+        # Not by the last bit: where blocks add up to the iteration, host and device are even.
+        if backward_s > 0 and submitted_s > tally.now * (1 + 1e-9):
+            stretched = (submitted_s - forward_s) / backward_s
+            starts = [start * stretched for start in starts]
+            backward_s *= stretched
+        return ChainRun(
+            tally.peak,
+            tally.block,
+            tally.phase,
+            forward_s,
+            backward_s,
+            starts,
+            held,
+            tally.level - self.base,
+            to_host,
+            to_device,
+            tally.stalled,
+            stretched,
+        )
+
+    def _between(
+        self, units: Sequence[Unit], action: list[int], unit_of: list[int]
+    ) -> tuple[list[int | None], list[bool], list[int]]:
+        """Of the tensor that enters each block: which block is the last in backward to need it (None: nobody keeps it),
+        and whether it waits on the host; and the bytes that each unit has waiting there."""
+        until: list[int | None] = [None] * (self.count + 1)
+        away = [False] * (self.count + 1)
+        bring = [0] * len(units)
+        for k, what in enumerate(action):
+            begins = units[unit_of[k]][0] == k
+            before = action[k - 1] if self.joined[k] and self.saves_output[k - 1] else RECOMPUTE
+            keeps = (what == KEEP and self.saves_input[k]) or (what == RECOMPUTE and begins)
+            sends = (what == OFFLOAD and self.saves_input[k]) or (what == FETCH and begins)
+            if before in (KEEP, OFFLOAD):
+                until[k] = k - 1
+                away[k] = before == OFFLOAD and not keeps
+            elif keeps or sends:
+                until[k] = k
+                away[k] = sends
+            if away[k]:
+                bring[unit_of[k] if sends else unit_of[k - 1]] += self.input[k]
+            if what == OFFLOAD:
+                bring[unit_of[k]] += self.saved[k] + (self.output[k] if self._keeps_apart(k) else 0)
+        return until, away, bring
+
+    def _keeps_apart(self, k: int) -> bool:
+        """Its output is saved, and is not what enters the next block."""
+        return self.saves_output[k] and (k + 1 == self.count or not self.joined[k + 1])
+
+    def _forward(
+        self,
+        units: Sequence[Unit],
+        action: list[int],
+        until: list[int | None],
+        away: list[bool],
+        tally: _Tally,
+    ) -> int:
+        """Bytes copied to the host."""
+        free_at, wait_at = [0] * (self.count + AHEAD + 1), [0.0] * (self.count + AHEAD + 1)
+        link_free = 0.0
+        to_host = 0
+        for first, last, what in units:
+            for k in range(first, last):
+                if not self.joined[k]:
+                    if k and not (self.saves_output[k - 1] and action[k - 1] in (KEEP, OFFLOAD)):
+                        tally.level -= self.output[k - 1]
+                    tally.level += self.input[k]
+                tally.level -= free_at[k]
+                tally.wait(wait_at[k])
+                # The block before sends what it saves of its own output.
+                sent = self.joined[k] and self.saves_output[k - 1] and action[k - 1] == OFFLOAD
+                # What a neighbour keeps stays; nothing is sent twice.
+                if what == FETCH and k == first and away[k] and not sent:
+                    link_free = wait_at[k + AHEAD] = max(link_free, tally.now) + self.input[k] / self.to_host
+                    to_host += self.input[k]
+                    free_at[k + AHEAD] += self.input[k]
+                tally.see(self.forward_peak[k], k, "forward")
+                tally.now += self.forward[k]
+                tally.level += self.output[k]
+                if what in (KEEP, OFFLOAD):
+                    tally.level += self.saved[k]
+                if what == OFFLOAD:
+                    moved = self.saved[k]
+                    if away[k] and not sent:
+                        moved += self.input[k]
+                    if self._keeps_apart(k) or (self.saves_output[k] and away[k + 1]):
+                        moved += self.output[k]
+                    link_free = wait_at[k + AHEAD] = max(link_free, tally.now) + moved / self.to_host
+                    free_at[k + AHEAD] += moved
+                    to_host += moved
+                if until[k] is None:
+                    tally.level -= self.input[k]
+        # What the last blocks sent leaves when backward begins.
+        tally.see(self.loss, self.count - 1, "loss")
+        tally.level -= sum(free_at[self.count :])
+        tally.wait(max(wait_at[self.count :]))
+        return to_host
+
+    def _backward(self, units: Sequence[Unit], until: list[int | None], bring: list[int], tally: _Tally) -> list[float]:
+        """When each block's own backward starts."""
+        inputs, outputs, saved = self.input, self.output, self.saved
+        starts = [0.0] * self.count
+        arrival = [0.0] * len(units)
+        coming, link_free = len(units), 0.0
+        for number in range(len(units) - 1, -1, -1):
+            first, last, what = units[number]
+            while coming > max(number - AHEAD, 0):
+                coming -= 1
+                if bring[coming]:
+                    tally.level += bring[coming]
+                    link_free = arrival[coming] = max(link_free, tally.now) + bring[coming] / self.to_device
+            tally.wait(arrival[number])
+            again = what in (RECOMPUTE, FETCH)
+            if again:
+                self._recompute(first, last, until, tally)
+            for k in range(last - 1, first - 1, -1):
+                tally.see(self.backward_peak[k], k, "backward")
+                starts[k] = tally.now
+                tally.now += self.backward[k]
+                # The gradient of its input takes the place of that of its output.
+                gradient = inputs[k] if self.joined[k] or k == 0 else outputs[k - 1]
+                tally.level += gradient - outputs[k] - saved[k]
+                if self.saves_output[k] and (again or self._keeps_apart(k)):
+                    tally.level -= outputs[k]
+                elif until[k + 1] == k:
+                    tally.level -= inputs[k + 1]
+                if again and k > first:
+                    if self.saves_input[k] and not self.saves_output[k - 1]:
+                        tally.level -= inputs[k]
+                elif until[k] == k and not (again and not self.saves_input[k]):
+                    tally.level -= inputs[k]
+        return starts
+
+    def _recompute(self, first: int, last: int, until: list[int | None], tally: _Tally) -> None:
+        for k in range(first, last):
+            tally.see(self.forward_peak[k], k, "recompute")
+            tally.now += self.forward[k]
+            tally.level += self.saved[k] + self.output[k]
+            if self.saves_input[k]:
+                continue
+            if (k > first and not self.saves_output[k - 1]) or (k == first and until[k] == k):
+                tally.level -= self.input[k]
+        if not self.saves_output[last - 1]:
+            tally.level -= self.output[last - 1]
+
+    def timeline(self, profile: Profile, run: ChainRun) -> MemoryTimeline:
+        return MemoryTimeline(
+            peak_bytes=run.peak_bytes,
+            block=self.names[run.block] if run.phase != "loss" else "loss",
+            phase=run.phase,
+            forward_s=run.forward_s,
+            backward_s=run.backward_s,
+            held_bytes=run.held_bytes,
+            to_host_bytes=run.to_host_bytes,
+            to_device_bytes=run.to_device_bytes,
+            stalled_s=run.stalled_s,
+            holdings=self.holdings,
+            profile=self.changed(profile, run),
+        )
+
+    def changed(self, profile: Profile, run: ChainRun) -> Profile:
+        """Every gradient keeps its place within the backward of its block, which now starts at another time."""
+        edges = [self.loss_backward]
+        for seconds in reversed(self.backward):
+            edges.append(edges[-1] + seconds)
+        begins = [0.0, *reversed(run.starts)]
+        began = [0.0, *edges]
+        gradients: list[Gradient] = []
+        reached = 0.0
+        for gradient in profile.gradients:
+            # Rounding must neither break the order nor pass the end of backward.
+            part = min(bisect_left(edges, gradient.ready_s), self.count)
+            ready = begins[part] + (gradient.ready_s - began[part]) * run.stretched
+            reached = min(max(ready, reached), run.backward_s)
+            gradients.append(msgspec.structs.replace(gradient, ready_s=reached))
+        before = profile.forward_s + profile.backward_s + profile.update_s
+        factor = (run.time_s + profile.update_s) / before if before > 0 else 1.0
+        return msgspec.structs.replace(
+            profile,
+            forward_s=run.forward_s,
+            backward_s=run.backward_s,
+            gradients=tuple(gradients),
+            iteration_s=tuple(seconds * factor for seconds in profile.iteration_s),
+            blocks=(),
+            host_s=None,
+            host_recompute_s=None,
+        )
+
+
+def _host(profile: Profile, forward: Sequence[float]) -> tuple[float, list[float]]:
+    """The host's time for a micro-batch, plain, and how much longer it takes for each block that is not kept.
+
+    Submitted apart, with the device idle, an iteration can take the host longer than iterations took in a row: then
+    these are its pace.
+    """
+    whole = sum(forward)
+    if profile.host_s is None or profile.host_recompute_s is None or whole <= 0:
+        return 0.0, [0.0] * len(forward)
+    ahead = max(profile.single_s - profile.host_s, 0.0) / profile.accumulation
+    plain = profile.forward_s + profile.backward_s - ahead
+    return plain, [profile.host_recompute_s * seconds / whole for seconds in forward]

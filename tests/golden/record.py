@@ -1,0 +1,60 @@
+"""Writes the record: `python -m tests.golden.record [core] [runtime]`, from the repository's root."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tests.golden import core, runtime
+
+HERE = Path(__file__).parent
+
+
+def read(name: str) -> dict[str, Any]:
+    return json.loads(gzip.decompress((HERE / f"{name}.json.gz").read_bytes()))
+
+
+def write(name: str, record: dict[str, Any]) -> None:
+    text = json.dumps(record, separators=(",", ":"), sort_keys=True)
+    (HERE / f"{name}.json.gz").write_bytes(gzip.compress(text.encode(), mtime=0))
+
+
+def core_machine() -> dict[str, str]:
+    """What the last bit of a predicted time depends on."""
+    return {"cpu": runtime.cpu(), "numpy": np.__version__}
+
+
+def core_record() -> dict[str, Any]:
+    return {
+        "machine": core_machine(),
+        "columns": core.MEMORY_COLUMNS,
+        "networks": {name: dict(core.rows(name)) for name in core.NETWORKS},
+        "memory": dict(core.memory_rows()),
+    }
+
+
+def runtime_record() -> dict[str, Any]:
+    from tests.runtime.rank_pool import RankPool
+
+    pools = {size: RankPool(size) for size in (2, 4)}
+    try:
+        found = {case: runtime.logs(case, pools.__getitem__) for case in runtime.cases()}
+    finally:
+        for pool in pools.values():
+            pool.close()
+    return {"machine": runtime.machine(), "ranks": {case: logs for case, logs in found.items() if logs is not None}}
+
+
+def main(parts: list[str]) -> None:
+    for name, make in (("core", core_record), ("runtime", runtime_record)):
+        if name in parts or not parts:
+            write(name, make())
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
