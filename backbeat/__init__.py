@@ -9,10 +9,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from backbeat.api import predict
     from backbeat.errors import BackbeatError, InputError
     from backbeat.model import Network, Plan, Prediction, Profile
     from backbeat.planners import plan
-    from backbeat.simulate import predict
+    from backbeat.simulate import strong_scaling
 
 __version__ = "0.1.0"
 
@@ -24,10 +25,21 @@ _HOME = {
     "Prediction": "backbeat.model",
     "Profile": "backbeat.model",
     "plan": "backbeat.planners",
-    "predict": "backbeat.simulate",
+    "predict": "backbeat.api",
+    "strong_scaling": "backbeat.simulate",
 }
 
-__all__ = ["BackbeatError", "InputError", "Network", "Plan", "Prediction", "Profile", "plan", "predict"]
+__all__ = [
+    "BackbeatError",
+    "InputError",
+    "Network",
+    "Plan",
+    "Prediction",
+    "Profile",
+    "plan",
+    "predict",
+    "strong_scaling",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -47,19 +47,19 @@ def _as_data(output: Path, page: Path) -> None:
     """The same predictions, plan and files, with one JSON object in place of the tables."""
     import msgspec
 
+    from backbeat.api import predict
     from backbeat.cli.common import print_json, say
     from backbeat.cli.predict import content
     from backbeat.cli.report import report
     from backbeat.model import Network, Profile
     from backbeat.planners import plan as make_plan
-    from backbeat.simulate import predict
     from backbeat.units import parse_workers
 
     network = Network.load(NETWORK)
     profiles = [Profile.load(name) for name in MODELS]
+    clusters = [network.at(workers=count) for count in parse_workers(WORKERS)]
     tables = []
     for profile in profiles:
-        clusters = [network.at(workers=count) for count in parse_workers(WORKERS)]
         rows = [predict(profile, cluster, strategy) for cluster in clusters for strategy in STRATEGIES.split(",")]
         tables.append(content(profile, network, rows, SAMPLES, "weak"))
     made = make_plan(profiles[0], network.at(workers=64))

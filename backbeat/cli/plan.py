@@ -103,7 +103,7 @@ def plan(
             raise InputError("--max-batch needs --memory: say how much of the device an iteration may take, like 80GB")
         if output is not None:
             raise InputError("--max-batch compares batch sizes and writes no plan: leave --output out")
-        _show_growth(one, profile, other_batch, cluster, memory_bytes, make, json)
+        _show_growth(one, other_batch, cluster, memory_bytes, make, json)
     else:
         _show(one, cluster, make(one), output, json)
 
@@ -111,9 +111,9 @@ def plan(
 def _show(one: Profile, cluster: Network, made: Plan, output: Path | None, json: bool) -> None:
     import msgspec
 
+    from backbeat.api import predict
     from backbeat.cli.common import console, print_json, say
     from backbeat.report.tables import describe, over_bound, plan_table
-    from backbeat.simulate import predict
     from backbeat.units import format_seconds, printable
 
     if output is not None:
@@ -187,7 +187,6 @@ def _policies(one: Profile, cluster: Network, made: Plan, result: Prediction) ->
 
 def _show_growth(
     one: Profile,
-    name: str,
     other: str | None,
     cluster: Network,
     memory_bytes: int,
@@ -199,9 +198,12 @@ def _show_growth(
     from backbeat.planners.max_batch import growth, largest_looked_at
     from backbeat.report.memory_tables import growth_table, mixture
     from backbeat.report.tables import describe
+    from backbeat.simulate.batch import same_blocks, sibling
     from backbeat.units import format_bytes, printable
 
-    two = Profile.load(other) if other else _sibling(one, name)
+    two = Profile.load(other) if other else sibling(one)
+    if not other and two is not None and not (one.blocks and same_blocks(one, two)):
+        two = None
     points = growth(one, cluster, memory_bytes, make, two)
     capped = points[-1].batch_size >= largest_looked_at(one)
     basis = f"batch {one.batch_size} in proportion" if two is None else f"batch {one.batch_size} and {two.batch_size}"
@@ -256,12 +258,3 @@ def _show_growth(
             soft_wrap=True,
         )
     out.print(f"* sizes and times of other batches are extrapolated from {basis}", soft_wrap=True)
-
-
-def _sibling(one: Profile, name: str) -> Profile | None:
-    """A bundled profile of the same model at another batch size, where it has the same blocks."""
-    from backbeat.simulate.batch import sibling
-
-    found = sibling(one, name) if one.blocks else None
-    same = found is not None and [block.name for block in found.blocks] == [block.name for block in one.blocks]
-    return found if same else None

@@ -43,6 +43,7 @@ def predict(
     from backbeat.cli.common import console, print_json, split
     from backbeat.model import Network, Plan, Profile
     from backbeat.report import tables
+    from backbeat.simulate import strong_scaling
     from backbeat.units import parse_bytes, parse_workers, printable
 
     one, cluster = Profile.load(profile), Network.load(network)
@@ -55,11 +56,14 @@ def predict(
         from backbeat.report.plot import check
 
         check(plot)
+    other = Profile.load(other_batch) if other_batch and global_batch is not None else None
     rows = []
     for count in counts:
-        here = one if global_batch is None else _share(one, other_batch, profile, global_batch, count, accumulation)
+        here, there = one, cluster.at(workers=count)
+        if global_batch is not None:
+            here = strong_scaling(one, global_batch, count, accumulation=accumulation, other=other)
         for schedule in schedules:
-            row = _predict(here, cluster.at(workers=count), schedule, communicators, bucket_bytes, accumulation)
+            row = _predict(here, there, schedule, communicators, bucket_bytes, accumulation)
             rows.append(row if here is one else _at_another_batch(row, here.notes[-1]))
     if plot is not None:
         _plot(rows, plot, one, cluster)
@@ -116,34 +120,6 @@ def _predict(
     if isinstance(schedule, str):
         schedule = propose(profile, network, schedule, communicators=communicators, bucket_bytes=bucket_bytes)
     return predict_plan(profile, network, schedule, accumulation=accumulation)
-
-
-def _share(
-    one: Profile, other: str | None, name: str, global_batch: int, workers: int, accumulation: int | None
-) -> Profile:
-    """The profile at this worker's share of the global batch."""
-    from backbeat.errors import InputError
-    from backbeat.model import Profile
-    from backbeat.simulate.batch import at_batch, sibling
-
-    if global_batch < 1:
-        raise InputError(f"--global-batch is {global_batch}: it must be 1 or more")
-    parts = workers * (accumulation or one.accumulation)
-    if global_batch % parts:
-        raise InputError(
-            f"--global-batch {global_batch} does not divide by {workers} workers"
-            + (f" × {parts // workers} micro-batches" if parts != workers else "")
-            + ": choose a multiple, or fewer workers"
-        )
-    batch = global_batch // parts
-    if batch == one.batch_size:
-        return one
-    two = Profile.load(other) if other else sibling(one, name)
-    if two is None:
-        raise InputError(
-            f"--global-batch needs {one.name!r} at a second batch size: profile it and give --other-batch FILE"
-        )
-    return at_batch(one, two, batch)
 
 
 def _at_another_batch(row: Prediction, note: str) -> Prediction:

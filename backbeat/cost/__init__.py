@@ -1,6 +1,6 @@
 """How long one collective takes: alone, behind another, beside others, and at any number of workers."""
 
 from backbeat.cost.curve import Curve
-from backbeat.cost.link import LinkCost
+from backbeat.cost.link import Batch, LinkCost
 
-__all__ = ["Curve", "LinkCost"]
+__all__ = ["Batch", "Curve", "LinkCost"]

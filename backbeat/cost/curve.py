@@ -15,9 +15,9 @@ import numpy as np
 from backbeat.cost.fit import relative_line
 
 if TYPE_CHECKING:
-    from numpy.typing import ArrayLike, NDArray
+    from collections.abc import Sequence
 
-    from backbeat.model import CollectiveTimes
+    from numpy.typing import ArrayLike, NDArray
 
 _BANDWIDTH_BOUND_BYTES = 2**20
 """G is fitted to points of this size and more: below, latency hides the slope."""
@@ -48,11 +48,13 @@ class Curve:
         return cls([0.0], [alpha_s], beta_s_per_byte)
 
     @classmethod
-    def of(cls, times: CollectiveTimes) -> Curve:
-        """The cost of one collective as a network file gives it."""
-        if times.points is None:
-            return cls.affine(times.alpha_s or 0.0, times.beta_s_per_byte or 0.0)
-        sizes, seconds = np.array(times.points, dtype=np.float64).T
+    def through(cls, points: Sequence[tuple[float, float]]) -> Curve:
+        """The cost through measured (bytes, seconds), sizes rising; the slope beyond the last is the link's.
+
+        >>> Curve.through([(2**20, 2e-3), (2**21, 3e-3)]).time(2**22).round(6).item()
+        0.005
+        """
+        sizes, seconds = np.array(points, dtype=np.float64).T
         seconds = np.maximum.accumulate(seconds)
         return cls(sizes, seconds, _link_slope(sizes, seconds))
 

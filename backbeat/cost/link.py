@@ -8,24 +8,31 @@ ideally overlap; on hosts with few cores each takes u(n) times as long instead.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from backbeat.cost.curve import Curve
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Mapping, Sequence
 
     from numpy.typing import ArrayLike, NDArray
-
-    from backbeat.model import ConcurrencyPoint, Network
 
 
 _LITTLE_LATENCY = 0.1
 """Of a batch's work; with less than this in latencies it is nearly all link work."""
 _ALTERNATIONS = 20
 """Each shrinks the error of e and u at least tenfold, since either has little to do with the other's batches."""
+
+
+class Batch(NamedTuple):
+    """`messages` equal messages issued at once, spread over `communicators`: `seconds` until the last is done."""
+
+    bytes: int
+    messages: int
+    communicators: int
+    seconds: float
 
 
 @dataclass(frozen=True)
@@ -41,10 +48,18 @@ class LinkCost:
     """u(n), how much longer a latency takes when n messages start at once, as fitted."""
 
     @classmethod
-    def of(cls, network: Network) -> LinkCost:
-        isolated = Curve.of(network.all_reduce)
-        busy = fit_busy(isolated, network.concurrency)
-        fitted = cls(isolated, busy, {}).fit_sharing(network.concurrency)
+    def fit(cls, isolated: Curve, batches: Sequence[Batch] = ()) -> LinkCost:
+        """The cost model of messages that take this long alone, and of measured batches of them.
+
+        Two messages of 1 MB on two communicators, each 1 ms of latency and 1 ms of link. They took 3 ms: the latencies
+        overlapped, and the link did one second of work a second.
+
+        >>> cost = LinkCost.fit(Curve.affine(1e-3, 1e-9), [Batch(1_000_000, 2, 2, 3e-3)])
+        >>> round(cost.efficiency(2), 9)
+        1.0
+        """
+        busy = fit_busy(isolated, batches)
+        fitted = cls(isolated, busy, {}).fit_sharing(batches)
         return cls(
             isolated,
             busy,
@@ -122,7 +137,32 @@ class LinkCost:
             for sharing, latency, shared in self._rounds(size, messages, communicators)
         )
 
-    def fit_sharing(self, points: Iterable[ConcurrencyPoint]) -> dict[int, tuple[float, float]]:
+    def on(self, isolated: Curve, batches: Sequence[Batch]) -> list[float]:
+        """Seconds of the batches this was fitted to, where messages alone take the time of another curve.
+
+        Batches keep their ratio to the model: e(n), u(n) and T_busy / T are taken to hold whatever a message costs.
+
+        >>> cost = LinkCost.fit(Curve.affine(1e-3, 1e-9), [Batch(1_000_000, 2, 2, 3e-3)])
+        >>> [round(seconds, 9) for seconds in cost.on(Curve.affine(1e-3, 2e-9), [Batch(1_000_000, 2, 2, 3e-3)])]
+        [0.005]
+        """
+        busy = None
+        if self.busy is not None:
+            alone = {
+                batch.bytes: float(self.isolated.time(batch.bytes)) for batch in batches if batch.communicators == 1
+            }
+            busy = busy_curve(
+                isolated, {size: float(self.busy.time(size)) / time for size, time in alone.items() if time > 0}
+            )
+        there = LinkCost(isolated, busy, self.efficiencies, self.stretches)
+        return [
+            batch.seconds * there.batch_s(*batch[:3]) / modelled
+            if (modelled := self.batch_s(*batch[:3])) > 0
+            else batch.seconds
+            for batch in batches
+        ]
+
+    def fit_sharing(self, points: Sequence[Batch]) -> dict[int, tuple[float, float]]:
         """(e(n), u(n)) for every communicator count measured, by relative least squares over its points.
 
         The time of a batch is latency·u + shared/e. e comes from batches that are nearly all link work, where any are
@@ -210,7 +250,7 @@ def _efficiency(parts: NDArray[np.float64], stretch: float, sharing: int) -> flo
     return 1 / min(max(inverse, 1 / sharing), 1e3)
 
 
-def fit_busy(isolated: Curve, points: Iterable[ConcurrencyPoint]) -> Curve | None:
+def fit_busy(isolated: Curve, points: Sequence[Batch]) -> Curve | None:
     """T_busy from messages sent back to back on one communicator: the first takes T, each further one T_busy.
 
     What is carried between the measured sizes is the ratio T_busy / T, linear in the logarithm of the size.

@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta
 from msgspec.structs import force_setattr
 
+from backbeat.cost import Batch, Curve, LinkCost
+from backbeat.cost.collectives import Collective
+from backbeat.cost.scaling import Algorithm, moved
 from backbeat.errors import InputError
 from backbeat.model.checks import at_least, not_negative
 from backbeat.model.files import Document
 from backbeat.model.source import Source
 
-if TYPE_CHECKING:
-    from backbeat.cost.link import LinkCost
-
 Seconds = Annotated[float, Meta(ge=0)]
 Bytes = Annotated[int, Meta(ge=0)]
 Point = tuple[Bytes, Seconds]
-Algorithm = Literal["ring", "tree", "auto", "halving-doubling", "hierarchical"]
 _SHORTEST_S = 1e-9
+_MOST_WORKERS = 10**9
+_COLLECTIVES: tuple[Collective, ...] = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
 
 
 class CollectiveTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -43,6 +44,22 @@ class CollectiveTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             raise InputError("points and alpha_s/beta_s_per_byte exclude each other: keep one of the two forms")
         force_setattr(self, "points", tuple((size, seconds) for size, seconds in self.points))
         self._check_points(self.points)
+
+    @classmethod
+    def of(cls, curve: Curve) -> CollectiveTimes:
+        """What a network file keeps of a curve."""
+        if curve.is_affine:
+            alpha, beta = curve.line
+            return cls(alpha_s=alpha, beta_s_per_byte=beta)
+        sizes = (round(size) for size in curve.sizes.tolist())
+        return cls(points=tuple(zip(sizes, curve.times.tolist(), strict=True)))
+
+    @property
+    def curve(self) -> Curve:
+        """The cost model of this collective."""
+        if self.points is None:
+            return Curve.affine(self.alpha_s or 0.0, self.beta_s_per_byte or 0.0)
+        return Curve.through(self.points)
 
     @staticmethod
     def _check_points(points: tuple[Point, ...]) -> None:
@@ -128,13 +145,65 @@ class Network(Document, frozen=True, kw_only=True):
 
     def at(self, *, workers: int) -> Network:
         """The same cluster with another number of workers, computed from the original calibration."""
-        from backbeat.cost.scaling import moved  # late: cost stands to the right of model
+        if workers < 1:
+            raise InputError(f"workers is {workers}: a job has at least one worker")
+        if workers > _MOST_WORKERS:
+            raise InputError(f"workers is {workers}: no model of a cluster holds beyond {_MOST_WORKERS}; choose fewer")
+        if workers == self.workers:
+            return self
+        base = self._calibrated
+        if workers == base.workers:
+            return base
+        if base.workers < 2:
+            raise InputError(
+                f"network {self.name!r} was measured on {base.workers} worker: nothing travels there, "
+                "so it cannot be moved to more; calibrate with 2 workers or more"
+            )
+        times = {name: base._moved(name, workers) for name in _COLLECTIVES if getattr(base, name) is not None}
+        return msgspec.structs.replace(
+            base,
+            workers=workers,
+            concurrency=base.concurrency_on(times["all_reduce"]) if workers > 1 else (),
+            moved_from=Calibration(**{name: getattr(base, name) for name in Calibration.__struct_fields__}),
+            **times,
+        )
 
-        return moved(self, workers)
+    def concurrency_on(self, all_reduce: CollectiveTimes) -> tuple[ConcurrencyPoint, ...]:
+        """The concurrency rows with other all-reduce times, at another number of workers or on another link."""
+        if not self.concurrency:
+            return ()
+        seconds = self.cost.on(all_reduce.curve, self._batches)
+        return tuple(
+            msgspec.structs.replace(row, seconds=there) for row, there in zip(self.concurrency, seconds, strict=True)
+        )
 
     @cached_property
     def cost(self) -> LinkCost:
         """The cost model of this network's all-reduce, fitted once."""
-        from backbeat.cost.link import LinkCost  # late: cost stands to the right of model
+        return LinkCost.fit(self.all_reduce.curve, self._batches)
 
-        return LinkCost.of(self)
+    @property
+    def _batches(self) -> list[Batch]:
+        return [Batch(row.bytes, row.messages, row.communicators, row.seconds) for row in self.concurrency]
+
+    @property
+    def _calibrated(self) -> Network:
+        """The network at the number of workers it was measured on."""
+        if self.moved_from is None:
+            return self
+        fields = {name: getattr(self.moved_from, name) for name in Calibration.__struct_fields__}
+        return msgspec.structs.replace(self, moved_from=None, **fields)
+
+    def _moved(self, name: Collective, workers: int) -> CollectiveTimes:
+        topology = self.topology
+        return CollectiveTimes.of(
+            moved(
+                getattr(self, name).curve,
+                name,
+                self.workers,
+                workers,
+                topology.algorithm,
+                inside=topology.inside.curve if topology.inside is not None else None,
+                per_node=topology.gpus_per_node,
+            )
+        )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 
 
@@ -76,13 +74,7 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
         """How far this plan is above the bound, as a share of it."""
         return self.iteration_s / self.bound_s - 1 if self.bound_s > 0 else 0.0
 
-    def figure(self) -> Any:
-        """One iteration as a plotly figure."""
-        from backbeat.report.notebook import prediction_figure  # late: report stands to the right of model
-
-        return prediction_figure(self)
-
     def _repr_html_(self) -> str:
-        from backbeat.report.notebook import prediction_html  # late: report stands to the right of model
+        from backbeat.report.notebook import prediction_html  # late: report stands above model
 
         return prediction_html(self)

@@ -21,7 +21,7 @@ import numpy as np
 from backbeat.errors import InputError
 from backbeat.model.compression import Compression
 from backbeat.model.plan import Bucket, Plan
-from backbeat.planners.optimal import best_ends
+from backbeat.planners.optimal import best_ends, quadratic_programme
 from backbeat.simulate.compressed_cost import (
     ELEMENT_BYTES,
     CompressedCost,
@@ -33,6 +33,8 @@ from backbeat.simulate.compressed_cost import (
 from backbeat.simulate.schedule import running_sums
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from backbeat.model import Network, Profile
     from backbeat.planners.draft import StrategyOptions
 
@@ -155,18 +157,12 @@ def compressed_ends(profile: Profile, network: Network, cost: CompressedCost, co
     sums = running_sums(profile.sizes)
     ready = (profile.ready + compression_s_per_byte(profile) * sums[1:]).tolist()
     fixed = compression_s_per_bucket(profile)
-    count = len(ready)
-    earliest = np.full(count + 1, -np.inf)
-    bucket_start = [0] * (count + 1)
-    for j in range(1, count + 1):
-        times = cost.time((sums[j] - sums[:j]) / ELEMENT_BYTES, compression) + fixed
-        finishes = np.maximum(ready[j - 1], earliest[:j]) + times
-        start = int(np.argmin(finishes))
-        earliest[j], bucket_start[j] = finishes[start], start
-    ends = [count]
-    while bucket_start[ends[-1]] > 0:
-        ends.append(bucket_start[ends[-1]])
-    return ends[::-1]
+
+    def finishes(j: int, messages: NDArray[np.float64], earliest: NDArray[np.float64]) -> NDArray[np.float64]:
+        times = cost.time(messages / ELEMENT_BYTES, compression) + fixed
+        return np.asarray(np.maximum(ready[j - 1], earliest) + times)
+
+    return quadratic_programme(profile.sizes, finishes)
 
 
 def _merged(end: float, mixed: Mixed, profile: Profile, network: Network, cost: CompressedCost) -> Mixed:

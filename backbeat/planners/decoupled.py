@@ -28,7 +28,7 @@ from backbeat.errors import InputError
 from backbeat.model.plan import Bucket, Plan
 from backbeat.planners.draft import StrategyOptions
 from backbeat.planners.merge_buckets import Conditions, merged, possible_costs
-from backbeat.planners.optimal import queue_programme
+from backbeat.planners.optimal import quadratic_programme, queue_programme
 from backbeat.simulate.decoupled_step import Halves, Layers
 from backbeat.simulate.schedule import running_sums
 
@@ -130,29 +130,19 @@ def gather_programme(layers: Layers, cost: Curve, free_s: float) -> list[int]:
     while high - low > _PRECISION * high:
         middle = (low + high) / 2
         ends = _meets(layers, cost, free_s, middle)
-        if ends is None:
-            low = middle
-        else:
+        if ends:
             found, high = ends, middle
+        else:
+            low = middle
     return found
 
 
-def _meets(layers: Layers, cost: Curve, free_s: float, end_s: float) -> list[int] | None:
-    """Buckets with which forward ends by `end_s`, or None."""
-    count = len(layers.sizes)
-    sums = running_sums(layers.sizes)
+def _meets(layers: Layers, cost: Curve, free_s: float, end_s: float) -> list[int]:
+    """Buckets with which forward ends by `end_s`; none where it cannot."""
     due: NDArray[np.float64] = end_s - np.cumsum(layers.compute_s[::-1])[::-1]
-    finish = np.full(count + 1, np.inf)
-    finish[0] = free_s
-    came_from = [0] * (count + 1)
-    for j in range(1, count + 1):
-        times = finish[:j] + cost.time(sums[j] - sums[:j])
-        times = np.where(times <= due[:j], times, np.inf)
-        start = int(np.argmin(times))
-        finish[j], came_from[j] = times[start], start
-    if not np.isfinite(finish[count]):
-        return None
-    ends = [count]
-    while came_from[ends[-1]] > 0:
-        ends.append(came_from[ends[-1]])
-    return ends[::-1]
+
+    def finishes(j: int, messages: NDArray[np.float64], earliest: NDArray[np.float64]) -> NDArray[np.float64]:
+        times = earliest + cost.time(messages)
+        return np.where(times <= due[:j], times, np.inf)
+
+    return quadratic_programme(layers.sizes, finishes, free_s)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from backbeat.errors import InputError
 from backbeat.planners.memory_moves import uniform
 from backbeat.planners.memory_plan import Search, too_small, usable
-from backbeat.simulate.growth import grown
+from backbeat.simulate.batch import at_batch, same_blocks
 from backbeat.simulate.memory_timeline import Chain
 from backbeat.simulate.predict import predict
 from backbeat.simulate.resident_memory import ResidentMemory
@@ -41,12 +41,17 @@ class Point:
 
 def batches(profile: Profile, budget: int, two: Profile | None = None, workers: int | None = None) -> tuple[int, int]:
     """(largest batch with everything kept, 0 where none fits; largest with a memory plan)."""
+    if two is not None and not same_blocks(profile, two):
+        raise InputError(
+            f"{profile.name} and {two.name} have different blocks: give two profiles of the same model, both made with "
+            "this version of `backbeat profile`"
+        )
     search = Search(_chain(profile, workers))
     keep, least = uniform(search.chain)["keep"], search.smallest.units
     whole = _largest(profile, two, budget, keep, workers)
     planned = max(_largest(profile, two, budget, least, workers), whole)
     if planned == 0:
-        one = Search(_chain(grown(profile, 1, two), workers))
+        one = Search(_chain(at_batch(profile, 1, two), workers))
         raise InputError(f"not even a batch of one sample fits: {too_small(one, budget)}")
     return whole, planned
 
@@ -87,7 +92,7 @@ def _planned(
 ) -> tuple[Profile, Plan]:
     """The largest batch up to `size` that can be planned: residuals and scratch may take more than gradients do."""
     while True:
-        there = grown(profile, size, two)
+        there = at_batch(profile, size, two)
         try:
             return there, schedule(there)
         except InputError:
@@ -104,7 +109,7 @@ def _largest(profile: Profile, two: Profile | None, budget: int, units: tuple[Un
     """The largest batch at which these units fit; sizes grow alike, so units that are best at one batch stay so."""
 
     def fits(size: int) -> bool:
-        return _chain(grown(profile, size, two), workers).run(units).peak_bytes <= usable(budget)
+        return _chain(at_batch(profile, size, two), workers).run(units).peak_bytes <= usable(budget)
 
     if not fits(1):
         return 0

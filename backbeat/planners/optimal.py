@@ -11,13 +11,15 @@ Where T is linear with slope q, that is least where E[i] - q·S_i is, over a win
 grows: a monotonic queue finds it in constant time on average. A curve of P segments needs P queues: O(L·P) in all, O(L)
 when affine.
 
-Where back-to-back times were measured the term is max(r_j + T, E[i] + T_busy), which no queue takes: O(L²), vectorised.
+Where back-to-back times were measured the term is max(r_j + T, E[i] + T_busy), which no queue takes. That one and its
+relatives, with other waits, costs or due times, share `quadratic_programme`: O(L²), vectorised.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections import deque
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -27,8 +29,12 @@ from backbeat.planners.merge_buckets import Conditions, merged, possible_costs
 from backbeat.simulate.schedule import running_sums
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from backbeat.cost import Curve, LinkCost
     from backbeat.model import Network, Profile
+
+    Finishes = Callable[[int, NDArray[np.float64], NDArray[np.float64]], NDArray[np.float64]]
 
 
 def optimal(profile: Profile, network: Network, options: StrategyOptions) -> Draft:
@@ -99,16 +105,11 @@ def queue_programme(ready: list[float], sizes: list[float], curve: Curve) -> lis
 def dense_programme(profile: Profile, cost: LinkCost) -> list[int]:
     """The same optimum with measured back-to-back times: E[j] = min over i of max(r_j + T, E[i] + T_busy)."""
     ready = profile.ready.tolist()
-    sums = running_sums(profile.sizes)
-    count = len(ready)
-    earliest = np.full(count + 1, -np.inf)
-    bucket_start = [0] * (count + 1)
-    for j in range(1, count + 1):
-        messages = sums[j] - sums[:j]
-        finishes = np.maximum(ready[j - 1] + cost.time(messages), earliest[:j] + cost.busy_time(messages))
-        start = int(np.argmin(finishes))
-        earliest[j], bucket_start[j] = finishes[start], start
-    return _walk_back(bucket_start)
+
+    def finishes(j: int, messages: NDArray[np.float64], earliest: NDArray[np.float64]) -> NDArray[np.float64]:
+        return np.asarray(np.maximum(ready[j - 1] + cost.time(messages), earliest + cost.busy_time(messages)))
+
+    return quadratic_programme(profile.sizes, finishes)
 
 
 def plenty_ends(profile: Profile, cost: LinkCost) -> list[int]:
@@ -117,16 +118,36 @@ def plenty_ends(profile: Profile, cost: LinkCost) -> list[int]:
     E[j] = min over i of max(E[i], r_j + s(M)) + w(M): a candidate for the joint search, which scores it on the engine.
     """
     ready = profile.ready.tolist()
-    sums = running_sums(profile.sizes)
-    count = len(ready)
-    earliest = np.zeros(count + 1)
+
+    def finishes(j: int, messages: NDArray[np.float64], earliest: NDArray[np.float64]) -> NDArray[np.float64]:
+        latency, _, work = cost.split(messages)
+        return np.asarray(np.maximum(earliest, ready[j - 1] + latency) + work)
+
+    return quadratic_programme(profile.sizes, finishes, free_s=0.0)
+
+
+def quadratic_programme(sizes: NDArray[np.float64], finishes: Finishes, free_s: float = -np.inf) -> list[int]:
+    """Where buckets end in the programme  E[0] = free_s,  E[j] = min over i < j of  finishes(j, S_j - S_i, E[i]).
+
+    `finishes` says when a bucket ends that has j as its last member, for every place where it may start: all message
+    sizes and earliest finishes at once. An infinite one forbids the bucket; where none is allowed, no ends are found.
+
+    The three gradients of `queue_programme`:
+
+    >>> ready, times = [0.0, 1e-3, 2e-3], lambda messages: 1e-3 + 1e-9 * messages
+    >>> finishes = lambda j, messages, earliest: np.maximum(ready[j - 1], earliest) + times(messages)
+    >>> quadratic_programme(np.array([1e6] * 3), finishes)
+    [1, 3]
+    """
+    sums = running_sums(sizes)
+    count = len(sizes)
+    earliest = np.full(count + 1, free_s)
     bucket_start = [0] * (count + 1)
     for j in range(1, count + 1):
-        latency, _, work = cost.split(sums[j] - sums[:j])
-        finishes = np.maximum(earliest[:j], ready[j - 1] + latency) + work
-        start = int(np.argmin(finishes))
-        earliest[j], bucket_start[j] = finishes[start], start
-    return _walk_back(bucket_start)
+        found = finishes(j, sums[j] - sums[:j], earliest[:j])
+        start = int(np.argmin(found))
+        earliest[j], bucket_start[j] = found[start], start
+    return _walk_back(bucket_start) if np.isfinite(earliest[count]) else []
 
 
 def _walk_back(bucket_start: list[int]) -> list[int]:

@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass
 from functools import lru_cache
 from typing import Any
 
+import msgspec
+
 from backbeat.errors import InputError
 from backbeat.model import Network, Plan, Prediction, Profile
 from backbeat.model.files import bundled
@@ -15,8 +17,8 @@ from backbeat.report import draw, figures
 from backbeat.report.answer import answer
 from backbeat.report.page import timelines
 from backbeat.report.study import STOCK, Study, bucket_sweep
-from backbeat.report.whatif_inputs import scaled_network, scaled_profile
-from backbeat.simulate import predict
+from backbeat.report.whatif_inputs import scaled_network
+from backbeat.simulate import at_batch, predict
 from backbeat.simulate.batch import sibling
 from backbeat.units import format_bytes, format_rate, format_seconds, parse_workers
 
@@ -91,7 +93,9 @@ def study_of(state: State, library: Library, *, thorough: bool) -> Study:
     """Quick: stock DDP, DDP with the chosen bucket and the exact plan. Thorough adds `best`, which searches."""
     original = library.profile(state.profile)
     batch = state.batch or original.batch_size
-    profile = scaled_profile(original, batch, sibling(original, state.profile, _bundled_profile))
+    profile = original
+    if batch != original.batch_size:
+        profile = msgspec.structs.replace(at_batch(original, batch, sibling(original)), memory=None)
     network = scaled_network(library.network(state.network), bandwidth=state.bandwidth, latency=state.latency)
     counts = tuple(parse_workers(f"{min(4, state.workers)}..{state.workers}"))
     moved = {count: network.at(workers=count) for count in counts}

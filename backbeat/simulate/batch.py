@@ -1,45 +1,138 @@
-"""The same model at another batch size: between two that were profiled."""
+"""The same model at another batch size: in proportion, or through a second profile. Strong scaling uses it."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from backbeat.errors import InputError
-from backbeat.model import Gradient, Profile
+from backbeat.model import Gradient, Memory, Profile
 from backbeat.model.files import bundled
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
-def at_batch(one: Profile, two: Profile, batch_size: int) -> Profile:
-    """Every time taken as linear in the batch size, through the two profiles; outside them it is extrapolated.
+    from backbeat.model import Block
 
-    Times never fall below zero, and ready times keep the order of the profile nearer in size.
+_TIMES = ("forward_s", "backward_s")
+_GROWING = ("activation_bytes", "batch_bytes", "head_bytes", "outside_bytes")
+_SIZES = ("input_bytes", "output_bytes", "saved_bytes", "forward_peak_bytes", "backward_peak_bytes")
+
+
+def at_batch(profile: Profile, batch_size: int, other: Profile | None = None) -> Profile:
+    """The profile at another batch size; its last note says how the times were found.
+
+    With a second profile of the model every time and size is a fixed part and one that grows with the batch, through
+    both; outside the two it is extrapolated. Blocks and memory are kept only where both profiles have the same blocks.
+    With one profile all of each grows with the batch, which overstates a larger one wherever some part is fixed.
+
+    >>> small = Profile(
+    ...     name="small", model="m", batch_size=1, precision="fp32", device="cpu", forward_s=1.0, backward_s=2.0,
+    ...     update_s=0.5, gradients=(Gradient(name="w", bytes=4, ready_s=2.0),))
+    >>> at_batch(small, 3).forward_s
+    3.0
+    >>> at_batch(small, 3, msgspec.structs.replace(small, batch_size=5, forward_s=2.0)).forward_s
+    1.5
     """
-    _check_same_model(one, two)
     if batch_size < 1:
         raise InputError(f"batch size {batch_size}: a worker needs at least one sample; use fewer workers")
+    if batch_size == profile.batch_size:
+        return profile
+    return _proportional(profile, batch_size) if other is None else _through(profile, other, batch_size)
+
+
+def strong_scaling(
+    profile: Profile, global_batch: int, workers: int, *, accumulation: int | None = None, other: Profile | None = None
+) -> Profile:
+    """The profile of one worker where all of them share a batch of `global_batch` samples per iteration.
+
+    Times lie on the line through the profile and `other`, a second one of the model at another batch size. A bundled
+    profile finds its second one by itself.
+
+    >>> profile = Profile.load("resnet50-b64-bf16-h200")
+    >>> [strong_scaling(profile, 1024, workers).batch_size for workers in (8, 16)]
+    [128, 64]
+    """
+    if global_batch < 1:
+        raise InputError(f"global batch is {global_batch}: it must be 1 or more")
+    micro_batches = accumulation or profile.accumulation
+    parts = workers * micro_batches
+    if global_batch % parts:
+        raise InputError(
+            f"a global batch of {global_batch} does not divide by {workers} workers"
+            + (f" × {micro_batches} micro-batches" if micro_batches != 1 else "")
+            + ": choose a multiple, or fewer workers"
+        )
+    batch_size = global_batch // parts
+    if batch_size == profile.batch_size:
+        return profile
+    other = other or sibling(profile)
+    if other is None:
+        raise InputError(
+            f"strong scaling needs {profile.name!r} at a second batch size: profile it and give it as other "
+            "(--other-batch FILE)"
+        )
+    return at_batch(profile, batch_size, other)
+
+
+def sibling(profile: Profile) -> Profile | None:
+    """For a bundled profile, another one of the same model, precision and device at another batch size.
+
+    >>> sibling(Profile.load("resnet50-b64-bf16-h200")).name
+    'resnet50-b128-bf16-h200'
+    """
+    if profile.name not in bundled(Profile) or profile != _bundled(profile.name):
+        return None
+    before, _, after = profile.name.partition(f"-b{profile.batch_size}-")
+    pattern = re.compile(rf"{re.escape(before)}-b\d+-{re.escape(after)}")
+    found = [_bundled(name) for name in bundled(Profile) if name != profile.name and pattern.fullmatch(name)]
+    return next((other for other in found if _gradients(other) == _gradients(profile)), None)
+
+
+@lru_cache(maxsize=32)
+def _bundled(name: str) -> Profile:
+    return Profile.load(bundled(Profile)[name])
+
+
+def _gradients(profile: Profile) -> set[str]:
+    return {gradient.name for gradient in profile.gradients}
+
+
+def same_blocks(one: Profile, two: Profile) -> bool:
+    return [block.name for block in one.blocks] == [block.name for block in two.blocks]
+
+
+def _through(one: Profile, two: Profile, batch_size: int) -> Profile:
+    """Times never fall below zero, and ready times keep the order of the profile nearer in size."""
+    if one.batch_size == two.batch_size:
+        raise InputError(
+            f"{one.name} and {two.name} both have batch size {one.batch_size}: profile two different batch sizes"
+        )
+    if _gradients(one) != _gradients(two):
+        raise InputError(f"{one.name} and {two.name} have different gradients: give two profiles of the same model")
     share = (batch_size - one.batch_size) / (two.batch_size - one.batch_size)
 
     def between(first: float, second: float) -> float:
         return max(first + share * (second - first), 0.0)
 
     near, far = (one, two) if share < 0.5 else (two, one)
-    other = {gradient.name: gradient for gradient in far.gradients}
+    ready_far = {gradient.name: gradient.ready_s for gradient in far.gradients}
     weight = share if near is one else 1 - share
     backward = between(one.backward_s, two.backward_s)
     gradients: list[Gradient] = []
     ready = 0.0
     for gradient in near.gradients:
-        seconds = gradient.ready_s + weight * (other[gradient.name].ready_s - gradient.ready_s)
+        seconds = gradient.ready_s + weight * (ready_far[gradient.name] - gradient.ready_s)
         ready = min(max(seconds, ready), backward)
         gradients.append(msgspec.structs.replace(gradient, ready_s=ready, forward_s=None, activation_bytes=None))
-    notes = list(near.notes)
-    notes.append(f"times are between batch {one.batch_size} and {two.batch_size}, taken as linear")
+    note = f"times are between batch {one.batch_size} and {two.batch_size}, taken as linear"
     if not min(one.batch_size, two.batch_size) <= batch_size <= max(one.batch_size, two.batch_size):
-        notes[-1] = f"batch {batch_size} is extrapolated from batch {one.batch_size} and {two.batch_size}"
+        note = f"batch {batch_size} is extrapolated from batch {one.batch_size} and {two.batch_size}"
     scale = between(one.single_s, two.single_s) / near.single_s if near.single_s > 0 else 1.0
+    alike = same_blocks(one, two)
     return msgspec.structs.replace(
         near,
         batch_size=batch_size,
@@ -49,23 +142,63 @@ def at_batch(one: Profile, two: Profile, batch_size: int) -> Profile:
         update_s=between(one.update_s, two.update_s),
         iteration_s=tuple(seconds * scale for seconds in near.iteration_s),
         gradients=tuple(gradients),
-        memory=None,
-        notes=tuple(notes),
+        blocks=tuple(_block(*pair, between) for pair in zip(one.blocks, two.blocks, strict=True)) if alike else (),
+        memory=_memory(one.memory, two.memory, between) if alike else None,
+        buffer_bytes=one.buffer_bytes,
+        notes=(*near.notes, note),
     )
 
 
-def sibling(one: Profile, name: str, load: Callable[[str], Profile] = Profile.load) -> Profile | None:
-    """A bundled profile of the same model, precision and device at another batch size than the one of this name."""
-    pattern = re.compile(re.sub(r"-b\d+-", r"-b\\d+-", re.escape(name).replace(r"\-", "-")))
-    wanted = {gradient.name for gradient in one.gradients}
-    others = (load(other) for other in bundled(Profile) if other != name and pattern.fullmatch(other))
-    return next((two for two in others if {gradient.name for gradient in two.gradients} == wanted), None)
+def _block(one: Block, two: Block, between: Callable[[float, float], float]) -> Block:
+    return msgspec.structs.replace(
+        one,
+        **{name: between(getattr(one, name), getattr(two, name)) for name in _TIMES},
+        **{name: round(between(getattr(one, name), getattr(two, name))) for name in _SIZES},
+    )
 
 
-def _check_same_model(one: Profile, two: Profile) -> None:
-    if one.batch_size == two.batch_size:
-        raise InputError(
-            f"{one.name} and {two.name} both have batch size {one.batch_size}: profile two different batch sizes"
+def _memory(one: Memory | None, two: Memory | None, between: Callable[[float, float], float]) -> Memory | None:
+    if one is None or two is None:
+        return None
+    return Memory(**{name: round(between(getattr(one, name), getattr(two, name))) for name in Memory.__struct_fields__})
+
+
+def _proportional(one: Profile, batch_size: int) -> Profile:
+    factor = batch_size / one.batch_size
+
+    def larger(block: Block) -> Block:
+        return msgspec.structs.replace(
+            block,
+            **{name: getattr(block, name) * factor for name in _TIMES},
+            **{name: round(getattr(block, name) * factor) for name in _SIZES},
         )
-    if {gradient.name for gradient in one.gradients} != {gradient.name for gradient in two.gradients}:
-        raise InputError(f"{one.name} and {two.name} have different gradients: give two profiles of the same model")
+
+    memory = one.memory
+    if memory is not None:
+        weights = memory.parameter_bytes + memory.optimizer_bytes + memory.buffer_bytes
+        # Where the batch was not weighed, all that stays beside the weights is taken for it.
+        batch = memory.batch_bytes or max(memory.steady_bytes - weights, 0)
+        memory = msgspec.structs.replace(
+            memory,
+            steady_bytes=memory.steady_bytes + round(batch * (factor - 1)),
+            peak_bytes=0,
+            **{name: round(getattr(memory, name) * factor) for name in _GROWING},
+        )
+    backward = one.backward_s * factor
+    before = one.single_s
+    after = one.accumulation * (one.forward_s + one.backward_s) * factor + one.update_s
+    return msgspec.structs.replace(
+        one,
+        name=f"{one.name} at batch {batch_size}",
+        batch_size=batch_size,
+        forward_s=one.forward_s * factor,
+        backward_s=backward,
+        iteration_s=tuple(seconds * after / before for seconds in one.iteration_s) if before > 0 else (),
+        gradients=tuple(
+            msgspec.structs.replace(gradient, ready_s=min(gradient.ready_s * factor, backward))
+            for gradient in one.gradients
+        ),
+        blocks=tuple(larger(block) for block in one.blocks),
+        memory=memory,
+        notes=(*one.notes, f"batch {batch_size} is extrapolated from batch {one.batch_size}, all in proportion"),
+    )

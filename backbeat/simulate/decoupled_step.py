@@ -130,7 +130,7 @@ def _half(times: CollectiveTimes | None, network: Network) -> Curve:
     """Never less than its time on the link: an isolated message may be let through faster where a shaped link was idle,
     but most halves follow each other without a gap."""
     if times is not None:
-        alone = Curve.of(times)
+        alone = times.curve
     else:
         whole = network.cost.isolated
         alone = Curve(whole.sizes, whole.times / 2, whole.gradient_s_per_byte / 2)

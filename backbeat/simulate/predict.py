@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from backbeat.cost.collectives import traffic
-from backbeat.cost.curve import Curve
 from backbeat.errors import InputError
 from backbeat.model.prediction import Band, Breakdown, Prediction, Span
 from backbeat.simulate.compressed_cost import remarks
@@ -25,20 +24,16 @@ _NEGLIGIBLE = 0.02
 def predict(
     profile: Profile,
     network: Network,
-    plan: Plan | str,
+    plan: Plan,
     *,
     accumulation: int | None = None,
     broadcast_buffers: bool = True,
 ) -> Prediction:
-    """How long one iteration takes on the network's workers under the plan (or the named strategy), and why.
+    """How long one iteration takes on the network's workers under the plan, and why.
 
     With `accumulation` micro-batches only the last one's backward overlaps with communication. Where the plan says
     what is kept of activations, every time is of an iteration that runs so, T(1) too, and the peak is predicted.
     """
-    if isinstance(plan, str):
-        from backbeat.planners import propose  # late: planners stand to the right of simulate
-
-        plan = propose(profile, network, strategy=plan)
     peak = None
     memory_notes: tuple[str, ...] = ()
     if plan.memory is not None and (profile.blocks or plan.memory.segments):
@@ -105,7 +100,7 @@ def broadcast_s(network: Network, size: int) -> float:
     if size == 0:
         return 0.0
     if network.broadcast is not None:
-        return float(Curve.of(network.broadcast).time(size))
+        return float(network.broadcast.curve.time(size))
     curve = network.cost.isolated
     ratio = traffic("broadcast", "ring", network.workers) / traffic("all_reduce", "ring", network.workers)
     return float(curve.latency(size)) / 2 + float(curve.work(size)) * ratio

@@ -210,7 +210,7 @@ def test_plans_of_one_strategy_are_told_apart(profile: Path, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--global-batch", "0"), "--global-batch is 0: it must be 1 or more"),
+        (("--global-batch", "0"), "global batch is 0: it must be 1 or more"),
         (("--workers", "99999999999"), "choose fewer"),
         (("--plan", "nowhere.json"), "write one with `backbeat plan`"),
     ],

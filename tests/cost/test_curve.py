@@ -40,7 +40,7 @@ def test_a_measured_curve_is_flat_below_linear_between_and_sloped_beyond() -> No
 def test_the_slope_comes_from_points_of_a_mebibyte_and_more() -> None:
     small = [(1024, 5e-3), (65536, 5e-3)]
     large = [(2**20, 5e-3 + 1e-9 * 2**20), (2**24, 5e-3 + 1e-9 * 2**24), (2**26, 5e-3 + 1e-9 * 2**26)]
-    assert Curve.of(CollectiveTimes(points=(*small, *large))).gradient_s_per_byte == pytest.approx(1e-9)
+    assert Curve.through((*small, *large)).gradient_s_per_byte == pytest.approx(1e-9)
 
 
 @given(networks())
@@ -80,15 +80,15 @@ def test_a_line_is_fitted_back(alpha: float, beta: float) -> None:
 def test_on_a_slow_link_the_slope_comes_from_the_largest_points() -> None:
     # 8 Mbit/s: every point is far below 1 MiB, and latency hides the slope of the small ones.
     points = [(64, 9e-3), (1024, 9e-3), (4096, 9e-3), (65536, 65536e-6), (131072, 131072e-6), (262144, 262144e-6)]
-    cost = Curve.of(CollectiveTimes(points=tuple(points)))
+    cost = Curve.through(tuple(points))
     assert cost.gradient_s_per_byte == pytest.approx(1e-6)
     assert float(cost.time(10**7)) == pytest.approx(10.0)
 
 
 def test_points_that_noise_made_level_do_not_make_a_link_of_endless_speed() -> None:
     points = [(1024, 1e-3), (65536, 5e-3), (2**19, 3e-2), (2**20, 6e-2), (2**21, 5e-2)]
-    assert Curve.of(CollectiveTimes(points=tuple(points))).gradient_s_per_byte > 1e-8
-    level = Curve.of(CollectiveTimes(points=((1024, 1e-3), (2**20, 1e-3))))
+    assert Curve.through(tuple(points)).gradient_s_per_byte > 1e-8
+    level = Curve.through(((1024, 1e-3), (2**20, 1e-3)))
     assert level.gradient_s_per_byte == 0.0
 
 

@@ -72,9 +72,7 @@ def written(profile: Profile, plan: Plan) -> dict[str, Any]:
                 "gradients": _runs(place[name] for name in bucket.gradients),
                 "communicator": bucket.communicator,
                 "phase": bucket.phase,
-                "compressed": None
-                if bucket.compression is None
-                else [bucket.compression.kind, bucket.compression.density, bucket.compression.values],
+                "compressed": None if bucket.compression is None else ["topk", bucket.compression.density, "fp32"],
             }
             for bucket in plan.buckets
         ],

@@ -15,7 +15,6 @@ from backbeat.cost.samples import summarise
 from backbeat.measure.network.bench import Case
 from backbeat.measure.network.jumps import SHARE, closer, jumps
 from backbeat.measure.network.sampling import SIZES
-from backbeat.model import CollectiveTimes
 
 BUDGET_S = 20.0
 
@@ -50,7 +49,7 @@ def refined(cost: Callable[[int], float]) -> tuple[Curve, Curve, Cluster]:
     cluster = Cluster(cost)
     after = {**before, **closer(cluster, before, BUDGET_S, lambda what, share: None)}
     curves = [
-        Curve.of(CollectiveTimes(points=tuple(sorted((case.bytes, one.median_s) for case, one in timings.items()))))
+        Curve.through(sorted((case.bytes, one.median_s) for case, one in timings.items()))
         for timings in (before, after)
     ]
     return curves[0], curves[1], cluster

@@ -10,7 +10,7 @@ from backbeat.model import MemoryPlan, Plan, Profile
 from backbeat.planners import plan
 from backbeat.planners.max_batch import batches, growth, largest_looked_at
 from backbeat.planners.memory_plan import usable
-from backbeat.simulate.growth import grown
+from backbeat.simulate.batch import at_batch
 from backbeat.simulate.memory_timeline import memory_timeline
 from backbeat.simulate.resident_memory import ResidentMemory
 from tests.chains import resnet152
@@ -21,7 +21,7 @@ GB = 10**9
 
 def test_in_proportion_and_through_two_profiles_agree_where_all_is_proportional() -> None:
     one, two, wanted = resnet152(64), resnet152(128), resnet152(96)
-    by_proportion, through = grown(one, 96), grown(one, 96, two)
+    by_proportion, through = at_batch(one, 96), at_batch(one, 96, two)
     for there in (by_proportion, through):
         assert there.batch_size == 96
         assert memory_timeline(there, MemoryPlan()).peak_bytes == pytest.approx(
@@ -41,13 +41,13 @@ def test_what_is_fixed_does_not_grow_with_two_profiles() -> None:
         return msgspec.structs.replace(profile, blocks=blocks)
 
     one, two, wanted = (with_fixed_part(batch) for batch in (64, 128, 256))
-    there = grown(one, 256, two)  # type: ignore[arg-type]
+    there = at_batch(one, 256, two)  # type: ignore[arg-type]
     assert [block.saved_bytes for block in there.blocks] == [block.saved_bytes for block in wanted.blocks]  # type: ignore[attr-defined]
-    assert grown(one, 256).blocks[0].saved_bytes > there.blocks[0].saved_bytes  # type: ignore[arg-type]
+    assert at_batch(one, 256).blocks[0].saved_bytes > there.blocks[0].saved_bytes  # type: ignore[arg-type]
 
 
 def test_weights_do_not_grow() -> None:
-    small, large = (ResidentMemory.of(grown(resnet152(64), batch)) for batch in (64, 640))
+    small, large = (ResidentMemory.of(at_batch(resnet152(64), batch)) for batch in (64, 640))
     assert (large.parameter_bytes, large.optimizer_bytes) == (small.parameter_bytes, small.optimizer_bytes)
     assert large.batch_bytes == pytest.approx(10 * small.batch_bytes)
 
@@ -55,8 +55,8 @@ def test_weights_do_not_grow() -> None:
 def test_a_plan_lets_the_batch_grow_several_times() -> None:
     whole, planned = batches(resnet152(64), 8 * GB)
     profile = resnet152(64)
-    assert memory_timeline(grown(profile, whole), MemoryPlan()).peak_bytes <= usable(8 * GB)
-    assert memory_timeline(grown(profile, whole + 8), MemoryPlan()).peak_bytes > usable(8 * GB)
+    assert memory_timeline(at_batch(profile, whole), MemoryPlan()).peak_bytes <= usable(8 * GB)
+    assert memory_timeline(at_batch(profile, whole + 8), MemoryPlan()).peak_bytes > usable(8 * GB)
     assert planned > 4 * whole
 
 
@@ -69,11 +69,11 @@ def test_other_models_and_no_samples_are_refused() -> None:
     one = resnet152(64)
     other = msgspec.structs.replace(resnet152(128), blocks=one.blocks[:-1])
     with pytest.raises(InputError, match="different blocks"):
-        grown(one, 96, other)
+        batches(one, 8 * GB, other)
     with pytest.raises(InputError, match="at least one sample"):
-        grown(one, 0)
+        at_batch(one, 0)
     with pytest.raises(InputError, match="two different"):
-        grown(one, 96, one)
+        at_batch(one, 96, one)
     with pytest.raises(InputError, match="not even a batch of one"):
         batches(one, GB // 2)
 

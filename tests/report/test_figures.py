@@ -13,6 +13,7 @@ from backbeat.model import Memory, Span
 from backbeat.report import draw, figures
 from backbeat.report.figures.timeline import describe_names
 from backbeat.report.measured import Measured
+from backbeat.report.notebook import prediction_figure
 from backbeat.report.study import buckets_of, curve_workers, study
 from backbeat.simulate.sweep import knee
 from tests.problems import affine, curve, make_profile, networks, profiles
@@ -185,4 +186,4 @@ def test_predictions_show_themselves_in_notebooks() -> None:
     assert '<img width="720" alt="One iteration" src="data:image/png;base64,' in page
     assert f"{result.scaling_factor:.1%}" in page
     assert "<script" not in page
-    assert len(result.figure().data) >= 2
+    assert len(prediction_figure(result).data) >= 2

@@ -14,8 +14,8 @@ from backbeat.errors import InputError
 from backbeat.model import files
 from backbeat.report.server import keep, unpacked
 from backbeat.report.whatif import Library, State, respond
-from backbeat.report.whatif_inputs import scaled_network, scaled_profile
-from tests.problems import affine, curve, make_profile, networks
+from backbeat.report.whatif_inputs import scaled_network
+from tests.problems import affine, curve, networks
 from tests.report.hostile import hostile_network, hostile_profile
 
 
@@ -71,15 +71,6 @@ def test_inside_a_node_nothing_changes() -> None:
     assert isinstance(network.topology.inside, inside)
     floor = network.at(workers=network.topology.gpus_per_node).cost.time([10**8])
     assert float(faster.cost.time([10**8])[0]) >= float(floor[0]) * (1 - 1e-9)
-
-
-def test_another_batch_lies_between_siblings_or_in_proportion() -> None:
-    one, two = bb.Profile.load("vgg16-b64-bf16-h200"), bb.Profile.load("vgg16-b128-bf16-h200")
-    middle = scaled_profile(one, 96, two)
-    assert one.single_s < middle.single_s < two.single_s
-    alone = make_profile([100], [1e-3], forward=1e-3)
-    assert scaled_profile(alone, 2, None).single_s == pytest.approx(2 * alone.single_s)
-    assert "in proportion" in scaled_profile(alone, 2, None).notes[-1]
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from backbeat.errors import InputError
 from backbeat.model import Bucket, MemoryPlan, Network, Plan, Profile, Segment
 from backbeat.planners.memory_plan import uniform
-from backbeat.simulate.growth import grown
+from backbeat.simulate.batch import at_batch
 from backbeat.simulate.memory_timeline import Chain, memory_timeline
 from backbeat.simulate.predict import predict
 from backbeat.simulate.resident_memory import ResidentMemory
@@ -98,7 +98,7 @@ def test_plans_fit_and_are_never_slower_than_a_uniform_policy_that_fits(profile:
 def test_larger_batches_take_the_host_no_longer() -> None:
     profile = resnet152(64)
     known = hosted(profile, profile.single_s, profile.forward_s)
-    larger = grown(known, 256)
+    larger = at_batch(known, 256)
     assert (larger.host_s, larger.host_recompute_s) == (known.host_s, known.host_recompute_s)
     every = MemoryPlan(
         segments=tuple(
@@ -106,7 +106,7 @@ def test_larger_batches_take_the_host_no_longer() -> None:
         )
     )
     # At four times the batch the device has so much to do that the host is ahead.
-    assert memory_timeline(larger, every).backward_s == memory_timeline(grown(profile, 256), every).backward_s
+    assert memory_timeline(larger, every).backward_s == memory_timeline(at_batch(profile, 256), every).backward_s
     assert memory_timeline(known, every).backward_s >= memory_timeline(profile, every).backward_s
 
 

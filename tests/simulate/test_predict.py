@@ -149,15 +149,15 @@ def test_the_knee_is_where_added_workers_stop_paying() -> None:
 def test_batches_between_two_profiles() -> None:
     small = make_profile([100, 100], [1e-3, 2e-3], forward=1e-3)
     large = msgspec.structs.replace(make_profile([100, 100], [4e-3, 8e-3], forward=4e-3), batch_size=4)
-    middle = at_batch(small, large, 2)
+    middle = at_batch(small, 2, large)
     assert middle.batch_size == 2
     assert middle.forward_s == pytest.approx(2e-3)
     assert middle.ready.tolist() == pytest.approx([2e-3, 4e-3])
-    assert any("extrapolated" in note for note in at_batch(small, large, 16).notes)
+    assert any("extrapolated" in note for note in at_batch(small, 16, large).notes)
     with pytest.raises(bb.InputError, match="both have batch size"):
-        at_batch(small, small, 2)
+        at_batch(small, 2, small)
     with pytest.raises(bb.InputError, match="different gradients"):
-        at_batch(small, msgspec.structs.replace(make_profile([100], [1e-3]), batch_size=4), 2)
+        at_batch(small, 2, msgspec.structs.replace(make_profile([100], [1e-3]), batch_size=4))
 
 
 def test_iteration_times_are_of_all_micro_batches_measured() -> None:

@@ -51,7 +51,7 @@ from backbeat.model.files import write
 from backbeat.planners import plan as make_plan
 from backbeat.planners.max_batch import Point, growth
 from backbeat.simulate import predict
-from backbeat.simulate.growth import grown
+from backbeat.simulate.batch import at_batch
 from backbeat.units import format_bytes, format_rate, format_seconds, parse_bytes, parse_duration, parse_rate
 
 T = TypeVar("T")
@@ -124,7 +124,7 @@ class Planner:
 
     def _at(self, batch_size: int, way: Way, memory: MemoryPlan | None) -> Planned:
         """A batch that is given; `memory` None: planned for the budget."""
-        there = grown(self._one, batch_size, self._two)
+        there = at_batch(self._one, batch_size, self._two)
         made = self._make(there, way.strategy, self._budget if memory is None else None)
         if memory is not None:
             made = msgspec.structs.replace(made, memory=memory)

@@ -13,7 +13,6 @@ from backbeat.cost.curve import Curve
 from backbeat.cost.samples import Timing, summarise
 from backbeat.measure.network.bench import Case
 from backbeat.measure.network.sampling import FEWEST_REPEATS
-from backbeat.model.network import CollectiveTimes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -43,7 +42,7 @@ def jumps(times: Mapping[int, float], doubts: Mapping[int, float] | None = None)
     if len(times) < 2:
         return []
     rising = sorted(times.items())
-    link = Curve.of(CollectiveTimes(points=tuple(_rising(rising)))).gradient_s_per_byte
+    link = Curve.through(tuple(_rising(rising))).gradient_s_per_byte
     found = []
     for (small, before), (large, after) in pairwise(rising):
         rise, carried = after - before, link * (large - small)

@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from backbeat.cost import Curve
-
 if TYPE_CHECKING:
     from backbeat.model import Network
 
@@ -31,7 +29,7 @@ class CostCurve:
 
 def cost_curve(network: Network, workers: int) -> CostCurve:
     base = network.at(workers=network.moved_from.workers) if network.moved_from else network
-    curve = Curve.of(base.all_reduce)
+    curve = base.all_reduce.curve
     latency, per_byte = curve.line
     points = base.all_reduce.points or ()
     residuals = tuple((latency + per_byte * size) / seconds - 1 if seconds > 0 else 0.0 for size, seconds in points)
@@ -46,7 +44,7 @@ def cost_curve(network: Network, workers: int) -> CostCurve:
         latency_s=latency,
         bytes_per_s=1 / per_byte if per_byte > 0 else float("inf"),
         lines=tuple(
-            (count, tuple(sizes.tolist()), tuple(Curve.of(base.at(workers=count).all_reduce).time(sizes).tolist()))
+            (count, tuple(sizes.tolist()), tuple(base.at(workers=count).all_reduce.curve.time(sizes).tolist()))
             for count in counts
         ),
     )
