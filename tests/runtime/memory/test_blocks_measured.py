@@ -10,7 +10,7 @@ from torch import nn  # noqa: E402
 
 from backbeat import Profile  # noqa: E402
 from backbeat.measure import profile  # noqa: E402
-from tests.memory.memory_models import Residual, loss_of, resnet_case, transformer_case  # noqa: E402
+from tests.runtime.memory.memory_models import Residual, loss_of, resnet_case, transformer_case  # noqa: E402
 
 QUICK = {"iterations": 2, "warmup": 1}
 

@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "topk_convergence.py"
+SCRIPT = Path(__file__).parents[3] / "benchmarks" / "topk_convergence.py"
 TOLERANCE = 0.1
 """Nats of cross-entropy, where guessing costs log(8) = 2.08 and log(16) = 2.77."""
 

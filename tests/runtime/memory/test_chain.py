@@ -14,7 +14,7 @@ from torch import nn  # noqa: E402
 from backbeat.measure.model import chain  # noqa: E402
 from backbeat.model import MemoryPlan, Segment  # noqa: E402
 from backbeat.runtime.memory import apply, block, find_blocks, observe  # noqa: E402
-from tests.memory.memory_models import Layer, SmallTransformer, resnet_case, transformer_case  # noqa: E402
+from tests.runtime.memory.memory_models import Layer, SmallTransformer, resnet_case, transformer_case  # noqa: E402
 
 
 def test_a_resnet_opens_its_stages_and_not_its_blocks():

@@ -20,7 +20,7 @@ from torch import nn  # noqa: E402
 from backbeat.model import MemoryPlan  # noqa: E402
 from backbeat.runtime.memory import apply, find_blocks  # noqa: E402
 from backbeat.runtime.memory.recomputed_segments import Frame, Holder  # noqa: E402
-from tests.memory.memory_models import Layer, alone, loss_of, plan, resnet_case, transformer_case  # noqa: E402
+from tests.runtime.memory.memory_models import Layer, alone, loss_of, plan, resnet_case, transformer_case  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("offload_everything")
 
