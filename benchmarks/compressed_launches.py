@@ -34,8 +34,7 @@ from backbeat.model import Bucket, Compression, Plan, Profile
 from backbeat.runtime import DistributedDataParallel
 from backbeat.runtime.compressed import compressed_bucket as encoded_bucket
 from backbeat.runtime.compressed import compressed_exchange as compressed
-from backbeat.runtime.compressed import topk
-from backbeat.runtime.compressed import updates
+from backbeat.runtime.compressed import topk, updates
 from backbeat.runtime.reduce import bucket as buckets
 from backbeat.runtime.reduce import deferral
 from backbeat.runtime.reduce import status as word

@@ -8,11 +8,11 @@ import pytest
 
 pytest.importorskip("torch")
 
-from hypothesis import given  # noqa: E402
-from hypothesis import strategies as st  # noqa: E402
+from hypothesis import given
+from hypothesis import strategies as st
 
-from backbeat.runtime.compressed import compression_options  # noqa: E402
-from backbeat.runtime.compressed.compression_options import density_at  # noqa: E402
+from backbeat.runtime.compressed import compression_options
+from backbeat.runtime.compressed.compression_options import density_at
 
 
 def test_the_example_in_the_docstring_holds() -> None:

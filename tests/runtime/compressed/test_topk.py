@@ -131,9 +131,7 @@ def test_factor_masking_clears_the_velocity_of_what_is_sent() -> None:
 @pytest.mark.parametrize(
     "planted", [{17: "nan"}, {2_999: "inf"}, {0: "-inf", 2_000: "nan"}, dict.fromkeys(range(1_000, 2_500), "nan")]
 )
-def test_what_is_not_finite_is_found_and_not_sent(
-    device: str, numel: int, planted: dict[int, str]
-) -> None:
+def test_what_is_not_finite_is_found_and_not_sent(device: str, numel: int, planted: dict[int, str]) -> None:
     torch.manual_seed(0)
     values = torch.randn(numel)
     for index, what in planted.items():

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 
-@pytest.fixture(autouse=True, scope="package")
+@pytest.fixture(autouse=True, scope="module")
 def _one_thread() -> Iterator[None]:
     """The models are tiny, and on a busy machine threads that wait for each other cost seconds a step."""
     torch = pytest.importorskip("torch", reason="needs PyTorch")
