@@ -33,12 +33,12 @@ class TopKSpeed(NamedTuple):
     s_per_bucket: float
 
 
-def topk_speed(training: Training, gradient_bytes: int) -> TopKSpeed | None:
-    """Measure it on the training's device, with buckets of up to `gradient_bytes`; None where memory runs out."""
+def measure_topk(training: Training, gradient_bytes: int) -> TopKSpeed | None:
+    """Measure top-k on the training's device, on buckets of up to `gradient_bytes`; None where memory runs out."""
     most = _MOST_ELEMENTS.get(training.device.type, _MOST_ELEMENTS_ELSEWHERE)
     elements = min(max(gradient_bytes // 4, _FEWEST_ELEMENTS), most)
     try:
-        # A small bucket without a head start: there the host's launches take longest.
+        # Without a head start a small bucket takes as long as the host takes to launch its kernels.
         host_s, _ = _samples(training, _SMALL_ELEMENTS, head_start=False)
         _, small_s = _samples(training, _SMALL_ELEMENTS, head_start=True)
         _, large_s = _samples(training, elements, head_start=True)

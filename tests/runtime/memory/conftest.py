@@ -1,18 +1,11 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """The models are tiny, and on a busy machine threads that wait for each other cost seconds a step."""
-    torch = pytest.importorskip("torch", reason="needs PyTorch")
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+def _one_thread(one_thread: None) -> None:
+    """In every module here."""
 
 
 @pytest.fixture

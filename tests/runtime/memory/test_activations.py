@@ -20,7 +20,16 @@ from torch import nn  # noqa: E402
 from backbeat.model import MemoryPlan  # noqa: E402
 from backbeat.runtime.memory import apply, find_blocks  # noqa: E402
 from backbeat.runtime.memory.recomputed_segments import Placeholder, SegmentRun  # noqa: E402
-from tests.runtime.memory.memory_models import Layer, alone, loss_of, plan, resnet_case, transformer_case  # noqa: E402
+from tests.block_models import (  # noqa: E402
+    LANGUAGE_MODELS,
+    Layer,
+    alone,
+    language_model,
+    loss_of,
+    plan,
+    resnet_case,
+    transformer_case,
+)
 
 pytestmark = pytest.mark.usefixtures("offload_everything")
 
@@ -528,3 +537,25 @@ def test_under_stock_ddp():
         dist.destroy_process_group()
     for one, other in zip(expected.parameters(), model.parameters(), strict=True):
         assert torch.equal(one.grad, other.grad)
+
+
+@pytest.mark.parametrize("kind", LANGUAGE_MODELS)
+@pytest.mark.parametrize(("action", "where"), POLICIES[1:])
+def test_models_of_transformers_train_alike(kind, action, where):
+    model, batch = language_model(kind)
+
+    def gradients(*segments):
+        mine = copy.deepcopy(model)
+        handle = apply(mine, plan(*segments))
+        torch.manual_seed(1)
+        mine(**batch).loss.backward()
+        handle.remove()
+        return {name: parameter.grad for name, parameter in mine.named_parameters()}
+
+    layers = [name for name in LANGUAGE_MODELS[kind][3] if name[-1].isdigit()]
+    parts = (layers[:2], layers[2:], ["lm_head" if kind != "bert" else "cls"])
+    expected, found = gradients(), gradients(*((names, action, where) for names in parts if names))
+    assert expected.keys() == found.keys()
+    for name, gradient in expected.items():
+        assert (gradient is None) == (found[name] is None)
+        assert gradient is None or torch.equal(gradient, found[name]), name
