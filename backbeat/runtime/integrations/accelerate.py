@@ -1,9 +1,9 @@
 """Accelerate and the Hugging Face Trainer wrap the model themselves; `planned` makes them use backbeat's wrapper.
 
-    from backbeat.runtime.integrations.accelerate import planned
+from backbeat.runtime.integrations.accelerate import planned
 
-    with planned(plan="auto"):
-        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)   # or: trainer.train()
+with planned(plan="auto"):
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)   # or: trainer.train()
 """
 
 from __future__ import annotations

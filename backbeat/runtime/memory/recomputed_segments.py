@@ -83,7 +83,7 @@ class KnownOutput(NamedTuple):
 
     tensor: weakref.ref[torch.Tensor]
     version: int
-    index: OutputIndex
+    output: OutputIndex
 
 
 class SegmentRun:
@@ -135,7 +135,7 @@ class SegmentRun:
         made = tensors_of(output)
         # A block that writes into an earlier output does so again when it is recomputed, so versions start anew here.
         self._outputs = [
-            KnownOutput(known.tensor, version_of(tensor), known.index)
+            KnownOutput(known.tensor, version_of(tensor), known.output)
             for known in self._outputs
             if (tensor := known.tensor()) is not None
         ]
@@ -181,7 +181,7 @@ class SegmentRun:
     def _output_index(self, tensor: torch.Tensor) -> OutputIndex | None:
         for known in reversed(self._outputs):
             if known.tensor() is tensor:
-                return known.index if version_of(tensor) == known.version else None
+                return known.output if version_of(tensor) == known.version else None
         return None
 
     def _recorded(self, leaf: Any, block: str, offload: bool) -> Any:
