@@ -18,7 +18,7 @@ from hypothesis import strategies as st  # noqa: E402
 from torch import nn  # noqa: E402
 
 from backbeat.model import MemoryPlan  # noqa: E402
-from backbeat.runtime.memory import apply, find_blocks  # noqa: E402
+from backbeat.runtime.memory import apply, block, find_blocks  # noqa: E402
 from backbeat.runtime.memory.recomputed_segments import Placeholder, SegmentRun  # noqa: E402
 from tests.block_models import (  # noqa: E402
     LANGUAGE_MODELS,
@@ -141,10 +141,7 @@ def levels(run) -> tuple[int, int]:
 def wide_case():
     """Activations far larger than weights: 4 layers that each save much more than their input."""
     torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 8)) for _ in range(8)))
-    for layer in model:
-        # Marked, or the layers would be opened.
-        layer._backbeat_block = True
+    model = nn.Sequential(*(block(nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 8))) for _ in range(8)))
     return model, torch.randn(512, 8)
 
 
@@ -322,9 +319,7 @@ class Broken(nn.Module):
     def __init__(self, how: str) -> None:
         super().__init__()
         self.how = how
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)) for _ in range(3))
-        for layer in self.layers:
-            layer._backbeat_block = True
+        self.layers = nn.ModuleList(block(nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))) for _ in range(3))
         self.head = nn.Linear(8, 10)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
