@@ -345,7 +345,7 @@ def test_a_slow_host_is_not_taken_off_what_bytes_cost(monkeypatch: pytest.Monkey
         return host_s, device_s if head_start else max(host_s, device_s)
 
     monkeypatch.setattr(compression, "_samples", samples)
-    found = compression.compression_of(SimpleNamespace(device=torch.device("cuda")), 2**28)  # type: ignore[arg-type]
+    found = compression.measure_topk(SimpleNamespace(device=torch.device("cuda")), 2**28)  # type: ignore[arg-type]
     assert found is not None
     assert found.s_per_byte == pytest.approx(1e-11, rel=1e-2)
     assert found.s_per_bucket == pytest.approx(max(host_s, 5e-5 + 1e-11 * 2**19), rel=1e-2)

@@ -24,7 +24,7 @@ from backbeat.runtime.memory import apply, find_blocks  # noqa: E402
 from backbeat.simulate.actions import plan_of  # noqa: E402
 from backbeat.simulate.memory_timeline import Chain, memory_timeline  # noqa: E402
 from backbeat.simulate.resident_memory import ResidentMemory  # noqa: E402
-from tests.memory.memory_models import loss_of, resnet_case, transformer_case  # noqa: E402
+from tests.block_models import loss_of, resnet_case, transformer_case  # noqa: E402
 
 
 class Meter(TorchDispatchMode):

@@ -30,7 +30,7 @@ from backbeat.measure.model.training_step import (
     where_raised,
 )
 from backbeat.model import Profile
-from backbeat.runtime.compressed.topk_speed import Compression, compression_of
+from backbeat.runtime.compressed.topk_speed import TopKSpeed, measure_topk
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -133,7 +133,7 @@ def measure(
                     figures = take(training, iterations, warmup, time_limit_s)
             else:
                 figures = take(training, iterations, warmup, time_limit_s)
-            compression = compression_of(training, sum(figures.gradients.sizes))
+            compression = measure_topk(training, sum(figures.gradients.sizes))
     except (InputError, MeasurementError):
         raise
     except Exception as error:
@@ -159,7 +159,7 @@ def measure(
 def _document(
     training: Training,
     figures: Figures,
-    compression: Compression | None,
+    compression: TopKSpeed | None,
     *,
     name: str,
     model: str,

@@ -10,7 +10,9 @@ from torch import nn  # noqa: E402
 
 from backbeat import Profile  # noqa: E402
 from backbeat.measure import profile  # noqa: E402
-from tests.memory.memory_models import Residual, loss_of, resnet_case, transformer_case  # noqa: E402
+from tests.block_models import Residual, loss_of, resnet_case, transformer_case  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 QUICK = {"iterations": 2, "warmup": 1}
 
@@ -28,7 +30,7 @@ def test_sizes_by_hand(resnet):
     conv, norm, relu, pool = (blocks[name] for name in ("conv1", "bn1", "relu", "maxpool"))
     # The batch costs nothing, and conv1 saves it alone.
     assert (conv.input_bytes, conv.output_bytes, conv.saved_bytes, conv.saves_input) == (0, large, 0, False)
-    # Mean and deviation of 16 communicators.
+    # Mean and deviation of 16 channels.
     assert (norm.input_bytes, norm.saved_bytes, norm.saves_input, norm.saves_output) == (large, 2 * 16 * 4, True, False)
     # In place: what it saves is its output, and there is no other tensor.
     assert (relu.changes_input, relu.saves_input, relu.saves_output, relu.saved_bytes) == (True, False, True, 0)

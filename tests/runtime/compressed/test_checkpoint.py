@@ -1,4 +1,4 @@
-"""Residuals saved and restored by name, and their mirror on the host."""
+"""Residuals saved and restored by name, on any number of ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from hypothesis import strategies as st  # noqa: E402
 
 from backbeat.errors import InputError  # noqa: E402
 from backbeat.runtime.compressed import checkpoint  # noqa: E402
-from backbeat.runtime.compressed.host_residual import Mirror  # noqa: E402
 
 SHAPES = {"a.weight": (3, 2), "a.bias": (3,), "b": (1,)}
 
@@ -43,19 +42,19 @@ def test_each_rank_gets_its_own_back(tmp_path: Path) -> None:
 @settings(max_examples=40, deadline=None)
 def test_what_is_owed_survives_another_number_of_ranks(former: int, ranks: int, seed: int) -> None:
     states = [state(rank, former, seed) for rank in range(former)]
-    found = [checkpoint.spread(states, rank=rank, ranks=ranks) for rank in range(ranks)]
+    found = [checkpoint.redistribute(states, rank=rank, ranks=ranks) for rank in range(ranks)]
     for name in SHAPES:
         torch.testing.assert_close(owed(found, name), owed(states, name))
 
 
 def test_a_part_of_the_ranks_is_refused() -> None:
     with pytest.raises(InputError, match=r"residuals of ranks \[0, 2\] of 3: all of them are needed"):
-        checkpoint.spread([state(0, 3), state(2, 3)], rank=0, ranks=1)
+        checkpoint.redistribute([state(0, 3), state(2, 3)], rank=0, ranks=1)
 
 
 def test_ranks_of_different_steps_are_refused() -> None:
     with pytest.raises(InputError, match="of rank 0 after step 7 and of rank 1 after step 9: the job ended while"):
-        checkpoint.spread([state(0, 2), {**state(1, 2), "step": 9}], rank=0, ranks=2)
+        checkpoint.redistribute([state(0, 2), {**state(1, 2), "step": 9}], rank=0, ranks=2)
 
 
 def test_a_state_with_parts_missing_is_refused(tmp_path: Path) -> None:
@@ -100,26 +99,3 @@ def test_files_that_are_none_are_refused(tmp_path: Path) -> None:
     checkpoint.save(state(0, 2), tmp_path)
     with pytest.raises(InputError, match="holds residuals of 1 and 2 ranks"):
         checkpoint.load(tmp_path, rank=0, ranks=1)
-
-
-@given(buckets=st.integers(1, 5), order=st.lists(st.integers(0, 4), min_size=1, max_size=20), regular=st.booleans())
-@settings(max_examples=60, deadline=None)
-def test_a_mirror_holds_what_was_written(buckets: int, order: list[int], regular: bool) -> None:
-    sizes = [3 + bucket for bucket in range(buckets)]
-    mirror = Mirror(sizes, torch.float32, torch.device("cpu"))
-    expected = [torch.zeros(size) for size in sizes]
-    turns = [turn % buckets for turn in range(12)] if regular else [turn % buckets for turn in order]
-    for number, bucket in enumerate(turns):
-        buffer = mirror.open(bucket)
-        assert torch.equal(buffer, expected[bucket])
-        buffer += number + 1
-        expected[bucket] += number + 1
-        mirror.close(bucket)
-        if number % 3 == 0:
-            with mirror.edited(bucket) as held:
-                held *= 2
-            expected[bucket] *= 2
-    for bucket, values in enumerate(expected):
-        with mirror.edited(bucket) as held:
-            assert torch.equal(held, values)
-    assert mirror.device_bytes <= 2 * 4 * max(sizes)

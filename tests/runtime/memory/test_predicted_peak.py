@@ -13,7 +13,7 @@ from backbeat.measure.model.chain_costs import _BackwardBorders  # noqa: E402
 from backbeat.model import MemoryPlan, Profile, Segment  # noqa: E402
 from backbeat.runtime.memory import apply, find_blocks  # noqa: E402
 from backbeat.simulate.memory_timeline import memory_timeline  # noqa: E402
-from tests.memory.memory_models import SmallResNet, loss_of  # noqa: E402
+from tests.block_models import SmallResNet, loss_of  # noqa: E402
 
 CHAIN = [*(f"layer1.{place}" for place in range(3)), *(f"layer2.{place}" for place in range(3))]
 

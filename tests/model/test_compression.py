@@ -1,4 +1,4 @@
-"""Encodings that make no sense are refused where they are written down."""
+"""Compression that makes no sense is refused where it is written down: in a plan file, or in Python."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def plan_file(folder: Path, compression: object) -> Path:
     path.write_text(
         json.dumps(
             {
-                "schema": "backbeat.plan/1",
+                "schema": "backbeat.plan/2",
                 "strategy": "mine",
                 "model": profile.model,
                 "communicators": 1,

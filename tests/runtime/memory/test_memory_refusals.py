@@ -10,7 +10,7 @@ from torch import nn  # noqa: E402
 
 from backbeat.errors import InputError  # noqa: E402
 from backbeat.runtime.memory import apply  # noqa: E402
-from tests.memory.memory_models import alone, loss_of, plan, resnet_case, transformer_case  # noqa: E402
+from tests.block_models import alone, loss_of, plan, resnet_case, transformer_case  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("offload_everything")
 

@@ -14,7 +14,7 @@ from torch import nn  # noqa: E402
 from backbeat.measure import profile  # noqa: E402
 from backbeat.model import MemoryPlan, Segment  # noqa: E402
 from backbeat.runtime.memory import apply, block, find_blocks  # noqa: E402
-from tests.memory.memory_models import loss_of, resnet_case  # noqa: E402
+from tests.block_models import loss_of, resnet_case  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

@@ -1,7 +1,9 @@
-"""Small models with what makes recomputation hard (batch norm, in-place activations, dropout), and plans for them."""
+"""Small models made of blocks, with what makes recomputation hard (batch norm, in-place activations, dropout); memory
+plans for them."""
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -109,3 +111,46 @@ def plan(*segments: tuple[list[str], str, str]) -> MemoryPlan:
 
 def alone(names: list[str], action: str, where: str = "keep") -> MemoryPlan:
     return plan(*(([name], action, where) for name in names if name != "relu"))
+
+
+LANGUAGE_MODELS = {
+    "bert": (
+        "BertForMaskedLM",
+        "BertConfig",
+        {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64},
+        ["bert.embeddings", "bert.encoder.layer.0", "bert.encoder.layer.1", "cls"],
+    ),
+    "gpt2": (
+        "GPT2LMHeadModel",
+        "GPT2Config",
+        {"n_embd": 32, "n_layer": 2, "n_head": 2, "use_cache": False},
+        ["transformer.wte", "transformer.wpe", "transformer.drop", "transformer.h.0", "transformer.h.1",
+         "transformer.ln_f", "lm_head"],
+    ),
+    "llama": (
+        "LlamaForCausalLM",
+        "LlamaConfig",
+        {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
+         "num_key_value_heads": 2, "use_cache": False},
+        ["model.embed_tokens", "model.rotary_emb", "model.layers.0", "model.layers.1", "model.norm", "lm_head"],
+    ),
+    "t5": (
+        "T5ForConditionalGeneration",
+        "T5Config",
+        {"d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 2, "decoder_start_token_id": 0,
+         "use_cache": False},
+        ["encoder.dropout", "encoder.block.0", "encoder.block.1", "encoder.final_layer_norm",
+         "decoder.dropout", "decoder.block.0", "decoder.block.1", "decoder.final_layer_norm", "lm_head"],
+    ),
+}  # fmt: skip
+"""Class, configuration class, configuration and blocks."""
+
+
+def language_model(kind: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    """A tiny model of the transformers library, and a batch."""
+    transformers = pytest.importorskip("transformers", reason="needs transformers")
+    model_class, config_class, options, _ = LANGUAGE_MODELS[kind]
+    torch.manual_seed(0)
+    model = getattr(transformers, model_class)(getattr(transformers, config_class)(vocab_size=64, **options))
+    tokens = torch.randint(0, 64, (2, 8))
+    return model.train(), {"input_ids": tokens, "labels": tokens}
