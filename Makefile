@@ -1,4 +1,5 @@
-# Everything from a fresh checkout: `make demo` shows it, `make test` checks it, `make install` sets up development.
+# Everything from a fresh checkout: `make demo` shows it, `make check` and `make test` check it, `make docs` builds its
+# documentation, `make install` sets up development.
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
@@ -6,17 +7,31 @@ CORE   := $(VENV)/.core
 DEV    := $(VENV)/.dev
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test install system schemas format bench clean
+.PHONY: demo check lint test docs install system schemas format bench clean
 
 demo: $(CORE)
 	$(BIN)/backbeat demo
 
-test: $(DEV)
+# The loop while working: the linters, and the tests of the core. They need neither torch nor ranks, and the searches
+# of memory plans, which take longest, are left to `make test`.
+QUICK  := model cost simulate planners
+check: lint
+	$(BIN)/python -m pytest -q --ignore-glob='*/test_memory_*' tests/test_units.py tests/test_layers.py tests/cli \
+	  $(QUICK:%=tests/%) $(QUICK:%=backbeat/%)
+
+test: lint
+	$(BIN)/python -m pytest -q
+
+lint: $(DEV)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/python -m pytest -q
+
+# The site. -n -W: a link, an anchor or a reference that leads nowhere is an error.
+docs: $(DEV)
+	$(BIN)/python -m sphinx -E -n -W --keep-going -q -c docs . build/docs
+	@echo "build/docs/docs/index.html"
 
 install: $(DEV)
 
@@ -51,4 +66,4 @@ bench: $(DEV)
 	for file in benchmarks/*.py; do $(BIN)/python $$file || exit 1; done
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -1,55 +1,142 @@
-"""What the pages promise: links that lead somewhere, and output that the program still prints."""
+"""What the pages promise: links that lead somewhere, commands that exist, and output that the program still prints."""
 
 from __future__ import annotations
 
+import ast
 import os
 import re
+import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted(
     path
-    for pattern in ("*.md", "docs/*.md", "benchmarks/*.md", "validation/**/*.md")
+    for pattern in ("*.md", "docs/**/*.md", "benchmarks/*.md", "validation/*/*.md")
     for path in ROOT.glob(pattern)
     if path.is_file()
 )
-_CODE = re.compile(r"```.*?```", re.DOTALL)
+DOCS = [page for page in PAGES if page.is_relative_to(ROOT / "docs")]
+_CODE = re.compile(r"^( *)```.*?^ *```$", re.DOTALL | re.MULTILINE)
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+
+
+def prose(page: Path) -> str:
+    return _CODE.sub("", page.read_text(encoding="utf-8"))
+
+
+def blocks(page: Path, *languages: str) -> Iterator[str]:
+    """The page's code blocks in one of these languages."""
+    for language, text in re.findall(r"^```([^\n]*)\n(.*?)^```$", page.read_text("utf-8"), re.DOTALL | re.MULTILINE):
+        if language in languages:
+            yield text
 
 
 def anchors(page: Path) -> set[str]:
     """The addresses that GitHub gives a page's headings."""
-    headings = re.findall(r"^#+ (.*)$", _CODE.sub("", page.read_text(encoding="utf-8")), re.MULTILINE)
+    headings = re.findall(r"^#+ (.*)$", prose(page), re.MULTILINE)
     plain = (re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading) for heading in headings)
     return {re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-") for heading in plain}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_lead_somewhere(page: Path) -> None:
+def test_the_site_builds(tmp_path: Path) -> None:
+    """Every link, anchor and reference on every page leads somewhere, or sphinx fails."""
+    pytest.importorskip("sphinx")
+    build = ["-m", "sphinx", "-n", "-W", "--keep-going", "-q", "-c", "docs", ".", str(tmp_path / "site")]
+    done = subprocess.run([sys.executable, *build], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    for page in ("docs/index", "docs/reference/cli", "validation/lab/README"):
+        assert (tmp_path / "site" / f"{page}.html").is_file()
+    reference = {name: (tmp_path / "site/docs/reference" / f"{name}.html").read_text("utf-8") for name in GENERATED}
+    for name, promised in GENERATED.items():
+        assert not [each for each in promised if each not in reference[name]]
+
+
+GENERATED = {
+    "cli": ("backbeat predict", "backbeat import kineto", "--workers", "--global-batch"),
+    "api": ("backbeat.Profile", "backbeat.predict", "backbeat.runtime.DistributedDataParallel"),
+    "files": ("backward_s", "all_reduce", "strategy"),
+}
+"""Something of what the code puts on each reference page."""
+
+
+@each_page
+def test_links_lead_somewhere_on_github(page: Path) -> None:
     broken = []
-    for link in re.findall(r"\]\(([^)\s]+)\)", _CODE.sub("", page.read_text(encoding="utf-8"))):
+    for link in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
         if link.startswith(("http://", "https://")):
             continue
         file, _, anchor = link.partition("#")
-        target = page.parent / file if file else page
-        if not target.exists() or (anchor and anchor not in anchors(target)):
+        target = (page.parent / file).resolve() if file else page
+        generated = target.parent == ROOT / "docs" / "reference"
+        if not target.exists() or (anchor and not generated and anchor not in anchors(target)):
             broken.append(link)
     assert not broken
 
 
-def test_the_readme_shows_what_is_printed() -> None:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    command, shown = re.findall(r"^\$ backbeat ([^\n]*)\n(.*?)^```", text, re.DOTALL | re.MULTILINE)[0]
-    done = subprocess.run(
-        [sys.executable, "-m", "backbeat", *command.split()],
-        capture_output=True,
-        encoding="utf-8",
-        check=True,
-        cwd=ROOT,
-        env={**os.environ, "COLUMNS": "160", "PYTHONIOENCODING": "utf-8"},
-        timeout=120,
-    )
-    assert [line.rstrip() for line in shown.splitlines()] == [line.rstrip() for line in done.stdout.splitlines()]
+@pytest.mark.parametrize("page", DOCS, ids=lambda page: str(page.relative_to(ROOT)))
+def test_lines_are_short(page: Path) -> None:
+    assert [line for line in prose(page).splitlines() if len(line) > 120] == []
+
+
+@each_page
+def test_examples_in_python_parse(page: Path) -> None:
+    for text in blocks(page, "python"):
+        ast.parse(text)
+
+
+@each_page
+def test_commands_exist(page: Path) -> None:
+    """Each `backbeat …` in a code block names a verb that there is, and options that it takes."""
+    for text in blocks(page, "", "console", "sh"):
+        for line in text.replace("\\\n", " ").splitlines():
+            found = re.search(r"(?:^(?:\$ |sudo )?|-m )(?:backbeat|\$\(which backbeat\)) +([^#]+)", line)
+            if found:
+                command, words = _verb([word.strip("[]") for word in shlex.split(found[1])])
+                known = {each for parameter in command.params for each in (*parameter.opts, *parameter.secondary_opts)}
+                assert not {word for word in words if word.startswith("-")} - known - {"--help"}, line
+
+
+def _verb(words: list[str]) -> tuple[Any, list[str]]:
+    import typer
+
+    from backbeat.cli import app
+
+    command: Any = typer.main.get_command(app)
+    while words and hasattr(command, "get_command"):
+        context = command.make_context("backbeat", [], resilient_parsing=True)
+        inner = command.get_command(context, words[0].partition("|")[0])
+        if inner is None and not words[0].startswith("-"):
+            pytest.fail(f"backbeat has no {words[0]!r}")
+        if inner is None:
+            break
+        command, words = inner, words[1:]
+    return command, words
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", *DOCS], ids=lambda page: str(page.relative_to(ROOT)))
+def test_output_is_shown_as_it_is_printed(page: Path) -> None:
+    """A block that begins with `$ backbeat …` goes on with what that prints."""
+    for text in blocks(page, "", "console"):
+        if text.startswith("$ backbeat "):
+            command, _, shown = text.removeprefix("$ backbeat ").partition("\n")
+            done = subprocess.run(
+                [sys.executable, "-m", "backbeat", *shlex.split(command)],
+                capture_output=True,
+                encoding="utf-8",
+                check=True,
+                cwd=ROOT,
+                env={**os.environ, "COLUMNS": "160", "PYTHONIOENCODING": "utf-8"},
+                timeout=120,
+            )
+            printed = [line.rstrip() for line in done.stdout.splitlines()]
+            assert [line.rstrip() for line in shown.splitlines()] == printed
+
+
+def test_the_readme_shows_some_output() -> None:
+    assert any(text.startswith("$ backbeat ") for text in blocks(ROOT / "README.md", "", "console"))

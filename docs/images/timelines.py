@@ -1,4 +1,4 @@
-"""Draw the timelines of docs/simultaneous.md: one iteration under each strategy, all on one scale.
+"""Draw the timelines of docs/explanation/simultaneous.md: one iteration under each strategy, all on one scale.
 
 python docs/images/timelines.py
 """

@@ -1,4 +1,4 @@
-"""Draw the trade-off curves of docs/memory.md: peak memory against time, as measured, one file a model.
+"""Draw the trade-off curves of docs/explanation/results.md: peak memory against time, as measured, one file a model.
 
 python docs/images/tradeoff.py
 """

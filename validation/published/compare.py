@@ -2,7 +2,7 @@
 
     python validation/published/compare.py
 
-Prints the tables and writes results.json beside this file. docs/published.md explains them.
+Prints the tables and writes results.json beside this file. README.md beside it explains them.
 """
 
 from __future__ import annotations
