@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +21,7 @@ from backbeat.errors import InputError  # noqa: E402
 
 CARD = torch.device("cuda", 0)
 CPU = torch.device("cpu")
+RUNTIME = Path(__file__).resolve().parents[2] / "backbeat" / "runtime"
 
 
 class NcclGroup:
@@ -145,3 +147,11 @@ def test_each_device_has_its_library(
 ) -> None:
     monkeypatch.setattr(dist, "get_backend_config", lambda group: config)
     assert backend_of(None, device) == backend  # type: ignore[arg-type]
+
+
+def test_the_runtime_sets_the_launch_order_wherever_it_opens_communicators() -> None:
+    """On a CPU nothing else shows that it does, and without it NCCL has one communicator."""
+    openers = [text for path in RUNTIME.rglob("*.py") if "Communicators(" in (text := path.read_text())]
+    assert openers
+    for text in openers:
+        assert 0 < text.rfind("set_nccl_launch_order(") < text.find(" Communicators(")

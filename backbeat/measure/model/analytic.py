@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from backbeat.comm.clock import HostClock
 from backbeat.comm.machine import today, versions
 from backbeat.cost.roofline import Roofline, roofline
 from backbeat.errors import BackbeatError, InputError
@@ -34,31 +35,17 @@ if TYPE_CHECKING:
 _CPU = torch.device("cpu")
 
 
-class VirtualClock:
+class VirtualClock(HostClock):
     """A clock that stands still until it is told how long something took."""
-
-    asynchronous = False
 
     def __init__(self) -> None:
         self.now_s = 0.0
 
-    def reserve(self, marks: int) -> None:
-        pass
-
     def mark(self) -> Mark:
         return self.now_s
 
-    def synchronize(self) -> None:
-        pass
-
-    def between(self, first: Mark, last: Mark) -> float:
-        return float(last - first)
-
     def host_s(self) -> float:
         return self.now_s
-
-    def delay(self, seconds: float) -> None:
-        pass
 
 
 class Estimator(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -22,6 +22,8 @@ DEFAULT_BATCH_SIZE = 64
 
 @dataclass(frozen=True)
 class Workload:
+    """What a factory returns: all that one training step needs."""
+
     model: torch.nn.Module
     batch: Any
     loss: Loss

@@ -50,6 +50,8 @@ class Hooked:
 
 @dataclass(frozen=True)
 class Figures:
+    """Everything that a training run showed, before it becomes a profile."""
+
     gradients: Gradients
     forward_s: float
     backward_s: float

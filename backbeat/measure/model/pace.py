@@ -46,6 +46,8 @@ class Host:
 
 @dataclass(frozen=True)
 class Pace:
+    """Who waits for whom in one iteration, and the times that say so."""
+
     kind: Kind
     host_s: float
     """What one iteration takes the host to submit."""

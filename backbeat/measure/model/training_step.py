@@ -21,6 +21,8 @@ class OutOfMemoryError(MeasurementError):
 
 
 class MicroBatch(NamedTuple):
+    """Marks around forward and backward of one micro-batch."""
+
     forward_begin: Mark
     forward_end: Mark
     backward_begin: Mark
@@ -29,6 +31,8 @@ class MicroBatch(NamedTuple):
 
 
 class Marks(NamedTuple):
+    """Marks of one iteration."""
+
     begin: Mark
     micro_batches: tuple[MicroBatch, ...]
     end: Mark

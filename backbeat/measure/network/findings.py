@@ -227,7 +227,7 @@ def summary_of(calibration: Calibration) -> dict[str, Any]:
         "beta_s_per_byte": beta,
         "gradient_s_per_byte": cost.isolated.gradient_s_per_byte,
         "efficiency": {str(count): value for count, value in cost.efficiencies.items()},
-        "startup_stretch": {str(count): value for count, value in cost.stretches.items()},
+        "latency_stretch": {str(count): value for count, value in cost.stretches.items()},
         "all_reduce": points,
         "concurrency": rows,
         "held_out": held_out,
@@ -268,7 +268,7 @@ def summary_lines(summary: dict[str, Any]) -> list[str]:
         )
     if summary["efficiency"]:
         shares = ", ".join(f"e({count}) = {value:.2f}" for count, value in summary["efficiency"].items())
-        slower = ", ".join(f"u({count}) = {value:.2f}" for count, value in summary["startup_stretch"].items())
+        slower = ", ".join(f"u({count}) = {value:.2f}" for count, value in summary["latency_stretch"].items())
         text += [
             "",
             f"  link efficiency with several communicators: {shares}{'; latency: ' + slower if slower else ''}",
