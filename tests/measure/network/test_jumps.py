@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-pytest.importorskip("torch", reason="calibration needs PyTorch")
-
 from backbeat.cost.curve import Curve
 from backbeat.cost.samples import summarise
-from backbeat.measure.network.bench import Case
+from backbeat.measure.network.case import SIZES, Case
 from backbeat.measure.network.jumps import SHARE, closer, jumps
-from backbeat.measure.network.sampling import SIZES
 
 BUDGET_S = 20.0
 

@@ -1,3 +1,5 @@
+"""Statistics of repeated timings."""
+
 from __future__ import annotations
 
 import itertools

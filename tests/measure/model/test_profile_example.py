@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("torch", reason="needs PyTorch")
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def run(*arguments: str) -> str:

@@ -13,18 +13,10 @@ pytest.importorskip("torch")
 
 from backbeat.cost.samples import Timing, summarise
 from backbeat.errors import InputError, MeasurementError
-from backbeat.measure.network.bench import Case
-from backbeat.measure.network.calibration import (
-    BATCH_SIZES,
-    SIZES,
-    _held_out,
-    _series,
-    calibrate,
-    misfits,
-    network_from,
-    warnings,
-)
-from backbeat.measure.network.sampling import FEWEST_REPEATS, REPEATS, SamplingOutcome, Series, doubling, measure
+from backbeat.measure.network.calibration import calibrate
+from backbeat.measure.network.case import BATCH_SIZES, SIZES, Case, Series, doubling, held_out_cases, series_of
+from backbeat.measure.network.findings import misfits, network_from, warnings
+from backbeat.measure.network.sampling import FEWEST_REPEATS, REPEATS, SamplingOutcome, measure
 from backbeat.model import Network
 
 
@@ -60,10 +52,10 @@ def affine(alpha: float, beta: float) -> Callable[[Case], float]:
 
 
 def run(cluster: Cluster, budget_s: float = 60.0, sizes: Sequence[int] = SIZES) -> SamplingOutcome:
-    return measure(cluster, _series(list(sizes), [1, 2, 4], ()), budget_s, lambda what, share: None)
+    return measure(cluster, series_of(list(sizes), [1, 2, 4], ()), budget_s, lambda what, share: None)
 
 
-def fitted(outcome: SamplingOutcome, **options: object) -> Network:
+def fitted(outcome: SamplingOutcome) -> Network:
     return network_from(outcome.timings, name="known", workers=4, backend="nccl")
 
 
@@ -160,7 +152,7 @@ def test_jitter_is_reported() -> None:
     assert not warnings(run(Cluster(affine(1e-3, 1e-9)), budget_s=1e4))
 
 
-def test_channels_that_the_model_cannot_describe_are_reported() -> None:
+def test_communicators_that_the_model_cannot_describe_are_reported() -> None:
     plain = affine(1e-3, 1e-9)
     network = fitted(
         run(Cluster(lambda case: plain(case) * (4 if case.communicators == 2 and case.bytes == 2**16 else 1)))
@@ -170,17 +162,17 @@ def test_channels_that_the_model_cannot_describe_are_reported() -> None:
 
 
 def test_batches_stay_within_the_sizes_asked_for() -> None:
-    cases = [case for series in _series([2**12, 2**20], [1, 2], ()) for case in series.cases if case.messages > 1]
+    cases = [case for series in series_of([2**12, 2**20], [1, 2], ()) for case in series.cases if case.messages > 1]
     assert {case.bytes for case in cases} == {size for size in BATCH_SIZES if 2**12 <= size <= 2**20}
-    assert {case.bytes for case in _series([10, 20], [1], ())[2].cases} == {10, 20}
+    assert {case.bytes for case in series_of([10, 20], [1], ())[2].cases} == {10, 20}
 
 
 def test_held_out_sizes_lie_between_the_others() -> None:
-    held = [case.bytes for case in _held_out(list(SIZES))]
+    held = [case.bytes for case in held_out_cases(list(SIZES))]
     assert held[:2] == [3072, 20480]
     assert not set(held) & set(SIZES)
     assert all(SIZES[0] < size < SIZES[-1] for size in held)
-    assert _held_out([4, 8]) == ()
+    assert held_out_cases([4, 8]) == ()
 
 
 def test_one_size_is_no_curve() -> None:
@@ -203,7 +195,7 @@ def test_one_size_is_no_curve() -> None:
 )
 def test_bad_input(options: dict[str, object], message: str) -> None:
     with pytest.raises(InputError, match=message):
-        calibrate(**options)  # type: ignore[arg-type]
+        calibrate(**options)
 
 
 def test_doubling_includes_both_ends() -> None:

@@ -13,13 +13,12 @@ from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 from torch import nn  # noqa: E402
 
-from backbeat.comm import clock as clock_module  # noqa: E402
-from backbeat.comm.clock import EventClock  # noqa: E402
 from backbeat.measure.model.observation import Figures, take  # noqa: E402
 from backbeat.measure.model.pace import Pace, _one_by_one  # noqa: E402
 from backbeat.measure.model.profiler import _pace_note  # noqa: E402
 from backbeat.measure.model.training_step import Training  # noqa: E402
 from backbeat.model import Block  # noqa: E402
+from backbeat.runtime.memory import apply  # noqa: E402
 
 CPU = torch.device("cpu")
 
@@ -106,7 +105,7 @@ def take_figures(clock: MadeUpDevice, host_s: float, layers: list[float], accumu
         scaler=None,
         clock=clock,
     )
-    return take(training, 8, 2, None)
+    return take(training, 8, 2, None, apply)
 
 
 def own_shares(layers: list[float]) -> dict[int, float]:
@@ -266,62 +265,3 @@ def test_a_block_that_writes_into_its_input_goes_with_the_one_before() -> None:
 def test_the_note_says_what_the_host_takes() -> None:
     note = _pace_note(Pace("device-bound", 0.010, 0.040, None))
     assert note == "device-bound: the host submits an iteration in 10 ms, 25% of the 40 ms it takes"
-
-
-class FakeEvent:
-    now_s = 0.0
-
-    def __init__(self, enable_timing: bool = False) -> None:
-        self.stream: Any = None
-
-    def record(self, stream: Any = None) -> None:
-        self.stream = stream
-        self.at_s = FakeEvent.now_s
-
-    def elapsed_time(self, later: FakeEvent) -> float:
-        return (later.at_s - self.at_s) * 1e3
-
-
-class FakeStream:
-    cuda_stream = 7
-
-
-@pytest.fixture
-def event_clock(monkeypatch: pytest.MonkeyPatch) -> tuple[EventClock, list[int], dict[str, int]]:
-    """An EventClock over events, a stream and a spin of our own: a device of 2 GHz."""
-    spins: list[int] = []
-    handles = {"current": 7}
-
-    def spin(cycles: int) -> None:
-        spins.append(cycles)
-        FakeEvent.now_s += cycles / 2e9
-
-    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: FakeStream)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
-    monkeypatch.setattr(clock_module, "_stream_lookup", lambda index: lambda: handles["current"])
-    monkeypatch.setattr(clock_module, "_spin", spin)
-    return EventClock(torch.device("cuda", 0)), spins, handles
-
-
-def test_a_spin_is_as_long_as_asked(event_clock: tuple[EventClock, list[int], dict[str, int]]) -> None:
-    clock, spins, _ = event_clock
-    clock.delay(0.01)
-    assert spins[-1] == pytest.approx(0.01 * 2e9, rel=1e-6)
-    calibrations = len(spins)
-    clock.delay(0.02)
-    assert len(spins) == calibrations + 1
-    clock.delay(3600.0)
-    assert spins[-1] == pytest.approx(0.25 * 2e9, rel=1e-6)
-    clock.delay(0.0)
-    assert len(spins) == calibrations + 2
-
-
-def test_marks_go_to_the_stream_that_is_current(event_clock: tuple[EventClock, list[int], dict[str, int]]) -> None:
-    clock, _, handles = event_clock
-    clock.reserve(2)
-    assert clock.mark().stream is FakeStream
-    handles["current"] = 8
-    assert clock.mark().stream is None
-    # One more than was reserved.
-    assert clock.mark() is not clock.mark()
