@@ -15,16 +15,16 @@ from backbeat.model import Network, Profile
 from backbeat.planners.baselines import DDP_BUCKET_BYTES
 from backbeat.planners.decoupled import earliest
 from backbeat.planners.draft import Draft
-from backbeat.planners.merge_buckets import SLOWER, Conditions, merged, possible_costs
+from backbeat.planners.merge_buckets import SLOWER, Conditions, iteration_s, merged, possible_costs
 from backbeat.planners.merge_concurrent import simplified
-from backbeat.planners.optimal import best_ends, merged_ends
+from backbeat.planners.optimal import best_ends, merged_ends, plenty_ends
 from backbeat.simulate import decoupled_step as simulated
 from tests.problems import affine, curve, make_profile, networks, profiles
 
 
 @settings(max_examples=300)
 @given(profiles(most=30), networks(), st.randoms(use_true_random=False))
-def test_no_group_that_ends_the_plan_ends_later(profile: Profile, network: Network, random) -> None:
+def test_no_bucket_that_ends_the_plan_ends_later(profile: Profile, network: Network, random) -> None:
     count = len(profile.gradients)
     for ends in (best_ends(profile, network.cost), [*sorted(random.sample(range(1, count), count // 2)), count]):
         found = merged_ends(profile, network.cost, ends)
@@ -35,7 +35,7 @@ def test_no_group_that_ends_the_plan_ends_later(profile: Profile, network: Netwo
 
 @settings(max_examples=200)
 @given(profiles(most=30), networks())
-def test_a_group_outgrows_a_bucket_only_where_one_did(profile: Profile, network: Network) -> None:
+def test_a_bucket_outgrows_the_stock_one_only_where_one_did(profile: Profile, network: Network) -> None:
     ends = best_ends(profile, network.cost)
     sizes = [float(profile.sizes[first:last].sum()) for first, last in pairwise([0, *ends])]
     found = merged_ends(profile, network.cost, ends)
@@ -51,7 +51,7 @@ def test_merging_again_changes_nothing(profile: Profile, network: Network) -> No
     assert merged_ends(profile, network.cost, once) == once
 
 
-def test_what_hides_behind_backward_goes_in_few_groups() -> None:
+def test_what_hides_behind_backward_goes_in_few_buckets() -> None:
     ready = [index * 1e-3 for index in range(100)]
     profile = make_profile([100_000] * 100, ready)
     network = affine(1e-5, 1e-10)
@@ -67,22 +67,22 @@ def test_what_hides_behind_backward_goes_in_few_groups() -> None:
 def test_a_plan_keeps_slack_for_a_slower_link() -> None:
     # Two of 1 ms each may wait for one another if messages take just as long as predicted, and no longer.
     cost = LinkCost(Curve.affine(0.0, 1e-9), None, {})
-    course = Conditions(sums=np.array([0.0, 1e6, 2e6, 3e6]), cost=cost, ready=np.array([0.0, 2e-3, 4e-3]))
-    slower = Conditions(sums=course.sums, cost=cost.slower(SLOWER), ready=course.ready)
-    assert merged([1, 2, 3], [course]) == [2, 3]
-    assert merged([1, 2, 3], [course, slower]) == [1, 2, 3]
+    conditions = Conditions(sums=np.array([0.0, 1e6, 2e6, 3e6]), cost=cost, ready=np.array([0.0, 2e-3, 4e-3]))
+    slower = Conditions(sums=conditions.sums, cost=cost.slower(SLOWER), ready=conditions.ready)
+    assert merged([1, 2, 3], [conditions]) == [2, 3]
+    assert merged([1, 2, 3], [conditions, slower]) == [1, 2, 3]
 
 
-def test_a_startup_that_is_saved_makes_up_for_no_idle_link() -> None:
+def test_a_latency_that_is_saved_makes_up_for_no_idle_link() -> None:
     # Each message takes 3 ms of latency and 1 ms of the link; one by one they end at 12 ms, as one at 8.
     cost = LinkCost(Curve.affine(3e-3, 1e-9), None, {})
-    given = {"sums": np.array([0.0, 1e6, 2e6, 3e6]), "ready": np.array([0.0, 1e-3, 2e-3])}
-    assert merged([1, 2, 3], [Conditions(cost=cost, **given)]) == [3]
+    shared = {"sums": np.array([0.0, 1e6, 2e6, 3e6]), "ready": np.array([0.0, 1e-3, 2e-3])}
+    assert merged([1, 2, 3], [Conditions(cost=cost, **shared)]) == [3]
     # Were latencies hidden, the link would have begun at 0 and been done at 3 ms.
-    assert merged([1, 2, 3], [Conditions(cost=one, **given) for one in possible_costs(cost)]) == [1, 2, 3]
+    assert merged([1, 2, 3], [Conditions(cost=one, **shared) for one in possible_costs(cost)]) == [1, 2, 3]
 
 
-def test_a_group_does_not_outgrow_what_was_measured() -> None:
+def test_a_bucket_does_not_outgrow_what_was_measured() -> None:
     points = [(1000, 1e-5), (1_000_000, 1e-4)]
     profile = make_profile([400_000] * 10, [index * 1e-2 for index in range(10)])
     assert [len(bucket.gradients) for bucket in bb.plan(profile, curve(points), "optimal").buckets] == [2] * 4 + [1] * 2
@@ -91,9 +91,9 @@ def test_a_group_does_not_outgrow_what_was_measured() -> None:
 
 def test_gathers_are_merged_as_far_as_their_first_layers_can_wait() -> None:
     cost = LinkCost(Curve.affine(0.0, 1e-3), None, {})
-    course = Conditions(sums=np.arange(4.0), cost=cost, free_s=0.0, due=np.array([1e-3, 3e-3, 4e-3]))
+    conditions = Conditions(sums=np.arange(4.0), cost=cost, free_s=0.0, due=np.array([1e-3, 3e-3, 4e-3]))
     # The first must be there after 1 ms; the second can wait for the third.
-    assert merged([1, 2, 3], [course]) == [1, 3]
+    assert merged([1, 2, 3], [conditions]) == [1, 3]
 
 
 def longest(ends: list[int], profile: Profile) -> float:
@@ -102,7 +102,9 @@ def longest(ends: list[int], profile: Profile) -> float:
 
 @settings(max_examples=200)
 @given(profiles(most=40), networks(), st.randoms(use_true_random=False))
-def test_groups_on_several_channels_are_merged_by_the_same_rules(profile: Profile, network: Network, random) -> None:
+def test_buckets_on_several_communicators_are_merged_by_the_same_rules(
+    profile: Profile, network: Network, random
+) -> None:
     count = len(profile.gradients)
     draft = Draft([*sorted(random.sample(range(1, count), count - 1 - count // 4)), count], 2)
     found = simplified(draft, profile, network.cost)
@@ -114,12 +116,25 @@ def test_groups_on_several_channels_are_merged_by_the_same_rules(profile: Profil
 
 
 @pytest.mark.parametrize(("gradients", "size"), [(300, 2_000_000), (1500, 500_000)])
-def test_many_groups_on_two_channels_become_few(gradients: int, size: int) -> None:
+def test_many_buckets_on_two_communicators_become_few(gradients: int, size: int) -> None:
     profile = make_profile([size] * gradients, [1e-3 * index for index in range(gradients)])
-    plan = bb.plan(profile, affine(1e-3, 1e-10), "best", communicators=2)
-    assert plan.communicators == 2
+    cost = affine(1e-3, 1e-10).cost
+    found = simplified(Draft(plenty_ends(profile, cost), 2), profile, cost)
     # The last few are small; all others are as large as a bucket may be.
-    assert len(plan.buckets) <= gradients * size / DDP_BUCKET_BYTES + 4
+    assert len(found.ends) <= gradients * size / DDP_BUCKET_BYTES + 4
+
+
+@settings(max_examples=100)
+@given(profiles(most=30), networks(), st.sampled_from([0.0, 0.01, 0.1]))
+def test_slack_is_a_share_of_the_iteration(profile: Profile, network: Network, slack: float) -> None:
+    ends = best_ends(profile, network.cost)
+    for found, before in (
+        (Draft(merged_ends(profile, network.cost, ends, slack)), Draft(ends)),
+        (simplified(Draft(ends, 2), profile, network.cost, slack=slack), Draft(ends, 2)),
+    ):
+        for cost in possible_costs(network.cost):
+            least = iteration_s(profile, before.end_s(profile, cost))
+            assert iteration_s(profile, found.end_s(profile, cost)) <= least * (1 + slack + 1e-9)
 
 
 @settings(max_examples=150)
