@@ -16,7 +16,7 @@ from playwright.sync_api import sync_playwright
 
 IMAGES = Path(__file__).parent
 BACKBEAT = [sys.executable, "-m", "backbeat"]
-REPORT = ["report", "resnet50-b64-bf16-h200", "100gbe", "--workers", "64", "--price", "2.50"]
+REPORT = ["report", "resnet50-b64-bf16-h200", "100gbe", "--workers", "64", "--price", "2.5"]
 WHAT_IF = "profile=resnet50-b64-bf16-h200&network=25gbe&workers=64"
 
 
