@@ -150,6 +150,10 @@ def test_output_is_shown_as_it_is_printed(page: Path) -> None:
         assert shown == printed(command)
 
 
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text("utf-8").splitlines()) < 120
+
+
 @pytest.mark.parametrize("page", ["README.md", "docs/tutorial.md"])
 def test_the_first_pages_show_some_output(page: str) -> None:
     assert _SHOWN.search((ROOT / page).read_text("utf-8"))
