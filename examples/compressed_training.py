@@ -2,10 +2,9 @@
 
     torchrun --nproc-per-node 2 examples/compressed_training.py [folder for the residuals]
 
-A plan says which buckets are compressed; `backbeat plan` chooses them by predicted time where the network is slow. Here
-one
-is written by hand: weights as top-k, biases as they are. The optimizer is handed over, so that every bucket is updated
-during backward and no gradient outlives it.
+A plan says which buckets are compressed; `backbeat plan --density 0.01` chooses them where the network is slow. Here
+one is written by hand: weights as top-k, biases as they are. The optimizer is handed over, so that every bucket is
+updated during backward and no gradient outlives it.
 """
 
 from __future__ import annotations

@@ -1,13 +1,15 @@
-"""A model of one's own, ready to be profiled:
+"""Two models of one's own, ready to be profiled:
 
-backbeat profile examples.my_model:small_cnn --batch-size 8 -o profile.json
+backbeat profile examples.my_model:regression --batch-size 32 -o profile.json
 backbeat predict profile.json 10gbe -n 4..64
 backbeat plan profile.json 10gbe -n 16 -o plan.json
+
+`examples/torchrun.py` trains `regression` with that plan; `backbeat lab --train` trains `small_cnn`.
 """
 
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, mse_loss
 
 
 class SmallCNN(nn.Module):
@@ -46,3 +48,14 @@ def small_cnn(batch_size: int = 32, device: str = "cpu"):
     model = SmallCNN().to(device)
     batch = torch.randn(batch_size, 3, 64, 64, device=device), torch.randint(0, 10, (batch_size,), device=device)
     return model, batch, loss
+
+
+def regression(batch_size: int = 32, device: str = "cpu"):
+    """A multilayer perceptron that learns a weighted sum of 32 numbers."""
+    model = nn.Sequential(nn.Linear(32, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 1))
+    return model.to(device), torch.randn(batch_size, 32, device=device), regression_loss
+
+
+def regression_loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    weights = torch.linspace(-1, 1, 32, device=batch.device)
+    return mse_loss(model(batch).squeeze(1), batch @ weights)

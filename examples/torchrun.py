@@ -1,6 +1,7 @@
 """Plain PyTorch: the import changes, and `plan=` is added.
 
-torchrun --nproc-per-node 2 examples/torchrun.py --plan auto
+torchrun --nproc-per-node 2 examples/torchrun.py --plan plan.json      # made for examples.my_model:regression
+torchrun --nproc-per-node 2 examples/torchrun.py --plan auto           # measures and plans while it trains
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import os
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from my_model import regression
 
 from backbeat.runtime import DistributedDataParallel
 
@@ -29,9 +30,9 @@ def main() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
 
     torch.manual_seed(0)
-    network = nn.Sequential(nn.Linear(32, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 1)).to(device)
+    network, _, loss_of = regression(device=device)
     model = DistributedDataParallel(network, plan=options.plan)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     first = 0
     if options.checkpoint and os.path.exists(options.checkpoint):
         saved = torch.load(options.checkpoint, map_location=device)
@@ -39,12 +40,10 @@ def main() -> None:
         optimizer.load_state_dict(saved["optimizer"])
         first = saved["step"]
 
-    target = torch.linspace(-1, 1, 32, device=device)
     for step in range(first, options.steps):
         # 64 samples a step whatever the number of ranks, so that the loss does not depend on it.
         samples = torch.randn(64, 32, generator=torch.Generator().manual_seed(step)).to(device)
-        mine = samples[rank::size]
-        loss = nn.functional.mse_loss(model(mine).squeeze(1), mine @ target)
+        loss = loss_of(model, samples[rank::size])
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

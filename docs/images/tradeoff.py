@@ -109,19 +109,19 @@ def main() -> None:
 
 
 def series_of(picture: Picture) -> list[Series]:
-    """The newest measurement of each row; dense budgets and uniform policies were only run first."""
-    first, second, third, fourth = (
+    """The newest measurement of each row; dense budgets and uniform policies were only run with 25 MiB buckets."""
+    small, large, exact, recorded = (
         json.loads((DATA / run / f"{picture.model}.json").read_text())["rows"]
-        for run in ("first", "second", "third", "fourth")
+        for run in ("25mib-sampled", "50mib-sampled", "exact-selection", "cuda-graphs")
     )
-    now = {name: one for name, one in (second | third | fourth).items() if "ms" in one}
+    now = {name: one for name, one in (large | exact | recorded).items() if "ms" in one}
     whole = row(now, "top-k buckets, updates attached", "no budget")
-    sparse = [row(now, *found) for found in _budgets(now)]
-    dense = [row(first, name, name) for name in first if name.startswith("dense ") and name.endswith("GB")]
-    alike = [row(first, name, name.removeprefix("uniform: ")) for name in first if name.startswith("uniform: ")]
-    own = [row(fourth, name, label) for name, label in USUAL.items() if name in fourth]
+    within = [row(now, *found) for found in _budgets(now)]
+    dense = [row(small, name, name) for name in small if name.startswith("dense ") and name.endswith("GB")]
+    alike = [row(small, name, name.removeprefix("uniform: ")) for name in small if name.startswith("uniform: ")]
+    own = [row(recorded, name, label) for name, label in USUAL.items() if name in recorded]
     found = [
-        Series("top-k in a budget", BLUE, "o", [*sparse, whole], joined=True),
+        Series("top-k in a budget", BLUE, "o", [*within, whole], joined=True),
         Series("dense in a budget", ORANGE, "o", dense, joined=True)
         if dense
         else Series("dense", ORANGE, "o", [row(now, "dense buckets, no memory plan", "no budget, dense")]),
@@ -133,11 +133,11 @@ def series_of(picture: Picture) -> list[Series]:
 
 
 def _budgets(rows: dict[str, Any]) -> list[tuple[str, str]]:
-    """Sparse rows and their labels, smallest budget first; with residuals on the host where it took that to fit."""
+    """Compressed rows and their labels, smallest budget first; with residuals on the host where it took that to fit."""
     on_host = ", residuals on the host"
-    names = {name.removesuffix(on_host) for name in rows if name.startswith("sparse ")}
+    names = {name.removesuffix(on_host) for name in rows if name.startswith("compressed ")}
     return [
-        (name, name[7:]) if name in rows else (name + on_host, name[7:])
+        (name if name in rows else name + on_host, name.removeprefix("compressed "))
         for name in sorted(names, key=lambda name: float(name.split()[1]))
     ]
 
