@@ -59,7 +59,7 @@ def text(
     if devices:
         for rank in range(workers):
             out.append(
-                f"{hash_mark}  Rank {rank:2d} Bucket  0 Pid {900 + rank:6d} on node{rank // per_node} "
+                f"{hash_mark}  Rank {rank:2d} Group  0 Pid {900 + rank:6d} on node{rank // per_node} "
                 f"device {rank % per_node:2d} [0000:0{rank % per_node}:00] NVIDIA H200"
             )
     lead = ["size", "count", "type", *(["redop"] if redop else []), *(["root"] if root else [])]
@@ -96,7 +96,7 @@ def document(program: str = "all_reduce", workers: int = 8, **changes: Any) -> d
             "ngpus": 1,
             "blocking_collectives": "false",
             "devices": [
-                {"rank": rank, "bucket": 0, "pid": rank, "hostname": f"node{rank // 4}", "device": rank % 4}
+                {"rank": rank, "group": 0, "pid": rank, "hostname": f"node{rank // 4}", "device": rank % 4}
                 for rank in range(workers)
             ],
         },
@@ -212,7 +212,7 @@ def test_workers_are_guessed_from_the_bandwidths() -> None:
 
 
 def test_split_groups_count_one_group() -> None:
-    split = text(workers=8).replace("Bucket  0 Pid    90", "Bucket  1 Pid    90", 4)
+    split = text(workers=8).replace("Group  0 Pid    90", "Group  1 Pid    90", 4)
     assert read(split).workers == 4
 
 
