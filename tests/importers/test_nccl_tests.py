@@ -216,6 +216,18 @@ def test_split_groups_count_one_group() -> None:
     assert read(split).workers == 4
 
 
+def test_a_file_from_one_node_is_not_taken_across_nodes() -> None:
+    network = read(text(workers=8, per_node=8))
+    assert network.one_node
+    assert network.at(workers=4).one_node
+    with pytest.raises(InputError, match="inside one node of 8 GPUs .* which 64 need: .* --across"):
+        network.at(workers=64)
+    assert not read(text(workers=8)).one_node
+    assert not read(text(devices=False)).one_node
+    split = text(workers=8, per_node=8).replace("Group  0 Pid    90", "Group  1 Pid    90", 4)
+    assert read(split).one_node
+
+
 def test_one_worker_is_refused() -> None:
     with pytest.raises(InputError, match="nothing travels"):
         read(text(workers=1))
