@@ -67,7 +67,9 @@ def predict(
     """
     sent = profile
     if reduce_dtype is not None:
-        sent = _sent(profile, reduce_dtype, compressed=plan == "compressed" if isinstance(plan, str) else plan.compressed)
+        sent = _sent(
+            profile, reduce_dtype, compressed=plan == "compressed" if isinstance(plan, str) else plan.compressed
+        )
     if isinstance(plan, str):
         plan = propose(_bucketed(profile, sent, plan), network, strategy=plan, **choices)
     return simulated(sent, network, plan, accumulation=accumulation, broadcast_buffers=broadcast_buffers)

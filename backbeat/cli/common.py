@@ -102,16 +102,16 @@ def load_network(name: str, across: str | None) -> Network:
 
 
 def prose(out: Console, text: str) -> None:
-    """Sentences in 80 columns, whatever the terminal: a line that is read, not searched. Names are never broken."""
+    """Sentences in 80 columns, whatever the terminal. What is indented is to be copied, and stays one line."""
     import textwrap
 
     from backbeat.units import printable
 
     for line in text.splitlines():
-        wrapped = textwrap.fill(
-            printable(line), 80, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
-        )
-        out.print(wrapped, soft_wrap=True)
+        line = printable(line)
+        if not line.startswith(" "):
+            line = textwrap.fill(line, 80, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+        out.print(line, soft_wrap=True)
 
 
 def split(values: list[str] | None) -> list[str]:

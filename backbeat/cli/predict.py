@@ -219,7 +219,8 @@ def doubts(best: Prediction, network: Network, profile: Profile) -> list[str]:
 
     lines = []
     if isinstance(network.source, Source) and network.source.method in ("assumed", "published"):
-        lines.append(f"* the network {network.name} is {network.source.method}, not measured")
+        method = "from a publication" if network.source.method == "published" else "assumed"
+        lines.append(f"* the network {network.name} is {method}, not measured")
     if profile.source is None:
         lines.append(f"* the profile {profile.name} does not say where its figures come from")
     about = f"network {network.name}: "

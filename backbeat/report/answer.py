@@ -161,14 +161,15 @@ def decision(
     gain = _gain(stock, chosen)
     if bend != 1 and verdict != "memory":
         lines.append(
-            f"Run the plan, {_percent(gain)} faster than stock DDP: {command.format(workers=chosen.workers)}"
+            f"Run the plan, {_percent(gain)} faster than stock DDP:\n  {command.format(workers=chosen.workers)}"
             if gain >= _WORTH_CHANGING
             else "Keep stock DDP: no plan is 1 % faster."
         )
     if halved is not None and verdict != "memory" and _gain(best, halved) >= _WORTH_CHANGING:
         lines.append(
             f"Gradients sent as bf16 are {_percent(_gain(best, halved))} faster, if training bears it: "
-            "add --reduce-dtype bf16."
+            f"{_plural(best.workers)} do the work of {_number(best.workers * halved.scaling_factor)} with "
+            "--reduce-dtype bf16."
         )
     return "\n".join(lines)
 

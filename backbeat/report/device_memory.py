@@ -41,9 +41,7 @@ def device_fit(profile: Profile, plan: Plan | None = None, workers: int | None =
     device = accelerator(profile.device)
     if profile.memory is None or device is None:
         return None
-    return DeviceFit(
-        peak_bytes=_peak(profile, plan, workers), device=device.name, device_bytes=device.memory_bytes
-    )
+    return DeviceFit(peak_bytes=_peak(profile, plan, workers), device=device.name, device_bytes=device.memory_bytes)
 
 
 def _peak(profile: Profile, plan: Plan | None, workers: int | None) -> int:

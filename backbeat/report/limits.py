@@ -48,7 +48,9 @@ def limit(prediction: Prediction, profile: Profile, *, reduce_dtype: str | None 
             f"Late gradients: {late.name} ({format_bytes(late.bytes)}) is ready last, and nothing is left to hide it "
             f"behind. Other buckets do not help; {fewer} or more computation per step (accumulation) do."
         )
-    cause = "The latency of messages" if kind == "latency" else "Late gradients: the last ones have nothing to hide behind"
+    cause = (
+        "The latency of messages" if kind == "latency" else "Late gradients: the last ones have nothing to hide behind"
+    )
     return f"{cause}. No other buckets help: these are as good as any; {fewer} or more computation per step do."
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from backbeat.cost.accelerators import accelerator
+from backbeat.units import format_seconds
 
 if TYPE_CHECKING:
     from backbeat.model import Prediction, Profile
@@ -64,8 +65,6 @@ def units_line(
     prediction: Prediction, profile: Profile, *, price: float | None = None, epoch_samples: int | None = None
 ) -> str:
     """Speed, utilisation and money of one prediction, in one sentence."""
-    from backbeat.units import format_seconds
-
     tokens = tokens_per_s(prediction, profile)
     rate = f"{format_count(prediction.samples_per_s)} samples/s"
     if tokens is not None:
@@ -74,7 +73,9 @@ def units_line(
     parts = [f"{format_seconds(prediction.iteration_s)} a step", rate]
     if price is not None:
         prices = costs(prediction, profile, price, epoch_samples)
-        parts.extend(f"{format_money(money)} a{'n' if name[0] in 'aeiou' else ''} {name}" for name, money in prices.items())
+        parts.extend(
+            f"{format_money(money)} a{'n' if name[0] in 'aeiou' else ''} {name}" for name, money in prices.items()
+        )
     parts.append(f"MFU {share:.1%}" if isinstance(share, float) else f"no MFU ({share})")
     return ", ".join(parts)
 

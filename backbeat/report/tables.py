@@ -140,18 +140,21 @@ def answer_table(
     return table
 
 
-def plan_table(plan: Plan, profile: Profile, result: Prediction) -> Table:
+def plan_table(plan: Plan, result: Prediction) -> Table:
     """The buckets of a plan with when they travel."""
     count = len(plan.buckets)
     title = f"{count} bucket{'' if count == 1 else 's'} in launch order"
-    table = Table(title=title, title_justify="left", header_style="bold")
-    for heading in ("bucket", "communicator", "gradients", "bytes", "starts", "ends"):
+    table = Table(
+        title=title, title_justify="left", header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False
+    )
+    several = plan.communicators > 1
+    for heading in ("bucket", *(["communicator"] if several else []), "gradients", "bytes", "starts", "ends"):
         table.add_column(heading, justify="left" if heading == "gradients" else "right")
     spans = [span for span in result.timeline if carries_gradients(span)]
     for number, span in enumerate(spans):
         table.add_row(
             str(number),
-            span.lane.removeprefix("communicator "),
+            *([span.lane.removeprefix("communicator ")] if several else []),
             printable(span.name),
             format_bytes(span.bytes),
             format_seconds(span.start_s),
@@ -160,12 +163,17 @@ def plan_table(plan: Plan, profile: Profile, result: Prediction) -> Table:
     return table
 
 
-def zoo_table(title: str, rows: Sequence[tuple[str, str]]) -> Table:
-    table = Table(title=title, title_justify="left", header_style="bold", box=None, pad_edge=False)
-    table.add_column("name", no_wrap=True)
-    table.add_column("what it is")
-    for name, text in rows:
-        table.add_row(printable(name), printable(text))
+def zoo_table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    table = Table(
+        title=title, title_justify="left", header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False
+    )
+    for heading in headings:
+        # The name is what one copies.
+        table.add_column(
+            heading, justify="right" if heading in ("tokens", "GPUs") else "left", no_wrap=heading == headings[0]
+        )
+    for row in rows:
+        table.add_row(*map(printable, row))
     return table
 
 
@@ -180,17 +188,16 @@ def describe(
     """One line on what is being predicted."""
     device = profile.device.removesuffix(f" ({profile.origin})")
     micro_batches = accumulation or profile.accumulation
-    batch = f"batch {profile.batch_size} per GPU"
+    tokens = "" if profile.sequence_length is None else f" of {profile.sequence_length} tokens"
+    batch = f"batch {profile.batch_size}{tokens} per GPU"
     if micro_batches > 1:
-        batch += f" x {micro_batches} micro-batches"
-    if profile.sequence_length is not None:
-        batch += f" of {profile.sequence_length} tokens"
+        batch += f", {micro_batches} micro-batches a step"
     kind = "(weak scaling)"
     alone = f": {format_seconds(micro_batches * (profile.forward_s + profile.backward_s) + profile.update_s)} per "
     alone += "iteration alone, "
     if global_batch is not None:
-        batch = f"global batch {global_batch} shared by the workers"
-        batch += f" in {micro_batches} micro-batches" if micro_batches > 1 else ""
+        batch = f"global batch {global_batch}{tokens} shared by the workers"
+        batch += f", {micro_batches} micro-batches a step" if micro_batches > 1 else ""
         kind, alone = "(strong scaling)", ": "
     sent = f" sent as {reduce_dtype}" if reduce_dtype is not None else ""
     return (

@@ -220,7 +220,7 @@ def test_a_file_from_one_node_is_not_taken_across_nodes() -> None:
     network = read(text(workers=8, per_node=8))
     assert network.one_node
     assert network.at(workers=4).one_node
-    with pytest.raises(InputError, match="inside one node of 8 GPUs .* which 64 need: .* --across"):
+    with pytest.raises(InputError, match=r"inside one node of 8 GPUs .* which 64 need: .* --across"):
         network.at(workers=64)
     assert not read(text(workers=8)).one_node
     assert not read(text(devices=False)).one_node

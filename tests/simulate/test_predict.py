@@ -192,7 +192,7 @@ def test_a_plan_of_another_model_is_refused_whatever_it_holds() -> None:
     plan = bb.plan(blocks, network, "compressed", density=0.01, memory_bytes=30 * 10**9)
     assert plan.memory is not None
     assert plan.compressed
-    with pytest.raises(bb.InputError, match="does not have.*made for 'resnet152'"):
+    with pytest.raises(bb.InputError, match=r"does not have.*made for 'resnet152'"):
         bb.predict(bb.Profile.load("bert-base-b32-bf16-h200"), network, plan)
 
 
