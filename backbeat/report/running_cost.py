@@ -73,9 +73,7 @@ def units_line(
     parts = [f"{format_seconds(prediction.iteration_s)} a step", rate]
     if price is not None:
         prices = costs(prediction, profile, price, epoch_samples)
-        parts.extend(
-            f"{format_money(money)} a{'n' if name[0] in 'aeiou' else ''} {name}" for name, money in prices.items()
-        )
+        parts.extend(f"{format_money(money)} per {name}" for name, money in prices.items())
     parts.append(f"MFU {share:.1%}" if isinstance(share, float) else f"no MFU ({share})")
     return ", ".join(parts)
 

@@ -127,7 +127,7 @@ def test_report_and_trace_write_their_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--price", "-1"), "--price is -1.0"),
+        (("--price", "-1"), "'-1' is not a price"),
         (("--plan", "none.json"), "none.json: no such file"),
         (("--lab", "none.json"), "none.json: no such file"),
         (("--trace", "none.json"), "none.json: no such file"),
