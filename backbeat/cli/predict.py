@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -46,7 +46,10 @@ class Asked:
     price: float | None = None
     epoch_samples: int | None = None
     samples: int = 1_000_000
-    plan_command: str = "backbeat plan PROFILE NETWORK --workers {workers} -o plan.json"
+    plan_words: tuple[str, ...] = ()
+    """The command that makes the plan, without the number of workers."""
+    plan_files: dict[str, str] = field(default_factory=dict)
+    """Plans that are there already, by the name of their row."""
 
 
 def predict(
@@ -93,7 +96,8 @@ def predict(
     )
     if not every and STOCK not in names:
         names.insert(0, STOCK)
-    schedules: list[str | Plan] = [*names, *_named_apart([Plan.load(path) for path in files], files, names)]
+    plans = _named_apart([Plan.load(path) for path in files], files, names)
+    schedules: list[str | Plan] = [*names, *plans]
     asked = Asked(
         communicators=communicators,
         bucket_bytes=size("--bucket", bucket) if bucket else None,
@@ -103,7 +107,8 @@ def predict(
         price=parse_price(price) if price is not None else None,
         epoch_samples=epoch_samples,
         samples=samples,
-        plan_command=_plan_command(profile, network, across, reduce_dtype),
+        plan_words=_plan_words(profile, network, across, reduce_dtype),
+        plan_files={made.strategy: file for made, file in zip(plans, files, strict=True)},
     )
     if plot is not None:
         from backbeat.report.plot import check
@@ -161,14 +166,25 @@ def content(profile: Profile, network: Network, rows: list[Prediction], asked: A
     }
 
 
-def _plan_command(profile: str, network: str, across: str | None, reduce_dtype: str | None) -> str:
+def _plan_words(profile: str, network: str, across: str | None, reduce_dtype: str | None) -> tuple[str, ...]:
+    joined = ("--across", across) if across else ()
+    sent = ("--reduce-dtype", reduce_dtype) if reduce_dtype else ()
+    return ("backbeat", "plan", profile, network, *joined, *sent)
+
+
+def _command(profile: Profile, asked: Asked, chosen: Prediction) -> str:
+    """What makes or runs the plan that was predicted."""
     import shlex
 
-    # The number of workers goes in later: braces of a name must not be taken for its place.
-    words = " ".join(shlex.quote(name).replace("{", "{{").replace("}", "}}") for name in (profile, network))
-    joined = f" --across {shlex.quote(across)}" if across else ""
-    sent = f" --reduce-dtype {reduce_dtype}" if reduce_dtype else ""
-    return f"backbeat plan {words} --workers {{workers}}{joined}{sent} -o plan.json"
+    if chosen.strategy in asked.plan_files:
+        return f"DistributedDataParallel(model, plan={asked.plan_files[chosen.strategy]!r})   # of backbeat.runtime"
+    words = list(asked.plan_words)
+    if asked.global_batch is not None:
+        batch = asked.global_batch // chosen.workers // (asked.accumulation or profile.accumulation)
+        if batch != profile.batch_size:
+            words[2] = f"PROFILE_AT_BATCH_{batch}"
+    strategy = () if chosen.strategy == "best" else ("--strategy", chosen.strategy)
+    return shlex.join((*words, "--workers", str(chosen.workers), *strategy, "-o", "plan.json"))
 
 
 def _show(
@@ -180,6 +196,8 @@ def _show(
     asked: Asked,
 ) -> None:
     """The answer in 80 columns, which ends in a decision."""
+    from functools import partial
+
     from backbeat.cli.common import prose
     from backbeat.report.answer import decision, frontier, judged
     from backbeat.report.limits import limit
@@ -210,7 +228,7 @@ def _show(
     for line in doubts(best, network, profile):
         prose(out, line)
     out.print()
-    prose(out, decision(curves, fit, asked.plan_command, halved=_halved(profile, network, best, asked)))
+    prose(out, decision(curves, fit, partial(_command, profile, asked), halved=_halved(profile, network, best, asked)))
 
 
 def doubts(best: Prediction, network: Network, profile: Profile) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -111,7 +111,19 @@ def answer(
         worth_text=f"{_worth_text(worth, count, price, a_day=samples is None)} On {_plural(study.top)}: "
         f"{units_line(best, study.profile, price=price, epoch_samples=epoch_samples)}.",
         samples=count,
-        caveats=tuple(dict.fromkeys([*best.notes, *stock.notes])),
+        caveats=tuple(
+            dict.fromkeys(
+                [
+                    *(
+                        [f"the network {study.network.name} was measured inside one node"]
+                        if study.network.one_node
+                        else []
+                    ),
+                    *best.notes,
+                    *stock.notes,
+                ]
+            )
+        ),
     )
 
 
@@ -137,10 +149,14 @@ def judged(curves: Mapping[str, Sequence[Prediction]], fit: DeviceFit | None = N
 
 
 def decision(
-    curves: Mapping[str, Sequence[Prediction]], fit: DeviceFit | None, command: str, *, halved: Prediction | None = None
+    curves: Mapping[str, Sequence[Prediction]],
+    fit: DeviceFit | None,
+    command: Callable[[Prediction], str],
+    *,
+    halved: Prediction | None = None,
 ) -> str:
-    """What to do now. `command` makes the plan and has {workers} where their number goes; `halved` is the fastest with
-    gradients sent in two bytes, at the largest number of workers, where they are not yet."""
+    """What to do now. `command` makes the plan that was predicted; `halved` is the largest number of workers with
+    gradients sent in two bytes, where they are not yet."""
     curve = frontier(curves)
     best = curve[-1]
     bend = knee(curve)
@@ -161,7 +177,7 @@ def decision(
     gain = _gain(stock, chosen)
     if bend != 1 and verdict != "memory":
         lines.append(
-            f"Run the plan, {_percent(gain)} faster than stock DDP:\n  {command.format(workers=chosen.workers)}"
+            f"Run the plan, {_percent(gain)} faster than stock DDP:\n  {command(chosen)}"
             if gain >= _WORTH_CHANGING
             else "Keep stock DDP: no plan is 1 % faster."
         )
