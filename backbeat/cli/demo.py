@@ -48,7 +48,7 @@ def _as_data(output: Path, page: Path) -> None:
 
     from backbeat.api import predict
     from backbeat.cli.common import print_json, say
-    from backbeat.cli.predict import Asked, content
+    from backbeat.cli.predict_output import Asked, content
     from backbeat.cli.report import report
     from backbeat.model import Network, Profile
     from backbeat.planners import plan as make_plan

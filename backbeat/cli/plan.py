@@ -121,7 +121,7 @@ def _show(
 
     from backbeat.api import predict
     from backbeat.cli.common import console, print_json, prose, say
-    from backbeat.cli.predict import doubts
+    from backbeat.cli.predict_output import doubts
     from backbeat.report.device_memory import device_fit
     from backbeat.report.tables import describe, over_bound, plan_table
     from backbeat.units import format_seconds
