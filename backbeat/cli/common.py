@@ -103,6 +103,7 @@ def load_network(name: str, across: str | None) -> Network:
 
 def prose(out: Console, text: str) -> None:
     """Sentences in 80 columns, whatever the terminal. What is indented is to be copied, and stays one line."""
+    import re
     import textwrap
 
     from backbeat.units import printable
@@ -110,7 +111,10 @@ def prose(out: Console, text: str) -> None:
     for line in text.splitlines():
         line = printable(line)
         if not line.startswith(" "):
-            line = textwrap.fill(line, 80, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+            # A number keeps its unit.
+            kept = re.sub(r"(?<=\d) (?=(?:[mµn]?s|[kMGT]?B|GPUs?)\b)", "\0", line)
+            kept = textwrap.fill(kept, 80, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+            line = kept.replace("\0", " ")
         out.print(line, soft_wrap=True)
 
 
