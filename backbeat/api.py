@@ -10,6 +10,7 @@ from backbeat.errors import InputError
 from backbeat.planners import plan as planned
 from backbeat.planners import propose
 from backbeat.simulate import predict as simulated
+from backbeat.simulate import strong_scaling
 
 if TYPE_CHECKING:
     from backbeat.model import Network, Plan, Prediction, Profile
@@ -49,14 +50,17 @@ def predict(
     accumulation: int | None = None,
     broadcast_buffers: bool = True,
     reduce_dtype: str | None = None,
+    global_batch: int | None = None,
+    other: Profile | None = None,
     **choices: Unpack[Choices],
 ) -> Prediction:
     """How long one iteration takes on the network's workers under the plan, or under the named strategy's, and why.
 
     With `accumulation` micro-batches only the last one's backward overlaps with communication. With `reduce_dtype`
     ("bf16" or "fp16") fp32 gradients are sent in two bytes each. Where the plan says what is kept of activations,
-    every time is of an iteration that runs so, T(1) too, and the peak is predicted. A strategy takes the same choices
-    as in `plan`.
+    every time is of an iteration that runs so, T(1) too, and the peak is predicted. With `global_batch` all workers
+    share that many samples per iteration, as in `strong_scaling`, which says what `other` is. A strategy takes the
+    same choices as in `plan`.
 
     >>> from backbeat.model import Network, Profile
     >>> profile, network = Profile.load("resnet50-b64-bf16-h200"), Network.load("10gbe")
@@ -65,11 +69,12 @@ def predict(
     >>> round(predict(profile, network.at(workers=8), "single", reduce_dtype="bf16").scaling_factor, 2)
     0.28
     """
+    if global_batch is not None:
+        profile = strong_scaling(profile, global_batch, network.workers, accumulation=accumulation, other=other)
     sent = profile
     if reduce_dtype is not None:
-        sent = _sent(
-            profile, reduce_dtype, compressed=plan == "compressed" if isinstance(plan, str) else plan.compressed
-        )
+        compressed = plan == "compressed" if isinstance(plan, str) else plan.compressed
+        sent = _sent(profile, reduce_dtype, compressed=compressed)
     if isinstance(plan, str):
         plan = propose(_bucketed(profile, sent, plan), network, strategy=plan, **choices)
     return simulated(sent, network, plan, accumulation=accumulation, broadcast_buffers=broadcast_buffers)

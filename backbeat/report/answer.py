@@ -303,7 +303,7 @@ def _worth_text(worth: tuple[Worth, ...], samples: int, price: float | None, *, 
         else f"Training on {samples:,} samples takes stock DDP {_hours(stock.hours)} ({cost})"
     )
     if best.gpu_hours >= stock.gpu_hours * (1 - _WORTH_SAYING):
-        return f"{text} is {samples:,} samples; no plan here does it in less." if a_day else f"{text}; no plan less."
+        return f"{text}{f' is {samples:,} samples' if a_day else ''}; no plan compared here takes less."
     text += (
         f"{' takes' if a_day else '; it takes'} {best.label!r} {_hours(best.hours)} and {_number(best.gpu_hours)} "
         f"GPU-hours. That saves {_hours(stock.hours - best.hours)} and {_number(stock.gpu_hours - best.gpu_hours)} "

@@ -206,6 +206,16 @@ def test_gradients_sent_in_two_bytes() -> None:
         bb.plan(profile, network, density=0.01, reduce_dtype="bf16")
 
 
+def test_a_global_batch_is_shared_from_python_too() -> None:
+    profile, network = bb.Profile.load(RESNET), bb.Network.load("10gbe").at(workers=8)
+    shared = bb.predict(profile, network, "ddp", global_batch=1024)
+    assert shared == bb.predict(bb.strong_scaling(profile, 1024, 8), network, "ddp")
+    (row,) = json.loads(run("predict", RESNET, "10gbe", "-n", "8", "-s", "ddp", "--global-batch", "1024", "--json"))[
+        "rows"
+    ]
+    assert row["iteration_s"] == shared.iteration_s
+
+
 def test_nothing_is_saved_where_nothing_is_gained() -> None:
     made = study(bb.Profile.load(LLAMA), bb.Network.load("nvlink-ib400"), [16], strategies=["ddp", "optimal"])
     assert "saves" not in answer(made, price=2.0).worth_text
