@@ -67,7 +67,7 @@ def predict(
     >>> round(predict(profile, network.at(workers=8), "single").scaling_factor, 2)
     0.16
     >>> round(predict(profile, network.at(workers=8), "single", reduce_dtype="bf16").scaling_factor, 2)
-    0.28
+    0.27
     """
     if global_batch is not None:
         profile = strong_scaling(profile, global_batch, network.workers, accumulation=accumulation, other=other)
