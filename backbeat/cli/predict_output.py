@@ -64,13 +64,15 @@ def content(
         if asked.price is not None:
             found["cost"] = costs(row, profile, asked.price, asked.epoch_samples)
         data.append(found)
+    curves = curves_of(rows)
     return {
         "profile": profile.name,
         "network": network.name,
         "scaling": "weak" if asked.global_batch is None else "strong",
         "samples": asked.samples,
         "rows": data,
-        "knee": {name: knee(curve) for name, curve in curves_of(rows).items()},
+        "headline": judged(curves, fit)[1] if STOCK in curves else None,
+        "knee": {name: knee(curve) for name, curve in curves.items()},
         "memory": None
         if fit is None
         else {"peak_bytes": fit.peak_bytes, "device_bytes": fit.device_bytes, "fits": fit.fits},

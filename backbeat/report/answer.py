@@ -21,6 +21,8 @@ Verdict = Literal["yes", "partly", "no", "alone", "memory"]
 
 _GOOD = 0.8
 """From this scaling factor on, workers are called worth it without a but."""
+_HALF = 0.5
+"""From this scaling factor on, an added GPU brings at least half of its own work."""
 _WORTH_SAYING = 1e-3
 """Savings below this share of a run are not called savings."""
 _WORTH_CHANGING = 0.01
@@ -171,7 +173,8 @@ def decision(
         "partly": f"{_plural(best.workers)} only if time matters more than money",
         "no": f"rent at most {chosen.workers} GPUs on this network"
         if bend != 1
-        else "do not spread this job over this network",
+        else "do not spread this job over this network"
+        + (" as it is" if halved is not None and halved.scaling_factor >= _HALF else ""),
     }[verdict]
     lines = [f"Decision: {what}."]
     gain = _gain(stock, chosen)

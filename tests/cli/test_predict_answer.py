@@ -140,6 +140,7 @@ def test_the_knee_is_one_where_eight_do_not_do_the_work_of_one() -> None:
     assert answer(made).headline in text
     data = json.loads(run("predict", LLAMA, "100gbe", "-n", "8..32", "-s", "ddp", "--json"))
     assert data["knee"] == {"ddp": 1}
+    assert data["headline"].startswith("Not worth it on this network: 32 GPUs do the work of 3.5")
 
 
 def test_advice_names_the_tensor_that_is_late() -> None:
