@@ -25,3 +25,9 @@ class MeasurementError(BackbeatError):
     """A measurement could not be finished: a rank died, a device ran out of memory."""
 
     exit_code = 4
+
+
+class CommunicationError(BackbeatError, RuntimeError):
+    """Ranks could not exchange what they had to: one died, hangs, or left the loop."""
+
+    exit_code = 4

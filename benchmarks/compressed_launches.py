@@ -34,8 +34,7 @@ from backbeat.model import Bucket, Compression, Plan, Profile
 from backbeat.runtime import DistributedDataParallel
 from backbeat.runtime.compressed import compressed_bucket as encoded_bucket
 from backbeat.runtime.compressed import compressed_exchange as compressed
-from backbeat.runtime.compressed import selection as select
-from backbeat.runtime.compressed import updates
+from backbeat.runtime.compressed import topk, updates
 from backbeat.runtime.reduce import bucket as buckets
 from backbeat.runtime.reduce import deferral
 from backbeat.runtime.reduce import status as word
@@ -137,7 +136,7 @@ def plan_of(profile: Profile, bucket_bytes: int, compression: Compression | None
 def as_on_a_gpu() -> Iterator[None]:
     with (
         mock.patch.object(encoded_bucket, "HOSTS", set()),
-        mock.patch.object(select, "HOSTS", set()),
+        mock.patch.object(topk, "HOSTS", set()),
         mock.patch.object(deferral, "DEVICES", {"cpu", "cuda"}),
     ):
         yield

@@ -33,6 +33,8 @@ from backbeat.model import Bucket, Compression
 from backbeat.model.files import write
 from backbeat.planners.memory_plan import Search, uniform
 from backbeat.runtime import DistributedDataParallel
+from backbeat.runtime.compressed.topk_speed import measure_topk
+from backbeat.runtime.memory import apply
 from backbeat.simulate.actions import plan_of
 from backbeat.simulate.memory_timeline import Chain
 from backbeat.simulate.resident_memory import ResidentMemory
@@ -372,6 +374,7 @@ def main() -> None:
             profile = measure_profile(
                 model, data, loss, optimizer, precision="bf16", iterations=10, warmup=3, keep=False,
                 batch_size=BATCH[name], model_name=name, device=given.device,
+                topk_speed=measure_topk, apply_memory=apply,
             )  # fmt: skip
             profile.save(given.folder / f"{name}.profile.json")
             print(name, "profiled:", len(profile.blocks), "blocks", f"{profile.single_s * 1e3:.1f} ms", flush=True)

@@ -78,7 +78,7 @@ def layers(batch_size: int = 256, device: str = "cpu") -> tuple[nn.Module, Any, 
 
 def work(options: argparse.Namespace) -> None:
     """One rank."""
-    from backbeat.comm.opened import settle_gloo
+    from backbeat.comm.gloo import settle_gloo
     from backbeat.lab.namespaces import enter
     from backbeat.lab.train import profile_here
     from backbeat.measure.network.calibration import calibrate

@@ -16,7 +16,7 @@ import torch
 from harness import machine
 
 from backbeat.cost.message import sent_elements
-from backbeat.runtime.compressed import selection as select
+from backbeat.runtime.compressed import topk
 
 
 def seconds(action: Callable[[], object], device: str) -> float:
@@ -46,7 +46,7 @@ def main() -> None:
         count = int(sent_elements(values.numel(), arguments.density))
         sides: dict[str, Callable[[], object]] = {
             "topk over all": lambda v=values, k=count: v.abs().topk(k, sorted=False),  # type: ignore[misc]
-            "backbeat": lambda v=values, k=count: select.largest(v, k),  # type: ignore[misc]
+            "backbeat": lambda v=values, k=count: topk.largest(v, k),  # type: ignore[misc]
         }
         for action in sides.values():
             action()

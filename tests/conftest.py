@@ -30,3 +30,13 @@ def ranks() -> Iterator[Callable[[int], RankPool]]:
     yield pool
     for other in pools.values():
         other.close()
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """For tiny models: on a busy machine, torch's threads that wait for each other cost seconds a step."""
+    torch = pytest.importorskip("torch", reason="needs PyTorch")
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

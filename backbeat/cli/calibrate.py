@@ -38,7 +38,7 @@ def calibrate(
     json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
 ) -> None:
     """Measure collectives between the workers that torchrun starts, and write a network file."""
-    from backbeat.measure.network.sampling import SIZES
+    from backbeat.measure.network.case import SIZES
 
     rank, world = _place()
     try:
@@ -140,15 +140,14 @@ def _run(
     import torch
     import torch.distributed as dist
 
-    from backbeat.comm.opened import LAUNCH_ORDER
+    from backbeat.comm.nccl import set_nccl_launch_order
     from backbeat.measure.network.bench import explained
     from backbeat.measure.network.calibration import measure_cluster
 
     rank = int(os.environ.get("RANK", "0"))
     options: dict[str, Any] = {"timeout": timedelta(seconds=_START_S)}
     if backend == "nccl":
-        # NCCL reads it when the first communicator is made; without it several communicators can deadlock.
-        os.environ.setdefault(LAUNCH_ORDER, "1")
+        set_nccl_launch_order()
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
         torch.cuda.set_device(device)
         options["device_id"] = device
@@ -156,7 +155,7 @@ def _run(
         with explained("joining the workers"):
             dist.init_process_group(backend, **options)
         with _progress(rank, budget_s) as progress:
-            calibrated = measure_cluster(
+            calibration = measure_cluster(
                 budget_s=budget_s, sizes=sizes, communicators=communicators, name=name, settle=settle, progress=progress
             )
     except MeasurementError as error:
@@ -164,21 +163,21 @@ def _run(
         print(f"backbeat: worker {rank}: {error}", file=sys.stderr, flush=True)
         os._exit(error.exit_code)
     if rank == 0:
-        calibrated.network.save(output)
-        _show(calibrated, output, as_json)
+        calibration.network.save(output)
+        _show(calibration, output, as_json)
     dist.destroy_process_group()
 
 
-def _show(calibrated: Any, output: Path, as_json: bool) -> None:
+def _show(calibration: Any, output: Path, as_json: bool) -> None:
     import msgspec
 
-    from backbeat.measure.network.findings import lines, summarised
+    from backbeat.measure.network.findings import summary_lines, summary_of
 
-    summary = summarised(calibrated)
+    summary = summary_of(calibration)
     if as_json:
         print(msgspec.json.format(msgspec.json.encode(summary)).decode())
     else:
-        print("\n".join(lines(summary)))
+        print("\n".join(summary_lines(summary)))
     for note in summary["notes"]:
         print(f"backbeat: note: {note}", file=sys.stderr)
     print(f"backbeat: wrote {output}", file=sys.stderr)

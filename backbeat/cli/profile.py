@@ -53,7 +53,7 @@ def profile(
     if output and not Path(output).parent.is_dir():
         raise InputError(f"{output}: its folder does not exist: make it, or choose another")
     _need_torch()
-    from backbeat.measure.model.factory import load, measure_factory
+    from backbeat.measure.model.factory import load
 
     command = command_line(sys.argv)
     if analytic is not None or tflops is not None or gbps is not None:
@@ -73,6 +73,10 @@ def profile(
             command=command,
         )
     else:
+        from backbeat.measure.model.profile_factory import measure_factory
+        from backbeat.runtime.compressed.topk_speed import measure_topk
+        from backbeat.runtime.memory import apply
+
         typer.echo(f"profiling {factory} …", err=True)
         result = measure_factory(
             load(factory),
@@ -85,6 +89,8 @@ def profile(
             time_limit_s=limit_s,
             name=name,
             command=command,
+            topk_speed=measure_topk,
+            apply_memory=apply,
         ).profile
     if output:
         result.save(output)

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.distributed import DistStoreError
 
-from backbeat.errors import InputError
-from backbeat.runtime.reduce.failures import CommunicationError
+from backbeat.errors import CommunicationError, InputError
 
 if TYPE_CHECKING:
     from backbeat.comm.communicators import Communicators

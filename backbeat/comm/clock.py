@@ -20,6 +20,8 @@ _LONGEST_DELAY_S = 0.25
 
 
 class Clock(Protocol):
+    """Marks in the order of the work between them."""
+
     asynchronous: bool
     """Whether the device works behind the host's back, so that either may have to wait for the other."""
 

@@ -1,14 +1,14 @@
 """Communicators that carry one collective at a time, in the order given.
 
 A gloo process group runs two collectives at once on two worker threads, and two all-reduces of one size that meet in
-another order on another rank return each other's sums without a word. A communicator is therefore a communicator of our
-own with one worker thread, used from one place in one order.
+another order on another rank return each other's sums without a word. A gloo communicator is therefore a process group
+of our own with one worker thread, used from one place in one order. NCCL's carry one collective at a time by
+themselves: the first communicator is the process group, further ones are process groups over the same ranks.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 from collections import Counter
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -18,49 +18,71 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 from torch._C._distributed_c10d import PrefixStore
 
-from backbeat.comm.opened import LAUNCH_ORDER
+from backbeat.comm import gloo, nccl
 from backbeat.errors import InputError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from torch.distributed import ProcessGroup
 
 logger = logging.getLogger("backbeat.runtime")
 
-_gloo: Any = getattr(dist, "ProcessGroupGloo", None)
-
-# Ranks build wrappers on one process group in one order, so counting gives each the same name everywhere.
-_built: Counter[str] = Counter()
+# Ranks open communicators on one process group in one order, so counting gives each the same name everywhere.
+_opened: Counter[str] = Counter()
 
 
 class Communicator:
     """One communicator. Its collectives return at once and run in the order they were called in."""
 
-    def __init__(self, communicator: Any) -> None:
-        self._communicator = communicator
-        self._options: Any = dist.AllreduceOptions()
-        self._gather_options: Any = c10d.AllgatherOptions()
-        # Without it NCCL would run on the stream of the backward pass instead of beside it.
-        for options in (self._options, self._gather_options):
-            options.asyncOp = True
+    def __init__(self, group: Any, backend: str) -> None:
+        """`group` is a process group of torch's, or a backend's own object, which has the same methods."""
+        self.group = group
+        self._is_gloo = backend == "gloo"
+        self._sum: Any = _asynchronous(dist.AllreduceOptions())
+        self._gather: Any = _asynchronous(c10d.AllgatherOptions())
+        self._scatter: Any = _asynchronous(c10d.ReduceScatterOptions())
+        self._broadcast: Any = _asynchronous(c10d.BroadcastOptions())
 
     def backend(self, device: torch.device) -> Any:
         """The library's own object."""
-        found = getattr(self._communicator, "_get_backend", None)
-        return self._communicator if found is None else found(device)
+        found = getattr(self.group, "_get_backend", None)
+        return self.group if found is None else found(device)
 
     def all_reduce(self, message: torch.Tensor) -> Any:
         """Sum in place."""
-        return self._communicator.allreduce([message], self._options)
+        return self.group.allreduce([message], self._sum)
+
+    def all_reduce_max(self, message: torch.Tensor) -> Any:
+        """The element-wise largest, in place."""
+        options: Any = _asynchronous(dist.AllreduceOptions())
+        options.reduceOp = dist.ReduceOp.MAX
+        return self.group.allreduce([message], options)
 
     def all_gather(self, whole: torch.Tensor, shard: torch.Tensor) -> Any:
         """Every rank's part, in the order of the ranks."""
-        return self._communicator._allgather_base(whole, shard, self._gather_options)
+        return self.group._allgather_base(whole, shard, self._gather)
+
+    def reduce_scatter(self, shard: torch.Tensor, whole: torch.Tensor) -> Any:
+        """The sum of every rank's `whole`, of which this rank gets its part."""
+        if self._is_gloo:
+            return gloo.reduce_scatter(self.group, shard, whole)
+        return self.group._reduce_scatter_base(shard, whole, self._scatter)
+
+    def broadcast(self, message: torch.Tensor) -> Any:
+        """The first rank's, on every rank."""
+        return self.group.broadcast([message], self._broadcast)
 
 
 class Communicators:
-    """The communicators of one wrapper, with the store that its ranks share."""
+    """Communicators over the ranks of one process group, with the store that these share.
 
-    def __init__(self, process_group: ProcessGroup, device: torch.device, count: int) -> None:
+    Every rank of the group opens them alike, in one order.
+    """
+
+    def __init__(
+        self, process_group: ProcessGroup, device: torch.device, count: int, *, timeout: timedelta | None = None
+    ) -> None:
         if count < 1:
             raise InputError(f"communicators is {count}: it must be 1 or more")
         self.process_group = process_group
@@ -68,17 +90,24 @@ class Communicators:
         self.size = dist.get_world_size(process_group)
         self.backend = backend_of(process_group, device)
         self.device = device
-        self.timeout = timeout_of(process_group, device)
+        self.timeout = timeout or timeout_of(process_group, device)
+        """After this long a collective is given up."""
         group_name = process_group.group_name
-        _built[group_name] += 1
-        self.key = f"backbeat/{group_name}/{_built[group_name]}"
+        _opened[group_name] += 1
+        self.key = f"backbeat/{group_name}/{_opened[group_name]}"
         self.store = PrefixStore(self.key, dist.distributed_c10d._get_default_store())
         self._communicators: list[Communicator] = []
-        self.limit = self._limit()
+        self._why_one = why_one(self.backend)
+        most = nccl.MOST_COMMUNICATORS if self.backend == "nccl" else gloo.MOST_COMMUNICATORS
+        self.limit = most if self._why_one is None else 1
+        """How many can be had here."""
         self.grow(count)
 
     def __getitem__(self, index: int) -> Communicator:
         return self._communicators[index]
+
+    def __iter__(self) -> Iterator[Communicator]:
+        return iter(self._communicators)
 
     def __len__(self) -> int:
         return len(self._communicators)
@@ -86,20 +115,29 @@ class Communicators:
     def allowed(self, count: int) -> int:
         """How many of the communicators asked for can be had here; says why where it is fewer."""
         if count > self.limit:
+            why = self._why_one or f"{self.limit} is the most on {self.backend}"
+            advice = f"export {nccl.LAUNCH_ORDER}=1 where training starts, or " if self.backend == "nccl" else ""
             logger.warning(
-                "%d communicators were asked for, but NCCL orders launches on several of them only with NCCL 2.26 or "
-                "newer and %s=1 set before the first is made: running on one. Export %s=1 where training starts, or "
-                "plan with --communicators 1",
+                "%d communicators were asked for, running on %d: %s; %splan with --communicators %d",
                 count,
-                LAUNCH_ORDER,
-                LAUNCH_ORDER,
+                self.limit,
+                why,
+                advice,
+                self.limit,
             )
         return min(count, self.limit)
 
     def grow(self, count: int) -> None:
         """Make communicators up to this many; every rank must call it at the same point."""
-        for index in range(len(self._communicators), self.allowed(count)):
-            self._communicators.append(Communicator(self._communicator(index)))
+        for index in range(len(self), self.allowed(count)):
+            self._communicators.append(Communicator(self._make(index), self.backend))
+
+    def close(self) -> None:
+        """Take down what was made. Only where every rank is well: with a peer that is gone it can wait for ever."""
+        for communicator in self._communicators:
+            if self.backend != "gloo" and communicator.group is not self.process_group:
+                dist.destroy_process_group(communicator.group)
+        self._communicators.clear()
 
     @property
     def raises(self) -> bool:
@@ -110,24 +148,11 @@ class Communicators:
         """The library's own object of each communicator."""
         return [communicator.backend(self.device) for communicator in self._communicators]
 
-    def _limit(self) -> int:
+    def _make(self, index: int) -> Any:
         if self.backend == "gloo":
-            return 64
-        if self.backend != "nccl":
-            return 1
-        if torch.cuda.nccl.version() < (2, 26):
-            return 1
-        if os.environ.get(LAUNCH_ORDER) == "1":
-            return 16
-        backend = self.process_group._get_backend(self.device)
-        if getattr(backend, "_is_initialized", lambda: True)():
-            return 1
-        os.environ[LAUNCH_ORDER] = "1"
-        return 16
-
-    def _communicator(self, index: int) -> Any:
-        if self.backend == "gloo":
-            return self._gloo(index)
+            store = PrefixStore(f"communicator/{index}", self.store)
+            devices = gloo.gloo_devices(self.process_group, self.device)
+            return gloo.make_gloo(store, self.rank, self.size, self.timeout, devices)
         if index == 0:
             return self.process_group
         return dist.new_group(
@@ -137,37 +162,31 @@ class Communicators:
             use_local_synchronization=True,
         )
 
-    def _gloo(self, index: int) -> Any:
-        options = _gloo._Options()
-        options._timeout = self.timeout
-        options._threads = 1
-        options._devices = self._gloo_devices()
-        prefix = PrefixStore(f"communicator/{index}", self.store)
-        return _gloo(prefix, self.rank, self.size, options)
 
-    def _gloo_devices(self) -> list[Any]:
-        """The process group's own. Each device has a thread that spins while bytes wait for a receive to be posted:
-        with one more for every communicator they would take the cores from the threads that post them."""
-        owned = getattr(getattr(self.process_group._get_backend(self.device), "options", None), "_devices", None)
-        if owned:
-            return list(owned)
-        interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
-        return [_gloo.create_device(interface=name) for name in interfaces] or [_gloo.create_default_device()]
+def why_one(backend: str) -> str | None:
+    """Why this process may use only one communicator of this library at a time; None where it may use several."""
+    if backend == "gloo":
+        return None
+    return nccl.why_one_nccl() if backend == "nccl" else f"several at once are not used on {backend}"
 
 
 def backend_of(process_group: ProcessGroup, device: torch.device) -> str:
-    """The library that carries tensors of this device: `gloo`, `nccl`, `mpi`, …"""
-    name = str(dist.get_backend(process_group)).lower()
-    if ":" in name:
-        table = dict(part.split(":", 1) for part in name.split(","))
-        name = table.get(device.type, name)
-    if name == "undefined":
-        name = str(process_group._get_backend(device).name()).lower()
-    return name
+    """The library that carries tensors of this device: `gloo`, `nccl`, `mpi`, …; empty where there is none.
+
+    A process group may have one for each kind of device; torch writes that as `cpu:gloo,cuda:nccl`.
+    """
+    pairs = (part.split(":", 1) for part in str(dist.get_backend_config(process_group)).lower().split(","))
+    return dict(pairs).get(device.type, "")
 
 
 def timeout_of(process_group: ProcessGroup, device: torch.device) -> timedelta:
-    """After this long a collective is given up."""
+    """After this long the process group gives a collective up."""
     options = getattr(process_group._get_backend(device), "options", None)
     found = getattr(options, "_timeout", None)
     return found if isinstance(found, timedelta) else timedelta(minutes=30)
+
+
+def _asynchronous(options: Any) -> Any:
+    """Without it NCCL would run on the stream of the backward pass instead of beside it."""
+    options.asyncOp = True
+    return options

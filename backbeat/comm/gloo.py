@@ -1,4 +1,4 @@
-"""Reduce-scatter on gloo, with the bytes of one.
+"""gloo as communicators need it: one worker thread each, shared devices, a reduce-scatter with the bytes of one.
 
 Gloo's own `reduce_scatter` is an all-reduce of which each rank keeps its part: on 2 and on 4 ranks (torch 2.13) it
 moves as many bytes as the all-reduce. Here each rank sends every other rank that one's part and adds up what it
@@ -8,11 +8,61 @@ message's size. Half of the bytes is not always half of the time: what it takes,
 
 from __future__ import annotations
 
+import os
+from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 PRIMITIVE = "all-to-all and a local sum"
+"""What a reduce-scatter is made of here."""
+MOST_COMMUNICATORS = 64
+
+_gloo: Any = getattr(dist, "ProcessGroupGloo", None)
+
+
+def make_gloo(store: Any, rank: int, size: int, timeout: timedelta, devices: list[Any]) -> Any:
+    """A gloo process group with one worker thread; torch's own have two, which run two collectives at once."""
+    options = _gloo._Options()
+    options._timeout = timeout
+    options._threads = 1
+    options._devices = devices
+    return _gloo(store, rank, size, options)
+
+
+def gloo_devices(process_group: Any, device: torch.device) -> list[Any]:
+    """The process group's own. Each device has a thread that spins while bytes wait for a receive to be posted: with
+    one more for every communicator they would take the cores from the threads that post them."""
+    owned = getattr(getattr(process_group._get_backend(device), "options", None), "_devices", None)
+    if owned:
+        return list(owned)
+    interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    return [_gloo.create_device(interface=name) for name in interfaces] or [_gloo.create_default_device()]
+
+
+def settle_gloo() -> bool:
+    """Let the threads of this process's gloo sockets run only when a core is free. False where that is not possible.
+
+    A gloo socket thread spins while bytes wait for a receive that the worker thread has yet to post. Where ranks have
+    fewer than three cores each, it spins on the core that the worker thread needs, and one message in four loses a
+    scheduler slice of 3 to 4 ms. This takes that out of a measurement. It is for ranks whose computation leaves cores
+    idle (a lab that sleeps it): beside threads that compute all the time, the socket threads would hardly ever run.
+    """
+    try:
+        for thread in os.listdir("/proc/self/task"):
+            with open(f"/proc/self/task/{thread}/comm") as file:
+                if file.read().startswith("gloo_tcp_loop"):
+                    os.sched_setscheduler(int(thread), os.SCHED_IDLE, os.sched_param(0))
+    except (OSError, AttributeError):
+        return False
+    return True
+
+
+def reduce_scatter(group: Any, shard: torch.Tensor, whole: torch.Tensor) -> Summed:
+    """Sum `whole` over the ranks and leave this rank's part in `shard`; returns at once."""
+    parts = torch.empty_like(whole)
+    return Summed(group.alltoall_base(parts, whole, [], []), parts.view(group.size(), shard.numel()), shard)
 
 
 class Summed:
@@ -31,9 +81,3 @@ class Summed:
 
     def get_future(self) -> Any:
         return self._future
-
-
-def reduce_scatter(gloo: Any, shard: torch.Tensor, whole: torch.Tensor) -> Summed:
-    """Sum `whole` over the ranks and leave this rank's part in `shard`; returns at once."""
-    parts = torch.empty_like(whole)
-    return Summed(gloo.alltoall_base(parts, whole, [], []), parts.view(gloo.size(), shard.numel()), shard)

@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from backbeat import __version__
+from backbeat.comm.nccl import nccl_version
 from backbeat.model import Source
 
 
@@ -51,6 +53,8 @@ def versions(device: torch.device) -> dict[str, str]:
     found = {"backbeat": __version__, "python": platform.python_version(), "torch": str(torch.__version__)}
     if device.type == "cuda":
         found["cuda"] = str(torch.version.cuda or torch.version.hip)
+        if dist.is_nccl_available():
+            found["nccl"] = ".".join(str(part) for part in nccl_version())
         cudnn: Any = torch.backends.cudnn
         if cudnn.is_available():
             found["cudnn"] = str(cudnn.version())

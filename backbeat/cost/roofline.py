@@ -126,6 +126,8 @@ class OperatorWork:
 
 @dataclass(frozen=True)
 class Roofline:
+    """A GPU, and the shares of its peak rates that kernels reach."""
+
     device: Device
     precision: str
     efficiency: Efficiency = Efficiency()

@@ -19,7 +19,7 @@ from backbeat.lab.plans import Choice, build
 from backbeat.lab.requirements import check
 from backbeat.lab.runs import LabRun
 from backbeat.lab.session import Session
-from backbeat.measure.network.sampling import SIZES
+from backbeat.measure.network.case import SIZES
 from backbeat.model import Network, Plan, Prediction, Profile
 from backbeat.model.files import decode
 from backbeat.simulate import predict

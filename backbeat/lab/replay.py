@@ -22,7 +22,7 @@ from backbeat.comm.spin import SpinRate, spin_rate, until
 from backbeat.lab.jobs import Replayed, ReplayJob, Turn
 
 if TYPE_CHECKING:
-    from backbeat.comm.opened import Communicator
+    from backbeat.comm.communicators import Communicator
 
 cuda: Any = torch.cuda  # untyped in parts
 

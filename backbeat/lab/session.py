@@ -26,12 +26,13 @@ START_S = 180.0
 _STOP_S = 3.0
 
 
-def node_environment(backend: str, node: int, communicators: int) -> dict[str, str]:
+def node_environment(backend: str, node: int) -> dict[str, str]:
     """What makes the library use the node's own interface, and take nodes on one GPU for separate hosts."""
     variables = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     if backend == "gloo":
         return {**variables, "GLOO_SOCKET_IFNAME": INTERFACE, "CUDA_VISIBLE_DEVICES": ""}
-    variables |= {
+    return {
+        **variables,
         "NCCL_HOSTID": f"node{node}",
         "NCCL_NET": "Socket",
         "NCCL_SOCKET_IFNAME": INTERFACE,
@@ -43,7 +44,6 @@ def node_environment(backend: str, node: int, communicators: int) -> dict[str, s
         # each other.
         "CUDA_DEVICE_MAX_CONNECTIONS": "8",
     }
-    return {**variables, "NCCL_LAUNCH_ORDER_IMPLICIT": "1"} if communicators > 1 else variables
 
 
 class Session:
@@ -97,7 +97,7 @@ class Session:
     def _start(self, node: int) -> None:
         here, there = pipes.Pipe()
         cluster, setting = self.cluster, self._setting
-        own = node_environment(setting.backend, node, self._communicators)
+        own = node_environment(setting.backend, node)
         with open(self._log(node), "wb") as log:
             worker = subprocess.Popen(
                 [sys.executable, "-m", "backbeat.lab.worker", str(there.fileno()), str(os.getpid())],

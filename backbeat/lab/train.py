@@ -43,8 +43,10 @@ def profile_here(
     spec: str, device: torch.device, batch_size: int | None, seconds: float, precision: str = "fp32"
 ) -> bytes:
     """This node's own compute, measured while all other nodes measure theirs: that is how they will train."""
-    from backbeat.measure.model.factory import measure_factory
+    from backbeat.measure.model.profile_factory import measure_factory
     from backbeat.model.files import encode
+    from backbeat.runtime.compressed.topk_speed import measure_topk
+    from backbeat.runtime.memory import apply
 
     torch.manual_seed(0)
     found = measure_factory(
@@ -53,6 +55,8 @@ def profile_here(
         device=str(device),
         time_limit_s=seconds,
         precision=precision,
+        topk_speed=measure_topk,
+        apply_memory=apply,
     )
     _release(device)
     return encode(found.profile)

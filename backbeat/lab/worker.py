@@ -35,9 +35,17 @@ class Start:
     backend: str
     communicators: int
     settle: bool
-    """gloo on few cores: see `measure.communicators.settle_gloo`."""
+    """gloo on few cores: see `comm.gloo.settle_gloo`."""
     slowdown: float
     jitter: float
+
+
+def order_launches(start: Start) -> None:
+    """Several NCCL communicators deadlock without it; one is measured as it runs without."""
+    from backbeat.comm.nccl import set_nccl_launch_order
+
+    if start.backend == "nccl" and start.communicators > 1:
+        set_nccl_launch_order()
 
 
 class Node:
@@ -49,7 +57,8 @@ class Node:
         import torch
         import torch.distributed as dist
 
-        from backbeat.comm.opened import GroupCommunicator, open_communicators, settle_gloo
+        from backbeat.comm.communicators import Communicator, Communicators
+        from backbeat.comm.gloo import settle_gloo
         from backbeat.lab.jobs import slowdowns
         from backbeat.lab.replay import SleepingPlayer, SpinningPlayer
 
@@ -59,6 +68,7 @@ class Node:
         self.device = torch.device("cuda", 0) if start.backend == "nccl" else torch.device("cpu")
         if start.backend == "nccl":
             torch.cuda.set_device(self.device)
+        order_launches(start)
         dist.init_process_group(
             start.backend,
             init_method=f"tcp://{start.first_address}:{_PORT}",
@@ -67,10 +77,9 @@ class Node:
             timeout=timeout,
             device_id=self.device if start.backend == "nccl" else None,
         )
-        stock = GroupCommunicator(dist.group.WORLD, owned=False)
-        communicators = open_communicators(
-            dist.group.WORLD, start.backend, start.communicators, tag="lab", timeout=timeout
-        )
+        world: Any = dist.group.WORLD
+        stock = Communicator(world, start.backend)
+        communicators = list(Communicators(world, self.device, start.communicators))
         for communicator in communicators:
             # A communicator is built at its first collective.
             communicator.all_reduce(torch.zeros(1, device=self.device)).wait()
@@ -90,19 +99,14 @@ class Node:
         """The machine and the libraries, as this node sees them."""
         import platform
 
-        import torch
-
         from backbeat.comm.machine import source
 
         about = source(None, self.device)
-        versions = dict(about.versions)
-        if self.start.backend == "nccl":
-            versions["nccl"] = ".".join(str(part) for part in torch.cuda.nccl.version())  # type: ignore[no-untyped-call]
         return {
             "machine": about.machine,
             "kernel": platform.release(),
             "date": about.date,
-            "versions": versions,
+            "versions": about.versions,
             "environment": {name: value for name, value in sorted(os.environ.items()) if name.startswith(_SHOWN)},
             "congestion_control": _congestion_control(),
         }

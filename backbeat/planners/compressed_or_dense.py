@@ -1,14 +1,14 @@
-"""`compressed`: buckets, and for each whether it travels as it is or as its largest elements, whichever is faster.
+"""`compressed`: where buckets end, and whether each is sent dense or compressed by top-k, whichever is faster.
 
-Were everything compressed, compression would delay gradient j by the same time however buckets are cut (its rate times
-the bytes up to j), so the exact one-communicator programme of `optimal` holds with later ready times and the compressed
-cost, but for what a bucket costs by itself. That bucketing and the dense optimum are the candidates; then single
-buckets change between compressed and dense as long as the prediction falls, and neighbours become one bucket where that
-costs nothing. All dense is among the candidates, so the result is never predicted slower than `optimal`.
+If every bucket were compressed, compression would delay gradient j by its rate times the bytes up to j, wherever
+buckets end. So the exact one-communicator programme of `optimal` applies, with later ready times and the cost of
+compressed buckets; only the fixed cost of compressing a bucket is approximated. Candidates are that bucketing and the
+dense optimum. Then single buckets change between compressed and dense as long as the predicted end falls, and
+neighbours are merged where that costs nothing. The dense optimum is a candidate, so the result is never predicted
+slower than `optimal`.
 
-Small tensors (biases, norms) never travel compressed: they are a thousandth of the bytes, and what training is most
-sensitive to. Where their neighbours are compressed they wait for the next dense bucket, or leave once in one of their
-own.
+Small tensors (biases, norms) are never compressed: they are a thousandth of the bytes, and training is most sensitive
+to them. Beside compressed neighbours they wait for the next dense bucket, or leave in one dense bucket of their own.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ if TYPE_CHECKING:
 
 DEFAULT_DENSITY = 0.01
 SMALL_BYTES = 2**16
-"""Tensors up to this size travel as they are."""
+"""Tensors up to this size are never compressed."""
 _FLIPS = 400
 """Evaluations spent on changing single buckets."""
 _BETTER = 1e-3
-"""A bucket changes between dense and compressed only for a gain worth the name, as a share of the end."""
+"""The least gain, as a share of the end, for which a bucket changes between dense and compressed."""
 _ROUNDING = 1e-9
 
 
@@ -56,12 +56,12 @@ class Mixed:
     compressed: list[bool]
     compression: Compression
     early: int | None = None
-    """Behind this bucket the small tensors that wait leave in one of their own."""
+    """After this bucket the small tensors that wait leave in a bucket of their own; None: at the end."""
     notes: tuple[str, ...] = ()
 
     def members(self, profile: Profile) -> list[tuple[list[int], bool]]:
-        """Gradients of each bucket as it travels, in launch order: small ones leave compressed buckets for dense
-        ones."""
+        """(gradients, compressed) of each bucket as it is sent, in launch order: small gradients move from compressed
+        buckets to dense ones."""
         buckets: list[tuple[list[int], bool]] = []
         waiting: list[int] = []
         first = 0
@@ -151,8 +151,8 @@ def compressed_ends(profile: Profile, network: Network, cost: CompressedCost, co
 
     E[j] = min over i < j of  max(r_j + c·S_j, E[i]) + T(S_j - S_i) + f
 
-    What compression costs each bucket by itself, f, delays the buckets behind it too. Here it counts as if it were
-    sent: that keeps buckets few, and the prediction that judges the result has it right.
+    The fixed cost of compressing a bucket, f, really delays the buckets behind it. Here it counts as transfer time:
+    that keeps buckets few, and the simulation that scores the result has it right.
     """
     sums = running_sums(profile.sizes)
     ready = (profile.ready + compression_s_per_byte(profile) * sums[1:]).tolist()
@@ -166,8 +166,7 @@ def compressed_ends(profile: Profile, network: Network, cost: CompressedCost, co
 
 
 def _merged(end: float, mixed: Mixed, profile: Profile, network: Network, cost: CompressedCost) -> Mixed:
-    """Neighbours of one kind become one bucket where that costs nothing: every message has a cost that no model
-    sees."""
+    """Neighbours of one kind merged where the predicted end stays: every bucket costs the host a launch."""
     place = len(mixed.ends) - 2
     while place >= 0:
         if mixed.compressed[place] == mixed.compressed[place + 1]:
@@ -183,7 +182,7 @@ def _merged(end: float, mixed: Mixed, profile: Profile, network: Network, cost: 
 
 
 def _flipped(end: float, mixed: Mixed, profile: Profile, network: Network, cost: CompressedCost) -> tuple[float, Mixed]:
-    """Change single buckets, from the tail, as long as the end falls."""
+    """Single buckets changed between dense and compressed, from the last, as long as the end falls."""
     left = _FLIPS
     improved = True
     while improved and left > 0:

@@ -93,7 +93,7 @@ def decoupled(profile: Profile, network: Network, options: StrategyOptions) -> H
 
 
 def earliest(profile: Profile, network: Network) -> Halved:
-    """The buckets of the two programmes, as many as they are."""
+    """The buckets of the two programmes, before any are merged."""
     halves, layers = Halves.of(network), Layers.of(profile)
     scatter_ends = queue_programme(profile.ready.tolist(), profile.sizes.tolist(), halves.scatter)
     scatters = Conditions.behind_backward(profile, LinkCost(halves.scatter, None, {}))

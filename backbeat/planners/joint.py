@@ -1,10 +1,14 @@
-"""`best`: fusion, number of communicators and communicator of each bucket, chosen together.
+"""`best`: bucketing, number of communicators and communicator of each bucket, chosen together.
 
-Candidates are every other strategy, the exact one-communicator optimum and the programme for plenty of communicators,
-on each communicator count allowed. The most promising are improved by moving, merging and splitting bucket boundaries,
-each step scored by the engine. A handful of gradients is searched exhaustively instead, and the plan says that it is
-proved. In the end buckets are merged as far as that costs nothing: what the model has no price for, a host has. Nothing
-is random: the same input gives the same plan, unless a time budget cuts the search short.
+Of plans whose predicted iterations differ by less than 1 % the simplest is best: fewer communicators, then fewer
+buckets. So the exact one-communicator optimum is taken wherever several communicators cannot gain more, by the bound or
+by search.
+
+Candidates are every other strategy, the one-communicator optimum and the programme for plenty of communicators, on each
+communicator count allowed. The most promising are improved by moving, merging and splitting bucket boundaries, each
+step scored by the engine. A handful of gradients is searched exhaustively instead, and the plan says so. In the end
+buckets are merged as far as the 1 % allows: what the model has no price for, a host has. Nothing is random: the same
+input gives the same plan, unless a time budget cuts the search short.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ from typing import TYPE_CHECKING
 from backbeat.planners.adaptive import adaptive
 from backbeat.planners.baselines import ddp, single, wfbp
 from backbeat.planners.draft import Draft, StrategyOptions
+from backbeat.planners.merge_buckets import iteration_s
 from backbeat.planners.merge_concurrent import simplified
 from backbeat.planners.mgwfbp import asc_wfbp, mg_wfbp
 from backbeat.planners.optimal import best_ends, merged_ends, plenty_ends
@@ -28,6 +33,8 @@ if TYPE_CHECKING:
     from backbeat.cost import LinkCost
     from backbeat.model import Network, Profile
 
+SIMPLER_WITHIN = 0.01
+"""Of two plans whose predicted iterations differ by no more than this share, the simpler is taken."""
 _EVALUATIONS = 600
 """Engine runs spent on improving; a plan of ten buckets takes some 50 µs each."""
 _IMPROVED = 3
@@ -37,37 +44,52 @@ _PLENTY_GRADIENTS = 2000
 _EXHAUSTIVE_PLANS = 2500
 """Problems with no more plans than this are searched exhaustively."""
 _CLOSE_ENOUGH = 1e-4
-"""A finish within this share of the bound is not worth improving."""
+"""An end within this share of the bound is not worth improving."""
+_EXHAUSTIVE_NOTE = "the simplest plan within 1 % of the optimum, by exhaustive search"
 
 
 def best(profile: Profile, network: Network, options: StrategyOptions) -> Draft:
+    """The simplest plan found within `SIMPLER_WITHIN` of the fastest."""
     # A communicator without a bucket is of no use.
     most = min(allowed_communicators(network, options.communicators), len(profile.gradients))
     cost = network.cost
     deadline = time.monotonic() + options.budget_s if options.budget_s is not None else float("inf")
     search = _Search(profile, cost, deadline)
     one = search.score(Draft(best_ends(profile, cost)))
-    candidates = [one]
-    # On one communicator the exact optimum cannot be beaten; more communicators are worth trying only if it leaves time
-    # exposed.
-    if one[0] > profile.backward_s and most > 1 and _plans(len(profile.gradients), most) <= _EXHAUSTIVE_PLANS:
-        candidates += [search.score(draft) for draft in _every(len(profile.gradients), most)]
-    elif one[0] > profile.backward_s:
-        for count in range(2, most + 1):
-            if time.monotonic() > deadline:
-                break
-            candidates += [search.score(draft) for draft in _candidates(profile, network, count)]
-        candidates.sort(key=search.rank)
-        floor = communication_bound(profile, cost, most)
-        for end, draft in candidates[:_IMPROVED] if most > 1 else ():
-            if min(candidates, key=search.rank)[0] > max(floor, profile.backward_s) * (1 + _CLOSE_ENOUGH):
-                candidates.append(search.improve(end, draft))
-    _, draft = min(candidates, key=search.rank)
-    if draft.assignment is not None:
-        return draft
-    if draft.communicators == 1:
-        return replace(draft, ends=merged_ends(profile, cost, draft.ends))
-    return simplified(draft, profile, cost, deadline=deadline)
+    floor = communication_bound(profile, cost, most)
+    candidates, fastest = [one], floor
+    # Several communicators are worth trying only if they could gain enough.
+    if iteration_s(profile, one[0]) > iteration_s(profile, floor) * (1 + SIMPLER_WITHIN):
+        if most > 1:
+            candidates += search.on_several(network, most, floor)
+        fastest = min(end for end, _ in candidates)
+    limit = iteration_s(profile, fastest) * (1 + SIMPLER_WITHIN)
+
+    def slack(end: float) -> float:
+        return limit / iteration_s(profile, end) - 1 if limit > 0 else 0.0
+
+    close = [scored for scored in candidates if slack(scored[0]) >= 0]
+    fewest = min(draft.communicators for _, draft in close)
+    if fewest == 1:
+        end, draft = one
+        return replace(draft, ends=merged_ends(profile, cost, draft.ends, slack(end)))
+    close = [(end, draft) for end, draft in close if draft.communicators == fewest]
+    # Buckets in turn on the communicators can be merged; those assigned one by one stay as they are.
+    in_turn = [(end, draft) for end, draft in close if draft.assignment is None]
+    if not in_turn:
+        return min(close, key=_fewer_buckets)[1]
+    return min(
+        (
+            search.score(simplified(draft, profile, cost, slack=slack(end), deadline=deadline))
+            for end, draft in (min(in_turn, key=search.rank), min(in_turn, key=_fewer_buckets))
+        ),
+        key=_fewer_buckets,
+    )[1]
+
+
+def _fewer_buckets(scored: tuple[float, Draft]) -> tuple[int, float]:
+    end, draft = scored
+    return len(draft.ends), end
 
 
 def allowed_communicators(network: Network, asked: int | None) -> int:
@@ -95,9 +117,7 @@ def _every(count: int, communicators: int) -> Iterator[Draft]:
     for cuts in range(count):
         for inner in combinations(range(1, count), cuts):
             for assignment in product(range(communicators), repeat=cuts + 1):
-                yield Draft(
-                    [*inner, count], communicators, list(assignment), notes=("proved optimal by exhaustive search",)
-                )
+                yield Draft([*inner, count], communicators, list(assignment), notes=(_EXHAUSTIVE_NOTE,))
 
 
 class _Search:
@@ -111,6 +131,23 @@ class _Search:
 
     def score(self, draft: Draft) -> tuple[float, Draft]:
         return draft.end_s(self.profile, self.cost), draft
+
+    def on_several(self, network: Network, most: int, floor: float) -> list[tuple[float, Draft]]:
+        """Plans on two and more communicators."""
+        count = len(self.profile.gradients)
+        if _plans(count, most) <= _EXHAUSTIVE_PLANS:
+            return [self.score(draft) for draft in _every(count, most)]
+        candidates: list[tuple[float, Draft]] = []
+        for communicators in range(2, most + 1):
+            if time.monotonic() > self.deadline:
+                break
+            candidates += [self.score(draft) for draft in _candidates(self.profile, network, communicators)]
+        candidates.sort(key=self.rank)
+        for end, draft in candidates[:_IMPROVED]:
+            least, _ = min(candidates, key=self.rank)
+            if least > max(floor, self.profile.backward_s) * (1 + _CLOSE_ENOUGH):
+                candidates.append(self.improve(end, draft))
+        return candidates
 
     def rank(self, scored: tuple[float, Draft]) -> tuple[float, int, float, int]:
         """Exposed time first; then fewer communicators; then an earlier end; then fewer buckets."""

@@ -1,5 +1,8 @@
-"""A schedule and a memory plan for each other: what is kept decides when gradients are ready, how they travel decides
-what is left for activations."""
+"""A gradient schedule together with a memory plan.
+
+Each depends on the other: recomputing and offloading delay when gradients are ready, and buckets and residuals take
+device memory from activations.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +31,9 @@ def within(
 ) -> Plan:
     """The schedule with a memory plan that fits the budget.
 
-    The schedule is made for the plain profile, the memory plan beside it, and the schedule again for the later ready
-    times; the faster of the two that fit is taken. Residuals go to the host where asked, or where nothing fits else.
+    First a schedule for the profile as it is, then a memory plan beside it, then a second schedule for the later ready
+    times. Of the two schedules the faster that fits is taken. Residuals go to the host where asked for, or where
+    nothing fits otherwise.
     """
     first = schedule(profile)
     if memory_bytes is None:

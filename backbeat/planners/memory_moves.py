@@ -1,4 +1,8 @@
-"""The plans there are for a chain: every block alike, all of them where they are few, and those one change away."""
+"""Memory plans to try for a chain of blocks: every block treated alike, every plan there is, and those one change away.
+
+A plan is a tuple of units (first block, block after the last, action): blocks kept or offloaded one by one, or a
+segment recomputed together.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +29,7 @@ def uniform(chain: Chain) -> dict[str, tuple[Unit, ...]]:
 
 
 def count(chain: Chain) -> int:
-    """How many plans there are, offloaded blocks taken one by one."""
+    """How many plans there are for the chain."""
 
     @cache
     def from_block(first: int) -> int:
@@ -39,7 +43,7 @@ def count(chain: Chain) -> int:
 
 
 def every(chain: Chain, first: int = 0) -> Iterator[tuple[Unit, ...]]:
-    """All plans; only for chains that have few."""
+    """All plans from block `first` on; only for chains that have few."""
     if first == chain.count:
         yield ()
         return
@@ -49,6 +53,7 @@ def every(chain: Chain, first: int = 0) -> Iterator[tuple[Unit, ...]]:
 
 
 def _units_from(chain: Chain, first: int) -> Iterator[Unit]:
+    """Every unit that may begin with this block."""
     yield first, first + 1, KEEP
     if chain.has_host:
         yield first, first + 1, OFFLOAD
@@ -67,7 +72,7 @@ def one_by_one(chain: Chain, action: int) -> tuple[Unit, ...]:
 
 
 def _each_recomputed(chain: Chain, action: int) -> tuple[Unit, ...]:
-    """A block that nothing can begin with joins the one before it, or is kept."""
+    """Every block a segment of its own. A block that cannot begin a segment joins the one before it, or is kept."""
     units: list[Unit] = []
     for k in range(chain.count):
         if chain.may_begin[k]:
@@ -80,13 +85,14 @@ def _each_recomputed(chain: Chain, action: int) -> tuple[Unit, ...]:
 
 
 def changes(chain: Chain, units: tuple[Unit, ...]) -> Iterator[tuple[Unit, ...]]:
-    """Everything one change away, from the front, where tensors are largest."""
+    """Every plan one change away, starting with the first blocks, whose tensors are largest."""
     for place in range(len(units)):
         for replaced, by in _at(chain, units, place):
             yield (*units[:place], *by, *units[place + replaced :])
 
 
 def random_change(chain: Chain, units: tuple[Unit, ...], draw: random.Random) -> tuple[Unit, ...] | None:
+    """A plan one change away from a unit drawn at random; None where that unit allows no change."""
     place = draw.randrange(len(units))
     options = list(_at(chain, units, place))
     if not options:
@@ -131,7 +137,7 @@ def _at(chain: Chain, units: tuple[Unit, ...], place: int) -> Iterator[tuple[int
         for moved in (last - 1, last + 1):
             if first < moved < beyond and chain.may_begin[moved]:
                 yield 2, ((first, moved, what), (moved, beyond, other))
-    # The same actions the other way round, so that what is kept can wander.
+    # The two swap actions, so that a kept block can move along the chain.
     if other != what and beyond - first == 2 and (what not in again or chain.may_begin[last]):
         yield 2, ((first, last, other), (last, beyond, what))
 

@@ -1,10 +1,10 @@
 """What to keep, recompute or offload so that an iteration is fastest within a budget of device memory.
 
-Candidates come from the programme in `segments`, at several prices for a byte copied, and from the uniform policies
-(every block treated alike); all are scored by the simulation. The best are improved by small changes: a boundary moved,
-two units merged, one split, another action; first by taking whatever helps, then by a walk that now and then accepts
-what does not. The walk's random numbers are seeded and every limit counts evaluations, so the same profile and budget
-give the same plan. Of a chain that has few plans all are tried.
+Candidates come from the programme in `memory_segments`, at several prices for a byte copied, and from the uniform
+policies (every block treated alike); the simulation scores them all. The best are improved by small changes: a boundary
+moved, two units merged, one split, another action. First every change that helps is taken (hill climbing), then a
+random walk now and then accepts one that does not (simulated annealing). Random numbers are seeded and every limit
+counts evaluations, so the same profile and budget give the same plan. For a chain with few plans all are tried.
 """
 
 from __future__ import annotations
@@ -38,12 +38,16 @@ __all__ = ["Chosen", "Search", "memory_plan", "too_small", "uniform"]
 _PRICES = (0.2, 0.3, 0.5, 1.0)
 """Of a byte copied, in units of its time on the link one way."""
 _AHEAD = (0.0, 2.0)
+"""Further tensors on their way back from the host, for each one that is needed."""
 _ROOMS = (1.0, 0.95, 0.88)
-"""Shares of the room to make candidates for: what the programme cannot know of copies may need the rest."""
+"""Shares of the budget that candidates are made for: copies on their way, which the programme does not see, may need
+the rest."""
 _CLIMB = 900
 """Evaluations of each climb; one takes some 0.1 ms for 50 blocks."""
 _WALK = 2500
+"""Evaluations of the random walk for the least time."""
 _LOW_WALK = 800
+"""And of the one for the least peak."""
 _HALVINGS = 10
 """Steps of the search for the least peak."""
 _FEW = 3000
@@ -57,12 +61,12 @@ were up to 40 MB above predicted ones on an H200."""
 
 
 def usable(budget: int) -> int:
-    """What of a budget is planned for."""
+    """The part of a budget that a plan may fill."""
     return budget - min(budget // _RESERVE, _MOST_RESERVE)
 
 
 def needed(peak: int) -> int:
-    """The smallest budget that a predicted peak fits.
+    """The smallest budget that a predicted peak fits into.
 
     >>> usable(needed(990)), usable(needed(990) - 1)
     (990, 989)
@@ -72,14 +76,14 @@ def needed(peak: int) -> int:
 
 @dataclass(frozen=True)
 class Chosen:
-    """Units and what they do."""
+    """A plan and its simulation."""
 
     units: tuple[Unit, ...]
     run: ChainRun
 
 
 class Search:
-    """The choice for one chain: budgets differ, everything else is worked out once."""
+    """Searches plans for one chain, at any number of budgets; simulations are kept from one budget to the next."""
 
     def __init__(self, chain: Chain) -> None:
         self.chain = chain
@@ -128,7 +132,7 @@ class Search:
         plain = self.run(keep).time_s
 
         def energy(run: ChainRun) -> float:
-            # A peak a hundredth too high weighs as much as a twentieth of the time.
+            # A peak 1 % above the budget weighs as much as 5 % of the time.
             return run.time_s / plain + 5 * max(run.peak_bytes / budget - 1, 0.0)
 
         best = self._climb(self._walk(best, score, energy, _WALK), score, _CLIMB)
@@ -164,7 +168,7 @@ class Search:
         return Chosen(best, self.run(best))
 
     def _simpler(self, units: tuple[Unit, ...]) -> Chosen:
-        """Copies that gain neither time nor a lower peak are left out."""
+        """The plan without copies to the host that gain neither time nor a lower peak."""
         for place, (first, last, what) in enumerate(units):
             if what in (FETCH, OFFLOAD):
                 instead = (first, last, RECOMPUTE if what == FETCH else KEEP)
@@ -193,18 +197,19 @@ class Search:
     def _walk(
         self, units: tuple[Unit, ...], score: Score, energy: Callable[[ChainRun], float], steps: int
     ) -> tuple[Unit, ...]:
-        """Random changes, taken with a chance that falls with the harm and with the steps done."""
+        """Simulated annealing: a random change that makes things worse is taken with a chance that falls with the harm
+        and with the steps done."""
         draw = random.Random(0)
         here, at = units, energy(self.run(units))
         best = units
         for step in range(steps):
-            warmth = 0.004 * (1 - step / steps) ** 2 + 1e-6
+            temperature = 0.004 * (1 - step / steps) ** 2 + 1e-6
             changed = random_change(self.chain, here, draw)
             if changed is None:
                 continue
             run = self.run(changed)
             found = energy(run)
-            if found <= at or draw.random() < math.exp((at - found) / warmth):
+            if found <= at or draw.random() < math.exp((at - found) / temperature):
                 here, at = changed, found
                 if score(run) < score(self.run(best)):
                     best = changed

@@ -1,14 +1,14 @@
 """Candidates for a memory plan: the least recomputation within a budget, by a programme over the chain.
 
-Going through the blocks in the order of forward, what earlier units hold for backward is all that later ones need to
-know of them: a unit fits if what is held before it, its own share and the most it needs in its backward stay within the
-budget. So for every block k a front of (bytes held, seconds added) pairs is kept, none of which is beaten in both:
+Blocks are taken in the order of forward. All that later units need to know of earlier ones is how many bytes these
+hold for backward: a unit fits if what is held before it, its own bytes and the most it needs in its backward stay
+within the budget. So the programme keeps, for every block k, a Pareto front of (bytes held, seconds added) pairs:
 
     front[k] = undominated  { (held + own, seconds + added) : (held, seconds) in front[i], unit i..k fits }
 
 for units that are kept (own: saved tensors, nothing added), recomputed (own: their input; added: their forward) or
-offloaded (own: nothing; added: a price per byte copied). Copies compete for the link with copies of other units, which
-a front cannot know: the price stands for that, several are tried, and the simulation has the last word.
+offloaded (own: nothing; added: a price per byte copied). Copies of different units compete for the link to the host,
+which a front cannot represent. The price stands for that: several are tried, and the simulation decides.
 """
 
 from __future__ import annotations
@@ -27,11 +27,13 @@ if TYPE_CHECKING:
     from backbeat.simulate.memory_timeline import Chain
 
 _FRONT = 128
-"""Pairs kept per block; a longer front is thinned."""
+"""Pairs kept for each block; a longer front is thinned."""
 
 
 @dataclass(frozen=True)
 class _Front:
+    """Pairs for the blocks up to one, and the unit that led to each."""
+
     held: NDArray[np.float64]
     seconds: NDArray[np.float64]
     start: NDArray[np.intp]
@@ -42,7 +44,7 @@ class _Front:
 
 
 class Segmenter:
-    """The programme over one chain; what units need in their backward is worked out once."""
+    """The programme over one chain. What each unit needs in its backward is computed once."""
 
     def __init__(self, chain: Chain) -> None:
         self.chain = chain
@@ -52,7 +54,7 @@ class Segmenter:
     def least_time(self, room: float, price_s_per_byte: float, ahead: float) -> list[Unit] | None:
         """Units that hold no more than `room` bytes at any moment and add the least time; None where none fit.
 
-        `ahead` is how many times its own size an offloaded input is taken to have beside it on its way.
+        `ahead` says how many further tensors of the same size are assumed to be on their way back from the host.
         """
         chain = self.chain
         fronts = [_Front(np.zeros(1), np.zeros(1), *(np.zeros(1, dtype=np.intp) for _ in range(3)))]

@@ -1,12 +1,12 @@
-"""Fewer buckets for the same time.
+"""Merge small buckets with their neighbours, for the same time.
 
-When a plan ends is decided by a few of its buckets; the sums of the others are back long before anything waits for
-them. Each still costs the host a launch, of which no network file knows. So neighbours become one bucket where nothing
-ends
-later by it: as predicted; if every message took a quarter longer, since a plan without slack would pay for every error
-of the model; and if no message took longer than the link needs for its bytes, since a latency that is saved is no gain
-where the library hides it behind the message before. Nor does a bucket outgrow what was measured of the network, or
-what stock DDP sends at once, where none did before: one bucket is what training needs in memory beside its gradients.
+A few buckets decide when a plan ends; the others are done long before anything waits for them. Each still costs the
+host a launch, which no network file has a time for. So neighbours become one bucket where the plan ends no later by it,
+in each of three cases: messages take as long as predicted; every message takes a quarter longer, since a plan without
+slack would pay for every error of the model; no message takes longer than the link needs for its bytes, since saving a
+latency gains nothing where the library hides it behind the message before. A bucket does not become larger than what
+was measured of the network, or than a bucket of stock DDP, unless one was before: training needs the largest bucket in
+memory beside its gradients.
 """
 
 from __future__ import annotations
@@ -33,23 +33,25 @@ _ROUNDING = 1e-12
 
 
 def possible_costs(cost: LinkCost) -> tuple[LinkCost, ...]:
-    """What messages may cost, as predicted and otherwise."""
+    """The three cases: as predicted, on a slower link, with every latency hidden."""
     return cost, cost.slower(SLOWER), cost.without_latency()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conditions:
-    """Under what consecutive buckets of members run, one after the other."""
+    """The conditions a sequence of buckets runs under, one after the other on one communicator."""
 
     sums: NDArray[np.float64]
-    """Bytes of the members before each, and of all at the end."""
+    """Bytes of the gradients before each one, and of all at the end."""
     cost: LinkCost
     free_s: float = float("-inf")
-    """When what ran before is done; by default nothing did."""
+    """When the communicator is free; by default it always was."""
     ready: NDArray[np.float64] | None = None
-    """When each member is there; a bucket waits for its last. None: all are."""
+    """When each gradient is ready; a bucket waits for its last. None: all are."""
     due: NDArray[np.float64] | None = None
-    """The latest end of a bucket that begins with each member. None: only the end of all counts."""
+    """The latest end of a bucket that begins with each gradient. None: only the end of the last bucket counts."""
+    until_s: float = float("-inf")
+    """The last bucket may end this late, even if it ends earlier before anything is merged."""
 
     @classmethod
     def behind_backward(cls, profile: Profile, cost: LinkCost) -> Conditions:
@@ -68,7 +70,7 @@ class Conditions:
         return found
 
     def finish(self, first: int, last: int, free_s: float) -> float:
-        """When the members from `first` up to `last` are done as one bucket, behind what ends at `free_s`."""
+        """When gradients `first` up to `last` are done as one bucket, on a communicator that is free at `free_s`."""
         size = float(self.sums[last] - self.sums[first])
         return self._finish(last, free_s, self.cost.isolated.at(size), (self.cost.busy or self.cost.isolated).at(size))
 
@@ -80,7 +82,7 @@ class Conditions:
     def latest(self, ends: Sequence[int]) -> list[float]:
         """When each bucket must be done for those behind it to be in time."""
         behind = self.cost.busy_time(np.diff(self.sums[[0, *ends]])).tolist()
-        limit = float("inf") if self.due is not None else self.finishes(ends)[-1]
+        limit = float("inf") if self.due is not None else max(self.finishes(ends)[-1], self.until_s)
         found = []
         for first, following in zip(reversed([0, *ends[:-1]]), reversed(behind), strict=True):
             found.append(limit)
@@ -96,9 +98,9 @@ class Conditions:
 
 
 def merged(ends: Sequence[int], conditions: Sequence[Conditions]) -> list[int]:
-    """The buckets merged with their neighbours, as far as nothing ends later in any of these conditions.
+    """The buckets merged with their neighbours, as far as all are in time under each of these conditions.
 
-    Three members of 1 MB are there at once, a fourth at 10 ms; each message takes 1 ms + 1 ns/byte. One by one the
+    Three gradients of 1 MB are ready at once, a fourth at 10 ms; each message takes 1 ms + 1 ns/byte. One by one the
     first three are done at 2, 4 and 6 ms; as one at 4. Either way the last is done at 12.
 
     >>> from backbeat.cost import Curve, LinkCost
@@ -108,14 +110,14 @@ def merged(ends: Sequence[int], conditions: Sequence[Conditions]) -> list[int]:
     [3, 4]
     """
     found = list(ends)
-    # What was merged takes less time, and may leave some to what comes before it.
+    # A merged bucket takes less time than its parts, which may let those before it merge too.
     while (shorter := _merged(found, conditions)) != found:
         found = shorter
     return found
 
 
 def _merged(ends: Sequence[int], conditions: Sequence[Conditions]) -> list[int]:
-    """From the front, each bucket as far as those behind it are in time as they are."""
+    """From the front, each bucket merged with those behind it as long as the rest, unmerged, is still in time."""
     sums = conditions[0].sums
     most = largest_allowed(sums, ends, conditions[0].cost)
     latest = [case.latest(ends) for case in conditions]
@@ -137,8 +139,22 @@ def _merged(ends: Sequence[int], conditions: Sequence[Conditions]) -> list[int]:
     return kept
 
 
+def latest_end(profile: Profile, end_s: float, slack: float) -> float:
+    """The latest end of communication with which an iteration takes at most `slack` longer, as a share, than with this
+    one."""
+    exposed = max(end_s, profile.backward_s)
+    return exposed + slack * iteration_s(profile, end_s)
+
+
+def iteration_s(profile: Profile, end_s: float) -> float:
+    """An iteration whose communication ends this long after backward starts, before buffers and stragglers."""
+    earlier = (profile.accumulation - 1) * (profile.forward_s + profile.backward_s)
+    return earlier + profile.forward_s + max(end_s, profile.backward_s) + profile.update_s
+
+
 def largest_allowed(sums: NDArray[np.float64], ends: Sequence[int], cost: LinkCost) -> float:
-    """How large buckets may become that are these now."""
+    """How large a merged bucket may become: stock DDP's bucket or the largest message measured, whichever is smaller,
+    or the largest bucket now."""
     known = float("inf") if cost.isolated.is_affine else float(cost.isolated.sizes[-1])
     now = max(float(sums[last] - sums[first]) for first, last in pairwise([0, *ends]))
     return max(min(DDP_BUCKET_BYTES, known), now)

@@ -1,7 +1,7 @@
-"""Fewer buckets on several communicators, where only the engine knows when they end; `thrift` has the rules.
+"""Merge small buckets on several communicators, where only the engine knows when they end.
 
-First all buckets at once are merged up to a size, but for the last few, which decide when a plan ends. Then boundaries
-are dropped here and there, many neighbours at once and then ever fewer.
+The rules are those of `merge_buckets`. First all buckets but the last few, which decide when the plan ends, are merged
+up to a size. Then single boundaries are dropped: many neighbouring ones at once, then ever fewer.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from backbeat.planners.draft import Draft
-from backbeat.planners.merge_buckets import largest_allowed, possible_costs
+from backbeat.planners.merge_buckets import largest_allowed, latest_end, possible_costs
 from backbeat.simulate.schedule import running_sums
 
 if TYPE_CHECKING:
@@ -24,19 +24,22 @@ if TYPE_CHECKING:
     from backbeat.model import Profile
 
 _RUNS = 600
-"""Engine runs spent."""
+"""Engine runs to spend."""
 _BUCKETS = 200_000
-"""Buckets in all of these runs: one of many buckets takes as much longer."""
+"""Buckets to simulate in all of these runs: plans of many buckets get fewer runs."""
 _ROUNDING = 1e-12
 
 
-def simplified(draft: Draft, profile: Profile, cost: LinkCost, *, deadline: float = float("inf")) -> Draft:
-    """The draft with buckets merged as long as no time is exposed by it, whatever messages cost within reason."""
+def simplified(
+    draft: Draft, profile: Profile, cost: LinkCost, *, slack: float = 0.0, deadline: float = float("inf")
+) -> Draft:
+    """The draft with buckets merged as long as an iteration takes no more than `slack` longer, as a share, in each of
+    `possible_costs`."""
     sums = running_sums(profile.sizes)
     largest = largest_allowed(sums, draft.ends, cost)
-    judge = _Judge(draft, profile, cost, deadline)
+    judge = _Judge(draft, profile, cost, slack, deadline)
     for packed in _packings(draft.ends, sums, largest):
-        if judge.tired:
+        if judge.out_of_runs:
             return draft
         if judge.allows(packed):
             draft = judge.with_ends(packed)
@@ -47,7 +50,7 @@ def simplified(draft: Draft, profile: Profile, cost: LinkCost, *, deadline: floa
     while stride >= 1:
         place = 0
         while place < len(inner):
-            if judge.tired:
+            if judge.out_of_runs:
                 return judge.with_ends([*inner, last])
             behind = inner[place + stride] if place + stride < len(inner) else last
             if sums[behind] - sums[inner[place - 1] if place else 0] > largest:
@@ -63,17 +66,20 @@ def simplified(draft: Draft, profile: Profile, cost: LinkCost, *, deadline: floa
 
 
 class _Judge:
-    """Says whether other buckets expose no more time than the draft's, as long as it has runs left."""
+    """Says whether other buckets are in time, as long as it has engine runs left."""
 
-    def __init__(self, draft: Draft, profile: Profile, cost: LinkCost, deadline: float) -> None:
+    def __init__(self, draft: Draft, profile: Profile, cost: LinkCost, slack: float, deadline: float) -> None:
         self._draft = draft
         self._profile = profile
         self._deadline = deadline
         self._left = min(_RUNS, _BUCKETS // len(draft.ends))
-        self._limits = [(one, self._exposed(draft, one) * (1 + _ROUNDING)) for one in possible_costs(cost)]
+        self._limits = [
+            (one, latest_end(profile, draft.end_s(profile, one), slack) * (1 + _ROUNDING))
+            for one in possible_costs(cost)
+        ]
 
     @property
-    def tired(self) -> bool:
+    def out_of_runs(self) -> bool:
         return self._left <= 0 or time.monotonic() > self._deadline
 
     def with_ends(self, ends: list[int]) -> Draft:
@@ -83,12 +89,9 @@ class _Judge:
         candidate = self.with_ends(ends)
         for cost, limit in self._limits:
             self._left -= 1
-            if self._exposed(candidate, cost) > limit:
+            if candidate.end_s(self._profile, cost) > limit:
                 return False
         return True
-
-    def _exposed(self, draft: Draft, cost: LinkCost) -> float:
-        return max(draft.end_s(self._profile, cost), self._profile.backward_s)
 
 
 def _packings(ends: list[int], sums: NDArray[np.float64], largest: float) -> Iterator[list[int]]:

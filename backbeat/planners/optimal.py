@@ -20,12 +20,13 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from backbeat.planners.draft import Draft, StrategyOptions
-from backbeat.planners.merge_buckets import Conditions, merged, possible_costs
+from backbeat.planners.merge_buckets import Conditions, latest_end, merged, possible_costs
 from backbeat.simulate.schedule import running_sums
 
 if TYPE_CHECKING:
@@ -46,9 +47,17 @@ def optimal(profile: Profile, network: Network, options: StrategyOptions) -> Dra
     return Draft(ends, options.communicators or 1)
 
 
-def merged_ends(profile: Profile, cost: LinkCost, ends: list[int]) -> list[int]:
-    """Fewer buckets on one communicator that end as early."""
-    return merged(ends, [Conditions.behind_backward(profile, one) for one in possible_costs(cost)])
+def merged_ends(profile: Profile, cost: LinkCost, ends: list[int], slack: float | None = None) -> list[int]:
+    """Fewer buckets on one communicator that end as early; or, with `slack`, with which an iteration takes no more than
+    this share longer."""
+    conditions = [Conditions.behind_backward(profile, one) for one in possible_costs(cost)]
+    if slack is not None:
+        ends_s = [case.finishes(ends)[-1] for case in conditions]
+        conditions = [
+            replace(case, until_s=latest_end(profile, end_s, slack))
+            for case, end_s in zip(conditions, ends_s, strict=True)
+        ]
+    return merged(ends, conditions)
 
 
 def best_ends(profile: Profile, cost: LinkCost) -> list[int]:

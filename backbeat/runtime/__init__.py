@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from backbeat.errors import MissingPartError
+from backbeat.errors import CommunicationError, MissingPartError
 
 try:
     import torch.distributed as _distributed
@@ -14,7 +14,7 @@ except ImportError as error:
 if not _distributed.is_available():
     raise MissingPartError("backbeat.runtime needs a PyTorch built with torch.distributed: install another build")
 
-from backbeat.runtime.reduce.failures import BrokenStepError, CommunicationError, StepMismatchError
+from backbeat.runtime.reduce.failures import BrokenStepError, StepMismatchError
 from backbeat.runtime.reduce.wrapper import DistributedDataParallel
 
 __all__ = ["BrokenStepError", "CommunicationError", "DistributedDataParallel", "StepMismatchError"]

@@ -33,7 +33,7 @@ ASSUMED_COMPRESSION_S_PER_BYTE = 5e-10
 
 
 def selection_bytes(elements: int, compression: Compression) -> int:
-    """The most that finding the largest of a bucket takes beside the bucket, as `backbeat.runtime.compressed.selection`
+    """The most that finding the largest of a bucket takes beside the bucket, as `backbeat.runtime.compressed.topk`
     does it: the maxima of blocks, or the candidates with their places and magnitudes."""
     if not elements:
         return 0

@@ -47,7 +47,7 @@ def answer(tmp_path_factory: pytest.TempPathFactory):
 def test_every_strategy_is_measured_beside_its_prediction(answer):
     shown, _ = answer
     assert shown["nodes"] == 2
-    assert shown["network"]["schema"] == "backbeat.network/1"
+    assert shown["network"]["schema"] == "backbeat.network/2"
     assert [row["strategy"] for row in shown["rows"]] == ["wfbp", "ddp", "optimal", "single", "best", "decoupled"]
     assert [row["communicators"] for row in shown["rows"]][:4] == [1, 2, 1, 1]
 

@@ -2,24 +2,47 @@
 
 from __future__ import annotations
 
+import os
+from dataclasses import replace
+
 import pytest
 
 pytest.importorskip("torch", reason="the lab's workers need torch")
 pytest.importorskip("pyroute2", reason="the lab needs pyroute2")
 
-from backbeat.comm.opened import LAUNCH_ORDER
+from backbeat.comm.nccl import LAUNCH_ORDER
 from backbeat.lab.session import node_environment
+from backbeat.lab.worker import Start, order_launches
+
+START = Start(
+    node=0,
+    nodes=2,
+    namespace="",
+    first_address="",
+    backend="nccl",
+    communicators=1,
+    settle=False,
+    slowdown=1.0,
+    jitter=0.0,
+)
 
 
-def test_launches_are_ordered_only_where_several_channels_need_it() -> None:
-    assert LAUNCH_ORDER not in node_environment("nccl", 0, 1)
-    assert node_environment("nccl", 0, 2)[LAUNCH_ORDER] == "1"
+@pytest.mark.parametrize(
+    ("backend", "communicators", "ordered"), [("nccl", 1, False), ("nccl", 2, True), ("gloo", 2, False)]
+)
+def test_launches_are_ordered_only_where_several_communicators_need_it(
+    monkeypatch: pytest.MonkeyPatch, backend: str, communicators: int, ordered: bool
+) -> None:
+    # Set and deleted, so that what the code under test sets is undone.
+    monkeypatch.setenv(LAUNCH_ORDER, "1")
+    del os.environ[LAUNCH_ORDER]
+    order_launches(replace(START, backend=backend, communicators=communicators))
+    assert (os.environ.get(LAUNCH_ORDER) == "1") is ordered
 
 
-@pytest.mark.parametrize("communicators", [1, 2])
-def test_streams_have_as_many_queues_as_on_a_card_of_ones_own(communicators: int) -> None:
-    assert node_environment("nccl", 1, communicators)["CUDA_DEVICE_MAX_CONNECTIONS"] == "8"
+def test_streams_have_as_many_queues_as_on_a_card_of_ones_own() -> None:
+    assert node_environment("nccl", 1)["CUDA_DEVICE_MAX_CONNECTIONS"] == "8"
 
 
 def test_gloo_nodes_see_no_card() -> None:
-    assert node_environment("gloo", 0, 2)["CUDA_VISIBLE_DEVICES"] == ""
+    assert node_environment("gloo", 0)["CUDA_VISIBLE_DEVICES"] == ""

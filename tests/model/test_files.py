@@ -98,8 +98,10 @@ def test_the_required_fields_alone_load(tmp_path: Path, kind: str) -> None:
         ("profile", "backward_s", ..., ["missing required field `backward_s`", "add it"]),
         ("profile", "gradients.1.bytes", ..., ["gradients[1]", "missing required field `bytes`"]),
         ("profile", "schema", ..., ['"schema" is missing', "backbeat.profile/1"]),
+        ("network", "schema", "backbeat.network/1", ["backbeat.network/2", "make it again"]),
+        ("plan", "schema", "backbeat.plan/1", ["backbeat.plan/2", "make it again"]),
         ("profile", "schema", "backbeat.network/2", ["backbeat.network/2", "give the profile file"]),
-        ("profile", "schema", "backbeat.profile/9", ["another version", "upgrade"]),
+        ("profile", "schema", "backbeat.profile/9", ["another version", "make it again"]),
         ("profile", "gradients.1.bytes", -4, ["gradients[1].bytes", ">= 0"]),
         (
             "network",

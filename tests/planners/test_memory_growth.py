@@ -79,7 +79,7 @@ def test_other_models_and_no_samples_are_refused() -> None:
 
 
 @pytest.mark.parametrize("profiled", [64, 2])
-def test_encoded_groups_leave_less_to_a_batch_kept_whole(profiled: int) -> None:
+def test_compressed_buckets_leave_less_to_a_batch_kept_whole(profiled: int) -> None:
     """The largest batch whose gradients fit is too large for residuals and scratch; the next that fits is found, not
     the profile's own."""
     profile, network = resnet152(profiled), affine(1e-3, 1e-8, workers=4)

@@ -14,13 +14,14 @@ from backbeat.model import ConcurrencyPoint, Network, Profile
 from backbeat.planners import STRATEGIES
 from backbeat.planners.adaptive import _constant_buffers
 from backbeat.planners.draft import Draft, capped
+from backbeat.planners.joint import SIMPLER_WITHIN
 from backbeat.planners.merge_concurrent import simplified
 from backbeat.planners.mgwfbp import merge_sweep
 from tests.problems import affine, curve, make_profile, networks, profiles
 
 MIB = 2**20
 WITHIN_ITERATION = sorted(set(STRATEGIES) - {"decoupled", "compressed"})
-ONE_CHANNEL = ["wfbp", "single", "ddp", "horovod", "mg-wfbp", "adaptive"]
+ONE_COMMUNICATOR = ["wfbp", "single", "ddp", "horovod", "mg-wfbp", "adaptive"]
 
 
 def ends_of(plan: bb.Plan) -> list[int]:
@@ -41,24 +42,46 @@ def test_optimal_is_what_exhaustive_search_finds(profile: Profile, network: Netw
 
 @settings(max_examples=500)
 @given(profiles(most=60), networks())
-def test_optimal_is_never_beaten_on_one_channel(profile: Profile, network: Network) -> None:
+def test_optimal_is_never_beaten_on_one_communicator(profile: Profile, network: Network) -> None:
     best = bb.plan(profile, network, "optimal").predicted["iteration_s"]  # type: ignore[index]
-    for strategy in ONE_CHANNEL:
+    for strategy in ONE_COMMUNICATOR:
         other = bb.predict(profile, network, bb.plan(profile, network, strategy, communicators=1)).iteration_s
         assert best <= other * (1 + 1e-9), strategy
 
 
 @settings(max_examples=200)
 @given(profiles(most=40), networks())
-def test_best_is_never_beaten_at_all(profile: Profile, network: Network) -> None:
+def test_best_is_never_beaten_by_more_than_simplicity_is_worth(profile: Profile, network: Network) -> None:
     best = bb.predict(profile, network, "best").iteration_s
     for strategy in WITHIN_ITERATION:
-        assert best <= bb.predict(profile, network, strategy).iteration_s * (1 + 1e-9), strategy
+        assert best <= bb.predict(profile, network, strategy).iteration_s * (1 + SIMPLER_WITHIN + 1e-9), strategy
+
+
+@settings(max_examples=100)
+@given(profiles(most=40), networks())
+def test_a_second_communicator_gains_more_than_simplicity_is_worth(profile: Profile, network: Network) -> None:
+    best, optimal = (bb.predict(profile, network, strategy) for strategy in ("best", "optimal"))
+    if best.communicators > 1:
+        assert best.iteration_s < optimal.iteration_s
+    else:
+        assert best.buckets <= optimal.buckets
+
+
+def test_no_second_communicator_for_a_gain_below_one_per_cent() -> None:
+    profile = make_profile([2 * 10**6] * 300, [1e-3 * index for index in range(300)])
+    network = affine(1e-3, 1e-10)
+    two = bb.predict(profile, network, bb.plan(profile, network, "asc-wfbp"))
+    best = bb.predict(profile, network, "best")
+    # The last bucket waits for the one before it; a second communicator would hide that, 1 ms of 300.
+    assert two.iteration_s < best.iteration_s < two.iteration_s * (1 + SIMPLER_WITHIN)
+    assert (best.communicators, best.buckets) == (1, 25)
 
 
 @settings(max_examples=40)
 @given(profiles(most=5), networks())
-def test_best_is_the_optimum_of_small_problems_on_two_channels(profile: Profile, network: Network) -> None:
+def test_best_is_close_to_the_optimum_of_small_problems_on_two_communicators(
+    profile: Profile, network: Network
+) -> None:
     """Exhaustive over consecutive buckets and their communicators."""
     least = min(
         Draft(ends, 2, list(communicators)).end_s(profile, network.cost)
@@ -67,7 +90,7 @@ def test_best_is_the_optimum_of_small_problems_on_two_channels(profile: Profile,
     )
     floor = profile.forward_s + max(least, profile.backward_s) + profile.update_s
     assert bb.predict(profile, network, bb.plan(profile, network, "best", communicators=2)).iteration_s <= floor * (
-        1 + 1e-9
+        1 + SIMPLER_WITHIN + 1e-9
     )
 
 
@@ -165,7 +188,7 @@ def test_every_plan_carries_every_gradient_once_and_is_the_same_twice(
     assert bb.predict(profile, network, plan).iteration_s == pytest.approx(plan.predicted["iteration_s"])
 
 
-def test_two_channels_are_chosen_where_calibration_says_one_does_not_fill_the_link() -> None:
+def test_two_communicators_are_chosen_where_calibration_says_one_does_not_fill_the_link() -> None:
     rows = tuple(
         ConcurrencyPoint(bytes=MIB, messages=8, communicators=2, seconds=4 * (1e-5 + 2 * 1e-9 * MIB / share))
         for share in (1.5,)
@@ -196,7 +219,7 @@ def test_bad_options_are_refused() -> None:
         bb.plan(profile, network, "ddp", bucket_bytes=-1)
 
 
-def test_best_takes_no_channel_for_a_rounding_error_and_none_without_a_group() -> None:
+def test_best_takes_no_communicator_for_a_rounding_error_and_none_without_a_bucket() -> None:
     profile = make_profile([10**6] * 12, [1e-4 * (k + 1) for k in range(12)])
     # No latency: communicators cannot help, however many are offered.
     assert bb.plan(profile, affine(0.0, 1e-9), "best", communicators=4).communicators == 1
@@ -214,7 +237,7 @@ def test_merging_what_costs_nothing_costs_nothing(profile: Profile, network: Net
     assert simple.ends[-1] == len(profile.gradients)
 
 
-def test_groups_that_are_hidden_anyway_are_merged() -> None:
+def test_buckets_that_are_hidden_anyway_are_merged() -> None:
     """A backward that goes on long after the last gradient hides any bucketing: one bucket is left of thirty."""
     profile = make_profile([10**5] * 30, [k * 1e-3 for k in range(1, 31)], backward=1.0)
     alone = Draft(list(range(1, 31)), 2)

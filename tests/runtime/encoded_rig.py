@@ -37,7 +37,7 @@ def compressed(model: nn.Module, compression: Compression | None, *, every: int 
     return replace(plan, buckets=tuple(buckets))
 
 
-def wrap(ctx: Context, compression: Compression, factory: Callable[[], nn.Module] = mlp, **options: Any) -> Any:
+def wrap(ctx: Context, compression: Compression, /, factory: Callable[[], nn.Module] = mlp, **options: Any) -> Any:
     every = options.pop("every", 1)
     model = ctx.build(factory)
     return DistributedDataParallel(model, plan=compressed(model, compression, every=every), **options)

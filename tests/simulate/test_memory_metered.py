@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils._pytree import tree_leaves  # noqa: E402
 
 from backbeat.measure import profile as measure  # noqa: E402
-from backbeat.measure.model.chain_costs import _BackwardBorders  # noqa: E402
+from backbeat.measure.model.chain_costs import BackwardBorders  # noqa: E402
 from backbeat.model import MemoryPlan, Profile  # noqa: E402
 from backbeat.planners.memory_moves import uniform  # noqa: E402
 from backbeat.planners.memory_plan import Search, memory_plan, needed  # noqa: E402
@@ -24,7 +24,7 @@ from backbeat.runtime.memory import apply, find_blocks  # noqa: E402
 from backbeat.simulate.actions import plan_of  # noqa: E402
 from backbeat.simulate.memory_timeline import Chain, memory_timeline  # noqa: E402
 from backbeat.simulate.resident_memory import ResidentMemory  # noqa: E402
-from tests.memory.memory_models import loss_of, resnet_case, transformer_case  # noqa: E402
+from tests.block_models import loss_of, resnet_case, transformer_case  # noqa: E402
 
 
 class Meter(TorchDispatchMode):
@@ -98,7 +98,7 @@ class Metered:
             self.meter.peak = self.meter.level
 
         found = find_blocks(self.model)
-        with self.meter, _BackwardBorders({block.name: found[block.name] for block in measured.blocks}, at):
+        with self.meter, BackwardBorders({block.name: found[block.name] for block in measured.blocks}, at):
             self.iterate()
             at("", "")
         blocks = tuple(

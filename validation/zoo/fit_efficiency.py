@@ -19,7 +19,7 @@ from compare_analytic import FITTED, measured_profiles, pace
 from scipy.optimize import minimize
 
 from backbeat.cost.roofline import DEVICES, Efficiency, OperatorWork, Roofline
-from backbeat.measure.model.analytic import _build, _figures
+from backbeat.measure.model.analytic import analytic_figures, build_without_data
 from backbeat.measure.model.factory import load
 from backbeat.model import Profile
 
@@ -46,7 +46,8 @@ class Operations:
         self.measured = measured
         self.device = DEVICES[gpu]
         recorder = Recorder(self.device, measured.precision, seen=([],))
-        figures = _figures(_build(load(factory), measured.batch_size), recorder, measured.precision, 1)
+        workload = build_without_data(load(factory), measured.batch_size)
+        figures = analytic_figures(workload, recorder, measured.precision, 1)
         # A second an operation: the times are counts, and the last iteration is the end of what was seen.
         self.forward, self.backward = round(figures.forward_s), round(figures.backward_s)
         count = self.forward + self.backward + round(figures.update_s)

@@ -26,6 +26,8 @@ from backbeat.errors import BackbeatError
 from backbeat.measure.model.factory import Workload, load
 from backbeat.measure.model.precision import autocast, tensor_cores
 from backbeat.measure.model.profiler import MeasuredModel, measure
+from backbeat.runtime.compressed.topk_speed import measure_topk
+from backbeat.runtime.memory import apply
 from backbeat.units import parse_duration
 
 
@@ -128,6 +130,8 @@ def _measure_model(
                     command=f"backbeat profile backbeat.zoo.models:{model.factory} --batch-size {batch_size} "
                     f"--precision {precision} --device {device.type}",
                     notes=(f"{factory.spec}: {factory.description}",),
+                    topk_speed=measure_topk,
+                    apply_memory=apply,
                 )
             except BackbeatError as error:
                 failures += 1

@@ -15,49 +15,37 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from backbeat.comm.clock import HostClock
 from backbeat.comm.machine import today, versions
 from backbeat.cost.roofline import Roofline, roofline
 from backbeat.errors import BackbeatError, InputError
+from backbeat.measure.model.batches import map_batch, samples_in
 from backbeat.measure.model.factory import Factory, Workload
 from backbeat.measure.model.observation import Figures, take
 from backbeat.measure.model.operator_work import work_of
 from backbeat.measure.model.precision import PRECISIONS
-from backbeat.measure.model.training_step import Training, samples_in, where_raised
+from backbeat.measure.model.training_step import Training, where_raised
 from backbeat.model import Profile, Source
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from backbeat.comm.clock import Mark
 
 _CPU = torch.device("cpu")
 
 
-class VirtualClock:
+class VirtualClock(HostClock):
     """A clock that stands still until it is told how long something took."""
-
-    asynchronous = False
 
     def __init__(self) -> None:
         self.now_s = 0.0
 
-    def reserve(self, marks: int) -> None:
-        pass
-
     def mark(self) -> Mark:
         return self.now_s
 
-    def synchronize(self) -> None:
-        pass
-
-    def between(self, first: Mark, last: Mark) -> float:
-        return float(last - first)
-
     def host_s(self) -> float:
         return self.now_s
-
-    def delay(self, seconds: float) -> None:
-        pass
 
 
 class Estimator(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -97,17 +85,17 @@ def analytic_profile(
         raise InputError(f"accumulation is {accumulation}: it must be 1 or more")
     roof = roofline(gpu, precision, tflops=tflops, gbps=gbps)
     size = factory.batch_size(batch_size)
-    workload = _build(factory, size)
+    workload = build_without_data(factory, size)
     samples = size or samples_in(workload.batch)
     if samples is None:
         raise InputError(f"the batch of {factory.spec} holds no tensor to count samples in")
     if batch_size is not None and samples != batch_size:
         raise InputError(f"{factory.spec} takes no batch_size and its batch holds {samples} samples, not {batch_size}")
-    figures = _figures(workload, roof, precision, accumulation)
+    figures = analytic_figures(workload, roof, precision, accumulation)
     return _document(factory, figures, roof, samples, precision, accumulation, name, command)
 
 
-def _build(factory: Factory, size: int | None) -> Workload:
+def build_without_data(factory: Factory, size: int | None) -> Workload:
     """On the meta device, where that works; a factory whose code looks at values is built on the CPU."""
     with contextlib.suppress(InputError), torch.device("meta"), _staying_put():
         return factory.build(size, "meta")
@@ -130,7 +118,8 @@ def _staying_put() -> Iterator[None]:
         torch.nn.Module.to = move  # type: ignore[method-assign]
 
 
-def _figures(workload: Workload, roof: Roofline, precision: str, accumulation: int) -> Figures:
+def analytic_figures(workload: Workload, roof: Roofline, precision: str, accumulation: int) -> Figures:
+    """One iteration's figures, with the roofline's seconds for every operation."""
     clock = VirtualClock()
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     estimator = Estimator(roof, clock)
@@ -209,19 +198,8 @@ def _without_data(workload: Workload, mode: FakeTensorMode) -> tuple[torch.nn.Mo
             for name, tensor in tensors.items():
                 if tensor is not None:
                     tensors[name] = fake(tensor)
-    return workload.model, _mapped(workload.batch, fake)
-
-
-def _mapped(batch: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    if isinstance(batch, torch.Tensor):
-        return change(batch)
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(_mapped(item, change) for item in batch))
-    if isinstance(batch, (list, tuple)):
-        return type(batch)(_mapped(item, change) for item in batch)
-    if isinstance(batch, dict):
-        return {key: _mapped(item, change) for key, item in batch.items()}
-    return batch
+    batch = map_batch(workload.batch, lambda item: fake(item) if isinstance(item, torch.Tensor) else item)
+    return workload.model, batch
 
 
 def _document(

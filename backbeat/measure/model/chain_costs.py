@@ -10,24 +10,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from backbeat.measure.model.chain import BlockCall, Borders, ChainWatch, find_blocks
-from backbeat.measure.model.saved_bytes import storage_bytes
-from backbeat.measure.model.training_step import tensors_in
+from backbeat.measure.model.batches import tensors_in
+from backbeat.measure.model.block_bytes import BlockBytes
+from backbeat.measure.model.chain import BlockCall, Borders, find_blocks
+from backbeat.measure.model.host_link import measure_host_link
 from backbeat.model import Block, HostLink
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
 
     from backbeat.comm.clock import Clock, Mark
     from backbeat.measure.model.training_step import Training
 
 _TIMED = {"cpu": 3, "cuda": 5}
-_LINK_BYTES = {"cpu": 16 << 20, "cuda": 128 << 20}
-_LINK_COPIES = 3
 _DIGITS = 8
 
 
@@ -47,7 +46,7 @@ class MeasuredChain:
 def measure_blocks(training: Training) -> MeasuredChain:
     """Measure the model's chain of blocks; empty where it has none. The model must not be compiled."""
     found = find_blocks(training.model)
-    weights = _Weights(found, [*training.model.parameters(), *training.model.buffers(), *tensors_in(training.batch)])
+    weights = BlockBytes(found, [*training.model.parameters(), *training.model.buffers(), *tensors_in(training.batch)])
     if found:
         with weights:
             loss = training.forward()
@@ -92,7 +91,7 @@ def measure_blocks(training: Training) -> MeasuredChain:
             )
             for name, link in links.items()
         ),
-        host_link=host_link(training.device, training.clock),
+        host_link=measure_host_link(training.device, training.clock),
         head_bytes=head,
         outside_bytes=weights.outside_saved,
         notes=notes,
@@ -112,93 +111,7 @@ def _gradient_bytes(module: torch.nn.Module) -> int:
     )
 
 
-@dataclass
-class _Sizes:
-    input: int = 0
-    output: int = 0
-    saved: int = 0
-    saves_input: bool = False
-    saves_output: bool = False
-
-
-class _Weights(ChainWatch):
-    """Weighs what goes in and out of every block, and what autograd saves in it, each storage once."""
-
-    def __init__(self, blocks: dict[str, torch.nn.Module], alive: Iterable[torch.Tensor]) -> None:
-        super().__init__(blocks)
-        self.sizes: dict[str, _Sizes] = {}
-        self.head_saved = 0
-        self.outside_saved = 0
-        self._alive = {_storage(tensor) for tensor in alive}
-        # A storage's address is its identity while it lives: whatever was looked at is held until the end.
-        self._held: list[torch.Tensor] = []
-        self._entered: set[int] = set()
-        self._counted: set[int] = set()
-        self._running: str | None = None
-        self._saved: dict[int, int] = {}
-        self._between: dict[int, int] = {}
-        self._ends: set[int] = set()
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda saved: saved)
-
-    def __enter__(self) -> Any:
-        super().__enter__()
-        self._hooks.__enter__()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._hooks.__exit__(*exception)
-        super().__exit__(*exception)
-        self._held.clear()
-
-    def finish(self) -> None:
-        """Forward is over: what was saved since the last block is the head's."""
-        self.head_saved = sum(size for key, size in self._between.items() if key not in self._ends)
-
-    def begin(self, name: str, inputs: list[torch.Tensor]) -> None:
-        super().begin(name, inputs)
-        self.outside_saved += sum(size for key, size in self._between.items() if key not in self._ends)
-        self._counted.update(self._between)
-        self._between = {}
-        self._running, self._saved = name, {}
-        size = self.sizes.setdefault(name, _Sizes())
-        for place, tensor in enumerate(inputs):
-            key = _storage(tensor)
-            # Beside the first, a tensor is held once however many blocks it enters (masks, an encoder's result).
-            if key not in self._alive and (place == 0 or key not in self._entered):
-                self._entered.add(key)
-                size.input += _size(tensor)
-            self._held.append(tensor.detach())
-
-    def end(self, name: str, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
-        super().end(name, inputs, outputs)
-        size = self.sizes[name]
-        into = {_storage(tensor) for tensor in inputs} - self._alive
-        out = {_storage(tensor) for tensor in outputs} - self._alive
-        self._held += [tensor.detach() for tensor in outputs]
-        size.output += storage_bytes(tensor for tensor in outputs if _storage(tensor) in out)
-        # An input that became the output in place is not there twice.
-        size.saves_input |= bool(inputs) and _storage(inputs[0]) in (into - out) & self._saved.keys()
-        size.saves_output |= any(key in out for key in self._saved)
-        for key, saved in self._saved.items():
-            if key not in into and key not in out and key not in self._counted:
-                size.saved += saved
-        self._counted.update(self._saved)
-        self._ends = out
-        self._running, self._saved = None, {}
-
-    def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        kept = tensor.detach()
-        key = _storage(tensor)
-        if key and key not in self._alive:
-            self._held.append(kept)
-            if self._running is not None:
-                self._saved[key] = _size(tensor)
-            elif key not in self._counted:
-                self._between[key] = _size(tensor)
-        return kept
-
-
-class _BackwardBorders(Borders):
+class BackwardBorders(Borders):
     """Calls back at every border: the begin and end of each block's forward, and the begin of its backward."""
 
     def __init__(self, blocks: dict[str, torch.nn.Module], at: Callable[[str, str], None]) -> None:
@@ -223,7 +136,7 @@ def _times(training: Training, blocks: dict[str, torch.nn.Module]) -> tuple[dict
     clock.reserve((count + 1) * (3 * len(blocks) + 16) * 2)
     passes: list[list[tuple[str, str, Mark]]] = []
     ends: list[list[Mark]] = []
-    with _BackwardBorders(blocks, lambda what, name: passes[-1].append((what, name, clock.mark()))):
+    with BackwardBorders(blocks, lambda what, name: passes[-1].append((what, name, clock.mark()))):
         # The first refills the queue of a device that works behind the host.
         for _ in range(count + 1):
             passes.append([])
@@ -298,43 +211,10 @@ class _Levels:
 def _levels(training: Training, blocks: dict[str, torch.nn.Module]) -> _Levels:
     levels = _Levels(training.device)
     training.clock.synchronize()
-    with _BackwardBorders(blocks, levels.at):
+    with BackwardBorders(blocks, levels.at):
         loss = training.forward()
         loss.backward()  # type: ignore[no-untyped-call]
         levels.close()
         del loss
     training.optimizer.zero_grad(set_to_none=True)
     return levels
-
-
-def host_link(device: torch.device, clock: Clock) -> HostLink:
-    """Rates of copies to and from pinned memory of the host (on a CPU, within memory), one direction at a time."""
-    size = _LINK_BYTES.get(device.type, 16 << 20)
-    host = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
-    here = torch.empty(size, dtype=torch.uint8, device=device)
-    rates = []
-    for target, source in ((host, here), (here, host)):
-        seconds = []
-        for _ in range(_LINK_COPIES + 1):
-            first = clock.mark()
-            target.copy_(source, non_blocking=True)
-            last = clock.mark()
-            clock.synchronize()
-            seconds.append(clock.between(first, last))
-        # The first touches the pages.
-        rates.append(size / max(median(seconds[1:]), 1e-9))
-    return HostLink(to_host_bytes_per_s=round(rates[0]), to_device_bytes_per_s=round(rates[1]))
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    try:
-        return int(tensor.untyped_storage()._cdata)
-    except (NotImplementedError, RuntimeError):
-        return 0
-
-
-def _size(tensor: torch.Tensor) -> int:
-    try:
-        return tensor.untyped_storage().nbytes()
-    except (NotImplementedError, RuntimeError):
-        return 0

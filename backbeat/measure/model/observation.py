@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from msgspec.structs import replace
 
-from backbeat.errors import InputError, MeasurementError
 from backbeat.measure.model.chain_costs import MeasuredChain, measure_blocks
+from backbeat.measure.model.gradients import Gradients, first_iteration
 from backbeat.measure.model.hooks import (
     ForwardWatch,
     Owner,
@@ -20,32 +20,18 @@ from backbeat.measure.model.hooks import (
     is_compiled,
     ready_shares,
 )
-from backbeat.measure.model.inputs import check_loss
+from backbeat.measure.model.memory_by_kind import weigh
 from backbeat.measure.model.pace import Host, Pace, judge, needs_head_start, probe, recomputation
-from backbeat.measure.model.saved_bytes import SavedTensors, device_bytes, optimizer_tensors, storage_bytes
-from backbeat.measure.model.training_step import Marks, Observer, Training, is_out_of_memory, tensors_in, where_raised
+from backbeat.measure.model.training_step import Marks, Observer, Training, is_out_of_memory
 from backbeat.model import Gradient, Memory, Profile, Source
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
+
+    from backbeat.measure.model.pace import ApplyMemory
 
 _HOOKED_ITERATIONS = 10
 _FEWEST_ITERATIONS = 8
-
-
-@dataclass(frozen=True)
-class Gradients:
-    names: list[str]
-    parameters: list[torch.nn.Parameter]
-    sizes: list[int]
-    frozen: list[str]
-    unused: list[str]
-
-    @property
-    def left_out(self) -> list[str]:
-        """Notes on the parameters that are not among them."""
-        kinds = {"frozen": self.frozen, "got no gradient": self.unused}
-        return [f"left out, {why}: {', '.join(names)}" for why, names in kinds.items() if names]
 
 
 @dataclass(frozen=True)
@@ -64,6 +50,8 @@ class Hooked:
 
 @dataclass(frozen=True)
 class Figures:
+    """Everything that a training run showed, before it becomes a profile."""
+
     gradients: Gradients
     forward_s: float
     backward_s: float
@@ -133,9 +121,16 @@ def rounded(seconds: float) -> float:
     return round(seconds, 8)
 
 
-def take(training: Training, iterations: int, warmup: int, time_limit_s: float | None) -> Figures:
+def take(
+    training: Training,
+    iterations: int,
+    warmup: int,
+    time_limit_s: float | None,
+    apply_memory: ApplyMemory | None = None,
+) -> Figures:
+    """Train and take the figures. `apply_memory` runs a memory plan: with it, recomputation is timed on the host."""
     clock = training.clock
-    gradients = _first_iteration(training)
+    gradients = first_iteration(training)
     for _ in range(max(0, warmup - 2)):
         training.iterate()
     clock.synchronize()
@@ -153,7 +148,7 @@ def take(training: Training, iterations: int, warmup: int, time_limit_s: float |
 
     compiled = is_compiled(training.model)
     owners = [] if compiled else find_owners(training.model, gradients.parameters)
-    memory, activations = _weigh(training, gradients, owners)
+    memory, activations = weigh(training, gradients, owners)
     chain = _chain(training, compiled)
     memory = replace(memory, head_bytes=chain.head_bytes, outside_bytes=chain.outside_bytes)
     per_iteration = 3 * training.accumulation + 4
@@ -173,7 +168,7 @@ def take(training: Training, iterations: int, warmup: int, time_limit_s: float |
     host, again_s, ahead, observed = None, None, None, None
     if clock.asynchronous:
         host = probe(training)
-        again_s = recomputation(training, chain.blocks, host)
+        again_s = None if apply_memory is None else recomputation(training, chain.blocks, host, apply_memory)
         clock.synchronize()
         if needs_head_start(host, _iteration_s(plain, training)):
             ahead = observed = hooked(host)
@@ -261,77 +256,3 @@ def _phases(plain: list[Marks], training: Training) -> tuple[float, float]:
 
 def _iteration_s(plain: list[Marks], training: Training) -> float:
     return median(training.clock.between(marks.begin, marks.end) for marks in plain)
-
-
-def _first_iteration(training: Training) -> Gradients:
-    """Check on the way that everything the user gave does what it should."""
-    model = training.model
-    training.optimizer.zero_grad(set_to_none=True)
-    loss = _user_code("loss(model, batch)", training.plain_loss)
-    check_loss(loss)
-    _user_code("backward", training.scaled(loss).backward)
-    del loss
-    names, parameters, sizes, frozen, unused = [], [], [], [], []
-    for name, parameter in model.named_parameters():
-        gradient = parameter.grad
-        if not parameter.requires_grad:
-            frozen.append(name)
-        elif gradient is None:
-            unused.append(name)
-        elif gradient.layout != torch.strided:
-            raise InputError(
-                f"the gradient of {name} is sparse: all-reduce carries dense gradients; "
-                "build its embedding with sparse=False, or exclude it from data-parallel synchronisation"
-            )
-        else:
-            names.append(name)
-            parameters.append(parameter)
-            sizes.append(gradient.numel() * gradient.element_size())
-    if not names:
-        raise InputError("backward gave no parameter a gradient: the loss does not depend on the model's parameters")
-    _user_code("the optimizer", training.update)
-    return Gradients(names, parameters, sizes, frozen, unused)
-
-
-def _user_code(what: str, call: Callable[[], Any]) -> Any:
-    try:
-        return call()
-    except Exception as error:
-        if is_out_of_memory(error) or isinstance(error, (InputError, MeasurementError)):
-            raise
-        raise InputError(f"{what} raised {where_raised(error)}") from error
-
-
-def _weigh(training: Training, gradients: Gradients, owners: list[Owner]) -> tuple[Memory, dict[int, int]]:
-    """Memory by kind. One iteration under saved-tensor hooks for the activations, a plain one for the peak."""
-    model, device = training.model, training.device
-    parameters, buffers = list(model.parameters()), list(model.buffers())
-    held = [*parameters, *buffers, *tensors_in(training.batch)]
-    with SavedTensors(owners, held) as saved:
-        loss = training.forward()
-    loss.backward()  # type: ignore[no-untyped-call]
-    del loss
-    training.optimizer.zero_grad(set_to_none=True)
-    state = device_bytes(optimizer_tensors(training.optimizer), device)
-    gradient_bytes = sum(gradients.sizes)
-    if device.type == "cuda":
-        training.clock.synchronize()
-        steady = torch.cuda.memory_allocated(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        training.iterate()
-        training.clock.synchronize()
-        peak = torch.cuda.max_memory_allocated(device)
-    else:
-        steady = storage_bytes(held) + state
-        peak = steady + gradient_bytes + saved.total
-    memory = Memory(
-        parameter_bytes=storage_bytes(parameters),
-        gradient_bytes=gradient_bytes,
-        optimizer_bytes=state,
-        buffer_bytes=storage_bytes(buffers),
-        activation_bytes=saved.total,
-        steady_bytes=steady,
-        peak_bytes=peak,
-        batch_bytes=storage_bytes(tensors_in(training.batch)),
-    )
-    return memory, saved.by_gradient

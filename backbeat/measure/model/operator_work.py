@@ -54,7 +54,7 @@ def _convolution(given: dict[str, Any], result: Any, moved: int, half: bool) -> 
     spatial = (inputs if given["transposed"] else output).shape[2:].numel()
     flops = 2.0 * inputs.shape[0] * spatial * weight.numel()
     depthwise = groups > 1 and groups == inputs.shape[1]
-    # Tensor cores want channels last: a communicators-first tensor is turned round on its way in, and on its way out.
+    # Tensor cores want channels last: a channels-first tensor is turned round on its way in, and on its way out.
     turned = 0 if depthwise or _is_channels_last(inputs) else 2 * (_bytes(inputs) + _bytes(output))
     kernels = 1
     if backward:

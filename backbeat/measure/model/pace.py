@@ -8,8 +8,11 @@ iterations too, waiting is what training does, and hooked iterations run as they
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Protocol
+
+import torch
 
 from backbeat.errors import InputError
 from backbeat.model import Block, MemoryPlan, Segment
@@ -43,6 +46,8 @@ class Host:
 
 @dataclass(frozen=True)
 class Pace:
+    """Who waits for whom in one iteration, and the times that say so."""
+
     kind: Kind
     host_s: float
     """What one iteration takes the host to submit."""
@@ -85,15 +90,22 @@ def probe(training: Training) -> Host:
     return Host(forward_s, backward_s, rest_s)
 
 
-def recomputation(training: Training, blocks: Sequence[Block], plain: Host) -> float | None:
-    """How much longer the host takes for a micro-batch when every block is recomputed; None where that cannot be."""
-    # Here, since it stands on this package.
-    from backbeat.runtime.memory import apply
+class AppliedMemory(Protocol):
+    """A memory plan that a model runs with until it is removed."""
 
+    def remove(self) -> None: ...
+
+
+ApplyMemory = Callable[[torch.nn.Module, MemoryPlan], AppliedMemory]
+"""`backbeat.runtime.memory.apply`: measuring knows no runtime, so callers that have one hand it in."""
+
+
+def recomputation(training: Training, blocks: Sequence[Block], plain: Host, apply_memory: ApplyMemory) -> float | None:
+    """How much longer the host takes for a micro-batch when every block is recomputed; None where that cannot be."""
     if not blocks:
         return None
     try:
-        handle = apply(training.model, MemoryPlan(segments=_one_by_one(blocks)))
+        handle = apply_memory(training.model, MemoryPlan(segments=_one_by_one(blocks)))
         try:
             training.iterate()
             host = probe(training)

@@ -7,6 +7,7 @@ of forward. So the hooks' own cost is measured rather than contained in the figu
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ import torch
 from backbeat.comm.clock import clock_for
 from backbeat.comm.machine import device_name, short_name, source
 from backbeat.errors import InputError, MeasurementError
+from backbeat.measure.model.batches import samples_in, to_device
 from backbeat.measure.model.inputs import check_model, device_of
 from backbeat.measure.model.observation import Figures, rounded, take
 from backbeat.measure.model.precision import check_precision, scaler_for, tensor_cores
@@ -25,19 +27,19 @@ from backbeat.measure.model.training_step import (
     OutOfMemoryError,
     Training,
     is_out_of_memory,
-    samples_in,
-    to_device,
     where_raised,
 )
 from backbeat.model import Profile
-from backbeat.runtime.compressed.topk_speed import Compression, compression_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from backbeat.measure.model.pace import Pace
+    from backbeat.measure.model.pace import ApplyMemory, Pace
 
-# Event timers resolve about half a microsecond; further digits would be noise that does not compress.
+TopkSpeed = Callable[[Training, int], tuple[float, float] | None]
+"""Seconds of top-k per byte and per bucket, given the bytes of all gradients; None where memory is too short.
+`backbeat.runtime.compressed.topk_speed.measure_topk`: measuring knows no runtime, so callers that have one hand it
+in."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,7 @@ def profile(
 
     `loss(model, batch)` returns the scalar that backward starts from. Without an optimizer, SGD with momentum.
     Options are those of `measure`: `precision`, `device`, `iterations`, `warmup`, `accumulation`, `batch_size`,
-    `name`, `model_name`, `time_limit_s`, `keep`, `command`, `notes`.
+    `name`, `model_name`, `time_limit_s`, `keep`, `command`, `notes`, `topk_speed`, `apply_memory`.
     """
     return measure(model, batch, loss, optimizer, **options).profile
 
@@ -85,11 +87,15 @@ def measure(
     keep: bool = True,
     command: str | None = None,
     notes: Iterable[str] = (),
+    topk_speed: TopkSpeed | None = None,
+    apply_memory: ApplyMemory | None = None,
 ) -> MeasuredModel:
     """As `profile`, with the measurement's own cost.
 
     `time_limit_s` lowers the number of iterations (to 8 at least) where they would take longer. `keep=False` spares the
-    copies that put the model back as it was.
+    copies that put the model back as it was. `topk_speed` and `apply_memory` come from `backbeat.runtime`, as
+    `backbeat profile` gives them: without them the profile does not say what top-k costs, nor, on a GPU, what
+    recomputation costs the host.
     """
     for field, value, least in (
         ("iterations", iterations, 1),
@@ -128,12 +134,9 @@ def measure(
     )
     try:
         with _current(where), tensor_cores(precision, where):
-            if keep:
-                with kept(model, given_optimizer, where):
-                    figures = take(training, iterations, warmup, time_limit_s)
-            else:
-                figures = take(training, iterations, warmup, time_limit_s)
-            compression = compression_of(training, sum(figures.gradients.sizes))
+            with kept(model, given_optimizer, where) if keep else contextlib.nullcontext():
+                figures = take(training, iterations, warmup, time_limit_s, apply_memory)
+            topk = None if topk_speed is None else topk_speed(training, sum(figures.gradients.sizes))
     except (InputError, MeasurementError):
         raise
     except Exception as error:
@@ -147,7 +150,7 @@ def measure(
     return _document(
         training,
         figures,
-        compression,
+        topk,
         name=name or f"{title.lower()}-b{samples}-{precision}-{short_name(where)}",
         model=title,
         batch_size=samples,
@@ -159,7 +162,7 @@ def measure(
 def _document(
     training: Training,
     figures: Figures,
-    compression: Compression | None,
+    topk: tuple[float, float] | None,
     *,
     name: str,
     model: str,
@@ -168,6 +171,7 @@ def _document(
     notes: tuple[str, ...],
 ) -> MeasuredModel:
     pace = figures.pace
+    s_per_byte, s_per_bucket = (None, None) if topk is None else topk
     document = msgspec.structs.replace(
         figures.profile(
             name=name,
@@ -182,8 +186,8 @@ def _document(
         iteration_s=tuple(rounded(seconds) for seconds in figures.iteration_s),
         blocks=figures.chain.blocks,
         host_link=figures.chain.host_link,
-        compression_s_per_byte=None if compression is None else compression.s_per_byte,
-        compression_s_per_bucket=None if compression is None else compression.s_per_bucket,
+        compression_s_per_byte=s_per_byte,
+        compression_s_per_bucket=s_per_bucket,
         host_s=None if pace is None else rounded(pace.host_s),
         host_recompute_s=None if pace is None or pace.recompute_s is None else rounded(pace.recompute_s),
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, cast
 
@@ -21,6 +21,8 @@ class OutOfMemoryError(MeasurementError):
 
 
 class MicroBatch(NamedTuple):
+    """Marks around forward and backward of one micro-batch."""
+
     forward_begin: Mark
     forward_end: Mark
     backward_begin: Mark
@@ -29,6 +31,8 @@ class MicroBatch(NamedTuple):
 
 
 class Marks(NamedTuple):
+    """Marks of one iteration."""
+
     begin: Mark
     micro_batches: tuple[MicroBatch, ...]
     end: Mark
@@ -119,31 +123,3 @@ def where_raised(error: BaseException) -> str:
     at = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:300]}{at}" if text else f"{type(error).__name__}{at}"
-
-
-def to_device(batch: Any, device: torch.device) -> Any:
-    """The batch with every tensor in it on the device; containers keep their types."""
-    if isinstance(batch, torch.Tensor):
-        return batch.to(device)
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(to_device(item, device) for item in batch))
-    if isinstance(batch, (list, tuple)):
-        return type(batch)(to_device(item, device) for item in batch)
-    if type(batch) is dict:
-        return {key: to_device(item, device) for key, item in batch.items()}
-    return batch.to(device) if callable(getattr(batch, "to", None)) else batch
-
-
-def tensors_in(batch: Any) -> list[torch.Tensor]:
-    if isinstance(batch, torch.Tensor):
-        return [batch]
-    if isinstance(batch, Mapping):
-        batch = list(batch.values())
-    if isinstance(batch, (list, tuple)):
-        return [tensor for item in batch for tensor in tensors_in(item)]
-    return []
-
-
-def samples_in(batch: Any) -> int | None:
-    """The length of the first tensor that has one."""
-    return next((int(tensor.shape[0]) for tensor in tensors_in(batch) if tensor.dim() > 0 and tensor.shape[0]), None)

@@ -11,23 +11,19 @@ import statistics
 import time
 from collections import deque
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
 from backbeat.comm.spin import SpinRate, spin_rate, until
 from backbeat.errors import MeasurementError
-from backbeat.units import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from backbeat.comm.opened import Communicator, Work
+    from backbeat.comm.communicators import Communicator
+    from backbeat.measure.network.case import Case
 
-Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "broadcast"]
-COLLECTIVES: tuple[Collective, ...] = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
 _ELEMENT_BYTES = 4
 # The first of them lines the ranks up, the others bring all to the same state: threads awake, links warm.
 _ALIGN = 3
@@ -40,21 +36,6 @@ _FIRST_PACE_S = 300e-6
 _PACE_SAMPLES = 16
 _LEAD_MARGIN = 2.0
 _RESOLUTION_S = 1e-6
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
-    """One thing to time: `messages` equal collectives issued at once, round robin over `communicators`."""
-
-    collective: Collective = "all_reduce"
-    bytes: int
-    """The whole buffer: what all-gather ends with and reduce-scatter starts from."""
-    messages: int = 1
-    communicators: int = 1
-
-    def __str__(self) -> str:
-        name = f"{self.collective} {format_bytes(self.bytes)}"
-        return name if self.messages == 1 else f"{name} × {self.messages} on {self.communicators}"
 
 
 class Bench:
@@ -100,7 +81,7 @@ class Bench:
         with explained("agreeing on times"):
             pace = statistics.median(self._paces) if self._paces else _FIRST_PACE_S
             shared = torch.tensor([*values, pace], dtype=torch.float64, device=self.device)
-            self._communicators[0].all_reduce(shared, dist.ReduceOp.MAX).wait()
+            self._communicators[0].all_reduce_max(shared).wait()
             if self.device.type == "cuda":
                 done = cuda.Event()
                 done.record()
@@ -112,7 +93,7 @@ class Bench:
         """Seconds since the bench was made, on this rank's clock."""
         return time.perf_counter() - self._begun
 
-    def _sample_cuda(self, launch: Callable[[], list[Work]], messages: int) -> float:
+    def _sample_cuda(self, launch: Callable[[], list[Any]], messages: int) -> float:
         rate, start, end = self._device_clock()
         for _ in range(_ALIGN):
             self._communicators[0].all_reduce(self._tiny).wait()
@@ -137,7 +118,7 @@ class Bench:
             self._clock = (spin_rate(), cuda.Event(enable_timing=True), cuda.Event(enable_timing=True))
         return self._clock
 
-    def _launcher(self, case: Case) -> Callable[[], list[Work]]:
+    def _launcher(self, case: Case) -> Callable[[], list[Any]]:
         elements = max(1, math.ceil(case.bytes / _ELEMENT_BYTES))
         communicators = self._communicators[: case.communicators]
         if case.collective in ("all_gather", "reduce_scatter"):

@@ -1,20 +1,189 @@
-"""What a calibration found, as figures and as text."""
+"""What a calibration found: the network its timings describe, notes on it, and a summary as figures and as text."""
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from backbeat.measure.network.bench import Case
-from backbeat.measure.network.calibration import misfits, warnings
+from backbeat.cost.samples import Timing, monotone
+from backbeat.errors import MeasurementError
+from backbeat.measure.network.case import COLLECTIVES, Case
+from backbeat.measure.network.sampling import FEWEST_REPEATS, REPEATS
+from backbeat.model.network import CollectiveTimes, ConcurrencyPoint, Network, Topology
 from backbeat.units import format_bytes, format_rate, format_seconds
 
 if TYPE_CHECKING:
-    from backbeat.measure.network.calibration import Calibrated
+    from collections.abc import Sequence
+
+    from backbeat.cost.collectives import Collective
+    from backbeat.measure.network.sampling import SamplingOutcome
+    from backbeat.model.source import Source
+
+JITTER = 0.2
+"""Above this the network is not what the model assumes; a note says so."""
+LATE = 0.1
+"""The same, for samples that contain the host's own time."""
+MISFIT = 0.25
+"""The same, for the model's error where several communicators are used at once."""
 
 
-def summarised(calibrated: Calibrated) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calibration:
+    """A network and the timings behind it, by case."""
+
+    network: Network
+    outcome: SamplingOutcome
+    held_out: tuple[Case, ...] = ()
+    """All-reduces between the sizes of the curve, measured with the others and left out of it."""
+
+
+def network_from(
+    timings: dict[Case, Timing],
+    *,
+    name: str,
+    workers: int,
+    backend: str | None = None,
+    per_node: int = 1,
+    source: Source | None = None,
+    notes: Sequence[str] = (),
+) -> Network:
+    """The network that these timings describe."""
+    curves = {collective: _curve(timings, collective) for collective in COLLECTIVES}
+    all_reduce = curves["all_reduce"]
+    if all_reduce is None:
+        raise MeasurementError("fewer than two all-reduce sizes were measured: raise --budget or give smaller --sizes")
+    rows = [
+        ConcurrencyPoint(
+            bytes=case.bytes, messages=case.messages, communicators=case.communicators, seconds=timing.median_s
+        )
+        for case, timing in timings.items()
+        if case.messages > 1
+    ]
+    return Network(
+        name=name,
+        workers=workers,
+        all_reduce=all_reduce,
+        all_gather=curves["all_gather"],
+        reduce_scatter=curves["reduce_scatter"],
+        broadcast=curves["broadcast"],
+        concurrency=tuple(sorted(rows, key=lambda row: (row.communicators, row.bytes))),
+        # gloo's all-reduce is a ring at every size; NCCL and MPI libraries choose by size.
+        topology=Topology(algorithm="ring" if backend == "gloo" else "auto", gpus_per_node=per_node),
+        backend=backend if backend in ("nccl", "gloo", "mpi") else None,  # type: ignore[arg-type]
+        source=source,
+        notes=tuple(notes),
+    )
+
+
+def _curve(timings: dict[Case, Timing], collective: Collective) -> CollectiveTimes | None:
+    measured = sorted(
+        (
+            (case.bytes, timing)
+            for case, timing in timings.items()
+            if case.collective == collective and case.messages == 1
+        ),
+        key=lambda pair: pair[0],
+    )
+    if len(measured) < 2:
+        return None
+    seconds = monotone(
+        [timing.median_s for _, timing in measured],
+        # A cost must not fall with size; among points that do, the surer one says where the curve goes.
+        [1.0 / max(timing.uncertainty * timing.median_s, 1e-9) ** 2 for _, timing in measured],
+    )
+    return CollectiveTimes(points=tuple((size, time) for (size, _), time in zip(measured, seconds, strict=True)))
+
+
+def warnings(outcome: SamplingOutcome) -> list[str]:
+    """Where the network is not what the model assumes."""
+    found = []
+    isolated = sorted(
+        ((case, timing) for case, timing in outcome.timings.items() if case.messages == 1),
+        key=lambda pair: (pair[0].collective, pair[0].bytes),
+    )
+    shaky = [case for case, timing in outcome.timings.items() if timing.jitter > JITTER]
+    if shaky:
+        worst = max(shaky, key=lambda case: outcome.timings[case].jitter)
+        found.append(
+            f"jitter over {JITTER:.0%} in {len(shaky)} of {len(outcome.timings)} cases (worst {worst}: "
+            f"{outcome.timings[worst].jitter:.0%}): the machine or the network was busy; predictions are as uncertain"
+        )
+    falls = [
+        (small, large)
+        for (small, below), (large, above) in itertools.pairwise(isolated)
+        if small.collective == large.collective and above.median_s < below.median_s * (1 - JITTER / 2)
+    ]
+    if falls:
+        shown = ", ".join(f"{large} below {format_bytes(small.bytes)}" for small, large in falls[:3])
+        found.append(
+            f"a larger message was over {JITTER / 2:.0%} faster than a smaller one in {len(falls)} places ({shown}"
+            f"{', …' if len(falls) > 3 else ''}): the library changes its algorithm there, or the network was busy; "
+            "the curve is flattened between them"
+        )
+    return found
+
+
+def misfits(network: Network) -> list[str]:
+    """Where messages on several communicators take another time than the model gives them."""
+    off = [
+        (network.cost.batch_s(row.bytes, row.messages, row.communicators) / row.seconds - 1, row)
+        for row in network.concurrency
+        if row.communicators > 1 and row.seconds > 0
+    ]
+    far = [(error, row) for error, row in off if abs(error) > MISFIT]
+    if not far:
+        return []
+    error, row = max(far, key=lambda pair: abs(pair[0]))
+    return [
+        f"the model is off by over {MISFIT:.0%} in {len(far)} of {len(off)} cases of several communicators (worst "
+        f"{row.messages} × {format_bytes(row.bytes)} on {row.communicators}: {error:+.0%}): plans that use "
+        "several communicators are predicted as badly"
+    ]
+
+
+def notes_of(
+    outcome: SamplingOutcome, budget_s: float, backend: str, hosts: tuple[int, ...], workers: int
+) -> list[str]:
+    """What a reader of the network should know about how it was measured."""
+    notes = []
+    counts = [timing.repeats for timing in outcome.timings.values()]
+    ended = "every median was stable" if outcome.stable else f"the budget of {format_seconds(budget_s)} was used up"
+    notes.append(f"{min(counts)} to {max(counts)} repeats of each case, ended because {ended}")
+    if min(counts) < REPEATS:
+        notes.append(f"fewer than {REPEATS} repeats (at least {FEWEST_REPEATS}) in some cases: raise --budget")
+    for collective in COLLECTIVES:
+        gone = [case.bytes for case in outcome.dropped if case.collective == collective and case.messages == 1]
+        gone = [size for size in gone if size > _largest(outcome, collective)]
+        if gone:
+            notes.append(f"{collective} from {format_bytes(min(gone))} did not fit the budget: beyond is extrapolated")
+    gone = [case.bytes for case in outcome.dropped if case.messages > 1]
+    if gone:
+        notes.append(f"several messages at once from {format_bytes(min(gone))} did not fit the budget")
+    if len(hosts) == 1:
+        notes.append(f"all {workers} workers share one host: says nothing of the network between hosts")
+    if backend == "mpi":
+        notes.append("MPI is accepted but has not been tested")
+    return notes + warnings(outcome)
+
+
+def host_note(pace_s: float, late: int, timed: int) -> str:
+    """Whether hosts queued collectives in time; `late` of `timed` samples were not."""
+    found = f"the host queues a collective in {format_seconds(pace_s)}; it was late in {late} of {timed} samples"
+    if late > timed * LATE:
+        return f"{found}: small messages look slower than they are; give the ranks more cores"
+    return found
+
+
+def _largest(outcome: SamplingOutcome, collective: Collective) -> int:
+    return max(
+        (case.bytes for case in outcome.timings if case.collective == collective and case.messages == 1), default=0
+    )
+
+
+def summary_of(calibration: Calibration) -> dict[str, Any]:
     """The fit and its residuals, from the very cost that predictions use."""
-    network, timings = calibrated.network, calibrated.outcome.timings
+    network, timings = calibration.network, calibration.outcome.timings
     cost = network.cost
     alpha, beta = cost.isolated.line
     points = []
@@ -47,27 +216,27 @@ def summarised(calibrated: Calibrated) -> dict[str, Any]:
             "seconds": timings[case].median_s,
             "error": float(cost.time(case.bytes)) / timings[case].median_s - 1,
         }
-        for case in calibrated.held_out
+        for case in calibration.held_out
     ]
     return {
         "name": network.name,
         "workers": network.workers,
         "backend": network.backend,
-        "elapsed_s": calibrated.outcome.elapsed_s,
+        "elapsed_s": calibration.outcome.elapsed_s,
         "alpha_s": alpha,
         "beta_s_per_byte": beta,
         "gradient_s_per_byte": cost.isolated.gradient_s_per_byte,
         "efficiency": {str(count): value for count, value in cost.efficiencies.items()},
-        "startup_stretch": {str(count): value for count, value in cost.stretches.items()},
+        "latency_stretch": {str(count): value for count, value in cost.stretches.items()},
         "all_reduce": points,
         "concurrency": rows,
         "held_out": held_out,
-        "warnings": [*warnings(calibrated.outcome), *misfits(network)],
+        "warnings": [*warnings(calibration.outcome), *misfits(network)],
         "notes": list(network.notes),
     }
 
 
-def lines(summary: dict[str, Any]) -> list[str]:
+def summary_lines(summary: dict[str, Any]) -> list[str]:
     """The summary for people."""
     workers, slope = summary["workers"], summary["gradient_s_per_byte"]
     # Every byte crosses a link 2(N-1)/N times in a bandwidth-optimal all-reduce; nccl-tests calls this bus bandwidth.
@@ -79,7 +248,7 @@ def lines(summary: dict[str, Any]) -> list[str]:
         f"   G = {slope * 1e9:.3g} ns/byte{bus}",
         f"  a + b·M is off by {worst['line_error']:+.0%} at worst ({format_bytes(worst['bytes'])}); "
         "predictions use the measured curve",
-        *_held_out(summary["held_out"]),
+        *_held_out_lines(summary["held_out"]),
         "",
         "   all-reduce       time    latency   a + b·M   jitter  repeats",
     ]
@@ -99,7 +268,7 @@ def lines(summary: dict[str, Any]) -> list[str]:
         )
     if summary["efficiency"]:
         shares = ", ".join(f"e({count}) = {value:.2f}" for count, value in summary["efficiency"].items())
-        slower = ", ".join(f"u({count}) = {value:.2f}" for count, value in summary["startup_stretch"].items())
+        slower = ", ".join(f"u({count}) = {value:.2f}" for count, value in summary["latency_stretch"].items())
         text += [
             "",
             f"  link efficiency with several communicators: {shares}{'; latency: ' + slower if slower else ''}",
@@ -107,7 +276,7 @@ def lines(summary: dict[str, Any]) -> list[str]:
     return text
 
 
-def _held_out(checks: list[dict[str, Any]]) -> list[str]:
+def _held_out_lines(checks: list[dict[str, Any]]) -> list[str]:
     if not checks:
         return []
     errors = sorted(abs(check["error"]) for check in checks)

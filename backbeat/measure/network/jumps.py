@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from backbeat.cost.curve import Curve
 from backbeat.cost.samples import Timing, summarise
-from backbeat.measure.network.bench import Case
+from backbeat.measure.network.case import Case
 from backbeat.measure.network.sampling import FEWEST_REPEATS
 
 if TYPE_CHECKING:

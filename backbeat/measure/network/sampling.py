@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import gc
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from backbeat.cost.samples import Timing, summarise
 
 if TYPE_CHECKING:
-    from backbeat.measure.network.bench import Case
+    from backbeat.measure.network.case import Case, Series
 
 REPEATS = 8
 FEWEST_REPEATS = 5
@@ -39,18 +39,6 @@ class Sampler(Protocol):
 
 Progress = Callable[[str, float], None]
 """Called with what is being measured and the share of the budget used so far."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Series:
-    """Cases from small to large, with the share of the budget that their obligatory repeats may take."""
-
-    cases: tuple[Case, ...]
-    share: float
-    least: int = 0
-    """This many cases are measured whatever they cost."""
-    round_s: float = 2e-3
-    """In each round a case is repeated until about this much time went into it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,22 +173,3 @@ def _shed(samples: dict[Case, list[float]], series: Sequence[Series], kept: list
         for case in cases[keep:]:
             del samples[case]
         del cases[keep:]
-
-
-def doubling(smallest: int, largest: int) -> list[int]:
-    """
-    >>> doubling(1024, 10000)
-    [1024, 2048, 4096, 8192, 10000]
-    """
-    sizes: Iterable[int] = (smallest << step for step in range(64))
-    found = []
-    for size in sizes:
-        if size >= largest:
-            break
-        found.append(size)
-    return [*found, largest]
-
-
-SIZES = tuple(sorted({*doubling(2**10, 2**28), *(3 << power for power in range(13, 21))}))
-"""What is measured unless told otherwise: every octave, and twice as many from 24 KiB to 3 MiB, where libraries change
-their protocol."""

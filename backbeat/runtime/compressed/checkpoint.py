@@ -1,8 +1,8 @@
-"""Residuals in a checkpoint of their own: by parameter name, one file a rank, for any plan and any number of ranks.
+"""Checkpoints of residuals: by parameter name, one file per rank, for any plan and any number of ranks.
 
-A residual is a debt to the weights: what N ranks still owe them is the sum of their residuals over N. Restored on as
-many ranks, each gets its own back. Restored on M, rank r gets the sum of the old ranks r, r+M, r+2M, … times M/N, so
-that what is owed is the same.
+What N ranks have not yet applied to the weights is the sum of their residuals over N. Restored on N ranks, each rank
+gets its own residual back. Restored on M ranks, rank r gets the sum of the old ranks r, r+M, r+2M, … times M/N, so that
+the whole stays the same.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _PARTS = ("rank", "ranks", "step", *_KINDS)
 def state_of(
     residuals: Mapping[str, torch.Tensor], velocities: Mapping[str, torch.Tensor], *, rank: int, ranks: int, step: int
 ) -> dict[str, Any]:
-    """One rank's state, on the host."""
+    """One rank's state, copied to the host."""
     return {
         "schema": SCHEMA,
         "rank": rank,
@@ -41,7 +41,7 @@ def state_of(
 
 
 def check(state: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]) -> None:
-    """Refuse what is no such state, or another model's, naming the first parameter that does not fit."""
+    """Refuse a state that is damaged or of another model, by the first parameter that does not fit."""
     if not isinstance(state, Mapping) or state.get("schema") != SCHEMA:
         found = state.get("schema") if isinstance(state, Mapping) else type(state).__name__
         raise InputError(f"this is no checkpoint of residuals: schema is {found!r}, not {SCHEMA!r}")
@@ -66,8 +66,8 @@ def check(state: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]) -> None
                 )
 
 
-def spread(states: Iterable[Mapping[str, Any]], *, rank: int, ranks: int) -> dict[str, Any]:
-    """What this rank of so many gets of the states of all ranks there were."""
+def redistribute(states: Iterable[Mapping[str, Any]], *, rank: int, ranks: int) -> dict[str, Any]:
+    """The state of rank `rank` of `ranks`, from the states of all ranks that were saved."""
     ordered = sorted(states, key=lambda state: int(state["rank"]))
     former = int(ordered[0]["ranks"]) if ordered else 0
     if [int(state["rank"]) for state in ordered] != list(range(former)):
@@ -94,7 +94,7 @@ def spread(states: Iterable[Mapping[str, Any]], *, rank: int, ranks: int) -> dic
 
 
 def save(state: Mapping[str, Any], folder: str | os.PathLike[str]) -> Path:
-    """Write one rank's state into the folder that all ranks share."""
+    """Write one rank's state into the folder that all ranks share; returns the file."""
     target = Path(folder)
     try:
         target.mkdir(parents=True, exist_ok=True)
@@ -110,17 +110,17 @@ def save(state: Mapping[str, Any], folder: str | os.PathLike[str]) -> Path:
 
 
 def load(folder: str | os.PathLike[str], *, rank: int, ranks: int) -> dict[str, Any]:
-    """This rank's share of what a folder holds, whatever number of ranks wrote it."""
+    """The state of rank `rank` of `ranks`, whatever number of ranks wrote the folder."""
     found = sorted(path for path in Path(folder).glob("rank-*-of-*.pt") if _FILE.fullmatch(path.name))
     if not found:
         raise InputError(f"{folder} holds no residuals (rank-…-of-….pt): check the path")
-    sizes = {int(_FILE.fullmatch(path.name).group(2)) for path in found}  # type: ignore[union-attr]
+    sizes = {int(path.stem.rpartition("-")[2]) for path in found}
     if len(sizes) > 1:
         raise InputError(
             f"{folder} holds residuals of {' and '.join(str(size) for size in sorted(sizes))} ranks: "
             "keep one checkpoint a folder"
         )
-    return spread([_read(path) for path in found], rank=rank, ranks=ranks)
+    return redistribute([_read(path) for path in found], rank=rank, ranks=ranks)
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from backbeat.errors import InputError
-from backbeat.runtime.compressed.message_bytes import format_of
+from backbeat.runtime.compressed.message_layout import layout_of
 from backbeat.runtime.compressed.residual import Residual, Scratch, Store, accumulate, add_all, drop_infinite
 from backbeat.runtime.reduce.bucket import BucketBuffer, addresses_of, views_of
 
@@ -76,7 +76,7 @@ class CompressedBucket(BucketBuffer):
         self._starts: tuple[torch.Tensor, torch.Tensor] | None = None
         """Where members begin in the residual, and the numbers that stand for them."""
         self._gathered = gathering
-        gathering.want(self.numel, dtype)
+        gathering.reserve(self.numel, dtype)
         self._slots_lent: tuple[int, list[torch.Tensor]] | None = None
         self._slots_shown: tuple[int, list[torch.Tensor]] | None = None
         self._muted = False
@@ -102,7 +102,7 @@ class CompressedBucket(BucketBuffer):
 
     @property
     def bytes(self) -> int:
-        return format_of(self.numel, self.compressor.density).bytes
+        return layout_of(self.numel, self.compressor.density).bytes
 
     def take_all(self) -> bool:
         if self.frozen:
@@ -199,7 +199,7 @@ class CompressedBucket(BucketBuffer):
 
     def _gathering(self, positions: Sequence[int], whole: bool) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Room for all gradients in the residual's format, lent by whoever has buckets that take turns."""
-        flat = self._gathered.lend(self.dtype, self.device)[: self.numel]
+        flat = self._gathered.buffer(self.dtype, self.device)[: self.numel]
         if self._slots_lent is None or self._slots_lent[0] != flat.data_ptr():
             self._slots_lent = (flat.data_ptr(), views_of(flat, self._layout))
         if not whole:

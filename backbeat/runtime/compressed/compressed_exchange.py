@@ -23,13 +23,12 @@ from backbeat.errors import InputError
 from backbeat.runtime.compressed import compressed_bucket as encoded_bucket
 from backbeat.runtime.compressed.carried_residuals import Carried
 from backbeat.runtime.compressed.compressed_bucket import CompressedBucket
-from backbeat.runtime.compressed.compression_options import CompressionOptions
-from backbeat.runtime.compressed.cuda_graphs import Recordings
+from backbeat.runtime.compressed.compression_options import CompressionOptions, density_at
+from backbeat.runtime.compressed.cuda_graphs import CudaGraphs
 from backbeat.runtime.compressed.residual import Scratch
 from backbeat.runtime.compressed.residual_stores import Stores, dtype_of, numel_of
 from backbeat.runtime.compressed.topk import TopK
 from backbeat.runtime.compressed.updates import Updates, plainly
-from backbeat.runtime.compressed.warmup import density_at
 from backbeat.runtime.reduce import status_layout as control
 from backbeat.runtime.reduce.bucket import BucketBuffer
 from backbeat.runtime.reduce.delivery import Delivery
@@ -99,8 +98,8 @@ class CompressedDelivery(Delivery):
         self._scratch, self._gathered = Scratch(), Scratch()
         self._recordings, self._room = self._new_recordings(), None
 
-    def _new_recordings(self) -> Recordings | None:
-        return None if self.job.communicators.device.type in encoded_bucket.HOSTS else Recordings()
+    def _new_recordings(self) -> CudaGraphs | None:
+        return None if self.job.communicators.device.type in encoded_bucket.HOSTS else CudaGraphs()
 
     def _with_velocity(self) -> bool:
         return self.options.momentum_correction and self.updates.have_momentum
@@ -111,7 +110,7 @@ class CompressedDelivery(Delivery):
             return super().bucket(spec, 0)
         job = self.job
         dtype = dtype_of(spec, job)
-        self._scratch.want(numel_of(spec, job), dtype)
+        self._scratch.reserve(numel_of(spec, job), dtype)
         return CompressedBucket(
             spec,
             job.parameters,
@@ -322,7 +321,7 @@ class CompressedDelivery(Delivery):
     def _apply(self, bucket: CompressedBucket, used: Sequence[bool] | None) -> None:
         if bucket.gathered is None:
             return
-        parameters = bucket.expose(self._scratch.lend(bucket.dtype, bucket.device), used)
+        parameters = bucket.expose(self._scratch.buffer(bucket.dtype, bucket.device), used)
         if parameters:
             self.updates.apply(parameters, without_momentum=self.options.momentum_correction)
 

@@ -1,23 +1,26 @@
-"""What a user may choose about compressed buckets beside the plan."""
+"""Options of training with compressed buckets. The plan says which buckets are compressed, and to what density."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
 from backbeat.errors import InputError
 
+WARMUP_DENSITY = 0.25
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompressionOptions:
-    """How compressed buckets are trained with; the plan says which buckets are compressed and how."""
+    """How training treats compressed buckets."""
 
     momentum_correction: bool = False
-    """Keep the momentum of an attached SGD per rank, before the selection, in place of the optimizer's own."""
+    """Each rank keeps the momentum of an attached SGD itself and selects from it; the optimizer then applies none."""
     factor_masking: bool = False
-    """With momentum correction, a place that is sent loses its velocity, as DGC does at densities of 0.1 %, so that old
-    momentum does not go on pushing. Where a place is sent every few steps it takes most of the momentum away."""
+    """With momentum correction, an element that is sent loses its velocity, so that old momentum stops pushing. DGC
+    does so at densities of 0.1 %; where an element is sent every few steps it takes away most of the momentum."""
     warmup_steps: int = 0
     """Steps over which the density falls from 25 % to the plan's."""
 
@@ -32,7 +35,7 @@ class CompressionOptions:
 
 
 def options_of(given: CompressionOptions | Mapping[str, Any] | None) -> CompressionOptions:
-    """The options, from a mapping too; a name that is none of them is refused."""
+    """The options that a user gave, as an object, a mapping or not at all."""
     if given is None:
         return CompressionOptions()
     if isinstance(given, CompressionOptions):
@@ -46,3 +49,16 @@ def options_of(given: CompressionOptions | Mapping[str, Any] | None) -> Compress
         if name not in known:
             raise InputError(f"compression has {name!r}: it must be one of {', '.join(known)}")
     return CompressionOptions(**given)
+
+
+def density_at(step: int, target: float, warmup_steps: int) -> float:
+    """The density of a step, counted from 1. In warm-up each stage has a quarter of the density before it, as in DGC.
+
+    >>> [density_at(step, 0.01, 6) for step in (1, 2, 3, 4, 5, 6, 7)]
+    [0.25, 0.25, 0.0625, 0.0625, 0.015625, 0.015625, 0.01]
+    """
+    if step > warmup_steps or target >= WARMUP_DENSITY:
+        return target
+    stages = max(1, math.ceil(math.log(WARMUP_DENSITY / target, 4) - 1e-9))
+    stage = (step - 1) * stages // warmup_steps
+    return float(max(target, WARMUP_DENSITY / 4**stage))

@@ -1,9 +1,8 @@
-"""The same kernels on the same memory in every step, submitted as one.
+"""Kernels that run on the same memory in every step, captured as CUDA graphs.
 
-Selecting and packing a bucket takes dozens of launches, and a fast GPU is done with them sooner than the host has
-submitted them. After a few steps they are recorded as a CUDA graph, which one call submits. What is recorded knows
-addresses, not tensors: whoever calls names every address that is read or written, and a recording is played only where
-all of them are the same again.
+Compressing a bucket takes dozens of launches, and a fast GPU finishes them sooner than the host submits them. After a
+few calls they are captured as a CUDA graph, which one call submits. A graph knows addresses, not tensors: the caller's
+key names every address that is read or written, and a graph is replayed only where all of them are the same.
 """
 
 from __future__ import annotations
@@ -16,66 +15,69 @@ import torch
 
 logger = logging.getLogger("backbeat.runtime.compressed")
 
-SEEN = 3
-"""Calls that run as they are before one is recorded: what is made once and kept is there by then."""
-_MOST = 256
-"""Addresses that never come back must not fill memory with recordings."""
+CALLS_BEFORE_CAPTURE = 3
+"""By then everything that is allocated once is there."""
+MOST_KEYS = 256
+"""Keys that never come back must not fill the memory."""
 _cuda: Any = torch.cuda
 
 
-class Recordings:
-    """Recordings of one stream's work. They share the memory of what they make in passing, since they take turns."""
+class CudaGraphs:
+    """The graphs of one stream. They run one after the other, so they share the memory of temporary tensors."""
 
     def __init__(self) -> None:
-        self._seen: dict[Hashable, int] = {}
+        self._calls: dict[Hashable, int] = {}
         self._graphs: dict[Hashable, Any] = {}
         self._pool: Any = None
-        self._refused = False
+        self._failed = False
 
     def run(self, key: Hashable, function: Callable[[], None]) -> None:
-        """Call the function, or play what it did. It must read nothing back, and keep none of the tensors it makes;
-        `key` holds whatever its kernels depend on."""
+        """Call the function, or replay its graph.
+
+        `key` holds everything that its kernels depend on. The function must read nothing back and keep no tensor that
+        it makes.
+        """
         graph = self._graphs.get(key)
         if graph is not None:
             graph.replay()
             return
-        seen = self._seen.get(key, 0)
-        if seen < SEEN or self._refused or not _recordable():
-            if len(self._seen) >= _MOST:
-                self._seen.clear()
-            self._seen[key] = seen + 1
+        calls = self._calls.get(key, 0)
+        if calls < CALLS_BEFORE_CAPTURE or self._failed or not _can_capture():
+            if len(self._calls) >= MOST_KEYS:
+                self._calls.clear()
+            self._calls[key] = calls + 1
             function()
             return
-        graph = self._record(function)
+        graph = self._capture(function)
         if graph is None:
             function()
             return
-        if len(self._graphs) >= _MOST:
+        if len(self._graphs) >= MOST_KEYS:
             self._graphs.clear()
         self._graphs[key] = graph
         graph.replay()
 
-    def _record(self, function: Callable[[], None]) -> Any:
-        """Nothing is executed; None where it cannot be."""
+    def _capture(self, function: Callable[[], None]) -> Any:
+        """The function's graph, not run yet; None where capture fails."""
         if self._pool is None:
             self._pool = _cuda.graph_pool_handle()
         graph = _cuda.CUDAGraph()
         try:
-            # Other threads, the communication library's among them, go on with what they do.
+            # Other threads, such as the communication library's, may go on calling CUDA.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 function()
             finally:
                 graph.capture_end()
         except RuntimeError as error:
-            self._refused = True
-            logger.info("kernels are submitted one by one, since they could not be recorded: %s", error)
+            self._failed = True
+            logger.info("CUDA graph capture failed, so kernels are launched one by one: %s", error)
             return None
         return graph
 
 
-def _recordable() -> bool:
-    """The default stream cannot be recorded, nor one that somebody records already."""
+def _can_capture() -> bool:
+    """CUDA captures neither the default stream nor a stream that is being captured already."""
     if not _cuda.is_available():
         return False
     stream = _cuda.current_stream()

@@ -1,67 +1,60 @@
-"""One flat buffer a bucket that is accumulator and residual, with a velocity beside it for momentum correction."""
+"""Residuals: what a rank has accumulated for a bucket and not sent yet, on the device or in host memory.
+
+One flat buffer is both gradient accumulator and residual. Momentum correction adds a velocity of the same size.
+
+Residuals in host memory come to the device around their own bucket. Buckets leave in a fixed order: while one is
+compressed, the next is copied in and the last is copied out, on a stream of their own. The device holds two buckets'
+worth, whatever the size of the model.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 
+_cuda: Any = torch.cuda
+
 
 def dtype_for(dtype: torch.dtype) -> torch.dtype:
-    """16-bit gradients are accumulated in fp32: small ones would be lost beside what has gathered."""
+    """The residual's dtype: fp32 for 16-bit gradients, since small ones would vanish in a 16-bit sum."""
     return torch.float32 if dtype.itemsize < 4 else dtype
 
 
 class Residual:
-    """What a rank has not sent yet. Never anybody's `.grad`; unscaled; finite, but for a step that is found to fail."""
+    """The residual of one bucket. It is unscaled and never a `.grad`, and finite unless the step is failing."""
 
     def __init__(self, values: torch.Tensor, velocity: torch.Tensor | None = None, *, masked: bool = False) -> None:
         self.values = values
         self.velocity = velocity
         self.masked = masked
-        """The velocity of a place that is sent starts anew (factor masking)."""
+        """Factor masking: an element that is sent loses its velocity."""
 
-    def replace(self, index: torch.Tensor, values: torch.Tensor, spent: torch.Tensor) -> None:
-        """Leave these values at places that do not repeat; the velocity of those `spent` starts anew, if it is to."""
+    def replace(self, index: torch.Tensor, values: torch.Tensor, sent: torch.Tensor) -> None:
+        """Set the elements at distinct indices. Factor masking clears the velocity of those that were `sent`."""
         self.values.index_copy_(0, index, values)
         if self.velocity is not None and self.masked:
-            self.velocity.index_copy_(0, index, self.velocity[index].masked_fill_(spent, 0))
+            self.velocity.index_copy_(0, index, self.velocity[index].masked_fill_(sent, 0))
+
+    def add(self, index: torch.Tensor, values: torch.Tensor) -> None:
+        """Add to the elements at these indices."""
+        self.values.index_add_(0, index, values.to(self.values.dtype))
 
     def clean(self) -> None:
-        """Drop what is not finite."""
+        """Set what is not finite to zero."""
         for one in (self.values, self.velocity):
             if one is not None:
                 drop_infinite(one)
 
-    def put(self, index: torch.Tensor, sent: torch.Tensor) -> None:
-        """Add something back."""
-        self.values.index_add_(0, index, sent.to(self.values.dtype))
-
-
-class Scratch:
-    """Memory for the largest of several buckets, which they use in turn."""
-
-    def __init__(self) -> None:
-        self._sizes: dict[torch.dtype, int] = {}
-        self._buffers: dict[torch.dtype, torch.Tensor] = {}
-
-    def want(self, numel: int, dtype: torch.dtype) -> None:
-        """A bucket of this size will ask."""
-        self._sizes[dtype] = max(numel, self._sizes.get(dtype, 0))
-
-    def lend(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        found = self._buffers.get(dtype)
-        if found is None or found.numel() < self._sizes[dtype]:
-            found = self._buffers[dtype] = torch.empty(self._sizes[dtype], dtype=dtype, device=device)
-        return found
-
 
 class Store:
-    """Where a bucket's residual is between its turns: here, on the device."""
+    """Keeps a bucket's residual on the device."""
 
     stays = True
-    """It is there at any time."""
+    """`close` does nothing: the residual is there at any time."""
 
     def __init__(
         self, numel: int, dtype: torch.dtype, device: torch.device, *, velocity: bool, masked: bool = False
@@ -73,42 +66,162 @@ class Store:
         )
 
     def open(self) -> Residual:
-        """The residual, to read and write until it is closed."""
+        """The residual, to read and write until `close`."""
         return self._residual
 
+    def close(self) -> None: ...
+
+
+class HostStore(Store):
+    """Keeps a bucket's residual, and velocity, in host buffers that all buckets share."""
+
+    stays = False
+
+    def __init__(self, index: int, values: HostBuffers, velocity: HostBuffers | None, *, masked: bool = False) -> None:
+        self._index = index
+        self._masked = masked
+        self._values = values
+        self._velocity = velocity
+
+    def open(self) -> Residual:
+        velocity = None if self._velocity is None else self._velocity.open(self._index)
+        return Residual(self._values.open(self._index), velocity, masked=self._masked)
+
     def close(self) -> None:
-        """Its turn is over."""
+        self._values.close(self._index)
+        if self._velocity is not None:
+            self._velocity.close(self._index)
+
+
+class HostBuffers:
+    """Flat buffers in pinned memory, of which the device holds two at a time.
+
+    They are fastest opened and closed in order, 0, 1, …, 0, 1, …; any other order is right too, and waits for copies.
+    """
+
+    def __init__(self, sizes: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
+        self._sizes = list(sizes)
+        self._cuda = device.type == "cuda"
+        self._device = device
+        self._host = [torch.zeros(size, dtype=dtype, pin_memory=self._cuda) for size in sizes]
+        count = min(2, len(sizes))
+        self._staging = [torch.empty(max(sizes), dtype=dtype, device=device) for _ in range(count)]
+        self._loaded: list[int | None] = [None] * count
+        """Which buffer each staging buffer holds."""
+        self._ready: list[Any] = [_cuda.Event() if self._cuda else None for _ in range(count)]
+        self._stream: Any = _cuda.Stream(device) if self._cuda else None
+        self._next_slot = 0
+        self._open: dict[int, int] = {}
+        """Of the buffers that are open: which staging buffer each is in."""
+
+    @property
+    def device_bytes(self) -> int:
+        return sum(buffer.nbytes for buffer in self._staging)
+
+    def open(self, index: int) -> torch.Tensor:
+        """The buffer on the device, for the current stream."""
+        slot = self._next_slot % len(self._staging)
+        if index in self._loaded:
+            slot = self._loaded.index(index)
+        elif slot in self._open.values():
+            slot = (slot + 1) % len(self._staging)
+        self._next_slot = slot + 1
+        self._open[index] = slot
+        if self._loaded[slot] != index:
+            self._wait_for_current_stream()
+            self._load(slot, index)
+        if self._cuda:
+            _cuda.current_stream(self._device).wait_event(self._ready[slot])
+        return self._staging[slot][: self._sizes[index]]
+
+    def close(self, index: int) -> None:
+        """Copy the buffer back, and load the one whose turn is after the next."""
+        slot = self._open.pop(index)
+        self._wait_for_current_stream()
+        with self._copying(slot):
+            self._host[index].copy_(self._staging[slot][: self._sizes[index]], non_blocking=True)
+        following = (index + len(self._staging)) % len(self._sizes)
+        # Never in two places: a second copy would be out of date once the first is written into.
+        if following not in self._loaded:
+            self._load(slot, following)
+
+    @contextmanager
+    def edited(self, index: int) -> Iterator[torch.Tensor]:
+        """The buffer on the host, outside its turn; waits for copies in flight."""
+        if self._stream is not None:
+            self._stream.synchronize()
+        yield self._host[index]
+        self._loaded = [None if loaded == index else loaded for loaded in self._loaded]
+
+    def _wait_for_current_stream(self) -> None:
+        if self._cuda:
+            self._stream.wait_stream(_cuda.current_stream(self._device))
+
+    def _load(self, slot: int, index: int) -> None:
+        with self._copying(slot):
+            self._staging[slot][: self._sizes[index]].copy_(self._host[index], non_blocking=True)
+        self._loaded[slot] = index
+
+    @contextmanager
+    def _copying(self, slot: int) -> Iterator[None]:
+        """Copies in here run on the copy stream; `_ready` tells when they are done."""
+        if not self._cuda:
+            yield
+            return
+        with _cuda.stream(self._stream):
+            yield
+            self._ready[slot].record()
+
+
+class Scratch:
+    """One temporary buffer per dtype, as large as the largest bucket; buckets use it in turn."""
+
+    def __init__(self) -> None:
+        self._sizes: dict[torch.dtype, int] = {}
+        self._buffers: dict[torch.dtype, torch.Tensor] = {}
+
+    def reserve(self, numel: int, dtype: torch.dtype) -> None:
+        """Make the buffer at least this large."""
+        self._sizes[dtype] = max(numel, self._sizes.get(dtype, 0))
+
+    def buffer(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        found = self._buffers.get(dtype)
+        if found is None or found.numel() < self._sizes[dtype]:
+            found = self._buffers[dtype] = torch.empty(self._sizes[dtype], dtype=dtype, device=device)
+        return found
 
 
 def accumulate(targets: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> list[bool]:
-    """On the host: add gradients to their places, but none that is not finite; returns which were not."""
-    # One fast pass each; NaN comes through as both ends.
+    """On a host: add each gradient to its target unless it has NaN or infinity; returns which had."""
+    # One fast pass over each gradient; NaN comes through as both minimum and maximum.
     ends = [torch.stack(torch.aminmax(gradient)) if gradient.numel() else torch.zeros(2) for gradient in gradients]
     faulty = [not math.isfinite(low) or not math.isfinite(high) for low, high in (end.tolist() for end in ends)]
-    kept = [place for place, bad in enumerate(faulty) if not bad]
-    if kept:
-        alike = [gradients[place].to(targets[place].dtype) for place in kept]
-        torch._foreach_add_([targets[place] for place in kept], alike)
+    finite = [position for position, bad in enumerate(faulty) if not bad]
+    if finite:
+        alike = [gradients[position].to(targets[position].dtype) for position in finite]
+        torch._foreach_add_([targets[position] for position in finite], alike)
     return faulty
-
-
-def drop_infinite(values: torch.Tensor) -> None:
-    """Make zero what is not finite."""
-    values.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
 
 def add_all(
     flat: torch.Tensor,
     targets: list[torch.Tensor],
     gradients: list[torch.Tensor],
-    room: tuple[torch.Tensor, list[torch.Tensor]] | None = None,
+    widened: tuple[torch.Tensor, list[torch.Tensor]] | None = None,
 ) -> None:
-    """Add gradients to their places in a flat tensor, finite or not. Few launches, however many gradients there are.
-    `room`, flat and cut into places, for gradients of another format: they are widened there, since torch adds lists of
-    unlike formats one by one."""
-    if room is None:
+    """On a device: add gradients, finite or not, to their targets, which are views of `flat`.
+
+    The number of launches does not depend on the number of gradients. Torch adds lists of mixed dtypes one by one, so
+    gradients of another dtype are first copied to `widened`: a buffer like `flat`, and its views.
+    """
+    if widened is None:
         torch._foreach_add_(targets, gradients)
     else:
-        whole, places = room
-        torch._foreach_copy_(places, gradients)
-        flat.add_(whole)
+        buffer, views = widened
+        torch._foreach_copy_(views, gradients)
+        flat.add_(buffer)
+
+
+def drop_infinite(values: torch.Tensor) -> None:
+    """Set what is not finite to zero."""
+    values.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from backbeat.errors import InputError
-from backbeat.runtime.compressed.host_residual import HostStore, Mirror
-from backbeat.runtime.compressed.residual import Store, dtype_for
+from backbeat.runtime.compressed.residual import HostBuffers, HostStore, Store, dtype_for
 
 if TYPE_CHECKING:
     from backbeat.runtime.reduce.job import Job
@@ -25,7 +24,7 @@ def numel_of(spec: BucketSpec, job: Job) -> int:
 
 
 class Stores:
-    """Residuals of one partition, on the device or in mirrors on the host that buckets of a dtype share."""
+    """Residuals of one partition, on the device or in host buffers that buckets of a dtype share."""
 
     def __init__(self, partition: Partition, job: Job, *, host: bool, velocity: bool, masked: bool) -> None:
         self._job = job
@@ -34,13 +33,13 @@ class Stores:
         compressed = [spec for spec in partition.buckets if spec.compression is not None]
         for spec in compressed:
             check(spec, job)
-        self._mirrors: dict[torch.dtype, tuple[list[BucketSpec], Mirror, Mirror | None]] = {}
+        self._mirrors: dict[torch.dtype, tuple[list[BucketSpec], HostBuffers, HostBuffers | None]] = {}
         device = job.communicators.device
         for dtype in {dtype_of(spec, job) for spec in compressed} if host else ():
             specs = [spec for spec in compressed if dtype_of(spec, job) == dtype]
             sizes = [numel_of(spec, job) for spec in specs]
-            beside = Mirror(sizes, dtype, device) if velocity else None
-            self._mirrors[dtype] = (specs, Mirror(sizes, dtype, device), beside)
+            beside = HostBuffers(sizes, dtype, device) if velocity else None
+            self._mirrors[dtype] = (specs, HostBuffers(sizes, dtype, device), beside)
 
     def of(self, spec: BucketSpec) -> Store:
         """A bucket's."""

@@ -1,4 +1,4 @@
-"""What it costs to pick what is sent of a bucket, and to put together what came: top-k, per byte and per bucket."""
+"""How fast top-k compresses a bucket and decodes the answer: seconds per byte, and seconds per bucket."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from backbeat.measure.model.training_step import is_out_of_memory
+from backbeat.runtime.compressed.cuda_graphs import CudaGraphs
+from backbeat.runtime.compressed.residual import Residual, accumulate, add_all
+from backbeat.runtime.compressed.topk import TopK
 
 if TYPE_CHECKING:
     from backbeat.measure.model.training_step import Training
@@ -15,56 +18,50 @@ if TYPE_CHECKING:
 DENSITY = 0.01
 _FEWEST_ELEMENTS = 2**20
 _SMALL_ELEMENTS = 2**17
-"""Few, but enough for a message of the usual format."""
+"""A small bucket whose message still has the layout of a large one's."""
 _MOST_ELEMENTS = {"cpu": 2**22}
 _MOST_ELEMENTS_ELSEWHERE = 2**24
 _WARMUP, _REPEATS = 3, 7
-# The host queues this much ahead, so that the device's time is taken and not the host's.
 _HEAD_START_S = 4e-3
+"""The device spins so long before each sample, so that the host is ahead and the device's own time is measured."""
 
 
-class Compression(NamedTuple):
-    """What compression a bucket costs: so much a byte, and so much however small it is."""
+class TopKSpeed(NamedTuple):
+    """The cost of compressing a bucket: `s_per_bucket` plus `s_per_byte` for each byte of its gradients."""
 
     s_per_byte: float
     s_per_bucket: float
 
 
-def compression_of(training: Training, gradient_bytes: int) -> Compression | None:
-    """Of buckets up to the size of all gradients together; None where the device has no memory left."""
+def measure_topk(training: Training, gradient_bytes: int) -> TopKSpeed | None:
+    """Measure top-k on the training's device, on buckets of up to `gradient_bytes`; None where memory runs out."""
     most = _MOST_ELEMENTS.get(training.device.type, _MOST_ELEMENTS_ELSEWHERE)
     elements = min(max(gradient_bytes // 4, _FEWEST_ELEMENTS), most)
     try:
-        # The host's pace is measured where it decides, the device's where it does not.
+        # Without a head start a small bucket takes as long as the host takes to launch its kernels.
         host_s, _ = _samples(training, _SMALL_ELEMENTS, head_start=False)
-        _, floor_s = _samples(training, _SMALL_ELEMENTS, head_start=True)
-        _, whole_s = _samples(training, elements, head_start=True)
+        _, small_s = _samples(training, _SMALL_ELEMENTS, head_start=True)
+        _, large_s = _samples(training, elements, head_start=True)
     except Exception as error:
         if not is_out_of_memory(error):
             raise
         return None
-    rate = max(whole_s - floor_s, 0.0) / (4 * (elements - _SMALL_ELEMENTS))
-    return Compression(float(f"{rate:.3g}"), float(f"{max(host_s, floor_s):.3g}"))
+    s_per_byte = max(large_s - small_s, 0.0) / (4 * (elements - _SMALL_ELEMENTS))
+    return TopKSpeed(float(f"{s_per_byte:.3g}"), float(f"{max(host_s, small_s):.3g}"))
 
 
 def _samples(training: Training, elements: int, *, head_start: bool) -> tuple[float, float]:
-    """Median seconds of the host, to submit a bucket of this size, and of the device."""
-    # Here, since most who measure never compress.
-    from backbeat.runtime.compressed.cuda_graphs import Recordings
-    from backbeat.runtime.compressed.residual import Residual, accumulate, add_all
-    from backbeat.runtime.compressed.topk import TopK
-
+    """Median seconds that the host takes to launch a bucket of this size, and that the device takes to run it."""
     clock = training.clock
     clock.reserve(2 * (_WARMUP + _REPEATS))
-    drawn = torch.Generator(training.device).manual_seed(0)
-    gradient = torch.randn(elements, device=training.device, generator=drawn)
+    random = torch.Generator(training.device).manual_seed(0)
+    gradient = torch.randn(elements, device=training.device, generator=random)
     residual = Residual(torch.zeros_like(gradient))
     result = torch.empty_like(gradient)
-    # The kernels that train on a GPU. On this stream, the default one, they are not recorded: the host's share, which
-    # is then submitted launch by launch, is the most that it can be.
+    # The same kernels as in training. The default stream captures no graph, so the host's share is the most it can be.
     on_host = training.device.type == "cpu"
-    compressor = TopK(DENSITY, None if on_host else Recordings())
-    marks, submitted = [], []
+    compressor = TopK(DENSITY, None if on_host else CudaGraphs())
+    marks, launch_s = [], []
     with torch.no_grad():
         for _ in range(_WARMUP + _REPEATS):
             if head_start:
@@ -75,7 +72,7 @@ def _samples(training: Training, elements: int, *, head_start: bool) -> tuple[fl
             else:
                 add_all(residual.values, [residual.values], [gradient])
             compressor.decode(compressor.encode(residual), result, 1.0)
-            submitted.append(clock.host_s() - called)
+            launch_s.append(clock.host_s() - called)
             marks.append((begun, clock.mark()))
     clock.synchronize()
-    return median(submitted[_WARMUP:]), median(clock.between(*pair) for pair in marks[_WARMUP:])
+    return median(launch_s[_WARMUP:]), median(clock.between(*pair) for pair in marks[_WARMUP:])

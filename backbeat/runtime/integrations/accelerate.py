@@ -1,4 +1,4 @@
-"""Accelerate and the Hugging Face Trainer: both wrap the model themselves, so the wrapper is exchanged while they do.
+"""Accelerate and the Hugging Face Trainer wrap the model themselves; `planned` makes them use backbeat's wrapper.
 
 from backbeat.runtime.integrations.accelerate import planned
 
@@ -20,12 +20,12 @@ from backbeat.runtime.reduce.wrapper import DistributedDataParallel
 
 @contextmanager
 def planned(**options: Any) -> Iterator[type[DistributedDataParallel]]:
-    """Within it `torch.nn.parallel.DistributedDataParallel` is backbeat's, with these options.
+    """In this context `torch.nn.parallel.DistributedDataParallel` is backbeat's, with these options.
 
-    A class and not a function, since the frameworks ask `isinstance` of it as well; models wrapped by torch's own class
-    before still count as instances.
+    It is a class, because the frameworks call `isinstance` with it. Models that torch's own class wrapped before still
+    count as instances.
     """
-    configured = _configured(options)
+    configured = _with_options(options)
     parallel: Any = torch.nn.parallel
     before = parallel.DistributedDataParallel
     parallel.DistributedDataParallel = configured
@@ -35,14 +35,14 @@ def planned(**options: Any) -> Iterator[type[DistributedDataParallel]]:
         parallel.DistributedDataParallel = before
 
 
-def _configured(options: dict[str, Any]) -> type[DistributedDataParallel]:
-    class Kind(type(DistributedDataParallel)):  # type: ignore[misc]
+def _with_options(options: dict[str, Any]) -> type[DistributedDataParallel]:
+    class AcceptsTorch(type(DistributedDataParallel)):  # type: ignore[misc]
         def __instancecheck__(cls, instance: object) -> bool:
             return isinstance(instance, TorchDDP)
 
-    class Configured(DistributedDataParallel, metaclass=Kind):
+    class Configured(DistributedDataParallel, metaclass=AcceptsTorch):
         def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-            # The model that comes out is of the plain class, which pickles.
+            # An instance of the plain class, which can be pickled.
             return DistributedDataParallel(*args, **{**kwargs, **options})
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -1,7 +1,7 @@
 """A Lightning strategy: `import backbeat.runtime.integrations.lightning`, then `Trainer(strategy="backbeat")`.
 
-Options go through the class: `Trainer(strategy=BackbeatStrategy(plan="auto"))`. Both packages are served, `lightning`
-and `pytorch_lightning`; each has its own classes, so each that is installed gets a strategy of its own.
+For options use the class: `Trainer(strategy=BackbeatStrategy(plan="auto"))`. The packages `lightning` and
+`pytorch_lightning` each have their own classes, so each one that is installed gets its own strategy.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 
 
 def strategy_class(package: str) -> type[Any]:
-    """The strategy for one of the packages, registered there as "backbeat"."""
+    """The strategy for one of `PACKAGES`, registered there as "backbeat"."""
     strategies = importlib.import_module(f"{package}.strategies")
     base: Any = strategies.DDPStrategy
 
@@ -49,7 +49,7 @@ def strategy_class(package: str) -> type[Any]:
 
         def _setup_model(self, model: torch.nn.Module) -> DistributedDataParallel:
             device_ids = self.determine_ddp_device_ids()
-            # As Lightning does for its own wrapper: gradient accumulators must not live on the default stream.
+            # As in Lightning's own DDP strategy: gradient accumulators must not belong to the default stream.
             stream = torch.cuda.stream(torch.cuda.Stream()) if device_ids is not None else nullcontext()
             with stream:
                 return DistributedDataParallel(model, device_ids=device_ids, **self._backbeat, **self._ddp_kwargs)

@@ -1,4 +1,4 @@
-"""A memory plan, running: what each block of a model saves for backward is kept, recomputed or moved to the host."""
+"""Memory plans at work: what each block saves for backward is kept, recomputed or offloaded to the host."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`memory_budget=`: what of a model stays on the device, settled before training begins."""
+"""`memory_budget=` of the wrapper: the memory plan that keeps to it, chosen before training begins."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def within_budget(
     network: Network | Named | None,
     workers: int,
 ) -> tuple[Plan | None, MemoryPlan | None]:
-    """The plan to run and the memory plan to apply; refused where the budget cannot be kept, or not be known to be.
+    """The plan to run and the memory plan to apply. Raises where the budget is too small, or may be.
 
-    A plan that has a memory plan brings it along. Otherwise one is made from the profile: together with the buckets
-    where a strategy and a network are named, and around the buckets as they are where not.
+    A plan that has a memory plan brings its own. Otherwise the profile gives one: together with the buckets where a
+    strategy and a network are named, for the plan's own buckets where they are not.
     """
     if budget is None:
         if profile is not None:
@@ -85,7 +85,7 @@ def _check(memory: MemoryPlan, size: int) -> None:
 
 
 def check_memory(module: Any, memory: MemoryPlan | None) -> None:
-    """Refuse what `apply_memory` would, while nothing has been done to the model yet."""
+    """Raise what `apply_memory` would raise, before anything has been done to the model."""
     if memory is None or _keeps_all(memory):
         return
     from backbeat.runtime.memory.activations import check
@@ -94,7 +94,7 @@ def check_memory(module: Any, memory: MemoryPlan | None) -> None:
 
 
 def apply_memory(wrapper: Any, module: Any, memory: MemoryPlan | None) -> Handle | None:
-    """Put the memory plan in force on the model while its wrapper lives; None where there is nothing to do."""
+    """Apply the memory plan to the model as long as its wrapper lives; None where there is nothing to do."""
     if memory is None or _keeps_all(memory):
         return None
     from backbeat.runtime.memory import apply
@@ -105,7 +105,7 @@ def apply_memory(wrapper: Any, module: Any, memory: MemoryPlan | None) -> Handle
 
 
 def ends_with(wrapper: Any, handle: Handle | None) -> None:
-    """A model whose wrapper was dropped is as it was, and can be wrapped again."""
+    """Remove the memory plan when the wrapper dies, so that the model can be wrapped again."""
     if handle is not None:
         weakref.finalize(wrapper, handle.remove).atexit = False
 

@@ -16,19 +16,13 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-from backbeat.errors import BackbeatError
+from backbeat.errors import CommunicationError
 
 logger = logging.getLogger("backbeat.runtime")
 
 # A store is asked this often whether some rank has raised the alarm, and an alarm waits a few of these for answers.
 POLL_S = 1.0
 ANSWER_S = 4.0
-
-
-class CommunicationError(BackbeatError, RuntimeError):
-    """A bucket could not be reduced: a rank died, hangs, or left the loop."""
-
-    exit_code = 4
 
 
 class StepMismatchError(CommunicationError):

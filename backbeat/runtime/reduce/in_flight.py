@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed import DistError
 
-from backbeat.runtime.reduce.failures import CommunicationError
+from backbeat.errors import CommunicationError
 from backbeat.runtime.reduce.step import Flight
 
 if TYPE_CHECKING:

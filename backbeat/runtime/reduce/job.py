@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from backbeat.errors import InputError
-from backbeat.runtime.reduce.failures import CommunicationError, first_line
+from backbeat.errors import CommunicationError, InputError
+from backbeat.runtime.reduce.failures import first_line
 from backbeat.units import format_bytes
 
 if TYPE_CHECKING:

@@ -21,12 +21,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from backbeat.errors import CommunicationError
 from backbeat.runtime.reduce.arrivals import Reach, graph_task, unwatch, watch, watch_last
 from backbeat.runtime.reduce.backward import Backward
 from backbeat.runtime.reduce.bucket_set import BucketSet
 from backbeat.runtime.reduce.delivery import Delivery, HookDelivery
 from backbeat.runtime.reduce.expectation import Expectation
-from backbeat.runtime.reduce.failures import CommunicationError, Monitor, Status
+from backbeat.runtime.reduce.failures import Monitor, Status
 from backbeat.runtime.reduce.in_flight import Flights
 from backbeat.runtime.reduce.job import Job
 from backbeat.runtime.reduce.lost_collectives import Losses

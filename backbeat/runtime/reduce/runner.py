@@ -11,6 +11,7 @@ import torch
 
 from backbeat.comm.agreement import agree, meet, share
 from backbeat.comm.communicators import Communicators
+from backbeat.comm.nccl import set_nccl_launch_order
 from backbeat.errors import InputError
 from backbeat.runtime.compressed.compressed_exchange import CompressedDelivery
 from backbeat.runtime.reduce import first_partition as bucketing
@@ -50,6 +51,7 @@ class Runner:
         self.device = device
         self.model = model
         """Its class, by name."""
+        set_nccl_launch_order(process_group, device)
         self.links = links = Communicators(process_group, device, 1)
         if any(roster.sparse) and links.backend != "gloo":
             name = roster.names[roster.sparse.index(True)]

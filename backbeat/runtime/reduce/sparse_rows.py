@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from backbeat.errors import CommunicationError
 from backbeat.runtime.reduce.bucket import BucketBuffer
-from backbeat.runtime.reduce.failures import CommunicationError
 
 if TYPE_CHECKING:
     from torch.nn import Parameter

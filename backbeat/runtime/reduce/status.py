@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from backbeat.errors import CommunicationError
 from backbeat.runtime.reduce import deferral
 from backbeat.runtime.reduce import status_layout as control
 from backbeat.runtime.reduce.deferral import Deferral
-from backbeat.runtime.reduce.failures import CommunicationError, NonFiniteError
+from backbeat.runtime.reduce.failures import NonFiniteError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

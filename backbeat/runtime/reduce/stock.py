@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from backbeat.comm.communicators import Communicators
+from backbeat.comm.nccl import set_nccl_launch_order
 from backbeat.errors import InputError
 from backbeat.runtime.reduce import partition as partitions
 from backbeat.runtime.reduce.arguments import TorchDDP
@@ -48,6 +49,7 @@ def construct(
     TorchDDP.__init__(wrapper, **arguments)
     count = communicators or (plan.communicators if plan is not None else 1)
     if count > 1 or reduce_dtype is not None:
+        set_nccl_launch_order(wrapper.process_group, wrapper.device)
         links = Communicators(wrapper.process_group, wrapper.device, count)
         TorchDDP.register_comm_hook(wrapper, (links, reduce_dtype), _spread)
 

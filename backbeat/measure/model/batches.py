@@ -1,0 +1,39 @@
+"""A batch of any shape: tensors in nested containers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+
+def map_batch(batch: Any, change: Callable[[Any], Any]) -> Any:
+    """The batch with everything in it changed; containers keep their types, apart from those of `dict`."""
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(map_batch(item, change) for item in batch))
+    if isinstance(batch, (list, tuple)):
+        return type(batch)(map_batch(item, change) for item in batch)
+    if isinstance(batch, dict) and not hasattr(batch, "to"):
+        return {key: map_batch(item, change) for key, item in batch.items()}
+    return change(batch)
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """The batch with all that can move on the device."""
+    return map_batch(batch, lambda item: item.to(device) if callable(getattr(item, "to", None)) else item)
+
+
+def tensors_in(batch: Any) -> list[torch.Tensor]:
+    if isinstance(batch, torch.Tensor):
+        return [batch]
+    if isinstance(batch, Mapping):
+        batch = list(batch.values())
+    if isinstance(batch, (list, tuple)):
+        return [tensor for item in batch for tensor in tensors_in(item)]
+    return []
+
+
+def samples_in(batch: Any) -> int | None:
+    """The length of the first tensor that has one."""
+    return next((int(tensor.shape[0]) for tensor in tensors_in(batch) if tensor.dim() > 0 and tensor.shape[0]), None)

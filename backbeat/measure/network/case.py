@@ -1,0 +1,105 @@
+"""What calibration times: cases, and which of them there are for given sizes and communicators."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, get_args
+
+from backbeat.cost.collectives import Collective
+from backbeat.units import format_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One thing to time: `messages` equal collectives issued at once, round robin over `communicators`."""
+
+    collective: Collective = "all_reduce"
+    bytes: int
+    """The whole buffer: what all-gather ends with and reduce-scatter starts from."""
+    messages: int = 1
+    communicators: int = 1
+
+    def __str__(self) -> str:
+        name = f"{self.collective} {format_bytes(self.bytes)}"
+        return name if self.messages == 1 else f"{name} × {self.messages} on {self.communicators}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Series:
+    """Cases from small to large, with the share of the budget that their obligatory repeats may take."""
+
+    cases: tuple[Case, ...]
+    share: float
+    least: int = 0
+    """This many cases are measured whatever they cost."""
+    round_s: float = 2e-3
+    """In each round a case is repeated until about this much time went into it."""
+
+
+def doubling(smallest: int, largest: int) -> list[int]:
+    """
+    >>> doubling(1024, 10000)
+    [1024, 2048, 4096, 8192, 10000]
+    """
+    found = []
+    while smallest < largest:
+        found.append(smallest)
+        smallest *= 2
+    return [*found, largest]
+
+
+SIZES = tuple(sorted({*doubling(2**10, 2**28), *(3 << power for power in range(13, 21))}))
+"""What is measured unless told otherwise: every octave, and twice as many from 24 KiB to 3 MiB, where libraries change
+their protocol."""
+BATCH_SIZES = tuple(doubling(2**10, 2**24))
+"""Back to back, on one communicator."""
+SHARING_SIZES = BATCH_SIZES[::2]
+"""On several: fewer, since two numbers are fitted to all of them."""
+MESSAGES = 8
+
+# Shares of the budget: the all-reduce curve is what every prediction stands on.
+_ALL_REDUCE_SHARE, _HELD_OUT_SHARE, _BATCH_SHARE, _OTHERS_SHARE = 0.4, 0.05, 0.35, 0.2
+_ALL_REDUCE_ROUND_S = 12e-3
+
+
+def held_out_cases(sizes: list[int]) -> tuple[Case, ...]:
+    """All-reduces in the middle of every third interval of the curve: they check it, and are left out of it."""
+    found = [
+        Case(bytes=(small + large) // 8 * 4)
+        for small, large in itertools.islice(itertools.pairwise(sizes), 1, None, 3)
+        if large > small * 5 // 4 and small >= 16
+    ]
+    return tuple(case for case in found if case.bytes not in sizes)
+
+
+def series_of(
+    sizes: list[int], counts: list[int], collectives: Sequence[Collective], held_out: tuple[Case, ...] = ()
+) -> list[Series]:
+    """What calibration measures, the most important first."""
+    octaves = [size for size in sizes if size & (size - 1) == 0]
+
+    def isolated(collective: Collective) -> tuple[Case, ...]:
+        # What every prediction stands on is measured more closely than the rest.
+        chosen = sizes if collective == "all_reduce" or len(octaves) < 2 else octaves
+        return tuple(Case(collective=collective, bytes=size) for size in chosen)
+
+    batch_sizes = [size for size in BATCH_SIZES if sizes[0] <= size <= sizes[-1]] or [sizes[0], sizes[-1]]
+    batches = tuple(
+        Case(bytes=size, messages=MESSAGES, communicators=count)
+        for size in dict.fromkeys(batch_sizes)
+        for count in counts
+        if count == 1 or size not in BATCH_SIZES or size in SHARING_SIZES
+    )
+    others = [collective for collective in COLLECTIVES if collective in collectives and collective != "all_reduce"]
+    return [
+        Series(cases=isolated("all_reduce"), share=_ALL_REDUCE_SHARE, least=2, round_s=_ALL_REDUCE_ROUND_S),
+        Series(cases=held_out, share=_HELD_OUT_SHARE, round_s=_ALL_REDUCE_ROUND_S),
+        Series(cases=batches, share=_BATCH_SHARE),
+        *(Series(cases=isolated(one), share=_OTHERS_SHARE / len(others)) for one in others),
+    ]

@@ -1,0 +1,142 @@
+"""Profiles computed without a GPU: the same gradients as measured, and times that follow from the rates."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="needs PyTorch")
+
+from torch import nn  # noqa: E402
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention  # noqa: E402
+
+from backbeat.cost.roofline import Efficiency  # noqa: E402
+from backbeat.errors import InputError  # noqa: E402
+from backbeat.measure import profile  # noqa: E402
+from backbeat.measure.model.analytic import analytic_profile  # noqa: E402
+from backbeat.measure.model.factory import inspect_factory  # noqa: E402
+
+WIDTH = 1024
+
+
+class Network(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(50, WIDTH)
+        self.projections = nn.Linear(WIDTH, 3 * WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.head = nn.Linear(WIDTH, 50, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.embedding(tokens)
+        query, key, value = (
+            part.unflatten(-1, (8, -1)).transpose(1, 2) for part in self.projections(hidden).chunk(3, -1)
+        )
+        mixed = scaled_dot_product_attention(query, key, value, dropout_p=0.1, is_causal=True)
+        return self.head(self.frozen(self.norm(mixed.transpose(1, 2).flatten(2))))
+
+
+def loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    return cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+
+
+def network(batch_size: int = 4, device: str = "cpu") -> Any:
+    return Network().to(device), torch.randint(0, 50, (batch_size, 16), device=device), loss
+
+
+def without_device(batch_size: int = 4) -> Any:
+    return network(batch_size)
+
+
+def conditional(batch_size: int = 4) -> Any:
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        value = model(batch).sum()
+        return value if value > 0 else -value
+
+    return nn.Linear(3, 3), torch.randn(batch_size, 3), loss
+
+
+def computed(call: Any = network, **options: Any) -> Any:
+    return analytic_profile(inspect_factory(call, f"tests:{call.__name__}"), **{"gpu": "h100", **options})
+
+
+@pytest.mark.parametrize("call", [network, without_device])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_it_has_the_measured_profiles_gradients(call: Any, precision: str) -> None:
+    model, batch, _ = network()
+    measured = profile(model, batch, loss, precision=precision, iterations=1, warmup=1)
+    result = computed(call, precision=precision)
+    assert {gradient.name: gradient.bytes for gradient in result.gradients} == {
+        gradient.name: gradient.bytes for gradient in measured.gradients
+    }
+    assert result.gradients[-1].name == "embedding.weight"
+    assert any("frozen.weight" in note for note in result.notes)
+    assert sum(gradient.forward_s for gradient in result.gradients) == pytest.approx(result.forward_s, abs=1e-7)
+    assert result.memory is not None
+    assert measured.memory is not None
+    assert result.memory.parameter_bytes == measured.memory.parameter_bytes
+    assert result.memory.activation_bytes == pytest.approx(measured.memory.activation_bytes, rel=0.25)
+
+
+def test_it_is_flagged_everywhere() -> None:
+    result = computed(precision="bf16")
+    assert result.analytic
+    assert result.name == "network-b4-bf16-h100-analytic"
+    assert result.device.endswith("(analytic)")
+    assert any(note.startswith("analytic:") for note in result.notes)
+    assert any("69% of peak" in note for note in result.notes)
+    assert result.iteration_s == ()
+    assert computed(name="mine").name == "mine-analytic"
+
+
+def test_it_is_the_same_every_time() -> None:
+    assert computed(precision="bf16") == computed(precision="bf16")
+
+
+def test_accumulation_and_batch_size() -> None:
+    small, large = computed(batch_size=4), computed(batch_size=4096)
+    assert large.forward_s > small.forward_s
+    assert large.update_s == small.update_s
+    assert computed(batch_size=4, accumulation=4).accumulation == 4
+
+
+def test_a_large_product_runs_at_its_stated_share_of_peak() -> None:
+    """2·n³ for forward, twice that for backward; the sum is all that is left beside them."""
+    n = 16384
+
+    def one(device: str = "cpu") -> Any:
+        model = nn.Linear(n, n, bias=False, device=device)
+        inputs = torch.randn(n, n, device=device, requires_grad=True)
+        return model, inputs, lambda model, batch: model(batch).sum()
+
+    result = computed(one, gpu=None, tflops=100, gbps=1e9, precision="tf32")
+    forward_s = 2 * n**3 / (100e12 * Efficiency().matmul)
+    assert result.forward_s == pytest.approx(forward_s, rel=0.01)
+    assert result.backward_s == pytest.approx(2 * forward_s, rel=0.01)
+
+
+def test_work_that_depends_on_data_is_refused() -> None:
+    with pytest.raises(InputError, match="depends on its data"):
+        computed(conditional)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"gpu": "b300"}, "known are h200, h100"),
+        ({"gpu": None}, "both --tflops and --gbps"),
+        ({"gpu": None, "tflops": 10}, "both --tflops and --gbps"),
+        ({"gpu": None, "tflops": 0, "gbps": 1}, "--tflops is 0"),
+        ({"gpu": None, "tflops": 1, "gbps": float("nan")}, "--gbps is nan"),
+        ({"gpu": "v100", "precision": "tf32"}, "no tf32"),
+        ({"gpu": "v100", "precision": "bf16"}, "no bf16"),
+        ({"precision": "int4"}, "int4"),
+        ({"accumulation": 0}, "accumulation is 0"),
+    ],
+)
+def test_bad_options_are_explained(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        computed(**options)

@@ -1,0 +1,267 @@
+"""Who sets the pace, on a device that is made up: it works behind the host through a queue, as a GPU does."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="needs PyTorch")
+
+from hypothesis import given, settings  # noqa: E402
+from hypothesis import strategies as st  # noqa: E402
+from torch import nn  # noqa: E402
+
+from backbeat.measure.model.observation import Figures, take  # noqa: E402
+from backbeat.measure.model.pace import Pace, _one_by_one  # noqa: E402
+from backbeat.measure.model.profiler import _pace_note  # noqa: E402
+from backbeat.measure.model.training_step import Training  # noqa: E402
+from backbeat.model import Block  # noqa: E402
+from backbeat.runtime.memory import apply  # noqa: E402
+
+CPU = torch.device("cpu")
+
+
+class MadeUpDevice:
+    """A clock whose host and device times are counted, not measured."""
+
+    asynchronous = True
+
+    def __init__(self, mark_s: float, queue: int = 1000) -> None:
+        self.host = 0.0
+        self.device = 0.0
+        self.delays: list[float] = []
+        self._mark_s = mark_s
+        self._queue = queue
+        self._pending: deque[float] = deque()
+
+    def work(self, host_s: float, device_s: float) -> None:
+        self.host += host_s
+        while self._pending and self._pending[0] <= self.host:
+            self._pending.popleft()
+        if len(self._pending) >= self._queue:
+            self.host = self._pending.popleft()
+        self.device = max(self.device, self.host) + device_s
+        self._pending.append(self.device)
+
+    def reserve(self, marks: int) -> None:
+        pass
+
+    def mark(self) -> float:
+        self.work(self._mark_s, 0.0)
+        return self.device
+
+    def synchronize(self) -> None:
+        self.host = max(self.host, self.device)
+
+    def between(self, first: float, last: float) -> float:
+        return last - first
+
+    def host_s(self) -> float:
+        return self.host
+
+    def delay(self, seconds: float) -> None:
+        self.delays.append(seconds)
+        self.work(0.0, seconds)
+
+
+class _Kernel(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, inputs: Any, weight: Any, work: Any, host_s: float, device_s: float) -> Any:
+        context.given = work, host_s, device_s
+        work(host_s, device_s)
+        return inputs * weight
+
+    @staticmethod
+    def backward(context: Any, gradient: Any) -> Any:
+        work, host_s, device_s = context.given
+        work(2 * host_s, 2 * device_s)
+        return gradient, gradient.sum(), None, None, None
+
+
+class Layer(nn.Module):
+    def __init__(self, clock: MadeUpDevice, host_s: float, device_s: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+        self._arguments = clock.work, host_s, device_s
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = _Kernel.apply(inputs, self.weight, *self._arguments)
+        return result
+
+
+def take_figures(clock: MadeUpDevice, host_s: float, layers: list[float], accumulation: int = 1) -> Figures:
+    """A chain of layers, each one submission of `host_s` and its own time on the device; backward takes twice that."""
+    model = nn.Sequential(*(Layer(clock, host_s, device_s) for device_s in layers))
+    training = Training(
+        model=model,
+        batch=torch.ones(2),
+        loss=lambda model, batch: model(batch).sum(),
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.0),
+        device=CPU,
+        precision="fp32",
+        accumulation=accumulation,
+        scaler=None,
+        clock=clock,
+    )
+    return take(training, 8, 2, None, apply)
+
+
+def own_shares(layers: list[float]) -> dict[int, float]:
+    """When each gradient is ready on a device that never waits."""
+    total = sum(layers)
+    return {index: sum(layers[index:]) / total for index in range(len(layers))}
+
+
+def assert_own(figures: Figures, layers: list[float]) -> None:
+    assert figures.hooked.ready == pytest.approx(own_shares(layers), rel=1e-6)
+    assert figures.hooked.forward == pytest.approx(
+        {index: seconds / sum(layers) for index, seconds in enumerate(layers)}, rel=1e-6
+    )
+    assert figures.overhead == pytest.approx(1.0, abs=1e-6)
+
+
+def test_a_slow_device_needs_no_head_start() -> None:
+    clock = MadeUpDevice(mark_s=0.2)
+    layers = [3.0, 4.0, 5.0, 3.0, 6.0, 3.0]
+    figures = take_figures(clock, 1.0, layers)
+    assert figures.pace is not None
+    assert figures.pace.kind == "device-bound"
+    assert clock.delays == []
+    assert_own(figures, layers)
+
+
+def test_where_hooks_would_make_the_device_wait_it_is_given_a_head_start() -> None:
+    clock = MadeUpDevice(mark_s=0.6)
+    layers = [0.5, 0.5, 1.5, 1.5, 1.0, 1.0, 1.0, 0.5, 1.2, 1.3] * 3
+    figures = take_figures(clock, 0.8, layers)
+    assert figures.pace is not None
+    assert figures.pace.kind == "close to launch-bound"
+    assert clock.delays
+    assert max(clock.delays) <= 2 * 0.8 * len(layers) + 1
+    assert_own(figures, layers)
+    assert "head start" in _pace_note(figures.pace)
+
+
+def test_without_it_the_shares_would_be_the_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MadeUpDevice, "delay", lambda self, seconds: None)
+    layers = [0.2] * 20 + [2.2] * 10
+    figures = take_figures(MadeUpDevice(mark_s=1.5), 0.8, layers)
+    assert figures.overhead > 1.05
+    worst = max(abs(figures.hooked.ready[index] - share) for index, share in own_shares(layers).items())
+    assert worst > 0.05
+
+
+def test_a_slow_host_sets_the_pace_of_the_hooked_iterations_too() -> None:
+    clock = MadeUpDevice(mark_s=0.01)
+    layers = [1.0, 0.1, 0.4, 0.7] * 5
+    figures = take_figures(clock, 2.0, layers)
+    assert figures.pace is not None
+    assert figures.pace.kind == "launch-bound"
+    assert figures.pace.device_s == pytest.approx(3 * sum(layers))
+    # Submissions are evenly spaced whatever the device does in between.
+    count = len(layers)
+    assert figures.hooked.ready == pytest.approx(
+        {index: (count - index) / count for index in range(count)}, abs=1.5 / count
+    )
+    note = _pace_note(figures.pace)
+    assert note.startswith("launch-bound: the host submits an iteration in")
+    assert "head start" in note
+
+
+def test_accumulation_gives_the_head_start_to_the_watched_micro_batch_only() -> None:
+    layers = [1.0, 1.5, 0.5, 1.0] * 5
+    once, thrice = MadeUpDevice(mark_s=0.3), MadeUpDevice(mark_s=0.3)
+    take_figures(once, 0.8, layers)
+    figures = take_figures(thrice, 0.8, layers, accumulation=3)
+    assert figures.pace is not None
+    assert figures.pace.kind == "close to launch-bound"
+    assert len(thrice.delays) == len(once.delays)
+    assert_own(figures, layers)
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    st.lists(st.floats(0.5, 3.0), min_size=4, max_size=12),
+    st.floats(0.05, 4.0),
+    st.floats(0.0, 0.5),
+    st.sampled_from([40, 1000]),
+)
+def test_shares_are_the_devices_own_unless_it_waits_in_plain_iterations(
+    layers: list[float], host_s: float, mark_s: float, queue: int
+) -> None:
+    clock = MadeUpDevice(mark_s, queue)
+    figures = take_figures(clock, host_s, layers)
+    assert figures.pace is not None
+    if figures.pace.kind == "device-bound":
+        # Hooks may add to the host's time, which is at most 0.6 of the device's without them.
+        if host_s * 3 * len(layers) + mark_s * (len(layers) + 8) < 0.9 * 3 * sum(layers):
+            assert figures.overhead < 1.3
+    elif figures.pace.kind == "close to launch-bound":
+        assert figures.hooked.ready == pytest.approx(own_shares(layers), abs=0.06)
+    else:
+        assert figures.pace.host_s >= 0.6 * figures.pace.iteration_s
+
+
+class Saving(Layer):
+    """Saves a tensor for backward, so that there is something to recompute."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return super().forward(inputs).sin()
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_recomputing_every_block_is_timed_on_the_host(monkeypatch: pytest.MonkeyPatch, accumulation: int) -> None:
+    layers = [1.0, 1.5, 0.5, 1.0]
+    monkeypatch.setitem(globals(), "Layer", Saving)
+    figures = take_figures(MadeUpDevice(mark_s=0.3), 0.8, layers, accumulation)
+    assert figures.pace is not None
+    # Each forward is submitted once more, and nothing else.
+    assert figures.pace.recompute_s == pytest.approx(0.8 * len(layers))
+
+
+class Counting(Saving):
+    """Writes into a buffer in forward, so that it cannot run twice."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return super().forward(inputs)
+
+
+def test_blocks_that_cannot_be_recomputed_are_profiled_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = [3.0, 4.0, 5.0, 3.0]
+    monkeypatch.setitem(globals(), "Layer", Counting)
+    figures = take_figures(MadeUpDevice(mark_s=0.2), 1.0, layers)
+    assert figures.chain.blocks
+    assert figures.pace is not None
+    assert figures.pace.recompute_s is None
+    assert_own(figures, layers)
+
+
+def test_a_block_that_writes_into_its_input_goes_with_the_one_before() -> None:
+    def block(name: str, **fields: bool) -> Block:
+        return Block(
+            name=name, forward_s=0.0, backward_s=0.0, input_bytes=0, output_bytes=0, saved_bytes=0,
+            forward_peak_bytes=0, backward_peak_bytes=0, **fields,
+        )  # fmt: skip
+
+    found = _one_by_one(
+        [
+            block("relu", changes_input=True),
+            block("a"),
+            block("b", changes_input=True),
+            block("c", changes_input=True, chained=False),
+            block("d"),
+        ]
+    )
+    assert [segment.blocks for segment in found] == [("a", "b"), ("d",)]
+
+
+def test_the_note_says_what_the_host_takes() -> None:
+    note = _pace_note(Pace("device-bound", 0.010, 0.040, None))
+    assert note == "device-bound: the host submits an iteration in 10 ms, 25% of the 40 ms it takes"

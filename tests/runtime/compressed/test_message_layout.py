@@ -1,0 +1,36 @@
+"""Messages of all three layouts give back what was written into them."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from hypothesis import given, settings  # noqa: E402
+from hypothesis import strategies as st  # noqa: E402
+
+from backbeat.runtime.compressed.message_layout import layout_of  # noqa: E402
+
+
+@given(
+    numel=st.sampled_from([1, 77, 65_536, 65_537, 300_000]),
+    density=st.floats(1e-5, 1.0),
+    seed=st.integers(0, 10_000),
+    ranks=st.integers(1, 3),
+)
+@settings(max_examples=60, deadline=None)
+def test_indices_and_values_come_back_as_they_were(numel: int, density: float, seed: int, ranks: int) -> None:
+    layout = layout_of(numel, density)
+    rows, messages = [], []
+    for rank in range(ranks):
+        source = torch.Generator().manual_seed(seed + rank)
+        indices = torch.randperm(numel, generator=source)[: layout.count].sort().values
+        values = torch.randn(layout.count, generator=source)
+        message = torch.empty(layout.bytes, dtype=torch.uint8)
+        layout.write_indices(indices, message)
+        layout.values(message).copy_(values)
+        rows.append((indices, values))
+        messages.append(message)
+    for (indices, values), found, numbers in zip(rows, *layout.unpack(torch.cat(messages)), strict=True):
+        assert torch.equal(found, indices)
+        assert torch.equal(numbers, values)
