@@ -9,10 +9,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from backbeat.api import predict
+    from backbeat.api import plan, predict
     from backbeat.errors import BackbeatError, InputError
     from backbeat.model import Network, Plan, Prediction, Profile
-    from backbeat.planners import plan
     from backbeat.simulate import strong_scaling
 
 __version__ = "0.1.0"
@@ -24,7 +23,7 @@ _HOME = {
     "Plan": "backbeat.model",
     "Prediction": "backbeat.model",
     "Profile": "backbeat.model",
-    "plan": "backbeat.planners",
+    "plan": "backbeat.api",
     "predict": "backbeat.api",
     "strong_scaling": "backbeat.simulate",
 }

@@ -2,13 +2,44 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Unpack
 
+import msgspec
+
+from backbeat.errors import InputError
+from backbeat.planners import plan as planned
 from backbeat.planners import propose
 from backbeat.simulate import predict as simulated
+from backbeat.simulate import strong_scaling
 
 if TYPE_CHECKING:
     from backbeat.model import Network, Plan, Prediction, Profile
+    from backbeat.planners import Choices
+
+
+def plan(
+    profile: Profile,
+    network: Network,
+    strategy: str = "best",
+    *,
+    reduce_dtype: str | None = None,
+    **choices: Unpack[Choices],
+) -> Plan:
+    """The gradient schedule that a strategy chooses for this profile on this network, with its prediction.
+
+    With `reduce_dtype` ("bf16" or "fp16") fp32 gradients are sent in two bytes each; give the wrapper the same.
+    """
+    if reduce_dtype is None:
+        return planned(profile, network, strategy, **choices)
+    sent = _sent(profile, reduce_dtype, compressed=strategy == "compressed" or choices.get("density") is not None)
+    made = planned(_bucketed(profile, sent, strategy), network, strategy, **choices)
+    result = simulated(sent, network, made)
+    figures = {name: getattr(result, name) for name in ("iteration_s", "scaling_factor", "exposed_s", "bound_s")}
+    return msgspec.structs.replace(
+        made,
+        predicted={**(made.predicted or {}), **figures},
+        notes=(*made.notes, f'gradients are sent as {reduce_dtype}: give the wrapper reduce_dtype="{reduce_dtype}"'),
+    )
 
 
 def predict(
@@ -18,17 +49,45 @@ def predict(
     *,
     accumulation: int | None = None,
     broadcast_buffers: bool = True,
+    reduce_dtype: str | None = None,
+    global_batch: int | None = None,
+    other: Profile | None = None,
+    **choices: Unpack[Choices],
 ) -> Prediction:
     """How long one iteration takes on the network's workers under the plan, or under the named strategy's, and why.
 
-    With `accumulation` micro-batches only the last one's backward overlaps with communication. Where the plan says
-    what is kept of activations, every time is of an iteration that runs so, T(1) too, and the peak is predicted.
+    With `accumulation` micro-batches only the last one's backward overlaps with communication. With `reduce_dtype`
+    ("bf16" or "fp16") fp32 gradients are sent in two bytes each. Where the plan says what is kept of activations,
+    every time is of an iteration that runs so, T(1) too, and the peak is predicted. With `global_batch` all workers
+    share that many samples per iteration, as in `strong_scaling`, which says what `other` is. A strategy takes the
+    same choices as in `plan`.
 
     >>> from backbeat.model import Network, Profile
     >>> profile, network = Profile.load("resnet50-b64-bf16-h200"), Network.load("10gbe")
     >>> round(predict(profile, network.at(workers=8), "single").scaling_factor, 2)
     0.16
+    >>> round(predict(profile, network.at(workers=8), "single", reduce_dtype="bf16").scaling_factor, 2)
+    0.27
     """
+    if global_batch is not None:
+        profile = strong_scaling(profile, global_batch, network.workers, accumulation=accumulation, other=other)
+    sent = profile
+    if reduce_dtype is not None:
+        compressed = plan == "compressed" if isinstance(plan, str) else plan.compressed
+        sent = _sent(profile, reduce_dtype, compressed=compressed)
     if isinstance(plan, str):
-        plan = propose(profile, network, strategy=plan)
-    return simulated(profile, network, plan, accumulation=accumulation, broadcast_buffers=broadcast_buffers)
+        plan = propose(_bucketed(profile, sent, plan), network, strategy=plan, **choices)
+    return simulated(sent, network, plan, accumulation=accumulation, broadcast_buffers=broadcast_buffers)
+
+
+def _sent(profile: Profile, reduce_dtype: str, *, compressed: bool) -> Profile:
+    if compressed:
+        raise InputError(
+            f"reduce_dtype is {reduce_dtype!r}, but compressed buckets have a format of their own: leave one out"
+        )
+    return profile.with_reduce_dtype(reduce_dtype)
+
+
+def _bucketed(profile: Profile, sent: Profile, strategy: str) -> Profile:
+    """Stock DDP closes a bucket by the bytes that its gradients have on the device, whatever is sent of them."""
+    return profile if strategy == "ddp" else sent

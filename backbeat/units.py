@@ -68,6 +68,22 @@ def parse_duration(text: str | float) -> float:
     return _scaled(text, _TIME, "a duration", "2s, 500ms or 3min")
 
 
+def parse_price(text: str) -> float:
+    """Money for one GPU-hour.
+
+    >>> parse_price("2.5/gpu-h"), parse_price("$2.50"), parse_price("3/h")
+    (2.5, 2.5, 3.0)
+    """
+    bare = re.sub(r"\s*/\s*(gpu-?)?(h|hour)$", "", text.strip(), flags=re.IGNORECASE)
+    try:
+        price = float(bare.removeprefix("$"))
+    except ValueError:
+        price = math.nan
+    if not 0 <= price < 1e6:
+        raise InputError(f"{text!r} is not a price: write money for one GPU-hour, like 2.5/gpu-h")
+    return price
+
+
 def parse_workers(text: str) -> list[int]:
     """A number, a comma-separated list, or a doubling range that includes both ends; parts may be mixed.
 

@@ -11,6 +11,11 @@ import typer
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from backbeat.model import Network
+
+_FEWEST_BYTES = 2**16
+"""Sizes below this are believed only with a unit."""
+
 
 def _profile_names(incomplete: str) -> list[str]:
     return _names("profiles", incomplete)
@@ -55,6 +60,15 @@ LabStrategyOption = Annotated[
 OneCountOption = Annotated[
     str | None, typer.Option("--workers", "-n", help="One number, like 64. Default: the network's own.")
 ]
+AcrossOption = Annotated[
+    str | None,
+    typer.Option(help="What joins the nodes, where NETWORK was measured inside one: a network file or a bundled name."),
+]
+ReduceOption = Annotated[
+    str | None, typer.Option("--reduce-dtype", help="Send fp32 gradients as bf16 or fp16, two bytes each.")
+]
+PriceOption = Annotated[str | None, typer.Option(help="Money for one GPU-hour, like 2.5/gpu-h.")]
+EpochOption = Annotated[int | None, typer.Option(help="Samples of one epoch, to price it.", min=1)]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the same content as JSON.")]
 
 
@@ -67,6 +81,41 @@ def one_count(text: str) -> int:
     if len(counts) > 1:
         raise InputError(f"--workers {text} is several numbers: give one here; `backbeat predict` compares several")
     return counts[0]
+
+
+def size(option: str, text: str) -> int:
+    """Bytes as people write them. A bare small number is a slip: nobody means 100 bytes."""
+    from backbeat.errors import InputError
+    from backbeat.units import parse_bytes
+
+    count = parse_bytes(text)
+    if count < _FEWEST_BYTES and text.strip().replace(".", "", 1).isdigit():
+        raise InputError(f"{option} {text.strip()} would be {count} bytes: did you mean {text.strip()}MB?")
+    return count
+
+
+def load_network(name: str, across: str | None) -> Network:
+    from backbeat.model import Network
+
+    network = Network.load(name)
+    return network if across is None else network.joined_by(Network.load(across))
+
+
+def prose(out: Console, text: str) -> None:
+    """Sentences in 80 columns, whatever the terminal. What is indented is to be copied, and stays one line."""
+    import re
+    import textwrap
+
+    from backbeat.units import printable
+
+    for line in text.splitlines():
+        line = printable(line)
+        if not line.startswith(" "):
+            # A number keeps its unit.
+            kept = re.sub(r"(?<=\d) (?=(?:[mµn]?s|[kMGT]?B|GPUs?)\b)", "\0", line)
+            kept = textwrap.fill(kept, 80, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+            line = kept.replace("\0", " ")
+        out.print(line, soft_wrap=True)
 
 
 def split(values: list[str] | None) -> list[str]:

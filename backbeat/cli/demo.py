@@ -11,9 +11,8 @@ from backbeat.cli.common import JsonOption
 
 MODELS = ("resnet50-b64-bf16-h200", "bert-base-b64-bf16-h200")
 NETWORK = "100gbe"
-STRATEGIES = "ddp,best"
+STRATEGIES = ("ddp", "best")
 WORKERS = "4..2048"
-SAMPLES = 1_000_000
 
 
 def demo(
@@ -32,8 +31,8 @@ def demo(
 
     out = console()
     for name in MODELS:
-        out.print(f"$ backbeat predict {name} {NETWORK} --workers {WORKERS} --strategy {STRATEGIES}", style="bold")
-        predict(name, NETWORK, workers=WORKERS, strategy=[STRATEGIES])
+        out.print(f"$ backbeat predict {name} {NETWORK} --workers {WORKERS}", style="bold")
+        predict(name, NETWORK, workers=WORKERS)
         out.print()
     out.print(f"$ backbeat plan {MODELS[0]} {NETWORK} --workers 64 -o {output}", style="bold")
     plan(MODELS[0], NETWORK, workers="64", output=output)
@@ -49,7 +48,7 @@ def _as_data(output: Path, page: Path) -> None:
 
     from backbeat.api import predict
     from backbeat.cli.common import print_json, say
-    from backbeat.cli.predict import content
+    from backbeat.cli.predict_output import Asked, content
     from backbeat.cli.report import report
     from backbeat.model import Network, Profile
     from backbeat.planners import plan as make_plan
@@ -60,8 +59,8 @@ def _as_data(output: Path, page: Path) -> None:
     clusters = [network.at(workers=count) for count in parse_workers(WORKERS)]
     tables = []
     for profile in profiles:
-        rows = [predict(profile, cluster, strategy) for cluster in clusters for strategy in STRATEGIES.split(",")]
-        tables.append(content(profile, network, rows, SAMPLES, "weak"))
+        rows = [predict(profile, cluster, strategy) for cluster in clusters for strategy in STRATEGIES]
+        tables.append(content(profile, network, rows, Asked()))
     made = make_plan(profiles[0], network.at(workers=64))
     made.save(output)
     say(f"wrote {output}")

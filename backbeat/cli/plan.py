@@ -9,10 +9,12 @@ import typer
 
 from backbeat.cli.common import (
     STRATEGY_NAMES,
+    AcrossOption,
     JsonOption,
     NetworkArgument,
     OneCountOption,
     ProfileArgument,
+    ReduceOption,
     _strategy_names,
     one_count,
 )
@@ -56,6 +58,8 @@ def plan(
         str | None,
         typer.Option(help="Where residuals of compressed buckets live: device or host. Default: device if it fits."),
     ] = None,
+    reduce_dtype: ReduceOption = None,
+    across: AcrossOption = None,
     max_batch: Annotated[
         bool, typer.Option("--max-batch", help="How far the batch can grow within --memory, and what that gives.")
     ] = False,
@@ -65,12 +69,13 @@ def plan(
     json: JsonOption = False,
 ) -> None:
     """Choose which gradients travel together, in which order and on which communicator, and what memory is spent on."""
+    from backbeat.api import plan as make_plan
+    from backbeat.cli.common import load_network, size
     from backbeat.errors import InputError
-    from backbeat.model import Network, Profile
-    from backbeat.planners import plan as make_plan
-    from backbeat.units import parse_bytes, parse_duration
+    from backbeat.model import Profile
+    from backbeat.units import parse_duration
 
-    memory_bytes = parse_bytes(memory) if memory is not None else None
+    memory_bytes = size("--memory", memory) if memory is not None else None
     if strategy == "best" and density is not None:
         raise InputError(
             f"density is {density}, but 'best' sends every element: use --strategy compressed, or leave one out"
@@ -81,7 +86,7 @@ def plan(
     where: Literal["device", "host"] | None = "host" if residuals == "host" else "device" if residuals else None
     if other_batch is not None and not max_batch:
         raise InputError("--other-batch goes with --max-batch: add it, or leave this out")
-    one, cluster = Profile.load(profile), Network.load(network)
+    one, cluster = Profile.load(profile), load_network(network, across)
     if workers is not None:
         cluster = cluster.at(workers=one_count(workers))
 
@@ -91,7 +96,8 @@ def plan(
             cluster,
             chosen,
             communicators=communicators,
-            bucket_bytes=parse_bytes(bucket) if bucket is not None else None,
+            reduce_dtype=reduce_dtype,
+            bucket_bytes=size("--bucket", bucket) if bucket is not None else None,
             budget_s=parse_duration(budget) if budget is not None else None,
             density=density,
             memory_bytes=memory_bytes,
@@ -105,16 +111,20 @@ def plan(
             raise InputError("--max-batch compares batch sizes and writes no plan: leave --output out")
         _show_growth(one, other_batch, cluster, memory_bytes, make, json)
     else:
-        _show(one, cluster, make(one), output, json)
+        _show(one, cluster, make(one), output, json, reduce_dtype)
 
 
-def _show(one: Profile, cluster: Network, made: Plan, output: Path | None, json: bool) -> None:
+def _show(
+    one: Profile, cluster: Network, made: Plan, output: Path | None, json: bool, reduce_dtype: str | None
+) -> None:
     import msgspec
 
     from backbeat.api import predict
-    from backbeat.cli.common import console, print_json, say
+    from backbeat.cli.common import console, print_json, prose, say
+    from backbeat.cli.predict_output import doubts
+    from backbeat.report.device_memory import device_fit
     from backbeat.report.tables import describe, over_bound, plan_table
-    from backbeat.units import format_seconds, printable
+    from backbeat.units import format_seconds
 
     if output is not None:
         made.save(output)
@@ -122,27 +132,32 @@ def _show(one: Profile, cluster: Network, made: Plan, output: Path | None, json:
     if json:
         print_json({"schema": made.schema, **msgspec.to_builtins(made)})
         return
-    result, stock = predict(one, cluster, made), predict(one, cluster, "ddp")
+    sent = one if reduce_dtype is None else one.with_reduce_dtype(reduce_dtype)
+    result = predict(one, cluster, made, reduce_dtype=reduce_dtype)
+    stock = predict(one, cluster, "ddp", reduce_dtype=reduce_dtype)
     out = console()
-    out.print(printable(describe(one, cluster)), soft_wrap=True)
+    prose(out, describe(one, cluster, reduce_dtype=reduce_dtype))
     out.print()
     if result.workers > 1:
-        out.print(plan_table(made, one, result))
+        out.print(plan_table(made, result))
     else:
         out.print("One worker sends nothing: the plan's buckets never leave.")
     if made.memory is not None and one.blocks:
-        _show_memory(out, one, cluster, made, result)
-    out.print(
+        _show_memory(out, sent, cluster, made, result)
+    prose(
+        out,
         f"{made.strategy} at {result.workers} worker{'' if result.workers == 1 else 's'}: "
         f"{format_seconds(result.iteration_s)} per iteration, scaling "
         f"{result.scaling_factor:.1%}, {format_seconds(result.exposed_s)} exposed, {over_bound(result):+.1%} over the "
         f"bound; stock DDP {'' if made.memory is None else 'with everything kept '}"
         f"{format_seconds(stock.iteration_s)}"
         + (f" ({stock.iteration_s / result.iteration_s:.2f}x)." if result.iteration_s > 0 else "."),
-        soft_wrap=True,
     )
-    for note in (*made.notes, *result.notes):
-        out.print(printable(f"* {note}"), soft_wrap=True)
+    fit = device_fit(sent, made, cluster.workers)
+    if fit is not None:
+        prose(out, f"Memory: {fit}.")
+    for line in (*(f"* {note}" for note in made.notes), *doubts(result, cluster, one)):
+        prose(out, line)
 
 
 def _show_memory(out: Console, one: Profile, cluster: Network, made: Plan, result: Prediction) -> None:

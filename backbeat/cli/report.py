@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from backbeat.cli.common import NetworkArgument, ProfileArgument, StrategyOption
+from backbeat.cli.common import (
+    AcrossOption,
+    EpochOption,
+    NetworkArgument,
+    PriceOption,
+    ProfileArgument,
+    StrategyOption,
+)
 
 if TYPE_CHECKING:
     from backbeat.model import Network, Plan, Profile
@@ -34,29 +41,32 @@ def report(
     trace: Annotated[
         list[str] | None, typer.Option("--trace", help="Kineto traces of the real job, comma-separated.")
     ] = None,
-    price: Annotated[float | None, typer.Option(help="Money for one GPU-hour, to price a run.")] = None,
+    price: PriceOption = None,
+    epoch_samples: EpochOption = None,
     samples: Annotated[
         int | None, typer.Option(help="Samples of the run to price. Default: what stock DDP does in a day.", min=1)
     ] = None,
+    across: AcrossOption = None,
     memory_budget: Annotated[str | None, typer.Option(help="Device memory to stay within, like 80GB.")] = None,
     redact: RedactOption = False,
     output: Annotated[Path, typer.Option("--output", "-o", help="The file to write.")] = Path("report.html"),
 ) -> None:
     """Write one HTML file that says how the job scales, what limits it, what to do and what that is worth."""
-    from backbeat.cli.common import say, split
-    from backbeat.errors import InputError
+    from backbeat.cli.common import say, size, split
     from backbeat.model import Plan, files
     from backbeat.report.page import MOST_BYTES, PageSettings
     from backbeat.report.page import report as make_page
-    from backbeat.units import format_bytes, parse_bytes
+    from backbeat.units import format_bytes, parse_price
 
-    if price is not None and not 0 <= price < 1e6:
-        raise InputError(f"--price is {price}: it must be money for one GPU-hour, like 2.50")
-    budget = parse_bytes(memory_budget) if memory_budget else None
-    made = gather(profile, network, workers, split(strategy), split(plan), split(lab), split(trace), redact=redact)
+    money = parse_price(price) if price is not None else None
+    budget = size("--memory-budget", memory_budget) if memory_budget else None
+    made = gather(
+        profile, network, workers, split(strategy), split(plan), split(lab), split(trace), redact=redact, across=across
+    )
     settings = PageSettings(
         samples=samples,
-        price=price,
+        price=money,
+        epoch_samples=epoch_samples,
         memory_budget=budget,
         profile_argument="PROFILE" if redact else profile,
         network_argument="NETWORK" if redact else network,
@@ -80,13 +90,15 @@ def gather(
     *,
     redact: bool = False,
     curve: bool = True,
+    across: str | None = None,
 ) -> Study:
     """Read everything that was named, and predict; without `curve` at the last number of workers only."""
-    from backbeat.model import Network, Plan, Profile
+    from backbeat.cli.common import load_network
+    from backbeat.model import Plan, Profile
     from backbeat.report.study import STRATEGIES, curve_workers, study
     from backbeat.units import parse_workers
 
-    one, cluster = Profile.load(profile), Network.load(network)
+    one, cluster = Profile.load(profile), load_network(network, across)
     asked = parse_workers(workers) if workers else [cluster.workers]
     counts = curve_workers(asked) if curve else [asked[-1]]
     loaded = {plan_label(path, made): made for path in plans for made in [Plan.load(path)]}

@@ -2,43 +2,91 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from backbeat.cli.common import JsonOption
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from backbeat.model import Profile
 
 
 def zoo(json: JsonOption = False) -> None:
-    """List the bundled profiles and networks, with where their figures come from."""
-    from backbeat.cli.common import console, print_json
+    """List the bundled models with their variants, and the networks, with where their figures come from."""
+    from backbeat.cli.common import console, print_json, prose
     from backbeat.model import Network, Profile, Source
     from backbeat.model.files import bundled
     from backbeat.report.tables import zoo_table
-    from backbeat.units import format_bytes, format_seconds
 
     profiles = [Profile.load(name) for name in bundled(Profile)]
     networks = [Network.load(name) for name in bundled(Network)]
     if json:
         data = {
-            "profiles": [{"name": one.name, "model": one.model, "source": one.source} for one in profiles],
+            "profiles": [
+                {
+                    "name": one.name,
+                    "model": one.model,
+                    "batch_size": one.batch_size,
+                    "precision": one.precision,
+                    "sequence_length": one.sequence_length,
+                    "optimizer": optimizer(one),
+                    "source": one.source,
+                }
+                for one in profiles
+            ],
             "networks": [{"name": one.name, "workers": one.workers, "source": one.source} for one in networks],
         }
         print_json(data)
         return
 
-    def origin(source: Source | str | None) -> str:
-        if isinstance(source, Source):
-            return f"{source.method}" + (f": {source.reference}" if source.reference else "")
-        return source or ""
-
-    out = console()
+    models: dict[tuple[str, str], list[Profile]] = {}
+    for one in profiles:
+        models.setdefault((one.model, one.device), []).append(one)
+    devices = sorted({device for _, device in models})
     rows = [
         (
-            one.name,
-            f"{one.model}, {format_seconds(one.single_s)} alone, {format_bytes(one.total_bytes)} of gradients; "
-            + origin(one.source),
+            model if len(devices) == 1 else f"{model} ({device})",
+            variants(found),
+            str(found[0].sequence_length or ""),
+            optimizer(found[0]) or "",
         )
-        for one in profiles
+        for (model, device), found in models.items()
     ]
-    out.print(zoo_table("Profiles", rows))
-    out.print()
-    out.print(
-        zoo_table("Networks", [(one.name, f"at {one.workers} workers; {origin(one.source)}") for one in networks])
+    out = console()
+    headings = ("model", "batch sizes", "tokens", "optimizer")
+    out.print(zoo_table(f"{len(profiles)} profiles of {len(models)} models", headings, rows))
+    first = profiles[0]
+    prose(
+        out,
+        f"A profile's name has its batch and precision: {first.name} is {first.model}, batch {first.batch_size}, "
+        f"{first.precision}. Measured on {', '.join(devices)}.",
     )
+    out.print()
+    origins = [
+        (
+            one.name,
+            str(one.workers),
+            one.source.method if isinstance(one.source, Source) else one.source or "",
+            (one.source.reference or "") if isinstance(one.source, Source) else "",
+        )
+        for one in networks
+    ]
+    out.print(zoo_table(f"{len(networks)} networks", ("name", "GPUs", "figures", "from"), origins))
+
+
+def optimizer(profile: Profile) -> str | None:
+    """As the profile's notes say it."""
+    found = (note.removeprefix("optimizer: ") for note in profile.notes if note.startswith("optimizer: "))
+    return next((text.split(";")[0] for text in found), None)
+
+
+def variants(profiles: Sequence[Profile]) -> str:
+    """The batch sizes of one model by precision; precisions with the same ones share them."""
+    batches: dict[str, list[int]] = {}
+    for one in profiles:
+        batches.setdefault(one.precision, []).append(one.batch_size)
+    alike: dict[tuple[int, ...], list[str]] = {}
+    for precision, sizes in sorted(batches.items()):
+        alike.setdefault(tuple(sorted(sizes)), []).append(precision)
+    return "; ".join(f"{', '.join(map(str, sizes))} in {', '.join(names)}" for sizes, names in alike.items())

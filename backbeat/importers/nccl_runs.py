@@ -13,7 +13,7 @@ import msgspec
 from backbeat.errors import InputError
 
 PROGRAM = re.compile(r"(?<![a-z])((?:all_|reduce_)?[a-z]+)_perf")
-_RANK = re.compile(r"Rank\s+([0-9]{1,7})\s+(?:Bucket\s+([0-9]{1,7})\s+)?Pid\s+[0-9]+\s+on\s+(\S+)\s+device")
+_RANK = re.compile(r"Rank\s+([0-9]{1,7})\s+(?:Group\s+([0-9]{1,7})\s+)?Pid\s+[0-9]+\s+on\s+(\S+)\s+device")
 _TAG = re.compile(r"^\s*\[\d+,\d+\]<std(?:out|err)>:\s?")
 _BLOCKING = "Blocking Enabled"
 _TIMES = ("time", "cputime")
@@ -39,7 +39,7 @@ class NcclRun:
 
     program: str | None = None
     devices: list[tuple[int, int, str]] = field(default_factory=list)
-    """(rank, bucket, host)"""
+    """(rank, group, host)"""
     workers: int | None = None
     """Where the file says it in another way than by its devices."""
     rows: list[Row] = field(default_factory=list)
@@ -195,8 +195,8 @@ def _json_run(document: dict[str, Any], results: list[Any]) -> NcclRun:
         listed = config.get("devices")
         for device in listed if isinstance(listed, list) else []:
             if isinstance(device, dict):
-                rank, bucket = (_count(device.get(key), least=0) for key in ("rank", "bucket"))
-                run.devices.append((rank, bucket, str(device.get("hostname", ""))))
+                rank, group = (_count(device.get(key), least=0) for key in ("rank", "group"))
+                run.devices.append((rank, group, str(device.get("hostname", ""))))
         # One device is listed for each process, which drives all of its threads' GPUs.
         each = math.prod(_count(config.get(key), least=1) for key in ("nthreads", "ngpus"))
         if run.devices and each > 1:

@@ -118,10 +118,10 @@ def _workers(run: NcclRun) -> int | None:
         return run.workers
     if not run.devices:
         return None
-    # With NCCL_TESTS_SPLIT every bucket runs the collective by itself.
-    buckets = Counter(bucket for _, bucket, _ in run.devices)
-    if len(buckets) > 1:
-        return max(buckets.values())
+    # With NCCL_TESTS_SPLIT every group of ranks runs the collective by itself.
+    groups = Counter(group for _, group, _ in run.devices)
+    if len(groups) > 1:
+        return max(groups.values())
     return max(len({rank for rank, _, _ in run.devices}), 1 + max(rank for rank, _, _ in run.devices))
 
 
@@ -137,7 +137,8 @@ def _guess_workers(runs: Iterable[NcclRun]) -> int | None:
 
 
 def _per_node(runs: Sequence[NcclRun]) -> int:
-    counts = [count for run in runs for count in Counter(host for _, _, host in run.devices).values()]
+    """Ranks of one collective on one host; 1 where the device lines are missing."""
+    counts = [count for run in runs for count in Counter((group, host) for _, group, host in run.devices).values()]
     return max(counts, default=1)
 
 

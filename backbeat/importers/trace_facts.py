@@ -152,7 +152,7 @@ def _nccl(name: str, args: dict[str, Any], start: float, end: float) -> Transfer
     elements = _integer(args.get("In msg nelems"), -1)
     each = _DTYPE_BYTES.get(str(args.get("dtype")).lower())
     collective = args.get("Collective name")
-    workers = _integer(args.get("Bucket size"), -1)
+    workers = _integer(args.get("Group size"), -1)
     return Transfer(
         name=collective if isinstance(collective, str) and len(collective) < 60 else name[:60],
         start=start,

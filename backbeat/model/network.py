@@ -6,6 +6,7 @@ from functools import cached_property
 from typing import Annotated, ClassVar, Literal
 
 import msgspec
+import numpy as np
 from msgspec import Meta
 from msgspec.structs import force_setattr
 
@@ -159,6 +160,12 @@ class Network(Document, frozen=True, kw_only=True):
                 f"network {self.name!r} was measured on {base.workers} worker: nothing travels there, "
                 "so it cannot be moved to more; calibrate with 2 workers or more"
             )
+        if base.one_node and workers > base.topology.gpus_per_node:
+            raise InputError(
+                f"network {self.name!r} was measured inside one node of {base.topology.gpus_per_node} GPUs and says "
+                f"nothing of the network between nodes, which {workers} need: measure across two nodes or more, or "
+                "name what joins the nodes with --across, like --across ib400"
+            )
         times = {name: base._moved(name, workers) for name in _COLLECTIVES if getattr(base, name) is not None}
         return msgspec.structs.replace(
             base,
@@ -166,6 +173,46 @@ class Network(Document, frozen=True, kw_only=True):
             concurrency=base.concurrency_on(times["all_reduce"]) if workers > 1 else (),
             moved_from=Calibration(**{name: getattr(base, name) for name in Calibration.__struct_fields__}),
             **times,
+        )
+
+    @property
+    def one_node(self) -> bool:
+        """All workers were GPUs of one node: nothing here crossed a network between nodes."""
+        base = self._calibrated
+        return 1 < base.workers <= base.topology.gpus_per_node
+
+    def joined_by(self, across: Network) -> Network:
+        """Several such nodes, joined by `across`, whose workers are whole nodes with one link each.
+
+        Every all-reduce takes its time inside the node, and then as long as all of its bytes take across.
+
+        >>> node = Network(name="node", workers=8, topology=Topology(gpus_per_node=8),
+        ...                all_reduce=CollectiveTimes(alpha_s=1e-5, beta_s_per_byte=1e-11))
+        >>> node.joined_by(Network.load("ib400")).at(workers=64).workers
+        64
+        """
+        base, between = self._calibrated, across._calibrated
+        if not base.one_node:
+            raise InputError(f"network {self.name!r} was not measured inside one node: leave --across out")
+        if between.one_node:
+            raise InputError(f"network {across.name!r} was measured inside one node: --across is what joins nodes")
+        inside, beyond = base.all_reduce.curve, between.all_reduce.curve
+        sizes = np.unique(np.concatenate([inside.sizes, beyond.sizes, [0.0, 2.0**20, 2.0**24, 2.0**28]]))
+        times = inside.time(sizes) + beyond.time(sizes)
+        return Network(
+            name=f"{base.name}+{between.name}",
+            workers=base.workers * between.workers,
+            all_reduce=CollectiveTimes(
+                points=tuple((round(size), float(time)) for size, time in zip(sizes, times, strict=True))
+            ),
+            topology=Topology(algorithm="hierarchical", gpus_per_node=base.workers, inside=base.all_reduce),
+            backend=base.backend,
+            source=between.source,
+            notes=(
+                *base.notes,
+                *between.notes,
+                f"nodes as in {base.name}, joined by {between.name} with one link a node, which all of its GPUs share",
+            ),
         )
 
     def concurrency_on(self, all_reduce: CollectiveTimes) -> tuple[ConcurrencyPoint, ...]:

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 Seconds = Annotated[float, Meta(ge=0)]
 Bytes = Annotated[int, Meta(ge=0)]
 
+REDUCE_DTYPES = ("bf16", "fp16")
+"""What gradients can be sent as, in place of fp32."""
+
 # Clocks round: a ready time may pass the end of backward by this share of it before it is called wrong.
 _CLOCK_SLACK = 1e-6
 
@@ -105,6 +108,10 @@ class Profile(Document, frozen=True, kw_only=True):
     iteration the device sets the pace."""
     host_recompute_s: Seconds | None = None
     """How much longer the host takes for a micro-batch of which every block is recomputed."""
+    sequence_length: Annotated[int, Meta(ge=1)] | None = None
+    """Tokens in one sample, where samples are sequences."""
+    flops_per_sample: Annotated[float, Meta(gt=0)] | None = None
+    """Floating-point operations of forward and backward on one sample, a multiply-add being two."""
     source: Source | str | None = None
     notes: tuple[str, ...] = ()
 
@@ -123,6 +130,9 @@ class Profile(Document, frozen=True, kw_only=True):
             "gradients", (gradient.name for gradient in self.gradients), advice="each gradient travels once; remove one"
         )
         unique("blocks", (block.name for block in self.blocks), advice="a block is one module; remove one")
+        if self.sequence_length is not None:
+            at_least("sequence_length", self.sequence_length, 1)
+        not_negative("flops_per_sample", self.flops_per_sample)
         not_negative("compression_s_per_byte", self.compression_s_per_byte)
         not_negative("compression_s_per_bucket", self.compression_s_per_bucket)
         not_negative("host_s", self.host_s)
@@ -171,6 +181,34 @@ class Profile(Document, frozen=True, kw_only=True):
     def single_s(self) -> float:
         """T(1): one iteration on one worker, all micro-batches included."""
         return self.accumulation * (self.forward_s + self.backward_s) + self.update_s
+
+    def with_reduce_dtype(self, reduce_dtype: str) -> Profile:
+        """The same iteration with fp32 gradients sent in two bytes each, as the wrapper's `reduce_dtype=` does.
+
+        Autocast leaves gradients in fp32, and every profile is taken to have them so. On the device they stay fp32:
+        what is sent is a copy.
+        """
+        if reduce_dtype not in REDUCE_DTYPES:
+            raise InputError(f"reduce_dtype is {reduce_dtype!r}: it must be one of {', '.join(REDUCE_DTYPES)}")
+        memory = self.memory
+        if memory is not None:
+            memory = msgspec.structs.replace(
+                memory,
+                steady_bytes=memory.steady_bytes + self.total_bytes,
+                peak_bytes=memory.peak_bytes + self.total_bytes if memory.peak_bytes else 0,
+            )
+        return msgspec.structs.replace(
+            self,
+            gradients=tuple(msgspec.structs.replace(one, bytes=(one.bytes + 1) // 2) for one in self.gradients),
+            memory=memory,
+        )
+
+    @property
+    def origin(self) -> str:
+        """In one word where the figures come from, as far as the file says it."""
+        if isinstance(self.source, Source):
+            return self.source.method
+        return self.source or "origin not stated"
 
     @property
     def analytic(self) -> bool:

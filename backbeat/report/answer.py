@@ -2,36 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from backbeat.model import Prediction
+from backbeat.report.device_memory import DeviceFit, device_fit
+from backbeat.report.limits import limit
+from backbeat.report.running_cost import units_line
 from backbeat.report.study import STOCK, Study
-from backbeat.report.tables import gpu_hours, over_bound
+from backbeat.report.tables import fastest, gpu_hours, over_bound
 from backbeat.simulate.sweep import knee
 from backbeat.units import format_seconds
+
+if TYPE_CHECKING:
+    from backbeat.model import Prediction
+
+Verdict = Literal["yes", "partly", "no", "alone", "memory"]
 
 _GOOD = 0.8
 """From this scaling factor on, workers are called worth it without a but."""
 _HALF = 0.5
-"""Below this at the curve's very start, there is no number of workers to advise."""
+"""From this scaling factor on, an added GPU brings at least half of its own work."""
+_WORTH_SAYING = 1e-3
+"""Savings below this share of a run are not called savings."""
 _WORTH_CHANGING = 0.01
 """Gains below this share are within what a measurement could tell apart: no change is advised for them."""
-
-LIMITS = {
-    "compute": "Nothing: communication is hidden behind computation. A faster network would not help.",
-    "bandwidth": "The network's bandwidth: there are more bytes to send than fit behind the backward pass. "
-    "A faster network, fewer bytes (bf16 gradients) or more computation per step (larger batch, accumulation) help; "
-    "other buckets help little.",
-    "latency": "The latency of messages: too many small ones in a row. "
-    "Fewer, larger buckets help, or several communicators.",
-    "waiting": "Late gradients: communication is held back until the last gradients are ready. "
-    "Smaller buckets at the end help, or hiding it behind the next forward pass.",
-    "stragglers": "The slowest worker: in every step all others wait for it. Steadier workers help, "
-    "a schedule does not.",
-    "buffers": "Broadcasting buffers before every forward pass. `broadcast_buffers=False` removes it, "
-    "where the statistics in them may differ between workers.",
-}
 
 _DAY_S = 86400
 
@@ -67,10 +62,12 @@ class Action:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    verdict: Literal["yes", "partly", "no", "alone"]
+    verdict: Verdict
     headline: str
     scales: str
     limit: str
+    memory: str
+    """Whether it fits the device; empty where nobody knows."""
     actions: tuple[Action, ...]
     worth: tuple[Worth, ...]
     worth_text: str
@@ -84,6 +81,7 @@ def answer(
     *,
     samples: int | None = None,
     price: float | None = None,
+    epoch_samples: int | None = None,
     command: str = "backbeat plan PROFILE NETWORK --workers N -o plan.json",
     plan_file: str = "plan.json",
 ) -> Answer:
@@ -93,7 +91,8 @@ def answer(
     """
     stock, best = study.stock, study.best
     count = samples or max(round(stock.samples_per_s * _DAY_S), 1)
-    verdict, headline = _verdict(study, best)
+    fit = device_fit(study.profile, study.plans[study.best_label], study.top)
+    verdict, headline = judged(study.curves, fit)
     worth = tuple(
         Worth(
             label=label,
@@ -108,27 +107,96 @@ def answer(
         headline=headline,
         scales=_scales(study, stock, best),
         limit=_limit(study, stock, best),
+        memory=f"One GPU needs {fit}." if fit is not None else "",
         actions=_actions(study, stock, best, command, plan_file),
         worth=worth,
-        worth_text=_worth_text(worth, count, price, a_day=samples is None),
+        worth_text=f"{_worth_text(worth, count, price, a_day=samples is None)} On {_plural(study.top)}: "
+        f"{units_line(best, study.profile, price=price, epoch_samples=epoch_samples)}.",
         samples=count,
-        caveats=tuple(dict.fromkeys([*best.notes, *stock.notes])),
+        caveats=tuple(
+            dict.fromkeys(
+                [
+                    *(
+                        [f"the network {study.network.name} was measured inside one node"]
+                        if study.network.one_node
+                        else []
+                    ),
+                    *best.notes,
+                    *stock.notes,
+                ]
+            )
+        ),
     )
 
 
-def _verdict(study: Study, best: Prediction) -> tuple[Literal["yes", "partly", "no", "alone"], str]:
-    top = study.top
+def judged(curves: Mapping[str, Sequence[Prediction]], fit: DeviceFit | None = None) -> tuple[Verdict, str]:
+    """Whether that many GPUs are worth it, in one sentence. The curves have stock DDP's among them."""
+    curve = frontier(curves)
+    best = curve[-1]
+    stock = max(curves[STOCK], key=lambda point: point.workers)
+    top = best.workers
+    if fit is not None and not fit.fits:
+        return "memory", f"Does not fit: {fit}."
     if top == 1:
         return "alone", "One GPU works alone: nothing is communicated."
-    curve = study.curves[study.best_label]
-    bend = knee(curve) if len(curve) > 1 else None
     worth = f"{_plural(top)} do the work of {_number(top * best.scaling_factor)}"
-    if bend is not None and bend.workers < top:
-        where = f" beyond {bend.workers} GPUs" if bend.scaling_factor >= _HALF else " on this network"
-        return "no", f"Not worth it{where}: {worth}."
+    if len(curves) > 1:
+        worth += "; stock DDP too" if best is stock else f"; stock DDP {_number(top * stock.scaling_factor)}"
+    bend = knee(curve)
+    if bend is not None:
+        return "no", f"Not worth it {f'beyond {bend} GPUs' if bend > 1 else 'on this network'}: {worth}."
     if best.scaling_factor >= _GOOD:
         return "yes", f"Worth it: {worth}."
     return "partly", f"Worth it only if time matters more than cost: {worth}."
+
+
+def decision(
+    curves: Mapping[str, Sequence[Prediction]],
+    fit: DeviceFit | None,
+    command: Callable[[Prediction], str],
+    *,
+    halved: Prediction | None = None,
+) -> str:
+    """What to do now. `command` makes the plan that was predicted; `halved` is the largest number of workers with
+    gradients sent in two bytes, where they are not yet."""
+    curve = frontier(curves)
+    best = curve[-1]
+    bend = knee(curve)
+    verdict, _ = judged(curves, fit)
+    if verdict == "alone":
+        return "Decision: nothing to decide for one GPU; ask for more with --workers."
+    chosen = best if bend is None else next((point for point in curve if point.workers == bend), best)
+    stock = next(point for point in curves[STOCK] if point.workers == chosen.workers)
+    what = {
+        "memory": "make it fit first: shard it (FSDP), or let `backbeat plan --memory` choose what to keep",
+        "yes": f"{_plural(best.workers)} are worth renting",
+        "partly": f"{_plural(best.workers)} only if time matters more than money",
+        "no": f"rent at most {chosen.workers} GPUs on this network"
+        if bend != 1
+        else "do not spread this job over this network"
+        + (" as it is" if halved is not None and halved.scaling_factor >= _HALF else ""),
+    }[verdict]
+    lines = [f"Decision: {what}."]
+    gain = _gain(stock, chosen)
+    if bend != 1 and verdict != "memory":
+        lines.append(
+            f"Run the plan, {_percent(gain)} faster than stock DDP:\n  {command(chosen)}"
+            if gain >= _WORTH_CHANGING
+            else "Keep stock DDP: no plan is 1 % faster."
+        )
+    if halved is not None and verdict != "memory" and _gain(best, halved) >= _WORTH_CHANGING:
+        lines.append(
+            f"Gradients sent as bf16 are {_percent(_gain(best, halved))} faster, if training bears it: "
+            f"{_plural(best.workers)} do the work of {_number(best.workers * halved.scaling_factor)} with "
+            "--reduce-dtype bf16."
+        )
+    return "\n".join(lines)
+
+
+def frontier(curves: Mapping[str, Sequence[Prediction]]) -> list[Prediction]:
+    """The fastest at each number of workers, in their order."""
+    found = fastest([point for curve in curves.values() for point in curve])
+    return [found[count] for count in sorted(found)]
 
 
 def _scales(study: Study, stock: Prediction, best: Prediction) -> str:
@@ -146,9 +214,9 @@ def _scales(study: Study, stock: Prediction, best: Prediction) -> str:
             f", and {format_seconds(best.iteration_s)} with the plan {study.best_label!r}, "
             f"{best.scaling_factor:.{digits}%}."
         )
-    bend = knee(study.curves[study.best_label]) if len(study.workers) > 1 else None
-    if bend is not None and bend.workers < study.top:
-        where = f"Beyond {bend.workers} GPUs an added" if bend.scaling_factor >= _HALF else "Every added"
+    bend = knee(frontier(study.curves))
+    if bend is not None:
+        where = f"Beyond {bend} GPUs an added" if bend > 1 else "Every added"
         text += f" {where} one brings less than half of its own throughput."
     if best.band is not None:
         low, high = format_seconds(best.band.p10_s), format_seconds(best.band.p90_s)
@@ -161,14 +229,14 @@ def _limit(study: Study, stock: Prediction, best: Prediction) -> str:
     """What holds the best plan back, and stock DDP where that is something else."""
     if study.top == 1:
         return "One worker has nobody to talk to."
+    own = limit(best, study.profile)
     if stock.bottleneck == best.bottleneck:
-        return LIMITS[best.bottleneck]
-    return f"With stock DDP: {limit(stock)} With {study.best_label!r}: {limit(best)}"
+        return own
+    return f"With stock DDP: {lowered(limit(stock, study.profile))} With {study.best_label!r}: {lowered(own)}"
 
 
-def limit(prediction: Prediction) -> str:
-    """What holds it back and what helps, to go on a sentence."""
-    sentence = LIMITS[prediction.bottleneck]
+def lowered(sentence: str) -> str:
+    """To go on a sentence."""
     return sentence[:1].lower() + sentence[1:]
 
 
@@ -237,8 +305,8 @@ def _worth_text(worth: tuple[Worth, ...], samples: int, price: float | None, *, 
         if a_day
         else f"Training on {samples:,} samples takes stock DDP {_hours(stock.hours)} ({cost})"
     )
-    if best.gpu_hours >= stock.gpu_hours:
-        return f"{text} is {samples:,} samples." if a_day else f"{text}."
+    if best.gpu_hours >= stock.gpu_hours * (1 - _WORTH_SAYING):
+        return f"{text}{f' is {samples:,} samples' if a_day else ''}; no plan compared here takes less."
     text += (
         f"{' takes' if a_day else '; it takes'} {best.label!r} {_hours(best.hours)} and {_number(best.gpu_hours)} "
         f"GPU-hours. That saves {_hours(stock.hours - best.hours)} and {_number(stock.gpu_hours - best.gpu_hours)} "

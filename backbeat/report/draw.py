@@ -70,7 +70,7 @@ def scaling(data: Scaling, *, view: str = "scaling") -> Drawing:
                 "%{customdata[3]}<extra></extra>",
             }
         )
-        if line is best and line.knee is not None:
+        if line is best and line.knee in line.workers:
             traces.append(_knee(line.knee, values[line.workers.index(line.knee)], colour))
     top: Drawing = {"title": {"text": "samples a second"}, "type": "log"}
     if not throughput:

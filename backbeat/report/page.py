@@ -14,6 +14,7 @@ from backbeat.errors import MissingPartError
 from backbeat.report import draw, perfetto
 from backbeat.report.answer import Answer, answer
 from backbeat.report.figures.timeline import Timeline, timeline
+from backbeat.report.running_cost import format_count, tokens_per_s, unit
 from backbeat.report.sections import sections
 from backbeat.report.study import STOCK, Study
 from backbeat.units import format_bytes, format_seconds
@@ -31,6 +32,7 @@ class PageSettings:
     samples: int | None = None
     """The run to price; without it, what stock DDP does in a day."""
     price: float | None = None
+    epoch_samples: int | None = None
     memory_budget: int | None = None
     profile_argument: str = "PROFILE"
     network_argument: str = "NETWORK"
@@ -143,6 +145,7 @@ def _answer(study: Study, settings: PageSettings) -> Answer:
         study,
         samples=settings.samples,
         price=settings.price,
+        epoch_samples=settings.epoch_samples,
         command="" if given else _command("plan", settings, study.top, "plan.json", study.best_label),
         plan_file=given or "plan.json",
     )
@@ -176,6 +179,7 @@ def _tiles(study: Study, settings: PageSettings) -> list[tuple[str, str, str]]:
     """(what, figure, small print) of the numbers that stand out."""
     best, stock = study.best, study.stock
     faster = stock.iteration_s / best.iteration_s if best.iteration_s > 0 else 1.0
+    rate = tokens_per_s(best, study.profile) or best.samples_per_s
     answered = _answer(study, settings)
     cheapest = answered.worth[-1]
     run = f"for {answered.samples:,} samples" if settings.samples else "for what takes stock DDP a day"
@@ -193,7 +197,7 @@ def _tiles(study: Study, settings: PageSettings) -> list[tuple[str, str, str]]:
             format_seconds(best.iteration_s),
             f"alone {format_seconds(best.single_s)}" + ("" if unplanned else f"; {faster:.2f}x stock DDP's speed"),
         ),
-        ("samples a second", f"{best.samples_per_s:,.0f}", f"{best.samples_per_s / study.top:,.0f} on each GPU"),
+        (f"{unit(study.profile)} a second", format_count(rate), f"{format_count(rate / study.top)} on each GPU"),
         ("GPU-hours", f"{cheapest.gpu_hours:,.1f}", run),
     ]
     if cheapest.money is not None:
@@ -210,7 +214,7 @@ def _facts(study: Study) -> list[tuple[str, str]]:
         if isinstance(source, Source):
             parts = [source.method, source.machine, source.date, source.reference]
             return ", ".join(part for part in parts if part)
-        return source or "not said"
+        return source or "origin not stated"
 
     return [
         ("model", f"{profile.model}, batch {profile.batch_size} per GPU, {profile.precision} on {profile.device}"),

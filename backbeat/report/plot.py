@@ -91,7 +91,7 @@ def scaling(figure: Any, data: Scaling, *, title: str = "") -> None:
         known = [(count, band) for count, band in zip(line.workers, line.band, strict=True) if band is not None]
         slow, fast = ([100 * band[side] for _, band in known] for side in (0, 1))
         axes.fill_between([count for count, _ in known], slow, fast, color=colour, alpha=0.18, linewidth=0)
-        if line.knee is not None:
+        if line.knee in line.workers:
             at = line.knee, percent[line.workers.index(line.knee)]
             axes.plot(*at, color=colour, marker="D", markersize=9, markeredgecolor="white", zorder=3)
             axes.annotate("knee", at, xytext=(8, 8), textcoords="offset points")

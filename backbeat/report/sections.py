@@ -6,8 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from backbeat.report import draw, figures
+from backbeat.report.answer import frontier
+from backbeat.report.device_memory import device_fit
 from backbeat.report.draw import Drawing
 from backbeat.report.figures.exposed import PARTS
+from backbeat.report.limits import knee_sentence
 from backbeat.report.study import STOCK, Study
 from backbeat.report.tables import gpu_hours, over_bound
 from backbeat.units import format_bytes, format_seconds
@@ -57,13 +60,7 @@ def sections(study: Study, *, samples: int, memory_budget: int | None = None) ->
 def scaling_section(study: Study, samples: int) -> Section:
     data = figures.scaling(study.curves)
     best = next(line for line in data.lines if line.label == study.best_label)
-    knee = (
-        f"The knee lies at {best.knee} GPUs."
-        if best.knee is not None and best.scaling[best.workers.index(best.knee)] >= 0.5
-        else "From the first point on, an added GPU brings less than half of its own work."
-        if best.knee is not None
-        else f"There is no knee up to {study.top} GPUs: each added one still brings more than half of its own work."
-    )
+    knee = knee_sentence(frontier(study.curves))
     rows = [
         (
             _number(point.workers),
@@ -292,6 +289,9 @@ def memory_section(study: Study, budget: int | None) -> Section | None:
     verdict = ""
     if data.fits is not None and budget is not None:
         verdict = f" That is {'within' if data.fits else 'above'} the budget of {format_bytes(budget)}."
+    fit = device_fit(study.profile, study.plans[study.best_label], study.top)
+    if fit is not None:
+        verdict += f" In training, with buckets: {fit}."
     summary = f"One worker needs {format_bytes(data.peak_bytes)} at its peak.{verdict}"
     return Section(
         anchor="memory",

@@ -5,14 +5,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+from rich import box
 from rich.table import Table
 
 from backbeat.model.source import Source
 from backbeat.report.figures.timeline import carries_gradients
 from backbeat.units import format_bytes, format_seconds, printable
 
+SAME = 5e-4
+"""Two times closer than this share are called equal: they print alike, and no measurement tells them apart."""
+
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from backbeat.model import Network, Plan, Prediction, Profile
 
@@ -39,12 +43,14 @@ def row(prediction: Prediction, samples: int) -> dict[str, Any]:
 
 
 def fastest(predictions: Sequence[Prediction]) -> dict[int, Prediction]:
-    """The best prediction for each number of workers; the first listed where two are equal."""
+    """The best prediction for each number of workers; the first listed of those that nobody could tell apart."""
+    least: dict[int, float] = {}
+    for one in predictions:
+        least[one.workers] = min(one.iteration_s, least.get(one.workers, one.iteration_s))
     best: dict[int, Prediction] = {}
-    for prediction in predictions:
-        known = best.get(prediction.workers)
-        if known is None or prediction.iteration_s < known.iteration_s * (1 - 1e-9):
-            best[prediction.workers] = prediction
+    for one in predictions:
+        if one.iteration_s <= least[one.workers] * (1 + SAME):
+            best.setdefault(one.workers, one)
     return best
 
 
@@ -59,20 +65,36 @@ def scaling_table(predictions: Sequence[Prediction], *, samples: int, title: str
     for heading in ("exposed", "over bound", "limited by"):
         table.add_column(heading, justify="left" if heading == "limited by" else "right", no_wrap=True)
     best = fastest(predictions)
-    shown: int | None = None
-    for prediction in predictions:
-        if shown is not None and prediction.workers != shown:
+    for place, (count, alike) in enumerate(_by_workers(predictions, samples, banded).items()):
+        if place:
             table.add_section()
-        winner = prediction is best[prediction.workers]
-        table.add_row(*_cells(prediction, samples, banded, winner, shown), style="bold green" if winner else None)
-        shown = prediction.workers
+        for row_place, (cells, ones) in enumerate(alike):
+            # Where all are equal nobody has won.
+            winner = len(alike) > 1 and best[count] in ones
+            names = ", ".join(printable(one.strategy) for one in ones) + (" ◀" if winner else "")
+            table.add_row("" if row_place else str(count), names, *cells, style="bold green" if winner else None)
     return table
 
 
-def _cells(prediction: Prediction, samples: int, banded: bool, winner: bool, shown: int | None) -> list[str]:
+def _by_workers(
+    predictions: Sequence[Prediction], samples: int, banded: bool
+) -> dict[int, list[tuple[list[str], list[Prediction]]]]:
+    """For each number of workers the rows of the table; strategies that print alike share one."""
+    found: dict[int, list[tuple[list[str], list[Prediction]]]] = {}
+    for prediction in predictions:
+        rows = found.setdefault(prediction.workers, [])
+        cells = _cells(prediction, samples, banded)
+        for known, ones in rows:
+            if known == cells:
+                ones.append(prediction)
+                break
+        else:
+            rows.append((cells, [prediction]))
+    return found
+
+
+def _cells(prediction: Prediction, samples: int, banded: bool) -> list[str]:
     cells = [
-        "" if prediction.workers == shown else str(prediction.workers),
-        printable(prediction.strategy) + (" ◀" if winner else ""),
         f"{prediction.scaling_factor:.1%}",
         f"{prediction.samples_per_s:,.0f}",
         _three_figures(gpu_hours(prediction, samples)),
@@ -85,18 +107,56 @@ def _cells(prediction: Prediction, samples: int, banded: bool, winner: bool, sho
     return cells
 
 
-def plan_table(plan: Plan, profile: Profile, result: Prediction) -> Table:
+def answer_table(
+    curves: Mapping[str, Sequence[Prediction]], *, stock: str, cost: tuple[str, Callable[[Prediction], str]] | None
+) -> Table:
+    """One row for each number of GPUs, in 80 columns: stock DDP, the others beside it, and what limits the fastest.
+
+    `best` alone is headed as planned: where it prefers fewer buckets and loses a little by it, stock DDP's own stand.
+    Neighbouring rows that print alike share one.
+    """
+    others = [label for label in curves if label != stock]
+    table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False, show_edge=False)
+    names = ["planned"] if others == ["best"] else [printable(label) for label in others]
+    headings = ["GPUs", "DDP", *names, *(["gain"] if others else []), *([cost[0]] if cost else []), "limited by"]
+    for heading in headings:
+        table.add_column(heading, justify="left" if heading == "limited by" else "right")
+    best = fastest([point for curve in curves.values() for point in curve])
+    at = {label: {point.workers: point for point in curve} for label, curve in curves.items()}
+    rows: list[tuple[list[int], list[str]]] = []
+    for count in sorted(best):
+        winner, plain = best[count], at[stock][count]
+        shown = [plain, winner] if others == ["best"] else [at[label][count] for label in (stock, *others)]
+        cells = [f"{point.scaling_factor:.1%}" for point in shown]
+        if others:
+            gain = plain.iteration_s / winner.iteration_s - 1 if winner.iteration_s > 0 else 0.0
+            cells.append("none" if winner is plain else f"{gain:+.1%}")
+        cells += [*([cost[1](winner)] if cost else []), winner.bottleneck]
+        mark = "*" if winner.extrapolated else ""
+        if rows and rows[-1][1] == [mark, *cells]:
+            rows[-1][0].append(count)
+        else:
+            rows.append(([count], [mark, *cells]))
+    for counts, (mark, *cells) in rows:
+        table.add_row(("" if len(counts) == 1 else f"{counts[0]}..") + f"{counts[-1]}{mark}", *cells)
+    return table
+
+
+def plan_table(plan: Plan, result: Prediction) -> Table:
     """The buckets of a plan with when they travel."""
     count = len(plan.buckets)
     title = f"{count} bucket{'' if count == 1 else 's'} in launch order"
-    table = Table(title=title, title_justify="left", header_style="bold")
-    for heading in ("bucket", "communicator", "gradients", "bytes", "starts", "ends"):
+    table = Table(
+        title=title, title_justify="left", header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False
+    )
+    several = plan.communicators > 1
+    for heading in ("bucket", *(["communicator"] if several else []), "gradients", "bytes", "starts", "ends"):
         table.add_column(heading, justify="left" if heading == "gradients" else "right")
     spans = [span for span in result.timeline if carries_gradients(span)]
     for number, span in enumerate(spans):
         table.add_row(
             str(number),
-            span.lane.removeprefix("communicator "),
+            *([span.lane.removeprefix("communicator ")] if several else []),
             printable(span.name),
             format_bytes(span.bytes),
             format_seconds(span.start_s),
@@ -105,29 +165,53 @@ def plan_table(plan: Plan, profile: Profile, result: Prediction) -> Table:
     return table
 
 
-def zoo_table(title: str, rows: Sequence[tuple[str, str]]) -> Table:
-    table = Table(title=title, title_justify="left", header_style="bold", box=None, pad_edge=False)
-    table.add_column("name", no_wrap=True)
-    table.add_column("what it is")
-    for name, text in rows:
-        table.add_row(printable(name), printable(text))
+def zoo_table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    table = Table(
+        title=title, title_justify="left", header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False
+    )
+    for heading in headings:
+        # The name is what one copies.
+        table.add_column(
+            heading, justify="right" if heading in ("tokens", "GPUs") else "left", no_wrap=heading == headings[0]
+        )
+    for row in rows:
+        table.add_row(*map(printable, row))
     return table
 
 
-def describe(profile: Profile, network: Network) -> str:
+def describe(
+    profile: Profile,
+    network: Network,
+    *,
+    accumulation: int | None = None,
+    reduce_dtype: str | None = None,
+    global_batch: int | None = None,
+) -> str:
     """One line on what is being predicted."""
-    kind = "analytic" if profile.analytic else "measured"
-    device = profile.device.removesuffix(f" ({kind})")
+    device = profile.device.removesuffix(f" ({profile.origin})")
+    micro_batches = accumulation or profile.accumulation
+    tokens = "" if profile.sequence_length is None else f" of {profile.sequence_length} tokens"
+    batch = f"batch {profile.batch_size}{tokens} per GPU"
+    if micro_batches > 1:
+        batch += f", {micro_batches} micro-batches a step"
+    kind = "(weak scaling)"
+    alone = f": {format_seconds(micro_batches * (profile.forward_s + profile.backward_s) + profile.update_s)} per "
+    alone += "iteration alone, "
+    if global_batch is not None:
+        batch = f"global batch {global_batch}{tokens} shared by the workers"
+        batch += f", {micro_batches} micro-batches a step" if micro_batches > 1 else ""
+        kind, alone = "(strong scaling)", ": "
+    sent = f" sent as {reduce_dtype}" if reduce_dtype is not None else ""
     return (
-        f"{profile.model}, batch {profile.batch_size} per worker (weak scaling), {profile.precision} on "
-        f"{device} ({kind}): {format_seconds(profile.single_s)} per iteration alone, "
-        f"{len(profile.gradients)} gradients, {format_bytes(profile.total_bytes)}; network {named(network)}"
+        f"{profile.model}, {batch} {kind}, {profile.precision} on {device} ({profile.origin}){alone}"
+        f"{len(profile.gradients)} gradients, {format_bytes(profile.total_bytes)}{sent}; network {named(network)}"
     )
 
 
 def named(network: Network) -> str:
     """A network's name with its origin: what was never measured must not read as if it had been."""
-    return f"{network.name} ({network.source.method})" if isinstance(network.source, Source) else network.name
+    name = f"{network.name} ({network.source.method})" if isinstance(network.source, Source) else network.name
+    return f"{name}, inside one node" if network.one_node else name
 
 
 def _three_figures(value: float) -> str:

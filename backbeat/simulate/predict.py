@@ -37,6 +37,7 @@ def predict(
     peak = None
     memory_notes: tuple[str, ...] = ()
     if plan.memory is not None and (profile.blocks or plan.memory.segments):
+        plan.check(profile)
         kept = memory_timeline(profile, plan.memory, plan, workers=network.workers)
         profile, peak, memory_notes = kept.profile, kept.peak_bytes, kept.notes
     micro_batches = profile.accumulation if accumulation is None else accumulation

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 import backbeat as bb
 from backbeat.cost.collectives import bus_bandwidth, seconds
+from backbeat.errors import InputError
 from backbeat.model import CollectiveTimes, ConcurrencyPoint, Network, Topology
 from tests.problems import affine, curve, networks
 
@@ -55,6 +56,21 @@ def test_a_cluster_of_nodes_scales_only_what_crosses_them() -> None:
     assert float(four_nodes.time(size)) == pytest.approx(across[0] + min(across[1:]), rel=1e-3)
     assert float(base.at(workers=8).cost.time(size)) == pytest.approx(2e-5 + 5e-12 * size)
     assert float(base.at(workers=4).cost.time(size)) == pytest.approx(2e-5 * 3 / 7 + 5e-12 * 0.75 / 0.875 * size)
+
+
+def test_a_node_joined_by_a_network_pays_both() -> None:
+    node = affine(2e-5, 5e-12, workers=8, topology=Topology(gpus_per_node=8))
+    between = affine(3e-5, 1e-10, workers=4)
+    joined = node.joined_by(between)
+    size = 10**8
+    assert joined.workers == 32
+    assert float(joined.cost.time(size)) == pytest.approx(5e-5 + 1.05e-10 * size, rel=1e-6)
+    assert float(joined.at(workers=8).cost.time(size)) == pytest.approx(float(node.cost.time(size)))
+    assert float(joined.at(workers=16).cost.time(size)) < float(joined.cost.time(size))
+    with pytest.raises(InputError, match="leave --across out"):
+        between.joined_by(node)
+    with pytest.raises(InputError, match="what joins nodes"):
+        node.joined_by(node)
 
 
 @given(networks(), st.integers(2, 5000), st.integers(2, 5000))

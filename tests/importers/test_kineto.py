@@ -86,7 +86,7 @@ def gpu_trace(
                     20,
                     stream=20,
                     correlation=10**6 + step,
-                    **{"Collective name": "allreduce", "In msg nelems": 2762, "Bucket size": 2, "dtype": "Float"},
+                    **{"Collective name": "allreduce", "In msg nelems": 2762, "Group size": 2, "dtype": "Float"},
                 )
             )
         if marks:
@@ -372,7 +372,7 @@ values = st.recursive(
             st.integers(0, 60),
             st.sampled_from(
                 ["ph", "cat", "name", "ts", "dur", "tid", "args", "Input Dims", "Input type", "correlation", "stream",
-                 "Sequence number", "In msg nelems", "dtype", "Bucket size", "Collective name"]
+                 "Sequence number", "In msg nelems", "dtype", "Group size", "Collective name"]
             ),
             values,
         ),

@@ -59,7 +59,7 @@ def text(
     if devices:
         for rank in range(workers):
             out.append(
-                f"{hash_mark}  Rank {rank:2d} Bucket  0 Pid {900 + rank:6d} on node{rank // per_node} "
+                f"{hash_mark}  Rank {rank:2d} Group  0 Pid {900 + rank:6d} on node{rank // per_node} "
                 f"device {rank % per_node:2d} [0000:0{rank % per_node}:00] NVIDIA H200"
             )
     lead = ["size", "count", "type", *(["redop"] if redop else []), *(["root"] if root else [])]
@@ -96,7 +96,7 @@ def document(program: str = "all_reduce", workers: int = 8, **changes: Any) -> d
             "ngpus": 1,
             "blocking_collectives": "false",
             "devices": [
-                {"rank": rank, "bucket": 0, "pid": rank, "hostname": f"node{rank // 4}", "device": rank % 4}
+                {"rank": rank, "group": 0, "pid": rank, "hostname": f"node{rank // 4}", "device": rank % 4}
                 for rank in range(workers)
             ],
         },
@@ -212,8 +212,20 @@ def test_workers_are_guessed_from_the_bandwidths() -> None:
 
 
 def test_split_groups_count_one_group() -> None:
-    split = text(workers=8).replace("Bucket  0 Pid    90", "Bucket  1 Pid    90", 4)
+    split = text(workers=8).replace("Group  0 Pid    90", "Group  1 Pid    90", 4)
     assert read(split).workers == 4
+
+
+def test_a_file_from_one_node_is_not_taken_across_nodes() -> None:
+    network = read(text(workers=8, per_node=8))
+    assert network.one_node
+    assert network.at(workers=4).one_node
+    with pytest.raises(InputError, match=r"inside one node of 8 GPUs .* which 64 need: .* --across"):
+        network.at(workers=64)
+    assert not read(text(workers=8)).one_node
+    assert not read(text(devices=False)).one_node
+    split = text(workers=8, per_node=8).replace("Group  0 Pid    90", "Group  1 Pid    90", 4)
+    assert read(split).one_node
 
 
 def test_one_worker_is_refused() -> None:

@@ -37,8 +37,7 @@ def test_scaling_holds_every_prediction_its_band_and_its_knee() -> None:
     for line, points in zip(data.lines, made.curves.values(), strict=True):
         assert line.workers == (4, 16, 64)
         assert line.scaling == tuple(point.scaling_factor for point in points)
-        bend = knee(points)
-        assert line.knee == (bend.workers if bend else None)
+        assert line.knee == knee(points)
         for share, band in zip(line.scaling, line.band, strict=True):
             assert band is not None
             assert band[0] <= share * (1 + 1e-9)

@@ -132,8 +132,8 @@ def test_a_trace_shows_its_last_step_with_kernels_joined_and_collectives_on_lane
             event("gemm", "kernel", low + 100, 500, stream=7),
             event("gemm", "kernel", low + 605, 500, stream=7),
             event("gemm", "kernel", low + 4_000, 500, stream=7),
-            event("ncclDevKernel_AllReduce", "kernel", low + 1_000, 3_000, stream=9, **{"Bucket size": 4}),
-            event("ncclDevKernel_AllReduce", "kernel", low + 2_000, 3_000, stream=10, **{"Bucket size": 4}),
+            event("ncclDevKernel_AllReduce", "kernel", low + 1_000, 3_000, stream=9, **{"Group size": 4}),
+            event("ncclDevKernel_AllReduce", "kernel", low + 2_000, 3_000, stream=10, **{"Group size": 4}),
         ]
     path = tmp_path / "trace.json"
     path.write_text(json.dumps({"traceEvents": events}))

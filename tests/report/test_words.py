@@ -6,8 +6,9 @@ import msgspec
 import pytest
 
 import backbeat as bb
-from backbeat.report.answer import LIMITS, answer
+from backbeat.report.answer import answer
 from backbeat.report.figures.exposed import PARTS
+from backbeat.report.limits import LIMITS
 from backbeat.report.study import study
 from tests.problems import affine, make_profile
 

@@ -138,9 +138,10 @@ def test_the_knee_is_where_added_workers_stop_paying() -> None:
     profile = make_profile([10**5] * 20, np.linspace(1e-3, 20e-3, 20).tolist())
     ring = affine(1e-3, 1e-10, topology=Topology(algorithm="ring"))
     points = [bb.predict(profile, ring.at(workers=n), "single") for n in (2, 4, 8, 16, 32, 64, 128, 256, 512)]
-    found = knee(points)
-    assert found is not None
-    after = next(point for point in points if point.workers > found.workers)
+    bend = knee(points)
+    assert bend is not None
+    found = next(point for point in points if point.workers == bend)
+    after = next(point for point in points if point.workers > bend)
     added = (after.samples_per_s - found.samples_per_s) / (after.workers - found.workers)
     assert added < 0.5 / after.single_s
     assert knee([bb.predict(TWO, affine(0, 0), "single")]) is None
@@ -174,8 +175,25 @@ def test_iteration_times_are_of_all_micro_batches_measured() -> None:
 def test_a_profile_that_computes_nothing_has_its_knee_at_the_start() -> None:
     nothing = msgspec.structs.replace(make_profile([100], [0.0]), update_s=0.0)
     found = knee([bb.predict(nothing, affine(1e-3, 1e-9).at(workers=n), "single") for n in (4, 8)])
-    assert found is not None
-    assert found.workers == 4
+    assert found == 1
+
+
+def test_the_knee_is_counted_from_one_worker() -> None:
+    profile, network = bb.Profile.load("llama-1b-b4-bf16-h200"), bb.Network.load("100gbe")
+    points = [bb.predict(profile, network.at(workers=n), "ddp") for n in (8, 16, 32)]
+    assert points[0].workers * points[0].scaling_factor < 1
+    assert knee(points) == knee(points[:1]) == 1
+    assert knee([bb.predict(profile, network.at(workers=1), "ddp"), *points]) == 1
+
+
+def test_a_plan_of_another_model_is_refused_whatever_it_holds() -> None:
+    blocks = bb.Profile.load("resnet152-b256-bf16-h200")
+    network = bb.Network.load("1gbe").at(workers=4)
+    plan = bb.plan(blocks, network, "compressed", density=0.01, memory_bytes=30 * 10**9)
+    assert plan.memory is not None
+    assert plan.compressed
+    with pytest.raises(bb.InputError, match=r"does not have.*made for 'resnet152'"):
+        bb.predict(bb.Profile.load("bert-base-b32-bf16-h200"), network, plan)
 
 
 def test_one_worker_is_not_extrapolated() -> None:

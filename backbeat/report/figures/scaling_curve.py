@@ -25,7 +25,8 @@ class ScalingLine:
     bottleneck: tuple[str, ...]
     extrapolated: tuple[bool, ...]
     knee: int | None
-    """Past this many workers an added one brings less than half of its own throughput; None: not on this curve."""
+    """Past this many workers an added one brings less than half of its own throughput; 1 where none of the curve pays,
+    None where all of it does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +61,6 @@ def scaling(curves: Mapping[str, Sequence[Prediction]]) -> Scaling:
 
 
 def _line(label: str, points: Sequence[Prediction]) -> ScalingLine:
-    bend = knee(points) if len(points) > 1 else None
     return ScalingLine(
         label=label,
         workers=tuple(point.workers for point in points),
@@ -70,7 +70,7 @@ def _line(label: str, points: Sequence[Prediction]) -> ScalingLine:
         iteration_s=tuple(point.iteration_s for point in points),
         bottleneck=tuple(point.bottleneck for point in points),
         extrapolated=tuple(point.extrapolated for point in points),
-        knee=bend.workers if bend else None,
+        knee=knee(points),
     )
 
 

@@ -104,9 +104,9 @@
     if (!read().batch) own = Number(data.readings.batch);
     outputs(read());
     element("headline").textContent = answer.headline;
-    element("verdict").textContent = { yes: "scales well", partly: "scales with losses", no: "past the knee", alone: "one GPU" }[answer.verdict];
+    element("verdict").textContent = { yes: "scales well", partly: "scales with losses", no: "past the knee", alone: "one GPU", memory: "does not fit" }[answer.verdict];
     element("verdict").className = `verdict ${answer.verdict}`;
-    element("scales").textContent = answer.scales;
+    element("scales").textContent = `${answer.scales} ${answer.memory}`;
     element("limit").textContent = answer.limit;
     element("notes").textContent = data.notes.length ? `What is not measured here: ${data.notes.join("; ")}.` : "";
     element("reading-bandwidth").textContent = data.readings.bandwidth;

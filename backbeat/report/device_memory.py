@@ -1,0 +1,56 @@
+"""Whether one worker's iteration fits the device it is to run on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from backbeat.cost.accelerators import accelerator
+from backbeat.model import MemoryPlan
+from backbeat.simulate.memory_timeline import memory_timeline
+from backbeat.simulate.resident_memory import ResidentMemory
+from backbeat.units import format_bytes
+
+if TYPE_CHECKING:
+    from backbeat.model import Plan, Profile
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceFit:
+    peak_bytes: int
+    device: str
+    device_bytes: int
+
+    @property
+    def fits(self) -> bool:
+        return self.peak_bytes <= self.device_bytes
+
+    def __str__(self) -> str:
+        peak, whole = format_bytes(self.peak_bytes), format_bytes(self.device_bytes)
+        if self.fits:
+            return f"{peak} of the {whole} of one {self.device}: fits"
+        return f"{peak} on one {self.device} of {whole}: does not fit; shard it (FSDP), or keep less (plan --memory)"
+
+
+def device_fit(profile: Profile, plan: Plan | None = None, workers: int | None = None) -> DeviceFit | None:
+    """The peak against the device's memory; None where the profile or the table of accelerators does not say.
+
+    Without a memory plan all is kept, and gradients are held as stock DDP does: in buckets, and beside them until the
+    step ends.
+    """
+    device = accelerator(profile.device)
+    if profile.memory is None or device is None:
+        return None
+    return DeviceFit(peak_bytes=_peak(profile, plan, workers), device=device.name, device_bytes=device.memory_bytes)
+
+
+def _peak(profile: Profile, plan: Plan | None, workers: int | None) -> int:
+    memory = plan.memory if plan is not None else None
+    resident = ResidentMemory.of(profile, plan, memory.residuals if memory else "device", workers).total_bytes
+    if profile.blocks:
+        peak = memory_timeline(profile, memory or MemoryPlan(), plan, workers=workers).peak_bytes
+    else:
+        measured = profile.memory.peak_bytes if profile.memory else 0
+        saved = profile.memory.activation_bytes if profile.memory else 0
+        peak = max(resident + saved, measured + profile.total_bytes if measured else 0)
+    return peak if memory is not None else max(peak, resident + profile.total_bytes)

@@ -1,0 +1,246 @@
+"""What `predict` answers: one screen of 80 columns, nothing that is not so, and a decision at its end."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+from typer.testing import CliRunner
+
+import backbeat as bb
+from backbeat.cli import app
+from backbeat.cli.zoo import variants
+from backbeat.errors import InputError
+from backbeat.model import Network, Profile, Topology
+from backbeat.report.answer import answer
+from backbeat.report.study import study
+from tests.problems import affine, make_profile
+
+LLAMA = "llama-1b-b4-bf16-h200"
+RESNET = "resnet50-b64-bf16-h200"
+
+
+def run(*words: str) -> str:
+    done = CliRunner().invoke(app, list(words))
+    if done.exception is not None and not isinstance(done.exception, SystemExit):
+        raise done.exception
+    assert done.exit_code == 0, done.output
+    return done.stdout
+
+
+def joined(text: str) -> str:
+    """Without the breaks of 80 columns."""
+    return " ".join(text.split())
+
+
+def test_the_answer_fits_one_screen_and_ends_in_a_decision() -> None:
+    words = ("predict", LLAMA, "nvlink-ib400", "--workers", "8..512")
+    text = run(*words, "--price", "2.5/gpu-h", "--reduce-dtype", "bf16")
+    lines = text.splitlines()
+    assert len(lines) <= 40
+    assert max(map(len, lines)) <= 80
+    (headings,) = (line for line in lines if line.startswith("GPUs"))
+    assert headings.split("  ")[0] == "GPUs"
+    for word in ("DDP", "planned", "gain", "$/B tokens", "limited by"):
+        assert word in headings
+    place = next(index for index, line in enumerate(lines) if line.startswith("Worth it: 512 GPUs do the work of 48"))
+    assert place < lines.index(headings)
+    for word in ("tokens/s", "per step", "per billion tokens", "sent as bf16", "no MFU (the profile has no FLOPs)"):
+        assert word in joined(text)
+    assert sum(line.startswith("* ") for line in lines) == 3
+    assert lines[-2:] == ["Decision: 512 GPUs are worth renting.", "Keep stock DDP: no plan is 1 % faster."]
+
+
+def test_a_plan_that_pays_is_the_decision() -> None:
+    text = run("predict", RESNET, "100gbe", "-n", "8,64")
+    assert "Worth it: 64 GPUs do the work of 61.9; stock DDP 59.8." in text
+    assert text.endswith(f"faster than stock DDP:\n  backbeat plan {RESNET} 100gbe --workers 64 -o plan.json\n")
+
+
+def test_what_is_planned_is_never_slower_than_stock_ddp() -> None:
+    lines = run("predict", LLAMA, "nvlink-ib400", "-n", "8..64", "--reduce-dtype", "bf16").splitlines()
+    rows = [line.split() for line in lines if line.split("*")[0].strip().isdigit()]
+    assert len(rows) == 4
+    assert all(float(planned.rstrip("%")) >= float(stock.rstrip("%")) for _, stock, planned, *_ in rows)
+
+
+def test_notes_of_a_calibration_are_not_repeated(tmp_path: Path) -> None:
+    noisy = msgspec.structs.replace(bb.Network.load("10gbe"), notes=("jitter over 20%",))
+    noisy.save(tmp_path / "noisy.json")
+    assert "jitter" not in run("predict", RESNET, str(tmp_path / "noisy.json"))
+    assert "jitter" in run("predict", RESNET, str(tmp_path / "noisy.json"), "--wide")
+
+
+def test_rows_that_print_alike_share_one(tmp_path: Path) -> None:
+    make_profile([4000], [10e-3], forward=10e-3).save(tmp_path / "small.json")
+    affine(1e-7, 1e-13).save(tmp_path / "fast.json")
+    text = run("predict", str(tmp_path / "small.json"), str(tmp_path / "fast.json"), "-n", "16..256")
+    assert sum("100.0%" in line for line in text.splitlines()) == 1
+    assert "16..256*" in text
+
+
+def test_where_all_are_equal_nobody_wins() -> None:
+    text = run("predict", LLAMA, "nvlink-ib400", "-n", "16", "-s", "ddp,mg-wfbp,optimal", "--wide")
+    assert "◀" not in text
+    assert "ddp, mg-wfbp, optimal" in text
+    assert "◀" in run("predict", RESNET, "100gbe", "-n", "64", "-s", "ddp,best", "--wide")
+
+
+def test_a_network_of_one_node_is_refused_beyond_it(tmp_path: Path) -> None:
+    node = affine(1e-5, 4e-12, workers=8, topology=Topology(gpus_per_node=8))
+    file = str(tmp_path / "node.json")
+    node.save(file)
+    assert "network affine, inside one node" in joined(run("predict", RESNET, file))
+    with pytest.raises(InputError, match=r"inside one node of 8 GPUs .* --across"):
+        run("predict", RESNET, file, "-n", "8..64")
+    with pytest.raises(InputError, match="inside one node"):
+        run("plan", RESNET, file, "-n", "16")
+    with pytest.raises(InputError, match="inside one node"):
+        run("report", RESNET, file, "-n", "16", "-o", str(tmp_path / "report.html"))
+    text = run("predict", RESNET, file, "-n", "8..64", "--across", "100gbe")
+    assert "joined by 100gbe with one link a node" in joined(text)
+    assert "--across 100gbe" in text
+    assert "16 GPUs" not in run("plan", RESNET, file, "-n", "16", "--across", "ib400")
+
+
+def larger_than_its_device() -> Profile:
+    return msgspec.structs.replace(bb.Profile.load(LLAMA), device="NVIDIA L4")
+
+
+def test_a_job_that_does_not_fit_says_so_everywhere(tmp_path: Path) -> None:
+    file = str(tmp_path / "large.json")
+    larger_than_its_device().save(file)
+    text = joined(run("predict", file, "nvlink-ib400", "-n", "16"))
+    assert "Does not fit: 32.2 GB on one L4 of 24.0 GB: does not fit; shard it (FSDP), or keep less" in text
+    assert "Decision: make it fit first" in text
+    assert "does not fit" in joined(run("plan", file, "nvlink-ib400", "-n", "16"))
+    said = answer(study(larger_than_its_device(), bb.Network.load("nvlink-ib400"), [16], strategies=["ddp"]))
+    assert said.verdict == "memory"
+    assert "does not fit" in said.memory
+    data = json.loads(run("predict", file, "nvlink-ib400", "-n", "16", "-s", "ddp", "--json"))
+    assert data["memory"]["fits"] is False
+    assert "of the 141 GB of one H200: fits" in joined(run("predict", LLAMA, "nvlink-ib400", "-n", "16", "-s", "ddp"))
+
+
+def test_a_plan_that_keeps_less_fits() -> None:
+    model = msgspec.structs.replace(bb.Profile.load("resnet152-b256-bf16-h200"), device="NVIDIA L4")
+    network = bb.Network.load("100gbe").at(workers=8)
+    kept = answer(study(model, network, [8], strategies=["ddp"]))
+    less = bb.plan(model, network, memory_bytes=16 * 10**9)
+    assert kept.verdict == "memory"
+    found = study(model, network, [8], strategies=[], plans={"less": less})
+    from backbeat.report.device_memory import device_fit
+
+    fit = device_fit(model, found.plans["less"], 8)
+    assert fit is not None
+    assert fit.fits
+
+
+def test_the_knee_is_one_where_eight_do_not_do_the_work_of_one() -> None:
+    text = run("predict", LLAMA, "100gbe", "-n", "8..32")
+    assert "Not worth it on this network" in text
+    assert "Decision: do not spread this job over this network." in text
+    assert "from the first GPU on" in run("predict", LLAMA, "100gbe", "-n", "8..32", "-s", "ddp", "--wide")
+    made = study(bb.Profile.load(LLAMA), bb.Network.load("100gbe"), [8, 16, 32], strategies=["ddp", "best"])
+    assert answer(made).headline in text
+    data = json.loads(run("predict", LLAMA, "100gbe", "-n", "8..32", "-s", "ddp", "--json"))
+    assert data["knee"] == {"ddp": 1}
+    assert data["headline"].startswith("Not worth it on this network: 32 GPUs do the work of 3.5")
+
+
+def test_advice_names_the_tensor_that_is_late() -> None:
+    text = joined(run("predict", LLAMA, "nvlink-ib400", "-n", "64"))
+    assert "model.embed_tokens.weight (1.05 GB) is ready last" in text
+    assert "Smaller buckets" not in text
+
+
+@pytest.mark.parametrize("verb", ["predict", "plan"])
+def test_a_bare_small_size_is_asked_about(verb: str) -> None:
+    with pytest.raises(InputError, match="--bucket 100 would be 100 bytes: did you mean 100MB"):
+        run(verb, RESNET, "10gbe", "-s", "ddp", "--bucket", "100")
+    run(verb, RESNET, "10gbe", "-s", "ddp", "--bucket", "26214400")
+
+
+def test_micro_batches_stand_in_the_header() -> None:
+    text = joined(run("predict", RESNET, "10gbe", "-s", "ddp", "--accumulation", "4"))
+    assert "batch 64 per GPU, 4 micro-batches a step" in text
+    alone = bb.predict(bb.Profile.load(RESNET), bb.Network.load("10gbe"), "ddp", accumulation=4).single_s
+    assert f"{1e3 * alone:.0f} ms per iteration alone" in text
+
+
+def test_a_profile_that_does_not_say_its_origin_is_not_called_measured(tmp_path: Path) -> None:
+    file = str(tmp_path / "mine.json")
+    make_profile([10**6], [1e-3], forward=1e-3).save(file)
+    text = run("predict", file, "10gbe")
+    assert "(origin not stated)" in joined(text)
+    assert "(measured)" not in text
+    assert "the profile has no FLOPs" in joined(text)
+
+
+def test_tokens_utilisation_and_money() -> None:
+    profile = msgspec.structs.replace(bb.Profile.load(LLAMA), flops_per_sample=8e12)
+    network = bb.Network.load("nvlink-ib400")
+    result = bb.predict(profile, network, "ddp")
+    from backbeat.report.running_cost import costs, tokens_per_s, utilisation
+
+    assert tokens_per_s(result, profile) == pytest.approx(1024 * result.samples_per_s)
+    assert utilisation(result, profile) == pytest.approx(8e12 * result.samples_per_s / 16 / 989.4e12)
+    prices = costs(result, profile, 2.5, 10_000)
+    assert prices["step"] == pytest.approx(2.5 * 16 * result.iteration_s / 3600)
+    per_sample = prices["step"] / (16 * 4)
+    assert prices["billion tokens"] == pytest.approx(per_sample * 1e9 / 1024)
+    assert prices["epoch"] == pytest.approx(per_sample * 10_000)
+
+
+def test_gradients_sent_in_two_bytes() -> None:
+    profile, network = bb.Profile.load(RESNET), bb.Network.load("10gbe")
+    sent = profile.with_reduce_dtype("bf16")
+    assert sent.total_bytes == pytest.approx(profile.total_bytes / 2, rel=1e-6)
+    single = bb.predict(profile, network, "single", reduce_dtype="bf16")
+    assert single == bb.predict(sent, network, "single")
+    # Stock DDP closes its buckets as if nothing were changed.
+    plan = bb.plan(profile, network, "ddp", reduce_dtype="bf16")
+    assert plan.buckets == bb.plan(profile, network, "ddp").buckets
+    assert plan.predicted is not None
+    result = bb.predict(profile, network, "ddp", reduce_dtype="bf16")
+    assert plan.predicted["iteration_s"] == result.iteration_s
+    assert result.iteration_s < bb.predict(profile, network, "ddp").iteration_s
+    assert any('reduce_dtype="bf16"' in note for note in plan.notes)
+    with pytest.raises(InputError, match="it must be one of bf16, fp16"):
+        bb.predict(profile, network, "ddp", reduce_dtype="int8")
+    with pytest.raises(InputError, match="format of their own"):
+        bb.plan(profile, network, density=0.01, reduce_dtype="bf16")
+
+
+def test_a_global_batch_is_shared_from_python_too() -> None:
+    profile, network = bb.Profile.load(RESNET), bb.Network.load("10gbe").at(workers=8)
+    shared = bb.predict(profile, network, "ddp", global_batch=1024)
+    assert shared == bb.predict(bb.strong_scaling(profile, 1024, 8), network, "ddp")
+    (row,) = json.loads(run("predict", RESNET, "10gbe", "-n", "8", "-s", "ddp", "--global-batch", "1024", "--json"))[
+        "rows"
+    ]
+    assert row["iteration_s"] == shared.iteration_s
+
+
+def test_nothing_is_saved_where_nothing_is_gained() -> None:
+    made = study(bb.Profile.load(LLAMA), bb.Network.load("nvlink-ib400"), [16], strategies=["ddp", "optimal"])
+    assert "saves" not in answer(made, price=2.0).worth_text
+
+
+def test_the_zoo_has_one_row_a_model() -> None:
+    text = run("zoo")
+    rows = text[: text.index("networks")].splitlines()
+    for name in {bb.Profile.load(RESNET).model, "llama-1b", "bert-large"}:
+        (row,) = (line for line in rows if line.startswith(f"{name} "))
+        assert "SGD with momentum" in row
+    assert "64, 128 in bf16, tf32" in next(line for line in rows if line.startswith("resnet50 "))
+    assert "1024" in next(line for line in rows if line.startswith("llama-1b "))
+    one = make_profile([1], [0.0])
+    assert variants([one, msgspec.structs.replace(one, precision="bf16", batch_size=2)]) == "2 in bf16; 1 in fp32"
+
+
+def test_networks_without_device_lines_are_moved_as_before() -> None:
+    assert not Network.load("10gbe").one_node
+    assert bb.Network.load("10gbe").at(workers=64).workers == 64
