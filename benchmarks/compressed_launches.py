@@ -132,7 +132,7 @@ def plan_of(profile: Profile, bucket_bytes: int, compression: Compression | None
 @contextmanager
 def as_on_a_gpu() -> Iterator[None]:
     with (
-        mock.patch.object(encoded_bucket, "HOSTS", set()),
+        mock.patch.object(compressed_bucket, "HOSTS", set()),
         mock.patch.object(select, "HOSTS", set()),
         mock.patch.object(status, "READ_LATE_ON", {"cpu", "cuda"}),
     ):

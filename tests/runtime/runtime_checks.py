@@ -165,13 +165,13 @@ def late_gradients_are_sent_after(ctx: Context) -> None:
     wrapped, oracle = start(ctx, Branches, plan=Plan(
         strategy="t", model="t", communicators=1,
         buckets=(
-            Bucket(gradients=("left.weight", "left.bias", "spare.weight", "spare.bias"), communicator=0),
-            Bucket(gradients=("right.weight", "right.bias"), communicator=0),
+            Bucket(gradients=("right.weight", "right.bias", "left.weight", "left.bias"), communicator=0),
+            Bucket(gradients=("spare.weight", "spare.bias"), communicator=0),
             Bucket(gradients=("stem.weight", "stem.bias"), communicator=0),
         ),
     ))  # fmt: skip
     for step in range(8):
-        use = lambda r, step=step: "lrs" if step == 6 and r == 0 else "lr"  # noqa: E731
+        use = lambda r, step=step: "lrs" if step == 6 and r == 0 else "rs"  # noqa: E731
         wrapped.zero_grad()
         oracle.each(lambda m, r: m.zero_grad())
         wrapped(ctx.data(3, 6, step=step, rank=ctx.rank), use=use(ctx.rank)).square().sum().backward()
