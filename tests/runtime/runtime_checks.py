@@ -456,6 +456,27 @@ def rank_skips_a_backward(ctx: Context) -> str:
 
 
 @check
+def rank_runs_two_models_in_another_order(ctx: Context) -> str:
+    """Two wrapped models whose backwards the last rank runs the other way round: each names the other's backward."""
+
+    class Second(nn.Linear):
+        pass
+
+    first = DistributedDataParallel(ctx.build(lambda: nn.Linear(6, 6)))
+    second = DistributedDataParallel(ctx.build(lambda: Second(6, 6)))
+    for step in range(2):
+        _step(ctx, first, step)
+        _step(ctx, second, step)
+    last = ctx.rank == ctx.size - 1
+    message = raises(CommunicationError, lambda: _step(ctx, second if last else first, 5))
+    other, model = (0, "Linear") if last else (ctx.size - 1, "Second")
+    assert f"rank {other} is in the backward of another wrapped model ({model})" in message, message
+    assert "in the same order on every rank" in message, message
+    assert "does not answer" not in message, message
+    return message
+
+
+@check
 def rank_thaws_alone(ctx: Context) -> str:
     """Parameters that become trainable on the last rank only: told on both sides, and no process ends."""
     model = ctx.build(mlp)

@@ -115,6 +115,13 @@ class Monitor:
         if standing is not None:
             store.set(f"{self._key}/status/{self._rank}", json.dumps(standing))
 
+    def _answer_for_others(self) -> None:
+        """This process may end with the error: a rank that waits in another wrapper's backward must find it answered
+        that this one was here."""
+        for other in list(_monitors):
+            if other is not self and other._own is not None:
+                other._answer(other._own)
+
     def standing(self) -> Standing | None:
         """Where this rank stands, and in which other wrapper's backward if it is in one."""
         standing = self._standing()
@@ -138,6 +145,7 @@ class Monitor:
         try:
             store.set(f"{self._key}/alarm", str(self._rank))
             self._answer(store)
+            self._answer_for_others()
             standings = self._collect(store)
         except Exception as error:
             return f"the job's store does not answer either ({first_line(error)}): the rank that keeps it is gone"
