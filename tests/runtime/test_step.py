@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from backbeat.runtime.reduce.arrivals import Arrivals
-from backbeat.runtime.reduce.step import TRANSITIONS, InFlight, Packed, State, Step
+from backbeat.runtime.reduce.step import TRANSITIONS, InFlight, Step, StepState, TakenGradients
 
 BUCKET_OF = [0, 0, 1, 2]
 """Four parameters in three buckets."""
@@ -50,7 +50,7 @@ class Rank:
     def output(self, sync: bool) -> None:
         if not self.running:
             self.begin(sync)
-        elif sync and self.step.state is State.ACCUMULATING:
+        elif sync and self.step.state is StepState.ACCUMULATING:
             self.step.synchronise()
             self.note()
 
@@ -67,7 +67,7 @@ class Rank:
         if not self.running:
             self.begin(self.sync)
         index = BUCKET_OF[place]
-        if arrivals.count(place, index) and self.step.state is State.REDUCING and arrivals.may_leave(index):
+        if arrivals.count(place, index) and self.step.state is StepState.REDUCING and arrivals.may_leave(index):
             while arrivals.next_bucket < len(MEMBERS) - 1 and arrivals.missing[arrivals.next_bucket] <= 0:
                 self.send(arrivals.next_bucket)
 
@@ -75,7 +75,7 @@ class Rank:
         if not self.running:
             return
         self.running = False
-        if self.step.state is State.ACCUMULATING:
+        if self.step.state is StepState.ACCUMULATING:
             self.step.close()
             self.note()
         else:
@@ -118,7 +118,7 @@ class Rank:
         step = self.step
         bucket: Any = SimpleNamespace(members=MEMBERS[index])
         used = [] if step.silent else [place for place in MEMBERS[index] if step.arrivals.fresh[place]]
-        step.add_packed(bucket, Packed(used=used))
+        step.add_taken(bucket, TakenGradients(used=used))
         if index == len(MEMBERS) - 1:
             self.told.append((step.number, step.tell()))
         step.add_sent(InFlight(index, bucket, None, None))  # type: ignore[arg-type]
@@ -147,7 +147,9 @@ def test_whatever_happens_only_legal_transitions_and_back_to_rest(events: list[t
         step = rank.step
         sent = [one.bucket_index for one in step.in_flight]
         assert sent == list(range(len(sent))), "buckets left out of order"
-        assert not sent or step.state in (State.REDUCING, State.FINISHING, State.BROKEN), "sent outside of a step"
+        assert not sent or step.state in (StepState.REDUCING, StepState.FINISHING, StepState.BROKEN), (
+            "sent outside of a step"
+        )
         if rank.running:
             assert not step.idle
     if rank.running:
@@ -194,11 +196,11 @@ def test_a_broken_step_is_told_and_forgotten() -> None:
     rank.output(sync=True)
     rank.gradient(0)
     rank.exception()
-    assert rank.step.state is State.REDUCING
+    assert rank.step.state is StepState.REDUCING
     rank.forward(sync=True)
     assert rank.step.idle
     assert rank.told[-1][1].broken
-    assert rank.seen[-3:] == [State.REDUCING, State.BROKEN, State.IDLE]
+    assert rank.seen[-3:] == [StepState.REDUCING, StepState.BROKEN, StepState.IDLE]
     rank.clean_step()
     assert rank.told[-1][1].regular
 
@@ -236,8 +238,8 @@ def test_what_is_not_in_the_table_is_refused(event: str) -> None:
 
 
 def test_the_table_leads_everywhere_and_back() -> None:
-    for start in State:
+    for start in StepState:
         reached = {start}
-        for _ in State:
+        for _ in StepState:
             reached |= {after for before in reached for after in TRANSITIONS[before]}
-        assert reached == set(State)
+        assert reached == set(StepState)

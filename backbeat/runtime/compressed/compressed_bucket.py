@@ -15,7 +15,7 @@ from backbeat.errors import InputError
 from backbeat.runtime.compressed.message_bytes import format_of
 from backbeat.runtime.compressed.residual import Residual, Scratch, Store, accumulate, add_all, drop_infinite
 from backbeat.runtime.reduce.bucket import BucketBuffer, addresses_of, views_of
-from backbeat.runtime.reduce.step import Packed
+from backbeat.runtime.reduce.step import TakenGradients
 
 if TYPE_CHECKING:
     from torch.nn import Parameter
@@ -117,13 +117,13 @@ class CompressedBucket(BucketBuffer):
         self.whole = True
         return True
 
-    def pack(self, step: Step) -> Packed:
+    def pack(self, step: Step) -> TakenGradients:
         self.whole = False
         self._muted = step.silent
         if self._muted:
             for parameter in self.parameters:
                 parameter.grad = None
-            return Packed()
+            return TakenGradients()
         fresh = step.arrivals.fresh
         kept: dict[int, torch.Tensor] = {}
         removed = False
@@ -148,7 +148,7 @@ class CompressedBucket(BucketBuffer):
             elif not parameter.requires_grad and self.touched[position]:
                 self._freeze(position)
         used = [place for position, place in enumerate(self.members) if self.touched[position]]
-        return Packed(used, kept, removed)
+        return TakenGradients(used, kept, removed)
 
     def _freeze(self, position: int) -> None:
         """A weight that must not move: what it is owed waits outside the bucket."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from backbeat.runtime.reduce.failures import CommunicationError
-from backbeat.runtime.reduce.step import Packed
+from backbeat.runtime.reduce.step import TakenGradients
 
 if TYPE_CHECKING:
     from torch.nn import Parameter
@@ -135,15 +135,15 @@ class BucketBuffer:
             torch._foreach_zero_(empty)
         return held
 
-    def pack(self, step: Step) -> Packed:
+    def pack(self, step: Step) -> TakenGradients:
         """As `take`, in any step: finds which members this rank used, and keeps the others' gradients."""
         held = self.take()
         if step.absent:
             self.payload.zero_()
-            return Packed()
+            return TakenGradients()
         if step.broken:
             self.poison()
-            return Packed()
+            return TakenGradients()
         used: list[int] = []
         kept: dict[int, torch.Tensor] = {}
         removed = False
@@ -156,7 +156,7 @@ class BucketBuffer:
                 used.append(place)
             else:
                 kept[place] = gradient.clone() if gradient is view else gradient
-        return Packed(used, kept, removed)
+        return TakenGradients(used, kept, removed)
 
     def launch(self, communicator: Communicator, scale: float, status: torch.Tensor | None) -> tuple[torch.Tensor, Any]:
         """Begin to sum what was taken; returns the tensor that will hold the sum, and the work."""
@@ -260,14 +260,16 @@ class RowsBucket(BucketBuffer):
     def take_all(self) -> bool:
         return False
 
-    def pack(self, step: Step) -> Packed:
+    def pack(self, step: Step) -> TakenGradients:
         parameter, place = self.parameters[0], self.members[0]
         gradient = parameter.grad
         parameter.grad = None
         self._gradient = None if step.silent else gradient
         if self._gradient is None:
-            return Packed()
-        return Packed(used=[place]) if step.arrivals.fresh[place] else Packed(kept={place: self._gradient})
+            return TakenGradients()
+        return (
+            TakenGradients(used=[place]) if step.arrivals.fresh[place] else TakenGradients(kept={place: self._gradient})
+        )
 
     def launch(self, communicator: Communicator, scale: float, status: torch.Tensor | None) -> tuple[torch.Tensor, Any]:
         message = rows_message(self.parameters[0], self._gradient, scale)

@@ -32,7 +32,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from backbeat.errors import BackbeatError, InputError
 from backbeat.runtime.reduce.bucket import BucketBuffer, RowsBucket
 from backbeat.runtime.reduce.failures import CommunicationError
-from backbeat.runtime.reduce.step import InFlight, Packed
+from backbeat.runtime.reduce.step import InFlight, TakenGradients
 
 if TYPE_CHECKING:
     from torch.nn import Parameter
@@ -92,7 +92,7 @@ class Sender:
         bucket = buckets[index]
         if step.arrivals.streams is not None:
             step.arrivals.streams.join(index)
-        step.add_packed(bucket, self._pack(bucket, whole))
+        step.add_taken(bucket, self._pack(bucket, whole))
         if bucket is buckets[-1]:
             self._launch_last(index, bucket)
         else:
@@ -113,7 +113,7 @@ class Sender:
         work = self._context.communicator(bucket.spec.communicator).all_reduce(message)
         step.add_status_sent(InFlight(index, bucket, message, work))
 
-    def _pack(self, bucket: BucketBuffer, whole: bool) -> Packed | None:
+    def _pack(self, bucket: BucketBuffer, whole: bool) -> TakenGradients | None:
         try:
             return None if whole and bucket.take_all() else bucket.pack(self._step)
         except RuntimeError as error:

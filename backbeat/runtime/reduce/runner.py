@@ -27,7 +27,7 @@ from backbeat.runtime.reduce.failures import Monitor, Standing
 from backbeat.runtime.reduce.lost_collectives import LostCollectives
 from backbeat.runtime.reduce.parameters import claim, release
 from backbeat.runtime.reduce.status import StatusMessage
-from backbeat.runtime.reduce.step import State, Step
+from backbeat.runtime.reduce.step import Step, StepState
 
 if TYPE_CHECKING:
     from torch.nn import Parameter
@@ -185,7 +185,7 @@ class StepRunner:
                 self._begin(sync)
             elif (unreached := self.unreached()) is not None:
                 unreached()
-        elif sync and self._step.state is State.ACCUMULATING:
+        elif sync and self._step.state is StepState.ACCUMULATING:
             self._step.synchronise(slow=self.context.recorder is not None)
 
     def run_absent(self) -> None:
@@ -217,7 +217,7 @@ class StepRunner:
         if self.status.regular and graph_task() != arrivals.root:
             arrivals.count_nested(place, index)
         elif arrivals.count(place, index):
-            if self._step.state is State.ACCUMULATING:
+            if self._step.state is StepState.ACCUMULATING:
                 self.context.bucket_set.keep(index)
             elif arrivals.may_leave(index):
                 self._sender.send_ready()
@@ -238,7 +238,7 @@ class StepRunner:
     def _graph_done(self) -> None:
         """The engine's callback."""
         self._backward.forget()
-        if self._step.state is State.ACCUMULATING:
+        if self._step.state is StepState.ACCUMULATING:
             # What came more than once, or not as expected.
             self.context.bucket_set.keep_all()
             self._step.close()

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from backbeat.runtime.reduce.bucket import BucketBuffer
 
 
-class State(Enum):
+class StepState(Enum):
     """Where a backward stands on this rank."""
 
     IDLE = "idle"
@@ -39,12 +39,12 @@ class State(Enum):
     """Autograd raised. The next forward or backward finds it so, and tells the other ranks."""
 
 
-TRANSITIONS: dict[State, frozenset[State]] = {
-    State.IDLE: frozenset({State.ACCUMULATING, State.REDUCING}),
-    State.ACCUMULATING: frozenset({State.REDUCING, State.BROKEN, State.IDLE}),
-    State.REDUCING: frozenset({State.FINISHING, State.BROKEN}),
-    State.FINISHING: frozenset({State.IDLE}),
-    State.BROKEN: frozenset({State.IDLE}),
+TRANSITIONS: dict[StepState, frozenset[StepState]] = {
+    StepState.IDLE: frozenset({StepState.ACCUMULATING, StepState.REDUCING}),
+    StepState.ACCUMULATING: frozenset({StepState.REDUCING, StepState.BROKEN, StepState.IDLE}),
+    StepState.REDUCING: frozenset({StepState.FINISHING, StepState.BROKEN}),
+    StepState.FINISHING: frozenset({StepState.IDLE}),
+    StepState.BROKEN: frozenset({StepState.IDLE}),
 }
 
 
@@ -58,7 +58,7 @@ class InFlight(NamedTuple):
     """A `Work`, or the future that a communication hook returned."""
 
 
-class Packed(NamedTuple):
+class TakenGradients(NamedTuple):
     """What was found when a bucket took its members' gradients one by one."""
 
     used: Sequence[int] = ()
@@ -89,7 +89,7 @@ class Step:
 
     def __init__(self, arrivals: Arrivals) -> None:
         self.arrivals = arrivals
-        self.state = State.IDLE
+        self.state = StepState.IDLE
         self.number = 0
         """Synchronised backwards so far, the present one included."""
         self.absent = False
@@ -109,16 +109,16 @@ class Step:
 
     @property
     def idle(self) -> bool:
-        return self.state is State.IDLE
+        return self.state is StepState.IDLE
 
     @property
     def broken(self) -> bool:
-        return self.state is State.BROKEN
+        return self.state is StepState.BROKEN
 
     @property
     def silent(self) -> bool:
         """This rank has nothing to add to the sums: it has no data, or its backward raised."""
-        return self.absent or self.state is State.BROKEN
+        return self.absent or self.state is StepState.BROKEN
 
     def open(self, *, sync: bool, absent: bool = False, root: int = -1, slow: bool = False) -> None:
         """A backward begins. Called when autograd reaches an output of the wrapper, or the first gradient of a loss
@@ -126,7 +126,7 @@ class Step:
 
         slow: somebody wants to hear of every gradient.
         """
-        self._enter(State.REDUCING if sync else State.ACCUMULATING)
+        self._enter(StepState.REDUCING if sync else StepState.ACCUMULATING)
         self.arrivals.reset()
         self.arrivals.root = root
         self.absent = absent
@@ -139,24 +139,24 @@ class Step:
 
     def synchronise(self, *, slow: bool = False) -> None:
         """A later output of the same backward wants its gradients reduced. Called when autograd reaches it."""
-        self._enter(State.REDUCING)
+        self._enter(StepState.REDUCING)
         self._begin_to_reduce(slow)
 
     def finish(self) -> None:
         """The graph is done. Called by the engine's callback, and by a rank without data right after `open`."""
-        self._enter(State.FINISHING)
+        self._enter(StepState.FINISHING)
 
     def break_off(self) -> bool:
         """The backward raised. Called by the next forward or backward that finds it open and not running; again, where
         telling the others failed. True if the other ranks take part in this step and must be told."""
-        if self.state is not State.BROKEN:
-            self._enter(State.BROKEN)
+        if self.state is not StepState.BROKEN:
+            self._enter(StepState.BROKEN)
         return self._reduces
 
     def close(self) -> None:
         """The backward is over. Called when its gradients are in place, and when it has failed."""
-        accumulated = self.state is State.ACCUMULATING
-        self._enter(State.IDLE)
+        accumulated = self.state is StepState.ACCUMULATING
+        self._enter(StepState.IDLE)
         if not accumulated:
             self.arrivals.forget_fresh()
         self._reduces = False
@@ -164,15 +164,15 @@ class Step:
         self.status_in_flight = None
         self.kept = {}
 
-    def add_packed(self, bucket: BucketBuffer, packed: Packed | None) -> None:
+    def add_taken(self, bucket: BucketBuffer, taken: TakenGradients | None) -> None:
         """A bucket has taken its gradients; None: every member had one."""
-        if packed is None:
+        if taken is None:
             self._whole.append(bucket)
             return
-        for place in packed.used:
+        for place in taken.used:
             self._used[place] = 1
-        self.kept.update(packed.kept)
-        self._removed = self._removed or packed.removed
+        self.kept.update(taken.kept)
+        self._removed = self._removed or taken.removed
 
     def add_sent(self, sent: InFlight) -> None:
         """A bucket has left."""
@@ -213,7 +213,7 @@ class Step:
         self.number += 1
         self.arrivals.release(slow=slow)
 
-    def _enter(self, state: State) -> None:
+    def _enter(self, state: StepState) -> None:
         if state not in TRANSITIONS[self.state]:
             raise RuntimeError(f"step {self.number} cannot go from {self.state.name} to {state.name}")
         self.state = state
