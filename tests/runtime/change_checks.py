@@ -282,7 +282,7 @@ def accumulation_where_fewer_parameters_follow(ctx: Context) -> None:
 
 
 @compressed
-def encoded_without_elements(ctx: Context) -> None:
+def compressed_without_elements(ctx: Context) -> None:
     class Hollow(nn.Module):
         def __init__(self) -> None:
             super().__init__()

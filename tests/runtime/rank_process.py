@@ -39,8 +39,8 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
 
 def _outcome(request: dict[str, Any]) -> dict[str, Any]:
     import change_checks
-    import encoded_checks
-    import encoded_faults
+    import compressed_checks
+    import compressed_faults
     import runtime_checks
     import runtime_scenarios
     import scenario_rig
@@ -76,8 +76,8 @@ def _outcome(request: dict[str, Any]) -> dict[str, Any]:
         known = {
             **runtime_scenarios.SCENARIOS,
             **runtime_checks.CHECKS,
-            **encoded_checks.CHECKS,
-            **encoded_faults.CHECKS,
+            **compressed_checks.CHECKS,
+            **compressed_faults.CHECKS,
             **change_checks.CHECKS,
         }
         return {"outcome": "right", "detail": str(known[request["scenario"]].run(ctx) or "")}

@@ -23,7 +23,7 @@ from scenarios_graphs import Branches, Breakable, Twice
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from backbeat.comm.communicators import Communicators
+from backbeat.comm.communicators import Communicator, Communicators
 from backbeat.errors import InputError
 from backbeat.model import Bucket, CollectiveTimes, Network, Plan
 from backbeat.runtime import CommunicationError, DistributedDataParallel, StepMismatchError
@@ -332,12 +332,20 @@ def rank_hangs(ctx: Context) -> str:
 
 
 @check
-def rank_lost_without_a_word(ctx: Context) -> str:
+def rank_lost_in_silence(ctx: Context) -> str:
     """As on NCCL, where waiting does not raise: the monitor's thread reads that a bucket was lost, and says so."""
     given_up = threading.Event()
+    sent: list[Any] = []
     lost: list[Any] = []
+    all_reduce = Communicator.all_reduce
+
+    def noted(communicator: Communicator, message: torch.Tensor) -> Any:
+        sent.append(all_reduce(communicator, message))
+        return sent[-1]
+
     with (
         mock.patch.object(Communicators, "raises", False),
+        mock.patch.object(Communicator, "all_reduce", noted),
         mock.patch.object(lost_collectives, "abort", side_effect=lambda communicators: given_up.set()),
         mock.patch.object(
             lost_collectives, "fate_of", lambda work: "COMM_ERROR" if work in lost else lost_collectives.DONE
@@ -349,7 +357,8 @@ def rank_lost_without_a_word(ctx: Context) -> str:
         if ctx.rank == ctx.size - 1:
             os._exit(1)
         assert not given_up.is_set()
-        lost.append(wrapped.reducer.runner._lost._steps[-1].works[1][1])
+        # The second of the last step's four buckets.
+        lost.append(sent[-3])
         assert given_up.wait(30), "nobody noticed"
     message = raises(CommunicationError, lambda: _step(ctx, wrapped, 5))
     assert f"backbeat: {message}" in said.getvalue(), said.getvalue()
@@ -529,7 +538,7 @@ def _all_nan(wrapped: Any) -> bool:
 
 
 @check
-def late_word_of_a_skipped_step(ctx: Context) -> str:
+def late_status_of_a_skipped_step(ctx: Context) -> str:
     """The last rank is a step ahead: every element of every gradient is NaN, and the next backward says why."""
     wrapped, _ = _read_late(ctx, mlp)
     last = ctx.rank == ctx.size - 1
@@ -544,7 +553,7 @@ def late_word_of_a_skipped_step(ctx: Context) -> str:
 
 
 @check
-def late_word_of_a_broken_step(ctx: Context) -> None:
+def late_status_of_a_broken_step(ctx: Context) -> None:
     """Rank 0's backward raises: NaN for the others, then an error on each, then good steps."""
     wrapped, oracle = _read_late(ctx, Breakable)
     if ctx.rank == 0:
@@ -562,7 +571,7 @@ def late_word_of_a_broken_step(ctx: Context) -> None:
 
 
 @check
-def late_word_of_unused_parameters(ctx: Context) -> None:
+def late_status_of_unused_parameters(ctx: Context) -> None:
     """One rank stops using some parameters, later some come back: sums are right in that very step."""
     wrapped, oracle = start(ctx, Branches)
     patterns = ["lrs"] * 4 + ["l" if ctx.size > 1 else "lrs"] + ["lrs"] * 3 + ["lr"] * 7 + ["lrs"] * 2
@@ -584,7 +593,7 @@ def late_word_of_unused_parameters(ctx: Context) -> None:
 
 
 @check
-def late_word_of_late_gradients(ctx: Context) -> None:
+def late_status_of_late_gradients(ctx: Context) -> None:
     """On rank 0 alone a gradient comes after its bucket has left: it raises, the others get NaN and raise after."""
     wrapped, oracle = _read_late(ctx, Twice)
     wrapped.module.nested = ctx.rank == 0
@@ -601,7 +610,7 @@ def late_word_of_late_gradients(ctx: Context) -> None:
 
 
 @check
-def late_word_leaves_good_sums_alone(ctx: Context) -> None:
+def late_status_leaves_good_sums_alone(ctx: Context) -> None:
     """The guard changes no bit: beside a wrapper that waits, in every dtype, with and without a reduce dtype."""
     for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
         for reduce_dtype in (None, "bf16"):

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from encoded_rig import ALL, SOME, backward, compressed, local_gradients, owed, registering, same_everywhere, wrap
+from compressed_rig import ALL, SOME, backward, compressed, local_gradients, owed, registering, same_everywhere, wrap
 from msgspec.structs import replace
 from rank_asserts import raises
 from scenario_rig import Context, Scenario, mlp, small_plan

@@ -17,7 +17,7 @@ from backbeat.comm.communicators import LAUNCH_ORDER, Communicators  # noqa: E40
 CARD = torch.device("cuda", 0)
 
 
-class Bucket:
+class ProcessGroup:
     """A process group of NCCL whose communicator does not exist yet."""
 
     group_name = "0"
@@ -32,12 +32,12 @@ class Bucket:
 
 
 @pytest.fixture
-def buckets(monkeypatch: pytest.MonkeyPatch) -> list[Bucket]:
+def process_groups(monkeypatch: pytest.MonkeyPatch) -> list[ProcessGroup]:
     """Every process group made, the job's own first."""
-    found = [Bucket()]
+    found = [ProcessGroup()]
 
-    def new_group(ranks: Any, **_: Any) -> Bucket:
-        found.append(Bucket())
+    def new_group(ranks: Any, **_: Any) -> ProcessGroup:
+        found.append(ProcessGroup())
         return found[-1]
 
     monkeypatch.delenv(LAUNCH_ORDER, raising=False)
@@ -53,9 +53,9 @@ def buckets(monkeypatch: pytest.MonkeyPatch) -> list[Bucket]:
     return found
 
 
-def test_one_channel_is_the_process_group_itself(buckets: list[Bucket]) -> None:
-    links = Communicators(buckets[0], CARD, 1)  # type: ignore[arg-type]
-    assert links.backends() == [buckets[0].library]
-    links.grow(2)
-    assert links.backends() == [bucket.library for bucket in buckets]
+def test_one_communicator_is_the_process_group_itself(process_groups: list[ProcessGroup]) -> None:
+    communicators = Communicators(process_groups[0], CARD, 1)  # type: ignore[arg-type]
+    assert communicators.backends() == [process_groups[0].library]
+    communicators.grow(2)
+    assert communicators.backends() == [bucket.library for bucket in process_groups]
     assert os.environ[LAUNCH_ORDER] == "1"

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from encoded_checks import (
+from compressed_checks import (
     checkpoints,
     momentum_correction,
     nothing_is_lost,
@@ -14,7 +14,7 @@ from encoded_checks import (
     sixteen_bit_parameters,
     unused_and_frozen,
 )
-from encoded_rig import SOME, backward, compressed, local_gradients, owed, registering, same_everywhere, wrap
+from compressed_rig import SOME, backward, compressed, local_gradients, owed, registering, same_everywhere, wrap
 from msgspec.structs import replace
 from rank_asserts import raises
 from scenario_rig import Context, Scenario, mlp
@@ -350,10 +350,10 @@ def a_dead_rank_is_named(ctx: Context) -> None:
 @check
 def as_on_a_device(ctx: Context) -> None:
     """The path that never asks the device, run on the host: the same sums, faults named one step late."""
-    from backbeat.runtime.compressed import compressed_bucket as encoded_bucket
+    from backbeat.runtime.compressed import compressed_bucket
     from backbeat.runtime.compressed import selection as select
 
-    encoded_bucket.HOSTS = select.HOSTS = set()
+    compressed_bucket.HOSTS = select.HOSTS = set()
     try:
         nothing_is_lost(ctx)
         momentum_correction(ctx)
@@ -365,4 +365,4 @@ def as_on_a_device(ctx: Context) -> None:
         checkpoints(ctx)
         plans_change_and_residuals_stay(ctx)
     finally:
-        encoded_bucket.HOSTS = select.HOSTS = {"cpu"}
+        compressed_bucket.HOSTS = select.HOSTS = {"cpu"}
