@@ -32,12 +32,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from backbeat.model import Bucket, Compression, Plan, Profile
 from backbeat.runtime import DistributedDataParallel
-from backbeat.runtime.compressed import compressed_bucket as encoded_bucket
-from backbeat.runtime.compressed import compressed_exchange as compressed
-from backbeat.runtime.compressed import topk, updates
-from backbeat.runtime.reduce import bucket as buckets
-from backbeat.runtime.reduce import deferral
-from backbeat.runtime.reduce import status as word
+from backbeat.runtime.compressed import compressed_bucket, compressed_exchange, updates
+from backbeat.runtime.compressed import selection as select
+from backbeat.runtime.reduce import bucket, status
 
 SMALL_BYTES = 2**16
 DENSITY = 0.01
@@ -48,18 +45,18 @@ NO_LAUNCH = {
     "_record_function_enter_new", "_record_function_exit",
 }  # fmt: skip
 PHASES: tuple[tuple[Any, str, str], ...] = (
-    (encoded_bucket.CompressedBucket, "_add", "add gradients"),
-    (encoded_bucket.CompressedBucket, "begin", "encode"),
-    (encoded_bucket.CompressedBucket, "expose", "decode"),
+    (compressed_bucket.CompressedBucket, "_add", "add gradients"),
+    (compressed_bucket.CompressedBucket, "begin", "encode"),
+    (compressed_bucket.CompressedBucket, "expose", "decode"),
     (updates.Updates, "apply", "update"),
-    (compressed.CompressedDelivery, "sign", "the ranks' word"),
-    (compressed.CompressedDelivery, "_gather", "send"),
-    (word.Word, "write", "the ranks' word"),
-    (word.Word, "write_alone", "the ranks' word"),
-    (word.Word, "read", "the ranks' word"),
-    (buckets.Bucket, "take_all", "dense buckets"),
-    (buckets.Bucket, "pack", "dense buckets"),
-    (buckets.Bucket, "launch", "dense buckets"),
+    (compressed_exchange.CompressedExchange, "add_to_status", "the status message"),
+    (compressed_exchange.CompressedExchange, "_gather", "send"),
+    (status.StatusMessage, "write", "the status message"),
+    (status.StatusMessage, "write_alone", "the status message"),
+    (status.StatusMessage, "read", "the status message"),
+    (bucket.BucketBuffer, "take_all", "dense buckets"),
+    (bucket.BucketBuffer, "pack", "dense buckets"),
+    (bucket.BucketBuffer, "launch", "dense buckets"),
 )
 
 
@@ -135,9 +132,9 @@ def plan_of(profile: Profile, bucket_bytes: int, compression: Compression | None
 @contextmanager
 def as_on_a_gpu() -> Iterator[None]:
     with (
-        mock.patch.object(encoded_bucket, "HOSTS", set()),
-        mock.patch.object(topk, "HOSTS", set()),
-        mock.patch.object(deferral, "DEVICES", {"cpu", "cuda"}),
+        mock.patch.object(compressed_bucket, "HOSTS", set()),
+        mock.patch.object(select, "HOSTS", set()),
+        mock.patch.object(status, "READ_LATE_ON", {"cpu", "cuda"}),
     ):
         yield
 
@@ -157,7 +154,7 @@ class Trainer:
             if attach:
                 self.model.attach(self.optimizer, max_grad_norm=None)
                 self.update = self.optimizer.step
-                self.model.reducer.delivery._queues = True
+                self.model.reducer.exchange._queues = True
 
     def step(self) -> None:
         self.model(torch.ones(())).backward()

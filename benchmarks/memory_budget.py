@@ -143,8 +143,8 @@ def wrapped_run(given: Setup, made: Plan, iterations: int, attach: bool = True) 
         # The wrapper times its own first steps, which costs the host something.
         return measure_run(ddp, data, loss, optimizer, iterations=iterations, warmup=10)
     finally:
-        if ddp._memory is not None:
-            ddp._memory.remove()
+        if ddp.reducer.memory is not None:
+            ddp.reducer.memory.remove()
         ddp._remove_autograd_hooks()
 
 

@@ -19,13 +19,13 @@ from backbeat.comm.agreement import share, total
 from backbeat.errors import BackbeatError, InputError
 from backbeat.model import Gradient, Network, Plan, Profile
 from backbeat.model.files import decode, encode
-from backbeat.runtime.reduce import partition as partitions
+from backbeat.runtime.reduce.partition import plan_partition
 
 if TYPE_CHECKING:
     from backbeat.comm.communicators import Communicators
     from backbeat.model import Prediction
-    from backbeat.runtime.reduce.runner import Runner
-    from backbeat.runtime.reduce.timing import TimedRound
+    from backbeat.runtime.reduce.reducer import Reducer
+    from backbeat.runtime.reduce.timing import TimedStep
 
 logger = logging.getLogger("backbeat.runtime")
 
@@ -48,20 +48,20 @@ class Tuner:
 
     def __init__(
         self,
-        runner: Runner,
+        reducer: Reducer,
         *,
         strategy: str,
         network: Network | str | os.PathLike[str] | None,
         communicators: int | None,
     ) -> None:
-        # The runner holds the tuner; held back strongly, neither would go when the last user lets go.
-        self._runner: Any = weakref.proxy(runner)
+        # The reducer holds the tuner; held back strongly, neither would go when the last user lets go.
+        self._reducer: Any = weakref.proxy(reducer)
         self._auto = strategy == "auto"
         self._strategy = "best" if self._auto else strategy
         self._network = Network.load(network) if isinstance(network, (str, os.PathLike)) else network
         self._given = network is not None
         self._communicators = communicators
-        self._cuda = runner.device.type == "cuda"
+        self._cuda = reducer.device.type == "cuda"
         self._forward_at: Any = None
         self._ends: list[Any] = []
         self._forwards: list[tuple[Any, Any]] = []
@@ -72,8 +72,8 @@ class Tuner:
         self.prediction: Prediction | None = None
         self.iteration_s: float | None = None
         self.exposed_s: float | None = None
-        self.rounds: list[TimedRound] = []
-        """The rounds measured last, for the report."""
+        self.timed: list[TimedStep] = []
+        """The steps measured last, for the report."""
         self._base_s = 0.0
         self._base: Any = None
         # By the number of the step, which ranks have in common, not by calls: a step may break off on some of them.
@@ -90,15 +90,15 @@ class Tuner:
         self._begin("measuring")
 
     def after_step(self) -> None:
-        runner = self._runner
+        reducer = self._reducer
         measuring = self._measuring()
-        runner.reducer.recorder = runner.recorder if measuring else None
+        reducer.time_steps(measuring)
         if not measuring:
             self._forward_at = None
             self._ends.clear()
         left = self._left()
         if left >= MEASURED_STEPS or not measuring:
-            runner.recorder.clear()
+            reducer.recorder.clear()
         if measuring:
             now = self._now()
             self._ends.append(now)
@@ -108,7 +108,7 @@ class Tuner:
         if self.state == "settled":
             return
         # A decision is taken by every rank or by none.
-        runner.reducer.word.attentive = left == 1
+        reducer.read_status_at_once(left == 1)
         if left > 0:
             return
         if self.state == "measuring":
@@ -120,28 +120,28 @@ class Tuner:
 
     def _left(self) -> int:
         """Steps to go until the next decision."""
-        return self._due - int(self._runner.reducer.step)
+        return self._due - int(self._reducer.steps)
 
     def _measuring(self) -> bool:
         return self.state in ("measuring", "trying") or (self.state == "watching" and self._left() <= MEASURED_STEPS)
 
     def _begin(self, state: str, steps: int = SETTLE_STEPS + MEASURED_STEPS) -> None:
         self.state = state
-        self._due = self._runner.reducer.step + steps
+        self._due = self._reducer.steps + steps
         self._ends.clear()
         self._forwards.clear()
-        self._runner.recorder.clear()
+        self._reducer.recorder.clear()
 
     def _plan_and_switch(self) -> None:
-        runner = self._runner
-        rounds = runner.recorder.rounds()
-        iteration, exposed = self._iteration(rounds), self._exposed(rounds)
-        if runner.links.size == 1:
+        reducer = self._reducer
+        timed = reducer.recorder.steps()
+        iteration, exposed = self._iteration(timed), self._exposed(timed)
+        if reducer.communicators.size == 1:
             self._settle("one worker: there is nothing to send", iteration, exposed)
             return
-        profile = self._profile(rounds, iteration)
+        profile = self._profile(timed, iteration)
         network = self._measure_network()
-        text = share(runner.links, f"plan/{self._plans}", self._make(profile, network))
+        text = share(reducer.communicators, f"plan/{self._plans}", self._make(profile, network))
         self._plans += 1
         if text.startswith("error: "):
             if not self._auto:
@@ -152,15 +152,15 @@ class Tuner:
             return
         plan = decode(text.encode(), Plan, where="rank 0's plan")
         self._predict(profile, network, plan)
-        self._base_s, self._base = iteration, runner.reducer.partition
+        self._base_s, self._base = iteration, reducer.partition
         self.iteration_s, self.exposed_s = iteration, exposed
-        partition = partitions.from_plan(plan, runner.roster.names, runner.roster.parameters, runner.roster.sparse)
+        partition = plan_partition(plan, reducer.managed.names, reducer.managed.parameters, reducer.managed.sparse)
         if partition.buckets == self._base.buckets:
             self._settle(f"{plan.strategy} chose the buckets that already run", iteration, exposed)
             return
-        runner.switch(partition)
+        reducer.switch(partition)
         self._say(
-            f"step {runner.reducer.step}: {len(self._base.buckets)} buckets of DDP took {iteration * 1e3:.2f} ms an "
+            f"step {reducer.steps}: {len(self._base.buckets)} buckets of DDP took {iteration * 1e3:.2f} ms an "
             f"iteration; switching to {plan.strategy}'s {len(partition.buckets)} on {partition.communicators} "
             "communicator(s)"
         )
@@ -168,10 +168,10 @@ class Tuner:
 
     def _judge(self) -> None:
         """Keep the plan unless it measured worse than DDP's buckets; a strategy asked for by name stays in any case."""
-        rounds = self._runner.recorder.rounds()
-        iteration, exposed = self._iteration(rounds), self._exposed(rounds)
+        timed = self._reducer.recorder.steps()
+        iteration, exposed = self._iteration(timed), self._exposed(timed)
         if self._auto and iteration > self._base_s * (1 + TOLERANCE):
-            self._runner.switch(self._base)
+            self._reducer.switch(self._base)
             self.prediction = None
             self._settle(
                 f"going back to DDP's buckets: the plan measured {iteration * 1e3:.2f} ms an iteration, "
@@ -180,7 +180,7 @@ class Tuner:
                 None,
             )
             return
-        self.iteration_s, self.exposed_s, self.rounds = iteration, exposed, rounds
+        self.iteration_s, self.exposed_s, self.timed = iteration, exposed, timed
         self._say(f"the plan runs: {iteration * 1e3:.2f} ms an iteration against {self._base_s * 1e3:.2f} ms before")
         if self._auto:
             self._begin("watching", self._watch_every)
@@ -188,11 +188,11 @@ class Tuner:
             self._begin("settled")
 
     def _look(self) -> None:
-        rounds = self._runner.recorder.rounds()
-        iteration, exposed = self._iteration(rounds), self._exposed(rounds)
+        timed = self._reducer.recorder.steps()
+        iteration, exposed = self._iteration(timed), self._exposed(timed)
         before = self.exposed_s or 0.0
         moved = abs(exposed - before)
-        self.iteration_s, self.exposed_s, self.rounds = iteration, exposed, rounds
+        self.iteration_s, self.exposed_s, self.timed = iteration, exposed, timed
         if moved > DRIFT * max(before, 1e-9) and moved > DRIFT_FLOOR * iteration:
             # Each look costs measured steps: a job that keeps drifting is looked at less and less often.
             self._watch_every *= 2
@@ -204,58 +204,55 @@ class Tuner:
         self.iteration_s, self.exposed_s = iteration, exposed
         self._say(why)
         self._begin("settled")
-        self._runner.reducer.recorder = None
+        self._reducer.time_steps(False)
 
-    def _iteration(self, rounds: list[TimedRound]) -> float:
+    def _iteration(self, timed: list[TimedStep]) -> float:
         """Median time from the end of one step to the end of the next, the mean over ranks."""
         if self._cuda:
-            torch.cuda.synchronize(self._runner.device)
+            torch.cuda.synchronize(self._reducer.device)
         gaps = [self._between(a, b) for a, b in zip(self._ends[:-1], self._ends[1:], strict=True)]
         mine = statistics.median(gaps[-MEASURED_STEPS:]) if gaps else 0.0
         return self._mean(mine)
 
-    def _exposed(self, rounds: list[TimedRound]) -> float:
-        mine = statistics.median([round_.exposed_s for round_ in rounds]) if rounds else 0.0
+    def _exposed(self, timed: list[TimedStep]) -> float:
+        mine = statistics.median([one.exposed_s for one in timed]) if timed else 0.0
         return self._mean(mine)
 
     def _mean(self, value: float) -> float:
-        links: Communicators = self._runner.links
-        return total(links, value) / links.size
+        communicators: Communicators = self._reducer.communicators
+        return total(communicators, value) / communicators.size
 
-    def _profile(self, rounds: list[TimedRound], iteration: float) -> Profile:
+    def _profile(self, timed: list[TimedStep], iteration: float) -> Profile:
         """What this model does, as the mean over ranks of the medians over steps."""
-        runner = self._runner
-        links = runner.links
-        count = len(runner.roster.names)
-        last = statistics.median([round_.computed_s for round_ in rounds])
-        ready = [
-            statistics.median([round_.ready_s.get(place, round_.computed_s) for round_ in rounds])
-            for place in range(count)
-        ]
+        reducer = self._reducer
+        communicators = reducer.communicators
+        count = len(reducer.managed.names)
+        last = statistics.median([one.computed_s for one in timed])
+        ready = [statistics.median([one.ready_s.get(place, one.computed_s) for one in timed]) for place in range(count)]
         spent = [self._between(start, end) for start, end in self._forwards[-MEASURED_STEPS:]]
-        ended = statistics.median([round_.ended_s for round_ in rounds])
+        ended = statistics.median([one.ended_s for one in timed])
         forward = max((statistics.median(spent) if spent else ended) - ended, 0.0)
-        figures = torch.tensor([*ready, last, forward], dtype=torch.float32, device=links.device)
-        links[0].all_reduce(figures).wait()
-        *ready, last, forward = (figures / links.size).tolist()
-        exposed = self._exposed(rounds)
+        figures = torch.tensor([*ready, last, forward], dtype=torch.float32, device=communicators.device)
+        communicators[0].all_reduce(figures).wait()
+        *ready, last, forward = (figures / communicators.size).tolist()
+        exposed = self._exposed(timed)
         order = sorted(range(count), key=lambda place: ready[place])
-        reduce_dtype = runner.reducer.job.reduce_dtype
+        reduce_dtype = reducer.settings.reduce_dtype
         return Profile(
             name="measured",
-            model=runner.model,
+            model=reducer.model,
             batch_size=1,
-            precision=str(runner.roster.parameters[0].dtype).removeprefix("torch."),
-            device=str(runner.device),
+            precision=str(reducer.managed.parameters[0].dtype).removeprefix("torch."),
+            device=str(reducer.device),
             forward_s=forward,
             backward_s=max(last, max(ready)),
             update_s=max(iteration - forward - last - exposed, 0.0),
             gradients=tuple(
                 Gradient(
-                    name=runner.roster.names[place],
-                    bytes=runner.roster.parameters[place].numel()
+                    name=reducer.managed.names[place],
+                    bytes=reducer.managed.parameters[place].numel()
                     * min(
-                        runner.roster.parameters[place].element_size(), reduce_dtype.itemsize if reduce_dtype else 16
+                        reducer.managed.parameters[place].element_size(), reduce_dtype.itemsize if reduce_dtype else 16
                     ),
                     ready_s=ready[place],
                 )
@@ -264,16 +261,20 @@ class Tuner:
         )
 
     def _measure_network(self) -> Network:
-        links = self._runner.links
+        communicators = self._reducer.communicators
         if self._network is not None and self._given:
-            return self._network if self._network.workers == links.size else self._network.at(workers=links.size)
+            return (
+                self._network
+                if self._network.workers == communicators.size
+                else self._network.at(workers=communicators.size)
+            )
         from backbeat.measure.network.calibration import calibrate
 
         wanted = self._communicators or 2
-        counts = tuple(sorted({1, min(wanted, links.limit)}))
+        counts = tuple(sorted({1, min(wanted, communicators.limit)}))
         self._network = calibrate(
-            group=links.process_group,
-            device=links.device,
+            group=communicators.process_group,
+            device=communicators.device,
             budget_s=CALIBRATE_S,
             sizes=CALIBRATE_BYTES,
             communicators=counts,
@@ -283,12 +284,12 @@ class Tuner:
 
     def _make(self, profile: Profile, network: Network) -> str | None:
         """Rank 0's plan as text, or what went wrong."""
-        if self._runner.links.rank != 0:
+        if self._reducer.communicators.rank != 0:
             return None
         from backbeat.planners import plan as make_plan
 
         try:
-            limit = self._runner.links.limit
+            limit = self._reducer.communicators.limit
             wanted = min(self._communicators, limit) if self._communicators else (None if limit > 1 else 1)
             made = make_plan(profile, network, self._strategy, communicators=wanted)
             return encode(made).decode()
@@ -302,7 +303,7 @@ class Tuner:
 
     def _say(self, text: str) -> None:
         self.history.append(text)
-        if self._runner.links.rank == 0:
+        if self._reducer.communicators.rank == 0:
             logger.info(text)
 
     def _now(self) -> Any:

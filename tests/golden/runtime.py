@@ -25,7 +25,7 @@ def cases() -> Iterator[str]:
     """`ranks route scenario` of all that can be recorded."""
     sys.path.insert(0, str(Path(__file__).parents[1] / "runtime"))
     from runtime_scenarios import SCENARIOS
-    from test_encoded_training import OTHERWISE
+    from test_compressed_training import OTHERWISE
 
     for route in ROUTES:
         for size in SIZES.get(route, (2,)):

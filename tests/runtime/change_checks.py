@@ -122,11 +122,11 @@ def parameters_among_the_outputs(ctx: Context) -> None:
 
     _train(ctx, wrapped, oracle, body)
     assert not wrapped.module.scale._backward_hooks
-    before = wrapped.reducer.step
+    before = wrapped.reducer.steps
     wrapped.zero_grad()
     with wrapped.no_sync():
         body(wrapped, ctx.rank, 9)
-    assert wrapped.reducer.step == before, "a backward under no_sync was synchronised"
+    assert wrapped.reducer.steps == before, "a backward under no_sync was synchronised"
 
 
 @check
@@ -282,7 +282,7 @@ def accumulation_where_fewer_parameters_follow(ctx: Context) -> None:
 
 
 @compressed
-def encoded_without_elements(ctx: Context) -> None:
+def compressed_without_elements(ctx: Context) -> None:
     class Hollow(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -39,16 +39,15 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
 
 def _outcome(request: dict[str, Any]) -> dict[str, Any]:
     import change_checks
-    import encoded_checks
-    import encoded_faults
+    import compressed_checks
+    import compressed_faults
     import runtime_checks
     import runtime_scenarios
     import scenario_rig
     import torch
     import torch.distributed as dist
 
-    from backbeat.runtime.reduce import deferral
-    from backbeat.runtime.reduce import failures as faults
+    from backbeat.runtime.reduce import failures, status
 
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device = os.environ.get("BACKBEAT_TEST_DEVICE", "cpu")
@@ -56,13 +55,13 @@ def _outcome(request: dict[str, Any]) -> dict[str, Any]:
     if device != "cpu":
         torch.cuda.set_device(0)
     warnings.simplefilter("ignore")
-    # Reads the ranks' word one step late, as on a GPU.
+    # Reads the status message one step late, as on a GPU.
     late = request["route"] == "deferred"
     route = "backbeat" if late else request["route"]
-    deferral.DEVICES = {"cuda", "cpu"} if late else {"cuda"}
+    status.READ_LATE_ON = {"cuda", "cpu"} if late else {"cuda"}
     if request["timeout"] < 30:
         # Ranks are made to fail here: those that answer do so at once, those that do not are not waited for long.
-        faults.POLL_S, faults.ANSWER_S = 0.2, 2.0
+        failures.POLL_S, failures.ANSWER_S = 0.2, 2.0
     try:
         store = dist.TCPStore("127.0.0.1", request["port"], is_master=False, timeout=timedelta(seconds=60))
         dist.init_process_group(
@@ -77,8 +76,8 @@ def _outcome(request: dict[str, Any]) -> dict[str, Any]:
         known = {
             **runtime_scenarios.SCENARIOS,
             **runtime_checks.CHECKS,
-            **encoded_checks.CHECKS,
-            **encoded_faults.CHECKS,
+            **compressed_checks.CHECKS,
+            **compressed_faults.CHECKS,
             **change_checks.CHECKS,
         }
         return {"outcome": "right", "detail": str(known[request["scenario"]].run(ctx) or "")}

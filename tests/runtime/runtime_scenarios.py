@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import scenario_rig
 import scenarios_graphs
-import scenarios_rounds
+import scenarios_steps
 import scenarios_values
 import scenarios_wrapper
 
 SCENARIOS = {
     name: one
-    for module in (scenarios_rounds, scenarios_graphs, scenarios_values, scenarios_wrapper)
+    for module in (scenarios_steps, scenarios_graphs, scenarios_values, scenarios_wrapper)
     for name, one in scenario_rig.SCENARIOS.items()
     if one.run.__module__ == module.__name__
 }

@@ -39,7 +39,7 @@ class Context:
 
         if self.route == "compressed":
             wrapped = DistributedDataParallel(model, plan=all_sent(plan or small_plan(model), model), **options)
-            assert type(wrapped.reducer.delivery).__name__ == "CompressedDelivery"
+            assert type(wrapped.reducer.exchange).__name__ == "CompressedExchange"
             return wrapped
         if self.route == "two-communicators":
             options["communicators"] = 2
@@ -47,10 +47,10 @@ class Context:
         if reducer == "ddp":
             options.pop("strict", None)
         wrapped = DistributedDataParallel(model, plan=plan, reducer=reducer, **options)
-        if self.route == "two-communicators" and wrapped.links.limit < 2:
+        if self.route == "two-communicators" and wrapped.reducer.communicators.limit < 2:
             raise SkipScenarioError("several NCCL communicators need NCCL 2.26 and NCCL_LAUNCH_ORDER_IMPLICIT=1")
         # Or the route would silently be another one's.
-        assert self.route != "two-communicators" or len(wrapped.links) == 2
+        assert self.route != "two-communicators" or len(wrapped.reducer.communicators) == 2
         return wrapped
 
     def data(self, *shape: int, step: int, rank: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Whether a backward that opened a round is over: known at once where Python runs it, else waited for."""
+"""Whether a backward that opened a step is over: known at once where Python runs it, else waited for."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 
 pytest.importorskip("torch")
 
-from backbeat.runtime.reduce import backward as module
-from backbeat.runtime.reduce.backward import Backward, _is_ours
+from backbeat.runtime.reduce import autograd as module
+from backbeat.runtime.reduce.autograd import Backward, _is_pythons
 
 AUTOGRADS = -1
 """No thread of Python's has this number."""
@@ -77,6 +77,6 @@ def test_threads_are_told_apart(known: bool) -> None:
 
     _thread.start_new_thread(other, ())
     assert asked.wait(30)
-    assert not _is_ours(seen[0])
+    assert not _is_pythons(seen[0])
     told.set()
-    assert _is_ours(threading.get_ident())
+    assert _is_pythons(threading.get_ident())

@@ -64,8 +64,8 @@ def gradients(model: Any) -> list[torch.Tensor]:
 def test_a_budget_is_planned_from_the_profile_and_changes_no_gradient(known: Profile) -> None:
     expected = gradients(DistributedDataParallel(model_of()))
     wrapped = DistributedDataParallel(model_of(), memory_budget=least(known), profile=known)
-    assert wrapped._memory is not None
-    assert any(segment.action != "keep" for segment in wrapped._memory.plan.segments)
+    assert wrapped.reducer.memory is not None
+    assert any(segment.action != "keep" for segment in wrapped.reducer.memory.plan.segments)
     for one, other in zip(gradients(wrapped), expected, strict=True):
         assert torch.equal(one, other)
 
@@ -74,8 +74,8 @@ def test_a_plan_brings_its_memory_part_along(known: Profile, tmp_path: Path) -> 
     made = plan(known, Network.load("10gbe").at(workers=4), "optimal", memory_bytes=least(known))
     made.save(tmp_path / "plan.json")
     wrapped = DistributedDataParallel(model_of(), plan=tmp_path / "plan.json", memory_budget="1GB")
-    assert wrapped._memory is not None
-    assert wrapped._memory.plan == made.memory
+    assert wrapped.reducer.memory is not None
+    assert wrapped.reducer.memory.plan == made.memory
     assert wrapped.reducer.partition.strategy == "optimal"
 
 
@@ -83,19 +83,19 @@ def test_groups_are_kept_where_a_plan_has_no_memory_part(known: Profile) -> None
     made = plan(known, Network.load("10gbe").at(workers=4), "wfbp")
     wrapped = DistributedDataParallel(model_of(), plan=made, memory_budget=least(known), profile=known)
     assert wrapped.reducer.partition.strategy == "wfbp"
-    assert wrapped._memory is not None
+    assert wrapped.reducer.memory is not None
 
 
 def test_a_strategy_and_a_network_are_planned_together(known: Profile) -> None:
     wrapped = DistributedDataParallel(
         model_of(), plan="optimal", network="10gbe", memory_budget=least(known), profile=known
     )
-    assert wrapped._memory is not None
-    assert wrapped._settings.plan is not None
+    assert wrapped.reducer.memory is not None
+    assert wrapped.reducer.settings.plan is not None
 
 
 def test_a_generous_budget_changes_nothing(known: Profile) -> None:
-    assert DistributedDataParallel(model_of(), memory_budget="64GB", profile=known)._memory is None
+    assert DistributedDataParallel(model_of(), memory_budget="64GB", profile=known).reducer.memory is None
 
 
 def test_copies_train_alike(known: Profile) -> None:

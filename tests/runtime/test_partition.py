@@ -11,7 +11,7 @@ from torch import nn
 
 from backbeat.errors import InputError
 from backbeat.model import Bucket, Plan
-from backbeat.runtime.reduce import partition as partitions
+from backbeat.runtime.reduce.partition import fill_buckets, plan_partition
 
 sizes = st.lists(st.integers(1, 400), min_size=1, max_size=30)
 
@@ -28,7 +28,7 @@ def test_buckets_are_torchs(counts: list[int], first: int, cap: int) -> None:
     expected, _ = dist._compute_bucket_assignment_by_size(
         [parameters[place] for place in order], [first, cap], [False] * len(order), order
     )
-    assert partitions.bucketed(order, parameters, [False] * len(order), [first, cap]) == [list(b) for b in expected]
+    assert fill_buckets(order, parameters, [False] * len(order), [first, cap]) == [list(b) for b in expected]
 
 
 @given(sizes, st.data())
@@ -43,7 +43,7 @@ def test_every_parameter_travels_once_and_kinds_never_mix(counts: list[int], dat
     sparse = data.draw(st.lists(st.booleans(), min_size=len(counts), max_size=len(counts)))
     named = data.draw(st.lists(st.sampled_from(names), min_size=1, max_size=len(names), unique=True))
     plan = Plan(strategy="s", model="m", communicators=1, buckets=(Bucket(gradients=tuple(named), communicator=0),))
-    found = partitions.from_plan(plan, names, parameters, sparse)
+    found = plan_partition(plan, names, parameters, sparse)
     members = [place for bucket in found.buckets for place in bucket.members]
     assert sorted(members) == list(range(len(counts)))
     for bucket in found.buckets:
@@ -57,10 +57,10 @@ def test_a_plan_for_another_model_is_refused_by_name() -> None:
         strategy="s", model="resnet", communicators=1, buckets=(Bucket(gradients=("fc.wieght",), communicator=0),)
     )
     with pytest.raises(InputError, match=r"buckets\[0\] names 'fc.wieght'.*nearest: 'fc.weight'.*made for 'resnet'"):
-        partitions.from_plan(plan, ["fc.weight"], parameters_of([3]), [False])
+        plan_partition(plan, ["fc.weight"], parameters_of([3]), [False])
 
 
 def test_a_frozen_parameter_in_the_plan_is_left_out() -> None:
     plan = Plan(strategy="s", model="m", communicators=1, buckets=(Bucket(gradients=("a", "b"), communicator=0),))
-    found = partitions.from_plan(plan, ["a"], parameters_of([3]), [False], frozen=["b"])
+    found = plan_partition(plan, ["a"], parameters_of([3]), [False], frozen=["b"])
     assert [bucket.members for bucket in found.buckets] == [(0,)]

@@ -11,7 +11,7 @@ from runtime_checks import CHECKS
 FAULTS = sorted(name for name in CHECKS if name.startswith("rank_"))
 ENDS = {name for name in FAULTS if name.startswith(("rank_dies", "rank_lost"))}
 """The last rank's process ends."""
-READ_LATE = sorted(name for name in CHECKS if name.startswith("late_word_"))
+READ_LATE = sorted(name for name in CHECKS if name.startswith("late_status_"))
 PEACEFUL = sorted(set(CHECKS) - {*FAULTS, *READ_LATE})
 NEEDS_TWO = {
     "a_strategy_by_name",
@@ -40,7 +40,7 @@ def test_reducer(name: str, size: int, ranks: Callable[[int], RankPool]) -> None
 @pytest.mark.parametrize("name", READ_LATE)
 @pytest.mark.parametrize("size", SIZES)
 def test_no_wrong_sum_where_the_host_reads_late(name: str, size: int, ranks: Callable[[int], RankPool]) -> None:
-    if size == 1 and name != "late_word_leaves_good_sums_alone":
+    if size == 1 and name != "late_status_leaves_good_sums_alone":
         pytest.skip("needs two ranks")
     for rank, answer in enumerate(ranks(size).run(name, "deferred")):
         assert answer["outcome"] == "right", f"rank {rank}: {answer['outcome']}: {answer['detail']}"

@@ -14,8 +14,9 @@ from backbeat.errors import InputError
 from backbeat.model import Bucket, Gradient, Plan, Profile
 from backbeat.runtime import DistributedDataParallel
 from backbeat.runtime.compressed import updates
-from backbeat.runtime.reduce.arguments import TORCH_SIGNATURE, bind, resolve_plan, respread
-from backbeat.runtime.reduce.refusals import check_model
+from backbeat.runtime.reduce.partition import respread
+from backbeat.runtime.reduce.settings import resolve_plan
+from backbeat.runtime.reduce.torch_ddp import TORCH_SIGNATURE, bind, check_model
 
 
 @pytest.fixture(scope="module")
@@ -142,7 +143,7 @@ def test_an_optimizer_inside_another_is_asked_for() -> None:
 
 def _attach(optimizer: torch.optim.Optimizer) -> None:
     parameters = [parameter for bucket in optimizer.param_groups for parameter in bucket["params"]]
-    updates.check(optimizer, parameters, max_grad_norm=None, grad_scaler=None, per_parameter=False)
+    updates.check_optimizer(optimizer, parameters, max_grad_norm=None, grad_scaler=None, per_parameter=False)
 
 
 @pytest.mark.parametrize("reducer", ["backbeat", "ddp"])

@@ -12,22 +12,22 @@ from backbeat.runtime.compressed import checkpoint
 if TYPE_CHECKING:
     from backbeat.runtime.compressed.compressed_bucket import CompressedBucket
     from backbeat.runtime.reduce.bucket import BucketBuffer
-    from backbeat.runtime.reduce.job import Job
+    from backbeat.runtime.reduce.context import ReducerContext
 
 
 class Carried:
     """Residuals, with velocities, of parameters that no compressed bucket has at present; and how many steps there
     were."""
 
-    def __init__(self, job: Job) -> None:
-        self._job = job
+    def __init__(self, context: ReducerContext) -> None:
+        self._context = context
         self._held: dict[str, tuple[torch.Tensor, torch.Tensor | None]] = {}
         self._steps_before = 0
 
     @property
     def step(self) -> int:
         """Of all training, what came before a checkpoint included."""
-        return self._job.step + self._steps_before
+        return self._context.step.number + self._steps_before
 
     def take_out(self, buckets: Sequence[CompressedBucket]) -> None:
         """Copies of every residual in the buckets."""
@@ -37,13 +37,13 @@ class Carried:
                 for position, place in enumerate(bucket.members):
                     if bucket.touched[position] or position in bucket.frozen:
                         velocity = velocities[position] if velocities else None
-                        self._held[self._job.names[place]] = (values[position], velocity)
+                        self._held[self._context.names[place]] = (values[position], velocity)
 
     def bring_back(self, buckets: Sequence[CompressedBucket]) -> None:
         """Give the buckets what their members are owed."""
         for bucket in buckets:
             for place in bucket.members:
-                found = self._held.pop(self._job.names[place], None)
+                found = self._held.pop(self._context.names[place], None)
                 if found is not None:
                     bucket.put(place, *found)
 
@@ -53,37 +53,38 @@ class Carried:
             return
         for place, view in zip(bucket.members, bucket.views, strict=True):
             if arrived[place]:
-                found = self._held.pop(self._job.names[place], None)
+                found = self._held.pop(self._context.names[place], None)
                 if found is not None:
                     view.add_(found[0].to(view))
 
     def state(self, buckets: Sequence[CompressedBucket]) -> dict[str, Any]:
         """This rank's residuals by name, for a checkpoint."""
         self.take_out(buckets)
-        held = {name: self._held[name] for name in self._job.names if name in self._held}
+        held = {name: self._held[name] for name in self._context.names if name in self._held}
         residuals = {name: values for name, (values, _) in held.items()}
         velocities = {name: velocity for name, (_, velocity) in held.items() if velocity is not None}
         for bucket in buckets:
             for place in bucket.members:
-                self._held.pop(self._job.names[place], None)
-        communicators = self._job.communicators
+                self._held.pop(self._context.names[place], None)
+        communicators = self._context.communicators
         return checkpoint.state_of(
             residuals, velocities, rank=communicators.rank, ranks=communicators.size, step=self.step
         )
 
     def load(self, state: Mapping[str, Any], buckets: Sequence[CompressedBucket]) -> None:
         """Replace this rank's residuals."""
-        job = self._job
-        checkpoint.check(state, {name: tuple(p.shape) for name, p in zip(job.names, job.parameters, strict=True)})
+        context = self._context
+        named = zip(context.names, context.parameters, strict=True)
+        checkpoint.check(state, {name: tuple(parameter.shape) for name, parameter in named})
         with torch.no_grad():
             for bucket in buckets:
                 bucket.forget()
-            device = job.communicators.device
+            device = context.communicators.device
             self._held = {
                 name: (values.to(device), _moved(state["velocities"].get(name), device))
                 for name, values in state["residuals"].items()
             }
-            self._steps_before = int(state["step"]) - job.step
+            self._steps_before = int(state["step"]) - context.step.number
             self.bring_back(buckets)
 
 

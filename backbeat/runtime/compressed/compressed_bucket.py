@@ -15,13 +15,14 @@ from backbeat.errors import InputError
 from backbeat.runtime.compressed.message_layout import layout_of
 from backbeat.runtime.compressed.residual import Residual, Scratch, Store, accumulate, add_all, drop_infinite
 from backbeat.runtime.reduce.bucket import BucketBuffer, addresses_of, views_of
+from backbeat.runtime.reduce.step import TakenGradients
 
 if TYPE_CHECKING:
     from torch.nn import Parameter
 
     from backbeat.runtime.compressed.topk import TopK
     from backbeat.runtime.reduce.partition import BucketSpec
-    from backbeat.runtime.reduce.step import Round
+    from backbeat.runtime.reduce.step import Step
 
 
 HOSTS = {"cpu"}
@@ -77,7 +78,7 @@ class CompressedBucket(BucketBuffer):
         """Where members begin in the residual, and the numbers that stand for them."""
         self._gathered = gathering
         gathering.reserve(self.numel, dtype)
-        self._slots_lent: tuple[int, list[torch.Tensor]] | None = None
+        self._slots_gathered: tuple[int, list[torch.Tensor]] | None = None
         self._slots_shown: tuple[int, list[torch.Tensor]] | None = None
         self._muted = False
         self.touched = bytearray(len(self.members))
@@ -85,7 +86,7 @@ class CompressedBucket(BucketBuffer):
         self.frozen: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
         """Residual and velocity of members that were frozen since."""
         self.whole = False
-        """In this round, every member arrived before the bucket left."""
+        """In this step, every member arrived before the bucket left."""
         self.work: Any = None
         self.result: torch.Tensor | None = None
         """What the collective under way brings."""
@@ -116,26 +117,29 @@ class CompressedBucket(BucketBuffer):
         self.whole = True
         return True
 
-    def pack(self, round_: Round) -> None:
+    def pack(self, step: Step) -> TakenGradients:
         self.whole = False
-        self._muted = round_.absent or round_.broken
+        self._muted = step.silent
         if self._muted:
             for parameter in self.parameters:
                 parameter.grad = None
-            return
+            return TakenGradients()
+        fresh = step.arrivals.fresh
+        kept: dict[int, torch.Tensor] = {}
+        removed = False
         arrived, gradients = [], []
         for position, (place, parameter) in enumerate(zip(self.members, self.parameters, strict=True)):
             gradient = parameter.grad
             if gradient is None:
                 # A hook of the user's took it away after it had arrived.
-                round_.ordinary = round_.ordinary and not round_.dirty[place]
-            elif round_.dirty[place] or (self.touched[position] and parameter.requires_grad):
-                # Touched, it gets a gradient in any case: what it holds of the round before must be in it.
+                removed = removed or bool(fresh[place])
+            elif fresh[place] or (self.touched[position] and parameter.requires_grad):
+                # Touched, it gets a gradient in any case: what it holds of the step before must be in it.
                 arrived.append(position)
                 gradients.append(gradient)
             else:
                 ours = bool(self._slots) and gradient is self._slots[position]
-                round_.backups[place] = gradient.clone() if ours else gradient
+                kept[place] = gradient.clone() if ours else gradient
                 parameter.grad = None
         self._add(arrived, gradients)
         for position, (place, parameter) in enumerate(zip(self.members, self.parameters, strict=True)):
@@ -143,8 +147,8 @@ class CompressedBucket(BucketBuffer):
                 self.put(place, *self.frozen.pop(position))
             elif not parameter.requires_grad and self.touched[position]:
                 self._freeze(position)
-            if self.touched[position]:
-                round_.used[place] = 1
+        used = [place for position, place in enumerate(self.members) if self.touched[position]]
+        return TakenGradients(used, kept, removed)
 
     def _freeze(self, position: int) -> None:
         """A weight that must not move: what it is owed waits outside the bucket."""
@@ -198,13 +202,13 @@ class CompressedBucket(BucketBuffer):
             torch._foreach_add_(_at(values, positions, whole), _at(velocities, positions, whole))
 
     def _gathering(self, positions: Sequence[int], whole: bool) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Room for all gradients in the residual's format, lent by whoever has buckets that take turns."""
+        """Room for all gradients in the residual's format, shared by buckets that take turns."""
         flat = self._gathered.buffer(self.dtype, self.device)[: self.numel]
-        if self._slots_lent is None or self._slots_lent[0] != flat.data_ptr():
-            self._slots_lent = (flat.data_ptr(), views_of(flat, self._layout))
+        if self._slots_gathered is None or self._slots_gathered[0] != flat.data_ptr():
+            self._slots_gathered = (flat.data_ptr(), views_of(flat, self._layout))
         if not whole:
             flat.zero_()
-        return flat, _at(self._slots_lent[1], positions, whole)
+        return flat, _at(self._slots_gathered[1], positions, whole)
 
     def _opened(self) -> tuple[Residual, list[torch.Tensor], list[torch.Tensor]]:
         if self._views is None:
@@ -276,7 +280,7 @@ class CompressedBucket(BucketBuffer):
         self.gathered = None
 
     def expose(self, scratch: torch.Tensor, used: Sequence[bool] | None) -> list[Parameter]:
-        """Write the mean into memory that is lent, as `.grad` of the members used; returns these."""
+        """Write the mean into shared memory, as `.grad` of the members used; returns these."""
         if self.gathered is None:
             return []
         flat = scratch[: self.numel]
@@ -296,7 +300,7 @@ class CompressedBucket(BucketBuffer):
         return found
 
     def give_back(self) -> None:
-        """Put back what this round took."""
+        """Put back what this step took."""
         if self._views is None or self.store.stays:
             self.compressor.give_back(self._opened()[0])
             self._closed()
@@ -338,7 +342,7 @@ class CompressedBucket(BucketBuffer):
         self.touched = bytearray(len(self.members))
         self.frozen = {}
 
-    def hand_back(self, used: Sequence[bool] | None, backups: Mapping[int, torch.Tensor]) -> None:
+    def hand_back(self, used: Sequence[bool] | None, kept: Mapping[int, torch.Tensor]) -> None:
         if addresses_of(self._slots) != self._addresses:
             # Somebody gave a gradient other memory (`p.grad.data = …`).
             self._lay_slots()
@@ -347,13 +351,13 @@ class CompressedBucket(BucketBuffer):
                 parameter.grad = self._slots[position]
                 self.touched[position] = parameter.requires_grad
             else:
-                parameter.grad = backups.get(place)
+                parameter.grad = kept.get(place)
 
     def arrived(self, message: torch.Tensor) -> torch.Tensor | None:
         return None
 
     def late_message(self, late: Set[int], scale: float) -> torch.Tensor:
-        # Not reached while `CompressedDelivery` keeps late gradients to itself; an empty message keeps ranks in order.
+        # Not reached while `CompressedExchange` keeps late gradients to itself; an empty message keeps ranks in order.
         return torch.zeros(len(self.members), device=self.device)
 
     def add_late(self, message: torch.Tensor) -> list[float]:

@@ -13,14 +13,14 @@ it sent.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from backbeat.errors import InputError
-from backbeat.runtime.compressed import compressed_bucket as encoded_bucket
+from backbeat.runtime.compressed import compressed_bucket
 from backbeat.runtime.compressed.carried_residuals import Carried
 from backbeat.runtime.compressed.compressed_bucket import CompressedBucket
 from backbeat.runtime.compressed.compression_options import CompressionOptions, density_at
@@ -29,38 +29,38 @@ from backbeat.runtime.compressed.residual import Scratch
 from backbeat.runtime.compressed.residual_stores import Stores, dtype_of, numel_of
 from backbeat.runtime.compressed.topk import TopK
 from backbeat.runtime.compressed.updates import Updates, plainly
-from backbeat.runtime.reduce import status_layout as control
+from backbeat.runtime.reduce import status as status_message
 from backbeat.runtime.reduce.bucket import BucketBuffer
-from backbeat.runtime.reduce.delivery import Delivery
-from backbeat.runtime.reduce.step import Flight
+from backbeat.runtime.reduce.exchange import Exchange
+from backbeat.runtime.reduce.step import InFlight
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-    from backbeat.runtime.reduce.job import Job
+    from backbeat.runtime.reduce.context import ReducerContext
     from backbeat.runtime.reduce.partition import BucketSpec, Partition
 
 _cuda: Any = torch.cuda
 
 
-class CompressedDelivery(Delivery):
+class CompressedExchange(Exchange):
     """Runs partitions of which some buckets are compressed."""
 
-    def __init__(self, job: Job, options: CompressionOptions, *, host: bool = False) -> None:
-        super().__init__(job)
+    def __init__(self, context: ReducerContext, options: CompressionOptions, *, host: bool = False) -> None:
+        super().__init__(context)
         self.options = options
         self.updates = Updates()
         self._host = host
-        self._carried = Carried(job)
+        self._carried = Carried(context)
         self._scratch = Scratch()
         self._gathered = Scratch()
         """Where gradients of one bucket are widened; apart from the scratch, which another stream may be using."""
         self._compressed: list[CompressedBucket] = []
         self._numbers: torch.Tensor | None = None
-        device = job.communicators.device
+        device = context.communicators.device
         self._side: Any = _cuda.Stream(device) if device.type == "cuda" else None
         # Where waiting means to wait on a stream, decoding is queued when its bucket leaves.
-        self._queues = self._side is not None and job.communicators.backend == "nccl"
+        self._queues = self._side is not None and context.communicators.backend == "nccl"
         self._recordings = self._new_recordings()
         self._room: torch.Tensor | None = None
         """Where everybody's message comes in, of a bucket that is dealt with at once."""
@@ -77,8 +77,8 @@ class CompressedDelivery(Delivery):
         """Gradients of a backward under `no_sync` wait for one that synchronises; this rank alone must not use them."""
         if self.updates.running:
             return
-        dirty = self.job.round.dirty
-        if 1 in dirty and any(dirty[place] and p.grad is not None for place, p in enumerate(self.job.parameters)):
+        fresh = self.context.step.arrivals.fresh
+        if 1 in fresh and any(fresh[place] and p.grad is not None for place, p in enumerate(self.context.parameters)):
             raise InputError(
                 "step() after a backward under no_sync: the gradients are this rank's own, and replicas would part. "
                 "Call it after a synchronised backward, which applies them on every rank, or drop them with zero_grad()"
@@ -88,7 +88,7 @@ class CompressedDelivery(Delivery):
         # Refuses what cannot be, while the buckets there are go on as they were.
         self._stores = Stores(
             partition,
-            self.job,
+            self.context,
             host=self._host,
             velocity=self._with_velocity(),
             masked=self.options.factor_masking,
@@ -99,21 +99,21 @@ class CompressedDelivery(Delivery):
         self._recordings, self._room = self._new_recordings(), None
 
     def _new_recordings(self) -> CudaGraphs | None:
-        return None if self.job.communicators.device.type in encoded_bucket.HOSTS else CudaGraphs()
+        return None if self.context.communicators.device.type in compressed_bucket.HOSTS else CudaGraphs()
 
     def _with_velocity(self) -> bool:
         return self.options.momentum_correction and self.updates.have_momentum
 
     def bucket(self, spec: BucketSpec, tail: int) -> BucketBuffer:
-        if spec.compression is None or not numel_of(spec, self.job):
-            # The control numbers of compressed plans need fp32 and travel alone.
+        if spec.compression is None or not numel_of(spec, self.context):
+            # The status message of compressed plans needs fp32 and travels alone.
             return super().bucket(spec, 0)
-        job = self.job
-        dtype = dtype_of(spec, job)
-        self._scratch.reserve(numel_of(spec, job), dtype)
+        context = self.context
+        dtype = dtype_of(spec, context)
+        self._scratch.reserve(numel_of(spec, context), dtype)
         return CompressedBucket(
             spec,
-            job.parameters,
+            context.parameters,
             compressor=TopK(spec.compression.density, self._recordings),
             store=self._stores.of(spec),
             dtype=dtype,
@@ -123,43 +123,42 @@ class CompressedDelivery(Delivery):
         )
 
     def installed(self) -> None:
-        self._compressed = [bucket for bucket in self.job.bucket_set.buckets if isinstance(bucket, CompressedBucket)]
+        buckets = self.context.bucket_set.buckets
+        self._compressed = [bucket for bucket in buckets if isinstance(bucket, CompressedBucket)]
         self._carried.bring_back(self._compressed)
 
-    def opens(self) -> None:
+    def check_open(self) -> None:
         if self.updates:
-            self.updates.check(self.job.names, self.job.parameters)
+            self.updates.check(self.context.names, self.context.parameters)
         elif self.options.momentum_correction:
             raise InputError(
                 "momentum_correction keeps the optimizer's momentum in its place: hand the optimizer over with "
                 "model.attach(optimizer, max_grad_norm=None) before the first backward, or leave it out"
             )
 
-    def carries(self, bucket: BucketBuffer) -> bool:
+    def carries_status(self, bucket: BucketBuffer) -> bool:
         return False
 
-    def send(self, group: int, bucket: BucketBuffer, control: torch.Tensor | None) -> Flight:
-        round_ = self.job.round
-        if round_.late and group == len(self.job.bucket_set.buckets) - 1:
-            self._fold_late()
+    def send(self, index: int, bucket: BucketBuffer, status: torch.Tensor | None) -> InFlight:
+        step = self.context.step
         if not isinstance(bucket, CompressedBucket):
-            if not (round_.absent or round_.broken):
-                self._carried.repay(bucket, round_.dirty)
-            flight = super().send(group, bucket, control)
-            self._collect()
-            return flight
+            if not step.silent:
+                self._carried.repay(bucket, step.arrivals.fresh)
+            sent = super().send(index, bucket, status)
+            self._collect(index)
+            return sent
         with self._beside():
             density = density_at(self._carried.step, bucket.compressor.density, self.options.warmup_steps)
-            message = bucket.begin(scale=self.job.scale, density=density)
+            message = bucket.begin(scale=self.context.scale, density=density)
             at_once = self._queues and self._may_deliver(bucket)
             self._gather(bucket, message, at_once=at_once)
-            flight = Flight(group, bucket, bucket.payload, bucket.work)
+            sent = InFlight(index, bucket, bucket.payload, bucket.work)
             if at_once:
-                self._deliver(group, bucket)
-        self._collect()
-        return flight
+                self._deliver(index, bucket)
+        self._collect(index)
+        return sent
 
-    def sign(self, message: torch.Tensor) -> None:
+    def add_to_status(self, message: torch.Tensor) -> None:
         """Tell the others of a gradient that was not finite; `message` will hold the sums."""
         self._numbers = message
         refused = [place for bucket in self._compressed for place in bucket.take_refused()]
@@ -168,67 +167,68 @@ class CompressedDelivery(Delivery):
         faults = [fault for fault in (bucket.fault() for bucket in self._compressed) if fault is not None]
         if refused:
             faults.append(torch.tensor([max(refused) + 1.0], device=message.device))
-        if not faults or self.job.round.broken:
+        if not faults or self.context.step.broken:
             return
-        layout = control.Layout(
-            groups=len(self.job.bucket_set.buckets), ranks=self.job.communicators.size, parameters=0
+        layout = status_message.Layout(
+            buckets=len(self.context.bucket_set.buckets), ranks=self.context.communicators.size, parameters=0
         )
-        message[layout.faults_at + self.job.communicators.rank].copy_(torch.cat(faults).amax())
+        message[layout.faults_at + self.context.communicators.rank].copy_(torch.cat(faults).amax())
 
-    def received(self, flight: Flight) -> torch.Tensor:
-        bucket = flight.bucket
+    def receive(self, sent: InFlight) -> torch.Tensor:
+        bucket = sent.bucket
         if not isinstance(bucket, CompressedBucket):
-            return super().received(flight)
-        decodes = not self.updates.at_once and not self.job.round.absent
+            return super().receive(sent)
+        decodes = not self.updates.at_once and not self.context.step.absent
         if bucket.work is not None or (decodes and bucket.gathered is not None):
             with self._beside():
                 if bucket.work is not None:
-                    self._wait(flight.group, bucket)
+                    self._wait(sent.bucket_index, bucket)
                 if decodes:
                     bucket.decode()
         if bucket is self._compressed[-1]:
-            # The guard that stands for a word read late acts on what is decoded.
+            # The guard that stands for a status read late acts on what is decoded.
             self._join()
-        return flight.message
+        return sent.message
 
-    def hand_back(self, verdict: control.Verdict | None) -> None:
+    def hand_back(self, verdict: status_message.Verdict | None, *, in_place: bool) -> None:
         used = None if verdict is None else verdict.used
         at_once = self.updates.at_once
         with self._beside():
             for bucket in self._compressed:
-                if self.job.round.absent:
+                if self.context.step.absent:
                     bucket.gathered = None
                 elif at_once:
                     self._apply(bucket, used)
                 if at_once:
                     bucket.compressor.forget()
         self._join()
-        if self.job.round.absent:
+        if self.context.step.absent:
             return
-        backups = self.job.round.backups
-        for one in self.job.bucket_set.buckets:
+        kept = self.context.step.kept
+        for one in self.context.bucket_set.buckets:
             if not (at_once and one.compressed):
-                one.hand_back(used, backups)
+                one.hand_back(used, kept)
                 if at_once:
                     self._update_dense([one], used)
             elif used is not None:
                 for place, parameter in zip(one.members, one.parameters, strict=True):
                     if not used[place]:
-                        parameter.grad = backups.get(place)
+                        parameter.grad = kept.get(place)
         if self.updates and not at_once:
-            self._update_dense(self.job.bucket_set.buckets, used)
+            self._update_dense(self.context.bucket_set.buckets, used)
 
     def give_up(self) -> None:
         """The step failed: finish the updates, which other ranks have begun, or take back what was sent."""
         used: Sequence[bool] | None = None
         at_once = self.updates.at_once
         if at_once and self._numbers is not None and any(bucket.gathered is not None for bucket in self._compressed):
-            groups, ranks = len(self.job.bucket_set.buckets), self.job.communicators.size
-            layout = control.Layout(groups=groups, ranks=ranks, parameters=len(self.job.parameters), faults=ranks)
-            used = control.read(layout, self._numbers.cpu()).used
+            buckets, ranks = len(self.context.bucket_set.buckets), self.context.communicators.size
+            parameters = len(self.context.parameters)
+            layout = status_message.Layout(buckets=buckets, ranks=ranks, parameters=parameters, faults=ranks)
+            used = status_message.read(layout, self._numbers.cpu()).used
         with self._beside():
             for bucket in self._compressed:
-                if at_once and not self.job.round.absent:
+                if at_once and not self.context.step.absent:
                     self._apply(bucket, used)
                 else:
                     bucket.give_back()
@@ -258,60 +258,57 @@ class CompressedDelivery(Delivery):
         self._join()
         self._carried.load(state, self._compressed)
 
-    def _fold_late(self) -> None:
-        """A gradient that its bucket left without waits in the residual for the next step."""
-        round_ = self.job.round
-        late = [place for place in round_.late if self.job.bucket_set.buckets[round_.home[place]].compressed]
-        if late:
+    def keep_late(self, late: Set[int]) -> Set[int]:
+        """A gradient that its compressed bucket left without waits in the residual for the next step."""
+        bucket_of, buckets = self.context.bucket_set.bucket_of, self.context.bucket_set.buckets
+        found = {place: bucket for place in late if isinstance(bucket := buckets[bucket_of[place]], CompressedBucket)}
+        if found:
             self._join()
-        for place in late:
-            bucket = self.job.bucket_set.buckets[round_.home[place]]
-            if isinstance(bucket, CompressedBucket) and not (round_.absent or round_.broken):
+        for place, bucket in found.items():
+            if not self.context.step.silent:
                 bucket.fold(place)
-            round_.late.discard(place)
-            self.job.parameters[place].grad = None
+            self.context.parameters[place].grad = None
+        return found.keys()
 
     def _gather(self, bucket: CompressedBucket, message: torch.Tensor, *, at_once: bool) -> None:
         """Send a message and begin to receive everybody's. `at_once`: they are used before any other bucket's come, so
         that all buckets receive in the same room."""
-        needed = message.numel() * self.job.communicators.size
+        needed = message.numel() * self.context.communicators.size
         if not at_once:
             bucket.result = message.new_empty(needed)
         else:
             if self._room is None or self._room.numel() < needed:
                 self._room = message.new_empty(needed)
             bucket.result = self._room[:needed]
-        bucket.work = self.job.communicator(bucket.spec.communicator).all_gather(bucket.result, message)
+        bucket.work = self.context.communicator(bucket.spec.communicator).all_gather(bucket.result, message)
 
-    def _wait(self, group: int, bucket: CompressedBucket) -> None:
+    def _wait(self, index: int, bucket: CompressedBucket) -> None:
         """Wait for the collective under way."""
         try:
             bucket.work.wait()
         except RuntimeError as error:
-            raise self.job.failure(group, error) from error
+            raise self.context.failure(index, error) from error
         bucket.arrive()
 
     def _may_deliver(self, bucket: CompressedBucket) -> bool:
         """Only where this rank saw every member's gradient may a bucket be dealt with while backward goes on: then some
         rank used each of them, which is all that an update must know. A gradient that came late is in `.grad`, which
         an update would take for its own."""
-        round_ = self.job.round
-        if not bucket.whole or round_.absent:
-            return False
-        return not round_.late or round_.late.isdisjoint(bucket.members)
+        step = self.context.step
+        return bucket.whole and not step.absent and step.arrivals.late.isdisjoint(bucket.members)
 
-    def _deliver(self, group: int, bucket: CompressedBucket) -> None:
-        self._wait(group, bucket)
+    def _deliver(self, index: int, bucket: CompressedBucket) -> None:
+        self._wait(index, bucket)
         if self.updates.at_once:
             self._apply(bucket, None)
         else:
             bucket.decode()
 
-    def _collect(self) -> None:
-        """Deal with buckets that have arrived, where the host is told of it."""
+    def _collect(self, last: int) -> None:
+        """Deal with buckets up to this one that have arrived, where the host is told of it."""
         if self._queues:
             return
-        for index, bucket in enumerate(self.job.bucket_set.buckets[: self.job.round.launched + 1]):
+        for index, bucket in enumerate(self.context.bucket_set.buckets[: last + 1]):
             if not isinstance(bucket, CompressedBucket) or bucket.work is None:
                 continue
             if self._may_deliver(bucket) and bucket.work.is_completed():
@@ -334,7 +331,7 @@ class CompressedDelivery(Delivery):
             if parameter.grad is not None and (used is None or used[place])
         ]
         if present:
-            with plainly(self.job.communicators.device.type):
+            with plainly(self.context.communicators.device.type):
                 if self.updates.max_grad_norm is not None:
                     torch.nn.utils.clip_grad_norm_(present, self.updates.max_grad_norm)
                 self.updates.apply(present)
@@ -343,7 +340,7 @@ class CompressedDelivery(Delivery):
     def _beside(self) -> Iterator[None]:
         """Beside backward, on a stream of its own that has seen everything queued so far; without autocast, which would
         round what a backward inside it encodes."""
-        device = self.job.communicators.device
+        device = self.context.communicators.device
         with plainly(device.type):
             if self._side is None:
                 yield
@@ -355,4 +352,4 @@ class CompressedDelivery(Delivery):
     def _join(self) -> None:
         """What follows on this stream sees what was done beside it."""
         if self._side is not None:
-            _cuda.current_stream(self.job.communicators.device).wait_stream(self._side)
+            _cuda.current_stream(self.context.communicators.device).wait_stream(self._side)

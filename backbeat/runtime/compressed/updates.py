@@ -30,7 +30,7 @@ PER_PARAMETER = {
     "SGD", "SparseAdam",
 }  # fmt: skip
 _Share = tuple[Optimizer, int, "list[Any]"]
-"""An optimizer, one of its buckets by number, and parameters of that bucket."""
+"""An optimizer, one of its parameter groups by number, and parameters of that group."""
 _MOST_SHARES = 1024
 """Where other parameters of a bucket are used in every step, what is looked up once is never asked for again."""
 
@@ -46,7 +46,7 @@ class Updates:
         self._optimizers: list[Optimizer] = []
         self._owners: dict[int, tuple[Optimizer, int]] = {}
         self._known: list[tuple[int, ...]] = []
-        """Which parameters each bucket of each optimizer had when owners were looked up, and which there were."""
+        """Which parameters each group of each optimizer had when owners were looked up, and which there were."""
         self._shares: dict[tuple[int, ...], list[_Share]] = {}
         """Of parameters that were updated together: whose they are."""
 
@@ -161,7 +161,7 @@ class Updates:
         return list(shares.values())
 
 
-def check(
+def check_optimizer(
     optimizer: Any,
     parameters: Sequence[Parameter],
     *,
@@ -219,6 +219,15 @@ def plainly(device_type: str) -> Iterator[None]:
         if torch.is_autocast_enabled(device_type):
             stack.enter_context(torch.autocast(device_type, enabled=False))
         yield
+
+
+def check_uncompressed(max_grad_norm: float | None) -> None:
+    """`attach` where no bucket of the plan is compressed, so that there is nothing to hand over."""
+    if max_grad_norm is not None:
+        raise InputError(
+            f"max_grad_norm is {max_grad_norm}, but no bucket of the plan is compressed and updates stay in "
+            "step(): leave attach() out and call torch.nn.utils.clip_grad_norm_ after backward"
+        )
 
 
 def _run(optimizer: Optimizer, group: dict[str, Any]) -> None:

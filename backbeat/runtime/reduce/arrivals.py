@@ -1,63 +1,250 @@
-"""Hearing of gradients: a hook on every parameter, and whether a backward will reach any of them."""
+"""Gradients arrive: a hook on every parameter counts them down until a bucket is complete.
+
+How often each parameter's gradient arrives in one backward is learned from the steps before. It only decides *when* a
+bucket may leave, never *whether*: what does not arrive is waited for until the end of backward, and what arrives after
+its bucket has left is sent after it. So ranks need not agree on what they expect.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.autograd.graph import get_gradient_edge
+
+from backbeat.runtime.reduce.autograd import graph_task
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from torch.nn import Parameter
 
-    from backbeat.runtime.reduce.in_flight import Flights
-    from backbeat.runtime.reduce.step import Round
+    from backbeat.runtime.reduce.bucket import BucketSet
+    from backbeat.runtime.reduce.exchange import Sender
 
-graph_task: Callable[[], int] = torch._C._current_graph_task_id
-NO_TASK = -1
-"""What it says outside of a backward."""
+# A parameter that stops arriving is still waited for this many steps, twice as many each time that proves too few.
+PATIENCE = 4
+
+
+class Arrivals:
+    """Which gradients of the present backward have arrived. One object serves every step: the hooks hold it."""
+
+    __slots__ = (
+        "_all_once", "_buckets", "_expected_members", "_known", "bucket_of", "expectation", "fresh", "late", "missing",
+        "nested", "next_bucket", "outstanding", "root", "slow", "streams",
+    )  # fmt: skip
+
+    def __init__(self, parameters: int, streams: Streams | None = None) -> None:
+        self.expectation = Expectation(parameters)
+        self.fresh = bytearray(parameters)
+        """Parameters that got a gradient since the last step that reduced; outlives backwards that only accumulate."""
+        self.streams = streams
+        self._buckets: BucketSet | None = None
+        self.bucket_of: list[int] = []
+        """The bucket of each parameter."""
+        self._expected_members: list[int] = []
+        self.reset()
+
+    def install(self, buckets: BucketSet) -> None:
+        """Count for these buckets from the next backward on."""
+        self._buckets = buckets
+        self.bucket_of = buckets.bucket_of
+        self._expected_members = buckets.expected_members(self.expectation.counts)
+        self.reset()
+
+    def add(self, count: int) -> None:
+        """More parameters."""
+        self.expectation.add(count)
+        self.fresh.extend(bytes(count))
+
+    def reset(self) -> None:
+        """A backward begins: nothing has arrived."""
+        expectation = self.expectation
+        self.outstanding = expectation.counts.copy()
+        """Arrivals outstanding of each parameter; negative where more came than were expected."""
+        self.missing = self._expected_members.copy()
+        """Members of each bucket that are outstanding."""
+        self._known = expectation.learned
+        self._all_once = expectation.all_once
+        self.next_bucket = 0
+        """The bucket that leaves next: those before it have left."""
+        self.slow = True
+        """Arrivals take the long way: nothing may leave yet, or somebody wants to hear of each."""
+        self.root = -1
+        """The engine's number of this backward; arrivals inside another come from a reentrant checkpoint."""
+        self.nested = False
+        """Some did."""
+        self.late: set[int] = set()
+        """Parameters that arrived after their bucket had left."""
+        if self.streams is not None:
+            self.streams.forget()
+
+    def release(self, *, slow: bool) -> None:
+        """Complete buckets may leave from now on, where it is known how often each parameter arrives."""
+        self.slow = slow or not self._known
+
+    def count(self, place: int, index: int) -> bool:
+        """Count one arrival of a parameter; True if its bucket is complete."""
+        outstanding = self.outstanding[place] - 1
+        self.outstanding[place] = outstanding
+        if outstanding:
+            if outstanding < 0:
+                self._note_late(place, index)
+            return False
+        left = self.missing[index] - 1
+        self.missing[index] = left
+        return left == 0
+
+    def count_nested(self, place: int, index: int) -> None:
+        """An arrival inside a reentrant checkpoint, where more of this gradient may follow: its bucket waits for the
+        end of backward."""
+        self.nested = True
+        self._note_late(place, index)
+
+    def _note_late(self, place: int, index: int) -> None:
+        if index < self.next_bucket:
+            self.late.add(place)
+
+    def may_leave(self, index: int) -> bool:
+        """Whether a complete bucket may leave before backward ends."""
+        return index == self.next_bucket and self._known
+
+    def regular(self) -> bool:
+        """Every parameter arrived once, in this backward's own graph."""
+        return self._all_once and not (self.late or self.nested or any(self.outstanding))
+
+    def learn(self, *, regular: bool) -> None:
+        """After a step: expect what came. `regular`: every parameter came once on every rank."""
+        expectation = self.expectation
+        if regular and expectation.learned:
+            expectation.all_came = True
+        elif not self.nested and expectation.learn(self.outstanding) and self._buckets is not None:
+            self._expected_members = self._buckets.expected_members(expectation.counts)
+
+    def forget_fresh(self) -> None:
+        """What arrived so far has been dealt with."""
+        self.fresh = bytearray(len(self.fresh))
+
+
+class Expectation:
+    """How often each parameter is expected to arrive."""
+
+    def __init__(self, count: int) -> None:
+        self.counts = [1] * count
+        self.all_once = True
+        self.learned = False
+        self.all_came = False
+        """A step came in between in which nothing was missing."""
+        self._missed = [0] * count
+        self._patience = [PATIENCE] * count
+
+    def add(self, count: int) -> None:
+        """More parameters, expected once each."""
+        self.counts.extend([1] * count)
+        self._missed.extend([0] * count)
+        self._patience.extend([PATIENCE] * count)
+
+    def learn(self, missing: list[int]) -> bool:
+        """After a step that left these arrivals outstanding (negative: too many); True if anything changed."""
+        changed = False
+        if self.all_came:
+            self._missed = [0] * len(self._missed)
+            self.all_came = False
+        for place, outstanding in enumerate(missing):
+            expected = self.counts[place]
+            seen = expected - outstanding
+            if seen > expected:
+                if self.learned:
+                    self._patience[place] *= 2
+                self._missed[place] = 0
+                self.counts[place] = seen
+                changed = True
+            elif seen < expected:
+                self._missed[place] += 1
+                if not self.learned or self._missed[place] >= self._patience[place]:
+                    self._missed[place] = 0
+                    self.counts[place] = seen
+                    changed = True
+            else:
+                self._missed[place] = 0
+        self.learned = True
+        if changed:
+            self.all_once = all(count == 1 for count in self.counts)
+        return changed
+
+
+class Streams:
+    """CUDA streams on which a bucket's gradients were produced; the one that sends the bucket waits for the others."""
+
+    __slots__ = ("_device", "_first", "_index", "_others")
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._index = device.index if device.index is not None else torch.cuda.current_device()
+        self.forget()
+
+    def forget(self) -> None:
+        """Another backward begins."""
+        self._first: int | None = None
+        self._others: dict[int, set[int]] = {}
+
+    def note(self, index: int) -> None:
+        """A gradient of this bucket was just produced on the current stream."""
+        stream = torch._C._cuda_getCurrentRawStream(self._index)
+        if stream != self._first:
+            if self._first is None:
+                self._first = stream
+            else:
+                self._others.setdefault(index, set()).add(stream)
+
+    def join(self, index: int) -> None:
+        """The current stream waits for those that produced the bucket's gradients."""
+        if not self._others and self._first in (None, torch._C._cuda_getCurrentRawStream(self._index)):
+            # As mostly: one stream, and it is this one. Asking for it as an object takes longer than all else here.
+            return
+        here = torch.cuda.current_stream(self._device)
+        for raw in {self._first, *self._others.get(index, ())}:
+            if raw != here.cuda_stream:
+                here.wait_stream(torch.cuda.ExternalStream(raw, device=self._device))
 
 
 def watch(
     parameter: Parameter,
     place: int,
-    round_: Round,
+    arrivals: Arrivals,
     slowly: Callable[[], Callable[[int], None] | None],
-    flights: Callable[[], Flights | None],
+    sender: Callable[[], Sender | None],
 ) -> Any:
-    """Count the parameter's gradients down in the round; returns the hook's handle.
+    """Count the parameter's gradients down; returns the hook's handle.
 
-    `slowly` hears of arrivals that are not ordinary, `flights` when a bucket is complete. Both are held weakly: a
+    `slowly` hears of arrivals that are not ordinary, `sender` when a bucket is complete. Both are held weakly: a
     wrapper that is dropped must stop communicating, though its model lives on.
     """
 
     def arrived(_: torch.Tensor) -> None:
-        # This runs once a gradient and is most of what the wrapper costs: `Round.arrive` is written out here.
-        if round_.slow or graph_task() != round_.root:
+        # This runs once a gradient and is most of what the wrapper costs: `Arrivals.count` is written out here.
+        if arrivals.slow or graph_task() != arrivals.root:
             fired = slowly()
             if fired is not None:
                 fired(place)
             return
-        round_.dirty[place] = 1
-        group = round_.home[place]
-        if round_.streams is not None:
-            round_.streams.note(group)
-        awaited = round_.awaited
-        outstanding = awaited[place] - 1
-        awaited[place] = outstanding
+        arrivals.fresh[place] = 1
+        index = arrivals.bucket_of[place]
+        if arrivals.streams is not None:
+            arrivals.streams.note(index)
+        counts = arrivals.outstanding
+        outstanding = counts[place] - 1
+        counts[place] = outstanding
         if outstanding:
-            if outstanding < 0 and group < round_.launched:
-                round_.late.add(place)
+            if outstanding < 0 and index < arrivals.next_bucket:
+                arrivals.late.add(place)
             return
-        waits = round_.waits
-        left = waits[group] - 1
-        waits[group] = left
-        if not left and group == round_.launched:
-            alive = flights()
+        missing = arrivals.missing
+        left = missing[index] - 1
+        missing[index] = left
+        if not left and index == arrivals.next_bucket:
+            alive = sender()
             if alive is not None:
-                alive.launch_ready()
+                alive.send_ready()
 
     return parameter.register_post_accumulate_grad_hook(arrived)
 
@@ -74,44 +261,3 @@ def unwatch(handles: list[Any]) -> None:
     for handle in handles:
         handle.remove()
     handles.clear()
-
-
-class Reach:
-    """Whether the graph that the engine runs ends in our parameters.
-
-    `torch.autograd.grad` passes the wrapper's outputs and leaves no `.grad`. Parameters inside reentrant checkpoints
-    are not in the graph either; where they once began a round by themselves, every graph counts from then on.
-    """
-
-    def __init__(self) -> None:
-        self._hidden = False
-        self._passed = False
-        self._leaf: Any = None
-
-    def forward_begins(self) -> None:
-        self._passed = False
-
-    def surprised(self) -> None:
-        """A gradient arrived though no output announced it."""
-        self._hidden = self._hidden or self._passed
-
-    def includes(self, parameters: Sequence[Parameter]) -> bool:
-        if self._hidden or (self._leaf is not None and _will_execute(self._leaf)):
-            return True
-        for parameter in parameters:
-            if parameter.requires_grad:
-                node = get_gradient_edge(parameter).node
-                if _will_execute(node):
-                    # Finding a parameter's node costs more than a launch: the first that tells is asked first again.
-                    self._leaf = node
-                    return True
-        self._passed = True
-        return False
-
-
-def _will_execute(leaf: Any) -> bool:
-    try:
-        return bool(torch._C._will_engine_execute_node(leaf))
-    except RuntimeError:
-        # Torch's answer where `torch.autograd.grad` was asked for this very leaf: its gradient is handed out, not kept.
-        return False

@@ -1,4 +1,4 @@
-"""The memory of one bucket: a flat buffer whose slices are the gradients."""
+"""The memory of buckets: flat buffers whose slices are the gradients, and gradients of rows, which have none."""
 
 from __future__ import annotations
 
@@ -7,16 +7,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from backbeat.errors import CommunicationError
+from backbeat.runtime.reduce.step import TakenGradients
+
 if TYPE_CHECKING:
     from torch.nn import Parameter
 
     from backbeat.comm.communicators import Communicator
-    from backbeat.runtime.reduce.partition import BucketSpec
-    from backbeat.runtime.reduce.step import Round
+    from backbeat.runtime.reduce.partition import BucketSpec, Partition
+    from backbeat.runtime.reduce.step import Step
 
 
 class BucketBuffer:
-    """One bucket's gradients, contiguous, with room for the control numbers behind them where it is the last bucket.
+    """One bucket's gradients, contiguous, with room for the status message behind them where it is the last bucket.
 
     After a step `.grad` of each member is a view into the buffer. While the bucket travels `.grad` is None: a gradient
     that autograd produces then is a tensor of its own and cannot write into a buffer in flight.
@@ -73,7 +76,7 @@ class BucketBuffer:
                     parameter.grad = view.detach()
                 view.data = own
 
-    def hand_back(self, used: Sequence[bool] | None, backups: Mapping[int, torch.Tensor]) -> None:
+    def hand_back(self, used: Sequence[bool] | None, kept: Mapping[int, torch.Tensor]) -> None:
         """The gradient of each member that some rank used (None: all) is its slice of the buffer, the others' is what
         it was."""
         if used is None:
@@ -81,11 +84,11 @@ class BucketBuffer:
                 parameter.grad = view
             return
         for place, (parameter, view) in zip(self.members, self._pairs, strict=True):
-            parameter.grad = view if used[place] else backups.get(place)
+            parameter.grad = view if used[place] else kept.get(place)
 
     @property
     def bytes(self) -> int:
-        """What travels, without the control numbers."""
+        """What travels, without the status message."""
         return self.numel * (self.reduce_dtype or self.dtype).itemsize
 
     def take_all(self) -> bool:
@@ -132,34 +135,36 @@ class BucketBuffer:
             torch._foreach_zero_(empty)
         return held
 
-    def pack(self, round_: Round) -> None:
-        """As `take`, in any round: notes which members this rank used, and keeps the others' gradients."""
+    def pack(self, step: Step) -> TakenGradients:
+        """As `take`, in any step: finds which members this rank used, and keeps the others' gradients."""
         held = self.take()
-        if round_.absent:
+        if step.absent:
             self.payload.zero_()
-            return
-        if round_.broken:
+            return TakenGradients()
+        if step.broken:
             self.poison()
-            return
+            return TakenGradients()
+        used: list[int] = []
+        kept: dict[int, torch.Tensor] = {}
+        removed = False
+        fresh = step.arrivals.fresh
         for place, gradient, view in zip(self.members, held, self.views, strict=True):
             if gradient is None:
                 # A hook of the user's took it away after it had arrived.
-                round_.ordinary = round_.ordinary and not round_.dirty[place]
-                continue
-            if round_.dirty[place]:
-                round_.used[place] = 1
+                removed = removed or bool(fresh[place])
+            elif fresh[place]:
+                used.append(place)
             else:
-                round_.backups[place] = gradient.clone() if gradient is view else gradient
+                kept[place] = gradient.clone() if gradient is view else gradient
+        return TakenGradients(used, kept, removed)
 
-    def launch(
-        self, communicator: Communicator, scale: float, control: torch.Tensor | None
-    ) -> tuple[torch.Tensor, Any]:
+    def launch(self, communicator: Communicator, scale: float, status: torch.Tensor | None) -> tuple[torch.Tensor, Any]:
         """Begin to sum what was taken; returns the tensor that will hold the sum, and the work."""
-        message = self.message(scale, control)
+        message = self.message(scale, status)
         return message, communicator.all_reduce(message)
 
-    def message(self, scale: float, control: torch.Tensor | None) -> torch.Tensor:
-        """What goes in flight: the scaled gradients, in the reduce dtype, with the control numbers behind."""
+    def message(self, scale: float, status: torch.Tensor | None) -> torch.Tensor:
+        """What goes in flight: the scaled gradients, in the reduce dtype, with the status message behind."""
         if self.reduce_dtype is None:
             if scale != 1.0:
                 self.payload.mul_(self._factor_of(scale))
@@ -167,8 +172,8 @@ class BucketBuffer:
         else:
             out = torch.empty(self.numel + self.tail, dtype=self.reduce_dtype, device=self.device)
             torch.mul(self.payload, scale, out=out[: self.numel])
-        if control is not None:
-            (self._tail_view if out is self.flat else out[self.numel :]).copy_(control)
+        if status is not None:
+            (self._tail_view if out is self.flat else out[self.numel :]).copy_(status)
         return out
 
     def _factor_of(self, scale: float) -> torch.Tensor | float:
@@ -181,7 +186,7 @@ class BucketBuffer:
         return self._factor
 
     def arrived(self, message: torch.Tensor) -> torch.Tensor | None:
-        """Bring the sum back into the buffer; returns the control numbers, where it carries them."""
+        """Bring the sum back into the buffer; returns the status message, where it carries one."""
         if message is self.flat:
             return self._tail_view
         if message is not self.payload:
@@ -241,3 +246,120 @@ def views_of(payload: torch.Tensor, parameters: Sequence[torch.Tensor]) -> list[
         views.append(piece)
         start += size
     return views
+
+
+class RowsBucket(BucketBuffer):
+    """One parameter whose gradients name the rows they are of, as `nn.Embedding(sparse=True)` makes: it travels alone,
+    as it is. There is no buffer: rows differ from step to step."""
+
+    def __init__(self, spec: BucketSpec, parameters: Sequence[Parameter]) -> None:
+        super().__init__(spec, parameters)
+        self._gradient: torch.Tensor | None = None
+        self._sum: torch.Tensor | None = None
+
+    def take_all(self) -> bool:
+        return False
+
+    def pack(self, step: Step) -> TakenGradients:
+        parameter, place = self.parameters[0], self.members[0]
+        gradient = parameter.grad
+        parameter.grad = None
+        self._gradient = None if step.silent else gradient
+        if self._gradient is None:
+            return TakenGradients()
+        return (
+            TakenGradients(used=[place]) if step.arrivals.fresh[place] else TakenGradients(kept={place: self._gradient})
+        )
+
+    def launch(self, communicator: Communicator, scale: float, status: torch.Tensor | None) -> tuple[torch.Tensor, Any]:
+        message = rows_message(self.parameters[0], self._gradient, scale)
+        self._gradient = None
+        return message, communicator.all_reduce(message)
+
+    def arrived(self, message: torch.Tensor) -> torch.Tensor | None:
+        self._sum = message
+        return None
+
+    def hand_back(self, used: Sequence[bool] | None, kept: Mapping[int, torch.Tensor]) -> None:
+        place = self.members[0]
+        self.parameters[0].grad = self._sum if used is None or used[place] else kept.get(place)
+        self._sum = None
+
+    def late_message(self, late: Set[int], scale: float) -> torch.Tensor:
+        # The same on every rank, since all read that it came late.
+        raise CommunicationError(
+            "a gradient of rows came after it had been sent, and cannot be added to: use sparse=False, or "
+            "use_reentrant=False where the embedding is checkpointed"
+        )
+
+
+def rows_message(parameter: Parameter, gradient: torch.Tensor | None, scale: float) -> torch.Tensor:
+    """A gradient of rows as it travels; an empty one where there is none."""
+    if gradient is not None:
+        return (gradient if gradient.is_sparse else gradient.to_sparse(1)).coalesce() * scale
+    return torch.sparse_coo_tensor(
+        torch.empty((1, 0), dtype=torch.long),
+        torch.empty((0, *parameter.shape[1:]), dtype=parameter.dtype),
+        parameter.shape,
+        device=parameter.device,
+        check_invariants=False,
+    ).coalesce()
+
+
+class BucketSet:
+    """Buckets in launch order over a list of parameters."""
+
+    def __init__(self, partition: Partition, buckets: list[BucketBuffer], parameters: Sequence[Parameter]) -> None:
+        self.partition = partition
+        self.buckets = buckets
+        self.bucket_of = [0] * len(parameters)
+        """The bucket of each parameter."""
+        for index, bucket in enumerate(buckets):
+            for place in bucket.members:
+                self.bucket_of[place] = index
+        self.formats = [(p.dtype, p.shape, p.device) for p in parameters]
+        """What each parameter was when its bucket was made."""
+        # Buckets of another kind have no places ahead of their sums.
+        plain = all(type(bucket) is BucketBuffer for bucket in buckets)
+        self._places = (
+            [pair for bucket in buckets for pair in zip(bucket.parameters, bucket.views, strict=True)] if plain else []
+        )
+        in_place = plain and all(bucket.reduce_dtype is None for bucket in buckets)
+        last = {bucket.spec.communicator: index for index, bucket in enumerate(buckets)}
+        self.ends = sorted(last.values()) if in_place else []
+        """The last bucket of each communicator, where there is nothing to do for a bucket but to wait for its sum."""
+
+    def place_gradients(self) -> bool:
+        """Give every gradient its place in the buffers though sums are still on their way; False where not possible."""
+        for parameter, view in self._places:
+            parameter.grad = view
+        return bool(self._places)
+
+    def remove_gradients(self) -> None:
+        """The sums will not come: there are no gradients."""
+        for parameter, _ in self._places:
+            parameter.grad = None
+
+    def expected_members(self, counts: Sequence[int]) -> list[int]:
+        """How many members of each bucket are expected at all."""
+        return [sum(1 for place in bucket.members if counts[place] > 0) for bucket in self.buckets]
+
+    def keep(self, index: int) -> None:
+        """Move gradients of a bucket that are only accumulated into its buffer, so that they are not held twice."""
+        bucket = self.buckets[index]
+        if not bucket.views:
+            return
+        moved = [
+            (parameter, view, gradient)
+            for parameter, view in zip(bucket.parameters, bucket.views, strict=True)
+            if (gradient := parameter.grad) is not None and gradient is not view and gradient.layout is torch.strided
+        ]
+        if moved:
+            with torch.no_grad():
+                torch._foreach_copy_([view for _, view, _ in moved], [gradient for _, _, gradient in moved])
+            for parameter, view, _ in moved:
+                parameter.grad = view
+
+    def keep_all(self) -> None:
+        for index in range(len(self.buckets)):
+            self.keep(index)

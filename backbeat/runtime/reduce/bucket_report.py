@@ -11,10 +11,8 @@ from backbeat.units import format_bytes, format_seconds
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from backbeat.model import Plan, Prediction
-    from backbeat.runtime.auto import Tuner
+    from backbeat.model import Prediction
     from backbeat.runtime.reduce.reducer import Reducer
-    from backbeat.runtime.reduce.timing import Recorder
 
 Times = tuple[float | None, float | None]
 
@@ -54,9 +52,9 @@ class Report:
             f"{self.strategy}: {self.state}, {self.steps} steps, {len(self.buckets)} buckets",
             f"iteration  predicted {_time(self.predicted_iteration_s)}  measured {_time(self.iteration_s)}",
             f"exposed    predicted {_time(self.predicted_exposed_s)}  measured {_time(self.exposed_s)}",
-            f"{'group':8s}{_HEADING}",
+            f"{'bucket':8s}{_HEADING}",
         ]
-        lines.extend(_row(index, group) for index, group in enumerate(self.buckets))
+        lines.extend(_row(index, bucket) for index, bucket in enumerate(self.buckets))
         lines.extend(self.history)
         return "\n".join(lines)
 
@@ -64,13 +62,13 @@ class Report:
 _HEADING = "communicator      bytes  launch predicted / measured     done predicted / measured  gradients"
 
 
-def _row(index: int, group: BucketReport) -> str:
-    first, last = group.gradients[0], group.gradients[-1]
-    names = first if len(group.gradients) == 1 else f"{first} … {last} ({len(group.gradients)})"
+def _row(index: int, bucket: BucketReport) -> str:
+    first, last = bucket.gradients[0], bucket.gradients[-1]
+    names = first if len(bucket.gradients) == 1 else f"{first} … {last} ({len(bucket.gradients)})"
     return (
-        f"{index:6d}  {group.communicator:7d}  {format_bytes(group.bytes):>9s}  "
-        f"{_time(group.predicted_launch_s):>16s} / {_time(group.launched_s):<8s}  "
-        f"{_time(group.predicted_done_s):>14s} / {_time(group.done_s):<8s}  {names}"
+        f"{index:6d}  {bucket.communicator:7d}  {format_bytes(bucket.bytes):>9s}  "
+        f"{_time(bucket.predicted_launch_s):>16s} / {_time(bucket.launched_s):<8s}  "
+        f"{_time(bucket.predicted_done_s):>14s} / {_time(bucket.done_s):<8s}  {names}"
     )
 
 
@@ -87,23 +85,24 @@ def spans(prediction: Prediction | None) -> list[tuple[float, float]]:
 
 
 def measured(left: Sequence[dict[int, float]], back: Sequence[dict[int, float]], index: int) -> Times:
-    """Median launch and completion of one bucket, over rounds."""
+    """Median launch and completion of one bucket, over steps."""
     launched = [found[index] for found in left if index in found]
     done = [found[index] for found in back if index in found]
     return (statistics.median(launched) if launched else None, statistics.median(done) if done else None)
 
 
-def make_report(reducer: Reducer, recorder: Recorder, tuner: Tuner | None, plan: Plan | None) -> Report:
-    """The report of a wrapper's parts."""
-    timed = recorder.rounds() or (tuner.rounds if tuner is not None else [])
-    rounds = [found for found in timed if len(found.launched_s) == len(reducer.buckets)]
+def make_report(reducer: Reducer) -> Report:
+    """How a reducer's buckets ran."""
+    tuner, plan = reducer.tuner, reducer.settings.plan
+    recorded = reducer.recorder.steps() or (tuner.timed if tuner is not None else [])
+    timed = [found for found in recorded if len(found.launched_s) == len(reducer.buckets)]
     prediction = tuner.prediction if tuner is not None else None
     predicted = spans(prediction)
-    groups = []
+    buckets = []
     for index, bucket in enumerate(reducer.buckets):
-        launched, done = measured([r.launched_s for r in rounds], [r.done_s for r in rounds], index)
+        launched, done = measured([one.launched_s for one in timed], [one.done_s for one in timed], index)
         begin, end = predicted[index] if len(predicted) == len(reducer.buckets) else (None, None)
-        groups.append(
+        buckets.append(
             BucketReport(
                 gradients=tuple(reducer.names[place] for place in bucket.members),
                 communicator=bucket.spec.communicator,
@@ -115,17 +114,17 @@ def make_report(reducer: Reducer, recorder: Recorder, tuner: Tuner | None, plan:
             )
         )
     forecast = plan.predicted if plan is not None and plan.predicted else {}
-    exposed = statistics.median([found.exposed_s for found in rounds]) if rounds else None
+    exposed = statistics.median([found.exposed_s for found in timed]) if timed else None
     return Report(
         strategy=reducer.partition.strategy,
         state=tuner.state if tuner is not None else "running",
-        steps=reducer.step,
-        buckets=tuple(groups),
+        steps=reducer.steps,
+        buckets=tuple(buckets),
         predicted_iteration_s=prediction.iteration_s if prediction else _figure(forecast.get("iteration_s")),
         predicted_exposed_s=prediction.exposed_s if prediction else _figure(forecast.get("exposed_s")),
         iteration_s=tuner.iteration_s if tuner is not None else None,
         exposed_s=exposed if exposed is not None else (tuner.exposed_s if tuner is not None else None),
-        late_buckets=reducer.job.repeats,
+        late_buckets=reducer.late_buckets,
         history=tuple(tuner.history) if tuner is not None else (),
     )
 

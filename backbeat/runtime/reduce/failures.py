@@ -37,7 +37,11 @@ class NonFiniteError(CommunicationError):
     """A gradient of a compressed bucket was not finite: it was kept out of the residual, and the step has failed."""
 
 
-Status = dict[str, Any]
+Standing = dict[str, Any]
+"""Where a rank stands: its step, whether it is in backward, how many of how many buckets it has sent, and what the next
+one waits for."""
+_monitors: weakref.WeakSet[Monitor] = weakref.WeakSet()
+"""Of every wrapper in this process."""
 
 
 class Monitor:
@@ -49,21 +53,27 @@ class Monitor:
         key: str,
         rank: int,
         size: int,
-        status: Callable[[], Status],
+        standing: Callable[[], Standing],
         *,
+        model: str,
         look: Callable[[], bool] | None = None,
     ) -> None:
-        """`look` is called now and then, and says that something was lost; the monitor's work is then done."""
+        """`look` is called now and then, and says that something was lost; the monitor's work is then done.
+
+        model: the wrapped model's class by name, for the messages of other wrappers.
+        """
+        self.model = model
         self._store = store
         self._own: Any = None
         self._key = key
         self._rank = rank
         self._size = size
         # The thread must not keep the reducer alive.
-        self._status = weakref.WeakMethod(status)
+        self._standing = weakref.WeakMethod(standing)
         self._look = None if look is None else weakref.WeakMethod(look)
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
+        _monitors.add(self)
 
     def start(self) -> None:
         """Begin to listen, on a connection of its own: the store's calls block each other."""
@@ -75,11 +85,12 @@ class Monitor:
 
     def stop(self) -> None:
         self._stop.set()
+        _monitors.discard(self)
 
     def _listen(self, store: Any) -> None:
         self._own = store
         heard = True
-        while not self._stop.wait(POLL_S) and self._status() is not None:
+        while not self._stop.wait(POLL_S) and self._standing() is not None:
             if heard:
                 try:
                     if store.check([f"{self._key}/alarm"]):
@@ -94,27 +105,48 @@ class Monitor:
                 return
 
     def _answer(self, store: Any) -> None:
-        status = self._status()
-        if status is not None:
-            store.set(f"{self._key}/status/{self._rank}", json.dumps(status()))
+        standing = self.standing()
+        if standing is not None:
+            store.set(f"{self._key}/status/{self._rank}", json.dumps(standing))
+
+    def _answer_for_others(self) -> None:
+        """This process may end with the error: a rank that waits in another wrapper's backward must find it answered
+        that this one was here."""
+        for other in list(_monitors):
+            if other is not self and other._own is not None:
+                other._answer(other._own)
+
+    def standing(self) -> Standing | None:
+        """Where this rank stands, and in which other wrapper's backward if it is in one."""
+        standing = self._standing()
+        if standing is None:
+            return None
+        found = standing()
+        if not found["in_backward"]:
+            found["elsewhere"] = next((other.model for other in list(_monitors) if other.in_backward()), "")
+        return found
+
+    def in_backward(self) -> bool:
+        standing = self._standing()
+        return standing is not None and bool(standing()["in_backward"])
 
     def blame(self) -> str:
         """Raise the alarm, wait for the others' answers, and say in words who is missing or elsewhere."""
         self._stop.set()
-        status = self._status()
-        mine = status() if status is not None else None
+        mine = self.standing()
         # The store's calls block each other: the thread that listens has a connection of its own.
         store = self._own if threading.current_thread() is self._thread else self._store
         try:
             store.set(f"{self._key}/alarm", str(self._rank))
             self._answer(store)
-            statuses = self._collect(store)
+            self._answer_for_others()
+            standings = self._collect(store)
         except Exception as error:
             return f"the job's store does not answer either ({first_line(error)}): the rank that keeps it is gone"
-        return describe(self._rank, mine, statuses, self._size)
+        return describe(self._rank, mine, standings, self._size)
 
-    def _collect(self, store: Any) -> dict[int, Status]:
-        found: dict[int, Status] = {}
+    def _collect(self, store: Any) -> dict[int, Standing]:
+        found: dict[int, Standing] = {}
         deadline = time.monotonic() + ANSWER_S
         for rank in range(self._size):
             key = f"{self._key}/status/{rank}"
@@ -128,32 +160,37 @@ class Monitor:
         return found
 
 
-def describe(rank: int, mine: Status | None, statuses: dict[int, Status], size: int) -> str:
+def describe(rank: int, mine: Standing | None, standings: dict[int, Standing], size: int) -> str:
     """Which ranks did not answer, and which stand elsewhere than this one."""
-    silent = [str(other) for other in range(size) if other not in statuses and other != rank]
+    silent = [str(other) for other in range(size) if other not in standings and other != rank]
     parts = []
     if silent:
         plural = "s" if len(silent) > 1 else ""
         verb = "do" if plural else "does"
         parts.append(f"rank{plural} {', '.join(silent)} {verb} not answer (died, or its machine is unreachable)")
-    for other, status in sorted(statuses.items()):
+    for other, standing in sorted(standings.items()):
         if other == rank or mine is None:
             continue
-        if status["step"] != mine["step"] or (status["launched"] < mine["launched"] and status["in_backward"]):
-            parts.append(f"rank {other} {_where(status)}")
-        elif not status["in_backward"]:
-            parts.append(f"rank {other} has finished step {status['step']} and is outside backward")
+        if standing.get("elsewhere"):
+            parts.append(
+                f"rank {other} is in the backward of another wrapped model ({standing['elsewhere']}): backwards of "
+                "several wrapped models must come in the same order on every rank"
+            )
+        elif standing["step"] != mine["step"] or (standing["sent"] < mine["sent"] and standing["in_backward"]):
+            parts.append(f"rank {other} {_where(standing)}")
+        elif not standing["in_backward"]:
+            parts.append(f"rank {other} has finished step {standing['step']} and is outside backward")
     return (
         "; ".join(parts) if parts else "every rank answers and stands at the same step: the network between them failed"
     )
 
 
-def _where(status: Status) -> str:
-    if not status["in_backward"]:
-        return f"is at step {status['step']}, outside backward"
-    text = f"is in step {status['step']} with {status['launched']} of {status['groups']} buckets sent"
-    if status.get("waiting"):
-        text += f", waiting for {status['waiting']}"
+def _where(standing: Standing) -> str:
+    if not standing["in_backward"]:
+        return f"is at step {standing['step']}, outside backward"
+    text = f"is in step {standing['step']} with {standing['sent']} of {standing['buckets']} buckets sent"
+    if standing.get("waiting"):
+        text += f", waiting for {standing['waiting']}"
     return text
 
 

@@ -1,4 +1,4 @@
-"""Buckets that are lost while the host is not told: on NCCL waiting for a collective that fails does not raise.
+"""Collectives that are lost while the host is not told: on NCCL waiting for a collective that fails does not raise.
 
 Torch's own watchdog notices, writes its verdict into the communicator and into the result of the oldest work that it
 has not yet ticked off, which may be a good one, and after a pause for its dumps (a minute in torch 2.11) ends the
@@ -24,89 +24,90 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from backbeat.comm.communicators import Communicators
-    from backbeat.runtime.reduce.job import Job
-    from backbeat.runtime.reduce.step import Flight
+    from backbeat.runtime.reduce.context import ReducerContext
+    from backbeat.runtime.reduce.step import InFlight
 
 _results: Any = _distributed_c10d
 WorkResult = _results.WorkResult
 _future: Any = torch._C.Future
-FLYING, DONE = "", "done"
+IN_FLIGHT, DONE = "", "done"
 _NAMES = {int(value): str(name) for name, value in WorkResult.__members__.items()}
 _GOOD = int(WorkResult.SUCCESS)
-# The host waits for the word on a step before it opens the one after the next: no bucket in flight is older.
+# The host reads the status of a step before it opens the one after the next: no bucket in flight is older.
 _KEPT = 3
 
 
 def fate_of(work: Any) -> str:
-    """`FLYING`, `DONE`, or what the library says went wrong with it."""
+    """`IN_FLIGHT`, `DONE`, or what the library says went wrong with it."""
     try:
         result = work.get_future_result() if hasattr(work, "get_future_result") else work
         if not result.done():
-            return FLYING
+            return IN_FLIGHT
         found = result.value()
         if isinstance(found, torch.Tensor):
             # What a hook reduced: one element would pass for a number.
-            return FLYING
+            return IN_FLIGHT
         value = int(found)
     except Exception:
         # Another library's work, or a hook's future: it tells by raising where it is waited for.
-        return FLYING
+        return IN_FLIGHT
     return DONE if value == _GOOD else _NAMES.get(value, str(value))
 
 
-class Losses:
-    """Looks after the buckets of one job from the monitor's thread."""
+class LostCollectives:
+    """Looks after the buckets of one reducer from the monitor's thread."""
 
-    def __init__(self, job: Job) -> None:
-        self._job = job
-        self._rounds: deque[_Sent] = deque(maxlen=_KEPT)
-        self._device = device = job.parameters[0].device
+    def __init__(self, context: ReducerContext) -> None:
+        self._context = context
+        self._steps: deque[_Sent] = deque(maxlen=_KEPT)
+        self._device = device = context.parameters[0].device
         # Made once and recorded again and again: an event of its own for each step would cost the host more.
         self._events = cycle([torch.cuda.Event() for _ in range(_KEPT + 1)] if device.type == "cuda" else [None])
 
-    def remember(self, flights: Iterable[Flight], step: int) -> None:
+    def remember(self, in_flight: Iterable[InFlight], step: int) -> None:
         """The host has let go of these buckets; the device may not have begun with them."""
-        job = self._job
+        context = self._context
         # A work keeps its tensors. Those that are no buffers, which stay anyway, it must not keep; its result does not.
-        lean = job.reduce_dtype is not None or any(
-            bucket.compressed or bucket.sparse for bucket in job.bucket_set.buckets
+        lean = context.reduce_dtype is not None or any(
+            bucket.compressed or bucket.sparse for bucket in context.bucket_set.buckets
         )
         sent = [
-            (flight.group, _result_of(flight.work) if lean or isinstance(flight.work, _future) else flight.work)
-            for flight in flights
+            (one.bucket_index, _result_of(one.work) if lean or isinstance(one.work, _future) else one.work)
+            for one in in_flight
         ]
         event = next(self._events)
         if event is not None:
             # Another device may be the current one.
             event.record(torch.cuda.current_stream(self._device))
-        self._rounds.append(_Sent(step, sent, event))
+        self._steps.append(_Sent(step, sent, event))
 
     def look(self) -> bool:
         """True, once, if a bucket was lost: it has been said, and the communicators are gone."""
-        job = self._job
-        if job.fault is not None:
+        context = self._context
+        if context.lost is not None:
             return True
-        present = _Sent(job.step, [(flight.group, flight.work) for flight in tuple(job.round.flights)], None)
-        rounds = [*self._rounds, present]
-        why = self._verdict(rounds)
+        step = context.step
+        present = _Sent(step.number, [(one.bucket_index, one.work) for one in tuple(step.in_flight)], None)
+        steps = [*self._steps, present]
+        why = self._verdict(steps)
         if not why:
             return False
-        step, group = _first_missing(rounds)
-        job.fault = job.failure(group, f"the watchdog of torch found {why}", step=step)
+        number, index = _first_missing(steps)
+        context.lost = context.failure(index, f"the watchdog of torch found {why}", step=number)
         # Not by a logger alone, which may write anywhere: the process has a minute left.
-        sys.stderr.write(f"backbeat: {job.fault}\n")
+        sys.stderr.write(f"backbeat: {context.lost}\n")
         sys.stderr.flush()
-        abort(job.communicators)
+        abort(context.communicators)
         return True
 
-    def _verdict(self, rounds: Sequence[_Sent]) -> str:
+    def _verdict(self, steps: Sequence[_Sent]) -> str:
         """What the watchdog has found, or nothing."""
-        for backend in self._job.communicators.backends():
+        for backend in self._context.communicators.backends():
             found = _error_of(backend)
             if found:
                 return found
-        fates = (fate_of(work) for sent in rounds for _, work in sent.works)
-        return next((fate for fate in fates if fate not in (FLYING, DONE)), "")
+        fates = (fate_of(work) for sent in steps for _, work in sent.works)
+        return next((fate for fate in fates if fate not in (IN_FLIGHT, DONE)), "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,16 +122,16 @@ class _Sent:
         """The first bucket that is not known to have arrived."""
         if self.event is not None and self.event.query():
             return None
-        return next((group for group, work in self.works if fate_of(work) != DONE), None)
+        return next((index for index, work in self.works if fate_of(work) != DONE), None)
 
 
-def _first_missing(rounds: Sequence[_Sent]) -> tuple[int, int]:
+def _first_missing(steps: Sequence[_Sent]) -> tuple[int, int]:
     """Step and bucket; the first bucket of the step to come where everything has arrived."""
-    for sent in rounds:
-        group = sent.first_missing()
-        if group is not None:
-            return sent.step, group
-    return rounds[-1].step + 1, 0
+    for sent in steps:
+        index = sent.first_missing()
+        if index is not None:
+            return sent.step, index
+    return steps[-1].step + 1, 0
 
 
 def abort(communicators: Communicators) -> None:

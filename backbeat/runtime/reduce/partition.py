@@ -1,4 +1,4 @@
-"""From a plan and a model to the buckets that run: every trainable parameter in exactly one of them."""
+"""Where buckets are formed: from a plan, or as stock DDP would; every trainable parameter in exactly one of them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+import msgspec
 import torch
 import torch.distributed as dist
 
@@ -15,8 +16,11 @@ from backbeat.errors import InputError
 if TYPE_CHECKING:
     from torch.nn import Parameter
 
+    from backbeat.comm.communicators import Communicators
     from backbeat.model import Plan
     from backbeat.model.compression import Compression
+    from backbeat.runtime.reduce.parameters import ManagedParameters
+    from backbeat.runtime.reduce.settings import WrapperSettings
 
 FIRST_BUCKET_BYTES = int(getattr(dist, "_DEFAULT_FIRST_BUCKET_BYTES", 2**20))
 BUCKET_BYTES = 25 * 2**20
@@ -45,16 +49,16 @@ class Partition:
     def lines(self, names: Sequence[str], parameters: Sequence[Parameter]) -> list[str]:
         """The partition in words, one line a bucket: what the ranks compare with each other."""
         found = [f"communicators {self.communicators}"]
-        for group in self.buckets:
+        for bucket in self.buckets:
             members = ", ".join(
-                f"{names[place]} {tuple(parameters[place].shape)} {parameters[place].dtype}" for place in group.members
+                f"{names[place]} {tuple(parameters[place].shape)} {parameters[place].dtype}" for place in bucket.members
             )
-            kind = f" {compression_words(group.compression)}" if group.compression is not None else ""
-            found.append(f"communicator {group.communicator}{' sparse' if group.sparse else ''}{kind}: {members}")
+            kind = f" {compression_words(bucket.compression)}" if bucket.compression is not None else ""
+            found.append(f"communicator {bucket.communicator}{' sparse' if bucket.sparse else ''}{kind}: {members}")
         return found
 
 
-def from_plan(
+def plan_partition(
     plan: Plan,
     names: Sequence[str],
     parameters: Sequence[Parameter],
@@ -65,24 +69,24 @@ def from_plan(
     """The plan's buckets, split where they mix dtypes or devices, and what it does not name in trailing buckets."""
     places = {name: place for place, name in enumerate(names)}
     check_fits(plan, {*places, *frozen})
-    groups: list[BucketSpec] = []
+    specs: list[BucketSpec] = []
     named: set[int] = set()
-    for group in plan.buckets:
-        members = [places[name] for name in group.gradients if name in places]
+    for bucket in plan.buckets:
+        members = [places[name] for name in bucket.gradients if name in places]
         named.update(members)
-        found = _split(members, group.communicator, parameters, sparse)
-        if group.compression is not None:
+        found = _split(members, bucket.communicator, parameters, sparse)
+        if bucket.compression is not None:
             _check_dense(members, names, sparse)
-            found = [replace(spec, compression=group.compression) for spec in found]
-        groups.extend(found)
+            found = [replace(spec, compression=bucket.compression) for spec in found]
+        specs.extend(found)
     rest = [place for place in reversed(range(len(names))) if place not in named]
-    for members in bucketed(rest, parameters, sparse, [BUCKET_BYTES]):
-        groups.extend(_split(members, len(groups) % plan.communicators, parameters, sparse))
-    return Partition(buckets=tuple(groups), communicators=plan.communicators, strategy=plan.strategy)
+    for members in fill_buckets(rest, parameters, sparse, [BUCKET_BYTES]):
+        specs.extend(_split(members, len(specs) % plan.communicators, parameters, sparse))
+    return Partition(buckets=tuple(specs), communicators=plan.communicators, strategy=plan.strategy)
 
 
 def compression_words(compression: Compression) -> str:
-    """An compression in a few words, all that ranks must agree on."""
+    """A compression in a few words, all that ranks must agree on."""
     return f"topk {compression.density:g}"
 
 
@@ -97,8 +101,8 @@ def _check_dense(members: Sequence[int], names: Sequence[str], sparse: Sequence[
 
 def check_fits(plan: Plan, everything: Set[str]) -> None:
     """Refuse a plan that names something the model does not have."""
-    for index, group in enumerate(plan.buckets):
-        for name in group.gradients:
+    for index, bucket in enumerate(plan.buckets):
+        for name in bucket.gradients:
             if name not in everything:
                 close = difflib.get_close_matches(name, everything, n=1)
                 raise InputError(
@@ -108,7 +112,7 @@ def check_fits(plan: Plan, everything: Set[str]) -> None:
                 )
 
 
-def like_ddp(
+def ddp_partition(
     order: Sequence[int],
     parameters: Sequence[Parameter],
     sparse: Sequence[bool],
@@ -118,13 +122,13 @@ def like_ddp(
 ) -> Partition:
     """Stock DDP's buckets over parameters in this (ready) order: a small first one unless the cap was chosen."""
     limits = [FIRST_BUCKET_BYTES, BUCKET_BYTES] if cap_bytes is None else [cap_bytes]
-    groups: list[BucketSpec] = []
-    for members in bucketed(order, parameters, sparse, limits):
-        groups.extend(_split(members, len(groups) % communicators, parameters, sparse))
-    return Partition(buckets=tuple(groups), communicators=communicators, strategy="ddp")
+    specs: list[BucketSpec] = []
+    for members in fill_buckets(order, parameters, sparse, limits):
+        specs.extend(_split(members, len(specs) % communicators, parameters, sparse))
+    return Partition(buckets=tuple(specs), communicators=communicators, strategy="ddp")
 
 
-def bucketed(
+def fill_buckets(
     order: Sequence[int], parameters: Sequence[Parameter], sparse: Sequence[bool], limits: Sequence[int]
 ) -> list[list[int]]:
     """Stock DDP's rule: one open bucket a dtype and device, closed once it has *reached* its limit, the last limit
@@ -157,10 +161,10 @@ def with_newcomers(
     partition: Partition, newcomers: Sequence[int], parameters: Sequence[Parameter], sparse: Sequence[bool]
 ) -> Partition:
     """The partition with parameters that became trainable in trailing buckets."""
-    groups = list(partition.buckets)
-    for members in bucketed(list(reversed(newcomers)), parameters, sparse, [BUCKET_BYTES]):
-        groups.extend(_split(members, len(groups) % partition.communicators, parameters, sparse))
-    return replace(partition, buckets=tuple(groups))
+    specs = list(partition.buckets)
+    for members in fill_buckets(list(reversed(newcomers)), parameters, sparse, [BUCKET_BYTES]):
+        specs.extend(_split(members, len(specs) % partition.communicators, parameters, sparse))
+    return replace(partition, buckets=tuple(specs))
 
 
 def _split(
@@ -175,3 +179,51 @@ def _split(
         else:
             kinds.setdefault((parameters[place].dtype, parameters[place].device), []).append(place)
     return [BucketSpec(members=tuple(places), communicator=communicator) for places in kinds.values()] + alone
+
+
+def first_partition(
+    settings: WrapperSettings, parameters: ManagedParameters, communicators: Communicators
+) -> Partition:
+    """The buckets of the first step."""
+    if settings.plan is not None:
+        plan = _runnable(settings.plan, settings.communicators, communicators)
+        frozen = [name for name, _ in parameters.frozen]
+        return plan_partition(plan, parameters.names, parameters.parameters, parameters.sparse, frozen=frozen)
+    places = range(len(parameters.names))
+    if settings.find_unused:
+        # Stock DDP keeps these for good: filled in registration order and sent in reverse, the small one last.
+        found = stock_partition(places, settings, parameters, communicators)
+        return replace(found, buckets=tuple(reversed(found.buckets)))
+    return stock_partition(reversed(places), settings, parameters, communicators)
+
+
+def stock_partition(
+    order: Iterable[int], settings: WrapperSettings, parameters: ManagedParameters, communicators: Communicators
+) -> Partition:
+    """Stock DDP's buckets over parameters in this order."""
+    # Stock DDP on gloo is two communicators: its process group has two worker threads. A rank alone has nothing to
+    # overlap, and one thread that stays awake answers sooner than two that take turns.
+    count = settings.communicators or (2 if communicators.backend == "gloo" and communicators.size > 1 else 1)
+    return ddp_partition(
+        list(order),
+        parameters.parameters,
+        parameters.sparse,
+        cap_bytes=settings.cap_bytes,
+        communicators=communicators.allowed(count),
+    )
+
+
+def _runnable(plan: Plan, wanted: int | None, communicators: Communicators) -> Plan:
+    """The plan on the communicators that were asked for and can be had."""
+    if wanted is not None:
+        plan = respread(plan, wanted)
+    allowed = communicators.allowed(plan.communicators)
+    return respread(plan, allowed) if allowed < plan.communicators else plan
+
+
+def respread(plan: Plan, communicators: int) -> Plan:
+    """The same buckets in the same order, round robin over another number of communicators."""
+    buckets = tuple(
+        msgspec.structs.replace(bucket, communicator=index % communicators) for index, bucket in enumerate(plan.buckets)
+    )
+    return msgspec.structs.replace(plan, communicators=communicators, buckets=buckets)

@@ -1,105 +1,196 @@
-"""The ranks' word on a step: written behind the last bucket, read when it has arrived, or one step late."""
+"""The status message: a few numbers behind the last bucket's gradients, by which ranks check every step.
+
+    [ irregular | late, one a bucket | step stamp, one a rank | fault, one a rank | used, one a parameter ]
+
+All-reduced with the gradients, each becomes a sum that every rank reads alike: `irregular` is positive if some rank's
+graph was not the plain one (every parameter once), `late` if some gradient came after its bucket had left, a stamp is
+what that rank alone wrote (negative if its backward was broken off), a fault the number of a parameter, from 1, whose
+gradient was not finite on that rank, `used` counts the ranks that used a parameter. The numbers are small integers, so
+that bf16 and fp16 carry them as well. Only compressed plans have faults; their status message travels alone, in fp32.
+
+It is read when it has arrived, or, where the host should not wait for the device, when the next step opens. Until then
+a guard stands for it: on the device, in the stream's own order, the numbers are compared with what they must be, and
+all gradients become NaN if one differs. So the sum of different steps, or one that lacks a rank's part, is never seen
+as a gradient; the named error follows with the next backward.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from backbeat.errors import CommunicationError
-from backbeat.runtime.reduce import deferral
-from backbeat.runtime.reduce import status_layout as control
-from backbeat.runtime.reduce.deferral import Deferral
-from backbeat.runtime.reduce.failures import NonFiniteError
+from backbeat.runtime.reduce.failures import BrokenStepError, NonFiniteError, StepMismatchError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from backbeat.runtime.reduce.bucket import BucketSet
+    from backbeat.runtime.reduce.step import Told
 
-    from backbeat.runtime.reduce.bucket_set import BucketSet
-    from backbeat.runtime.reduce.step import Round
+STAMPS = 16
+"""Steps are told apart modulo this; the stamps stay exact in every float format."""
+READ_LATE_ON = {"cuda"}
+"""Kinds of device whose status messages are read when the next step opens."""
 
 
-class Word:
-    """What one rank tells the others about its rounds, and what it learns of theirs."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """Where each number stands."""
+
+    buckets: int
+    ranks: int
+    parameters: int
+    faults: int = 0
+
+    @property
+    def length(self) -> int:
+        return self.used_at + self.parameters
+
+    @property
+    def stamps_at(self) -> int:
+        return 1 + self.buckets
+
+    @property
+    def faults_at(self) -> int:
+        return self.stamps_at + self.ranks
+
+    @property
+    def used_at(self) -> int:
+        return self.faults_at + self.faults
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """The summed numbers, read."""
+
+    irregular: int
+    """Ranks whose graph was not the plain one."""
+    late: tuple[int, ...]
+    """Buckets that must be reduced again."""
+    stamps: tuple[int, ...]
+    """What each rank wrote."""
+    used: list[bool]
+    faults: tuple[int, ...] = ()
+    """The parameter that each rank found not finite, counted from 1, or 0."""
+
+
+def stamp_of(step: int) -> int:
+    return step % STAMPS + 1
+
+
+def write(layout: Layout, told: Told, *, rank: int, step: int) -> torch.Tensor:
+    """This rank's numbers for a step that was not regular, as a host tensor."""
+    numbers = [0.0] * layout.length
+    numbers[0] = 1.0
+    for index in told.late:
+        numbers[1 + index] = 1.0
+    numbers[layout.stamps_at + rank] = float(-stamp_of(step) if told.broken else stamp_of(step))
+    numbers[layout.used_at :] = [float(bool(flag)) for flag in told.used]
+    return torch.tensor(numbers)
+
+
+def read(layout: Layout, summed: torch.Tensor) -> Verdict:
+    numbers: list[float] = summed.float().tolist()
+    return Verdict(
+        irregular=round(numbers[0]),
+        late=tuple(index for index in range(layout.buckets) if numbers[1 + index] > 0),
+        stamps=tuple(round(number) for number in numbers[layout.stamps_at : layout.faults_at]),
+        used=[number > 0 for number in numbers[layout.used_at :]],
+        faults=tuple(round(number) for number in numbers[layout.faults_at : layout.used_at]),
+    )
+
+
+class StatusMessage:
+    """What one rank tells the others about its steps, and what it learns of theirs."""
 
     def __init__(self, rank: int, ranks: int, *, strict: bool) -> None:
         self._rank = rank
         self._ranks = ranks
         self.strict = strict
-        """The word is never read late; holds from the next partition on."""
+        """Never read late; holds from the next partition on."""
         self.regular = False
         """As far as is known, every parameter arrived once on every rank in the step before."""
-        self.attentive = False
-        """What follows the next step acts on it, on every rank alike: its word is not read late."""
-        self._deferral: Deferral | None = None
+        self.read_at_once = False
+        """True while something depends on the next step's status, so that it is read at once, on every rank alike."""
+        self._late: _LateReader | None = None
 
-    def length_for(self, groups: int, parameters: int) -> int:
-        """Numbers that a word on this many takes."""
-        return self._layout(groups, parameters).length
+    def length_for(self, buckets: int, parameters: int) -> int:
+        """Numbers that a message on this many takes."""
+        return self._layout(buckets, parameters).length
 
-    def _layout(self, groups: int, parameters: int, *, faults: bool = False) -> control.Layout:
+    def _layout(self, buckets: int, parameters: int, *, faults: bool = False) -> Layout:
         ranks = self._ranks
-        return control.Layout(groups=groups, ranks=ranks, parameters=parameters, faults=ranks if faults else 0)
+        return Layout(buckets=buckets, ranks=ranks, parameters=parameters, faults=ranks if faults else 0)
 
-    def install(self, groups: BucketSet, names: Sequence[str]) -> None:
+    def install(self, bucket_set: BucketSet, names: Sequence[str]) -> None:
         """Lay the numbers out for these buckets of parameters."""
-        buckets = groups.buckets
+        buckets = bucket_set.buckets
         compressed = any(bucket.compressed for bucket in buckets)
-        self.layout = self._layout(len(buckets), len(groups.home), faults=compressed)
+        self.layout = self._layout(len(buckets), len(bucket_set.bucket_of), faults=compressed)
         tail = buckets[-1]
         dtype = torch.float32 if compressed else tail.reduce_dtype or tail.dtype
-        self._ledger = control.Ledger(self.layout, self._rank, dtype, tail.device)
-        late = tail.device.type in deferral.DEVICES and not self.strict and not any(b.sparse for b in buckets)
-        self._deferral = Deferral(self._ledger, [bucket.payload for bucket in buckets]) if late else None
+        self._regular = _RegularNumbers(self.layout, self._rank, dtype, tail.device)
+        late = tail.device.type in READ_LATE_ON and not self.strict and not any(b.sparse for b in buckets)
+        self._late = _LateReader(self._regular, [bucket.payload for bucket in buckets]) if late else None
         self._names = names
         self._where = f"bucket {len(buckets) - 1}, {names[tail.members[-1]]}"
 
-    def write(self, round_: Round, step: int) -> torch.Tensor:
+    def write(self, told: Told, step: int) -> torch.Tensor:
         """This rank's numbers."""
-        if round_.is_plain():
-            round_.plain = True
-            return self._ledger.plain(step)
-        return control.write(
-            self.layout,
-            rank=self._rank,
-            step=step,
-            broken=round_.broken,
-            irregular=True,
-            late=sorted({round_.home[place] for place in round_.late}),
-            used=round_.all_used(),
-        )
+        if told.regular:
+            return self._regular.mine(step)
+        return write(self.layout, told, rank=self._rank, step=step)
 
-    def write_alone(self, round_: Round, step: int) -> torch.Tensor:
+    def write_alone(self, told: Told, step: int) -> torch.Tensor:
         """As a message of its own."""
-        return self.write(round_, step).to(device=self._ledger.device, dtype=self._ledger.dtype, copy=True)
+        return self.write(told, step).to(device=self._regular.device, dtype=self._regular.dtype, copy=True)
 
     def reads_late(self) -> bool:
-        """Whether ranks whose own round was plain do not wait for the others' word; the same on every rank."""
-        return self._deferral is not None and self.regular and not self.attentive
+        """Whether ranks whose own step was regular do not wait for the others' status; the same on every rank."""
+        return self._late is not None and self.regular and not self.read_at_once
 
-    def read(self, numbers: torch.Tensor, round_: Round, step: int) -> control.Verdict | None:
-        """What the ranks said; None for the plain step, or if that is to be read when the next round opens."""
-        if self._deferral is not None and round_.plain and self.reads_late():
-            self._deferral.put_off(numbers, step)
+    def read(self, numbers: torch.Tensor, told: Told, step: int) -> Verdict | None:
+        """What the ranks said; None for a regular step, or if that is to be read when the next step opens."""
+        if self._late is not None and told.regular and self.reads_late():
+            self._late.put_off(numbers, step)
             return None
-        verdict = self.judge(numbers, step, check=not round_.broken)
+        verdict = self.judge(numbers, step)
         if verdict is not None and verdict.late and self.reads_late() and verdict.irregular < self._ranks:
             # A rank that reads late does not know that it must reduce again.
             raise _came_late(verdict, step)
         return verdict
 
-    def judge(self, numbers: torch.Tensor, step: int, *, check: bool = True) -> control.Verdict | None:
-        """Read the sums now; raises where ranks met in different steps, or broke one off, if that is to be checked."""
+    def judge(self, numbers: torch.Tensor, step: int) -> Verdict | None:
+        """Read the sums now; raises where ranks met in different steps, or broke one off."""
         numbers = numbers if numbers.is_cpu else numbers.cpu()
-        if self._ledger.is_plain(numbers, step):
+        if self._regular.match(numbers, step):
             return None
-        verdict = control.read(self.layout, numbers)
-        if check:
-            self._ledger.check(verdict, step, self._where)
-            self._check_finite(verdict, step)
+        verdict = read(self.layout, numbers)
+        self._check_steps(verdict, step)
+        self._check_finite(verdict, step)
         return verdict
 
-    def _check_finite(self, verdict: control.Verdict, step: int) -> None:
+    def _check_steps(self, verdict: Verdict, step: int) -> None:
+        broken = [rank for rank, found in enumerate(verdict.stamps) if found < 0]
+        if broken:
+            raise BrokenStepError(
+                f"rank {_listed(broken)} broke off its backward in step {step} with an exception: no rank has "
+                "gradients for this step; skip it on every rank, or stop"
+            )
+        stamp = stamp_of(step)
+        others = [rank for rank, found in enumerate(verdict.stamps) if found != stamp]
+        if others:
+            away = (verdict.stamps[others[0]] - stamp) % STAMPS
+            off = f"{away} ahead" if away <= STAMPS // 2 else f"{STAMPS - away} behind"
+            raise StepMismatchError(
+                f"rank {self._rank} is in its backward number {step}, but rank {_listed(others)} is {off} "
+                f"({self._where}): a rank skipped or repeated a step; run the same number of synchronised backwards on "
+                "every rank, or use join()"
+            )
+
+    def _check_finite(self, verdict: Verdict, step: int) -> None:
         for rank, number in enumerate(verdict.faults):
             if number:
                 raise NonFiniteError(
@@ -108,9 +199,17 @@ class Word:
                     "torch.autograd.set_detect_anomaly(True), or lower the learning rate"
                 )
 
-    def absorb(self) -> None:
-        """Read the word on the step before, where it was put off."""
-        found = self._deferral.take() if self._deferral is not None else None
+    def learn(self, verdict: Verdict | None) -> None:
+        """The step is over. Put off, it was regular before, and the status that comes will say whether it still is."""
+        self.regular = verdict is None
+
+    def expect_irregular(self) -> None:
+        """Something changed or failed: the next step is not taken for regular."""
+        self.regular = False
+
+    def read_step_before(self) -> None:
+        """Read the status of the step before, where it was put off; raises where that step has failed."""
+        found = self._late.take() if self._late is not None else None
         if found is None:
             return
         step, numbers = found
@@ -121,7 +220,75 @@ class Word:
         self.regular = verdict is None or not verdict.irregular
 
 
-def _came_late(verdict: control.Verdict, step: int) -> CommunicationError:
+class _RegularNumbers:
+    """What this rank writes in a step that is regular, and what the sums are if it was so on every rank."""
+
+    def __init__(self, layout: Layout, rank: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.layout = layout
+        self.dtype = dtype
+        self.device = device
+        stamps = torch.arange(1, STAMPS + 1, dtype=torch.float32)
+        mine = torch.zeros(STAMPS, layout.length)
+        mine[:, layout.used_at :] = 1.0
+        mine[:, layout.stamps_at + rank] = stamps
+        sums = torch.zeros(STAMPS, layout.length)
+        sums[:, layout.used_at :] = float(layout.ranks)
+        sums[:, layout.stamps_at : layout.faults_at] = stamps[:, None]
+        # On the device, so that the regular step copies nothing from the host.
+        self._mine = mine.to(device=device, dtype=dtype).unbind()
+        self.sums = sums.to(dtype).unbind()
+        """By stamp, on the host."""
+
+    def mine(self, step: int) -> torch.Tensor:
+        return self._mine[step % STAMPS]
+
+    def match(self, numbers: torch.Tensor, step: int) -> bool:
+        return torch.equal(numbers, self.sums[step % STAMPS])
+
+
+class _LateReader:
+    """The status of one step on its way to the host, and the guard that stands for it."""
+
+    def __init__(self, regular: _RegularNumbers, sums: Sequence[torch.Tensor]) -> None:
+        device, layout = regular.device, regular.layout
+        # Late gradients and stamps must be as expected. That another rank did not use a parameter is no fault: its
+        # share was zero, and since this rank used it the mean is right.
+        self._told = slice(1, layout.used_at)
+        self._expected = [row[self._told].to(device) for row in regular.sums]
+        kinds = {(tensor.dtype, tensor.device) for tensor in sums}
+        self._sums = [(*kind, [t for t in sums if (t.dtype, t.device) == kind]) for kind in sorted(kinds, key=str)]
+        self._cuda = device.type == "cuda"
+        self._host = torch.empty(layout.length, dtype=regular.dtype, pin_memory=self._cuda)
+        self._event: Any = torch.cuda.Event() if self._cuda else None
+        self._step: int | None = None
+
+    def put_off(self, numbers: torch.Tensor, step: int) -> None:
+        """Send the numbers to the host without waiting for them, and guard the sums meanwhile."""
+        self._host.copy_(numbers, non_blocking=True)
+        if self._cuda:
+            self._event.record()
+        self._step = step
+        right = (numbers[self._told] == self._expected[step % STAMPS]).all()
+        # 1 / 1, or 0 / 0.
+        factor = torch.div(right, right)
+        for dtype, device, sums in self._sums:
+            torch._foreach_mul_(sums, factor.to(device=device, dtype=dtype))
+
+    def take(self) -> tuple[int, torch.Tensor] | None:
+        """The step whose status is outstanding, and its numbers; waits for them."""
+        step, self._step = self._step, None
+        if step is None:
+            return None
+        if self._cuda:
+            self._event.synchronize()
+        return step, self._host
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return ", ".join(str(rank) for rank in ranks)
+
+
+def _came_late(verdict: Verdict, step: int) -> CommunicationError:
     return CommunicationError(
         f"a gradient of bucket {verdict.late[0]} came after its bucket had left in step {step}, on some ranks only "
         "and although every step before was regular: the step has no gradients on any rank. A graph that changes "

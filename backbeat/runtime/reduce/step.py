@@ -1,126 +1,219 @@
-"""One backward: what has arrived, what is awaited, what has left."""
+"""One backward of one rank is one step, and this is its state machine: what it may do next, and what it knows.
+
+    IDLE --open--> ACCUMULATING --synchronise--> REDUCING --finish--> FINISHING --close--> IDLE
+      |                |    |                    ^   |
+      +----open--------|----|--------------------+   +--break_off--> BROKEN --close--> IDLE
+                       |    +--break_off--> BROKEN
+                       +--close--> IDLE
+
+Only this module writes the state of a step. Whoever packs, sends or waits for a bucket returns what came of it, and the
+runner (`runner.StepRunner`) hands that to a method here.
+"""
 
 from __future__ import annotations
 
+from enum import Enum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from backbeat.runtime.reduce.streams import Streams
-
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence, Set
+
     import torch
 
+    from backbeat.runtime.reduce.arrivals import Arrivals
     from backbeat.runtime.reduce.bucket import BucketBuffer
 
 
-class Flight(NamedTuple):
-    """A bucket on its way."""
+class StepState(Enum):
+    """Where a backward stands on this rank."""
 
-    group: int
+    IDLE = "idle"
+    """No backward of ours runs."""
+    ACCUMULATING = "accumulating"
+    """A backward without synchronisation (`no_sync`) runs: gradients are kept, nothing leaves."""
+    REDUCING = "reducing"
+    """Gradients arrive, and complete buckets leave in the plan's order."""
+    FINISHING = "finishing"
+    """The graph is done: the rest leaves, every bucket is waited for, the status message is read."""
+    BROKEN = "broken"
+    """Autograd raised. The next forward or backward finds it so, and tells the other ranks."""
+
+
+TRANSITIONS: dict[StepState, frozenset[StepState]] = {
+    StepState.IDLE: frozenset({StepState.ACCUMULATING, StepState.REDUCING}),
+    StepState.ACCUMULATING: frozenset({StepState.REDUCING, StepState.BROKEN, StepState.IDLE}),
+    StepState.REDUCING: frozenset({StepState.FINISHING, StepState.BROKEN}),
+    StepState.FINISHING: frozenset({StepState.IDLE}),
+    StepState.BROKEN: frozenset({StepState.IDLE}),
+}
+
+
+class InFlight(NamedTuple):
+    """A bucket that has left and is not back."""
+
+    bucket_index: int
     bucket: BucketBuffer
     message: torch.Tensor
     work: Any
     """A `Work`, or the future that a communication hook returned."""
 
 
-class Round:
-    """The state of one backward. One object serves all of them: the hooks on the gradients hold it."""
+class TakenGradients(NamedTuple):
+    """What was found when a bucket took its members' gradients one by one."""
 
-    __slots__ = (
-        "absent", "alone", "awaited", "backups", "broken", "dirty", "flights", "hold", "home", "late", "launched",
-        "lent", "nested", "open", "ordinary", "plain", "root", "slow", "streams", "sync", "used", "waits", "whole",
-    )  # fmt: skip
+    used: Sequence[int] = ()
+    """Parameters of which this rank sends a gradient."""
+    kept: Mapping[int, torch.Tensor] = {}
+    """Gradients of parameters that this rank did not use, for the case that nobody did."""
+    removed: bool = False
+    """A hook of the user's took a gradient away after it had arrived."""
 
-    def __init__(self, parameters: int) -> None:
-        self.home: list[int] = []
-        """The bucket of each parameter."""
-        self.dirty = bytearray(parameters)
-        """Parameters that got a gradient since the last synchronised round; outlives rounds without one."""
-        self.open = False
-        self.awaited: list[int] = []
-        """Arrivals outstanding of each parameter; negative where more came than were expected."""
-        self.waits: list[int] = []
-        """Members of each bucket that are outstanding."""
-        self.launched = 0
-        """Buckets that have left."""
-        self.slow = True
-        """Arrivals take the long way: nothing may leave yet, or somebody wants to hear of each."""
-        self.hold = True
-        """How often each parameter arrives is not known yet: buckets leave at the end."""
-        self.ordinary = True
-        """Every parameter is expected once."""
-        self.sync = False
-        self.root = -1
-        """The engine's number of this backward; arrivals inside another come from a reentrant checkpoint."""
-        self.nested = False
-        """Some did."""
+
+class Told(NamedTuple):
+    """What this rank tells the others of its step, in the status message."""
+
+    regular: bool
+    """Every parameter arrived once and nothing else happened."""
+    broken: bool
+    late: Sequence[int]
+    """Buckets that a gradient came too late for."""
+    used: Sequence[int]
+    """For each parameter, whether this rank used it; left out where the step was regular."""
+
+
+_REGULAR = Told(regular=True, broken=False, late=(), used=())
+
+
+class Step:
+    """The state of the present backward; one object serves every step of a reducer."""
+
+    def __init__(self, arrivals: Arrivals) -> None:
+        self.arrivals = arrivals
+        self.state = StepState.IDLE
+        self.number = 0
+        """Synchronised backwards so far, the present one included."""
         self.absent = False
-        """This rank has run out of data and only takes part."""
-        self.broken = False
-        """An exception ended it."""
-        self.plain = False
-        """This rank told the others that nothing special happened."""
-        self.lent = False
-        """Gradients have their places in the buffers again, though not every sum is there."""
-        self.late: set[int] = set()
-        """Parameters that arrived after their bucket had left."""
-        self.used = bytearray()
-        self.whole: list[BucketBuffer] = []
-        """Buckets all of whose members were used: `used` does not list them yet."""
-        self.backups: dict[int, torch.Tensor] = {}
+        """This rank has run out of data (`join`) and only takes part."""
+        self.told: Told | None = None
+        """What this rank told the others, once the last bucket has left."""
+        self.in_flight: list[InFlight] = []
+        self.status_in_flight: InFlight | None = None
+        """The status message, where it does not travel inside the last bucket."""
+        self.kept: dict[int, torch.Tensor] = {}
         """Gradients of parameters that this rank did not use, for the case that nobody did."""
-        self.flights: list[Flight] = []
-        self.alone: Flight | None = None
-        """The control numbers, where they do not travel inside the last bucket."""
-        self.streams: Streams | None = None
+        self._reduces = False
+        self._used = bytearray()
+        self._whole: list[BucketBuffer] = []
+        """Buckets all of whose members were used: `_used` does not list them yet."""
+        self._removed = False
 
-    def reset(self, counts: list[int], waits: list[int], *, learned: bool, ordinary: bool) -> None:
-        """Begin anew, with as many arrivals of each parameter and members of each bucket to wait for."""
-        self.awaited = counts.copy()
-        self.waits = waits.copy()
-        self.hold = not learned
-        self.ordinary = ordinary
-        self.launched = 0
-        self.slow = True
-        self.sync = self.plain = self.lent = self.nested = self.absent = self.broken = False
-        self.root = -1
-        self.late = set()
-        self.used = bytearray(len(counts))
-        self.whole = []
-        self.forget_flights()
+    @property
+    def idle(self) -> bool:
+        return self.state is StepState.IDLE
 
-    def forget_flights(self) -> None:
-        self.flights = []
-        self.alone = None
-        self.backups = {}
+    @property
+    def broken(self) -> bool:
+        return self.state is StepState.BROKEN
 
-    def clean(self) -> None:
-        """What arrived so far has been dealt with."""
-        self.dirty = bytearray(len(self.dirty))
+    @property
+    def silent(self) -> bool:
+        """This rank has nothing to add to the sums: it has no data, or its backward raised."""
+        return self.absent or self.state is StepState.BROKEN
 
-    def arrive(self, place: int, group: int) -> bool:
-        """Count one arrival; True if it completes the bucket."""
-        outstanding = self.awaited[place] - 1
-        self.awaited[place] = outstanding
-        if outstanding:
-            if outstanding < 0:
-                self.arrive_late(place, group)
-            return False
-        left = self.waits[group] - 1
-        self.waits[group] = left
-        return left == 0
+    def open(self, *, sync: bool, absent: bool = False, root: int = -1, slow: bool = False) -> None:
+        """A backward begins. Called when autograd reaches an output of the wrapper, or the first gradient of a loss
+        that passes through none, with the engine's number of the backward; and by a rank without data (`absent`).
 
-    def arrive_late(self, place: int, group: int) -> None:
-        """Note a gradient that its bucket may have left without."""
-        if group < self.launched:
-            self.late.add(place)
+        slow: somebody wants to hear of every gradient.
+        """
+        self._enter(StepState.REDUCING if sync else StepState.ACCUMULATING)
+        self.arrivals.reset()
+        self.arrivals.root = root
+        self.absent = absent
+        self.told = None
+        self._used = bytearray(len(self.arrivals.fresh))
+        self._whole = []
+        self._removed = False
+        if sync:
+            self._begin_to_reduce(slow)
 
-    def is_plain(self) -> bool:
-        """Every parameter arrived once, and nothing else happened."""
-        return not (self.broken or self.absent or self.late or self.nested or not self.ordinary or any(self.awaited))
+    def synchronise(self, *, slow: bool = False) -> None:
+        """A later output of the same backward wants its gradients reduced. Called when autograd reaches it."""
+        self._enter(StepState.REDUCING)
+        self._begin_to_reduce(slow)
 
-    def all_used(self) -> bytearray:
-        """Which parameters this rank used, those of whole buckets included."""
-        for bucket in self.whole:
+    def finish(self) -> None:
+        """The graph is done. Called by the engine's callback, and by a rank without data right after `open`."""
+        self._enter(StepState.FINISHING)
+
+    def break_off(self) -> bool:
+        """The backward raised. Called by the next forward or backward that finds it open and not running; again, where
+        telling the others failed. True if the other ranks take part in this step and must be told."""
+        if self.state is not StepState.BROKEN:
+            self._enter(StepState.BROKEN)
+        return self._reduces
+
+    def close(self) -> None:
+        """The backward is over. Called when its gradients are in place, and when it has failed."""
+        accumulated = self.state is StepState.ACCUMULATING
+        self._enter(StepState.IDLE)
+        if not accumulated:
+            self.arrivals.forget_fresh()
+        self._reduces = False
+        self.in_flight = []
+        self.status_in_flight = None
+        self.kept = {}
+
+    def add_taken(self, bucket: BucketBuffer, taken: TakenGradients | None) -> None:
+        """A bucket has taken its gradients; None: every member had one."""
+        if taken is None:
+            self._whole.append(bucket)
+            return
+        for place in taken.used:
+            self._used[place] = 1
+        self.kept.update(taken.kept)
+        self._removed = self._removed or taken.removed
+
+    def add_sent(self, sent: InFlight) -> None:
+        """A bucket has left."""
+        self.in_flight.append(sent)
+        self.arrivals.next_bucket = sent.bucket_index + 1
+
+    def add_status_sent(self, sent: InFlight) -> None:
+        """The status message has left on its own."""
+        self.status_in_flight = sent
+
+    def settle_late(self, places: Set[int]) -> None:
+        """These late gradients need not be sent after their bucket."""
+        self.arrivals.late -= places
+
+    def tell(self) -> Told:
+        """What this rank says of the step, when its last bucket is about to leave: nothing more can happen."""
+        arrivals = self.arrivals
+        if not self.silent and not self._removed and arrivals.regular():
+            self.told = _REGULAR
+        else:
+            late = sorted({arrivals.bucket_of[place] for place in arrivals.late})
+            self.told = Told(regular=False, broken=self.broken, late=late, used=self._all_used())
+        return self.told
+
+    def learn(self, *, regular: bool) -> None:
+        """The step went well: expect the same gradients next time. `regular`: every rank said so."""
+        if not self.absent:
+            self.arrivals.learn(regular=regular)
+
+    def _all_used(self) -> bytearray:
+        for bucket in self._whole:
             for place in bucket.members:
-                self.used[place] = 1
-        return self.used
+                self._used[place] = 1
+        return self._used
+
+    def _begin_to_reduce(self, slow: bool) -> None:
+        self._reduces = True
+        self.number += 1
+        self.arrivals.release(slow=slow)
+
+    def _enter(self, state: StepState) -> None:
+        if state not in TRANSITIONS[self.state]:
+            raise RuntimeError(f"step {self.number} cannot go from {self.state.name} to {state.name}")
+        self.state = state

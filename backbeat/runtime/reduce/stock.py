@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import inspect
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
 from backbeat.comm.communicators import Communicators
 from backbeat.comm.nccl import set_nccl_launch_order
 from backbeat.errors import InputError
-from backbeat.runtime.reduce import partition as partitions
-from backbeat.runtime.reduce.arguments import TorchDDP
+from backbeat.runtime.compressed.updates import check_uncompressed
+from backbeat.runtime.memory.budget import apply_memory, ends_with
+from backbeat.runtime.reduce.partition import check_fits
+from backbeat.runtime.reduce.settings import settings_of, split_options
+from backbeat.runtime.reduce.torch_ddp import TorchDDP, bind
 
 if TYPE_CHECKING:
     from backbeat.model import Plan
@@ -24,40 +27,54 @@ if TYPE_CHECKING:
 logger = logging.getLogger("backbeat.runtime")
 
 
-def construct(
-    wrapper: Any,
-    arguments: dict[str, Any],
-    plan: Plan | None,
-    strategy: str | None,
-    communicators: int | None,
-    reduce_dtype: torch.dtype | None,
-) -> None:
-    """Run torch's own constructor with the plan's bucket sizes."""
-    if strategy is not None:
-        raise InputError(
-            f"plan={strategy!r} needs backbeat's reducer to measure and switch: give a Plan, or reducer='backbeat'"
-        )
-    if plan is not None and plan.compressed:
-        raise InputError(
-            "torch's reducer cannot run a plan with compressed buckets: use reducer='backbeat', or a plan without "
-            "compression"
-        )
-    if plan is not None:
-        module = arguments["module"]
-        partitions.check_fits(plan, {name for name, _ in module.named_parameters()})
-        arguments = {**arguments, **_caps(plan, module)}
-    TorchDDP.__init__(wrapper, **arguments)
-    count = communicators or (plan.communicators if plan is not None else 1)
-    if count > 1 or reduce_dtype is not None:
-        set_nccl_launch_order(wrapper.process_group, wrapper.device)
-        links = Communicators(wrapper.process_group, wrapper.device, count)
-        TorchDDP.register_comm_hook(wrapper, (links, reduce_dtype), _spread)
+class StockDistributedDataParallel(TorchDDP):  # type: ignore[misc]
+    """Torch's wrapper with the plan's bucket sizes: `DistributedDataParallel(…, reducer="ddp")` makes one."""
+
+    def __init__(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+        own, kwargs = split_options(kwargs)
+        arguments = bind(module, args, kwargs)
+        settings, memory = settings_of(module, arguments, **own)
+        plan = settings.plan
+        if settings.strategy is not None:
+            raise InputError(
+                f"plan={settings.strategy!r} needs backbeat's reducer to measure and switch: give a Plan, or "
+                "reducer='backbeat'"
+            )
+        if plan is not None and plan.compressed:
+            raise InputError(
+                "torch's reducer cannot run a plan with compressed buckets: use reducer='backbeat', or a plan without "
+                "compression"
+            )
+        if plan is not None:
+            check_fits(plan, {name for name, _ in module.named_parameters()})
+            arguments = {**arguments, **_caps(plan, module)}
+        super().__init__(**arguments)
+        count = settings.communicators or (plan.communicators if plan is not None else 1)
+        if count > 1 or settings.reduce_dtype is not None:
+            set_nccl_launch_order(self.process_group, self.device)
+            communicators = Communicators(self.process_group, self.device, count)
+            self.register_comm_hook((communicators, settings.reduce_dtype), _spread)
+        # Last: a wrapper that was refused must leave the model as it was.
+        self.memory = apply_memory(self, module, memory)
+
+    compressed = False
+
+    def attach(self, optimizer: torch.optim.Optimizer, *, max_grad_norm: float | None, **_: Any) -> None:
+        """Updates stay in `step()`, as where no bucket of the plan is compressed."""
+        check_uncompressed(max_grad_norm)
+
+    def report(self) -> NoReturn:
+        raise InputError("report() needs backbeat's reducer: use reducer='backbeat' and run a step")
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        ends_with(self, self.memory)
 
 
 def _caps(plan: Plan, module: torch.nn.Module) -> dict[str, Any]:
     sizes = {name: p.numel() * p.element_size() for name, p in module.named_parameters() if p.requires_grad}
-    groups = [sum(sizes.get(name, 0) for name in group.gradients) for group in plan.buckets]
-    caps = [size / 2**20 for size in groups if size]
+    buckets = [sum(sizes.get(name, 0) for name in bucket.gradients) for bucket in plan.buckets]
+    caps = [size / 2**20 for size in buckets if size]
     if "bucket_cap_mb_list" in inspect.signature(TorchDDP.__init__).parameters:
         return {"bucket_cap_mb_list": caps, "bucket_cap_mb": None}
     logger.warning("this torch takes one bucket size, not a list: reducer='ddp' runs buckets of the plan's mean size")
@@ -66,10 +83,10 @@ def _caps(plan: Plan, module: torch.nn.Module) -> dict[str, Any]:
 
 def _spread(state, bucket):  # type: ignore[no-untyped-def]  # torch inspects a hook's annotations and refuses strings
     """Each bucket on the communicator its number gives it, scaled before the sum."""
-    links, reduce_dtype = state
-    buffer = bucket.buffer()
-    message = buffer.mul_(1.0 / links.size) if reduce_dtype is None else buffer.mul(1.0 / links.size).to(reduce_dtype)
-    future = links[bucket.index() % len(links)].all_reduce(message).get_future()
+    communicators, reduce_dtype = state
+    buffer, size = bucket.buffer(), communicators.size
+    message = buffer.mul_(1.0 / size) if reduce_dtype is None else buffer.mul(1.0 / size).to(reduce_dtype)
+    future = communicators[bucket.index() % len(communicators)].all_reduce(message).get_future()
 
     def arrived(done: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
         found = done.value()[0]

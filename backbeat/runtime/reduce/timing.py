@@ -1,4 +1,4 @@
-"""Measuring a round: when each gradient arrived, when each bucket left and when it was back."""
+"""Measuring a step: when each gradient arrived, when each bucket left and when it was back."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ import torch
 
 
 @dataclass(slots=True, kw_only=True)
-class TimedRound:
+class TimedStep:
     """One backward, in seconds from its start."""
 
-    step: int = 0
     ready_s: dict[int, float] = field(default_factory=dict)
     """By parameter."""
     launched_s: dict[int, float] = field(default_factory=dict)
@@ -22,7 +21,7 @@ class TimedRound:
     computed_s: float = 0.0
     """When the last gradient arrived."""
     ended_s: float = 0.0
-    """When the round was over: every bucket back."""
+    """When the step was over: every bucket back."""
 
     @property
     def exposed_s(self) -> float:
@@ -31,13 +30,13 @@ class TimedRound:
 
 
 class Recorder:
-    """Times rounds on the host's clock, or with events on the device's."""
+    """Times steps on the host's clock, or with events on the device's."""
 
     def __init__(self, device: torch.device, keep: int = 64) -> None:
         self._cuda = device.type == "cuda"
         self._device = device
         self._keep = keep
-        self._rounds: list[TimedRound | dict[str, Any]] = []
+        self._steps: list[TimedStep | dict[str, Any]] = []
         """Times, or the marks that they will be told from once the device has passed them."""
         self._marks: dict[str, Any] = {}
         self._open = False
@@ -50,36 +49,36 @@ class Recorder:
         if self._open:
             self._marks["ready"][place] = self._now()
 
-    def launched(self, group: int, work: Any) -> None:
+    def launched(self, index: int, work: Any) -> None:
         if not self._open:
             return
-        self._marks["launched"][group] = self._now()
+        self._marks["launched"][index] = self._now()
         done = self._marks["done"]
         if not self._cuda and hasattr(work, "get_future"):
             # The worker thread that finished the collective writes the time down.
-            work.get_future().add_done_callback(lambda _: done.setdefault(group, time.perf_counter()))
+            work.get_future().add_done_callback(lambda _: done.setdefault(index, time.perf_counter()))
 
     def end(self) -> None:
         if not self._open:
             return
         self._marks["end"] = self._now()
         # Marks on the device hold memory of the driver: none is kept for longer than it takes to read.
-        self._rounds = [*map(self._passed, self._rounds), self._marks][-self._keep :]
+        self._steps = [*map(self._passed, self._steps), self._marks][-self._keep :]
         self._open = False
 
-    def rounds(self) -> list[TimedRound]:
-        """Every round measured so far."""
-        if self._cuda and self._rounds:
+    def steps(self) -> list[TimedStep]:
+        """Every step measured so far."""
+        if self._cuda and self._steps:
             torch.cuda.synchronize(self._device)
-        self._rounds = [self._passed(one) for one in self._rounds]
-        return [one if isinstance(one, TimedRound) else self._resolve(one) for one in self._rounds]
+        self._steps = [self._passed(one) for one in self._steps]
+        return [one if isinstance(one, TimedStep) else self._resolve(one) for one in self._steps]
 
     def clear(self) -> None:
-        self._rounds.clear()
+        self._steps.clear()
 
-    def _passed(self, one: TimedRound | dict[str, Any]) -> TimedRound | dict[str, Any]:
-        # On the host the end of a round says nothing about buckets that are back later.
-        if isinstance(one, TimedRound) or not self._cuda or not one["end"].query():
+    def _passed(self, one: TimedStep | dict[str, Any]) -> TimedStep | dict[str, Any]:
+        # On the host the end of a step says nothing about buckets that are back later.
+        if isinstance(one, TimedStep) or not self._cuda or not one["end"].query():
             return one
         try:
             return self._resolve(one)
@@ -87,11 +86,11 @@ class Recorder:
             # Another stream has not passed its marks.
             return one
 
-    def _resolve(self, marks: dict[str, Any]) -> TimedRound:
+    def _resolve(self, marks: dict[str, Any]) -> TimedStep:
         begin = marks["begin"]
         ready = self._times(begin, marks["ready"])
         ended = self._since(begin, marks["end"])
-        return TimedRound(
+        return TimedStep(
             ready_s=ready,
             launched_s=self._times(begin, marks["launched"]),
             done_s=self._times(begin, marks["done"]),

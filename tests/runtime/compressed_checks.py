@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from encoded_rig import ALL, SOME, backward, compressed, local_gradients, owed, registering, same_everywhere, wrap
+from compressed_rig import ALL, SOME, backward, compressed, local_gradients, owed, registering, same_everywhere, wrap
 from msgspec.structs import replace
 from rank_asserts import raises
 from scenario_rig import Context, Scenario, mlp, small_plan
@@ -27,7 +27,7 @@ from backbeat.errors import InputError
 from backbeat.model.blocks import MemoryPlan
 from backbeat.model.compression import Compression
 from backbeat.runtime import DistributedDataParallel
-from backbeat.runtime.reduce import partition as partitions
+from backbeat.runtime.reduce.partition import plan_partition
 
 CHECKS: dict[str, Scenario] = {}
 check = registering(CHECKS)
@@ -212,12 +212,11 @@ def groups_leave_and_are_applied_during_backward(ctx: Context) -> None:
     last = wrapped.module.layers[5].weight
 
     def first_layer(_: torch.Tensor) -> None:
-        delivery = wrapped.reducer.delivery
-        if wrapped.reducer.step > 2:
+        if wrapped.reducer.steps > 2:
             # Wait here for what was sent, so that there is something to collect whatever the machine does meanwhile.
-            for bucket in delivery._compressed:
-                if bucket.work is not None and bucket.whole:
-                    bucket.work.wait()
+            for sent in wrapped.reducer.runner.step.in_flight:
+                if sent.work is not None:
+                    sent.work.wait()
             seen.append(last._version)
 
     wrapped.module.layers[1].bias.register_hook(first_layer)
@@ -226,7 +225,7 @@ def groups_leave_and_are_applied_during_backward(ctx: Context) -> None:
         versions.append(last._version)
         backward(ctx, wrapped, step)
         if step > 2:
-            assert wrapped.reducer.job.bucket_set.buckets[0].gathered is None
+            assert wrapped.reducer.buckets[0].gathered is None
     assert seen, "the hook never ran"
     # The hook of the second layer runs before the buckets of the first leave; by the next launch bucket 0 is applied.
     assert last._version > versions[-1]
@@ -346,7 +345,7 @@ def plans_change_and_residuals_stay(ctx: Context) -> None:
     model = wrapped.module
     plan = compressed(model, Compression(density=0.3))
     plan = replace(plan, buckets=(plan.buckets[0], *(replace(g, compression=None) for g in plan.buckets[1:])))
-    wrapped.runner.switch(partitions.from_plan(plan, names, parameters, [False] * len(names)))
+    wrapped.reducer.switch(plan_partition(plan, names, parameters, [False] * len(names)))
     for name, value in owed(ctx, wrapped).items():
         torch.testing.assert_close(value, before[name])
     gradients = local_gradients(ctx, model, 2)

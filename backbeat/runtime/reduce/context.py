@@ -16,41 +16,39 @@ if TYPE_CHECKING:
     from torch.nn import Parameter
 
     from backbeat.comm.communicators import Communicator, Communicators
-    from backbeat.runtime.reduce.bucket_set import BucketSet
+    from backbeat.runtime.reduce.bucket import BucketSet
     from backbeat.runtime.reduce.failures import Monitor
-    from backbeat.runtime.reduce.step import Round
+    from backbeat.runtime.reduce.step import Step
     from backbeat.runtime.reduce.timing import Recorder
 
 
 @dataclass(slots=True, kw_only=True)
-class Job:
+class ReducerContext:
     """Parameters, the buckets they travel in, the communicators, and where training stands."""
 
     names: list[str]
     parameters: list[Parameter]
     communicators: Communicators
     reduce_dtype: torch.dtype | None
-    round: Round
+    step: Step
     scale: float
     """Gradients are multiplied by it before the sum."""
-    step: int = 0
-    """Backwards synchronised so far, the present one included."""
-    repeats: int = 0
-    """BucketSet that had to be reduced again because a gradient came late."""
+    late_buckets: int = 0
+    """Buckets that had to be reduced again because a gradient came late."""
     recorder: Recorder | None = None
-    """Times the present round, where it is to be timed."""
+    """Times the present step, where it is to be timed."""
     bucket_set: BucketSet = None  # type: ignore[assignment]  # there from the first partition on
-    fault: CommunicationError | None = None
-    """A bucket was lost while the host was not told; whatever it waits for now is void."""
+    lost: CommunicationError | None = None
+    """A collective was lost while the host was not told; whatever it waits for now is void."""
     monitor: Monitor = None  # type: ignore[assignment]  # likewise: it asks the reducer where it stands
 
     def communicator(self, index: int) -> Communicator:
         return self.communicators[min(index, len(self.communicators) - 1)]
 
-    def check(self) -> None:
-        """Raise if a bucket has been lost."""
-        if self.fault is not None:
-            raise self.fault
+    def check_not_lost(self) -> None:
+        """Raise if a collective has been lost."""
+        if self.lost is not None:
+            raise self.lost
 
     def check_format(self, error: RuntimeError) -> None:
         """Where gradients and buffers do not go together: raise if a parameter was given another format since."""
@@ -63,16 +61,16 @@ class Job:
                     "wrapping it, or wrap it again"
                 ) from error
 
-    def failure(self, group: int, why: BaseException | str, *, step: int | None = None) -> CommunicationError:
+    def failure(self, index: int, why: BaseException | str, *, step: int | None = None) -> CommunicationError:
         """A bucket did not arrive: which one, what was in it, and who is to blame."""
-        if self.fault is not None:
-            return self.fault
+        if self.lost is not None:
+            return self.lost
         said = why if isinstance(why, str) else first_line(why)
-        bucket = self.bucket_set.buckets[group]
+        bucket = self.bucket_set.buckets[index]
         return CommunicationError(
-            f"rank {self.communicators.rank}: bucket {group} of {len(self.bucket_set.buckets)} "
+            f"rank {self.communicators.rank}: bucket {index} of {len(self.bucket_set.buckets)} "
             f"({len(bucket.members)} gradients, {self._listed(bucket.members)}, {format_bytes(bucket.bytes)}) was "
-            f"not reduced in step {self.step if step is None else step}: "
+            f"not reduced in step {self.step.number if step is None else step}: "
             f"{self.monitor.blame()}. Restart from the last checkpoint (the library says: {said})"
         )
 

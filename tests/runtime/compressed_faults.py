@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from encoded_checks import (
+from compressed_checks import (
     checkpoints,
     momentum_correction,
     nothing_is_lost,
@@ -14,7 +14,7 @@ from encoded_checks import (
     sixteen_bit_parameters,
     unused_and_frozen,
 )
-from encoded_rig import SOME, backward, compressed, local_gradients, owed, registering, same_everywhere, wrap
+from compressed_rig import SOME, backward, compressed, local_gradients, owed, registering, same_everywhere, wrap
 from msgspec.structs import replace
 from rank_asserts import raises
 from scenario_rig import Context, Scenario, mlp
@@ -77,7 +77,7 @@ def a_failed_step_that_autograd_lets_go_of_late(ctx: Context) -> None:
     raises((FloatingPointError, BrokenStepError), lambda: backward(ctx, wrapped, 2))
     wrapped.module.fail_at = None
     if ctx.rank == 0:
-        last, held = wrapped.reducer._backward, [object()] * 4
+        last, held = wrapped.reducer.runner._backward, [object()] * 4
         last._thread = -1
         truly = last._token
         last._token = lambda: held.pop() if held else truly()
@@ -132,10 +132,10 @@ def infinite_gradients_are_named(ctx: Context) -> None:
 @check
 def clipped_updates_of_a_failed_step_are_left_out(ctx: Context) -> None:
     """On every rank, also where the ranks' word is read one step late otherwise; what it sent is taken back."""
-    from backbeat.runtime.reduce import deferral
+    from backbeat.runtime.reduce import status
 
     for kinds in ({"cuda"}, {"cuda", "cpu"}):
-        deferral.DEVICES = kinds
+        status.READ_LATE_ON = kinds
         try:
             wrapped = wrap(ctx, SOME, every=2)
             wrapped.attach(torch.optim.SGD(wrapped.parameters(), lr=0.1, momentum=0.9), max_grad_norm=0.01)
@@ -153,15 +153,15 @@ def clipped_updates_of_a_failed_step_are_left_out(ctx: Context) -> None:
             same_everywhere(ctx, wrapped.module, "after a failed step")
             assert all(bool(value.isfinite().all()) for value in owed(ctx, wrapped).values())
         finally:
-            deferral.DEVICES = {"cuda"}
+            status.READ_LATE_ON = {"cuda"}
 
 
 @check
 def read_late(ctx: Context) -> None:
     """Where the ranks' word is read one step late, a gradient that is not finite is named at the next step."""
-    from backbeat.runtime.reduce import deferral
+    from backbeat.runtime.reduce import status
 
-    deferral.DEVICES = {"cuda", "cpu"}
+    status.READ_LATE_ON = {"cuda", "cpu"}
     try:
         for attached in (False, True):
             wrapped = wrap(ctx, SOME)
@@ -187,15 +187,15 @@ def read_late(ctx: Context) -> None:
             assert all(bool(value.isfinite().all()) for value in owed(ctx, wrapped).values())
             assert all(bool(parameter.isfinite().all()) for parameter in wrapped.parameters())
     finally:
-        deferral.DEVICES = {"cuda"}
+        status.READ_LATE_ON = {"cuda"}
 
 
 @check
 def a_failed_step_is_told_to_a_rank_without_data(ctx: Context) -> None:
     """One that has run out of data since takes back what it sent, as the others do."""
-    from backbeat.runtime.reduce import deferral
+    from backbeat.runtime.reduce import status
 
-    deferral.DEVICES = {"cuda", "cpu"}
+    status.READ_LATE_ON = {"cuda", "cpu"}
     try:
         wrapped = wrap(ctx, SOME)
         total: dict[str, Any] = {}
@@ -213,26 +213,26 @@ def a_failed_step_is_told_to_a_rank_without_data(ctx: Context) -> None:
                     sent[key] = sent.get(key, 0) + parameter.grad
         wrapped.zero_grad()
         out_of_data = ctx.rank == ctx.size - 1
-        follow = wrapped.reducer.shadow if out_of_data else lambda: backward(ctx, wrapped, 5)
+        follow = wrapped.reducer.runner.run_absent if out_of_data else lambda: backward(ctx, wrapped, 5)
         raises(NonFiniteError, follow, "'4.weight' is not finite on rank 0")
         left = owed(ctx, wrapped)
         for key in ("0.weight", "0.bias"):
             torch.testing.assert_close(sent[key] + left[key], total[key], rtol=1e-4, atol=1e-5)
     finally:
-        deferral.DEVICES = {"cuda"}
+        status.READ_LATE_ON = {"cuda"}
 
 
 @check
 def a_failed_step_is_told_before_parameters_thaw(ctx: Context) -> None:
     """The word on it comes when buckets are made anew; they are made at the next forward instead."""
-    from backbeat.runtime.reduce import deferral
+    from backbeat.runtime.reduce import status
 
     def half_frozen() -> nn.Sequential:
         model = mlp()
         model[0].requires_grad_(False)
         return model
 
-    deferral.DEVICES = {"cuda", "cpu"}
+    status.READ_LATE_ON = {"cuda", "cpu"}
     try:
         wrapped = wrap(ctx, SOME, half_frozen)
         total: Any = 0
@@ -257,7 +257,7 @@ def a_failed_step_is_told_before_parameters_thaw(ctx: Context) -> None:
             backward(ctx, wrapped, step)
             torch.testing.assert_close(wrapped.module[0].weight.grad, expected)
     finally:
-        deferral.DEVICES = {"cuda"}
+        status.READ_LATE_ON = {"cuda"}
 
 
 @check
@@ -318,9 +318,9 @@ def late_gradients_meet_an_update(ctx: Context) -> None:
     total: dict[str, Any] = {}
 
     def everything_has_come(_: torch.Tensor) -> None:
-        for flight in wrapped.reducer.job.round.flights:
-            if flight.work is not None:
-                flight.work.wait()
+        for sent in wrapped.reducer.runner.step.in_flight:
+            if sent.work is not None:
+                sent.work.wait()
 
     wrapped.module.first[2].weight.register_hook(everything_has_come)
     for step in range(6):
@@ -350,10 +350,10 @@ def a_dead_rank_is_named(ctx: Context) -> None:
 @check
 def as_on_a_device(ctx: Context) -> None:
     """The path that never asks the device, run on the host: the same sums, faults named one step late."""
-    from backbeat.runtime.compressed import compressed_bucket as encoded_bucket
-    from backbeat.runtime.compressed import topk
+    from backbeat.runtime.compressed import compressed_bucket
+    from backbeat.runtime.compressed import selection as select
 
-    encoded_bucket.HOSTS = topk.HOSTS = set()
+    compressed_bucket.HOSTS = select.HOSTS = set()
     try:
         nothing_is_lost(ctx)
         momentum_correction(ctx)
@@ -365,4 +365,4 @@ def as_on_a_device(ctx: Context) -> None:
         checkpoints(ctx)
         plans_change_and_residuals_stay(ctx)
     finally:
-        encoded_bucket.HOSTS = topk.HOSTS = {"cpu"}
+        compressed_bucket.HOSTS = select.HOSTS = {"cpu"}

@@ -24,7 +24,7 @@ def registering(checks: dict[str, Scenario]) -> Callable[[Callable[[Context], An
     """A decorator that adds what it decorates to these."""
 
     def check(run: Callable[[Context], Any]) -> Callable[[Context], Any]:
-        checks["encoded_" + run.__name__] = Scenario(run, run.__name__)
+        checks["compressed_" + run.__name__] = Scenario(run, run.__name__)
         return run
 
     return check
@@ -37,10 +37,10 @@ def compressed(model: nn.Module, compression: Compression | None, *, every: int 
     return replace(plan, buckets=tuple(buckets))
 
 
-def wrap(ctx: Context, compression: Compression, /, factory: Callable[[], nn.Module] = mlp, **options: Any) -> Any:
+def wrap(ctx: Context, kind: Compression, factory: Callable[[], nn.Module] = mlp, **options: Any) -> Any:
     every = options.pop("every", 1)
     model = ctx.build(factory)
-    return DistributedDataParallel(model, plan=compressed(model, compression, every=every), **options)
+    return DistributedDataParallel(model, plan=compressed(model, kind, every=every), **options)
 
 
 def backward(ctx: Context, model: Any, step: int, **arguments: Any) -> torch.Tensor:

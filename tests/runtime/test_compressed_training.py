@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from encoded_checks import CHECKS
-from encoded_faults import CHECKS as FAULTS
+from compressed_checks import CHECKS
+from compressed_faults import CHECKS as FAULTS
 from rank_pool import DEVICE, SIZES, RankPool
 from runtime_scenarios import SCENARIOS
 
@@ -23,9 +23,9 @@ OTHERWISE = {
     "unused_changing": "a parameter that was ever used has a gradient from then on",
     "unused_with_flag": "a parameter that was ever used has a gradient from then on",
 }
-"""Scenarios in which compressed plans differ on purpose; `encoded_checks` says how."""
+"""Scenarios in which compressed plans differ on purpose; `compressed_checks` says how."""
 
-ON_TWO_ONLY = {"encoded_a_dead_rank_is_named"}
+ON_TWO_ONLY = {"compressed_a_dead_rank_is_named"}
 
 
 @pytest.mark.parametrize("name", sorted(set(SCENARIOS) - set(OTHERWISE)))
@@ -35,7 +35,7 @@ def test_everything_sent_is_a_dense_plan(name: str, ranks: Callable[[int], RankP
 
 @pytest.mark.parametrize("name", sorted({**CHECKS, **FAULTS}))
 @pytest.mark.parametrize("size", SIZES)
-def test_encoded(name: str, size: int, ranks: Callable[[int], RankPool]) -> None:
+def test_compressed(name: str, size: int, ranks: Callable[[int], RankPool]) -> None:
     if size != 2 and name in ON_TWO_ONLY:
         pytest.skip("tried on two ranks")
     if DEVICE != "cpu" and name in ON_TWO_ONLY:

@@ -1,4 +1,4 @@
-"""Buckets that are lost while the host is not told: what the monitor's thread sees and does, with handmade works."""
+"""Collectives lost while the host is not told: what the monitor's thread sees and does, with handmade works."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from torch._C._distributed_c10d import ErrorType, WorkResult
 
 from backbeat.runtime import DistributedDataParallel
 from backbeat.runtime.reduce.failures import CommunicationError
-from backbeat.runtime.reduce.lost_collectives import DONE, FLYING, Losses, abort, fate_of
-from backbeat.runtime.reduce.step import Flight
+from backbeat.runtime.reduce.lost_collectives import DONE, IN_FLIGHT, LostCollectives, abort, fate_of
+from backbeat.runtime.reduce.step import InFlight
 
 
 class Work:
@@ -52,15 +52,14 @@ class Backend:
         self._calls.append(self._name)
 
 
-def job(works: list[Work], calls: list[str], reduce_dtype: torch.dtype | None = None) -> Any:
-    flights = [Flight(bucket, None, torch.zeros(1), work) for bucket, work in enumerate(works)]  # type: ignore[arg-type]
+def context(works: list[Work], calls: list[str], reduce_dtype: torch.dtype | None = None) -> Any:
+    in_flight = [InFlight(bucket, None, torch.zeros(1), work) for bucket, work in enumerate(works)]  # type: ignore[arg-type]
     found = SimpleNamespace(
-        step=7,
+        step=SimpleNamespace(number=7, in_flight=in_flight),
         reduce_dtype=reduce_dtype,
-        fault=None,
+        lost=None,
         parameters=[torch.zeros(1)],
-        buckets=SimpleNamespace(buckets=()),
-        round=SimpleNamespace(flights=flights),
+        bucket_set=SimpleNamespace(buckets=()),
         communicators=SimpleNamespace(backends=lambda: [Backend(calls, "first"), Backend(calls, "second")]),
     )
     found.failure = lambda bucket, why, step: CommunicationError(f"bucket {bucket} in step {step}: {why}")
@@ -76,7 +75,7 @@ def hooked(reduced: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
 
 def test_a_work_is_judged_by_its_result_alone() -> None:
     work = Work()
-    assert fate_of(work) == FLYING
+    assert fate_of(work) == IN_FLIGHT
     work.ends(WorkResult.SUCCESS)
     assert fate_of(work) == DONE
     lost = Work()
@@ -91,18 +90,18 @@ def test_what_has_no_result_is_never_lost() -> None:
         def get_future_result(self) -> Any:
             raise RuntimeError("not implemented")
 
-    assert fate_of(Gloo()) == fate_of(None) == FLYING
+    assert fate_of(Gloo()) == fate_of(None) == IN_FLIGHT
     for reduced in (torch.ones(2), torch.tensor([5.0]), torch.tensor(5.0)):
-        assert fate_of(hooked(reduced)) == FLYING
+        assert fate_of(hooked(reduced)) == IN_FLIGHT
 
 
 def test_what_a_hook_reduced_is_not_kept() -> None:
-    found = job([], [])
-    losses = Losses(found)
+    found = context([], [])
+    watch = LostCollectives(found)
     reduced = torch.tensor([5.0])
     gone = weakref.ref(reduced)
-    losses.remember([Flight(0, None, torch.zeros(1), hooked(reduced))], 6)  # type: ignore[arg-type]
-    assert not losses.look()
+    watch.remember([InFlight(0, None, torch.zeros(1), hooked(reduced))], 6)  # type: ignore[arg-type]
+    assert not watch.look()
     del reduced
     assert gone() is None
 
@@ -111,45 +110,45 @@ def test_what_a_hook_reduced_is_not_kept() -> None:
 def test_a_healthy_job_is_left_alone(reduce_dtype: torch.dtype | None) -> None:
     calls: list[str] = []
     works = [Work(), Work()]
-    found = job(works, calls, reduce_dtype)
-    losses = Losses(found)
-    losses.remember(found.round.flights, 6)
-    found.round.flights = []
+    found = context(works, calls, reduce_dtype)
+    watch = LostCollectives(found)
+    watch.remember(found.step.in_flight, 6)
+    found.step.in_flight = []
     said = io.StringIO()
     with redirect_stderr(said):
-        assert not losses.look()
+        assert not watch.look()
         for work in works:
             work.ends(WorkResult.SUCCESS)
-            assert not losses.look()
-    assert (calls, found.fault, said.getvalue()) == ([], None, "")
+            assert not watch.look()
+    assert (calls, found.lost, said.getvalue()) == ([], None, "")
 
 
 @pytest.mark.parametrize("reduce_dtype", [None, torch.bfloat16])
-def test_the_first_group_lost_is_named_once_and_communicators_go(reduce_dtype: torch.dtype | None) -> None:
+def test_the_first_bucket_lost_is_named_once_and_communicators_go(reduce_dtype: torch.dtype | None) -> None:
     calls: list[str] = []
     works = [Work(), Work(), Work()]
-    found = job(works, calls, reduce_dtype)
-    losses = Losses(found)
-    losses.remember(found.round.flights, 6)
-    found.round.flights = []
+    found = context(works, calls, reduce_dtype)
+    watch = LostCollectives(found)
+    watch.remember(found.step.in_flight, 6)
+    found.step.in_flight = []
     works[0].ends(WorkResult.SUCCESS)
     works[1].ends(WorkResult.COMM_ERROR)
     said = io.StringIO()
     with redirect_stderr(said):
-        assert losses.look()
-        assert losses.look()
+        assert watch.look()
+        assert watch.look()
     assert said.getvalue() == "backbeat: bucket 1 in step 6: the watchdog of torch found COMM_ERROR\n"
-    assert str(found.fault) in said.getvalue()
+    assert str(found.lost) in said.getvalue()
     assert calls == ["start", "first", "second", "end"]
 
 
-def test_a_group_of_the_present_round_is_of_the_present_step() -> None:
+def test_a_bucket_of_the_present_step_is_told_so() -> None:
     works = [Work()]
-    found = job(works, [])
+    found = context(works, [])
     works[0].ends(WorkResult.TIMEOUT)
     with redirect_stderr(io.StringIO()):
-        assert Losses(found).look()
-    assert str(found.fault) == "bucket 0 in step 7: the watchdog of torch found TIMEOUT"
+        assert LostCollectives(found).look()
+    assert str(found.lost) == "bucket 0 in step 7: the watchdog of torch found TIMEOUT"
 
 
 class Event:
@@ -167,18 +166,18 @@ class Event:
 def test_a_broken_communicator_is_blamed_on_what_has_not_arrived(monkeypatch: pytest.MonkeyPatch, reached: int) -> None:
     """The watchdog marks the oldest work on its list, though that has arrived; what was lost stays without a mark."""
     steps = [[Work(), Work()] for _ in range(3)]
-    found = job([], [])
-    losses = Losses(found)
+    found = context([], [])
+    watch = LostCollectives(found)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
-    losses._events = iter([Event(number < reached) for number in range(3)])  # type: ignore[assignment]
+    watch._events = iter([Event(number < reached) for number in range(3)])  # type: ignore[assignment]
     for number, works in enumerate(steps):
-        losses.remember(job(works, []).round.flights, 5 + number)
-    assert not losses.look()
+        watch.remember(context(works, []).step.in_flight, 5 + number)
+    assert not watch.look()
     steps[0][1].ends(WorkResult.COMM_ERROR)
     monkeypatch.setattr(Backend, "error", ErrorType.COMM_ERROR)
     with redirect_stderr(io.StringIO()):
-        assert losses.look()
-    assert str(found.fault) == f"bucket 0 in step {5 + reached}: the watchdog of torch found COMM_ERROR"
+        assert watch.look()
+    assert str(found.lost) == f"bucket 0 in step {5 + reached}: the watchdog of torch found COMM_ERROR"
 
 
 def test_a_communicator_that_cannot_be_aborted_does_not_hide_the_message() -> None:
@@ -189,7 +188,7 @@ def test_a_communicator_that_cannot_be_aborted_does_not_hide_the_message() -> No
     abort(SimpleNamespace(backends=lambda: [Stubborn()]))  # type: ignore[arg-type]
 
 
-def test_a_collective_that_cannot_start_names_its_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_collective_that_cannot_start_names_its_bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'meet'}", rank=0, world_size=1)
     try:
         wrapped = DistributedDataParallel(torch.nn.Linear(3, 2))
@@ -198,7 +197,7 @@ def test_a_collective_that_cannot_start_names_its_group(tmp_path: Path, monkeypa
         def refuse(*_: object) -> None:
             raise dist.DistBackendError("remote process exited")
 
-        monkeypatch.setattr(type(wrapped.links[0]), "all_reduce", refuse)
+        monkeypatch.setattr(type(wrapped.reducer.communicators[0]), "all_reduce", refuse)
         with pytest.raises(CommunicationError, match=r"rank 0: bucket 0 of 1 \(2 gradients.*was not reduced in step 2"):
             wrapped(torch.ones(1, 3)).sum().backward()
     finally:

@@ -11,7 +11,7 @@ from runtime_scenarios import SCENARIOS
 
 @pytest.mark.skipif(2 not in SIZES, reason="needs two ranks (BACKBEAT_TEST_RANKS)")
 @pytest.mark.parametrize("name", sorted(SCENARIOS))
-def test_two_channels(name: str, ranks: Callable[[int], RankPool]) -> None:
+def test_two_communicators(name: str, ranks: Callable[[int], RankPool]) -> None:
     answers = ranks(2).run(name, "two-communicators")
     if all(answer["outcome"] == "skipped" for answer in answers):
         pytest.skip(answers[0]["detail"])

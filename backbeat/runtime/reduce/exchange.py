@@ -1,0 +1,333 @@
+"""Where buckets are sent, in the plan's order and from one place, and where their sums are waited for.
+
+The `Sender` decides *when* a bucket leaves; an `Exchange` says what then happens, by the kind of plan: all-reduce, a
+communication hook, or compressed buckets (`compressed.compressed_exchange`). Its methods are called in this order, on
+every rank alike:
+
+    prepare, bucket (each bucket), installed     a partition is taken in
+    check_open                                   a step is about to begin
+    send (each bucket)                           a bucket leaves
+    keep_late                                    the last bucket is about to leave
+    add_to_status                                a status message that travels alone is about to leave
+    wait_for_last, receive (each bucket)         every bucket has left; its sum is there
+    hand_back, or give_up                        the step has gradients; or it has none, and collectives stay in order
+    undo                                         the step before had none either, which is known only now
+
+What a single bucket does differently, it does in a class of its own (`bucket.BucketBuffer` and its kin): how it takes
+gradients, which collective carries it, what becomes of the sum.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Set
+from contextlib import AbstractContextManager, nullcontext, suppress
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._C._distributed_c10d import BuiltinCommHookType
+from torch.distributed import DistError
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+from backbeat.errors import BackbeatError, CommunicationError, InputError
+from backbeat.runtime.reduce.bucket import BucketBuffer, RowsBucket
+from backbeat.runtime.reduce.step import InFlight, TakenGradients
+
+if TYPE_CHECKING:
+    from torch.nn import Parameter
+
+    from backbeat.runtime.reduce.context import ReducerContext
+    from backbeat.runtime.reduce.partition import BucketSpec, Partition
+    from backbeat.runtime.reduce.status import StatusMessage, Verdict
+
+Hook = Callable[[Any, Any], Any]
+_profiling = torch._C._autograd._profiler_enabled
+_nothing = nullcontext()
+
+
+class Sender:
+    """Sends the buckets of one reducer and waits for them."""
+
+    def __init__(self, context: ReducerContext, exchange: Exchange, status: StatusMessage) -> None:
+        self._context = context
+        self._step = context.step
+        self._status = status
+        self.exchange = exchange
+        # A GPU's gradients come from threads of autograd's own.
+        self._lock = threading.RLock()
+
+    def send_ready(self) -> None:
+        """Send every bucket that is due; the last one carries what happened in this step, so it leaves only when
+        nothing more can happen, at its end."""
+        with self._lock:
+            arrivals, buckets = self._step.arrivals, self._context.bucket_set.buckets
+            last = len(buckets) - 1
+            regular = self._status.regular
+            # In a hook gradients are mostly off and nobody profiles: two contexts would cost more than the rest.
+            send = self._send_shown if torch.is_grad_enabled() or _profiling() else self._send
+            while arrivals.next_bucket < last and arrivals.missing[arrivals.next_bucket] <= 0:
+                # What comes late can be added to a dense sum, not to a sparse one.
+                if not regular and buckets[arrivals.next_bucket].sparse:
+                    return
+                send(arrivals.next_bucket, regular)
+
+    def send_rest(self) -> None:
+        """Send everything that has not left; no more gradients come. Called with gradients off."""
+        arrivals = self._step.arrivals
+        # The last bucket of a regular step waited only for the step to end.
+        regular = self._status.regular and not self._step.silent
+        send = self._send_shown if _profiling() else self._send
+        with self._lock:
+            while arrivals.next_bucket < len(self._context.bucket_set.buckets):
+                send(arrivals.next_bucket, regular and arrivals.missing[arrivals.next_bucket] <= 0)
+
+    def _send_shown(self, index: int, whole: bool) -> None:
+        with torch.no_grad(), self._span("bucket", index):
+            self._send(index, whole)
+
+    def _send(self, index: int, whole: bool) -> None:
+        """Send one bucket. `whole`: every member is known to have arrived."""
+        step, buckets = self._step, self._context.bucket_set.buckets
+        bucket = buckets[index]
+        if step.arrivals.streams is not None:
+            step.arrivals.streams.join(index)
+        step.add_taken(bucket, self._pack(bucket, whole))
+        if bucket is buckets[-1]:
+            self._launch_last(index, bucket)
+        else:
+            self._launch(index, bucket, None)
+
+    def _launch_last(self, index: int, bucket: BucketBuffer) -> None:
+        """With the status message inside it, or behind it."""
+        step, exchange, status = self._step, self.exchange, self._status
+        if step.arrivals.late:
+            step.settle_late(exchange.keep_late(step.arrivals.late))
+        told = step.tell()
+        if exchange.carries_status(bucket):
+            self._launch(index, bucket, status.write(told, step.number))
+            return
+        self._launch(index, bucket, None)
+        message = status.write_alone(told, step.number)
+        exchange.add_to_status(message)
+        work = self._context.communicator(bucket.spec.communicator).all_reduce(message)
+        step.add_status_sent(InFlight(index, bucket, message, work))
+
+    def _pack(self, bucket: BucketBuffer, whole: bool) -> TakenGradients | None:
+        try:
+            return None if whole and bucket.take_all() else bucket.pack(self._step)
+        except RuntimeError as error:
+            self._context.check_format(error)
+            raise
+
+    def _launch(self, index: int, bucket: BucketBuffer, status: torch.Tensor | None) -> None:
+        context = self._context
+        try:
+            sent = self.exchange.send(index, bucket, status)
+        except DistError as error:
+            # NCCL refuses to start a collective where it has learnt that a peer is gone.
+            raise context.failure(index, error) from error
+        self._step.add_sent(sent)
+        if context.recorder is not None:
+            context.recorder.launched(index, sent.work)
+
+    def wait(self) -> torch.Tensor:
+        """Wait for every bucket in turn; returns the summed status message."""
+        numbers: torch.Tensor | None = None
+        step, receive = self._step, self.exchange.receive
+        profiled = _profiling()
+        if not profiled:
+            self.exchange.wait_for_last()
+        for sent in step.in_flight:
+            with self._span("wait", sent.bucket_index) if profiled else _nothing:
+                message = receive(sent)
+            numbers = sent.bucket.arrived(message)
+        if step.status_in_flight is not None:
+            numbers = _wait(self._context, step.status_in_flight)
+        if numbers is None:
+            raise CommunicationError(f"step {step.number} ended without any bucket: the partition is empty")
+        return numbers
+
+    def send_late(self, verdict: Verdict) -> None:
+        """Send what came after its bucket had left, and add it to what arrived."""
+        context = self._context
+        for index in verdict.late:
+            bucket = context.bucket_set.buckets[index]
+            context.late_buckets += 1
+            message = bucket.late_message(self._step.arrivals.late, context.scale)
+            work = context.communicator(bucket.spec.communicator).all_reduce(message)
+            counts = bucket.add_late(_wait(context, InFlight(index, bucket, message, work)))
+            for place, count in zip(bucket.members, counts, strict=True):
+                if count > 0:
+                    verdict.used[place] = True
+
+    def _span(self, what: str, index: int) -> AbstractContextManager[Any]:
+        if not _profiling():
+            return _nothing
+        bucket = self._context.bucket_set.buckets[index]
+        first = self._context.names[bucket.members[0]]
+        return torch.profiler.record_function(
+            f"backbeat::{what} {index} communicator {bucket.spec.communicator} {bucket.bytes} bytes {first}"
+        )
+
+
+def _wait(context: ReducerContext, sent: InFlight) -> torch.Tensor:
+    try:
+        sent.work.wait()
+    except RuntimeError as error:
+        raise context.failure(sent.bucket_index, error) from error
+    return sent.message
+
+
+class Exchange:
+    """All-reduce: each bucket is summed by one collective, and its gradients are back when the step ends."""
+
+    def __init__(self, context: ReducerContext) -> None:
+        self.context = context
+
+    def prepare(self, partition: Partition) -> None:
+        """Another partition is about to be taken in."""
+
+    def bucket(self, spec: BucketSpec, tail: int) -> BucketBuffer:
+        """The memory of a bucket, with room for a status message of this length behind the gradients."""
+        if spec.sparse:
+            return RowsBucket(spec, self.context.parameters)
+        return BucketBuffer(spec, self.context.parameters, reduce_dtype=self.context.reduce_dtype, tail=tail)
+
+    def installed(self) -> None:
+        """The partition's buckets are in place."""
+
+    def check_open(self) -> None:
+        """A step is about to begin. Raising here refuses it."""
+
+    def carries_status(self, bucket: BucketBuffer) -> bool:
+        """Whether the status message travels inside this bucket, when it is the last; alone otherwise."""
+        return bucket.tail > 0
+
+    def send(self, index: int, bucket: BucketBuffer, status: torch.Tensor | None) -> InFlight:
+        """Begin to sum a bucket that has taken its gradients."""
+        context = self.context
+        message, work = bucket.launch(context.communicator(bucket.spec.communicator), context.scale, status)
+        return InFlight(index, bucket, message, work)
+
+    def keep_late(self, late: Set[int]) -> Set[int]:
+        """Take late gradients that may wait for the next step; returns their parameters."""
+        return frozenset()
+
+    def add_to_status(self, message: torch.Tensor) -> None:
+        """Add to this rank's status message, which leaves after every bucket; it will hold the sums."""
+
+    def wait_for_last(self) -> None:
+        """Sleep until the last bucket of every communicator has come, and so those before it: a thread that waits for
+        each in turn is woken for each. What went wrong is found when they are received."""
+        if self.context.communicators.raises:
+            with suppress(RuntimeError):
+                for index in self.context.bucket_set.ends:
+                    self.context.step.in_flight[index].work.wait()
+
+    def receive(self, sent: InFlight) -> torch.Tensor:
+        """Wait for a bucket's sum."""
+        return _wait(self.context, sent)
+
+    def hand_back(self, verdict: Verdict | None, *, in_place: bool) -> None:
+        """Give every parameter that some rank used its mean; the others keep what they had. None: all were used.
+
+        in_place: every gradient has its place in the buffers already.
+        """
+        step = self.context.step
+        if step.absent or (in_place and verdict is None):
+            return
+        for bucket in self.context.bucket_set.buckets:
+            bucket.hand_back(None if verdict is None else verdict.used, step.kept)
+
+    def give_up(self) -> None:
+        """The step has no gradients on this rank, though other ranks may believe it has."""
+
+    def undo(self) -> None:
+        """The step before, taken for good until now, had failed on some rank."""
+
+    def check_hook(self) -> None:
+        """Raise where no communication hook may take over."""
+
+
+class HookExchange(Exchange):
+    """A communication hook written for stock DDP reduces the buckets."""
+
+    def __init__(self, context: ReducerContext, state: Any, hook: Hook) -> None:
+        super().__init__(context)
+        self._state = state
+        self._hook = hook
+
+    def carries_status(self, bucket: BucketBuffer) -> bool:
+        return False
+
+    def send(self, index: int, bucket: BucketBuffer, status: torch.Tensor | None) -> InFlight:
+        if bucket.sparse:
+            return super().send(index, bucket, status)
+        last = index == len(self.context.bucket_set.buckets) - 1
+        return InFlight(index, bucket, bucket.payload, self._hook(self._state, GradBucket(bucket, index, last)))
+
+    def wait_for_last(self) -> None:
+        """A hook's buckets come in an order of their own."""
+
+    def receive(self, sent: InFlight) -> torch.Tensor:
+        if sent.bucket.sparse:
+            return super().receive(sent)
+        try:
+            return _result_of(sent.work, sent.bucket_index)
+        except (RuntimeError, ValueError) as error:
+            if isinstance(error, BackbeatError):
+                raise
+            raise self.context.failure(sent.bucket_index, error) from error
+
+
+class GradBucket:
+    """A bucket as hooks see it: the methods of torch's `dist.GradBucket`, which cannot be built from Python."""
+
+    def __init__(self, bucket: BucketBuffer, index: int, last: bool) -> None:
+        self._bucket = bucket
+        self._buffer = bucket.payload
+        self._index = index
+        self._last = last
+
+    def index(self) -> int:
+        return self._index
+
+    def buffer(self) -> torch.Tensor:
+        return self._buffer
+
+    def gradients(self) -> list[torch.Tensor]:
+        return list(self._bucket.views)
+
+    def parameters(self) -> list[Parameter]:
+        return list(self._bucket.parameters)
+
+    def is_last(self) -> bool:
+        return self._last
+
+    def set_buffer(self, tensor: torch.Tensor) -> None:
+        self._buffer = tensor
+
+
+def _result_of(future: Any, index: int) -> torch.Tensor:
+    """The tensor a hook's future holds: itself, or alone in a list."""
+    if not hasattr(future, "wait"):
+        raise InputError(
+            f"the communication hook returned {type(future).__name__} for bucket {index}: it must return a future"
+        )
+    value = future.wait()
+    while isinstance(value, (list, tuple)) and len(value) == 1:
+        value = value[0]
+    if not isinstance(value, torch.Tensor):
+        raise InputError(
+            f"the communication hook's future holds {type(value).__name__} for bucket {index}: it must hold one tensor"
+        )
+    return value
+
+
+def builtin_hook(kind: Any) -> Hook:
+    """Torch's C++ hooks by their Python twins."""
+    if kind == BuiltinCommHookType.FP16_COMPRESS:
+        return default_hooks.fp16_compress_hook
+    if kind == BuiltinCommHookType.ALLREDUCE:
+        return default_hooks.allreduce_hook
+    raise InputError(f"built-in communication hook {kind} is unknown: use ALLREDUCE or FP16_COMPRESS")
