@@ -351,9 +351,9 @@ def a_dead_rank_is_named(ctx: Context) -> None:
 def as_on_a_device(ctx: Context) -> None:
     """The path that never asks the device, run on the host: the same sums, faults named one step late."""
     from backbeat.runtime.compressed import compressed_bucket
-    from backbeat.runtime.compressed import selection as select
+    from backbeat.runtime.compressed import topk
 
-    compressed_bucket.HOSTS = select.HOSTS = set()
+    compressed_bucket.HOSTS = topk.HOSTS = set()
     try:
         nothing_is_lost(ctx)
         momentum_correction(ctx)
@@ -365,4 +365,4 @@ def as_on_a_device(ctx: Context) -> None:
         checkpoints(ctx)
         plans_change_and_residuals_stay(ctx)
     finally:
-        compressed_bucket.HOSTS = select.HOSTS = {"cpu"}
+        compressed_bucket.HOSTS = topk.HOSTS = {"cpu"}
