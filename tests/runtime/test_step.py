@@ -63,7 +63,7 @@ class Rank:
 
     def gradient(self, place: int) -> None:
         arrivals = self.step.arrivals
-        arrivals.fresh[place] = 1
+        arrivals.mark(place)
         if not self.running:
             self.begin(self.sync)
         index = BUCKET_OF[place]

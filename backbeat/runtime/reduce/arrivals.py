@@ -82,6 +82,10 @@ class Arrivals:
         """Complete buckets may leave from now on, where it is known how often each parameter arrives."""
         self.slow = slow or not self._known
 
+    def mark(self, place: int) -> None:
+        """The parameter has got a gradient."""
+        self.fresh[place] = 1
+
     def count(self, place: int, index: int) -> bool:
         """Count one arrival of a parameter; True if its bucket is complete."""
         outstanding = self.outstanding[place] - 1

@@ -31,7 +31,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from backbeat.errors import BackbeatError, CommunicationError, InputError
 from backbeat.runtime.reduce.bucket import BucketBuffer, RowsBucket
-from backbeat.runtime.reduce.step import InFlight, TakenGradients
+from backbeat.runtime.reduce.step import InFlight
 
 if TYPE_CHECKING:
     from torch.nn import Parameter
@@ -91,7 +91,12 @@ class Sender:
         bucket = buckets[index]
         if step.arrivals.streams is not None:
             step.arrivals.streams.join(index)
-        step.add_taken(bucket, self._pack(bucket, whole))
+        try:
+            taken = None if whole and bucket.take_all() else bucket.pack(step)
+        except RuntimeError as error:
+            self._context.check_format(error)
+            raise
+        step.add_taken(bucket, taken)
         if bucket is buckets[-1]:
             self._launch_last(index, bucket)
         else:
@@ -111,13 +116,6 @@ class Sender:
         exchange.add_to_status(message)
         work = self._context.communicator(bucket.spec.communicator).all_reduce(message)
         step.add_status_sent(InFlight(index, bucket, message, work))
-
-    def _pack(self, bucket: BucketBuffer, whole: bool) -> TakenGradients | None:
-        try:
-            return None if whole and bucket.take_all() else bucket.pack(self._step)
-        except RuntimeError as error:
-            self._context.check_format(error)
-            raise
 
     def _launch(self, index: int, bucket: BucketBuffer, status: torch.Tensor | None) -> None:
         context = self._context

@@ -177,14 +177,15 @@ class Reducer:
 
     def after_step(self) -> None:
         """At the end of each synchronised backward, on every rank alike: settle the buckets, sample the times."""
-        if not self.runner.status.regular:
+        runner = self.runner
+        if not runner.status.regular:
             self.check_parameters()
         if not self.settled:
             self._settle_in_ready_order()
         if self.tuner is not None and self.tuner.state != "settled":
             self.tuner.after_step()
         else:
-            following = self.steps + 1
+            following = runner.step.number + 1
             self.time_steps(following <= SAMPLED_FIRST or following % SAMPLED_EVERY == 0)
 
     def time_steps(self, timed: bool) -> None:

@@ -205,7 +205,7 @@ class StepRunner:
     def _arrived(self, place: int) -> None:
         """A gradient arrived, and something about it is not ordinary."""
         arrivals, recorder = self._arrivals, self.context.recorder
-        arrivals.fresh[place] = 1
+        arrivals.mark(place)
         if not self._backward.running:
             self._reach.surprised()
             self._begin(self._default_sync)
