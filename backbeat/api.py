@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Unpack
 import msgspec
 
 from backbeat.errors import InputError
+from backbeat.model import PlanPrediction
 from backbeat.planners import plan as planned
 from backbeat.planners import propose
 from backbeat.simulate import predict as simulated
@@ -34,10 +35,11 @@ def plan(
     sent = _sent(profile, reduce_dtype, compressed=strategy == "compressed" or choices.get("density") is not None)
     made = planned(_bucketed(profile, sent, strategy), network, strategy, **choices)
     result = simulated(sent, network, made)
-    figures = {name: getattr(result, name) for name in ("iteration_s", "scaling_factor", "exposed_s", "bound_s")}
+    # Gradients take the same memory on the device, whatever is sent of them.
+    peak = made.predicted.peak_bytes if made.predicted is not None else None
     return msgspec.structs.replace(
         made,
-        predicted={**(made.predicted or {}), **figures},
+        predicted=msgspec.structs.replace(PlanPrediction.of(result, network.name), peak_bytes=peak),
         notes=(*made.notes, f'gradients are sent as {reduce_dtype}: give the wrapper reduce_dtype="{reduce_dtype}"'),
     )
 

@@ -3,7 +3,7 @@
 from backbeat.model.blocks import Block, HostLink, MemoryPlan, Segment
 from backbeat.model.compression import Compression
 from backbeat.model.network import Calibration, CollectiveTimes, ConcurrencyPoint, Network, Topology
-from backbeat.model.plan import Bucket, DynamicFusion, Plan
+from backbeat.model.plan import Bucket, DynamicFusion, Plan, PlanPrediction
 from backbeat.model.prediction import Band, Breakdown, Prediction, Span
 from backbeat.model.profile import Gradient, Memory, Profile
 from backbeat.model.source import Source
@@ -24,6 +24,7 @@ __all__ = [
     "MemoryPlan",
     "Network",
     "Plan",
+    "PlanPrediction",
     "Prediction",
     "Profile",
     "Segment",

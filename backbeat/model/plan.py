@@ -16,6 +16,7 @@ from backbeat.model.blocks import MemoryPlan
 from backbeat.model.checks import at_least, not_negative
 from backbeat.model.compression import Compression
 from backbeat.model.files import Document
+from backbeat.model.prediction import Prediction
 from backbeat.model.profile import Profile
 
 
@@ -57,6 +58,41 @@ class DynamicFusion(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
                 raise InputError(f"{field} is {value}: it must be finite and {least:g} or more; check its unit")
 
 
+class PlanPrediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What was predicted when the plan was made, for its `workers`."""
+
+    network: str | None = None
+    """The network it was predicted for."""
+    iteration_s: float | None = None
+    exposed_s: float | None = None
+    bound_s: float | None = None
+    scaling_factor: float | None = None
+    peak_bytes: int | None = None
+    launch_s: tuple[float, ...] = ()
+    """When each bucket leaves, in seconds from the start of backward, in the order of `buckets`."""
+    done_s: tuple[float, ...] = ()
+    """When each bucket is back."""
+
+    def __post_init__(self) -> None:
+        for field in ("launch_s", "done_s"):
+            force_setattr(self, field, tuple(getattr(self, field)))
+
+    @classmethod
+    def of(cls, result: Prediction, network: str) -> PlanPrediction:
+        """What a plan keeps of its prediction."""
+        times = result.bucket_times()
+        return cls(
+            network=network,
+            iteration_s=result.iteration_s,
+            exposed_s=result.exposed_s,
+            bound_s=result.bound_s,
+            scaling_factor=result.scaling_factor,
+            peak_bytes=result.peak_bytes,
+            launch_s=tuple(launch for launch, _ in times),
+            done_s=tuple(done for _, done in times),
+        )
+
+
 class Plan(Document, frozen=True, kw_only=True):
     """Buckets in launch order."""
 
@@ -71,7 +107,7 @@ class Plan(Document, frozen=True, kw_only=True):
     dynamic: DynamicFusion | None = None
     """Present where buckets are formed at run time; `buckets` is then what the simulation formed."""
     memory: MemoryPlan | None = None
-    predicted: dict[str, float | int | str | None] | None = None
+    predicted: PlanPrediction | None = None
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -101,6 +137,13 @@ class Plan(Document, frozen=True, kw_only=True):
                     )
                 seen[bucket.phase, name] = index
         self._check_halves()
+        for field in ("launch_s", "done_s") if self.predicted is not None else ():
+            times = getattr(self.predicted, field)
+            if times and len(times) != len(self.buckets):
+                raise InputError(
+                    f"predicted.{field} has {len(times)} times for {len(self.buckets)} buckets: it has one for each "
+                    "bucket, or is left out"
+                )
 
     def _check_halves(self) -> None:
         """What is scattered must be gathered, after it."""

@@ -74,6 +74,19 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
         """How far this plan is above the bound, as a share of it."""
         return self.iteration_s / self.bound_s - 1 if self.bound_s > 0 else 0.0
 
+    def bucket_times(self) -> list[tuple[float, float]]:
+        """When each bucket leaves and is back, in seconds from the start of backward, in launch order. Empty where the
+        buckets of the plan are not sent one by one within the iteration."""
+        found = [
+            (span.start_s, span.end_s)
+            for span in self.timeline
+            if span.lane.startswith("communicator") and span.name != "buffers"
+        ]
+        if len(found) != self.buckets:
+            return []
+        backward = next(span.start_s for span in self.timeline if span.name.startswith("backward"))
+        return [(start - backward, end - backward) for start, end in found]
+
     def _repr_html_(self) -> str:
         from backbeat.report.notebook import prediction_html  # late: report stands above model
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal, TypedDict, Unpack
 import msgspec
 
 from backbeat.errors import InputError
+from backbeat.model.plan import PlanPrediction
 from backbeat.planners.adaptive import adaptive
 from backbeat.planners.baselines import ddp, horovod, single, wfbp
 from backbeat.planners.compressed_or_dense import compressed
@@ -95,14 +96,4 @@ def plan(profile: Profile, network: Network, strategy: str = "best", **choices: 
     """The gradient schedule that a strategy chooses for this profile on this network, with its prediction."""
     made = propose(profile, network, strategy, **choices)
     result = predict(profile, network, made)
-    return msgspec.structs.replace(
-        made,
-        predicted={
-            "network": network.name,
-            "iteration_s": result.iteration_s,
-            "scaling_factor": result.scaling_factor,
-            "exposed_s": result.exposed_s,
-            "bound_s": result.bound_s,
-            **({"peak_bytes": result.peak_bytes} if result.peak_bytes is not None else {}),
-        },
-    )
+    return msgspec.structs.replace(made, predicted=PlanPrediction.of(result, network.name))

@@ -13,17 +13,17 @@ import time
 import weakref
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import torch
 
 from backbeat.comm.agreement import share, total
 from backbeat.errors import BackbeatError, InputError
-from backbeat.model import Gradient, Network, Plan, Profile
+from backbeat.model import Bucket, Gradient, Network, Plan, PlanPrediction, Profile
 from backbeat.model.files import decode, encode
 from backbeat.runtime.reduce.partition import plan_partition
 
 if TYPE_CHECKING:
     from backbeat.comm.communicators import Communicators
-    from backbeat.model import Prediction
     from backbeat.runtime.reduce.reducer import Reducer
     from backbeat.runtime.reduce.timing import TimedStep
 
@@ -69,13 +69,16 @@ class Tuner:
         self._plans = 0
         self.state = "measuring"
         self.history: list[str] = []
-        self.prediction: Prediction | None = None
+        self.plan: Plan | None = None
+        """What runs, with its prediction; None until it is measured."""
         self.iteration_s: float | None = None
         self.exposed_s: float | None = None
         self.timed: list[TimedStep] = []
         """The steps measured last, for the report."""
         self._base_s = 0.0
         self._base: Any = None
+        self._base_plan: Plan | None = None
+        self._base_timed: list[TimedStep] = []
         # By the number of the step, which ranks have in common, not by calls: a step may break off on some of them.
         self._due = SETTLE_STEPS + MEASURED_STEPS
 
@@ -135,9 +138,9 @@ class Tuner:
     def _plan_and_switch(self) -> None:
         reducer = self._reducer
         timed = reducer.recorder.steps()
-        iteration, exposed = self._iteration(timed), self._exposed(timed)
+        iteration = self._iteration(timed)
         if reducer.communicators.size == 1:
-            self._settle("one worker: there is nothing to send", iteration, exposed)
+            self._settle("one worker: there is nothing to send", iteration, timed)
             return
         profile = self._profile(timed, iteration)
         network = self._measure_network()
@@ -147,18 +150,18 @@ class Tuner:
             if not self._auto:
                 raise InputError(f"planning with {self._strategy!r} failed: {text.removeprefix('error: ')}")
             self._settle(
-                f"staying with DDP's buckets, planning failed: {text.removeprefix('error: ')}", iteration, exposed
+                f"staying with DDP's buckets, planning failed: {text.removeprefix('error: ')}", iteration, timed
             )
             return
         plan = decode(text.encode(), Plan, where="rank 0's plan")
-        self._predict(profile, network, plan)
-        self._base_s, self._base = iteration, reducer.partition
-        self.iteration_s, self.exposed_s = iteration, exposed
+        self._base_s, self._base, self._base_timed = iteration, reducer.partition, timed
+        self.plan = self._base_plan = self._present_plan(profile, network)
         partition = plan_partition(plan, reducer.managed.names, reducer.managed.parameters, reducer.managed.sparse)
         if partition.buckets == self._base.buckets:
-            self._settle(f"{plan.strategy} chose the buckets that already run", iteration, exposed)
+            self._settle(f"{plan.strategy} chose the buckets that already run", iteration, timed)
             return
         reducer.switch(partition)
+        self.plan, self.iteration_s, self.exposed_s, self.timed = plan, None, None, []
         self._say(
             f"step {reducer.steps}: {len(self._base.buckets)} buckets of DDP took {iteration * 1e3:.2f} ms an "
             f"iteration; switching to {plan.strategy}'s {len(partition.buckets)} on {partition.communicators} "
@@ -172,12 +175,12 @@ class Tuner:
         iteration, exposed = self._iteration(timed), self._exposed(timed)
         if self._auto and iteration > self._base_s * (1 + TOLERANCE):
             self._reducer.switch(self._base)
-            self.prediction = None
+            self.plan = self._base_plan
             self._settle(
                 f"going back to DDP's buckets: the plan measured {iteration * 1e3:.2f} ms an iteration, "
                 f"they took {self._base_s * 1e3:.2f} ms",
                 self._base_s,
-                None,
+                self._base_timed,
             )
             return
         self.iteration_s, self.exposed_s, self.timed = iteration, exposed, timed
@@ -200,8 +203,8 @@ class Tuner:
             return
         self._begin("watching", self._watch_every)
 
-    def _settle(self, why: str, iteration: float, exposed: float | None) -> None:
-        self.iteration_s, self.exposed_s = iteration, exposed
+    def _settle(self, why: str, iteration: float, timed: list[TimedStep]) -> None:
+        self.iteration_s, self.exposed_s, self.timed = iteration, self._exposed(timed), timed
         self._say(why)
         self._begin("settled")
         self._reducer.time_steps(False)
@@ -296,10 +299,22 @@ class Tuner:
         except BackbeatError as error:
             return f"error: {error}"
 
-    def _predict(self, profile: Profile, network: Network, plan: Plan) -> None:
+    def _present_plan(self, profile: Profile, network: Network) -> Plan:
+        """The buckets that run now as a plan, with their prediction."""
         from backbeat.simulate import predict
 
-        self.prediction = predict(profile, network, plan)
+        names, partition = self._reducer.managed.names, self._reducer.partition
+        plan = Plan(
+            strategy=partition.strategy,
+            model=profile.model,
+            workers=network.workers,
+            communicators=partition.communicators,
+            buckets=tuple(
+                Bucket(gradients=tuple(names[place] for place in bucket.members), communicator=bucket.communicator)
+                for bucket in partition.buckets
+            ),
+        )
+        return msgspec.structs.replace(plan, predicted=PlanPrediction.of(predict(profile, network, plan), network.name))
 
     def _say(self, text: str) -> None:
         self.history.append(text)

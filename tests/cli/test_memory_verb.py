@@ -37,7 +37,7 @@ def test_a_budget_adds_a_memory_plan_and_says_what_it_costs(profile: Path, tmp_p
     assert made.memory.peak_bytes is not None
     assert made.memory.peak_bytes <= 25 * GB // 10
     assert made.predicted is not None
-    assert made.predicted["peak_bytes"] == made.memory.peak_bytes
+    assert made.predicted.peak_bytes == made.memory.peak_bytes
     done = run("predict", str(profile), "10gbe", "-n", "4", "--plan", str(out))
     assert done.returncode == 0, done.stderr
     assert "optimal: predicted peak 2." in done.stdout

@@ -205,7 +205,7 @@ def test_gradients_sent_in_two_bytes() -> None:
     assert plan.buckets == bb.plan(profile, network, "ddp").buckets
     assert plan.predicted is not None
     result = bb.predict(profile, network, "ddp", reduce_dtype="bf16")
-    assert plan.predicted["iteration_s"] == result.iteration_s
+    assert plan.predicted.iteration_s == result.iteration_s
     assert result.iteration_s < bb.predict(profile, network, "ddp").iteration_s
     assert any('reduce_dtype="bf16"' in note for note in plan.notes)
     with pytest.raises(InputError, match="it must be one of bf16, fp16"):

@@ -77,7 +77,7 @@ def test_plan_writes_a_file_that_predict_takes(profile: Path, tmp_path: Path) ->
     assert plan.workers == 64
     row = answer("predict", str(profile), "10gbe", "--workers", "64", "--plan", str(target))["rows"][0]
     assert plan.predicted is not None
-    assert row["iteration_s"] == pytest.approx(plan.predicted["iteration_s"])
+    assert row["iteration_s"] == pytest.approx(plan.predicted.iteration_s)
     shown = answer("plan", str(profile), "10gbe", "--workers", "64")
     assert shown["schema"] == "backbeat.plan/2"
     assert shown["buckets"] == json.loads(target.read_text())["buckets"]

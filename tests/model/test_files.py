@@ -129,6 +129,8 @@ def test_the_required_fields_alone_load(tmp_path: Path, kind: str) -> None:
         ("plan", "buckets.0.gradients", [], ["buckets[0].gradients", "length >= 1"]),
         ("plan", "buckets.0.communicator", 1, ["buckets[0].communicator is 1", "numbered 0 to 0"]),
         ("plan", "communicators", 0, ["communicators", ">= 1"]),
+        ("plan", "predicted", {"launch_s": [0.1, 0.2]}, ["predicted.launch_s has 2 times for 1 buckets", "left out"]),
+        ("plan", "predicted", {"speed": 3}, ["predicted", "unknown field `speed`"]),
         (
             "plan",
             "buckets",

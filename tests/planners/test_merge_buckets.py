@@ -61,7 +61,7 @@ def test_what_hides_behind_backward_goes_in_few_buckets() -> None:
     assert [len(bucket.gradients) for bucket in plan.buckets] == [98, 1, 1]
     assert plan.predicted is not None
     alone = bb.predict(profile, network, Draft(best_ends(profile, network.cost)).named(profile, "optimal", 8))
-    assert plan.predicted["iteration_s"] == pytest.approx(alone.iteration_s, rel=1e-12)
+    assert plan.predicted.iteration_s == pytest.approx(alone.iteration_s, rel=1e-12)
 
 
 def test_a_plan_keeps_slack_for_a_slower_link() -> None:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import backbeat as bb
 from backbeat.model import ConcurrencyPoint, Network, Profile
+from backbeat.model.files import decode, encode
 from backbeat.planners import STRATEGIES
 from backbeat.planners.adaptive import _constant_buffers
 from backbeat.planners.draft import Draft, capped
@@ -43,7 +44,7 @@ def test_optimal_is_what_exhaustive_search_finds(profile: Profile, network: Netw
 @settings(max_examples=500)
 @given(profiles(most=60), networks())
 def test_optimal_is_never_beaten_on_one_communicator(profile: Profile, network: Network) -> None:
-    best = bb.plan(profile, network, "optimal").predicted["iteration_s"]  # type: ignore[index]
+    best = bb.plan(profile, network, "optimal").predicted.iteration_s  # type: ignore[union-attr]
     for strategy in ONE_COMMUNICATOR:
         other = bb.predict(profile, network, bb.plan(profile, network, strategy, communicators=1)).iteration_s
         assert best <= other * (1 + 1e-9), strategy
@@ -185,7 +186,13 @@ def test_every_plan_carries_every_gradient_once_and_is_the_same_twice(
     assert [name for bucket in plan.buckets for name in bucket.gradients] == [item.name for item in profile.gradients]
     assert plan == bb.plan(profile, network, strategy)
     assert plan.predicted is not None
-    assert bb.predict(profile, network, plan).iteration_s == pytest.approx(plan.predicted["iteration_s"])
+    result = bb.predict(profile, network, plan)
+    assert result.iteration_s == pytest.approx(plan.predicted.iteration_s)
+    times = list(zip(plan.predicted.launch_s, plan.predicted.done_s, strict=True))
+    assert times == result.bucket_times()
+    assert len(times) == (len(plan.buckets) if network.workers > 1 else 0)
+    assert all(-1e-12 <= launch <= done for launch, done in times)
+    assert decode(encode(plan), bb.Plan, where="the plan") == plan
 
 
 def test_two_communicators_are_chosen_where_calibration_says_one_does_not_fill_the_link() -> None:
@@ -206,7 +213,7 @@ def test_thousands_of_gradients_on_a_measured_curve() -> None:
     exact, straight = bb.plan(profile, curve(points), "optimal"), bb.plan(profile, affine(1e-4, 1e-9), "optimal")
     assert exact.predicted is not None
     assert straight.predicted is not None
-    assert exact.predicted["iteration_s"] == pytest.approx(straight.predicted["iteration_s"], rel=1e-3)
+    assert exact.predicted.iteration_s == pytest.approx(straight.predicted.iteration_s, rel=1e-3)
 
 
 def test_bad_options_are_refused() -> None:

@@ -15,6 +15,7 @@ from datetime import timedelta
 from typing import Any
 from unittest import mock
 
+import msgspec
 import torch
 import torch.distributed as dist
 from rank_asserts import raises
@@ -25,9 +26,9 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from backbeat.comm.communicators import Communicator, Communicators
 from backbeat.errors import InputError
-from backbeat.model import Bucket, CollectiveTimes, Network, Plan
+from backbeat.model import Bucket, CollectiveTimes, Network, Plan, PlanPrediction
 from backbeat.runtime import CommunicationError, DistributedDataParallel, StepMismatchError
-from backbeat.runtime.reduce import lost_collectives
+from backbeat.runtime.reduce import lost_collectives, settings
 from backbeat.runtime.reduce.failures import BrokenStepError
 
 CHECKS: dict[str, Scenario] = {}
@@ -238,8 +239,43 @@ def report_and_counters(ctx: Context) -> None:
     report = wrapped.report()
     assert report.buckets
     assert report.strategy == "test"
-    assert str(report)
+    assert report.predicted_iteration_s is None
+    assert report.iteration_s is not None
+    assert report.iteration_s > 0
+    heading, *rows = str(report).splitlines()[3:]
+    assert heading.startswith("bucket  communicator")
+    assert len(rows) == len(report.buckets)
+    assert all(row.index(" / ") == heading.index(" / ") for row in rows)
     assert all(isinstance(value, (int, float)) for value in wrapped.counters().values())
+    assert all(name.startswith("backbeat/") for name in wrapped.counters())
+
+
+@check
+def a_plan_for_other_ranks_says_so_and_keeps_its_predictions(ctx: Context) -> None:
+    plan = small_plan(mlp())
+    launch, done = (tuple(i + more for i in range(len(plan.buckets))) for more in (1.0, 1.5))
+    predicted = PlanPrediction(network="lan", iteration_s=20.0, exposed_s=2.0, launch_s=launch, done_s=done)
+    for made_for, told in ((64, ctx.rank == 0), (ctx.size, False), (None, False)):
+        model = ctx.build(mlp)
+        oracle = Oracle(ctx, model)
+        with mock.patch.object(settings.logger, "warning") as warned:
+            wrapped = DistributedDataParallel(
+                model, plan=msgspec.structs.replace(plan, workers=made_for, predicted=predicted)
+            )
+        assert warned.called == told
+        if told:
+            said = warned.call_args.args[0] % warned.call_args.args[1:]
+            assert f"made for 64 ranks, this job has {ctx.size}" in said
+            assert f"backbeat plan … --workers {ctx.size}`" in said
+        train(ctx, model, wrapped, oracle, steps=3)
+        report = wrapped.report()
+        assert report.predicted_iteration_s == 20.0
+        assert report.predicted_exposed_s == 2.0
+        assert [one.predicted_launch_s for one in report.buckets] == list(launch)
+        assert [one.predicted_done_s for one in report.buckets] == list(done)
+        assert all(one.launched_s is not None for one in report.buckets)
+        assert bool(report.notes) == (made_for == 64), report.notes
+        assert ("for 64 ranks" in str(report)) == (made_for == 64)
 
 
 @check
@@ -678,7 +714,16 @@ def auto_goes_back_if_worse(ctx: Context) -> None:
             break
     assert before is not None, wrapped.reducer.tuner.history
     assert wrapped.reducer.partition.buckets == before.buckets
-    assert "going back to DDP's buckets" in wrapped.report().history[-1]
+    report = wrapped.report()
+    assert "going back to DDP's buckets" in report.history[-1]
+    assert report.iteration_s == 1e-9
+    assert report.exposed_s is not None
+    assert report.predicted_iteration_s is not None
+    assert report.predicted_exposed_s is not None
+    for bucket in report.buckets:
+        assert bucket.launched_s is not None, bucket
+        assert bucket.predicted_launch_s is not None, bucket
+        assert bucket.predicted_done_s is not None, bucket
 
 
 @check

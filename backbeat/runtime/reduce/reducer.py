@@ -190,6 +190,8 @@ class Reducer:
 
     def time_steps(self, timed: bool) -> None:
         """Time the steps from the next one on, or stop it."""
+        if timed and self.steps:
+            self.recorder.follows()
         self.runner.context.recorder = self.recorder if timed else None
 
     def read_status_at_once(self, wanted: bool) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
     from backbeat.model import MemoryPlan
+
+logger = logging.getLogger("backbeat.runtime")
 
 REDUCE_DTYPES: dict[Any, torch.dtype] = {
     "bf16": torch.bfloat16,
@@ -71,7 +74,16 @@ def settings_of(
         raise InputError(f"communicators is {communicators}: it must be 1 or more")
     check_model(module)
     loaded, strategy = resolve_plan(plan)
-    workers = dist.get_world_size(process_group_of(arguments))
+    group = process_group_of(arguments)
+    workers = dist.get_world_size(group)
+    if loaded is not None and loaded.workers not in (None, workers) and dist.get_rank(group) == 0:
+        logger.warning(
+            "the plan was made for %d ranks, this job has %d: gradients are right all the same, but other buckets may "
+            "be faster; make a plan for this job with `backbeat plan … --workers %d`",
+            loaded.workers,
+            workers,
+            workers,
+        )
     loaded, memory = within_budget(loaded, strategy, memory_budget, profile, network, workers)
     check_memory(module, memory)
     settings = WrapperSettings(

@@ -22,6 +22,8 @@ class TimedStep:
     """When the last gradient arrived."""
     ended_s: float = 0.0
     """When the step was over: every bucket back."""
+    iteration_s: float | None = None
+    """From the end of the step before to the end of this one, where both were seen."""
 
     @property
     def exposed_s(self) -> float:
@@ -40,6 +42,12 @@ class Recorder:
         """Times, or the marks that they will be told from once the device has passed them."""
         self._marks: dict[str, Any] = {}
         self._open = False
+        self._before: Any = None
+        """The end of the step before."""
+
+    def follows(self) -> None:
+        """A step is over, and the next one will be timed."""
+        self._before = self._now()
 
     def begin(self, sync: bool) -> None:
         self._open = sync
@@ -62,6 +70,7 @@ class Recorder:
         if not self._open:
             return
         self._marks["end"] = self._now()
+        self._marks["before"], self._before = self._before, None
         # Marks on the device hold memory of the driver: none is kept for longer than it takes to read.
         self._steps = [*map(self._passed, self._steps), self._marks][-self._keep :]
         self._open = False
@@ -90,12 +99,14 @@ class Recorder:
         begin = marks["begin"]
         ready = self._times(begin, marks["ready"])
         ended = self._since(begin, marks["end"])
+        before = marks["before"]
         return TimedStep(
             ready_s=ready,
             launched_s=self._times(begin, marks["launched"]),
             done_s=self._times(begin, marks["done"]),
             computed_s=max(ready.values(), default=ended),
             ended_s=ended,
+            iteration_s=None if before is None else self._since(before, marks["end"]),
         )
 
     def _times(self, begin: Any, marks: dict[int, Any]) -> dict[int, float]:
