@@ -21,6 +21,7 @@ from backbeat.model import MemoryPlan
 from backbeat.model.blocks import Segment
 from backbeat.planners.memory_plan import memory_plan
 from backbeat.runtime import DistributedDataParallel
+from backbeat.runtime.memory import budget_watch
 
 
 @pytest.fixture(autouse=True)
@@ -79,7 +80,7 @@ def test_a_plan_brings_its_memory_part_along(known: Profile, tmp_path: Path) -> 
     assert wrapped.reducer.partition.strategy == "optimal"
 
 
-def test_groups_are_kept_where_a_plan_has_no_memory_part(known: Profile) -> None:
+def test_buckets_are_kept_where_a_plan_has_no_memory_part(known: Profile) -> None:
     made = plan(known, Network.load("10gbe").at(workers=4), "wfbp")
     wrapped = DistributedDataParallel(model_of(), plan=made, memory_budget=least(known), profile=known)
     assert wrapped.reducer.partition.strategy == "wfbp"
@@ -174,3 +175,76 @@ def test_a_dropped_wrapper_takes_its_memory_part_along(known: Profile) -> None:
     again = DistributedDataParallel(model, memory_budget=least(known), profile=known)
     for one, two in zip(gradients(again), expected, strict=True):
         assert torch.equal(one, two)
+
+
+class Device:
+    """Stands in for torch's allocator: every forward reaches the next of these peaks."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *peaks: int) -> None:
+        self.peaks, self.now, self.asked = list(peaks), 0, 0
+        monkeypatch.setattr(torch.cuda, "max_memory_allocated", self.peak)
+        monkeypatch.setattr(budget_watch, "device_peak", lambda _: torch.cuda.max_memory_allocated())
+
+    def peak(self) -> int:
+        self.asked += 1
+        return self.now
+
+    def step(self, wrapped: Any) -> None:
+        self.now = self.peaks.pop(0) if self.peaks else self.now
+        gradients(wrapped)
+
+
+@pytest.mark.parametrize("reducer", ["backbeat", "ddp"])
+def test_a_budget_that_training_passes_is_said_once(
+    known: Profile, reducer: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = plan(known, Network.load("10gbe").at(workers=1), "optimal", memory_bytes=8 * 10**9)
+    assert made.memory is not None
+    made = msgspec.structs.replace(made, memory=msgspec.structs.replace(made.memory, peak_bytes=7_870_000_000))
+    device = Device(monkeypatch, 8_000_000_000, 8_360_000_000, 8_400_000_000)
+    wrapped = DistributedDataParallel(model_of(), plan=made, reducer=reducer)
+    device.step(wrapped)
+    gradients(wrapped)
+    assert not caplog.records, "the budget was kept"
+    for _ in range(4):
+        device.step(wrapped)
+    (record,) = caplog.records
+    for words in (
+        "budget of 8.00 GB is passed", "has taken 8.36 GB", "since its last reset", "7.87 GB were predicted",
+        "cudnn.benchmark", "--memory 7510MB", "--reserve 490MB",
+    ):  # fmt: skip
+        assert words in record.getMessage()
+
+
+def test_the_budget_given_counts_and_so_does_only_what_training_takes(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    device = Device(monkeypatch)
+    device.now = 9_000
+    watch = budget_watch.BudgetWatch(6_000, 5_000, torch.device("cuda"))
+    watch.after_step()
+    assert not caplog.records, "a peak from before the model was wrapped is none of training's"
+    device.now = 5_500
+    watch.after_step()
+    assert not caplog.records
+    device.now = 12_000
+    watch.after_step()
+    assert "look for what is kept besides the model" in caplog.records[0].getMessage()
+
+
+def test_after_the_first_steps_the_peak_is_looked_at_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device(monkeypatch)
+    watch = budget_watch.BudgetWatch(6_000, None, torch.device("cuda"))
+    device.asked = 0
+    for _ in range(budget_watch.EVERY * 3):
+        watch.after_step()
+    assert device.asked == budget_watch.FIRST_STEPS + 3
+
+
+def test_a_budget_on_the_host_is_not_watched(known: Profile, caplog: pytest.LogCaptureFixture) -> None:
+    wrapped = DistributedDataParallel(model_of(), memory_budget="64GB", profile=known)
+    assert wrapped.reducer.settings.budget_bytes == 64 * 10**9
+    for other in (wrapped, pickle.loads(pickle.dumps(wrapped))):
+        gradients(other)
+    assert budget_watch.device_peak(torch.device("cpu")) is None
+    assert not caplog.records

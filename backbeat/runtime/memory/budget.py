@@ -37,7 +37,7 @@ def within_budget(
         if profile is not None:
             raise InputError("profile= is there to plan a memory_budget with: give that too, like '6GB', or neither")
         return plan, plan.memory if plan is not None else None
-    size = _size(budget)
+    size = budget_size(budget)
     if plan is not None and plan.memory is not None:
         _check(plan.memory, size)
         return plan, plan.memory
@@ -58,7 +58,8 @@ def within_budget(
     return (None if plan is None else msgspec.structs.replace(plan, memory=memory)), memory
 
 
-def _size(budget: int | float | str) -> int:
+def budget_size(budget: int | float | str) -> int:
+    """`memory_budget=` in bytes."""
     if isinstance(budget, str):
         size: float = parse_bytes(budget)
     elif isinstance(budget, (int, float)) and not isinstance(budget, bool) and math.isfinite(budget):

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
     from backbeat.runtime.auto import Tuner
+    from backbeat.runtime.memory.budget_watch import BudgetWatch
     from backbeat.runtime.reduce.bucket import BucketBuffer
     from backbeat.runtime.reduce.context import ReducerContext
     from backbeat.runtime.reduce.exchange import Hook
@@ -53,12 +54,13 @@ class Reducer:
         self.settings = settings
         self.memory: Any = None
         """The handle of the memory plan in force on the model, if any."""
+        self.budget_watch: BudgetWatch | None = None
         self._comm_hook: tuple[Any, Hook] | None = None
         self._warns_of_scaling = self.compressed
         self._runner: StepRunner | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = ("settings", "memory", "_comm_hook", "_warns_of_scaling")
+        kept = ("settings", "memory", "budget_watch", "_comm_hook", "_warns_of_scaling")
         return {name: self.__dict__[name] for name in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -187,6 +189,8 @@ class Reducer:
         else:
             following = runner.step.number + 1
             self.time_steps(following <= SAMPLED_FIRST or following % SAMPLED_EVERY == 0)
+        if self.budget_watch is not None:
+            self.budget_watch.after_step()
 
     def time_steps(self, timed: bool) -> None:
         """Time the steps from the next one on, or stop it."""

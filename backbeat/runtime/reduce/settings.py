@@ -16,7 +16,7 @@ import torch.distributed as dist
 from backbeat.errors import InputError
 from backbeat.model import Network, Plan, Profile
 from backbeat.runtime.compressed.compression_options import CompressionOptions, options_of
-from backbeat.runtime.memory.budget import check_memory, within_budget
+from backbeat.runtime.memory.budget import budget_size, check_memory, within_budget
 from backbeat.runtime.reduce.torch_ddp import cap_bytes_of, check_model, process_group_of
 
 if TYPE_CHECKING:
@@ -50,6 +50,8 @@ class WrapperSettings:
     find_unused: bool
     compression: CompressionOptions
     """How compressed buckets are trained with."""
+    budget_bytes: int | None
+    """Device memory that an iteration may take."""
 
 
 def settings_of(
@@ -96,6 +98,11 @@ def settings_of(
         cap_bytes=cap_bytes_of(arguments),
         find_unused=arguments.get("find_unused_parameters", False),
         compression=options_of(compression),
+        budget_bytes=budget_size(memory_budget)
+        if memory_budget is not None
+        else memory.budget_bytes
+        if memory is not None
+        else None,
     )
     return settings, memory
 

@@ -17,6 +17,7 @@ from backbeat.comm.nccl import set_nccl_launch_order
 from backbeat.errors import InputError
 from backbeat.runtime.compressed.updates import check_uncompressed
 from backbeat.runtime.memory.budget import apply_memory, ends_with
+from backbeat.runtime.memory.budget_watch import watch_of
 from backbeat.runtime.reduce.partition import check_fits
 from backbeat.runtime.reduce.settings import settings_of, split_options
 from backbeat.runtime.reduce.torch_ddp import TorchDDP, bind
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from backbeat.model import Plan
 
 logger = logging.getLogger("backbeat.runtime")
+disable_dynamo: Any = torch._disable_dynamo  # type: ignore[attr-defined]
 
 
 class StockDistributedDataParallel(TorchDDP):  # type: ignore[misc]
@@ -56,12 +58,19 @@ class StockDistributedDataParallel(TorchDDP):  # type: ignore[misc]
             self.register_comm_hook((communicators, settings.reduce_dtype), _spread)
         # Last: a wrapper that was refused must leave the model as it was.
         self.memory = apply_memory(self, module, memory)
+        self._budget_watch = watch_of(settings.budget_bytes, memory, self.process_group, self.device)
 
     compressed = False
 
     def attach(self, optimizer: torch.optim.Optimizer, *, max_grad_norm: float | None, **_: Any) -> None:
         """Updates stay in `step()`, as where no bucket of the plan is compressed."""
         check_uncompressed(max_grad_norm)
+
+    @disable_dynamo  # type: ignore[untyped-decorator]
+    def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        if self._budget_watch is not None and torch.is_grad_enabled():
+            self._budget_watch.after_step()
+        return super()._pre_forward(*inputs, **kwargs)
 
     def report(self) -> NoReturn:
         raise InputError("report() needs backbeat's reducer: use reducer='backbeat' and run a step")

@@ -19,15 +19,15 @@ from backbeat.runtime.compressed import checkpoint
 from backbeat.runtime.compressed.compression_options import CompressionOptions
 from backbeat.runtime.compressed.updates import check_optimizer, check_uncompressed
 from backbeat.runtime.memory.budget import apply_memory, ends_with
+from backbeat.runtime.memory.budget_watch import watch_of
 from backbeat.runtime.reduce.bucket_report import Report, make_report
 from backbeat.runtime.reduce.exchange import builtin_hook
 from backbeat.runtime.reduce.partition import FIRST_BUCKET_BYTES
 from backbeat.runtime.reduce.reducer import Reducer
 from backbeat.runtime.reduce.settings import settings_of
-from backbeat.runtime.reduce.stock import StockDistributedDataParallel
+from backbeat.runtime.reduce.stock import StockDistributedDataParallel, disable_dynamo
 from backbeat.runtime.reduce.torch_ddp import TorchDDP, bind, check_supported, set_torch_attributes
 
-_disable_dynamo: Any = torch._disable_dynamo  # type: ignore[attr-defined]
 profiling: Callable[[], bool] = torch._C._autograd._profiler_enabled
 
 
@@ -121,6 +121,7 @@ class DistributedDataParallel(TorchDDP):  # type: ignore[misc]
             self._set_static_graph()
         # Last: a wrapper that was refused must leave the model as it was.
         self.reducer.memory = apply_memory(self, module, memory)
+        self.reducer.budget_watch = watch_of(settings.budget_bytes, memory, self.process_group, self.device)
 
     @property
     def compressed(self) -> bool:
@@ -214,7 +215,7 @@ class DistributedDataParallel(TorchDDP):  # type: ignore[misc]
             TorchDDP._active_ddp_module = outer
         return self._post_forward(output)
 
-    @_disable_dynamo  # type: ignore[untyped-decorator]
+    @disable_dynamo  # type: ignore[untyped-decorator]
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
         if torch.is_grad_enabled():
             self.reducer.forward_begins(self.require_backward_grad_sync)
@@ -236,7 +237,7 @@ class DistributedDataParallel(TorchDDP):  # type: ignore[misc]
             return moved[0], moved_kwargs[0]
         return inputs, kwargs
 
-    @_disable_dynamo  # type: ignore[untyped-decorator]
+    @disable_dynamo  # type: ignore[untyped-decorator]
     def _post_forward(self, output: Any) -> Any:
         if self._check_sync_bufs_post_fwd():
             self._sync_buffers()
