@@ -50,6 +50,12 @@ def plan(
     memory: Annotated[
         str | None, typer.Option(help="Device memory an iteration may take, like 6GB: keep, recompute or offload.")
     ] = None,
+    reserve: Annotated[
+        str | None,
+        typer.Option(
+            help="Of --memory, left to what a profile cannot know, like 5% or 500MB. Default: 1%, at most 64 MiB."
+        ),
+    ] = None,
     density: Annotated[
         float | None,
         typer.Option(help="Send this share of the elements where it pays (strategy compressed), like 0.01."),
@@ -76,6 +82,9 @@ def plan(
     from backbeat.units import parse_duration
 
     memory_bytes = size("--memory", memory) if memory is not None else None
+    if reserve is not None and memory_bytes is None:
+        raise InputError("--reserve goes with --memory: add it, or leave this out")
+    left = _reserve(reserve) if reserve is not None else None
     if strategy == "best" and density is not None:
         raise InputError(
             f"density is {density}, but 'best' sends every element: use --strategy compressed, or leave one out"
@@ -101,6 +110,7 @@ def plan(
             budget_s=parse_duration(budget) if budget is not None else None,
             density=density,
             memory_bytes=memory_bytes,
+            reserve=left,
             residuals=where,
         )
 
@@ -109,9 +119,25 @@ def plan(
             raise InputError("--max-batch needs --memory: say how much of the device an iteration may take, like 80GB")
         if output is not None:
             raise InputError("--max-batch compares batch sizes and writes no plan: leave --output out")
-        _show_growth(one, other_batch, cluster, memory_bytes, make, json)
+        _show_growth(one, other_batch, cluster, memory_bytes, left, make, json)
     else:
         _show(one, cluster, make(one), output, json, reduce_dtype)
+
+
+def _reserve(text: str) -> float:
+    """A share of the budget, below 1, or bytes."""
+    from backbeat.cli.common import size
+    from backbeat.errors import InputError
+
+    if not text.strip().endswith("%"):
+        return size("--reserve", text)
+    try:
+        share = float(text.strip().removesuffix("%")) / 100
+    except ValueError:
+        share = -1.0
+    if not 0 <= share < 1:
+        raise InputError(f"--reserve is {text!r}: it must be from 0% to below 100%, or a size like 500MB")
+    return share
 
 
 def _show(
@@ -205,6 +231,7 @@ def _show_growth(
     other: str | None,
     cluster: Network,
     memory_bytes: int,
+    reserve: float | None,
     make: Callable[[Profile], Plan],
     json: bool,
 ) -> None:
@@ -219,7 +246,7 @@ def _show_growth(
     two = Profile.load(other) if other else sibling(one)
     if not other and two is not None and not (one.blocks and same_blocks(one, two)):
         two = None
-    points = growth(one, cluster, memory_bytes, make, two)
+    points = growth(one, cluster, memory_bytes, make, two, reserve)
     capped = points[-1].batch_size >= largest_looked_at(one)
     basis = f"batch {one.batch_size} in proportion" if two is None else f"batch {one.batch_size} and {two.batch_size}"
     if json:

@@ -51,6 +51,8 @@ class Choices(TypedDict, total=False):
     budget_s: float | None
     density: float | None
     memory_bytes: int | None
+    reserve: float | None
+    """Of `memory_bytes`, left to what a profile cannot know: below 1 a share of it, otherwise bytes."""
     residuals: Literal["device", "host"] | None
 
 
@@ -61,17 +63,19 @@ def propose(profile: Profile, network: Network, strategy: str = "best", **choice
         hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(STRATEGIES)}."
         raise InputError(f"{strategy!r} is not a strategy: {hint}")
     memory_bytes, residuals = choices.pop("memory_bytes", None), choices.pop("residuals", None)
+    reserve = choices.pop("reserve", None)
     options = StrategyOptions(**choices)  # type: ignore[misc]
     if options.density is not None and strategy == "best":
         strategy = "compressed"
     _check(strategy, options, memory_bytes, residuals)
+    _check_reserve(reserve, memory_bytes)
 
     def schedule(of: Profile) -> Plan:
         return STRATEGIES[strategy](of, network, options).named(of, strategy, network.workers)
 
     if memory_bytes is None and residuals is None:
         return schedule(profile)
-    return within(profile, network, schedule, memory_bytes, residuals)
+    return within(profile, network, schedule, memory_bytes, residuals, reserve)
 
 
 def _check(strategy: str, options: StrategyOptions, memory_bytes: int | None, residuals: str | None) -> None:
@@ -90,6 +94,17 @@ def _check(strategy: str, options: StrategyOptions, memory_bytes: int | None, re
             )
     if residuals is not None and strategy != "compressed":
         raise InputError(f"residuals is {residuals!r}, but {strategy!r} has none: use compressed")
+
+
+def _check_reserve(reserve: float | None, memory_bytes: int | None) -> None:
+    if reserve is None:
+        return
+    if memory_bytes is None:
+        raise InputError(f"reserve is {reserve}, but there is no memory budget to leave it from: give memory_bytes")
+    if not 0 <= reserve < memory_bytes:
+        raise InputError(
+            f"reserve is {reserve}: it must be a share from 0 to below 1, or bytes below the budget of {memory_bytes}"
+        )
 
 
 def plan(profile: Profile, network: Network, strategy: str = "best", **choices: Unpack[Choices]) -> Plan:

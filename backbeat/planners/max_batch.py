@@ -39,7 +39,13 @@ class Point:
     prediction: Prediction
 
 
-def batches(profile: Profile, budget: int, two: Profile | None = None, workers: int | None = None) -> tuple[int, int]:
+def batches(
+    profile: Profile,
+    budget: int,
+    two: Profile | None = None,
+    workers: int | None = None,
+    reserve: float | None = None,
+) -> tuple[int, int]:
     """(largest batch with everything kept, 0 where none fits; largest with a memory plan)."""
     if two is not None and not same_blocks(profile, two):
         raise InputError(
@@ -48,11 +54,12 @@ def batches(profile: Profile, budget: int, two: Profile | None = None, workers: 
         )
     search = Search(_chain(profile, workers))
     keep, least = uniform(search.chain)["keep"], search.smallest.units
-    whole = _largest(profile, two, budget, keep, workers)
-    planned = max(_largest(profile, two, budget, least, workers), whole)
+    room = usable(budget, reserve)
+    whole = _largest(profile, two, room, keep, workers)
+    planned = max(_largest(profile, two, room, least, workers), whole)
     if planned == 0:
         one = Search(_chain(at_batch(profile, 1, two), workers))
-        raise InputError(f"not even a batch of one sample fits: {too_small(one, budget)}")
+        raise InputError(f"not even a batch of one sample fits: {too_small(one, budget, reserve)}")
     return whole, planned
 
 
@@ -62,13 +69,18 @@ def largest_looked_at(profile: Profile) -> int:
 
 
 def growth(
-    profile: Profile, network: Network, budget: int, schedule: Callable[[Profile], Plan], two: Profile | None = None
+    profile: Profile,
+    network: Network,
+    budget: int,
+    schedule: Callable[[Profile], Plan],
+    two: Profile | None = None,
+    reserve: float | None = None,
 ) -> list[Point]:
     """The largest batches, the profile's own where it fits, and some between, each planned and predicted.
 
     Compressed buckets hold more than gradients do, so the largest batch kept whole may be found below the first guess.
     """
-    whole, planned = batches(profile, budget, two, network.workers)
+    whole, planned = batches(profile, budget, two, network.workers, reserve)
     sizes = {whole, planned, *(_round(whole + share * (planned - whole)) for share in _BETWEEN)}
     if profile.batch_size <= planned:
         sizes.add(profile.batch_size)
@@ -105,11 +117,11 @@ def _chain(profile: Profile, workers: int | None) -> Chain:
     return Chain.of(profile, ResidentMemory.of(profile, workers=workers))
 
 
-def _largest(profile: Profile, two: Profile | None, budget: int, units: tuple[Unit, ...], workers: int | None) -> int:
+def _largest(profile: Profile, two: Profile | None, room: int, units: tuple[Unit, ...], workers: int | None) -> int:
     """The largest batch at which these units fit; sizes grow alike, so units that are best at one batch stay so."""
 
     def fits(size: int) -> bool:
-        return _chain(at_batch(profile, size, two), workers).run(units).peak_bytes <= usable(budget)
+        return _chain(at_batch(profile, size, two), workers).run(units).peak_bytes <= room
 
     if not fits(1):
         return 0

@@ -28,6 +28,7 @@ def within(
     schedule: Callable[[Profile], Plan],
     memory_bytes: int | None,
     residuals: Literal["device", "host"] | None,
+    reserve: float | None = None,
 ) -> Plan:
     """The schedule with a memory plan that fits the budget.
 
@@ -38,7 +39,7 @@ def within(
     first = schedule(profile)
     if memory_bytes is None:
         return _with(first, MemoryPlan(residuals=residuals or "device"))
-    memory = _fitting(profile, first, memory_bytes, residuals, network.workers)
+    memory = _fitting(profile, first, memory_bytes, residuals, network.workers, reserve)
     plans = [_with(first, memory)]
     if memory.segments:
         changed = memory_timeline(profile, memory, first, workers=network.workers).profile
@@ -46,21 +47,26 @@ def within(
     fitting = []
     for place, plan in enumerate(plans):
         peak = memory_timeline(profile, memory, plan, workers=network.workers).peak_bytes
-        if peak <= usable(memory_bytes):
+        if peak <= usable(memory_bytes, reserve):
             made = _with(plan, msgspec.structs.replace(memory, peak_bytes=peak))
             fitting.append((predict(profile, network, made).iteration_s, place, made))
     return min(fitting)[2]
 
 
 def _fitting(
-    profile: Profile, plan: Plan, budget: int, residuals: Literal["device", "host"] | None, workers: int
+    profile: Profile,
+    plan: Plan,
+    budget: int,
+    residuals: Literal["device", "host"] | None,
+    workers: int,
+    reserve: float | None,
 ) -> MemoryPlan:
     try:
-        return memory_plan(profile, budget, plan, residuals=residuals or "device", workers=workers)
+        return memory_plan(profile, budget, plan, residuals=residuals or "device", workers=workers, reserve=reserve)
     except InputError:
         if residuals is not None or not plan.compressed or profile.host_link is None:
             raise
-    return memory_plan(profile, budget, plan, residuals="host", workers=workers)
+    return memory_plan(profile, budget, plan, residuals="host", workers=workers, reserve=reserve)
 
 
 def _with(plan: Plan, memory: MemoryPlan) -> Plan:

@@ -45,6 +45,16 @@ def test_a_budget_adds_a_memory_plan_and_says_what_it_costs(profile: Path, tmp_p
     assert rows[0]["peak_bytes"] == made.memory.peak_bytes
 
 
+@pytest.mark.parametrize(("reserve", "room"), [("20%", 24 * GB // 10), ("1GB", 2 * GB)])
+def test_a_reserve_is_left(profile: Path, reserve: str, room: int) -> None:
+    words = ("plan", str(profile), "10gbe", "-s", "optimal", "--memory", "3GB", "--reserve", reserve)
+    memory = answer(*words)["memory"]
+    assert memory["budget_bytes"] == 3 * GB
+    assert memory["peak_bytes"] <= room
+    grown = answer(*words, "--max-batch")["rows"]
+    assert all(row["peak_bytes"] <= room for row in grown)
+
+
 def test_enough_memory_is_said_too(profile: Path) -> None:
     done = run("plan", str(profile), "10gbe", "-s", "optimal", "--memory", "80GB")
     assert done.returncode == 0, done.stderr
@@ -81,6 +91,11 @@ def test_how_far_the_batch_can_grow(profile: Path) -> None:
         (("--memory", "700MB"), "below what stays on the device"),
         (("--memory", "1GB"), "the smallest that fits is"),
         (("--memory", "lots"), "not a size"),
+        (("--reserve", "5%"), "--reserve goes with --memory"),
+        (("--memory", "3GB", "--reserve", "100%"), "from 0% to below 100%"),
+        (("--memory", "3GB", "--reserve", "some%"), "from 0% to below 100%"),
+        (("--memory", "3GB", "--reserve", "5"), "did you mean 5MB?"),
+        (("--memory", "3GB", "--reserve", "4GB"), "below the budget"),
         (("--memory", ""), "'' is not a size"),
         (("--max-batch",), "--max-batch needs --memory"),
         (("--max-batch", "--memory", "8GB", "-o", "plan.json"), "leave --output out"),

@@ -75,6 +75,9 @@ def test_best_never_picks_compressed_unless_a_density_is_given() -> None:
         ({"strategy": "compressed", "communicators": 2}, "one communicator"),
         ({"strategy": "optimal", "residuals": "host"}, "use compressed"),
         ({"memory_bytes": 0}, "above zero"),
+        ({"reserve": 0.05}, "give memory_bytes"),
+        ({"memory_bytes": 10**9, "reserve": 10**9}, "below the budget"),
+        ({"memory_bytes": 10**9, "reserve": -0.1}, "from 0 to below 1"),
         ({"memory_bytes": 10**9}, "profile it again"),
     ],
 )

@@ -13,7 +13,7 @@ from backbeat.errors import InputError
 from backbeat.model import Profile
 from backbeat.planners import memory_moves as moves
 from backbeat.planners.memory_moves import uniform
-from backbeat.planners.memory_plan import Search, memory_plan, needed
+from backbeat.planners.memory_plan import Search, memory_plan, needed, usable
 from backbeat.simulate.actions import FETCH, KEEP, OFFLOAD, RECOMPUTE, Unit
 from backbeat.simulate.memory_timeline import Chain, memory_timeline
 from backbeat.simulate.resident_memory import ResidentMemory
@@ -81,15 +81,16 @@ def test_fits_and_is_never_slower_than_a_uniform_policy_that_fits(profile: Profi
 
 
 @settings(max_examples=15)
-@given(chains(most=10))
-def test_the_smallest_budget_is_accepted_and_one_byte_less_is_refused(profile: Profile) -> None:
-    smallest = needed(searching(profile).smallest.run.peak_bytes)
-    made = memory_plan(profile, smallest)
+@given(chains(most=10), st.sampled_from((None, 0.0, 0.05, 10**6)))
+def test_the_smallest_budget_is_accepted_and_one_byte_less_is_refused(profile: Profile, reserve: float | None) -> None:
+    smallest = needed(searching(profile).smallest.run.peak_bytes, reserve)
+    made = memory_plan(profile, smallest, reserve=reserve)
     assert made.peak_bytes is not None
-    assert made.peak_bytes <= smallest
+    assert made.peak_bytes <= usable(smallest, reserve)
+    assert made.budget_bytes == smallest
     assert memory_timeline(profile, made).peak_bytes == made.peak_bytes
     with pytest.raises(InputError, match=f"{smallest} bytes"):
-        memory_plan(profile, smallest - 1)
+        memory_plan(profile, smallest - 1, reserve=reserve)
 
 
 def test_three_budgets_give_three_mixtures_each_faster_than_any_uniform_policy() -> None:

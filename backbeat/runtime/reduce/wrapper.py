@@ -49,8 +49,9 @@ class DistributedDataParallel(TorchDDP):  # type: ignore[misc]
         recomputed or offloaded as the plan's own memory part says, or as planned here from `profile`.
     profile: a `Profile`, a name or a path, for `memory_budget` where the plan has no memory part.
 
-    Backwards must come in the same order on every rank, those of several wrapped models too: where one rank runs model
-    A's before B's and another rank B's before A's, each waits for the other until the timeout.
+    Several models may be wrapped, each parameter by one wrapper. Their backwards must come in the same order on every
+    rank: where one rank runs model A's before B's and another rank B's before A's, each waits for the other until the
+    process group's timeout, and the error says so.
     `isinstance(model, torch.nn.parallel.DistributedDataParallel)` holds for either reducer; with "ddp" the model is a
     `stock.StockDistributedDataParallel`.
     """
