@@ -36,18 +36,19 @@ class DistributedDataParallel(TorchDDP):  # type: ignore[misc]
 
     Takes everything that the installed torch's wrapper takes, and:
 
-    plan: a `Plan`, the path of one, a strategy's name or "auto". Without it the buckets are stock DDP's. A name or
-        "auto" starts with DDP's buckets, measures, plans and switches; "auto" goes on watching.
-    network: a `Network`, a name or a path to plan with; measured on the job's own ranks where it is not given.
-    communicators: how many buckets may travel at once; the plan's own number where it is not given.
-    reducer: "backbeat", or "ddp" to run the plan through torch's own reducer.
-    reduce_dtype: "bf16" or "fp16" to send wider gradients in that format.
-    strict: on a GPU, learn at the end of every backward, not at the next one, that another rank broke off its backward
-        or is in another step; costs a wait for the device in each step.
-    compression: for plans with compressed buckets: `backbeat.runtime.compressed.CompressionOptions`, or a dict of them.
-    memory_budget: bytes, or text like "6GB", that an iteration may take at most on the device. Activations are kept,
-        recomputed or offloaded as the plan's own memory part says, or as planned here from `profile`.
-    profile: a `Profile`, a name or a path, for `memory_budget` where the plan has no memory part.
+    - `plan`: a `Plan`, the path of one, a strategy's name or "auto". Without it the buckets are stock DDP's. A name or
+      "auto" starts with DDP's buckets, measures, plans and switches; "auto" goes on watching.
+    - `network`: a `Network`, a name or a path to plan with; measured on the job's own ranks where it is not given.
+    - `communicators`: how many buckets may travel at once; the plan's own number where it is not given.
+    - `reducer`: "backbeat", or "ddp" to run the plan through torch's own reducer.
+    - `reduce_dtype`: "bf16" or "fp16" to send wider gradients in that format.
+    - `strict`: on a GPU, learn at the end of every backward, not at the next one, that another rank broke off its
+      backward or is in another step; costs a wait for the device in each step.
+    - `compression`: for plans with compressed buckets: `backbeat.runtime.compressed.CompressionOptions`, or a dict of
+      them.
+    - `memory_budget`: bytes, or text like "6GB", that an iteration may take at most on the device. Activations are
+      kept, recomputed or offloaded as the plan's own memory part says, or as planned here from `profile`.
+    - `profile`: a `Profile`, a name or a path, for `memory_budget` where the plan has no memory part.
 
     Several models may be wrapped, each parameter by one wrapper. Their backwards must come in the same order on every
     rank: where one rank runs model A's before B's and another rank B's before A's, each waits for the other until the
