@@ -134,7 +134,7 @@ def as_on_a_gpu() -> Iterator[None]:
     with (
         mock.patch.object(compressed_bucket, "HOSTS", set()),
         mock.patch.object(select, "HOSTS", set()),
-        mock.patch.object(status, "READ_LATE_ON", {"cpu", "cuda"}),
+        mock.patch.object(status, "DEFER_ON", {"cpu", "cuda"}),
     ):
         yield
 

@@ -140,7 +140,7 @@ class Communicators:
         self._communicators.clear()
 
     @property
-    def raises(self) -> bool:
+    def wait_raises(self) -> bool:
         """Whether waiting for a collective raises when it fails; where not, the host is not told."""
         return self.backend != "nccl"
 

@@ -11,10 +11,10 @@ from backbeat.errors import InputError
 from backbeat.model.plan import PlanPrediction
 from backbeat.planners.adaptive import adaptive
 from backbeat.planners.baselines import ddp, horovod, single, wfbp
+from backbeat.planners.best import best
 from backbeat.planners.compressed_or_dense import compressed
 from backbeat.planners.decoupled import decoupled
-from backbeat.planners.draft import Draft, Made, StrategyOptions
-from backbeat.planners.joint import best
+from backbeat.planners.draft import Draft, StrategyOptions, StrategyResult
 from backbeat.planners.memory_and_schedule import within
 from backbeat.planners.mgwfbp import asc_wfbp, mg_wfbp
 from backbeat.planners.optimal import optimal
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = ["STRATEGIES", "Draft", "StrategyOptions", "plan", "propose"]
 
-STRATEGIES: dict[str, Callable[[Profile, Network, StrategyOptions], Made]] = {
+STRATEGIES: dict[str, Callable[[Profile, Network, StrategyOptions], StrategyResult]] = {
     "wfbp": wfbp,
     "single": single,
     "ddp": ddp,

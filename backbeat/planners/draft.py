@@ -75,7 +75,7 @@ class Draft:
         )
 
 
-class Made(Protocol):
+class StrategyResult(Protocol):
     """What a strategy decides, of whatever kind."""
 
     def named(self, profile: Profile, strategy: str, workers: int) -> Plan: ...

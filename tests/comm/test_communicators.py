@@ -116,7 +116,7 @@ def test_gloo_shares_the_process_groups_devices_and_needs_no_launch_order(no_lau
     set_nccl_launch_order(world, CPU)
     assert LAUNCH_ORDER not in os.environ
     links = Communicators(world, CPU, 2, timeout=timedelta(seconds=7))
-    assert (links.backend, links.size, len(links), links.raises) == ("gloo", 1, 2, True)
+    assert (links.backend, links.size, len(links), links.wait_raises) == ("gloo", 1, 2, True)
     own = world._get_backend(CPU).options._devices
     for backend in links.backends():
         assert [str(device) for device in backend.options._devices] == [str(device) for device in own]

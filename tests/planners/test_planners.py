@@ -14,8 +14,8 @@ from backbeat.model import ConcurrencyPoint, Network, Profile
 from backbeat.model.files import decode, encode
 from backbeat.planners import STRATEGIES
 from backbeat.planners.adaptive import _constant_buffers
+from backbeat.planners.best import SIMPLER_WITHIN
 from backbeat.planners.draft import Draft, capped
-from backbeat.planners.joint import SIMPLER_WITHIN
 from backbeat.planners.merge_concurrent import simplified
 from backbeat.planners.mgwfbp import merge_sweep
 from tests.problems import affine, curve, make_profile, networks, profiles

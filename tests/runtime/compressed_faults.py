@@ -131,11 +131,11 @@ def infinite_gradients_are_named(ctx: Context) -> None:
 
 @check
 def clipped_updates_of_a_failed_step_are_left_out(ctx: Context) -> None:
-    """On every rank, also where the ranks' word is read one step late otherwise; what it sent is taken back."""
+    """On every rank, also where the status is read one step late otherwise; what it sent is taken back."""
     from backbeat.runtime.reduce import status
 
     for kinds in ({"cuda"}, {"cuda", "cpu"}):
-        status.READ_LATE_ON = kinds
+        status.DEFER_ON = kinds
         try:
             wrapped = wrap(ctx, SOME, every=2)
             wrapped.attach(torch.optim.SGD(wrapped.parameters(), lr=0.1, momentum=0.9), max_grad_norm=0.01)
@@ -153,15 +153,15 @@ def clipped_updates_of_a_failed_step_are_left_out(ctx: Context) -> None:
             same_everywhere(ctx, wrapped.module, "after a failed step")
             assert all(bool(value.isfinite().all()) for value in owed(ctx, wrapped).values())
         finally:
-            status.READ_LATE_ON = {"cuda"}
+            status.DEFER_ON = {"cuda"}
 
 
 @check
 def read_late(ctx: Context) -> None:
-    """Where the ranks' word is read one step late, a gradient that is not finite is named at the next step."""
+    """Where the status is read one step late, a gradient that is not finite is named at the next step."""
     from backbeat.runtime.reduce import status
 
-    status.READ_LATE_ON = {"cuda", "cpu"}
+    status.DEFER_ON = {"cuda", "cpu"}
     try:
         for attached in (False, True):
             wrapped = wrap(ctx, SOME)
@@ -187,7 +187,7 @@ def read_late(ctx: Context) -> None:
             assert all(bool(value.isfinite().all()) for value in owed(ctx, wrapped).values())
             assert all(bool(parameter.isfinite().all()) for parameter in wrapped.parameters())
     finally:
-        status.READ_LATE_ON = {"cuda"}
+        status.DEFER_ON = {"cuda"}
 
 
 @check
@@ -195,7 +195,7 @@ def a_failed_step_is_told_to_a_rank_without_data(ctx: Context) -> None:
     """One that has run out of data since takes back what it sent, as the others do."""
     from backbeat.runtime.reduce import status
 
-    status.READ_LATE_ON = {"cuda", "cpu"}
+    status.DEFER_ON = {"cuda", "cpu"}
     try:
         wrapped = wrap(ctx, SOME)
         total: dict[str, Any] = {}
@@ -219,7 +219,7 @@ def a_failed_step_is_told_to_a_rank_without_data(ctx: Context) -> None:
         for key in ("0.weight", "0.bias"):
             torch.testing.assert_close(sent[key] + left[key], total[key], rtol=1e-4, atol=1e-5)
     finally:
-        status.READ_LATE_ON = {"cuda"}
+        status.DEFER_ON = {"cuda"}
 
 
 @check
@@ -232,7 +232,7 @@ def a_failed_step_is_told_before_parameters_thaw(ctx: Context) -> None:
         model[0].requires_grad_(False)
         return model
 
-    status.READ_LATE_ON = {"cuda", "cpu"}
+    status.DEFER_ON = {"cuda", "cpu"}
     try:
         wrapped = wrap(ctx, SOME, half_frozen)
         total: Any = 0
@@ -257,7 +257,7 @@ def a_failed_step_is_told_before_parameters_thaw(ctx: Context) -> None:
             backward(ctx, wrapped, step)
             torch.testing.assert_close(wrapped.module[0].weight.grad, expected)
     finally:
-        status.READ_LATE_ON = {"cuda"}
+        status.DEFER_ON = {"cuda"}
 
 
 @check

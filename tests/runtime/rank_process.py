@@ -58,7 +58,7 @@ def _outcome(request: dict[str, Any]) -> dict[str, Any]:
     # Reads the status message one step late, as on a GPU.
     late = request["route"] == "deferred"
     route = "backbeat" if late else request["route"]
-    status.READ_LATE_ON = {"cuda", "cpu"} if late else {"cuda"}
+    status.DEFER_ON = {"cuda", "cpu"} if late else {"cuda"}
     if request["timeout"] < 30:
         # Ranks are made to fail here: those that answer do so at once, those that do not are not waited for long.
         failures.POLL_S, failures.ANSWER_S = 0.2, 2.0

@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import ErrorType, WorkResult
 
 from backbeat.runtime import DistributedDataParallel
 from backbeat.runtime.reduce.failures import CommunicationError
-from backbeat.runtime.reduce.lost_collectives import DONE, IN_FLIGHT, LostCollectives, abort, fate_of
+from backbeat.runtime.reduce.lost_collectives import DONE, IN_FLIGHT, LostCollectives, abort, work_result
 from backbeat.runtime.reduce.step import InFlight
 
 
@@ -75,12 +75,12 @@ def hooked(reduced: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
 
 def test_a_work_is_judged_by_its_result_alone() -> None:
     work = Work()
-    assert fate_of(work) == IN_FLIGHT
+    assert work_result(work) == IN_FLIGHT
     work.ends(WorkResult.SUCCESS)
-    assert fate_of(work) == DONE
+    assert work_result(work) == DONE
     lost = Work()
     lost.ends(WorkResult.TIMEOUT)
-    assert fate_of(lost) == "TIMEOUT"
+    assert work_result(lost) == "TIMEOUT"
 
 
 def test_what_has_no_result_is_never_lost() -> None:
@@ -90,9 +90,9 @@ def test_what_has_no_result_is_never_lost() -> None:
         def get_future_result(self) -> Any:
             raise RuntimeError("not implemented")
 
-    assert fate_of(Gloo()) == fate_of(None) == IN_FLIGHT
+    assert work_result(Gloo()) == work_result(None) == IN_FLIGHT
     for reduced in (torch.ones(2), torch.tensor([5.0]), torch.tensor(5.0)):
-        assert fate_of(hooked(reduced)) == IN_FLIGHT
+        assert work_result(hooked(reduced)) == IN_FLIGHT
 
 
 def test_what_a_hook_reduced_is_not_kept() -> None:

@@ -14,7 +14,7 @@ from backbeat.errors import InputError
 from backbeat.model import Bucket, Gradient, Plan, Profile
 from backbeat.runtime import DistributedDataParallel
 from backbeat.runtime.compressed import updates
-from backbeat.runtime.reduce.partition import respread
+from backbeat.runtime.reduce.partition import reassign_communicators
 from backbeat.runtime.reduce.settings import resolve_plan
 from backbeat.runtime.reduce.torch_ddp import TORCH_SIGNATURE, bind, check_model
 
@@ -123,8 +123,8 @@ def test_respread_keeps_groups_and_order() -> None:
         communicators=1,
         buckets=tuple(Bucket(gradients=(name,), communicator=0) for name in "abc"),
     )
-    assert [bucket.communicator for bucket in respread(plan, 2).buckets] == [0, 1, 0]
-    assert [bucket.gradients for bucket in respread(plan, 2).buckets] == [("a",), ("b",), ("c",)]
+    assert [bucket.communicator for bucket in reassign_communicators(plan, 2).buckets] == [0, 1, 0]
+    assert [bucket.gradients for bucket in reassign_communicators(plan, 2).buckets] == [("a",), ("b",), ("c",)]
 
 
 def test_an_optimizer_inside_another_is_asked_for() -> None:

@@ -117,7 +117,11 @@ class Rank:
     def send(self, index: int) -> None:
         step = self.step
         bucket: Any = SimpleNamespace(members=MEMBERS[index])
-        used = [] if step.silent else [place for place in MEMBERS[index] if step.arrivals.fresh[place]]
+        used = (
+            []
+            if step.contributes_nothing
+            else [place for place in MEMBERS[index] if step.arrivals.arrived_since_reduce[place]]
+        )
         step.add_taken(bucket, TakenGradients(used=used))
         if index == len(MEMBERS) - 1:
             self.told.append((step.number, step.tell()))
@@ -156,7 +160,7 @@ def test_whatever_happens_only_legal_transitions_and_back_to_rest(events: list[t
         rank.exception()
     rank.clean_step()
     assert rank.step.idle
-    assert not any(rank.step.arrivals.fresh), "a gradient was left behind"
+    assert not any(rank.step.arrivals.arrived_since_reduce), "a gradient was left behind"
     for before, after in zip(rank.seen[:-1], rank.seen[1:], strict=True):
         assert after in TRANSITIONS[before], f"{before} to {after}"
     # Every synchronised step told the other ranks once, under its own number.

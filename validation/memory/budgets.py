@@ -1,6 +1,7 @@
 """Do training runs keep their memory budget? Peaks step by step, with and without `cudnn.benchmark`, on one GPU.
 
     python validation/memory/budgets.py OUT.json [--models wide_resnet50_2,resnet50] [--batch 256]
+        [--variants plain,channels_last,fresh]
 
 Each model is profiled as `backbeat profile` does, then trained under plans for several budgets. A row holds the
 predicted peak and the measured one of every step: `torch.cuda.max_memory_allocated`, reset before each step. Each
@@ -10,6 +11,7 @@ training run is a process of its own, so that no workspace of another is counted
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import subprocess
@@ -31,11 +33,16 @@ from backbeat.runtime.memory import apply
 STEPS = 12
 
 
-def setup(name: str, batch: int, device: str) -> tuple[Any, Any, Any]:
+def setup(name: str, batch: int, device: str, variant: str) -> tuple[Any, Any, Any]:
+    """`channels_last`: model and images in that format. `fresh` is `run`'s: every step makes a batch of its own."""
     torch.manual_seed(0)
     side = 224 if device == "cuda" else 64
     model = getattr(torchvision.models, name)().to(device)
     data = (torch.randn(batch, 3, side, side, device=device), torch.randint(0, 1000, (batch,), device=device))
+
+    if variant == "channels_last":
+        model = model.to(memory_format=torch.channels_last)
+        data = (data[0].to(memory_format=torch.channels_last), data[1])
 
     def loss(one: torch.nn.Module, given: Any) -> torch.Tensor:
         return torch.nn.functional.cross_entropy(one(given[0]), given[1])
@@ -47,7 +54,7 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
     """One case, in this process: `make` profiles and plans, `train` trains under a plan file."""
     torch.backends.cudnn.benchmark = case["benchmark"]
     device = case["device"]
-    model, data, loss = setup(case["model"], case["batch"], device)
+    model, data, loss = setup(case["model"], case["batch"], device, case["variant"])
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
     if case["do"] == "make":
         options = {"precision": "bf16", "device": device, "topk_speed": measure_topk, "apply_memory": apply}
@@ -64,6 +71,8 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
             torch.cuda.reset_peak_memory_stats()
         begun = time.perf_counter()
         optimizer.zero_grad()
+        if case["variant"] == "fresh":
+            data = (torch.randn_like(data[0]), data[1])
         with torch.autocast(device, torch.bfloat16):
             found = loss(ddp, data)
         found.backward()
@@ -97,6 +106,7 @@ def main() -> None:
     parser.add_argument("--models", default="wide_resnet50_2,resnet50")
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--gigabytes", default="6,8,12")
+    parser.add_argument("--variants", default="plain,channels_last,fresh")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--case")
     given = parser.parse_args()
@@ -105,17 +115,18 @@ def main() -> None:
         return
     rows = []
     for name in given.models.split(","):
-        for benchmark in (True, False):
+        for benchmark, variant in itertools.product((True, False), given.variants.split(",")):
             folder = given.out.parent
             case = {"do": "make", "model": name, "batch": given.batch, "benchmark": benchmark, "device": given.device}
+            case["variant"] = variant
             file = folder / f"{name}-{'benchmark' if benchmark else 'plain'}.profile.json"
             made = apart({**case, "profile": str(file)})
-            print(name, benchmark, made, flush=True)
+            print(name, benchmark, variant, made, flush=True)
             if "error" in made:
                 continue
             network = bb.Network.load("10gbe").at(workers=1)
             for budget in [None, *(float(one) for one in given.gigabytes.split(","))]:
-                row: dict[str, Any] = {"model": name, "batch": given.batch, "benchmark": benchmark, "budget_gb": budget}
+                row: dict[str, Any] = {**case, "budget_gb": budget}
                 plan_file = ""
                 if budget is not None:
                     try:

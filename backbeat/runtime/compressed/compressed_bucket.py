@@ -57,7 +57,7 @@ class CompressedBucket(BucketBuffer):
         self.device = self.parameters[0].device
         self.sparse = False
         self.reduce_dtype = None
-        self.tail = 0
+        self.status_length = 0
         self.views = []
         self.dtype = dtype
         self.numel = sum(parameter.numel() for parameter in self.parameters)
@@ -119,12 +119,12 @@ class CompressedBucket(BucketBuffer):
 
     def pack(self, step: Step) -> TakenGradients:
         self.whole = False
-        self._muted = step.silent
+        self._muted = step.contributes_nothing
         if self._muted:
             for parameter in self.parameters:
                 parameter.grad = None
             return TakenGradients()
-        fresh = step.arrivals.fresh
+        fresh = step.arrivals.arrived_since_reduce
         kept: dict[int, torch.Tensor] = {}
         removed = False
         arrived, gradients = [], []

@@ -77,7 +77,7 @@ class CompressedExchange(Exchange):
         """Gradients of a backward under `no_sync` wait for one that synchronises; this rank alone must not use them."""
         if self.updates.running:
             return
-        fresh = self.context.step.arrivals.fresh
+        fresh = self.context.step.arrivals.arrived_since_reduce
         if 1 in fresh and any(fresh[place] and p.grad is not None for place, p in enumerate(self.context.parameters)):
             raise InputError(
                 "step() after a backward under no_sync: the gradients are this rank's own, and replicas would part. "
@@ -104,7 +104,7 @@ class CompressedExchange(Exchange):
     def _with_velocity(self) -> bool:
         return self.options.momentum_correction and self.updates.have_momentum
 
-    def bucket(self, spec: BucketSpec, tail: int) -> BucketBuffer:
+    def bucket(self, spec: BucketSpec, status_length: int) -> BucketBuffer:
         if spec.compression is None or not numel_of(spec, self.context):
             # The status message of compressed plans needs fp32 and travels alone.
             return super().bucket(spec, 0)
@@ -142,8 +142,8 @@ class CompressedExchange(Exchange):
     def send(self, index: int, bucket: BucketBuffer, status: torch.Tensor | None) -> InFlight:
         step = self.context.step
         if not isinstance(bucket, CompressedBucket):
-            if not step.silent:
-                self._carried.repay(bucket, step.arrivals.fresh)
+            if not step.contributes_nothing:
+                self._carried.repay(bucket, step.arrivals.arrived_since_reduce)
             sent = super().send(index, bucket, status)
             self._collect(index)
             return sent
@@ -265,7 +265,7 @@ class CompressedExchange(Exchange):
         if found:
             self._join()
         for place, bucket in found.items():
-            if not self.context.step.silent:
+            if not self.context.step.contributes_nothing:
                 bucket.fold(place)
             self.context.parameters[place].grad = None
         return found.keys()

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from backbeat.runtime.reduce.bucket import BucketSet
     from backbeat.runtime.reduce.exchange import Sender
+    from backbeat.runtime.reduce.streams import Streams
 
 # A parameter that stops arriving is still waited for this many steps, twice as many each time that proves too few.
 PATIENCE = 4
@@ -29,13 +30,26 @@ class Arrivals:
     """Which gradients of the present backward have arrived. One object serves every step: the hooks hold it."""
 
     __slots__ = (
-        "_all_once", "_buckets", "_expected_members", "_known", "bucket_of", "expectation", "fresh", "late", "missing",
-        "nested", "next_bucket", "outstanding", "root", "slow", "streams",
+        "_all_once",
+        "_buckets",
+        "_expected_members",
+        "_known",
+        "arrived_since_reduce",
+        "bucket_of",
+        "expectation",
+        "late",
+        "missing",
+        "nested",
+        "next_bucket",
+        "outstanding",
+        "root",
+        "slow",
+        "streams",
     )  # fmt: skip
 
     def __init__(self, parameters: int, streams: Streams | None = None) -> None:
         self.expectation = Expectation(parameters)
-        self.fresh = bytearray(parameters)
+        self.arrived_since_reduce = bytearray(parameters)
         """Parameters that got a gradient since the last step that reduced; outlives backwards that only accumulate."""
         self.streams = streams
         self._buckets: BucketSet | None = None
@@ -54,7 +68,7 @@ class Arrivals:
     def add(self, count: int) -> None:
         """More parameters."""
         self.expectation.add(count)
-        self.fresh.extend(bytes(count))
+        self.arrived_since_reduce.extend(bytes(count))
 
     def reset(self) -> None:
         """A backward begins: nothing has arrived."""
@@ -84,7 +98,7 @@ class Arrivals:
 
     def mark(self, place: int) -> None:
         """The parameter has got a gradient."""
-        self.fresh[place] = 1
+        self.arrived_since_reduce[place] = 1
 
     def count(self, place: int, index: int) -> bool:
         """Count one arrival of a parameter; True if its bucket is complete."""
@@ -126,7 +140,7 @@ class Arrivals:
 
     def forget_fresh(self) -> None:
         """What arrived so far has been dealt with."""
-        self.fresh = bytearray(len(self.fresh))
+        self.arrived_since_reduce = bytearray(len(self.arrived_since_reduce))
 
 
 class Expectation:
@@ -176,41 +190,6 @@ class Expectation:
         return changed
 
 
-class Streams:
-    """CUDA streams on which a bucket's gradients were produced; the one that sends the bucket waits for the others."""
-
-    __slots__ = ("_device", "_first", "_index", "_others")
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._index = device.index if device.index is not None else torch.cuda.current_device()
-        self.forget()
-
-    def forget(self) -> None:
-        """Another backward begins."""
-        self._first: int | None = None
-        self._others: dict[int, set[int]] = {}
-
-    def note(self, index: int) -> None:
-        """A gradient of this bucket was just produced on the current stream."""
-        stream = torch._C._cuda_getCurrentRawStream(self._index)
-        if stream != self._first:
-            if self._first is None:
-                self._first = stream
-            else:
-                self._others.setdefault(index, set()).add(stream)
-
-    def join(self, index: int) -> None:
-        """The current stream waits for those that produced the bucket's gradients."""
-        if not self._others and self._first in (None, torch._C._cuda_getCurrentRawStream(self._index)):
-            # As mostly: one stream, and it is this one. Asking for it as an object takes longer than all else here.
-            return
-        here = torch.cuda.current_stream(self._device)
-        for raw in {self._first, *self._others.get(index, ())}:
-            if raw != here.cuda_stream:
-                here.wait_stream(torch.cuda.ExternalStream(raw, device=self._device))
-
-
 def watch(
     parameter: Parameter,
     place: int,
@@ -231,7 +210,7 @@ def watch(
             if fired is not None:
                 fired(place)
             return
-        arrivals.fresh[place] = 1
+        arrivals.arrived_since_reduce[place] = 1
         index = arrivals.bucket_of[place]
         if arrivals.streams is not None:
             arrivals.streams.note(index)

@@ -93,7 +93,7 @@ def _is_pythons(ident: int) -> bool:
     return any(not isinstance(thread, threading._DummyThread) for thread in found)
 
 
-class Reach:
+class GraphReach:
     """Whether the graph that the engine runs ends in our parameters.
 
     `torch.autograd.grad` passes the wrapper's outputs and leaves no `.grad`. Parameters inside reentrant checkpoints

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 class BucketBuffer:
     """One bucket's gradients, contiguous, with room for the status message behind them where it is the last bucket.
 
-    After a step `.grad` of each member is a view into the buffer. While the bucket travels `.grad` is None: a gradient
-    that autograd produces then is a tensor of its own and cannot write into a buffer in flight.
+    After a step `.grad` of each member is a view into the buffer. From when the bucket leaves until backward ends `.grad`
+    is None: a gradient that autograd produces then is a tensor of its own and cannot write into a buffer in flight.
     """
 
     compressed = False
@@ -34,7 +34,7 @@ class BucketBuffer:
         parameters: Sequence[Parameter],
         *,
         reduce_dtype: torch.dtype | None = None,
-        tail: int = 0,
+        status_length: int = 0,
     ) -> None:
         self.spec = spec
         self.members = spec.members
@@ -49,9 +49,9 @@ class BucketBuffer:
             if reduce_dtype is not None and reduce_dtype != real and _narrower(reduce_dtype, real)
             else None
         )
-        self.tail = tail
+        self.status_length = status_length
         self.numel = 0 if self.sparse else sum(reals(parameter) for parameter in self.parameters)
-        held = self.numel + (tail if self.reduce_dtype is None else 0)
+        held = self.numel + (status_length if self.reduce_dtype is None else 0)
         self.flat = torch.zeros(held, dtype=real, device=self.device)
         self.payload = self.flat[: self.numel]
         self.views = [] if self.sparse else views_of(self.payload, self.parameters)
@@ -147,7 +147,7 @@ class BucketBuffer:
         used: list[int] = []
         kept: dict[int, torch.Tensor] = {}
         removed = False
-        fresh = step.arrivals.fresh
+        fresh = step.arrivals.arrived_since_reduce
         for place, gradient, view in zip(self.members, held, self.views, strict=True):
             if gradient is None:
                 # A hook of the user's took it away after it had arrived.
@@ -170,7 +170,7 @@ class BucketBuffer:
                 self.payload.mul_(self._factor_of(scale))
             out = self.flat
         else:
-            out = torch.empty(self.numel + self.tail, dtype=self.reduce_dtype, device=self.device)
+            out = torch.empty(self.numel + self.status_length, dtype=self.reduce_dtype, device=self.device)
             torch.mul(self.payload, scale, out=out[: self.numel])
         if status is not None:
             (self._tail_view if out is self.flat else out[self.numel :]).copy_(status)
@@ -191,7 +191,7 @@ class BucketBuffer:
             return self._tail_view
         if message is not self.payload:
             self.payload.copy_(message[: self.numel])
-        return message[self.numel : self.numel + self.tail]
+        return message[self.numel : self.numel + self.status_length]
 
     def late_message(self, late: Set[int], scale: float) -> torch.Tensor:
         """Gradients that came after the bucket had left, scaled, and behind them one number a member that has one."""
@@ -248,7 +248,7 @@ def views_of(payload: torch.Tensor, parameters: Sequence[torch.Tensor]) -> list[
     return views
 
 
-class RowsBucket(BucketBuffer):
+class SparseBucket(BucketBuffer):
     """One parameter whose gradients name the rows they are of, as `nn.Embedding(sparse=True)` makes: it travels alone,
     as it is. There is no buffer: rows differ from step to step."""
 
@@ -264,11 +264,13 @@ class RowsBucket(BucketBuffer):
         parameter, place = self.parameters[0], self.members[0]
         gradient = parameter.grad
         parameter.grad = None
-        self._gradient = None if step.silent else gradient
+        self._gradient = None if step.contributes_nothing else gradient
         if self._gradient is None:
             return TakenGradients()
         return (
-            TakenGradients(used=[place]) if step.arrivals.fresh[place] else TakenGradients(kept={place: self._gradient})
+            TakenGradients(used=[place])
+            if step.arrivals.arrived_since_reduce[place]
+            else TakenGradients(kept={place: self._gradient})
         )
 
     def launch(self, communicator: Communicator, scale: float, status: torch.Tensor | None) -> tuple[torch.Tensor, Any]:

@@ -1,4 +1,4 @@
-"""What the parts of a reducer share. It refers to none of them, so that a wrapper goes when its user lets go of it."""
+"""What the parts of a reducer share. It refers to neither wrapper nor reducer: these must go when users let go."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ every rank alike:
     prepare, bucket (each bucket), installed     a partition is taken in
     check_open                                   a step is about to begin
     send (each bucket)                           a bucket leaves
-    keep_late                                    the last bucket is about to leave
+    keep_late, carries_status                    the last bucket is about to leave, with the status message or without
     add_to_status                                a status message that travels alone is about to leave
     wait_for_last, receive (each bucket)         every bucket has left; its sum is there
     hand_back, or give_up                        the step has gradients; or it has none, and collectives stay in order
@@ -20,27 +20,22 @@ gradients, which collective carries it, what becomes of the sum.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Set
+from collections.abc import Set
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._C._distributed_c10d import BuiltinCommHookType
 from torch.distributed import DistError
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-from backbeat.errors import BackbeatError, CommunicationError, InputError
-from backbeat.runtime.reduce.bucket import BucketBuffer, RowsBucket
+from backbeat.errors import CommunicationError
+from backbeat.runtime.reduce.bucket import BucketBuffer, SparseBucket
 from backbeat.runtime.reduce.step import InFlight
 
 if TYPE_CHECKING:
-    from torch.nn import Parameter
-
     from backbeat.runtime.reduce.context import ReducerContext
     from backbeat.runtime.reduce.partition import BucketSpec, Partition
     from backbeat.runtime.reduce.status import StatusMessage, Verdict
 
-Hook = Callable[[Any, Any], Any]
 _profiling = torch._C._autograd._profiler_enabled
 _nothing = nullcontext()
 
@@ -75,7 +70,7 @@ class Sender:
         """Send everything that has not left; no more gradients come. Called with gradients off."""
         arrivals = self._step.arrivals
         # The last bucket of a regular step waited only for the step to end.
-        regular = self._status.regular and not self._step.silent
+        regular = self._status.regular and not self._step.contributes_nothing
         send = self._send_shown if _profiling() else self._send
         with self._lock:
             while arrivals.next_bucket < len(self._context.bucket_set.buckets):
@@ -185,11 +180,13 @@ class Exchange:
     def prepare(self, partition: Partition) -> None:
         """Another partition is about to be taken in."""
 
-    def bucket(self, spec: BucketSpec, tail: int) -> BucketBuffer:
+    def bucket(self, spec: BucketSpec, status_length: int) -> BucketBuffer:
         """The memory of a bucket, with room for a status message of this length behind the gradients."""
         if spec.sparse:
-            return RowsBucket(spec, self.context.parameters)
-        return BucketBuffer(spec, self.context.parameters, reduce_dtype=self.context.reduce_dtype, tail=tail)
+            return SparseBucket(spec, self.context.parameters)
+        return BucketBuffer(
+            spec, self.context.parameters, reduce_dtype=self.context.reduce_dtype, status_length=status_length
+        )
 
     def installed(self) -> None:
         """The partition's buckets are in place."""
@@ -199,7 +196,7 @@ class Exchange:
 
     def carries_status(self, bucket: BucketBuffer) -> bool:
         """Whether the status message travels inside this bucket, when it is the last; alone otherwise."""
-        return bucket.tail > 0
+        return bucket.status_length > 0
 
     def send(self, index: int, bucket: BucketBuffer, status: torch.Tensor | None) -> InFlight:
         """Begin to sum a bucket that has taken its gradients."""
@@ -217,7 +214,7 @@ class Exchange:
     def wait_for_last(self) -> None:
         """Sleep until the last bucket of every communicator has come, and so those before it: a thread that waits for
         each in turn is woken for each. What went wrong is found when they are received."""
-        if self.context.communicators.raises:
+        if self.context.communicators.wait_raises:
             with suppress(RuntimeError):
                 for index in self.context.bucket_set.ends:
                     self.context.step.in_flight[index].work.wait()
@@ -245,87 +242,3 @@ class Exchange:
 
     def check_hook(self) -> None:
         """Raise where no communication hook may take over."""
-
-
-class HookExchange(Exchange):
-    """A communication hook written for stock DDP reduces the buckets."""
-
-    def __init__(self, context: ReducerContext, state: Any, hook: Hook) -> None:
-        super().__init__(context)
-        self._state = state
-        self._hook = hook
-
-    def carries_status(self, bucket: BucketBuffer) -> bool:
-        return False
-
-    def send(self, index: int, bucket: BucketBuffer, status: torch.Tensor | None) -> InFlight:
-        if bucket.sparse:
-            return super().send(index, bucket, status)
-        last = index == len(self.context.bucket_set.buckets) - 1
-        return InFlight(index, bucket, bucket.payload, self._hook(self._state, GradBucket(bucket, index, last)))
-
-    def wait_for_last(self) -> None:
-        """A hook's buckets come in an order of their own."""
-
-    def receive(self, sent: InFlight) -> torch.Tensor:
-        if sent.bucket.sparse:
-            return super().receive(sent)
-        try:
-            return _result_of(sent.work, sent.bucket_index)
-        except (RuntimeError, ValueError) as error:
-            if isinstance(error, BackbeatError):
-                raise
-            raise self.context.failure(sent.bucket_index, error) from error
-
-
-class GradBucket:
-    """A bucket as hooks see it: the methods of torch's `dist.GradBucket`, which cannot be built from Python."""
-
-    def __init__(self, bucket: BucketBuffer, index: int, last: bool) -> None:
-        self._bucket = bucket
-        self._buffer = bucket.payload
-        self._index = index
-        self._last = last
-
-    def index(self) -> int:
-        return self._index
-
-    def buffer(self) -> torch.Tensor:
-        return self._buffer
-
-    def gradients(self) -> list[torch.Tensor]:
-        return list(self._bucket.views)
-
-    def parameters(self) -> list[Parameter]:
-        return list(self._bucket.parameters)
-
-    def is_last(self) -> bool:
-        return self._last
-
-    def set_buffer(self, tensor: torch.Tensor) -> None:
-        self._buffer = tensor
-
-
-def _result_of(future: Any, index: int) -> torch.Tensor:
-    """The tensor a hook's future holds: itself, or alone in a list."""
-    if not hasattr(future, "wait"):
-        raise InputError(
-            f"the communication hook returned {type(future).__name__} for bucket {index}: it must return a future"
-        )
-    value = future.wait()
-    while isinstance(value, (list, tuple)) and len(value) == 1:
-        value = value[0]
-    if not isinstance(value, torch.Tensor):
-        raise InputError(
-            f"the communication hook's future holds {type(value).__name__} for bucket {index}: it must hold one tensor"
-        )
-    return value
-
-
-def builtin_hook(kind: Any) -> Hook:
-    """Torch's C++ hooks by their Python twins."""
-    if kind == BuiltinCommHookType.FP16_COMPRESS:
-        return default_hooks.fp16_compress_hook
-    if kind == BuiltinCommHookType.ALLREDUCE:
-        return default_hooks.allreduce_hook
-    raise InputError(f"built-in communication hook {kind} is unknown: use ALLREDUCE or FP16_COMPRESS")

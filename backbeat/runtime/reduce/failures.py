@@ -26,7 +26,7 @@ ANSWER_S = 4.0
 
 
 class StepMismatchError(CommunicationError):
-    """Ranks met in one collective with different steps: one of them skipped or repeated a backward."""
+    """Ranks met in one collective with different steps: their counts of synchronised backwards differ."""
 
 
 class BrokenStepError(CommunicationError):

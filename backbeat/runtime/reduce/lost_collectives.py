@@ -37,7 +37,7 @@ _GOOD = int(WorkResult.SUCCESS)
 _KEPT = 3
 
 
-def fate_of(work: Any) -> str:
+def work_result(work: Any) -> str:
     """`IN_FLIGHT`, `DONE`, or what the library says went wrong with it."""
     try:
         result = work.get_future_result() if hasattr(work, "get_future_result") else work
@@ -82,7 +82,7 @@ class LostCollectives:
         self._steps.append(_Sent(step, sent, event))
 
     def look(self) -> bool:
-        """True, once, if a bucket was lost: it has been said, and the communicators are gone."""
+        """True if a bucket was lost: it has been said, and the communicators are gone."""
         context = self._context
         if context.lost is not None:
             return True
@@ -106,7 +106,7 @@ class LostCollectives:
             found = _error_of(backend)
             if found:
                 return found
-        fates = (fate_of(work) for sent in steps for _, work in sent.works)
+        fates = (work_result(work) for sent in steps for _, work in sent.works)
         return next((fate for fate in fates if fate not in (IN_FLIGHT, DONE)), "")
 
 
@@ -122,7 +122,7 @@ class _Sent:
         """The first bucket that is not known to have arrived."""
         if self.event is not None and self.event.query():
             return None
-        return next((index for index, work in self.works if fate_of(work) != DONE), None)
+        return next((index for index, work in self.works if work_result(work) != DONE), None)
 
 
 def _first_missing(steps: Sequence[_Sent]) -> tuple[int, int]:

@@ -216,12 +216,12 @@ def stock_partition(
 def _runnable(plan: Plan, wanted: int | None, communicators: Communicators) -> Plan:
     """The plan on the communicators that were asked for and can be had."""
     if wanted is not None:
-        plan = respread(plan, wanted)
+        plan = reassign_communicators(plan, wanted)
     allowed = communicators.allowed(plan.communicators)
-    return respread(plan, allowed) if allowed < plan.communicators else plan
+    return reassign_communicators(plan, allowed) if allowed < plan.communicators else plan
 
 
-def respread(plan: Plan, communicators: int) -> Plan:
+def reassign_communicators(plan: Plan, communicators: int) -> Plan:
     """The same buckets in the same order, round robin over another number of communicators."""
     buckets = tuple(
         msgspec.structs.replace(bucket, communicator=index % communicators) for index, bucket in enumerate(plan.buckets)

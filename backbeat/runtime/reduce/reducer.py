@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from backbeat.runtime.auto import Tuner
     from backbeat.runtime.memory.budget_watch import BudgetWatch
     from backbeat.runtime.reduce.bucket import BucketBuffer
+    from backbeat.runtime.reduce.comm_hooks import Hook
     from backbeat.runtime.reduce.context import ReducerContext
-    from backbeat.runtime.reduce.exchange import Hook
     from backbeat.runtime.reduce.partition import Partition
     from backbeat.runtime.reduce.settings import WrapperSettings
 
@@ -84,7 +84,7 @@ class Reducer:
                 f"parameter {name!r} has sparse gradients, which {communicators.backend} cannot sum: "
                 "use sparse=False, or the gloo backend"
             )
-        self.settled = settings.plan is not None or settings.find_unused
+        self.ready_order_known = settings.plan is not None or settings.find_unused
         """The buckets are not stock DDP's of its first step, which last only until the ready order is known."""
         self._agreements = 0
         partition = first_partition(settings, managed, communicators)
@@ -182,7 +182,7 @@ class Reducer:
         runner = self.runner
         if not runner.status.regular:
             self.check_parameters()
-        if not self.settled:
+        if not self.ready_order_known:
             self._settle_in_ready_order()
         if self.tuner is not None and self.tuner.state != "settled":
             self.tuner.after_step()
@@ -233,7 +233,7 @@ class Reducer:
 
     def _settle_in_ready_order(self) -> None:
         """As stock DDP does once: buckets again, in the order in which rank 0's gradients became ready."""
-        self.settled = True
+        self.ready_order_known = True
         steps = self.recorder.steps()
         arrived = sorted(steps[-1].ready_s, key=lambda place: steps[-1].ready_s[place]) if steps else []
         text = share(self.communicators, "ready-order", ",".join(str(place) for place in arrived))

@@ -18,22 +18,24 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from backbeat.runtime.reduce.arrivals import Arrivals, Streams, unwatch, watch, watch_last
-from backbeat.runtime.reduce.autograd import Backward, Reach, graph_task
+from backbeat.runtime.reduce.arrivals import Arrivals, unwatch, watch, watch_last
+from backbeat.runtime.reduce.autograd import Backward, GraphReach, graph_task
 from backbeat.runtime.reduce.bucket import BucketSet
+from backbeat.runtime.reduce.comm_hooks import HookExchange
 from backbeat.runtime.reduce.context import ReducerContext
-from backbeat.runtime.reduce.exchange import Exchange, HookExchange, Sender
+from backbeat.runtime.reduce.exchange import Exchange, Sender
 from backbeat.runtime.reduce.failures import Monitor, Standing
 from backbeat.runtime.reduce.lost_collectives import LostCollectives
 from backbeat.runtime.reduce.parameters import claim, release
 from backbeat.runtime.reduce.status import StatusMessage
 from backbeat.runtime.reduce.step import Step, StepState
+from backbeat.runtime.reduce.streams import Streams
 
 if TYPE_CHECKING:
     from torch.nn import Parameter
 
     from backbeat.comm.communicators import Communicators
-    from backbeat.runtime.reduce.exchange import Hook
+    from backbeat.runtime.reduce.comm_hooks import Hook
     from backbeat.runtime.reduce.partition import Partition
     from backbeat.runtime.reduce.status import Verdict
 
@@ -76,7 +78,7 @@ class StepRunner:
         """As weak: what it does when autograd reaches an output, and none of the parameters."""
         self.status = StatusMessage(communicators.rank, communicators.size, strict=strict)
         self._sender = Sender(self.context, exchange(self.context), self.status)
-        self._reach = Reach()
+        self._reach = GraphReach()
         self._default_sync = True
         self._backward = Backward()
         self.weak = weakref.ref(self)
@@ -84,7 +86,7 @@ class StepRunner:
         self._handles = self._watch(0)
         claim(self, self.context.names, self.context.parameters)
         weakref.finalize(self, unwatch, self._handles)
-        self._lost = None if communicators.raises else LostCollectives(self.context)
+        self._lost = None if communicators.wait_raises else LostCollectives(self.context)
         self.context.monitor = Monitor(
             communicators.store,
             "fault",

@@ -27,11 +27,11 @@ from backbeat.runtime.reduce.failures import BrokenStepError, NonFiniteError, St
 
 if TYPE_CHECKING:
     from backbeat.runtime.reduce.bucket import BucketSet
-    from backbeat.runtime.reduce.step import Told
+    from backbeat.runtime.reduce.step import RankStatus
 
 STAMPS = 16
 """Steps are told apart modulo this; the stamps stay exact in every float format."""
-READ_LATE_ON = {"cuda"}
+DEFER_ON = {"cuda"}
 """Kinds of device whose status messages are read when the next step opens."""
 
 
@@ -80,7 +80,7 @@ def stamp_of(step: int) -> int:
     return step % STAMPS + 1
 
 
-def write(layout: Layout, told: Told, *, rank: int, step: int) -> torch.Tensor:
+def write(layout: Layout, told: RankStatus, *, rank: int, step: int) -> torch.Tensor:
     """This rank's numbers for a step that was not regular, as a host tensor."""
     numbers = [0.0] * layout.length
     numbers[0] = 1.0
@@ -114,7 +114,7 @@ class StatusMessage:
         """As far as is known, every parameter arrived once on every rank in the step before."""
         self.read_at_once = False
         """True while something depends on the next step's status, so that it is read at once, on every rank alike."""
-        self._late: _LateReader | None = None
+        self._deferred: _DeferredReader | None = None
 
     def length_for(self, buckets: int, parameters: int) -> int:
         """Numbers that a message on this many takes."""
@@ -129,35 +129,35 @@ class StatusMessage:
         buckets = bucket_set.buckets
         compressed = any(bucket.compressed for bucket in buckets)
         self.layout = self._layout(len(buckets), len(bucket_set.bucket_of), faults=compressed)
-        tail = buckets[-1]
-        dtype = torch.float32 if compressed else tail.reduce_dtype or tail.dtype
-        self._regular = _RegularNumbers(self.layout, self._rank, dtype, tail.device)
-        late = tail.device.type in READ_LATE_ON and not self.strict and not any(b.sparse for b in buckets)
-        self._late = _LateReader(self._regular, [bucket.payload for bucket in buckets]) if late else None
+        last = buckets[-1]
+        dtype = torch.float32 if compressed else last.reduce_dtype or last.dtype
+        self._regular = _RegularNumbers(self.layout, self._rank, dtype, last.device)
+        defers = last.device.type in DEFER_ON and not self.strict and not any(b.sparse for b in buckets)
+        self._deferred = _DeferredReader(self._regular, [bucket.payload for bucket in buckets]) if defers else None
         self._names = names
-        self._where = f"bucket {len(buckets) - 1}, {names[tail.members[-1]]}"
+        self._where = f"bucket {len(buckets) - 1}, {names[last.members[-1]]}"
 
-    def write(self, told: Told, step: int) -> torch.Tensor:
+    def write(self, told: RankStatus, step: int) -> torch.Tensor:
         """This rank's numbers."""
         if told.regular:
             return self._regular.mine(step)
         return write(self.layout, told, rank=self._rank, step=step)
 
-    def write_alone(self, told: Told, step: int) -> torch.Tensor:
+    def write_alone(self, told: RankStatus, step: int) -> torch.Tensor:
         """As a message of its own."""
         return self.write(told, step).to(device=self._regular.device, dtype=self._regular.dtype, copy=True)
 
-    def reads_late(self) -> bool:
+    def defers(self) -> bool:
         """Whether ranks whose own step was regular do not wait for the others' status; the same on every rank."""
-        return self._late is not None and self.regular and not self.read_at_once
+        return self._deferred is not None and self.regular and not self.read_at_once
 
-    def read(self, numbers: torch.Tensor, told: Told, step: int) -> Verdict | None:
+    def read(self, numbers: torch.Tensor, told: RankStatus, step: int) -> Verdict | None:
         """What the ranks said; None for a regular step, or if that is to be read when the next step opens."""
-        if self._late is not None and told.regular and self.reads_late():
-            self._late.put_off(numbers, step)
+        if self._deferred is not None and told.regular and self.defers():
+            self._deferred.put_off(numbers, step)
             return None
         verdict = self.judge(numbers, step)
-        if verdict is not None and verdict.late and self.reads_late() and verdict.irregular < self._ranks:
+        if verdict is not None and verdict.late and self.defers() and verdict.irregular < self._ranks:
             # A rank that reads late does not know that it must reduce again.
             raise _came_late(verdict, step)
         return verdict
@@ -186,8 +186,8 @@ class StatusMessage:
             off = f"{away} ahead" if away <= STAMPS // 2 else f"{STAMPS - away} behind"
             raise StepMismatchError(
                 f"rank {self._rank} is in its backward number {step}, but rank {_listed(others)} is {off} "
-                f"({self._where}): a rank skipped or repeated a step; run the same number of synchronised backwards on "
-                "every rank, or use join()"
+                f"({self._where}): they count different backwards; run the same number of synchronised backwards on every "
+                "rank, or use join()"
             )
 
     def _check_finite(self, verdict: Verdict, step: int) -> None:
@@ -209,7 +209,7 @@ class StatusMessage:
 
     def read_step_before(self) -> None:
         """Read the status of the step before, where it was put off; raises where that step has failed."""
-        found = self._late.take() if self._late is not None else None
+        found = self._deferred.take() if self._deferred is not None else None
         if found is None:
             return
         step, numbers = found
@@ -246,7 +246,7 @@ class _RegularNumbers:
         return torch.equal(numbers, self.sums[step % STAMPS])
 
 
-class _LateReader:
+class _DeferredReader:
     """The status of one step on its way to the host, and the guard that stands for it."""
 
     def __init__(self, regular: _RegularNumbers, sums: Sequence[torch.Tensor]) -> None:

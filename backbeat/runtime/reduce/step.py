@@ -69,7 +69,7 @@ class TakenGradients(NamedTuple):
     """A hook of the user's took a gradient away after it had arrived."""
 
 
-class Told(NamedTuple):
+class RankStatus(NamedTuple):
     """What this rank tells the others of its step, in the status message."""
 
     regular: bool
@@ -81,7 +81,7 @@ class Told(NamedTuple):
     """For each parameter, whether this rank used it; left out where the step was regular."""
 
 
-_REGULAR = Told(regular=True, broken=False, late=(), used=())
+_REGULAR = RankStatus(regular=True, broken=False, late=(), used=())
 
 
 class Step:
@@ -94,7 +94,7 @@ class Step:
         """Synchronised backwards so far, the present one included."""
         self.absent = False
         """This rank has run out of data (`join`) and only takes part."""
-        self.told: Told | None = None
+        self.told: RankStatus | None = None
         """What this rank told the others, once the last bucket has left."""
         self.in_flight: list[InFlight] = []
         self.status_in_flight: InFlight | None = None
@@ -116,7 +116,7 @@ class Step:
         return self.state is StepState.BROKEN
 
     @property
-    def silent(self) -> bool:
+    def contributes_nothing(self) -> bool:
         """This rank has nothing to add to the sums: it has no data, or its backward raised."""
         return self.absent or self.state is StepState.BROKEN
 
@@ -131,7 +131,7 @@ class Step:
         self.arrivals.root = root
         self.absent = absent
         self.told = None
-        self._used = bytearray(len(self.arrivals.fresh))
+        self._used = bytearray(len(self.arrivals.arrived_since_reduce))
         self._whole = []
         self._removed = False
         if sync:
@@ -187,14 +187,14 @@ class Step:
         """These late gradients need not be sent after their bucket."""
         self.arrivals.late -= places
 
-    def tell(self) -> Told:
+    def tell(self) -> RankStatus:
         """What this rank says of the step, when its last bucket is about to leave: nothing more can happen."""
         arrivals = self.arrivals
-        if not self.silent and not self._removed and arrivals.regular():
+        if not self.contributes_nothing and not self._removed and arrivals.regular():
             self.told = _REGULAR
         else:
             late = sorted({arrivals.bucket_of[place] for place in arrivals.late})
-            self.told = Told(regular=False, broken=self.broken, late=late, used=self._all_used())
+            self.told = RankStatus(regular=False, broken=self.broken, late=late, used=self._all_used())
         return self.told
 
     def learn(self, *, regular: bool) -> None:

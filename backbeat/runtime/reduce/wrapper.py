@@ -21,7 +21,7 @@ from backbeat.runtime.compressed.updates import check_optimizer, check_uncompres
 from backbeat.runtime.memory.budget import apply_memory, ends_with
 from backbeat.runtime.memory.budget_watch import watch_of
 from backbeat.runtime.reduce.bucket_report import Report, make_report
-from backbeat.runtime.reduce.exchange import builtin_hook
+from backbeat.runtime.reduce.comm_hooks import builtin_hook
 from backbeat.runtime.reduce.partition import FIRST_BUCKET_BYTES
 from backbeat.runtime.reduce.reducer import Reducer
 from backbeat.runtime.reduce.settings import settings_of
@@ -187,7 +187,7 @@ class DistributedDataParallel(TorchDDP):  # type: ignore[misc]
     def report(self) -> Report:
         """Predicted and measured times of every bucket; printed, a table."""
         if not self.reducer.built:
-            raise InputError("report() needs backbeat's reducer: use reducer='backbeat' and run a step")
+            raise InputError("report() has nothing to report yet: run a training step first")
         return make_report(self.reducer)
 
     def counters(self) -> dict[str, float]:
@@ -297,7 +297,7 @@ class DistributedDataParallel(TorchDDP):  # type: ignore[misc]
             "bucket_sizes": ", ".join(str(bucket.bytes) for bucket in reducer.buckets),
             "num_buckets_reduced": len(reducer.buckets),
             "iteration": reducer.steps,
-            "has_rebuilt_buckets": reducer.settled and reducer.settings.plan is None,
+            "has_rebuilt_buckets": reducer.ready_order_known and reducer.settings.plan is None,
             "gradient_as_bucket_view": True,
             "find_unused_parameters": self.find_unused_parameters,
             "broadcast_buffers": self.broadcast_buffers,
