@@ -37,7 +37,8 @@ def fill(_app: Any, page: str, source: list[str]) -> None:
 def mark_parameters(_app: Any, _what: str, _name: str, value: Any, _options: Any, lines: list[str]) -> None:
     """`name: what it is` in a docstring describes a parameter where there is one of that name."""
     try:
-        names = set(inspect.signature(value).parameters)
+        # A class may be made by `__new__`, which passes everything on.
+        names = set(inspect.signature(value.__init__ if inspect.isclass(value) else value).parameters)
     except (TypeError, ValueError):
         return
     for number, line in enumerate(lines):

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 class BucketBuffer:
     """One bucket's gradients, contiguous, with room for the status message behind them where it is the last bucket.
 
-    After a step `.grad` of each member is a view into the buffer. From when the bucket leaves until backward ends `.grad`
-    is None: a gradient that autograd produces then is a tensor of its own and cannot write into a buffer in flight.
+    After a step `.grad` of each member is a view into the buffer. From when the bucket leaves until backward ends it is
+    None: a gradient that autograd produces then is a tensor of its own and cannot write into a buffer in flight.
     """
 
     compressed = False

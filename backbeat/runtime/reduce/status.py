@@ -186,8 +186,8 @@ class StatusMessage:
             off = f"{away} ahead" if away <= STAMPS // 2 else f"{STAMPS - away} behind"
             raise StepMismatchError(
                 f"rank {self._rank} is in its backward number {step}, but rank {_listed(others)} is {off} "
-                f"({self._where}): they count different backwards; run the same number of synchronised backwards on every "
-                "rank, or use join()"
+                f"({self._where}): they count different backwards; run the same number of synchronised backwards on "
+                "every rank, or use join()"
             )
 
     def _check_finite(self, verdict: Verdict, step: int) -> None:
