@@ -71,6 +71,9 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     above the level at the end of that block's forward, until its backward begins."""
     outside_bytes: Bytes = 0
     """Where blocks were measured: what autograd keeps of operations between the blocks."""
+    cudnn_benchmark: bool = False
+    """cuDNN's benchmark mode was on: the first step tries convolution algorithms with workspaces that no later step
+    takes, so memory plans keep a larger reserve."""
 
 
 class Profile(Document, frozen=True, kw_only=True):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from backbeat.errors import InputError
 from backbeat.planners.memory_moves import uniform
-from backbeat.planners.memory_plan import Search, too_small, usable
+from backbeat.planners.memory_plan import Search, reserve_for, too_small, usable
 from backbeat.simulate.batch import at_batch, same_blocks
 from backbeat.simulate.memory_timeline import Chain
 from backbeat.simulate.predict import predict
@@ -52,6 +52,7 @@ def batches(
             f"{profile.name} and {two.name} have different blocks: give two profiles of the same model, both made with "
             "this version of `backbeat profile`"
         )
+    reserve = reserve_for(profile, reserve)
     search = Search(_chain(profile, workers))
     keep, least = uniform(search.chain)["keep"], search.smallest.units
     room = usable(budget, reserve)

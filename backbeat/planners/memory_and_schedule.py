@@ -12,7 +12,7 @@ import msgspec
 
 from backbeat.errors import InputError
 from backbeat.model.blocks import MemoryPlan
-from backbeat.planners.memory_plan import memory_plan, usable
+from backbeat.planners.memory_plan import memory_plan, reserve_for, usable
 from backbeat.simulate.memory_timeline import memory_timeline
 from backbeat.simulate.predict import predict
 
@@ -36,6 +36,7 @@ def within(
     times. Of the two schedules the faster that fits is taken. Residuals go to the host where asked for, or where
     nothing fits otherwise.
     """
+    reserve = reserve_for(profile, reserve)
     first = schedule(profile)
     if memory_bytes is None:
         return _with(first, MemoryPlan(residuals=residuals or "device"))

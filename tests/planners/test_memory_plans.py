@@ -136,3 +136,14 @@ def test_a_peak_at_the_loss_is_named_as_such() -> None:
     )
     with pytest.raises(InputError, match=r"too small: .*\. Its peak is at the loss: "):
         memory_plan(heavy, 10 * GB)
+
+
+def test_a_profile_in_cudnns_benchmark_mode_keeps_a_larger_reserve() -> None:
+    profile = Profile.load("resnet50-b64-bf16-h200")
+    assert profile.memory is not None
+    marked = msgspec.structs.replace(profile, memory=msgspec.structs.replace(profile.memory, cudnn_benchmark=True))
+    plain, kept = (memory_plan(one, 2_000_000_000).peak_bytes for one in (profile, marked))
+    assert plain is not None
+    assert kept is not None
+    assert kept <= 0.92 * 2_000_000_000 < plain <= 2_000_000_000
+    assert memory_plan(marked, 2_000_000_000, reserve=0.01).peak_bytes > kept  # what is asked for goes first

@@ -47,8 +47,13 @@ def weigh(training: Training, gradients: Gradients, owners: list[Owner]) -> tupl
         steady_bytes=steady,
         peak_bytes=peak,
         batch_bytes=storage_bytes(tensors_in(training.batch)),
+        cudnn_benchmark=device.type == "cuda" and torch.backends.cudnn.benchmark and _has_convolutions(training.model),
     )
     return memory, saved.by_gradient
+
+
+def _has_convolutions(model: torch.nn.Module) -> bool:
+    return any(isinstance(child, torch.nn.modules.conv._ConvNd) for child in model.modules())
 
 
 class SavedTensors:
