@@ -137,6 +137,11 @@ def summary(profile: Profile) -> str:
         ("first ready", f"{first.name} after {format_seconds(first.ready_s)}"),
         ("last ready", f"{last.name} after {format_seconds(last.ready_s)}"),
     ]
+    tokens = "" if profile.sequence_length is None else f" of {profile.sequence_length} tokens"
+    if profile.flops_per_sample is not None:
+        rows.append(("arithmetic", f"{profile.flops_per_sample / 1e9:.4g} GFLOP per sample{tokens}"))
+    elif tokens:
+        rows.append(("samples", tokens.removeprefix(" ")))
     if profile.memory is not None:
         memory = profile.memory
         rows.append(
