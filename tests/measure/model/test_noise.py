@@ -64,7 +64,9 @@ def busy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("busy")
 def test_it_is_refused_with_what_to_do_and_accepted_with_a_note() -> None:
-    with pytest.raises(MeasurementError, match="machine was busy: iterations took .* profile again, or .*accept_noise"):
+    with pytest.raises(
+        MeasurementError, match=r"machine was busy: iterations took .* profile again, or .*accept_noise"
+    ):
         profile(classifier(), images(), loss, **QUICK)
     result = profile(classifier(), images(), loss, accept_noise=True, **QUICK)
     assert any(note.startswith("noise accepted: iterations took from 15.0 ms to 254 ms") for note in result.notes)
