@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _LITTLE_LATENCY = 0.1
 """Of a batch's work; with less than this in latencies it is nearly all link work."""
 _SMALL_BYTES = 32768
-"""Messages up to this size are mostly latency: what e(n) they seem to show is noise, which larger ones would pay for."""
+"""Messages up to this size are mostly latency: what e(n) they seem to show is noise, and costly for large messages."""
 _ALTERNATIONS = 20
 """Each shrinks the error of e and u at least tenfold, since either has little to do with the other's batches."""
 
