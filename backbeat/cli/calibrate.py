@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,6 +14,8 @@ from backbeat.errors import InputError, MeasurementError, MissingPartError
 from backbeat.units import parse_bytes, parse_duration
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
     from backbeat.measure.network.sampling import Progress
 
 _BACKENDS = ("gloo", "nccl", "mpi")
@@ -183,31 +186,45 @@ def _show(calibration: Any, output: Path, as_json: bool) -> None:
     print(f"backbeat: wrote {output}", file=sys.stderr)
 
 
-class _progress:  # noqa: N801 - used as a function
-    """A progress bar on rank 0's stderr; nothing elsewhere."""
+@contextmanager
+def _progress(rank: int, budget_s: float) -> Iterator[Progress]:
+    """What rank 0 is at, on stderr: a bar on a terminal, otherwise some lines. Nothing on other ranks."""
+    if rank != 0:
+        yield lambda what, share: None
+    elif not sys.stderr.isatty():
+        yield progress_lines(lambda line: print(line, file=sys.stderr, flush=True))
+    else:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-    def __init__(self, rank: int, budget_s: float) -> None:
-        self._bar: Any = None
-        if rank == 0 and sys.stderr.isatty():
-            from rich.console import Console
-            from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+        with Progress(
+            TextColumn("calibrating"),
+            BarColumn(),
+            TimeElapsedColumn(),
+            TextColumn(f"of {budget_s:.0f} s  {{task.description}}"),
+            console=Console(stderr=True),
+            transient=True,
+        ) as bar:
+            task = bar.add_task("", total=1.0)
+            yield lambda what, share: bar.update(task, completed=share, description=what)
 
-            self._bar = Progress(
-                TextColumn("calibrating"),
-                BarColumn(),
-                TimeElapsedColumn(),
-                TextColumn(f"of {budget_s:.0f} s  {{task.description}}"),
-                console=Console(stderr=True),
-                transient=True,
-            )
 
-    def __enter__(self) -> Progress:
-        if self._bar is None:
-            return lambda what, share: None
-        self._bar.start()
-        task = self._bar.add_task("", total=1.0)
-        return lambda what, share: self._bar.update(task, completed=share, description=what)
+def progress_lines(write: Callable[[str], None]) -> Progress:
+    """A line when another collective begins, and at every quarter of the budget.
 
-    def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
+    >>> show = progress_lines(print)
+    >>> show("first all_reduce 1 kB", 0.0), show("first all_reduce 2 kB", 0.1), show("first broadcast 1 kB", 0.2)
+    backbeat: calibrating (0% of the budget): first all_reduce 1 kB
+    backbeat: calibrating (20% of the budget): first broadcast 1 kB
+    (None, None, None)
+    """
+    shown: set[tuple[str, int]] = set()
+
+    def show(what: str, share: float) -> None:
+        # `first all_reduce 1 kB` is one stage with all other sizes; `40 cases, 8 repeats` with all other repeats.
+        stage = " ".join(what.split()[:2]), int(share * 4)
+        if stage not in shown:
+            shown.add(stage)
+            write(f"backbeat: calibrating ({share:.0%} of the budget): {what}")
+
+    return show

@@ -29,6 +29,9 @@ def profile(
     time_limit: Annotated[
         str | None, typer.Option(help="Time fewer iterations (8 at least) where they take longer, like 20s.")
     ] = None,
+    accept_noise: Annotated[
+        bool, typer.Option("--accept-noise", help="Keep a profile that a busy machine disturbed; a note says how much.")
+    ] = False,
     analytic: Annotated[
         str | None,
         typer.Option(metavar="GPU", help="Compute instead of measuring, for this GPU: h100, h200, a100, v100 or l4."),
@@ -87,6 +90,7 @@ def profile(
             warmup=warmup,
             accumulation=accumulation,
             time_limit_s=limit_s,
+            accept_noise=accept_noise,
             name=name,
             command=command,
             topk_speed=measure_topk,
@@ -109,6 +113,7 @@ def summary(profile: Profile) -> str:
     """A few lines a person can check the measurement by."""
     from statistics import median
 
+    from backbeat.measure.model.noise import band
     from backbeat.units import format_bytes, format_seconds
 
     first, last = profile.gradients[0], profile.gradients[-1]
@@ -123,12 +128,11 @@ def summary(profile: Profile) -> str:
     rate = profile.batch_size * profile.accumulation / profile.single_s if profile.single_s else 0.0
     rows.append(("iteration", f"{format_seconds(profile.single_s)}, {rate:,.0f} samples/s"))
     if profile.iteration_s:
-        spread = sorted(profile.iteration_s)
-        low, high = spread[len(spread) // 10], spread[-1 - len(spread) // 10]
+        low, high = band(profile.iteration_s)
         rows.append(
             (
                 "as measured",
-                f"median {format_seconds(median(spread))} of {len(spread)} iterations, "
+                f"median {format_seconds(median(profile.iteration_s))} of {len(profile.iteration_s)} iterations, "
                 f"10 to 90 %: {format_seconds(low)} to {format_seconds(high)}",
             )
         )
@@ -137,6 +141,11 @@ def summary(profile: Profile) -> str:
         ("first ready", f"{first.name} after {format_seconds(first.ready_s)}"),
         ("last ready", f"{last.name} after {format_seconds(last.ready_s)}"),
     ]
+    tokens = "" if profile.sequence_length is None else f" of {profile.sequence_length} tokens"
+    if profile.flops_per_sample is not None:
+        rows.append(("arithmetic", f"{profile.flops_per_sample / 1e9:.4g} GFLOP per sample{tokens}"))
+    elif tokens:
+        rows.append(("samples", tokens.removeprefix(" ")))
     if profile.memory is not None:
         memory = profile.memory
         rows.append(

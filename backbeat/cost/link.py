@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 _LITTLE_LATENCY = 0.1
 """Of a batch's work; with less than this in latencies it is nearly all link work."""
+_SMALL_BYTES = 32768
+"""Messages up to this size are mostly latency: what e(n) they seem to show is noise, and costly for large messages."""
 _ALTERNATIONS = 20
 """Each shrinks the error of e and u at least tenfold, since either has little to do with the other's batches."""
 
@@ -167,7 +169,8 @@ class LinkCost:
 
         The time of a batch is latency·u + shared/e. e comes from batches that are nearly all link work, where any are
         measured: among small messages one communicator's latency hides behind another's transfer, which would look like
-        a wider link. What is left in the others is u; with one size only, latencies are taken to overlap.
+        a wider link. What is left in the others is u; with one size only, latencies are taken to overlap. Where all
+        messages are small (`unshown`), e is left at 1.
         """
         rows: dict[int, list[tuple[float, float, float]]] = {}
         sizes: dict[int, set[int]] = {}
@@ -184,8 +187,11 @@ class LinkCost:
                 parts = (latency / point.seconds, shared / point.seconds, 1 - alone / point.seconds)
                 rows.setdefault(sharing, []).append(parts)
                 sizes.setdefault(sharing, set()).add(point.bytes)
+        small = unshown(points)
         return {
-            sharing: _fit_pair(np.array(rows[sharing]), sharing, both=len(sizes[sharing]) > 1)
+            sharing: _fit_stretch(np.array(rows[sharing]), sharing)
+            if sharing in small
+            else _fit_pair(np.array(rows[sharing]), sharing, both=len(sizes[sharing]) > 1)
             for sharing in sorted(rows)
         }
 
@@ -218,6 +224,28 @@ def _nearest(fitted: Mapping[int, float], messages: int) -> float:
     if not fitted:
         return 1.0
     return fitted[min(fitted, key=lambda count: (abs(count - messages), count))]
+
+
+def unshown(points: Sequence[Batch]) -> dict[int, int]:
+    """The communicator counts whose e(n) these batches are too small to show, each with its largest message.
+
+    >>> unshown([Batch(1024, 8, 2, 1e-3), Batch(4096, 8, 2, 1e-3), Batch(1024, 8, 4, 1e-3), Batch(2**20, 8, 4, 1e-2)])
+    {2: 4096}
+    """
+    largest: dict[int, int] = {}
+    for point in points:
+        sharing = min(point.messages, point.communicators)
+        if sharing >= 2 and point.seconds > 0:
+            largest[sharing] = max(point.bytes, largest.get(sharing, 0))
+    return {sharing: size for sharing, size in sorted(largest.items()) if size <= _SMALL_BYTES}
+
+
+def _fit_stretch(parts: NDArray[np.float64], sharing: int) -> tuple[float, float]:
+    """(1, u): the link is taken to do one second of work a second, and what that leaves is u."""
+    latency, shared, target = parts.T
+    weight = float(latency @ latency)
+    raw = float(latency @ (target - shared)) / weight if weight > 0 else 1.0
+    return 1.0, float(np.clip(raw, 1.0, sharing))
 
 
 def _fit_pair(parts: NDArray[np.float64], sharing: int, *, both: bool) -> tuple[float, float]:

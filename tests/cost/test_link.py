@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backbeat.cost import Curve, LinkCost
+from backbeat.cost import Batch, Curve, LinkCost
+from backbeat.cost.link import unshown
 from backbeat.model import ConcurrencyPoint
 from backbeat.simulate.engine import simulate
 from backbeat.simulate.schedule import Schedule
@@ -141,3 +142,15 @@ def test_whatever_was_measured_the_fit_is_a_number(times: list[float], rows: lis
     assert all(0 < efficiency < np.inf for efficiency in cost.efficiencies.values())
     assert all(1 <= stretch < np.inf for stretch in cost.stretches.values())
     assert all(np.isfinite(cost.batch_s(point.bytes, point.messages, point.communicators)) for point in rows)
+
+
+def test_small_messages_do_not_say_how_the_link_is_shared() -> None:
+    """They took 30 % longer than their latencies say: read as link work, that would make large messages crawl."""
+    isolated = Curve.affine(2e-4, 1e-9)
+    small = [Batch(size, 8, 2, 1.3 * (4 * 2e-4 + 8e-9 * size)) for size in (1024, 4096)]
+    cost = LinkCost.fit(isolated, small)
+    assert cost.efficiencies == {2: 1.0}
+    assert cost.stretches[2] == pytest.approx(1.3, rel=0.02)
+    assert cost.batch_s(10_000_000, 8, 2) == pytest.approx(8e-2, rel=0.02)
+    assert unshown(small) == {2: 4096}
+    assert unshown([*small, Batch(2**18, 8, 2, 3e-3)]) == {}

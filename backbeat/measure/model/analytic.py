@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from backbeat.comm.clock import HostClock
@@ -33,6 +32,8 @@ if TYPE_CHECKING:
     from backbeat.comm.clock import Mark
 
 _CPU = torch.device("cpu")
+_GPU_CHOICES = ("foreach", "fused", "capturable")
+"""Of torch's optimizers: how the update is split into kernels, never what it computes."""
 
 
 class VirtualClock(HostClock):
@@ -60,6 +61,9 @@ class Estimator(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self.fused and func is torch.ops.aten._local_scalar_dense.default:
+            # The number of the step, which an optimizer corrects its averages by: any will do.
+            return 1.0
         result = func(*args, **kwargs)
         work = work_of(func, args, kwargs, result)
         self.clock.now_s += self.roof.seconds(replace(work, optimizer=True) if self.fused else work)
@@ -86,13 +90,28 @@ def analytic_profile(
     roof = roofline(gpu, precision, tflops=tflops, gbps=gbps)
     size = factory.batch_size(batch_size)
     workload = build_without_data(factory, size)
+    if workload.optimizer is not None and not isinstance(workload.optimizer, torch.optim.Optimizer):
+        raise InputError(
+            f"the optimizer of {factory.spec} is a {type(workload.optimizer).__name__}, no torch.optim.Optimizer: its "
+            "work cannot be computed from shapes; measure the model, or return no optimizer"
+        )
     samples = size or samples_in(workload.batch)
     if samples is None:
         raise InputError(f"the batch of {factory.spec} holds no tensor to count samples in")
     if batch_size is not None and samples != batch_size:
         raise InputError(f"{factory.spec} takes no batch_size and its batch holds {samples} samples, not {batch_size}")
     figures = analytic_figures(workload, roof, precision, accumulation)
-    return _document(factory, figures, roof, samples, precision, accumulation, name, command)
+    return _document(
+        factory,
+        figures,
+        roof,
+        samples,
+        precision,
+        accumulation,
+        name,
+        command,
+        "SGD with momentum (none given)" if workload.optimizer is None else type(workload.optimizer).__name__,
+    )
 
 
 def build_without_data(factory: Factory, size: int | None) -> Workload:
@@ -123,11 +142,12 @@ def analytic_figures(workload: Workload, roof: Roofline, precision: str, accumul
     clock = VirtualClock()
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     estimator = Estimator(roof, clock)
-    model, batch = _without_data(workload, mode)
+    model, batch, optimizer = _without_data(workload, mode)
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trainable:
         raise InputError("no parameter of the model has requires_grad: there are no gradients to time; unfreeze some")
-    optimizer = torch.optim.SGD(trainable, lr=1e-4, momentum=0.9, foreach=False)
+    if optimizer is None:
+        optimizer = torch.optim.SGD(trainable, lr=1e-4, momentum=0.9, foreach=False)
     training = _AnalyticTraining(
         model=model,
         batch=batch,
@@ -142,7 +162,7 @@ def analytic_figures(workload: Workload, roof: Roofline, precision: str, accumul
         estimator=estimator,
     )
     try:
-        with mode, estimator, _FlashAttention():
+        with mode, estimator, _fused_attention():
             return take(training, 1, 1, None)
     except Exception as error:
         cause = error.__cause__ if isinstance(error, BackbeatError) else error
@@ -165,21 +185,32 @@ class _AnalyticTraining(Training):
         self.estimator.fused = False
 
 
-class _FlashAttention(TorchFunctionMode):
-    """Attention with dropout is one fused kernel on a GPU; on the CPU only attention without dropout is."""
+@contextlib.contextmanager
+def _fused_attention() -> Iterator[None]:
+    """Attention with dropout is one fused kernel on a GPU; on the CPU only attention without dropout is.
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if func is torch.nn.functional.scaled_dot_product_attention:
-            kwargs["dropout_p"] = 0.0
-            args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
-            if len(args) > 4:
-                del kwargs["dropout_p"]
-        return func(*args, **kwargs)
+    Replaced where every call arrives, those of modules and of recomputation in backward included: a checkpointed block
+    must save in recomputation what it saved in forward.
+    """
+    attention = torch.ops.aten.scaled_dot_product_attention.default
+
+    def without_dropout(
+        query: Any, key: Any, value: Any, mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False, **rest: Any
+    ) -> Any:
+        return attention.decompose(query, key, value, mask, 0.0, is_causal, **rest)
+
+    library = torch.library.Library("aten", "IMPL")
+    library.impl(attention, without_dropout, "AutogradCPU")
+    try:
+        yield
+    finally:
+        library._destroy()
 
 
-def _without_data(workload: Workload, mode: FakeTensorMode) -> tuple[torch.nn.Module, Any]:
-    """The model and batch with every tensor replaced by its shape, on a CPU that only pretends."""
+def _without_data(
+    workload: Workload, mode: FakeTensorMode
+) -> tuple[torch.nn.Module, Any, torch.optim.Optimizer | None]:
+    """Model, batch and optimizer with every tensor replaced by its shape, on a CPU that only pretends."""
     fakes: dict[int, torch.Tensor] = {}
 
     def fake(tensor: torch.Tensor) -> torch.Tensor:
@@ -199,7 +230,14 @@ def _without_data(workload: Workload, mode: FakeTensorMode) -> tuple[torch.nn.Mo
                 if tensor is not None:
                     tensors[name] = fake(tensor)
     batch = map_batch(workload.batch, lambda item: fake(item) if isinstance(item, torch.Tensor) else item)
-    return workload.model, batch
+    optimizer = workload.optimizer
+    if optimizer is not None:
+        optimizer.state.clear()
+        for group in optimizer.param_groups:
+            group["params"] = [fake(parameter) for parameter in group["params"]]
+            # Kernels over many tensors are for a GPU; the estimator takes what they do from the operations one by one.
+            group.update({choice: False for choice in _GPU_CHOICES if choice in group})
+    return workload.model, batch, optimizer
 
 
 def _document(
@@ -211,12 +249,13 @@ def _document(
     accumulation: int,
     name: str | None,
     command: str | None,
+    optimizer: str,
 ) -> Profile:
     title = name or f"{factory.title}-b{samples}-{precision}-{roof.device.name}"
     notes = [
         "analytic: computed from shapes and peak rates, not measured",
         f"roofline of {roof.device.title}: {roof.efficiency}",
-        "optimizer: SGD with momentum; peak memory is the sum of its kinds; the host is taken to keep up",
+        f"optimizer: {optimizer}; peak memory is the sum of its kinds; the host is taken to keep up",
     ]
     if factory.description:
         notes.insert(0, f"{factory.spec}: {factory.description}")

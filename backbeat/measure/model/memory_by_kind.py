@@ -103,9 +103,9 @@ class SavedTensors:
 
 
 def _optimizer_bytes(optimizer: torch.optim.Optimizer, device: torch.device) -> int:
-    """Of the state on the device: step counters often live on the host."""
+    """Of the state on the device, without scalars: step counters often live on the host."""
     tensors = (tensor for state in optimizer.state.values() for tensor in _tensors(state))
-    return storage_bytes(tensor for tensor in tensors if tensor.device.type == device.type)
+    return storage_bytes(tensor for tensor in tensors if tensor.device.type == device.type and tensor.dim() > 0)
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:

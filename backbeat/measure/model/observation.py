@@ -10,6 +10,7 @@ import torch
 from msgspec.structs import replace
 
 from backbeat.measure.model.chain_costs import MeasuredChain, measure_blocks
+from backbeat.measure.model.flops import count_flops, sequence_length
 from backbeat.measure.model.gradients import Gradients, first_iteration
 from backbeat.measure.model.hooks import (
     ForwardWatch,
@@ -64,6 +65,11 @@ class Figures:
     """None where the host is the device."""
     compiled: bool
     chain: MeasuredChain
+    flops: float | None
+    """Of forward and backward of one micro-batch."""
+    no_flops: str | None
+    """Why they are not known."""
+    sequence_length: int | None
 
     @property
     def overhead(self) -> float:
@@ -111,8 +117,10 @@ class Figures:
             buffer_bytes=self.memory.buffer_bytes,
             accumulation=accumulation,
             memory=self.memory,
+            sequence_length=self.sequence_length,
+            flops_per_sample=None if self.flops is None else self.flops / batch_size,
             source=source,
-            notes=tuple(notes),
+            notes=(*notes, *(() if self.no_flops is None else (self.no_flops,))),
         )
 
 
@@ -149,6 +157,7 @@ def take(
     compiled = is_compiled(training.model)
     owners = [] if compiled else find_owners(training.model, gradients.parameters)
     memory, activations = weigh(training, gradients, owners)
+    flops, no_flops = (None, "no FLOPs: a compiled model hides them") if compiled else count_flops(training)
     chain = _chain(training, compiled)
     memory = replace(memory, head_bytes=chain.head_bytes, outside_bytes=chain.outside_bytes)
     per_iteration = 3 * training.accumulation + 4
@@ -197,6 +206,9 @@ def take(
         pace=pace,
         compiled=compiled,
         chain=chain,
+        flops=flops,
+        no_flops=no_flops,
+        sequence_length=sequence_length(training.batch),
     )
 
 

@@ -34,8 +34,10 @@ def work_of(func: Any, args: Any, kwargs: Any, result: Any) -> OperatorWork:
     moved += sum(_bytes(tensor) for tensor in outputs)
     if name in ("aten::convolution", "aten::convolution_backward"):
         return _convolution(_given(func, args, kwargs), result, moved, half)
-    if _ATTENTION in name:
-        return OperatorWork(_attention_flops(_given(func, args, kwargs), "backward" in name), moved, half)
+    if is_attention(func):
+        flops = attention_flops(func, args, kwargs)
+        # Kernels skip the half of the scores that a causal mask hides.
+        return OperatorWork(flops / 2 if _given(func, args, kwargs).get("is_causal") else flops, moved, half)
     if "embedding" in name and "backward" not in name:
         # A lookup reads the rows it returns, not the whole table.
         return OperatorWork(0, 2 * sum(_bytes(tensor) for tensor in outputs), half)
@@ -82,13 +84,18 @@ def _normalisation(name: str, inputs: list[torch.Tensor], moved: int, half: bool
     return OperatorWork(0, moved + largest * (2 if backward else 1), half, kernels=2)
 
 
-def _attention_flops(given: dict[str, Any], backward: bool) -> float:
+def is_attention(func: Any) -> bool:
+    """Whether it is one of torch's fused attention kernels, or the backward of one."""
+    return _ATTENTION in str(func)
+
+
+def attention_flops(func: Any, args: Any, kwargs: Any) -> float:
+    """Of all scores, those that a mask hides included."""
+    given = _given(func, args, kwargs)
     query, key, value = given["query"], given["key"], given["value"]
     batch, heads, length, width = query.shape
     flops = 2.0 * batch * heads * length * key.shape[-2] * (width + value.shape[-1])
-    if given.get("is_causal"):
-        flops /= 2
-    return float(flops * _ATTENTION_BACKWARD if backward else flops)
+    return float(flops * _ATTENTION_BACKWARD if "backward" in str(func) else flops)
 
 
 def _given(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from backbeat.comm.machine import device_name, short_name, source
 from backbeat.errors import InputError, MeasurementError
 from backbeat.measure.model.batches import samples_in, to_device
 from backbeat.measure.model.inputs import check_model, device_of
+from backbeat.measure.model.noise import noise
 from backbeat.measure.model.observation import Figures, rounded, take
 from backbeat.measure.model.precision import check_precision, scaler_for, tensor_cores
 from backbeat.measure.model.restore import kept
@@ -64,7 +65,7 @@ def profile(
 
     `loss(model, batch)` returns the scalar that backward starts from. Without an optimizer, SGD with momentum.
     Options are those of `measure`: `precision`, `device`, `iterations`, `warmup`, `accumulation`, `batch_size`,
-    `name`, `model_name`, `time_limit_s`, `keep`, `command`, `notes`, `topk_speed`, `apply_memory`.
+    `name`, `model_name`, `time_limit_s`, `accept_noise`, `keep`, `command`, `notes`, `topk_speed`, `apply_memory`.
     """
     return measure(model, batch, loss, optimizer, **options).profile
 
@@ -84,6 +85,7 @@ def measure(
     name: str | None = None,
     model_name: str | None = None,
     time_limit_s: float | None = None,
+    accept_noise: bool = False,
     keep: bool = True,
     command: str | None = None,
     notes: Iterable[str] = (),
@@ -92,8 +94,9 @@ def measure(
 ) -> MeasuredModel:
     """As `profile`, with the measurement's own cost.
 
-    `time_limit_s` lowers the number of iterations (to 8 at least) where they would take longer. `keep=False` spares the
-    copies that put the model back as it was. `topk_speed` and `apply_memory` come from `backbeat.runtime`, as
+    `time_limit_s` lowers the number of iterations (to 8 at least) where they would take longer. A measurement on a busy
+    machine is refused (`noise` says when); `accept_noise` makes it a note instead. `keep=False` spares the copies that
+    put the model back as it was. `topk_speed` and `apply_memory` come from `backbeat.runtime`, as
     `backbeat profile` gives them: without them the profile does not say what top-k costs, nor, on a GPU, what
     recomputation costs the host.
     """
@@ -136,6 +139,12 @@ def measure(
         with _current(where), tensor_cores(precision, where):
             with kept(model, given_optimizer, where) if keep else contextlib.nullcontext():
                 figures = take(training, iterations, warmup, time_limit_s, apply_memory)
+            found = noise(figures.iteration_s, figures.forward_s + figures.backward_s, figures.overhead)
+            if found is not None and not accept_noise:
+                raise MeasurementError(
+                    f"the machine was busy: {found}; stop what else runs on it and profile again, or go on with such a "
+                    "profile by --accept-noise (accept_noise=True)"
+                )
             topk = None if topk_speed is None else topk_speed(training, sum(figures.gradients.sizes))
     except (InputError, MeasurementError):
         raise
@@ -155,7 +164,11 @@ def measure(
         model=title,
         batch_size=samples,
         command=command or "backbeat.measure.profile(model, batch, loss)",
-        notes=(*notes, *(() if given_optimizer is not None else ("optimizer: SGD with momentum",))),
+        notes=(
+            *notes,
+            *(() if found is None else (f"noise accepted: {found}; predictions are as uncertain",)),
+            *(() if given_optimizer is not None else ("optimizer: SGD with momentum",)),
+        ),
     )
 
 

@@ -22,7 +22,7 @@ from backbeat.comm.machine import today, versions
 from backbeat.errors import InputError, MeasurementError
 from backbeat.measure.network.bench import Bench, explained
 from backbeat.measure.network.case import COLLECTIVES, SIZES, held_out_cases, series_of
-from backbeat.measure.network.findings import Calibration, host_note, misfits, network_from, notes_of
+from backbeat.measure.network.findings import Calibration, host_note, misfits, network_from, notes_of, sharing_unknown
 from backbeat.measure.network.jumps import SHARE, closer
 from backbeat.measure.network.sampling import Progress, measure
 from backbeat.model.source import Source
@@ -105,7 +105,7 @@ def measure_cluster(
         source=_source(shared.date, where, len(shared.hosts), workers),
         notes=notes,
     )
-    network = msgspec.structs.replace(network, notes=(*network.notes, *misfits(network)))
+    network = msgspec.structs.replace(network, notes=(*network.notes, *misfits(network), *sharing_unknown(network)))
     measured = tuple(case for case in held_out if case in outcome.timings)
     return Calibration(network=network, outcome=outcome, held_out=measured)
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import textwrap
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from backbeat.cost.link import Batch, unshown
 from backbeat.cost.samples import Timing, monotone
 from backbeat.errors import MeasurementError
 from backbeat.measure.network.case import COLLECTIVES, Case
 from backbeat.measure.network.sampling import FEWEST_REPEATS, REPEATS
+from backbeat.measure.network.verdict import MISFIT, verdict
 from backbeat.model.network import CollectiveTimes, ConcurrencyPoint, Network, Topology
 from backbeat.units import format_bytes, format_rate, format_seconds
 
@@ -24,8 +27,6 @@ JITTER = 0.2
 """Above this the network is not what the model assumes; a note says so."""
 LATE = 0.1
 """The same, for samples that contain the host's own time."""
-MISFIT = 0.25
-"""The same, for the model's error where several communicators are used at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,6 +143,19 @@ def misfits(network: Network) -> list[str]:
     ]
 
 
+def sharing_unknown(network: Network) -> list[str]:
+    """Where messages on several communicators were too small to show how they share the link."""
+    rows = [Batch(row.bytes, row.messages, row.communicators, row.seconds) for row in network.concurrency]
+    small = unshown(rows)
+    if not small:
+        return []
+    counts = " and ".join(str(count) for count in small)
+    return [
+        f"link efficiency with {counts} communicators is taken as 1: messages of up to "
+        f"{format_bytes(max(small.values()))} at once are too small to show it; raise --budget or --sizes"
+    ]
+
+
 def notes_of(
     outcome: SamplingOutcome, budget_s: float, backend: str, hosts: tuple[int, ...], workers: int
 ) -> list[str]:
@@ -182,7 +196,7 @@ def _largest(outcome: SamplingOutcome, collective: Collective) -> int:
 
 
 def summary_of(calibration: Calibration) -> dict[str, Any]:
-    """The fit and its residuals, from the very cost that predictions use."""
+    """The verdict, the fit and its residuals, from the very cost that predictions use."""
     network, timings = calibration.network, calibration.outcome.timings
     cost = network.cost
     alpha, beta = cost.isolated.line
@@ -218,7 +232,7 @@ def summary_of(calibration: Calibration) -> dict[str, Any]:
         }
         for case in calibration.held_out
     ]
-    return {
+    found = {
         "name": network.name,
         "workers": network.workers,
         "backend": network.backend,
@@ -231,9 +245,12 @@ def summary_of(calibration: Calibration) -> dict[str, Any]:
         "all_reduce": points,
         "concurrency": rows,
         "held_out": held_out,
-        "warnings": [*warnings(calibration.outcome), *misfits(network)],
+        "workers_per_host": network.topology.gpus_per_node,
+        "sharing_unknown": bool(sharing_unknown(network)),
+        "warnings": [*warnings(calibration.outcome), *misfits(network), *sharing_unknown(network)],
         "notes": list(network.notes),
     }
+    return {"verdict": verdict(found), **found}
 
 
 def summary_lines(summary: dict[str, Any]) -> list[str]:
@@ -243,6 +260,8 @@ def summary_lines(summary: dict[str, Any]) -> list[str]:
     bus = f", bus bandwidth {format_rate(8 * 2 * (workers - 1) / workers / slope)}" if slope > 0 else ""
     worst = max(summary["all_reduce"], key=lambda point: abs(point["line_error"]))
     text = [
+        *textwrap.wrap(summary["verdict"], 80),
+        "",
         f"{summary['name']}: {workers} workers, {summary['backend']}, measured in {summary['elapsed_s']:.0f} s",
         f"  a = {format_seconds(summary['alpha_s'])}   b = {summary['beta_s_per_byte'] * 1e9:.3g} ns/byte"
         f"   G = {slope * 1e9:.3g} ns/byte{bus}",

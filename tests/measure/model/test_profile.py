@@ -89,7 +89,7 @@ def test_an_adaptive_optimizers_state_is_larger() -> None:
     model = classifier()
     result = profile(model, images(), loss, torch.optim.Adam(model.parameters()), **QUICK)
     assert result.memory is not None
-    assert result.memory.optimizer_bytes > 2 * result.memory.parameter_bytes
+    assert result.memory.optimizer_bytes == 2 * result.memory.parameter_bytes
     assert not any("SGD" in note for note in result.notes)
 
 
@@ -226,7 +226,7 @@ def test_hooks_are_removed_when_training_fails_midway() -> None:
 
 
 def test_the_time_limit_keeps_a_few_iterations() -> None:
-    result = measure(classifier(), images(), loss, iterations=20, warmup=1, time_limit_s=0.0)
+    result = measure(classifier(), images(), loss, iterations=20, warmup=1, time_limit_s=0.0, accept_noise=True)
     assert len(result.profile.iteration_s) == 8
     assert result.overhead > 0
     assert result.pace is None

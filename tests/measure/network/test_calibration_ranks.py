@@ -108,6 +108,10 @@ def test_ranks_write_one_network(count: int, tmp_path: Path) -> None:
     assert any("share one host" in note for note in network.notes)
     summary = json.loads(results[0].stdout)
     assert summary["workers"] == count
+    assert summary["verdict"].startswith(f"{count} ranks over gloo: ")
+    assert "too little to plan buckets" in summary["verdict"]
+    assert "backbeat: calibrating (" in results[0].stderr
+    assert not any("calibrating" in result.stderr for result in results[1:])
     assert set(summary["efficiency"]) == {
         str(row.communicators) for row in network.concurrency if row.communicators > 1
     }
