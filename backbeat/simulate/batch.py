@@ -160,7 +160,10 @@ def _block(one: Block, two: Block, between: Callable[[float, float], float]) -> 
 def _memory(one: Memory | None, two: Memory | None, between: Callable[[float, float], float]) -> Memory | None:
     if one is None or two is None:
         return None
-    return Memory(**{name: round(between(getattr(one, name), getattr(two, name))) for name in Memory.__struct_fields__})
+    sizes = [name for name in Memory.__struct_fields__ if name.endswith("_bytes")]
+    return msgspec.structs.replace(
+        one, **{name: round(between(getattr(one, name), getattr(two, name))) for name in sizes}
+    )
 
 
 def _proportional(one: Profile, batch_size: int) -> Profile:
