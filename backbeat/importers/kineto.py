@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -22,10 +23,6 @@ from backbeat.importers.trace_facts import Facts, Mark, Ready, Transfer, collect
 from backbeat.model.profile import Gradient, Profile
 from backbeat.model.source import Source
 from backbeat.units import format_bytes, format_seconds
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
 
 _IDLE = 0.1
 """Above this share of idle device time in backward, the host sets the pace, and profiling slows the host."""

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import math
 from array import array
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from backbeat.errors import InputError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
 
 _NODE = "autograd::engine::evaluate_function: "
 _ACCUMULATE = ("torch::autograd::AccumulateGrad", "AccumulateGrad")

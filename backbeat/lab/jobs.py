@@ -5,13 +5,10 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from backbeat.model import Plan, Profile
 from backbeat.simulate.decoupled_step import Layers
 from backbeat.simulate.schedule import Schedule
-
-if TYPE_CHECKING:
-    from backbeat.model import Plan, Profile
 
 FEWEST_ITERATIONS = 6
 MOST_ITERATIONS = 60

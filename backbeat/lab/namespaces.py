@@ -9,19 +9,17 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import TracebackType
+from typing import Any
 
 from backbeat.errors import InputError, MeasurementError, MissingPartError
 from backbeat.lab.runs import NAMESPACES, LabRun
 from backbeat.units import format_rate
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from types import TracebackType
 
 INTERFACE = "eth0"
 MOST_NODES = 250

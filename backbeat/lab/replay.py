@@ -14,15 +14,13 @@ import ctypes
 import gc
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 
+from backbeat.comm.communicators import Communicator
 from backbeat.comm.spin import SpinRate, spin_rate, until
 from backbeat.lab.jobs import Replayed, ReplayJob, Turn
-
-if TYPE_CHECKING:
-    from backbeat.comm.communicators import Communicator
 
 cuda: Any = torch.cuda  # untyped in parts
 

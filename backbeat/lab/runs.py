@@ -14,14 +14,11 @@ import os
 import re
 import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import TracebackType
 
 from backbeat.lab.mps import stop_daemon
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from types import TracebackType
 
 PREFIX = "bb"
 NAMESPACES = Path("/run/netns")

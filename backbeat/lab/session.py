@@ -7,19 +7,15 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from multiprocessing import connection as pipes
-from typing import TYPE_CHECKING, Any
+from types import TracebackType
+from typing import Any
 
 from backbeat.errors import MeasurementError
-from backbeat.lab.namespaces import INTERFACE
+from backbeat.lab.namespaces import INTERFACE, Cluster
+from backbeat.lab.setting import Setting
 from backbeat.lab.worker import Start
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from types import TracebackType
-
-    from backbeat.lab.namespaces import Cluster
-    from backbeat.lab.setting import Setting
 
 START_S = 180.0
 """Importing torch in many processes on few cores takes its time."""

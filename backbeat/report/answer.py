@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
+from backbeat.model import Prediction
 from backbeat.report.device_memory import DeviceFit, device_fit
 from backbeat.report.limits import limit
 from backbeat.report.running_cost import units_line
@@ -13,9 +14,6 @@ from backbeat.report.study import STOCK, Study
 from backbeat.report.tables import fastest, gpu_hours, over_bound
 from backbeat.simulate.sweep import knee
 from backbeat.units import format_seconds
-
-if TYPE_CHECKING:
-    from backbeat.model import Prediction
 
 Verdict = Literal["yes", "partly", "no", "alone", "memory"]
 

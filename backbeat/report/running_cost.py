@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from backbeat.cost.accelerators import accelerator
+from backbeat.model import Prediction, Profile
 from backbeat.units import format_seconds
-
-if TYPE_CHECKING:
-    from backbeat.model import Prediction, Profile
 
 BILLION = 10**9
 

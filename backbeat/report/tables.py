@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import msgspec
 from rich import box
 from rich.table import Table
 
+from backbeat.model import Network, Plan, Prediction, Profile
 from backbeat.model.source import Source
 from backbeat.report.figures.timeline import carries_gradients
 from backbeat.units import format_bytes, format_seconds, printable
 
 SAME = 5e-4
 """Two times closer than this share are called equal: they print alike, and no measurement tells them apart."""
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from backbeat.model import Network, Plan, Prediction, Profile
 
 
 def gpu_hours(prediction: Prediction, samples: int) -> float:

@@ -15,6 +15,7 @@ from backbeat.model.files import bundled
 from backbeat.planners import propose
 from backbeat.report import draw, figures
 from backbeat.report.answer import answer
+from backbeat.report.draw_timeline import timeline_parts
 from backbeat.report.page import timelines
 from backbeat.report.study import STOCK, Study, bucket_sweep
 from backbeat.report.whatif_inputs import scaled_network
@@ -149,7 +150,7 @@ def respond(state: State, library: Library, *, thorough: bool = False) -> dict[s
             [format_seconds(best.exposed_s), "lost in each iteration", f"limited by {best.bottleneck}"],
         ],
         "figures": drawings,
-        "timelines": draw.timeline_parts(shown),
+        "timelines": timeline_parts(shown),
         "pair": [STOCK, study.best_label if study.best_label != STOCK else shown[-1].label],
         "curves": {
             label: [[point.workers, point.iteration_s, point.scaling_factor] for point in curve]

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from backbeat.model import Profile
 from backbeat.report.figures.timeline import Timeline
-
-if TYPE_CHECKING:
-    from backbeat.model import Profile
 
 MOST_POINTS = 1500
 
