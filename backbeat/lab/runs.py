@@ -16,7 +16,6 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
 
 from backbeat.lab.mps import stop_daemon
 
@@ -52,9 +51,7 @@ class LabRun:
             fcntl.flock(self._lock, fcntl.LOCK_EX)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.remove()
 
     def remove(self) -> None:

@@ -11,6 +11,8 @@ from typing import Any
 import msgspec
 
 from backbeat.errors import InputError
+from backbeat.importers.trace_events import TraceReader
+from backbeat.importers.trace_facts import Mark, collect
 from backbeat.model import Bucket, Network, Plan, Profile, Span
 from backbeat.model import files as model_files
 from backbeat.planners import STRATEGIES, propose
@@ -72,9 +74,8 @@ def read_lab(path: str | Path, profile: Profile) -> list[Measured]:
     where = Path(path)
     if not where.is_file():
         raise InputError(f"{where}: no such file: give what `backbeat lab -o` wrote")
-    raw = model_files.read(where)
     try:
-        data = msgspec.json.decode(raw)
+        data = msgspec.json.decode(model_files.read(where))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InputError(f"{where}: not JSON ({error}): give what `backbeat lab -o` wrote") from None
     if not isinstance(data, dict) or data.get("schema") != LAB_SCHEMA:
@@ -90,9 +91,6 @@ def read_lab(path: str | Path, profile: Profile) -> list[Measured]:
 
 def read_trace(path: str | Path) -> list[Measured]:
     """One iteration of a trace that torch.profiler exported: the last whole one."""
-    from backbeat.importers.trace_events import TraceReader
-    from backbeat.importers.trace_facts import collect
-
     where = Path(path)
     if not where.is_file():
         raise InputError(f"{where}: no such file: give a trace that torch.profiler exported")
@@ -100,7 +98,6 @@ def read_trace(path: str | Path) -> list[Measured]:
     steps = _steps(facts.marks)
     computing = facts.kernels if len(facts.kernels.start) else facts.operators
     busy = list(zip(computing.start, computing.end, strict=True))
-    transfers = [(one.start, one.end, one.name, one.bytes or 0, one.workers) for one in facts.transfers]
     if not busy:
         raise InputError(f"{where}: holds no operators or kernels: export a trace of training with torch.profiler")
     low, high = steps[-1] if steps else (min(one[0] for one in busy), max(one[1] for one in busy))
@@ -108,19 +105,21 @@ def read_trace(path: str | Path) -> list[Measured]:
         Span("compute", "computing", start - low, end - low)
         for start, end in _joined([(start, end) for start, end in busy if low <= start < high])
     ]
-    inside = sorted(one for one in transfers if low <= one[0] < high)
+    inside = sorted(
+        (one.start, one.end, one.name, one.bytes or 0) for one in facts.transfers if low <= one.start < high
+    )
     lanes = _lanes([(start, end) for start, end, *_ in inside])
-    for lane, (start, end, name, size, _) in zip(lanes, inside, strict=True):
+    for lane, (start, end, name, size) in zip(lanes, inside, strict=True):
         spans.append(Span(f"communicator {lane}", name, start - low, end - low, size))
     lengths = sorted(end - start for start, end in steps)
     return [
         Measured(
             label=f"trace {where.name}",
             origin="trace",
-            workers=max((one[4] or 1 for one in transfers), default=1),
-            iteration_s=lengths[len(lengths) // 2] if lengths else None,
-            low_s=lengths[len(lengths) // 10] if lengths else None,
-            high_s=lengths[len(lengths) * 9 // 10] if lengths else None,
+            workers=max((one.workers or 1 for one in facts.transfers), default=1),
+            iteration_s=_percentile(lengths, 50),
+            low_s=_percentile(lengths, 10),
+            high_s=_percentile(lengths, 90),
             single_s=None,
             predicted_s=None,
             iterations=len(lengths),
@@ -129,36 +128,29 @@ def read_trace(path: str | Path) -> list[Measured]:
     ]
 
 
-def _steps(marks: Sequence[Any]) -> list[tuple[float, float]]:
+def _steps(marks: Sequence[Mark]) -> list[tuple[float, float]]:
     """The iterations: profiler steps, or from the end of one optimizer step to the end of the next."""
     steps = sorted((mark.start, mark.end) for mark in marks if mark.name.startswith("ProfilerStep#"))
-    if steps:
-        return steps
-    ends = sorted(mark.end for mark in marks if mark.name.startswith("Optimizer.step#"))
-    return list(pairwise(ends))
+    return steps or list(pairwise(sorted(mark.end for mark in marks if mark.name.startswith("Optimizer.step#"))))
 
 
 def _of_row(row: _Row, lab: _Lab, network: Network, profile: Profile) -> Measured:
     samples = sorted(sample for series in row.series_s for sample in series)
-    replayed = _replayed(profile, lab) if profile.name == lab.profile else None
-    plan = _plan(row, replayed, network) if replayed is not None else None
-    predicted: tuple[Span, ...] = ()
-    seen: tuple[Span, ...] = ()
-    if replayed is not None and plan is not None:
-        predicted = predict(replayed, network, plan, broadcast_buffers=False).timeline
-        seen = finished_spans(replayed, plan, row.finishes_s)
+    # The nodes' compute was dilated, and all waited for the slowest of them.
+    replayed = scaled(profile, lab.dilation * max([1.0, *lab.stragglers.values()]))
+    plan = _plan(row, replayed, network) if profile.name == lab.profile else None
     return Measured(
         label=row.plan,
         origin="lab",
         workers=lab.nodes,
         iteration_s=row.measured_s,
-        low_s=samples[len(samples) // 10] if samples else None,
-        high_s=samples[len(samples) * 9 // 10] if samples else None,
+        low_s=_percentile(samples, 10),
+        high_s=_percentile(samples, 90),
         single_s=row.single_s,
         predicted_s=row.predicted_s,
         iterations=len(samples),
-        measured_spans=seen,
-        predicted_spans=predicted,
+        measured_spans=finished_spans(replayed, plan, row.finishes_s) if plan else (),
+        predicted_spans=predict(replayed, network, plan, broadcast_buffers=False).timeline if plan else (),
         buckets=tuple(bucket.gradients for bucket in plan.buckets) if plan else (),
     )
 
@@ -193,9 +185,8 @@ def finished_spans(profile: Profile, plan: Plan, finishes_s: Sequence[float]) ->
     return tuple(spans)
 
 
-def _replayed(profile: Profile, lab: _Lab) -> Profile:
-    """The compute the nodes replayed: dilated, and as slow as the slowest of them."""
-    factor = lab.dilation * max([1.0, *lab.stragglers.values()])
+def scaled(profile: Profile, factor: float) -> Profile:
+    """What a lab replays: compute that takes `factor` times as long, with neither measured iterations nor buffers."""
     return msgspec.structs.replace(
         profile,
         forward_s=profile.forward_s * factor,
@@ -225,6 +216,10 @@ def _plan(row: _Row, profile: Profile, network: Network) -> Plan | None:
         return None
     made = propose(profile, network, row.strategy, communicators=row.communicators)
     return made if len(made.buckets) == row.buckets and made.dynamic is None else None
+
+
+def _percentile(rising: Sequence[float], percent: int) -> float | None:
+    return rising[len(rising) * percent // 100] if rising else None
 
 
 def _joined(intervals: list[tuple[float, float]]) -> list[tuple[float, float]]:
