@@ -181,9 +181,9 @@ def _keep_order(namespace: str) -> None:
     _call("mount", None, b"/", None, _MS_REC_PRIVATE, None)
     _call("mount", b"sysfs", b"/sys", b"sysfs", 0, None)
     cores = f"{(1 << (os.cpu_count() or 1)) - 1:x}"
-    buckets = [cores[max(end - 8, 0) : end] for end in range(len(cores), 0, -8)]
+    words = [cores[max(end - 8, 0) : end] for end in range(len(cores), 0, -8)]
     for steering in Path("/sys/class/net").glob("*/queues/rx-*/rps_cpus"):
-        steering.write_text(",".join(reversed(buckets)))
+        steering.write_text(",".join(reversed(words)))
 
 
 def _inside(namespace: str, act: Callable[[Any], None]) -> None:

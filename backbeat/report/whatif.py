@@ -76,27 +76,18 @@ class Library:
     networks: dict[str, Network]
 
     def profile(self, name: str) -> Profile:
-        if name in self.profiles:
-            return self.profiles[name]
-        if name in bundled(Profile):
-            return _bundled_profile(name)
-        raise InputError(f"there is no profile {name[:80]!r}: choose one, or upload it again")
+        return self.profiles.get(name) or _bundled(Profile, name)
 
     def network(self, name: str) -> Network:
-        if name in self.networks:
-            return self.networks[name]
-        if name in bundled(Network):
-            return _bundled_network(name)
-        raise InputError(f"there is no network {name[:80]!r}: choose one, or upload it again")
+        return self.networks.get(name) or _bundled(Network, name)
 
 
 def study_of(state: State, library: Library, *, thorough: bool) -> Study:
     """Quick: stock DDP, DDP with the chosen bucket and the exact plan. Thorough adds `best`, which searches."""
     original = library.profile(state.profile)
-    batch = state.batch or original.batch_size
     profile = original
-    if batch != original.batch_size:
-        profile = msgspec.structs.replace(at_batch(original, batch, sibling(original)), memory=None)
+    if state.batch not in (None, original.batch_size):
+        profile = msgspec.structs.replace(at_batch(original, state.batch, sibling(original)), memory=None)
     network = scaled_network(library.network(state.network), bandwidth=state.bandwidth, latency=state.latency)
     counts = tuple(parse_workers(f"{min(4, state.workers)}..{state.workers}"))
     moved = {count: network.at(workers=count) for count in counts}
@@ -174,14 +165,11 @@ def readings(study: Study) -> dict[str, str]:
     }
 
 
-@lru_cache(maxsize=32)
-def _bundled_profile(name: str) -> Profile:
-    return Profile.load(bundled(Profile)[name])
-
-
-@lru_cache(maxsize=32)
-def _bundled_network(name: str) -> Network:
-    return Network.load(bundled(Network)[name])
+@lru_cache(maxsize=64)
+def _bundled(kind: type[Any], name: str) -> Any:
+    if name not in bundled(kind):
+        raise InputError(f"there is no {kind.__name__.lower()} {name[:80]!r}: choose one, or upload it again")
+    return kind.load(bundled(kind)[name])
 
 
 def _number(name: str, text: str) -> float | int:
