@@ -90,30 +90,30 @@ def exposed(data: Exposed) -> Drawing:
 
 
 def gradient_sizes(data: GradientSizes) -> Drawing:
-    def bytes_over_time(name: str, seconds: Sequence[float], sizes: Sequence[float], colour: str, did: str) -> Drawing:
+    def bytes_over_time(name: str, points: Sequence[tuple[float, float]], colour: str, did: str) -> Drawing:
+        seconds, sizes = zip(*points, strict=True)
         stroke = {"color": colour, "width": 2, "shape": "hv"}
         hover = f"%{{y:.3s}}B {did} after %{{x:.1f}} ms<extra></extra>"
         return curve(name, ms(seconds), sizes, colour, mode="lines", line=stroke, yaxis="y2", hovertemplate=hover)
 
     traces: list[Drawing] = [
         {
-            "type": "scattergl" if len(data.names) > 4000 else "scatter",
+            "type": "scatter",
             "mode": "markers",
             "name": "one gradient",
-            "x": ms(data.ready_s),
-            "y": list(data.bytes),
+            "x": ms([one.ready_s for one in data.drawn]),
+            "y": [one.bytes for one in data.drawn],
             "marker": {"color": canvas.BLUE, "size": 6, "opacity": 0.7},
             "customdata": [
-                [html.escape(name), format_bytes(size), format_seconds(ready)]
-                for name, size, ready in zip(data.names, data.bytes, data.ready_s, strict=True)
+                [html.escape(one.name), format_bytes(one.bytes), format_seconds(one.ready_s)] for one in data.drawn
             ],
             "hovertemplate": "<b>%{customdata[0]}</b><br>%{customdata[1]}, ready after %{customdata[2]}<extra></extra>",
         },
-        bytes_over_time("bytes ready", data.ready_at_s, data.ready_bytes, canvas.ORANGE, "ready"),
+        bytes_over_time("bytes ready", data.ready, canvas.ORANGE, "ready"),
     ]
-    if data.sent_at_s:
+    if data.sent:
         name = f"bytes arrived with {html.escape(data.sent_label)}"
-        traces.append(bytes_over_time(name, data.sent_at_s, data.sent_bytes, canvas.GREEN, "arrived"))
+        traces.append(bytes_over_time(name, data.sent, canvas.GREEN, "arrived"))
     return drawn(
         traces,
         xaxis=axis("milliseconds from the start of backward", anchor="y2"),

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from backbeat.errors import InputError
+from backbeat.importers.trace_clock import arrays, union
 from backbeat.importers.trace_events import TraceReader
 from backbeat.importers.trace_facts import Mark, collect
 from backbeat.model import Bucket, Network, Plan, Profile, Span
@@ -97,13 +99,14 @@ def read_trace(path: str | Path) -> list[Measured]:
     facts = collect(TraceReader(where))
     steps = _steps(facts.marks)
     computing = facts.kernels if len(facts.kernels.start) else facts.operators
-    busy = list(zip(computing.start, computing.end, strict=True))
-    if not busy:
+    busy = np.stack(arrays(computing.start, computing.end), axis=1)
+    if not busy.size:
         raise InputError(f"{where}: holds no operators or kernels: export a trace of training with torch.profiler")
-    low, high = steps[-1] if steps else (min(one[0] for one in busy), max(one[1] for one in busy))
+    low, high = steps[-1] if steps else (float(busy[:, 0].min()), float(busy[:, 1].max()))
+    gap = np.array([0.0, _JOIN_S])
     spans = [
         Span("compute", "computing", start - low, end - low)
-        for start, end in _joined([(start, end) for start, end in busy if low <= start < high])
+        for start, end in (union(busy[(low <= busy[:, 0]) & (busy[:, 0] < high)] + gap) - gap).tolist()
     ]
     inside = sorted(
         (one.start, one.end, one.name, one.bytes or 0) for one in facts.transfers if low <= one.start < high
@@ -220,16 +223,6 @@ def _plan(row: _Row, profile: Profile, network: Network) -> Plan | None:
 
 def _percentile(rising: Sequence[float], percent: int) -> float | None:
     return rising[len(rising) * percent // 100] if rising else None
-
-
-def _joined(intervals: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    joined: list[tuple[float, float]] = []
-    for start, end in sorted(intervals):
-        if joined and start <= joined[-1][1] + _JOIN_S:
-            joined[-1] = (joined[-1][0], max(joined[-1][1], end))
-        else:
-            joined.append((start, end))
-    return joined
 
 
 def _lanes(intervals: list[tuple[float, float]]) -> list[int]:

@@ -77,7 +77,8 @@ def script_json(data: Any) -> str:
     >>> script_json({"name": "</script><b>"})
     '{"name":"\\u003c/script\\u003e\\u003cb\\u003e"}'
     """
-    text = msgspec.json.encode(_finite(data)).decode()
+    # What is not finite becomes null, which a drawing skips.
+    text = msgspec.json.encode(data).decode()
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")
     return text
@@ -212,14 +213,3 @@ def _facts(study: Study) -> list[tuple[str, str]]:
         ("network", f"{network.name}, given for {network.workers} workers: {origin(network.source)}"),
         ("scaling", "weak: every GPU keeps its batch, so more GPUs train on more samples at a time"),
     ]
-
-
-def _finite(value: Any) -> Any:
-    """JSON has no infinity; a drawing skips what is null."""
-    if isinstance(value, float):
-        return value if value == value and abs(value) != float("inf") else None
-    if isinstance(value, Mapping):
-        return {key: _finite(one) for key, one in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(one) for one in value]
-    return value

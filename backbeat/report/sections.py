@@ -200,11 +200,12 @@ def gradients_section(study: Study) -> Section:
     profile = study.profile
     data = figures.gradient_sizes(profile, study.timeline(study.best_label))
     largest = sorted(profile.gradients, key=lambda gradient: -gradient.bytes)[:_MOST_ROWS]
-    cut = len(profile.gradients) - len(largest)
+    count = len(profile.gradients)
+    cut = count - len(largest)
     return Section(
         anchor="gradients",
         title="Gradients: how large, and when they are ready",
-        summary=f"{data.count} gradients with {format_bytes(profile.total_bytes)} in all; the largest is "
+        summary=f"{count} gradients with {format_bytes(profile.total_bytes)} in all; the largest is "
         f"{largest[0].name} with {format_bytes(largest[0].bytes)}.",
         how="Each dot is the gradient of one parameter, at the moment backward has finished it. Below, orange is how "
         "many bytes are ready to travel, green how many have arrived. The gap between the two is waiting to be sent; "
@@ -218,7 +219,7 @@ def gradients_section(study: Study) -> Section:
                 f"The {cut} smallest are left out." if cut else "",
             )
         ],
-        note=f"The {data.left_out} smallest of {data.count} gradients ({format_bytes(data.left_out_bytes)} together) "
+        note=f"The {data.left_out} smallest of {count} gradients ({format_bytes(data.left_out_bytes)} together) "
         "are not drawn as dots; the lines count all."
         if data.left_out
         else "",

@@ -99,19 +99,21 @@ def test_exposed_parts_add_up_to_what_is_exposed(profile: bb.Profile, network: b
 @given(profiles(), st.integers(2, 10))
 def test_gradients_left_out_are_counted(profile: bb.Profile, most: int) -> None:
     data = figures.gradient_sizes(profile, most=most)
-    assert len(data.names) + data.left_out == data.count == len(profile.gradients)
-    assert sum(data.bytes) + data.left_out_bytes == profile.total_bytes
-    assert data.ready_bytes[-1] == profile.total_bytes
-    assert list(data.ready_bytes) == sorted(data.ready_bytes)
+    assert len(data.drawn) + data.left_out == len(profile.gradients)
+    assert sum(one.bytes for one in data.drawn) + data.left_out_bytes == profile.total_bytes
+    ready = [size for _, size in data.ready]
+    assert ready[-1] == profile.total_bytes
+    assert ready == sorted(ready)
     if data.left_out:
-        assert min(data.bytes) >= max((one.bytes for one in profile.gradients if one.name not in data.names), default=0)
+        others = [one.bytes for one in profile.gradients if one not in data.drawn]
+        assert min(one.bytes for one in data.drawn) >= max(others, default=0)
 
 
 def test_arrived_bytes_reach_the_total() -> None:
     made = study(small(), affine(1e-3, 1e-9), [8], strategies=["optimal"])
     data = figures.gradient_sizes(small(), made.timeline("optimal"))
-    assert data.sent_bytes[-1] == small().total_bytes
-    assert list(data.sent_at_s) == sorted(data.sent_at_s)
+    assert data.sent[-1][1] == small().total_bytes
+    assert list(data.sent) == sorted(data.sent)
 
 
 def test_cost_curve_shows_measured_points_with_residuals_and_the_moved_line() -> None:
