@@ -32,7 +32,6 @@ class Ready:
     start: float
     end: float
     bytes: int | None
-    dtype: str | None
 
 
 @dataclass(slots=True)
@@ -117,8 +116,7 @@ def _sort(facts: Facts, event: dict[str, Any], name: str, args: dict[str, Any], 
         if (correlation := _integer(args.get("correlation"), -1)) >= 0:
             facts.launches.add(start, end, correlation)
     elif name.startswith("gloo:"):
-        size = _bytes(args)
-        facts.transfers.append(Transfer(name.removeprefix("gloo:"), start, end, size, None))
+        facts.transfers.append(Transfer(name.removeprefix("gloo:"), start, end, _bytes(args), None))
     elif kind == "user_annotation":
         if name.startswith(_MARKS):
             facts.marks.append(Mark(name, start, end))
@@ -132,9 +130,9 @@ def _operator(facts: Facts, event: dict[str, Any], name: str, args: dict[str, An
         facts.nodes.add(start, end, _integer(args.get("Sequence number"), -1))
         facts.node_threads.append(thread)
         if name.removeprefix(_NODE) in _ACCUMULATE:
-            facts.outer_ready.append(Ready(start, end, None, None))
+            facts.outer_ready.append(Ready(start, end, None))
     elif name in _ACCUMULATE:
-        facts.ready.append(Ready(start, end, _bytes(args), _first_type(args)))
+        facts.ready.append(Ready(start, end, _bytes(args)))
     if not name.startswith("c10d::"):
         facts.operators.add(start, end, thread)
     if (types := args.get("Input type")) and isinstance(types, list):

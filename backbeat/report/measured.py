@@ -38,7 +38,6 @@ class Measured:
     low_s: float | None
     high_s: float | None
     """The 10th and the 90th percentile."""
-    single_s: float | None
     predicted_s: float | None
     iterations: int
     measured_spans: tuple[Span, ...] = ()
@@ -55,7 +54,6 @@ class _Row(msgspec.Struct, frozen=True):
     buckets: int
     measured_s: float
     predicted_s: float
-    single_s: float
     series_s: list[list[float]] = []
     finishes_s: list[float] = []
     launches: list[list[int]] = []
@@ -123,7 +121,6 @@ def read_trace(path: str | Path) -> list[Measured]:
             iteration_s=_percentile(lengths, 50),
             low_s=_percentile(lengths, 10),
             high_s=_percentile(lengths, 90),
-            single_s=None,
             predicted_s=None,
             iterations=len(lengths),
             measured_spans=tuple(spans),
@@ -149,7 +146,6 @@ def _of_row(row: _Row, lab: _Lab, network: Network, profile: Profile) -> Measure
         iteration_s=row.measured_s,
         low_s=_percentile(samples, 10),
         high_s=_percentile(samples, 90),
-        single_s=row.single_s,
         predicted_s=row.predicted_s,
         iterations=len(samples),
         measured_spans=finished_spans(replayed, plan, row.finishes_s) if plan else (),

@@ -26,7 +26,7 @@ def small() -> bb.Profile:
 
 
 def measured(**known: float) -> Measured:
-    absent = dict.fromkeys(("iteration_s", "low_s", "high_s", "single_s", "predicted_s"))
+    absent = dict.fromkeys(("iteration_s", "low_s", "high_s", "predicted_s"))
     return Measured(label="a", origin="lab", workers=4, iterations=9, **(absent | known))
 
 
