@@ -12,7 +12,6 @@ import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -112,14 +111,15 @@ class Cluster:
 
     def _build(self) -> None:
         hub = f"{self.run.name}-hub"
-        for namespace in (hub, *(self.namespace(node) for node in range(self.nodes))):
-            _in_thread(partial(_create, namespace))
-        _in_thread(partial(_inside, hub, self._build_switch))
+        namespaces = [hub, *map(self.namespace, range(self.nodes))]
+        for namespace in namespaces:
+            _in_thread(_create, namespace)
+        _in_thread(_inside, hub, self._build_switch)
         for node in range(self.nodes):
-            _in_thread(partial(_inside, self.namespace(node), partial(self._build_node, node)))
-        for namespace in (hub, *(self.namespace(node) for node in range(self.nodes))):
+            _in_thread(_inside, self.namespace(node), self._build_node, node)
+        for namespace in namespaces:
             with contextlib.suppress(OSError):
-                _in_thread(partial(_keep_order, namespace))
+                _in_thread(_keep_order, namespace)
 
     def _build_switch(self, route: Any) -> None:
         route.link("add", ifname="switch", kind="bridge")
@@ -132,7 +132,7 @@ class Cluster:
             _shape(route, index, link)
             route.link("set", index=index, master=bridge, state="up")
 
-    def _build_node(self, node: int, route: Any) -> None:
+    def _build_node(self, route: Any, node: int) -> None:
         route.link("set", index=route.link_lookup(ifname="lo")[0], state="up")
         own = route.link_lookup(ifname=INTERFACE)[0]
         with contextlib.suppress(OSError):
@@ -186,7 +186,7 @@ def _keep_order(namespace: str) -> None:
         steering.write_text(",".join(reversed(words)))
 
 
-def _inside(namespace: str, act: Callable[[Any], None]) -> None:
+def _inside(namespace: str, act: Callable[..., None], *arguments: Any) -> None:
     """Configure a namespace from within. pyroute2 can reach it from outside, but forks to do so, and a fork beside an
     open netlink socket now and then loses its answers."""
     from pyroute2 import IPRoute
@@ -195,15 +195,15 @@ def _inside(namespace: str, act: Callable[[Any], None]) -> None:
     enter(namespace)
     try:
         with IPRoute() as route:
-            act(route)
+            act(route, *arguments)
     except NetlinkError as error:
         raise MeasurementError(f"the kernel refused to build the lab's network ({error})") from error
 
 
-def _in_thread(act: Callable[[], None]) -> None:
+def _in_thread(act: Callable[..., None], *arguments: Any) -> None:
     """A thread has its own namespace: it can change it and end, and the process stays where it was."""
     with ThreadPoolExecutor(max_workers=1) as pool:
-        pool.submit(act).result()
+        pool.submit(act, *arguments).result()
 
 
 def _call(name: str, *arguments: Any) -> None:

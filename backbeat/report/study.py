@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, count
+from typing import Any
 
 from backbeat.errors import InputError
 from backbeat.model import Network, Plan, Prediction, Profile, Span
@@ -101,26 +102,41 @@ def study(
     """Stock DDP is always among the strategies, for everything is compared with it."""
     if not workers:
         raise InputError("a report needs a number of workers: give --workers 64 or 4..64")
+    asked = {name: {"strategy": name} for name in (STOCK, *strategies)}
     counts = tuple(sorted(set(workers)))
-    names = list(dict.fromkeys([STOCK, *strategies]))
-    moved = {number: network.at(workers=number) for number in counts}
+    return labelled_study(profile, network, counts, asked, plans or {}, measured=measured)
+
+
+def labelled_study(
+    profile: Profile,
+    network: Network,
+    workers: tuple[int, ...],
+    asked: Mapping[str, Mapping[str, Any]],
+    plans: Mapping[str, Plan],
+    *,
+    measured: Sequence[Measured] = (),
+    sweep: bool = True,
+) -> Study:
+    """`asked` has what to propose with for each label, STOCK among them, anew at each number of workers; `plans` are
+    followed as they are. `sweep` tries DDP's bucket sizes, too."""
+    moved = [network.at(workers=number) for number in workers]
     curves: dict[str, tuple[Prediction, ...]] = {}
     last: dict[str, Plan] = {}
-    for name in names:
-        made = {number: propose(profile, moved[number], name) for number in counts}
-        curves[name] = tuple(predict(profile, moved[number], made[number]) for number in counts)
-        last[name] = made[counts[-1]]
-    for label, plan in (plans or {}).items():
+    for label, options in asked.items():
+        made = [propose(profile, one, **options) for one in moved]
+        curves[label] = tuple(predict(profile, one, plan) for one, plan in zip(moved, made, strict=True))
+        last[label] = made[-1]
+    for label, plan in plans.items():
         free = _free(label, curves)
-        curves[free] = tuple(predict(profile, moved[number], plan) for number in counts)
+        curves[free] = tuple(predict(profile, one, plan) for one in moved)
         last[free] = plan
     return Study(
         profile=profile,
         network=network,
-        workers=counts,
+        workers=workers,
         curves=curves,
         plans=last,
-        buckets=bucket_sweep(profile, moved[counts[-1]]),
+        buckets=bucket_sweep(profile, moved[-1]) if sweep else (),
         measured=tuple(measured),
     )
 
