@@ -82,19 +82,18 @@ def _choose(runs: list[NcclRun], wanted: int | None, where: str, notes: list[str
     """The runs at one number of workers, and that number."""
     counted = [(run, _workers(run)) for run in runs]
     known = sorted({count for _, count in counted if count is not None})
+    listed = ", ".join(map(str, known))
     if wanted is not None:
         chosen = [run for run, count in counted if count == wanted] or [run for run, count in counted if count is None]
         if not chosen:
             # The user knows better than a table of devices that was cut short.
             if len(known) > 1:
-                raise InputError(
-                    f"{where}: holds runs of {', '.join(map(str, known))} workers, none of {wanted}: choose one of these"
-                )
+                raise InputError(f"{where}: holds runs of {listed} workers, none of {wanted}: choose one of these")
             chosen = runs
             notes.append(f"used: {wanted} workers as asked for, though the file lists {known[0]}")
         return chosen, wanted
     if len(known) > 1:
-        raise InputError(f"{where}: holds runs of {', '.join(map(str, known))} workers: choose one with --workers")
+        raise InputError(f"{where}: holds runs of {listed} workers: choose one with --workers")
     if known:
         if known[0] < 2:
             raise InputError(
