@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import sys
+import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from backbeat.errors import InputError
+from backbeat.units import parse_bytes, parse_workers, printable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -74,9 +79,6 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print the same content
 
 def one_count(text: str) -> int:
     """The number of workers, for verbs that answer for one number only."""
-    from backbeat.errors import InputError
-    from backbeat.units import parse_workers
-
     counts = parse_workers(text)
     if len(counts) > 1:
         raise InputError(f"--workers {text} is several numbers: give one here; `backbeat predict` compares several")
@@ -85,9 +87,6 @@ def one_count(text: str) -> int:
 
 def size(option: str, text: str) -> int:
     """Bytes as people write them. A bare small number is a slip: nobody means 100 bytes."""
-    from backbeat.errors import InputError
-    from backbeat.units import parse_bytes
-
     count = parse_bytes(text)
     if count < _FEWEST_BYTES and text.strip().replace(".", "", 1).isdigit():
         raise InputError(f"{option} {text.strip()} would be {count} bytes: did you mean {text.strip()}MB?")
@@ -103,11 +102,6 @@ def load_network(name: str, across: str | None) -> Network:
 
 def prose(out: Console, text: str) -> None:
     """Sentences in 80 columns, whatever the terminal. What is indented is to be copied, and stays one line."""
-    import re
-    import textwrap
-
-    from backbeat.units import printable
-
     for line in text.splitlines():
         line = printable(line)
         if not line.startswith(" "):

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from backbeat.cli.common import JsonOption, LabStrategyOption, _profile_names, say
+from backbeat.cli.common import JsonOption, LabStrategyOption, _profile_names, console, print_json, say, split
+from backbeat.errors import InputError
+from backbeat.units import format_rate, format_seconds, parse_duration, parse_rate
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from contextlib import AbstractContextManager
+    from rich.table import Table
 
     from backbeat.lab.experiment import CalibratedLab, MeasuredPlan
     from backbeat.lab.plans import Choice
-    from backbeat.lab.session import Session
     from backbeat.lab.setting import Setting
     from backbeat.model import Profile
 
@@ -64,13 +65,10 @@ def lab(
 
     Needs root and Linux; leaves nothing behind.
     """
-    from backbeat.cli.common import console, print_json, split
-    from backbeat.errors import InputError
     from backbeat.lab import plans
     from backbeat.lab.requirements import check
     from backbeat.lab.setting import Setting, parse_delay, parse_links, parse_share, parse_stragglers
     from backbeat.model import Profile, files
-    from backbeat.units import parse_duration, parse_rate
 
     delay_s, delay_jitter_s = parse_delay(delay)
     setting = Setting(
@@ -85,20 +83,17 @@ def lab(
         dilation=dilation,
     )
     choices = plans.parse(split(strategy) or _STRATEGIES, _counts(communicators))
-    times = parse_duration(seconds), parse_duration(budget)
     if train is not None:
         _check_training(setting, choices, profile)
-        check(backend)
-        ran = _train(setting, train, batch_size, choices, *times)
-    elif profile is not None:
-        model = Profile.load(profile)
-        check(backend)
-        ran = _replay(setting, model, choices, *times)
-    else:
+    elif profile is None:
         raise InputError(
             "what should the nodes compute? Give --profile, a file or a bundled name (`backbeat zoo`), "
             "or --train PACKAGE.MODULE:FACTORY"
         )
+    replayed = Profile.load(profile) if profile is not None else None
+    seconds_each, budget_s = parse_duration(seconds), parse_duration(budget)
+    check(backend)
+    ran = _run(setting, choices, replayed, train or "", batch_size, seconds_each, budget_s)
     answer = _answer(setting, ran)
     if output is not None:
         files.write(output, _file(answer, ran))
@@ -124,44 +119,41 @@ class _Ran(NamedTuple):
     """Of every training step, for each result; empty for a replay."""
 
 
-def _replay(
-    setting: Setting, profile: Profile, choices: Sequence[Choice], seconds_each: float, budget_s: float
-) -> _Ran:
-    from backbeat.lab import experiment
-
-    with _opened(setting, choices) as session:
-        facts = session.ask("describe", 60)[0]
-        calibrated = _calibrated(session, setting, choices, budget_s, profile.total_bytes)
-        made = experiment.planned(choices, setting.slowest(profile), calibrated.network)
-        _say_time(f"replaying {profile.name}", made, seconds_each)
-        results, alone_s = experiment.measure(session, profile, setting, made, seconds_each)
-    return _Ran(profile, calibrated, results, {**facts, "compute_alone_s": alone_s}, [])
-
-
-def _train(
+def _run(
     setting: Setting,
+    choices: Sequence[Choice],
+    replayed: Profile | None,
     spec: str,
     batch_size: int | None,
-    choices: Sequence[Choice],
     seconds_each: float,
     budget_s: float,
 ) -> _Ran:
+    """Replay a profile; without one, train the model that `spec` names."""
     from backbeat.lab import experiment
+    from backbeat.lab.jobs import seconds_of
 
-    with _opened(setting, choices) as session:
+    say(f"building {setting.nodes} nodes with {format_rate(setting.rate_bits)} links ({setting.backend})")
+    with experiment.opened(setting, max(choice.widest(setting.backend) for choice in choices)) as session:
         facts = session.ask("describe", 60)[0]
-        say(f"profiling {spec}")
-        profile = experiment.profile_training(session, spec, batch_size, seconds_each)
-        calibrated = _calibrated(session, setting, choices, budget_s, profile.total_bytes)
-        made = experiment.planned(choices, profile, calibrated.network)
-        _say_time(f"training {profile.name}", made, seconds_each)
-        results, losses = experiment.train(session, setting, spec, batch_size, made, seconds_each)
-    return _Ran(profile, calibrated, results, facts, losses)
+        if replayed is None:
+            say(f"profiling {spec}")
+        profile = replayed or experiment.profile_training(session, spec, batch_size, seconds_each)
+        say(f"calibrating, {format_seconds(budget_s)}")
+        calibrated = experiment.calibrate(
+            session, setting, choices, budget_s=budget_s, largest_bytes=profile.total_bytes
+        )
+        made = experiment.planned(choices, setting.slowest(profile) if replayed else profile, calibrated.network)
+        expected = seconds_of([prediction.iteration_s for *_, prediction in made], seconds_each)
+        what = "replaying" if replayed else "training"
+        say(f"{what} {profile.name} under {len(made)} plans, about {format_seconds(expected)}")
+        if replayed:
+            results, facts["compute_alone_s"] = experiment.measure(session, profile, setting, made, seconds_each)
+            return _Ran(profile, calibrated, results, facts, [])
+        results, losses = experiment.train(session, spec, batch_size, made, seconds_each)
+        return _Ran(profile, calibrated, results, facts, losses)
 
 
 def _check_training(setting: Setting, choices: Sequence[Choice], profile: str | None) -> None:
-    from backbeat.errors import InputError
-
     for option, given in (
         ("--profile", profile is not None),
         ("--dilation", setting.dilation != 1),
@@ -179,36 +171,10 @@ def _check_training(setting: Setting, choices: Sequence[Choice], profile: str | 
         )
 
 
-def _opened(setting: Setting, choices: Sequence[Choice]) -> AbstractContextManager[Session]:
-    from backbeat.lab import experiment
-    from backbeat.units import format_rate
-
-    say(f"building {setting.nodes} nodes with {format_rate(setting.rate_bits)} links ({setting.backend})")
-    return experiment.opened(setting, max(choice.widest(setting.backend) for choice in choices))
-
-
-def _calibrated(
-    session: Session, setting: Setting, choices: Sequence[Choice], budget_s: float, largest_bytes: int
-) -> CalibratedLab:
-    from backbeat.lab import experiment
-    from backbeat.units import format_seconds
-
-    say(f"calibrating, {format_seconds(budget_s)}")
-    return experiment.calibrate(session, setting, choices, budget_s=budget_s, largest_bytes=largest_bytes)
-
-
-def _say_time(what: str, made: Sequence[Any], seconds_each: float) -> None:
-    from backbeat.lab.jobs import seconds_of
-    from backbeat.units import format_seconds
-
-    expected = seconds_of([prediction.iteration_s for *_, prediction in made], seconds_each)
-    say(f"{what} under {len(made)} plans, about {format_seconds(expected)}")
-
-
 def _answer(setting: Setting, ran: _Ran) -> dict[str, Any]:
     import msgspec
 
-    rows = [row(result) for result in ran.results]
+    rows = [_row(result) for result in ran.results]
     for one, losses in zip(rows, ran.losses, strict=False):
         one |= {"first_loss": losses[0], "last_loss": losses[-1], "steps": len(losses)}
     network = ran.calibrated.network
@@ -226,7 +192,7 @@ def _answer(setting: Setting, ran: _Ran) -> dict[str, Any]:
     }
 
 
-def row(result: MeasuredPlan) -> dict[str, Any]:
+def _row(result: MeasuredPlan) -> dict[str, Any]:
     """One plan as data."""
     return {
         "strategy": result.choice.strategy,
@@ -260,10 +226,8 @@ def _file(answer: dict[str, Any], ran: _Ran) -> bytes:
     return msgspec.json.format(msgspec.json.encode(whole), indent=1) + b"\n"
 
 
-def _table(setting: Setting, ran: _Ran) -> Any:
+def _table(setting: Setting, ran: _Ran) -> Table:
     from rich.table import Table
-
-    from backbeat.units import format_rate, format_seconds
 
     rate = format_rate(setting.rate_bits)
     dilated = f", compute × {setting.dilation:g}" if setting.dilation != 1 else ""
@@ -295,8 +259,6 @@ def _table(setting: Setting, ran: _Ran) -> Any:
 
 
 def _counts(text: str | None) -> list[int]:
-    from backbeat.errors import InputError
-
     if text is None:
         return []
     parts = [part.strip() for part in text.split(",")]

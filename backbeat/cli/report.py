@@ -14,11 +14,15 @@ from backbeat.cli.common import (
     PriceOption,
     ProfileArgument,
     StrategyOption,
+    load_network,
+    say,
+    size,
+    split,
 )
+from backbeat.units import format_bytes, parse_price, parse_workers
 
 if TYPE_CHECKING:
-    from backbeat.model import Network, Plan, Profile
-    from backbeat.report.measured import Measured
+    from backbeat.model import Plan
     from backbeat.report.study import Study
 
 LabOption = Annotated[
@@ -52,22 +56,18 @@ def report(
     output: Annotated[Path, typer.Option("--output", "-o", help="The file to write.")] = Path("report.html"),
 ) -> None:
     """Write one HTML file that says how the job scales, what limits it, what to do and what that is worth."""
-    from backbeat.cli.common import say, size, split
     from backbeat.model import Plan, files
     from backbeat.report.page import MOST_BYTES, PageSettings
     from backbeat.report.page import report as make_page
-    from backbeat.units import format_bytes, parse_price
 
-    money = parse_price(price) if price is not None else None
-    budget = size("--memory-budget", memory_budget) if memory_budget else None
     made = gather(
         profile, network, workers, split(strategy), split(plan), split(lab), split(trace), redact=redact, across=across
     )
     settings = PageSettings(
         samples=samples,
-        price=money,
+        price=parse_price(price) if price is not None else None,
         epoch_samples=epoch_samples,
-        memory_budget=budget,
+        memory_budget=size("--memory-budget", memory_budget) if memory_budget else None,
         profile_argument="PROFILE" if redact else profile,
         network_argument="NETWORK" if redact else network,
         plan_files={} if redact else {plan_label(path, Plan.load(path)): path for path in split(plan)},
@@ -93,43 +93,23 @@ def gather(
     across: str | None = None,
 ) -> Study:
     """Read everything that was named, and predict; without `curve` at the last number of workers only."""
-    from backbeat.cli.common import load_network
     from backbeat.model import Plan, Profile
+    from backbeat.report import redact as redact_names
+    from backbeat.report.measured import read_lab, read_trace
     from backbeat.report.study import STRATEGIES, curve_workers, study
-    from backbeat.units import parse_workers
 
     one, cluster = Profile.load(profile), load_network(network, across)
     asked = parse_workers(workers) if workers else [cluster.workers]
     counts = curve_workers(asked) if curve else [asked[-1]]
     loaded = {plan_label(path, made): made for path in plans for made in [Plan.load(path)]}
-    measured = read_measured(one, labs, traces)
+    measured = [row for path in labs for row in read_lab(path, one)]
+    measured += [row for path in traces for row in read_trace(path)]
     if redact:
-        one, cluster, loaded, measured = _redacted(one, cluster, loaded, measured)
+        loaded, measured = redact_names.redacted_plans(loaded, one), redact_names.redacted_measured(measured, one)
+        one, cluster = redact_names.redacted_profile(one), redact_names.redacted_network(cluster)
     chosen = strategies or ([] if plans and not curve else list(STRATEGIES))
     return study(one, cluster, counts, strategies=chosen, plans=loaded, measured=measured)
 
 
 def plan_label(path: str, plan: Plan) -> str:
     return f"{plan.strategy} ({Path(path).name})"
-
-
-def read_measured(profile: Profile, labs: list[str], traces: list[str]) -> list[Measured]:
-    from backbeat.report.measured import read_lab, read_trace
-
-    return [
-        *(row for path in labs for row in read_lab(path, profile)),
-        *(row for path in traces for row in read_trace(path)),
-    ]
-
-
-def _redacted(
-    profile: Profile, network: Network, plans: dict[str, Plan], measured: list[Measured]
-) -> tuple[Profile, Network, dict[str, Plan], list[Measured]]:
-    from backbeat.report.redact import redacted_measured, redacted_network, redacted_plans, redacted_profile
-
-    return (
-        redacted_profile(profile),
-        redacted_network(network),
-        redacted_plans(plans, profile),
-        redacted_measured(measured, profile),
-    )

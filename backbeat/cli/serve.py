@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import socket
 from typing import Annotated
 
 import typer
+
+from backbeat.cli.common import say
+from backbeat.errors import InputError, MissingPartError
 
 _HOST = "127.0.0.1"
 
@@ -13,17 +17,12 @@ def serve(
     port: Annotated[int, typer.Option(help="Port on 127.0.0.1; 0 takes a free one.", min=0, max=65535)] = 8321,
 ) -> None:
     """Serve a page on this machine with sliders for GPUs, bandwidth, latency, batch, bucket and communicators."""
-    from backbeat.cli.common import say
-    from backbeat.errors import InputError, MissingPartError
-
     try:
         import uvicorn
 
         from backbeat.report.server import make_app
     except ImportError as error:
         raise MissingPartError(f"serve needs {error.name}: pip install 'backbeat[serve]'") from None
-    import socket
-
     listener = socket.socket()
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:

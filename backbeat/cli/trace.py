@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from backbeat.cli.common import NetworkArgument, OneCountOption, ProfileArgument, StrategyOption
-from backbeat.cli.report import LabOption, PlanOption, RedactOption
+from backbeat.cli.common import NetworkArgument, OneCountOption, ProfileArgument, StrategyOption, one_count, say, split
+from backbeat.cli.report import LabOption, PlanOption, RedactOption, gather
 
 
 def trace(
@@ -25,8 +25,6 @@ def trace(
     output: Annotated[Path, typer.Option("--output", "-o", help="The file to write.")] = Path("trace.json"),
 ) -> None:
     """Write predicted iterations, and measured ones beside them, as a trace for ui.perfetto.dev or chrome://tracing."""
-    from backbeat.cli.common import one_count, say, split
-    from backbeat.cli.report import gather
     from backbeat.model import files
     from backbeat.report import perfetto
     from backbeat.report.study import STOCK

@@ -65,5 +65,5 @@ def load(name: str) -> Any:
         app.add_typer(made, name=name)
     else:
         app.command(name)(made)
-    bucket: Any = typer.main.get_command(app)
-    return bucket.commands[name]
+    group: Any = typer.main.get_command(app)
+    return group.commands[name]

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cache
+from graphlib import CycleError, TopologicalSorter
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -170,26 +171,20 @@ def _node(message: Any, where: str) -> TraceNode:
 
 def _schedule(nodes: list[TraceNode], where: str) -> tuple[dict[int, int], dict[int, bool]]:
     """When each node ends if only computation takes time, and whether it waits for a collective."""
-    known = {node.id for node in nodes}
-    waiting = {node.id: sum(one in known for one in node.needs) for node in nodes}
-    followers: dict[int, list[TraceNode]] = {}
+    known = {node.id: node for node in nodes}
     for node in nodes:
         node.needs = [one for one in node.needs if one in known]
-        for one in node.needs:
-            followers.setdefault(one, []).append(node)
+    try:
+        order = list(TopologicalSorter({node.id: node.needs for node in nodes}).static_order())
+    except CycleError as error:
+        count = len(error.args[1]) - 1
+        raise InputError(f"{where}: {count} nodes wait for each other: the trace is damaged") from None
     finish: dict[int, int] = {}
     after: dict[int, bool] = {}
-    queue = [node for node in nodes if waiting[node.id] == 0]
-    for node in queue:
+    for node in map(known.__getitem__, order):
         begin = max((finish[one] for one in node.needs), default=0)
         finish[node.id] = begin + (node.micros if node.type == COMPUTE else 0)
         after[node.id] = node.type == COLLECTIVE or any(after[one] for one in node.needs)
-        for follower in followers.get(node.id, ()):
-            waiting[follower.id] -= 1
-            if waiting[follower.id] == 0:
-                queue.append(follower)
-    if len(finish) < len(nodes):
-        raise InputError(f"{where}: {len(nodes) - len(finish)} nodes wait for each other: the trace is damaged")
     return finish, after
 
 

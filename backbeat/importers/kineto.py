@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -22,10 +23,6 @@ from backbeat.importers.trace_facts import Facts, Mark, Ready, Transfer, collect
 from backbeat.model.profile import Gradient, Profile
 from backbeat.model.source import Source
 from backbeat.units import format_bytes, format_seconds
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
 
 _IDLE = 0.1
 """Above this share of idle device time in backward, the host sets the pace, and profiling slows the host."""
@@ -74,37 +71,46 @@ def load(
         raise InputError(f"--batch-size is {batch_size}: it must be 1 or more")
     reader = TraceReader(where)
     facts = collect(reader)
-    return _interpret(facts, reader.top, where, batch_size, model, name, like)
-
-
-def _interpret(
-    facts: Facts,
-    top: dict[str, Any],
-    where: Path,
-    batch_size: int | None,
-    model: str | None,
-    name: str | None,
-    like: Profile | None,
-) -> Trace:
-    notes: list[str] = []
-    if not facts.ready:
-        facts.ready = facts.outer_ready
+    facts.ready = sorted(facts.ready or facts.outer_ready, key=lambda one: one.start)
     if not facts.ready:
         raise InputError(
             f"{where}: no gradient is accumulated in its {facts.events} events: profile whole training iterations, "
             "with ProfilerActivity.CPU among the activities"
         )
-    facts.ready.sort(key=lambda one: one.start)
+    notes: list[str] = []
     clock = DeviceClock(facts)
     windows = _windows(facts.marks, notes)
     iterations = [found for window in windows if (found := _iteration(facts, clock, window)) is not None]
     chosen = _alike(iterations, where, notes)
     named = _named([ready.bytes for ready in chosen[0].ready], like, where, notes)
-    profile = _profile(facts, top, where, chosen, named, batch_size, model, name, like, notes)
+    middle = _middle(chosen, notes)
+    batch_size = batch_size or _batch(facts, like, notes)
+    precision = _precision(facts, like, notes)
     transfers = tuple(sorted(facts.transfers, key=lambda transfer: transfer.start))
     overlap = _overlap(facts, clock) if transfers else None
     notes += _communication_notes(transfers, overlap, len(windows))
-    return Trace(profile=_with_notes(profile, notes), transfers=transfers, overlap=overlap, iterations=len(chosen))
+    stem = where.name.removesuffix(".gz").removesuffix(".json").removesuffix(".pt.trace")
+    times = [one.passes * ((one.forward_s or 0.0) + one.backward_s) + (one.update_s or 0.0) for one in chosen]
+    profile = Profile(
+        name=name or stem or "trace",
+        model=model or (like.model if like else stem or "unknown"),
+        batch_size=batch_size,
+        precision=precision,
+        device=_device(reader.top, facts),
+        forward_s=max(0.0, middle.forward_s or 0.0),
+        backward_s=middle.backward_s,
+        update_s=max(0.0, middle.update_s or 0.0),
+        gradients=tuple(
+            Gradient(name=label, bytes=size, ready_s=moment)
+            for (label, size), moment in zip(named, middle.ready_s, strict=True)
+        ),
+        # With other workers, an iteration contains their slowness too.
+        iteration_s=() if transfers else tuple(times),
+        accumulation=middle.passes,
+        source=Source(method="imported", reference=f"torch.profiler trace {where.name}"),
+        notes=tuple(notes),
+    )
+    return Trace(profile=profile, transfers=transfers, overlap=overlap, iterations=len(chosen))
 
 
 def _windows(marks: Sequence[Mark], notes: list[str]) -> list[tuple[float, float, list[Mark]]]:
@@ -133,7 +139,7 @@ def _iteration(facts: Facts, clock: DeviceClock, window: tuple[float, float, lis
         return None
     passes = _passes(facts, ready, low, high)
     first, last, fired = passes[-1]
-    if len(passes) > 1 and any(_shapes(one[2]) != _shapes(fired) for one in passes):
+    if len(passes) > 1 and any(_sizes(one[2]) != _sizes(fired) for one in passes):
         # Several losses with parameters of their own: one backward pass, from the first of them.
         passes = [(passes[0][0], last, ready)]
         first, last, fired = passes[0]
@@ -200,7 +206,7 @@ def _forward_start(
     return low if np.isfinite(low) else None
 
 
-def _shapes(fired: Iterable[Ready]) -> tuple[int | None, ...]:
+def _sizes(fired: Iterable[Ready]) -> tuple[int | None, ...]:
     return tuple(one.bytes for one in fired)
 
 
@@ -210,8 +216,8 @@ def _alike(iterations: list[_Iteration], where: Path, notes: list[str]) -> list[
         raise InputError(
             f"{where}: no iteration with gradients lies within the profiler's steps: profile whole iterations"
         )
-    common, _ = Counter(_shapes(one.ready) for one in iterations).most_common(1)[0]
-    chosen = [one for one in iterations if _shapes(one.ready) == common]
+    common, _ = Counter(_sizes(one.ready) for one in iterations).most_common(1)[0]
+    chosen = [one for one in iterations if _sizes(one.ready) == common]
     notes.append(f"used: {len(chosen)} iterations with {len(common)} gradients each, medians")
     if len(chosen) < len(iterations):
         notes.append(f"missing: {len(iterations) - len(chosen)} iterations with other gradients were left out")
@@ -250,58 +256,35 @@ def _named(sizes: list[int | None], like: Profile | None, where: Path, notes: li
     return named
 
 
-def _profile(
-    facts: Facts,
-    top: dict[str, Any],
-    where: Path,
-    chosen: list[_Iteration],
-    named: list[tuple[str, int]],
-    batch_size: int | None,
-    model: str | None,
-    name: str | None,
-    like: Profile | None,
-    notes: list[str],
-) -> Profile:
-    stem = where.name.removesuffix(".gz").removesuffix(".json").removesuffix(".pt.trace")
-    ready = [median(one.ready_s[place] for one in chosen) for place in range(len(named))]
-    ready = [float(moment) for moment in np.maximum.accumulate(ready)]
-    forward, update = _known(chosen, "forward_s"), _known(chosen, "update_s")
-    for what, value in (("forward", forward), ("update", update)):
-        if value is None:
+def _middle(chosen: list[_Iteration], notes: list[str]) -> _Iteration:
+    """The medians of alike iterations."""
+
+    def known(what: str, values: list[float]) -> float | None:
+        if not values:
             notes.append(f"missing: the {what} time; taken as 0, since the trace does not mark it")
+        return median(values) if values else None
+
+    ready = np.maximum.accumulate([median(moments) for moments in zip(*(one.ready_s for one in chosen), strict=True)])
+    forward = known("forward", [one.forward_s for one in chosen if one.forward_s is not None])
+    update = known("update", [one.update_s for one in chosen if one.update_s is not None])
     idle = median(one.idle for one in chosen)
     if idle > _IDLE:
         notes.append(
             f"missing: the device waited {idle:.0%} of backward for a host that the profiler slows down: ready times "
             "are stretched; raise the batch size, trace without shapes and give --like, or use `backbeat profile`"
         )
-    distributed = bool(facts.transfers)
-    times = [one.passes * ((one.forward_s or 0.0) + one.backward_s) + (one.update_s or 0.0) for one in chosen]
     accumulation = Counter(one.passes for one in chosen).most_common(1)[0][0]
     if accumulation > 1:
         notes.append(f"used: the last of {accumulation} backward passes an iteration, as gradient accumulation")
-    return Profile(
-        name=name or stem or "trace",
-        model=model or (like.model if like else stem or "unknown"),
-        batch_size=batch_size or _batch(facts, like, notes),
-        precision=_precision(facts, like, notes),
-        device=_device(top, facts),
-        forward_s=max(0.0, forward or 0.0),
-        backward_s=max(median(one.backward_s for one in chosen), ready[-1]),
-        update_s=max(0.0, update or 0.0),
-        gradients=tuple(
-            Gradient(name=label, bytes=size, ready_s=moment) for (label, size), moment in zip(named, ready, strict=True)
-        ),
-        # With other workers, an iteration contains their slowness too.
-        iteration_s=() if distributed else tuple(times),
-        accumulation=accumulation,
-        source=Source(method="imported", reference=f"torch.profiler trace {where.name}"),
+    return _Iteration(
+        forward_s=forward,
+        backward_s=max(median(one.backward_s for one in chosen), float(ready[-1])),
+        update_s=update,
+        ready=chosen[0].ready,
+        ready_s=ready.tolist(),
+        passes=accumulation,
+        idle=idle,
     )
-
-
-def _known(chosen: Iterable[_Iteration], field: str) -> float | None:
-    values = [value for one in chosen if (value := getattr(one, field)) is not None]
-    return median(values) if values else None
 
 
 def _batch(facts: Facts, like: Profile | None, notes: list[str]) -> int:
@@ -337,14 +320,9 @@ def _device(top: dict[str, Any], facts: Facts) -> str:
 
 def _overlap(facts: Facts, clock: DeviceClock) -> float | None:
     talking = union(np.array([[one.start, one.end] for one in facts.transfers]))
-    if clock.on_device:
-        computing = clock.busy
-    else:
-        computing = union(np.stack(arrays(facts.operators.start, facts.operators.end)[:2], axis=1))
+    host = np.stack(arrays(facts.operators.start, facts.operators.end), axis=1)
     total = float((talking[:, 1] - talking[:, 0]).sum())
-    if total <= 0:
-        return None
-    return common(talking, computing) / total
+    return common(talking, clock.busy if clock.on_device else union(host)) / total if total > 0 else None
 
 
 def _communication_notes(transfers: Sequence[Transfer], overlap: float | None, windows: int) -> list[str]:
@@ -363,9 +341,3 @@ def _communication_notes(transfers: Sequence[Transfer], overlap: float | None, w
         notes.append(f"used: overlap ratio {overlap:.2f} (time computing while communicating / time communicating)")
     notes.append("guessed: ready times of a distributed run taken as one worker's; communication may have slowed them")
     return notes
-
-
-def _with_notes(profile: Profile, notes: Sequence[str]) -> Profile:
-    import msgspec
-
-    return msgspec.structs.replace(profile, notes=tuple(notes))

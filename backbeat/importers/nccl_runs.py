@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -122,7 +121,7 @@ def _made(run: NcclRun, size: int, redop: str, root: object, halves: list[dict[s
     if any((half.get("wrong") or 0) > 0 for half in halves):
         run.wrong += 1
         return None
-    seconds = [_first(half, _TIMES) for half in halves]
+    seconds = [next((half[name] for name in _TIMES if half.get(name) is not None), None) for half in halves]
     whole = next((half for half in reversed(halves) if half), {})
     algorithm, bus = whole.get("algbw"), whole.get("busbw")
     return Row(
@@ -133,10 +132,6 @@ def _made(run: NcclRun, size: int, redop: str, root: object, halves: list[dict[s
         root=int(number) if (number := _number(root)) is not None else None,
         bus_over_algorithm=bus / algorithm if bus is not None and algorithm is not None and algorithm > 0.5 else None,
     )
-
-
-def _first(half: dict[str, float | None], names: Iterable[str]) -> float | None:
-    return next((value for name in names if (value := half.get(name)) is not None), None)
 
 
 def _number(value: object) -> float | None:
@@ -159,27 +154,16 @@ def _count(value: object, least: int) -> int:
 def json_runs(raw: bytes, where: str) -> list[NcclRun]:
     """One document, or several one after the other."""
     runs = []
-    for document in _documents(raw, where):
+    for part in re.split(rb"(?<=\})\s*(?=\{\s*\"version\")", raw.strip()):
+        try:
+            document = msgspec.json.decode(part, type=dict[str, Any])
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise InputError(f"{where}: the JSON is damaged or cut short ({error}): copy or write it again") from None
         results = document.get("results")
         if not isinstance(results, list):
             raise InputError(f"{where}: no list `results` in it: it is not what nccl-tests writes with -J")
         runs.append(_json_run(document, results))
     return runs
-
-
-def _documents(raw: bytes, where: str) -> list[dict[str, Any]]:
-    try:
-        return [msgspec.json.decode(raw, type=dict[str, Any])]
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        if b"}\n{" not in raw and b"}{" not in raw:
-            raise InputError(f"{where}: the JSON is damaged or cut short ({error}): copy or write it again") from None
-    documents = []
-    for part in re.split(rb"(?<=\})\s*(?=\{\s*\"version\")", raw.strip()):
-        try:
-            documents.append(msgspec.json.decode(part, type=dict[str, Any]))
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise InputError(f"{where}: the JSON is damaged or cut short ({error}): copy or write it again") from None
-    return documents
 
 
 def _json_run(document: dict[str, Any], results: list[Any]) -> NcclRun:

@@ -82,19 +82,18 @@ def _choose(runs: list[NcclRun], wanted: int | None, where: str, notes: list[str
     """The runs at one number of workers, and that number."""
     counted = [(run, _workers(run)) for run in runs]
     known = sorted({count for _, count in counted if count is not None})
+    listed = ", ".join(map(str, known))
     if wanted is not None:
         chosen = [run for run, count in counted if count == wanted] or [run for run, count in counted if count is None]
         if not chosen:
             # The user knows better than a table of devices that was cut short.
             if len(known) > 1:
-                raise InputError(
-                    f"{where}: holds runs of {_listed(known)} workers, none of {wanted}: choose one of these"
-                )
+                raise InputError(f"{where}: holds runs of {listed} workers, none of {wanted}: choose one of these")
             chosen = runs
             notes.append(f"used: {wanted} workers as asked for, though the file lists {known[0]}")
         return chosen, wanted
     if len(known) > 1:
-        raise InputError(f"{where}: holds runs of {_listed(known)} workers: choose one with --workers")
+        raise InputError(f"{where}: holds runs of {listed} workers: choose one with --workers")
     if known:
         if known[0] < 2:
             raise InputError(
@@ -107,10 +106,6 @@ def _choose(runs: list[NcclRun], wanted: int | None, where: str, notes: list[str
         raise InputError(f"{where}: does not say how many workers there were: give --workers")
     notes.append(f"guessed: {guess} workers, from busbw / algbw; the device lines are missing")
     return runs, guess
-
-
-def _listed(counts: Sequence[int]) -> str:
-    return ", ".join(str(count) for count in counts)
 
 
 def _workers(run: NcclRun) -> int | None:
@@ -186,9 +181,10 @@ def _curves(
 
 def _collective(run: NcclRun, workers: int, filename: str, notes: list[str]) -> str:
     """By the program's name where the file has it, otherwise by what the rows say."""
-    named = run.program or next((match.group(1) for match in [PROGRAM.search(filename)] if match), None)
-    if named:
-        return named
+    if run.program:
+        return run.program
+    if named := PROGRAM.search(filename):
+        return named[1]
     last = run.rows[-1]
     reduces = last.redop not in ("", "none")
     ratio = last.bus_over_algorithm

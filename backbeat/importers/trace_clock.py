@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from backbeat.importers.trace_facts import Facts, Mark
+from backbeat.importers.trace_facts import Facts, Mark
 
 
 class DeviceClock:

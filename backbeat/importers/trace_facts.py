@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import math
 from array import array
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from backbeat.errors import InputError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
 
 _NODE = "autograd::engine::evaluate_function: "
 _ACCUMULATE = ("torch::autograd::AccumulateGrad", "AccumulateGrad")
@@ -34,7 +32,6 @@ class Ready:
     start: float
     end: float
     bytes: int | None
-    dtype: str | None
 
 
 @dataclass(slots=True)
@@ -119,8 +116,7 @@ def _sort(facts: Facts, event: dict[str, Any], name: str, args: dict[str, Any], 
         if (correlation := _integer(args.get("correlation"), -1)) >= 0:
             facts.launches.add(start, end, correlation)
     elif name.startswith("gloo:"):
-        size = _bytes(args)
-        facts.transfers.append(Transfer(name.removeprefix("gloo:"), start, end, size, None))
+        facts.transfers.append(Transfer(name.removeprefix("gloo:"), start, end, _bytes(args), None))
     elif kind == "user_annotation":
         if name.startswith(_MARKS):
             facts.marks.append(Mark(name, start, end))
@@ -134,9 +130,9 @@ def _operator(facts: Facts, event: dict[str, Any], name: str, args: dict[str, An
         facts.nodes.add(start, end, _integer(args.get("Sequence number"), -1))
         facts.node_threads.append(thread)
         if name.removeprefix(_NODE) in _ACCUMULATE:
-            facts.outer_ready.append(Ready(start, end, None, None))
+            facts.outer_ready.append(Ready(start, end, None))
     elif name in _ACCUMULATE:
-        facts.ready.append(Ready(start, end, _bytes(args), _first_type(args)))
+        facts.ready.append(Ready(start, end, _bytes(args)))
     if not name.startswith("c10d::"):
         facts.operators.add(start, end, thread)
     if (types := args.get("Input type")) and isinstance(types, list):

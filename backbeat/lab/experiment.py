@@ -6,29 +6,27 @@ import contextlib
 import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from itertools import chain
+from types import FrameType
+from typing import Any
 
 import msgspec
 
 from backbeat.comm.gloo import PRIMITIVE
 from backbeat.cost.samples import quantile
-from backbeat.lab.jobs import ROUNDS, Replayed, Turn, compute_of, job_of, per_round, seconds_of, turns
+from backbeat.lab.jobs import ROUNDS, Replayed, ReplayJob, Turn, job_of, per_round, seconds_of, turns
 from backbeat.lab.mps import start_daemon
 from backbeat.lab.namespaces import Cluster
 from backbeat.lab.plans import Choice, build
 from backbeat.lab.requirements import check
 from backbeat.lab.runs import LabRun
 from backbeat.lab.session import Session
+from backbeat.lab.setting import Setting
+from backbeat.lab.train import Trained
 from backbeat.measure.network.case import SIZES
 from backbeat.model import Network, Plan, Prediction, Profile
 from backbeat.model.files import decode
 from backbeat.simulate import predict
-
-if TYPE_CHECKING:
-    from types import FrameType
-
-    from backbeat.lab.setting import Setting
-    from backbeat.lab.train import Trained
 
 _SPARE_S = 90.0
 """Nodes may take this much longer than planned before they are taken for dead."""
@@ -42,7 +40,10 @@ class CalibratedLab:
     timings: list[dict[str, Any]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+Planned = tuple[Choice, Plan, Prediction]
+
+
+@dataclass(frozen=True, slots=True)
 class MeasuredPlan:
     """One plan, replayed and predicted."""
 
@@ -119,7 +120,7 @@ def calibrate(
     return CalibratedLab(network=network, timings=timings)
 
 
-def planned(choices: Sequence[Choice], profile: Profile, network: Network) -> list[tuple[Choice, Plan, Prediction]]:
+def planned(choices: Sequence[Choice], profile: Profile, network: Network) -> list[Planned]:
     """Each plan with its prediction, from the calibration and the profile alone.
 
     For a replay, the profile is what the slowest node replays.
@@ -132,13 +133,13 @@ def measure(
     session: Session,
     profile: Profile,
     setting: Setting,
-    plans: Sequence[tuple[Choice, Plan, Prediction]],
+    plans: Sequence[Planned],
     seconds_each: float,
 ) -> tuple[list[MeasuredPlan], float]:
     """Replay all plans of one profile, taking turns; and its compute without communication, as the nodes replay it."""
     compute = setting.compute(profile)
     jobs = [job_of(compute, plan, stock=choice.stock(setting.backend)) for choice, plan, _ in plans]
-    jobs.append(compute_of(compute))
+    jobs.append(ReplayJob.of(compute))
     expected = [*(prediction.iteration_s for _, _, prediction in plans), compute.single_s]
     answers = session.ask(
         "replay",
@@ -146,17 +147,12 @@ def measure(
         jobs=jobs,
         turns=turns(expected, seconds_each),
     )
-    results = []
-    for place, (choice, plan, prediction) in enumerate(plans):
-        seen = [answer[place] for answer in answers]
-        first, second = _slowest(seen)
-        results.append(
-            MeasuredPlan(
-                choice=choice, plan=plan, prediction=prediction, series=(first, second), finishes=seen[0].finishes
-            )
-        )
-    alone = [sample for one in _slowest([answer[-1] for answer in answers]) for sample in one]
-    return results, quantile(sorted(alone), 0.5)
+    *seen, alone = zip(*answers, strict=True)
+    results = [
+        MeasuredPlan(*planned, series=_slowest(nodes), finishes=nodes[0].finishes)
+        for planned, nodes in zip(plans, seen, strict=True)
+    ]
+    return results, quantile(sorted(chain(*_slowest(alone))), 0.5)
 
 
 def profile_training(
@@ -176,10 +172,9 @@ def profile_training(
 
 def train(
     session: Session,
-    setting: Setting,
     spec: str,
     batch_size: int | None,
-    plans: Sequence[tuple[Choice, Plan, Prediction]],
+    plans: Sequence[Planned],
     seconds_each: float,
     precision: str = "fp32",
 ) -> tuple[list[MeasuredPlan], list[list[float]]]:
@@ -199,19 +194,9 @@ def train(
         precision=precision,
     )
     results = []
-    for place, (choice, plan, prediction) in enumerate(plans):
-        seen: list[Trained] = [answer[place] for answer in answers]
-        peaks = [one.peak_bytes for one in seen if one.peak_bytes is not None]
-        results.append(
-            MeasuredPlan(
-                choice=choice,
-                plan=plan,
-                prediction=prediction,
-                series=_slowest(seen),
-                finishes=[],
-                peak_bytes=max(peaks, default=None),
-            )
-        )
+    for planned, nodes in zip(plans, zip(*answers, strict=True), strict=True):
+        peak = max((one.peak_bytes for one in nodes if one.peak_bytes is not None), default=None)
+        results.append(MeasuredPlan(*planned, series=_slowest(nodes), finishes=[], peak_bytes=peak))
     return results, [one.losses for one in answers[0]]
 
 
@@ -223,8 +208,11 @@ def _alone(expected_s: float, seconds_each: float) -> list[Turn]:
 
 def _slowest(seen: Sequence[Replayed | Trained]) -> tuple[list[float], list[float]]:
     """Both series of a job, with the slowest node of each iteration."""
-    first, second = ([max(nodes) for nodes in zip(*(one.series[k] for one in seen), strict=True)] for k in (0, 1))
-    return first, second
+    even, odd = (
+        [max(nodes) for nodes in zip(*series, strict=True)]
+        for series in zip(*(one.series for one in seen), strict=True)
+    )
+    return even, odd
 
 
 @contextlib.contextmanager

@@ -5,13 +5,11 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
+from backbeat.model import Plan, Profile
 from backbeat.simulate.decoupled_step import Layers
 from backbeat.simulate.schedule import Schedule
-
-if TYPE_CHECKING:
-    from backbeat.model import Plan, Profile
 
 FEWEST_ITERATIONS = 6
 MOST_ITERATIONS = 60
@@ -45,7 +43,7 @@ class ReplayJob:
     forward_s: float
     backward_s: float
     update_s: float
-    messages: tuple[Message, ...]
+    messages: tuple[Message, ...] = ()
     """In launch order."""
     stock: bool = False
     """Through the process group itself, as stock DDP does it, and not through communicators of one collective each."""
@@ -53,6 +51,11 @@ class ReplayJob:
     """Bytes of each all-gather in launch order, where the plan is decoupled; `messages` are then reduce-scattered."""
     layers: tuple[Layer, ...] = ()
     """The next forward, where the plan is decoupled; it takes the place of `forward_s` and `update_s`."""
+
+    @classmethod
+    def of(cls, profile: Profile, **more: Any) -> ReplayJob:
+        """The profile's compute, alone unless `more` says otherwise."""
+        return cls(forward_s=profile.forward_s, backward_s=profile.backward_s, update_s=profile.update_s, **more)
 
     @property
     def decoupled(self) -> bool:
@@ -84,10 +87,8 @@ def job_of(profile: Profile, plan: Plan, *, stock: bool = False) -> ReplayJob:
         return _in_halves(profile, plan)
     schedule, _ = Schedule.of_plan(profile, plan)
     rows = zip(schedule.ready.tolist(), schedule.sizes.tolist(), schedule.communicators, strict=True)
-    return ReplayJob(
-        forward_s=profile.forward_s,
-        backward_s=profile.backward_s,
-        update_s=profile.update_s,
+    return ReplayJob.of(
+        profile,
         messages=tuple(
             Message(bytes=int(size), ready_s=ready, communicator=communicator) for ready, size, communicator in rows
         ),
@@ -100,11 +101,10 @@ def _in_halves(profile: Profile, plan: Plan) -> ReplayJob:
 
     Forward ends after its last gather, so that a period begins with an idle link and the next is like it.
     """
-    place = profile.index
-    scatters = [
-        [place[name] for name in bucket.gradients] for bucket in plan.buckets if bucket.phase == "reduce_scatter"
-    ]
-    gathers = [[place[name] for name in bucket.gradients] for bucket in plan.buckets if bucket.phase == "all_gather"]
+    scatters, gathers = (
+        [[profile.index[name] for name in bucket.gradients] for bucket in plan.buckets if bucket.phase == phase]
+        for phase in ("reduce_scatter", "all_gather")
+    )
     arrives_with = {index: number for number, members in enumerate(gathers) for index in members}
     layers: list[Layer] = []
     seen: set[int] = set()
@@ -116,10 +116,8 @@ def _in_halves(profile: Profile, plan: Plan) -> ReplayJob:
         else:
             seen.add(gather)
             layers.append(Layer(gather=gather, compute_s=seconds))
-    return ReplayJob(
-        forward_s=profile.forward_s,
-        backward_s=profile.backward_s,
-        update_s=profile.update_s,
+    return ReplayJob.of(
+        profile,
         messages=tuple(
             Message(bytes=_bytes(profile, members), ready_s=float(profile.ready[max(members)]), communicator=0)
             for members in scatters
@@ -131,16 +129,6 @@ def _in_halves(profile: Profile, plan: Plan) -> ReplayJob:
 
 def _bytes(profile: Profile, members: Sequence[int]) -> int:
     return sum(profile.gradients[index].bytes for index in members)
-
-
-def compute_of(profile: Profile) -> ReplayJob:
-    """The compute alone."""
-    return ReplayJob(
-        forward_s=profile.forward_s,
-        backward_s=profile.backward_s,
-        update_s=profile.update_s,
-        messages=(),
-    )
 
 
 def turns(expected_s: Sequence[float], seconds_each: float, seed: int = 0) -> list[Turn]:

@@ -9,19 +9,15 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from backbeat.errors import InputError, MeasurementError, MissingPartError
 from backbeat.lab.runs import NAMESPACES, LabRun
 from backbeat.units import format_rate
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from types import TracebackType
 
 INTERFACE = "eth0"
 MOST_NODES = 250
@@ -110,21 +106,20 @@ class Cluster:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.run.remove()
 
     def _build(self) -> None:
         hub = f"{self.run.name}-hub"
-        for namespace in (hub, *(self.namespace(node) for node in range(self.nodes))):
-            _in_thread(partial(_create, namespace))
-        _in_thread(partial(_inside, hub, self._build_switch))
+        namespaces = [hub, *map(self.namespace, range(self.nodes))]
+        for namespace in namespaces:
+            _in_thread(_create, namespace)
+        _in_thread(_inside, hub, self._build_switch)
         for node in range(self.nodes):
-            _in_thread(partial(_inside, self.namespace(node), partial(self._build_node, node)))
-        for namespace in (hub, *(self.namespace(node) for node in range(self.nodes))):
+            _in_thread(_inside, self.namespace(node), self._build_node, node)
+        for namespace in namespaces:
             with contextlib.suppress(OSError):
-                _in_thread(partial(_keep_order, namespace))
+                _in_thread(_keep_order, namespace)
 
     def _build_switch(self, route: Any) -> None:
         route.link("add", ifname="switch", kind="bridge")
@@ -137,7 +132,7 @@ class Cluster:
             _shape(route, index, link)
             route.link("set", index=index, master=bridge, state="up")
 
-    def _build_node(self, node: int, route: Any) -> None:
+    def _build_node(self, route: Any, node: int) -> None:
         route.link("set", index=route.link_lookup(ifname="lo")[0], state="up")
         own = route.link_lookup(ifname=INTERFACE)[0]
         with contextlib.suppress(OSError):
@@ -186,12 +181,12 @@ def _keep_order(namespace: str) -> None:
     _call("mount", None, b"/", None, _MS_REC_PRIVATE, None)
     _call("mount", b"sysfs", b"/sys", b"sysfs", 0, None)
     cores = f"{(1 << (os.cpu_count() or 1)) - 1:x}"
-    buckets = [cores[max(end - 8, 0) : end] for end in range(len(cores), 0, -8)]
+    words = [cores[max(end - 8, 0) : end] for end in range(len(cores), 0, -8)]
     for steering in Path("/sys/class/net").glob("*/queues/rx-*/rps_cpus"):
-        steering.write_text(",".join(reversed(buckets)))
+        steering.write_text(",".join(reversed(words)))
 
 
-def _inside(namespace: str, act: Callable[[Any], None]) -> None:
+def _inside(namespace: str, act: Callable[..., None], *arguments: Any) -> None:
     """Configure a namespace from within. pyroute2 can reach it from outside, but forks to do so, and a fork beside an
     open netlink socket now and then loses its answers."""
     from pyroute2 import IPRoute
@@ -200,15 +195,15 @@ def _inside(namespace: str, act: Callable[[Any], None]) -> None:
     enter(namespace)
     try:
         with IPRoute() as route:
-            act(route)
+            act(route, *arguments)
     except NetlinkError as error:
         raise MeasurementError(f"the kernel refused to build the lab's network ({error})") from error
 
 
-def _in_thread(act: Callable[[], None]) -> None:
+def _in_thread(act: Callable[..., None], *arguments: Any) -> None:
     """A thread has its own namespace: it can change it and end, and the process stays where it was."""
     with ThreadPoolExecutor(max_workers=1) as pool:
-        pool.submit(act).result()
+        pool.submit(act, *arguments).result()
 
 
 def _call(name: str, *arguments: Any) -> None:

@@ -7,23 +7,18 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
 
 from backbeat.errors import InputError
-from backbeat.model import Plan
+from backbeat.model import Network, Plan, Profile
 from backbeat.planners import STRATEGIES, Draft
 from backbeat.planners import plan as make
 from backbeat.planners.decoupled import Halved
 from backbeat.units import parse_bytes
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from backbeat.model import Network, Profile
 
 BUCKETINGS = ("random", "equal")
 _WITH_BUCKET = ("ddp", "horovod")

@@ -14,15 +14,13 @@ import ctypes
 import gc
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 
+from backbeat.comm.communicators import Communicator
 from backbeat.comm.spin import SpinRate, spin_rate, until
 from backbeat.lab.jobs import Replayed, ReplayJob, Turn
-
-if TYPE_CHECKING:
-    from backbeat.comm.communicators import Communicator
 
 cuda: Any = torch.cuda  # untyped in parts
 
@@ -164,10 +162,7 @@ class SpinningPlayer:
         if job.decoupled:
             return self._play_decoupled(job, factor, finishes)
         views = self._buffers.cut(job)
-        spin = _Spin(self.rate)
-        self._communicators[0].all_reduce(self._tiny).wait()
-        self.rate.spin(_LEAD_S)
-        self._start.record()
+        spin = self._begin()
         spin.until(job.forward_s * factor)
         works = []
         for message, view in zip(job.messages, views, strict=True):
@@ -178,21 +173,12 @@ class SpinningPlayer:
         for work in works:
             work.wait()
         self.rate.spin(job.update_s * factor)
-        self._end.record()
-        until(self._end, _WAIT_S)
-        if finishes is not None:
-            self._probe.synchronize()
-            backward_s = job.forward_s * factor
-            finishes += [float(self._start.elapsed_time(event)) * 1e-3 - backward_s for event in seen]
-        return float(self._start.elapsed_time(self._end)) * 1e-3
+        return self._ended(finishes, seen, job.forward_s * factor)
 
     def _play_decoupled(self, job: ReplayJob, factor: float, finishes: list[float] | None) -> float:
         scatters, gathers = self._buffers.halves(job, self._nodes)
         communicator = self._communicators[0]
-        spin = _Spin(self.rate)
-        communicator.all_reduce(self._tiny).wait()
-        self.rate.spin(_LEAD_S)
-        self._start.record()
+        spin = self._begin()
         works = []
         for message, (whole, part) in zip(job.messages, scatters, strict=True):
             spin.until(message.ready_s * factor)
@@ -208,11 +194,23 @@ class SpinningPlayer:
             # Waiting is not computing: the spins add up to the computation, wherever they are held up.
             computed += layer.compute_s * factor
             spin.until(computed)
+        return self._ended(finishes, seen, 0.0)
+
+    def _begin(self) -> _Spin:
+        """All nodes together."""
+        spin = _Spin(self.rate)
+        self._communicators[0].all_reduce(self._tiny).wait()
+        self.rate.spin(_LEAD_S)
+        self._start.record()
+        return spin
+
+    def _ended(self, finishes: list[float] | None, seen: Sequence[Any], backward_s: float) -> float:
+        """How long the iteration took; `finishes` gets when each event was, from the start of backward."""
         self._end.record()
         until(self._end, _WAIT_S)
         if finishes is not None:
             self._probe.synchronize()
-            finishes += [float(self._start.elapsed_time(event)) * 1e-3 for event in seen]
+            finishes += [float(self._start.elapsed_time(event)) * 1e-3 - backward_s for event in seen]
         return float(self._start.elapsed_time(self._end)) * 1e-3
 
     def _seen(self, work: Any) -> Any:

@@ -7,19 +7,14 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from multiprocessing import connection as pipes
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from backbeat.errors import MeasurementError
-from backbeat.lab.namespaces import INTERFACE
+from backbeat.lab.namespaces import INTERFACE, Cluster
+from backbeat.lab.setting import Setting
 from backbeat.lab.worker import Start
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from types import TracebackType
-
-    from backbeat.lab.namespaces import Cluster
-    from backbeat.lab.setting import Setting
 
 START_S = 180.0
 """Importing torch in many processes on few cores takes its time."""
@@ -67,9 +62,7 @@ class Session:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.stop()
 
     def ask(self, command: str, timeout_s: float, **arguments: Any) -> list[Any]:
@@ -96,8 +89,7 @@ class Session:
 
     def _start(self, node: int) -> None:
         here, there = pipes.Pipe()
-        cluster, setting = self.cluster, self._setting
-        own = node_environment(setting.backend, node)
+        own = node_environment(self._setting.backend, node)
         with open(self._log(node), "wb") as log:
             worker = subprocess.Popen(
                 [sys.executable, "-m", "backbeat.lab.worker", str(there.fileno()), str(os.getpid())],
@@ -113,14 +105,10 @@ class Session:
         here.send(
             Start(
                 node=node,
-                nodes=cluster.nodes,
-                namespace=cluster.namespace(node),
-                first_address=cluster.address(0),
-                backend=setting.backend,
+                namespace=self.cluster.namespace(node),
+                first_address=self.cluster.address(0),
                 communicators=self._communicators,
-                settle=setting.settle,
-                slowdown=setting.slowdowns.get(node, 1.0),
-                jitter=setting.jitter,
+                setting=self._setting,
             )
         )
 

@@ -12,6 +12,7 @@ from backbeat.errors import InputError
 from backbeat.lab.jobs import slowdowns
 from backbeat.lab.namespaces import MOST_NODES, Link
 from backbeat.model import Profile
+from backbeat.report.measured import scaled
 from backbeat.units import format_rate, parse_duration, parse_rate
 
 
@@ -78,23 +79,6 @@ class Setting:
         # Drawn as the nodes draw theirs, from a seed that none of them uses.
         draw = slowdowns(1.0, self.jitter, seed=-1)
         return msgspec.structs.replace(slowed, iteration_s=tuple(slowed.single_s * draw() for _ in range(1000)))
-
-
-def scaled(profile: Profile, factor: float) -> Profile:
-    """A profile whose compute takes `factor` times as long, with neither measured iterations nor buffers."""
-    gradients = tuple(
-        msgspec.structs.replace(gradient, ready_s=gradient.ready_s * factor) for gradient in profile.gradients
-    )
-    return msgspec.structs.replace(
-        profile,
-        forward_s=profile.forward_s * factor,
-        backward_s=profile.backward_s * factor,
-        update_s=profile.update_s * factor,
-        gradients=gradients,
-        iteration_s=(),
-        buffer_bytes=0,
-        accumulation=1,
-    )
 
 
 def parse_stragglers(texts: Sequence[str]) -> dict[int, float]:

@@ -11,7 +11,7 @@ import gc
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,9 +19,7 @@ import torch.distributed as dist
 from backbeat.lab.jobs import Turn
 from backbeat.measure.model.factory import Factory, Workload, load
 from backbeat.measure.model.precision import autocast, tensor_cores
-
-if TYPE_CHECKING:
-    from backbeat.model import Plan
+from backbeat.model import Plan
 
 WARM_UP = 3
 """Stock DDP rebuilds its buckets after the first step."""

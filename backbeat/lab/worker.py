@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import ctypes
+import datetime
 import os
+import platform
 import signal
 import sys
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from backbeat.lab.health import disturbances
+from backbeat.lab.jobs import Replayed, ReplayJob, Turn, slowdowns
 from backbeat.lab.namespaces import enter
+from backbeat.lab.setting import Setting
+from backbeat.model import Plan
 
 if TYPE_CHECKING:
-    from backbeat.lab.jobs import Replayed, ReplayJob, Turn
     from backbeat.lab.train import Trained
-    from backbeat.model import Plan
 
 _PR_SET_PDEATHSIG = 1
 _PORT = 29500
@@ -28,23 +33,18 @@ class Start:
     """What a node must know before it joins the others."""
 
     node: int
-    nodes: int
     namespace: str
     first_address: str
     """Where node 0 is."""
-    backend: str
     communicators: int
-    settle: bool
-    """gloo on few cores: see `comm.gloo.settle_gloo`."""
-    slowdown: float
-    jitter: float
+    setting: Setting
 
 
-def order_launches(start: Start) -> None:
+def order_launches(backend: str, communicators: int) -> None:
     """Several NCCL communicators deadlock without it; one is measured as it runs without."""
     from backbeat.comm.nccl import set_nccl_launch_order
 
-    if start.backend == "nccl" and start.communicators > 1:
+    if backend == "nccl" and communicators > 1:
         set_nccl_launch_order()
 
 
@@ -52,53 +52,49 @@ class Node:
     """One rank. Methods are called on all nodes at once, by name."""
 
     def __init__(self, start: Start) -> None:
-        import datetime
-
         import torch
         import torch.distributed as dist
 
         from backbeat.comm.communicators import Communicator, Communicators
         from backbeat.comm.gloo import settle_gloo
-        from backbeat.lab.jobs import slowdowns
         from backbeat.lab.replay import SleepingPlayer, SpinningPlayer
 
         self.start = start
+        setting, backend = start.setting, start.setting.backend
+        on_gpu = backend == "nccl"
         torch.set_num_threads(1)
-        timeout = datetime.timedelta(seconds=120)
-        self.device = torch.device("cuda", 0) if start.backend == "nccl" else torch.device("cpu")
-        if start.backend == "nccl":
+        self.device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
+        if on_gpu:
             torch.cuda.set_device(self.device)
-        order_launches(start)
+        order_launches(backend, start.communicators)
         dist.init_process_group(
-            start.backend,
+            backend,
             init_method=f"tcp://{start.first_address}:{_PORT}",
             rank=start.node,
-            world_size=start.nodes,
-            timeout=timeout,
-            device_id=self.device if start.backend == "nccl" else None,
+            world_size=setting.nodes,
+            timeout=datetime.timedelta(seconds=120),
+            device_id=self.device if on_gpu else None,
         )
         world: Any = dist.group.WORLD
-        stock = Communicator(world, start.backend)
+        stock = Communicator(world, backend)
         communicators = list(Communicators(world, self.device, start.communicators))
         for communicator in communicators:
             # A communicator is built at its first collective.
             communicator.all_reduce(torch.zeros(1, device=self.device)).wait()
-        if start.backend == "nccl":
+        if on_gpu:
             torch.cuda.synchronize()
-        if start.settle and start.backend == "gloo":
+        if setting.settle:
             stock.all_reduce(torch.zeros(1)).wait()
             settle_gloo()
-        self.factor = slowdowns(start.slowdown, start.jitter, seed=start.node)
+        self.factor = slowdowns(setting.slowdowns.get(start.node, 1.0), setting.jitter, seed=start.node)
         self.player = (
-            SpinningPlayer(communicators, self.device, start.nodes)
-            if start.backend == "nccl"
-            else SleepingPlayer(communicators, stock, start.nodes)
+            SpinningPlayer(communicators, self.device, setting.nodes)
+            if on_gpu
+            else SleepingPlayer(communicators, stock, setting.nodes)
         )
 
     def describe(self) -> dict[str, Any]:
         """The machine and the libraries, as this node sees them."""
-        import platform
-
         from backbeat.comm.machine import source
 
         about = source(None, self.device)
@@ -112,8 +108,6 @@ class Node:
         }
 
     def health(self) -> dict[str, float]:
-        from backbeat.lab.health import disturbances
-
         return disturbances()
 
     def calibrate(
@@ -135,16 +129,13 @@ class Node:
             communicators=communicators,
             collectives=collectives,
             name=name,
-            settle=self.start.settle,
+            settle=self.start.setting.settle,
         )
         if self.start.node != 0:
             return None
         timings = [
             {
-                "collective": case.collective,
-                "bytes": case.bytes,
-                "messages": case.messages,
-                "communicators": case.communicators,
+                **asdict(case),
                 "median_s": timing.median_s,
                 "jitter": timing.jitter,
                 "uncertainty": timing.uncertainty,
@@ -177,8 +168,7 @@ _SHOWN = ("NCCL_", "GLOO_", "TORCH_NCCL", "CUDA_DEVICE", "OMP_")
 
 def _congestion_control() -> str | None:
     try:
-        with open("/proc/sys/net/ipv4/tcp_congestion_control") as file:
-            return file.read().strip()
+        return Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
     except OSError:
         return None
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
+from backbeat.model import Prediction
 from backbeat.report.device_memory import DeviceFit, device_fit
 from backbeat.report.limits import limit
 from backbeat.report.running_cost import units_line
@@ -13,9 +14,6 @@ from backbeat.report.study import STOCK, Study
 from backbeat.report.tables import fastest, gpu_hours, over_bound
 from backbeat.simulate.sweep import knee
 from backbeat.units import format_seconds
-
-if TYPE_CHECKING:
-    from backbeat.model import Prediction
 
 Verdict = Literal["yes", "partly", "no", "alone", "memory"]
 
@@ -93,6 +91,7 @@ def answer(
     count = samples or max(round(stock.samples_per_s * _DAY_S), 1)
     fit = device_fit(study.profile, study.plans[study.best_label], study.top)
     verdict, headline = judged(study.curves, fit)
+    inside = [f"the network {study.network.name} was measured inside one node"] if study.network.one_node else []
     worth = tuple(
         Worth(
             label=label,
@@ -113,19 +112,7 @@ def answer(
         worth_text=f"{_worth_text(worth, count, price, a_day=samples is None)} On {_plural(study.top)}: "
         f"{units_line(best, study.profile, price=price, epoch_samples=epoch_samples)}.",
         samples=count,
-        caveats=tuple(
-            dict.fromkeys(
-                [
-                    *(
-                        [f"the network {study.network.name} was measured inside one node"]
-                        if study.network.one_node
-                        else []
-                    ),
-                    *best.notes,
-                    *stock.notes,
-                ]
-            )
-        ),
+        caveats=tuple(dict.fromkeys([*inside, *best.notes, *stock.notes])),
     )
 
 
@@ -265,9 +252,9 @@ def _actions(study: Study, stock: Prediction, best: Prediction, command: str, pl
                 else "",
             )
         )
-    bucket = _bucket(study, stock)
-    if bucket is not None:
-        size, prediction = bucket
+    # The smallest bucket where several are equally fast.
+    size, prediction = min(study.buckets, key=lambda pair: pair[1].iteration_s, default=(25, stock))
+    if _gain(stock, prediction) >= _WORTH_CHANGING:
         found.append(
             Action(
                 title=f"{'Or change' if found else 'Change'} one argument of stock DDP: "
@@ -286,14 +273,6 @@ def _actions(study: Study, stock: Prediction, best: Prediction, command: str, pl
             )
         )
     return tuple(found)
-
-
-def _bucket(study: Study, stock: Prediction) -> tuple[int, Prediction] | None:
-    """The best bucket size, where it is worth changing; the smallest where several are equal."""
-    if not study.buckets:
-        return None
-    size, prediction = min(study.buckets, key=lambda pair: pair[1].iteration_s)
-    return (size, prediction) if _gain(stock, prediction) >= _WORTH_CHANGING else None
 
 
 def _worth_text(worth: tuple[Worth, ...], samples: int, price: float | None, *, a_day: bool) -> str:

@@ -1,23 +1,26 @@
-"""What all drawings share: colours; layout, lines and marks as plotly takes them, in plain dictionaries."""
+"""What all drawings share: colours; layout, lines, bars and marks as plotly takes them, in plain dictionaries.
+
+Colours of paper, text and grid are left to whoever shows a drawing, so that it serves light and dark pages.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
+from backbeat.errors import MissingPartError
+
 Drawing = dict[str, Any]
 
-COLOURS = ("#7d8590", "#2f81c7", "#d9822b", "#17926b", "#a35bb5", "#c94f6d", "#5aa9c9", "#9a8b2f")
+GREY, BLUE, ORANGE, GREEN, PURPLE, ROSE = "#7d8590", "#2f81c7", "#d9822b", "#17926b", "#a35bb5", "#c94f6d"
+COLOURS = (GREY, BLUE, ORANGE, GREEN, PURPLE, ROSE, "#5aa9c9", "#9a8b2f")
 """Strategies in order; the first, stock DDP, is grey. All are readable on white and on near-black."""
-COMPUTE = "#7d8590"
 SIZES = ("#8fd0c4", "#3aa0b8", "#2f62a8", "#4a3d9e")
 """Small buckets to large ones."""
 
 
 def figure(drawing: Drawing) -> Any:
     """The drawing as a plotly figure."""
-    from backbeat.errors import MissingPartError
-
     try:
         import plotly.graph_objects as go
     except ImportError:
@@ -25,34 +28,41 @@ def figure(drawing: Drawing) -> Any:
     return go.Figure(drawing)
 
 
-def axes(**more: Any) -> Drawing:
-    return {
+def drawn(traces: Sequence[Drawing], **layout: Any) -> Drawing:
+    """Traces on axes, with the layout that all figures share."""
+    common = {
         "margin": {"l": 64, "r": 24, "t": 24, "b": 56},
         "legend": {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom", "traceorder": "normal"},
         "hoverlabel": {"align": "left"},
-        "dragmode": "zoom",
-        **more,
     }
+    return {"data": list(traces), "layout": {**common, **layout}}
+
+
+def axis(title: str, **more: Any) -> Drawing:
+    return {"title": {"text": title}, **more}
 
 
 def curve(name: str, x: Sequence[float], y: Sequence[float], colour: str, **more: Any) -> Drawing:
-    stroke = {"color": colour, "width": 2.5}
-    if "dash" in more:
-        stroke["dash"] = more.pop("dash")
     return {
         "type": "scatter",
         "mode": "lines+markers",
         "name": name,
         "x": list(x),
         "y": list(y),
-        "line": stroke,
+        "line": {"color": colour, "width": 2.5},
         "marker": {"size": 7, "color": colour},
         **more,
     }
 
 
+def bar(name: str, labels: Sequence[str], values: Sequence[float], colour: str, **more: Any) -> Drawing:
+    """Lying bars, one for each label."""
+    marker = {"color": colour}
+    return {"type": "bar", "orientation": "h", "name": name, "y": labels, "x": values, "marker": marker, **more}
+
+
 def upright(x: float) -> Drawing:
-    stroke = {"dash": "dash", "width": 1.5, "color": "#c94f6d"}
+    stroke = {"dash": "dash", "width": 1.5, "color": ROSE}
     return {"type": "line", "x0": x, "x1": x, "xref": "x", "y0": 0, "y1": 1, "yref": "paper", "line": stroke}
 
 
@@ -71,3 +81,7 @@ def shade(share: float) -> str:
 
 def rgb(colour: str) -> list[int]:
     return [int(colour[place : place + 2], 16) for place in (1, 3, 5)]
+
+
+def ms(seconds: Sequence[float]) -> list[float]:
+    return [one * 1e3 for one in seconds]

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from backbeat.cost.accelerators import accelerator
-from backbeat.model import MemoryPlan
+from backbeat.model import MemoryPlan, Plan, Profile
 from backbeat.simulate.memory_timeline import memory_timeline
 from backbeat.simulate.resident_memory import ResidentMemory
 from backbeat.units import format_bytes
-
-if TYPE_CHECKING:
-    from backbeat.model import Plan, Profile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,7 @@ import html
 import textwrap
 from collections.abc import Sequence
 
-from backbeat.report.canvas import COMPUTE, Drawing, axes, shade
+from backbeat.report.canvas import GREY, Drawing, axis, drawn, shade
 from backbeat.report.figures import Timeline
 from backbeat.report.figures.timeline import Bar, SizeScale, size_scale
 from backbeat.units import format_bytes, format_seconds
@@ -18,29 +18,21 @@ def timeline_parts(timelines: Sequence[Timeline]) -> dict[str, Drawing]:
     """Each timeline's bars, lanes and end by label, coloured on one scale: a page puts any two of them together."""
     sizes = size_scale(timelines)
     return {
-        one.label: {
-            "lanes": list(one.lanes),
-            "end_ms": one.end_s * 1e3,
-            "traces": _bars(one, sizes),
-        }
+        one.label: {"lanes": list(one.lanes), "end_ms": one.end_s * 1e3, "traces": _bars(one, sizes)}
         for one in timelines
     }
 
 
 def timeline(data: Timeline) -> Drawing:
     """One iteration."""
-    lanes = list(data.lanes)
-    return {
-        "data": _bars(data, size_scale([data])),
-        "layout": axes(
-            barmode="overlay",
-            xaxis={"title": {"text": "milliseconds from the start of the iteration"}, "range": [0, data.end_s * 1020]},
-            yaxis={"type": "category", "categoryarray": lanes[::-1], "categoryorder": "array", "automargin": True},
-            height=170 + 34 * len(lanes),
-            showlegend=False,
-            hovermode="closest",
-        ),
-    }
+    return drawn(
+        _bars(data, size_scale([data])),
+        barmode="overlay",
+        xaxis=axis("milliseconds from the start of the iteration", range=[0, data.end_s * 1020]),
+        yaxis={"type": "category", "categoryarray": data.lanes[::-1], "categoryorder": "array", "automargin": True},
+        height=170 + 34 * len(data.lanes),
+        showlegend=False,
+    )
 
 
 def _bars(data: Timeline, sizes: SizeScale) -> list[Drawing]:
@@ -53,7 +45,7 @@ def _bars(data: Timeline, sizes: SizeScale) -> list[Drawing]:
         "hovertemplate": "<b>%{customdata[0]}</b> (%{customdata[5]})<br>%{customdata[1]} to %{customdata[2]}, "
         "%{customdata[3]} long<extra></extra>",
     }
-    computing["marker"]["color"] = COMPUTE
+    computing["marker"]["color"] = GREY
     buckets: Drawing = {
         **_intervals(data, data.transfers),
         "name": f"{html.escape(data.label)}: buckets",
@@ -120,8 +112,7 @@ def _wrapped(name: str) -> str:
 
 def _cargo(bar: Bar) -> str:
     """What a bucket carries, in words."""
-    size = format_bytes(bar.bytes)
     parts = [f"{bar.buckets} buckets"] if bar.buckets > 1 else []
     if bar.gradients:
         parts.append(f"{bar.gradients} gradient" + ("s" if bar.gradients != 1 else ""))
-    return ", ".join([*parts, size])
+    return ", ".join([*parts, format_bytes(bar.bytes)])

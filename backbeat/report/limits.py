@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
+from backbeat.model import Gradient, Prediction, Profile
 from backbeat.report.figures.timeline import carries_gradients
 from backbeat.simulate.sweep import knee
 from backbeat.units import format_bytes
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from backbeat.model import Gradient, Prediction, Profile
 
 LIMITS = {
     "compute": "Nothing: communication is hidden behind computation. A faster network would not help.",

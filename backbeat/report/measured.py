@@ -9,8 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from backbeat.errors import InputError
+from backbeat.importers.trace_clock import arrays, union
+from backbeat.importers.trace_events import TraceReader
+from backbeat.importers.trace_facts import Mark, collect
 from backbeat.model import Bucket, Network, Plan, Profile, Span
 from backbeat.model import files as model_files
 from backbeat.planners import STRATEGIES, propose
@@ -34,7 +38,6 @@ class Measured:
     low_s: float | None
     high_s: float | None
     """The 10th and the 90th percentile."""
-    single_s: float | None
     predicted_s: float | None
     iterations: int
     measured_spans: tuple[Span, ...] = ()
@@ -51,7 +54,6 @@ class _Row(msgspec.Struct, frozen=True):
     buckets: int
     measured_s: float
     predicted_s: float
-    single_s: float
     series_s: list[list[float]] = []
     finishes_s: list[float] = []
     launches: list[list[int]] = []
@@ -72,9 +74,8 @@ def read_lab(path: str | Path, profile: Profile) -> list[Measured]:
     where = Path(path)
     if not where.is_file():
         raise InputError(f"{where}: no such file: give what `backbeat lab -o` wrote")
-    raw = model_files.read(where)
     try:
-        data = msgspec.json.decode(raw)
+        data = msgspec.json.decode(model_files.read(where))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InputError(f"{where}: not JSON ({error}): give what `backbeat lab -o` wrote") from None
     if not isinstance(data, dict) or data.get("schema") != LAB_SCHEMA:
@@ -90,38 +91,36 @@ def read_lab(path: str | Path, profile: Profile) -> list[Measured]:
 
 def read_trace(path: str | Path) -> list[Measured]:
     """One iteration of a trace that torch.profiler exported: the last whole one."""
-    from backbeat.importers.trace_events import TraceReader
-    from backbeat.importers.trace_facts import collect
-
     where = Path(path)
     if not where.is_file():
         raise InputError(f"{where}: no such file: give a trace that torch.profiler exported")
     facts = collect(TraceReader(where))
     steps = _steps(facts.marks)
     computing = facts.kernels if len(facts.kernels.start) else facts.operators
-    busy = list(zip(computing.start, computing.end, strict=True))
-    transfers = [(one.start, one.end, one.name, one.bytes or 0, one.workers) for one in facts.transfers]
-    if not busy:
+    busy = np.stack(arrays(computing.start, computing.end), axis=1)
+    if not busy.size:
         raise InputError(f"{where}: holds no operators or kernels: export a trace of training with torch.profiler")
-    low, high = steps[-1] if steps else (min(one[0] for one in busy), max(one[1] for one in busy))
+    low, high = steps[-1] if steps else (float(busy[:, 0].min()), float(busy[:, 1].max()))
+    gap = np.array([0.0, _JOIN_S])
     spans = [
         Span("compute", "computing", start - low, end - low)
-        for start, end in _joined([(start, end) for start, end in busy if low <= start < high])
+        for start, end in (union(busy[(low <= busy[:, 0]) & (busy[:, 0] < high)] + gap) - gap).tolist()
     ]
-    inside = sorted(one for one in transfers if low <= one[0] < high)
+    inside = sorted(
+        (one.start, one.end, one.name, one.bytes or 0) for one in facts.transfers if low <= one.start < high
+    )
     lanes = _lanes([(start, end) for start, end, *_ in inside])
-    for lane, (start, end, name, size, _) in zip(lanes, inside, strict=True):
+    for lane, (start, end, name, size) in zip(lanes, inside, strict=True):
         spans.append(Span(f"communicator {lane}", name, start - low, end - low, size))
     lengths = sorted(end - start for start, end in steps)
     return [
         Measured(
             label=f"trace {where.name}",
             origin="trace",
-            workers=max((one[4] or 1 for one in transfers), default=1),
-            iteration_s=lengths[len(lengths) // 2] if lengths else None,
-            low_s=lengths[len(lengths) // 10] if lengths else None,
-            high_s=lengths[len(lengths) * 9 // 10] if lengths else None,
-            single_s=None,
+            workers=max((one.workers or 1 for one in facts.transfers), default=1),
+            iteration_s=_percentile(lengths, 50),
+            low_s=_percentile(lengths, 10),
+            high_s=_percentile(lengths, 90),
             predicted_s=None,
             iterations=len(lengths),
             measured_spans=tuple(spans),
@@ -129,36 +128,28 @@ def read_trace(path: str | Path) -> list[Measured]:
     ]
 
 
-def _steps(marks: Sequence[Any]) -> list[tuple[float, float]]:
+def _steps(marks: Sequence[Mark]) -> list[tuple[float, float]]:
     """The iterations: profiler steps, or from the end of one optimizer step to the end of the next."""
     steps = sorted((mark.start, mark.end) for mark in marks if mark.name.startswith("ProfilerStep#"))
-    if steps:
-        return steps
-    ends = sorted(mark.end for mark in marks if mark.name.startswith("Optimizer.step#"))
-    return list(pairwise(ends))
+    return steps or list(pairwise(sorted(mark.end for mark in marks if mark.name.startswith("Optimizer.step#"))))
 
 
 def _of_row(row: _Row, lab: _Lab, network: Network, profile: Profile) -> Measured:
     samples = sorted(sample for series in row.series_s for sample in series)
-    replayed = _replayed(profile, lab) if profile.name == lab.profile else None
-    plan = _plan(row, replayed, network) if replayed is not None else None
-    predicted: tuple[Span, ...] = ()
-    seen: tuple[Span, ...] = ()
-    if replayed is not None and plan is not None:
-        predicted = predict(replayed, network, plan, broadcast_buffers=False).timeline
-        seen = finished_spans(replayed, plan, row.finishes_s)
+    # The nodes' compute was dilated, and all waited for the slowest of them.
+    replayed = scaled(profile, lab.dilation * max([1.0, *lab.stragglers.values()]))
+    plan = _plan(row, replayed, network) if profile.name == lab.profile else None
     return Measured(
         label=row.plan,
         origin="lab",
         workers=lab.nodes,
         iteration_s=row.measured_s,
-        low_s=samples[len(samples) // 10] if samples else None,
-        high_s=samples[len(samples) * 9 // 10] if samples else None,
-        single_s=row.single_s,
+        low_s=_percentile(samples, 10),
+        high_s=_percentile(samples, 90),
         predicted_s=row.predicted_s,
         iterations=len(samples),
-        measured_spans=seen,
-        predicted_spans=predicted,
+        measured_spans=finished_spans(replayed, plan, row.finishes_s) if plan else (),
+        predicted_spans=predict(replayed, network, plan, broadcast_buffers=False).timeline if plan else (),
         buckets=tuple(bucket.gradients for bucket in plan.buckets) if plan else (),
     )
 
@@ -193,9 +184,8 @@ def finished_spans(profile: Profile, plan: Plan, finishes_s: Sequence[float]) ->
     return tuple(spans)
 
 
-def _replayed(profile: Profile, lab: _Lab) -> Profile:
-    """The compute the nodes replayed: dilated, and as slow as the slowest of them."""
-    factor = lab.dilation * max([1.0, *lab.stragglers.values()])
+def scaled(profile: Profile, factor: float) -> Profile:
+    """What a lab replays: compute that takes `factor` times as long, with neither measured iterations nor buffers."""
     return msgspec.structs.replace(
         profile,
         forward_s=profile.forward_s * factor,
@@ -227,14 +217,8 @@ def _plan(row: _Row, profile: Profile, network: Network) -> Plan | None:
     return made if len(made.buckets) == row.buckets and made.dynamic is None else None
 
 
-def _joined(intervals: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    joined: list[tuple[float, float]] = []
-    for start, end in sorted(intervals):
-        if joined and start <= joined[-1][1] + _JOIN_S:
-            joined[-1] = (joined[-1][0], max(joined[-1][1], end))
-        else:
-            joined.append((start, end))
-    return joined
+def _percentile(rising: Sequence[float], percent: int) -> float | None:
+    return rising[len(rising) * percent // 100] if rising else None
 
 
 def _lanes(intervals: list[tuple[float, float]]) -> list[int]:

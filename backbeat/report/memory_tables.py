@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from rich.table import Table
 
+from backbeat.model import MemoryPlan, Profile, Segment
+from backbeat.planners.max_batch import Point
+from backbeat.simulate.memory_timeline import MemoryTimeline
 from backbeat.units import format_bytes, format_seconds, printable
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from backbeat.model import MemoryPlan, Profile, Segment
-    from backbeat.planners.max_batch import Point
-    from backbeat.simulate.memory_timeline import MemoryTimeline
 
 
 class Policy(NamedTuple):

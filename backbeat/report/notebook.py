@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import base64
 import html
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from backbeat.errors import MissingPartError
-from backbeat.report import draw, plot
+from backbeat.model import Prediction
+from backbeat.report import canvas, draw_timeline, plot
 from backbeat.report.figures import timeline
 from backbeat.report.tables import over_bound
 from backbeat.units import format_seconds
-
-if TYPE_CHECKING:
-    from backbeat.model import Prediction
 
 _MOST_BARS = 300
 
@@ -41,7 +39,7 @@ def prediction_html(prediction: Prediction) -> str:
 def prediction_figure(prediction: Prediction) -> Any:
     """The iteration as a plotly figure."""
     label = f"{prediction.strategy}, {prediction.workers} workers"
-    return draw.figure(draw.timeline(timeline(label, prediction.timeline, most=_MOST_BARS)))
+    return canvas.figure(draw_timeline.timeline(timeline(label, prediction.timeline, most=_MOST_BARS)))
 
 
 def _picture(prediction: Prediction) -> str:

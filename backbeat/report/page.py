@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -11,8 +12,10 @@ from typing import Any
 import msgspec
 
 from backbeat.errors import MissingPartError
-from backbeat.report import draw, perfetto
+from backbeat.model import Source
+from backbeat.report import perfetto
 from backbeat.report.answer import Answer, answer
+from backbeat.report.draw_timeline import timeline_parts
 from backbeat.report.figures.timeline import Timeline, timeline
 from backbeat.report.running_cost import format_count, tokens_per_s, unit
 from backbeat.report.sections import sections
@@ -43,10 +46,8 @@ class PageSettings:
 
 def report(study: Study, settings: PageSettings | None = None) -> str:
     """The whole page. Where it would be too large, timelines are drawn with fewer bars."""
-    chosen = settings or PageSettings()
-    page = ""
     for bars in _FEWER_BARS:
-        page = _page(study, chosen, bars)
+        page = _page(study, settings or PageSettings(), bars)
         if len(page.encode()) <= MOST_BYTES:
             break
     return page
@@ -55,10 +56,8 @@ def report(study: Study, settings: PageSettings | None = None) -> str:
 def timelines(study: Study, *, most: int = _FEWER_BARS[0]) -> list[Timeline]:
     """Every timeline the reader can choose: each strategy, then what was measured beside its own prediction."""
     found = [study.timeline(label, most=most) for label, prediction in study.at_top.items() if prediction.timeline]
-    for one in study.measured:
-        for how, spans in (("predicted", one.predicted_spans), ("measured", one.measured_spans)):
-            if spans:
-                found.append(timeline(f"{one.origin}: {one.label}, {how}", spans, one.buckets, most=most))
+    for one, how, spans in study.seen():
+        found.append(timeline(f"{one.origin}: {one.label}, {how}", spans, one.buckets, most=most))
     return found
 
 
@@ -78,7 +77,8 @@ def script_json(data: Any) -> str:
     >>> script_json({"name": "</script><b>"})
     '{"name":"\\u003c/script\\u003e\\u003cb\\u003e"}'
     """
-    text = msgspec.json.encode(_finite(data)).decode()
+    # What is not finite becomes null, which a drawing skips.
+    text = msgspec.json.encode(data).decode()
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")
     return text
@@ -91,38 +91,32 @@ def asset(name: str) -> str:
 @cache
 def environment() -> Any:
     try:
-        from jinja2 import DictLoader, Environment, StrictUndefined
+        from jinja2 import Environment, PackageLoader, StrictUndefined
     except ImportError:
         raise MissingPartError("reports need jinja2: pip install jinja2") from None
-    names = ("report.html.j2", "serve.html.j2")
-    return Environment(
-        loader=DictLoader({name: asset(name) for name in names}), autoescape=True, undefined=StrictUndefined
-    )
+    loader = PackageLoader("backbeat.report")
+    return Environment(loader=loader, autoescape=True, undefined=StrictUndefined)
 
 
 def _page(study: Study, settings: PageSettings, bars: int) -> str:
     from backbeat import __version__
 
+    answered = _answer(study, settings)
     parts = sections(study, samples=settings.samples or 1_000_000, memory_budget=settings.memory_budget)
     drawings = {part.anchor: [drawing for _, drawing in part.views] for part in parts if part.views}
-    chosen = timelines(study, most=bars)
-    first, second = _pair([one.label for one in chosen], study)
-    data = {
-        "figures": drawings,
-        "timelines": draw.timeline_parts(chosen),
-        "pair": [first, second],
-    }
+    shown = timeline_parts(timelines(study, most=bars))
+    pair = _pair(list(shown), study)
     trace = perfetto.encode(full_trace(study)).decode()
     template = environment().get_template("report.html.j2")
     page: str = template.render(
-        answer=_answer(study, settings),
+        answer=answered,
         study=study,
         facts=_facts(study),
         sections=parts,
-        timelines=[one.label for one in chosen],
-        pair=[first, second],
-        tiles=_tiles(study, settings),
-        data=script_json(data),
+        timelines=list(shown),
+        pair=pair,
+        tiles=_tiles(study, answered, settings),
+        data=script_json({"figures": drawings, "timelines": shown, "pair": pair}),
         trace=script_json(msgspec.json.decode(trace)) if len(trace) <= _MOST_TRACE_BYTES else "",
         trace_command=_command("trace", settings, study.top, "trace.json"),
         css=asset("page.css"),
@@ -152,35 +146,28 @@ def _answer(study: Study, settings: PageSettings) -> Answer:
 
 
 def _command(verb: str, settings: PageSettings, workers: int, output: str, strategy: str | None = None) -> str:
-    import shlex
-
     names = " ".join(shlex.quote(name) for name in (settings.profile_argument, settings.network_argument))
     chosen = f" --strategy {shlex.quote(strategy)}" if strategy not in (None, "best", STOCK) else ""
     return f"backbeat {verb} {names} --workers {workers}{chosen} -o {output}"
 
 
 def _pair(labels: Sequence[str], study: Study) -> tuple[str, str]:
-    if not labels:
-        return "", ""
+    """The two timelines that are shown at first."""
     seen = [label for label in labels if label not in study.curves]
-    if seen:
-        # What was measured stands beside its own prediction, or beside stock DDP's.
-        found = next((label for label in seen if label.endswith(", measured")), "")
-        own = found.removesuffix("measured") + "predicted"
-        if found:
-            return (own if own in seen else STOCK), found
-    other = study.best_label if study.best_label != STOCK else ""
-    if not other:
-        other = next((label for label in labels if label != STOCK), "")
-    return STOCK, other
+    measured = next((label for label in seen if label.endswith(", measured")), None)
+    if measured:
+        own = measured.removesuffix("measured") + "predicted"
+        return (own if own in seen else STOCK), measured
+    if study.best_label != STOCK:
+        return STOCK, study.best_label
+    return STOCK, next((label for label in labels if label != STOCK), "")
 
 
-def _tiles(study: Study, settings: PageSettings) -> list[tuple[str, str, str]]:
+def _tiles(study: Study, answered: Answer, settings: PageSettings) -> list[tuple[str, str, str]]:
     """(what, figure, small print) of the numbers that stand out."""
     best, stock = study.best, study.stock
     faster = stock.iteration_s / best.iteration_s if best.iteration_s > 0 else 1.0
     rate = tokens_per_s(best, study.profile) or best.samples_per_s
-    answered = _answer(study, settings)
     cheapest = answered.worth[-1]
     run = f"for {answered.samples:,} samples" if settings.samples else "for what takes stock DDP a day"
     unplanned = best is stock
@@ -206,8 +193,6 @@ def _tiles(study: Study, settings: PageSettings) -> list[tuple[str, str, str]]:
 
 
 def _facts(study: Study) -> list[tuple[str, str]]:
-    from backbeat.model import Source
-
     profile, network = study.profile, study.network
 
     def origin(source: Source | str | None) -> str:
@@ -228,14 +213,3 @@ def _facts(study: Study) -> list[tuple[str, str]]:
         ("network", f"{network.name}, given for {network.workers} workers: {origin(network.source)}"),
         ("scaling", "weak: every GPU keeps its batch, so more GPUs train on more samples at a time"),
     ]
-
-
-def _finite(value: Any) -> Any:
-    """JSON has no infinity; a drawing skips what is null."""
-    if isinstance(value, float):
-        return value if value == value and abs(value) != float("inf") else None
-    if isinstance(value, Mapping):
-        return {key: _finite(one) for key, one in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(one) for one in value]
-    return value

@@ -22,13 +22,11 @@ def trace(iterations: Sequence[Iteration]) -> dict[str, Any]:
     """One process for each iteration, with a thread for every lane. Times are microseconds."""
     events: list[dict[str, Any]] = []
     for process, (title, spans, buckets) in enumerate(iterations, start=1):
-        events.append(_name("process_name", process, 0, title))
-        events.append({**_name("process_sort_index", process, 0, ""), "args": {"sort_index": process}})
+        events.append(_about("process_name", process, 0, name=title))
+        events.append(_about("process_sort_index", process, 0, sort_index=process))
         for lane in sorted({span.lane for span in spans}, key=_thread):
-            events.append(_name("thread_name", process, _thread(lane), lane))
-            events.append(
-                {**_name("thread_sort_index", process, _thread(lane), ""), "args": {"sort_index": _thread(lane)}}
-            )
+            events.append(_about("thread_name", process, _thread(lane), name=lane))
+            events.append(_about("thread_sort_index", process, _thread(lane), sort_index=_thread(lane)))
         events += _events(process, spans, buckets)
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
@@ -64,5 +62,5 @@ def _thread(lane: str) -> int:
     return _FIRST_COMMUNICATOR_THREAD + int(number) if number.isdecimal() else _FIRST_COMMUNICATOR_THREAD - 1
 
 
-def _name(kind: str, process: int, thread: int, name: str) -> dict[str, Any]:
-    return {"name": kind, "ph": "M", "pid": process, "tid": thread, "args": {"name": name}}
+def _about(kind: str, process: int, thread: int, **facts: object) -> dict[str, Any]:
+    return {"name": kind, "ph": "M", "pid": process, "tid": thread, "args": facts}

@@ -11,8 +11,8 @@ from typing import Any
 
 from backbeat.errors import InputError, MissingPartError
 from backbeat.model.files import write
-from backbeat.report import draw
-from backbeat.report.canvas import COLOURS, COMPUTE, shade
+from backbeat.report import canvas, draw
+from backbeat.report.canvas import COLOURS, GREY, shade
 from backbeat.report.figures import Scaling, Timeline
 from backbeat.report.figures.timeline import size_scale
 from backbeat.units import format_seconds, printable
@@ -48,8 +48,8 @@ def check(path: Path) -> None:
 def save_scaling(data: Scaling, path: Path, *, title: str = "") -> None:
     check(path)
     if path.suffix.lower() == ".html":
-        figure = draw.figure(draw.scaling(data)).update_layout(title=html.escape(title), margin={"t": 90})
-        write(path, figure.to_html(config={"showSendToCloud": False, "plotlyServerURL": ""}).encode())
+        drawing = canvas.figure(draw.scaling(data)).update_layout(title=html.escape(title), margin={"t": 90})
+        write(path, drawing.to_html(config={"showSendToCloud": False, "plotlyServerURL": ""}).encode())
     else:
         save(path, lambda figure: scaling(figure, data, title=title))
 
@@ -84,13 +84,14 @@ def scaling(figure: Any, data: Scaling, *, title: str = "") -> None:
     lines = []
     for place, line in enumerate(data.lines):
         colour = COLOURS[place % len(COLOURS)]
-        percent = [100 * share for share in line.scaling]
+        percent = [100 * point.scaling_factor for point in line.points]
         lines += axes.plot(line.workers, percent, color=colour, marker="o", markersize=4.5, linewidth=2)
         if line is not data.best:
             continue
-        known = [(count, band) for count, band in zip(line.workers, line.band, strict=True) if band is not None]
-        slow, fast = ([100 * band[side] for _, band in known] for side in (0, 1))
-        axes.fill_between([count for count, _ in known], slow, fast, color=colour, alpha=0.18, linewidth=0)
+        counts, slow, fast = ([point[column] for point in line.band] for column in range(3))
+        axes.fill_between(
+            counts, [100 * one for one in slow], [100 * one for one in fast], color=colour, alpha=0.18, linewidth=0
+        )
         if line.knee in line.workers:
             at = line.knee, percent[line.workers.index(line.knee)]
             axes.plot(*at, color=colour, marker="D", markersize=9, markeredgecolor="white", zorder=3)
@@ -108,7 +109,7 @@ def timeline(figure: Any, data: Timeline, *, end_s: float | None = None) -> None
     scale = size_scale([data])
     for place, lane in enumerate(data.lanes):
         bars = [bar for bar in data.bars if bar.lane == lane]
-        colours = [COMPUTE if lane == "compute" else shade(scale.share(bar.bytes)) for bar in bars]
+        colours = [GREY if lane == "compute" else shade(scale.share(bar.bytes)) for bar in bars]
         spans = [(bar.start_s, bar.duration_s) for bar in bars]
         axes.broken_barh(spans, (place - 0.39, 0.78), facecolors=colours, edgecolors="white", linewidth=0.3)
         for bar in bars if lane == "compute" else ():

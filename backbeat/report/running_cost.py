@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from backbeat.cost.accelerators import accelerator
+from backbeat.model import Prediction, Profile
 from backbeat.units import format_seconds
-
-if TYPE_CHECKING:
-    from backbeat.model import Prediction, Profile
-
-BILLION = 10**9
 
 
 def tokens_per_s(prediction: Prediction, profile: Profile) -> float | None:
@@ -29,11 +23,6 @@ def utilisation(prediction: Prediction, profile: Profile) -> float | str:
     return profile.flops_per_sample * prediction.samples_per_s / prediction.workers / peak
 
 
-def per_step(prediction: Prediction, price: float) -> float:
-    """Money for one iteration of the whole job, at `price` for one GPU-hour."""
-    return price * prediction.workers * prediction.iteration_s / 3600
-
-
 def per_samples(prediction: Prediction, price: float, samples: float) -> float:
     """Money to train on this many samples."""
     if prediction.samples_per_s <= 0:
@@ -47,13 +36,13 @@ def unit(profile: Profile) -> str:
 
 def per_billion(prediction: Prediction, profile: Profile, price: float) -> float:
     """Money for a billion tokens, or samples where these are no sequences."""
-    return per_samples(prediction, price, BILLION / (profile.sequence_length or 1))
+    return per_samples(prediction, price, 10**9 / (profile.sequence_length or 1))
 
 
 def costs(prediction: Prediction, profile: Profile, price: float, epoch_samples: int | None) -> dict[str, float]:
-    """Every price of the run, by what it is for."""
+    """Every price of the run by what it is for, at `price` for one GPU-hour."""
     found = {
-        "step": per_step(prediction, price),
+        "step": price * prediction.workers * prediction.iteration_s / 3600,
         f"billion {unit(profile)}": per_billion(prediction, profile, price),
     }
     if epoch_samples is not None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from backbeat.report import draw, figures
 from backbeat.report.answer import frontier
+from backbeat.report.canvas import Drawing
 from backbeat.report.device_memory import device_fit
-from backbeat.report.draw import Drawing
+from backbeat.report.figures import Timeline
 from backbeat.report.figures.exposed import PARTS
 from backbeat.report.limits import knee_sentence
 from backbeat.report.study import STOCK, Study
@@ -17,15 +18,15 @@ from backbeat.units import format_bytes, format_seconds
 
 _MOST_ROWS = 1000
 
-Cell = tuple[str, float | str]
-"""What is shown, and what it sorts by."""
+Cell = str | tuple[str, float]
+"""A text, or a number as it is shown with the number itself."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Table:
     name: str
-    headings: tuple[str, ...]
-    rows: tuple[tuple[Cell, ...], ...]
+    headings: Sequence[str]
+    rows: Sequence[Sequence[Cell]]
     note: str = ""
 
 
@@ -37,15 +38,15 @@ class Section:
     title: str
     summary: str
     how: str
-    views: tuple[tuple[str, Drawing], ...] = ()
-    tables: tuple[Table, ...] = field(default=())
+    views: Sequence[tuple[str, Drawing]] = ()
+    tables: Sequence[Table] = ()
     note: str = ""
     chooser: bool = False
     """The page itself composes the drawing, from timelines that are chosen."""
 
 
 def sections(study: Study, *, samples: int, memory_budget: int | None = None) -> list[Section]:
-    found = [
+    possible = [
         scaling_section(study, samples),
         timeline_section(study),
         exposed_section(study),
@@ -54,43 +55,43 @@ def sections(study: Study, *, samples: int, memory_budget: int | None = None) ->
         cost_section(study),
         memory_section(study, memory_budget),
     ]
-    return [section for section in found if section is not None]
+    return [section for section in possible if section is not None]
 
 
 def scaling_section(study: Study, samples: int) -> Section:
     data = figures.scaling(study.curves)
-    best = next(line for line in data.lines if line.label == study.best_label)
+    curve = study.curves[study.best_label]
     knee = knee_sentence(frontier(study.curves))
     rows = [
         (
             _number(point.workers),
-            (label, label),
+            label,
             (f"{point.scaling_factor:.1%}", point.scaling_factor),
             (f"{point.samples_per_s:,.0f}", point.samples_per_s),
             (f"{gpu_hours(point, samples):,.2f}", gpu_hours(point, samples)),
             _seconds(point.iteration_s),
             _seconds(point.exposed_s),
             (f"{over_bound(point):.1%}", over_bound(point)),
-            (point.bottleneck, point.bottleneck),
+            point.bottleneck,
         )
-        for label, curve in study.curves.items()
-        for point in curve
+        for label, points in study.curves.items()
+        for point in points
     ]
-    headings = ("GPUs", "strategy", "scaling", "samples/s", f"GPU-hours / {samples:,}", "iteration", "exposed")
+    headings = ["GPUs", "strategy", "scaling", "samples/s", f"GPU-hours / {samples:,}", "iteration", "exposed"]
     return Section(
         anchor="scaling",
         title="How it scales",
-        summary=f"With {study.best_label}, scaling goes from {best.scaling[0]:.0%} on {best.workers[0]} GPUs to "
-        f"{best.scaling[-1]:.0%} on {best.workers[-1]}. {knee}",
+        summary=f"With {study.best_label}, scaling goes from {curve[0].scaling_factor:.0%} on {curve[0].workers} GPUs "
+        f"to {curve[-1].scaling_factor:.0%} on {curve[-1].workers}. {knee}",
         how="100 % means that N GPUs do the work of N. Each line is one way to bucket gradients into messages; grey is "
         "stock PyTorch DDP. Where a line falls, GPUs wait for communication instead of computing. The shaded band is "
         "how much single iterations differ. The diamond marks the knee: beyond it, an added GPU brings less than half "
         "of what it could do alone.",
-        views=(
+        views=[
             ("share of perfect", draw.scaling(data)),
             ("samples a second", draw.scaling(data, view="throughput")),
-        ),
-        tables=(Table(name="scaling", headings=(*headings, "over bound", "limited by"), rows=tuple(rows)),),
+        ],
+        tables=[Table("scaling", [*headings, "over bound", "limited by"], rows)],
         note=knee,
     )
 
@@ -100,35 +101,7 @@ def timeline_section(study: Study) -> Section | None:
     if not best.bars:
         return None
     shown = [best] if study.best_label == STOCK else [best, stock]
-    tables = []
-    for one in shown:
-        bars = sorted(one.transfers, key=lambda bar: bar.start_s)
-        tables.append(
-            Table(
-                name=f"buckets of {one.label}",
-                headings=("bucket", "lane", "gradients", "count", "bytes", "starts", "ends", "takes"),
-                rows=tuple(
-                    (
-                        _number(place),
-                        (bar.lane, bar.lane),
-                        (bar.name, bar.name),
-                        _number(bar.gradients) if bar.gradients else ("", 0.0),
-                        _bytes(bar.bytes),
-                        _seconds(bar.start_s),
-                        _seconds(bar.end_s),
-                        _seconds(bar.duration_s),
-                    )
-                    for place, bar in enumerate(bars)
-                ),
-            )
-        )
-    merged = best.merged + (stock.merged if len(shown) > 1 else 0)
-    note = (
-        f"{merged} buckets are drawn together with their neighbours, since there are too many to draw one by one. "
-        "The whole timeline is in the trace."
-        if merged
-        else ""
-    )
+    merged = sum(one.merged for one in shown)
     return Section(
         anchor="timeline",
         title=f"One iteration on {study.top} GPUs",
@@ -139,10 +112,31 @@ def timeline_section(study: Study) -> Section | None:
         "backward bar cost nothing; what sticks out to the right of it is time that every GPU waits. Compare two "
         "strategies: the shorter picture wins. Point at a bar to see what it carries. Waiting for "
         "the slowest worker is not drawn.",
-        tables=tuple(tables),
-        note=note,
+        tables=[_buckets_table(one) for one in shown],
+        note=f"{merged} buckets are drawn together with their neighbours, since there are too many to draw one by one. "
+        "The whole timeline is in the trace."
+        if merged
+        else "",
         chooser=True,
     )
+
+
+def _buckets_table(timeline: Timeline) -> Table:
+    rows = [
+        (
+            _number(place),
+            bar.lane,
+            bar.name,
+            _number(bar.gradients) if bar.gradients else ("", 0.0),
+            _bytes(bar.bytes),
+            _seconds(bar.start_s),
+            _seconds(bar.end_s),
+            _seconds(bar.duration_s),
+        )
+        for place, bar in enumerate(sorted(timeline.transfers, key=lambda bar: bar.start_s))
+    ]
+    headings = ["bucket", "lane", "gradients", "count", "bytes", "starts", "ends", "takes"]
+    return Table(f"buckets of {timeline.label}", headings, rows)
 
 
 def exposed_section(study: Study) -> Section | None:
@@ -151,7 +145,7 @@ def exposed_section(study: Study) -> Section | None:
     data = figures.exposed(study.at_top)
     rows = [
         (
-            (label, label),
+            label,
             *(_seconds(data.parts[part][place]) for part in data.parts),
             _seconds(data.totals[place]),
             (f"{data.totals[place] / data.single_s:.1%}", data.totals[place] / data.single_s),
@@ -169,14 +163,8 @@ def exposed_section(study: Study) -> Section | None:
         "Blue (bandwidth) shrinks with a faster network or fewer bytes, orange (latency) with fewer and larger "
         "messages, purple (waiting) with smaller buckets at the end. Grey is the slowest worker of all: no schedule "
         "changes it.",
-        views=(("", draw.exposed(data)),),
-        tables=(
-            Table(
-                name="exposed time",
-                headings=("strategy", *data.parts, "all", "of one iteration alone"),
-                rows=tuple(rows),
-            ),
-        ),
+        views=[("", draw.exposed(data))],
+        tables=[Table("exposed time", ["strategy", *data.parts, "all", "of one iteration alone"], rows)],
     )
 
 
@@ -184,10 +172,10 @@ def measured_section(study: Study) -> Section | None:
     pairs = figures.compared(study.measured)
     if not pairs:
         return None
-    errors = [abs(one.error) for one in pairs]
+    errors = sorted(abs(one.error) for one in pairs)
     rows = [
         (
-            (one.label, one.label),
+            one.label,
             _number(one.workers),
             _seconds(one.measured_s),
             _seconds(one.predicted_s),
@@ -196,55 +184,45 @@ def measured_section(study: Study) -> Section | None:
         )
         for one in pairs
     ]
-    middle = sorted(errors)[len(errors) // 2]
     return Section(
         anchor="measured",
         title="Predicted against measured",
-        summary=f"{len(pairs)} plans were measured; the median error of the prediction is {middle:.1%}, the largest "
-        f"{max(errors):.1%}.",
+        summary=f"{len(pairs)} plans were measured; the median error of the prediction is "
+        f"{errors[len(errors) // 2]:.1%}, the largest {errors[-1]:.1%}.",
         how="The dot is what was measured, with the range of most iterations; the upright tick is what was predicted "
         "before. The closer the two, the more the rest of this report can be trusted for this kind of network.",
-        views=(("", draw.measured(pairs)),),
-        tables=(
-            Table(
-                name="measured",
-                headings=("plan", "nodes", "measured", "predicted", "error", "iterations"),
-                rows=tuple(rows),
-            ),
-        ),
+        views=[("", draw.measured(pairs))],
+        tables=[Table("measured", ["plan", "nodes", "measured", "predicted", "error", "iterations"], rows)],
     )
 
 
 def gradients_section(study: Study) -> Section:
     profile = study.profile
-    sent = study.timeline(study.best_label)
-    data = figures.gradient_sizes(profile, sent)
+    data = figures.gradient_sizes(profile, study.timeline(study.best_label))
     largest = sorted(profile.gradients, key=lambda gradient: -gradient.bytes)[:_MOST_ROWS]
-    cut = len(profile.gradients) - len(largest)
-    notes = []
-    if data.left_out:
-        notes.append(
-            f"The {data.left_out} smallest of {data.count} gradients ({format_bytes(data.left_out_bytes)} together) "
-            "are not drawn as dots; the lines count all."
-        )
+    count = len(profile.gradients)
+    cut = count - len(largest)
     return Section(
         anchor="gradients",
         title="Gradients: how large, and when they are ready",
-        summary=f"{data.count} gradients with {format_bytes(profile.total_bytes)} in all; the largest is "
+        summary=f"{count} gradients with {format_bytes(profile.total_bytes)} in all; the largest is "
         f"{largest[0].name} with {format_bytes(largest[0].bytes)}.",
         how="Each dot is the gradient of one parameter, at the moment backward has finished it. Below, orange is how "
         "many bytes are ready to travel, green how many have arrived. The gap between the two is waiting to be sent; "
         "what green still lacks when backward ends is exposed.",
-        views=(("", draw.gradient_sizes(data)),),
-        tables=(
+        views=[("", draw.gradient_sizes(data))],
+        tables=[
             Table(
-                name="gradients",
-                headings=("gradient", "bytes", "ready"),
-                rows=tuple(((one.name, one.name), _bytes(one.bytes), _seconds(one.ready_s)) for one in largest),
-                note=f"The {cut} smallest are left out." if cut else "",
-            ),
-        ),
-        note=" ".join(notes),
+                "gradients",
+                ["gradient", "bytes", "ready"],
+                [(one.name, _bytes(one.bytes), _seconds(one.ready_s)) for one in largest],
+                f"The {cut} smallest are left out." if cut else "",
+            )
+        ],
+        note=f"The {data.left_out} smallest of {count} gradients ({format_bytes(data.left_out_bytes)} together) "
+        "are not drawn as dots; the lines count all."
+        if data.left_out
+        else "",
     )
 
 
@@ -256,16 +234,10 @@ def cost_section(study: Study) -> Section:
         if data.bytes_per_s != float("inf")
         else f"On {data.measured_workers} workers an all-reduce takes {format_seconds(data.latency_s)}."
     )
-    note = straight
-    if not data.points:
-        note += " This network is given by these two numbers, not by measured points."
-    tables: Sequence[Table] = ()
-    if data.points:
-        rows = tuple(
-            (_bytes(size), _seconds(seconds), (f"{residual:+.1%}", residual))
-            for (size, seconds), residual in zip(data.points, data.residuals, strict=True)
-        )
-        tables = (Table(name="all-reduce", headings=("bytes", "measured", "straight line"), rows=rows),)
+    rows = [
+        (_bytes(size), _seconds(seconds), (f"{residual:+.1%}", residual))
+        for (size, seconds), residual in zip(data.points, data.residuals, strict=True)
+    ]
     return Section(
         anchor="network",
         title="What the network costs",
@@ -274,9 +246,9 @@ def cost_section(study: Study) -> Section:
         "small messages cost the same whatever they carry, which is why gradients travel in buckets. The slope on the "
         "right is bandwidth. Lines marked as computed are moved to another number of workers. Where points were "
         "measured, the bars below say how far a straight line is from them; predictions follow the points themselves.",
-        views=(("", draw.cost_curve(data)),),
-        tables=tuple(tables),
-        note=note,
+        views=[("", draw.cost_curve(data))],
+        tables=[Table("all-reduce", ["bytes", "measured", "straight line"], rows)] if rows else [],
+        note=straight if rows else f"{straight} This network is given by these two numbers, not by measured points.",
     )
 
 
@@ -287,7 +259,7 @@ def memory_section(study: Study, budget: int | None) -> Section | None:
     if not data.kinds:
         return None
     verdict = ""
-    if data.fits is not None and budget is not None:
+    if budget is not None:
         verdict = f" That is {'within' if data.fits else 'above'} the budget of {format_bytes(budget)}."
     fit = device_fit(study.profile, study.plans[study.best_label], study.top)
     if fit is not None:
@@ -299,14 +271,8 @@ def memory_section(study: Study, budget: int | None) -> Section | None:
         summary=summary,
         how="What fills the GPU's memory during an iteration, by kind. Workspace is what the peak holds beyond the "
         "kinds that were counted. More GPUs do not change it: every worker holds the whole model.",
-        views=(("", draw.memory_use(data)),),
-        tables=(
-            Table(
-                name="memory",
-                headings=("kind", "bytes"),
-                rows=tuple(((kind, kind), _bytes(size)) for kind, size in data.kinds),
-            ),
-        ),
+        views=[("", draw.memory_use(data))],
+        tables=[Table("memory", ["kind", "bytes"], [(kind, _bytes(size)) for kind, size in data.kinds])],
         note=summary,
     )
 

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain, count
+from typing import Any
 
 from backbeat.errors import InputError
+from backbeat.model import Network, Plan, Prediction, Profile, Span
 from backbeat.planners import propose
 from backbeat.report.figures.timeline import MOST_BARS, Timeline, timeline
+from backbeat.report.measured import Measured
 from backbeat.report.perfetto import Iteration
 from backbeat.report.tables import fastest
 from backbeat.simulate import predict
-
-if TYPE_CHECKING:
-    from backbeat.model import Network, Plan, Prediction, Profile
-    from backbeat.report.measured import Measured
+from backbeat.units import parse_workers
 
 STOCK = "ddp"
 STRATEGIES = (STOCK, "mg-wfbp", "optimal", "best")
@@ -36,7 +36,7 @@ class Study:
     """By label, at the last number of workers."""
     buckets: tuple[tuple[int, Prediction], ...] = ()
     """(bucket_cap_mb, stock DDP with it) at the last number of workers."""
-    measured: tuple[Measured, ...] = field(default=())
+    measured: tuple[Measured, ...] = ()
 
     @property
     def top(self) -> int:
@@ -66,19 +66,28 @@ class Study:
 
     def iterations(self, labels: Iterable[str]) -> list[Iteration]:
         """These predictions, then what was measured beside its own prediction."""
-        found: list[Iteration] = [
-            (
-                f"predicted: {label}, {self.top} workers",
-                self.curves[label][-1].timeline,
-                buckets_of(self.plans[label], self.profile),
-            )
-            for label in labels
+        return [
+            *(
+                (
+                    f"predicted: {label}, {self.top} workers",
+                    self.curves[label][-1].timeline,
+                    buckets_of(self.plans[label], self.profile),
+                )
+                for label in labels
+            ),
+            *(
+                (f"{how}: {one.origin} {one.label}, {one.workers} workers", spans, one.buckets)
+                for one, how, spans in self.seen()
+            ),
         ]
+
+    def seen(self) -> Iterator[tuple[Measured, str, Sequence[Span]]]:
+        """What was measured, each after its own prediction, as far as their spans are known."""
         for one in self.measured:
-            for how, spans in (("predicted", one.predicted_spans), ("measured", one.measured_spans)):
-                if spans:
-                    found.append((f"{how}: {one.origin} {one.label}, {one.workers} workers", spans, one.buckets))
-        return found
+            if one.predicted_spans:
+                yield one, "predicted", one.predicted_spans
+            if one.measured_spans:
+                yield one, "measured", one.measured_spans
 
 
 def study(
@@ -89,32 +98,45 @@ def study(
     strategies: Sequence[str] = STRATEGIES,
     plans: Mapping[str, Plan] | None = None,
     measured: Sequence[Measured] = (),
-    progress: Callable[[str], None] = lambda text: None,
 ) -> Study:
     """Stock DDP is always among the strategies, for everything is compared with it."""
     if not workers:
         raise InputError("a report needs a number of workers: give --workers 64 or 4..64")
+    asked = {name: {"strategy": name} for name in (STOCK, *strategies)}
     counts = tuple(sorted(set(workers)))
-    names = list(dict.fromkeys([STOCK, *strategies]))
-    moved = {count: network.at(workers=count) for count in counts}
+    return labelled_study(profile, network, counts, asked, plans or {}, measured=measured)
+
+
+def labelled_study(
+    profile: Profile,
+    network: Network,
+    workers: tuple[int, ...],
+    asked: Mapping[str, Mapping[str, Any]],
+    plans: Mapping[str, Plan],
+    *,
+    measured: Sequence[Measured] = (),
+    sweep: bool = True,
+) -> Study:
+    """`asked` has what to propose with for each label, STOCK among them, anew at each number of workers; `plans` are
+    followed as they are. `sweep` tries DDP's bucket sizes, too."""
+    moved = [network.at(workers=number) for number in workers]
     curves: dict[str, tuple[Prediction, ...]] = {}
     last: dict[str, Plan] = {}
-    for name in names:
-        progress(f"predicting {name} on {counts[0]} to {counts[-1]} workers")
-        made = {count: propose(profile, moved[count], name) for count in counts}
-        curves[name] = tuple(predict(profile, moved[count], made[count]) for count in counts)
-        last[name] = made[counts[-1]]
-    for label, plan in (plans or {}).items():
+    for label, options in asked.items():
+        made = [propose(profile, one, **options) for one in moved]
+        curves[label] = tuple(predict(profile, one, plan) for one, plan in zip(moved, made, strict=True))
+        last[label] = made[-1]
+    for label, plan in plans.items():
         free = _free(label, curves)
-        curves[free] = tuple(predict(profile, moved[count], plan) for count in counts)
+        curves[free] = tuple(predict(profile, one, plan) for one in moved)
         last[free] = plan
     return Study(
         profile=profile,
         network=network,
-        workers=counts,
+        workers=workers,
         curves=curves,
         plans=last,
-        buckets=bucket_sweep(profile, moved[counts[-1]]),
+        buckets=bucket_sweep(profile, moved[-1]) if sweep else (),
         measured=tuple(measured),
     )
 
@@ -147,17 +169,11 @@ def curve_workers(workers: Sequence[int]) -> list[int]:
     >>> curve_workers([48]), curve_workers([8, 16]), curve_workers([2])
     ([4, 8, 16, 32, 48], [8, 16], [2])
     """
-    from backbeat.units import parse_workers
-
     if len(workers) != 1:
         return sorted(set(workers))
     return parse_workers(f"{min(4, workers[0])}..{workers[0]}")
 
 
 def _free(label: str, taken: Mapping[str, object]) -> str:
-    number = 2
-    free = label
-    while free in taken:
-        free = f"{label} ({number})"
-        number += 1
-    return free
+    names = chain([label], (f"{label} ({number})" for number in count(2)))
+    return next(name for name in names if name not in taken)

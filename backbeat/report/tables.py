@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import msgspec
 from rich import box
 from rich.table import Table
 
+from backbeat.model import Network, Plan, Prediction, Profile
 from backbeat.model.source import Source
 from backbeat.report.figures.timeline import carries_gradients
 from backbeat.units import format_bytes, format_seconds, printable
 
 SAME = 5e-4
 """Two times closer than this share are called equal: they print alike, and no measurement tells them apart."""
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from backbeat.model import Network, Plan, Prediction, Profile
 
 
 def gpu_hours(prediction: Prediction, samples: int) -> float:
@@ -116,7 +113,7 @@ def answer_table(
     Neighbouring rows that print alike share one.
     """
     others = [label for label in curves if label != stock]
-    table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False, show_edge=False)
+    table = _plain()
     names = ["planned"] if others == ["best"] else [printable(label) for label in others]
     headings = ["GPUs", "DDP", *names, *(["gain"] if others else []), *([cost[0]] if cost else []), "limited by"]
     for heading in headings:
@@ -145,10 +142,7 @@ def answer_table(
 def plan_table(plan: Plan, result: Prediction) -> Table:
     """The buckets of a plan with when they travel."""
     count = len(plan.buckets)
-    title = f"{count} bucket{'' if count == 1 else 's'} in launch order"
-    table = Table(
-        title=title, title_justify="left", header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False
-    )
+    table = _plain(f"{count} bucket{'' if count == 1 else 's'} in launch order")
     several = plan.communicators > 1
     for heading in ("bucket", *(["communicator"] if several else []), "gradients", "bytes", "starts", "ends"):
         table.add_column(heading, justify="left" if heading == "gradients" else "right")
@@ -166,9 +160,7 @@ def plan_table(plan: Plan, result: Prediction) -> Table:
 
 
 def zoo_table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    table = Table(
-        title=title, title_justify="left", header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False
-    )
+    table = _plain(title)
     for heading in headings:
         # The name is what one copies.
         table.add_column(
@@ -212,6 +204,12 @@ def named(network: Network) -> str:
     """A network's name with its origin: what was never measured must not read as if it had been."""
     name = f"{network.name} ({network.source.method})" if isinstance(network.source, Source) else network.name
     return f"{name}, inside one node" if network.one_node else name
+
+
+def _plain(title: str | None = None) -> Table:
+    return Table(
+        title=title, title_justify="left", header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False
+    )
 
 
 def _three_figures(value: float) -> str:

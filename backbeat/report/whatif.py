@@ -10,22 +10,22 @@ from typing import Any
 import msgspec
 
 from backbeat.errors import InputError
-from backbeat.model import Network, Plan, Prediction, Profile
+from backbeat.model import Network, Profile
 from backbeat.model.files import bundled
 from backbeat.planners import propose
 from backbeat.report import draw, figures
 from backbeat.report.answer import answer
+from backbeat.report.draw_timeline import timeline_parts
 from backbeat.report.page import timelines
-from backbeat.report.study import STOCK, Study, bucket_sweep
+from backbeat.report.study import STOCK, Study, labelled_study
 from backbeat.report.whatif_inputs import scaled_network
-from backbeat.simulate import at_batch, predict
+from backbeat.simulate import at_batch
 from backbeat.simulate.batch import sibling
 from backbeat.units import format_bytes, format_rate, format_seconds, parse_workers
 
-MOST_WORKERS = 4096
 MOST_GRADIENTS = 20_000
 _LIMITS = {
-    "workers": (2, MOST_WORKERS),
+    "workers": (2, 4096),
     "bandwidth": (0.01, 100.0),
     "latency": (0.01, 100.0),
     "batch": (1, 1_000_000),
@@ -75,54 +75,31 @@ class Library:
     networks: dict[str, Network]
 
     def profile(self, name: str) -> Profile:
-        if name in self.profiles:
-            return self.profiles[name]
-        if name in bundled(Profile):
-            return _bundled_profile(name)
-        raise InputError(f"there is no profile {name[:80]!r}: choose one, or upload it again")
+        return self.profiles.get(name) or _bundled(Profile, name)
 
     def network(self, name: str) -> Network:
-        if name in self.networks:
-            return self.networks[name]
-        if name in bundled(Network):
-            return _bundled_network(name)
-        raise InputError(f"there is no network {name[:80]!r}: choose one, or upload it again")
+        return self.networks.get(name) or _bundled(Network, name)
 
 
 def study_of(state: State, library: Library, *, thorough: bool) -> Study:
     """Quick: stock DDP, DDP with the chosen bucket and the exact plan. Thorough adds `best`, which searches."""
     original = library.profile(state.profile)
-    batch = state.batch or original.batch_size
     profile = original
-    if batch != original.batch_size:
-        profile = msgspec.structs.replace(at_batch(original, batch, sibling(original)), memory=None)
+    if state.batch not in (None, original.batch_size):
+        profile = msgspec.structs.replace(at_batch(original, state.batch, sibling(original)), memory=None)
     network = scaled_network(library.network(state.network), bandwidth=state.bandwidth, latency=state.latency)
     counts = tuple(parse_workers(f"{min(4, state.workers)}..{state.workers}"))
-    moved = {count: network.at(workers=count) for count in counts}
     many = f", {state.communicators} communicators" if state.communicators > 1 else ""
     asked: dict[str, dict[str, Any]] = {STOCK: {"strategy": STOCK}}
     if state.bucket:
         asked[f"ddp, {state.bucket} MiB"] = {"strategy": STOCK, "bucket_bytes": state.bucket * 2**20}
     asked[f"optimal{many}"] = {"strategy": "optimal", "communicators": state.communicators}
-    curves: dict[str, tuple[Prediction, ...]] = {}
-    plans: dict[str, Plan] = {}
-    for label, options in asked.items():
-        made = [propose(profile, moved[count], **options) for count in counts]
-        curves[label] = tuple(predict(profile, moved[count], plan) for count, plan in zip(counts, made, strict=True))
-        plans[label] = made[-1]
+    plans = {}
     if thorough:
         # Searching at every number of workers would take seconds: the plan for the last one is followed down the curve.
-        label = f"best for {counts[-1]}"
-        plans[label] = propose(profile, moved[counts[-1]], "best", communicators=max(state.communicators, 2))
-        curves[label] = tuple(predict(profile, moved[count], plans[label]) for count in counts)
-    return Study(
-        profile=profile,
-        network=network,
-        workers=counts,
-        curves=curves,
-        plans=plans,
-        buckets=bucket_sweep(profile, moved[counts[-1]]) if thorough else (),
-    )
+        last = network.at(workers=counts[-1])
+        plans[f"best for {counts[-1]}"] = propose(profile, last, "best", communicators=max(state.communicators, 2))
+    return labelled_study(profile, network, counts, asked, plans, sweep=thorough)
 
 
 def respond(state: State, library: Library, *, thorough: bool = False) -> dict[str, Any]:
@@ -149,7 +126,7 @@ def respond(state: State, library: Library, *, thorough: bool = False) -> dict[s
             [format_seconds(best.exposed_s), "lost in each iteration", f"limited by {best.bottleneck}"],
         ],
         "figures": drawings,
-        "timelines": draw.timeline_parts(shown),
+        "timelines": timeline_parts(shown),
         "pair": [STOCK, study.best_label if study.best_label != STOCK else shown[-1].label],
         "curves": {
             label: [[point.workers, point.iteration_s, point.scaling_factor] for point in curve]
@@ -173,14 +150,11 @@ def readings(study: Study) -> dict[str, str]:
     }
 
 
-@lru_cache(maxsize=32)
-def _bundled_profile(name: str) -> Profile:
-    return Profile.load(bundled(Profile)[name])
-
-
-@lru_cache(maxsize=32)
-def _bundled_network(name: str) -> Network:
-    return Network.load(bundled(Network)[name])
+@lru_cache(maxsize=64)
+def _bundled(kind: type[Any], name: str) -> Any:
+    if name not in bundled(kind):
+        raise InputError(f"there is no {kind.__name__.lower()} {name[:80]!r}: choose one, or upload it again")
+    return kind.load(bundled(kind)[name])
 
 
 def _number(name: str, text: str) -> float | int:

@@ -10,7 +10,7 @@ from backbeat.model import CollectiveTimes, Network
 
 
 def scaled_network(network: Network, *, bandwidth: float = 1.0, latency: float = 1.0) -> Network:
-    """Link work divided by `bandwidth`, latency multiplied by `latency`.
+    """Transfer time divided by `bandwidth`, latency multiplied by `latency`.
 
     Where a node has an inside of its own (NVLink), only what crosses nodes changes. How messages share the link,
     and how they cost less or more back to back, is taken to stay.
@@ -37,23 +37,25 @@ def scaled_network(network: Network, *, bandwidth: float = 1.0, latency: float =
     )
 
 
-def _stretched(times: CollectiveTimes, latency: float, work: float) -> CollectiveTimes:
+def _stretched(times: CollectiveTimes, latency: float, transfer: float) -> CollectiveTimes:
     if times.points is None:
         return CollectiveTimes(
-            alpha_s=(times.alpha_s or 0.0) * latency, beta_s_per_byte=(times.beta_s_per_byte or 0.0) * work
+            alpha_s=(times.alpha_s or 0.0) * latency, beta_s_per_byte=(times.beta_s_per_byte or 0.0) * transfer
         )
     curve = times.curve
     sizes = curve.sizes
-    return _points(sizes, curve.latency(sizes) * latency + curve.work(sizes) * work)
+    return _points(sizes, curve.latency(sizes) * latency + curve.work(sizes) * transfer)
 
 
-def _stretched_across(times: CollectiveTimes, inside: CollectiveTimes, latency: float, work: float) -> CollectiveTimes:
+def _stretched_across(
+    times: CollectiveTimes, inside: CollectiveTimes, latency: float, transfer: float
+) -> CollectiveTimes:
     whole, inner = times.curve, inside.curve
     sizes = np.unique(np.concatenate([whole.sizes, inner.sizes, [0.0, 2.0**20, 2.0**24, 2.0**28]]))
     beyond = np.maximum(whole.time(sizes) - inner.time(sizes), 0.0)
     slope = max(whole.gradient_s_per_byte - inner.gradient_s_per_byte, 0.0)
     across = Curve(sizes, beyond, slope)
-    return _points(sizes, inner.time(sizes) + across.latency(sizes) * latency + across.work(sizes) * work)
+    return _points(sizes, inner.time(sizes) + across.latency(sizes) * latency + across.work(sizes) * transfer)
 
 
 def _points(sizes: np.ndarray, seconds: np.ndarray) -> CollectiveTimes:

@@ -9,7 +9,7 @@ from backbeat.lab.jobs import (
     FEWEST_ITERATIONS,
     MOST_ITERATIONS,
     ROUNDS,
-    compute_of,
+    ReplayJob,
     job_of,
     seconds_of,
     slowdowns,
@@ -51,7 +51,7 @@ def test_a_decoupled_job_played_by_the_model_takes_the_predicted_period(gradient
 
 
 def test_compute_alone_sends_nothing():
-    assert compute_of(profile()).messages == ()
+    assert ReplayJob.of(profile()).messages == ()
 
 
 @given(st.lists(st.floats(1e-4, 10), min_size=1, max_size=12), st.floats(0.1, 10))

@@ -31,7 +31,7 @@ def test_stock_ddp_on_gloo_needs_no_channels_of_its_own():
     assert plans.build(ddp, profile(), network(backend="nccl")).communicators == 1
 
 
-def test_horovod_is_replayed_as_the_groups_its_simulation_formed():
+def test_horovod_is_replayed_as_the_buckets_its_simulation_formed():
     (horovod,) = plans.parse(["horovod"])
     made = plans.build(horovod, profile(), network())
     assert made.dynamic is None

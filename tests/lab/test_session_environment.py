@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 
 import pytest
 
@@ -12,19 +11,7 @@ pytest.importorskip("pyroute2", reason="the lab needs pyroute2")
 
 from backbeat.comm.nccl import LAUNCH_ORDER
 from backbeat.lab.session import node_environment
-from backbeat.lab.worker import Start, order_launches
-
-START = Start(
-    node=0,
-    nodes=2,
-    namespace="",
-    first_address="",
-    backend="nccl",
-    communicators=1,
-    settle=False,
-    slowdown=1.0,
-    jitter=0.0,
-)
+from backbeat.lab.worker import order_launches
 
 
 @pytest.mark.parametrize(
@@ -36,7 +23,7 @@ def test_launches_are_ordered_only_where_several_communicators_need_it(
     # Set and deleted, so that what the code under test sets is undone.
     monkeypatch.setenv(LAUNCH_ORDER, "1")
     del os.environ[LAUNCH_ORDER]
-    order_launches(replace(START, backend=backend, communicators=communicators))
+    order_launches(backend, communicators)
     assert (os.environ.get(LAUNCH_ORDER) == "1") is ordered
 
 

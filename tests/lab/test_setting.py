@@ -4,7 +4,8 @@ import pytest
 
 from backbeat.errors import InputError
 from backbeat.lab.namespaces import Link
-from backbeat.lab.setting import Setting, parse_delay, parse_links, parse_share, parse_stragglers, scaled
+from backbeat.lab.setting import Setting, parse_delay, parse_links, parse_share, parse_stragglers
+from backbeat.report.measured import scaled
 from tests.lab.cases import profile
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import backbeat as bb
 from backbeat.model import Memory, Span
-from backbeat.report import draw, figures
+from backbeat.report import canvas, draw, draw_timeline, figures
 from backbeat.report.figures.timeline import describe_names
 from backbeat.report.measured import Measured
 from backbeat.report.notebook import prediction_figure
@@ -26,7 +26,7 @@ def small() -> bb.Profile:
 
 
 def measured(**known: float) -> Measured:
-    absent = dict.fromkeys(("iteration_s", "low_s", "high_s", "single_s", "predicted_s"))
+    absent = dict.fromkeys(("iteration_s", "low_s", "high_s", "predicted_s"))
     return Measured(label="a", origin="lab", workers=4, iterations=9, **(absent | known))
 
 
@@ -35,19 +35,19 @@ def test_scaling_holds_every_prediction_its_band_and_its_knee() -> None:
     data = figures.scaling(made.curves)
     assert [line.label for line in data.lines] == ["ddp", "optimal"]
     for line, points in zip(data.lines, made.curves.values(), strict=True):
-        assert line.workers == (4, 16, 64)
-        assert line.scaling == tuple(point.scaling_factor for point in points)
+        assert line.workers == [4, 16, 64]
+        assert line.points == points
         assert line.knee == knee(points)
-        for share, band in zip(line.scaling, line.band, strict=True):
-            assert band is not None
-            assert band[0] <= share * (1 + 1e-9)
-            assert band[0] <= band[1]
+        for point, (workers, slow, fast) in zip(points, line.band, strict=True):
+            assert workers == point.workers
+            assert slow <= point.scaling_factor * (1 + 1e-9)
+            assert slow <= fast
     assert data.alone_per_s == pytest.approx(1 / small().single_s)
 
 
 def test_without_iteration_times_there_is_no_band() -> None:
     made = study(make_profile([10**6], [1e-3]), affine(1e-3, 1e-9), [4, 8], strategies=[])
-    assert figures.scaling(made.curves).lines[0].band == (None, None)
+    assert figures.scaling(made.curves).lines[0].band == []
 
 
 @given(profiles(), networks(), st.integers(1, 12))
@@ -82,7 +82,7 @@ def test_bars_name_their_gradients_and_buffers_do_not_shift_them() -> None:
     assert describe_names(list("abcdefg")).endswith("and 2 more")
 
 
-def test_channels_are_in_order_of_their_number() -> None:
+def test_communicators_are_in_order_of_their_number() -> None:
     spans = [Span(f"communicator {number}", "x", 0.0, 1.0, 1) for number in (10, 2, 0)]
     assert figures.timeline("", spans).lanes == ("communicator 0", "communicator 2", "communicator 10")
 
@@ -99,19 +99,21 @@ def test_exposed_parts_add_up_to_what_is_exposed(profile: bb.Profile, network: b
 @given(profiles(), st.integers(2, 10))
 def test_gradients_left_out_are_counted(profile: bb.Profile, most: int) -> None:
     data = figures.gradient_sizes(profile, most=most)
-    assert len(data.names) + data.left_out == data.count == len(profile.gradients)
-    assert sum(data.bytes) + data.left_out_bytes == profile.total_bytes
-    assert data.ready_bytes[-1] == profile.total_bytes
-    assert list(data.ready_bytes) == sorted(data.ready_bytes)
+    assert len(data.drawn) + data.left_out == len(profile.gradients)
+    assert sum(one.bytes for one in data.drawn) + data.left_out_bytes == profile.total_bytes
+    ready = [size for _, size in data.ready]
+    assert ready[-1] == profile.total_bytes
+    assert ready == sorted(ready)
     if data.left_out:
-        assert min(data.bytes) >= max((one.bytes for one in profile.gradients if one.name not in data.names), default=0)
+        others = [one.bytes for one in profile.gradients if one not in data.drawn]
+        assert min(one.bytes for one in data.drawn) >= max(others, default=0)
 
 
 def test_arrived_bytes_reach_the_total() -> None:
     made = study(small(), affine(1e-3, 1e-9), [8], strategies=["optimal"])
     data = figures.gradient_sizes(small(), made.timeline("optimal"))
-    assert data.sent_bytes[-1] == small().total_bytes
-    assert list(data.sent_at_s) == sorted(data.sent_at_s)
+    assert data.sent[-1][1] == small().total_bytes
+    assert list(data.sent) == sorted(data.sent)
 
 
 def test_cost_curve_shows_measured_points_with_residuals_and_the_moved_line() -> None:
@@ -155,7 +157,7 @@ def test_every_drawing_is_a_plotly_figure() -> None:
     drawings = [
         draw.scaling(figures.scaling(made.curves)),
         draw.scaling(figures.scaling(made.curves), view="throughput"),
-        draw.timeline(best),
+        draw_timeline.timeline(best),
         draw.exposed(figures.exposed(made.at_top)),
         draw.gradient_sizes(figures.gradient_sizes(small(), best)),
         draw.cost_curve(figures.cost_curve(made.network, 64)),
@@ -163,12 +165,12 @@ def test_every_drawing_is_a_plotly_figure() -> None:
         draw.measured(figures.compared([measured(predicted_s=1.0, iteration_s=1.1, low_s=1.0, high_s=1.2)])),
     ]
     for drawing in drawings:
-        assert draw.figure(drawing).data
+        assert canvas.figure(drawing).data
 
 
 @given(st.floats(-1, 2, allow_nan=False))
 def test_shades_are_colours(share: float) -> None:
-    colour = draw.shade(share)
+    colour = canvas.shade(share)
     assert len(colour) == 7
     assert math.isfinite(int(colour[1:], 16))
 
@@ -176,7 +178,7 @@ def test_shades_are_colours(share: float) -> None:
 def test_names_in_drawings_are_escaped() -> None:
     hostile = "<img src=x onerror=alert(1)>"
     data = figures.timeline(hostile, [Span("communicator 0", hostile, 0.0, 1.0, 1)])
-    assert "<img" not in str(draw.timeline(data))
+    assert "<img" not in str(draw_timeline.timeline(data))
 
 
 def test_predictions_show_themselves_in_notebooks() -> None:

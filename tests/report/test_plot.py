@@ -57,7 +57,7 @@ def test_a_curve_has_its_lines_band_and_knee() -> None:
     axes = figure.axes[0]
     for line, drawn in zip(data.lines, [one for one in axes.lines if len(one.get_xdata()) > 1], strict=True):
         assert list(drawn.get_xdata()) == list(line.workers)
-        assert list(drawn.get_ydata()) == [100 * share for share in line.scaling]
+        assert list(drawn.get_ydata()) == [100 * point.scaling_factor for point in line.points]
     assert data.best.knee in (8, 64)
     assert [tuple(one.get_xdata()) for one in axes.lines if len(one.get_xdata()) == 1] == [(data.best.knee,)]
     assert len(axes.collections) == 1

@@ -19,8 +19,8 @@ import numpy as np
 import pandas as pd
 
 from backbeat.lab.plans import from_shorthand
-from backbeat.lab.setting import scaled
 from backbeat.model import Gradient, Network, Plan, Profile
+from backbeat.report.measured import scaled
 from backbeat.simulate import predict
 
 SCHEMA = "backbeat.validation/1"

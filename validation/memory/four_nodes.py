@@ -354,7 +354,6 @@ def _row(
         (measured,), (losses,) = nodes.do(
             lambda session: experiment.train(
                 session,
-                setting,
                 given.train,
                 planned.batch_size,
                 [(choice, planned.plan, prediction)],

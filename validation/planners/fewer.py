@@ -156,7 +156,7 @@ def main() -> None:
             profile = experiment.profile_training(session, options.train, options.batch_size, seconds)
             network = calibrated(session, setting, profile, budget).network
             made = [one for one in both_ways(profile, network) if not one[1].decoupled]
-            results, _ = experiment.train(session, setting, options.train, options.batch_size, made, seconds)
+            results, _ = experiment.train(session, options.train, options.batch_size, made, seconds)
             found += rows_of(results, facts | {"model": options.train, "how": "trained"})
             write(options.file, json.dumps(found, indent=1).encode() + b"\n")
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from backbeat.report.measured import Measured
+from backbeat.report.measured import Measured
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from backbeat.model import Network
+from backbeat.model import Network
 
 _SMALLEST, _LARGEST, _SAMPLES = 2**10, 2**30, 61
 

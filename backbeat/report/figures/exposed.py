@@ -18,7 +18,6 @@ PARTS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exposed:
-    workers: int
     single_s: float
     labels: tuple[str, ...]
     parts: Mapping[str, tuple[float, ...]]
@@ -30,7 +29,6 @@ def exposed(predictions: Mapping[str, Prediction]) -> Exposed:
     rows = list(predictions.values())
     parts = {name: tuple(float(getattr(row.breakdown, f"{name}_s")) for row in rows) for name in PARTS}
     return Exposed(
-        workers=rows[0].workers,
         single_s=rows[0].single_s,
         labels=tuple(predictions),
         parts={name: values for name, values in parts.items() if any(value > 0 for value in values)},

@@ -2,76 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from backbeat.model import Gradient, Profile
 from backbeat.report.figures.timeline import Timeline
-
-if TYPE_CHECKING:
-    from backbeat.model import Profile
 
 MOST_POINTS = 1500
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradientSizes:
-    names: tuple[str, ...]
-    bytes: tuple[int, ...]
-    ready_s: tuple[float, ...]
-    count: int
+    drawn: tuple[Gradient, ...]
+    """The largest, in ready order; the smallest are only counted in the sums."""
     left_out: int
-    """Smallest gradients that are not drawn, though counted in the sums."""
     left_out_bytes: int
-    ready_at_s: tuple[float, ...]
-    ready_bytes: tuple[float, ...]
-    """Bytes whose gradients are ready, over time from the start of backward."""
-    sent_at_s: tuple[float, ...]
-    sent_bytes: tuple[float, ...]
-    """Bytes whose bucket has arrived, under the timeline that was given; empty without one."""
+    ready: tuple[tuple[float, float], ...]
+    """(seconds from the start of backward, bytes whose gradients are ready then)."""
+    sent: tuple[tuple[float, float], ...]
+    """The same for bytes whose bucket has arrived, under the timeline that was given; empty without one."""
     sent_label: str
     backward_s: float
 
 
 def gradient_sizes(profile: Profile, sent: Timeline | None = None, *, most: int = MOST_POINTS) -> GradientSizes:
     """`sent` adds when the bytes have arrived."""
-    sizes, ready = profile.sizes, profile.ready
-    order = np.sort(np.argsort(-sizes, kind="stable")[:most])
-    kept = [profile.gradients[place] for place in order.tolist()]
-    stairs = list(_thinned(len(sizes), most))
-    sums = np.cumsum(sizes)
-    arrived_at, arrived = _arrivals(profile, sent)
+    count, sums = len(profile.gradients), np.cumsum(profile.sizes)
+    largest = np.sort(np.argsort(-profile.sizes, kind="stable")[:most])
+    drawn = tuple(profile.gradients[place] for place in largest.tolist())
+    stairs = np.unique(np.linspace(0, count - 1, min(count, most)).round().astype(int))
     return GradientSizes(
-        names=tuple(gradient.name for gradient in kept),
-        bytes=tuple(gradient.bytes for gradient in kept),
-        ready_s=tuple(gradient.ready_s for gradient in kept),
-        count=len(sizes),
-        left_out=len(sizes) - len(kept),
-        left_out_bytes=profile.total_bytes - sum(gradient.bytes for gradient in kept),
-        ready_at_s=(0.0, *ready[stairs].tolist()),
-        ready_bytes=(0.0, *sums[stairs].tolist()),
-        sent_at_s=arrived_at,
-        sent_bytes=arrived,
+        drawn=drawn,
+        left_out=count - len(drawn),
+        left_out_bytes=profile.total_bytes - sum(gradient.bytes for gradient in drawn),
+        ready=((0.0, 0.0), *zip(profile.ready[stairs].tolist(), sums[stairs].tolist(), strict=True)),
+        sent=_arrivals(sent) if sent else (),
         sent_label=sent.label if sent else "",
         backward_s=profile.backward_s,
     )
 
 
-def _arrivals(profile: Profile, sent: Timeline | None) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    if sent is None:
-        return (), ()
+def _arrivals(sent: Timeline) -> tuple[tuple[float, float], ...]:
     begins = [bar.start_s for bar in sent.compute if bar.name == "backward"]
     bars = sorted((bar for bar in sent.transfers if bar.name != "buffers"), key=lambda bar: bar.end_s)
     if not begins or not bars:
-        return (), ()
-    moments = [bar.end_s - begins[-1] for bar in bars]
+        return ()
     sums = np.cumsum([float(bar.bytes) for bar in bars]).tolist()
-    return (0.0, *moments), (0.0, *sums)
-
-
-def _thinned(count: int, most: int) -> Sequence[int]:
-    if count <= most:
-        return range(count)
-    return sorted({round(place * (count - 1) / (most - 1)) for place in range(most)})
+    return ((0.0, 0.0), *((bar.end_s - begins[-1], total) for bar, total in zip(bars, sums, strict=True)))

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from backbeat.model import Memory
+from backbeat.model import Memory
 
 KINDS = ("parameters", "gradients", "optimizer", "buffers", "activations")
 
