@@ -9,7 +9,7 @@ import pytest
 
 import backbeat as bb
 from tests.chains import resnet152
-from tests.cli.test_verbs import answer, run
+from tests.cli.terminal import answer, run
 
 GB = 10**9
 
