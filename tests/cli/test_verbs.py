@@ -16,6 +16,7 @@ from backbeat.planners import STRATEGIES
 from tests.cli.terminal import WIDE, answer, run
 from tests.problems import make_profile
 
+
 @pytest.fixture(scope="module")
 def profile(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("cli") / "mine-b1-fp32-laptop.json"

@@ -350,8 +350,7 @@ def a_dead_rank_is_named(ctx: Context) -> None:
 @check
 def as_on_a_device(ctx: Context) -> None:
     """The path that never asks the device, run on the host: the same sums, faults named one step late."""
-    from backbeat.runtime.compressed import compressed_bucket
-    from backbeat.runtime.compressed import topk
+    from backbeat.runtime.compressed import compressed_bucket, topk
 
     compressed_bucket.HOSTS = topk.HOSTS = set()
     try:
