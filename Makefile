@@ -5,6 +5,8 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 CORE   := $(VENV)/.core
 DEV    := $(VENV)/.dev
+PYTEST := $(BIN)/python -m pytest -q
+SPREAD := -n logical --maxprocesses 4 --dist loadfile
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .PHONY: demo check lint test docs install system schemas format bench clean
@@ -16,11 +18,13 @@ demo: $(CORE)
 # of memory plans, which take longest, are left to `make test`.
 QUICK  := model cost simulate planners
 check: lint
-	$(BIN)/python -m pytest -q --ignore-glob='*/test_memory_*' tests/test_units.py tests/test_layers.py tests/cli \
+	$(PYTEST) $(SPREAD) --ignore-glob='*/test_memory_*' tests/test_units.py tests/test_layers.py tests/cli \
 	  $(QUICK:%=tests/%) $(QUICK:%=backbeat/%)
 
+# Tests marked `alone` compare measured times: they run by themselves, after the rest.
 test: lint
-	$(BIN)/python -m pytest -q
+	$(PYTEST) $(SPREAD) -m "not alone"
+	$(PYTEST) -m alone tests
 
 lint: $(DEV)
 	$(BIN)/ruff check .

@@ -1,11 +1,16 @@
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.runtime.rank_pool import RankPool
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # The cores are taken: threads that wait for each other cost more than they bring. Before torch is imported.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # The machines that run this are shared: a slow draw is not a failure, and the same cases are drawn every time.
 settings.register_profile(

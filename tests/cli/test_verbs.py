@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
@@ -15,22 +13,8 @@ import pytest
 import backbeat as bb
 from backbeat.cli.common import STRATEGY_NAMES
 from backbeat.planners import STRATEGIES
+from tests.cli.terminal import WIDE, answer, run
 from tests.problems import make_profile
-
-WIDE = {**os.environ, "COLUMNS": "160", "PYTHONIOENCODING": "utf-8"}
-
-
-def run(*words: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "backbeat", *words], capture_output=True, text=True, env=WIDE, cwd=cwd, timeout=120
-    )
-
-
-def answer(*words: str) -> dict[str, Any]:
-    done = run(*words, "--json")
-    assert done.returncode == 0, done.stderr
-    data: dict[str, Any] = json.loads(done.stdout)
-    return data
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +114,8 @@ def test_bad_input_is_one_line_and_exit_code_two(profile: Path, words: tuple[str
 
 
 def test_version_zoo_and_completion() -> None:
-    assert run("--version").stdout.strip() == f"backbeat {bb.__version__}"
+    done = subprocess.run([sys.executable, "-m", "backbeat", "--version"], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout.strip(), done.stderr) == (0, f"backbeat {bb.__version__}", "")
     names = {row["name"] for row in answer("zoo")["networks"]}
     assert {"1gbe", "10gbe", "25gbe", "100gbe", "ib56", "ib100", "ib400", "nvlink-ib400"} <= names
     assert "--show-completion" in run("--help").stdout

@@ -206,6 +206,7 @@ def test_odd_iterations_are_left_out(tmp_path: Path) -> None:
     assert any("1 iterations with other gradients" in note for note in trace.profile.notes)
 
 
+@pytest.mark.alone
 def test_a_real_trace_has_the_hooks_order_sizes_and_times(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     from torch.profiler import ProfilerActivity, profile, schedule

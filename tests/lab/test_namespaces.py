@@ -127,6 +127,7 @@ print(disturbances()["retransmitted"], flush=True)
 """
 
 
+@pytest.mark.alone
 def test_packets_of_a_connection_stay_in_order():
     """Three nodes send 100 MB each in a ring; without steering, some of it is sent again in most such runs."""
     with LabRun() as run, Cluster(run, [Link(rate_bits=5e9)] * 3) as cluster:

@@ -109,13 +109,16 @@ def test_infinity_becomes_null() -> None:
 def test_thousands_of_gradients_stay_small_and_say_what_was_left_out() -> None:
     count = 6000
     profile = make_profile([1000 + place for place in range(count)], [1e-5 * place for place in range(count)])
-    plan = bb.plan(profile, affine(1e-5, 1e-10), "wfbp")
-    made = study(profile, affine(1e-5, 1e-10), [8], strategies=["wfbp"], plans={"mine": plan})
+    # Messages cost next to nothing: one for each gradient is best, and is what the timeline draws.
+    network = affine(1e-8, 1e-9)
+    plan = bb.plan(profile, network, "wfbp")
+    made = study(profile, network, [8], strategies=["wfbp"], plans={"mine": plan})
+    assert made.best_label == "wfbp"
     page = report(made)
     assert len(page.encode()) <= MOST_BYTES
-    assert "are drawn together with their neighbours" in page or made.best_label == "ddp"
+    assert "are drawn together with their neighbours" in page
     assert "are not drawn as dots" in page
-    assert "too large to carry along" in page or 'id="trace"' in page
+    assert "too large to carry along" in page
     (data,) = (text for attributes, text in read(page).scripts if attributes.get("id") == "data")
     bars = json.loads(data)["timelines"]["wfbp"]["traces"][1]["x"]
     assert len(bars) <= 400

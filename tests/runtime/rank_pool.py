@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import selectors
@@ -19,9 +20,12 @@ QUIET = "BACKBEAT_TEST_LOUD" not in os.environ
 SIZES = [int(size) for size in os.environ.get("BACKBEAT_TEST_RANKS", "2,4" if DEVICE == "cpu" else "1").split(",")]
 
 
+SHARED = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+
+
 def node_environment(rank: int, size: int) -> dict[str, str]:
     """What makes a process one of `size` ranks; on a GPU that they share, a node of its own to NCCL."""
-    found = {"RANK": str(rank), "WORLD_SIZE": str(size), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    found = {"RANK": str(rank), "WORLD_SIZE": str(size), **SHARED}
     if DEVICE != "cpu" and size > 1:
         found.update(
             NCCL_HOSTID=f"node{rank}", NCCL_NET="Socket", NCCL_P2P_DISABLE="1", NCCL_SHM_DISABLE="1",
@@ -48,20 +52,25 @@ class RankPool:
         self._store = self._dist.TCPStore(
             "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
         )
-        self._ranks = []
-        for rank in range(self.size):
-            self._ranks.append(
-                subprocess.Popen(
-                    [sys.executable, str(HERE / "rank_process.py")],
-                    env={**os.environ, **node_environment(rank, self.size)},
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.DEVNULL if QUIET else None,
-                    text=True,
-                    bufsize=1,
-                    start_new_session=True,
-                )
-            )
+        requests, answers = ([os.pipe() for _ in range(self.size)] for _ in range(2))
+        ranks = [
+            (told[0], telling[1], node_environment(rank, self.size))
+            for rank, (told, telling) in enumerate(zip(requests, answers, strict=True))
+        ]
+        theirs = [end for told, telling, _ in ranks for end in (told, telling)]
+        self._process = subprocess.Popen(
+            [sys.executable, str(HERE / "rank_process.py"), json.dumps(ranks)],
+            env={**os.environ, **SHARED},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL if QUIET else 2,
+            stderr=subprocess.DEVNULL if QUIET else None,
+            pass_fds=theirs,
+            start_new_session=True,
+        )
+        for end in theirs:
+            os.close(end)
+        self._told = [os.fdopen(tell, "w", buffering=1) for _, tell in requests]
+        self._telling = [os.fdopen(hear) for hear, _ in answers]
         self._answers(180)
 
     def run(
@@ -101,33 +110,28 @@ class RankPool:
         return answers
 
     def close(self) -> None:
-        for process in self._ranks:
-            # With the children it forked, which are of its process group.
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            for pipe in (process.stdin, process.stdout):
-                if pipe is not None:
-                    pipe.close()
+        # With all that it forked, which are of its process group.
+        os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        for pipe in (*self._told, *self._telling):
+            # What a dead rank was not told any more must not be sent when the pipe is closed.
+            with contextlib.suppress(BrokenPipeError):
+                pipe.close()
 
     def _tell(self, message: dict[str, Any]) -> None:
-        for process in self._ranks:
-            assert process.stdin is not None
-            try:
-                process.stdin.write(json.dumps(message) + "\n")
-                process.stdin.flush()
-            except BrokenPipeError:
-                continue
+        for pipe in self._told:
+            with contextlib.suppress(BrokenPipeError):
+                pipe.write(json.dumps(message) + "\n")
 
     def _answers(self, limit: float) -> list[dict[str, Any]]:
         found: dict[int, dict[str, Any]] = {}
         deadline = time.monotonic() + limit
         with selectors.DefaultSelector() as selector:
-            for rank, process in enumerate(self._ranks):
-                assert process.stdout is not None
-                selector.register(process.stdout, selectors.EVENT_READ, rank)
+            for rank, pipe in enumerate(self._telling):
+                selector.register(pipe, selectors.EVENT_READ, rank)
             while len(found) < self.size and time.monotonic() < deadline:
                 for key, _ in selector.select(timeout=max(deadline - time.monotonic(), 0)):
-                    line = key.fileobj.readline()  # type: ignore[union-attr]
+                    line = self._telling[key.data].readline()
                     selector.unregister(key.fileobj)
                     found[key.data] = json.loads(line) if line else {"outcome": "died", "detail": "the process ended"}
         return [found.get(rank, {"outcome": "hung", "detail": "no answer"}) for rank in range(self.size)]

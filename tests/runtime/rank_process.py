@@ -1,4 +1,4 @@
-"""One rank of the scenario suite: imports torch once, then runs what it is told in a forked child.
+"""The ranks of a pool: torch is imported once, then every rank is a fork, and runs what it is told in a forked child.
 
 A child serves scenarios until one of them leaves it in an odd state, or dead; then a new one is forked. Each scenario
 has a process group of its own.
@@ -133,10 +133,26 @@ class Child:
         os.waitpid(self._pid, 0)
 
 
+def attend(requests: int, answers: int) -> None:
+    """A rank: hands every request on to its child, and the child's answer back."""
+    with os.fdopen(requests) as told, os.fdopen(answers, "w", buffering=1) as answering:
+        print(json.dumps({"ready": True}), file=answering)
+        child: Child | None = None
+        for line in told:
+            request = json.loads(line)
+            if child is not None and request.get("fresh"):
+                child.end()
+                child = None
+            child = child or Child()
+            if request:
+                print(child.ask(request), file=answering)
+            else:
+                child.tell(request)
+
+
 def main() -> None:
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)
-    # Imported here, before any fork: what the children would each load again.
+    """Argument: for each rank the descriptor it reads from, the one it writes to, and its environment."""
+    # Imported here, before any fork: what the ranks and their children would each load again.
     import runtime_checks
     import torch._dynamo
 
@@ -147,18 +163,19 @@ def main() -> None:
     assert runtime_checks, torch._dynamo
     # What is imported stays: collecting garbage need not look at it, nor touch memory shared with the children.
     gc.freeze()
-    print(json.dumps({"ready": True}), file=answers)
-    child: Child | None = None
-    for line in sys.stdin:
-        request = json.loads(line)
-        if child is not None and request.get("fresh"):
-            child.end()
-            child = None
-        child = child or Child()
-        if request:
-            print(child.ask(request), file=answers)
-        else:
-            child.tell(request)
+    ranks = json.loads(sys.argv[1])
+    for requests, answers, environment in ranks:
+        if os.fork() == 0:
+            for other in (one for ends in ranks for one in ends[:2] if one not in (requests, answers)):
+                os.close(other)
+            os.environ.update(environment)
+            attend(requests, answers)
+            os._exit(0)
+    for requests, answers, _ in ranks:
+        os.close(requests)
+        os.close(answers)
+    for _ in ranks:
+        os.wait()
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 from change_checks import CHECKS, ENCODED
+from rank_answers import all_right
 from rank_pool import SIZES, RankPool
 
 ROUTES = ("backbeat", "compressed", "deferred")
@@ -16,5 +17,4 @@ ROUTES = ("backbeat", "compressed", "deferred")
 def test_changes(name: str, route: str, ranks: Callable[[int], RankPool]) -> None:
     if name in ENCODED and route != "backbeat":
         pytest.skip("brings its own plan")
-    for rank, answer in enumerate(ranks(SIZES[0]).run(name, route)):
-        assert answer["outcome"] == "right", f"rank {rank}: {answer['outcome']}: {answer['detail']}"
+    all_right(ranks(SIZES[0]).run(name, route))

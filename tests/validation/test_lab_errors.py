@@ -98,7 +98,7 @@ def test_a_matrix_is_measured_once_and_judged(tmp_path: Path) -> None:
 
     arguments = (
         str(MEASURE), str(results), "--backend", "gloo", "--models", "tiny.json", "--nodes", "2", "--bandwidth",
-        "200mbit", "--dilation", "2", "--seconds", "0.2s", "--budget", "2s", "--strategy",
+        "200mbit", "--dilation", "2", "--seconds", "0.1s", "--budget", "1s", "--strategy",
     )  # fmt: skip
     run(*arguments, "wfbp")
     run(*arguments, "wfbp,single")

@@ -14,6 +14,7 @@ import pytest
 pytest.importorskip("torch")
 
 from backbeat.model import Network
+from tests.cli.terminal import run
 
 LIMIT_S = 120
 
@@ -148,8 +149,12 @@ def test_a_rank_that_dies_stops_the_others(dies_at: int, tmp_path: Path) -> None
         ),
     ],
 )
-def test_bad_arguments_are_one_line_from_one_rank(arguments: tuple[str, ...], message: str, tmp_path: Path) -> None:
-    first = ranks(1, *arguments, folder=tmp_path)[0]
+def test_bad_arguments_are_one_line_from_one_rank(
+    arguments: tuple[str, ...], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    first = run("calibrate", *arguments, cwd=tmp_path)
     assert first.returncode == 2
     assert message in first.stderr
     assert len(first.stderr.splitlines()) == 1

@@ -181,11 +181,16 @@ def test_a_broken_communicator_is_blamed_on_what_has_not_arrived(monkeypatch: py
 
 
 def test_a_communicator_that_cannot_be_aborted_does_not_hide_the_message() -> None:
+    tried = []
+
     class Stubborn:
         def abort(self) -> None:
+            tried.append(self)
             raise RuntimeError("already gone")
 
-    abort(SimpleNamespace(backends=lambda: [Stubborn()]))  # type: ignore[arg-type]
+    stubborn = Stubborn()
+    abort(SimpleNamespace(backends=lambda: [stubborn]))  # type: ignore[arg-type]
+    assert tried == [stubborn]
 
 
 def test_a_collective_that_cannot_start_names_its_bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
