@@ -462,7 +462,7 @@ def nothing_grows(ctx: Context) -> None:
 
 
 @check
-def counts_of_backwards_differ(ctx: Context) -> str:
+def rank_counts_one_backward_more(ctx: Context) -> str:
     """One rank has counted one backward more than the others: nobody gets a sum of different steps."""
     wrapped, oracle = start(ctx)
     train(ctx, wrapped.module, wrapped, oracle, steps=3)
