@@ -61,7 +61,7 @@ UNTIMED = 5
 """Steps of a row that are not timed: three to warm up, and one before each of the two series."""
 BUILD_S = 5.0
 """A guess of what building and wrapping a model takes, for the time limit."""
-CHANNELS = 2
+COMMUNICATORS = 2
 """What `best` may use; compressed plans and stock DDP take one."""
 
 
@@ -188,7 +188,7 @@ class Nodes:
 
     def do(self, what: Callable[[Session], T]) -> T:
         if self._session is None:
-            self._session = self._stack.enter_context(experiment.opened(self._setting, CHANNELS))
+            self._session = self._stack.enter_context(experiment.opened(self._setting, COMMUNICATORS))
         try:
             return what(self._session)
         except MeasurementError:

@@ -9,7 +9,7 @@ from backbeat.model import Prediction
 
 PARTS = {
     "bandwidth": "the link is too slow for the bytes",
-    "latency": "messages starting up",
+    "latency": "latency of messages",
     "waiting": "held back by late gradients",
     "stragglers": "waiting for the slowest worker",
     "buffers": "broadcasting buffers",

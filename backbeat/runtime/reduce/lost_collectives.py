@@ -137,14 +137,14 @@ def _first_missing(steps: Sequence[_Sent]) -> tuple[int, int]:
 def abort(communicators: Communicators) -> None:
     """Give every communicator up, all in one call to the library: one abort may wait for another's."""
     backends = communicators.backends()
-    with contextlib.suppress(Exception):
-        grouped = hasattr(backends[0], "_group_start")
-        if grouped:
-            backends[0]._group_start()
-        for backend in backends:
-            backend.abort()
-        if grouped:
-            backends[0]._group_end()
+    grouped = hasattr(backends[0], "_group_start")
+    calls = [backend.abort for backend in backends]
+    if grouped:
+        calls = [backends[0]._group_start, *calls, backends[0]._group_end]
+    for call in calls:
+        # One that is broken already must not keep the others from going.
+        with contextlib.suppress(Exception):
+            call()
 
 
 def _result_of(work: Any) -> Any:
