@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parent.parent / "backbeat"
@@ -29,3 +31,11 @@ def test_help_loads_no_numpy() -> None:
         "assert not bad, bad\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120, stdout=subprocess.DEVNULL)
+
+
+def test_no_name_means_two_things() -> None:
+    modules = [path for path in PACKAGE.rglob("*.py") if path.stem != "__init__" and path.parent.name != "cli"]
+    names = Counter(path.stem for path in modules if path.stem != "__main__")
+    assert [name for name, count in names.items() if count > 1] == []
+    classes = Counter(name for path in modules for name in re.findall(r"^class (\w+)", path.read_text("utf-8"), re.M))
+    assert [name for name, count in classes.items() if count > 1] == []

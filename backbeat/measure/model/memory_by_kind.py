@@ -11,8 +11,8 @@ from backbeat.measure.model.batches import tensors_in
 from backbeat.model import Memory
 
 if TYPE_CHECKING:
-    from backbeat.measure.model.gradients import Gradients
     from backbeat.measure.model.hooks import Owner
+    from backbeat.measure.model.ready_gradients import Gradients
     from backbeat.measure.model.training_step import Training
 
 

@@ -11,7 +11,6 @@ from msgspec.structs import replace
 
 from backbeat.measure.model.chain_costs import MeasuredChain, measure_blocks
 from backbeat.measure.model.flops import count_flops, sequence_length
-from backbeat.measure.model.gradients import Gradients, first_iteration
 from backbeat.measure.model.hooks import (
     ForwardWatch,
     Owner,
@@ -23,6 +22,7 @@ from backbeat.measure.model.hooks import (
 )
 from backbeat.measure.model.memory_by_kind import weigh
 from backbeat.measure.model.pace import Host, Pace, judge, needs_head_start, probe, recomputation
+from backbeat.measure.model.ready_gradients import Gradients, first_iteration
 from backbeat.measure.model.training_step import Marks, Observer, Training, is_out_of_memory
 from backbeat.model import Gradient, Memory, Profile, Source
 

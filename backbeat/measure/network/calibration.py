@@ -22,7 +22,14 @@ from backbeat.comm.machine import today, versions
 from backbeat.errors import InputError, MeasurementError
 from backbeat.measure.network.bench import Bench, explained
 from backbeat.measure.network.case import COLLECTIVES, SIZES, held_out_cases, series_of
-from backbeat.measure.network.findings import Calibration, host_note, misfits, network_from, notes_of, sharing_unknown
+from backbeat.measure.network.findings import (
+    MeasuredCluster,
+    host_note,
+    misfits,
+    network_from,
+    notes_of,
+    sharing_unknown,
+)
 from backbeat.measure.network.jumps import SHARE, closer
 from backbeat.measure.network.sampling import Progress, measure
 from backbeat.model.source import Source
@@ -56,7 +63,7 @@ def measure_cluster(
     name: str | None = None,
     settle: bool = False,
     progress: Progress | None = None,
-) -> Calibration:
+) -> MeasuredCluster:
     """As `calibrate`, with the repeats and spread of every case.
 
     `settle` is for gloo ranks that share too few cores: see `comm.gloo.settle_gloo`.
@@ -107,7 +114,7 @@ def measure_cluster(
     )
     network = msgspec.structs.replace(network, notes=(*network.notes, *misfits(network), *sharing_unknown(network)))
     measured = tuple(case for case in held_out if case in outcome.timings)
-    return Calibration(network=network, outcome=outcome, held_out=measured)
+    return MeasuredCluster(network=network, outcome=outcome, held_out=measured)
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ LATE = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Calibration:
+class MeasuredCluster:
     """A network and the timings behind it, by case."""
 
     network: Network
@@ -195,7 +195,7 @@ def _largest(outcome: SamplingOutcome, collective: Collective) -> int:
     )
 
 
-def summary_of(calibration: Calibration) -> dict[str, Any]:
+def summary_of(calibration: MeasuredCluster) -> dict[str, Any]:
     """The verdict, the fit and its residuals, from the very cost that predictions use."""
     network, timings = calibration.network, calibration.outcome.timings
     cost = network.cost

@@ -10,7 +10,7 @@ pytest.importorskip("torch")
 
 from backbeat.cost.samples import Timing
 from backbeat.measure.network.case import Case
-from backbeat.measure.network.findings import Calibration, network_from, sharing_unknown, summary_lines, summary_of
+from backbeat.measure.network.findings import MeasuredCluster, network_from, sharing_unknown, summary_lines, summary_of
 from backbeat.measure.network.sampling import SamplingOutcome
 from backbeat.measure.network.verdict import verdict
 
@@ -19,7 +19,7 @@ SIZES = tuple(2**power for power in range(10, 27, 2))
 
 def calibration(
     *, jitter: float = 0.02, sizes: tuple[int, ...] = SIZES, communicators: int = 2, off: float = 1.0, hosts: int = 2
-) -> Calibration:
+) -> MeasuredCluster:
     """Latency 200 µs and 1 GB/s; batches on several communicators take `off` times what the model says."""
 
     def timing(seconds: float) -> Timing:
@@ -32,7 +32,7 @@ def calibration(
         timings[case] = timing(factor * (2e-4 * 8 / communicators + 8e-9 * size))
     network = network_from(timings, name="known", workers=4, backend="nccl", per_node=4 // hosts)
     outcome = SamplingOutcome(timings=timings, dropped=(), stable=True, elapsed_s=60.0)
-    return Calibration(network=network, outcome=outcome)
+    return MeasuredCluster(network=network, outcome=outcome)
 
 
 def said(**options: Any) -> str:
