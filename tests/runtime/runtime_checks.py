@@ -384,7 +384,7 @@ def rank_lost_in_silence(ctx: Context) -> str:
         return sent[-1]
 
     with (
-        mock.patch.object(Communicators, "raises", False),
+        mock.patch.object(Communicators, "wait_raises", False),
         mock.patch.object(Communicator, "all_reduce", noted),
         mock.patch.object(lost_collectives, "abort", side_effect=lambda communicators: given_up.set()),
         mock.patch.object(
