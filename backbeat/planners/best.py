@@ -49,7 +49,7 @@ _EXHAUSTIVE_NOTE = "the simplest plan within 1 % of the optimum, by exhaustive s
 
 
 def best(profile: Profile, network: Network, options: StrategyOptions) -> Draft:
-    """The simplest plan found within `SIMPLER_WITHIN` of the fastest."""
+    """The simplest plan found within `SIMPLER_WITHIN` of the fastest, and not slower than stock DDP."""
     # A communicator without a bucket is of no use.
     most = min(allowed_communicators(network, options.communicators), len(profile.gradients))
     cost = network.cost
@@ -63,7 +63,10 @@ def best(profile: Profile, network: Network, options: StrategyOptions) -> Draft:
         if most > 1:
             candidates += search.on_several(network, most, floor)
         fastest = min(end for end, _ in candidates)
-    limit = iteration_s(profile, fastest) * (1 + SIMPLER_WITHIN)
+    # A simpler plan may cost a little, but never so much that stock DDP would be faster.
+    stock = search.score(ddp(profile, network, StrategyOptions()))[0]
+    limit = min(iteration_s(profile, fastest) * (1 + SIMPLER_WITHIN), iteration_s(profile, stock))
+    limit = max(limit, min(iteration_s(profile, end) for end, _ in candidates))
 
     def slack(end: float) -> float:
         return limit / iteration_s(profile, end) - 1 if limit > 0 else 0.0

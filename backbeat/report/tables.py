@@ -104,12 +104,16 @@ def _cells(prediction: Prediction, samples: int, banded: bool) -> list[str]:
     return cells
 
 
+_NO_GAIN = 5e-4
+"""Less than this is printed as no gain."""
+
+
 def answer_table(
     curves: Mapping[str, Sequence[Prediction]], *, stock: str, cost: tuple[str, Callable[[Prediction], str]] | None
 ) -> Table:
     """One row for each number of GPUs, in 80 columns: stock DDP, the others beside it, and what limits the fastest.
 
-    `best` alone is headed as planned: where it prefers fewer buckets and loses a little by it, stock DDP's own stand.
+    `best` alone is headed as planned. The gain is that of the fastest of them, and negative where stock DDP is faster.
     Neighbouring rows that print alike share one.
     """
     others = [label for label in curves if label != stock]
@@ -123,11 +127,12 @@ def answer_table(
     rows: list[tuple[list[int], list[str]]] = []
     for count in sorted(best):
         winner, plain = best[count], at[stock][count]
-        shown = [plain, winner] if others == ["best"] else [at[label][count] for label in (stock, *others)]
-        cells = [f"{point.scaling_factor:.1%}" for point in shown]
-        if others:
-            gain = plain.iteration_s / winner.iteration_s - 1 if winner.iteration_s > 0 else 0.0
-            cells.append("none" if winner is plain else f"{gain:+.1%}")
+        planned = [at[label][count] for label in others]
+        cells = [f"{point.scaling_factor:.1%}" for point in (plain, *planned)]
+        if planned:
+            shortest = min(point.iteration_s for point in planned)
+            gain = plain.iteration_s / shortest - 1 if shortest > 0 else 0.0
+            cells.append("none" if abs(gain) < _NO_GAIN else f"{gain:+.1%}")
         cells += [*([cost[1](winner)] if cost else []), winner.bottleneck]
         mark = "*" if winner.extrapolated else ""
         if rows and rows[-1][1] == [mark, *cells]:
@@ -196,8 +201,16 @@ def describe(
     sent = f" sent as {reduce_dtype}" if reduce_dtype is not None else ""
     return (
         f"{profile.model}, {batch} {kind}, {profile.precision} on {device} ({profile.origin}){alone}"
-        f"{len(profile.gradients)} gradients, {format_bytes(profile.total_bytes)}{sent}; network {named(network)}"
+        f"{len(profile.gradients)} gradients, {format_bytes(profile.total_bytes)}{sent}; "
+        f"network {named(network)}{_nodes(network)}"
     )
+
+
+def _nodes(network: Network) -> str:
+    if network.one_node:
+        return ""
+    gpus = network.topology.gpus_per_node
+    return ", one GPU a node" if gpus == 1 else f", {gpus} GPUs a node"
 
 
 def named(network: Network) -> str:

@@ -20,9 +20,16 @@ def test_an_analytic_profile_is_called_so_once() -> None:
 
 def test_a_network_that_was_not_measured_says_so() -> None:
     profile = bb.Profile.load("resnet50-b64-bf16-h200")
-    assert describe(profile, bb.Network.load("100gbe")).endswith("network 100gbe (assumed)")
-    assert describe(profile, bb.Network.load("10gbe")).endswith("network 10gbe (published)")
-    assert describe(profile, msgspec.structs.replace(bb.Network.load("10gbe"), source=None)).endswith("network 10gbe")
+    assert describe(profile, bb.Network.load("100gbe")).endswith("network 100gbe (assumed), one GPU a node")
+    assert describe(profile, bb.Network.load("10gbe")).endswith("network 10gbe (published), one GPU a node")
+    assert describe(profile, msgspec.structs.replace(bb.Network.load("10gbe"), source=None)).endswith(
+        "network 10gbe, one GPU a node"
+    )
+
+
+def test_how_many_gpus_share_a_node_is_said() -> None:
+    profile = bb.Profile.load("resnet50-b64-bf16-h200")
+    assert describe(profile, bb.Network.load("nvlink-ib400")).endswith("(assumed), 8 GPUs a node")
 
 
 def test_the_adaptive_buffer_is_given_as_people_write_sizes() -> None:
