@@ -114,7 +114,10 @@ def prose(out: Console, text: str) -> None:
 
 def split(values: list[str] | None) -> list[str]:
     """`--strategy a,b --strategy c` as one list."""
-    return [part.strip() for value in values or () for part in value.split(",") if part.strip()]
+    found = [part.strip() for value in values or () for part in value.split(",") if part.strip()]
+    if values and not found:
+        raise InputError(f"the list {','.join(values)!r} names nothing: give names like a,b or leave the option out")
+    return found
 
 
 def console() -> Console:

@@ -80,7 +80,7 @@ def predict(
     schedules: list[str | Plan] = [*names, *plans]
     asked = Asked(
         communicators=communicators,
-        bucket_bytes=size("--bucket", bucket) if bucket else None,
+        bucket_bytes=size("--bucket", bucket) if bucket is not None else None,
         accumulation=accumulation,
         global_batch=global_batch,
         reduce_dtype=reduce_dtype,

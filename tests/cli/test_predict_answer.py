@@ -163,6 +163,12 @@ def test_a_bare_small_size_is_asked_about(verb: str) -> None:
     run(verb, RESNET, "10gbe", "-s", "ddp", "--bucket", "26214400")
 
 
+@pytest.mark.parametrize(("option", "value"), [("--strategy", ""), ("--strategy", ","), ("--bucket", "")])
+def test_an_option_without_a_value_is_refused(option: str, value: str) -> None:
+    with pytest.raises(InputError, match="names nothing|is not a size"):
+        run("predict", RESNET, "10gbe", option, value)
+
+
 def test_micro_batches_stand_in_the_header() -> None:
     text = joined(run("predict", RESNET, "10gbe", "-s", "ddp", "--accumulation", "4"))
     assert "batch 64 per GPU, 4 micro-batches a step" in text

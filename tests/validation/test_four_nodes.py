@@ -30,6 +30,7 @@ def layers(batch_size: int = 4):
 """
 
 
+@pytest.mark.alone
 @pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="network namespaces need Linux and root")
 def test_rows_are_trained_one_by_one(tmp_path: Path) -> None:
     (tmp_path / "row_model.py").write_text(MODEL)
@@ -56,9 +57,7 @@ def test_rows_are_trained_one_by_one(tmp_path: Path) -> None:
     assert rows["ddp"]["first_loss"] == rows["dense"]["first_loss"]
     assert rows["memory"]["blocks"] != "all kept"
     assert rows["memory"]["predicted_peak_bytes"] <= 4_100_000
-    # A machine that is busy with other things may leave it out, but not without saying so.
-    network = kept["network"]
-    assert network.get("all_gather", {}).get("points") or any("all_gather" in note for note in network["notes"])
+    assert kept["network"]["all_gather"]["points"]
     assert (out / "gloo-2n-200mbit-memory.plan.json").exists()
     assert len(list(out.glob("*.profile.json"))) == 2
 
