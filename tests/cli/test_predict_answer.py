@@ -165,7 +165,7 @@ def test_a_bare_small_size_is_asked_about(verb: str) -> None:
 
 @pytest.mark.parametrize(("option", "value"), [("--strategy", ""), ("--strategy", ","), ("--bucket", "")])
 def test_an_option_without_a_value_is_refused(option: str, value: str) -> None:
-    with pytest.raises(InputError, match="names nothing|is not a size"):
+    with pytest.raises(InputError, match=r"names nothing|is not a size"):
         run("predict", RESNET, "10gbe", option, value)
 
 
