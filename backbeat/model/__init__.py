@@ -6,6 +6,7 @@ from backbeat.model.network import Calibration, CollectiveTimes, ConcurrencyPoin
 from backbeat.model.plan import Bucket, DynamicFusion, Plan, PlanPrediction
 from backbeat.model.prediction import Band, Breakdown, Prediction, Span
 from backbeat.model.profile import Gradient, Memory, Profile
+from backbeat.model.slowdown import Slowdown
 from backbeat.model.source import Source
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "Prediction",
     "Profile",
     "Segment",
+    "Slowdown",
     "Source",
     "Span",
     "Topology",

@@ -16,6 +16,7 @@ from backbeat.cost.scaling import Algorithm, moved
 from backbeat.errors import InputError
 from backbeat.model.checks import at_least, not_negative
 from backbeat.model.files import Document
+from backbeat.model.slowdown import Slowdown, Transport
 from backbeat.model.source import Source
 
 Seconds = Annotated[float, Meta(ge=0)]
@@ -100,6 +101,8 @@ class Topology(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     gpus_per_node: Annotated[int, Meta(ge=1)] = 1
     inside: CollectiveTimes | None = None
     """All-reduce inside one full node, for `hierarchical` (NVLink inside, network across)."""
+    transport: Transport | None = None
+    """What carries the messages, across nodes where there are several: how much computation slows down beside them."""
 
     def __post_init__(self) -> None:
         at_least("gpus_per_node", self.gpus_per_node, 1)
@@ -132,6 +135,8 @@ class Network(Document, frozen=True, kw_only=True):
     all_gather: CollectiveTimes | None = None
     reduce_scatter: CollectiveTimes | None = None
     broadcast: CollectiveTimes | None = None
+    slowdown: Slowdown | None = None
+    """How much longer computation takes beside an all-reduce, as measured on this cluster."""
     backend: Literal["nccl", "gloo", "mpi"] | None = None
     """The library the times belong to; gloo runs two collectives at a time in one process group."""
     moved_from: Calibration | None = None

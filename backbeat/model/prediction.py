@@ -28,6 +28,8 @@ class Breakdown(msgspec.Struct, frozen=True, kw_only=True):
     """Waiting for the slowest worker."""
     buffers_s: float = 0.0
     """Broadcasting module buffers before forward."""
+    contention_s: float = 0.0
+    """Computation that takes longer beside communication, which takes multiprocessors and memory bandwidth from it."""
 
 
 class Band(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,7 +62,8 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     """Of the whole job."""
     breakdown: Breakdown
     bottleneck: str
-    """`compute`, or the largest part of the breakdown: `latency`, `bandwidth`, `waiting`, `stragglers`, `buffers`."""
+    """`compute`, or the largest part of the breakdown: `latency`, `bandwidth`, `waiting`, `stragglers`, `buffers`,
+    `contention`."""
     band: Band | None = None
     peak_bytes: int | None = None
     """Device memory at its highest, where the plan says what is kept of activations."""

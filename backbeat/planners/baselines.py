@@ -42,5 +42,5 @@ def horovod(profile: Profile, network: Network, options: StrategyOptions) -> Dra
     settings = DynamicFusion(
         buffer_bytes=options.bucket_bytes or defaults.buffer_bytes, cycle_s=options.cycle_s or defaults.cycle_s
     )
-    ends, _, _ = fuse(profile, network.cost, settings)
+    ends = fuse(profile, network.cost, settings).ends
     return Draft(ends, dynamic=settings)

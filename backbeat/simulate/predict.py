@@ -12,6 +12,7 @@ from backbeat.model.prediction import Band, Breakdown, Prediction, Span
 from backbeat.simulate.compressed_cost import remarks
 from backbeat.simulate.iteration import across_iterations, alone, compressed_iteration, within_iteration
 from backbeat.simulate.memory_timeline import memory_timeline
+from backbeat.simulate.slowdowns import slowdown_of
 from backbeat.simulate.stragglers import Straggling, straggling
 
 if TYPE_CHECKING:
@@ -45,14 +46,15 @@ def predict(
         raise InputError(f"accumulation is {micro_batches}: an iteration has at least one micro-batch")
     before = (micro_batches - 1) * (profile.forward_s + profile.backward_s)
     single = before + profile.forward_s + profile.backward_s + profile.update_s
+    beside = slowdown_of(profile, network)
     if network.workers == 1:
         step = alone(profile, plan, before)
     elif plan.decoupled:
-        step = across_iterations(profile, network, plan, before)
+        step = across_iterations(profile, network, plan, before, beside.factor)
     elif plan.compressed:
-        step = compressed_iteration(profile, network, plan, before)
+        step = compressed_iteration(profile, network, plan, before, beside.factor)
     else:
-        step = within_iteration(profile, network, plan, before)
+        step = within_iteration(profile, network, plan, before, beside.factor)
     buffers = broadcast_s(network, profile.buffer_bytes) if broadcast_buffers and network.workers > 1 else 0.0
     waits = None
     if network.workers > 1:
@@ -81,7 +83,7 @@ def predict(
         peak_bytes=peak,
         extrapolated=extrapolated,
         timeline=_shifted(step.timeline, buffers, profile.buffer_bytes),
-        notes=(*memory_notes, *notes),
+        notes=(*memory_notes, *notes, *beside.notes),
     )
 
 
@@ -114,6 +116,7 @@ def _bottleneck(breakdown: Breakdown, single: float) -> str:
         "waiting": breakdown.waiting_s,
         "stragglers": breakdown.stragglers_s,
         "buffers": breakdown.buffers_s,
+        "contention": breakdown.contention_s,
     }
     if sum(parts.values()) < _NEGLIGIBLE * single:
         return "compute"
