@@ -5,7 +5,7 @@ from backbeat.model.compression import Compression
 from backbeat.model.network import Calibration, CollectiveTimes, ConcurrencyPoint, Network, Topology
 from backbeat.model.plan import Bucket, DynamicFusion, Plan, PlanPrediction
 from backbeat.model.prediction import Band, Breakdown, Prediction, Span
-from backbeat.model.profile import Gradient, Memory, Profile
+from backbeat.model.profile import ComputeShares, Gradient, Memory, Profile
 from backbeat.model.source import Source
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "Calibration",
     "CollectiveTimes",
     "Compression",
+    "ComputeShares",
     "ConcurrencyPoint",
     "DynamicFusion",
     "Gradient",
