@@ -5,11 +5,13 @@ from backbeat.model.compression import Compression
 from backbeat.model.network import Calibration, CollectiveTimes, ConcurrencyPoint, Network, Topology
 from backbeat.model.plan import Bucket, DynamicFusion, Plan, PlanPrediction
 from backbeat.model.prediction import Band, Breakdown, Prediction, Span
-from backbeat.model.profile import Gradient, Memory, Profile
+from backbeat.model.profile import ComputeShares, Gradient, Memory, Profile
+from backbeat.model.reduction import REDUCTIONS, Reduction
 from backbeat.model.slowdown import Slowdown
 from backbeat.model.source import Source
 
 __all__ = [
+    "REDUCTIONS",
     "Band",
     "Block",
     "Breakdown",
@@ -17,6 +19,7 @@ __all__ = [
     "Calibration",
     "CollectiveTimes",
     "Compression",
+    "ComputeShares",
     "ConcurrencyPoint",
     "DynamicFusion",
     "Gradient",
@@ -28,6 +31,7 @@ __all__ = [
     "PlanPrediction",
     "Prediction",
     "Profile",
+    "Reduction",
     "Segment",
     "Slowdown",
     "Source",

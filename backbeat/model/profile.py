@@ -29,6 +29,8 @@ REDUCE_DTYPES = ("bf16", "fp16")
 
 # Clocks round: a ready time may pass the end of backward by this share of it before it is called wrong.
 _CLOCK_SLACK = 1e-6
+# Files round shares.
+_SHARES_SLACK = 1e-3
 
 
 class Gradient(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -78,6 +80,27 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     takes, so memory plans keep a larger reserve."""
 
 
+class ComputeShares(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How the device's time in forward and backward is divided between kinds of work; the three add up to 1."""
+
+    matmul: Annotated[float, Meta(ge=0, le=1)]
+    """Matrix products and convolutions."""
+    attention: Annotated[float, Meta(ge=0, le=1)]
+    """Fused attention."""
+    memory: Annotated[float, Meta(ge=0, le=1)]
+    """What memory bounds: pointwise operators, norms, copies, reductions, lookups, losses."""
+
+    def __post_init__(self) -> None:
+        for field in ("matmul", "attention", "memory"):
+            not_negative(field, getattr(self, field))
+        total = self.matmul + self.attention + self.memory
+        if abs(total - 1) > _SHARES_SLACK:
+            raise InputError(
+                f"matmul + attention + memory is {self.matmul} + {self.attention} + {self.memory} = {total:.6g}: "
+                "shares add up to 1; divide each by the sum"
+            )
+
+
 class Profile(Document, frozen=True, kw_only=True):
     """One training iteration of one worker, with its gradients in ready order."""
 
@@ -119,6 +142,7 @@ class Profile(Document, frozen=True, kw_only=True):
     """Tokens in one sample, where samples are sequences."""
     flops_per_sample: Annotated[float, Meta(gt=0)] | None = None
     """Floating-point operations of forward and backward on one sample, a multiply-add being two."""
+    compute_shares: ComputeShares | None = None
     source: Source | str | None = None
     notes: tuple[str, ...] = ()
 

@@ -1,7 +1,7 @@
 """What a training framework does to gradients and parameters in a step: dtype, buckets, overlap, sharded update.
 
-A plan says which gradients travel together. A `Reduction` says the rest. The presets are what frameworks do by default or
-with the flags named; where a job differs, `msgspec.structs.replace(REDUCTIONS["megatron"], …)` says how. Sources, by
+A plan says which gradients travel together. A `Reduction` says the rest. The presets are what frameworks do by default,
+or with the flags named; where a job differs, `msgspec.structs.replace(REDUCTIONS["megatron"], …)` says how. Sources, by
 repository and commit, stand in docs/how-to/predict.md.
 """
 
@@ -32,7 +32,7 @@ class Reduction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     bucket_elements: Annotated[int, Meta(ge=1)] | None = None
     """The cap of every bucket in elements, in place of bytes."""
     bucket_elements_per_worker: Annotated[int, Meta(ge=0)] = 0
-    """Raises that cap to this many elements a worker, where that is more."""
+    """Raises that cap, and that of gathers, to this many elements a worker, where that is more."""
     overlap: Overlap = "last"
     """Which backward passes overlap with communication: that of the last micro-batch, every one (each is reduced, and
     waited for), or none (all is sent after the last)."""
@@ -113,8 +113,8 @@ class Reduction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     def updated_s(self, update_s: float, workers: int) -> float:
         """What the update takes on each worker.
 
-        >>> Reduction(name="zero1", sharded_update=True, gather_dtype="bf16", update_kept=0.2).updated_s(1.0, 8)
-        0.3
+        >>> Reduction(name="zero1", sharded_update=True, gather_dtype="bf16", update_kept=0.25).updated_s(4.0, 4)
+        1.75
         """
         if not self.sharded_update:
             return update_s

@@ -2,30 +2,55 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-from typing import Annotated, ClassVar, Literal
+from functools import cached_property
+from typing import Annotated, ClassVar, Literal, NamedTuple
 
 import msgspec
 import numpy as np
 from msgspec import Meta
 
 from backbeat.errors import InputError
-from backbeat.model.files import ZOO, Document, decode, read
+from backbeat.model.files import Document
+from backbeat.model.profile import ComputeShares
 from backbeat.model.source import Source
 
 Transport = Literal["nvlink", "nvls", "infiniband", "efa", "sockets"]
 Factor = Annotated[float, Meta(ge=1)]
 KINDS = ("matmul", "attention", "memory")
 
+RING_MEMORY = 3.0
+"""Bytes of a GPU's own memory that a ring all-reduce moves for each byte on its bus: it reads the gradient and what
+came, and writes what it sends; later it reads what came, and writes it for itself and to send on."""
+
+
+class Channels(NamedTuple):
+    """What NCCL takes of a GPU on one transport."""
+
+    sms: int
+    """One block of 640 threads a channel, which has a multiprocessor for itself."""
+    memory: float = RING_MEMORY
+    """Bytes of memory moved for each byte on the bus."""
+
+
+CHANNELS: dict[str, Channels] = {
+    "nvlink": Channels(24),
+    # The switch adds up: each of 8 GPUs has all of its gradients read and written once, for 1.75 bytes on the bus each.
+    "nvls": Channels(16, 2 / 1.75),
+    "infiniband": Channels(16),
+    "efa": Channels(16),
+    "sockets": Channels(2),
+}
+"""As NCCL 2.28 to 2.30 opens them on GPUs of compute capability 9.0; docs/explanation/method.md has the sources."""
+
 
 class Slowdown(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Times that each kind of work takes beside an all-reduce, 1 being what it takes alone."""
+    """How many times as long each kind of work takes beside an all-reduce."""
 
     matmul: Factor
     attention: Factor | None = None
-    """Where it was not measured, that of matrix multiplications."""
+    """Where it was not measured, that of matrix products."""
     memory: Factor | None = None
-    """Norms, elementwise work, the optimizer. Where it was not measured, that of matrix multiplications."""
+    """Norms, elementwise work, the optimizer. Where it was not measured, that of matrix products."""
 
     def __post_init__(self) -> None:
         for kind in KINDS:
@@ -33,55 +58,58 @@ class Slowdown(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             if factor is not None and not factor >= 1:
                 raise InputError(f"{kind} is {factor}: a slowdown is 1 or more; measure it again")
 
-    def of(self, shares: dict[str, float] | None) -> float:
-        """The slowdown of work that spends these shares of its time in each kind; without shares, matmul's.
+    def of(self, shares: ComputeShares | None) -> float:
+        """The slowdown of work that spends these shares of its time in each kind; without shares, matrix products'.
 
-        >>> Slowdown(matmul=1.1, memory=1.3).of({"matmul": 0.75, "memory": 0.25})
+        >>> round(Slowdown(matmul=1.1, memory=1.3).of(ComputeShares(matmul=0.75, attention=0.0, memory=0.25)), 9)
         1.15
         """
-        if not shares or not sum(shares.values()) > 0:
+        if shares is None:
             return self.matmul
-        each = {kind: getattr(self, kind) or self.matmul for kind in KINDS}
-        weighed = sum(share * each.get(kind, self.matmul) for kind, share in shares.items())
-        return weighed / sum(shares.values())
+        return sum(getattr(shares, kind) * (getattr(self, kind) or self.matmul) for kind in KINDS)
 
 
 class EmulatedSlowdown(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Work beside a kernel that takes that many multiprocessors and stands for that much bandwidth on the bus."""
+    """Work beside a kernel that takes that many multiprocessors and stands for that much bandwidth on a ring's bus."""
 
-    sms: int
-    bus_bytes_per_s: float
+    sms: Annotated[int, Meta(ge=1)]
+    bus_bytes_per_s: Annotated[float, Meta(ge=0)]
     matmul: float
     attention: float
     memory: float
 
 
 class Contention(Document, frozen=True, kw_only=True):
-    """What one accelerator loses beside communication, emulated: a kernel stood in for NCCL's."""
+    """What an accelerator loses beside communication, emulated: a kernel stood in for NCCL's, and no network took
+    part."""
 
     SCHEMA: ClassVar[str] = "backbeat.contention/1"
 
     accelerator: str
-    sms: int
-    memory_bytes_per_s: float
-    rows: tuple[EmulatedSlowdown, ...]
+    sms: Annotated[int, Meta(ge=1)]
+    memory_bytes_per_s: Annotated[float, Meta(gt=0)]
+    rows: Annotated[tuple[EmulatedSlowdown, ...], Meta(min_length=2)]
     source: Source
     notes: tuple[str, ...] = ()
 
-    @property
-    def coefficients(self) -> dict[str, tuple[float, float]]:
-        """For each kind of work (a, b) of 1 + a·(share of the multiprocessors) + b·(share of the memory bandwidth),
-        by least squares through 1, neither below 0."""
-        shares = np.array(
-            [(row.sms / self.sms, _RING_MEMORY * row.bus_bytes_per_s / self.memory_bytes_per_s) for row in self.rows]
+    def slowdown(self, sm_share: float, memory_share: float) -> Slowdown:
+        """Beside communication that takes these shares of the multiprocessors and of the memory's bandwidth."""
+        taken = np.array([sm_share, memory_share])
+        return Slowdown(**{kind: 1 + max(float(taken @ line), 0.0) for kind, line in self.lines.items()})
+
+    @cached_property
+    def lines(self) -> dict[str, np.ndarray]:
+        """For each kind of work (a, b) of 1 + a·(share of multiprocessors) + b·(share of memory bandwidth): least
+        squares, neither below 0."""
+        taken = np.array(
+            [(row.sms / self.sms, RING_MEMORY * row.bus_bytes_per_s / self.memory_bytes_per_s) for row in self.rows]
         )
         found = {}
         for kind in KINDS:
-            over = np.array([getattr(row, kind) - 1 for row in self.rows])
-            both = np.linalg.lstsq(shares, over, rcond=None)[0]
-            if both.min() < 0:
-                one = int(both.argmax())
-                both = np.zeros(2)
-                both[one] = max(float(shares[:, one] @ over / (shares[:, one] @ shares[:, one])), 0.0)
-            found[kind] = (float(both[0]), float(both[1]))
+            added = np.array([getattr(row, kind) - 1 for row in self.rows])
+            line = np.linalg.lstsq(taken, added, rcond=None)[0]
+            if line.min() < 0:
+                each = np.maximum(taken.T @ added / (taken**2).sum(axis=0), 0.0)
+                line = np.where(np.arange(2) == int(line.argmax()), each, 0.0)
+            found[kind] = line
         return found
