@@ -30,6 +30,10 @@ class Breakdown(msgspec.Struct, frozen=True, kw_only=True):
     """Broadcasting module buffers before forward."""
     contention_s: float = 0.0
     """Computation that takes longer beside communication, which takes multiprocessors and memory bandwidth from it."""
+    gather_s: float = 0.0
+    """Forward waiting for parameters that another worker updated, where a framework shards the update."""
+    sharding_s: float = 0.0
+    """What a sharded update takes less than a whole one: zero or negative."""
 
 
 class Band(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,7 +67,7 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     breakdown: Breakdown
     bottleneck: str
     """`compute`, or the largest part of the breakdown: `latency`, `bandwidth`, `waiting`, `stragglers`, `buffers`,
-    `contention`."""
+    `contention`, `gather`."""
     band: Band | None = None
     peak_bytes: int | None = None
     """Device memory at its highest, where the plan says what is kept of activations."""

@@ -110,6 +110,10 @@ class Reduction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             ),
         )
 
+    def cap(self, elements: int, workers: int) -> int:
+        """A cap in elements on that many workers."""
+        return max(elements, self.bucket_elements_per_worker * workers)
+
     def updated_s(self, update_s: float, workers: int) -> float:
         """What the update takes on each worker.
 

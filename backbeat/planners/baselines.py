@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from backbeat.model.plan import DynamicFusion
-from backbeat.planners.draft import Draft, StrategyOptions, capped
+from backbeat.planners.draft import Draft, StrategyOptions
 from backbeat.simulate.dynamic import fuse
+from backbeat.simulate.schedule import capped
 
 if TYPE_CHECKING:
     from backbeat.model import Network, Profile

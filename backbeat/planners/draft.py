@@ -5,16 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-import numpy as np
-
 from backbeat.model.plan import Bucket, DynamicFusion, Plan
 from backbeat.simulate.iteration import communicate
-from backbeat.simulate.schedule import Schedule, running_sums
+from backbeat.simulate.schedule import Schedule
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from numpy.typing import NDArray
 
     from backbeat.cost import LinkCost
     from backbeat.model import Network, Profile
@@ -83,23 +79,3 @@ class StrategyResult(Protocol):
 
 if TYPE_CHECKING:
     Strategy = Callable[[Profile, Network, StrategyOptions], Draft]
-
-
-def capped(sizes: list[float], caps: list[float], sums: NDArray[np.float64] | None = None) -> list[int]:
-    """Buckets that close once they have *reached* their cap; the last cap holds for all that follow.
-
-    `sums` may be given where the caller has them: the sizes' running totals, from 0.
-
-    >>> capped([3, 3, 3, 3, 3], [2, 6])
-    [1, 3, 5]
-    """
-    totals = running_sums(sizes) if sums is None else sums
-    count = len(sizes)
-    ends: list[int] = []
-    end = 0
-    while end < count:
-        cap = caps[min(len(ends), len(caps) - 1)]
-        reached = int(np.searchsorted(totals, totals[end] + cap))
-        end = min(max(reached, end + 1), count)
-        ends.append(end)
-    return ends

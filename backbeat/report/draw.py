@@ -21,6 +21,7 @@ PART_COLOURS = {
     "stragglers": canvas.GREY,
     "buffers": canvas.GREEN,
     "contention": canvas.ROSE,
+    "gather": "#9a8b2f",
 }
 
 

@@ -56,14 +56,14 @@ def within_iteration(profile: Profile, network: Network, plan: Plan, before: flo
     backward_end = float(clock.when(profile.backward_s))
     end = max(backward_end, flow.end_s)
     bound_end = max(
-        least_s(profile.backward_s, _least_link_s(profile, cost, plan.communicators), slowdown),
+        least_s(profile.backward_s, least_link_s(profile, cost, plan.communicators), slowdown),
         communication_bound(profile, cost, plan.communicators),
     )
     around = before + profile.forward_s + profile.update_s
     return Iteration(
         around + end,
         around + bound_end,
-        _breakdown(profile, cost, schedule, flow, clock, plan.communicators),
+        exposed_breakdown(profile, cost, schedule, flow, clock, plan.communicators),
         _timeline(profile, schedule, flow, names, before + profile.forward_s, backward_end),
         len(names),
         float(schedule.sizes.max()),
@@ -163,7 +163,7 @@ def communicate(schedule: Schedule, cost: LinkCost, communicators: int) -> Flow:
     return one_communicator(schedule, cost) if communicators == 1 else simulate(schedule, cost)
 
 
-def _breakdown(
+def exposed_breakdown(
     profile: Profile,
     cost: LinkCost,
     schedule: Schedule,
@@ -190,7 +190,7 @@ def _breakdown(
     )
 
 
-def _least_link_s(profile: Profile, cost: LinkCost, communicators: int) -> float:
+def least_link_s(profile: Profile, cost: LinkCost, communicators: int) -> float:
     """The least time that messages are on the link, whatever the bucketing."""
     _, per_byte = cost.cheapest(float(profile.sizes.min()), float(profile.sizes.sum()))
     return per_byte * float(profile.sizes.sum()) / cost.best_efficiency(communicators)
@@ -224,6 +224,11 @@ def _timeline(
         Span("compute", "backward", backward, backward + backward_end),
         Span("compute", "update", backward + end, backward + end + profile.update_s),
     ]
+    return (*spans, *travel_spans(schedule, flow, names, backward))
+
+
+def travel_spans(schedule: Schedule, flow: Flow, names: list[tuple[str, ...]], backward: float) -> tuple[Span, ...]:
+    """Every bucket on its communicator; `backward` is when the overlapping backward starts."""
     rows = zip(
         schedule.communicators,
         names,
@@ -232,11 +237,10 @@ def _timeline(
         schedule.sizes.tolist(),
         strict=True,
     )
-    spans.extend(
+    return tuple(
         Span(f"communicator {communicator}", _label(bucket), start, stop, int(size))
         for communicator, bucket, start, stop, size in rows
     )
-    return tuple(spans)
 
 
 def _label(names: tuple[str, ...]) -> str:

@@ -10,13 +10,14 @@ from backbeat.cost.collectives import traffic
 from backbeat.errors import InputError
 from backbeat.model.prediction import Band, Breakdown, Prediction, Span
 from backbeat.simulate.compressed_cost import remarks
+from backbeat.simulate.framework_step import framework_iteration
 from backbeat.simulate.iteration import across_iterations, alone, compressed_iteration, within_iteration
 from backbeat.simulate.memory_timeline import memory_timeline
 from backbeat.simulate.slowdowns import slowdown_of
 from backbeat.simulate.stragglers import Straggling, straggling
 
 if TYPE_CHECKING:
-    from backbeat.model import Network, Plan, Profile
+    from backbeat.model import Network, Plan, Profile, Reduction
 
 _NEGLIGIBLE = 0.02
 """Exposed time below this share of T(1) is not called a bottleneck."""
@@ -29,11 +30,13 @@ def predict(
     *,
     accumulation: int | None = None,
     broadcast_buffers: bool = True,
+    reduction: Reduction | None = None,
 ) -> Prediction:
     """How long one iteration takes on the network's workers under the plan, and why.
 
     With `accumulation` micro-batches only the last one's backward overlaps with communication. Where the plan says
-    what is kept of activations, every time is of an iteration that runs so, T(1) too, and the peak is predicted.
+    what is kept of activations, every time is of an iteration that runs so, T(1) too, and the peak is predicted. A
+    `reduction` says what else the framework does with the plan's buckets; the profile is then as it sends gradients.
     """
     peak = None
     memory_notes: tuple[str, ...] = ()
@@ -49,6 +52,8 @@ def predict(
     beside = slowdown_of(profile, network)
     if network.workers == 1:
         step = alone(profile, plan, before)
+    elif reduction is not None:
+        step = framework_iteration(profile, network, plan, reduction, micro_batches, beside.factor)
     elif plan.decoupled:
         step = across_iterations(profile, network, plan, before, beside.factor)
     elif plan.compressed:
@@ -117,6 +122,7 @@ def _bottleneck(breakdown: Breakdown, single: float) -> str:
         "stragglers": breakdown.stragglers_s,
         "buffers": breakdown.buffers_s,
         "contention": breakdown.contention_s,
+        "gather": breakdown.gather_s,
     }
     if sum(parts.values()) < _NEGLIGIBLE * single:
         return "compute"

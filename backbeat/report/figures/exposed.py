@@ -14,6 +14,7 @@ PARTS = {
     "stragglers": "waiting for the slowest worker",
     "buffers": "broadcasting buffers",
     "contention": "computation slowed down by communication",
+    "gather": "gathering updated parameters",
 }
 
 
