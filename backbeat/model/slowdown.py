@@ -66,7 +66,8 @@ class Slowdown(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         """
         if shares is None:
             return self.matmul
-        return sum(getattr(shares, kind) * (getattr(self, kind) or self.matmul) for kind in KINDS)
+        each = ((shares.attention, self.attention), (shares.memory, self.memory))
+        return shares.matmul * self.matmul + sum(share * (factor or self.matmul) for share, factor in each)
 
 
 class EmulatedSlowdown(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

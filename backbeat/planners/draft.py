@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from backbeat.model.plan import Bucket, DynamicFusion, Plan
-from backbeat.simulate.iteration import communicate
+from backbeat.simulate.iteration import communicate, communicate_beside
 from backbeat.simulate.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -53,6 +53,12 @@ class Draft:
         """When the last bucket is done, after backward starts."""
         schedule = Schedule.of_ends(profile, self.ends, self.communicator_of_buckets())
         return communicate(schedule, cost, self.communicators).end_s
+
+    def contended_end_s(self, profile: Profile, cost: LinkCost, slowdown: float) -> float:
+        """When the last bucket and backward are done, if computation takes `slowdown` times as long beside buckets."""
+        schedule = Schedule.of_ends(profile, self.ends, self.communicator_of_buckets())
+        flow, clock = communicate_beside(schedule, cost, self.communicators, slowdown)
+        return max(flow.end_s, float(clock.when(profile.backward_s)))
 
     def named(self, profile: Profile, strategy: str, workers: int) -> Plan:
         names = [gradient.name for gradient in profile.gradients]
