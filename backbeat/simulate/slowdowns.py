@@ -13,6 +13,7 @@ from backbeat.model.slowdown import CHANNELS, Contention
 
 if TYPE_CHECKING:
     from backbeat.model import Network, Profile
+    from backbeat.model.slowdown import Transport
 
 EMULATED = ZOO / "accelerators" / "h200-contention.json"
 _WORTH_SAYING = 1.005
@@ -40,7 +41,7 @@ def slowdown_of(profile: Profile, network: Network) -> Beside:
     shares = profile.compute_shares
     if network.slowdown is not None:
         return _said(network.slowdown.of(shares), "as measured on this cluster")
-    transport, device = network.topology.transport, accelerator(profile.device)
+    transport, device = _transport(network), accelerator(profile.device)
     if transport is None or device is None:
         return Beside()
     data = emulated()
@@ -52,6 +53,16 @@ def slowdown_of(profile: Profile, network: Network) -> Beside:
     same = device.name == data.accelerator
     where = f"emulated on an {data.accelerator}" + ("" if same else f", scaled to the {device.name} by assumption")
     return _said(found.of(shares), f"{where} for {transport}")
+
+
+def _transport(network: Network) -> Transport | None:
+    """Of all workers in one node, where others are joined by a network, NVLink is taken to carry their messages."""
+    topology = network.topology
+    if topology.transport is None or network.nodes > 1 or topology.gpus_per_node == 1:
+        return topology.transport
+    if topology.transport == "nvls" or "nvls" in (topology.algorithm, topology.inside_algorithm):
+        return "nvls"
+    return "nvlink"
 
 
 def _said(factor: float, how: str) -> Beside:
