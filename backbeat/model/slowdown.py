@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Annotated, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -13,6 +13,9 @@ from backbeat.errors import InputError
 from backbeat.model.files import Document
 from backbeat.model.profile import ComputeShares
 from backbeat.model.source import Source
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 Transport = Literal["nvlink", "nvls", "infiniband", "efa", "sockets"]
 Factor = Annotated[float, Meta(ge=1)]
@@ -95,22 +98,45 @@ class Contention(Document, frozen=True, kw_only=True):
 
     def slowdown(self, sm_share: float, memory_share: float) -> Slowdown:
         """Beside communication that takes these shares of the multiprocessors and of the memory's bandwidth."""
-        taken = np.array([sm_share, memory_share])
-        return Slowdown(**{kind: 1 + max(float(taken @ line), 0.0) for kind, line in self.lines.items()})
+        return Slowdown(**{kind: course.at(sm_share, memory_share) for kind, course in self.courses.items()})
 
     @cached_property
-    def lines(self) -> dict[str, np.ndarray]:
-        """For each kind of work (a, b) of 1 + a·(share of multiprocessors) + b·(share of memory bandwidth): least
-        squares, neither below 0."""
-        taken = np.array(
-            [(row.sms / self.sms, RING_MEMORY * row.bus_bytes_per_s / self.memory_bytes_per_s) for row in self.rows]
-        )
-        found = {}
-        for kind in KINDS:
-            added = np.array([getattr(row, kind) - 1 for row in self.rows])
-            line = np.linalg.lstsq(taken, added, rcond=None)[0]
-            if line.min() < 0:
-                each = np.maximum(taken.T @ added / (taken**2).sum(axis=0), 0.0)
-                line = np.where(np.arange(2) == int(line.argmax()), each, 0.0)
-            found[kind] = line
-        return found
+    def courses(self) -> dict[str, SlowdownCourse]:
+        """For each kind of work, what its rows have in common."""
+        shares = np.array([(row.sms, RING_MEMORY * row.bus_bytes_per_s) for row in self.rows], dtype=np.float64)
+        shares /= (self.sms, self.memory_bytes_per_s)
+        return {kind: SlowdownCourse.of(shares, [getattr(row, kind) for row in self.rows]) for kind in KINDS}
+
+
+class SlowdownCourse(NamedTuple):
+    """How one kind of work slows down: a line through corners for multiprocessors, and a slope for memory.
+
+    Corners, because the first few multiprocessors cost a matrix product most: it is cut into as many tiles at a time as
+    there are multiprocessors, and what is left over waits for another round.
+    """
+
+    sm_shares: list[float]
+    factors: list[float]
+    """At these shares of the multiprocessors, with no memory moved."""
+    per_memory: float
+    """Added for each share of the memory's bandwidth."""
+
+    @classmethod
+    def of(cls, shares: np.ndarray, factors: Sequence[float]) -> SlowdownCourse:
+        """The slope from rows with as many multiprocessors as each other, the corners from what it leaves."""
+        taken, moved, found = shares[:, 0], shares[:, 1], np.array(factors)
+        corners = np.unique(taken)
+        same = [taken == corner for corner in corners]
+        spread = sum(float(((moved[rows] - moved[rows].mean()) ** 2).sum()) for rows in same)
+        rise = sum(float(((moved[rows] - moved[rows].mean()) * found[rows]).sum()) for rows in same)
+        slope = max(rise / spread, 0.0) if spread > 0 else 0.0
+        left = [float((found[rows] - slope * moved[rows]).mean()) for rows in same]
+        rising = np.maximum.accumulate([1.0, *left])
+        return cls([0.0, *corners.tolist()], rising.tolist(), slope)
+
+    def at(self, sm_share: float, memory_share: float) -> float:
+        """Beyond the last corner the line goes on."""
+        beyond = max(sm_share - self.sm_shares[-1], 0.0)
+        steepness = (self.factors[-1] - self.factors[-2]) / (self.sm_shares[-1] - self.sm_shares[-2])
+        base = float(np.interp(sm_share, self.sm_shares, self.factors)) + beyond * steepness
+        return base + self.per_memory * memory_share
