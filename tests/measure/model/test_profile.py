@@ -242,3 +242,10 @@ def test_measure_is_imported_without_torch() -> None:
     modules = "backbeat.measure, backbeat.measure.network.findings, backbeat.measure.network.jumps"
     code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+
+
+def test_gradients_have_the_dtype_of_their_parameters() -> None:
+    inputs, targets = images()
+    half = profile(classifier().to(torch.bfloat16), (inputs.to(torch.bfloat16), targets), loss, **QUICK)
+    assert half.gradient_dtype == "bf16"
+    assert half.total_bytes * 2 == profile(classifier(), (inputs, targets), loss, **QUICK).total_bytes
