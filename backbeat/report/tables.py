@@ -176,6 +176,21 @@ def plan_table(plan: Plan, result: Prediction) -> Table:
     return table
 
 
+def network_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """What an all-reduce does at each number of GPUs."""
+    ranged = any(row["busy_bus_bytes_per_s"] < row["quiet_bus_bytes_per_s"] for row in rows)
+    table = _plain("all-reduce, bus bandwidth of 256 MiB")
+    for heading in ("GPUs", "nodes", "latency", "bus GB/s", *(["busy–quiet"] if ranged else [])):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        low, typical, high = (
+            f"{row[key] / 1e9:.3g}" for key in ("busy_bus_bytes_per_s", "bus_bytes_per_s", "quiet_bus_bytes_per_s")
+        )
+        edges = [f"{low}–{high}" if low != high else ""] if ranged else []
+        table.add_row(str(row["workers"]), str(row["nodes"]), format_seconds(row["latency_s"]), typical, *edges)
+    return table
+
+
 def zoo_table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     table = _plain(title)
     for heading in headings:
