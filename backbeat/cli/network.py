@@ -55,14 +55,9 @@ def network(
     output: Annotated[Path | None, typer.Option("--output", "-o", help="The network file to write.")] = None,
     json: JsonOption = False,
 ) -> None:
-    """Describe a cluster that you cannot measure: from its specifications, or from other people's measurements.
-
-    \b
-    specifications   --gpus-per-node 8 --inside 450GB/s --nic 400gbit
-                     --nics-per-node 8 --fabric cloud
-    measurements     --inside one-node.txt --across two-nodes.txt
-    both             --inside one-node.txt --nic 400gbit --nics-per-node 8
-    """
+    """Describe a cluster that you cannot measure. From specifications: --gpus-per-node, --inside, --nic and
+    --nics-per-node. From measurements, also other people's: --inside and --across with files. Or from both: --inside
+    with a file, --nic for what joins the nodes."""
     from backbeat.cli.common import console, print_json, prose, say
     from backbeat.model.specification import Specification
     from backbeat.units import parse_duration, parse_rate, parse_workers
@@ -89,7 +84,7 @@ def network(
         made = _composed(named, inside, across or [], gpus_per_node, hop_s, joined)
     if output is not None:
         made.save(output)
-    rows = list(_rows(made))
+    rows = [row_at(made, count) for count in sorted([made.workers, *(row.workers for row in made.rows)])]
     if json:
         print_json({"network": made.name, "source": made.source, "notes": made.notes, "rows": rows})
     else:
@@ -171,26 +166,21 @@ def _composed(
     return compose(name, measured, gpus_per_node=gpus_per_node, fabric=fabric)
 
 
-def _rows(made: Network) -> list[dict[str, Any]]:
-    """What an all-reduce does at each number of GPUs that the file has."""
+def row_at(network: Network, workers: int) -> dict[str, Any]:
+    """What an all-reduce does on this many GPUs."""
     from backbeat.cost.collectives import bus_bandwidth
 
-    found = []
-    for count in sorted([made.workers, *(row.workers for row in made.rows)]):
-        there = made.at(workers=count)
-        edges = there.edges or (there, there)
-        quiet, typical, busy = (
-            bus_bandwidth("all_reduce", count, _SHOWN_BYTES, float(one.cost.time(_SHOWN_BYTES))) / 8
-            for one in (edges[0], there, edges[1])
-        )
-        found.append(
-            {
-                "workers": count,
-                "nodes": there.nodes,
-                "latency_s": float(there.cost.time(_LATENCY_BYTES)),
-                "bus_bytes_per_s": typical,
-                "busy_bus_bytes_per_s": busy,
-                "quiet_bus_bytes_per_s": quiet,
-            }
-        )
-    return found
+    there = network.at(workers=workers)
+    quiet, busy = there.edges or (there, there)
+    quiet_rate, rate, busy_rate = (
+        bus_bandwidth("all_reduce", workers, _SHOWN_BYTES, float(one.cost.time(_SHOWN_BYTES))) / 8
+        for one in (quiet, there, busy)
+    )
+    return {
+        "workers": workers,
+        "nodes": there.nodes,
+        "latency_s": float(there.cost.time(_LATENCY_BYTES)),
+        "bus_bytes_per_s": rate,
+        "busy_bus_bytes_per_s": busy_rate,
+        "quiet_bus_bytes_per_s": quiet_rate,
+    }

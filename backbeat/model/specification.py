@@ -97,7 +97,7 @@ class Specification:
             text += " with the all-reduce measured inside one"
         elif self.gpus_per_node > 1:
             shape = self._inside_shape
-            text += f", {self.inside / 1e9:g} GB/s each way inside ({INSIDE_EFFICIENCY[shape]:.1%} with {shape})"
+            text += f", {self.inside / 1e9:g} GB/s each way inside ({100 * INSIDE_EFFICIENCY[shape]:g}% with {shape})"
         text += (
             f"; {self.nics_per_node} NIC{'s' if self.nics_per_node > 1 else ''} a node of {format_rate(8 * self.nic)} "
             f"({ACROSS_EFFICIENCY:.0%} assumed), {format_seconds(self.hop_s)} from node to node"
