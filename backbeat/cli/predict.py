@@ -89,7 +89,7 @@ def predict(
         price=parse_price(price) if price is not None else None,
         epoch_samples=epoch_samples,
         samples=samples,
-        plan_words=_plan_words(profile, network, across, nics_per_node, reduce_dtype),
+        plan_words=_plan_words(profile, network, across, nics_per_node, reduce_dtype, accumulation),
         plan_files={made.strategy: file for made, file in zip(plans, files, strict=True)},
     )
     if plot is not None:
@@ -120,12 +120,18 @@ def predict(
 
 
 def _plan_words(
-    profile: str, network: str, across: str | None, links: int, reduce_dtype: str | None
+    profile: str,
+    network: str,
+    across: str | None,
+    links: int,
+    reduce_dtype: str | None,
+    accumulation: int | None,
 ) -> tuple[str, ...]:
     joined = ("--across", across) if across else ()
     wide = ("--nics-per-node", str(links)) if links > 1 else ()
     sent = ("--reduce-dtype", reduce_dtype) if reduce_dtype else ()
-    return ("backbeat", "plan", profile, network, *joined, *wide, *sent)
+    gathered = ("--accumulation", str(accumulation)) if accumulation else ()
+    return ("backbeat", "plan", profile, network, *joined, *wide, *sent, *gathered)
 
 
 def _named_apart(plans: list[Plan], files: list[str], names: list[str]) -> list[Plan]:
