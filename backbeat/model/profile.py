@@ -115,6 +115,8 @@ class Profile(Document, frozen=True, kw_only=True):
     """Tokens in one sample, where samples are sequences."""
     flops_per_sample: Annotated[float, Meta(gt=0)] | None = None
     """Floating-point operations of forward and backward on one sample, a multiply-add being two."""
+    optimizer: str | None = None
+    """What the update and the optimizer's memory are of, like `AdamW, fused`."""
     source: Source | str | None = None
     notes: tuple[str, ...] = ()
 
