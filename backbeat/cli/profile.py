@@ -32,13 +32,13 @@ def profile(
     ] = None,
     compile_blocks: Annotated[
         bool,
-        typer.Option("--compile", help="Run under torch.compile: a graph for each block and for what lies between."),
+        typer.Option("--compile", help="Run under torch.compile: a graph for each block and all between."),
     ] = False,
     from_layers: Annotated[
         str | None,
         typer.Option(
             metavar="FEW,MORE",
-            help="Measure with this many layers, like 2,4, and compose the whole from them (the factory takes `layers`).",
+            help="Measure with this many layers, like 2,4, and compose the whole; the factory takes `layers`.",
         ),
     ] = None,
     time_limit: Annotated[

@@ -3,7 +3,7 @@
     python validation/zoo/add_flops.py --count validation/zoo/arithmetic.json   # where torchvision is
     python validation/zoo/add_flops.py --apply validation/zoo/arithmetic.json   # into backbeat/zoo/profiles
 
-Counting runs one forward and backward of every model on two samples, under the profiler's own counter. Nothing is timed.
+Counting runs one forward and backward of every model on two samples, under the profiler's counter. Nothing is timed.
 """
 
 from __future__ import annotations

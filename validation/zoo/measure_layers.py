@@ -22,9 +22,7 @@ from backbeat.runtime.memory import apply
 def main() -> None:
     parser = argparse.ArgumentParser(description="Measure Llamas with few layers.")
     parser.add_argument("out", type=Path)
-    parser.add_argument(
-        "--models", default="llama_8b,llama_1b", help="factories of backbeat.zoo.models that take layers"
-    )
+    parser.add_argument("--models", default="llama_8b,llama_1b", help="of backbeat.zoo.models, with `layers`")
     parser.add_argument("--layers", default="2,4")
     parser.add_argument("--batch-size", type=int, help="the factory's own by default")
     parser.add_argument("--device", default="cuda")

@@ -42,9 +42,7 @@ def is_compiled(model: torch.nn.Module) -> bool:
 def compiled_blocks(training: Training) -> Iterator[Training]:
     """The same training with every block compiled; the model is as it was afterwards."""
     if is_compiled(training.model):
-        raise InputError(
-            "the model is compiled already: drop --compile (compile_blocks=True), or hand in the plain one"
-        )
+        raise InputError("the model is compiled already: drop --compile (compile_blocks), or give the plain one")
     blocks = graph_blocks(training.model)
     before = [(block, vars(block).get("forward")) for block in blocks.values()]
     config: Any = torch._dynamo.config

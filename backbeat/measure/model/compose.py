@@ -1,9 +1,9 @@
 """The profile of a deep model from two shallow ones that were measured: what they differ by is a layer's.
 
-A model of many equal layers need not fit on the device: measured with few layers and with some more, the difference
-over the number of layers more is one layer, and everything else (embedding, head, loss) is in both. Forward, backward,
-update, memory by kind and arithmetic grow by one layer's each. One layer from the middle of the deeper model stands
-for all that are added: its gradients and its blocks are repeated, their times stretched to one layer's.
+A model of many equal layers need not fit on the device. Measured with few layers and with some more, the difference
+over the layers more is one layer; all else (embedding, head, loss) is in both. Times, memory and arithmetic grow
+by that much a layer. A layer from the middle of the deeper model stands for all that are added: its gradients and its
+block are repeated, their times stretched to one layer's.
 """
 
 from __future__ import annotations
@@ -15,50 +15,46 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from backbeat.errors import InputError, MeasurementError
-from backbeat.model import Gradient, Memory, Profile
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from backbeat.model import Block, Gradient, Memory, Profile
 
-    from backbeat.model import Block
-
-_SUMMED = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "buffer_bytes", "activation_bytes", "steady_bytes")
+_ALIKE = ("model", "batch_size", "precision", "device", "accumulation", "optimizer")
+_KINDS = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "buffer_bytes", "activation_bytes", "steady_bytes")
 _DIGITS = 8
 
 
 def compose(shallow: Profile, deep: Profile, layers: int, *, name: str | None = None) -> Profile:
     """The same model with `layers` layers. `deep` has more layers than `shallow`, three at least."""
-    stack = _stack(shallow, deep)
+    stack = _find_stack(shallow, deep)
     if layers < stack.deep:
         raise InputError(f"layers is {layers}: compose goes up from the {stack.deep} that were measured")
-    more = layers - stack.deep
-    grown = _Grown(stack.deep - stack.shallow, more)
-    forward_s, backward_s = (grown.seconds(shallow, deep, field) for field in ("forward_s", "backward_s"))
-    update_s = grown.seconds(shallow, deep, "update_s")
-    gradients = _gradients(deep, stack, more, grown, shallow)
-    single_s = deep.accumulation * (forward_s + backward_s) + update_s
-    return replace(
+    growth = _Growth(stack.deep - stack.shallow, layers - stack.deep)
+    times = {
+        field: growth.seconds(field, getattr(shallow, field), getattr(deep, field))
+        for field in ("forward_s", "backward_s", "update_s")
+    }
+    one = {field: (times[field] - getattr(deep, field)) / max(growth.more, 1) for field in times}
+    made = replace(
         deep,
-        name=name or f"{deep.name}-{layers}-layers",
-        forward_s=forward_s,
-        backward_s=backward_s,
-        update_s=update_s,
-        gradients=gradients,
-        iteration_s=tuple(round(seconds * single_s / deep.single_s, _DIGITS) for seconds in deep.iteration_s),
-        memory=_memory(shallow.memory, deep.memory, grown),
-        buffer_bytes=grown.whole(shallow.buffer_bytes, deep.buffer_bytes),
-        blocks=_blocks(deep, stack, more),
-        host_s=grown.optional(shallow.host_s, deep.host_s),
-        host_recompute_s=grown.optional(shallow.host_recompute_s, deep.host_recompute_s),
-        flops_per_sample=grown.optional(shallow.flops_per_sample, deep.flops_per_sample),
+        **times,
+        name=name or deep.name,
+        gradients=_gradients(deep.gradients, stack, growth.more, one["forward_s"], one["backward_s"]),
+        memory=_memory(shallow.memory, deep.memory, growth),
+        buffer_bytes=round(growth.value(shallow.buffer_bytes, deep.buffer_bytes)),
+        blocks=_blocks(deep.blocks, stack, growth.more),
+        host_s=growth.optional(shallow.host_s, deep.host_s),
+        host_recompute_s=growth.optional(shallow.host_recompute_s, deep.host_recompute_s),
+        flops_per_sample=growth.optional(shallow.flops_per_sample, deep.flops_per_sample),
         notes=(
-            *deep.notes[:1],
             f"composed from measured blocks: {layers} layers from runs with {stack.shallow} and {stack.deep}; a layer "
-            f"more is what they differ by ({_layer_ms(shallow, deep, grown)}); peak memory and the spread of "
-            "iterations are computed",
-            *(f"with {stack.deep} layers: {note}" for note in deep.notes[1:]),
+            f"more is what they differ by: {one['forward_s'] * 1e3:.3g} ms forward, {one['backward_s'] * 1e3:.3g} ms "
+            f"backward, {one['update_s'] * 1e3:.3g} ms update; peak memory and the spread of iterations are computed",
+            *(f"with {stack.deep} layers: {note}" for note in deep.notes),
         ),
     )
+    spread = made.single_s / deep.single_s
+    return replace(made, iteration_s=tuple(round(seconds * spread, _DIGITS) for seconds in deep.iteration_s))
 
 
 @dataclass(frozen=True)
@@ -71,49 +67,49 @@ class _Stack:
 
     @property
     def middle(self) -> int:
-        """Stands for the layers that are added: neither the first nor the last, which have neighbours of other kinds."""
+        """Stands for the layers that are added. The first and the last have neighbours of other kinds."""
         return self.deep // 2
 
     def place(self, name: str) -> int | None:
-        """The index of the layer that a gradient or a block belongs to."""
+        """The layer that a gradient or a block belongs to."""
         match = re.match(rf"{re.escape(self.prefix)}\.(\d+)(\.|$)", name)
         return int(match.group(1)) if match else None
 
-    def renamed(self, name: str, index: int) -> str:
-        rest = name[len(self.prefix) + 1 :].partition(".")
-        return f"{self.prefix}.{index}{rest[1]}{rest[2]}"
+    def renamed(self, name: str, place: int) -> str:
+        _, dot, rest = name[len(self.prefix) + 1 :].partition(".")
+        return f"{self.prefix}.{place}{dot}{rest}"
 
 
-def _stack(shallow: Profile, deep: Profile) -> _Stack:
-    for field in ("model", "batch_size", "precision", "device", "accumulation", "optimizer"):
+def _find_stack(shallow: Profile, deep: Profile) -> _Stack:
+    for field in _ALIKE:
         one, other = getattr(shallow, field), getattr(deep, field)
         if one != other:
-            raise InputError(f"{field} is {one!r} in one profile and {other!r} in the other: compose needs them alike")
-    known = set(shallow.index)
-    added = [name for name in deep.index if name not in known]
-    prefixes = {match.group(1) for name in added if (match := re.match(r"(.*?)\.\d+\.", name))}
-    if len(prefixes) != 1 or known - set(deep.index):
+            raise InputError(f"{field} is {one!r} in one profile and {other!r} in the other: measure both alike")
+    added = [name for name in deep.index if name not in shallow.index]
+    prefixes = {match.group(1) if (match := re.match(r"(.*?)\.\d+\.", name)) else "" for name in added}
+    if len(prefixes) != 1 or "" in prefixes or shallow.index.keys() - deep.index.keys():
         raise InputError(
-            f"{deep.name} is not {shallow.name} with more layers of one stack: compose needs names like layers.0.weight"
+            f"{deep.name} is not {shallow.name} with more layers of one stack: "
+            "only models with one list of layers (layers.0, layers.1, …) can be composed; measure it whole"
         )
     (prefix,) = prefixes
 
-    def count(names: set[str]) -> int:
-        indices = {place for name in names if (place := _Stack(prefix, 0, 0).place(name)) is not None}
-        return max(indices, default=-1) + 1
+    def count(profile: Profile) -> int:
+        places = (_Stack(prefix, 0, 0).place(name) for name in profile.index)
+        return 1 + max((place for place in places if place is not None), default=-1)
 
-    stack = _Stack(prefix, count(known), count(set(deep.index)))
+    stack = _Stack(prefix, count(shallow), count(deep))
     if stack.shallow < 1 or stack.deep < 3:
         raise InputError(
-            f"{stack.shallow} and {stack.deep} layers were measured: compose needs 1 or more, and 3 or more, "
-            "so that one of them lies between two others"
+            f"{stack.shallow} and {stack.deep} layers were measured: take 1 or more and 3 or more, so that one of them "
+            "lies between two others"
         )
     return stack
 
 
 @dataclass(frozen=True)
-class _Grown:
-    """Figures at the full number of layers from those at two smaller ones."""
+class _Growth:
+    """Figures of the whole from those of two models with fewer layers."""
 
     between: int
     """Layers that the measured two differ by."""
@@ -121,96 +117,80 @@ class _Grown:
     """Layers to add to the deeper one."""
 
     def value(self, shallow: float, deep: float) -> float:
+        """
+        >>> _Growth(between=2, more=12).value(10.0, 14.0)
+        38.0
+        """
         return deep + self.more * (deep - shallow) / self.between
 
-    def seconds(self, shallow: Profile, deep: Profile, field: str) -> float:
-        one, other = getattr(shallow, field), getattr(deep, field)
-        if other <= one:
+    def seconds(self, field: str, shallow: float, deep: float) -> float:
+        if deep <= shallow:
             raise MeasurementError(
-                f"{field} is {one * 1e3:.4g} ms with fewer layers and {other * 1e3:.4g} ms with more: the machine was "
-                "busy or the layers are too small to time; measure again, with more layers or a larger batch"
+                f"{field} is {shallow * 1e3:.4g} ms with fewer layers and {deep * 1e3:.4g} ms with more: the machine "
+                "was busy, or a layer is too small to time; measure again, with more layers or a larger batch"
             )
-        return round(self.value(one, other), _DIGITS)
+        return round(self.value(shallow, deep), _DIGITS)
 
     def optional(self, shallow: float | None, deep: float | None) -> float | None:
         return None if shallow is None or deep is None else max(round(self.value(shallow, deep), _DIGITS), deep)
 
-    def whole(self, shallow: int, deep: int) -> int:
-        return round(self.value(shallow, deep))
 
-    def layer_s(self, shallow: Profile, deep: Profile, field: str) -> float:
-        return float(getattr(deep, field) - getattr(shallow, field)) / self.between
-
-
-def _layer_ms(shallow: Profile, deep: Profile, grown: _Grown) -> str:
-    forward, backward, update = (
-        grown.layer_s(shallow, deep, field) * 1e3 for field in ("forward_s", "backward_s", "update_s")
-    )
-    return f"{forward:.3g} ms forward, {backward:.3g} backward, {update:.3g} update"
-
-
-def _memory(shallow: Memory | None, deep: Memory | None, grown: _Grown) -> Memory | None:
+def _memory(shallow: Memory | None, deep: Memory | None, growth: _Growth) -> Memory | None:
     if shallow is None or deep is None:
         return None
-    sums = {field: grown.whole(getattr(shallow, field), getattr(deep, field)) for field in _SUMMED}
+
+    def grown(field: str) -> int:
+        return max(round(growth.value(getattr(shallow, field), getattr(deep, field))), 0)
+
+    kinds = {field: grown(field) for field in (*_KINDS, "outside_bytes")}
     # The peak of few layers may be in the head, that of many where backward ends and every gradient is there.
-    peak = max(grown.whole(shallow.peak_bytes, deep.peak_bytes), sums["steady_bytes"] + sums["gradient_bytes"])
-    outside = max(grown.whole(shallow.outside_bytes, deep.outside_bytes), 0)
-    return replace(deep, **sums, peak_bytes=peak, outside_bytes=outside)
+    peak = max(grown("peak_bytes"), kinds["steady_bytes"] + kinds["gradient_bytes"])
+    return replace(deep, **kinds, peak_bytes=peak)
 
 
-def _gradients(deep: Profile, stack: _Stack, more: int, grown: _Grown, shallow: Profile) -> tuple[Gradient, ...]:
-    """Those ready before the middle layer's stay, the middle layer's are repeated, and what follows is that later."""
-    middle = [gradient for gradient in deep.gradients if stack.place(gradient.name) == stack.middle]
-    begun_s = max((one.ready_s for one in deep.gradients if (stack.place(one.name) or 0) > stack.middle), default=0.0)
-    ended_s = max(one.ready_s for one in middle)
-    layer_s = grown.layer_s(shallow, deep, "backward_s")
-    stretch = layer_s / (ended_s - begun_s) if ended_s > begun_s else 0.0
-    layer_forward_s = grown.layer_s(shallow, deep, "forward_s")
-    middle_forward_s = sum(one.forward_s or 0.0 for one in middle)
-    widen = layer_forward_s / middle_forward_s if middle_forward_s else 1.0
-    made = []
-    for gradient in deep.gradients:
+def _gradients(
+    measured: tuple[Gradient, ...], stack: _Stack, more: int, forward_s: float, backward_s: float
+) -> tuple[Gradient, ...]:
+    """Backward goes down the stack: after the middle layer come its copies, and what was ready later is so by them."""
+    middle = [gradient for gradient in measured if stack.place(gradient.name) == stack.middle]
+    ended_s = max(gradient.ready_s for gradient in middle)
+    above_s = max(
+        (gradient.ready_s for gradient in measured if (stack.place(gradient.name) or 0) > stack.middle), default=0.0
+    )
+    stretch = backward_s / (ended_s - above_s) if ended_s > above_s else 0.0
+    whole_s = sum(gradient.forward_s or 0.0 for gradient in middle)
+    made: list[Gradient] = []
+    for gradient in measured:
         place = stack.place(gradient.name)
-        if place is not None:
-            above = place > stack.middle
-            gradient = replace(gradient, name=stack.renamed(gradient.name, place + more if above else place))
-        later = place is not None and place < stack.middle or place is None and gradient.ready_s > ended_s
-        if place == stack.middle or not later:
-            made.append(gradient if place != stack.middle else _named(gradient, stack, stack.middle + more))
+        if place is not None and place >= stack.middle:
+            made.append(replace(gradient, name=stack.renamed(gradient.name, place + more)))
+        elif place is not None or gradient.ready_s > ended_s:
+            made.append(replace(gradient, ready_s=round(gradient.ready_s + more * backward_s, _DIGITS)))
         else:
-            made.append(_at(gradient, gradient.ready_s + more * layer_s))
-    for copy in range(1, more + 1):
+            made.append(gradient)
+    for copy in range(more):
         for gradient in middle:
-            offset = max(gradient.ready_s - begun_s, 0.0) * stretch
+            share = (gradient.forward_s or 0.0) / whole_s if whole_s else 0.0
+            within_s = max(gradient.ready_s - above_s, 0.0) * stretch
             made.append(
                 replace(
                     gradient,
-                    name=stack.renamed(gradient.name, stack.middle + more - copy),
-                    ready_s=round(ended_s + (copy - 1) * layer_s + offset, _DIGITS),
-                    forward_s=None if gradient.forward_s is None else round(gradient.forward_s * widen, _DIGITS),
+                    name=stack.renamed(gradient.name, stack.middle + more - 1 - copy),
+                    ready_s=round(ended_s + copy * backward_s + within_s, _DIGITS),
+                    forward_s=None if gradient.forward_s is None else round(share * forward_s, _DIGITS),
                 )
             )
-    total = grown.seconds(shallow, deep, "backward_s")
-    return tuple(sorted((_at(one, min(one.ready_s, total)) for one in made), key=lambda one: one.ready_s))
+    return tuple(sorted(made, key=lambda gradient: gradient.ready_s))
 
 
-def _named(gradient: Gradient, stack: _Stack, index: int) -> Gradient:
-    return replace(gradient, name=stack.renamed(gradient.name, index))
-
-
-def _at(gradient: Gradient, ready_s: float) -> Gradient:
-    return replace(gradient, ready_s=round(ready_s, _DIGITS))
-
-
-def _blocks(deep: Profile, stack: _Stack, more: int) -> tuple[Block, ...]:
-    """The middle layer's block, and as many more of it."""
+def _blocks(measured: tuple[Block, ...], stack: _Stack, more: int) -> tuple[Block, ...]:
     made: list[Block] = []
-    for block in deep.blocks:
+    for block in measured:
         place = stack.place(block.name)
-        copies = more + 1 if place == stack.middle else 1
-        moved: Callable[[int], int] = (lambda copy: copy) if place is None or place <= stack.middle else lambda _: more
-        for copy in range(copies):
-            index = None if place is None else place + moved(copy)
-            made.append(block if index is None else replace(block, name=stack.renamed(block.name, index)))
+        if place is None:
+            made.append(block)
+        elif place == stack.middle:
+            made += [replace(block, name=stack.renamed(block.name, place + copy)) for copy in range(more + 1)]
+        else:
+            made.append(replace(block, name=stack.renamed(block.name, place + more * (place > stack.middle))))
     return tuple(made)

@@ -63,9 +63,7 @@ class Factory:
     def with_layers(self, layers: int) -> Factory:
         """The same model with another number of layers."""
         if self.default_layers is None:
-            raise InputError(
-                f"{self.spec} takes no layers: give it a parameter `layers` with the model's own as default"
-            )
+            raise InputError(f"{self.spec} takes no layers: give it a parameter `layers`, its default the model's own")
         return replace(self, call=partial(self.call, layers=layers), default_layers=layers)
 
     def build(self, batch_size: int | None, device: torch.device | str) -> Workload:

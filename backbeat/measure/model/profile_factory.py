@@ -72,7 +72,6 @@ def _build_and_measure(
     if optimizer is not None and workload.optimizer is not None:
         raise InputError(f"{factory.spec} returns an optimizer of its own: drop --optimizer {optimizer}")
     samples = size or found
-    precision = options.get("precision", "fp32")
     notes = (f"{factory.spec}: {factory.description}",) if factory.description else ()
     return measure(
         workload.model,
@@ -103,7 +102,7 @@ def compose_factory(factory: Factory, from_layers: tuple[int, int], **options: A
         _release(parse_device(options.get("device") or ("cuda" if torch.cuda.is_available() else "cpu")))
     if layers is None:
         raise InputError(f"{factory.spec} takes no layers")
-    return compose(measured[0], measured[1], layers, name=name or measured[1].name)
+    return compose(measured[0], measured[1], layers, name=name)
 
 
 def profile_name(factory: Factory, samples: int | None, options: Mapping[str, Any], device: torch.device) -> str:
