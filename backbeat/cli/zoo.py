@@ -30,7 +30,7 @@ def zoo(json: JsonOption = False) -> None:
                     "batch_size": one.batch_size,
                     "precision": one.precision,
                     "sequence_length": one.sequence_length,
-                    "optimizer": optimizer(one),
+                    "optimizer": one.optimizer,
                     "source": one.source,
                 }
                 for one in profiles
@@ -49,7 +49,7 @@ def zoo(json: JsonOption = False) -> None:
             model if len(devices) == 1 else f"{model} ({device})",
             variants(found),
             str(found[0].sequence_length or ""),
-            optimizer(found[0]) or "",
+            found[0].optimizer or "",
         )
         for (model, device), found in models.items()
     ]
@@ -73,12 +73,6 @@ def zoo(json: JsonOption = False) -> None:
         for one in networks
     ]
     out.print(zoo_table(f"{len(networks)} networks", ("name", "GPUs", "figures", "from"), origins))
-
-
-def optimizer(profile: Profile) -> str | None:
-    """As the profile's notes say it."""
-    found = (note.removeprefix("optimizer: ") for note in profile.notes if note.startswith("optimizer: "))
-    return next((text.split(";")[0] for text in found), None)
 
 
 def variants(profiles: Sequence[Profile]) -> str:

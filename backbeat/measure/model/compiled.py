@@ -54,11 +54,10 @@ def compiled_blocks(training: Training) -> Iterator[Training]:
                 block.forward = torch.compiler.disable(forward, recursive=False)  # type: ignore[method-assign]
             yield replace(training, loss=torch.compile(training.loss, dynamic=False))
     finally:
-        for block, forward in before:
-            if forward is None:
-                vars(block).pop("forward", None)
-            else:
-                block.forward = forward  # type: ignore[method-assign]
+        for block, own in before:
+            vars(block).pop("forward", None)
+            if own is not None:
+                block.forward = own
         torch._dynamo.reset()
 
 

@@ -184,13 +184,16 @@ def _gradients(
 
 
 def _blocks(measured: tuple[Block, ...], stack: _Stack, more: int) -> tuple[Block, ...]:
+    """The middle layer's, which may be several, once and again; those of later layers move up."""
+    middle = [block for block in measured if stack.place(block.name) == stack.middle]
     made: list[Block] = []
     for block in measured:
         place = stack.place(block.name)
-        if place is None:
+        if place is None or place < stack.middle:
             made.append(block)
-        elif place == stack.middle:
-            made += [replace(block, name=stack.renamed(block.name, place + copy)) for copy in range(more + 1)]
-        else:
-            made.append(replace(block, name=stack.renamed(block.name, place + more * (place > stack.middle))))
+        elif place > stack.middle:
+            made.append(replace(block, name=stack.renamed(block.name, place + more)))
+        elif block is middle[0]:
+            places = range(place, place + more + 1)
+            made += [replace(one, name=stack.renamed(one.name, copy)) for copy in places for one in middle]
     return tuple(made)

@@ -41,7 +41,7 @@ class Factory:
     takes_device: bool
     default_batch_size: int | None
     default_layers: int | None = None
-    """Of a factory that takes `layers`: how many the whole model has."""
+    """None where it takes no `layers`."""
 
     @property
     def title(self) -> str:
@@ -60,10 +60,15 @@ class Factory:
             return None
         return wanted if wanted is not None else self.default_batch_size or DEFAULT_BATCH_SIZE
 
-    def with_layers(self, layers: int) -> Factory:
-        """The same model with another number of layers."""
+    @property
+    def layers(self) -> int:
+        """How many the whole model has."""
         if self.default_layers is None:
             raise InputError(f"{self.spec} takes no layers: give it a parameter `layers`, its default the model's own")
+        return self.default_layers
+
+    def with_layers(self, layers: int) -> Factory:
+        """The same model with another number of layers."""
         return replace(self, call=partial(self.call, layers=layers), default_layers=layers)
 
     def build(self, batch_size: int | None, device: torch.device | str) -> Workload:

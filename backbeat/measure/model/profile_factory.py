@@ -38,7 +38,7 @@ def measure_factory(
     options["optimizer"] = optimizer
     if batch_size is not None and batch_size < 1:
         raise InputError(f"batch size is {batch_size}: it must be 1 or more")
-    where = parse_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    where = _device(device)
     size = factory.batch_size(batch_size)
     try:
         return _build_and_measure(factory, size, batch_size, where, name, options)
@@ -93,15 +93,11 @@ def compose_factory(factory: Factory, from_layers: tuple[int, int], **options: A
 
     The options are those of `measure_factory`.
     """
-    layers = factory.default_layers
-    shallow, deep = sorted(from_layers)
-    name = options.pop("name", None)
+    layers, name = factory.layers, options.pop("name", None)
     measured = []
-    for count in (shallow, deep):
+    for count in sorted(from_layers):
         measured.append(measure_factory(factory.with_layers(count), **options).profile)
-        _release(parse_device(options.get("device") or ("cuda" if torch.cuda.is_available() else "cpu")))
-    if layers is None:
-        raise InputError(f"{factory.spec} takes no layers")
+        _release(_device(options.get("device")))
     return compose(measured[0], measured[1], layers, name=name)
 
 
@@ -126,6 +122,10 @@ def _largest_fitting(factory: Factory, size: int, device: torch.device, options:
         _release(device)
         size //= 2
     return None
+
+
+def _device(given: str | None) -> torch.device:
+    return parse_device(given or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 def _release(device: torch.device) -> None:
