@@ -14,6 +14,9 @@ from torch import nn  # noqa: E402
 from backbeat.errors import InputError  # noqa: E402
 from backbeat.measure import profile  # noqa: E402
 
+# torch's own: it looks at `.grad` of whatever enters a graph.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+
 
 @pytest.fixture(autouse=True)
 def no_code_generation(monkeypatch: pytest.MonkeyPatch) -> None:
