@@ -48,8 +48,8 @@ def bert_large_classifier(batch_size: int, device: str) -> Any:
 def count(out: Path, device: torch.device) -> None:
     factories = [load(f"backbeat.zoo.models:{name}") for name in MODELS]
     factories.append(inspect_factory(bert_large_classifier, "add_flops:bert_large_classifier"))
-    found: dict[str, Any] = {}
-    for factory in factories:
+    found: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {}
+    for factory in (factory for factory in factories if factory.title not in found):
         try:
             found[factory.title] = count_one(factory, device)
             print(factory.title, f"{found[factory.title]['flops_per_sample'] / 1e9:.4g} GFLOP", flush=True)
