@@ -31,6 +31,7 @@ def zoo(json: JsonOption = False) -> None:
                     "precision": one.precision,
                     "sequence_length": one.sequence_length,
                     "optimizer": one.optimizer,
+                    "compiled": one.compiled,
                     "source": one.source,
                 }
                 for one in profiles
@@ -44,23 +45,23 @@ def zoo(json: JsonOption = False) -> None:
     for one in profiles:
         models.setdefault((one.model, one.device), []).append(one)
     devices = sorted({device for _, device in models})
+    ways = sorted({way(one) for one in profiles})
     rows = [
         (
             model if len(devices) == 1 else f"{model} ({device})",
-            variants(found),
             str(found[0].sequence_length or ""),
-            found[0].optimizer or "",
+            *(variants([one for one in found if way(one) == wanted]) for wanted in ways),
         )
         for (model, device), found in models.items()
     ]
     out = console()
-    headings = ("model", "batch sizes", "tokens", "optimizer")
+    headings = ("model", "tokens", *(heading for _, heading in ways))
     out.print(zoo_table(f"{len(profiles)} profiles of {len(models)} models", headings, rows))
-    first = profiles[0]
+    first = next((one for one in profiles if one.compiled), profiles[0])
     prose(
         out,
-        f"A profile's name has its batch and precision: {first.name} is {first.model}, batch {first.batch_size}, "
-        f"{first.precision}. Measured on {', '.join(devices)}.",
+        f"Batch sizes stand below the optimizer; compiled is by torch.compile. A profile's name says all of that: "
+        f"{first.name}. Measured on {', '.join(devices)}.",
     )
     out.print()
     origins = [
@@ -73,6 +74,12 @@ def zoo(json: JsonOption = False) -> None:
         for one in networks
     ]
     out.print(zoo_table(f"{len(networks)} networks", ("name", "GPUs", "figures", "from"), origins))
+
+
+def way(profile: Profile) -> tuple[bool, str]:
+    """How a model was trained for its profile, as a heading; plain ones come first."""
+    optimizer = (profile.optimizer or "no optimizer stated").partition(",")[0].partition(" with")[0]
+    return (True, f"{optimizer} compiled") if profile.compiled else (False, optimizer)
 
 
 def variants(profiles: Sequence[Profile]) -> str:

@@ -117,6 +117,8 @@ class Profile(Document, frozen=True, kw_only=True):
     """Floating-point operations of forward and backward on one sample, a multiply-add being two."""
     optimizer: str | None = None
     """What the update and the optimizer's memory are of, like `AdamW, fused`."""
+    compiled: bool = False
+    """Measured under `torch.compile`, block by block."""
     source: Source | str | None = None
     notes: tuple[str, ...] = ()
 

@@ -19,7 +19,7 @@ from backbeat.errors import InputError, MeasurementError
 if TYPE_CHECKING:
     from backbeat.model import Block, Gradient, Memory, Profile
 
-_ALIKE = ("model", "batch_size", "precision", "device", "accumulation", "optimizer")
+_ALIKE = ("model", "batch_size", "precision", "device", "accumulation", "optimizer", "compiled")
 _KINDS = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "buffer_bytes", "activation_bytes", "steady_bytes")
 _DIGITS = 8
 

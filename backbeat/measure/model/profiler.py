@@ -168,6 +168,7 @@ def measure(
         name=name or f"{title.lower()}-b{samples}-{precision}-{short_name(where)}",
         model=title,
         batch_size=samples,
+        compiled=compile_blocks,
         command=command or "backbeat.measure.profile(model, batch, loss)",
         notes=(
             *notes,
@@ -185,6 +186,7 @@ def _document(
     name: str,
     model: str,
     batch_size: int,
+    compiled: bool,
     command: str,
     notes: tuple[str, ...],
 ) -> MeasuredModel:
@@ -203,6 +205,7 @@ def _document(
         ),
         iteration_s=tuple(rounded(seconds) for seconds in figures.iteration_s),
         optimizer=describe_optimizer(training.optimizer),
+        compiled=compiled,
         blocks=figures.chain.blocks,
         host_link=figures.chain.host_link,
         compression_s_per_byte=s_per_byte,
