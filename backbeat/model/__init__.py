@@ -6,6 +6,7 @@ from backbeat.model.network import Calibration, CollectiveTimes, ConcurrencyPoin
 from backbeat.model.plan import Bucket, DynamicFusion, Plan, PlanPrediction
 from backbeat.model.prediction import Band, Breakdown, Prediction, Span
 from backbeat.model.profile import Gradient, Memory, Profile
+from backbeat.model.sharding import Mesh, Sharding, ShardUnit
 from backbeat.model.source import Source
 
 __all__ = [
@@ -22,12 +23,15 @@ __all__ = [
     "HostLink",
     "Memory",
     "MemoryPlan",
+    "Mesh",
     "Network",
     "Plan",
     "PlanPrediction",
     "Prediction",
     "Profile",
     "Segment",
+    "ShardUnit",
+    "Sharding",
     "Source",
     "Span",
     "Topology",
