@@ -72,8 +72,8 @@ def test_the_first_gather_of_backward_runs_behind_the_last_forward() -> None:
 
 
 def test_the_rate_limit_holds_a_gather_until_the_copy_out_two_before_it() -> None:
-    """Forwards of 10 and gathers of 1: the fourth gather waits for the second copy-out, at 11. Without that limit, gathered
-    units would fill the memory. Prefetching one unit is issued earlier and runs no earlier; prefetching two does."""
+    """Forwards of 10 and gathers of 1: the fourth gather waits for the second copy-out, at 11. Without that limit,
+    gathered units would fill the memory. Prefetching one unit runs nothing earlier; prefetching two does."""
     network = taking(1.0, 0.0)
     profile = row(4, forward=10.0, backward=20.0)
 
