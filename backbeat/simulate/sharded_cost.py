@@ -2,8 +2,8 @@
 
 Parameters are gathered, and gradients scattered, within a *shard group*; with several copies of the model (HSDP) each
 rank then all-reduces its shard with the ranks that hold the same one. All-gathers and reduce-scatters take what the
-network measured, at the shard group's size, or half of its all-reduce. The all-reduce of the copies crosses nodes where
-a shard group fills a node or more; the shards of a node's ranks share what joins the nodes.
+network measured, at the shard group's size, or their part of its all-reduce. The all-reduce of the copies crosses nodes
+where a shard group fills a node or more; the shards of a node's ranks share what joins the nodes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import numpy as np
 
 from backbeat.cost.accelerators import accelerator
 from backbeat.cost.curve import Curve
-from backbeat.cost.scaling import moved
 from backbeat.errors import InputError
 from backbeat.model.sharding import DTYPE_BYTES
 from backbeat.simulate.decoupled_step import Halves
@@ -55,7 +54,7 @@ class ShardedCost:
                 f"mesh {mesh} != workers({network.workers}): the plan is made for {mesh.workers} workers; make it "
                 f"again with `backbeat plan --workers {network.workers}`"
             )
-        group = network.at(workers=mesh.shard)
+        group = _at(network, mesh.shard)
         halves = Halves.of(group)
         nodes = network.topology
         return cls(
@@ -98,30 +97,35 @@ def _copy_s_per_byte(device: str) -> float:
 
 def _across(network: Network, mesh: Mesh) -> Curve:
     """The all-reduce over the copies, by the bytes of the whole unit."""
-    nodes = network.topology
-    per_node = nodes.gpus_per_node
-    inside = nodes.inside.curve if nodes.inside is not None else None
+    layout = network.topology.layout
+    per_node, inside = layout.per_node, layout.inside
     if inside is None:
         # Every rank of a node sends its own shard, and all of them pass the node's link.
-        curve = network.at(workers=mesh.replicate).all_reduce.curve
+        curve = _at(network, mesh.replicate).all_reduce.curve
         return _by_part(curve, min(per_node, mesh.shard) / mesh.shard)
     if network.workers <= per_node:
-        return _by_part(moved(inside, "all_reduce", per_node, mesh.replicate, "ring"), 1 / mesh.shard)
+        return _by_part(_at(network, mesh.replicate).all_reduce.curve, 1 / mesh.shard)
     # What a hierarchical all-reduce takes above its inner part is what crosses nodes.
     ranks = mesh.replicate * per_node if mesh.shard >= per_node else network.workers
-    whole = network.at(workers=ranks).all_reduce.curve
+    whole = _at(network, ranks).all_reduce.curve
+    within = inside.latency if layout.pipelined else inside.time
     sizes = np.union1d(whole.sizes, inside.sizes)
     across = Curve(
         sizes,
-        np.maximum(whole.time(sizes) - inside.time(sizes), 0.0),
-        max(whole.gradient_s_per_byte - inside.gradient_s_per_byte, 0.0),
+        np.maximum(whole.time(sizes) - within(sizes), 0.0),
+        max(whole.gradient_s_per_byte - (0.0 if layout.pipelined else inside.gradient_s_per_byte), 0.0),
     )
     if mesh.shard >= per_node:
         return _by_part(across, per_node / mesh.shard)
     # Several copies in one node are first reduced there.
-    local = _by_part(moved(inside, "all_reduce", per_node, per_node // mesh.shard, "ring"), 1 / mesh.shard)
+    local = _by_part(_at(network, per_node // mesh.shard).all_reduce.curve, 1 / mesh.shard)
     sizes = np.union1d(across.sizes, local.sizes)
     return Curve(sizes, across.time(sizes) + local.time(sizes), across.gradient_s_per_byte + local.gradient_s_per_byte)
+
+
+def _at(network: Network, workers: int) -> Network:
+    """As busy as this one is taken to be."""
+    return network.at(workers=workers, load="typical" if network.moved_from is None else network.moved_from.load)
 
 
 def _by_part(curve: Curve, part: float) -> Curve:
