@@ -56,12 +56,11 @@ class ShardedCost:
             )
         group = _at(network, mesh.shard)
         halves = Halves.of(group)
-        nodes = network.topology
         return cls(
             gather=halves.gather,
             scatter=halves.scatter,
             replicate=_across(network, mesh) if mesh.replicate > 1 else None,
-            one_link=nodes.inside is None or mesh.shard > nodes.gpus_per_node,
+            one_link=_inside(network) is None or mesh.shard > network.topology.gpus_per_node,
             sharing=group.cost,
             copy_s_per_byte=1 / copy_bytes_per_s if copy_bytes_per_s else _copy_s_per_byte(profile.device),
             shards=mesh.shard,
@@ -95,25 +94,32 @@ def _copy_s_per_byte(device: str) -> float:
     return 0.0 if known is None else 1 / (known.memory_gb_per_s * 1e9)
 
 
+def _inside(network: Network) -> Curve | None:
+    """The all-reduce within one full node, where the file has it."""
+    nodes = network.topology
+    if nodes.inside is not None:
+        return nodes.inside.curve
+    own = network.workers if network.moved_from is None else network.moved_from.workers
+    known = any(1 < count <= nodes.gpus_per_node for count in (own, *(row.workers for row in network.rows)))
+    return _at(network, nodes.gpus_per_node).all_reduce.curve if known else None
+
+
 def _across(network: Network, mesh: Mesh) -> Curve:
     """The all-reduce over the copies, by the bytes of the whole unit."""
-    layout = network.topology.layout
-    per_node, inside = layout.per_node, layout.inside
-    if inside is None:
+    per_node, inside = network.topology.gpus_per_node, _inside(network)
+    if inside is None or network.workers <= per_node:
         # Every rank of a node sends its own shard, and all of them pass the node's link.
-        curve = _at(network, mesh.replicate).all_reduce.curve
-        return _by_part(curve, min(per_node, mesh.shard) / mesh.shard)
-    if network.workers <= per_node:
-        return _by_part(_at(network, mesh.replicate).all_reduce.curve, 1 / mesh.shard)
-    # What a hierarchical all-reduce takes above its inner part is what crosses nodes.
-    ranks = mesh.replicate * per_node if mesh.shard >= per_node else network.workers
-    whole = _at(network, ranks).all_reduce.curve
-    within = inside.latency if layout.pipelined else inside.time
+        links = 1 if inside is not None else min(per_node, mesh.shard)
+        return _by_part(_at(network, mesh.replicate).all_reduce.curve, links / mesh.shard)
+    # What an all-reduce over whole nodes takes above its inner part is what crosses them. Where it is measured as one,
+    # or pipelined, the inner transfer hides behind the other, and only its latency is taken off.
+    apart = network.topology.inside is not None and not network.topology.pipelined
+    whole = _at(network, mesh.replicate * per_node if mesh.shard >= per_node else network.workers).all_reduce.curve
     sizes = np.union1d(whole.sizes, inside.sizes)
     across = Curve(
         sizes,
-        np.maximum(whole.time(sizes) - within(sizes), 0.0),
-        max(whole.gradient_s_per_byte - (0.0 if layout.pipelined else inside.gradient_s_per_byte), 0.0),
+        np.maximum(whole.time(sizes) - (inside.time(sizes) if apart else inside.latency(sizes)), 0.0),
+        max(whole.gradient_s_per_byte - (inside.gradient_s_per_byte if apart else 0.0), 0.0),
     )
     if mesh.shard >= per_node:
         return _by_part(across, per_node / mesh.shard)
