@@ -24,7 +24,7 @@ from backbeat.simulate.actions import KEEP, units_of
 from backbeat.simulate.memory_timeline import Chain, Phase, Tally
 from backbeat.simulate.resident_memory import ResidentMemory
 from backbeat.simulate.sharded_calls import Call, calls
-from backbeat.simulate.sharded_units import ELEMENT_BYTES, ShardedChain, chain_of
+from backbeat.simulate.sharded_units import ELEMENT_BYTES, ROOT, ShardedChain, chain_of
 
 if TYPE_CHECKING:
     from backbeat.model import Plan, Profile, Sharding
@@ -70,13 +70,15 @@ class ShardedMemory:
         )
 
 
+_Peak = tuple[int, "Kinds", int, str, Phase]
+"""Bytes of sharding and activations, what sharding holds of them, the activations, where, and when."""
 Kinds = Counter[str]
 """Bytes beside the resident ones: gathered, gather_buffer, whole_gradient, scatter_input, gradient."""
 
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """What is held at one stretch of forward or backward."""
+    """What is held at one stretch of forward or backward, or at the end of a micro-batch."""
 
     call: Call
     before: Kinds
@@ -142,6 +144,10 @@ class _Held:
 def course(chain: ShardedChain, sharding: Sharding, micro_batches: int = 1) -> list[Moment]:
     """What is held at every stretch, in the order of issue."""
     param, reduced = DTYPE_BYTES[sharding.param_dtype], DTYPE_BYTES[sharding.reduce_dtype]
+    gradients = _gradients(chain)
+    places: dict[int, list[int]] = {ROOT: []}
+    for place, stretch in enumerate(chain.stretches):
+        places.setdefault(stretch.unit, []).append(place)
     held = _Held()
     moments: list[Moment] = []
     forward, number = True, 0
@@ -170,27 +176,46 @@ def course(chain: ShardedChain, sharding: Sharding, micro_batches: int = 1) -> l
             if content.reshard:
                 held.take("gathered", unit)
         elif event == "backward":
-            held.put("whole_gradient", unit, content.elements * max(param, _accumulated(sharding, number, reduced)))
+            later = sharding.gradient_sync == "last" and number < micro_batches
+            before = reduced if sharding.gradient_sync == "last" and number > 1 else 0
+            held.put("whole_gradient", call.place, gradients[call.place] * (before + param))
             moments.append(held.moment(call))
+            if later:
+                held.put("whole_gradient", call.place, gradients[call.place] * reduced)
             if unit not in chain.reduced_last:
                 _free(held, sharding, unit, last=number == micro_batches)
         elif event == "wait":
             held.take("scatter_input", unit)
         elif event == "reduce_scatter":
+            _free(held, sharding, unit, last=number == micro_batches)
             held.put("scatter_input", unit, content.elements * reduced)
-            held.take("whole_gradient", unit)
+            for place in places[unit]:
+                held.take("whole_gradient", place)
             held.put("gradient", unit, -(-content.elements * ELEMENT_BYTES // sharding.mesh.shard))
         elif event == "end":
             for one in range(-1, chain.count):
                 held.take("scatter_input", one)
             for one in chain.reduced_last:
                 _free(held, sharding, one, last=number == micro_batches)
+            moments.append(held.moment(call))
     return moments
 
 
-def _accumulated(sharding: Sharding, number: int, reduced: int) -> int:
-    """Bytes an element of gradients that earlier micro-batches left whole."""
-    return reduced if sharding.gradient_sync == "last" and number > 1 else 0
+def _gradients(chain: ShardedChain) -> list[int]:
+    """Elements whose gradients each stretch's backward leaves, and which stay until their unit is reduced.
+
+    A block at the end that holds no parameters, such as a head, may compute with the first one's (tied weights): then
+    all of the root's gradients are taken to be there from its backward on.
+    """
+    found = [stretch.elements for stretch in chain.stretches]
+    last = chain.stretches[-1]
+    pieces = {piece.block: piece for piece in chain.pieces.pieces}
+    if last.unit == ROOT and any(not pieces[block].elements for block in last.blocks):
+        found = [
+            0 if stretch.unit == ROOT else elements for stretch, elements in zip(chain.stretches, found, strict=True)
+        ]
+        found[-1] = chain.units[ROOT].elements
+    return found
 
 
 def _free(held: _Held, sharding: Sharding, unit: int, *, last: bool) -> None:
@@ -226,17 +251,19 @@ def _with_blocks(
         if plan.memory is not None
         else [(k, k + 1, KEEP) for k in range(len(profile.blocks))]
     )
-    best: _ShardedTally | None = None
-    stretches = len(chain.stretches)
-    for first in range(0, len(moments), 2 * stretches):
-        beside: dict[tuple[str, int], Moment] = {}
-        for moment in moments[first : first + 2 * stretches]:
+    best: _Peak | None = None
+    beside: dict[tuple[str, int], Moment] = {}
+    for moment in moments:
+        if moment.call.event != "end":
             for block in chain.stretches[moment.call.place].blocks:
                 beside[moment.call.event, block] = moment
+            continue
         tally = _ShardedTally(0, beside)
         blocks.run(actions, tally)
-        if best is None or tally.peak > best.peak:
-            best = tally
+        where = blocks.names[tally.block] if tally.phase != "loss" else "loss"
+        found: _Peak = (tally.peak, tally.held, tally.peak - tally.held.total(), where, tally.phase)
+        # What is reduced when backward is done has no activations beside it.
+        after: _Peak = (moment.before.total(), moment.before, 0, blocks.names[0], "backward")
+        best = max(*([best] if best else []), found, after, key=lambda one: one[0])
     assert best is not None
-    where = blocks.names[best.block] if best.phase != "loss" else "loss"
-    return best.held, best.peak - best.held.total(), where, best.phase
+    return best[1:]
