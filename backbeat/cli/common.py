@@ -36,6 +36,10 @@ def _strategy_names(incomplete: str) -> list[str]:
     return [name for name in STRATEGIES if name.startswith(incomplete)]
 
 
+def _framework_names(incomplete: str) -> list[str]:
+    return [name for name in FRAMEWORK_NAMES.split(", ") if name.startswith(incomplete)]
+
+
 def _names(folder: str, incomplete: str) -> list[str]:
     zoo = Path(__file__).resolve().parent.parent / "zoo" / folder
     names = (file.name.removesuffix(".gz").removesuffix(".json") for file in zoo.glob("*.json*"))
@@ -60,6 +64,18 @@ LabStrategyOption = Annotated[
     list[str] | None,
     typer.Option(
         "--strategy", "-s", help="Comma-separated, like wfbp,ddp:5MB,random:8,best/2.", autocompletion=_strategy_names
+    ),
+]
+FRAMEWORK_NAMES = (
+    "torch-ddp, megatron, megatron-no-overlap, megatron-distributed-optimizer, "
+    "deepspeed-zero1, nanotron, nanotron-zero0"
+)
+FrameworkOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--framework",
+        help=f"What the job runs today, comma-separated, of {FRAMEWORK_NAMES}.",
+        autocompletion=_framework_names,
     ),
 ]
 OneCountOption = Annotated[

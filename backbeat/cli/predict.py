@@ -10,6 +10,7 @@ import typer
 from backbeat.cli.common import (
     AcrossOption,
     EpochOption,
+    FrameworkOption,
     JsonOption,
     LinksOption,
     NetworkArgument,
@@ -20,7 +21,7 @@ from backbeat.cli.common import (
 )
 
 if TYPE_CHECKING:
-    from backbeat.cli.predict_output import Asked
+    from backbeat.cli.predict_output import Asked, Schedule
     from backbeat.model import Network, Plan, Prediction, Profile
 
 STOCK = "ddp"
@@ -40,6 +41,7 @@ def predict(
         typer.Option("--workers", "-n", help="64, 4..2048 (doubling) or 8,16,48. Default: the network's own."),
     ] = None,
     strategy: StrategyOption = None,
+    framework: FrameworkOption = None,
     plan: Annotated[list[str] | None, typer.Option("--plan", help="Plan files to predict, comma-separated.")] = None,
     accumulation: Annotated[int | None, typer.Option(help="Micro-batches per iteration.")] = None,
     global_batch: Annotated[
@@ -66,6 +68,7 @@ def predict(
     from backbeat.cli.common import console, load_network, print_json, size, split
     from backbeat.cli.predict_output import Asked, content, show, show_wide
     from backbeat.model import Plan, Profile
+    from backbeat.model.reduction import reduction_named
     from backbeat.simulate import strong_scaling
     from backbeat.units import parse_price, parse_workers
 
@@ -79,7 +82,8 @@ def predict(
     if not every and STOCK not in names:
         names.insert(0, STOCK)
     plans = _named_apart([Plan.load(path) for path in files], files, names)
-    schedules: list[str | Plan] = [*names, *plans]
+    frameworks = [reduction_named(name) for name in split(framework)]
+    schedules: list[Schedule] = [*frameworks, *names, *plans]
     asked = Asked(
         communicators=communicators,
         bucket_bytes=size("--bucket", bucket) if bucket is not None else None,
@@ -113,7 +117,7 @@ def predict(
         print_json(content(one, cluster, rows, asked, schedules))
         return
     out = console()
-    if wide or len(schedules) > _MOST_COLUMNS or any(len(row.strategy) > _MOST_NAME for row in rows):
+    if wide or frameworks or len(schedules) > _MOST_COLUMNS or any(len(row.strategy) > _MOST_NAME for row in rows):
         show_wide(out, one, cluster, rows, schedules, asked)
     else:
         show(out, one, cluster, rows, schedules, asked)
@@ -147,10 +151,13 @@ def _named_apart(plans: list[Plan], files: list[str], names: list[str]) -> list[
     ]
 
 
-def _predict(profile: Profile, network: Network, schedule: str | Plan, asked: Asked) -> Prediction:
+def _predict(profile: Profile, network: Network, schedule: Schedule, asked: Asked) -> Prediction:
     from backbeat.api import predict as predict_sent
+    from backbeat.model import Reduction
 
     choices: dict[str, Any] = {}
+    if isinstance(schedule, Reduction):
+        return predict_sent(profile, network, framework=schedule, accumulation=asked.accumulation)
     if isinstance(schedule, str):
         choices = {"communicators": asked.communicators, "bucket_bytes": asked.bucket_bytes}
     return predict_sent(

@@ -6,11 +6,14 @@ from backbeat.model.compression import Compression
 from backbeat.model.network import Calibration, Network, WorkersRow
 from backbeat.model.plan import Bucket, DynamicFusion, Plan, PlanPrediction
 from backbeat.model.prediction import Band, Breakdown, NetworkBand, Prediction, Span
-from backbeat.model.profile import Gradient, Memory, Profile
+from backbeat.model.profile import ComputeShares, Gradient, Memory, Profile
+from backbeat.model.reduction import REDUCTIONS, Reduction
+from backbeat.model.slowdown import Slowdown
 from backbeat.model.source import Source
 from backbeat.model.topology import Fabric, LoadBand, Topology
 
 __all__ = [
+    "REDUCTIONS",
     "Band",
     "Block",
     "Breakdown",
@@ -18,6 +21,7 @@ __all__ = [
     "Calibration",
     "CollectiveTimes",
     "Compression",
+    "ComputeShares",
     "ConcurrencyPoint",
     "DynamicFusion",
     "Fabric",
@@ -32,7 +36,9 @@ __all__ = [
     "PlanPrediction",
     "Prediction",
     "Profile",
+    "Reduction",
     "Segment",
+    "Slowdown",
     "Source",
     "Span",
     "Topology",

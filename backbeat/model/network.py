@@ -19,6 +19,7 @@ from backbeat.errors import InputError
 from backbeat.model.checks import at_least
 from backbeat.model.collective_times import CollectiveTimes, ConcurrencyPoint
 from backbeat.model.files import Document
+from backbeat.model.slowdown import Slowdown
 from backbeat.model.source import Source
 from backbeat.model.topology import LoadBand, Topology
 
@@ -66,6 +67,8 @@ class Network(Document, frozen=True, kw_only=True):
     all_gather: CollectiveTimes | None = None
     reduce_scatter: CollectiveTimes | None = None
     broadcast: CollectiveTimes | None = None
+    slowdown: Slowdown | None = None
+    """How much longer computation takes beside an all-reduce, as measured on this cluster."""
     band: LoadBand | None = None
     rows: tuple[WorkersRow, ...] = msgspec.field(default=(), name="at")
     """Further numbers of workers. A number between two of them is interpolated; one beyond them is extrapolated from

@@ -15,6 +15,7 @@ from pathlib import Path
 from backbeat.cost.collectives import Collective, seconds, traffic
 from backbeat.cost.fabric import Kind, Load, bandwidth_share
 from backbeat.model import CollectiveTimes, Fabric, Network, Source, Topology, WorkersRow
+from backbeat.model.slowdown import Transport
 
 FOLDER = Path(__file__).resolve().parents[2] / "backbeat" / "zoo" / "networks"
 
@@ -67,7 +68,7 @@ def nvlink(name: str, gbit_per_gpu: float, why: str) -> Network:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NicLatency:
-    """Latencies of NCCL between nodes, read off one published sweep over message sizes each."""
+    """Latencies of NCCL between nodes, read off one published sweep over message sizes each, and its transport."""
 
     small_s: float
     """All-reduce of a few bytes on two nodes."""
@@ -75,6 +76,8 @@ class NicLatency:
     """What it takes longer on twice the nodes."""
     middle_s: float
     """What messages of some megabytes take beyond their transfer, on four nodes."""
+    transport: Transport | None
+    """None where nobody says what NCCL takes of a GPU there, as with kernels that unpack TCP (GPUDirect-TCPX)."""
     why: str
 
 
@@ -82,22 +85,36 @@ INFINIBAND = NicLatency(
     small_s=25e-6,
     doubling_s=10e-6,
     middle_s=150e-6,
+    transport="infiniband",
     why="2, 4 and 8 nodes of 8 H100, NVIDIA/nccl-tests/issues/309",
 )
 EFA = NicLatency(
     small_s=60e-6,
     doubling_s=32e-6,
     middle_s=390e-6,
+    transport="efa",
     why="2 p5 and 16 p5en (aws-samples/awsome-distributed-training), 4 p6-b200 (stas00/ml-engineering)",
 )
 EFA_2020 = NicLatency(
-    small_s=160e-6, doubling_s=60e-6, middle_s=1250e-6, why="2 p4de (aws-samples/awsome-distributed-training)"
+    small_s=160e-6,
+    doubling_s=60e-6,
+    middle_s=1250e-6,
+    transport="efa",
+    why="2 p4de (aws-samples/awsome-distributed-training)",
 )
 TCPX = NicLatency(
-    small_s=123e-6, doubling_s=60e-6, middle_s=1400e-6, why="2 a3-megagpu (lessizzmore/create-a3mega-ztan-fork)"
+    small_s=123e-6,
+    doubling_s=60e-6,
+    middle_s=1400e-6,
+    transport=None,
+    why="2 a3-megagpu (lessizzmore/create-a3mega-ztan-fork)",
 )
 NVL72 = NicLatency(
-    small_s=183e-6, doubling_s=30e-6, middle_s=600e-6, why="2 racks of GB200 (oracle-quickstart/oci-hpc-oke)"
+    small_s=183e-6,
+    doubling_s=30e-6,
+    middle_s=600e-6,
+    transport="infiniband",
+    why="2 racks of GB200 (oracle-quickstart/oci-hpc-oke)",
 )
 
 MIDDLE_GROWTH = 0.66
@@ -184,7 +201,12 @@ class Cluster:
             all_gather=own.all_gather,
             reduce_scatter=own.reduce_scatter,
             rows=tuple(row for row in rows if row is not own),
-            topology=Topology(algorithm="auto", gpus_per_node=self.gpus, fabric=Fabric(kind=self.kind)),
+            topology=Topology(
+                algorithm="auto",
+                gpus_per_node=self.gpus,
+                fabric=Fabric(kind=self.kind),
+                transport=self.latency.transport,
+            ),
             backend="nccl",
             source=Source(
                 method="assumed",
