@@ -17,9 +17,10 @@ from __future__ import annotations
 import argparse
 import csv
 import json
+import math
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from statistics import median
@@ -31,7 +32,8 @@ import backbeat as bb
 from backbeat.importers import bandwidth_table
 from backbeat.measure.model.analytic import analytic_profile
 from backbeat.measure.model.factory import inspect_factory
-from backbeat.model import REDUCTIONS, Fabric, Network, Prediction, Profile, Reduction
+from backbeat.model import Fabric, Network, Prediction, Profile, Reduction
+from backbeat.model.reduction import REDUCTIONS
 from backbeat.model.specification import Specification
 from validation.published.decoders import Shape
 
@@ -42,11 +44,8 @@ percentile): a band of the network alone cannot hold what does not communicate. 
 COMPUTE_ERROR = 0.1
 """How far analytic compute may be off: added in its place where compute was not measured."""
 
-_LLAMA = {"heads": 32, "ffn": 8192, "vocab": 131072, "sequence": 4096, "llama": True}
-SHAPES = {
-    "nanotron/llama-1B": Shape(layers=16, hidden=2048, **_LLAMA),
-    "nanotron/llama-3B": Shape(layers=28, hidden=3072, **_LLAMA),
-}
+_LLAMA_1B = Shape(layers=16, hidden=2048, heads=32, ffn=8192, vocab=131072, sequence=4096, llama=True)
+SHAPES = {"nanotron/llama-1B": _LLAMA_1B, "nanotron/llama-3B": replace(_LLAMA_1B, layers=28, hidden=3072)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -234,11 +233,11 @@ def scaled(profile: Profile, by: float) -> Profile:
 def matched(run: Run, network: Network, profile: Profile) -> float:
     """The factor of compute with which a run comes out as measured."""
     low, high = 0.1, 10.0
-    for _ in range(40):
-        middle = (low * high) ** 0.5
+    while high / low > 1.0001:
+        middle = math.sqrt(low * high)
         too_slow = predicted(run, network, scaled(profile, middle)).iteration_s > run.measured_s
         low, high = (low, middle) if too_slow else (middle, high)
-    return (low * high) ** 0.5
+    return low
 
 
 def judged(run: Run, found: Prediction, margin: float) -> dict[str, Any]:
