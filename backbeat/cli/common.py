@@ -54,7 +54,10 @@ NetworkArgument = Annotated[
     str,
     typer.Argument(metavar="NETWORK", help="A network file, or a bundled name.", autocompletion=_network_names),
 ]
-STRATEGY_NAMES = "wfbp, single, ddp, horovod, mg-wfbp, asc-wfbp, adaptive, optimal, best, decoupled, compressed"
+STRATEGY_NAMES = (
+    "wfbp, single, ddp, horovod, mg-wfbp, asc-wfbp, adaptive, optimal, best, decoupled, compressed, "
+    "fsdp, hsdp, zero1, zero2"
+)
 """Written out, since help must not wait for the planners to be imported."""
 StrategyOption = Annotated[
     list[str] | None,
@@ -85,6 +88,9 @@ AcrossOption = Annotated[
     str | None,
     typer.Option(help="What joins the nodes, where NETWORK was measured inside one: a network file or a bundled name."),
 ]
+LinksOption = Annotated[
+    int, typer.Option("--nics-per-node", help="Links that each node has to what --across names.", min=1)
+]
 ReduceOption = Annotated[
     str | None, typer.Option("--reduce-dtype", help="Send fp32 gradients as bf16 or fp16, two bytes each.")
 ]
@@ -109,11 +115,13 @@ def size(option: str, text: str) -> int:
     return count
 
 
-def load_network(name: str, across: str | None) -> Network:
+def load_network(name: str, across: str | None, links: int = 1) -> Network:
     from backbeat.model import Network
 
     network = Network.load(name)
-    return network if across is None else network.joined_by(Network.load(across))
+    if across is None and links > 1:
+        raise InputError(f"--nics-per-node {links} counts the links of --across: name what joins the nodes with it")
+    return network if across is None else network.joined_by(Network.load(across), links=links)
 
 
 def prose(out: Console, text: str) -> None:

@@ -12,6 +12,7 @@ from backbeat.cli.common import (
     EpochOption,
     FrameworkOption,
     JsonOption,
+    LinksOption,
     NetworkArgument,
     PriceOption,
     ProfileArgument,
@@ -58,6 +59,7 @@ def predict(
     epoch_samples: EpochOption = None,
     samples: Annotated[int, typer.Option(help="GPU-hours are given for this many samples.", min=1)] = 1_000_000,
     across: AcrossOption = None,
+    nics_per_node: LinksOption = 1,
     plot: Annotated[Path | None, typer.Option(help="Draw the curve: scaling.png, .svg, .pdf or .html.")] = None,
     wide: Annotated[bool, typer.Option("--wide", help="Every strategy in a row, with every figure.")] = False,
     json: JsonOption = False,
@@ -70,7 +72,7 @@ def predict(
     from backbeat.simulate import strong_scaling
     from backbeat.units import parse_price, parse_workers
 
-    one, cluster = Profile.load(profile), load_network(network, across)
+    one, cluster = Profile.load(profile), load_network(network, across, nics_per_node)
     counts = parse_workers(workers) if workers else [cluster.workers]
     files = split(plan)
     every = wide or json
@@ -91,7 +93,7 @@ def predict(
         price=parse_price(price) if price is not None else None,
         epoch_samples=epoch_samples,
         samples=samples,
-        plan_words=_plan_words(profile, network, across, reduce_dtype, accumulation),
+        plan_words=_plan_words(profile, network, across, nics_per_node, reduce_dtype, accumulation),
         plan_files={made.strategy: file for made, file in zip(plans, files, strict=True)},
     )
     if plot is not None:
@@ -122,12 +124,18 @@ def predict(
 
 
 def _plan_words(
-    profile: str, network: str, across: str | None, reduce_dtype: str | None, accumulation: int | None
+    profile: str,
+    network: str,
+    across: str | None,
+    links: int,
+    reduce_dtype: str | None,
+    accumulation: int | None,
 ) -> tuple[str, ...]:
     joined = ("--across", across) if across else ()
+    wide = ("--nics-per-node", str(links)) if links > 1 else ()
     sent = ("--reduce-dtype", reduce_dtype) if reduce_dtype else ()
     gathered = ("--accumulation", str(accumulation)) if accumulation else ()
-    return ("backbeat", "plan", profile, network, *joined, *sent, *gathered)
+    return ("backbeat", "plan", profile, network, *joined, *wide, *sent, *gathered)
 
 
 def _named_apart(plans: list[Plan], files: list[str], names: list[str]) -> list[Plan]:
