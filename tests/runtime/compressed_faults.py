@@ -350,9 +350,9 @@ def a_dead_rank_is_named(ctx: Context) -> None:
 @check
 def as_on_a_device(ctx: Context) -> None:
     """The path that never asks the device, run on the host: the same sums, faults named one step late."""
-    from backbeat.runtime.compressed import compressed_bucket, topk
+    from backbeat.runtime.compressed import topk
 
-    compressed_bucket.HOSTS = topk.HOSTS = set()
+    topk.HOSTS = set()
     try:
         nothing_is_lost(ctx)
         momentum_correction(ctx)
@@ -364,4 +364,4 @@ def as_on_a_device(ctx: Context) -> None:
         checkpoints(ctx)
         plans_change_and_residuals_stay(ctx)
     finally:
-        compressed_bucket.HOSTS = topk.HOSTS = {"cpu"}
+        topk.HOSTS = {"cpu"}

@@ -28,7 +28,7 @@ from backbeat.comm.communicators import Communicator, Communicators
 from backbeat.errors import InputError
 from backbeat.model import Bucket, CollectiveTimes, Network, Plan, PlanPrediction
 from backbeat.runtime import CommunicationError, DistributedDataParallel, StepMismatchError
-from backbeat.runtime.reduce import lost_collectives, settings
+from backbeat.runtime.reduce import failures, settings
 from backbeat.runtime.reduce.failures import BrokenStepError
 
 CHECKS: dict[str, Scenario] = {}
@@ -386,10 +386,8 @@ def rank_lost_in_silence(ctx: Context) -> str:
     with (
         mock.patch.object(Communicators, "wait_raises", False),
         mock.patch.object(Communicator, "all_reduce", noted),
-        mock.patch.object(lost_collectives, "abort", side_effect=lambda communicators: given_up.set()),
-        mock.patch.object(
-            lost_collectives, "work_result", lambda work: "COMM_ERROR" if work in lost else lost_collectives.DONE
-        ),
+        mock.patch.object(failures, "abort", side_effect=lambda communicators: given_up.set()),
+        mock.patch.object(failures, "work_result", lambda work: "COMM_ERROR" if work in lost else failures.DONE),
         redirect_stderr(io.StringIO()) as said,
     ):
         wrapped, oracle = start(ctx, Interrupted)

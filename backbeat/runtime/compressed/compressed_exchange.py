@@ -13,6 +13,7 @@ it sent.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -20,27 +21,26 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from backbeat.errors import InputError
-from backbeat.runtime.compressed import compressed_bucket
-from backbeat.runtime.compressed.carried_residuals import Carried
+from backbeat.runtime.compressed import topk
+from backbeat.runtime.compressed.checkpoint import Carried
 from backbeat.runtime.compressed.compressed_bucket import CompressedBucket
-from backbeat.runtime.compressed.compression_options import CompressionOptions, density_at
-from backbeat.runtime.compressed.cuda_graphs import CudaGraphs
-from backbeat.runtime.compressed.residual import Scratch
-from backbeat.runtime.compressed.residual_stores import Stores, dtype_of, numel_of
-from backbeat.runtime.compressed.topk import TopK
+from backbeat.runtime.compressed.residual import Scratch, Stores, dtype_of, numel_of
+from backbeat.runtime.compressed.topk import CudaGraphs, TopK
 from backbeat.runtime.compressed.updates import Updates, plainly
 from backbeat.runtime.reduce import status as status_message
 from backbeat.runtime.reduce.bucket import BucketBuffer
 from backbeat.runtime.reduce.exchange import Exchange
+from backbeat.runtime.reduce.settings import CompressionOptions
 from backbeat.runtime.reduce.step import InFlight
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-    from backbeat.runtime.reduce.context import ReducerContext
     from backbeat.runtime.reduce.partition import BucketSpec, Partition
+    from backbeat.runtime.reduce.step import ReducerContext
 
 _cuda: Any = torch.cuda
+WARMUP_DENSITY = 0.25
 
 
 class CompressedExchange(Exchange):
@@ -99,7 +99,7 @@ class CompressedExchange(Exchange):
         self._recordings, self._room = self._new_recordings(), None
 
     def _new_recordings(self) -> CudaGraphs | None:
-        return None if self.context.communicators.device.type in compressed_bucket.HOSTS else CudaGraphs()
+        return None if self.context.communicators.device.type in topk.HOSTS else CudaGraphs()
 
     def _with_velocity(self) -> bool:
         return self.options.momentum_correction and self.updates.have_momentum
@@ -353,3 +353,16 @@ class CompressedExchange(Exchange):
         """What follows on this stream sees what was done beside it."""
         if self._side is not None:
             _cuda.current_stream(self.context.communicators.device).wait_stream(self._side)
+
+
+def density_at(step: int, target: float, warmup_steps: int) -> float:
+    """The density of a step, counted from 1. In warm-up each stage has a quarter of the density before it, as in DGC.
+
+    >>> [density_at(step, 0.01, 6) for step in (1, 2, 3, 4, 5, 6, 7)]
+    [0.25, 0.25, 0.0625, 0.0625, 0.015625, 0.015625, 0.01]
+    """
+    if step > warmup_steps or target >= WARMUP_DENSITY:
+        return target
+    stages = max(1, math.ceil(math.log(WARMUP_DENSITY / target, 4) - 1e-9))
+    stage = (step - 1) * stages // warmup_steps
+    return float(max(target, WARMUP_DENSITY / 4**stage))

@@ -44,9 +44,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from backbeat.errors import InputError
 from backbeat.measure.model.chain import find_blocks, tensors_of
 from backbeat.model import MemoryPlan
-from backbeat.runtime.memory.forward_context import without_autocast_cache
 from backbeat.runtime.memory.offload import AHEAD, LAG, KeptTensor, OffloadedTensor, OffloadSchedule, movable
-from backbeat.runtime.memory.recomputed_segments import SegmentRun
+from backbeat.runtime.memory.recompute import SegmentRun, without_autocast_cache
 
 if TYPE_CHECKING:
     from backbeat.model import Segment

@@ -21,8 +21,7 @@ from backbeat.comm.nccl import set_nccl_launch_order
 from backbeat.errors import CommunicationError, InputError
 from backbeat.runtime.compressed.compressed_exchange import CompressedExchange
 from backbeat.runtime.reduce.exchange import Exchange
-from backbeat.runtime.reduce.parameters import ManagedParameters
-from backbeat.runtime.reduce.partition import first_partition, stock_partition, with_newcomers
+from backbeat.runtime.reduce.partition import ManagedParameters, first_partition, stock_partition, with_newcomers
 from backbeat.runtime.reduce.runner import StepRunner
 from backbeat.runtime.reduce.timing import Recorder
 
@@ -33,12 +32,12 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
     from backbeat.runtime.auto import Tuner
-    from backbeat.runtime.memory.budget_watch import BudgetWatch
+    from backbeat.runtime.memory.budget import BudgetWatch
     from backbeat.runtime.reduce.bucket import BucketBuffer
-    from backbeat.runtime.reduce.comm_hooks import Hook
-    from backbeat.runtime.reduce.context import ReducerContext
+    from backbeat.runtime.reduce.exchange import Hook
     from backbeat.runtime.reduce.partition import Partition
     from backbeat.runtime.reduce.settings import WrapperSettings
+    from backbeat.runtime.reduce.step import ReducerContext
 
 logger = logging.getLogger("backbeat.runtime")
 

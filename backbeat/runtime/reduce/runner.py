@@ -18,24 +18,28 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from backbeat.runtime.reduce.arrivals import Arrivals, unwatch, watch, watch_last
-from backbeat.runtime.reduce.autograd import Backward, GraphReach, graph_task
+from backbeat.runtime.reduce.arrivals import (
+    Arrivals,
+    Backward,
+    GraphReach,
+    Streams,
+    graph_task,
+    unwatch,
+    watch,
+    watch_last,
+)
 from backbeat.runtime.reduce.bucket import BucketSet
-from backbeat.runtime.reduce.comm_hooks import HookExchange
-from backbeat.runtime.reduce.context import ReducerContext
-from backbeat.runtime.reduce.exchange import Exchange, Sender
-from backbeat.runtime.reduce.failures import Monitor, Standing
-from backbeat.runtime.reduce.lost_collectives import LostCollectives
-from backbeat.runtime.reduce.parameters import claim, release
+from backbeat.runtime.reduce.exchange import Exchange, HookExchange, Sender
+from backbeat.runtime.reduce.failures import LostCollectives, Monitor, Standing
+from backbeat.runtime.reduce.partition import claim, release
 from backbeat.runtime.reduce.status import StatusMessage
-from backbeat.runtime.reduce.step import Step, StepState
-from backbeat.runtime.reduce.streams import Streams
+from backbeat.runtime.reduce.step import ReducerContext, Step, StepState
 
 if TYPE_CHECKING:
     from torch.nn import Parameter
 
     from backbeat.comm.communicators import Communicators
-    from backbeat.runtime.reduce.comm_hooks import Hook
+    from backbeat.runtime.reduce.exchange import Hook
     from backbeat.runtime.reduce.partition import Partition
     from backbeat.runtime.reduce.status import Verdict
 
