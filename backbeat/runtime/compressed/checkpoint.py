@@ -1,4 +1,6 @@
-"""Checkpoints of residuals: by parameter name, one file per rank, for any plan and any number of ranks.
+"""Residuals by parameter name: on their way from one plan to another, or to a checkpoint and back.
+
+A checkpoint has one file per rank, and fits any plan and any number of ranks.
 
 What N ranks have not yet applied to the weights is the sum of their residuals over N. Restored on N ranks, each rank
 gets its own residual back. Restored on M ranks, rank r gets the sum of the old ranks r, r+M, r+2M, … times M/N, so that
@@ -7,7 +9,6 @@ the whole stays the same.
 
 from __future__ import annotations
 
-import difflib
 import io
 import os
 import re
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from backbeat.errors import InputError
+from backbeat.errors import InputError, nearest
 from backbeat.model.files import write
 
 if TYPE_CHECKING:
@@ -35,14 +36,9 @@ def state_of(
     residuals: Mapping[str, torch.Tensor], velocities: Mapping[str, torch.Tensor], *, rank: int, ranks: int, step: int
 ) -> dict[str, Any]:
     """One rank's state, copied to the host."""
-    return {
-        "schema": SCHEMA,
-        "rank": rank,
-        "ranks": ranks,
-        "step": step,
-        "residuals": {name: values.detach().cpu().clone() for name, values in residuals.items()},
-        "velocities": {name: values.detach().cpu().clone() for name, values in velocities.items()},
-    }
+    kinds = zip(_KINDS, (residuals, velocities), strict=True)
+    copies = {kind: {name: one.detach().cpu().clone() for name, one in tensors.items()} for kind, tensors in kinds}
+    return {"schema": SCHEMA, "rank": rank, "ranks": ranks, "step": step, **copies}
 
 
 def check(state: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]) -> None:
@@ -54,11 +50,9 @@ def check(state: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]) -> None
     for kind in _KINDS:
         for name, values in state[kind].items():
             if name not in shapes:
-                close = difflib.get_close_matches(name, shapes, n=1)
                 raise InputError(
                     f"the checkpoint holds a residual of {name!r}, which is no trainable parameter of this model"
-                    + (f" (nearest: {close[0]!r})" if close else "")
-                    + ": it belongs to another model; leave it out to begin without residuals"
+                    f"{nearest(name, shapes)}: it belongs to another model; leave it out to begin without residuals"
                 )
             if tuple(values.shape) != tuple(shapes[name]):
                 raise InputError(
@@ -209,13 +203,9 @@ class Carried:
             for bucket in buckets:
                 bucket.forget()
             device = context.communicators.device
-            self._held = {
-                name: (values.to(device), _moved(state["velocities"].get(name), device))
-                for name, values in state["residuals"].items()
-            }
+            residuals, velocities = (
+                {name: values.to(device) for name, values in state[kind].items()} for kind in _KINDS
+            )
+            self._held = {name: (values, velocities.get(name)) for name, values in residuals.items()}
             self._steps_before = int(state["step"]) - context.step.number
             self.bring_back(buckets)
-
-
-def _moved(values: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:
-    return None if values is None else values.to(device)

@@ -24,13 +24,13 @@ from backbeat.errors import InputError
 from backbeat.runtime.compressed import topk
 from backbeat.runtime.compressed.checkpoint import Carried
 from backbeat.runtime.compressed.compressed_bucket import CompressedBucket
-from backbeat.runtime.compressed.residual import Scratch, Stores, dtype_of, numel_of
+from backbeat.runtime.compressed.residual import Scratch, dtype_of, make_stores, numel_of
 from backbeat.runtime.compressed.topk import CudaGraphs, TopK
 from backbeat.runtime.compressed.updates import Updates, plainly
-from backbeat.runtime.reduce import status as status_message
 from backbeat.runtime.reduce.bucket import BucketBuffer
 from backbeat.runtime.reduce.exchange import Exchange
 from backbeat.runtime.reduce.settings import CompressionOptions
+from backbeat.runtime.reduce.status import Layout, Verdict, read
 from backbeat.runtime.reduce.step import InFlight
 
 if TYPE_CHECKING:
@@ -56,7 +56,8 @@ class CompressedExchange(Exchange):
         self._gathered = Scratch()
         """Where gradients of one bucket are widened; apart from the scratch, which another stream may be using."""
         self._compressed: list[CompressedBucket] = []
-        self._numbers: torch.Tensor | None = None
+        self._status: tuple[Layout, torch.Tensor] | None = None
+        """The last status message."""
         device = context.communicators.device
         self._side: Any = _cuda.Stream(device) if device.type == "cuda" else None
         # Where waiting means to wait on a stream, decoding is queued when its bucket leaves.
@@ -86,12 +87,9 @@ class CompressedExchange(Exchange):
 
     def prepare(self, partition: Partition) -> None:
         # Refuses what cannot be, while the buckets there are go on as they were.
-        self._stores = Stores(
-            partition,
-            self.context,
-            host=self._host,
-            velocity=self._with_velocity(),
-            masked=self.options.factor_masking,
+        masked = self.options.factor_masking
+        self._stores = make_stores(
+            partition, self.context, host=self._host, velocity=self._with_velocity(), masked=masked
         )
         self._join()
         self._carried.take_out(self._compressed)
@@ -115,7 +113,7 @@ class CompressedExchange(Exchange):
             spec,
             context.parameters,
             compressor=TopK(spec.compression.density, self._recordings),
-            store=self._stores.of(spec),
+            store=self._stores[spec],
             dtype=dtype,
             dense=not self.updates.at_once,
             momentum_of=self.updates.momentum_of if self._with_velocity() else None,
@@ -158,9 +156,9 @@ class CompressedExchange(Exchange):
         self._collect(index)
         return sent
 
-    def add_to_status(self, message: torch.Tensor) -> None:
+    def add_to_status(self, message: torch.Tensor, layout: Layout) -> None:
         """Tell the others of a gradient that was not finite; `message` will hold the sums."""
-        self._numbers = message
+        self._status = (layout, message)
         refused = [place for bucket in self._compressed for place in bucket.take_refused()]
         # They are found beside backward, where buckets are compressed.
         self._join()
@@ -169,9 +167,6 @@ class CompressedExchange(Exchange):
             faults.append(torch.tensor([max(refused) + 1.0], device=message.device))
         if not faults or self.context.step.broken:
             return
-        layout = status_message.Layout(
-            buckets=len(self.context.bucket_set.buckets), ranks=self.context.communicators.size, parameters=0
-        )
         message[layout.faults_at + self.context.communicators.rank].copy_(torch.cat(faults).amax())
 
     def receive(self, sent: InFlight) -> torch.Tensor:
@@ -190,7 +185,7 @@ class CompressedExchange(Exchange):
             self._join()
         return sent.message
 
-    def hand_back(self, verdict: status_message.Verdict | None, *, in_place: bool) -> None:
+    def hand_back(self, verdict: Verdict | None, *, in_place: bool) -> None:
         used = None if verdict is None else verdict.used
         at_once = self.updates.at_once
         with self._beside():
@@ -221,11 +216,9 @@ class CompressedExchange(Exchange):
         """The step failed: finish the updates, which other ranks have begun, or take back what was sent."""
         used: Sequence[bool] | None = None
         at_once = self.updates.at_once
-        if at_once and self._numbers is not None and any(bucket.gathered is not None for bucket in self._compressed):
-            buckets, ranks = len(self.context.bucket_set.buckets), self.context.communicators.size
-            parameters = len(self.context.parameters)
-            layout = status_message.Layout(buckets=buckets, ranks=ranks, parameters=parameters, faults=ranks)
-            used = status_message.read(layout, self._numbers.cpu()).used
+        if at_once and self._status is not None and any(bucket.gathered is not None for bucket in self._compressed):
+            layout, numbers = self._status
+            used = read(layout, numbers.cpu()).used
         with self._beside():
             for bucket in self._compressed:
                 if at_once and not self.context.step.absent:

@@ -25,11 +25,6 @@ if TYPE_CHECKING:
 _cuda: Any = torch.cuda
 
 
-def dtype_for(dtype: torch.dtype) -> torch.dtype:
-    """The residual's dtype: fp32 for 16-bit gradients, since small ones would vanish in a 16-bit sum."""
-    return torch.float32 if dtype.itemsize < 4 else dtype
-
-
 class Residual:
     """The residual of one bucket. It is unscaled and never a `.grad`, and finite unless the step is failing."""
 
@@ -120,10 +115,6 @@ class HostBuffers:
         self._open: dict[int, int] = {}
         """Of the buffers that are open: which staging buffer each is in."""
 
-    @property
-    def device_bytes(self) -> int:
-        return sum(buffer.nbytes for buffer in self._staging)
-
     def open(self, index: int) -> torch.Tensor:
         """The buffer on the device, for the current stream."""
         slot = self._next_slot % len(self._staging)
@@ -150,14 +141,6 @@ class HostBuffers:
         # Never in two places: a second copy would be out of date once the first is written into.
         if following not in self._loaded:
             self._load(slot, following)
-
-    @contextmanager
-    def edited(self, index: int) -> Iterator[torch.Tensor]:
-        """The buffer on the host, outside its turn; waits for copies in flight."""
-        if self._stream is not None:
-            self._stream.synchronize()
-        yield self._host[index]
-        self._loaded = [None if loaded == index else loaded for loaded in self._loaded]
 
     def _wait_for_current_stream(self) -> None:
         if self._cuda:
@@ -234,50 +217,43 @@ def drop_infinite(values: torch.Tensor) -> None:
 
 
 def dtype_of(spec: BucketSpec, context: ReducerContext) -> torch.dtype:
-    """Of the bucket's residual."""
-    return dtype_for(context.parameters[spec.members[0]].dtype)
+    """The residual's dtype: fp32 for 16-bit gradients, since small ones would vanish in a 16-bit sum."""
+    dtype = context.parameters[spec.members[0]].dtype
+    return torch.float32 if dtype.itemsize < 4 else dtype
 
 
 def numel_of(spec: BucketSpec, context: ReducerContext) -> int:
     return sum(context.parameters[place].numel() for place in spec.members)
 
 
-class Stores:
-    """Residuals of one partition, on the device or in mirrors on the host that buckets of a dtype share."""
-
-    def __init__(
-        self, partition: Partition, context: ReducerContext, *, host: bool, velocity: bool, masked: bool
-    ) -> None:
-        self._context = context
-        self._velocity = velocity
-        self._masked = masked
-        compressed = [spec for spec in partition.buckets if spec.compression is not None]
-        for spec in compressed:
-            check(spec, context)
-        self._mirrors: dict[torch.dtype, tuple[list[BucketSpec], HostBuffers, HostBuffers | None]] = {}
-        device = context.communicators.device
-        for dtype in {dtype_of(spec, context) for spec in compressed} if host else ():
-            specs = [spec for spec in compressed if dtype_of(spec, context) == dtype]
-            sizes = [numel_of(spec, context) for spec in specs]
+def make_stores(
+    partition: Partition, context: ReducerContext, *, host: bool, velocity: bool, masked: bool
+) -> dict[BucketSpec, Store]:
+    """Where the residual of each compressed bucket lives; on the host, buckets of a dtype share their room on the
+    device. Raises where a bucket cannot be compressed."""
+    kinds: dict[torch.dtype, list[BucketSpec]] = {}
+    for spec in partition.buckets:
+        if spec.compression is not None:
+            for place in spec.members:
+                dtype = context.parameters[place].dtype
+                if not dtype.is_floating_point:
+                    raise InputError(
+                        f"parameter {context.names[place]!r} is {dtype}, and its bucket is compressed: only "
+                        "real floating-point gradients can be; leave the compression out of its bucket"
+                    )
+            kinds.setdefault(dtype_of(spec, context), []).append(spec)
+    found: dict[BucketSpec, Store] = {}
+    for dtype, specs in kinds.items():
+        sizes = [numel_of(spec, context) for spec in specs]
+        if host:
+            device = context.communicators.device
+            values = HostBuffers(sizes, dtype, device)
             beside = HostBuffers(sizes, dtype, device) if velocity else None
-            self._mirrors[dtype] = (specs, HostBuffers(sizes, dtype, device), beside)
-
-    def of(self, spec: BucketSpec) -> Store:
-        """A bucket's."""
-        dtype = dtype_of(spec, self._context)
-        if dtype in self._mirrors:
-            specs, values, velocities = self._mirrors[dtype]
-            return HostStore(specs.index(spec), values, velocities, masked=self._masked)
-        device = self._context.parameters[spec.members[0]].device
-        return Store(numel_of(spec, self._context), dtype, device, velocity=self._velocity, masked=self._masked)
-
-
-def check(spec: BucketSpec, context: ReducerContext) -> None:
-    """Refuse a bucket that cannot be compressed."""
-    for place in spec.members:
-        dtype = context.parameters[place].dtype
-        if not dtype.is_floating_point:
-            raise InputError(
-                f"parameter {context.names[place]!r} is {dtype}, and its bucket is compressed: only "
-                "real floating-point gradients can be; leave the compression out of its bucket"
+        for index, (spec, size) in enumerate(zip(specs, sizes, strict=True)):
+            device = context.parameters[spec.members[0]].device
+            found[spec] = (
+                HostStore(index, values, beside, masked=masked)
+                if host
+                else Store(size, dtype, device, velocity=velocity, masked=masked)
             )
+    return found

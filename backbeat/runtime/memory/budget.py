@@ -1,4 +1,4 @@
-"""`memory_budget=` of the wrapper: the memory plan that keeps to it, chosen before training begins."""
+"""`memory_budget=` of the wrapper: the memory plan that keeps to it, and a warning where training passes it."""
 
 from __future__ import annotations
 
@@ -14,15 +14,20 @@ import torch.distributed as dist
 
 from backbeat.errors import InputError
 from backbeat.model import Network, Plan, Profile
+from backbeat.runtime.memory.activations import Handle, apply, check
 from backbeat.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from backbeat.model import MemoryPlan
-    from backbeat.runtime.memory import Handle
+
+logger = logging.getLogger("backbeat.runtime")
 
 Named = str | os.PathLike[str]
+FIRST_STEPS = 10
+EVERY = 200
+"""When the peak is looked at: after each of the first steps, and now and then later."""
 
 
 def within_budget(
@@ -44,7 +49,7 @@ def within_budget(
         return plan, plan.memory if plan is not None else None
     size = budget_size(budget)
     if plan is not None and plan.memory is not None:
-        _check(plan.memory, size)
+        _check_peak(plan.memory, size)
         return plan, plan.memory
     if profile is None:
         raise InputError(
@@ -76,7 +81,7 @@ def budget_size(budget: int | float | str) -> int:
     return int(size)
 
 
-def _check(memory: MemoryPlan, size: int) -> None:
+def _check_peak(memory: MemoryPlan, size: int) -> None:
     if memory.peak_bytes is None:
         raise InputError(
             "the plan's memory part does not say what peak it was predicted to have: make it again with "
@@ -92,19 +97,14 @@ def _check(memory: MemoryPlan, size: int) -> None:
 
 def check_memory(module: Any, memory: MemoryPlan | None) -> None:
     """Raise what `apply_memory` would raise, before anything has been done to the model."""
-    if memory is None or _keeps_all(memory):
-        return
-    from backbeat.runtime.memory.activations import check
-
-    check(module, memory)
+    if memory is not None and not _keeps_all(memory):
+        check(module, memory)
 
 
 def apply_memory(wrapper: Any, module: Any, memory: MemoryPlan | None) -> Handle | None:
     """Apply the memory plan to the model as long as its wrapper lives; None where there is nothing to do."""
     if memory is None or _keeps_all(memory):
         return None
-    from backbeat.runtime.memory import apply
-
     handle = apply(module, memory)
     ends_with(wrapper, handle)
     return handle
@@ -118,12 +118,6 @@ def ends_with(wrapper: Any, handle: Handle | None) -> None:
 
 def _keeps_all(memory: MemoryPlan) -> bool:
     return all(segment.action == "keep" for segment in memory.segments)
-
-
-logger = logging.getLogger("backbeat.runtime")
-
-FIRST_STEPS = 10
-EVERY = 200
 
 
 def device_peak(device: torch.device) -> int | None:
@@ -159,8 +153,7 @@ class BudgetWatch:
             f"the memory budget of {format_bytes(self._budget)} is passed: training has taken {format_bytes(peak)} "
             "(torch.cuda.max_memory_allocated() since its last reset)"
         )
-        if self._predicted is not None:
-            text += f", {format_bytes(self._predicted)} were predicted"
+        text += "" if self._predicted is None else f", {format_bytes(self._predicted)} were predicted"
         text += (
             ". Not in a profile are workspaces of convolutions (torch.backends.cudnn.benchmark tries large ones in the "
             "first steps), and whatever else this process keeps on the device."

@@ -1,4 +1,6 @@
-"""Gradients arrive: a hook on every parameter counts them down until a bucket is complete.
+"""What autograd tells: whether a backward runs, and which gradients have arrived, on which CUDA stream.
+
+Gradients arrive: a hook on every parameter counts them down until a bucket is complete.
 
 How often each parameter's gradient arrives in one backward is learned from the steps before. It only decides *when* a
 bucket may leave, never *whether*: what does not arrive is waited for until the end of backward, and what arrives after
@@ -7,6 +9,7 @@ its bucket has left is sent after it. So ranks need not agree on what they expec
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import time
@@ -34,24 +37,16 @@ _LET_GO_S = 1.0
 """So long a thread of autograd's may take to let go of a backward that raised."""
 
 
-class _GraphDone:
-    """Queued in the engine; its life is the life of the backward it was queued in."""
-
-    __slots__ = ("__weakref__", "_done")
-
-    def __init__(self, done: Callable[[], None]) -> None:
-        self._done = done
-
-    def __call__(self) -> None:
-        self._done()
-
-
 def _gone() -> None:
     return None
 
 
 class Backward:
-    """The last one that was begun, if any."""
+    """The last one that was begun, if any.
+
+    The engine runs a callback that is queued in it when the graph is done. If autograd raises, it drops the callback
+    unrun: that the object is gone tells that the backward is over.
+    """
 
     def __init__(self) -> None:
         self._token: Callable[[], Any] = _gone
@@ -65,7 +60,8 @@ class Backward:
 
     def begin(self, done: Callable[[], None]) -> None:
         """Called inside a backward; `done` when its graph is."""
-        callback = _GraphDone(done)
+        # An object of its own, which lives as long as the engine holds it.
+        callback = functools.partial(done)
         Variable._execution_engine.queue_callback(callback)
         self._token = weakref.ref(callback)
         self._thread = threading.get_ident()
@@ -181,21 +177,8 @@ class Arrivals:
     """Which gradients of the present backward have arrived. One object serves every step: the hooks hold it."""
 
     __slots__ = (
-        "_all_once",
-        "_buckets",
-        "_expected_members",
-        "_known",
-        "arrived_since_reduce",
-        "bucket_of",
-        "expectation",
-        "late",
-        "missing",
-        "nested",
-        "next_bucket",
-        "outstanding",
-        "root",
-        "slow",
-        "streams",
+        "_all_once", "_buckets", "_expected_members", "_known", "arrived_since_reduce", "bucket_of", "expectation",
+        "late", "missing", "nested", "next_bucket", "outstanding", "root", "slow", "streams",
     )  # fmt: skip
 
     def __init__(self, parameters: int, streams: Streams | None = None) -> None:

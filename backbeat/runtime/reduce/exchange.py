@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from backbeat.runtime.reduce.bucket import BucketBuffer
     from backbeat.runtime.reduce.partition import BucketSpec, Partition
-    from backbeat.runtime.reduce.status import StatusMessage, Verdict
+    from backbeat.runtime.reduce.status import Layout, StatusMessage, Verdict
     from backbeat.runtime.reduce.step import ReducerContext
 
 _profiling = torch._C._autograd._profiler_enabled
@@ -113,7 +113,7 @@ class Sender:
             return
         self._launch(index, bucket, None)
         message = status.write_alone(told, step.number)
-        exchange.add_to_status(message)
+        exchange.add_to_status(message, status.layout)
         work = self._context.communicator(bucket.spec.communicator).all_reduce(message)
         step.add_status_sent(InFlight(index, bucket, message, work))
 
@@ -213,7 +213,7 @@ class Exchange:
         """Take late gradients that may wait for the next step; returns their parameters."""
         return frozenset()
 
-    def add_to_status(self, message: torch.Tensor) -> None:
+    def add_to_status(self, message: torch.Tensor, layout: Layout) -> None:
         """Add to this rank's status message, which leaves after every bucket; it will hold the sums."""
 
     def wait_for_last(self) -> None:

@@ -1,8 +1,8 @@
-"""Where buckets are formed: from a plan, or as stock DDP would; every trainable parameter in exactly one of them."""
+"""Which parameters a wrapper reduces, and where buckets are formed: from a plan, or as stock DDP would. Every trainable
+parameter is in exactly one bucket."""
 
 from __future__ import annotations
 
-import difflib
 import gc
 import weakref
 from collections.abc import Iterable, Sequence, Set
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.weak import WeakIdKeyDictionary
 
-from backbeat.errors import InputError
+from backbeat.errors import InputError, nearest
 
 if TYPE_CHECKING:
     from torch.nn import Module, Parameter
@@ -26,211 +26,6 @@ if TYPE_CHECKING:
 
 FIRST_BUCKET_BYTES = int(getattr(dist, "_DEFAULT_FIRST_BUCKET_BYTES", 2**20))
 BUCKET_BYTES = 25 * 2**20
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BucketSpec:
-    """One collective: parameters of one dtype on one device, by their place in the parameter list."""
-
-    members: tuple[int, ...]
-    communicator: int
-    sparse: bool = False
-    """Its single parameter has sparse gradients, which travel as they are."""
-    compression: Compression | None = None
-    """Sent compressed rather than as it is."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Partition:
-    """Buckets in launch order, and where they come from."""
-
-    buckets: tuple[BucketSpec, ...]
-    communicators: int
-    strategy: str
-
-    def lines(self, names: Sequence[str], parameters: Sequence[Parameter]) -> list[str]:
-        """The partition in words, one line a bucket: what the ranks compare with each other."""
-        found = [f"communicators {self.communicators}"]
-        for bucket in self.buckets:
-            members = ", ".join(
-                f"{names[place]} {tuple(parameters[place].shape)} {parameters[place].dtype}" for place in bucket.members
-            )
-            kind = f" {compression_words(bucket.compression)}" if bucket.compression is not None else ""
-            found.append(f"communicator {bucket.communicator}{' sparse' if bucket.sparse else ''}{kind}: {members}")
-        return found
-
-
-def plan_partition(
-    plan: Plan,
-    names: Sequence[str],
-    parameters: Sequence[Parameter],
-    sparse: Sequence[bool],
-    *,
-    frozen: Iterable[str] = (),
-) -> Partition:
-    """The plan's buckets, split where they mix dtypes or devices, and what it does not name in trailing buckets."""
-    places = {name: place for place, name in enumerate(names)}
-    check_fits(plan, {*places, *frozen})
-    specs: list[BucketSpec] = []
-    named: set[int] = set()
-    for bucket in plan.buckets:
-        members = [places[name] for name in bucket.gradients if name in places]
-        named.update(members)
-        found = _split(members, bucket.communicator, parameters, sparse)
-        if bucket.compression is not None:
-            _check_dense(members, names, sparse)
-            found = [replace(spec, compression=bucket.compression) for spec in found]
-        specs.extend(found)
-    rest = [place for place in reversed(range(len(names))) if place not in named]
-    for members in fill_buckets(rest, parameters, sparse, [BUCKET_BYTES]):
-        specs.extend(_split(members, len(specs) % plan.communicators, parameters, sparse))
-    return Partition(buckets=tuple(specs), communicators=plan.communicators, strategy=plan.strategy)
-
-
-def compression_words(compression: Compression) -> str:
-    """A compression in a few words, all that ranks must agree on."""
-    return f"topk {compression.density:g}"
-
-
-def _check_dense(members: Sequence[int], names: Sequence[str], sparse: Sequence[bool]) -> None:
-    for place in members:
-        if sparse[place]:
-            raise InputError(
-                f"parameter {names[place]!r} has sparse gradients (nn.Embedding(sparse=True)), and its bucket is "
-                "compressed: use sparse=False, or leave the compression out of its bucket"
-            )
-
-
-def check_fits(plan: Plan, everything: Set[str]) -> None:
-    """Refuse a plan that names something the model does not have."""
-    for index, bucket in enumerate(plan.buckets):
-        for name in bucket.gradients:
-            if name not in everything:
-                close = difflib.get_close_matches(name, everything, n=1)
-                raise InputError(
-                    f"the plan's buckets[{index}] names {name!r}, which is no parameter of this model"
-                    + (f" (nearest: {close[0]!r})" if close else "")
-                    + f": the plan was made for {plan.model!r}; profile this model and plan again"
-                )
-
-
-def ddp_partition(
-    order: Sequence[int],
-    parameters: Sequence[Parameter],
-    sparse: Sequence[bool],
-    *,
-    cap_bytes: int | None,
-    communicators: int,
-) -> Partition:
-    """Stock DDP's buckets over parameters in this (ready) order: a small first one unless the cap was chosen."""
-    limits = [FIRST_BUCKET_BYTES, BUCKET_BYTES] if cap_bytes is None else [cap_bytes]
-    specs: list[BucketSpec] = []
-    for members in fill_buckets(order, parameters, sparse, limits):
-        specs.extend(_split(members, len(specs) % communicators, parameters, sparse))
-    return Partition(buckets=tuple(specs), communicators=communicators, strategy="ddp")
-
-
-def fill_buckets(
-    order: Sequence[int], parameters: Sequence[Parameter], sparse: Sequence[bool], limits: Sequence[int]
-) -> list[list[int]]:
-    """Stock DDP's rule: one open bucket a dtype and device, closed once it has *reached* its limit, the last limit
-    repeating; a sparse gradient travels alone; what is left open goes last.
-
-    Torch's own function is not called: given only some of the tensors it reads past the end of its sparse flags.
-    """
-    closed: list[list[int]] = []
-    open_buckets: dict[tuple[torch.dtype, torch.device], tuple[list[int], int]] = {}
-    used: dict[tuple[torch.dtype, torch.device], int] = {}
-    for place in order:
-        parameter = parameters[place]
-        if sparse[place]:
-            closed.append([place])
-            continue
-        kind = (parameter.dtype, parameter.device)
-        members, size = open_buckets.get(kind, ([], 0))
-        members.append(place)
-        size += parameter.numel() * parameter.element_size()
-        if size >= limits[min(used.get(kind, 0), len(limits) - 1)]:
-            closed.append(members)
-            used[kind] = used.get(kind, 0) + 1
-            open_buckets.pop(kind, None)
-        else:
-            open_buckets[kind] = (members, size)
-    return closed + [members for members, _ in open_buckets.values()]
-
-
-def with_newcomers(
-    partition: Partition, newcomers: Sequence[int], parameters: Sequence[Parameter], sparse: Sequence[bool]
-) -> Partition:
-    """The partition with parameters that became trainable in trailing buckets."""
-    specs = list(partition.buckets)
-    for members in fill_buckets(list(reversed(newcomers)), parameters, sparse, [BUCKET_BYTES]):
-        specs.extend(_split(members, len(specs) % partition.communicators, parameters, sparse))
-    return replace(partition, buckets=tuple(specs))
-
-
-def _split(
-    members: Sequence[int], communicator: int, parameters: Sequence[Parameter], sparse: Sequence[bool]
-) -> list[BucketSpec]:
-    """One spec for each (dtype, device), in order of first appearance; sparse gradients travel alone."""
-    kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-    alone: list[BucketSpec] = []
-    for place in members:
-        if sparse[place]:
-            alone.append(BucketSpec(members=(place,), communicator=communicator, sparse=True))
-        else:
-            kinds.setdefault((parameters[place].dtype, parameters[place].device), []).append(place)
-    return [BucketSpec(members=tuple(places), communicator=communicator) for places in kinds.values()] + alone
-
-
-def first_partition(
-    settings: WrapperSettings, parameters: ManagedParameters, communicators: Communicators
-) -> Partition:
-    """The buckets of the first step."""
-    if settings.plan is not None:
-        plan = _runnable(settings.plan, settings.communicators, communicators)
-        frozen = [name for name, _ in parameters.frozen]
-        return plan_partition(plan, parameters.names, parameters.parameters, parameters.sparse, frozen=frozen)
-    places = range(len(parameters.names))
-    if settings.find_unused:
-        # Stock DDP keeps these for good: filled in registration order and sent in reverse, the small one last.
-        found = stock_partition(places, settings, parameters, communicators)
-        return replace(found, buckets=tuple(reversed(found.buckets)))
-    return stock_partition(reversed(places), settings, parameters, communicators)
-
-
-def stock_partition(
-    order: Iterable[int], settings: WrapperSettings, parameters: ManagedParameters, communicators: Communicators
-) -> Partition:
-    """Stock DDP's buckets over parameters in this order."""
-    # Stock DDP on gloo is two communicators: its process group has two worker threads. A rank alone has nothing to
-    # overlap, and one thread that stays awake answers sooner than two that take turns.
-    count = settings.communicators or (2 if communicators.backend == "gloo" and communicators.size > 1 else 1)
-    return ddp_partition(
-        list(order),
-        parameters.parameters,
-        parameters.sparse,
-        cap_bytes=settings.cap_bytes,
-        communicators=communicators.allowed(count),
-    )
-
-
-def _runnable(plan: Plan, wanted: int | None, communicators: Communicators) -> Plan:
-    """The plan on the communicators that were asked for and can be had."""
-    if wanted is not None:
-        plan = reassign_communicators(plan, wanted)
-    allowed = communicators.allowed(plan.communicators)
-    return reassign_communicators(plan, allowed) if allowed < plan.communicators else plan
-
-
-def reassign_communicators(plan: Plan, communicators: int) -> Plan:
-    """The same buckets in the same order, round robin over another number of communicators."""
-    buckets = tuple(
-        msgspec.structs.replace(bucket, communicator=index % communicators) for index, bucket in enumerate(plan.buckets)
-    )
-    return msgspec.structs.replace(plan, communicators=communicators, buckets=buckets)
-
-
 _owners: Any = WeakIdKeyDictionary()
 """The runner of each parameter: two at once would each take away what the other is sending."""
 
@@ -326,3 +121,185 @@ def _other(owner: object, parameter: Parameter) -> bool:
     found = _owners.get(parameter)
     held = found() if found is not None else None
     return held is not None and held is not owner
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BucketSpec:
+    """One collective: parameters of one dtype on one device, by their place in the parameter list."""
+
+    members: tuple[int, ...]
+    communicator: int
+    sparse: bool = False
+    """Its single parameter has sparse gradients, which travel as they are."""
+    compression: Compression | None = None
+    """Sent compressed rather than as it is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Partition:
+    """Buckets in launch order, and where they come from."""
+
+    buckets: tuple[BucketSpec, ...]
+    communicators: int
+    strategy: str
+
+    def lines(self, names: Sequence[str], parameters: Sequence[Parameter]) -> list[str]:
+        """The partition in words, one line a bucket: what the ranks compare with each other."""
+        found = [f"communicators {self.communicators}"]
+        for bucket in self.buckets:
+            members = ", ".join(
+                f"{names[place]} {tuple(parameters[place].shape)} {parameters[place].dtype}" for place in bucket.members
+            )
+            kind = f" topk {bucket.compression.density:g}" if bucket.compression is not None else ""
+            found.append(f"communicator {bucket.communicator}{' sparse' if bucket.sparse else ''}{kind}: {members}")
+        return found
+
+
+def plan_partition(
+    plan: Plan,
+    names: Sequence[str],
+    parameters: Sequence[Parameter],
+    sparse: Sequence[bool],
+    *,
+    frozen: Iterable[str] = (),
+) -> Partition:
+    """The plan's buckets, split where they mix dtypes or devices, and what it does not name in trailing buckets."""
+    places = {name: place for place, name in enumerate(names)}
+    check_fits(plan, {*places, *frozen})
+    specs: list[BucketSpec] = []
+    named: set[int] = set()
+    for bucket in plan.buckets:
+        members = [places[name] for name in bucket.gradients if name in places]
+        named.update(members)
+        found = _split(members, bucket.communicator, parameters, sparse)
+        if bucket.compression is not None:
+            for place in members:
+                if sparse[place]:
+                    raise InputError(
+                        f"parameter {names[place]!r} has sparse gradients (nn.Embedding(sparse=True)), and its bucket "
+                        "is compressed: use sparse=False, or leave the compression out of its bucket"
+                    )
+            found = [replace(spec, compression=bucket.compression) for spec in found]
+        specs.extend(found)
+    rest = [place for place in reversed(range(len(names))) if place not in named]
+    _fill(specs, rest, parameters, sparse, [BUCKET_BYTES], plan.communicators)
+    return Partition(buckets=tuple(specs), communicators=plan.communicators, strategy=plan.strategy)
+
+
+def check_fits(plan: Plan, everything: Set[str]) -> None:
+    """Refuse a plan that names something the model does not have."""
+    for index, bucket in enumerate(plan.buckets):
+        for name in bucket.gradients:
+            if name not in everything:
+                raise InputError(
+                    f"the plan's buckets[{index}] names {name!r}, which is no parameter of this model"
+                    f"{nearest(name, everything)}: the plan was made for {plan.model!r}; profile this model and plan "
+                    "again"
+                )
+
+
+def fill_buckets(
+    order: Sequence[int], parameters: Sequence[Parameter], sparse: Sequence[bool], limits: Sequence[int]
+) -> list[list[int]]:
+    """Stock DDP's rule: one open bucket a dtype and device, closed once it has *reached* its limit, the last limit
+    repeating; a sparse gradient travels alone; what is left open goes last.
+
+    Torch's own function is not called: given only some of the tensors it reads past the end of its sparse flags.
+    """
+    closed: list[list[int]] = []
+    open_buckets: dict[tuple[torch.dtype, torch.device], tuple[list[int], int]] = {}
+    used: dict[tuple[torch.dtype, torch.device], int] = {}
+    for place in order:
+        parameter = parameters[place]
+        if sparse[place]:
+            closed.append([place])
+            continue
+        kind = (parameter.dtype, parameter.device)
+        members, size = open_buckets.get(kind, ([], 0))
+        members.append(place)
+        size += parameter.numel() * parameter.element_size()
+        if size >= limits[min(used.get(kind, 0), len(limits) - 1)]:
+            closed.append(members)
+            used[kind] = used.get(kind, 0) + 1
+            open_buckets.pop(kind, None)
+        else:
+            open_buckets[kind] = (members, size)
+    return closed + [members for members, _ in open_buckets.values()]
+
+
+def with_newcomers(
+    partition: Partition, newcomers: Sequence[int], parameters: Sequence[Parameter], sparse: Sequence[bool]
+) -> Partition:
+    """The partition with parameters that became trainable in trailing buckets."""
+    specs = list(partition.buckets)
+    _fill(specs, list(reversed(newcomers)), parameters, sparse, [BUCKET_BYTES], partition.communicators)
+    return replace(partition, buckets=tuple(specs))
+
+
+def _fill(
+    specs: list[BucketSpec],
+    order: Sequence[int],
+    parameters: Sequence[Parameter],
+    sparse: Sequence[bool],
+    limits: Sequence[int],
+    communicators: int,
+) -> None:
+    """Add buckets of these parameters, round robin over the communicators."""
+    for members in fill_buckets(order, parameters, sparse, limits):
+        specs.extend(_split(members, len(specs) % communicators, parameters, sparse))
+
+
+def _split(
+    members: Sequence[int], communicator: int, parameters: Sequence[Parameter], sparse: Sequence[bool]
+) -> list[BucketSpec]:
+    """One spec for each (dtype, device), in order of first appearance; sparse gradients travel alone."""
+    kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    alone: list[BucketSpec] = []
+    for place in members:
+        if sparse[place]:
+            alone.append(BucketSpec(members=(place,), communicator=communicator, sparse=True))
+        else:
+            kinds.setdefault((parameters[place].dtype, parameters[place].device), []).append(place)
+    return [BucketSpec(members=tuple(places), communicator=communicator) for places in kinds.values()] + alone
+
+
+def first_partition(
+    settings: WrapperSettings, parameters: ManagedParameters, communicators: Communicators
+) -> Partition:
+    """The buckets of the first step."""
+    if settings.plan is not None:
+        # On the communicators that were asked for and can be had.
+        plan, wanted = settings.plan, settings.communicators
+        plan = plan if wanted is None else reassign_communicators(plan, wanted)
+        allowed = communicators.allowed(plan.communicators)
+        plan = reassign_communicators(plan, allowed) if allowed < plan.communicators else plan
+        frozen = [name for name, _ in parameters.frozen]
+        return plan_partition(plan, parameters.names, parameters.parameters, parameters.sparse, frozen=frozen)
+    places = range(len(parameters.names))
+    if settings.find_unused:
+        # Stock DDP keeps these for good: filled in registration order and sent in reverse, the small one last.
+        found = stock_partition(places, settings, parameters, communicators)
+        return replace(found, buckets=tuple(reversed(found.buckets)))
+    return stock_partition(reversed(places), settings, parameters, communicators)
+
+
+def stock_partition(
+    order: Iterable[int], settings: WrapperSettings, parameters: ManagedParameters, communicators: Communicators
+) -> Partition:
+    """Stock DDP's buckets over parameters in this (ready) order: a small first one unless the cap was chosen."""
+    # Stock DDP on gloo is two communicators: its process group has two worker threads. A rank alone has nothing to
+    # overlap, and one thread that stays awake answers sooner than two that take turns.
+    count = settings.communicators or (2 if communicators.backend == "gloo" and communicators.size > 1 else 1)
+    count = communicators.allowed(count)
+    limits = [FIRST_BUCKET_BYTES, BUCKET_BYTES] if settings.cap_bytes is None else [settings.cap_bytes]
+    specs: list[BucketSpec] = []
+    _fill(specs, list(order), parameters.parameters, parameters.sparse, limits, count)
+    return Partition(buckets=tuple(specs), communicators=count, strategy="ddp")
+
+
+def reassign_communicators(plan: Plan, communicators: int) -> Plan:
+    """The same buckets in the same order, round robin over another number of communicators."""
+    buckets = tuple(
+        msgspec.structs.replace(bucket, communicator=index % communicators) for index, bucket in enumerate(plan.buckets)
+    )
+    return msgspec.structs.replace(plan, communicators=communicators, buckets=buckets)

@@ -90,10 +90,9 @@ class Reducer:
         self._agree(partition, "the plan")
         communicators.grow(partition.communicators)
         self._runner = runner = StepRunner(
-            managed.names,
-            managed.parameters,
-            communicators=communicators,
-            partition=partition,
+            managed,
+            communicators,
+            partition,
             reduce_dtype=settings.reduce_dtype,
             strict=settings.strict,
             exchange=_exchange_for(partition, settings),
@@ -163,8 +162,8 @@ class Reducer:
         runner.forward_begins(sync)
         if self.managed.frozen:
             self._add_thawed()
-        if self.tuner is not None:
-            self.tuner.forward_begins(sync)
+        if sync and runner.context.recorder is not None:
+            runner.context.recorder.forward_begins()
 
     def _warn_of_scaling(self) -> None:
         """Once: forward in fp16 mostly means that a `GradScaler` follows."""

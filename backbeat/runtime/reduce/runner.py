@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from backbeat.comm.communicators import Communicators
     from backbeat.runtime.reduce.exchange import Hook
-    from backbeat.runtime.reduce.partition import Partition
+    from backbeat.runtime.reduce.partition import ManagedParameters, Partition
     from backbeat.runtime.reduce.status import Verdict
 
 logger = logging.getLogger("backbeat.runtime")
@@ -55,25 +55,24 @@ class StepRunner:
 
     def __init__(
         self,
-        names: Sequence[str],
-        parameters: Sequence[Parameter],
-        *,
+        managed: ManagedParameters,
         communicators: Communicators,
         partition: Partition,
-        reduce_dtype: torch.dtype | None = None,
-        strict: bool = False,
-        exchange: Callable[[ReducerContext], Exchange] = Exchange,
-        model: str = "the model",
+        *,
+        reduce_dtype: torch.dtype | None,
+        strict: bool,
+        exchange: Callable[[ReducerContext], Exchange],
+        model: str,
     ) -> None:
         device = communicators.device
-        self._arrivals = Arrivals(len(parameters), Streams(device) if device.type == "cuda" else None)
-        self._step = Step(self._arrivals)
+        self._arrivals = Arrivals(len(managed.names), Streams(device) if device.type == "cuda" else None)
+        self.step = Step(self._arrivals)
         self.context = ReducerContext(
-            names=list(names),
-            parameters=list(parameters),
+            names=list(managed.names),
+            parameters=list(managed.parameters),
             communicators=communicators,
             reduce_dtype=reduce_dtype,
-            step=self._step,
+            step=self.step,
             scale=1.0 / communicators.size,
         )
         self.after_step: Callable[[], Callable[[], None] | None] = _nothing
@@ -105,10 +104,6 @@ class StepRunner:
     @property
     def exchange(self) -> Any:
         return self._sender.exchange
-
-    @property
-    def step(self) -> Step:
-        return self._step
 
     def install(self, partition: Partition) -> None:
         """Run this partition from the next step on; gradients held now move into its buffers."""
@@ -159,7 +154,7 @@ class StepRunner:
 
     def standing(self) -> Standing:
         """Where this rank stands, for the others' messages."""
-        step, context = self._step, self.context
+        step, context = self.step, self.context
         buckets = context.bucket_set.buckets
         sent = self._arrivals.next_bucket
         waiting = ""
@@ -181,7 +176,7 @@ class StepRunner:
         self._reach.forward_begins()
         if self._handles and (self.context.recorder is not None or not self._arrivals.expectation.learned):
             watch_last(self.context.parameters, self._handles)
-        if not self._step.idle and self._backward.ended():
+        if not self.step.idle and self._backward.ended():
             self._break_off()
 
     def output_reached(self, sync: bool) -> None:
@@ -191,15 +186,15 @@ class StepRunner:
                 self._begin(sync)
             elif (unreached := self.unreached()) is not None:
                 unreached()
-        elif sync and self._step.state is StepState.ACCUMULATING:
-            self._step.synchronise(slow=self.context.recorder is not None)
+        elif sync and self.step.state is StepState.ACCUMULATING:
+            self.step.synchronise(slow=self.context.recorder is not None)
 
     def run_absent(self) -> None:
         """One step of a rank that has run out of data: it sends nothing, but takes part."""
         self.forward_begins(sync=True)
-        if not self._step.idle:
+        if not self.step.idle:
             self._break_off()
-        self._step.open(sync=True, absent=True)
+        self.step.open(sync=True, absent=True)
         self.read_step_before()
         self._finish()
 
@@ -223,7 +218,7 @@ class StepRunner:
         if self.status.regular and graph_task() != arrivals.root:
             arrivals.count_nested(place, index)
         elif arrivals.count(place, index):
-            if self._step.state is StepState.ACCUMULATING:
+            if self.step.state is StepState.ACCUMULATING:
                 self.context.bucket_set.keep(index)
             elif arrivals.may_leave(index):
                 self._sender.send_ready()
@@ -232,10 +227,10 @@ class StepRunner:
         context = self.context
         context.check_not_lost()
         self.exchange.check_open()
-        if not self._step.idle:
+        if not self.step.idle:
             self._break_off()
         self._backward.begin(self._graph_done)
-        self._step.open(sync=sync, root=graph_task(), slow=context.recorder is not None)
+        self.step.open(sync=sync, root=graph_task(), slow=context.recorder is not None)
         # In the open step: if this raises, the step counts as broken off, here and for the others.
         self.read_step_before()
         if context.recorder is not None:
@@ -244,17 +239,17 @@ class StepRunner:
     def _graph_done(self) -> None:
         """The engine's callback."""
         self._backward.forget()
-        if self._step.state is StepState.ACCUMULATING:
+        if self.step.state is StepState.ACCUMULATING:
             # What came more than once, or not as expected.
             self.context.bucket_set.keep_all()
-            self._step.close()
+            self.step.close()
             if self.context.recorder is not None:
                 self.context.recorder.end()
         else:
             self._finish()
 
     def _finish(self) -> None:
-        step, context = self._step, self.context
+        step, context = self.step, self.context
         step.finish()
         # As `no_grad`, whose object costs as much as a short wait.
         enabled = torch.is_grad_enabled()
@@ -293,7 +288,7 @@ class StepRunner:
             after()
 
     def _read(self, numbers: torch.Tensor) -> Verdict | None:
-        step = self._step
+        step = self.step
         assert step.told is not None  # the last bucket has left
         try:
             return self.status.read(numbers, step.told, step.number)
@@ -303,7 +298,7 @@ class StepRunner:
 
     def _break_off(self) -> None:
         """Complete a step whose backward raised, so that the other ranks learn of it and nothing stays in flight."""
-        step, context = self._step, self.context
+        step, context = self.step, self.context
         told_others = step.break_off()
         if told_others:
             with torch.no_grad():

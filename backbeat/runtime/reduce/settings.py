@@ -1,4 +1,4 @@
-"""What the user asked for beyond torch's own arguments, checked: the plan, how it runs, and a memory budget."""
+"""What the user asked for, checked: torch's arguments in the installed version, our options, and the model."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import difflib
 import inspect
 import logging
 import os
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
@@ -19,10 +18,28 @@ from torch.nn.parameter import UninitializedParameter
 from backbeat.errors import InputError
 from backbeat.model import Network, Plan, Profile
 from backbeat.runtime.memory.budget import budget_size, check_memory, within_budget
-from backbeat.runtime.reduce.partition import BUCKET_BYTES, FIRST_BUCKET_BYTES
 
 if TYPE_CHECKING:
     from backbeat.model import MemoryPlan
+
+
+logger = logging.getLogger("backbeat.runtime")
+
+# Typed as Any throughout: torch's own wrapper has no annotations.
+TorchDDP: Any = torch.nn.parallel.DistributedDataParallel
+TORCH_SIGNATURE = inspect.signature(TorchDDP.__init__)
+UNSUPPORTED = {
+    "mixed_precision": "use torch.autocast, or reducer='ddp'",
+    "delay_all_reduce_named_params": "put these gradients in the plan's last bucket, or use reducer='ddp'",
+    "param_to_hook_all_reduce": "put these gradients in the plan's last bucket, or use reducer='ddp'",
+}
+REDUCE_DTYPES: dict[Any, torch.dtype] = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    torch.bfloat16: torch.bfloat16,
+    torch.float16: torch.float16,
+}
+_SHARDED = {"FullyShardedDataParallel": "FullyShardedDataParallel (FSDP)", "FSDPModule": "fully_shard (FSDP2)"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,10 +58,8 @@ class CompressionOptions:
         for name in ("momentum_correction", "factor_masking"):
             if not isinstance(getattr(self, name), bool):
                 raise InputError(f"{name} is {getattr(self, name)!r}: it must be True or False")
-        if not isinstance(self.warmup_steps, int) or isinstance(self.warmup_steps, bool):
-            raise InputError(f"warmup_steps is {self.warmup_steps!r}: it must be a whole number")
-        if self.warmup_steps < 0:
-            raise InputError(f"warmup_steps is {self.warmup_steps}: it must be 0 or more")
+        if type(self.warmup_steps) is not int or self.warmup_steps < 0:
+            raise InputError(f"warmup_steps is {self.warmup_steps!r}: it must be a whole number, 0 or more")
 
 
 def options_of(given: CompressionOptions | Mapping[str, Any] | None) -> CompressionOptions:
@@ -62,16 +77,6 @@ def options_of(given: CompressionOptions | Mapping[str, Any] | None) -> Compress
         if name not in known:
             raise InputError(f"compression has {name!r}: it must be one of {', '.join(known)}")
     return CompressionOptions(**given)
-
-
-logger = logging.getLogger("backbeat.runtime")
-
-REDUCE_DTYPES: dict[Any, torch.dtype] = {
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-    torch.bfloat16: torch.bfloat16,
-    torch.float16: torch.float16,
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,34 +211,15 @@ def strategies() -> set[str]:
     return set(STRATEGIES) - {"horovod", "decoupled", "compressed"}
 
 
-# Typed as Any throughout: torch's own wrapper has no annotations.
-TorchDDP: Any = torch.nn.parallel.DistributedDataParallel
-TORCH_SIGNATURE = inspect.signature(TorchDDP.__init__)
-UNSUPPORTED = {
-    "mixed_precision": "use torch.autocast, or reducer='ddp'",
-    "delay_all_reduce_named_params": "put these gradients in the plan's last bucket, or use reducer='ddp'",
-    "param_to_hook_all_reduce": "put these gradients in the plan's last bucket, or use reducer='ddp'",
-}
-
-
 def bind(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments by the installed torch's own names."""
+    """Torch's arguments by the installed version's own names."""
     try:
         bound = TORCH_SIGNATURE.bind(None, module, *args, **kwargs)
     except TypeError as error:
         raise TypeError(f"DistributedDataParallel: {error}") from None
     arguments = dict(bound.arguments)
     arguments.pop("self")
-    if arguments.get("check_reduction"):
-        warnings.warn("`check_reduction` is deprecated and does nothing.", FutureWarning, stacklevel=3)
     return arguments
-
-
-def check_supported(arguments: dict[str, Any]) -> None:
-    """Refuse what only torch's own reducer can do."""
-    for name, advice in UNSUPPORTED.items():
-        if arguments.get(name) is not None:
-            raise InputError(f"{name}= is not supported by backbeat's reducer: {advice}")
 
 
 def process_group_of(arguments: dict[str, Any]) -> Any:
@@ -247,146 +233,42 @@ def process_group_of(arguments: dict[str, Any]) -> Any:
     return mesh.get_group(mesh_dim=0)
 
 
-def _device_ids_of(
-    arguments: dict[str, Any], device_type: str, multi: bool, devices: set[torch.device]
-) -> tuple[list[int] | None, int | None]:
-    ids, output = arguments.get("device_ids"), arguments.get("output_device")
-    if ids is not None and len(ids) > 1:
-        raise ValueError("device_ids can only be None or contain a single element.")
-    if not ids or device_type == "cpu" or multi:
-        if ids or output:
-            raise ValueError(
-                "DistributedDataParallel device_ids and output_device arguments only work with single-device GPU "
-                f"modules, but got device_ids {ids}, output_device {output}, and module parameters {devices}."
-            )
-        return None, None
-    index = torch._utils._get_device_index
-    found = [index(device, True) for device in ids]
-    return found, index(ids[0] if output is None else output, True)
-
-
-def set_torch_attributes(wrapper: Any, arguments: dict[str, Any]) -> None:
-    """What frameworks and inherited methods read, as torch's constructor would, without its reducer; refuses what it
-    refuses."""
-    module = arguments["module"]
-    wrapper.logger = None
-    wrapper._use_python_reducer = False
-    wrapper.process_group = process_group_of(arguments)
-    if arguments.get("device_mesh") is not None:
-        wrapper.device_mesh = arguments["device_mesh"]
-    wrapper.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-    wrapper._module_parameters = [p for n, p in module.named_parameters() if n not in wrapper.parameters_to_ignore]
-    _set_devices(wrapper, arguments)
-    wrapper.dim = arguments.get("dim", 0)
-    wrapper.module = module
-    wrapper.device = next(iter(wrapper._module_parameters)).device
-    _set_buffer_rules(wrapper, arguments)
-    wrapper.find_unused_parameters = arguments.get("find_unused_parameters", False)
-    wrapper.require_backward_grad_sync = True
-    wrapper.require_forward_param_sync = True
-    wrapper.gradient_as_bucket_view = True
-    wrapper.batched_grad_copy = True
-    wrapper.mixed_precision = None
-    wrapper.skip_all_reduce_unused_params = arguments.get("skip_all_reduce_unused_params", False)
-    wrapper.static_graph = False
-    wrapper._static_graph_delay_allreduce_enqueued = True
-    wrapper.broadcast_bucket_size = 250 * 1024 * 1024
-    cap = cap_bytes_of(arguments)
-    # torch.compile splits the graph where a bucket of this size would end, and refuses less than the first bucket.
-    wrapper.bucket_bytes_cap = max(FIRST_BUCKET_BYTES, cap or BUCKET_BYTES)
-    wrapper.bucket_bytes_cap_default = cap is None
-    wrapper.bucket_bytes_cap_list = []
-    wrapper.use_side_stream_for_tensor_copies = os.environ.get("PYTORCH_DDP_USE_SIDE_STREAM", "1") == "1"
-    wrapper._delay_grad_buffer = None
-    wrapper._delay_grad_views = []
-    wrapper._delay_all_reduce_params = []
-    wrapper._delay_all_reduce_all_params = False
-    wrapper._comm_hooks = []
-    wrapper._accum_grad_hooks = []
-    wrapper._has_rebuilt_buckets = False
-    wrapper._lazy_init_ran = True
-    wrapper._ddp_sink_clone = False
-    wrapper._divide_by_initial_world_size = True
-    wrapper._passing_sync_batchnorm_handle(wrapper.module)
-
-
 def cap_bytes_of(arguments: dict[str, Any]) -> int | None:
     """`bucket_cap_mb` in bytes, where it was given."""
     cap = arguments.get("bucket_cap_mb")
     return None if cap is None else int(cap * 2**20)
 
 
-def _set_devices(wrapper: Any, arguments: dict[str, Any]) -> None:
-    parameters = wrapper._module_parameters
-    if not any(p.requires_grad for p in parameters):
-        raise RuntimeError(
-            "DistributedDataParallel is not needed when a module doesn't have any parameter that requires a gradient."
-        )
-    if any(hasattr(p, "_in_backward_optimizers") for p in parameters):
+def check_supported(arguments: dict[str, Any]) -> None:
+    """Refuse what only torch's own reducer can do."""
+    for name, advice in UNSUPPORTED.items():
+        if arguments.get(name) is not None:
+            raise InputError(f"{name}= is not supported by backbeat's reducer: {advice}")
+    if any(hasattr(parameter, "_in_backward_optimizers") for parameter in arguments["module"].parameters()):
         raise InputError("the model updates parameters in backward: backbeat reduces gradients before the update")
-    devices = {p.device for p in parameters}
-    types = {device.type for device in devices}
-    if len(types) != 1:
-        raise ValueError(
-            f"DistributedDataParallel's input module must be on the same type of devices, but has parameters on {types}"
-        )
-    wrapper.device_type = next(iter(types))
-    wrapper.is_multi_device_module = len(devices) > 1
-    wrapper.device_ids, wrapper.output_device = _device_ids_of(
-        arguments, wrapper.device_type, wrapper.is_multi_device_module, devices
-    )
-
-
-def _set_buffer_rules(wrapper: Any, arguments: dict[str, Any]) -> None:
-    broadcast = arguments.get("broadcast_buffers")
-    forward_sync = arguments.get("forward_sync_buffers")
-    wrapper._init_sync_buffers = True if forward_sync is not None else broadcast is None or bool(broadcast)
-    chosen = forward_sync if forward_sync is not None else broadcast
-    # A property over `forward_sync_buffers` in newer torch, a plain attribute in older.
-    wrapper.broadcast_buffers = True if chosen is None else bool(chosen)
-    wrapper.forward_sync_buffers = wrapper.broadcast_buffers
 
 
 def check_model(module: Module) -> None:
-    """Refuse FSDP, DTensor and pipeline models, nested wrappers, and parameters that have no shape yet."""
-    _check_pipeline(module)
-    for name, child in module.named_modules():
-        place = f"module {name!r}" if name else "the model"
-        kind = _sharded_kind(child)
-        if kind:
-            raise InputError(
-                f"{place} is a {kind} module: its parameters are sharded, so gradients must not be averaged whole; "
-                "use it without backbeat's wrapper, or unshard the model"
-            )
-    for name, parameter in module.named_parameters():
-        if _is_dtensor(parameter):
-            raise InputError(
-                f"parameter {name!r} is a DTensor (tensor parallel or sharded): backbeat reduces plain tensors only; "
-                "wrap a model without DTensors"
-            )
-        if isinstance(parameter, UninitializedParameter):
-            raise InputError(f"parameter {name!r} is uninitialized: run one forward pass before wrapping the model")
-
-
-def _sharded_kind(module: Module) -> str | None:
-    for base in type(module).__mro__:
-        if base.__name__ == "FullyShardedDataParallel":
-            return "FullyShardedDataParallel (FSDP)"
-        if base.__name__ == "FSDPModule":
-            return "fully_shard (FSDP2)"
-    return None
-
-
-def _is_dtensor(parameter: Any) -> bool:
-    return any(
-        base.__name__ == "DTensor" and "torch.distributed" in base.__module__ for base in type(parameter).__mro__
-    )
-
-
-def _check_pipeline(module: Module) -> None:
+    """Refuse pipelines, sharded models, and parameters that have no shape yet."""
     for base in type(module).__mro__:
         if base.__module__.startswith("torch.distributed.pipelining") or base.__name__ in {"PipelineStage", "Pipe"}:
             raise InputError(
                 f"the model is a pipeline ({type(module).__name__}): its schedule runs several backwards a step; "
                 "wrap each stage's submodule in torch's own DDP, as pipelining asks for"
             )
+    for name, child in module.named_modules():
+        kind = next((_SHARDED[base.__name__] for base in type(child).__mro__ if base.__name__ in _SHARDED), None)
+        if kind:
+            raise InputError(
+                f"{f'module {name!r}' if name else 'the model'} is a {kind} module: its parameters are sharded, so "
+                "gradients must not be averaged whole; use it without backbeat's wrapper, or unshard the model"
+            )
+    for name, parameter in module.named_parameters():
+        kinds = [base for base in type(parameter).__mro__ if "torch.distributed" in base.__module__]
+        if any(base.__name__ == "DTensor" for base in kinds):
+            raise InputError(
+                f"parameter {name!r} is a DTensor (tensor parallel or sharded): backbeat reduces plain tensors only; "
+                "wrap a model without DTensors"
+            )
+        if isinstance(parameter, UninitializedParameter):
+            raise InputError(f"parameter {name!r} is uninitialized: run one forward pass before wrapping the model")

@@ -1,4 +1,4 @@
-"""Measuring a step: when each gradient arrived, when each bucket left and when it was back."""
+"""When each gradient arrived, when each bucket left and was back; and `model.report()`, which compares predictions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from backbeat.model import PlanPrediction
 from backbeat.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable
 
     from backbeat.model import Plan
     from backbeat.runtime.reduce.reducer import Reducer
@@ -34,6 +34,8 @@ class TimedStep:
     """When the step was over: every bucket back."""
     iteration_s: float | None = None
     """From the end of the step before to the end of this one, where both were seen."""
+    since_forward_s: float | None = None
+    """From the step's forward to its end, likewise."""
 
     @property
     def exposed_s(self) -> float:
@@ -54,10 +56,15 @@ class Recorder:
         self._open = False
         self._before: Any = None
         """The end of the step before."""
+        self._forward: Any = None
 
     def follows(self) -> None:
         """A step is over, and the next one will be timed."""
-        self._before = self._now()
+        self._before, self._forward = self._now(), None
+
+    def forward_begins(self) -> None:
+        if self._forward is None:
+            self._forward = self._now()
 
     def begin(self, sync: bool) -> None:
         self._open = sync
@@ -81,6 +88,7 @@ class Recorder:
             return
         self._marks["end"] = self._now()
         self._marks["before"], self._before = self._before, None
+        self._marks["forward"], self._forward = self._forward, None
         # Marks on the device hold memory of the driver: none is kept for longer than it takes to read.
         self._steps = [*map(self._passed, self._steps), self._marks][-self._keep :]
         self._open = False
@@ -106,17 +114,18 @@ class Recorder:
             return one
 
     def _resolve(self, marks: dict[str, Any]) -> TimedStep:
-        begin = marks["begin"]
+        begin, end = marks["begin"], marks["end"]
         ready = self._times(begin, marks["ready"])
-        ended = self._since(begin, marks["end"])
-        before = marks["before"]
+        ended = self._since(begin, end)
+        before, forward = marks["before"], marks["forward"]
         return TimedStep(
             ready_s=ready,
             launched_s=self._times(begin, marks["launched"]),
             done_s=self._times(begin, marks["done"]),
             computed_s=max(ready.values(), default=ended),
             ended_s=ended,
-            iteration_s=None if before is None else self._since(before, marks["end"]),
+            iteration_s=None if before is None else self._since(before, end),
+            since_forward_s=None if forward is None else self._since(forward, end),
         )
 
     def _times(self, begin: Any, marks: dict[int, Any]) -> dict[int, float]:
@@ -134,9 +143,6 @@ class Recorder:
         if not self._cuda:
             return float(mark - begin)
         return max(float(begin.elapsed_time(mark)) * 1e-3, 0.0)
-
-
-Times = tuple[float | None, float | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,11 +202,6 @@ def _row(index: int, bucket: BucketReport) -> str:
     )
 
 
-def measured(left: Sequence[dict[int, float]], back: Sequence[dict[int, float]], index: int) -> Times:
-    """Median launch and completion of one bucket, over steps."""
-    return _median(found.get(index) for found in left), _median(found.get(index) for found in back)
-
-
 def make_report(reducer: Reducer) -> Report:
     """How a reducer's buckets ran."""
     tuner = reducer.tuner
@@ -211,7 +212,6 @@ def make_report(reducer: Reducer) -> Report:
     predicted = _predicted(plan)
     buckets = []
     for index, bucket in enumerate(reducer.buckets):
-        launched, done = measured([one.launched_s for one in timed], [one.done_s for one in timed], index)
         gradients = tuple(reducer.names[place] for place in bucket.members)
         begin, end = predicted.get(frozenset(gradients), (None, None))
         buckets.append(
@@ -221,11 +221,11 @@ def make_report(reducer: Reducer) -> Report:
                 bytes=bucket.bytes,
                 predicted_launch_s=begin,
                 predicted_done_s=end,
-                launched_s=launched,
-                done_s=done,
+                launched_s=median(one.launched_s.get(index) for one in timed),
+                done_s=median(one.done_s.get(index) for one in timed),
             )
         )
-    exposed = _median(found.exposed_s for found in timed)
+    exposed = median(found.exposed_s for found in timed)
     iteration = tuner.iteration_s if tuner is not None else None
     return Report(
         strategy=reducer.partition.strategy,
@@ -234,7 +234,7 @@ def make_report(reducer: Reducer) -> Report:
         buckets=tuple(buckets),
         predicted_iteration_s=forecast.iteration_s,
         predicted_exposed_s=forecast.exposed_s,
-        iteration_s=iteration if iteration is not None else _median(found.iteration_s for found in timed),
+        iteration_s=iteration if iteration is not None else median(found.iteration_s for found in timed),
         exposed_s=exposed if exposed is not None else (tuner.exposed_s if tuner is not None else None),
         late_buckets=reducer.late_buckets,
         history=tuple(tuner.history) if tuner is not None else (),
@@ -256,7 +256,8 @@ def _notes(plan: Plan | None, ranks: int) -> tuple[str, ...]:
     return (f"what is predicted is for {plan.workers} ranks, as the plan was made; this job has {ranks}",)
 
 
-def _median(values: Iterable[float | None]) -> float | None:
+def median(values: Iterable[float | None]) -> float | None:
+    """Of those that are known."""
     found = [value for value in values if value is not None]
     return statistics.median(found) if found else None
 
