@@ -37,6 +37,13 @@ logger = logging.getLogger("backbeat.runtime")
 # A store is asked this often whether some rank has raised the alarm, and an alarm waits a few of these for answers.
 POLL_S = 1.0
 ANSWER_S = 4.0
+_c10d: Any = _distributed_c10d
+_future: Any = torch._C.Future
+IN_FLIGHT, DONE = "", "done"
+_NAMES = {int(value): str(name) for name, value in _c10d.WorkResult.__members__.items()}
+_GOOD = int(_c10d.WorkResult.SUCCESS)
+# The host reads the status of a step before it opens the one after the next: no bucket in flight is older.
+_KEPT = 3
 
 
 class StepMismatchError(CommunicationError):
@@ -63,25 +70,21 @@ class Monitor:
 
     def __init__(
         self,
-        store: Any,
-        key: str,
-        rank: int,
-        size: int,
+        communicators: Communicators,
         standing: Callable[[], Standing],
         *,
         model: str,
-        look: Callable[[], bool] | None = None,
+        look: Callable[[], bool] | None,
     ) -> None:
         """`look` is called now and then, and says that something was lost; the monitor's work is then done.
 
         model: the wrapped model's class by name, for the messages of other wrappers.
         """
         self.model = model
-        self._store = store
+        self._store: Any = communicators.store
         self._own: Any = None
-        self._key = key
-        self._rank = rank
-        self._size = size
+        """The connection of the thread that listens: the store's calls block each other."""
+        self._rank, self._size = communicators.rank, communicators.size
         # The thread must not keep the reducer alive.
         self._standing = weakref.WeakMethod(standing)
         self._look = None if look is None else weakref.WeakMethod(look)
@@ -90,9 +93,13 @@ class Monitor:
         _monitors.add(self)
 
     def start(self) -> None:
-        """Begin to listen, on a connection of its own: the store's calls block each other."""
-        clone = _clone(self._store)
-        if clone is None or self._thread is not None or self._size == 1:
+        """Begin to listen."""
+        if self._size == 1:
+            return
+        try:
+            clone = self._store.clone()
+        except Exception as error:
+            logger.debug("this store cannot be cloned, faults will name fewer ranks: %s", error)
             return
         self._thread = threading.Thread(target=self._listen, args=(clone,), name="backbeat-monitor", daemon=True)
         self._thread.start()
@@ -107,7 +114,7 @@ class Monitor:
         while not self._stop.wait(POLL_S) and self._standing() is not None:
             if heard:
                 try:
-                    if store.check([f"{self._key}/alarm"]):
+                    if store.check(["fault/alarm"]):
                         self._answer(store)
                         heard = False
                 except Exception as error:
@@ -121,7 +128,7 @@ class Monitor:
     def _answer(self, store: Any) -> None:
         standing = self.standing()
         if standing is not None:
-            store.set(f"{self._key}/status/{self._rank}", json.dumps(standing))
+            store.set(f"fault/status/{self._rank}", json.dumps(standing))
 
     def _answer_for_others(self) -> None:
         """This process may end with the error: a rank that waits in another wrapper's backward must find it answered
@@ -148,10 +155,9 @@ class Monitor:
         """Raise the alarm, wait for the others' answers, and say in words who is missing or elsewhere."""
         self._stop.set()
         mine = self.standing()
-        # The store's calls block each other: the thread that listens has a connection of its own.
         store = self._own if threading.current_thread() is self._thread else self._store
         try:
-            store.set(f"{self._key}/alarm", str(self._rank))
+            store.set("fault/alarm", str(self._rank))
             self._answer(store)
             self._answer_for_others()
             standings = self._collect(store)
@@ -163,7 +169,7 @@ class Monitor:
         found: dict[int, Standing] = {}
         deadline = time.monotonic() + ANSWER_S
         for rank in range(self._size):
-            key = f"{self._key}/status/{rank}"
+            key = f"fault/status/{rank}"
             left = max(deadline - time.monotonic(), 0.05)
             try:
                 store.wait([key], timedelta(seconds=left))
@@ -194,42 +200,19 @@ def describe(rank: int, mine: Standing | None, standings: dict[int, Standing], s
             parts.append(f"rank {other} {_where(standing)}")
         elif not standing["in_backward"]:
             parts.append(f"rank {other} has finished step {standing['step']} and is outside backward")
-    return (
-        "; ".join(parts) if parts else "every rank answers and stands at the same step: the network between them failed"
-    )
+    return "; ".join(parts) or "every rank answers and stands at the same step: the network between them failed"
 
 
 def _where(standing: Standing) -> str:
     if not standing["in_backward"]:
         return f"is at step {standing['step']}, outside backward"
     text = f"is in step {standing['step']} with {standing['sent']} of {standing['buckets']} buckets sent"
-    if standing.get("waiting"):
-        text += f", waiting for {standing['waiting']}"
-    return text
-
-
-def _clone(store: Any) -> Any:
-    """Another connection to the same store, or None where the kind of store has none."""
-    try:
-        return store.clone()
-    except Exception as error:
-        logger.debug("this store cannot be cloned, faults will name fewer ranks: %s", error)
-        return None
+    return f"{text}, waiting for {standing['waiting']}" if standing.get("waiting") else text
 
 
 def first_line(error: BaseException) -> str:
     """The first line of an exception's text, or its kind."""
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-
-
-_results: Any = _distributed_c10d
-WorkResult = _results.WorkResult
-_future: Any = torch._C.Future
-IN_FLIGHT, DONE = "", "done"
-_NAMES = {int(value): str(name) for name, value in WorkResult.__members__.items()}
-_GOOD = int(WorkResult.SUCCESS)
-# The host reads the status of a step before it opens the one after the next: no bucket in flight is older.
-_KEPT = 3
 
 
 def work_result(work: Any) -> str:
@@ -250,7 +233,15 @@ def work_result(work: Any) -> str:
 
 
 class LostCollectives:
-    """Looks after the buckets of one reducer from the monitor's thread."""
+    """Finds buckets that were lost and the host was not told: on NCCL waiting for a failed collective does not raise.
+
+    Torch's own watchdog notices, writes its verdict into the communicator and into the result of the oldest work that
+    it has not yet ticked off, which may be a good one, and after a pause for its dumps (a minute in torch 2.11) ends
+    the process without a word on buckets or gradients. The monitor's thread reads that verdict meanwhile, says which
+    bucket of which step was lost and who is to blame, and aborts the communicators, so that whatever waits for the
+    device returns and the next use of the wrapper raises the same. It never judges by itself: no clock of its own, no
+    guess from slowness, so it cannot stop a healthy job.
+    """
 
     def __init__(self, context: ReducerContext) -> None:
         self._context = context
@@ -287,7 +278,9 @@ class LostCollectives:
         why = self._verdict(steps)
         if not why:
             return False
-        number, index = _first_missing(steps)
+        missing = ((sent.step, index) for sent in steps if (index := sent.first_missing()) is not None)
+        # Where everything has arrived, the first bucket of the step to come.
+        number, index = next(missing, (present.step + 1, 0))
         context.lost = context.failure(index, f"the watchdog of torch found {why}", step=number)
         # Not by a logger alone, which may write anywhere: the process has a minute left.
         sys.stderr.write(f"backbeat: {context.lost}\n")
@@ -320,21 +313,11 @@ class _Sent:
         return next((index for index, work in self.works if work_result(work) != DONE), None)
 
 
-def _first_missing(steps: Sequence[_Sent]) -> tuple[int, int]:
-    """Step and bucket; the first bucket of the step to come where everything has arrived."""
-    for sent in steps:
-        index = sent.first_missing()
-        if index is not None:
-            return sent.step, index
-    return steps[-1].step + 1, 0
-
-
 def abort(communicators: Communicators) -> None:
     """Give every communicator up, all in one call to the library: one abort may wait for another's."""
     backends = communicators.backends()
-    grouped = hasattr(backends[0], "_group_start")
     calls = [backend.abort for backend in backends]
-    if grouped:
+    if hasattr(backends[0], "_group_start"):
         calls = [backends[0]._group_start, *calls, backends[0]._group_end]
     for call in calls:
         # One that is broken already must not keep the others from going.
@@ -355,4 +338,4 @@ def _error_of(backend: Any) -> str:
         value = int(backend.get_error())
     except Exception:
         return ""
-    return "" if value == int(_results.ErrorType.SUCCESS) else str(_results.ErrorType(value).name)
+    return "" if value == int(_c10d.ErrorType.SUCCESS) else str(_c10d.ErrorType(value).name)

@@ -90,15 +90,8 @@ class StepRunner:
         claim(self, self.context.names, self.context.parameters)
         weakref.finalize(self, unwatch, self._handles)
         self._lost = None if communicators.wait_raises else LostCollectives(self.context)
-        self.context.monitor = Monitor(
-            communicators.store,
-            "fault",
-            communicators.rank,
-            communicators.size,
-            self.standing,
-            model=model,
-            look=None if self._lost is None else self._lost.look,
-        )
+        look = None if self._lost is None else self._lost.look
+        self.context.monitor = Monitor(communicators, self.standing, model=model, look=look)
         self.context.monitor.start()
 
     @property
