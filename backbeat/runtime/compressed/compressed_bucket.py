@@ -6,7 +6,7 @@ free again; what the compressor sends is subtracted. It is never anybody's `.gra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -351,13 +351,6 @@ class CompressedBucket(BucketBuffer):
 
     def arrived(self, message: torch.Tensor) -> torch.Tensor | None:
         return None
-
-    def late_message(self, late: Set[int], scale: float) -> torch.Tensor:
-        # Not reached while `CompressedExchange` keeps late gradients to itself; an empty message keeps ranks in order.
-        return torch.zeros(len(self.members), device=self.device)
-
-    def add_late(self, message: torch.Tensor) -> list[float]:
-        return [0.0] * len(self.members)
 
 
 def _at(tensors: list[torch.Tensor], positions: Sequence[int], whole: bool) -> list[torch.Tensor]:

@@ -1,9 +1,14 @@
-"""Recomputed segments: backward runs their forward again, without a second backward inside the first.
+"""Recomputed segments: backward runs their forward again, exactly as the first time, in the midst of the user's own
+backward.
 
 Forward runs the blocks under saved-tensor hooks that keep nothing: autograd's graph stays as it is and holds empty
 placeholders. The first placeholder that backward unpacks runs the whole segment again from its input and fills them
 all, in the order in which forward packed them. Backward goes on over the original graph, so the hooks of parameters
 fire once, in the user's own backward. A placeholder dies when autograd frees its node, and its tensor with it.
+
+What a block's forward depends on besides its arguments is as it was: random numbers, autocast and train mode are
+restored, and parameters must not have changed. The second run leaves no trace: norms write their running statistics
+elsewhere, and a block that writes other buffers is refused.
 """
 
 from __future__ import annotations
@@ -74,20 +79,20 @@ def restored(name: str, module: nn.Module, before: ForwardContext) -> Iterator[N
             "recomputes it: step the optimizer after backward, or keep the block"
         )
     autocast = _autocast()
-    host_random = torch.get_rng_state()
-    device_random = tuple((device, torch.cuda.get_rng_state(device)) for device, _ in before.device_random)
     modules = list(module.modules())
     training = tuple(inner.training for inner in modules)
-    try:
-        _set_random(before.host_random, before.device_random)
-        _set_autocast(before.autocast)
-        _set_training(modules, training, before.training)
-        with without_autocast_cache(), _buffers_unchanged(name, modules), torch.enable_grad():
-            yield
-    finally:
-        _set_training(modules, before.training, training)
-        _set_autocast(autocast)
-        _set_random(host_random, device_random)
+    with torch.random.fork_rng([device for device, _ in before.device_random]):
+        try:
+            torch.set_rng_state(before.host_random)
+            for device, state in before.device_random:
+                torch.cuda.set_rng_state(state, device)
+            _set_autocast(before.autocast)
+            _set_training(modules, training, before.training)
+            with without_autocast_cache(), _buffers_unchanged(name, modules), torch.enable_grad():
+                yield
+        finally:
+            _set_training(modules, before.training, training)
+            _set_autocast(autocast)
 
 
 def _autocast() -> Autocast:
@@ -104,12 +109,6 @@ def _address(parameter: nn.Parameter) -> int:
     except (NotImplementedError, RuntimeError):
         # A tensor subclass without memory of its own.
         return 0
-
-
-def _set_random(host: torch.Tensor, devices: DeviceRandom) -> None:
-    torch.set_rng_state(host)
-    for device, state in devices:
-        torch.cuda.set_rng_state(state, device)
 
 
 def _set_autocast(states: Autocast) -> None:
