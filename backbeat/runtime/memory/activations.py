@@ -25,7 +25,15 @@ from torch.autograd.graph import saved_tensors_hooks
 from backbeat.errors import InputError
 from backbeat.measure.model.chain import find_blocks, tensors_of
 from backbeat.model import MemoryPlan
-from backbeat.runtime.memory.offload import AHEAD, LAG, KeptTensor, OffloadedTensor, OffloadSchedule, movable
+from backbeat.runtime.memory.offload import (
+    AHEAD,
+    LAG,
+    KeptTensor,
+    OffloadedTensor,
+    OffloadSchedule,
+    movable,
+    storage_of,
+)
 from backbeat.runtime.memory.recompute import SegmentRun, without_autocast_cache
 
 if TYPE_CHECKING:
@@ -132,12 +140,12 @@ class OffloadPolicy:
             self._unit = schedule.begin_unit()
         unit = self._unit
         self._next_place = block.place + 1
-        stays = {_storage(tensor) for tensor in (*block.module.parameters(), *block.module.buffers())}
+        stays = {storage_of(tensor) for tensor in (*block.module.parameters(), *block.module.buffers())}
         # A tensor without history came with the batch or is shared by all blocks: it stays alive anyway.
-        stays |= {_storage(tensor) for tensor in tensors_of((args, kwargs)) if tensor.grad_fn is None}
+        stays |= {storage_of(tensor) for tensor in tensors_of((args, kwargs)) if tensor.grad_fn is None}
 
         def pack(tensor: torch.Tensor) -> OffloadedTensor | KeptTensor:
-            if movable(tensor) and _storage(tensor) not in stays:
+            if movable(tensor) and storage_of(tensor) not in stays:
                 return schedule.offload(tensor, unit, block.name)
             return KeptTensor(tensor, block.name)
 
@@ -148,13 +156,6 @@ class OffloadPolicy:
 
 
 BlockPolicy = KeepPolicy | RecomputePolicy | OffloadPolicy
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    try:
-        return int(tensor.untyped_storage()._cdata)
-    except (NotImplementedError, RuntimeError):
-        return 0
 
 
 class Handle:
