@@ -1,13 +1,7 @@
 """One backward of one rank is one step, and this is its state machine: what it may do next, and what it knows.
 
-    IDLE --open--> ACCUMULATING --synchronise--> REDUCING --finish--> FINISHING --close--> IDLE
-      |                |    |                    ^   |
-      +----open--------|----|--------------------+   +--break_off--> BROKEN --close--> IDLE
-                       |    +--break_off--> BROKEN
-                       +--close--> IDLE
-
-Only this module writes the state of a step. Whoever packs, sends or waits for a bucket returns what came of it, and the
-runner (`runner.StepRunner`) hands that to a method here.
+ARCHITECTURE.md draws its states. Only this module writes them: whoever packs, sends or waits for a bucket returns what
+came of it, and the runner (`runner.StepRunner`) hands that to a method here.
 """
 
 from __future__ import annotations
