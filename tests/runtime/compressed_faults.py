@@ -14,10 +14,10 @@ from compressed_checks import (
     sixteen_bit_parameters,
     unused_and_frozen,
 )
-from compressed_rig import SOME, backward, compressed, local_gradients, owed, registering, same_everywhere, wrap
+from compressed_rig import SOME, backward, compressed, local_gradients, owed, same_everywhere, wrap
 from msgspec.structs import replace
 from rank_asserts import raises
-from scenario_rig import Context, Scenario, mlp
+from scenario_rig import Context, mlp, registry
 from scenarios_graphs import Breakable, Twice
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -26,8 +26,7 @@ from backbeat.model.blocks import MemoryPlan
 from backbeat.runtime import DistributedDataParallel
 from backbeat.runtime.reduce.failures import BrokenStepError, CommunicationError, NonFiniteError
 
-CHECKS: dict[str, Scenario] = {}
-check = registering(CHECKS)
+CHECKS, check = registry("compressed_")
 
 
 @check
