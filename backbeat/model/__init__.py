@@ -1,14 +1,19 @@
 """The nouns: frozen, validated data that every other part speaks."""
 
 from backbeat.model.blocks import Block, HostLink, MemoryPlan, Segment
+from backbeat.model.collective_times import CollectiveTimes, ConcurrencyPoint
 from backbeat.model.compression import Compression
-from backbeat.model.network import Calibration, CollectiveTimes, ConcurrencyPoint, Network, Topology
+from backbeat.model.network import Calibration, Network, WorkersRow
 from backbeat.model.plan import Bucket, DynamicFusion, Plan, PlanPrediction
-from backbeat.model.prediction import Band, Breakdown, Prediction, Span
-from backbeat.model.profile import Gradient, Memory, Profile
+from backbeat.model.prediction import Band, Breakdown, NetworkBand, Prediction, Span
+from backbeat.model.profile import ComputeShares, Gradient, Memory, Profile
+from backbeat.model.reduction import REDUCTIONS, Reduction
+from backbeat.model.slowdown import Slowdown
 from backbeat.model.source import Source
+from backbeat.model.topology import Fabric, LoadBand, Topology
 
 __all__ = [
+    "REDUCTIONS",
     "Band",
     "Block",
     "Breakdown",
@@ -16,19 +21,26 @@ __all__ = [
     "Calibration",
     "CollectiveTimes",
     "Compression",
+    "ComputeShares",
     "ConcurrencyPoint",
     "DynamicFusion",
+    "Fabric",
     "Gradient",
     "HostLink",
+    "LoadBand",
     "Memory",
     "MemoryPlan",
     "Network",
+    "NetworkBand",
     "Plan",
     "PlanPrediction",
     "Prediction",
     "Profile",
+    "Reduction",
     "Segment",
+    "Slowdown",
     "Source",
     "Span",
     "Topology",
+    "WorkersRow",
 ]

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from backbeat.model.plan import DynamicFusion
-from backbeat.planners.draft import Draft, StrategyOptions, capped
+from backbeat.planners.draft import Draft, StrategyOptions
 from backbeat.simulate.dynamic import fuse
+from backbeat.simulate.schedule import capped
 
 if TYPE_CHECKING:
     from backbeat.model import Network, Profile
@@ -42,5 +43,5 @@ def horovod(profile: Profile, network: Network, options: StrategyOptions) -> Dra
     settings = DynamicFusion(
         buffer_bytes=options.bucket_bytes or defaults.buffer_bytes, cycle_s=options.cycle_s or defaults.cycle_s
     )
-    ends, _, _ = fuse(profile, network.cost, settings)
+    ends = fuse(profile, network.cost, settings).ends
     return Draft(ends, dynamic=settings)
