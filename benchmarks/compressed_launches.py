@@ -222,7 +222,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=0, world_size=1)
         try:
-            for size in given.group_mib.split(","):
+            for size in given.bucket_mib.split(","):
                 report(profile, int(size) * 2**20, given)
         finally:
             dist.destroy_process_group()
