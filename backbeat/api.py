@@ -64,7 +64,7 @@ def predict(
     """How long one iteration takes on the network's workers under the plan, or under the named strategy's, and why.
 
     In place of a plan, `framework` names what the job runs today ("nanotron", "megatron", … in
-    `backbeat.model.REDUCTIONS`) or says it as a `Reduction`: dtype, buckets, overlap, sharded update.
+    `backbeat.model.reduction.REDUCTIONS`) or says it as a `Reduction`: dtype, buckets, overlap, sharded update.
 
     With `accumulation` micro-batches only the last one's backward overlaps with communication. With `reduce_dtype`
     ("bf16" or "fp16") fp32 gradients are sent in two bytes each. Where the plan says what is kept of activations,

@@ -7,13 +7,12 @@ from backbeat.model.network import Calibration, Network, WorkersRow
 from backbeat.model.plan import Bucket, DynamicFusion, Plan, PlanPrediction
 from backbeat.model.prediction import Band, Breakdown, NetworkBand, Prediction, Span
 from backbeat.model.profile import ComputeShares, Gradient, Memory, Profile
-from backbeat.model.reduction import REDUCTIONS, Reduction
+from backbeat.model.reduction import Reduction
 from backbeat.model.slowdown import Slowdown
 from backbeat.model.source import Source
 from backbeat.model.topology import Fabric, LoadBand, Topology
 
 __all__ = [
-    "REDUCTIONS",
     "Band",
     "Block",
     "Breakdown",
