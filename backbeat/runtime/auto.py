@@ -46,21 +46,15 @@ CALIBRATE_BYTES = (4096, 65536, 524288, 2**20, 4 * 2**20, 16 * 2**20)
 class Tuner:
     """Takes one wrapper from DDP's buckets to a plan, and watches it."""
 
-    def __init__(
-        self,
-        reducer: Reducer,
-        *,
-        strategy: str,
-        network: Network | str | os.PathLike[str] | None,
-        communicators: int | None,
-    ) -> None:
+    def __init__(self, reducer: Reducer, strategy: str) -> None:
         # The reducer holds the tuner; held back strongly, neither would go when the last user lets go.
         self._reducer: Any = weakref.proxy(reducer)
+        network = reducer.settings.network
         self._auto = strategy == "auto"
         self._strategy = "best" if self._auto else strategy
         self._network = Network.load(network) if isinstance(network, (str, os.PathLike)) else network
         self._given = network is not None
-        self._communicators = communicators
+        self._communicators = reducer.settings.communicators
         self._watch_every = WATCH_EVERY
         self._plans = 0
         self.state = "measuring"

@@ -105,9 +105,7 @@ class Reducer:
         if settings.strategy is not None:
             from backbeat.runtime.auto import Tuner
 
-            self.tuner = Tuner(
-                self, strategy=settings.strategy, network=settings.network, communicators=settings.communicators
-            )
+            self.tuner = Tuner(self, settings.strategy)
         # The first steps are timed: for the ready order, for the tuner, for the report.
         self.time_steps(True)
         if self._comm_hook is not None:

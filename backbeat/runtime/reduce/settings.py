@@ -133,6 +133,7 @@ def settings_of(
         )
     loaded, memory = within_budget(loaded, strategy, memory_budget, profile, network, workers)
     check_memory(module, memory)
+    planned_bytes = memory.budget_bytes if memory is not None else None
     settings = WrapperSettings(
         plan=loaded,
         strategy=strategy if loaded is None else None,
@@ -143,11 +144,7 @@ def settings_of(
         cap_bytes=cap_bytes_of(arguments),
         find_unused=arguments.get("find_unused_parameters", False),
         compression=options_of(compression),
-        budget_bytes=budget_size(memory_budget)
-        if memory_budget is not None
-        else memory.budget_bytes
-        if memory is not None
-        else None,
+        budget_bytes=planned_bytes if memory_budget is None else budget_size(memory_budget),
     )
     return settings, memory
 
@@ -177,8 +174,10 @@ def resolve_plan(plan: Plan | str | os.PathLike[str] | None) -> tuple[Plan | Non
     elif isinstance(plan, str) and (plan == "auto" or plan in strategies()):
         found, strategy = None, plan
     else:
-        if isinstance(plan, (str, os.PathLike)):
-            _check_spelling(os.fspath(plan))
+        text = os.fspath(plan) if isinstance(plan, (str, os.PathLike)) else ""
+        close = difflib.get_close_matches(text, sorted({"auto", *strategies()}), n=1, cutoff=0.7)
+        if close and not os.path.exists(text):
+            raise InputError(f"plan={text!r} is neither a file nor a strategy: did you mean {close[0]!r}?")
         found, strategy = Plan.load(plan), None
     if found is not None and found.decoupled:
         raise _decoupled()
@@ -195,13 +194,6 @@ def _decoupled() -> InputError:
         "a decoupled plan is predicted (`backbeat plan`) and replayed (`backbeat lab`), not run: "
         "make a plan of strategy best or optimal instead"
     )
-
-
-def _check_spelling(plan: str) -> None:
-    """A name that is no file, but nearly a strategy's, was meant as one."""
-    close = difflib.get_close_matches(plan, sorted({"auto", *strategies()}), n=1, cutoff=0.7)
-    if close and not os.path.exists(plan):
-        raise InputError(f"plan={plan!r} is neither a file nor a strategy: did you mean {close[0]!r}?")
 
 
 def strategies() -> set[str]:
