@@ -244,13 +244,6 @@ def test_measure_is_imported_without_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
 
 
-def test_gradients_have_the_dtype_of_their_parameters() -> None:
-    inputs, targets = images()
-    half = profile(classifier().to(torch.bfloat16), (inputs.to(torch.bfloat16), targets), loss, **QUICK)
-    assert half.gradient_dtype == "bf16"
-    assert half.total_bytes * 2 == profile(classifier(), (inputs, targets), loss, **QUICK).total_bytes
-
-
 def test_an_optimizer_by_name() -> None:
     result = profile(classifier(), images(), loss, "adamw", **QUICK)
     assert result.optimizer == "AdamW, fused"
@@ -269,3 +262,10 @@ def test_blocks_say_their_parameters() -> None:
     blocks = {block.name: block for block in profile(model, images(), in_double, **QUICK).blocks}
     assert {name: block.parameter_bytes for name, block in blocks.items()} == {"0": 72 * 4, "1": 0, "2": 36 * 8}
     assert [blocks[name].parameter_dtype for name in "012"] == ["float32", None, "float64"]
+
+
+def test_gradients_have_the_dtype_of_their_parameters() -> None:
+    inputs, targets = images()
+    half = profile(classifier().to(torch.bfloat16), (inputs.to(torch.bfloat16), targets), loss, **QUICK)
+    assert half.gradient_dtype == "bf16"
+    assert half.total_bytes * 2 == profile(classifier(), (inputs, targets), loss, **QUICK).total_bytes
