@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from backbeat.measure.model.chain import ChainWatch
+from backbeat.measure.model.chain import ChainWatch, untraced
 from backbeat.measure.model.memory_by_kind import storage_bytes, storage_key, storage_size
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class BlockBytes(ChainWatch):
         self._saved: dict[int | None, int] = {}
         self._between: dict[int | None, int] = {}
         self._ends: set[int | None] = set()
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda saved: saved)
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(untraced(self._pack), untraced(lambda saved: saved))
 
     def __enter__(self) -> Any:
         super().__enter__()
