@@ -111,7 +111,7 @@ class BlockParameters:
 
 
 def block_parameters(blocks: dict[str, torch.nn.Module]) -> dict[str, BlockParameters]:
-    """Of every block, in the order in which the model holds them: a tied weight counts where its name stands first.
+    """Of every block, in the order of forward: a tied weight counts in the first block that holds it.
 
     >>> tied = torch.nn.Linear(2, 3, bias=False)
     >>> block_parameters({"first": tied, "last": torch.nn.Sequential(tied, torch.nn.Linear(3, 1))})["last"]
