@@ -6,6 +6,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from backbeat.cli.common import JsonOption
+from backbeat.cli.network import row_at
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -13,12 +14,16 @@ if TYPE_CHECKING:
     from backbeat.model import Profile
 
 
+_SHOWN = 256
+"""GPUs that networks are compared at."""
+
+
 def zoo(json: JsonOption = False) -> None:
     """List the bundled models with their variants, and the networks, with where their figures come from."""
     from backbeat.cli.common import console, print_json, prose
     from backbeat.model import Network, Profile, Source
     from backbeat.model.files import bundled
-    from backbeat.report.tables import zoo_table
+    from backbeat.report.tables import bus_rates, zoo_table
 
     profiles = [Profile.load(name) for name in bundled(Profile)]
     networks = [Network.load(name) for name in bundled(Network)]
@@ -37,7 +42,10 @@ def zoo(json: JsonOption = False) -> None:
                 }
                 for one in profiles
             ],
-            "networks": [{"name": one.name, "workers": one.workers, "source": one.source} for one in networks],
+            "networks": [
+                {"name": one.name, "workers": one.workers, "source": one.source, "all_reduce": row_at(one, _SHOWN)}
+                for one in networks
+            ],
         }
         print_json(data)
         return
@@ -68,13 +76,15 @@ def zoo(json: JsonOption = False) -> None:
     origins = [
         (
             one.name,
-            str(one.workers),
+            str(one.topology.gpus_per_node),
+            *bus_rates(row_at(one, _SHOWN)),
             one.source.method if isinstance(one.source, Source) else one.source or "",
             (one.source.reference or "") if isinstance(one.source, Source) else "",
         )
         for one in networks
     ]
-    out.print(zoo_table(f"{len(networks)} networks", ("name", "GPUs", "figures", "from"), origins))
+    title = f"{len(networks)} networks: GPUs a node, all-reduce bus bandwidth on {_SHOWN} GPUs"
+    out.print(zoo_table(title, ("name", "a node", "GB/s", "busy–quiet", "figures", "from"), origins))
 
 
 def way(profile: Profile) -> str:

@@ -6,7 +6,10 @@ from backbeat.model.compression import Compression
 from backbeat.model.network import Calibration, Network, WorkersRow
 from backbeat.model.plan import Bucket, DynamicFusion, Plan, PlanPrediction
 from backbeat.model.prediction import Band, Breakdown, NetworkBand, Prediction, Span
-from backbeat.model.profile import Gradient, Memory, Profile
+from backbeat.model.profile import ComputeShares, Gradient, Memory, Profile
+from backbeat.model.reduction import Reduction
+from backbeat.model.sharding import Mesh, Sharding, ShardUnit
+from backbeat.model.slowdown import Slowdown
 from backbeat.model.source import Source
 from backbeat.model.topology import Fabric, LoadBand, Topology
 
@@ -18,6 +21,7 @@ __all__ = [
     "Calibration",
     "CollectiveTimes",
     "Compression",
+    "ComputeShares",
     "ConcurrencyPoint",
     "DynamicFusion",
     "Fabric",
@@ -26,13 +30,18 @@ __all__ = [
     "LoadBand",
     "Memory",
     "MemoryPlan",
+    "Mesh",
     "Network",
     "NetworkBand",
     "Plan",
     "PlanPrediction",
     "Prediction",
     "Profile",
+    "Reduction",
     "Segment",
+    "ShardUnit",
+    "Sharding",
+    "Slowdown",
     "Source",
     "Span",
     "Topology",

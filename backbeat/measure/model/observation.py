@@ -115,6 +115,7 @@ class Figures:
             backward_s=rounded(self.backward_s),
             update_s=rounded(self.update_s),
             gradients=gradients,
+            gradient_dtype=self.gradients.dtype,
             buffer_bytes=self.memory.buffer_bytes,
             accumulation=accumulation,
             memory=self.memory,
