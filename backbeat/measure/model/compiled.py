@@ -60,13 +60,8 @@ def compiled_blocks(training: Training) -> Iterator[Training]:
 
 
 def _cut(compiled: Any) -> Any:
-    """The compiled forward as the graph around it does not take it in."""
-
-    @torch.compiler.disable
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        return compiled(*args, **kwargs)
-
-    return forward
+    """The compiled forward as the graph around it does not take it in; `disable` unwraps compiled functions."""
+    return torch.compiler.disable(lambda *args, **kwargs: compiled(*args, **kwargs))
 
 
 def graph_blocks(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
