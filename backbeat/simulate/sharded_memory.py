@@ -20,9 +20,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from backbeat.model.sharding import DTYPE_BYTES
-from backbeat.simulate.actions import KEEP, units_of
+from backbeat.simulate.actions import KEEP, Unit, units_of
 from backbeat.simulate.memory_timeline import Chain, Phase, Tally
 from backbeat.simulate.resident_memory import ResidentMemory
+from backbeat.simulate.sharded_activations import sharded_activations, tied_block
 from backbeat.simulate.sharded_calls import Call, calls
 from backbeat.simulate.sharded_units import ELEMENT_BYTES, ROOT, ShardedChain, chain_of
 
@@ -96,9 +97,14 @@ def sharded_memory(profile: Profile, plan: Plan, *, micro_batches: int = 1) -> S
     resident = ResidentMemory.of(profile)
     parameters, optimizer = (-(-size // shards) for size in (resident.parameter_bytes, resident.optimizer_bytes))
     other = resident.buffer_bytes + resident.batch_bytes + resident.outside_bytes
-    moments = course(chain, plan.sharding, min(micro_batches, _MOST_MICRO_BATCHES))
+    tied = bool(profile.blocks) and tied_block(profile, chain) is not None
+    moments = course(chain, plan.sharding, min(micro_batches, _MOST_MICRO_BATCHES), tied=tied)
     if profile.blocks:
-        found, activations, where, phase = _with_blocks(profile, plan, chain, moments, resident)
+        blocks = Chain(sharded_activations(profile, chain, plan.sharding), resident)
+        actions = [(k, k + 1, KEEP) for k in range(blocks.count)]
+        if plan.memory is not None:
+            actions = units_of(profile, plan.memory)
+        found, activations, where, phase = _with_blocks(blocks, actions, chain, moments)
     else:
         held = [one for moment in moments for one in (moment.before, moment.during)]
         found = max(held, key=lambda kinds: kinds.total(), default=Counter())
@@ -141,10 +147,13 @@ class _Held:
         return Moment(call, before, self.totals.copy())
 
 
-def course(chain: ShardedChain, sharding: Sharding, micro_batches: int = 1) -> list[Moment]:
-    """What is held at every stretch, in the order of issue."""
+def course(chain: ShardedChain, sharding: Sharding, micro_batches: int = 1, *, tied: bool = False) -> list[Moment]:
+    """What is held at every stretch, in the order of issue. `tied`: the last stretch makes all gradients of the root."""
     param, reduced = DTYPE_BYTES[sharding.param_dtype], DTYPE_BYTES[sharding.reduce_dtype]
-    gradients = _gradients(chain)
+    gradients = [stretch.elements for stretch in chain.stretches]
+    if tied:
+        gradients = [0 if one.unit == ROOT else one.elements for one in chain.stretches]
+        gradients[-1] = chain.units[ROOT].elements
     places: dict[int, list[int]] = {ROOT: []}
     for place, stretch in enumerate(chain.stretches):
         places.setdefault(stretch.unit, []).append(place)
@@ -201,23 +210,6 @@ def course(chain: ShardedChain, sharding: Sharding, micro_batches: int = 1) -> l
     return moments
 
 
-def _gradients(chain: ShardedChain) -> list[int]:
-    """Elements whose gradients each stretch's backward leaves, and which stay until their unit is reduced.
-
-    A block at the end that holds no parameters, such as a head, may compute with the first one's (tied weights): then
-    all of the root's gradients are taken to be there from its backward on.
-    """
-    found = [stretch.elements for stretch in chain.stretches]
-    last = chain.stretches[-1]
-    pieces = {piece.block: piece for piece in chain.pieces.pieces}
-    if last.unit == ROOT and any(not pieces[block].elements for block in last.blocks):
-        found = [
-            0 if stretch.unit == ROOT else elements for stretch, elements in zip(chain.stretches, found, strict=True)
-        ]
-        found[-1] = chain.units[ROOT].elements
-    return found
-
-
 def _free(held: _Held, sharding: Sharding, unit: int, *, last: bool) -> None:
     if last or sharding.reshard_after_backward:
         held.take("gathered", unit)
@@ -242,15 +234,9 @@ class _ShardedTally(Tally):
 
 
 def _with_blocks(
-    profile: Profile, plan: Plan, chain: ShardedChain, moments: list[Moment], resident: ResidentMemory
+    blocks: Chain, actions: list[Unit], chain: ShardedChain, moments: list[Moment]
 ) -> tuple[Kinds, int, str, Phase]:
     """What sharding holds at the peak, the activations then, and where that is."""
-    blocks = Chain(profile, resident)
-    actions = (
-        units_of(profile, plan.memory)
-        if plan.memory is not None
-        else [(k, k + 1, KEEP) for k in range(len(profile.blocks))]
-    )
     best: _Peak | None = None
     beside: dict[tuple[str, int], Moment] = {}
     for moment in moments:
