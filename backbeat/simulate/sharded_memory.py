@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from backbeat.model.sharding import DTYPE_BYTES
 from backbeat.simulate.actions import KEEP, Unit, units_of
@@ -71,8 +71,6 @@ class ShardedMemory:
         )
 
 
-_Peak = tuple[int, "Kinds", int, str, Phase]
-"""Bytes of sharding and activations, what sharding holds of them, the activations, where, and when."""
 Kinds = Counter[str]
 """Bytes beside the resident ones: gathered, gather_buffer, whole_gradient, scatter_input, gradient."""
 
@@ -104,19 +102,18 @@ def sharded_memory(profile: Profile, plan: Plan, *, micro_batches: int = 1) -> S
         actions = [(k, k + 1, KEEP) for k in range(blocks.count)]
         if plan.memory is not None:
             actions = units_of(profile, plan.memory)
-        found, activations, where, phase = _with_blocks(blocks, actions, chain, moments)
+        peak = _with_blocks(blocks, actions, chain, moments)
     else:
-        held = [one for moment in moments for one in (moment.before, moment.during)]
-        found = max(held, key=lambda kinds: kinds.total(), default=Counter())
-        activations, where, phase = profile.memory.activation_bytes + resident.loss_bytes, "loss", "backward"
+        most = max((one for moment in moments for one in (moment.before, moment.during)), key=Counter.total)
+        peak = _Peak(most, profile.memory.activation_bytes + resident.loss_bytes, "loss", "backward")
     return ShardedMemory(
         parameter_bytes=parameters,
         optimizer_bytes=optimizer,
         other_bytes=other,
-        activation_bytes=activations,
-        where=where,
-        phase=phase,
-        **{f"{kind}_bytes": found[kind] for kind in _KINDS},
+        activation_bytes=peak.activation_bytes,
+        where=peak.where,
+        phase=peak.phase,
+        **{f"{kind}_bytes": peak.held[kind] for kind in _KINDS},
     )
 
 
@@ -148,7 +145,7 @@ class _Held:
 
 
 def course(chain: ShardedChain, sharding: Sharding, micro_batches: int = 1, *, tied: bool = False) -> list[Moment]:
-    """What is held at every stretch, in the order of issue. `tied`: the last stretch makes all gradients of the root."""
+    """What is held at every stretch, in order of issue. `tied`: the last stretch makes all gradients of the root."""
     param, reduced = DTYPE_BYTES[sharding.param_dtype], DTYPE_BYTES[sharding.reduce_dtype]
     gradients = [stretch.elements for stretch in chain.stretches]
     if tied:
@@ -215,6 +212,15 @@ def _free(held: _Held, sharding: Sharding, unit: int, *, last: bool) -> None:
         held.take("gathered", unit)
 
 
+class _Peak(NamedTuple):
+    """The highest moment: what sharding holds then, the activations beside it, and where it is."""
+
+    held: Kinds
+    activation_bytes: int
+    where: str
+    phase: Phase
+
+
 class _ShardedTally(Tally):
     """Counts, beside activations, what sharding holds at each block."""
 
@@ -233,11 +239,8 @@ class _ShardedTally(Tally):
                 self.peak, self.block, self.phase, self.held = level, block, phase, kinds
 
 
-def _with_blocks(
-    blocks: Chain, actions: list[Unit], chain: ShardedChain, moments: list[Moment]
-) -> tuple[Kinds, int, str, Phase]:
-    """What sharding holds at the peak, the activations then, and where that is."""
-    best: _Peak | None = None
+def _with_blocks(blocks: Chain, actions: list[Unit], chain: ShardedChain, moments: list[Moment]) -> _Peak:
+    peaks: list[_Peak] = []
     beside: dict[tuple[str, int], Moment] = {}
     for moment in moments:
         if moment.call.event != "end":
@@ -247,9 +250,7 @@ def _with_blocks(
         tally = _ShardedTally(0, beside)
         blocks.run(actions, tally)
         where = blocks.names[tally.block] if tally.phase != "loss" else "loss"
-        found: _Peak = (tally.peak, tally.held, tally.peak - tally.held.total(), where, tally.phase)
+        peaks.append(_Peak(tally.held, tally.peak - tally.held.total(), where, tally.phase))
         # What is reduced when backward is done has no activations beside it.
-        after: _Peak = (moment.before.total(), moment.before, 0, blocks.names[0], "backward")
-        best = max(*([best] if best else []), found, after, key=lambda one: one[0])
-    assert best is not None
-    return best[1:]
+        peaks.append(_Peak(moment.before, 0, blocks.names[0], "backward"))
+    return max(peaks, key=lambda one: one.held.total() + one.activation_bytes)
