@@ -1,4 +1,4 @@
-"""The plan, running: a drop-in `DistributedDataParallel` for PyTorch."""
+"""The plan, running: a drop-in `DistributedDataParallel`, and sharded plans on torch's own `fully_shard`."""
 
 from __future__ import annotations
 
@@ -16,5 +16,15 @@ if not _distributed.is_available():
 
 from backbeat.runtime.reduce.failures import BrokenStepError, StepMismatchError
 from backbeat.runtime.reduce.wrapper import DistributedDataParallel
+from backbeat.runtime.sharded.full_state import full_state_dict, load_full_state_dict
+from backbeat.runtime.sharded.shard import fully_shard
 
-__all__ = ["BrokenStepError", "CommunicationError", "DistributedDataParallel", "StepMismatchError"]
+__all__ = [
+    "BrokenStepError",
+    "CommunicationError",
+    "DistributedDataParallel",
+    "StepMismatchError",
+    "full_state_dict",
+    "fully_shard",
+    "load_full_state_dict",
+]
