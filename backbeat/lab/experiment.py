@@ -87,7 +87,7 @@ class MeasuredPlan:
 def opened(setting: Setting, communicators: int) -> Iterator[Session]:
     """The nodes of a setting, up and joined; whatever happens, nothing of them is left."""
     check(setting.backend)
-    with _orderly_end(), LabRun() as run, Cluster(run, setting.links) as cluster:
+    with _orderly_end(), LabRun() as run, Cluster(run, setting.links, setting.inside) as cluster:
         daemon = start_daemon(run.folder / "mps") if setting.backend == "nccl" else {}
         with Session(cluster, setting, communicators, daemon) as session:
             yield session
@@ -101,9 +101,9 @@ def calibrate(
     # it.
     communicators = max(2 if choice.stock(setting.backend) else choice.widest(setting.backend) for choice in choices)
     strategies = {choice.strategy for choice in choices}
-    decoupled = "decoupled" in strategies
+    halved = any(choice.halved for choice in choices)
     # What a plan sends by other means than an all-reduce is measured, through the primitives it sends it with.
-    others = ("all_gather", "reduce_scatter") if decoupled else ("all_gather",) if "compressed" in strategies else ()
+    others = ("all_gather", "reduce_scatter") if halved else ("all_gather",) if "compressed" in strategies else ()
     sizes = [size for size in SIZES if size < 2 * largest_bytes]
     network, timings = session.ask(
         "calibrate",
@@ -114,8 +114,11 @@ def calibrate(
         collectives=("all_reduce", *others),
         name=setting.name,
     )[0]
-    if decoupled and setting.backend == "gloo":
+    if halved and setting.backend == "gloo":
         note = f"reduce-scatter on gloo is {PRIMITIVE}: gloo's own moves as many bytes as its all-reduce"
+        network = msgspec.structs.replace(network, notes=(*network.notes, note))
+    if any(choice.sharded for choice in choices) and setting.backend == "gloo":
+        note = "FSDP2 on gloo runs gloo's own reduce-scatter, and communicates while nothing computes: plans are slower"
         network = msgspec.structs.replace(network, notes=(*network.notes, note))
     return CalibratedLab(network=network, timings=timings)
 

@@ -33,9 +33,10 @@ class Start:
     """What a node must know before it joins the others."""
 
     node: int
+    """The rank: a node, unless nodes have several."""
     namespace: str
     first_address: str
-    """Where node 0 is."""
+    """Where rank 0 is."""
     communicators: int
     setting: Setting
 
@@ -71,7 +72,7 @@ class Node:
             backend,
             init_method=f"tcp://{start.first_address}:{_PORT}",
             rank=start.node,
-            world_size=setting.nodes,
+            world_size=setting.ranks,
             timeout=datetime.timedelta(seconds=120),
             device_id=self.device if on_gpu else None,
         )
@@ -86,11 +87,11 @@ class Node:
         if setting.settle:
             stock.all_reduce(torch.zeros(1)).wait()
             settle_gloo()
-        self.factor = slowdowns(setting.slowdowns.get(start.node, 1.0), setting.jitter, seed=start.node)
+        self.factor = slowdowns(setting.slowdown(start.node), setting.jitter, seed=start.node)
         self.player = (
-            SpinningPlayer(communicators, self.device, setting.nodes)
+            SpinningPlayer(communicators, self.device, setting.ranks)
             if on_gpu
-            else SleepingPlayer(communicators, stock, setting.nodes)
+            else SleepingPlayer(communicators, stock, setting.ranks)
         )
 
     def describe(self) -> dict[str, Any]:

@@ -87,13 +87,13 @@ def fully_shard(model: nn.Module, plan: Plan | str | os.PathLike[str], mesh: Dev
 
 
 def _tell_loop(sharding: Sharding) -> None:
-    """What the plan assumes of accumulation is the training loop's to do."""
+    """What the plan says of accumulation is the training loop's to do."""
     for differs, call in (
         (sharding.gradient_sync == "last", "model.set_requires_gradient_sync(last)"),
         (not sharding.reshard_after_backward, "model.set_reshard_after_backward(last)"),
     ):
         if differs:
-            logger.warning("the plan's prediction holds where the training loop calls %s before each backward", call)
+            logger.info("with gradient accumulation, call %s before each backward: the plan counts on it", call)
 
 
 def _sharding(plan: Plan) -> Sharding:

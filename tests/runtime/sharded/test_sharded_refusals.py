@@ -129,7 +129,7 @@ def test_memory_that_torch_does_not_run_is_refused(segment: Segment, message: st
 
 
 def test_what_the_loop_has_to_do_is_said(alone: Context, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, "backbeat.runtime"):
+    with caplog.at_level(logging.INFO, "backbeat.runtime"):
         fully_shard(Chain(), plan=plan_of(alone, gradient_sync="last", reshard_after_backward=False))
     assert "model.set_requires_gradient_sync(last)" in caplog.text
     assert "model.set_reshard_after_backward(last)" in caplog.text
