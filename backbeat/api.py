@@ -23,18 +23,20 @@ def plan(
     network: Network,
     strategy: str = "best",
     *,
+    accumulation: int | None = None,
     reduce_dtype: str | None = None,
     **choices: Unpack[Choices],
 ) -> Plan:
     """The gradient schedule that a strategy chooses for this profile on this network, with its prediction.
 
-    With `reduce_dtype` ("bf16" or "fp16") fp32 gradients are sent in two bytes each; give the wrapper the same.
+    The buckets are the same for any number of micro-batches; `accumulation` is what the prediction is made for. With
+    `reduce_dtype` ("bf16" or "fp16") fp32 gradients are sent in two bytes each; give the wrapper the same.
     """
     if reduce_dtype is None:
-        return planned(profile, network, strategy, **choices)
+        return planned(profile, network, strategy, accumulation=accumulation, **choices)
     sent = _sent(profile, reduce_dtype, compressed=strategy == "compressed" or choices.get("density") is not None)
     made = planned(_bucketed(profile, sent, strategy), network, strategy, **choices)
-    result = simulated(sent, network, made)
+    result = simulated(sent, network, made, accumulation=accumulation)
     # Gradients take the same memory on the device, whatever is sent of them.
     peak = made.predicted.peak_bytes if made.predicted is not None else None
     return msgspec.structs.replace(

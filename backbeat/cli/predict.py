@@ -87,7 +87,7 @@ def predict(
         price=parse_price(price) if price is not None else None,
         epoch_samples=epoch_samples,
         samples=samples,
-        plan_words=_plan_words(profile, network, across, reduce_dtype),
+        plan_words=_plan_words(profile, network, across, reduce_dtype, accumulation),
         plan_files={made.strategy: file for made, file in zip(plans, files, strict=True)},
     )
     if plot is not None:
@@ -117,10 +117,13 @@ def predict(
         show(out, one, cluster, rows, schedules, asked)
 
 
-def _plan_words(profile: str, network: str, across: str | None, reduce_dtype: str | None) -> tuple[str, ...]:
+def _plan_words(
+    profile: str, network: str, across: str | None, reduce_dtype: str | None, accumulation: int | None
+) -> tuple[str, ...]:
     joined = ("--across", across) if across else ()
     sent = ("--reduce-dtype", reduce_dtype) if reduce_dtype else ()
-    return ("backbeat", "plan", profile, network, *joined, *sent)
+    gathered = ("--accumulation", str(accumulation)) if accumulation else ()
+    return ("backbeat", "plan", profile, network, *joined, *sent, *gathered)
 
 
 def _named_apart(plans: list[Plan], files: list[str], names: list[str]) -> list[Plan]:

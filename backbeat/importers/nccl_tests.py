@@ -14,8 +14,10 @@ from typing import Any, Literal
 from backbeat.errors import InputError
 from backbeat.importers.nccl_runs import PROGRAM, NcclRun, json_runs, text_runs
 from backbeat.model import files
-from backbeat.model.network import CollectiveTimes, Network, Topology
+from backbeat.model.collective_times import CollectiveTimes
+from backbeat.model.network import Network
 from backbeat.model.source import Source
+from backbeat.model.topology import Topology
 from backbeat.units import format_bytes
 
 Placement = Literal["in-place", "out-of-place"]

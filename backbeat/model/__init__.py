@@ -1,12 +1,14 @@
 """The nouns: frozen, validated data that every other part speaks."""
 
 from backbeat.model.blocks import Block, HostLink, MemoryPlan, Segment
+from backbeat.model.collective_times import CollectiveTimes, ConcurrencyPoint
 from backbeat.model.compression import Compression
-from backbeat.model.network import Calibration, CollectiveTimes, ConcurrencyPoint, Network, Topology
+from backbeat.model.network import Calibration, Network, WorkersRow
 from backbeat.model.plan import Bucket, DynamicFusion, Plan, PlanPrediction
-from backbeat.model.prediction import Band, Breakdown, Prediction, Span
+from backbeat.model.prediction import Band, Breakdown, NetworkBand, Prediction, Span
 from backbeat.model.profile import Gradient, Memory, Profile
 from backbeat.model.source import Source
+from backbeat.model.topology import Fabric, LoadBand, Topology
 
 __all__ = [
     "Band",
@@ -18,11 +20,14 @@ __all__ = [
     "Compression",
     "ConcurrencyPoint",
     "DynamicFusion",
+    "Fabric",
     "Gradient",
     "HostLink",
+    "LoadBand",
     "Memory",
     "MemoryPlan",
     "Network",
+    "NetworkBand",
     "Plan",
     "PlanPrediction",
     "Prediction",
@@ -31,4 +36,5 @@ __all__ = [
     "Source",
     "Span",
     "Topology",
+    "WorkersRow",
 ]

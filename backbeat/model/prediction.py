@@ -39,6 +39,17 @@ class Band(msgspec.Struct, frozen=True, kw_only=True):
     """More workers than measured iterations: the tail is fitted, not seen."""
 
 
+class NetworkBand(msgspec.Struct, frozen=True, kw_only=True):
+    """One iteration where others use the network little, and where they use it much."""
+
+    quiet_s: float
+    """T(N) on a quiet cluster."""
+    busy_s: float
+    """T(N) on a busy cluster."""
+    quiet_scaling_factor: float
+    busy_scaling_factor: float
+
+
 class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     """One (profile, network, plan), predicted."""
 
@@ -62,6 +73,8 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     bottleneck: str
     """`compute`, or the largest part of the breakdown: `latency`, `bandwidth`, `waiting`, `stragglers`, `buffers`."""
     band: Band | None = None
+    network_band: NetworkBand | None = None
+    """Where the network says how far a quiet and a busy cluster are apart; `iteration_s` is a typical one."""
     peak_bytes: int | None = None
     """Device memory at its highest, where the plan says what is kept of activations."""
     extrapolated: bool = False
@@ -73,6 +86,20 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     def gap(self) -> float:
         """How far this plan is above the bound, as a share of it."""
         return self.iteration_s / self.bound_s - 1 if self.bound_s > 0 else 0.0
+
+    @property
+    def on_busy(self) -> Prediction:
+        """The same on a busy cluster; itself where the network has no band. The breakdown stays the typical one."""
+        band = self.network_band
+        if band is None or band.busy_s <= 0:
+            return self
+        return msgspec.structs.replace(
+            self,
+            iteration_s=band.busy_s,
+            scaling_factor=band.busy_scaling_factor,
+            exposed_s=band.busy_s - self.single_s,
+            samples_per_s=self.samples_per_s * self.iteration_s / band.busy_s,
+        )
 
     def bucket_times(self) -> list[tuple[float, float]]:
         """When each bucket leaves and is back, in seconds from the start of backward, in launch order. Empty where the

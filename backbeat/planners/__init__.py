@@ -107,8 +107,15 @@ def _check_reserve(reserve: float | None, memory_bytes: int | None) -> None:
         )
 
 
-def plan(profile: Profile, network: Network, strategy: str = "best", **choices: Unpack[Choices]) -> Plan:
+def plan(
+    profile: Profile,
+    network: Network,
+    strategy: str = "best",
+    *,
+    accumulation: int | None = None,
+    **choices: Unpack[Choices],
+) -> Plan:
     """The gradient schedule that a strategy chooses for this profile on this network, with its prediction."""
     made = propose(profile, network, strategy, **choices)
-    result = predict(profile, network, made)
+    result = predict(profile, network, made, accumulation=accumulation)
     return msgspec.structs.replace(made, predicted=PlanPrediction.of(result, network.name))

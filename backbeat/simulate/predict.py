@@ -8,7 +8,7 @@ import msgspec
 
 from backbeat.cost.collectives import traffic
 from backbeat.errors import InputError
-from backbeat.model.prediction import Band, Breakdown, Prediction, Span
+from backbeat.model.prediction import Band, Breakdown, NetworkBand, Prediction, Span
 from backbeat.simulate.compressed_cost import remarks
 from backbeat.simulate.iteration import across_iterations, alone, compressed_iteration, within_iteration
 from backbeat.simulate.memory_timeline import memory_timeline
@@ -33,7 +33,31 @@ def predict(
 
     With `accumulation` micro-batches only the last one's backward overlaps with communication. Where the plan says
     what is kept of activations, every time is of an iteration that runs so, T(1) too, and the peak is predicted.
+    Where the network has a band, the plan is simulated on a quiet and on a busy cluster, too.
     """
+    found, *edges = (
+        _predicted(profile, one, plan, accumulation=accumulation, broadcast_buffers=broadcast_buffers)
+        for one in (network, *(network.edges or ()))
+    )
+    if not edges:
+        return found
+    # A faster link may delay a bucket that shares it: by so little that it is no edge of the band.
+    quiet_s = min(edges[0].iteration_s, found.iteration_s)
+    busy_s = max(edges[1].iteration_s, found.iteration_s)
+    return msgspec.structs.replace(
+        found,
+        network_band=NetworkBand(
+            quiet_s=quiet_s,
+            busy_s=busy_s,
+            quiet_scaling_factor=found.single_s / quiet_s if quiet_s > 0 else 1.0,
+            busy_scaling_factor=found.single_s / busy_s if busy_s > 0 else 1.0,
+        ),
+    )
+
+
+def _predicted(
+    profile: Profile, network: Network, plan: Plan, *, accumulation: int | None, broadcast_buffers: bool
+) -> Prediction:
     peak = None
     memory_notes: tuple[str, ...] = ()
     if plan.memory is not None and (profile.blocks or plan.memory.segments):
@@ -135,15 +159,19 @@ def _notes(
     if plan.dynamic is None and (left := plan.missing(profile)):
         notes.append(f"{len(left)} gradients are not in the plan and travel in one bucket behind it, from {left[0]}")
     if network.moved_from is not None and network.workers > 1:
+        used = network.moved_from.used
+        if len(used) == 1:
+            extrapolated = True
+            notes.append(
+                f"all-reduce times at {network.workers} workers are extrapolated from {used[0]} "
+                f"({network.topology.algorithm})"
+            )
+        elif used:
+            notes.append(f"all-reduce times at {network.workers} workers lie between those at {used[0]} and {used[1]}")
+    largest = network.largest_bytes
+    if largest is not None and largest_bytes > largest:
         extrapolated = True
-        notes.append(
-            f"all-reduce times at {network.workers} workers are extrapolated from {network.moved_from.workers} "
-            f"({network.topology.algorithm})"
-        )
-    points = (network.moved_from.all_reduce if network.moved_from else network.all_reduce).points
-    if points and largest_bytes > points[-1][0]:
-        extrapolated = True
-        notes.append(f"buckets above {points[-1][0]} bytes lie beyond the largest message measured")
+        notes.append(f"buckets above {largest} bytes lie beyond the largest message measured")
     if waits is not None and waits.extrapolated:
         extrapolated = True
         notes.append(

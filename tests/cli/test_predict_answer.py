@@ -176,6 +176,16 @@ def test_micro_batches_stand_in_the_header() -> None:
     assert f"{1e3 * alone:.0f} ms per iteration alone" in text
 
 
+def test_the_advised_plan_is_for_the_same_micro_batches(tmp_path: Path) -> None:
+    words = ("resnet50-b64-bf16-h200", "100gbe", "--workers", "64", "--accumulation", "2")
+    predicted = bb.predict(bb.Profile.load(words[0]), bb.Network.load("100gbe").at(workers=64), "best", accumulation=2)
+    assert "--accumulation 2 --workers 64 -o plan.json" in joined(run("predict", *words))
+    run("plan", *words, "-o", str(tmp_path / "plan.json"))
+    found = bb.Plan.load(tmp_path / "plan.json").predicted
+    assert found is not None
+    assert found.iteration_s == predicted.iteration_s
+
+
 def test_a_profile_that_does_not_say_its_origin_is_not_called_measured(tmp_path: Path) -> None:
     file = str(tmp_path / "mine.json")
     make_profile([10**6], [1e-3], forward=1e-3).save(file)

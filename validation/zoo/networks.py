@@ -8,10 +8,13 @@ you can rely on: `torchrun … -m backbeat calibrate -o network.json`.
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from pathlib import Path
 
-from backbeat.cost.collectives import seconds
-from backbeat.model import CollectiveTimes, Network, Source, Topology
+from backbeat.cost.collectives import Collective, seconds, traffic
+from backbeat.cost.fabric import Kind, Load, bandwidth_share
+from backbeat.model import CollectiveTimes, Fabric, Network, Source, Topology, WorkersRow
 
 FOLDER = Path(__file__).resolve().parents[2] / "backbeat" / "zoo" / "networks"
 
@@ -62,6 +65,273 @@ def nvlink(name: str, gbit_per_gpu: float, why: str) -> Network:
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NicLatency:
+    """Latencies of NCCL between nodes, read off one published sweep over message sizes each."""
+
+    small_s: float
+    """All-reduce of a few bytes on two nodes."""
+    doubling_s: float
+    """What it takes longer on twice the nodes."""
+    middle_s: float
+    """What messages of some megabytes take beyond their transfer, on four nodes."""
+    why: str
+
+
+INFINIBAND = NicLatency(
+    small_s=25e-6,
+    doubling_s=10e-6,
+    middle_s=150e-6,
+    why="2, 4 and 8 nodes of 8 H100, NVIDIA/nccl-tests/issues/309",
+)
+EFA = NicLatency(
+    small_s=60e-6,
+    doubling_s=32e-6,
+    middle_s=390e-6,
+    why="2 p5 and 16 p5en (aws-samples/awsome-distributed-training), 4 p6-b200 (stas00/ml-engineering)",
+)
+EFA_2020 = NicLatency(
+    small_s=160e-6, doubling_s=60e-6, middle_s=1250e-6, why="2 p4de (aws-samples/awsome-distributed-training)"
+)
+TCPX = NicLatency(
+    small_s=123e-6, doubling_s=60e-6, middle_s=1400e-6, why="2 a3-megagpu (lessizzmore/create-a3mega-ztan-fork)"
+)
+NVL72 = NicLatency(
+    small_s=183e-6, doubling_s=30e-6, middle_s=600e-6, why="2 racks of GB200 (oracle-quickstart/oci-hpc-oke)"
+)
+
+MIDDLE_GROWTH = 0.66
+"""The latency of middle-sized messages grows with this power of the nodes: Polaris, 8 to 256 (ALCF's nccl-tests)."""
+RING_STEP_S = 9.4e-6
+"""One step of NCCL's ring all-gather: 80 H100, 32 MiB to 16 GiB (xxrjun/nccl-tests-cluster)."""
+GATHER_SHARE = 0.88
+"""Bandwidth of its all-gather and reduce-scatter over that of its all-reduce: the same."""
+INSIDE_LINES = ((13e-6, 0.10), (20e-6, 0.57), (60e-6, 1.0))
+"""(latency, share of the bus bandwidth) of NCCL's protocols inside 8 GPUs: one p5 (awsome-distributed-training)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """A machine type as its vendor specifies it, and how much of that NCCL was seen to reach."""
+
+    name: str
+    gpus: int = 8
+    """In one NVLink domain, which is a node here."""
+    inside_gb_s: float
+    """Bus bandwidth of a large all-reduce inside it: above the link's own rate where the NVSwitch adds (NVLS)."""
+    nics: int
+    nic_gbit: float
+    efficiency: float
+    """Bus bandwidth of a large all-reduce on three nodes and more, over the rate of one node's NICs."""
+    latency: NicLatency
+    kind: Kind
+    why: str
+
+    def bus_bandwidth(self, nodes: int, load: Load = "typical") -> float:
+        """Of a large all-reduce, in bytes a second. NCCL rings cross a node's NICs with all of their traffic, 2(N-1)/N
+        bytes a byte; on two nodes its tree sends each byte across once, until NVLink is the limit."""
+        inside = self.inside_gb_s * 1e9
+        wire = self.nics * self.nic_gbit / 8 * 1e9 * self.efficiency * bandwidth_share(self.kind, nodes, load)
+        return min(wire * traffic("all_reduce", "ring", 2 * self.gpus) if nodes == 2 else wire, inside)
+
+    def all_reduce_s(self, nodes: int, size: float) -> float:
+        """The fastest of NCCL's protocols: low latency, middle, and full bandwidth."""
+        inside = [(self.gpus / 8 * latency, share * self.inside_gb_s * 1e9) for latency, share in INSIDE_LINES]
+        within = self._fastest(inside, self.gpus, size)
+        if nodes == 1:
+            return within
+        rate = self.bus_bandwidth(nodes)
+        small = self.latency.small_s + self.latency.doubling_s * math.log2(nodes / 2)
+        middle = self.latency.middle_s * (nodes / 4) ** MIDDLE_GROWTH
+        lines = [(small, 0.13 * rate), (middle, 0.78 * rate), (1.5 * middle, rate)]
+        return max(within, self._fastest(lines, nodes * self.gpus, size))
+
+    @staticmethod
+    def _fastest(lines: list[tuple[float, float]], workers: int, size: float) -> float:
+        sent = traffic("all_reduce", "ring", workers) * size
+        return min(latency + sent / rate for latency, rate in lines)
+
+    def gathered(self, collective: Collective, nodes: int) -> CollectiveTimes:
+        """All-gather and reduce-scatter: NCCL has rings for them, one step a GPU."""
+        workers = nodes * self.gpus
+        if nodes == 1:
+            step_s, rate = INSIDE_LINES[1][0] / 7, 0.75 * self.inside_gb_s * 1e9
+        else:
+            step_s, rate = RING_STEP_S, min(GATHER_SHARE * self.bus_bandwidth(nodes), 0.75 * self.inside_gb_s * 1e9)
+        return CollectiveTimes(
+            alpha_s=float(f"{step_s * (workers - 1):.4g}"),
+            beta_s_per_byte=float(f"{traffic(collective, 'ring', workers) / rate:.4g}"),
+        )
+
+    def row(self, nodes: int) -> WorkersRow:
+        sizes = [4**power for power in range(8, 18)]
+        return WorkersRow(
+            workers=nodes * self.gpus,
+            all_reduce=CollectiveTimes(
+                points=tuple((size, float(f"{self.all_reduce_s(nodes, size):.4g}")) for size in sizes)
+            ),
+            all_gather=self.gathered("all_gather", nodes),
+            reduce_scatter=self.gathered("reduce_scatter", nodes),
+        )
+
+    def network(self) -> Network:
+        rows = [self.row(2**power) for power in range(8)]
+        own = rows[1]
+        return Network(
+            name=self.name,
+            workers=own.workers,
+            all_reduce=own.all_reduce,
+            all_gather=own.all_gather,
+            reduce_scatter=own.reduce_scatter,
+            rows=tuple(row for row in rows if row is not own),
+            topology=Topology(algorithm="auto", gpus_per_node=self.gpus, fabric=Fabric(kind=self.kind)),
+            backend="nccl",
+            source=Source(
+                method="assumed",
+                reference=f"{self.why}; {self.nics} x {self.nic_gbit:g} Gbit/s a node, of which a large all-reduce "
+                f"reaches {self.efficiency:.0%} as bus bandwidth; latencies of {self.latency.why}",
+            ),
+        )
+
+
+def clusters() -> list[Cluster]:
+    aws, gcp = (
+        "https://aws.amazon.com/ec2/instance-types/",
+        "https://cloud.google.com/compute/docs/gpus/gpu-network-bandwidth",
+    )
+    pod = "https://docs.nvidia.com/dgx-superpod/"
+    nvlink3, nvlink4, nvlink5 = 235.0, 480.0, 846.0
+    """What an all-reduce inside 8 A100 (a ring: 78 % of 300 GB/s each way), H100 or H200 (NVLS on 450) and B200 (NVLS
+    on 900) reaches: stas00/ml-engineering, network/README.md; 482 on one node of xxrjun/nccl-tests-cluster."""
+    return [
+        Cluster(
+            name="aws-p4d",
+            inside_gb_s=nvlink3,
+            nics=4,
+            nic_gbit=100,
+            efficiency=0.84,
+            latency=EFA_2020,
+            kind="cloud",
+            why=f"{aws}p4/: 8 A100, NVLink 300 GB/s each way, EFA; efficiency of 2 p4de (awsome-distributed-training)",
+        ),
+        Cluster(
+            name="aws-p5",
+            inside_gb_s=nvlink4,
+            nics=32,
+            nic_gbit=100,
+            efficiency=0.92,
+            latency=EFA,
+            kind="cloud",
+            why=f"{aws}p5/: 8 H100, NVLink 450 GB/s each way, EFA; efficiency of 16 p5en (awsome-distributed-training)",
+        ),
+        Cluster(
+            name="aws-p5en",
+            inside_gb_s=nvlink4,
+            nics=16,
+            nic_gbit=200,
+            efficiency=0.92,
+            latency=EFA,
+            kind="cloud",
+            why=f"{aws}p5/: 8 H200, NVLink 450 GB/s each way, EFA; efficiency of 16 such (awsome-distributed-training)",
+        ),
+        Cluster(
+            name="aws-p6-b200",
+            inside_gb_s=nvlink5,
+            nics=8,
+            nic_gbit=400,
+            efficiency=0.95,
+            latency=EFA,
+            kind="cloud",
+            why=f"{aws}p6/: 8 B200, NVLink 900 GB/s each way, EFA; efficiency of 4 such (stas00/ml-engineering)",
+        ),
+        Cluster(
+            name="azure-nd-h100-v5",
+            inside_gb_s=nvlink4,
+            nics=8,
+            nic_gbit=400,
+            efficiency=0.92,
+            latency=INFINIBAND,
+            kind="fat-tree",
+            why="https://learn.microsoft.com/azure/virtual-machines/sizes/gpu-accelerated/ndh100v5-series: 8 H100, "
+            "NVLink 450 GB/s each way, Quantum-2 InfiniBand; efficiency of 4 nodes of nccl-tests/issues/309",
+        ),
+        Cluster(
+            name="gcp-a3-high",
+            inside_gb_s=nvlink4,
+            nics=4,
+            nic_gbit=200,
+            efficiency=0.85,
+            latency=TCPX,
+            kind="cloud",
+            why=f"{gcp}: 8 H100, NVLink 450 GB/s each way, GPUDirect-TCPX; efficiency and latency assumed (a3-mega)",
+        ),
+        Cluster(
+            name="gcp-a3-mega",
+            inside_gb_s=nvlink4,
+            nics=8,
+            nic_gbit=200,
+            efficiency=0.9,
+            latency=TCPX,
+            kind="cloud",
+            why=f"{gcp}: 8 H100, NVLink 450 GB/s each way, GPUDirect-TCPXO; efficiency of two such "
+            "(lessizzmore/create-a3mega-ztan-fork)",
+        ),
+        Cluster(
+            name="gcp-a3-ultra",
+            inside_gb_s=nvlink4,
+            nics=8,
+            nic_gbit=400,
+            efficiency=0.92,
+            latency=INFINIBAND,
+            kind="cloud",
+            why=f"{gcp}: 8 H200, NVLink 450 GB/s each way, RoCE; efficiency and latency assumed, those of InfiniBand",
+        ),
+        Cluster(
+            name="dgx-a100",
+            inside_gb_s=nvlink3,
+            nics=8,
+            nic_gbit=200,
+            efficiency=0.96,
+            latency=INFINIBAND,
+            kind="rail-optimised",
+            why=f"{pod}: SuperPOD of DGX A100, NVLink 300 GB/s each way, InfiniBand; efficiency of nccl/issues/812",
+        ),
+        Cluster(
+            name="dgx-h100",
+            inside_gb_s=nvlink4,
+            nics=8,
+            nic_gbit=400,
+            efficiency=0.92,
+            latency=INFINIBAND,
+            kind="rail-optimised",
+            why=f"{pod}: SuperPOD of DGX H100, NVLink 450 GB/s each way, InfiniBand; efficiency of 4 nodes of "
+            "nccl-tests/issues/309",
+        ),
+        Cluster(
+            name="dgx-b200",
+            inside_gb_s=nvlink5,
+            nics=8,
+            nic_gbit=400,
+            efficiency=0.95,
+            latency=INFINIBAND,
+            kind="rail-optimised",
+            why=f"{pod}: SuperPOD of DGX B200, NVLink 900 GB/s each way, InfiniBand; efficiency assumed, as of p6-b200",
+        ),
+        Cluster(
+            name="gb200-nvl72",
+            gpus=72,
+            inside_gb_s=840,
+            nics=72,
+            nic_gbit=400,
+            efficiency=0.1125,
+            latency=NVL72,
+            kind="rail-optimised",
+            why="https://www.nvidia.com/en-us/data-center/gb200-nvl72/: 72 GPUs in one NVLink domain of 900 GB/s each "
+            "way, a node here; inside and efficiency of 1 and 20 racks (coreweave/nccl-tests)",
+        ),
+    ]
+
+
 def networks() -> list[Network]:
     tcp = "hop of 45.25 µs from MG-WFBP's INFOCOM simulator (10 GbE), 94.3 % of line rate, one GPU a host"
     rdma = "RDMA hop of 5 µs and 90 % of line rate, both assumed, one GPU a host"
@@ -100,6 +370,7 @@ def networks() -> list[Network]:
             "8 GPUs a node on NVLink 4 (450 GB/s each way, 80 % assumed), one 400 Gb InfiniBand port a GPU "
             "(90 %, 5 µs a hop, assumed)",
         ),
+        *(cluster.network() for cluster in clusters()),
     ]
 
 

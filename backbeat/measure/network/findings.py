@@ -13,7 +13,9 @@ from backbeat.errors import MeasurementError
 from backbeat.measure.network.case import COLLECTIVES, Case
 from backbeat.measure.network.sampling import FEWEST_REPEATS, REPEATS
 from backbeat.measure.network.verdict import MISFIT, verdict
-from backbeat.model.network import CollectiveTimes, ConcurrencyPoint, Network, Topology
+from backbeat.model.collective_times import CollectiveTimes, ConcurrencyPoint
+from backbeat.model.network import Network
+from backbeat.model.topology import Topology
 from backbeat.units import format_bytes, format_rate, format_seconds
 
 if TYPE_CHECKING:
