@@ -26,6 +26,7 @@ from backbeat.lab.train import Trained
 from backbeat.measure.network.case import SIZES
 from backbeat.model import Network, Plan, Prediction, Profile
 from backbeat.model.files import decode
+from backbeat.model.network import WorkersRow
 from backbeat.simulate import predict
 
 _SPARE_S = 90.0
@@ -105,7 +106,7 @@ def calibrate(
     # What a plan sends by other means than an all-reduce is measured, through the primitives it sends it with.
     others = ("all_gather", "reduce_scatter") if halved else ("all_gather",) if "compressed" in strategies else ()
     sizes = [size for size in SIZES if size < 2 * largest_bytes]
-    network, timings = session.ask(
+    network, inside, timings = session.ask(
         "calibrate",
         budget_s * 3 + _SPARE_S,
         budget_s=budget_s,
@@ -114,6 +115,8 @@ def calibrate(
         collectives=("all_reduce", *others),
         name=setting.name,
     )[0]
+    if inside is not None:
+        network = _of_nodes(network, inside)
     if halved and setting.backend == "gloo":
         note = f"reduce-scatter on gloo is {PRIMITIVE}: gloo's own moves as many bytes as its all-reduce"
         network = msgspec.structs.replace(network, notes=(*network.notes, note))
@@ -121,6 +124,15 @@ def calibrate(
         note = "FSDP2 on gloo runs gloo's own reduce-scatter, and communicates while nothing computes: plans are slower"
         network = msgspec.structs.replace(network, notes=(*network.notes, note))
     return CalibratedLab(network=network, timings=timings)
+
+
+def _of_nodes(network: Network, inside: Network) -> Network:
+    """A network of nodes of several ranks: what was measured over all of them, and within one."""
+    row = WorkersRow(**{name: getattr(inside, name) for name in WorkersRow.__struct_fields__})
+    topology = msgspec.structs.replace(
+        network.topology, gpus_per_node=inside.workers, algorithm="hierarchical", inside=inside.all_reduce
+    )
+    return msgspec.structs.replace(network, rows=(row,), topology=topology)
 
 
 def planned(choices: Sequence[Choice], profile: Profile, network: Network) -> list[Planned]:

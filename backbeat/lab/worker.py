@@ -120,18 +120,22 @@ class Node:
         collectives: Sequence[Any],
         name: str,
     ) -> Any:
-        """The network, and the timings behind it, from node 0; None from the others."""
+        """The network, and the timings behind it, from node 0; None from the others.
+
+        Where nodes have several ranks, each node is measured by itself, too, all nodes at once; node 0's counts.
+        """
         from backbeat.measure.network.calibration import measure_cluster
 
-        found = measure_cluster(
-            device=self.device,
-            budget_s=budget_s,
-            sizes=sizes,
-            communicators=communicators,
-            collectives=collectives,
-            name=name,
-            settle=self.start.setting.settle,
-        )
+        setting = self.start.setting
+        options = {"device": self.device, "sizes": sizes, "collectives": collectives, "settle": setting.settle}
+        parts = 2 if setting.ranks_per_node > 1 else 1
+        found = measure_cluster(budget_s=budget_s / parts, communicators=communicators, name=name, **options)
+        inside = None
+        if setting.ranks_per_node > 1:
+            own = measure_cluster(
+                group=self._own_node(), budget_s=budget_s / parts, communicators=[1], name=f"{name}-inside", **options
+            )
+            inside = own.network
         if self.start.node != 0:
             return None
         timings = [
@@ -144,7 +148,16 @@ class Node:
             }
             for case, timing in found.outcome.timings.items()
         ]
-        return found.network, timings
+        return found.network, inside, timings
+
+    def _own_node(self) -> Any:
+        """The ranks of this node."""
+        from torch.distributed.device_mesh import init_device_mesh
+
+        setting = self.start.setting
+        kind = "cuda" if setting.backend == "nccl" else "cpu"
+        shape = (setting.nodes, setting.ranks_per_node)
+        return init_device_mesh(kind, shape, mesh_dim_names=("node", "rank"))["rank"].get_group()
 
     def replay(self, *, jobs: Sequence[ReplayJob], turns: Sequence[Turn]) -> list[Replayed]:
         from backbeat.lab.replay import replay
