@@ -10,7 +10,7 @@ from typing import Any
 from backbeat.model import Plan, Profile
 from backbeat.simulate.decoupled_step import Layers
 from backbeat.simulate.schedule import Schedule
-from backbeat.simulate.sharded_units import Piece, Pieces
+from backbeat.simulate.sharded_units import ModelPiece, ModelPieces
 
 FEWEST_ITERATIONS = 6
 MOST_ITERATIONS = 60
@@ -42,7 +42,7 @@ class ShardedJob:
     """One training step of FSDP2, on real parameters."""
 
     plan: Plan
-    pieces: tuple[Piece, ...]
+    pieces: tuple[ModelPiece, ...]
     loose: tuple[int, ...]
     """Elements of the root's own parameters."""
     update_s: float
@@ -101,7 +101,7 @@ def job_of(profile: Profile, plan: Plan, *, stock: bool = False) -> ReplayJob:
     if plan.decoupled:
         return _in_halves(profile, plan)
     if plan.sharding is not None:
-        whole = Pieces.of(profile)
+        whole = ModelPieces.of(profile)
         update_s = profile.update_s / plan.sharding.mesh.shard
         job = ShardedJob(plan=plan, pieces=whole.pieces, loose=whole.loose, update_s=update_s)
         return ReplayJob.of(profile, sharded=job)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from backbeat.lab.jobs import ShardedJob
-    from backbeat.simulate.sharded_units import Piece
+    from backbeat.simulate.sharded_units import ModelPiece
 
 Compute = Callable[[float], None]
 """Takes this many seconds on the device."""
@@ -56,7 +56,7 @@ class SpunModel(nn.Module):
 class SpunModule(nn.Module):
     """One piece."""
 
-    def __init__(self, piece: Piece, pace: Pace, device: torch.device) -> None:
+    def __init__(self, piece: ModelPiece, pace: Pace, device: torch.device) -> None:
         super().__init__()
         self._pace, self._forward_s, self._backward_s = pace, piece.forward_s, piece.backward_s
         for number, count in enumerate(piece.elements):

@@ -127,7 +127,12 @@ class Node:
         from backbeat.measure.network.calibration import measure_cluster
 
         setting = self.start.setting
-        options = {"device": self.device, "sizes": sizes, "collectives": collectives, "settle": setting.settle}
+        options: dict[str, Any] = {
+            "device": self.device,
+            "sizes": sizes,
+            "collectives": collectives,
+            "settle": setting.settle,
+        }
         parts = 2 if setting.ranks_per_node > 1 else 1
         found = measure_cluster(budget_s=budget_s / parts, communicators=communicators, name=name, **options)
         inside = None

@@ -7,6 +7,7 @@ from backbeat.model.network import Calibration, Network, WorkersRow
 from backbeat.model.plan import Bucket, DynamicFusion, Plan, PlanPrediction
 from backbeat.model.prediction import Band, Breakdown, NetworkBand, Prediction, Span
 from backbeat.model.profile import Gradient, Memory, Profile
+from backbeat.model.sharding import Mesh, Sharding, ShardUnit
 from backbeat.model.source import Source
 from backbeat.model.topology import Fabric, LoadBand, Topology
 
@@ -26,6 +27,7 @@ __all__ = [
     "LoadBand",
     "Memory",
     "MemoryPlan",
+    "Mesh",
     "Network",
     "NetworkBand",
     "Plan",
@@ -33,6 +35,8 @@ __all__ = [
     "Prediction",
     "Profile",
     "Segment",
+    "ShardUnit",
+    "Sharding",
     "Source",
     "Span",
     "Topology",

@@ -28,6 +28,12 @@ class Breakdown(msgspec.Struct, frozen=True, kw_only=True):
     """Waiting for the slowest worker."""
     buffers_s: float = 0.0
     """Broadcasting module buffers before forward."""
+    contention_s: float = 0.0
+    """Computation that takes longer beside communication, which takes multiprocessors and memory bandwidth from it."""
+    copies_s: float = 0.0
+    """Sharded plans: parameters copied out of gathered buffers, gradients copied into reduce-scatter inputs."""
+    sharded_update_s: float = 0.0
+    """Sharded plans: what the update is longer than on one worker; negative, since each rank updates its own shard."""
 
 
 class Band(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,12 +77,13 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     """Of the whole job."""
     breakdown: Breakdown
     bottleneck: str
-    """`compute`, or the largest part of the breakdown: `latency`, `bandwidth`, `waiting`, `stragglers`, `buffers`."""
+    """`compute`, or the largest part of the breakdown: `latency`, `bandwidth`, `waiting`, `stragglers`, `buffers`,
+    `contention`, `copies`."""
     band: Band | None = None
     network_band: NetworkBand | None = None
     """Where the network says how far a quiet and a busy cluster are apart; `iteration_s` is a typical one."""
     peak_bytes: int | None = None
-    """Device memory at its highest, where the plan says what is kept of activations."""
+    """Device memory at its highest, where the plan shards or says what is kept of activations."""
     extrapolated: bool = False
     """Some figure lies beyond what was measured; `notes` says which."""
     timeline: tuple[Span, ...] = ()

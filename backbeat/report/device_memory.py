@@ -8,6 +8,7 @@ from backbeat.cost.accelerators import accelerator
 from backbeat.model import MemoryPlan, Plan, Profile
 from backbeat.simulate.memory_timeline import memory_timeline
 from backbeat.simulate.resident_memory import ResidentMemory
+from backbeat.simulate.sharded_memory import sharded_memory
 from backbeat.units import format_bytes
 
 
@@ -41,6 +42,8 @@ def device_fit(profile: Profile, plan: Plan | None = None, workers: int | None =
 
 
 def _peak(profile: Profile, plan: Plan | None, workers: int | None) -> int:
+    if plan is not None and plan.sharding is not None and (held := sharded_memory(profile, plan)) is not None:
+        return held.peak_bytes
     memory = plan.memory if plan is not None else None
     resident = ResidentMemory.of(profile, plan, memory.residuals if memory else "device", workers).total_bytes
     if profile.blocks:

@@ -20,6 +20,7 @@ PART_COLOURS = {
     "waiting": canvas.PURPLE,
     "stragglers": canvas.GREY,
     "buffers": canvas.GREEN,
+    "copies": canvas.ROSE,
 }
 
 

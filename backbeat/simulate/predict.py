@@ -12,6 +12,8 @@ from backbeat.model.prediction import Band, Breakdown, NetworkBand, Prediction, 
 from backbeat.simulate.compressed_cost import remarks
 from backbeat.simulate.iteration import across_iterations, alone, compressed_iteration, within_iteration
 from backbeat.simulate.memory_timeline import memory_timeline
+from backbeat.simulate.sharded_memory import sharded_memory
+from backbeat.simulate.sharded_step import sharded_iteration, sharded_remarks
 from backbeat.simulate.stragglers import Straggling, straggling
 
 if TYPE_CHECKING:
@@ -60,6 +62,7 @@ def _predicted(
 ) -> Prediction:
     peak = None
     memory_notes: tuple[str, ...] = ()
+    measured = profile
     if plan.memory is not None and (profile.blocks or plan.memory.segments):
         plan.check(profile)
         kept = memory_timeline(profile, plan.memory, plan, workers=network.workers)
@@ -69,22 +72,30 @@ def _predicted(
         raise InputError(f"accumulation is {micro_batches}: an iteration has at least one micro-batch")
     before = (micro_batches - 1) * (profile.forward_s + profile.backward_s)
     single = before + profile.forward_s + profile.backward_s + profile.update_s
+    sharded = plan.sharding is not None
+    if sharded:
+        held = sharded_memory(measured, plan, micro_batches=micro_batches)
+        peak = held.peak_bytes if held else None
     if network.workers == 1:
         step = alone(profile, plan, before)
+    elif sharded:
+        step = sharded_iteration(measured, network, plan, micro_batches=micro_batches)
     elif plan.decoupled:
         step = across_iterations(profile, network, plan, before)
     elif plan.compressed:
         step = compressed_iteration(profile, network, plan, before)
     else:
         step = within_iteration(profile, network, plan, before)
-    buffers = broadcast_s(network, profile.buffer_bytes) if broadcast_buffers and network.workers > 1 else 0.0
+    buffers = (
+        broadcast_s(network, profile.buffer_bytes) if broadcast_buffers and network.workers > 1 and not sharded else 0.0
+    )
     waits = None
     if network.workers > 1:
         waits = straggling(profile.iteration_s, network.workers, micro_batches / profile.accumulation)
     wait = waits.wait_s if waits else 0.0
     steady = buffers + step.steady_s
     iteration = steady + wait
-    notes, extrapolated = _notes(profile, network, plan, step.largest_bytes, waits)
+    notes, extrapolated = _notes(measured, network, plan, step.largest_bytes, waits)
     breakdown = msgspec.structs.replace(step.breakdown, stragglers_s=wait, buffers_s=buffers)
     return Prediction(
         strategy=plan.strategy,
@@ -138,6 +149,8 @@ def _bottleneck(breakdown: Breakdown, single: float) -> str:
         "waiting": breakdown.waiting_s,
         "stragglers": breakdown.stragglers_s,
         "buffers": breakdown.buffers_s,
+        "contention": breakdown.contention_s,
+        "copies": breakdown.copies_s,
     }
     if sum(parts.values()) < _NEGLIGIBLE * single:
         return "compute"
@@ -154,6 +167,8 @@ def _notes(
     notes.extend(f"network {network.name}: {note}" for note in network.notes)
     if plan.compressed and network.workers > 1:
         notes.extend(remarks(profile, network, plan))
+    if plan.sharding is not None:
+        notes.extend(sharded_remarks(profile, network, plan.sharding))
     if plan.workers is not None and plan.workers != network.workers:
         notes.append(f"the plan was made for {plan.workers} workers, this is {network.workers}")
     if plan.dynamic is None and (left := plan.missing(profile)):

@@ -45,6 +45,7 @@ def _outcome(request: dict[str, Any]) -> dict[str, Any]:
     import runtime_scenarios
     import scenario_rig
     import sharded_checks
+    import sharded_order_checks
     import torch
     import torch.distributed as dist
 
@@ -81,6 +82,7 @@ def _outcome(request: dict[str, Any]) -> dict[str, Any]:
             **compressed_faults.CHECKS,
             **change_checks.CHECKS,
             **sharded_checks.CHECKS,
+            **sharded_order_checks.CHECKS,
         }
         return {"outcome": "right", "detail": str(known[request["scenario"]].run(ctx) or "")}
     except AssertionError as error:
@@ -157,6 +159,7 @@ def main() -> None:
     # Imported here, before any fork: what the ranks and their children would each load again.
     import runtime_checks
     import sharded_checks
+    import sharded_order_checks
     import torch._dynamo
 
     import backbeat.measure.network.calibration
@@ -164,7 +167,7 @@ def main() -> None:
 
     assert backbeat.planners, backbeat.measure.network.calibration
     assert runtime_checks, torch._dynamo
-    assert sharded_checks
+    assert sharded_checks, sharded_order_checks
     # What is imported stays: collecting garbage need not look at it, nor touch memory shared with the children.
     gc.freeze()
     ranks = json.loads(sys.argv[1])

@@ -13,6 +13,7 @@ PARTS = {
     "waiting": "held back by late gradients",
     "stragglers": "waiting for the slowest worker",
     "buffers": "broadcasting buffers",
+    "copies": "copying into and out of collectives' buffers",
 }
 
 
