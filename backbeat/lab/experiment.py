@@ -113,6 +113,7 @@ def calibrate(
         communicators=list(range(1, communicators + 1)),
         sizes=sizes,
         collectives=("all_reduce", *others),
+        sharded=all(choice.sharded for choice in choices),
         name=setting.name,
     )[0]
     if inside is not None:

@@ -118,6 +118,7 @@ class Node:
         communicators: Sequence[int],
         sizes: Sequence[int],
         collectives: Sequence[Any],
+        sharded: bool,
         name: str,
     ) -> Any:
         """The network, and the timings behind it, from node 0; None from the others.

@@ -47,7 +47,7 @@ def calibrate(**options: Any) -> Network:
     """Measure the cluster that a process group spans. Collective: every rank of the group calls it alike.
 
     Options are those of `measure_cluster`: `group`, `device`, `budget_s`, `sizes`, `communicators`, `collectives`,
-    `name`, `settle`, `progress`.
+    `name`, `settle`, `sharded`, `progress`.
     """
     return measure_cluster(**options).network
 
@@ -62,10 +62,12 @@ def measure_cluster(
     collectives: Sequence[Collective] = COLLECTIVES,
     name: str | None = None,
     settle: bool = False,
+    sharded: bool = False,
     progress: Progress | None = None,
 ) -> MeasuredCluster:
     """As `calibrate`, with the repeats and spread of every case.
 
+    `sharded` spends most of the budget on all-gather and reduce-scatter.
     `settle` is for gloo ranks that share too few cores: see `comm.gloo.settle_gloo`.
     """
     _check(budget_s, sizes, communicators, collectives)
@@ -90,7 +92,7 @@ def measure_cluster(
         notes.append(f"gloo's socket threads {'ran at idle priority' if done else 'could not be settled here'}")
     bench = Bench(list(links), rank=links.rank, workers=workers, device=where, timeout_s=timeout_s)
     held_out = held_out_cases(sorted(set(sizes)))
-    series = series_of(sorted(set(sizes)), sorted(counts), collectives, held_out)
+    series = series_of(sorted(set(sizes)), sorted(counts), collectives, held_out, sharded=sharded)
     show: Progress = progress or (lambda what, share: None)
     outcome = measure(bench, series, budget_s * (1 - SHARE), show)
     # Of the curve only: what is held out must not decide where it is measured.
