@@ -45,7 +45,7 @@ def fsdp(profile: Profile, network: Network, options: StrategyOptions) -> Sharde
 def hsdp(profile: Profile, network: Network, options: StrategyOptions) -> Sharded:
     """FSDP2 within groups of `shards` workers, gradients all-reduced between the groups."""
     shards = options.shards or network.topology.gpus_per_node
-    if shards < 2:
+    if options.shards is None and shards < 2:
         raise InputError(
             f"hsdp shards within a node, and the network {network.name!r} has one GPU a node: say how many workers "
             "hold one copy of the model, like hsdp:8"
