@@ -15,7 +15,7 @@ import numpy as np
 
 from backbeat.cost.accelerators import accelerator
 from backbeat.cost.curve import Curve
-from backbeat.cost.scaling import moved
+from backbeat.cost.scaling import WorkerLayout, moved
 from backbeat.errors import InputError
 from backbeat.model.sharding import DTYPE_BYTES
 from backbeat.simulate.decoupled_step import Halves
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from backbeat.cost import LinkCost
     from backbeat.model import Mesh, Network, Profile, Sharding
     from backbeat.simulate.sharded_units import UnitContent
+
+_RING = WorkerLayout(algorithm="ring")
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +108,7 @@ def _across(network: Network, mesh: Mesh) -> Curve:
         curve = network.at(workers=mesh.replicate).all_reduce.curve
         return _by_part(curve, min(per_node, mesh.shard) / mesh.shard)
     if network.workers <= per_node:
-        return _by_part(moved(inside, "all_reduce", per_node, mesh.replicate, "ring"), 1 / mesh.shard)
+        return _by_part(moved(inside, "all_reduce", per_node, mesh.replicate, _RING), 1 / mesh.shard)
     # What a hierarchical all-reduce takes above its inner part is what crosses nodes.
     ranks = mesh.replicate * per_node if mesh.shard >= per_node else network.workers
     whole = network.at(workers=ranks).all_reduce.curve
@@ -119,7 +121,7 @@ def _across(network: Network, mesh: Mesh) -> Curve:
     if mesh.shard >= per_node:
         return _by_part(across, per_node / mesh.shard)
     # Several copies in one node are first reduced there.
-    local = _by_part(moved(inside, "all_reduce", per_node, per_node // mesh.shard, "ring"), 1 / mesh.shard)
+    local = _by_part(moved(inside, "all_reduce", per_node, per_node // mesh.shard, _RING), 1 / mesh.shard)
     sizes = np.union1d(across.sizes, local.sizes)
     return Curve(sizes, across.time(sizes) + local.time(sizes), across.gradient_s_per_byte + local.gradient_s_per_byte)
 
