@@ -79,8 +79,10 @@ class _Spun(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        # First: where the plan recomputes, it happens here.
+        parameters = ctx.saved_tensors
         ctx.pace.compute(ctx.backward_s)
-        return gradients[0], None, None, None, *(torch.zeros_like(parameter) for parameter in ctx.saved_tensors)
+        return gradients[0], None, None, None, *(torch.zeros_like(parameter) for parameter in parameters)
 
 
 _spun: Any = _Spun.apply

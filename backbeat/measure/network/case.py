@@ -109,5 +109,5 @@ def series_of(
         Series(cases=isolated("all_reduce"), share=share, least=2, round_s=_ALL_REDUCE_ROUND_S),
         Series(cases=held_out, share=held_out_share, round_s=_ALL_REDUCE_ROUND_S),
         Series(cases=batches, share=batch_share),
-        *(Series(cases=isolated(one), share=others_share / len(others)) for one in others),
+        *(Series(cases=isolated(one), share=others_share / len(others), least=2 if sharded else 0) for one in others),
     ]
