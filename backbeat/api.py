@@ -36,10 +36,8 @@ def plan(
         return planned(profile, network, strategy, accumulation=accumulation, **choices)
     if strategy.partition(":")[0] in SHARDED:
         made = _reduced(propose(profile, network, strategy, **choices), reduce_dtype)
-        return msgspec.structs.replace(
-            made,
-            predicted=PlanPrediction.of(simulated(profile, network, made, accumulation=accumulation), network.name),
-        )
+        result = simulated(profile, network, made, accumulation=accumulation)
+        return msgspec.structs.replace(made, predicted=PlanPrediction.of(result, network.name))
     sent = _sent(profile, reduce_dtype, compressed=strategy == "compressed" or choices.get("density") is not None)
     made = planned(_bucketed(profile, sent, strategy), network, strategy, **choices)
     result = simulated(sent, network, made, accumulation=accumulation)

@@ -2,8 +2,8 @@
 
 Parameters are gathered, and gradients scattered, within a *shard group*; with several copies of the model (HSDP) each
 rank then all-reduces its shard with the ranks that hold the same one. All-gathers and reduce-scatters take what the
-network measured, at the shard group's size, or half of its all-reduce. The all-reduce of the copies crosses nodes where
-a shard group fills a node or more; the shards of a node's ranks share what joins the nodes.
+network measured, at the shard group's size, or their part of its all-reduce. The all-reduce of the copies crosses nodes
+where a shard group fills a node or more; the shards of a node's ranks share what joins the nodes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import numpy as np
 
 from backbeat.cost.accelerators import accelerator
 from backbeat.cost.curve import Curve
-from backbeat.cost.scaling import WorkerLayout, moved
 from backbeat.errors import InputError
 from backbeat.model.sharding import DTYPE_BYTES
 from backbeat.simulate.decoupled_step import Halves
@@ -25,8 +24,6 @@ if TYPE_CHECKING:
     from backbeat.cost import LinkCost
     from backbeat.model import Mesh, Network, Profile, Sharding
     from backbeat.simulate.sharded_units import UnitContent
-
-_RING = WorkerLayout(algorithm="ring")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,14 +54,13 @@ class ShardedCost:
                 f"mesh {mesh} != workers({network.workers}): the plan is made for {mesh.workers} workers; make it "
                 f"again with `backbeat plan --workers {network.workers}`"
             )
-        group = network.at(workers=mesh.shard)
+        group = _at(network, mesh.shard)
         halves = Halves.of(group)
-        nodes = network.topology
         return cls(
             gather=halves.gather,
             scatter=halves.scatter,
             replicate=_across(network, mesh) if mesh.replicate > 1 else None,
-            one_link=nodes.inside is None or mesh.shard > nodes.gpus_per_node,
+            one_link=_inside(network) is None or mesh.shard > network.topology.gpus_per_node,
             sharing=group.cost,
             copy_s_per_byte=1 / copy_bytes_per_s if copy_bytes_per_s else _copy_s_per_byte(profile.device),
             shards=mesh.shard,
@@ -98,32 +94,44 @@ def _copy_s_per_byte(device: str) -> float:
     return 0.0 if known is None else 1 / (known.memory_gb_per_s * 1e9)
 
 
+def _inside(network: Network) -> Curve | None:
+    """The all-reduce within one full node, where the file has it."""
+    nodes = network.topology
+    if nodes.inside is not None:
+        return nodes.inside.curve
+    own = network.workers if network.moved_from is None else network.moved_from.workers
+    known = any(1 < count <= nodes.gpus_per_node for count in (own, *(row.workers for row in network.rows)))
+    return _at(network, nodes.gpus_per_node).all_reduce.curve if known else None
+
+
 def _across(network: Network, mesh: Mesh) -> Curve:
     """The all-reduce over the copies, by the bytes of the whole unit."""
-    nodes = network.topology
-    per_node = nodes.gpus_per_node
-    inside = nodes.inside.curve if nodes.inside is not None else None
-    if inside is None:
+    per_node, inside = network.topology.gpus_per_node, _inside(network)
+    if inside is None or network.workers <= per_node:
         # Every rank of a node sends its own shard, and all of them pass the node's link.
-        curve = network.at(workers=mesh.replicate).all_reduce.curve
-        return _by_part(curve, min(per_node, mesh.shard) / mesh.shard)
-    if network.workers <= per_node:
-        return _by_part(moved(inside, "all_reduce", per_node, mesh.replicate, _RING), 1 / mesh.shard)
-    # What a hierarchical all-reduce takes above its inner part is what crosses nodes.
-    ranks = mesh.replicate * per_node if mesh.shard >= per_node else network.workers
-    whole = network.at(workers=ranks).all_reduce.curve
+        links = 1 if inside is not None else min(per_node, mesh.shard)
+        return _by_part(_at(network, mesh.replicate).all_reduce.curve, links / mesh.shard)
+    # What an all-reduce over whole nodes takes above its inner part is what crosses them. Where it is measured as one,
+    # or pipelined, the inner transfer hides behind the other, and only its latency is taken off.
+    apart = network.topology.inside is not None and not network.topology.pipelined
+    whole = _at(network, mesh.replicate * per_node if mesh.shard >= per_node else network.workers).all_reduce.curve
     sizes = np.union1d(whole.sizes, inside.sizes)
     across = Curve(
         sizes,
-        np.maximum(whole.time(sizes) - inside.time(sizes), 0.0),
-        max(whole.gradient_s_per_byte - inside.gradient_s_per_byte, 0.0),
+        np.maximum(whole.time(sizes) - (inside.time(sizes) if apart else inside.latency(sizes)), 0.0),
+        max(whole.gradient_s_per_byte - (inside.gradient_s_per_byte if apart else 0.0), 0.0),
     )
     if mesh.shard >= per_node:
         return _by_part(across, per_node / mesh.shard)
     # Several copies in one node are first reduced there.
-    local = _by_part(moved(inside, "all_reduce", per_node, per_node // mesh.shard, _RING), 1 / mesh.shard)
+    local = _by_part(_at(network, per_node // mesh.shard).all_reduce.curve, 1 / mesh.shard)
     sizes = np.union1d(across.sizes, local.sizes)
     return Curve(sizes, across.time(sizes) + local.time(sizes), across.gradient_s_per_byte + local.gradient_s_per_byte)
+
+
+def _at(network: Network, workers: int) -> Network:
+    """As busy as this one is taken to be."""
+    return network.at(workers=workers, load="typical" if network.moved_from is None else network.moved_from.load)
 
 
 def _by_part(curve: Curve, part: float) -> Curve:

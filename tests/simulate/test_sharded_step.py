@@ -352,3 +352,22 @@ def test_gradients_without_blocks_are_grouped_by_the_module_that_repeats() -> No
     )
     chain = chain_of(named, sharded_plan(named, [("layers.0",), ("layers.1",)]))
     assert [(stretch.unit, stretch.backward_s) for stretch in chain.stretches] == [(-1, 1), (0, 1), (1, 1), (-1, 1)]
+
+
+def test_copies_on_different_nodes_are_not_reduced_at_the_speed_of_one() -> None:
+    """A file that has times inside a node: eight copies of eight shards lie on eight nodes."""
+    profile, network = bb.Profile.load("llama-1b-b2-bf16-h200"), bb.Network.load("dgx-h100").at(workers=64)
+    plan = bb.plan(profile, network, "hsdp:8")
+    cost = ShardedCost.of(profile, network, plan.sharding)  # type: ignore[arg-type]
+    assert cost.replicate is not None
+    assert not cost.one_link
+    inside = float(network.at(workers=8).all_reduce.curve.time(1e8))
+    assert inside < cost.replicate.at(1e8) <= float(network.all_reduce.curve.time(1e8))
+
+
+def test_a_busy_cluster_is_slower() -> None:
+    profile, network = bb.Profile.load("llama-1b-b2-bf16-h200"), bb.Network.load("dgx-h100").at(workers=64)
+    for strategy in ("fsdp", "hsdp:16"):
+        band = bb.predict(profile, network, strategy).network_band
+        assert band is not None
+        assert band.quiet_s < band.busy_s
