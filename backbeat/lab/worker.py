@@ -133,6 +133,7 @@ class Node:
             "sizes": sizes,
             "collectives": collectives,
             "settle": setting.settle,
+            "sharded": sharded,
         }
         parts = 2 if setting.ranks_per_node > 1 else 1
         found = measure_cluster(budget_s=budget_s / parts, communicators=communicators, name=name, **options)

@@ -1,6 +1,7 @@
 """FSDP2 measured beside its prediction: models, settings and links in the lab, on real parameters with spun compute.
 
     python validation/sharded/measure.py FOLDER --limit 6min
+    python validation/sharded/measure.py FOLDER --labs 2x2:5gbit:25gbit --limit 2min
     python validation/sharded/measure.py FOLDER --backend gloo --labs 2:100mbit --models tiny --limit 1min
 
 A lab is nodes:bandwidth, or nodesxranks:bandwidth:inside for nodes of several ranks with a faster link inside. For each
@@ -48,7 +49,7 @@ from backbeat.units import format_seconds, parse_duration, parse_rate
 if TYPE_CHECKING:
     from backbeat.lab.session import Session
 
-LABS = "4:16gbit,8:10gbit,4:5gbit,2x2:5gbit:25gbit"
+LABS = "4:16gbit,8:10gbit,4:5gbit"
 # From 21 to 498 MB of fp32 gradients; batches large enough that compute can hide a part of them.
 MODELS = (
     "efficientnet-b0-b128-bf16-h200,convnext-tiny-b128-bf16-h200,resnet50-b128-bf16-h200,resnet152-b256-bf16-h200,"
@@ -58,7 +59,9 @@ START_S = 25.0
 """Nodes take about this long to start."""
 LARGEST_BYTES = 80_000_000
 """Larger units are extrapolated, at the slope of those of 64 and 128 MiB."""
-QUEUEING = 2.0
+LEAST_S = 25.0
+"""Left to each lab for its measurements, whatever those before it would like to measure."""
+QUEUEING = 1.5
 """An iteration takes this many times as long as predicted, with its queueing before."""
 
 Change = Callable[[Sharding], Sharding]
@@ -238,7 +241,7 @@ def main() -> None:
     parser.add_argument("--backend", default="nccl", choices=("gloo", "nccl"))
     parser.add_argument("--dilation", type=float, default=1.0, help="compute takes this many times as long")
     parser.add_argument("--seconds", default="1s", help="to measure each case for")
-    parser.add_argument("--budget", default="20s", help="to calibrate each lab for")
+    parser.add_argument("--budget", default="16s", help="to calibrate each lab for")
     parser.add_argument("--limit", default="30min", help="stop in time")
     given = parser.parse_args()
     check(given.backend)
@@ -248,11 +251,10 @@ def main() -> None:
     labs = [setting_of(text, given.backend, given.dilation) for text in given.labs.split(",")]
     paths = {setting.name: given.folder / f"{setting.name}.json" for setting in labs}
     todo = [one for one in labs if left(opened(paths[one.name], one), list(profiles), one)]
+    each_s = START_S + parse_duration(given.budget) + LEAST_S
     for place, setting in enumerate(todo):
-        now = time.monotonic() - begun
-        # What one lab leaves over, the next may use.
-        end = begun + now + (limit_s - now) / (len(todo) - place)
-        if time.monotonic() + START_S + parse_duration(given.budget) > end:
+        end = begun + limit_s - (len(todo) - place - 1) * each_s
+        if time.monotonic() + each_s - LEAST_S > end:
             print(f"{setting.name}: no time", file=sys.stderr)
             continue
         try:
