@@ -54,8 +54,8 @@ def test_a_node_of_several_ranks_is_a_switch_of_its_own_and_its_ranks_reach_all_
     code = (
         "import socket, sys; from backbeat.lab.namespaces import enter; enter(sys.argv[1]); "
         "listener = socket.create_server((sys.argv[2], 5000)); print('listening', flush=True); sys.stdin.readline(); "
-        "[socket.create_connection((one, 5000), timeout=20).close() for one in sys.argv[3:]]; print('reached', flush=True); "
-        "sys.stdin.readline()"
+        "[socket.create_connection((one, 5000), timeout=20).close() for one in sys.argv[3:]]; "
+        "print('reached', flush=True); sys.stdin.readline()"
     )
     with LabRun() as run, Cluster(run, [LINK] * 2, [Link(rate_bits=1e9)] * 2) as cluster:
         assert cluster.ranks == 4
