@@ -8,13 +8,15 @@ import msgspec
 
 from backbeat.errors import InputError
 from backbeat.model import PlanPrediction
+from backbeat.model.reduction import reduction_named
 from backbeat.planners import SHARDED, propose
 from backbeat.planners import plan as planned
+from backbeat.planners.frameworks import framework_plan
 from backbeat.simulate import predict as simulated
 from backbeat.simulate import strong_scaling
 
 if TYPE_CHECKING:
-    from backbeat.model import Network, Plan, Prediction, Profile
+    from backbeat.model import Network, Plan, Prediction, Profile, Reduction
     from backbeat.planners import Choices
 
 
@@ -53,8 +55,9 @@ def plan(
 def predict(
     profile: Profile,
     network: Network,
-    plan: Plan | str,
+    plan: Plan | str | None = None,
     *,
+    framework: Reduction | str | None = None,
     accumulation: int | None = None,
     broadcast_buffers: bool = True,
     reduce_dtype: str | None = None,
@@ -63,6 +66,9 @@ def predict(
     **choices: Unpack[Choices],
 ) -> Prediction:
     """How long one iteration takes on the network's workers under the plan, or under the named strategy's, and why.
+
+    In place of a plan, `framework` names what the job runs today ("nanotron", "megatron", … in
+    `backbeat.model.reduction.REDUCTIONS`) or says it as a `Reduction`: dtype, buckets, overlap, sharded update.
 
     With `accumulation` micro-batches only the last one's backward overlaps with communication. With `reduce_dtype`
     ("bf16" or "fp16") fp32 gradients are sent in two bytes each. Where the plan says what is kept of activations,
@@ -79,6 +85,23 @@ def predict(
     """
     if global_batch is not None:
         profile = strong_scaling(profile, global_batch, network.workers, accumulation=accumulation, other=other)
+    if framework is not None:
+        if plan is not None or reduce_dtype is not None or choices:
+            raise InputError(
+                "framework says buckets and dtype itself: leave plan, reduce_dtype and a strategy's choices out, or "
+                "change them in a Reduction"
+            )
+        reduction = reduction_named(framework)
+        return simulated(
+            reduction.sent(profile),
+            network,
+            framework_plan(profile, network, reduction),
+            accumulation=accumulation,
+            broadcast_buffers=broadcast_buffers and reduction.broadcast_buffers,
+            reduction=reduction,
+        )
+    if plan is None:
+        raise InputError("there is nothing to predict: give a plan, a strategy's name, or framework=")
     sent = profile
     if reduce_dtype is not None and _is_sharded(plan):
         made = propose(profile, network, strategy=plan, **choices) if isinstance(plan, str) else plan

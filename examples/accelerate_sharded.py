@@ -33,14 +33,14 @@ def main() -> None:
         for (x,) in data:
             loss = nn.functional.mse_loss(model(x), x.sum(1, keepdim=True))
             accelerator.backward(loss)
-            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            accelerator.clip_grad_norm_(model.parameters(), 10.0)
             optimizer.step()
             optimizer.zero_grad()
     state = full_state_dict(model)
     if accelerator.is_main_process:
         total = sum(value.double().sum().item() for value in state.values())
-        sharded = isinstance(model, FSDPModule)
-        print(f"{accelerator.distributed_type}, sharded {sharded}, loss {loss.item():.6f}, sum {total:.12f}")
+        sharded = accelerator.is_fsdp2 and isinstance(model, FSDPModule)
+        print(f"sharded {sharded}, loss {loss.item():.6f}, parameters sum to {total:.12f}")
     accelerator.end_training()
 
 

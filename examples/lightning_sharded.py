@@ -61,7 +61,8 @@ def main() -> None:
     state = full_state_dict(model.net)
     if trainer.global_rank == 0:
         total = sum(value.double().sum().item() for value in state.values())
-        print(f"{trainer.global_step} steps, sharded {isinstance(model.net, FSDPModule)}, sum {total:.12f}")
+        sharded = isinstance(model.net, FSDPModule)
+        print(f"{trainer.global_step} steps, sharded {sharded}, parameters sum to {total:.12f}")
 
 
 if __name__ == "__main__":

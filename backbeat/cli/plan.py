@@ -11,6 +11,7 @@ from backbeat.cli.common import (
     STRATEGY_NAMES,
     AcrossOption,
     JsonOption,
+    LinksOption,
     NetworkArgument,
     OneCountOption,
     ProfileArgument,
@@ -67,6 +68,7 @@ def plan(
     ] = None,
     reduce_dtype: ReduceOption = None,
     across: AcrossOption = None,
+    nics_per_node: LinksOption = 1,
     max_batch: Annotated[
         bool, typer.Option("--max-batch", help="How far the batch can grow within --memory, and what that gives.")
     ] = False,
@@ -96,7 +98,7 @@ def plan(
     where: Literal["device", "host"] | None = "host" if residuals == "host" else "device" if residuals else None
     if other_batch is not None and not max_batch:
         raise InputError("--other-batch goes with --max-batch: add it, or leave this out")
-    one, cluster = Profile.load(profile), load_network(network, across)
+    one, cluster = Profile.load(profile), load_network(network, across, nics_per_node)
     if workers is not None:
         cluster = cluster.at(workers=one_count(workers))
 

@@ -1,12 +1,16 @@
 """What one accelerator holds and computes at most, by the name its driver gives it.
 
-Figures are the vendors' own: memory as it is sold and its bandwidth, dense peak rates without sparsity.
+Figures are the vendors' own, from datasheets and architecture whitepapers: memory as it is sold, dense peak rates
+without sparsity (half of what is stated with it), multiprocessors (compute units on AMD's) that are enabled. A GPU of
+two dies that appear as two devices (MI250X) stands here as one of them.
 """
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
+
+from backbeat.errors import InputError
 
 _STATED = re.compile(r"(\d{2,3})\s?GB\b", re.IGNORECASE)
 
@@ -17,50 +21,72 @@ class Accelerator:
     """What the driver's name contains."""
     memory_gb: int
     """The largest on sale under this name; a driver's name that says another size is right."""
+    memory_gbps: float
+    """Bandwidth of that memory, 10⁹ bytes a second."""
     half_tflops: float
     """bf16 and fp16."""
     tf32_tflops: float | None
     fp32_tflops: float
-    memory_gb_per_s: float
-    """Bandwidth of its memory, both directions together."""
+    fp8_tflops: float | None
+    multiprocessors: int
+    bfloat16: bool = True
+    """Whether bf16 runs at the rate of fp16; before Ampere it does not."""
 
     @property
     def memory_bytes(self) -> int:
         return self.memory_gb * 10**9
 
+    @property
+    def bytes_per_s(self) -> float:
+        return self.memory_gbps * 1e9
+
+    @property
+    def short_name(self) -> str:
+        """
+        >>> named("h100-pcie").short_name
+        'h100-pcie'
+        """
+        return self.name.lower().replace(" ", "-")
+
     def peak_flops(self, precision: str) -> float | None:
         """Operations a second in this precision; None where the device does not have it or nobody says it."""
-        rates = {"bf16": self.half_tflops, "fp16": self.half_tflops, "tf32": self.tf32_tflops, "fp32": self.fp32_tflops}
+        rates = {
+            "fp8": self.fp8_tflops,
+            "bf16": self.half_tflops if self.bfloat16 else None,
+            "fp16": self.half_tflops,
+            "tf32": self.tf32_tflops,
+            "fp32": self.fp32_tflops,
+        }
         rate = rates.get(precision)
         return None if rate is None else rate * 1e12
 
 
 ACCELERATORS = (
-    Accelerator("V100", 32, 125, None, 15.7, 900),
-    Accelerator("T4", 16, 65, None, 8.1, 320),
-    Accelerator("A10", 24, 125, 62.5, 31.2, 600),
-    Accelerator("A10G", 24, 70, 35, 31.5, 600),
-    Accelerator("A30", 24, 165, 82, 10.3, 933),
-    Accelerator("A40", 48, 149.7, 74.8, 37.4, 696),
-    Accelerator("A100", 80, 312, 156, 19.5, 2039),
-    Accelerator("L4", 24, 121, 60, 30.3, 300),
-    Accelerator("L40", 48, 181, 90.5, 90.5, 864),
-    Accelerator("L40S", 48, 362, 183, 91.6, 864),
-    Accelerator("H20", 96, 148, 74, 44, 4000),
-    Accelerator("H100 PCIe", 80, 756, 378, 51, 2000),
-    Accelerator("H100 NVL", 94, 835, 417.5, 60, 3900),
-    Accelerator("H100", 80, 989.4, 494.7, 67, 3350),
-    Accelerator("H200", 141, 989.4, 494.7, 67, 4800),
-    Accelerator("GH200", 144, 989.4, 494.7, 67, 4900),
-    Accelerator("B200", 180, 2250, 1125, 75, 8000),
-    Accelerator("GB200", 186, 2500, 1250, 80, 8000),
-    Accelerator("B300", 270, 2250, 1125, 75, 8000),
-    Accelerator("RTX 3090", 24, 71, 35.6, 35.6, 936),
-    Accelerator("RTX 4090", 24, 165.2, 82.6, 82.6, 1008),
-    Accelerator("MI250X", 64, 191.5, None, 23.9, 1638),
-    Accelerator("MI300X", 192, 1307.4, 653.7, 163.4, 5300),
-    Accelerator("MI325X", 256, 1307.4, 653.7, 163.4, 6000),
-    Accelerator("MI355X", 288, 2516.6, None, 157.3, 8000),
+    Accelerator("V100", 32, 900, 125, None, 15.7, None, 80, bfloat16=False),
+    Accelerator("T4", 16, 320, 65, None, 8.1, None, 40, bfloat16=False),
+    Accelerator("A10", 24, 600, 125, 62.5, 31.2, None, 72),
+    Accelerator("A10G", 24, 600, 70, 35, 31.5, None, 80),
+    Accelerator("A30", 24, 933, 165, 82, 10.3, None, 56),
+    Accelerator("A40", 48, 696, 149.7, 74.8, 37.4, None, 84),
+    Accelerator("A100", 80, 2039, 312, 156, 19.5, None, 108),
+    Accelerator("L4", 24, 300, 121, 60, 30.3, 242, 58),
+    Accelerator("L40", 48, 864, 181, 90.5, 90.5, 362, 142),
+    Accelerator("L40S", 48, 864, 362, 183, 91.6, 733, 142),
+    Accelerator("H20", 96, 4000, 148, 74, 44, 296, 78),
+    Accelerator("H100 PCIe", 80, 2000, 756, 378, 51, 1513, 114),
+    Accelerator("H100 NVL", 94, 3900, 835, 417.5, 60, 1670.5, 132),
+    Accelerator("H100", 80, 3350, 989.4, 494.7, 67, 1978.9, 132),
+    Accelerator("H200", 141, 4800, 989.4, 494.7, 67, 1978.9, 132),
+    Accelerator("GH200", 144, 4900, 989.4, 494.7, 67, 1978.9, 132),
+    Accelerator("B200", 180, 8000, 2250, 1125, 75, 4500, 148),
+    Accelerator("GB200", 186, 8000, 2500, 1250, 80, 5000, 152),
+    Accelerator("B300", 270, 8000, 2250, 1125, 75, 4500, 148),
+    Accelerator("RTX 3090", 24, 936, 71, 35.6, 35.6, None, 82),
+    Accelerator("RTX 4090", 24, 1008, 165.2, 82.6, 82.6, 330.3, 128),
+    Accelerator("MI250X", 64, 1638, 191.5, None, 23.9, None, 110),
+    Accelerator("MI300X", 192, 5300, 1307.4, 653.7, 163.4, 2614.9, 304),
+    Accelerator("MI325X", 256, 6000, 1307.4, 653.7, 163.4, 2614.9, 304),
+    Accelerator("MI355X", 288, 8000, 2516.6, None, 157.3, 5033.2, 256),
 )
 
 
@@ -78,3 +104,12 @@ def accelerator(device: str) -> Accelerator | None:
     chosen = max(found, key=lambda one: len(one.name))
     stated = _STATED.search(device)
     return replace(chosen, memory_gb=int(stated[1])) if stated else chosen
+
+
+def named(short_name: str) -> Accelerator:
+    """By the short name that commands take: h100, a100, rtx-4090."""
+    for one in ACCELERATORS:
+        if one.short_name == short_name.lower():
+            return one
+    known = ", ".join(one.short_name for one in ACCELERATORS)
+    raise InputError(f"--analytic {short_name}: known are {known}; for others give --tflops and --gbps instead")

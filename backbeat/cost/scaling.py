@@ -40,6 +40,17 @@ class WorkerLayout:
     pipelined: bool = False
     """Parts of a message cross nodes while others travel inside: the slower of the two sets the pace, not their sum."""
 
+    def inner(self, collective: Collective) -> Curve | None:
+        """A collective inside one full node, from the all-reduce there."""
+        if self.inside is None or collective == "all_reduce":
+            return self.inside
+        if self.per_node == 1:
+            return Curve.affine(0.0, 0.0)
+        shape = self.inside_algorithm
+        latency = steps(collective, shape, self.per_node) / steps("all_reduce", shape, self.per_node)
+        work = traffic(collective, shape, self.per_node) / traffic("all_reduce", shape, self.per_node)
+        return _cheapest([(latency, work)], self.inside)
+
 
 def moved(
     curve: Curve, collective: Collective, old: int, new: int, layout: WorkerLayout, *, slowdown: float = 1.0
@@ -56,12 +67,25 @@ def moved(
     """
     if new == 1:
         return Curve.affine(0.0, 0.0)
-    if layout.algorithm == "hierarchical" and layout.inside is not None:
-        return _moved_hierarchical(curve, collective, old, new, layout, layout.inside, slowdown)
+    inner = layout.inner(collective) if layout.algorithm == "hierarchical" else None
+    if inner is not None and new <= layout.per_node:
+        shape = layout.inside_algorithm
+        return (
+            inner
+            if new == layout.per_node
+            else _cheapest([_stretch(collective, shape, shape, layout.per_node, new)], inner)
+        )
+    if inner is not None and collective == "all_reduce":
+        return _moved_across(curve, inner, old, new, layout, slowdown)
     shapes: tuple[Shape, ...] = ("ring", "tree")
     if layout.algorithm != "auto" and layout.algorithm != "hierarchical":
         shapes = (layout.algorithm,)
-    return _cheapest([_stretch(collective, shape, shapes[0], old, new, slowdown) for shape in shapes], curve)
+    # An all-gather or a reduce-scatter is one ring through all GPUs, whatever the nodes.
+    there = _cheapest([_stretch(collective, shape, shapes[0], old, new, slowdown) for shape in shapes], curve)
+    if inner is None:
+        return there
+    sizes = np.unique(np.concatenate([there.sizes, inner.sizes, [2.0**20, 2.0**24, 2.0**28]]))
+    return _through(sizes, np.maximum(there.time(sizes), inner.time(sizes)))
 
 
 def mixed(one: Curve, two: Curve, share: float) -> Curve:
@@ -75,7 +99,6 @@ def mixed(one: Curve, two: Curve, share: float) -> Curve:
     times = (1 - share) * one.time(sizes) + share * two.time(sizes)
     if one.is_affine and two.is_affine:
         return Curve.affine(float(times[0]), slope)
-    # One size beyond the last shows a file's reader the slope.
     return _through(*_with_slope(sizes, times, slope))
 
 
@@ -92,6 +115,22 @@ def hindered(curve: Curve, slowdown: float) -> Curve:
     return _through(*_with_slope(sizes, times, curve.gradient_s_per_byte * slowdown))
 
 
+def crowded(curve: Curve, slowdown: float) -> Curve:
+    """The same beside other traffic: all but the latency of the smallest message takes that many times as long.
+
+    What a message of some megabytes takes beyond its bytes is mostly a pipeline being filled, whose parts wait for
+    links as any bytes do.
+
+    >>> crowded(Curve.through([(1024, 1e-4), (2**20, 5e-4), (2**30, 3e-3)]), 2.0).time([1024, 2**20]).round(7).tolist()
+    [0.0001, 0.0009]
+    """
+    if curve.is_affine:
+        return hindered(curve, slowdown)
+    latency = curve.times[0]
+    times = latency + (curve.times - latency) * slowdown
+    return _through(*_with_slope(curve.sizes, times, curve.gradient_s_per_byte * slowdown))
+
+
 def _stretch(
     collective: Collective, shape: Shape, measured: Shape, old: int, new: int, slowdown: float = 1.0
 ) -> tuple[float, float]:
@@ -105,23 +144,33 @@ def _stretch(
 def _cheapest(factors: list[tuple[float, float]], curve: Curve) -> Curve:
     """The least of the stretched curves at every size, with the sizes where they cross as points of its own."""
     if curve.is_affine:
-        lines = [(float(curve.times[0]) * latency, curve.gradient_s_per_byte * work) for latency, work in factors]
-        winner = min(lines)
-        if all(winner[1] <= beta for _, beta in lines):
-            return Curve.affine(*winner)
-        (low, steep), (high, flat) = sorted(lines)
-        crossing = max(round((high - low) / (steep - flat)), 2)
-        if crossing > _FAR_BYTES:
-            return Curve.affine(low, steep)
-        far = max(crossing, 2**20)
-        sizes = np.array([0, crossing, 2 * far, 1024 * far], dtype=np.float64)
-        return _through(sizes, np.minimum(low + steep * sizes, high + flat * sizes))
+        return cheaper_line(
+            [(float(curve.times[0]) * latency, curve.gradient_s_per_byte * work) for latency, work in factors]
+        )
     sizes = np.concatenate([curve.sizes, curve.sizes[-1] * np.array([2.0, 4.0])])
     latency, work = curve.latency(sizes), curve.work(sizes)
     candidates = [latency * by_latency + work * by_work for by_latency, by_work in factors]
     if len(candidates) == 2:
         sizes, candidates = _with_crossings(sizes, candidates[0], candidates[1])
     return _through(sizes, np.minimum.reduce(candidates))
+
+
+def cheaper_line(lines: list[tuple[float, float]]) -> Curve:
+    """The cheaper of up to two affine costs (a, b) at every size.
+
+    >>> cheaper_line([(1e-3, 2e-9), (2e-3, 1e-9)]).time([0, 1_000_000, 4_000_000]).round(6).tolist()
+    [0.001, 0.003, 0.006]
+    """
+    winner = min(lines)
+    if all(winner[1] <= beta for _, beta in lines):
+        return Curve.affine(*winner)
+    (low, steep), (high, flat) = sorted(lines)
+    crossing = max(round((high - low) / (steep - flat)), 2)
+    if crossing > _FAR_BYTES:
+        return Curve.affine(low, steep)
+    far = max(crossing, 2**20)
+    sizes = np.array([0, crossing, 2 * far, 1024 * far], dtype=np.float64)
+    return _through(sizes, np.minimum(low + steep * sizes, high + flat * sizes))
 
 
 def _with_crossings(
@@ -135,14 +184,9 @@ def _with_crossings(
     return everywhere, [np.interp(everywhere, sizes, one), np.interp(everywhere, sizes, two)]
 
 
-def _moved_hierarchical(
-    whole: Curve, collective: Collective, old: int, new: int, layout: WorkerLayout, node: Curve, slowdown: float
-) -> Curve:
+def _moved_across(whole: Curve, inner: Curve, old: int, new: int, layout: WorkerLayout, slowdown: float) -> Curve:
     """Reduce inside the nodes, all-reduce across them, gather inside: only the middle part depends on their number."""
-    per_node, shape = layout.per_node, layout.inside_algorithm
-    inner = node if collective == "all_reduce" else _inner(node, collective, shape, per_node)
-    if new <= per_node:
-        return _cheapest([_stretch(collective, shape, shape, per_node, new)], inner) if new < per_node else inner
+    per_node = layout.per_node
     old_nodes, new_nodes = -(-old // per_node), -(-new // per_node)
     if old_nodes < 2:
         raise InputError(
@@ -159,19 +203,10 @@ def _moved_hierarchical(
     )
     shapes: tuple[Shape, ...] = ("ring", "tree") if layout.across_algorithm == "auto" else (layout.across_algorithm,)
     beyond = _cheapest(
-        [_stretch(collective, shape, shapes[0], old_nodes, new_nodes, slowdown) for shape in shapes], across
+        [_stretch("all_reduce", shape, shapes[0], old_nodes, new_nodes, slowdown) for shape in shapes], across
     )
     sizes = np.union1d(sizes, beyond.sizes)
     return _through(sizes, np.maximum(beyond.time(sizes) + within(sizes), inner.time(sizes)))
-
-
-def _inner(node: Curve, collective: Collective, shape: Shape, per_node: int) -> Curve:
-    """What another collective takes inside a node whose all-reduce is known."""
-    if per_node == 1:
-        return Curve.affine(0.0, 0.0)
-    latency = steps(collective, shape, per_node) / steps("all_reduce", shape, per_node)
-    work = traffic(collective, shape, per_node) / traffic("all_reduce", shape, per_node)
-    return _cheapest([(latency, work)], node)
 
 
 def _with_slope(

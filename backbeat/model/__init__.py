@@ -6,8 +6,10 @@ from backbeat.model.compression import Compression
 from backbeat.model.network import Calibration, Network, WorkersRow
 from backbeat.model.plan import Bucket, DynamicFusion, Plan, PlanPrediction
 from backbeat.model.prediction import Band, Breakdown, NetworkBand, Prediction, Span
-from backbeat.model.profile import Gradient, Memory, Profile
+from backbeat.model.profile import ComputeShares, Gradient, Memory, Profile
+from backbeat.model.reduction import Reduction
 from backbeat.model.sharding import Mesh, Sharding, ShardUnit
+from backbeat.model.slowdown import Slowdown
 from backbeat.model.source import Source
 from backbeat.model.topology import Fabric, LoadBand, Topology
 
@@ -19,6 +21,7 @@ __all__ = [
     "Calibration",
     "CollectiveTimes",
     "Compression",
+    "ComputeShares",
     "ConcurrencyPoint",
     "DynamicFusion",
     "Fabric",
@@ -34,9 +37,11 @@ __all__ = [
     "PlanPrediction",
     "Prediction",
     "Profile",
+    "Reduction",
     "Segment",
     "ShardUnit",
     "Sharding",
+    "Slowdown",
     "Source",
     "Span",
     "Topology",

@@ -14,16 +14,17 @@ from msgspec.structs import force_setattr
 from backbeat.cost import Batch, LinkCost
 from backbeat.cost.collectives import Collective
 from backbeat.cost.fabric import Load
-from backbeat.cost.scaling import hindered, mixed, moved
+from backbeat.cost.scaling import crowded, hindered, mixed, moved
 from backbeat.errors import InputError
 from backbeat.model.checks import at_least
 from backbeat.model.collective_times import CollectiveTimes, ConcurrencyPoint
 from backbeat.model.files import Document
+from backbeat.model.slowdown import Slowdown
 from backbeat.model.source import Source
 from backbeat.model.topology import LoadBand, Topology
 
 _MOST_WORKERS = 10**9
-_COLLECTIVES: tuple[Collective, ...] = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
+COLLECTIVES: tuple[Collective, ...] = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
 
 
 class WorkersRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -66,6 +67,8 @@ class Network(Document, frozen=True, kw_only=True):
     all_gather: CollectiveTimes | None = None
     reduce_scatter: CollectiveTimes | None = None
     broadcast: CollectiveTimes | None = None
+    slowdown: Slowdown | None = None
+    """How much longer computation takes beside an all-reduce, as measured on this cluster."""
     band: LoadBand | None = None
     rows: tuple[WorkersRow, ...] = msgspec.field(default=(), name="at")
     """Further numbers of workers. A number between two of them is interpolated; one beyond them is extrapolated from
@@ -118,9 +121,12 @@ class Network(Document, frozen=True, kw_only=True):
     @cached_property
     def edges(self) -> tuple[Network, Network] | None:
         """The same workers on a quiet cluster and on a busy one, where the file says how far these are apart."""
-        fabric = self.topology.fabric
-        shared = fabric is not None and self.nodes > 1 and fabric.slowdown(self.nodes, "busy") > 1
-        if self.workers == 1 or self._load != "typical" or not (shared or self.band is not None):
+        fabric, band = self.topology.fabric, self.band
+        if band is not None:
+            wide = band.busy < band.quiet
+        else:
+            wide = fabric is not None and self.nodes > 1 and fabric.slowdown(self.nodes, "busy") > 1
+        if not wide or self.workers == 1 or self._load != "typical":
             return None
         return self.at(workers=self.workers, load="quiet"), self.at(workers=self.workers, load="busy")
 
@@ -133,10 +139,10 @@ class Network(Document, frozen=True, kw_only=True):
         found = [row.all_reduce.points[-1][0] for row in sources if row.all_reduce.points]
         return min(found, default=None)
 
-    def joined_by(self, across: Network) -> Network:
-        """Several such nodes, joined by `across`, whose workers are whole nodes with one link each.
+    def joined_by(self, across: Network, *, links: int = 1) -> Network:
+        """Several such nodes, joined by `across`, whose workers are whole nodes with `links` such links each.
 
-        Every all-reduce takes its time inside the node, and then as long as all of its bytes take across.
+        Every all-reduce takes its time inside the node, and then as long as its bytes take across, shared by the links.
 
         >>> node = Network(name="node", workers=8, topology=Topology(gpus_per_node=8),
         ...                all_reduce=CollectiveTimes(alpha_s=1e-5, beta_s_per_byte=1e-11))
@@ -148,7 +154,8 @@ class Network(Document, frozen=True, kw_only=True):
             raise InputError(f"network {self.name!r} was not measured inside one node: leave --across out")
         if between.one_node:
             raise InputError(f"network {across.name!r} was measured inside one node: --across is what joins nodes")
-        inside, beyond = base.all_reduce.curve, between.all_reduce.curve
+        at_least("links", links, 1)
+        inside, beyond = base.all_reduce.curve, hindered(between.all_reduce.curve, 1 / links)
         sizes = np.unique(np.concatenate([inside.sizes, beyond.sizes, [0.0, 2.0**20, 2.0**24, 2.0**28]]))
         times = inside.time(sizes) + beyond.time(sizes)
         return Network(
@@ -157,13 +164,19 @@ class Network(Document, frozen=True, kw_only=True):
             all_reduce=CollectiveTimes(
                 points=tuple((round(size), float(time)) for size, time in zip(sizes, times, strict=True))
             ),
-            topology=Topology(algorithm="hierarchical", gpus_per_node=base.workers, inside=base.all_reduce),
+            topology=Topology(
+                algorithm="hierarchical",
+                gpus_per_node=base.workers,
+                inside=base.all_reduce,
+                fabric=between.topology.fabric,
+            ),
             backend=base.backend,
             source=between.source,
             notes=(
                 *base.notes,
                 *between.notes,
-                f"nodes as in {base.name}, joined by {between.name} with one link a node, which all of its GPUs share",
+                f"nodes as in {base.name}, joined by {between.name} with "
+                f"{f'{links} links' if links > 1 else 'one link'} a node, which all of its GPUs share",
             ),
         )
 
@@ -219,7 +232,7 @@ class Network(Document, frozen=True, kw_only=True):
             )
         times: dict[str, CollectiveTimes] = {}
         used: tuple[int, ...] = ()
-        for name in _COLLECTIVES:
+        for name in COLLECTIVES:
             rows = [row for row in known if getattr(row, name) is not None]
             # One node's all-gather says nothing of more: better none than one that crosses no network.
             if rows and (workers <= per_node or rows[-1].workers > per_node):
@@ -231,7 +244,7 @@ class Network(Document, frozen=True, kw_only=True):
             concurrency=self._nearest_concurrency(workers, times["all_reduce"]) if workers > 1 else (),
             band=self._band(workers),
             moved_from=self._origin(used=used),
-            **{name: times.get(name) for name in _COLLECTIVES},
+            **{name: times.get(name) for name in COLLECTIVES},
         )
 
     def _times(self, name: Collective, workers: int, rows: list[WorkersRow]) -> tuple[CollectiveTimes, tuple[int, ...]]:
@@ -269,33 +282,50 @@ class Network(Document, frozen=True, kw_only=True):
     def _band(self, workers: int) -> LoadBand | None:
         """As measured at the nearest numbers of workers that have one; between two, over the logarithm."""
         rows = [row for row in self._own_rows if row.band is not None]
-        if not rows or workers == 1:
+        per_node = self.topology.gpus_per_node
+        # Nobody else is on the links of one node.
+        if not rows or workers == 1 or workers <= per_node < rows[0].workers:
             return None
         below = [row for row in rows if row.workers <= workers] or rows[:1]
         above = [row for row in rows if row.workers >= workers] or rows[-1:]
         one, two = below[-1], above[0]
         if one.band is None or two.band is None or one.workers >= two.workers:
-            return one.band if one.workers <= workers else two.band
+            return self._widened(one, workers)
         share = _share(one.workers, two.workers, workers)
         return LoadBand(
             quiet=one.band.quiet ** (1 - share) * two.band.quiet**share,
             busy=one.band.busy ** (1 - share) * two.band.busy**share,
         )
 
+    def _widened(self, row: WorkersRow, workers: int) -> LoadBand | None:
+        """The band of a row at another number of workers: the fabric widens it with the nodes."""
+        band, fabric = row.band, self.topology.fabric
+        if band is None or fabric is None or min(self._nodes_of(row.workers), self._nodes_of(workers)) < 2:
+            return band
+        quiet, busy = (
+            fabric.slowdown(self._nodes_of(row.workers), load) / fabric.slowdown(self._nodes_of(workers), load)
+            for load in ("quiet", "busy")
+        )
+        return LoadBand(quiet=max(band.quiet * quiet, 1.0), busy=min(band.busy * busy, 1.0))
+
     def _under(self, load: Load) -> Network:
         """The times of a typical cluster as they are on a quiet or a busy one."""
         fabric, band = self.topology.fabric, self.band
         there: dict[str, Any] = {}
-        for name in _COLLECTIVES:
+        for name in COLLECTIVES:
             times = getattr(self, name)
             if times is None:
                 continue
             if band is not None:
-                curve = hindered(times.curve, 1 / (band.quiet if load == "quiet" else band.busy))
+                curve = crowded(times.curve, 1 / (band.quiet if load == "quiet" else band.busy))
             elif fabric is not None and self.nodes > 1:
                 slowdown = fabric.slowdown(self.nodes, load)
                 layout = self.topology.layout
-                curve = moved(times.curve, name, self.workers, self.workers, layout, slowdown=slowdown)
+                curve = (
+                    crowded(times.curve, slowdown)
+                    if layout.inside is None
+                    else moved(times.curve, name, self.workers, self.workers, layout, slowdown=slowdown)
+                )
             else:
                 return self
             there[name] = CollectiveTimes.of(curve)

@@ -30,10 +30,12 @@ class Breakdown(msgspec.Struct, frozen=True, kw_only=True):
     """Broadcasting module buffers before forward."""
     contention_s: float = 0.0
     """Computation that takes longer beside communication, which takes multiprocessors and memory bandwidth from it."""
+    gather_s: float = 0.0
+    """Forward waiting for parameters that another worker updated, where a framework shards the update."""
     copies_s: float = 0.0
     """Sharded plans: parameters copied out of gathered buffers, gradients copied into reduce-scatter inputs."""
-    sharded_update_s: float = 0.0
-    """Sharded plans: what the update is longer than on one worker; negative, since each rank updates its own shard."""
+    sharding_s: float = 0.0
+    """What a sharded update takes less than a whole one: zero or negative."""
 
 
 class Band(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,7 +80,7 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     breakdown: Breakdown
     bottleneck: str
     """`compute`, or the largest part of the breakdown: `latency`, `bandwidth`, `waiting`, `stragglers`, `buffers`,
-    `contention`, `copies`."""
+    `contention`, `gather`, `copies`."""
     band: Band | None = None
     network_band: NetworkBand | None = None
     """Where the network says how far a quiet and a busy cluster are apart; `iteration_s` is a typical one."""

@@ -13,6 +13,7 @@ from backbeat.cost.scaling import Across, Algorithm, Inside, WorkerLayout
 from backbeat.errors import InputError
 from backbeat.model.checks import at_least
 from backbeat.model.collective_times import CollectiveTimes
+from backbeat.model.slowdown import Transport
 
 
 class LoadBand(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -78,6 +79,9 @@ class Topology(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     the pace, not their sum."""
     fabric: Fabric | None = None
     """What joins the nodes; without it, bandwidth between them stays whatever their number."""
+    transport: Transport | None = None
+    """What carries messages between nodes, or inside the one there is: what NCCL takes of a GPU for it decides how much
+    computation slows down beside communication."""
 
     def __post_init__(self) -> None:
         at_least("gpus_per_node", self.gpus_per_node, 1)

@@ -5,16 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-import numpy as np
-
 from backbeat.model.plan import Bucket, DynamicFusion, Plan
-from backbeat.simulate.iteration import communicate
-from backbeat.simulate.schedule import Schedule, running_sums
+from backbeat.simulate.iteration import communicate, communicate_beside
+from backbeat.simulate.schedule import Schedule
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from numpy.typing import NDArray
 
     from backbeat.cost import LinkCost
     from backbeat.model import Network, Profile
@@ -60,6 +56,12 @@ class Draft:
         schedule = Schedule.of_ends(profile, self.ends, self.communicator_of_buckets())
         return communicate(schedule, cost, self.communicators).end_s
 
+    def contended_end_s(self, profile: Profile, cost: LinkCost, slowdown: float) -> float:
+        """When the last bucket and backward are done, if computation takes `slowdown` times as long beside buckets."""
+        schedule = Schedule.of_ends(profile, self.ends, self.communicator_of_buckets())
+        flow, clock = communicate_beside(schedule, cost, self.communicators, slowdown)
+        return max(flow.end_s, float(clock.when(profile.backward_s)))
+
     def named(self, profile: Profile, strategy: str, workers: int) -> Plan:
         names = [gradient.name for gradient in profile.gradients]
         starts = [0, *self.ends[:-1]]
@@ -85,23 +87,3 @@ class StrategyResult(Protocol):
 
 if TYPE_CHECKING:
     Strategy = Callable[[Profile, Network, StrategyOptions], Draft]
-
-
-def capped(sizes: list[float], caps: list[float], sums: NDArray[np.float64] | None = None) -> list[int]:
-    """Buckets that close once they have *reached* their cap; the last cap holds for all that follow.
-
-    `sums` may be given where the caller has them: the sizes' running totals, from 0.
-
-    >>> capped([3, 3, 3, 3, 3], [2, 6])
-    [1, 3, 5]
-    """
-    totals = running_sums(sizes) if sums is None else sums
-    count = len(sizes)
-    ends: list[int] = []
-    end = 0
-    while end < count:
-        cap = caps[min(len(ends), len(caps) - 1)]
-        reached = int(np.searchsorted(totals, totals[end] + cap))
-        end = min(max(reached, end + 1), count)
-        ends.append(end)
-    return ends

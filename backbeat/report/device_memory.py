@@ -17,6 +17,8 @@ class DeviceFit:
     peak_bytes: int
     device: str
     device_bytes: int
+    optimizer: str | None = None
+    """What the profile's memory was measured with."""
 
     @property
     def fits(self) -> bool:
@@ -24,9 +26,11 @@ class DeviceFit:
 
     def __str__(self) -> str:
         peak, whole = format_bytes(self.peak_bytes), format_bytes(self.device_bytes)
+        given = f" (optimizer: {self.optimizer})" if self.optimizer else ""
         if self.fits:
-            return f"{peak} of the {whole} of one {self.device}: fits"
-        return f"{peak} on one {self.device} of {whole}: does not fit; shard it (FSDP), or keep less (plan --memory)"
+            return f"{peak} of the {whole} of one {self.device}: fits{given}"
+        advice = "shard it (FSDP), or keep less (plan --memory)"
+        return f"{peak} on one {self.device} of {whole}: does not fit{given}; {advice}"
 
 
 def device_fit(profile: Profile, plan: Plan | None = None, workers: int | None = None) -> DeviceFit | None:
@@ -38,7 +42,12 @@ def device_fit(profile: Profile, plan: Plan | None = None, workers: int | None =
     device = accelerator(profile.device)
     if profile.memory is None or device is None:
         return None
-    return DeviceFit(peak_bytes=_peak(profile, plan, workers), device=device.name, device_bytes=device.memory_bytes)
+    return DeviceFit(
+        peak_bytes=_peak(profile, plan, workers),
+        device=device.name,
+        device_bytes=device.memory_bytes,
+        optimizer=profile.optimizer,
+    )
 
 
 def _peak(profile: Profile, plan: Plan | None, workers: int | None) -> int:

@@ -20,7 +20,9 @@ PART_COLOURS = {
     "waiting": canvas.PURPLE,
     "stragglers": canvas.GREY,
     "buffers": canvas.GREEN,
-    "copies": canvas.ROSE,
+    "contention": canvas.ROSE,
+    "gather": "#9a8b2f",
+    "copies": "#4f7f8b",
 }
 
 

@@ -179,13 +179,33 @@ def plan_table(plan: Plan, result: Prediction) -> Table:
     return table
 
 
+def network_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """What an all-reduce does at each number of GPUs."""
+    ranged = any(row["busy_bus_bytes_per_s"] < row["quiet_bus_bytes_per_s"] for row in rows)
+    table = _plain("all-reduce, bus bandwidth of 256 MiB")
+    for heading in ("GPUs", "nodes", "latency", "bus GB/s", *(["busy–quiet"] if ranged else [])):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        typical, edges = bus_rates(row)
+        latency = format_seconds(row["latency_s"])
+        table.add_row(str(row["workers"]), str(row["nodes"]), latency, typical, *([edges] if ranged else []))
+    return table
+
+
+def bus_rates(row: Mapping[str, Any]) -> tuple[str, str]:
+    """Bus bandwidth in GB/s on a typical day, and from a busy cluster to a quiet one where these print apart."""
+    low, typical, high = (
+        f"{row[key] / 1e9:.3g}" for key in ("busy_bus_bytes_per_s", "bus_bytes_per_s", "quiet_bus_bytes_per_s")
+    )
+    return typical, f"{low}–{high}" if low != high else ""
+
+
 def zoo_table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     table = _plain(title)
     for heading in headings:
+        right = heading in ("tokens", "a node", "GB/s", "busy–quiet")
         # The name is what one copies.
-        table.add_column(
-            heading, justify="right" if heading in ("tokens", "GPUs") else "left", no_wrap=heading == headings[0]
-        )
+        table.add_column(heading, justify="right" if right else "left", no_wrap=heading == headings[0])
     for row in rows:
         table.add_row(*map(printable, row))
     return table

@@ -17,6 +17,8 @@ from backbeat.cost.collectives import steps, traffic
 from backbeat.cost.curve import Curve
 from backbeat.cost.link import LinkCost
 from backbeat.simulate.bound import communication_bound
+from backbeat.simulate.contention import beside
+from backbeat.simulate.schedule import Flow
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -66,14 +68,15 @@ class Period:
 
     scatters: list[tuple[float, float]]
     gathers: list[tuple[float, float]]
+    backward_end_s: float
     forward_end_s: float
     """When the next backward starts: the length of the period."""
     stalled_s: float
     """Forward waiting for gathers."""
 
 
-def period(profile: Profile, plan: Plan, network: Network) -> Period:
-    """Run a decoupled plan until it repeats."""
+def period(profile: Profile, plan: Plan, network: Network, slowdown: float = 1.0) -> Period:
+    """Run a decoupled plan until it repeats; computation takes `slowdown` times as long beside communication."""
     place = profile.index
     halves = Halves.of(network)
     scatter_buckets = [
@@ -82,25 +85,36 @@ def period(profile: Profile, plan: Plan, network: Network) -> Period:
     gather_buckets = [
         [place[name] for name in bucket.gradients] for bucket in plan.buckets if bucket.phase == "all_gather"
     ]
-    free = 0.0
-    scatters = []
-    for members in scatter_buckets:
-        start = max(float(profile.ready[max(members)]), free)
-        free = start + float(halves.scatter.time(profile.sizes[members].sum()))
-        scatters.append((start, free))
+    # Gathers are ready when they are next: a message starts behind the one before it at the earliest.
+    ready = np.array([float(profile.ready[max(members)]) for members in scatter_buckets] + [0.0] * len(gather_buckets))
+    times = [
+        float(half.time(profile.sizes[members].sum()))
+        for half, buckets in ((halves.scatter, scatter_buckets), (halves.gather, gather_buckets))
+        for members in buckets
+    ]
+
+    def in_turn(moments: NDArray[np.float64]) -> Flow:
+        starts, finishes, free = [], [], 0.0
+        for moment, seconds in zip(moments.tolist(), times, strict=True):
+            starts.append(max(moment, free))
+            free = starts[-1] + seconds
+            finishes.append(free)
+        return Flow(np.array(starts), np.array(starts), np.array(finishes))
+
+    flow, clock = beside(in_turn, ready, slowdown)
+    spans = list(zip(flow.starts.tolist(), flow.finishes.tolist(), strict=True))
+    scatters, gathers = spans[: len(scatter_buckets)], spans[len(scatter_buckets) :]
     gathered = np.zeros(len(profile.gradients))
-    gathers = []
-    for members in gather_buckets:
-        start = free
-        free = start + float(halves.gather.time(profile.sizes[members].sum()))
-        gathered[members] = free
-        gathers.append((start, free))
-    now, stalled = profile.backward_s, 0.0
+    for members, (_, arrival) in zip(gather_buckets, gathers, strict=True):
+        gathered[members] = arrival
+    backward_end, stalled = float(clock.when(profile.backward_s)), 0.0
+    now = backward_end
     layers = Layers.of(profile)
     for arrival, seconds in zip(gathered[::-1].tolist(), layers.compute_s.tolist(), strict=True):
         stalled += max(arrival - now, 0.0)
-        now = max(now, arrival) + seconds
-    return Period(scatters, gathers, now, stalled)
+        now = max(now, arrival)
+        now = now + seconds if slowdown == 1 else float(clock.when(clock.done_by(now) + seconds))
+    return Period(scatters, gathers, backward_end, now, stalled)
 
 
 def decoupled_bound(profile: Profile, network: Network) -> float:

@@ -10,14 +10,16 @@ from backbeat.cost.collectives import traffic
 from backbeat.errors import InputError
 from backbeat.model.prediction import Band, Breakdown, NetworkBand, Prediction, Span
 from backbeat.simulate.compressed_cost import remarks
+from backbeat.simulate.framework_step import framework_iteration
 from backbeat.simulate.iteration import across_iterations, alone, compressed_iteration, within_iteration
 from backbeat.simulate.memory_timeline import memory_timeline
 from backbeat.simulate.sharded_memory import sharded_memory
 from backbeat.simulate.sharded_step import sharded_iteration, sharded_remarks
+from backbeat.simulate.slowdowns import slowdown_of
 from backbeat.simulate.stragglers import Straggling, straggling
 
 if TYPE_CHECKING:
-    from backbeat.model import Network, Plan, Profile
+    from backbeat.model import Network, Plan, Profile, Reduction
 
 _NEGLIGIBLE = 0.02
 """Exposed time below this share of T(1) is not called a bottleneck."""
@@ -30,15 +32,17 @@ def predict(
     *,
     accumulation: int | None = None,
     broadcast_buffers: bool = True,
+    reduction: Reduction | None = None,
 ) -> Prediction:
     """How long one iteration takes on the network's workers under the plan, and why.
 
     With `accumulation` micro-batches only the last one's backward overlaps with communication. Where the plan says
-    what is kept of activations, every time is of an iteration that runs so, T(1) too, and the peak is predicted.
+    what is kept of activations, every time is of an iteration that runs so, T(1) too, and the peak is predicted. A
+    `reduction` says what else the framework does with the plan's buckets; the profile is then as it sends gradients.
     Where the network has a band, the plan is simulated on a quiet and on a busy cluster, too.
     """
     found, *edges = (
-        _predicted(profile, one, plan, accumulation=accumulation, broadcast_buffers=broadcast_buffers)
+        _predicted(profile, one, plan, accumulation, broadcast_buffers=broadcast_buffers, reduction=reduction)
         for one in (network, *(network.edges or ()))
     )
     if not edges:
@@ -58,7 +62,13 @@ def predict(
 
 
 def _predicted(
-    profile: Profile, network: Network, plan: Plan, *, accumulation: int | None, broadcast_buffers: bool
+    profile: Profile,
+    network: Network,
+    plan: Plan,
+    accumulation: int | None,
+    *,
+    broadcast_buffers: bool,
+    reduction: Reduction | None,
 ) -> Prediction:
     peak = None
     memory_notes: tuple[str, ...] = ()
@@ -72,20 +82,23 @@ def _predicted(
         raise InputError(f"accumulation is {micro_batches}: an iteration has at least one micro-batch")
     before = (micro_batches - 1) * (profile.forward_s + profile.backward_s)
     single = before + profile.forward_s + profile.backward_s + profile.update_s
+    beside = slowdown_of(profile, network)
     sharded = plan.sharding is not None
     if sharded:
         held = sharded_memory(measured, plan, micro_batches=micro_batches)
         peak = held.peak_bytes if held else None
     if network.workers == 1:
         step = alone(profile, plan, before)
+    elif reduction is not None:
+        step = framework_iteration(profile, network, plan, reduction, micro_batches, beside.factor)
     elif sharded:
-        step = sharded_iteration(measured, network, plan, micro_batches=micro_batches)
+        step = sharded_iteration(measured, network, plan, micro_batches=micro_batches, slowdown=beside.factor)
     elif plan.decoupled:
-        step = across_iterations(profile, network, plan, before)
+        step = across_iterations(profile, network, plan, before, beside.factor)
     elif plan.compressed:
-        step = compressed_iteration(profile, network, plan, before)
+        step = compressed_iteration(profile, network, plan, before, beside.factor)
     else:
-        step = within_iteration(profile, network, plan, before)
+        step = within_iteration(profile, network, plan, before, beside.factor)
     buffers = (
         broadcast_s(network, profile.buffer_bytes) if broadcast_buffers and network.workers > 1 and not sharded else 0.0
     )
@@ -116,7 +129,7 @@ def _predicted(
         peak_bytes=peak,
         extrapolated=extrapolated,
         timeline=_shifted(step.timeline, buffers, profile.buffer_bytes),
-        notes=(*memory_notes, *notes),
+        notes=(*memory_notes, *notes, *beside.notes),
     )
 
 
@@ -150,6 +163,7 @@ def _bottleneck(breakdown: Breakdown, single: float) -> str:
         "stragglers": breakdown.stragglers_s,
         "buffers": breakdown.buffers_s,
         "contention": breakdown.contention_s,
+        "gather": breakdown.gather_s,
         "copies": breakdown.copies_s,
     }
     if sum(parts.values()) < _NEGLIGIBLE * single:

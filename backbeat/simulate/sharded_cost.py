@@ -91,7 +91,7 @@ class ShardedCost:
 def _copy_s_per_byte(device: str) -> float:
     """At the memory's bandwidth; 0 on a device that is not in the table, such as a CPU."""
     known = accelerator(device)
-    return 0.0 if known is None else 1 / (known.memory_gb_per_s * 1e9)
+    return 0.0 if known is None else 1 / (known.bytes_per_s)
 
 
 def _inside(network: Network) -> Curve | None:

@@ -17,14 +17,15 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from backbeat.model.sharding import DTYPE_BYTES
-from backbeat.simulate.actions import KEEP, units_of
+from backbeat.simulate.actions import KEEP, Unit, units_of
 from backbeat.simulate.memory_timeline import Chain, Phase, Tally
 from backbeat.simulate.resident_memory import ResidentMemory
+from backbeat.simulate.sharded_activations import sharded_activations, tied_block
 from backbeat.simulate.sharded_calls import Call, calls
-from backbeat.simulate.sharded_units import ELEMENT_BYTES, ShardedChain, chain_of
+from backbeat.simulate.sharded_units import ELEMENT_BYTES, ROOT, ShardedChain, chain_of
 
 if TYPE_CHECKING:
     from backbeat.model import Plan, Profile, Sharding
@@ -76,7 +77,7 @@ Kinds = Counter[str]
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """What is held at one stretch of forward or backward."""
+    """What is held at one stretch of forward or backward, or at the end of a micro-batch."""
 
     call: Call
     before: Kinds
@@ -94,21 +95,25 @@ def sharded_memory(profile: Profile, plan: Plan, *, micro_batches: int = 1) -> S
     resident = ResidentMemory.of(profile)
     parameters, optimizer = (-(-size // shards) for size in (resident.parameter_bytes, resident.optimizer_bytes))
     other = resident.buffer_bytes + resident.batch_bytes + resident.outside_bytes
-    moments = course(chain, plan.sharding, min(micro_batches, _MOST_MICRO_BATCHES))
+    tied = bool(profile.blocks) and tied_block(profile, chain) is not None
+    moments = course(chain, plan.sharding, min(micro_batches, _MOST_MICRO_BATCHES), tied=tied)
     if profile.blocks:
-        found, activations, where, phase = _with_blocks(profile, plan, chain, moments, resident)
+        blocks = Chain(sharded_activations(profile, chain, plan.sharding), resident)
+        actions = [(k, k + 1, KEEP) for k in range(blocks.count)]
+        if plan.memory is not None:
+            actions = units_of(profile, plan.memory)
+        peak = _with_blocks(blocks, actions, chain, moments)
     else:
-        held = [one for moment in moments for one in (moment.before, moment.during)]
-        found = max(held, key=lambda kinds: kinds.total(), default=Counter())
-        activations, where, phase = profile.memory.activation_bytes + resident.loss_bytes, "loss", "backward"
+        most = max((one for moment in moments for one in (moment.before, moment.during)), key=Counter.total)
+        peak = _Peak(most, profile.memory.activation_bytes + resident.loss_bytes, "loss", "backward")
     return ShardedMemory(
         parameter_bytes=parameters,
         optimizer_bytes=optimizer,
         other_bytes=other,
-        activation_bytes=activations,
-        where=where,
-        phase=phase,
-        **{f"{kind}_bytes": found[kind] for kind in _KINDS},
+        activation_bytes=peak.activation_bytes,
+        where=peak.where,
+        phase=peak.phase,
+        **{f"{kind}_bytes": peak.held[kind] for kind in _KINDS},
     )
 
 
@@ -139,9 +144,16 @@ class _Held:
         return Moment(call, before, self.totals.copy())
 
 
-def course(chain: ShardedChain, sharding: Sharding, micro_batches: int = 1) -> list[Moment]:
-    """What is held at every stretch, in the order of issue."""
+def course(chain: ShardedChain, sharding: Sharding, micro_batches: int = 1, *, tied: bool = False) -> list[Moment]:
+    """What is held at every stretch, in order of issue. `tied`: the last stretch makes all gradients of the root."""
     param, reduced = DTYPE_BYTES[sharding.param_dtype], DTYPE_BYTES[sharding.reduce_dtype]
+    gradients = [stretch.elements for stretch in chain.stretches]
+    if tied:
+        gradients = [0 if one.unit == ROOT else one.elements for one in chain.stretches]
+        gradients[-1] = chain.units[ROOT].elements
+    places: dict[int, list[int]] = {ROOT: []}
+    for place, stretch in enumerate(chain.stretches):
+        places.setdefault(stretch.unit, []).append(place)
     held = _Held()
     moments: list[Moment] = []
     forward, number = True, 0
@@ -170,32 +182,43 @@ def course(chain: ShardedChain, sharding: Sharding, micro_batches: int = 1) -> l
             if content.reshard:
                 held.take("gathered", unit)
         elif event == "backward":
-            held.put("whole_gradient", unit, content.elements * max(param, _accumulated(sharding, number, reduced)))
+            later = sharding.gradient_sync == "last" and number < micro_batches
+            before = reduced if sharding.gradient_sync == "last" and number > 1 else 0
+            held.put("whole_gradient", call.place, gradients[call.place] * (before + param))
             moments.append(held.moment(call))
+            if later:
+                held.put("whole_gradient", call.place, gradients[call.place] * reduced)
             if unit not in chain.reduced_last:
                 _free(held, sharding, unit, last=number == micro_batches)
         elif event == "wait":
             held.take("scatter_input", unit)
         elif event == "reduce_scatter":
+            _free(held, sharding, unit, last=number == micro_batches)
             held.put("scatter_input", unit, content.elements * reduced)
-            held.take("whole_gradient", unit)
+            for place in places[unit]:
+                held.take("whole_gradient", place)
             held.put("gradient", unit, -(-content.elements * ELEMENT_BYTES // sharding.mesh.shard))
         elif event == "end":
             for one in range(-1, chain.count):
                 held.take("scatter_input", one)
             for one in chain.reduced_last:
                 _free(held, sharding, one, last=number == micro_batches)
+            moments.append(held.moment(call))
     return moments
-
-
-def _accumulated(sharding: Sharding, number: int, reduced: int) -> int:
-    """Bytes an element of gradients that earlier micro-batches left whole."""
-    return reduced if sharding.gradient_sync == "last" and number > 1 else 0
 
 
 def _free(held: _Held, sharding: Sharding, unit: int, *, last: bool) -> None:
     if last or sharding.reshard_after_backward:
         held.take("gathered", unit)
+
+
+class _Peak(NamedTuple):
+    """The highest moment: what sharding holds then, the activations beside it, and where it is."""
+
+    held: Kinds
+    activation_bytes: int
+    where: str
+    phase: Phase
 
 
 class _ShardedTally(Tally):
@@ -216,27 +239,18 @@ class _ShardedTally(Tally):
                 self.peak, self.block, self.phase, self.held = level, block, phase, kinds
 
 
-def _with_blocks(
-    profile: Profile, plan: Plan, chain: ShardedChain, moments: list[Moment], resident: ResidentMemory
-) -> tuple[Kinds, int, str, Phase]:
-    """What sharding holds at the peak, the activations then, and where that is."""
-    blocks = Chain(profile, resident)
-    actions = (
-        units_of(profile, plan.memory)
-        if plan.memory is not None
-        else [(k, k + 1, KEEP) for k in range(len(profile.blocks))]
-    )
-    best: _ShardedTally | None = None
-    stretches = len(chain.stretches)
-    for first in range(0, len(moments), 2 * stretches):
-        beside: dict[tuple[str, int], Moment] = {}
-        for moment in moments[first : first + 2 * stretches]:
+def _with_blocks(blocks: Chain, actions: list[Unit], chain: ShardedChain, moments: list[Moment]) -> _Peak:
+    peaks: list[_Peak] = []
+    beside: dict[tuple[str, int], Moment] = {}
+    for moment in moments:
+        if moment.call.event != "end":
             for block in chain.stretches[moment.call.place].blocks:
                 beside[moment.call.event, block] = moment
+            continue
         tally = _ShardedTally(0, beside)
         blocks.run(actions, tally)
-        if best is None or tally.peak > best.peak:
-            best = tally
-    assert best is not None
-    where = blocks.names[best.block] if best.phase != "loss" else "loss"
-    return best.held, best.peak - best.held.total(), where, best.phase
+        where = blocks.names[tally.block] if tally.phase != "loss" else "loss"
+        peaks.append(_Peak(tally.held, tally.peak - tally.held.total(), where, tally.phase))
+        # What is reduced when backward is done has no activations beside it.
+        peaks.append(_Peak(moment.before, 0, blocks.names[0], "backward"))
+    return max(peaks, key=lambda one: one.held.total() + one.activation_bytes)

@@ -235,7 +235,7 @@ def _breakdown(run: ShardedRun, compute_s: float, update_s: float, own_update_s:
         waiting_s=max(idle - (holding - moving) - bandwidth, 0.0),
         copies_s=copies,
         contention_s=sum(end - start for start, end in busy) - computed,
-        sharded_update_s=own_update_s - update_s,
+        sharding_s=own_update_s - update_s,
     )
 
 

@@ -72,6 +72,8 @@ class Stretch:
     unit: int
     forward_s: float
     backward_s: float
+    elements: int = 0
+    """Whose gradients its backward makes, padded."""
     blocks: tuple[int, ...] = ()
 
 
@@ -113,17 +115,21 @@ class ShardedChain:
         _join_gaps(owner, pieces.pieces)
         held: list[list[int]] = [[] for _ in range(len(sharding.units) + 1)]
         held[ROOT].extend(pieces.loose)
+        shards = sharding.mesh.shard
         stretches: list[Stretch] = []
         for unit, piece in zip(owner, pieces.pieces, strict=True):
             held[unit].extend(piece.elements)
             blocks = () if piece.block is None else (piece.block,)
-            last = stretches[-1] if stretches else None
-            if last is not None and last.unit == unit:
-                stretches[-1] = Stretch(
-                    unit, last.forward_s + piece.forward_s, last.backward_s + piece.backward_s, last.blocks + blocks
-                )
-            else:
-                stretches.append(Stretch(unit, piece.forward_s, piece.backward_s, blocks))
+            if not stretches or stretches[-1].unit != unit:
+                stretches.append(Stretch(unit, 0.0, 0.0))
+            last = stretches[-1]
+            stretches[-1] = Stretch(
+                unit,
+                last.forward_s + piece.forward_s,
+                last.backward_s + piece.backward_s,
+                last.elements + _padded(piece.elements, shards),
+                last.blocks + blocks,
+            )
         _check_order(stretches, sharding)
         for index, elements in enumerate(held[:ROOT]):
             if not elements:
@@ -131,7 +137,6 @@ class ShardedChain:
                     f"units[{index}] ({', '.join(sharding.units[index].modules)}) holds no parameter with a gradient: "
                     "remove it, its modules are the root's"
                 )
-        shards = sharding.mesh.shard
         contents = [
             UnitContent(unit.modules[0], _padded(elements, shards), unit.reshard, unit.prefetch)
             for unit, elements in zip(sharding.units, held[:ROOT], strict=True)

@@ -15,9 +15,10 @@ from backbeat.model.files import decode, encode
 from backbeat.planners import SHARDED, STRATEGIES
 from backbeat.planners.adaptive import _constant_buffers
 from backbeat.planners.best import SIMPLER_WITHIN
-from backbeat.planners.draft import Draft, capped
+from backbeat.planners.draft import Draft
 from backbeat.planners.merge_concurrent import simplified
 from backbeat.planners.mgwfbp import merge_sweep
+from backbeat.simulate.schedule import capped
 from tests.problems import affine, curve, make_profile, networks, profiles
 
 MIB = 2**20

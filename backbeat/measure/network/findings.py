@@ -7,6 +7,8 @@ import textwrap
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from backbeat.cost.link import Batch, unshown
 from backbeat.cost.samples import Timing, monotone
 from backbeat.errors import MeasurementError
@@ -247,6 +249,7 @@ def summary_of(calibration: MeasuredCluster) -> dict[str, Any]:
         "all_reduce": points,
         "concurrency": rows,
         "held_out": held_out,
+        "slowdown": None if network.slowdown is None else msgspec.to_builtins(network.slowdown),
         "workers_per_host": network.topology.gpus_per_node,
         "sharing_unknown": bool(sharing_unknown(network)),
         "warnings": [*warnings(calibration.outcome), *misfits(network), *sharing_unknown(network)],
@@ -294,6 +297,9 @@ def summary_lines(summary: dict[str, Any]) -> list[str]:
             "",
             f"  link efficiency with several communicators: {shares}{'; latency: ' + slower if slower else ''}",
         ]
+    if summary["slowdown"] is not None:
+        kinds = ", ".join(f"{kind} × {factor:.2f}" for kind, factor in summary["slowdown"].items())
+        text += ["", f"  computation beside an all-reduce takes longer: {kinds}"]
     return text
 
 
