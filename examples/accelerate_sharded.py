@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 
 import torch
-from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin
+from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin, PartialState
 from sharded_plan import plan_for
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -21,7 +21,8 @@ def main() -> None:
     accelerator = Accelerator(cpu=not torch.cuda.is_available(), fsdp_plugin=plugin)
     if not torch.cuda.is_available():
         # Accelerate turns to FSDP2 on accelerators alone; with this the example runs without one.
-        accelerator.state.distributed_type, accelerator.state.fsdp_plugin = DistributedType.FSDP, plugin
+        PartialState().distributed_type = accelerator.state.distributed_type = DistributedType.FSDP
+        accelerator.state.fsdp_plugin = plugin
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 1))
     plan = sys.argv[1] if len(sys.argv) > 1 else plan_for(["0", "2", "4"], accelerator.num_processes)

@@ -25,7 +25,7 @@ Compute = Callable[[float], None]
 """Takes this many seconds on the device."""
 
 
-class Pace:
+class SpunPace:
     """How the modules of one model compute."""
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class SpunModel(nn.Module):
 
     def __init__(self, job: ShardedJob, device: torch.device) -> None:
         super().__init__()
-        self.pace = Pace()
+        self.pace = SpunPace()
         for number, count in enumerate(job.loose):
             self.register_parameter(f"loose{number}", _parameter(count, device))
         self._row: list[SpunModule] = []
@@ -56,7 +56,7 @@ class SpunModel(nn.Module):
 class SpunModule(nn.Module):
     """One piece."""
 
-    def __init__(self, piece: ModelPiece, pace: Pace, device: torch.device) -> None:
+    def __init__(self, piece: ModelPiece, pace: SpunPace, device: torch.device) -> None:
         super().__init__()
         self._pace, self._forward_s, self._backward_s = pace, piece.forward_s, piece.backward_s
         for number, count in enumerate(piece.elements):
@@ -70,7 +70,7 @@ class SpunModule(nn.Module):
 class _Spun(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, x: torch.Tensor, pace: Pace, forward_s: float, backward_s: float, *parameters: torch.Tensor
+        ctx: Any, x: torch.Tensor, pace: SpunPace, forward_s: float, backward_s: float, *parameters: torch.Tensor
     ) -> torch.Tensor:
         ctx.pace, ctx.backward_s = pace, backward_s
         ctx.save_for_backward(*parameters)

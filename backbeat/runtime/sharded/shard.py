@@ -38,7 +38,7 @@ from backbeat.comm.communicators import Communicators
 from backbeat.errors import InputError
 from backbeat.model import Plan
 from backbeat.model.files import encode
-from backbeat.runtime.reduce.torch_ddp import TorchDDP, check_model
+from backbeat.runtime.reduce.settings import TorchDDP, check_model
 from backbeat.runtime.sharded.meshes import device_of, group_of, mesh_of
 from backbeat.runtime.sharded.torch_fsdp import check_knobs, mixed_precision, set_knobs
 from backbeat.runtime.sharded.unit_modules import UnitModules, check_module, find_units
