@@ -269,7 +269,7 @@ def scaled(profile: Profile, by: float) -> Profile:
 
 def matched(run: Run, network: Network, profile: Profile) -> float:
     """The factor of compute with which a run comes out as measured."""
-    low, high = 0.1, 10.0
+    low, high = 0.1, 100.0
     while high / low > 1.0001:
         middle = math.sqrt(low * high)
         too_slow = predicted(run, network, scaled(profile, middle)).iteration_s > run.measured_s
