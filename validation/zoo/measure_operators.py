@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 
 import torch
 from operator_points import Point
-from sweep_memory import lookups, norms, pointwise
+from sweep_memory import lookups, norms, pointwise, reductions
 from sweep_products import LAYOUTS, attention, batched_products, matmuls, odd_products, sustained, vocabularies
 from sweep_training import chains, convolutions, grouped_convolutions, host, optimizers
 
@@ -60,6 +60,7 @@ SWEEPS = {
     "pointwise": Sweep(9, pointwise),
     "norm": Sweep(8, norms),
     "lookup": Sweep(5, lookups),
+    "reduction": Sweep(3, reductions),
     "convolution-bf16": Sweep(16, convolutions("bf16", False)),
     "convolution-tf32": Sweep(16, convolutions("tf32", False)),
     "grouped": Sweep(8, grouped_convolutions),
