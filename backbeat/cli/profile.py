@@ -21,7 +21,9 @@ def profile(
     batch_size: Annotated[
         int | None, typer.Option(help="Samples per iteration; the factory's own default, else 64.")
     ] = None,
-    precision: Annotated[str, typer.Option(help="fp32, tf32, bf16 or fp16 (the last two by autocast).")] = "fp32",
+    precision: Annotated[
+        str, typer.Option(help="fp32, tf32, bf16 or fp16 (the last two by autocast); analytic also fp8.")
+    ] = "fp32",
     device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N; cuda where there is one.")] = None,
     iterations: Annotated[int, typer.Option(help="Iterations to time.")] = 30,
     warmup: Annotated[int, typer.Option(help="Iterations to run first, untimed.")] = 10,
@@ -34,10 +36,16 @@ def profile(
     ] = False,
     analytic: Annotated[
         str | None,
-        typer.Option(metavar="GPU", help="Compute instead of measuring, for this GPU: h100, h200, a100, v100 or l4."),
+        typer.Option(metavar="GPU", help="Compute instead of measuring, for this GPU: h100, b200, mi300x, …"),
     ] = None,
     tflops: Annotated[float | None, typer.Option(help="Analytic: peak TFLOP/s of another GPU.")] = None,
     gbps: Annotated[float | None, typer.Option(help="Analytic: its memory bandwidth in GB/s.")] = None,
+    compiled: Annotated[
+        bool, typer.Option("--compile", help="Analytic: the model as torch.compile would run it.")
+    ] = False,
+    launch_overhead: Annotated[
+        bool, typer.Option(help="Analytic: count what the host takes to launch operators, or take it to be ahead.")
+    ] = True,
     name: Annotated[str | None, typer.Option(help="The profile's name.")] = None,
     output: Annotated[
         str | None, typer.Option("--output", "-o", help="Write the profile here (.json or .json.gz).")
@@ -72,10 +80,16 @@ def profile(
             batch_size=batch_size,
             precision=precision,
             accumulation=accumulation,
+            compiled=compiled,
+            launch_overhead=launch_overhead,
             name=name,
             command=command,
         )
     else:
+        if compiled or not launch_overhead:
+            raise InputError(
+                "--compile and --no-launch-overhead are of --analytic; to measure, compile the model itself"
+            )
         from backbeat.measure.model.profile_factory import measure_factory
         from backbeat.runtime.compressed.topk_speed import measure_topk
         from backbeat.runtime.memory import apply
