@@ -134,6 +134,7 @@ class Cluster:
     """A machine type as its vendor specifies it, and how much of that NCCL was seen to reach."""
 
     name: str
+    accelerator: str
     gpus: int = 8
     """In one NVLink domain, which is a node here."""
     inside_gb_s: float
@@ -210,6 +211,7 @@ class Cluster:
                 transport=self.latency.transport,
             ),
             backend="nccl",
+            accelerator=self.accelerator,
             source=Source(
                 method="assumed",
                 reference=f"{self.why}; {self.nics} x {self.nic_gbit:g} Gbit/s a node, of which a large all-reduce "
@@ -235,6 +237,7 @@ def clusters() -> list[Cluster]:
     return [
         Cluster(
             name="aws-p4d",
+            accelerator="A100-SXM4-40GB",
             inside_gb_s=nvlink3,
             nics=4,
             nic_gbit=100,
@@ -245,6 +248,7 @@ def clusters() -> list[Cluster]:
         ),
         Cluster(
             name="aws-p5",
+            accelerator="h100",
             inside_gb_s=nvlink4,
             nics=32,
             nic_gbit=100,
@@ -255,6 +259,7 @@ def clusters() -> list[Cluster]:
         ),
         Cluster(
             name="aws-p5en",
+            accelerator="h200",
             inside_gb_s=nvlink4,
             nics=16,
             nic_gbit=200,
@@ -265,6 +270,7 @@ def clusters() -> list[Cluster]:
         ),
         Cluster(
             name="aws-p6-b200",
+            accelerator="b200",
             inside_gb_s=nvlink5,
             nics=8,
             nic_gbit=400,
@@ -275,6 +281,7 @@ def clusters() -> list[Cluster]:
         ),
         Cluster(
             name="azure-nd-h100-v5",
+            accelerator="h100",
             inside_gb_s=nvlink4,
             nics=8,
             nic_gbit=400,
@@ -286,6 +293,7 @@ def clusters() -> list[Cluster]:
         ),
         Cluster(
             name="gcp-a3-high",
+            accelerator="h100",
             inside_gb_s=nvlink4,
             nics=4,
             nic_gbit=200,
@@ -296,6 +304,7 @@ def clusters() -> list[Cluster]:
         ),
         Cluster(
             name="gcp-a3-mega",
+            accelerator="h100",
             inside_gb_s=nvlink4,
             nics=8,
             nic_gbit=200,
@@ -307,6 +316,7 @@ def clusters() -> list[Cluster]:
         ),
         Cluster(
             name="gcp-a3-ultra",
+            accelerator="h200",
             inside_gb_s=nvlink4,
             nics=8,
             nic_gbit=400,
@@ -317,6 +327,7 @@ def clusters() -> list[Cluster]:
         ),
         Cluster(
             name="dgx-a100",
+            accelerator="a100",
             inside_gb_s=nvlink3,
             nics=8,
             nic_gbit=200,
@@ -327,6 +338,7 @@ def clusters() -> list[Cluster]:
         ),
         Cluster(
             name="dgx-h100",
+            accelerator="h100",
             inside_gb_s=nvlink4,
             nics=8,
             nic_gbit=400,
@@ -338,6 +350,7 @@ def clusters() -> list[Cluster]:
         ),
         Cluster(
             name="dgx-b200",
+            accelerator="b200",
             inside_gb_s=nvlink5,
             nics=8,
             nic_gbit=400,
@@ -348,6 +361,7 @@ def clusters() -> list[Cluster]:
         ),
         Cluster(
             name="gb200-nvl72",
+            accelerator="gb200",
             gpus=72,
             inside_gb_s=840,
             nics=72,
