@@ -51,7 +51,7 @@ def _bundled() -> dict[str, Transformer]:
     made = [
         Transformer(
             name=f"gpt3-{size}", layers=layers, hidden=hidden, heads=heads, ffn=4 * hidden,
-            vocab=50257, positions=2048, **_GPT,  # type: ignore[arg-type]
+            vocab=50257, positions=2048, **_GPT,
         )
         for size, (layers, hidden, heads) in _GPT3_SHAPES.items()
     ]  # fmt: skip

@@ -3,7 +3,7 @@
 A network says what a collective takes that fills whole nodes. A layout's groups do not: a group of `tp` lies inside a
 node, a group of `dp` takes every tp-th rank, so that several such groups cross the same NICs at once.
 
-Ranks of a group are `stride` apart. With g GPUs a node, a group of n has g / stride members in each node it touches, and
+Ranks of a group are `stride` apart. With g GPUs a node, a group has g / stride members in each node it touches, and
 min(stride, g) groups share a node. These send at the same time, since every rank does the same thing. So a message of
 one takes as long as a message so many times as large, in a group that has the node to itself.
 """

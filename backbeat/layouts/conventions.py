@@ -3,7 +3,7 @@
 The data-parallel part of each is a `Reduction` of backbeat.model.reduction, whose sources stand in
 docs/how-to/predict.md. The rest follows the frameworks' documentation:
 
-- Megatron hides, in backward, the reduce-scatter (or all-reduce) of a column-parallel matrix's input gradient behind its
+- In backward Megatron hides the reduce-scatter (or all-reduce) of a column-parallel matrix's input gradient behind its
   weight gradient, and the gather of its input behind the input gradient (`tensor_overlap="backward"`). With
   --tp-comm-overlap all of them run in slices behind the products ("all"), as torchtitan's async TP does.
 - `megatron-2021` is what the papers of 2021 and 2022 ran: no flash attention, no sequence parallelism or distributed

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
+from msgspec.structs import force_setattr
 
 from backbeat.errors import InputError, nearest
 from backbeat.layouts.transformer import Transformer
@@ -33,7 +34,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     micro_batch: Count = 1
     """Sequences that one replica computes at a time."""
     chunks: Count = 1
-    """Parts of a stage, for the interleaved schedule."""
+    """Parts of a stage; more than one is the interleaved schedule."""
     schedule: PipelineSchedule = "1f1b"
     recompute: Recompute = "none"
     """What backward computes again: nothing, the attention, or each layer's whole forward."""
@@ -41,6 +42,10 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """What replicas shard: the optimizer's state (1), gradients (2), parameters (3), or nothing (0)."""
     sequence_parallel: bool = True
     """With tp, what lies between its matrices is sharded by sequence."""
+
+    def __post_init__(self) -> None:
+        if self.chunks > 1 and self.schedule == "1f1b":
+            force_setattr(self, "schedule", "interleaved")
 
     @classmethod
     def parse(cls, text: str) -> Layout:
@@ -72,10 +77,10 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         """As `parse` reads it, without what is left at its default."""
         parts = [f"{name}={getattr(self, name)}" for name in ("dp", "tp", "pp", "cp", "ep") if getattr(self, name) > 1]
         parts.append(f"micro={self.micro_batch}")
-        if self.pp > 1 and self.schedule != "1f1b":
-            parts.append(f"schedule={self.schedule}")
         if self.chunks > 1:
-            parts.append(f"chunks={self.chunks}")
+            parts.append(f"vp={self.chunks}")
+        elif self.pp > 1 and self.schedule != "1f1b":
+            parts.append(f"schedule={self.schedule}")
         if self.recompute != "none":
             parts.append(f"recompute={self.recompute}")
         if self.zero != 1:
@@ -104,6 +109,13 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         return self.global_batch * self.sequence
 
 
+def job_of(global_batch: int, sequence: int, precision: str = "bf16") -> Job:
+    try:
+        return msgspec.convert({"global_batch": global_batch, "sequence": sequence, "precision": precision}, Job)
+    except msgspec.ValidationError as error:
+        raise InputError(f"the job: {error}") from None
+
+
 def micro_batches(layout: Layout, job: Job) -> int:
     """How many one replica computes in a step."""
     return job.global_batch // (layout.dp * layout.micro_batch)
@@ -130,13 +142,6 @@ def impossible(model: Transformer, layout: Layout, job: Job, gpus: int | None = 
             f"dp({dp}) * tp({tp}) * pp({pp}) * cp({cp}) = {layout.gpus} != gpus({gpus}): "
             f"choose factors whose product is {gpus}"
         )
-    for value, allowed, name in (
-        (layout.schedule, get_args(PipelineSchedule), "schedule"),
-        (layout.recompute, get_args(Recompute), "recompute"),
-        (job.precision, get_args(Precision), "precision"),
-    ):
-        if value not in allowed:
-            return f"{name} is {value!r}: there are {', '.join(allowed)}"
     stages, names = pp * layout.chunks, f"pp({pp}) * chunks({layout.chunks})"
     rules = (
         (model.heads, "heads", tp, "tp"),

@@ -12,9 +12,11 @@ import msgspec
 
 from backbeat.layouts.pipeline import in_flight
 from backbeat.layouts.replicas import rank_parameters
-from backbeat.layouts.stage_times import split_layers
+from backbeat.layouts.stage_times import StageLayers, split_layers
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from backbeat.layouts.conventions import Conventions
     from backbeat.layouts.layout import Job, Layout
     from backbeat.layouts.transformer import Transformer
@@ -39,7 +41,7 @@ class MemoryByKind(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def total(self) -> float:
-        return sum(getattr(self, name) for name in self.__struct_fields__)
+        return sum(float(getattr(self, name)) for name in self.__struct_fields__)
 
 
 def memory(
@@ -56,7 +58,13 @@ def memory(
 
 
 def _stage(
-    model: Transformer, layout: Layout, job: Job, conventions: Conventions, own: list, waiting: float, imbalance: float
+    model: Transformer,
+    layout: Layout,
+    job: Job,
+    conventions: Conventions,
+    own: Sequence[StageLayers],
+    waiting: float,
+    imbalance: float,
 ) -> MemoryByKind:
     held = [rank_parameters(model, layout, chunk) for chunk in own]
     dense, expert = sum(each.dense for each in held), sum(each.expert for each in held)

@@ -15,7 +15,7 @@ from backbeat.errors import InputError
 from backbeat.layouts.architectures import transformer
 from backbeat.layouts.cluster import Cluster, cluster_of
 from backbeat.layouts.conventions import Conventions, conventions_named
-from backbeat.layouts.layout import Job, Layout, Recompute, impossible, micro_batches
+from backbeat.layouts.layout import Job, Layout, Recompute, impossible, job_of, micro_batches
 from backbeat.layouts.predict_layout import LayoutPredictor
 
 if TYPE_CHECKING:
@@ -53,26 +53,38 @@ def search(
     >>> best[0].gpus, all(one.fits for one in best), best == sorted(best, key=lambda one: one.step_s)
     (16, True, True)
     """
-    shapes, there, conventions = transformer(model), cluster_of(cluster, accelerator), conventions_named(framework)
-    try:
-        job = msgspec.convert({"global_batch": global_batch, "sequence": sequence, "precision": precision}, Job)
-    except msgspec.ValidationError as error:
-        raise InputError(f"the job: {error}") from None
     if gpus < 1:
         raise InputError(f"gpus is {gpus}: a job has at least one")
-    predictor = LayoutPredictor(shapes, there, job, conventions, imbalance, compute_factor)
+    job = job_of(global_batch, sequence, precision)
+    predictor = LayoutPredictor(
+        transformer(model),
+        cluster_of(cluster, accelerator),
+        job,
+        conventions_named(framework),
+        imbalance,
+        compute_factor,
+    )
     weighed = []
-    for family in _families(shapes, there, job, gpus, zero):
+    for base in _candidates(predictor, gpus, zero):
         # Less recomputation is faster: the first that fits is the best of its kind.
         for recompute in RECOMPUTE:
-            found = predictor.predict(msgspec.structs.replace(family, recompute=recompute), "closed-form")
+            found = predictor.predict(msgspec.structs.replace(base, recompute=recompute), "closed-form")
             if found.fits:
                 weighed.append(found)
                 break
     weighed.sort(key=_rank)
     best = [predictor.predict(one.layout) for one in weighed[: max(_SIMULATED, most)]]
     best.sort(key=_rank)
-    return best[:most]
+    return [predictor.banded(one) for one in best[:most]]
+
+
+def least_memory(predictor: LayoutPredictor, gpus: int, zero: Sequence[int] = (1,)) -> LayoutPrediction | None:
+    """The layout that takes least, whether it fits or not; None where no layout can be."""
+    found = (
+        predictor.predict(msgspec.structs.replace(base, recompute="full"), "closed-form")
+        for base in _candidates(predictor, gpus, zero)
+    )
+    return min(found, key=lambda one: (one.memory_bytes, *_rank(one)), default=None)
 
 
 def _rank(found: LayoutPrediction) -> tuple[Any, ...]:
@@ -80,11 +92,10 @@ def _rank(found: LayoutPrediction) -> tuple[Any, ...]:
     return (found.step_s, layout.pp, layout.tp, layout.cp, layout.ep, layout.chunks, layout.micro_batch, layout.label)
 
 
-def _families(
-    model: Transformer, cluster: Cluster, job: Job, gpus: int, zero: Sequence[int]
-) -> Iterator[Layout]:
+def _candidates(predictor: LayoutPredictor, gpus: int, zero: Sequence[int]) -> Iterator[Layout]:
     """Layouts that can be, but for recomputation."""
-    node = cluster.per_node
+    model, job = predictor.model, predictor.job
+    node = predictor.cluster.per_node
     for tp in _divisors(gpus):
         if tp > max(node, 8):
             continue

@@ -1,8 +1,8 @@
 """Pipeline schedules, as events and in closed form.
 
 A stage runs its operations in the order its schedule says, each once the stage is free and its input has come. `F` is
-forward, `B` backward; zero-bubble splits backward into `B` (the gradient of the input, which the stage before waits for)
-and `W` (gradients of weights, which fill the waiting).
+forward, `B` backward; zero-bubble splits backward into `B` (the input's gradient, which the stage before waits for) and
+`W` (gradients of weights, which fill the waiting).
 
 Closed forms, for p stages, m micro-batches and stages of equal time t = F + B and no sends:
 GPipe and 1F1B (m + p - 1)·t; interleaved with v chunks m·t + (p - 1)·t/v; zero-bubble m·t + (p - 1)·max(0, F + B - 2W)
@@ -91,7 +91,8 @@ def run(schedule: PipelineSchedule, stages: int, count: int, times: Sequence[Sta
     held: list[deque[Operation]] = [deque() for _ in range(stages)]
     last = len(times) - 1
     ready: dict[tuple[str, int, int], float] = {("F", micro, 0): 0.0 for micro in range(count)}
-    free, done = [0.0] * stages, []
+    free = [0.0] * stages
+    done: list[Performed] = []
     last_backward = [0.0] * stages
     going = True
     while going:

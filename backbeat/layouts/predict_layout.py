@@ -12,7 +12,7 @@ from backbeat.errors import InputError
 from backbeat.layouts.architectures import transformer
 from backbeat.layouts.cluster import Cluster, cluster_of
 from backbeat.layouts.conventions import Conventions, conventions_named
-from backbeat.layouts.layout import Job, Layout, check, micro_batches
+from backbeat.layouts.layout import Job, Layout, check, job_of, micro_batches
 from backbeat.layouts.layout_memory import memory
 from backbeat.layouts.layout_prediction import Family, LayoutPrediction, StepBreakdown
 from backbeat.layouts.pipeline import PipelineRun, closed_form, run
@@ -63,22 +63,12 @@ def predict(
         layout = Layout.parse(layout)
     if layout is None or fields:
         layout = _changed(layout or Layout(), fields)
-    try:
-        job = msgspec.convert({"global_batch": global_batch, "sequence": sequence, "precision": precision}, Job)
-    except msgspec.ValidationError as error:
-        raise InputError(f"the job: {error}") from None
-    for name, value in (("imbalance", imbalance - 1), ("compute_factor", compute_factor)):
-        if not value >= 0:
-            raise InputError(f"{name} is too small: imbalance is 1 or more, compute_factor above 0")
+    job = job_of(global_batch, sequence, precision)
     check(shapes, layout, job, gpus)
     there = cluster_of(cluster, accelerator)
     predictor = LayoutPredictor(shapes, there, job, conventions_named(framework), imbalance, compute_factor)
     found = predictor.predict(layout, family)
-    if band and there.edges is not None:
-        quiet, busy = (predictor.on(edge).predict(layout, "closed-form").step_s for edge in there.edges)
-        middle = predictor.predict(layout, "closed-form").step_s
-        found = msgspec.structs.replace(found, band_s=(found.step_s * quiet / middle, found.step_s * busy / middle))
-    return found
+    return predictor.banded(found) if band else found
 
 
 def _changed(layout: Layout, fields: dict[str, Any]) -> Layout:
@@ -108,14 +98,25 @@ class LayoutPredictor:
         imbalance: float = 1.0,
         compute_factor: float = 1.0,
     ) -> None:
+        if not 1 <= imbalance < float("inf"):
+            raise InputError(f"imbalance is {imbalance}: the busiest rank has at least the average, 1 or more")
+        if not 0 < compute_factor < float("inf"):
+            raise InputError(f"compute_factor is {compute_factor}: it is measured over predicted time, above zero")
         self.model, self.cluster, self.job, self.conventions = model, cluster, job, conventions
         self.imbalance, self.compute_factor = imbalance, compute_factor
         self.operators = _operators(cluster.accelerator.short_name, job.precision)
 
     def on(self, cluster: Cluster) -> LayoutPredictor:
-        return LayoutPredictor(
-            self.model, cluster, self.job, self.conventions, self.imbalance, self.compute_factor
+        return LayoutPredictor(self.model, cluster, self.job, self.conventions, self.imbalance, self.compute_factor)
+
+    def banded(self, found: LayoutPrediction) -> LayoutPrediction:
+        """With the step on a quiet and on a busy cluster."""
+        if self.cluster.edges is None:
+            return found
+        middle, quiet, busy = (
+            self.on(each).predict(found.layout, "closed-form").step_s for each in (self.cluster, *self.cluster.edges)
         )
+        return msgspec.structs.replace(found, band_s=(found.step_s * quiet / middle, found.step_s * busy / middle))
 
     def predict(self, layout: Layout, family: Family = "events") -> LayoutPrediction:
         """A layout that can be; whoever calls has checked it."""
@@ -202,12 +203,14 @@ class LayoutPredictor:
             limit_bytes=self.cluster.accelerator.memory_bytes,
             breakdown=breakdown,
             bubble_share=max(0.0, 1 - busy / passes.seconds),
-            timeline=_spans(passes, step, update, gather),
+            timeline=_spans(passes, afters, step, update, gather),
             notes=(f"compute: {self.operators.origin}",),
         )
 
 
-def _spans(passes: PipelineRun, step_s: float, update_s: float, gather_s: float) -> tuple[Span, ...]:
+def _spans(
+    passes: PipelineRun, afters: Sequence[ReplicaTimes], step_s: float, update_s: float, gather_s: float
+) -> tuple[Span, ...]:
     if not passes.performed:
         return ()
     spans = [
@@ -221,9 +224,9 @@ def _spans(passes: PipelineRun, step_s: float, update_s: float, gather_s: float)
         for each in passes.performed
     ]
     end = step_s - gather_s
-    for stage, done in enumerate(passes.end_s):
-        if end - update_s > done:
-            spans.append(Span(f"stage {stage}", "reduce gradients", done, end - update_s))
+    for stage, (done, after) in enumerate(zip(passes.end_s, afters, strict=True)):
+        if after.reduce_s:
+            spans.append(Span(f"stage {stage}", "reduce gradients", done, done + after.reduce_s))
         spans.append(Span(f"stage {stage}", "update", end - update_s, end))
         if gather_s:
             spans.append(Span(f"stage {stage}", "gather parameters", end, step_s))

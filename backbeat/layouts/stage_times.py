@@ -159,7 +159,14 @@ class StageTimer:
         size = 2 * self.builder.tokens * self.model.hidden
         tensor = self._group("all_gather" if self.layout.shards_sequence else "all_reduce", size)
         return self._made(
-            forward.total + tensor, inputs.total + tensor, weights, forward + inputs + weights, 0.0, 2 * tensor, 0.0, 0.0
+            forward.total + tensor,
+            inputs.total + tensor,
+            weights,
+            forward + inputs + weights,
+            0.0,
+            2 * tensor,
+            0.0,
+            0.0,
         )
 
     def _made(
@@ -214,8 +221,8 @@ class StageTimer:
         cp = self.layout.cp
         if cp == 1:
             return 0.0, 0.0
-        each = self.model.key_heads * (self.model.width + self.model.out_width) / min(
-            self.layout.tp, self.model.key_heads
+        each = (
+            self.model.key_heads * (self.model.width + self.model.out_width) / min(self.layout.tp, self.model.key_heads)
         )
         send = self.cluster.send_s(2 * self.builder.tokens * each, self.layout.tp)
         hidden = (cp - 1) / cp
