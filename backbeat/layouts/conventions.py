@@ -23,6 +23,7 @@ from backbeat.model.profile import DTYPE_BYTES
 from backbeat.model.reduction import REDUCTIONS, Reduction
 
 TensorOverlap = Literal["none", "backward", "all"]
+ContextExchange = Literal["ring", "all-to-all"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,8 +45,8 @@ class Conventions:
     """Moved for each logit in forward and in backward."""
     reserve_bytes: int = 3 * 10**9
     """Of the device, for CUDA, NCCL and fragmentation. Assumed."""
-    blocking_sends: bool = True
-    """A stage waits while it sends; otherwise only the receiver does."""
+    context_exchange: ContextExchange = "ring"
+    """Context parallelism passes keys and values round, or swaps sequence for heads before and after attention."""
 
     def reduction(self, zero: int) -> Reduction:
         return self.sharded if zero else self.replicated
@@ -121,7 +122,6 @@ CONVENTIONS = {
             tensor_overlap="none",
             gradient_bytes=4,
             accumulate_bytes=12,
-            blocking_sends=False,
         ),
     )
 }
