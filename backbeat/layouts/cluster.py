@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     from backbeat.cost import Curve
     from backbeat.cost.fabric import Load
 
+CALL_S, RANK_S = 25e-6, 8.5e-6
+"""What a small collective takes inside a node that a layer waits for: at least, and for each further rank. All-reduces
+of 1 MiB take 44, 51 and 85 µs on 2, 4 and 8 A100 (VIA-Research/vTrain, trace/a100); all-gathers 32, 51 and 87 µs before
+their bytes on B200 (MooreThreads/SimuMax, configs/system/b200_bf16_ceperm.json)."""
 Kind = Literal["all_reduce", "all_gather", "reduce_scatter"]
 
 
@@ -64,6 +68,14 @@ class Cluster:
         sharing = min(stride, self.per_node)
         nodes = -(-span // self.per_node)
         return self._curve(kind, nodes * self.per_node).at(size * sharing)
+
+    def waited_s(self, kind: Kind, size: float, workers: int, stride: int = 1) -> float:
+        """The same where every rank waits for it, in the middle of a layer."""
+        if workers == 1 or size <= 0:
+            return 0.0
+        seconds = self.collective_s(kind, size, workers, stride)
+        least = CALL_S + RANK_S * (workers - 1)
+        return seconds + max(0.0, least - self.collective_s(kind, 1.0, workers, stride))
 
     def send_s(self, size: float, stride: int) -> float:
         """From each rank to the one `stride` further on, all at once."""

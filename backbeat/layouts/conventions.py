@@ -45,6 +45,8 @@ class Conventions:
     """Moved for each logit in forward and in backward."""
     reserve_bytes: int = 3 * 10**9
     """Of the device, for CUDA, NCCL and fragmentation. Assumed."""
+    pass_s: float = 0.0
+    """What a micro-batch costs a stage beside its operators: bookkeeping and waits of the framework."""
     context_exchange: ContextExchange = "ring"
     """Context parallelism passes keys and values round, or swaps sequence for heads before and after attention."""
 
@@ -90,6 +92,13 @@ CONVENTIONS = {
             flash_attention=False,
             loss_bytes=(26, 12),
             gradient_bytes=4,
+        ),
+        replace(
+            _NO_OVERLAP,
+            name="megatron-deepspeed",
+            flash_attention=False,
+            loss_bytes=(26, 12),
+            pass_s=10e-3,
         ),
         Conventions(
             name="nanotron",

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from backbeat.cost.accelerators import Accelerator
 from backbeat.cost.operators import Attention, Product, Traffic, Work, family_of
 
 if TYPE_CHECKING:
@@ -63,14 +64,27 @@ class LayerWork:
         self.input.append(Traffic(kind, backward_bytes, 2))
 
 
+SUSTAINED = {"A100": (0.93, 0.93), "H100": (0.85, 0.85), "H200": (0.85, 0.85), "B200": (0.6, 0.74)}
+"""Of the rates that products and attention reach alone and for a moment, what they keep in training, where power and heat
+hold clocks down. B200: large products reach 48 % of the peak in MooreThreads/SimuMax's configs/system/
+b200_bf16_ceperm.json, where the curves say 80 %. A100 and H100: from the development rows of validation/layouts."""
+
+
+def sustained(accelerator: Accelerator) -> tuple[float, float]:
+    """Of products and of attention; GPUs of one generation are alike."""
+    alike = {"B300": "B200", "GB200": "B200", "GB300": "B200", "GH200": "H200", "H100 NVL": "H100"}
+    return SUSTAINED.get(alike.get(accelerator.name, accelerator.name), (0.85, 0.85))
+
+
 def seconds_of(works: list[Work], model: OperatorModel, *, backward: bool = False) -> PhaseSeconds:
     """On this GPU, by family."""
     found = dict.fromkeys(FAMILIES, 0.0)
     host = 0.0
+    shares = dict(zip(FAMILIES, sustained(model.accelerator), strict=False))
     submitted = model.host.backward_s if backward else model.host.forward_s
     for work in works:
         family = family_of(work)
-        found[family] += model.seconds(work)
+        found[family] += model.seconds(work) / shares.get(family, 1.0)
         host += submitted.get(family, 0.0)
     return PhaseSeconds(**found, waiting=max(0.0, host - sum(found.values())))
 

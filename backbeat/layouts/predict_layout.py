@@ -133,7 +133,7 @@ class LayoutPredictor:
             imbalance=self.imbalance,
             compute_factor=self.compute_factor,
         )
-        own = timer.stages()
+        own = [_with_pass(each, self.conventions.pass_s / layout.chunks) for each in timer.stages()]
         times = [replicas.sharded_passes(each, kind) for each, kind in zip(own, kinds, strict=True)]
         send = self._send_s(layout, timer)
         passes = (run if family == "events" else closed_form)(layout.schedule, layout.pp, count, times, send)
@@ -206,6 +206,15 @@ class LayoutPredictor:
             timeline=_spans(passes, afters, step, update, gather),
             notes=(f"compute: {self.operators.origin}",),
         )
+
+
+def _with_pass(times: StageTimes, pass_s: float) -> StageTimes:
+    """A stage's times with what the framework adds to a micro-batch, half of it in each direction."""
+    if not pass_s:
+        return times
+    host = PARTS.index("host")
+    parts = tuple(part + (pass_s if place == host else 0.0) for place, part in enumerate(times.parts))
+    return StageTimes(times.forward_s + pass_s / 2, times.input_s + pass_s / 2, times.weight_s, parts)
 
 
 def _spans(

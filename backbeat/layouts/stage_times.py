@@ -189,7 +189,7 @@ class StageTimer:
         )
 
     def _group(self, kind: Kind, size: float) -> float:
-        return self.cluster.collective_s(kind, size, self.layout.tp)
+        return self.cluster.waited_s(kind, size, self.layout.tp)
 
     def _tensor(self, behind_s: float, matrices_s: float, sparse: bool) -> tuple[float, float]:
         """Exposed in forward and in backward: a gather and a scatter around attention, and around a dense MLP."""
@@ -206,6 +206,8 @@ class StageTimer:
                 # The gradient is gathered for all to wait; the input again behind one product, its gradient scattered
                 # behind the other.
                 return forward, gather + max(0.0, scatter - behind_s) + max(0.0, gather - behind_s)
+            if overlap == "none":
+                return forward, forward + gather
         else:
             forward = pairs * self._group("all_reduce", size)
             if overlap == "backward":
@@ -221,6 +223,12 @@ class StageTimer:
         cp = self.layout.cp
         if cp == 1:
             return 0.0, 0.0
+        if self.conventions.context_exchange == "all-to-all":
+            # Queries, keys and values in one go, then what attention makes of them; backward likewise.
+            heads = self.model.heads + self.model.key_heads
+            widths = heads * (self.model.width + self.model.out_width) / self.layout.tp
+            exposed = self.cluster.exchange_s(2 * self.builder.tokens * widths, cp, self.layout.tp)
+            return exposed, exposed
         each = (
             self.model.key_heads * (self.model.width + self.model.out_width) / min(self.layout.tp, self.model.key_heads)
         )
