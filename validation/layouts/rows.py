@@ -167,9 +167,7 @@ def simumax(row: dict[str, str]) -> Iterator[dict[str, Any]]:
         "global_batch": dp * int(row["mbs"]) * int(row["grad_accum"]),
         "sequence": int(row["seq_len"]),
         "precision": "bf16",
-        "framework": replace(
-            CONVENTIONS["megatron-no-overlap"], context_exchange="all-to-all", tensor_overlap="none"
-        ),
+        "framework": replace(CONVENTIONS["megatron-no-overlap"], context_exchange="all-to-all", tensor_overlap="none"),
         "measured_s": float(row["real_iteration_ms"]) / 1e3,
         "measured_bytes": float(row["real_peak_alloc_gib"]) * 2**30,
     }
