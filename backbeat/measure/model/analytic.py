@@ -81,7 +81,7 @@ def analytic_profile(
     notes = [
         "analytic: computed from shapes and peak rates, not measured",
         f"operators: {model.origin}",
-        f"optimizer: {optimizer}, {estimated.update}; peak memory is the sum of its kinds",
+        f"optimizer: {optimizer}; {estimated.update}; peak memory is the sum of its kinds",
         "the host is as quick as the one that operators were measured with" if launch_overhead else "the host is ahead",
     ]
     if compiled:

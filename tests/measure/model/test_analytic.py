@@ -154,7 +154,7 @@ def test_the_update_follows_the_optimizer(options: dict[str, Any], words: str) -
         return model, batch, loss, torch.optim.AdamW(model.parameters(), **options)
 
     result = computed(adam, launch_overhead=False)
-    assert any(f"AdamW, {words}" in note for note in result.notes)
+    assert any(f"AdamW; {words}" in note for note in result.notes)
     plain = computed(launch_overhead=False)
     assert result.update_s > plain.update_s
 
