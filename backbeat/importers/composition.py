@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from backbeat.cost.protocols import INFINIBAND_HOP_S
 from backbeat.errors import InputError
 from backbeat.importers import bandwidth_table, nccl_tests
 from backbeat.model import files
 from backbeat.model.network import Network, WorkersRow
 from backbeat.model.source import Source
-from backbeat.model.specification import ACROSS_HOP_S
 from backbeat.model.topology import Fabric, Topology
 
 
-def read(path: str, *, gpus_per_node: int | None = None, hop_s: float = ACROSS_HOP_S) -> Network:
+def read(path: str, *, gpus_per_node: int | None = None, hop_s: float = INFINIBAND_HOP_S) -> Network:
     """A measurement, whatever wrote it: nccl-tests, `backbeat calibrate`, or a table of bus bandwidths (.csv)."""
     where = Path(path)
     if not where.is_file():

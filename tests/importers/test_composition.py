@@ -56,7 +56,8 @@ def test_a_table_gives_its_own_bandwidths_and_its_percentiles_become_the_band(te
     assert (four.quiet, four.busy) == pytest.approx((219.1 / 160.1, 44.5 / 160.1))
     assert network.all_gather is not None
     assert network.at(workers=32).edges is not None
-    assert any("latencies" in note for note in network.notes)
+    assert any("other sizes" in note for note in network.notes)
+    assert bus(network, 32, 2**24) < 90 < bus(network, 32)
 
 
 def test_a_table_with_several_sizes_gives_a_curve() -> None:
