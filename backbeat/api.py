@@ -9,8 +9,8 @@ import msgspec
 from backbeat.errors import InputError
 from backbeat.model import PlanPrediction
 from backbeat.model.reduction import reduction_named
+from backbeat.planners import SHARDED, propose
 from backbeat.planners import plan as planned
-from backbeat.planners import propose
 from backbeat.planners.frameworks import framework_plan
 from backbeat.simulate import predict as simulated
 from backbeat.simulate import strong_scaling
@@ -36,6 +36,10 @@ def plan(
     """
     if reduce_dtype is None:
         return planned(profile, network, strategy, accumulation=accumulation, **choices)
+    if strategy.partition(":")[0] in SHARDED:
+        made = _reduced(propose(profile, network, strategy, **choices), reduce_dtype)
+        result = simulated(profile, network, made, accumulation=accumulation)
+        return msgspec.structs.replace(made, predicted=PlanPrediction.of(result, network.name))
     sent = _sent(profile, reduce_dtype, compressed=strategy == "compressed" or choices.get("density") is not None)
     made = planned(_bucketed(profile, sent, strategy), network, strategy, **choices)
     result = simulated(sent, network, made, accumulation=accumulation)
@@ -64,7 +68,7 @@ def predict(
     """How long one iteration takes on the network's workers under the plan, or under the named strategy's, and why.
 
     In place of a plan, `framework` names what the job runs today ("nanotron", "megatron", … in
-    `backbeat.model.REDUCTIONS`) or says it as a `Reduction`: dtype, buckets, overlap, sharded update.
+    `backbeat.model.reduction.REDUCTIONS`) or says it as a `Reduction`: dtype, buckets, overlap, sharded update.
 
     With `accumulation` micro-batches only the last one's backward overlaps with communication. With `reduce_dtype`
     ("bf16" or "fp16") fp32 gradients are sent in two bytes each. Where the plan says what is kept of activations,
@@ -99,12 +103,27 @@ def predict(
     if plan is None:
         raise InputError("there is nothing to predict: give a plan, a strategy's name, or framework=")
     sent = profile
-    if reduce_dtype is not None:
+    if reduce_dtype is not None and _is_sharded(plan):
+        made = propose(profile, network, strategy=plan, **choices) if isinstance(plan, str) else plan
+        plan = _reduced(made, reduce_dtype)
+    elif reduce_dtype is not None:
         compressed = plan == "compressed" if isinstance(plan, str) else plan.compressed
         sent = _sent(profile, reduce_dtype, compressed=compressed)
     if isinstance(plan, str):
         plan = propose(_bucketed(profile, sent, plan), network, strategy=plan, **choices)
     return simulated(sent, network, plan, accumulation=accumulation, broadcast_buffers=broadcast_buffers)
+
+
+def _is_sharded(plan: Plan | str) -> bool:
+    return plan.partition(":")[0] in SHARDED if isinstance(plan, str) else plan.sharding is not None
+
+
+def _reduced(plan: Plan, reduce_dtype: str) -> Plan:
+    """The sharded plan with gradients reduced in this dtype."""
+    if plan.sharding is None:
+        return plan
+    sharding = msgspec.structs.replace(plan.sharding, reduce_dtype=reduce_dtype)
+    return msgspec.structs.replace(plan, sharding=sharding, predicted=None)
 
 
 def _sent(profile: Profile, reduce_dtype: str, *, compressed: bool) -> Profile:

@@ -54,7 +54,10 @@ NetworkArgument = Annotated[
     str,
     typer.Argument(metavar="NETWORK", help="A network file, or a bundled name.", autocompletion=_network_names),
 ]
-STRATEGY_NAMES = "wfbp, single, ddp, horovod, mg-wfbp, asc-wfbp, adaptive, optimal, best, decoupled, compressed"
+STRATEGY_NAMES = (
+    "wfbp, single, ddp, horovod, mg-wfbp, asc-wfbp, adaptive, optimal, best, decoupled, compressed, "
+    "fsdp, hsdp, zero1, zero2"
+)
 """Written out, since help must not wait for the planners to be imported."""
 StrategyOption = Annotated[
     list[str] | None,

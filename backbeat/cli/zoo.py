@@ -35,7 +35,8 @@ def zoo(json: JsonOption = False) -> None:
                     "batch_size": one.batch_size,
                     "precision": one.precision,
                     "sequence_length": one.sequence_length,
-                    "optimizer": optimizer(one),
+                    "optimizer": one.optimizer,
+                    "compiled": one.compiled,
                     "source": one.source,
                 }
                 for one in profiles
@@ -52,23 +53,23 @@ def zoo(json: JsonOption = False) -> None:
     for one in profiles:
         models.setdefault((one.model, one.device), []).append(one)
     devices = sorted({device for _, device in models})
+    ways = sorted({way(one) for one in profiles})
     rows = [
         (
             model if len(devices) == 1 else f"{model} ({device})",
-            variants(found),
             str(found[0].sequence_length or ""),
-            optimizer(found[0]) or "",
+            *(variants([one for one in found if way(one) == wanted]) for wanted in ways),
         )
         for (model, device), found in models.items()
     ]
     out = console()
-    headings = ("model", "batch sizes", "tokens", "optimizer")
+    headings = ("model", "tokens", *(heading for _, heading in ways))
     out.print(zoo_table(f"{len(profiles)} profiles of {len(models)} models", headings, rows))
-    first = profiles[0]
+    first = next((one for one in profiles if one.compiled), profiles[0])
     prose(
         out,
-        f"A profile's name has its batch and precision: {first.name} is {first.model}, batch {first.batch_size}, "
-        f"{first.precision}. Measured on {', '.join(devices)}.",
+        f"Batch sizes stand below the optimizer; compiled is by torch.compile. A profile's name says all of that: "
+        f"{first.name}. Measured on {', '.join(devices)}.",
     )
     out.print()
     origins = [
@@ -85,10 +86,10 @@ def zoo(json: JsonOption = False) -> None:
     out.print(zoo_table(title, ("name", "a node", "GB/s", "busy–quiet", "figures", "from"), origins))
 
 
-def optimizer(profile: Profile) -> str | None:
-    """As the profile's notes say it."""
-    found = (note.removeprefix("optimizer: ") for note in profile.notes if note.startswith("optimizer: "))
-    return next((text.split(";")[0] for text in found), None)
+def way(profile: Profile) -> tuple[bool, str]:
+    """How a model was trained for its profile, as a heading; plain ones come first."""
+    optimizer = (profile.optimizer or "no optimizer stated").partition(",")[0].partition(" with")[0]
+    return (True, f"{optimizer} compiled") if profile.compiled else (False, optimizer)
 
 
 def variants(profiles: Sequence[Profile]) -> str:

@@ -97,6 +97,7 @@ def build(choice: Choice, profile: Profile, network: Network) -> Plan:
         communicators=communicators,
         bucket_bytes=choice.argument if choice.strategy in _WITH_BUCKET else None,
     )
+    made.need_buckets("a replay")
     return msgspec.structs.replace(made, dynamic=None, predicted=None)
 
 

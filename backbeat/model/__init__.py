@@ -7,13 +7,13 @@ from backbeat.model.network import Calibration, Network, WorkersRow
 from backbeat.model.plan import Bucket, DynamicFusion, Plan, PlanPrediction
 from backbeat.model.prediction import Band, Breakdown, NetworkBand, Prediction, Span
 from backbeat.model.profile import ComputeShares, Gradient, Memory, Profile
-from backbeat.model.reduction import REDUCTIONS, Reduction
+from backbeat.model.reduction import Reduction
+from backbeat.model.sharding import Mesh, Sharding, ShardUnit
 from backbeat.model.slowdown import Slowdown
 from backbeat.model.source import Source
 from backbeat.model.topology import Fabric, LoadBand, Topology
 
 __all__ = [
-    "REDUCTIONS",
     "Band",
     "Block",
     "Breakdown",
@@ -30,6 +30,7 @@ __all__ = [
     "LoadBand",
     "Memory",
     "MemoryPlan",
+    "Mesh",
     "Network",
     "NetworkBand",
     "Plan",
@@ -38,6 +39,8 @@ __all__ = [
     "Profile",
     "Reduction",
     "Segment",
+    "ShardUnit",
+    "Sharding",
     "Slowdown",
     "Source",
     "Span",

@@ -33,6 +33,11 @@ class Document(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     def schema(self) -> str:
         return str(getattr(type(self), "SCHEMA", ""))
 
+    @property
+    def derived(self) -> tuple[str, ...]:
+        """Fields that follow from others, so that files leave them out."""
+        return ()
+
     @classmethod
     def load(cls: type[T], name: str | os.PathLike[str]) -> T:
         """Read a file, or a bundled one by its name."""
@@ -126,6 +131,8 @@ def decode(raw: bytes, kind: type[T], where: str) -> T:
 
 def encode(document: Document) -> bytes:
     body = msgspec.to_builtins(document, enc_hook=_plain_number)
+    for field in document.derived:
+        del body[field]
     text = msgspec.json.encode({"schema": document.schema, **body})
     return _one_item_a_line(msgspec.json.format(text, indent=1)) + b"\n"
 
@@ -177,6 +184,8 @@ def json_schema(kind: type[Document]) -> dict[str, Any]:
     body = schema["$defs"][kind.__name__]
     body["properties"] = {"schema": {"const": name}, **body["properties"]}
     body["required"] = ["schema", *body.get("required", [])]
+    if forms := getattr(kind, "FORMS", ()):
+        body["oneOf"] = [{"required": list(fields)} for fields in forms]
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", "$id": name, **schema}
 
 

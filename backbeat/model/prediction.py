@@ -32,6 +32,8 @@ class Breakdown(msgspec.Struct, frozen=True, kw_only=True):
     """Computation that takes longer beside communication, which takes multiprocessors and memory bandwidth from it."""
     gather_s: float = 0.0
     """Forward waiting for parameters that another worker updated, where a framework shards the update."""
+    copies_s: float = 0.0
+    """Sharded plans: parameters copied out of gathered buffers, gradients copied into reduce-scatter inputs."""
     sharding_s: float = 0.0
     """What a sharded update takes less than a whole one: zero or negative."""
 
@@ -78,12 +80,12 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     breakdown: Breakdown
     bottleneck: str
     """`compute`, or the largest part of the breakdown: `latency`, `bandwidth`, `waiting`, `stragglers`, `buffers`,
-    `contention`, `gather`."""
+    `contention`, `gather`, `copies`."""
     band: Band | None = None
     network_band: NetworkBand | None = None
     """Where the network says how far a quiet and a busy cluster are apart; `iteration_s` is a typical one."""
     peak_bytes: int | None = None
-    """Device memory at its highest, where the plan says what is kept of activations."""
+    """Device memory at its highest, where the plan shards or says what is kept of activations."""
     extrapolated: bool = False
     """Some figure lies beyond what was measured; `notes` says which."""
     timeline: tuple[Span, ...] = ()

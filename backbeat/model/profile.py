@@ -143,6 +143,10 @@ class Profile(Document, frozen=True, kw_only=True):
     flops_per_sample: Annotated[float, Meta(gt=0)] | None = None
     """Floating-point operations of forward and backward on one sample, a multiply-add being two."""
     compute_shares: ComputeShares | None = None
+    optimizer: str | None = None
+    """What the update and the optimizer's memory are of, like `AdamW, fused`."""
+    compiled: bool = False
+    """Measured under `torch.compile`, block by block."""
     source: Source | str | None = None
     notes: tuple[str, ...] = ()
 

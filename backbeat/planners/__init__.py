@@ -18,6 +18,7 @@ from backbeat.planners.draft import Draft, StrategyOptions, StrategyResult
 from backbeat.planners.memory_and_schedule import within
 from backbeat.planners.mgwfbp import asc_wfbp, mg_wfbp
 from backbeat.planners.optimal import optimal
+from backbeat.planners.sharded_baselines import fsdp, hsdp, zero1, zero2
 from backbeat.simulate.predict import predict
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
     from backbeat.model import Network, Plan, Profile
 
-__all__ = ["STRATEGIES", "Draft", "StrategyOptions", "plan", "propose"]
+__all__ = ["SHARDED", "STRATEGIES", "Draft", "StrategyOptions", "plan", "propose"]
 
 STRATEGIES: dict[str, Callable[[Profile, Network, StrategyOptions], StrategyResult]] = {
     "wfbp": wfbp,
@@ -39,7 +40,13 @@ STRATEGIES: dict[str, Callable[[Profile, Network, StrategyOptions], StrategyResu
     "best": best,
     "decoupled": decoupled,
     "compressed": compressed,
+    "fsdp": fsdp,
+    "hsdp": hsdp,
+    "zero1": zero1,
+    "zero2": zero2,
 }
+SHARDED = frozenset({"fsdp", "hsdp", "zero1", "zero2"})
+"""Strategies that shard parameters rather than send gradients in buckets."""
 
 
 class Choices(TypedDict, total=False):
@@ -57,25 +64,40 @@ class Choices(TypedDict, total=False):
 
 
 def propose(profile: Profile, network: Network, strategy: str = "best", **choices: Unpack[Choices]) -> Plan:
-    """The gradient schedule that a strategy chooses for this profile on this network, not yet predicted."""
-    if strategy not in STRATEGIES:
+    """The gradient schedule that a strategy chooses for this profile on this network, not yet predicted.
+
+    `hsdp:8` is hsdp with 8 shards.
+    """
+    name, shards = _shards(strategy)
+    if name not in STRATEGIES:
         close = difflib.get_close_matches(strategy, STRATEGIES, n=1)
         hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(STRATEGIES)}."
         raise InputError(f"{strategy!r} is not a strategy: {hint}")
     memory_bytes, residuals = choices.pop("memory_bytes", None), choices.pop("residuals", None)
     reserve = choices.pop("reserve", None)
-    options = StrategyOptions(**choices)  # type: ignore[misc]
+    options = StrategyOptions(**choices, shards=shards)  # type: ignore[misc]
     if options.density is not None and strategy == "best":
-        strategy = "compressed"
+        name = strategy = "compressed"
     _check(strategy, options, memory_bytes, residuals)
     _check_reserve(reserve, memory_bytes)
 
     def schedule(of: Profile) -> Plan:
-        return STRATEGIES[strategy](of, network, options).named(of, strategy, network.workers)
+        return STRATEGIES[name](of, network, options).named(of, strategy, network.workers)
 
     if memory_bytes is None and residuals is None:
         return schedule(profile)
     return within(profile, network, schedule, memory_bytes, residuals, reserve)
+
+
+def _shards(strategy: str) -> tuple[str, int | None]:
+    name, colon, count = strategy.partition(":")
+    if not colon:
+        return name, None
+    if name != "hsdp":
+        raise InputError(f"{strategy!r} is not a strategy: only hsdp takes a number, of shards, like hsdp:8")
+    if not count.isascii() or not count.isdigit() or int(count) < 1:
+        raise InputError(f"{strategy!r} is not a strategy: hsdp takes the number of shards, like hsdp:8")
+    return name, int(count)
 
 
 def _check(strategy: str, options: StrategyOptions, memory_bytes: int | None, residuals: str | None) -> None:
@@ -83,6 +105,11 @@ def _check(strategy: str, options: StrategyOptions, memory_bytes: int | None, re
         value = getattr(options, name)
         if value is not None and value <= 0:
             raise InputError(f"{name} is {value}: it must be above zero")
+    if strategy.partition(":")[0] in SHARDED and memory_bytes is not None:
+        raise InputError(
+            f"memory_bytes is {memory_bytes}, but {strategy!r} keeps all activations: leave it out, and compare the "
+            "peak that is predicted with what the device has"
+        )
     if memory_bytes is not None and memory_bytes <= 0:
         raise InputError(f"memory_bytes is {memory_bytes}: it must be above zero")
     if options.density is not None:

@@ -28,6 +28,8 @@ class StrategyOptions:
     """`horovod`: time between ticks."""
     density: float | None = None
     """`compressed`: share of the elements that travel."""
+    shards: int | None = None
+    """`hsdp`: workers that hold one copy of the model; the GPUs of a node where None."""
     budget_s: float | None = None
     """`best`: stop improving after this long. None makes the search depend on the problem alone, not on the clock."""
 

@@ -22,6 +22,7 @@ PART_COLOURS = {
     "buffers": canvas.GREEN,
     "contention": canvas.ROSE,
     "gather": "#9a8b2f",
+    "copies": "#4f7f8b",
 }
 
 

@@ -20,6 +20,8 @@ LIMITS = {
     "Smaller buckets at the end help, or hiding it behind the next forward pass.",
     "stragglers": "The slowest worker: in every step all others wait for it. Steadier workers help, "
     "a schedule does not.",
+    "copies": "Copying parameters out of gathered buffers and gradients into those to reduce. Larger units do "
+    "not help; keeping parameters after forward (zero2) copies them out once instead of twice.",
     "buffers": "Broadcasting buffers before every forward pass. `broadcast_buffers=False` removes it, "
     "where the statistics in them may differ between workers.",
     "contention": "Communication slows computation down: it takes multiprocessors and memory bandwidth from it. What "

@@ -158,12 +158,15 @@ def answer_table(
 
 def plan_table(plan: Plan, result: Prediction) -> Table:
     """The buckets of a plan with when they travel."""
+    spans = [span for span in result.timeline if carries_gradients(span)]
     count = len(plan.buckets)
-    table = _plain(f"{count} bucket{'' if count == 1 else 's'} in launch order")
+    title = f"{count} bucket{'' if count == 1 else 's'} in launch order"
+    if plan.sharding is not None:
+        title = f"{len(spans)} collectives of {len(plan.sharding.units)} units and the root, in launch order"
+    table = _plain(title)
     several = plan.communicators > 1
     for heading in ("bucket", *(["communicator"] if several else []), "gradients", "bytes", "starts", "ends"):
         table.add_column(heading, justify="left" if heading == "gradients" else "right")
-    spans = [span for span in result.timeline if carries_gradients(span)]
     for number, span in enumerate(spans):
         table.add_row(
             str(number),

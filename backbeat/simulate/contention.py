@@ -22,7 +22,7 @@ _SAME = 1e-12
 """Ready times this close to those of the run before, relative to the last, are the same."""
 
 
-class InFlight(Protocol):
+class Messages(Protocol):
     """When messages start and are done."""
 
     @property
@@ -31,7 +31,7 @@ class InFlight(Protocol):
     def finishes(self) -> Sequence[float] | NDArray[np.float64]: ...
 
 
-F = TypeVar("F", bound=InFlight)
+F = TypeVar("F", bound=Messages)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ def least_s(compute_s: float, in_flight_s: float, slowdown: float) -> float:
     return compute_s + (1 - 1 / slowdown) * in_flight_s
 
 
-def _clock(flow: InFlight, before: ComputeClock, slowdown: float) -> ComputeClock:
+def _clock(flow: Messages, before: ComputeClock, slowdown: float) -> ComputeClock:
     """Computation beside these messages. A busy period begins after as much computation as it did before: what made
     its first message ready."""
     begins, lengths = _busy_periods(flow)
@@ -115,7 +115,7 @@ def _clock(flow: InFlight, before: ComputeClock, slowdown: float) -> ComputeCloc
     return ComputeClock(np.array(done), np.array(at))
 
 
-def _busy_periods(flow: InFlight) -> tuple[list[float], list[float]]:
+def _busy_periods(flow: Messages) -> tuple[list[float], list[float]]:
     """Where at least one message is in flight: when each period begins, and how long it is."""
     begins: list[float] = []
     ends: list[float] = []

@@ -46,7 +46,8 @@ def alone(profile: Profile, plan: Plan, before: float) -> Iteration:
         Span("compute", "backward", backward, update),
         Span("compute", "update", update, end),
     )
-    return Iteration(end, end, Breakdown(), spans, len(plan.buckets), 0.0)
+    count = len(plan.buckets) if plan.sharding is None else len(plan.sharding.units)
+    return Iteration(end, end, Breakdown(), spans, count, 0.0)
 
 
 def within_iteration(profile: Profile, network: Network, plan: Plan, before: float, slowdown: float = 1.0) -> Iteration:

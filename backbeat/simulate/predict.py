@@ -13,6 +13,8 @@ from backbeat.simulate.compressed_cost import remarks
 from backbeat.simulate.framework_step import framework_iteration
 from backbeat.simulate.iteration import across_iterations, alone, compressed_iteration, within_iteration
 from backbeat.simulate.memory_timeline import memory_timeline
+from backbeat.simulate.sharded_memory import sharded_memory
+from backbeat.simulate.sharded_step import sharded_iteration, sharded_remarks
 from backbeat.simulate.slowdowns import slowdown_of
 from backbeat.simulate.stragglers import Straggling, straggling
 
@@ -70,6 +72,7 @@ def _predicted(
 ) -> Prediction:
     peak = None
     memory_notes: tuple[str, ...] = ()
+    measured = profile
     if plan.memory is not None and (profile.blocks or plan.memory.segments):
         plan.check(profile)
         kept = memory_timeline(profile, plan.memory, plan, workers=network.workers)
@@ -80,24 +83,32 @@ def _predicted(
     before = (micro_batches - 1) * (profile.forward_s + profile.backward_s)
     single = before + profile.forward_s + profile.backward_s + profile.update_s
     beside = slowdown_of(profile, network)
+    sharded = plan.sharding is not None
+    if sharded:
+        held = sharded_memory(measured, plan, micro_batches=micro_batches)
+        peak = held.peak_bytes if held else None
     if network.workers == 1:
         step = alone(profile, plan, before)
     elif reduction is not None:
         step = framework_iteration(profile, network, plan, reduction, micro_batches, beside.factor)
+    elif sharded:
+        step = sharded_iteration(measured, network, plan, micro_batches=micro_batches, slowdown=beside.factor)
     elif plan.decoupled:
         step = across_iterations(profile, network, plan, before, beside.factor)
     elif plan.compressed:
         step = compressed_iteration(profile, network, plan, before, beside.factor)
     else:
         step = within_iteration(profile, network, plan, before, beside.factor)
-    buffers = broadcast_s(network, profile.buffer_bytes) if broadcast_buffers and network.workers > 1 else 0.0
+    buffers = (
+        broadcast_s(network, profile.buffer_bytes) if broadcast_buffers and network.workers > 1 and not sharded else 0.0
+    )
     waits = None
     if network.workers > 1:
         waits = straggling(profile.iteration_s, network.workers, micro_batches / profile.accumulation)
     wait = waits.wait_s if waits else 0.0
     steady = buffers + step.steady_s
     iteration = steady + wait
-    notes, extrapolated = _notes(profile, network, plan, step.largest_bytes, waits)
+    notes, extrapolated = _notes(measured, network, plan, step.largest_bytes, waits)
     breakdown = msgspec.structs.replace(step.breakdown, stragglers_s=wait, buffers_s=buffers)
     return Prediction(
         strategy=plan.strategy,
@@ -153,6 +164,7 @@ def _bottleneck(breakdown: Breakdown, single: float) -> str:
         "buffers": breakdown.buffers_s,
         "contention": breakdown.contention_s,
         "gather": breakdown.gather_s,
+        "copies": breakdown.copies_s,
     }
     if sum(parts.values()) < _NEGLIGIBLE * single:
         return "compute"
@@ -169,6 +181,8 @@ def _notes(
     notes.extend(f"network {network.name}: {note}" for note in network.notes)
     if plan.compressed and network.workers > 1:
         notes.extend(remarks(profile, network, plan))
+    if plan.sharding is not None:
+        notes.extend(sharded_remarks(profile, network, plan.sharding))
     if plan.workers is not None and plan.workers != network.workers:
         notes.append(f"the plan was made for {plan.workers} workers, this is {network.workers}")
     if plan.dynamic is None and (left := plan.missing(profile)):

@@ -67,6 +67,7 @@ class Schedule:
     def of_plan(cls, profile: Profile, plan: Plan) -> tuple[Schedule, list[tuple[str, ...]]]:
         """The plan's buckets, and behind them what it does not name, as the drop-in sends it; and each bucket's
         names."""
+        plan.need_buckets("this schedule")
         plan.check(profile)
         buckets = [(bucket.gradients, bucket.communicator) for bucket in plan.buckets]
         missing = plan.missing(profile)

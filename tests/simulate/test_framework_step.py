@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 import backbeat as bb
 from backbeat.cli.common import FRAMEWORK_NAMES
 from backbeat.errors import InputError
-from backbeat.model import REDUCTIONS, Memory, Network, Profile, Reduction
+from backbeat.model import Memory, Network, Profile, Reduction
+from backbeat.model.reduction import REDUCTIONS
 from backbeat.report.device_memory import device_fit
 from backbeat.simulate.framework_step import gather_before
 from tests.problems import affine, make_profile, networks, profiles

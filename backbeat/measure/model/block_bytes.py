@@ -100,3 +100,29 @@ class BlockBytes(ChainWatch):
             elif key not in self._counted:
                 self._between[key] = storage_size(tensor)
         return kept
+
+
+@dataclass(frozen=True)
+class BlockParameters:
+    """What the parameters of one block take."""
+
+    bytes: int
+    dtype: str | None
+
+
+def block_parameters(blocks: dict[str, torch.nn.Module]) -> dict[str, BlockParameters]:
+    """Of every block, in the order in which the model holds them: a tied weight counts where its name stands first.
+
+    >>> tied = torch.nn.Linear(2, 3, bias=False)
+    >>> block_parameters({"first": tied, "last": torch.nn.Sequential(tied, torch.nn.Linear(3, 1))})["last"]
+    BlockParameters(bytes=16, dtype='float32')
+    """
+    seen: set[int] = set()
+    found = {}
+    for name, block in blocks.items():
+        mine = [parameter for parameter in block.parameters() if id(parameter) not in seen]
+        seen.update(id(parameter) for parameter in mine)
+        dtypes = sorted({str(parameter.dtype).removeprefix("torch.") for parameter in mine})
+        size = sum(parameter.numel() * parameter.element_size() for parameter in mine)
+        found[name] = BlockParameters(size, ", ".join(dtypes) or None)
+    return found

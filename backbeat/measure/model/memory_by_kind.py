@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from backbeat.measure.model.batches import tensors_in
+from backbeat.measure.model.chain import untraced
 from backbeat.model import Memory
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ class SavedTensors:
 
     def __enter__(self) -> SavedTensors:
         for owner in self._owners:
-            self._handles.append(owner.module.register_forward_pre_hook(self._begin_hook(owner.gradient)))
+            self._handles.append(owner.module.register_forward_pre_hook(untraced(self._begin_hook(owner.gradient))))
         self._context.__enter__()
         return self
 

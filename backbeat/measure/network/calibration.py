@@ -68,8 +68,8 @@ def measure_cluster(
 ) -> MeasuredCluster:
     """As `calibrate`, with the repeats and spread of every case.
 
-    `slowdown` measures on GPUs how much longer computation takes beside an all-reduce, in a second or two; where two
-    ranks share a GPU, as in the lab, it is left out.
+    `slowdown` measures on GPUs how much longer computation takes beside an all-reduce; where two ranks
+    share a GPU, as in the lab, it is left out.
 
     `settle` is for gloo ranks that share too few cores: see `comm.gloo.settle_gloo`.
     """

@@ -15,6 +15,7 @@ PARTS = {
     "buffers": "broadcasting buffers",
     "contention": "computation slowed down by communication",
     "gather": "gathering updated parameters",
+    "copies": "copying into and out of collectives' buffers",
 }
 
 

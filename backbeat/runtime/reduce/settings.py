@@ -129,12 +129,20 @@ def resolve_plan(plan: Plan | str | os.PathLike[str] | None) -> tuple[Plan | Non
             "plan='compressed' cannot be chosen while training runs, since it changes what the optimizer sees: make "
             "the plan first (`backbeat plan … --strategy compressed -o plan.json`) and give plan='plan.json'"
         )
+    elif isinstance(plan, str) and plan.partition(":")[0] in sharded_strategies():
+        raise InputError(
+            f"plan={plan!r} shards parameters, and DistributedDataParallel sends gradients in buckets: make the plan "
+            f"(`backbeat plan … --strategy {plan} -o plan.json`) and run it with "
+            "`fully_shard(model, plan='plan.json', mesh=mesh)` of backbeat.runtime"
+        )
     elif isinstance(plan, str) and (plan == "auto" or plan in strategies()):
         found, strategy = None, plan
     else:
         if isinstance(plan, (str, os.PathLike)):
             _check_spelling(os.fspath(plan))
         found, strategy = Plan.load(plan), None
+    if found is not None:
+        found.need_buckets("DistributedDataParallel")
     if found is not None and found.decoupled:
         raise _decoupled()
     if found is not None and found.dynamic is not None:
@@ -163,4 +171,10 @@ def strategies() -> set[str]:
     """Names that plan fixed buckets."""
     from backbeat.planners import STRATEGIES
 
-    return set(STRATEGIES) - {"horovod", "decoupled", "compressed"}
+    return set(STRATEGIES) - {"horovod", "decoupled", "compressed"} - sharded_strategies()
+
+
+def sharded_strategies() -> frozenset[str]:
+    from backbeat.planners import SHARDED
+
+    return SHARDED

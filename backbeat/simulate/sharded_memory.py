@@ -1,0 +1,269 @@
+"""Device memory of a sharded step, by kind, at its highest moment.
+
+Counted in the order in which the host issues work, as the device's allocator counts it:
+
+- Shards of parameters and optimizer state are there all the time. A shard of a unit's gradients comes with its
+  reduce-scatter and stays until the step ends.
+- An all-gather takes a buffer for the whole unit, a copy-out the unit's parameters themselves. In forward the buffer is
+  freed at the next copy-out, in backward at once. Parameters are freed where they are resharded, and after backward.
+- Backward takes a unit's whole gradients, in the parameters' dtype. They go when the reduce-scatter's input, in the
+  reduce dtype, is filled; that goes when its turn to be waited for comes. Gradients that are not reduced in this
+  micro-batch stay whole, in the reduce dtype.
+- Activations are kept, recomputed or offloaded block by block, as `memory_timeline` counts them. A profile without
+  blocks says only how many there are at the end of forward: all of them are taken to be there all the time.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from backbeat.model.sharding import DTYPE_BYTES
+from backbeat.simulate.actions import KEEP, units_of
+from backbeat.simulate.memory_timeline import Chain, Phase, Tally
+from backbeat.simulate.resident_memory import ResidentMemory
+from backbeat.simulate.sharded_calls import Call, calls
+from backbeat.simulate.sharded_units import ELEMENT_BYTES, ROOT, ShardedChain, chain_of
+
+if TYPE_CHECKING:
+    from backbeat.model import Plan, Profile, Sharding
+
+_MOST_MICRO_BATCHES = 3
+"""Those behind the second hold what the second holds."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShardedMemory:
+    """Bytes on the device at the highest moment of a step. The kinds add up to `peak_bytes`."""
+
+    parameter_bytes: int
+    """This rank's shards."""
+    gradient_bytes: int
+    """Shards of gradients that are reduced already."""
+    optimizer_bytes: int
+    gathered_bytes: int
+    """Parameters of units that are whole."""
+    gather_buffer_bytes: int
+    whole_gradient_bytes: int
+    scatter_input_bytes: int
+    activation_bytes: int
+    """And what operations need beside them."""
+    other_bytes: int
+    """Module buffers, the batch, workspaces, tensors outside the blocks."""
+    where: str
+    """The block, or `loss`."""
+    phase: Phase
+
+    @property
+    def peak_bytes(self) -> int:
+        return (
+            self.parameter_bytes
+            + self.gradient_bytes
+            + self.optimizer_bytes
+            + self.gathered_bytes
+            + self.gather_buffer_bytes
+            + self.whole_gradient_bytes
+            + self.scatter_input_bytes
+            + self.activation_bytes
+            + self.other_bytes
+        )
+
+
+_Peak = tuple[int, "Kinds", int, str, Phase]
+"""Bytes of sharding and activations, what sharding holds of them, the activations, where, and when."""
+Kinds = Counter[str]
+"""Bytes beside the resident ones: gathered, gather_buffer, whole_gradient, scatter_input, gradient."""
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """What is held at one stretch of forward or backward, or at the end of a micro-batch."""
+
+    call: Call
+    before: Kinds
+    """The most between the stretch before it and this one."""
+    during: Kinds
+
+
+def sharded_memory(profile: Profile, plan: Plan, *, micro_batches: int = 1) -> ShardedMemory | None:
+    """The peak by kind; None where the profile has no memory figures."""
+    if profile.memory is None:
+        return None
+    chain = chain_of(profile, plan)
+    assert plan.sharding is not None
+    shards = plan.sharding.mesh.shard
+    resident = ResidentMemory.of(profile)
+    parameters, optimizer = (-(-size // shards) for size in (resident.parameter_bytes, resident.optimizer_bytes))
+    other = resident.buffer_bytes + resident.batch_bytes + resident.outside_bytes
+    moments = course(chain, plan.sharding, min(micro_batches, _MOST_MICRO_BATCHES))
+    if profile.blocks:
+        found, activations, where, phase = _with_blocks(profile, plan, chain, moments, resident)
+    else:
+        held = [one for moment in moments for one in (moment.before, moment.during)]
+        found = max(held, key=lambda kinds: kinds.total(), default=Counter())
+        activations, where, phase = profile.memory.activation_bytes + resident.loss_bytes, "loss", "backward"
+    return ShardedMemory(
+        parameter_bytes=parameters,
+        optimizer_bytes=optimizer,
+        other_bytes=other,
+        activation_bytes=activations,
+        where=where,
+        phase=phase,
+        **{f"{kind}_bytes": found[kind] for kind in _KINDS},
+    )
+
+
+_KINDS = ("gathered", "gather_buffer", "whole_gradient", "scatter_input", "gradient")
+
+
+class _Held:
+    """What is held of every unit, by kind, with running totals."""
+
+    def __init__(self) -> None:
+        self.totals: Kinds = Counter()
+        self._parts: dict[tuple[str, int], int] = {}
+        self.most: Kinds = Counter()
+        """The highest since the last stretch."""
+
+    def put(self, kind: str, unit: int, size: int) -> None:
+        self.take(kind, unit)
+        self._parts[kind, unit] = size
+        self.totals[kind] += size
+        if self.totals.total() > self.most.total():
+            self.most = self.totals.copy()
+
+    def take(self, kind: str, unit: int) -> None:
+        self.totals[kind] -= self._parts.pop((kind, unit), 0)
+
+    def moment(self, call: Call) -> Moment:
+        before, self.most = self.most, self.totals.copy()
+        return Moment(call, before, self.totals.copy())
+
+
+def course(chain: ShardedChain, sharding: Sharding, micro_batches: int = 1) -> list[Moment]:
+    """What is held at every stretch, in the order of issue."""
+    param, reduced = DTYPE_BYTES[sharding.param_dtype], DTYPE_BYTES[sharding.reduce_dtype]
+    gradients = _gradients(chain)
+    places: dict[int, list[int]] = {ROOT: []}
+    for place, stretch in enumerate(chain.stretches):
+        places.setdefault(stretch.unit, []).append(place)
+    held = _Held()
+    moments: list[Moment] = []
+    forward, number = True, 0
+    buffer: int | None = None  # in forward: the unit whose gathered buffer is still there
+    for call in calls(chain, sharding, micro_batches):
+        event, unit = call.event, call.unit
+        content = chain.units[unit]
+        if event == "begin":
+            forward, number = True, number + 1
+        elif event == "all_gather":
+            held.put("gather_buffer", unit, content.elements * param)
+        elif event in ("copy_out", "turn"):
+            if buffer is not None:
+                held.take("gather_buffer", buffer)
+            buffer = None
+            if event == "turn":
+                forward = False
+                continue
+            held.put("gathered", unit, content.elements * param)
+            if forward:
+                buffer = unit
+            else:
+                held.take("gather_buffer", unit)
+        elif event == "forward":
+            moments.append(held.moment(call))
+            if content.reshard:
+                held.take("gathered", unit)
+        elif event == "backward":
+            later = sharding.gradient_sync == "last" and number < micro_batches
+            before = reduced if sharding.gradient_sync == "last" and number > 1 else 0
+            held.put("whole_gradient", call.place, gradients[call.place] * (before + param))
+            moments.append(held.moment(call))
+            if later:
+                held.put("whole_gradient", call.place, gradients[call.place] * reduced)
+            if unit not in chain.reduced_last:
+                _free(held, sharding, unit, last=number == micro_batches)
+        elif event == "wait":
+            held.take("scatter_input", unit)
+        elif event == "reduce_scatter":
+            _free(held, sharding, unit, last=number == micro_batches)
+            held.put("scatter_input", unit, content.elements * reduced)
+            for place in places[unit]:
+                held.take("whole_gradient", place)
+            held.put("gradient", unit, -(-content.elements * ELEMENT_BYTES // sharding.mesh.shard))
+        elif event == "end":
+            for one in range(-1, chain.count):
+                held.take("scatter_input", one)
+            for one in chain.reduced_last:
+                _free(held, sharding, one, last=number == micro_batches)
+            moments.append(held.moment(call))
+    return moments
+
+
+def _gradients(chain: ShardedChain) -> list[int]:
+    """Elements whose gradients each stretch's backward leaves, and which stay until their unit is reduced.
+
+    A block at the end that holds no parameters, such as a head, may compute with the first one's (tied weights): then
+    all of the root's gradients are taken to be there from its backward on.
+    """
+    found = [stretch.elements for stretch in chain.stretches]
+    last = chain.stretches[-1]
+    pieces = {piece.block: piece for piece in chain.pieces.pieces}
+    if last.unit == ROOT and any(not pieces[block].elements for block in last.blocks):
+        found = [
+            0 if stretch.unit == ROOT else elements for stretch, elements in zip(chain.stretches, found, strict=True)
+        ]
+        found[-1] = chain.units[ROOT].elements
+    return found
+
+
+def _free(held: _Held, sharding: Sharding, unit: int, *, last: bool) -> None:
+    if last or sharding.reshard_after_backward:
+        held.take("gathered", unit)
+
+
+class _ShardedTally(Tally):
+    """Counts, beside activations, what sharding holds at each block."""
+
+    __slots__ = ("beside", "held")
+
+    def __init__(self, base: int, beside: dict[tuple[str, int], Moment]) -> None:
+        super().__init__(base)
+        self.beside = beside
+        self.held: Kinds = Counter()
+
+    def see(self, above: int, block: int, phase: Phase) -> None:
+        moment = self.beside["forward" if phase in ("forward", "loss") else "backward", block]
+        for more, kinds in ((0, moment.before), (above, moment.during)):
+            level = self.level + more + kinds.total()
+            if level > self.peak:
+                self.peak, self.block, self.phase, self.held = level, block, phase, kinds
+
+
+def _with_blocks(
+    profile: Profile, plan: Plan, chain: ShardedChain, moments: list[Moment], resident: ResidentMemory
+) -> tuple[Kinds, int, str, Phase]:
+    """What sharding holds at the peak, the activations then, and where that is."""
+    blocks = Chain(profile, resident)
+    actions = (
+        units_of(profile, plan.memory)
+        if plan.memory is not None
+        else [(k, k + 1, KEEP) for k in range(len(profile.blocks))]
+    )
+    best: _Peak | None = None
+    beside: dict[tuple[str, int], Moment] = {}
+    for moment in moments:
+        if moment.call.event != "end":
+            for block in chain.stretches[moment.call.place].blocks:
+                beside[moment.call.event, block] = moment
+            continue
+        tally = _ShardedTally(0, beside)
+        blocks.run(actions, tally)
+        where = blocks.names[tally.block] if tally.phase != "loss" else "loss"
+        found: _Peak = (tally.peak, tally.held, tally.peak - tally.held.total(), where, tally.phase)
+        # What is reduced when backward is done has no activations beside it.
+        after: _Peak = (moment.before.total(), moment.before, 0, blocks.names[0], "backward")
+        best = max(*([best] if best else []), found, after, key=lambda one: one[0])
+    assert best is not None
+    return best[1:]
