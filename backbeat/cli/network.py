@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
@@ -51,6 +51,13 @@ def network(
     nodes: Annotated[str, typer.Option(help="From specifications: numbers of nodes, like 1..64.")] = "1..64",
     nvls: Annotated[bool, typer.Option("--nvls", help="The node's NVSwitches reduce (NVLink SHARP).")] = False,
     sharp: Annotated[bool, typer.Option("--sharp", help="The switches between nodes reduce (SHARP).")] = False,
+    transport: Annotated[
+        str | None,
+        typer.Option(
+            help="What NCCL sends by between nodes: infiniband, efa or sockets. Says how much computation slows down "
+            "beside it."
+        ),
+    ] = None,
     name: Annotated[str | None, typer.Option(help="The network's name; the file's by default.")] = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="The network file to write.")] = None,
     json: JsonOption = False,
@@ -60,6 +67,7 @@ def network(
     with a file, --nic for what joins the nodes."""
     from backbeat.cli.common import console, print_json, prose, say
     from backbeat.cost.protocols import NicLatency
+    from backbeat.model.slowdown import Transport
     from backbeat.model.specification import Specification
     from backbeat.units import parse_duration, parse_rate, parse_workers
 
@@ -79,6 +87,7 @@ def network(
             fabric=joined,
             nvls=nvls,
             sharp=sharp,
+            transport=_one_of("--transport", transport, get_args(Transport)),
         )
         made = sheet.network(named, parse_workers(nodes))
     else:
@@ -108,17 +117,19 @@ def _fabric(kind: str | None, oversubscription: float) -> Fabric | None:
         if oversubscription > 1:
             raise InputError("--oversubscription needs --fabric: fat-tree, rail-optimised or cloud")
         return None
-    import difflib
-    from typing import get_args
-
     from backbeat.cost.fabric import Kind
     from backbeat.model import Fabric
 
-    for known in get_args(Kind):
-        if kind == known:
-            return Fabric(kind=known, oversubscription=oversubscription)
-    close = difflib.get_close_matches(kind, get_args(Kind), n=1) or get_args(Kind)
-    raise InputError(f"--fabric is {kind!r}: did you mean {' or '.join(close)}?")
+    return Fabric(kind=_one_of("--fabric", kind, get_args(Kind)), oversubscription=oversubscription)
+
+
+def _one_of(option: str, given: str | None, known: tuple[str, ...]) -> Any:
+    if given is None or given in known:
+        return given
+    import difflib
+
+    close = difflib.get_close_matches(given, known, n=1) or known
+    raise InputError(f"{option} is {given!r}: did you mean {' or '.join(close)}?")
 
 
 def _inside(inside: str | None, gpus_per_node: int | None, *, nvls: bool) -> tuple[float | CollectiveTimes, int]:

@@ -24,8 +24,10 @@ def run(*words: str) -> str:
 
 def test_specifications_become_a_file_that_predicts(tmp_path: Path) -> None:
     target = tmp_path / "mine.json"
-    shown = run(*SHEET, "--latency", "10us", "--fabric", "cloud", "--nodes", "1..16", "-o", str(target))
+    words = ("--latency", "10us", "--fabric", "cloud", "--transport", "efa", "--nodes", "1..16", "-o", str(target))
+    shown = run(*SHEET, *words)
     network = Network.load(target)
+    assert network.topology.transport == "efa"
     assert network.name == "mine"
     assert [network.workers, *(row.workers for row in network.rows)] == [16, 8, 32, 64, 128]
     assert max(map(len, shown.splitlines())) <= 80
@@ -63,6 +65,7 @@ def test_measurements_are_composed(tmp_path: Path) -> None:
         (["--inside", "450GB/s", "--nic", "400gbit"], "give --gpus-per-node"),
         (["--gpus-per-node", "8", "--nic", "400gbit"], "with --inside"),
         ([*SHEET, "--fabric", "clod"], "did you mean cloud"),
+        ([*SHEET, "--transport", "infinband"], "did you mean infiniband"),
         ([*SHEET, "--oversubscription", "2"], "needs --fabric"),
         ([*SHEET, "--across", "two.txt"], "keep one of them"),
         (["--across", "two.txt"], "no such file"),
