@@ -35,6 +35,8 @@ class NicLatency:
     """What all-reduces of some megabytes take beyond their transfer, on four nodes."""
     ring_step_s: float = 9.4e-6
     """One step of a ring all-gather: 80 H100, 32 MiB to 16 GiB (xxrjun/nccl-tests-cluster)."""
+    small_step_s: float = 2.5e-6
+    """The same for small messages. Assumed."""
 
     @classmethod
     def of(cls, hop_s: float) -> NicLatency:
@@ -49,6 +51,7 @@ class NicLatency:
             doubling_s=INFINIBAND.doubling_s * factor,
             middle_s=INFINIBAND.middle_s * factor,
             ring_step_s=INFINIBAND.ring_step_s * factor,
+            small_step_s=INFINIBAND.small_step_s * factor,
         )
 
 
@@ -65,6 +68,14 @@ def all_reduce_lines(nodes: int, per_node: int, latency: NicLatency, *, sharp: b
     small = latency.small_s + (0.0 if sharp else latency.doubling_s * math.log2(nodes / 2))
     middle = latency.middle_s * (1.0 if sharp else (nodes / 4) ** MIDDLE_GROWTH)
     return tuple(zip((small, middle, 1.5 * middle), ACROSS_SHARES, strict=True))
+
+
+def ring_lines(nodes: int, per_node: int, latency: NicLatency) -> tuple[Line, ...]:
+    """The protocols of all-gather and reduce-scatter: rings, one step a GPU."""
+    steps = nodes * per_node - 1
+    if nodes == 1:
+        return ((steps * INSIDE_STEP_S, 1.0),)
+    return (steps * latency.small_step_s, ACROSS_SHARES[0]), (steps * latency.ring_step_s, 1.0)
 
 
 def fastest_s(lines: Sequence[Line], sent: float, rate: float) -> float:

@@ -21,14 +21,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from backbeat.cost.collectives import Collective, steps, traffic
+from backbeat.cost.collectives import Collective, traffic
 from backbeat.cost.protocols import (
     INFINIBAND_HOP_S,
-    INSIDE_STEP_S,
     NicLatency,
     all_reduce_lines,
     fastest_s,
     rate_through,
+    ring_lines,
 )
 from backbeat.errors import InputError
 from backbeat.model import files
@@ -108,16 +108,13 @@ def _row(workers: int, found: dict[_Key, dict[str, float]], per_node: int, hop_s
 def _one_point(
     collective: Collective, workers: int, per_node: int, hop_s: float, size: int, seconds: float
 ) -> CollectiveTimes:
-    """Other sizes as NCCL's protocols have them; of what goes in rings, latency by their steps."""
+    """Other sizes as NCCL's protocols have them."""
     latency, nodes = NicLatency.of(hop_s), -(-workers // per_node)
-    if collective == "all_reduce":
-        lines, sent = all_reduce_lines(nodes, per_node, latency), traffic(collective, "ring", workers)
-        rate = rate_through(lines, sent * size, seconds)
-        sizes = sorted({*SIZES, size})
-        return CollectiveTimes(points=tuple((one, fastest_s(lines, sent * one, rate)) for one in sizes))
-    step_s = latency.ring_step_s if nodes > 1 else INSIDE_STEP_S
-    alpha = min(steps(collective, "ring", workers) * step_s, seconds / 2)
-    return CollectiveTimes(alpha_s=alpha, beta_s_per_byte=(seconds - alpha) / size)
+    lines = (all_reduce_lines if collective == "all_reduce" else ring_lines)(nodes, per_node, latency)
+    sent = traffic(collective, "ring", workers)
+    rate = rate_through(lines, sent * size, seconds)
+    sizes = sorted({*SIZES, size})
+    return CollectiveTimes(points=tuple((one, fastest_s(lines, sent * one, rate)) for one in sizes))
 
 
 def _figures(cells: dict[str, str], where: str, per_node: int) -> Iterator[tuple[int, str, float]]:

@@ -14,7 +14,7 @@ from msgspec.structs import force_setattr
 from backbeat.cost import Batch, LinkCost
 from backbeat.cost.collectives import Collective
 from backbeat.cost.fabric import Load
-from backbeat.cost.scaling import hindered, mixed, moved
+from backbeat.cost.scaling import crowded, hindered, mixed, moved
 from backbeat.errors import InputError
 from backbeat.model.checks import at_least
 from backbeat.model.collective_times import CollectiveTimes, ConcurrencyPoint
@@ -322,11 +322,15 @@ class Network(Document, frozen=True, kw_only=True):
             if times is None:
                 continue
             if band is not None:
-                curve = hindered(times.curve, 1 / (band.quiet if load == "quiet" else band.busy))
+                curve = crowded(times.curve, 1 / (band.quiet if load == "quiet" else band.busy))
             elif fabric is not None and self.nodes > 1:
                 slowdown = fabric.slowdown(self.nodes, load)
                 layout = self.topology.layout
-                curve = moved(times.curve, name, self.workers, self.workers, layout, slowdown=slowdown)
+                curve = (
+                    crowded(times.curve, slowdown)
+                    if layout.inside is None
+                    else moved(times.curve, name, self.workers, self.workers, layout, slowdown=slowdown)
+                )
             else:
                 return self
             there[name] = CollectiveTimes.of(curve)

@@ -11,9 +11,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from backbeat.cost.collectives import Collective, steps, traffic
-from backbeat.cost.fabric import Load
-from backbeat.cost.protocols import INFINIBAND, INSIDE_STEP_S, NicLatency, all_reduce_lines, fastest_s
+from backbeat.cost.collectives import Collective, traffic
+from backbeat.cost.protocols import INFINIBAND, NicLatency, all_reduce_lines, fastest_s, ring_lines
 from backbeat.errors import InputError
 from backbeat.model.collective_times import CollectiveTimes
 from backbeat.model.network import Network, WorkersRow
@@ -92,7 +91,7 @@ class Specification:
             topology = Topology(
                 algorithm="hierarchical",
                 gpus_per_node=per_node,
-                inside=self._all_reduce(1),
+                inside=self._row(1).all_reduce,
                 inside_algorithm="nvls" if self.nvls else "ring",
                 across_algorithm="sharp" if self.sharp else "auto",
                 pipelined=True,
@@ -127,17 +126,15 @@ class Specification:
             text += f"; {self.fabric.kind} fabric, oversubscription {self.fabric.oversubscription:g}"
         return text + ("; SHARP between nodes" if self.sharp else "")
 
-    def bus_bandwidth(self, nodes: int, load: Load = "typical") -> float:
-        """Of a large all-reduce, in bytes a second."""
+    def bus_bandwidth(self, nodes: int) -> float:
+        """Of a large all-reduce on a quiet cluster, in bytes a second."""
         inside = self._inside_rate
         if nodes == 1:
             return inside
-        share = self.fabric.share(nodes, load) if self.fabric is not None else 1.0
+        share = self.fabric.share(nodes, "quiet") if self.fabric is not None else 1.0
         wire = self.nic * self.nics_per_node * self.efficiency * share
-        if self.sharp:
+        if self.sharp or nodes == 2:
             wire *= traffic("all_reduce", "ring", nodes * self.gpus_per_node)
-        elif nodes == 2:
-            wire *= traffic("all_reduce", "ring", 2 * self.gpus_per_node)
         return min(wire, inside)
 
     @property
@@ -150,24 +147,29 @@ class Specification:
         return self.inside
 
     def _row(self, nodes: int) -> WorkersRow:
+        """A typical day, and how far it is from a quiet and a busy one."""
         band = None
         if self.fabric is not None:
-            quiet, typical, busy = (self.bus_bandwidth(nodes, load) for load in ("quiet", "typical", "busy"))
-            band = LoadBand(quiet=_rounded(max(quiet / typical, 1.0)), busy=_rounded(min(busy / typical, 1.0)))
+            quiet, busy = (self.fabric.slowdown(nodes, load) if nodes > 1 else 1.0 for load in ("quiet", "busy"))
+            band = LoadBand(quiet=_rounded(1 / quiet), busy=_rounded(1 / busy))
         return WorkersRow(
             workers=nodes * self.gpus_per_node,
-            all_reduce=self._all_reduce(nodes),
-            all_gather=self._ring("all_gather", nodes),
-            reduce_scatter=self._ring("reduce_scatter", nodes),
+            all_reduce=self.inside
+            if nodes == 1 and isinstance(self.inside, CollectiveTimes)
+            else self._typical(nodes, [self._all_reduce_s(nodes, size) for size in SIZES]),
+            all_gather=self._typical(nodes, [self._ring_s("all_gather", nodes, size) for size in SIZES]),
+            reduce_scatter=self._typical(nodes, [self._ring_s("reduce_scatter", nodes, size) for size in SIZES]),
             band=band,
         )
 
-    def _all_reduce(self, nodes: int) -> CollectiveTimes:
-        if nodes == 1 and isinstance(self.inside, CollectiveTimes):
-            return self.inside
-        return CollectiveTimes(points=tuple((size, _rounded(self._all_reduce_s(nodes, size))) for size in SIZES))
+    def _typical(self, nodes: int, quiet: list[float]) -> CollectiveTimes:
+        """All but the smallest message's latency is slower than on a quiet cluster (`cost/scaling.crowded`)."""
+        slowdown = 1 / self.fabric.slowdown(nodes, "quiet") if self.fabric is not None and nodes > 1 else 1.0
+        times = (_rounded(quiet[0] + (time - quiet[0]) * slowdown) for time in quiet)
+        return CollectiveTimes(points=tuple(zip(SIZES, times, strict=True)))
 
     def _all_reduce_s(self, nodes: int, size: float) -> float:
+        """On a quiet cluster."""
         per_node = self.gpus_per_node
         within = 0.0
         if isinstance(self.inside, CollectiveTimes):
@@ -181,17 +183,13 @@ class Specification:
         sent = traffic("all_reduce", "ring", nodes * per_node) * size
         return max(within, fastest_s(lines, sent, self.bus_bandwidth(nodes)))
 
-    def _ring(self, collective: Collective, nodes: int) -> CollectiveTimes:
-        """What NCCL has rings for: one step a GPU."""
-        workers = nodes * self.gpus_per_node
-        inside = self._inside_rate * (NVLS_GATHER_SHARE if self.nvls else 1.0)
-        step_s, rate = INSIDE_STEP_S, inside
+    def _ring_s(self, collective: Collective, nodes: int, size: float) -> float:
+        """On a quiet cluster."""
+        rate = self._inside_rate * (NVLS_GATHER_SHARE if self.nvls else 1.0)
         if nodes > 1:
-            step_s, rate = self.latency.ring_step_s, min(GATHER_SHARE * self.bus_bandwidth(nodes), inside)
-        return CollectiveTimes(
-            alpha_s=_rounded(step_s * steps(collective, "ring", workers)),
-            beta_s_per_byte=_rounded(traffic(collective, "ring", workers) / rate),
-        )
+            rate = min(GATHER_SHARE * self.bus_bandwidth(nodes), rate)
+        sent = traffic(collective, "ring", nodes * self.gpus_per_node) * size
+        return fastest_s(ring_lines(nodes, self.gpus_per_node, self.latency), sent, rate)
 
 
 def _rounded(value: float) -> float:

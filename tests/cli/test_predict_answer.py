@@ -339,3 +339,22 @@ def test_more_links_a_node_carry_more(tmp_path: Path) -> None:
     assert any("8 links a node" in note for note in eight["notes"])
     with pytest.raises(InputError, match="--across"):
         run("predict", RESNET, "nvlink-ib400", "--nics-per-node", "8")
+
+
+def test_what_the_job_runs_today_stands_beside_stock_ddp_and_the_plan() -> None:
+    words = ("predict", LLAMA, "nvlink-ib400", "--workers", "8,64", "--framework", "nanotron,deepspeed-zero1")
+    text = run(*words)
+    for word in ("nanotron", "deepspeed-zero1", "ddp", "best", "gather"):
+        assert word in text
+    data = json.loads(run(*words, "--strategy", "ddp", "--json"))
+    assert [row["strategy"] for row in data["rows"]] == ["nanotron", "deepspeed-zero1", "ddp"] * 2
+    found = bb.predict(Profile.load(LLAMA), Network.load("nvlink-ib400").at(workers=64), framework="nanotron")
+    assert data["rows"][3]["iteration_s"] == pytest.approx(found.iteration_s)
+    # Eight GPUs and more share the optimizer's state, and the fp32 gradients are what travels.
+    whole = json.loads(run(*words[:-1], "torch-ddp", "--json"))["memory"]
+    assert whole["peak_bytes"] > data["memory"]["peak_bytes"]
+
+
+def test_a_framework_nobody_knows_is_refused() -> None:
+    with pytest.raises(InputError, match="is not a framework: did you mean 'megatron'"):
+        run("predict", LLAMA, "nvlink-ib400", "--framework", "megaton")

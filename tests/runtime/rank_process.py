@@ -38,9 +38,11 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _outcome(request: dict[str, Any]) -> dict[str, Any]:
+    import auto_checks
     import change_checks
     import compressed_checks
     import compressed_faults
+    import rank_faults
     import runtime_checks
     import runtime_scenarios
     import scenario_rig
@@ -77,6 +79,8 @@ def _outcome(request: dict[str, Any]) -> dict[str, Any]:
         known = {
             **runtime_scenarios.SCENARIOS,
             **runtime_checks.CHECKS,
+            **rank_faults.CHECKS,
+            **auto_checks.CHECKS,
             **compressed_checks.CHECKS,
             **compressed_faults.CHECKS,
             **change_checks.CHECKS,

@@ -108,6 +108,18 @@ class Scenario:
 
 
 SCENARIOS: dict[str, Scenario] = {}
+Run = Callable[[Context], str | None]
+
+
+def registry(prefix: str = "") -> tuple[dict[str, Scenario], Callable[[Run], Run]]:
+    """A table of checks, and the decorator that enters one by its name."""
+    checks: dict[str, Scenario] = {}
+
+    def check(run: Run) -> Run:
+        checks[prefix + run.__name__] = Scenario(run, run.__name__)
+        return run
+
+    return checks, check
 
 
 def scenario(title: str) -> Callable[[Callable[[Context], str | None]], Callable[[Context], str | None]]:

@@ -110,6 +110,14 @@ def test_a_prediction_says_what_contention_costs() -> None:
     assert alone.breakdown.contention_s == 0
 
 
+@settings(max_examples=40)
+@given(profiles(most=30), networks(), st.sampled_from([1.05, 1.3, 2.0]))
+def test_buckets_formed_at_run_time_are_those_of_the_plan(profile: Profile, network: Network, factor: float) -> None:
+    network = msgspec.structs.replace(network, slowdown=Slowdown(matmul=factor))
+    plan = bb.plan(profile, network, "horovod")
+    assert bb.predict(profile, network, plan).buckets == len(plan.buckets)
+
+
 def test_a_slowdown_survives_its_file(tmp_path) -> None:
     network = on("efa", slowdown=Slowdown(matmul=1.2, attention=1.1))
     network.save(tmp_path / "network.json")

@@ -6,13 +6,13 @@ free again; what the compressor sends is subtracted. It is never anybody's `.gra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from backbeat.errors import InputError
-from backbeat.runtime.compressed.message_layout import layout_of
+from backbeat.runtime.compressed import topk
 from backbeat.runtime.compressed.residual import Residual, Scratch, Store, accumulate, add_all, drop_infinite
 from backbeat.runtime.reduce.bucket import BucketBuffer, addresses_of, views_of
 from backbeat.runtime.reduce.step import TakenGradients
@@ -23,10 +23,6 @@ if TYPE_CHECKING:
     from backbeat.runtime.compressed.topk import TopK
     from backbeat.runtime.reduce.partition import BucketSpec
     from backbeat.runtime.reduce.step import Step
-
-
-HOSTS = {"cpu"}
-"""Kinds of device that may be asked at any time whether a gradient is finite."""
 
 
 class CompressedBucket(BucketBuffer):
@@ -103,7 +99,7 @@ class CompressedBucket(BucketBuffer):
 
     @property
     def bytes(self) -> int:
-        return layout_of(self.numel, self.compressor.density).bytes
+        return topk.layout_of(self.numel, self.compressor.density).bytes
 
     def take_all(self) -> bool:
         if self.frozen:
@@ -192,7 +188,7 @@ class CompressedBucket(BucketBuffer):
             momenta = [self._momentum_of(self.parameters[position]) for position in positions]
             torch._foreach_mul_(_at(velocities, positions, whole), momenta)
         targets = _at(velocities or values, positions, whole)
-        if self.device.type in HOSTS:
+        if self.device.type in topk.HOSTS:
             faulty = accumulate(targets, gradients)
             self._refused += [self.members[place] for place, bad in zip(positions, faulty, strict=True) if bad]
         else:
@@ -355,13 +351,6 @@ class CompressedBucket(BucketBuffer):
 
     def arrived(self, message: torch.Tensor) -> torch.Tensor | None:
         return None
-
-    def late_message(self, late: Set[int], scale: float) -> torch.Tensor:
-        # Not reached while `CompressedExchange` keeps late gradients to itself; an empty message keeps ranks in order.
-        return torch.zeros(len(self.members), device=self.device)
-
-    def add_late(self, message: torch.Tensor) -> list[float]:
-        return [0.0] * len(self.members)
 
 
 def _at(tensors: list[torch.Tensor], positions: Sequence[int], whole: bool) -> list[torch.Tensor]:

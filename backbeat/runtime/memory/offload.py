@@ -272,7 +272,7 @@ class OffloadSchedule:
         """The owner keeps this storage on the device as long as it lives: offloading it would free nothing."""
         if not movable(tensor):
             return
-        key = int(tensor.untyped_storage()._cdata)
+        key = storage_of(tensor)
         leaving = self._leaving_storage(key)
         if leaving is not None:
             leaving.keep_on_device()
@@ -289,7 +289,7 @@ class OffloadSchedule:
 
         It stays where a kept block before has saved it too, or a kept block right behind will.
         """
-        key = int(tensor.untyped_storage()._cdata)
+        key = storage_of(tensor)
         kept = self._kept.get(key)
         if kept is not None and kept[0]() is not None and kept[1] == version_of(tensor):
             return KeptTensor(tensor, block)
@@ -347,6 +347,14 @@ def movable(tensor: torch.Tensor) -> bool:
         return tensor.untyped_storage().nbytes() >= SMALLEST_BYTES
     except (NotImplementedError, RuntimeError):
         return False
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """What tells storages apart while they live; 0 where a tensor has none."""
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):
+        return 0
 
 
 def _bytes_of(storage: torch.UntypedStorage, device: torch.device) -> torch.Tensor:

@@ -262,3 +262,10 @@ def test_blocks_say_their_parameters() -> None:
     blocks = {block.name: block for block in profile(model, images(), in_double, **QUICK).blocks}
     assert {name: block.parameter_bytes for name, block in blocks.items()} == {"0": 72 * 4, "1": 0, "2": 36 * 8}
     assert [blocks[name].parameter_dtype for name in "012"] == ["float32", None, "float64"]
+
+
+def test_gradients_have_the_dtype_of_their_parameters() -> None:
+    inputs, targets = images()
+    half = profile(classifier().to(torch.bfloat16), (inputs.to(torch.bfloat16), targets), loss, **QUICK)
+    assert half.gradient_dtype == "bf16"
+    assert half.total_bytes * 2 == profile(classifier(), (inputs, targets), loss, **QUICK).total_bytes
