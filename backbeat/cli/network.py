@@ -54,8 +54,8 @@ def network(
     transport: Annotated[
         str | None,
         typer.Option(
-            help="What NCCL sends by between nodes: infiniband, efa or sockets. Says how much computation slows down "
-            "beside it."
+            help="What carries messages: infiniband (or RoCE), efa, sockets, nvlink or nvls. "
+            "Computation slows down beside it."
         ),
     ] = None,
     name: Annotated[str | None, typer.Option(help="The network's name; the file's by default.")] = None,
@@ -67,7 +67,6 @@ def network(
     with a file, --nic for what joins the nodes."""
     from backbeat.cli.common import console, print_json, prose, say
     from backbeat.cost.protocols import NicLatency
-    from backbeat.model.slowdown import Transport
     from backbeat.model.specification import Specification
     from backbeat.units import parse_duration, parse_rate, parse_workers
 
@@ -87,11 +86,12 @@ def network(
             fabric=joined,
             nvls=nvls,
             sharp=sharp,
-            transport=_one_of("--transport", transport, get_args(Transport)),
         )
         made = sheet.network(named, parse_workers(nodes))
     else:
         made = _composed(named, inside, across or [], gpus_per_node, hop_s, joined)
+    if transport is not None:
+        made = _carried_by(made, transport)
     if output is not None:
         made.save(output)
     rows = [row_at(made, count) for count in sorted([made.workers, *(row.workers for row in made.rows)])]
@@ -110,6 +110,16 @@ def network(
             prose(out, f"* {note}")
     if output is not None:
         say(f"wrote {output}")
+
+
+def _carried_by(network: Network, transport: str) -> Network:
+    import msgspec
+
+    from backbeat.model.slowdown import CHANNELS
+
+    known = _one_of("--transport", transport, tuple(CHANNELS))
+    topology = msgspec.structs.replace(network.topology, transport=known)
+    return msgspec.structs.replace(network, topology=topology)
 
 
 def _fabric(kind: str | None, oversubscription: float) -> Fabric | None:

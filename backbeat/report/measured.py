@@ -188,6 +188,10 @@ def scaled(profile: Profile, factor: float) -> Profile:
         backward_s=profile.backward_s * factor,
         update_s=profile.update_s * factor,
         gradients=tuple(msgspec.structs.replace(one, ready_s=one.ready_s * factor) for one in profile.gradients),
+        blocks=tuple(
+            msgspec.structs.replace(one, forward_s=one.forward_s * factor, backward_s=one.backward_s * factor)
+            for one in profile.blocks
+        ),
         iteration_s=(),
         buffer_bytes=0,
         accumulation=1,

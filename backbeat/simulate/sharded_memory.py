@@ -17,12 +17,13 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from backbeat.model.sharding import DTYPE_BYTES
-from backbeat.simulate.actions import KEEP, units_of
+from backbeat.simulate.actions import KEEP, Unit, units_of
 from backbeat.simulate.memory_timeline import Chain, Phase, Tally
 from backbeat.simulate.resident_memory import ResidentMemory
+from backbeat.simulate.sharded_activations import sharded_activations, tied_block
 from backbeat.simulate.sharded_calls import Call, calls
 from backbeat.simulate.sharded_units import ELEMENT_BYTES, ROOT, ShardedChain, chain_of
 
@@ -70,8 +71,6 @@ class ShardedMemory:
         )
 
 
-_Peak = tuple[int, "Kinds", int, str, Phase]
-"""Bytes of sharding and activations, what sharding holds of them, the activations, where, and when."""
 Kinds = Counter[str]
 """Bytes beside the resident ones: gathered, gather_buffer, whole_gradient, scatter_input, gradient."""
 
@@ -96,21 +95,25 @@ def sharded_memory(profile: Profile, plan: Plan, *, micro_batches: int = 1) -> S
     resident = ResidentMemory.of(profile)
     parameters, optimizer = (-(-size // shards) for size in (resident.parameter_bytes, resident.optimizer_bytes))
     other = resident.buffer_bytes + resident.batch_bytes + resident.outside_bytes
-    moments = course(chain, plan.sharding, min(micro_batches, _MOST_MICRO_BATCHES))
+    tied = bool(profile.blocks) and tied_block(profile, chain) is not None
+    moments = course(chain, plan.sharding, min(micro_batches, _MOST_MICRO_BATCHES), tied=tied)
     if profile.blocks:
-        found, activations, where, phase = _with_blocks(profile, plan, chain, moments, resident)
+        blocks = Chain(sharded_activations(profile, chain, plan.sharding), resident)
+        actions = [(k, k + 1, KEEP) for k in range(blocks.count)]
+        if plan.memory is not None:
+            actions = units_of(profile, plan.memory)
+        peak = _with_blocks(blocks, actions, chain, moments)
     else:
-        held = [one for moment in moments for one in (moment.before, moment.during)]
-        found = max(held, key=lambda kinds: kinds.total(), default=Counter())
-        activations, where, phase = profile.memory.activation_bytes + resident.loss_bytes, "loss", "backward"
+        most = max((one for moment in moments for one in (moment.before, moment.during)), key=Counter.total)
+        peak = _Peak(most, profile.memory.activation_bytes + resident.loss_bytes, "loss", "backward")
     return ShardedMemory(
         parameter_bytes=parameters,
         optimizer_bytes=optimizer,
         other_bytes=other,
-        activation_bytes=activations,
-        where=where,
-        phase=phase,
-        **{f"{kind}_bytes": found[kind] for kind in _KINDS},
+        activation_bytes=peak.activation_bytes,
+        where=peak.where,
+        phase=peak.phase,
+        **{f"{kind}_bytes": peak.held[kind] for kind in _KINDS},
     )
 
 
@@ -141,10 +144,13 @@ class _Held:
         return Moment(call, before, self.totals.copy())
 
 
-def course(chain: ShardedChain, sharding: Sharding, micro_batches: int = 1) -> list[Moment]:
-    """What is held at every stretch, in the order of issue."""
+def course(chain: ShardedChain, sharding: Sharding, micro_batches: int = 1, *, tied: bool = False) -> list[Moment]:
+    """What is held at every stretch, in order of issue. `tied`: the last stretch makes all gradients of the root."""
     param, reduced = DTYPE_BYTES[sharding.param_dtype], DTYPE_BYTES[sharding.reduce_dtype]
-    gradients = _gradients(chain)
+    gradients = [stretch.elements for stretch in chain.stretches]
+    if tied:
+        gradients = [0 if one.unit == ROOT else one.elements for one in chain.stretches]
+        gradients[-1] = chain.units[ROOT].elements
     places: dict[int, list[int]] = {ROOT: []}
     for place, stretch in enumerate(chain.stretches):
         places.setdefault(stretch.unit, []).append(place)
@@ -201,26 +207,18 @@ def course(chain: ShardedChain, sharding: Sharding, micro_batches: int = 1) -> l
     return moments
 
 
-def _gradients(chain: ShardedChain) -> list[int]:
-    """Elements whose gradients each stretch's backward leaves, and which stay until their unit is reduced.
-
-    A block at the end that holds no parameters, such as a head, may compute with the first one's (tied weights): then
-    all of the root's gradients are taken to be there from its backward on.
-    """
-    found = [stretch.elements for stretch in chain.stretches]
-    last = chain.stretches[-1]
-    pieces = {piece.block: piece for piece in chain.pieces.pieces}
-    if last.unit == ROOT and any(not pieces[block].elements for block in last.blocks):
-        found = [
-            0 if stretch.unit == ROOT else elements for stretch, elements in zip(chain.stretches, found, strict=True)
-        ]
-        found[-1] = chain.units[ROOT].elements
-    return found
-
-
 def _free(held: _Held, sharding: Sharding, unit: int, *, last: bool) -> None:
     if last or sharding.reshard_after_backward:
         held.take("gathered", unit)
+
+
+class _Peak(NamedTuple):
+    """The highest moment: what sharding holds then, the activations beside it, and where it is."""
+
+    held: Kinds
+    activation_bytes: int
+    where: str
+    phase: Phase
 
 
 class _ShardedTally(Tally):
@@ -241,17 +239,8 @@ class _ShardedTally(Tally):
                 self.peak, self.block, self.phase, self.held = level, block, phase, kinds
 
 
-def _with_blocks(
-    profile: Profile, plan: Plan, chain: ShardedChain, moments: list[Moment], resident: ResidentMemory
-) -> tuple[Kinds, int, str, Phase]:
-    """What sharding holds at the peak, the activations then, and where that is."""
-    blocks = Chain(profile, resident)
-    actions = (
-        units_of(profile, plan.memory)
-        if plan.memory is not None
-        else [(k, k + 1, KEEP) for k in range(len(profile.blocks))]
-    )
-    best: _Peak | None = None
+def _with_blocks(blocks: Chain, actions: list[Unit], chain: ShardedChain, moments: list[Moment]) -> _Peak:
+    peaks: list[_Peak] = []
     beside: dict[tuple[str, int], Moment] = {}
     for moment in moments:
         if moment.call.event != "end":
@@ -261,9 +250,7 @@ def _with_blocks(
         tally = _ShardedTally(0, beside)
         blocks.run(actions, tally)
         where = blocks.names[tally.block] if tally.phase != "loss" else "loss"
-        found: _Peak = (tally.peak, tally.held, tally.peak - tally.held.total(), where, tally.phase)
+        peaks.append(_Peak(tally.held, tally.peak - tally.held.total(), where, tally.phase))
         # What is reduced when backward is done has no activations beside it.
-        after: _Peak = (moment.before.total(), moment.before, 0, blocks.names[0], "backward")
-        best = max(*([best] if best else []), found, after, key=lambda one: one[0])
-    assert best is not None
-    return best[1:]
+        peaks.append(_Peak(moment.before, 0, blocks.names[0], "backward"))
+    return max(peaks, key=lambda one: one.held.total() + one.activation_bytes)
