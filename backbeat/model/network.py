@@ -174,6 +174,7 @@ class Network(Document, frozen=True, kw_only=True):
                 gpus_per_node=base.workers,
                 inside=base.all_reduce,
                 fabric=between.topology.fabric,
+                transport=between.topology.transport,
             ),
             backend=base.backend,
             source=between.source,
