@@ -194,10 +194,6 @@ class Reducer:
             self.recorder.follows()
         self.runner.context.recorder = self.recorder if timed else None
 
-    def read_status_at_once(self, wanted: bool) -> None:
-        """Whether what follows the next step depends on its status; the same on every rank."""
-        self.runner.status.read_at_once = wanted
-
     def divide_by(self, ranks: float) -> None:
         """Gradients are sums over the ranks, divided by this."""
         self.runner.context.scale = 1.0 / ranks
