@@ -32,9 +32,7 @@ def load(
     placement: Placement = "in-place",
 ) -> Network:
     """Read a file that nccl-tests wrote. `workers` chooses among runs, or says what the file does not."""
-    where = Path(path)
-    if not where.is_file():
-        raise InputError(f"{where}: no such file: give the output of nccl-tests, as text or as its -J JSON")
+    where = files.existing(path, "the output of nccl-tests, as text or as its -J JSON")
     return parse(files.read(where), where=str(where), workers=workers, name=name or where.stem, placement=placement)
 
 

@@ -93,6 +93,14 @@ def _exists(path: Path) -> bool:
     return True
 
 
+def existing(path: str | os.PathLike[str], what: str) -> Path:
+    """A file that another tool wrote, or an error that says what to give."""
+    found = Path(path)
+    if not found.is_file():
+        raise InputError(f"{found}: no such file: give {what}")
+    return found
+
+
 def bundled(kind: type[Document]) -> dict[str, Path]:
     """The zoo's files of one kind, by name."""
     folder = ZOO / str(getattr(kind, "FOLDER", ""))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Iterable, Sequence
 from typing import Annotated, ClassVar, Literal
@@ -11,7 +10,7 @@ import msgspec
 from msgspec import Meta
 from msgspec.structs import force_setattr
 
-from backbeat.errors import InputError
+from backbeat.errors import InputError, nearest
 from backbeat.model.blocks import MemoryPlan
 from backbeat.model.checks import at_least, not_negative
 from backbeat.model.compression import Compression
@@ -252,11 +251,10 @@ class Plan(Document, frozen=True, kw_only=True):
         for index, bucket in enumerate(self.buckets):
             for name in bucket.gradients:
                 if name not in known:
-                    close = difflib.get_close_matches(name, known, n=1)
                     raise InputError(
                         f"buckets[{index}] names {name!r}, which the profile {profile.name!r} does not have"
-                        + (f" (nearest: {close[0]!r})" if close else "")
-                        + f": the plan was made for {self.model!r}; make one for this profile with `backbeat plan`"
+                        f"{nearest(name, known)}: the plan was made for {self.model!r}; make one for this profile with "
+                        "`backbeat plan`"
                     )
 
     def missing(self, profile: Profile) -> list[str]:

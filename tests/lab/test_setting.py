@@ -14,6 +14,15 @@ def test_a_slow_link_is_slow_in_both_directions_and_the_others_keep_their_rate()
     assert [link.rate_bits for link in setting.links] == [1e9, 1e8, 1e9]
 
 
+def test_ranks_of_a_node_share_its_link_and_its_slowdown():
+    setting = Setting(nodes=2, rate_bits=1e9, ranks_per_node=2, inside_bits=5e9, slowdowns={1: 1.5})
+    assert setting.ranks == 4
+    assert [link.rate_bits for link in setting.links] == [1e9, 1e9]
+    assert [link.rate_bits for link in setting.inside] == [5e9, 5e9]
+    assert [setting.slowdown(rank) for rank in range(4)] == [1.0, 1.0, 1.5, 1.5]
+    assert setting.name == "gloo-2nx2-1.00gbit"
+
+
 def test_the_burst_is_a_short_time_of_the_rate_and_never_less_than_some_packets():
     assert Link(rate_bits=1e8).burst_bytes == 16 * 2**10
     assert Link(rate_bits=25e9).burst_bytes == 625_000
@@ -31,6 +40,10 @@ def test_the_burst_is_a_short_time_of_the_rate_and_never_less_than_some_packets(
         ({"slowdowns": {1: 0.0}}, "slowdown 0"),
         ({"rates": {9: 1e9}}, "link names node 9"),
         ({"delay_s": -1.0}, "delay is -1"),
+        ({"ranks_per_node": 0}, "ranks per node is 0"),
+        ({"ranks_per_node": 2}, "inside a node is not given: give both"),
+        ({"inside_bits": 25e9}, "ranks per node is 1 and the bandwidth inside a node is 25.0 Gbit/s"),
+        ({"ranks_per_node": 2, "inside_bits": 100e9}, "100 Gbit/s"),
     ],
 )
 def test_settings_that_cannot_be_built_are_refused_by_name(change, words):

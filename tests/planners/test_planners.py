@@ -34,7 +34,7 @@ def every_partition(count: int) -> list[list[int]]:
     return [[*cuts, count] for size in range(count) for cuts in combinations(range(1, count), size)]
 
 
-@settings(max_examples=300)
+@settings(max_examples=200)
 @given(profiles(most=9), networks())
 def test_optimal_is_what_exhaustive_search_finds(profile: Profile, network: Network) -> None:
     least = min(Draft(ends).end_s(profile, network.cost) for ends in every_partition(len(profile.gradients)))
@@ -42,16 +42,16 @@ def test_optimal_is_what_exhaustive_search_finds(profile: Profile, network: Netw
     assert found == pytest.approx(least, rel=1e-9)
 
 
-@settings(max_examples=500)
+@settings(max_examples=250)
 @given(profiles(most=60), networks())
 def test_optimal_is_never_beaten_on_one_communicator(profile: Profile, network: Network) -> None:
     best = bb.plan(profile, network, "optimal").predicted.iteration_s  # type: ignore[union-attr]
     for strategy in ONE_COMMUNICATOR:
-        other = bb.predict(profile, network, bb.plan(profile, network, strategy, communicators=1)).iteration_s
+        other = bb.plan(profile, network, strategy, communicators=1).predicted.iteration_s  # type: ignore[union-attr]
         assert best <= other * (1 + 1e-9), strategy
 
 
-@settings(max_examples=200)
+@settings(max_examples=120)
 @given(profiles(most=40), networks())
 def test_best_is_never_beaten_by_more_than_simplicity_is_worth(profile: Profile, network: Network) -> None:
     best = bb.predict(profile, network, "best").iteration_s

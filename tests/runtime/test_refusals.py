@@ -15,8 +15,7 @@ from backbeat.model import Bucket, Gradient, Mesh, Plan, Profile, Sharding
 from backbeat.runtime import DistributedDataParallel
 from backbeat.runtime.compressed import updates
 from backbeat.runtime.reduce.partition import reassign_communicators
-from backbeat.runtime.reduce.settings import resolve_plan
-from backbeat.runtime.reduce.torch_ddp import TORCH_SIGNATURE, bind, check_model
+from backbeat.runtime.reduce.settings import TORCH_SIGNATURE, bind, check_model, resolve_plan
 
 
 @pytest.fixture(scope="module")

@@ -48,7 +48,7 @@ def calibrate(**options: Any) -> Network:
     """Measure the cluster that a process group spans. Collective: every rank of the group calls it alike.
 
     Options are those of `measure_cluster`: `group`, `device`, `budget_s`, `sizes`, `communicators`, `collectives`,
-    `name`, `settle`, `slowdown`, `progress`.
+    `name`, `settle`, `sharded`, `slowdown`, `progress`.
     """
     return measure_cluster(**options).network
 
@@ -63,11 +63,13 @@ def measure_cluster(
     collectives: Sequence[Collective] = COLLECTIVES,
     name: str | None = None,
     settle: bool = False,
+    sharded: bool = False,
     slowdown: bool = False,
     progress: Progress | None = None,
 ) -> MeasuredCluster:
     """As `calibrate`, with the repeats and spread of every case.
 
+    `sharded` spends most of the budget on all-gather and reduce-scatter.
     `slowdown` measures on GPUs how much longer computation takes beside an all-reduce; where two ranks
     share a GPU, as in the lab, it is left out.
 
@@ -95,7 +97,7 @@ def measure_cluster(
         notes.append(f"gloo's socket threads {'ran at idle priority' if done else 'could not be settled here'}")
     bench = Bench(list(links), rank=links.rank, workers=workers, device=where, timeout_s=timeout_s)
     held_out = held_out_cases(sorted(set(sizes)))
-    series = series_of(sorted(set(sizes)), sorted(counts), collectives, held_out)
+    series = series_of(sorted(set(sizes)), sorted(counts), collectives, held_out, sharded=sharded)
     show: Progress = progress or (lambda what, share: None)
     outcome = measure(bench, series, budget_s * (1 - SHARE), show)
     # Of the curve only: what is held out must not decide where it is measured.

@@ -21,8 +21,7 @@ from backbeat.comm.nccl import set_nccl_launch_order
 from backbeat.errors import CommunicationError, InputError
 from backbeat.runtime.compressed.compressed_exchange import CompressedExchange
 from backbeat.runtime.reduce.exchange import Exchange
-from backbeat.runtime.reduce.parameters import ManagedParameters
-from backbeat.runtime.reduce.partition import first_partition, stock_partition, with_newcomers
+from backbeat.runtime.reduce.partition import ManagedParameters, first_partition, stock_partition, with_newcomers
 from backbeat.runtime.reduce.runner import StepRunner
 from backbeat.runtime.reduce.timing import Recorder
 
@@ -33,12 +32,12 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
     from backbeat.runtime.auto import Tuner
-    from backbeat.runtime.memory.budget_watch import BudgetWatch
+    from backbeat.runtime.memory.budget import BudgetWatch
     from backbeat.runtime.reduce.bucket import BucketBuffer
-    from backbeat.runtime.reduce.comm_hooks import Hook
-    from backbeat.runtime.reduce.context import ReducerContext
+    from backbeat.runtime.reduce.exchange import Hook
     from backbeat.runtime.reduce.partition import Partition
     from backbeat.runtime.reduce.settings import WrapperSettings
+    from backbeat.runtime.reduce.step import ReducerContext
 
 logger = logging.getLogger("backbeat.runtime")
 
@@ -91,10 +90,9 @@ class Reducer:
         self._agree(partition, "the plan")
         communicators.grow(partition.communicators)
         self._runner = runner = StepRunner(
-            managed.names,
-            managed.parameters,
-            communicators=communicators,
-            partition=partition,
+            managed,
+            communicators,
+            partition,
             reduce_dtype=settings.reduce_dtype,
             strict=settings.strict,
             exchange=_exchange_for(partition, settings),
@@ -107,9 +105,7 @@ class Reducer:
         if settings.strategy is not None:
             from backbeat.runtime.auto import Tuner
 
-            self.tuner = Tuner(
-                self, strategy=settings.strategy, network=settings.network, communicators=settings.communicators
-            )
+            self.tuner = Tuner(self, settings.strategy)
         # The first steps are timed: for the ready order, for the tuner, for the report.
         self.time_steps(True)
         if self._comm_hook is not None:
@@ -164,8 +160,8 @@ class Reducer:
         runner.forward_begins(sync)
         if self.managed.frozen:
             self._add_thawed()
-        if self.tuner is not None:
-            self.tuner.forward_begins(sync)
+        if sync and runner.context.recorder is not None:
+            runner.context.recorder.forward_begins()
 
     def _warn_of_scaling(self) -> None:
         """Once: forward in fp16 mostly means that a `GradScaler` follows."""

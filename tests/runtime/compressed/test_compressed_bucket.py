@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-from backbeat.runtime.compressed import compressed_bucket, updates
+from backbeat.runtime.compressed import topk, updates
 from backbeat.runtime.compressed.compressed_bucket import CompressedBucket
 from backbeat.runtime.compressed.residual import Scratch, Store
 from backbeat.runtime.compressed.topk import TopK
@@ -21,7 +21,7 @@ from backbeat.runtime.reduce.partition import BucketSpec
 def test_a_parameter_without_elements_adds_nothing(
     monkeypatch: pytest.MonkeyPatch, hosts: set[str], dtype: torch.dtype
 ) -> None:
-    monkeypatch.setattr(compressed_bucket, "HOSTS", hosts)
+    monkeypatch.setattr(topk, "HOSTS", hosts)
     parameters = [Parameter(torch.ones(shape, dtype=dtype)) for shape in (3, (0, 4), (2, 2))]
     bucket = CompressedBucket(
         BucketSpec(members=(0, 1, 2), communicator=0),

@@ -11,12 +11,12 @@ pytest.importorskip("torch")
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backbeat.runtime.compressed import compression_options
-from backbeat.runtime.compressed.compression_options import density_at
+from backbeat.runtime.compressed import compressed_exchange
+from backbeat.runtime.compressed.compressed_exchange import density_at
 
 
 def test_the_example_in_the_docstring_holds() -> None:
-    assert doctest.testmod(compression_options) == (0, 1)
+    assert doctest.testmod(compressed_exchange) == (0, 1)
 
 
 @given(target=st.floats(1e-4, 1.0), steps=st.integers(0, 200))
