@@ -51,6 +51,13 @@ def network(
     nodes: Annotated[str, typer.Option(help="From specifications: numbers of nodes, like 1..64.")] = "1..64",
     nvls: Annotated[bool, typer.Option("--nvls", help="The node's NVSwitches reduce (NVLink SHARP).")] = False,
     sharp: Annotated[bool, typer.Option("--sharp", help="The switches between nodes reduce (SHARP).")] = False,
+    transport: Annotated[
+        str | None,
+        typer.Option(
+            help="What carries messages: infiniband (or RoCE), efa, sockets, nvlink or nvls. "
+            "Computation slows down beside it."
+        ),
+    ] = None,
     name: Annotated[str | None, typer.Option(help="The network's name; the file's by default.")] = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="The network file to write.")] = None,
     json: JsonOption = False,
@@ -82,6 +89,8 @@ def network(
         made = sheet.network(named, parse_workers(nodes))
     else:
         made = _composed(named, inside, across or [], gpus_per_node, hop_s, joined)
+    if transport is not None:
+        made = _carried_by(made, transport)
     if output is not None:
         made.save(output)
     rows = [row_at(made, count) for count in sorted([made.workers, *(row.workers for row in made.rows)])]
@@ -100,6 +109,20 @@ def network(
             prose(out, f"* {note}")
     if output is not None:
         say(f"wrote {output}")
+
+
+def _carried_by(network: Network, transport: str) -> Network:
+    import difflib
+
+    import msgspec
+
+    from backbeat.model.slowdown import CHANNELS
+
+    if transport not in CHANNELS:
+        close = difflib.get_close_matches(transport, CHANNELS, n=1) or CHANNELS
+        raise InputError(f"--transport is {transport!r}: did you mean {' or '.join(close)}?")
+    topology = msgspec.structs.replace(network.topology, transport=transport)
+    return msgspec.structs.replace(network, topology=topology)
 
 
 def _fabric(kind: str | None, oversubscription: float) -> Fabric | None:

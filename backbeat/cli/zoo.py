@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from backbeat.cli.common import JsonOption
@@ -53,7 +54,7 @@ def zoo(json: JsonOption = False) -> None:
     for one in profiles:
         models.setdefault((one.model, one.device), []).append(one)
     devices = sorted({device for _, device in models})
-    ways = sorted({way(one) for one in profiles})
+    ways = [heading for heading, _ in Counter(map(way, profiles)).most_common()]
     rows = [
         (
             model if len(devices) == 1 else f"{model} ({device})",
@@ -63,12 +64,12 @@ def zoo(json: JsonOption = False) -> None:
         for (model, device), found in models.items()
     ]
     out = console()
-    headings = ("model", "tokens", *(heading for _, heading in ways))
+    headings = ("model", "tokens", *ways)
     out.print(zoo_table(f"{len(profiles)} profiles of {len(models)} models", headings, rows))
     first = next((one for one in profiles if one.compiled), profiles[0])
     prose(
         out,
-        f"Batch sizes stand below the optimizer; compiled is by torch.compile. A profile's name says all of that: "
+        f"Batch sizes stand below the optimizer, or below compiled (torch.compile). A profile's name says all of that: "
         f"{first.name}. Measured on {', '.join(devices)}.",
     )
     out.print()
@@ -86,10 +87,9 @@ def zoo(json: JsonOption = False) -> None:
     out.print(zoo_table(title, ("name", "a node", "GB/s", "busy–quiet", "figures", "from"), origins))
 
 
-def way(profile: Profile) -> tuple[bool, str]:
-    """How a model was trained for its profile, as a heading; plain ones come first."""
-    optimizer = (profile.optimizer or "no optimizer stated").partition(",")[0].partition(" with")[0]
-    return (True, f"{optimizer} compiled") if profile.compiled else (False, optimizer)
+def way(profile: Profile) -> str:
+    """How a model was trained for its profile, as a heading: short, since all of them stand side by side."""
+    return "compiled" if profile.compiled else (profile.optimizer or "not stated").split()[0].rstrip(",")
 
 
 def variants(profiles: Sequence[Profile]) -> str:

@@ -39,8 +39,8 @@ class Block(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     saves_output: bool = False
     """Autograd keeps the output too, as an activation function in the last place does."""
     parameter_bytes: Bytes | None = None
-    """Of the parameters inside it, each once; a weight tied to an earlier block's counts there. Gradients whose names
-    begin with the block's name and a dot are its gradients."""
+    """Of the parameters inside it; a weight that an earlier block holds too counts there. Gradients whose names begin
+    with the block's name and a dot are its own."""
     parameter_dtype: str | None = None
     """Of these, like `float32`; several are joined by a comma."""
     changes_input: bool = False

@@ -33,6 +33,13 @@ def test_specifications_become_a_file_that_predicts(tmp_path: Path) -> None:
     assert "10.0 µs from" in " ".join(shown.split())
 
 
+def test_a_transport_is_kept_and_a_misspelt_one_refused(tmp_path: Path) -> None:
+    run(*SHEET, "--transport", "efa", "-o", str(tmp_path / "mine.json"))
+    assert Network.load(tmp_path / "mine.json").topology.transport == "efa"
+    with pytest.raises(InputError, match="did you mean infiniband"):
+        run(*SHEET, "--transport", "infinband")
+
+
 def test_json_has_the_same_rows() -> None:
     data = json.loads(run(*SHEET, "--json"))
     assert [row["nodes"] for row in data["rows"]] == [1, 2, 4, 8, 16, 32, 64]

@@ -49,7 +49,7 @@ def test_the_answer_fits_one_screen_and_ends_in_a_decision() -> None:
         assert word in headings
     place = next(index for index, line in enumerate(lines) if line.startswith("Worth it: 512 GPUs do the work of 48"))
     assert place < lines.index(headings)
-    for word in ("tokens/s", "per step", "per billion tokens", "sent as bf16", "no MFU (the profile has no FLOPs)"):
+    for word in ("tokens/s", "per step", "per billion tokens", "sent as bf16", "MFU 29."):
         assert word in joined(text)
     assert sum(line.startswith("* ") for line in lines) == 3
     assert lines[-2:] == ["Decision: 512 GPUs are worth renting.", "Keep stock DDP: no plan is 1 % faster."]
@@ -115,7 +115,8 @@ def test_a_job_that_does_not_fit_says_so_everywhere(tmp_path: Path) -> None:
     file = str(tmp_path / "large.json")
     larger_than_its_device().save(file)
     text = joined(run("predict", file, "nvlink-ib400", "-n", "16"))
-    assert "Does not fit: 32.2 GB on one L4 of 24.0 GB: does not fit; shard it (FSDP), or keep less" in text
+    said = "32.2 GB on one L4 of 24.0 GB: does not fit (optimizer: SGD with momentum); shard it (FSDP), or keep less"
+    assert f"Does not fit: {said}" in text
     assert "Decision: make it fit first" in text
     assert "does not fit" in joined(run("plan", file, "nvlink-ib400", "-n", "16"))
     said = answer(study(larger_than_its_device(), bb.Network.load("nvlink-ib400"), [16], strategies=["ddp"]))
@@ -194,7 +195,7 @@ def test_a_profile_that_does_not_say_its_origin_is_not_called_measured(tmp_path:
     text = run("predict", file, "10gbe")
     assert "(origin not stated)" in joined(text)
     assert "(measured)" not in text
-    assert "the profile has no FLOPs" in joined(text)
+    assert "no MFU (the profile has no FLOPs)" in joined(text)
 
 
 def test_tokens_utilisation_and_money() -> None:
@@ -210,6 +211,12 @@ def test_tokens_utilisation_and_money() -> None:
     per_sample = prices["step"] / (16 * 4)
     assert prices["billion tokens"] == pytest.approx(per_sample * 1e9 / 1024)
     assert prices["epoch"] == pytest.approx(per_sample * 10_000)
+
+
+def test_memory_says_which_optimizer_it_was_measured_with() -> None:
+    adamw = run("predict", "llama-8b-b1-bf16-adamw-h200", "aws-p5en", "-n", "64")
+    assert "does not fit (optimizer: AdamW, fused); shard it (FSDP)" in joined(adamw)
+    assert "of one H200: fits (optimizer: SGD with momentum)." in joined(run("predict", RESNET, "10gbe"))
 
 
 def test_gradients_sent_in_two_bytes() -> None:
@@ -253,8 +260,7 @@ def test_the_zoo_has_one_row_a_model() -> None:
     for name in {bb.Profile.load(RESNET).model, "llama-1b", "bert-large"}:
         (row,) = (line for line in rows if line.startswith(f"{name} "))
         assert " in bf16" in row
-    assert "SGD" in rows[1]
-    assert "AdamW compiled" in rows[1]
+    assert rows[1].split() == ["model", "tokens", "SGD", "AdamW", "compiled"]
     assert "64, 128 in bf16, tf32" in next(line for line in rows if line.startswith("resnet50 "))
     assert "1024" in next(line for line in rows if line.startswith("llama-1b "))
     one = make_profile([1], [0.0])

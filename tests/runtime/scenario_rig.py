@@ -194,3 +194,13 @@ def both(
     oracle.each(body)
     oracle.reduce()
     oracle.check(wrapped, what, **tolerance)
+
+
+def fresh_steps(
+    ctx: Context, wrapped: Any, oracle: Oracle, steps: int, body: Callable[[Any, int, int], None], **tolerance: Any
+) -> None:
+    """Synchronised steps that begin without gradients, compared after each. `body` gets model, rank and step."""
+    for step in range(steps):
+        wrapped.zero_grad()
+        oracle.each(lambda m, r: m.zero_grad())
+        both(ctx, wrapped, oracle, lambda m, r, step=step: body(m, r, step), str(step), **tolerance)

@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group as groups
+from torch.utils.checkpoint import checkpoint
 
 from backbeat.model import Block, Gradient, Mesh, Plan, Profile, Sharding, ShardUnit
 from backbeat.simulate.sharded_step import call_order
@@ -74,9 +75,15 @@ class Layer(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH)
         self.name = name
+        self.recomputed = False
         self.log: Log | None = None
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
+        if self.recomputed:
+            return checkpoint(self._compute, value, use_reentrant=False)  # type: ignore[no-any-return]
+        return self._compute(value)
+
+    def _compute(self, value: torch.Tensor) -> torch.Tensor:
         log = self.log
         if log is None:
             return value @ self.weight
@@ -85,29 +92,15 @@ class Layer(nn.Module):
         return _Mark.apply(value @ self.weight, lambda: log.add("backward", unit))
 
 
-class Model(nn.Module):
-    """Layers in a row, of which the first and last may stand outside the blocks."""
-
-    def __init__(self, count: int, *, head: bool, tail: bool) -> None:
-        super().__init__()
-        self.embed = Layer("embed") if head else nn.Identity()
-        self.blocks = nn.ModuleList(Layer(f"blocks.{place}") for place in range(count))
-        self.head = Layer("head") if tail else nn.Identity()
-
-    def forward(self, value: torch.Tensor) -> torch.Tensor:
-        value = self.embed(value)
-        for block in self.blocks:
-            value = block(value)
-        return self.head(value)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """A model of four blocks and how it is sharded; torch's defaults."""
 
     units: tuple[tuple[int, ...], ...] = ((0,), (1,), (2,), (3,))
     head: bool = False
+    middle: bool = False
     tail: bool = False
+    recomputed: bool = False
     reshard: tuple[bool, ...] = (True, True, True, True)
     prefetch: int = 0
     buffers: int = 1
@@ -117,6 +110,26 @@ class Case:
     micro_batches: int = 1
     gradient_sync: str = "every"
     reshard_after_backward: bool = True
+
+
+class Model(nn.Module):
+    """Layers in a row, of which the first, one in the middle and the last may stand outside the blocks."""
+
+    def __init__(self, count: int, case: Case) -> None:
+        super().__init__()
+        self.embed = Layer("embed") if case.head else nn.Identity()
+        self.blocks = nn.ModuleList(Layer(f"blocks.{place}") for place in range(count))
+        self.middle = Layer("middle") if case.middle else nn.Identity()
+        self.head = Layer("head") if case.tail else nn.Identity()
+
+    def row(self) -> list[nn.Module]:
+        """In the order of forward."""
+        return [self.embed, *self.blocks[:2], self.middle, *self.blocks[2:], self.head]
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        for layer in self.row():
+            value = layer(value)
+        return value
 
 
 def _plan(case: Case, size: int) -> Plan:
@@ -277,8 +290,8 @@ def _step(ctx: Context, model: Any, case: Case) -> None:
 
 def _compare(ctx: Context, case: Case) -> Log:
     """One step to settle, then one whose calls are compared, in order."""
-    model: Any = ctx.build(lambda: Model(sum(map(len, case.units)), head=case.head, tail=case.tail))
-    layers = [layer for layer in model.modules() if isinstance(layer, Layer)]
+    model: Any = ctx.build(lambda: Model(sum(map(len, case.units)), case))
+    layers = [layer for layer in model.row() if isinstance(layer, Layer)]
     units = {f"blocks.{block}": place for place, members in enumerate(case.units) for block in members}
     log = Log({layer.name: units.get(layer.name, ROOT) for layer in layers})
     plan, profile = _plan(case, ctx.size), _profile(layers)
@@ -286,11 +299,15 @@ def _compare(ctx: Context, case: Case) -> Log:
     _shard(model, case, ctx.size)
     _step(ctx, model, case)
     for layer in layers:
-        layer.log = log
+        layer.log, layer.recomputed = log, case.recomputed
     with _logging(model, log):
         _step(ctx, model, case)
     # Blocks of one unit compute one after the other: one stretch.
     seen = [event for event, _ in groupby(log.events)]
+    if case.recomputed:
+        turn = next(place for place, (event, _) in enumerate(seen) if event == "backward")
+        assert ("forward", 0) in seen[turn:], "nothing was computed again"
+        seen = seen[:turn] + [event for event in seen[turn:] if event[0] != "forward"]
     if not log.sees_waits:
         predicted = [event for event in predicted if event[0] != "wait"]
     assert seen == predicted, f"\ntorch {torch.__version__} calls {_said(seen)}\npredicted:    {_said(predicted)}"
@@ -317,6 +334,16 @@ def by_default_backward_gathers_one_unit_ahead_and_waits_for_the_last_reduce_sca
 @check
 def the_root_is_gathered_first_stays_and_is_reduced_last(ctx: Context) -> None:
     _compare(ctx, Case(head=True, tail=True))
+
+
+@check
+def a_layer_of_the_root_between_units_changes_nothing(ctx: Context) -> None:
+    _compare(ctx, Case(head=True, middle=True, tail=True))
+
+
+@check
+def recomputing_blocks_gathers_nothing_more(ctx: Context) -> None:
+    _compare(ctx, Case(head=True, tail=True, recomputed=True))
 
 
 @check

@@ -54,7 +54,8 @@ class Run:
 
     identity: str
     source: str
-    shape: Shape
+    model: Shape | str
+    """A shape, whose compute is analytic, or a bundled profile, which only says how compute is spread."""
     gpu: str
     precision: str
     gpus: int
@@ -66,13 +67,15 @@ class Run:
     measured_s: float = field(repr=False)
 
     @property
-    def family(self) -> tuple[Shape, int]:
+    def family(self) -> tuple[Shape | str, str, int]:
         """Runs with the same compute."""
-        return self.shape, self.micro_batch
+        return self.model, self.precision, self.micro_batch
 
     @property
     def profile(self) -> Profile:
-        return computed(self.shape, self.gpu, self.precision, self.micro_batch)
+        if isinstance(self.model, str):
+            return bb.Profile.load(self.model)
+        return computed(self.model, self.gpu, self.precision, self.micro_batch)
 
 
 def nanotron_runs(truth: Path, playbook: Path | None) -> Iterator[Run]:
@@ -89,7 +92,7 @@ def nanotron_runs(truth: Path, playbook: Path | None) -> Iterator[Run]:
         yield Run(
             identity=row["identity"],
             source="nanotron, " + row["model"],
-            shape=shape,
+            model=shape,
             gpu="h100",
             precision="bf16",
             gpus=int(row["gpus"]),
@@ -136,7 +139,7 @@ def vtrain_runs(truth: Path) -> Iterator[Run]:
         yield Run(
             identity=f"vtrain/{row['Parameters (billion)']}B/gpus={gpus}/mbs={micro}/gbs={total}",
             source="vTrain",
-            shape=Shape(
+            model=Shape(
                 layers=int(row["# layers"]),
                 hidden=hidden,
                 heads=int(row["attention heads"]),
@@ -171,7 +174,7 @@ def megatron_runs(truth: Path) -> Iterator[Run]:
         yield Run(
             identity=f"{row['source']}/{row['model']}/gpus={gpus}/mbs={row['mbs']}/gbs={total}",
             source="Megatron, SC21" if old else "Megatron-Core 0.8",
-            shape=Shape(
+            model=Shape(
                 layers=layers,
                 hidden=hidden,
                 heads=int(row["heads"]),
@@ -195,18 +198,52 @@ def megatron_runs(truth: Path) -> Iterator[Run]:
         )
 
 
+def dlperf_runs() -> Iterator[Run]:
+    """NVIDIA's examples on V100 nodes with one 100 Gbit/s port each. apex closes a bucket at so many elements."""
+    for row in json.loads((HERE / "dlperf.json").read_text())["rows"]:
+        if row["gpus_per_node"] != 8:
+            continue
+        gpus, batch, half = 8 * row["nodes"], row["batch"], row["precision"] == "fp16"
+        bert = row["model"] == "bert-base"
+        yield Run(
+            identity=f"dlperf/{row['model']}-{row['precision']}/gpus={gpus}/mbs={batch}/gbs={gpus * batch}",
+            source="DLPerf, " + ("BERT-Base" if bert else "ResNet-50"),
+            model=f"{row['model']}-b{(64 if half else 32) if bert else 128}-{'bf16' if half else 'tf32'}-h200",
+            gpu="v100",
+            precision=row["precision"],
+            gpus=gpus,
+            micro_batch=batch,
+            accumulation=1,
+            # BERT is a half-precision model (apex O2), ResNet-50 is autocast (O1).
+            reduction=Reduction(
+                name="apex",
+                reduce_dtype="fp16" if bert and half else None,
+                bucket_elements=250_000_000 if bert else 10_000_000,
+            ),
+            cluster="8 V100 and 100 Gbit/s a node",
+            measured_s=gpus * batch / row["samples_per_s"],
+        )
+
+
 @cache
 def computed(shape: Shape, gpu: str, precision: str, micro_batch: int) -> Profile:
     factory = inspect_factory(shape.workload, f"validation.published.decoders:{shape.hidden}x{shape.layers}")
     return analytic_profile(factory, gpu=gpu, precision=precision, batch_size=micro_batch)
 
 
+SHEETS = {
+    "8 A100 and 4 x 200 Gbit/s a node": Specification(
+        gpus_per_node=8, inside=300e9, nic=25e9, nics_per_node=4, fabric=Fabric(kind="fat-tree")
+    ),
+    "8 V100 and 100 Gbit/s a node": Specification(
+        gpus_per_node=8, inside=150e9, nic=12.5e9, fabric=Fabric(kind="fat-tree")
+    ),
+}
+"""Clusters that a source describes and no bundled network is."""
+
+
 def specified(name: str) -> Network:
-    """A bundled cluster, or the one that a source describes."""
-    if name != "8 A100 and 4 x 200 Gbit/s a node":
-        return bb.Network.load(name)
-    sheet = Specification(gpus_per_node=8, inside=300e9, nic=25e9, nics_per_node=4, fabric=Fabric(kind="fat-tree"))
-    return sheet.network("vtrain", [1, 2, 4, 8, 16, 32, 64])
+    return SHEETS[name].network(name, [1, 2, 4, 8, 16]) if name in SHEETS else bb.Network.load(name)
 
 
 def predicted(run: Run, network: Network, profile: Profile) -> Prediction:
@@ -232,7 +269,7 @@ def scaled(profile: Profile, by: float) -> Profile:
 
 def matched(run: Run, network: Network, profile: Profile) -> float:
     """The factor of compute with which a run comes out as measured."""
-    low, high = 0.1, 10.0
+    low, high = 0.1, 100.0
     while high / low > 1.0001:
         middle = math.sqrt(low * high)
         too_slow = predicted(run, network, scaled(profile, middle)).iteration_s > run.measured_s
@@ -255,8 +292,9 @@ def judged(run: Run, found: Prediction, margin: float) -> dict[str, Any]:
 def zero_shot(runs: list[Run]) -> dict[str, dict[str, Any]]:
     results = {}
     for run in runs:
-        found = predicted(run, specified(run.cluster), run.profile)
-        results[run.identity] = judged(run, found, COMPUTE_ERROR)
+        if not isinstance(run.model, str):
+            found = predicted(run, specified(run.cluster), run.profile)
+            results[run.identity] = judged(run, found, COMPUTE_ERROR)
     return results
 
 
@@ -305,12 +343,14 @@ if __name__ == "__main__":
     )
     given = parser.parse_args()
     halves = json.loads((HERE / "split.json").read_text())["rows"]
-    every = [*nanotron_runs(given.truth, given.playbook), *vtrain_runs(given.truth), *megatron_runs(given.truth)]
+    cluster = list(nanotron_runs(given.truth, given.playbook))
+    every = [*cluster, *vtrain_runs(given.truth), *megatron_runs(given.truth), *dlperf_runs()]
     # Compute is set by runs on one node, whichever half they are in: the smallest of each model and micro-batch.
-    smallest: dict[tuple[Shape, int], Run] = {}
+    smallest: dict[tuple[Shape | str, str, int], Run] = {}
     for run in every:
         if run.gpus == 8:
             smallest.setdefault(run.family, run)
+    measured = [run for run in smallest.values() if run in cluster]
     own_network = bandwidth_table.load(given.truth / "h100_cluster_bandwidth.csv", gpus_per_node=8)
     document: dict[str, Any] = {}
     for half in ("development", "reported") if given.reported else ("development",):
@@ -318,7 +358,7 @@ if __name__ == "__main__":
         routes = {
             "zero-shot": zero_shot(runs),
             "own compute": from_smallest(runs, list(smallest.values()), lambda run: specified(run.cluster)),
-            "calibrated": from_smallest(runs, list(smallest.values()), lambda _: own_network),
+            "calibrated": from_smallest(runs, measured, lambda _: own_network),
         }
         document[half] = {
             name: {"summary": summary(results, runs), "rows": results} for name, results in routes.items()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from backbeat.measure.model.chain import ChainWatch
+from backbeat.measure.model.chain import ChainWatch, untraced
 from backbeat.measure.model.memory_by_kind import storage_bytes, storage_key, storage_size
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class BlockBytes(ChainWatch):
         self._saved: dict[int | None, int] = {}
         self._between: dict[int | None, int] = {}
         self._ends: set[int | None] = set()
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda saved: saved)
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(untraced(self._pack), untraced(lambda saved: saved))
 
     def __enter__(self) -> Any:
         super().__enter__()
@@ -111,7 +111,7 @@ class BlockParameters:
 
 
 def block_parameters(blocks: dict[str, torch.nn.Module]) -> dict[str, BlockParameters]:
-    """Of every block, in the order in which the model holds them: a tied weight counts where its name stands first.
+    """Of every block, in the order of forward: a tied weight counts in the first block that holds it.
 
     >>> tied = torch.nn.Linear(2, 3, bias=False)
     >>> block_parameters({"first": tied, "last": torch.nn.Sequential(tied, torch.nn.Linear(3, 1))})["last"]

@@ -60,7 +60,7 @@ def measure_blocks(training: Training) -> MeasuredChain:
     blocks = {name: found[name] for name in links}
     forward_s, backward_s = _times(training, blocks)
     sizes = weights.sizes
-    parameters = block_parameters(found)
+    parameters = block_parameters(blocks)
     notes = _notes(links)
     if training.device.type == "cuda":
         levels = _levels(training, blocks)

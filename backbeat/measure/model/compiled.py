@@ -49,9 +49,7 @@ def compiled_blocks(training: Training) -> Iterator[Training]:
     try:
         with config.patch(recompile_limit=_VARIANTS, accumulated_recompile_limit=4 * _VARIANTS):
             for block in blocks.values():
-                forward = torch.compile(block.forward, dynamic=False)
-                # Cut out of the graph around it, and compiled nonetheless.
-                block.forward = torch.compiler.disable(forward, recursive=False)  # type: ignore[method-assign]
+                block.forward = _cut(torch.compile(block.forward, dynamic=False))  # type: ignore[method-assign]
             yield replace(training, loss=torch.compile(training.loss, dynamic=False))
     finally:
         for block, own in before:
@@ -59,6 +57,11 @@ def compiled_blocks(training: Training) -> Iterator[Training]:
             if own is not None:
                 block.forward = own
         torch._dynamo.reset()
+
+
+def _cut(compiled: Any) -> Any:
+    """The compiled forward as the graph around it does not take it in; `disable` unwraps compiled functions."""
+    return torch.compiler.disable(lambda *args, **kwargs: compiled(*args, **kwargs))
 
 
 def graph_blocks(model: torch.nn.Module) -> dict[str, torch.nn.Module]:

@@ -71,7 +71,7 @@ class SavedTensors:
         self._seen = {storage_key(tensor) for tensor in alive}
         self._running: int | None = owners[0].gradient if owners else None
         self._handles: list[Any] = []
-        self._context = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda saved: saved)
+        self._context = torch.autograd.graph.saved_tensors_hooks(untraced(self._pack), untraced(lambda saved: saved))
 
     def __enter__(self) -> SavedTensors:
         for owner in self._owners:

@@ -74,8 +74,7 @@ class CompressedBucket(BucketBuffer):
         """Where members begin in the residual, and the numbers that stand for them."""
         self._gathered = gathering
         gathering.reserve(self.numel, dtype)
-        self._slots_gathered: tuple[int, list[torch.Tensor]] | None = None
-        self._slots_shown: tuple[int, list[torch.Tensor]] | None = None
+        self._known_views: dict[int, list[torch.Tensor]] = {}
         self._muted = False
         self.touched = bytearray(len(self.members))
         """Members that any rank has ever used, or whose residual has got anything."""
@@ -200,11 +199,18 @@ class CompressedBucket(BucketBuffer):
     def _gathering(self, positions: Sequence[int], whole: bool) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Room for all gradients in the residual's format, shared by buckets that take turns."""
         flat = self._gathered.buffer(self.dtype, self.device)[: self.numel]
-        if self._slots_gathered is None or self._slots_gathered[0] != flat.data_ptr():
-            self._slots_gathered = (flat.data_ptr(), views_of(flat, self._layout))
         if not whole:
             flat.zero_()
-        return flat, _at(self._slots_gathered[1], positions, whole)
+        return flat, _at(self._views_on(flat), positions, whole)
+
+    def _views_on(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """The members' places in memory that buckets share, which is mostly the same from step to step."""
+        found = self._known_views.get(flat.data_ptr())
+        if found is None:
+            if len(self._known_views) > 1:
+                self._known_views.clear()
+            found = self._known_views[flat.data_ptr()] = views_of(flat, self._layout)
+        return found
 
     def _opened(self) -> tuple[Residual, list[torch.Tensor], list[torch.Tensor]]:
         if self._views is None:
@@ -282,12 +288,8 @@ class CompressedBucket(BucketBuffer):
         flat = scratch[: self.numel]
         self.compressor.decode(self.gathered, flat, self._scale)
         self.gathered = None
-        if self.parameters[0].dtype != self.dtype:
-            views = views_of(flat.to(self.parameters[0].dtype), self._layout)
-        else:
-            if self._slots_shown is None or self._slots_shown[0] != flat.data_ptr():
-                self._slots_shown = (flat.data_ptr(), views_of(flat, self._layout))
-            views = self._slots_shown[1]
+        alike = self.parameters[0].dtype == self.dtype
+        views = self._views_on(flat) if alike else views_of(flat.to(self.parameters[0].dtype), self._layout)
         found = []
         for place, parameter, view in zip(self.members, self.parameters, views, strict=True):
             if used is None or used[place]:

@@ -52,9 +52,6 @@ class CompressedExchange(Exchange):
         self.updates = Updates()
         self._host = host
         self._carried = Carried(context)
-        self._scratch = Scratch()
-        self._gathered = Scratch()
-        """Where gradients of one bucket are widened; apart from the scratch, which another stream may be using."""
         self._compressed: list[CompressedBucket] = []
         self._status: tuple[Layout, torch.Tensor] | None = None
         """The last status message."""
@@ -62,9 +59,6 @@ class CompressedExchange(Exchange):
         self._side: Any = _cuda.Stream(device) if device.type == "cuda" else None
         # Where waiting means to wait on a stream, decoding is queued when its bucket leaves.
         self._queues = self._side is not None and context.communicators.backend == "nccl"
-        self._recordings = self._new_recordings()
-        self._room: torch.Tensor | None = None
-        """Where everybody's message comes in, of a bucket that is dealt with at once."""
 
     def attach(self, optimizer: Optimizer, *, max_grad_norm: float | None) -> None:
         self.updates.add(
@@ -94,10 +88,10 @@ class CompressedExchange(Exchange):
         self._join()
         self._carried.take_out(self._compressed)
         self._scratch, self._gathered = Scratch(), Scratch()
-        self._recordings, self._room = self._new_recordings(), None
-
-    def _new_recordings(self) -> CudaGraphs | None:
-        return None if self.context.communicators.device.type in topk.HOSTS else CudaGraphs()
+        """Where one bucket is decoded; and where its gradients are widened, while another stream may be decoding."""
+        self._room: torch.Tensor | None = None
+        """Where everybody's message comes in, of a bucket that is dealt with at once."""
+        self._graphs = None if self.context.communicators.device.type in topk.HOSTS else CudaGraphs()
 
     def _with_velocity(self) -> bool:
         return self.options.momentum_correction and self.updates.have_momentum
@@ -112,7 +106,7 @@ class CompressedExchange(Exchange):
         return CompressedBucket(
             spec,
             context.parameters,
-            compressor=TopK(spec.compression.density, self._recordings),
+            compressor=TopK(spec.compression.density, self._graphs),
             store=self._stores[spec],
             dtype=dtype,
             dense=not self.updates.at_once,

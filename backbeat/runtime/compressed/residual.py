@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,14 +26,14 @@ if TYPE_CHECKING:
 _cuda: Any = torch.cuda
 
 
+@dataclass(slots=True, eq=False)
 class Residual:
     """The residual of one bucket. It is unscaled and never a `.grad`, and finite unless the step is failing."""
 
-    def __init__(self, values: torch.Tensor, velocity: torch.Tensor | None = None, *, masked: bool = False) -> None:
-        self.values = values
-        self.velocity = velocity
-        self.masked = masked
-        """Factor masking: an element that is sent loses its velocity."""
+    values: torch.Tensor
+    velocity: torch.Tensor | None = None
+    masked: bool = False
+    """Factor masking: an element that is sent loses its velocity."""
 
     def replace(self, index: torch.Tensor, values: torch.Tensor, sent: torch.Tensor) -> None:
         """Set the elements at distinct indices. Factor masking clears the velocity of those that were `sent`."""

@@ -101,7 +101,12 @@ class Updates:
                     type(other).__name__,
                 )
         checking = weakref.WeakMethod(check_step)
-        optimizer.register_step_pre_hook(lambda *_: _checked(checking))
+
+        def before_step(*_: Any) -> None:
+            if (alive := checking()) is not None:
+                alive()
+
+        optimizer.register_step_pre_hook(before_step)
         self._optimizers = [*remaining, optimizer]
         self._known = []
 
@@ -245,12 +250,6 @@ def _run(optimizer: Optimizer, group: dict[str, Any]) -> None:
 
 def _held_by(optimizer: Optimizer) -> set[int]:
     return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-
-
-def _checked(checking: Callable[[], Callable[[], None] | None]) -> None:
-    check_step = checking()
-    if check_step is not None:
-        check_step()
 
 
 def _check_momentum(optimizer: Optimizer, max_grad_norm: float | None) -> None:

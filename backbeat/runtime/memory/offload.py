@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,14 +30,12 @@ _MOST_SLACK = 2
 """A free buffer more than this many times larger than asked for is not taken."""
 
 
+@dataclass(slots=True, eq=False)
 class PinnedBuffer:
     """Bytes of the host, and the event after which they may be written again."""
 
-    __slots__ = ("data", "free_after")
-
-    def __init__(self, data: torch.Tensor) -> None:
-        self.data = data
-        self.free_after: Any = None
+    data: torch.Tensor
+    free_after: Any = None
 
 
 class PinnedPool:

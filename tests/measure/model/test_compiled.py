@@ -66,6 +66,20 @@ def test_a_compiled_model_shows_its_gradients_and_blocks() -> None:
     assert any(note.startswith("torch.compile: each block") for note in compiled.notes)
 
 
+def test_a_block_is_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    linears: list[int] = []
+
+    def counting(graph: torch.fx.GraphModule, _inputs: object) -> object:
+        linears.append(sum("linear" in str(node.target) for node in graph.graph.nodes))
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile.func, backend=counting))
+    profile(Tower(), images(), loss, compile_blocks=True, **QUICK)
+    # A layer has two products, the head one, the loss none.
+    assert set(linears) == {0, 1, 2}
+    assert linears.count(1) == 1
+
+
 def test_the_model_is_as_it_was_afterwards() -> None:
     model = Tower()
     profile(model, images(), loss, compile_blocks=True, **QUICK)
