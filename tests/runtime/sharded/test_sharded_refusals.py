@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from backbeat.errors import InputError
-from backbeat.model import Bucket, MemoryPlan, Mesh, Plan, Segment, ShardUnit
+from backbeat.model import Bucket, MemoryPlan, Mesh, Plan, PlanPrediction, Segment, ShardUnit
 from backbeat.runtime import full_state_dict, fully_shard
 from backbeat.runtime.sharded import torch_fsdp
 from backbeat.runtime.sharded.unit_modules import find_units
