@@ -13,11 +13,11 @@ import pytest
 
 pytest.importorskip("torch", reason="the lab needs torch")
 
-from backbeat.errors import InputError  # noqa: E402
-from backbeat.model.files import encode  # noqa: E402
-from backbeat.planners import plan as make  # noqa: E402
-from backbeat.simulate import predict  # noqa: E402
-from tests.lab.cases import network  # noqa: E402
+from backbeat.errors import InputError
+from backbeat.model.files import encode
+from backbeat.planners import plan as make
+from backbeat.simulate import predict
+from tests.lab.cases import network
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "validation" / "sharded"
 
