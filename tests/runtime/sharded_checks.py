@@ -509,6 +509,21 @@ def differing_plans_are_refused(ctx: Context) -> None:
 
 
 @check
+def a_mesh_that_is_a_part_of_the_world(ctx: Context) -> None:
+    """Two jobs side by side, each with its own weights."""
+    if ctx.size < 4:
+        return
+    mesh = init_device_mesh(ctx.device.type, (2, 2, 1), mesh_dim_names=("job", "replicate", "shard"))
+    sharding = sharding_of(Mesh(replicate=2, shard=1), [ShardUnit(modules=LAYERS[0], reshard=True, prefetch=0)])
+    torch.manual_seed(ctx.rank)
+    model = Chain()
+    plan = Plan(strategy="test", model="chain", sharding=sharding)
+    found = whole(fully_shard(model, plan=plan, mesh=mesh["replicate", "shard"]))
+    torch.manual_seed(ctx.rank // 2 * 2)
+    same(Chain().state_dict(), found)
+
+
+@check
 def the_plans_own_mesh(ctx: Context) -> None:
     replicate = halves(ctx) if ctx.size > 2 else 2
     ours = fully_shard(ctx.build(Chain), plan=plan_of(ctx, replicate=replicate))
