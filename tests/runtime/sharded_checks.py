@@ -493,6 +493,8 @@ def other_numbers_of_ranks_are_refused(ctx: Context) -> None:
         _refused(ctx, for_more, mesh, f"replicate(1) * shard({8 * size}) != {world}({size}); make a plan for this job")
         world = "mesh"
     _refused(ctx, plan_of(ctx, replicate=2), mesh_of(ctx), f"mesh is 2 x {size // 2}, the one given is {size} ranks in")
+    unnamed = init_device_mesh(ctx.device.type, (2, size // 2))
+    _refused(ctx, plan_of(ctx, replicate=2), unnamed, f"the one given is 2 x {size // 2}, without names: give init_dev")
 
 
 def _refused(ctx: Context, plan: Plan, mesh: DeviceMesh | None, match: str) -> None:

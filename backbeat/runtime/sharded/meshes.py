@@ -34,10 +34,12 @@ def mesh_of(plan: Plan, sharding: Sharding, mesh: DeviceMesh | None) -> DeviceMe
     if mesh is None:
         return init_device_mesh(_device_type(), shape, mesh_dim_names=NAMES[-len(shape) :])
     given = tuple(mesh.shape)
-    if given != shape:
+    # torch asks for the names of two dimensions.
+    unnamed = mesh.ndim > 1 and mesh.mesh_dim_names is None
+    if given != shape or unnamed:
         raise InputError(
-            f"the plan's mesh is {_words(shape)}, the one given is {_words(given)}: give "
-            f"init_device_mesh({mesh.device_type!r}, {shape}, mesh_dim_names={NAMES[-len(shape) :]})"
+            f"the plan's mesh is {_words(shape)}, the one given is {_words(given)}{', without names' if unnamed else ''}: "
+            f"give init_device_mesh({mesh.device_type!r}, {shape}, mesh_dim_names={NAMES[-len(shape) :]})"
         )
     return mesh
 
