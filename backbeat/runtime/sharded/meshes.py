@@ -38,7 +38,8 @@ def mesh_of(plan: Plan, sharding: Sharding, mesh: DeviceMesh | None) -> DeviceMe
     unnamed = mesh.ndim > 1 and mesh.mesh_dim_names is None
     if given != shape or unnamed:
         raise InputError(
-            f"the plan's mesh is {_words(shape)}, the one given is {_words(given)}{', without names' if unnamed else ''}: "
+            f"the plan's mesh is {_words(shape)}, the one given is {_words(given)}"
+            f"{', without names' if unnamed else ''}: "
             f"give init_device_mesh({mesh.device_type!r}, {shape}, mesh_dim_names={NAMES[-len(shape) :]})"
         )
     return mesh
