@@ -30,7 +30,7 @@ from backbeat.cost.operator_curves import OperatorCurves
 from backbeat.cost.operator_model import OperatorModel
 from backbeat.cost.operators import Attention, Convolution, Product, roofline_s
 
-ASSUMED = {"attention_fp32/forward": 4.0, "attention_fp32/backward": 2.75, "attention_mask": 2.0}
+ASSUMED = {"attention_fp32/forward": 4.3, "attention_fp32/backward": 3.8, "attention_mask": 2.0}
 """Where a measurement of attention has no such points. In 32 bits the kernels do without tensor cores: how much longer
 than at the peak rate of fp32, from what is left of two models' time (vit-b, gpt2-medium in tf32) when all else is taken
 off. With a mask: how much longer than flash kernels, a guess."""
@@ -57,6 +57,7 @@ _TOUCHED = {
     "cat": (("cat", 4),),
     "fill": (("zeros", 1),),
     "sum": (("sum", 1),),
+    "sum_columns": (("sum_columns", 1),),
     "softmax": (("softmax", 2),),
     "softmax_backward": (("softmax_backward", 3),),
     "log_softmax": (("log_softmax", 2),),
@@ -276,7 +277,22 @@ def shaped(raw: dict[str, Any]) -> dict[str, Any]:
     for row in raw.get("reduction", []):
         if row["op"] == "sum_rows":
             found[f"sum_rows/{WIDTHS[row['dtype']]}"][tuple(row["shape"])].append(row["s"])
+    if "reduction" not in raw:
+        _sums_over_rows(raw, found)
     return {kind: times(places) for kind, places in sorted(found.items())}
+
+
+def _sums_over_rows(raw: dict[str, Any], found: dict[str, dict[tuple[float, ...], list[float]]]) -> None:
+    """Where only sums over rows of 256 were measured.
+
+    More columns are summed beside them, until bandwidth is used up as far as the longest such sum uses it.
+    """
+    for name, width in WIDTHS.items():
+        rows = [row for row in raw["pointwise"] if row["op"] == "sum_rows" and row["dtype"] == name and not row["cold"]]
+        fastest = max(width * row["elements"] / row["s"] for row in rows)
+        for row, columns in itertools.product(rows, (256, 1024, 4096, 65536)):
+            count = row["elements"] // 256
+            found[f"sum_rows/{width}"][count, columns].append(max(row["s"], width * count * columns / fastest))
 
 
 def times(places: dict[tuple[float, ...], list[float]]) -> dict[str, Any]:

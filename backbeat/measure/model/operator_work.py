@@ -43,6 +43,7 @@ _KINDS = (
     ("_adaptive_avg_pool2d", "mean_pool"),
     ("avg_pool2d_backward", "avg_pool_backward"),
     ("avg_pool2d", "avg_pool"),
+    ("gelu", "gelu"),
     ("cat", "cat"),
 )
 
