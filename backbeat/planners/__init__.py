@@ -145,4 +145,8 @@ def plan(
     """The gradient schedule that a strategy chooses for this profile on this network, with its prediction."""
     made = propose(profile, network, strategy, **choices)
     result = predict(profile, network, made, accumulation=accumulation)
-    return msgspec.structs.replace(made, predicted=PlanPrediction.of(result, network.name))
+    predicted = PlanPrediction.of(result, network.name)
+    if (older := made.on_older_torch()) is not None:
+        without_s = predict(profile, network, older, accumulation=accumulation).iteration_s
+        predicted = msgspec.structs.replace(predicted, older_torch_s=without_s)
+    return msgspec.structs.replace(made, predicted=predicted)

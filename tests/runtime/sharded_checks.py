@@ -493,6 +493,8 @@ def other_numbers_of_ranks_are_refused(ctx: Context) -> None:
         _refused(ctx, for_more, mesh, f"replicate(1) * shard({8 * size}) != {world}({size}); make a plan for this job")
         world = "mesh"
     _refused(ctx, plan_of(ctx, replicate=2), mesh_of(ctx), f"mesh is 2 x {size // 2}, the one given is {size} ranks in")
+    unnamed = init_device_mesh(ctx.device.type, (2, size // 2))
+    _refused(ctx, plan_of(ctx, replicate=2), unnamed, f"the one given is 2 x {size // 2}, without names: give init_dev")
 
 
 def _refused(ctx: Context, plan: Plan, mesh: DeviceMesh | None, match: str) -> None:
@@ -506,6 +508,21 @@ def _refused(ctx: Context, plan: Plan, mesh: DeviceMesh | None, match: str) -> N
 def differing_plans_are_refused(ctx: Context) -> None:
     mine = plan_of(ctx, LAYERS if ctx.rank == 0 else PAIRS)
     _refused(ctx, mine, mesh_of(ctx), "the model or its plan differs between ranks")
+
+
+@check
+def a_mesh_that_is_a_part_of_the_world(ctx: Context) -> None:
+    """Two jobs side by side, each with its own weights."""
+    if ctx.size < 4:
+        return
+    mesh = init_device_mesh(ctx.device.type, (2, 2, 1), mesh_dim_names=("job", "replicate", "shard"))
+    sharding = sharding_of(Mesh(replicate=2, shard=1), [ShardUnit(modules=LAYERS[0], reshard=True, prefetch=0)])
+    torch.manual_seed(ctx.rank)
+    model = Chain()
+    plan = Plan(strategy="test", model="chain", sharding=sharding)
+    found = whole(fully_shard(model, plan=plan, mesh=mesh["replicate", "shard"]))
+    torch.manual_seed(ctx.rank // 2 * 2)
+    same(Chain().state_dict(), found)
 
 
 @check
