@@ -167,7 +167,7 @@ def test_batches_stay_within_the_sizes_asked_for() -> None:
     assert {case.bytes for case in series_of([10, 20], [1], ())[2].cases} == {10, 20}
 
 
-def test_sharded_plans_stand_on_the_halves_of_an_all_reduce():
+def test_sharded_plans_stand_on_the_halves_of_an_all_reduce() -> None:
     halves = ("all_gather", "reduce_scatter")
     for sharded in (False, True):
         found = series_of([2**12, 2**20], [1], halves, sharded=sharded)
