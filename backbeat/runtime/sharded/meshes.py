@@ -35,11 +35,10 @@ def mesh_of(plan: Plan, sharding: Sharding, mesh: DeviceMesh | None) -> DeviceMe
         return init_device_mesh(_device_type(), shape, mesh_dim_names=NAMES[-len(shape) :])
     given = tuple(mesh.shape)
     # torch asks for the names of two dimensions.
-    unnamed = mesh.ndim > 1 and mesh.mesh_dim_names is None
+    unnamed = ", without names" if mesh.ndim > 1 and mesh.mesh_dim_names is None else ""
     if given != shape or unnamed:
         raise InputError(
-            f"the plan's mesh is {_words(shape)}, the one given is {_words(given)}"
-            f"{', without names' if unnamed else ''}: "
+            f"the plan's mesh is {_words(shape)}, the one given is {_words(given)}{unnamed}: "
             f"give init_device_mesh({mesh.device_type!r}, {shape}, mesh_dim_names={NAMES[-len(shape) :]})"
         )
     return mesh
