@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from backbeat.api import plan, predict
     from backbeat.errors import BackbeatError, InputError
-    from backbeat.model import Network, Plan, Prediction, Profile
+    from backbeat.model import Network, Plan, Prediction, Profile, Reduction
     from backbeat.simulate import strong_scaling
 
 __version__ = "0.1.0"
@@ -23,6 +23,7 @@ _HOME = {
     "Plan": "backbeat.model",
     "Prediction": "backbeat.model",
     "Profile": "backbeat.model",
+    "Reduction": "backbeat.model",
     "plan": "backbeat.api",
     "predict": "backbeat.api",
     "strong_scaling": "backbeat.simulate",
@@ -35,6 +36,7 @@ __all__ = [
     "Plan",
     "Prediction",
     "Profile",
+    "Reduction",
     "plan",
     "predict",
     "strong_scaling",

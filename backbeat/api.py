@@ -8,13 +8,15 @@ import msgspec
 
 from backbeat.errors import InputError
 from backbeat.model import PlanPrediction
+from backbeat.model.reduction import reduction_named
+from backbeat.planners import SHARDED, propose
 from backbeat.planners import plan as planned
-from backbeat.planners import propose
+from backbeat.planners.frameworks import framework_plan
 from backbeat.simulate import predict as simulated
 from backbeat.simulate import strong_scaling
 
 if TYPE_CHECKING:
-    from backbeat.model import Network, Plan, Prediction, Profile
+    from backbeat.model import Network, Plan, Prediction, Profile, Reduction
     from backbeat.planners import Choices
 
 
@@ -23,18 +25,24 @@ def plan(
     network: Network,
     strategy: str = "best",
     *,
+    accumulation: int | None = None,
     reduce_dtype: str | None = None,
     **choices: Unpack[Choices],
 ) -> Plan:
     """The gradient schedule that a strategy chooses for this profile on this network, with its prediction.
 
-    With `reduce_dtype` ("bf16" or "fp16") fp32 gradients are sent in two bytes each; give the wrapper the same.
+    The buckets are the same for any number of micro-batches; `accumulation` is what the prediction is made for. With
+    `reduce_dtype` ("bf16" or "fp16") fp32 gradients are sent in two bytes each; give the wrapper the same.
     """
     if reduce_dtype is None:
-        return planned(profile, network, strategy, **choices)
+        return planned(profile, network, strategy, accumulation=accumulation, **choices)
+    if strategy.partition(":")[0] in SHARDED:
+        made = _reduced(propose(profile, network, strategy, **choices), reduce_dtype)
+        result = simulated(profile, network, made, accumulation=accumulation)
+        return msgspec.structs.replace(made, predicted=PlanPrediction.of(result, network.name))
     sent = _sent(profile, reduce_dtype, compressed=strategy == "compressed" or choices.get("density") is not None)
     made = planned(_bucketed(profile, sent, strategy), network, strategy, **choices)
-    result = simulated(sent, network, made)
+    result = simulated(sent, network, made, accumulation=accumulation)
     # Gradients take the same memory on the device, whatever is sent of them.
     peak = made.predicted.peak_bytes if made.predicted is not None else None
     return msgspec.structs.replace(
@@ -47,8 +55,9 @@ def plan(
 def predict(
     profile: Profile,
     network: Network,
-    plan: Plan | str,
+    plan: Plan | str | None = None,
     *,
+    framework: Reduction | str | None = None,
     accumulation: int | None = None,
     broadcast_buffers: bool = True,
     reduce_dtype: str | None = None,
@@ -57,6 +66,9 @@ def predict(
     **choices: Unpack[Choices],
 ) -> Prediction:
     """How long one iteration takes on the network's workers under the plan, or under the named strategy's, and why.
+
+    In place of a plan, `framework` names what the job runs today ("nanotron", "megatron", … in
+    `backbeat.model.reduction.REDUCTIONS`) or says it as a `Reduction`: dtype, buckets, overlap, sharded update.
 
     With `accumulation` micro-batches only the last one's backward overlaps with communication. With `reduce_dtype`
     ("bf16" or "fp16") fp32 gradients are sent in two bytes each. Where the plan says what is kept of activations,
@@ -73,13 +85,45 @@ def predict(
     """
     if global_batch is not None:
         profile = strong_scaling(profile, global_batch, network.workers, accumulation=accumulation, other=other)
+    if framework is not None:
+        if plan is not None or reduce_dtype is not None or choices:
+            raise InputError(
+                "framework says buckets and dtype itself: leave plan, reduce_dtype and a strategy's choices out, or "
+                "change them in a Reduction"
+            )
+        reduction = reduction_named(framework)
+        return simulated(
+            reduction.sent(profile),
+            network,
+            framework_plan(profile, network, reduction),
+            accumulation=accumulation,
+            broadcast_buffers=broadcast_buffers and reduction.broadcast_buffers,
+            reduction=reduction,
+        )
+    if plan is None:
+        raise InputError("there is nothing to predict: give a plan, a strategy's name, or framework=")
     sent = profile
-    if reduce_dtype is not None:
+    if reduce_dtype is not None and _is_sharded(plan):
+        made = propose(profile, network, strategy=plan, **choices) if isinstance(plan, str) else plan
+        plan = _reduced(made, reduce_dtype)
+    elif reduce_dtype is not None:
         compressed = plan == "compressed" if isinstance(plan, str) else plan.compressed
         sent = _sent(profile, reduce_dtype, compressed=compressed)
     if isinstance(plan, str):
         plan = propose(_bucketed(profile, sent, plan), network, strategy=plan, **choices)
     return simulated(sent, network, plan, accumulation=accumulation, broadcast_buffers=broadcast_buffers)
+
+
+def _is_sharded(plan: Plan | str) -> bool:
+    return plan.partition(":")[0] in SHARDED if isinstance(plan, str) else plan.sharding is not None
+
+
+def _reduced(plan: Plan, reduce_dtype: str) -> Plan:
+    """The sharded plan with gradients reduced in this dtype."""
+    if plan.sharding is None:
+        return plan
+    sharding = msgspec.structs.replace(plan.sharding, reduce_dtype=reduce_dtype)
+    return msgspec.structs.replace(plan, sharding=sharding, predicted=None)
 
 
 def _sent(profile: Profile, reduce_dtype: str, *, compressed: bool) -> Profile:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
 
 class BackbeatError(Exception):
     """Something backbeat can explain in one line. The command line prints it and exits with `exit_code`."""
@@ -31,3 +34,13 @@ class CommunicationError(BackbeatError, RuntimeError):
     """Ranks could not exchange what they had to: one died, hangs, or left the loop."""
 
     exit_code = 4
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """For a message on a name that nobody knows: what was meant, where something is close.
+
+    >>> nearest("fc.wieght", ["fc.weight", "fc.bias"])
+    " (nearest: 'fc.weight')"
+    """
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f" (nearest: {close[0]!r})" if close else ""

@@ -48,10 +48,15 @@ def parse_bytes(text: str | int) -> int:
 def parse_rate(text: str) -> float:
     """Bits per second.
 
-    >>> parse_rate("10gbit"), parse_rate("200Mbit/s")
-    (10000000000.0, 200000000.0)
+    >>> parse_rate("10gbit"), parse_rate("200Mbit/s"), parse_rate("450GB/s")
+    (10000000000.0, 200000000.0, 3600000000000.0)
     """
-    rate = _scaled(re.sub(r"(/s|ps)$", "", text.strip()), _RATE, "a bandwidth", "10gbit or 200mbit")
+    bare = re.sub(r"(/s|ps)$", "", text.strip())
+    # A capital B is bytes; Gb/s could be either, and is refused.
+    if bare.endswith("B") and text.strip().endswith("/s"):
+        rate = 8 * _scaled(bare, _SIZE, "a bandwidth", "450GB/s")
+    else:
+        rate = _scaled(bare, _RATE, "a bandwidth", "10gbit, 200mbit or 450GB/s")
     if rate <= 0:
         raise InputError(f"{text!r} is not a bandwidth: it must be above zero, like 10gbit")
     return rate

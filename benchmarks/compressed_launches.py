@@ -32,8 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from backbeat.model import Bucket, Compression, Plan, Profile
 from backbeat.runtime import DistributedDataParallel
-from backbeat.runtime.compressed import compressed_bucket, compressed_exchange, updates
-from backbeat.runtime.compressed import selection as select
+from backbeat.runtime.compressed import compressed_bucket, compressed_exchange, topk, updates
 from backbeat.runtime.reduce import bucket, status
 
 SMALL_BYTES = 2**16
@@ -132,8 +131,7 @@ def plan_of(profile: Profile, bucket_bytes: int, compression: Compression | None
 @contextmanager
 def as_on_a_gpu() -> Iterator[None]:
     with (
-        mock.patch.object(compressed_bucket, "HOSTS", set()),
-        mock.patch.object(select, "HOSTS", set()),
+        mock.patch.object(topk, "HOSTS", set()),
         mock.patch.object(status, "DEFER_ON", {"cpu", "cuda"}),
     ):
         yield
@@ -224,7 +222,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=0, world_size=1)
         try:
-            for size in given.group_mib.split(","):
+            for size in given.bucket_mib.split(","):
                 report(profile, int(size) * 2**20, given)
         finally:
             dist.destroy_process_group()

@@ -8,6 +8,9 @@ from hypothesis import HealthCheck, settings
 
 from tests.runtime.rank_pool import RankPool
 
+# Torch asks for the name of every connection's address. Where the answer of the name server is lost, each waits five
+# seconds; over TCP it is not, and nobody waits longer than one.
+os.environ.setdefault("RES_OPTIONS", "use-vc timeout:1 attempts:1")
 if "PYTEST_XDIST_WORKER" in os.environ:
     # The cores are taken: threads that wait for each other cost more than they bring. Before torch is imported.
     os.environ.setdefault("OMP_NUM_THREADS", "1")

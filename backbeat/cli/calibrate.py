@@ -159,7 +159,13 @@ def _run(
             dist.init_process_group(backend, **options)
         with _progress(rank, budget_s) as progress:
             calibration = measure_cluster(
-                budget_s=budget_s, sizes=sizes, communicators=communicators, name=name, settle=settle, progress=progress
+                budget_s=budget_s,
+                sizes=sizes,
+                communicators=communicators,
+                name=name,
+                settle=settle,
+                slowdown=True,
+                progress=progress,
             )
     except MeasurementError as error:
         # Leaving as usual would take the communicators down in order, which waits for the worker that is gone.

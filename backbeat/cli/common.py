@@ -36,6 +36,10 @@ def _strategy_names(incomplete: str) -> list[str]:
     return [name for name in STRATEGIES if name.startswith(incomplete)]
 
 
+def _framework_names(incomplete: str) -> list[str]:
+    return [name for name in FRAMEWORK_NAMES.split(", ") if name.startswith(incomplete)]
+
+
 def _names(folder: str, incomplete: str) -> list[str]:
     zoo = Path(__file__).resolve().parent.parent / "zoo" / folder
     names = (file.name.removesuffix(".gz").removesuffix(".json") for file in zoo.glob("*.json*"))
@@ -50,7 +54,10 @@ NetworkArgument = Annotated[
     str,
     typer.Argument(metavar="NETWORK", help="A network file, or a bundled name.", autocompletion=_network_names),
 ]
-STRATEGY_NAMES = "wfbp, single, ddp, horovod, mg-wfbp, asc-wfbp, adaptive, optimal, best, decoupled, compressed"
+STRATEGY_NAMES = (
+    "wfbp, single, ddp, horovod, mg-wfbp, asc-wfbp, adaptive, optimal, best, decoupled, compressed, "
+    "fsdp, hsdp, zero1, zero2, sharded"
+)
 """Written out, since help must not wait for the planners to be imported."""
 StrategyOption = Annotated[
     list[str] | None,
@@ -62,12 +69,27 @@ LabStrategyOption = Annotated[
         "--strategy", "-s", help="Comma-separated, like wfbp,ddp:5MB,random:8,best/2.", autocompletion=_strategy_names
     ),
 ]
+FRAMEWORK_NAMES = (
+    "torch-ddp, megatron, megatron-no-overlap, megatron-distributed-optimizer, "
+    "deepspeed-zero1, nanotron, nanotron-zero0"
+)
+FrameworkOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--framework",
+        help=f"What the job runs today, comma-separated, of {FRAMEWORK_NAMES}.",
+        autocompletion=_framework_names,
+    ),
+]
 OneCountOption = Annotated[
     str | None, typer.Option("--workers", "-n", help="One number, like 64. Default: the network's own.")
 ]
 AcrossOption = Annotated[
     str | None,
     typer.Option(help="What joins the nodes, where NETWORK was measured inside one: a network file or a bundled name."),
+]
+LinksOption = Annotated[
+    int, typer.Option("--nics-per-node", help="Links that each node has to what --across names.", min=1)
 ]
 ReduceOption = Annotated[
     str | None, typer.Option("--reduce-dtype", help="Send fp32 gradients as bf16 or fp16, two bytes each.")
@@ -93,11 +115,13 @@ def size(option: str, text: str) -> int:
     return count
 
 
-def load_network(name: str, across: str | None) -> Network:
+def load_network(name: str, across: str | None, links: int = 1) -> Network:
     from backbeat.model import Network
 
     network = Network.load(name)
-    return network if across is None else network.joined_by(Network.load(across))
+    if across is None and links > 1:
+        raise InputError(f"--nics-per-node {links} counts the links of --across: name what joins the nodes with it")
+    return network if across is None else network.joined_by(Network.load(across), links=links)
 
 
 def prose(out: Console, text: str) -> None:

@@ -9,10 +9,13 @@ import typer
 
 from backbeat.cli.common import JsonOption
 
-MODELS = ("resnet50-b64-bf16-h200", "bert-base-b64-bf16-h200")
-NETWORK = "100gbe"
+MODEL, NETWORK, WORKERS = "resnet50-b64-bf16-h200", "100gbe", "4..2048"
+QUESTIONS = (
+    (MODEL, NETWORK, WORKERS),
+    # The GPUs that the profile was measured on, in a cloud: how busy it is shows in the answer.
+    ("llama-1b-b4-bf16-adamw-h200", "aws-p5en", "8..512"),
+)
 STRATEGIES = ("ddp", "best")
-WORKERS = "4..2048"
 
 
 def demo(
@@ -20,7 +23,7 @@ def demo(
     page: Annotated[Path, typer.Option("--report", help="Where the report is written.")] = Path("report.html"),
     json: JsonOption = False,
 ) -> None:
-    """Predict how ResNet-50 and BERT scale from 4 to 2048 GPUs, plan the best schedule for 64, and report on it."""
+    """Predict how ResNet-50 scales to 2048 GPUs and a Llama on AWS to 512, plan the best schedule, and report on it."""
     if json:
         _as_data(output, page)
         return
@@ -30,15 +33,15 @@ def demo(
     from backbeat.cli.report import report
 
     out = console()
-    for name in MODELS:
-        out.print(f"$ backbeat predict {name} {NETWORK} --workers {WORKERS}", style="bold")
-        predict(name, NETWORK, workers=WORKERS)
+    for model, network, workers in QUESTIONS:
+        out.print(f"$ backbeat predict {model} {network} --workers {workers}", style="bold")
+        predict(model, network, workers=workers)
         out.print()
-    out.print(f"$ backbeat plan {MODELS[0]} {NETWORK} --workers 64 -o {output}", style="bold")
-    plan(MODELS[0], NETWORK, workers="64", output=output)
+    out.print(f"$ backbeat plan {MODEL} {NETWORK} --workers 64 -o {output}", style="bold")
+    plan(MODEL, NETWORK, workers="64", output=output)
     out.print()
-    out.print(f"$ backbeat report {MODELS[0]} {NETWORK} --workers 64 -o {page}", style="bold")
-    report(MODELS[0], NETWORK, workers="64", output=page)
+    out.print(f"$ backbeat report {MODEL} {NETWORK} --workers 64 -o {page}", style="bold")
+    report(MODEL, NETWORK, workers="64", output=page)
     out.print(f"The whole answer with figures is in {page}: open it in a browser. It needs no network.")
 
 
@@ -54,15 +57,14 @@ def _as_data(output: Path, page: Path) -> None:
     from backbeat.planners import plan as make_plan
     from backbeat.units import parse_workers
 
-    network = Network.load(NETWORK)
-    profiles = [Profile.load(name) for name in MODELS]
-    clusters = [network.at(workers=count) for count in parse_workers(WORKERS)]
     tables = []
-    for profile in profiles:
-        rows = [predict(profile, cluster, strategy) for cluster in clusters for strategy in STRATEGIES]
+    for model, cluster, counts in QUESTIONS:
+        profile, network = Profile.load(model), Network.load(cluster)
+        sizes = [network.at(workers=count) for count in parse_workers(counts)]
+        rows = [predict(profile, size, strategy) for size in sizes for strategy in STRATEGIES]
         tables.append(content(profile, network, rows, Asked()))
-    made = make_plan(profiles[0], network.at(workers=64))
+    made = make_plan(Profile.load(MODEL), Network.load(NETWORK).at(workers=64))
     made.save(output)
     say(f"wrote {output}")
-    report(MODELS[0], NETWORK, workers="64", output=page)
+    report(MODEL, NETWORK, workers="64", output=page)
     print_json({"predict": tables, "plan": {"schema": made.schema, **msgspec.to_builtins(made)}})

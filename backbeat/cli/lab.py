@@ -33,6 +33,10 @@ def lab(
     nodes: Annotated[int, typer.Option(help="How many nodes.")] = 2,
     bandwidth: Annotated[str, typer.Option(help="Of every node's link, like 10gbit.")] = "1gbit",
     backend: Annotated[str, typer.Option(help="gloo (CPU) or nccl (all nodes on one GPU).")] = "gloo",
+    ranks_per_node: Annotated[int, typer.Option(help="Ranks that share a node's link.")] = 1,
+    inside: Annotated[
+        str | None, typer.Option(help="Of each rank's link inside its node, like 25gbit, where a node has several.")
+    ] = None,
     strategy: LabStrategyOption = None,
     communicators: Annotated[
         str | None, typer.Option(help="Numbers of communicators to try with each strategy.")
@@ -50,7 +54,7 @@ def lab(
         str | None,
         typer.Option(
             metavar="PACKAGE.MODULE:FACTORY",
-            help="Train this model really, under stock DDP and backbeat's, instead of replaying a profile.",
+            help="Train this model really, under stock DDP or FSDP2 and under plans, instead of replaying a profile.",
         ),
     ] = None,
     batch_size: Annotated[int | None, typer.Option(help="Of each node, for --train.")] = None,
@@ -75,6 +79,8 @@ def lab(
         nodes=nodes,
         rate_bits=parse_rate(bandwidth),
         backend=backend,
+        ranks_per_node=ranks_per_node,
+        inside_bits=parse_rate(inside) if inside is not None else None,
         rates=parse_links(link or []),
         delay_s=delay_s,
         delay_jitter_s=delay_jitter_s,
@@ -162,8 +168,8 @@ def _check_training(setting: Setting, choices: Sequence[Choice], profile: str | 
     ):
         if given:
             raise InputError(f"{option} changes a replayed profile, and --train computes for real: leave one out")
-    if not any(choice.name == "ddp" for choice in choices):
-        raise InputError("--train compares with stock DDP: add ddp to --strategy")
+    if not any(choice.name in ("ddp", "fsdp") for choice in choices):
+        raise InputError("--train compares with stock DDP or stock FSDP2: add ddp or fsdp to --strategy")
     if any(choice.strategy == "decoupled" for choice in choices):
         raise InputError(
             "--train with decoupled: such a plan is predicted and replayed, not run; train best or optimal instead, or "
@@ -180,6 +186,7 @@ def _answer(setting: Setting, ran: _Ran) -> dict[str, Any]:
     network = ran.calibrated.network
     return {
         "nodes": setting.nodes,
+        "ranks_per_node": setting.ranks_per_node,
         "backend": setting.backend,
         "bandwidth_bits": [link.rate_bits for link in setting.links],
         "profile": ran.profile.name,
@@ -198,7 +205,11 @@ def _row(result: MeasuredPlan) -> dict[str, Any]:
         "strategy": result.choice.strategy,
         "plan": result.choice.name,
         "communicators": result.plan.communicators,
-        "buckets": len(result.plan.buckets),
+        **(
+            {"buckets": len(result.plan.buckets)}
+            if result.plan.sharding is None
+            else {"units": len(result.plan.sharding.units)}
+        ),
         "measured_s": result.measured_s,
         "spread_s": result.spread_s,
         "predicted_s": result.prediction.iteration_s,
@@ -245,7 +256,7 @@ def _table(setting: Setting, ran: _Ran) -> Table:
         table.add_row(
             result.choice.name + (" ◀" if result is fastest else ""),
             str(result.plan.communicators),
-            str(len(result.plan.buckets)),
+            str(len(result.plan.buckets if result.plan.sharding is None else result.plan.sharding.units)),
             format_seconds(result.measured_s),
             format_seconds(result.spread_s),
             f"within {result.repeat:.1%}",

@@ -11,6 +11,7 @@ from backbeat.cli.common import (
     STRATEGY_NAMES,
     AcrossOption,
     JsonOption,
+    LinksOption,
     NetworkArgument,
     OneCountOption,
     ProfileArgument,
@@ -42,6 +43,7 @@ def plan(
         ),
     ] = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the plan here.")] = None,
+    accumulation: Annotated[int | None, typer.Option(help="Micro-batches per iteration.")] = None,
     communicators: Annotated[int | None, typer.Option(help="Communicators to use (for best: at most).")] = None,
     bucket: Annotated[
         str | None, typer.Option(help="Bucket or fusion buffer size for ddp and horovod, like 25MB.")
@@ -66,6 +68,7 @@ def plan(
     ] = None,
     reduce_dtype: ReduceOption = None,
     across: AcrossOption = None,
+    nics_per_node: LinksOption = 1,
     max_batch: Annotated[
         bool, typer.Option("--max-batch", help="How far the batch can grow within --memory, and what that gives.")
     ] = False,
@@ -95,7 +98,7 @@ def plan(
     where: Literal["device", "host"] | None = "host" if residuals == "host" else "device" if residuals else None
     if other_batch is not None and not max_batch:
         raise InputError("--other-batch goes with --max-batch: add it, or leave this out")
-    one, cluster = Profile.load(profile), load_network(network, across)
+    one, cluster = Profile.load(profile), load_network(network, across, nics_per_node)
     if workers is not None:
         cluster = cluster.at(workers=one_count(workers))
 
@@ -104,6 +107,7 @@ def plan(
             of,
             cluster,
             chosen,
+            accumulation=accumulation,
             communicators=communicators,
             reduce_dtype=reduce_dtype,
             bucket_bytes=size("--bucket", bucket) if bucket is not None else None,
@@ -121,7 +125,7 @@ def plan(
             raise InputError("--max-batch compares batch sizes and writes no plan: leave --output out")
         _show_growth(one, other_batch, cluster, memory_bytes, left, make, json)
     else:
-        _show(one, cluster, make(one), output, json, reduce_dtype)
+        _show(one, cluster, make(one), output, json, reduce_dtype, accumulation)
 
 
 def _reserve(text: str) -> float:
@@ -141,7 +145,13 @@ def _reserve(text: str) -> float:
 
 
 def _show(
-    one: Profile, cluster: Network, made: Plan, output: Path | None, json: bool, reduce_dtype: str | None
+    one: Profile,
+    cluster: Network,
+    made: Plan,
+    output: Path | None,
+    json: bool,
+    reduce_dtype: str | None,
+    accumulation: int | None,
 ) -> None:
     import msgspec
 
@@ -149,7 +159,7 @@ def _show(
     from backbeat.cli.common import console, print_json, prose, say
     from backbeat.cli.predict_output import doubts
     from backbeat.report.device_memory import device_fit
-    from backbeat.report.tables import describe, over_bound, plan_table
+    from backbeat.report.tables import describe, over_bound, plan_table, scaling_range
     from backbeat.units import format_seconds
 
     if output is not None:
@@ -159,22 +169,24 @@ def _show(
         print_json({"schema": made.schema, **msgspec.to_builtins(made)})
         return
     sent = one if reduce_dtype is None else one.with_reduce_dtype(reduce_dtype)
-    result = predict(one, cluster, made, reduce_dtype=reduce_dtype)
-    stock = predict(one, cluster, "ddp", reduce_dtype=reduce_dtype)
+    result = predict(one, cluster, made, reduce_dtype=reduce_dtype, accumulation=accumulation)
+    stock = predict(one, cluster, "ddp", reduce_dtype=reduce_dtype, accumulation=accumulation)
     out = console()
-    prose(out, describe(one, cluster, reduce_dtype=reduce_dtype))
+    prose(out, describe(one, cluster, reduce_dtype=reduce_dtype, accumulation=accumulation))
     out.print()
     if result.workers > 1:
         out.print(plan_table(made, result))
     else:
         out.print("One worker sends nothing: the plan's buckets never leave.")
     if made.memory is not None and one.blocks:
-        _show_memory(out, sent, cluster, made, result)
+        _show_memory(out, sent, cluster, made, result, accumulation)
+    edges = scaling_range(result)
     prose(
         out,
         f"{made.strategy} at {result.workers} worker{'' if result.workers == 1 else 's'}: "
         f"{format_seconds(result.iteration_s)} per iteration, scaling "
-        f"{result.scaling_factor:.1%}, {format_seconds(result.exposed_s)} exposed, {over_bound(result):+.1%} over the "
+        f"{result.scaling_factor:.1%}{f' ({edges} from a busy to a quiet cluster)' if edges else ''}, "
+        f"{format_seconds(result.exposed_s)} exposed, {over_bound(result):+.1%} over the "
         f"bound; stock DDP {'' if made.memory is None else 'with everything kept '}"
         f"{format_seconds(stock.iteration_s)}"
         + (f" ({stock.iteration_s / result.iteration_s:.2f}x)." if result.iteration_s > 0 else "."),
@@ -186,7 +198,9 @@ def _show(
         prose(out, line)
 
 
-def _show_memory(out: Console, one: Profile, cluster: Network, made: Plan, result: Prediction) -> None:
+def _show_memory(
+    out: Console, one: Profile, cluster: Network, made: Plan, result: Prediction, accumulation: int | None
+) -> None:
     from backbeat.report.memory_tables import peak_line, policies_table, segments_table
     from backbeat.simulate.memory_timeline import memory_timeline
     from backbeat.units import printable
@@ -199,12 +213,12 @@ def _show_memory(out: Console, one: Profile, cluster: Network, made: Plan, resul
     else:
         out.print("Everything is kept: it fits.")
     if memory.budget_bytes is not None:
-        out.print(policies_table(_policies(one, cluster, made, result), memory.budget_bytes))
+        out.print(policies_table(_policies(one, cluster, made, result, accumulation), memory.budget_bytes))
     kept = memory_timeline(one, memory, made, workers=cluster.workers)
     out.print(printable(peak_line(kept, memory.budget_bytes)), soft_wrap=True)
 
 
-def _policies(one: Profile, cluster: Network, made: Plan, result: Prediction) -> list[Policy]:
+def _policies(one: Profile, cluster: Network, made: Plan, result: Prediction, accumulation: int | None) -> list[Policy]:
     """The plan, and the same schedule with every block treated alike."""
     import msgspec
 
@@ -221,7 +235,7 @@ def _policies(one: Profile, cluster: Network, made: Plan, result: Prediction) ->
     rows = [Policy("this plan", result.peak_bytes or 0, result.iteration_s)]
     for name, units in uniform(chain).items():
         alike = MemoryPlan(segments=plan_of(one, units), residuals=residuals)
-        found = predict(one, cluster, msgspec.structs.replace(made, memory=alike))
+        found = predict(one, cluster, msgspec.structs.replace(made, memory=alike), accumulation=accumulation)
         rows.append(Policy(f"{name}, every block", found.peak_bytes or 0, found.iteration_s))
     return rows
 

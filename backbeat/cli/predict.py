@@ -10,7 +10,9 @@ import typer
 from backbeat.cli.common import (
     AcrossOption,
     EpochOption,
+    FrameworkOption,
     JsonOption,
+    LinksOption,
     NetworkArgument,
     PriceOption,
     ProfileArgument,
@@ -19,7 +21,7 @@ from backbeat.cli.common import (
 )
 
 if TYPE_CHECKING:
-    from backbeat.cli.predict_output import Asked
+    from backbeat.cli.predict_output import Asked, Schedule
     from backbeat.model import Network, Plan, Prediction, Profile
 
 STOCK = "ddp"
@@ -39,6 +41,7 @@ def predict(
         typer.Option("--workers", "-n", help="64, 4..2048 (doubling) or 8,16,48. Default: the network's own."),
     ] = None,
     strategy: StrategyOption = None,
+    framework: FrameworkOption = None,
     plan: Annotated[list[str] | None, typer.Option("--plan", help="Plan files to predict, comma-separated.")] = None,
     accumulation: Annotated[int | None, typer.Option(help="Micro-batches per iteration.")] = None,
     global_batch: Annotated[
@@ -56,6 +59,7 @@ def predict(
     epoch_samples: EpochOption = None,
     samples: Annotated[int, typer.Option(help="GPU-hours are given for this many samples.", min=1)] = 1_000_000,
     across: AcrossOption = None,
+    nics_per_node: LinksOption = 1,
     plot: Annotated[Path | None, typer.Option(help="Draw the curve: scaling.png, .svg, .pdf or .html.")] = None,
     wide: Annotated[bool, typer.Option("--wide", help="Every strategy in a row, with every figure.")] = False,
     json: JsonOption = False,
@@ -64,10 +68,11 @@ def predict(
     from backbeat.cli.common import console, load_network, print_json, size, split
     from backbeat.cli.predict_output import Asked, content, show, show_wide
     from backbeat.model import Plan, Profile
+    from backbeat.model.reduction import reduction_named
     from backbeat.simulate import strong_scaling
     from backbeat.units import parse_price, parse_workers
 
-    one, cluster = Profile.load(profile), load_network(network, across)
+    one, cluster = Profile.load(profile), load_network(network, across, nics_per_node)
     counts = parse_workers(workers) if workers else [cluster.workers]
     files = split(plan)
     every = wide or json
@@ -77,7 +82,8 @@ def predict(
     if not every and STOCK not in names:
         names.insert(0, STOCK)
     plans = _named_apart([Plan.load(path) for path in files], files, names)
-    schedules: list[str | Plan] = [*names, *plans]
+    frameworks = [reduction_named(name) for name in split(framework)]
+    schedules: list[Schedule] = [*frameworks, *names, *plans]
     asked = Asked(
         communicators=communicators,
         bucket_bytes=size("--bucket", bucket) if bucket is not None else None,
@@ -87,7 +93,7 @@ def predict(
         price=parse_price(price) if price is not None else None,
         epoch_samples=epoch_samples,
         samples=samples,
-        plan_words=_plan_words(profile, network, across, reduce_dtype),
+        plan_words=_plan_words(profile, network, across, nics_per_node, reduce_dtype, accumulation),
         plan_files={made.strategy: file for made, file in zip(plans, files, strict=True)},
     )
     if plot is not None:
@@ -111,16 +117,25 @@ def predict(
         print_json(content(one, cluster, rows, asked, schedules))
         return
     out = console()
-    if wide or len(schedules) > _MOST_COLUMNS or any(len(row.strategy) > _MOST_NAME for row in rows):
+    if wide or frameworks or len(schedules) > _MOST_COLUMNS or any(len(row.strategy) > _MOST_NAME for row in rows):
         show_wide(out, one, cluster, rows, schedules, asked)
     else:
         show(out, one, cluster, rows, schedules, asked)
 
 
-def _plan_words(profile: str, network: str, across: str | None, reduce_dtype: str | None) -> tuple[str, ...]:
+def _plan_words(
+    profile: str,
+    network: str,
+    across: str | None,
+    links: int,
+    reduce_dtype: str | None,
+    accumulation: int | None,
+) -> tuple[str, ...]:
     joined = ("--across", across) if across else ()
+    wide = ("--nics-per-node", str(links)) if links > 1 else ()
     sent = ("--reduce-dtype", reduce_dtype) if reduce_dtype else ()
-    return ("backbeat", "plan", profile, network, *joined, *sent)
+    gathered = ("--accumulation", str(accumulation)) if accumulation else ()
+    return ("backbeat", "plan", profile, network, *joined, *wide, *sent, *gathered)
 
 
 def _named_apart(plans: list[Plan], files: list[str], names: list[str]) -> list[Plan]:
@@ -136,10 +151,13 @@ def _named_apart(plans: list[Plan], files: list[str], names: list[str]) -> list[
     ]
 
 
-def _predict(profile: Profile, network: Network, schedule: str | Plan, asked: Asked) -> Prediction:
+def _predict(profile: Profile, network: Network, schedule: Schedule, asked: Asked) -> Prediction:
     from backbeat.api import predict as predict_sent
+    from backbeat.model import Reduction
 
     choices: dict[str, Any] = {}
+    if isinstance(schedule, Reduction):
+        return predict_sent(profile, network, framework=schedule, accumulation=asked.accumulation)
     if isinstance(schedule, str):
         choices = {"communicators": asked.communicators, "bucket_bytes": asked.bucket_bytes}
     return predict_sent(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from backbeat.api import predict as predict_sent
 from backbeat.cli.common import prose
-from backbeat.model import Source
+from backbeat.model import Plan, Reduction, Source
 from backbeat.report import tables
 from backbeat.report.answer import decision, frontier, judged, lowered
 from backbeat.report.device_memory import device_fit
@@ -24,8 +24,11 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from backbeat.model import Network, Plan, Prediction, Profile
+    from backbeat.model import Network, Prediction, Profile
     from backbeat.report.device_memory import DeviceFit
+
+Schedule = str | Plan | Reduction
+"""A strategy by name, a plan, or what a framework does."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,10 +54,10 @@ def content(
     network: Network,
     rows: list[Prediction],
     asked: Asked,
-    schedules: Sequence[str | Plan] = (),
+    schedules: Sequence[Schedule] = (),
 ) -> dict[str, Any]:
     """The answer as data."""
-    fit = _fit(profile, asked, schedules)
+    fit = _fit(profile, asked, schedules, max(row.workers for row in rows))
     data = []
     for row in rows:
         share = utilisation(row, profile)
@@ -97,13 +100,13 @@ def show(
     profile: Profile,
     network: Network,
     rows: list[Prediction],
-    schedules: list[str | Plan],
+    schedules: list[Schedule],
     asked: Asked,
 ) -> None:
     """The answer in 80 columns, which ends in a decision."""
     curves = curves_of(rows)
     best = frontier(curves)[-1]
-    fit = _fit(profile, asked, schedules)
+    fit = _fit(profile, asked, schedules, best.workers)
     prose(out, _title(profile, network, asked))
     out.print()
     prose(out, judged(curves, fit)[1])
@@ -150,13 +153,13 @@ def show_wide(
     profile: Profile,
     network: Network,
     rows: list[Prediction],
-    schedules: list[str | Plan],
+    schedules: list[Schedule],
     asked: Asked,
 ) -> None:
     """Every strategy in a row of its own, with every figure."""
     last = tables.fastest(rows)[max(row.workers for row in rows)]
     place = f"{last.workers} workers" if last.workers > 1 else "1 worker"
-    fit = _fit(profile, asked, schedules)
+    fit = _fit(profile, asked, schedules, last.workers)
     out.print(printable(_title(profile, network, asked)), soft_wrap=True)
     out.print()
     out.print(tables.scaling_table(rows, samples=asked.samples, title=""))
@@ -183,11 +186,16 @@ def _title(profile: Profile, network: Network, asked: Asked) -> str:
     )
 
 
-def _fit(profile: Profile, asked: Asked, schedules: Sequence[str | Plan]) -> DeviceFit | None:
-    """With everything kept, unless a plan says what is; at another batch than the profile's nobody knows."""
+def _fit(profile: Profile, asked: Asked, schedules: Sequence[Schedule], workers: int) -> DeviceFit | None:
+    """With everything kept, unless a plan says what is; at another batch than the profile's nobody knows. A framework
+    may hold its share of the optimizer's state alone, or a second buffer of gradients: the first that is named counts.
+    """
     if asked.global_batch is not None:
         return None
-    plan = next((one for one in schedules if not isinstance(one, str) and one.memory is not None), None)
+    plan = next((one for one in schedules if isinstance(one, Plan) and one.memory is not None), None)
+    framework = next((one for one in schedules if isinstance(one, Reduction)), None)
+    if framework is not None:
+        return device_fit(framework.on_device(profile, workers))
     return device_fit(_sent(profile, asked), plan)
 
 
@@ -212,12 +220,12 @@ def curves_of(rows: list[Prediction]) -> dict[str, list[Prediction]]:
     return curves
 
 
-def _peaks(rows: list[Prediction], schedules: list[str | Plan]) -> list[str]:
+def _peaks(rows: list[Prediction], schedules: list[Schedule]) -> list[str]:
     """Device memory of the plans that say what is kept of activations."""
     budgets = {
         schedule.strategy: schedule.memory.budget_bytes
         for schedule in schedules
-        if not isinstance(schedule, str) and schedule.memory is not None
+        if isinstance(schedule, Plan) and schedule.memory is not None
     }
     lines = []
     for name, budget in budgets.items():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -28,6 +28,21 @@ def profile(
     iterations: Annotated[int, typer.Option(help="Iterations to time.")] = 30,
     warmup: Annotated[int, typer.Option(help="Iterations to run first, untimed.")] = 10,
     accumulation: Annotated[int, typer.Option(help="Micro-batches per iteration.")] = 1,
+    optimizer: Annotated[
+        str | None,
+        typer.Option(help="sgd (with momentum), adam or adamw (both fused), for a factory that returns none."),
+    ] = None,
+    compile_blocks: Annotated[
+        bool,
+        typer.Option("--compile", help="Run under torch.compile: a graph for each block and all between."),
+    ] = False,
+    from_layers: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FEW,MORE",
+            help="Measure with this many layers, like 2,4, and compose the whole; the factory takes `layers`.",
+        ),
+    ] = None,
     time_limit: Annotated[
         str | None, typer.Option(help="Time fewer iterations (8 at least) where they take longer, like 20s.")
     ] = None,
@@ -40,9 +55,6 @@ def profile(
     ] = None,
     tflops: Annotated[float | None, typer.Option(help="Analytic: peak TFLOP/s of another GPU.")] = None,
     gbps: Annotated[float | None, typer.Option(help="Analytic: its memory bandwidth in GB/s.")] = None,
-    compiled: Annotated[
-        bool, typer.Option("--compile", help="Analytic: the model as torch.compile would run it.")
-    ] = False,
     launch_overhead: Annotated[
         bool, typer.Option(help="Analytic: count what the host takes to launch operators, or take it to be ahead.")
     ] = True,
@@ -68,6 +80,8 @@ def profile(
 
     command = command_line(sys.argv)
     if analytic is not None or tflops is not None or gbps is not None:
+        if from_layers is not None:
+            raise InputError("--from-layers is for measuring: drop it, or --analytic")
         if device is not None:
             raise InputError(f"--device {device} with --analytic: nothing runs on a device then; drop one of the two")
         from backbeat.measure.model.analytic import analytic_profile
@@ -80,40 +94,53 @@ def profile(
             batch_size=batch_size,
             precision=precision,
             accumulation=accumulation,
-            compiled=compiled,
+            optimizer=optimizer,
+            compiled=compile_blocks,
             launch_overhead=launch_overhead,
             name=name,
             command=command,
         )
     else:
-        if compiled or not launch_overhead:
-            raise InputError(
-                "--compile and --no-launch-overhead are of --analytic; to measure, compile the model itself"
-            )
-        from backbeat.measure.model.profile_factory import measure_factory
+        if not launch_overhead:
+            raise InputError("--no-launch-overhead is of --analytic: leave it out to measure")
+        from backbeat.measure.model.profile_factory import compose_factory, measure_factory
         from backbeat.runtime.compressed.topk_speed import measure_topk
         from backbeat.runtime.memory import apply
 
         typer.echo(f"profiling {factory} …", err=True)
-        result = measure_factory(
-            load(factory),
-            batch_size=batch_size,
-            device=device,
-            precision=precision,
-            iterations=iterations,
-            warmup=warmup,
-            accumulation=accumulation,
-            time_limit_s=limit_s,
-            accept_noise=accept_noise,
-            name=name,
-            command=command,
-            topk_speed=measure_topk,
-            apply_memory=apply,
-        ).profile
+        options: dict[str, Any] = {
+            "batch_size": batch_size,
+            "device": device,
+            "precision": precision,
+            "optimizer": optimizer,
+            "compile_blocks": compile_blocks,
+            "iterations": iterations,
+            "warmup": warmup,
+            "accumulation": accumulation,
+            "time_limit_s": limit_s,
+            "accept_noise": accept_noise,
+            "name": name,
+            "command": command,
+            "topk_speed": measure_topk,
+            "apply_memory": apply,
+        }
+        if from_layers is None:
+            result = measure_factory(load(factory), **options).profile
+        else:
+            result = compose_factory(load(factory), _two_counts(from_layers), **options)
     if output:
         result.save(output)
         typer.echo(f"wrote {output}", err=True)
     typer.echo(encode(result).decode() if as_json else summary(result), nl=not as_json)
+
+
+def _two_counts(text: str) -> tuple[int, int]:
+    from backbeat.errors import InputError
+
+    parts = text.split(",")
+    if len(parts) != 2 or not all(part.strip().isdigit() for part in parts) or int(parts[0]) == int(parts[1]):
+        raise InputError(f"--from-layers is {text!r}: give two different numbers of layers, like 2,4")
+    return int(parts[0]), int(parts[1])
 
 
 def command_line(arguments: list[str]) -> str:
@@ -135,7 +162,7 @@ def summary(profile: Profile) -> str:
         (profile.name, f"{profile.model}, batch {profile.batch_size}, {profile.precision}, {profile.device}"),
         ("forward", format_seconds(profile.forward_s)),
         ("backward", format_seconds(profile.backward_s)),
-        ("update", format_seconds(profile.update_s)),
+        ("update", format_seconds(profile.update_s) + (f", {profile.optimizer}" if profile.optimizer else "")),
     ]
     if profile.accumulation > 1:
         rows.append(("micro-batches", str(profile.accumulation)))

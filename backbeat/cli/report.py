@@ -10,6 +10,7 @@ import typer
 from backbeat.cli.common import (
     AcrossOption,
     EpochOption,
+    LinksOption,
     NetworkArgument,
     PriceOption,
     ProfileArgument,
@@ -51,6 +52,7 @@ def report(
         int | None, typer.Option(help="Samples of the run to price. Default: what stock DDP does in a day.", min=1)
     ] = None,
     across: AcrossOption = None,
+    nics_per_node: LinksOption = 1,
     memory_budget: Annotated[str | None, typer.Option(help="Device memory to stay within, like 80GB.")] = None,
     redact: RedactOption = False,
     output: Annotated[Path, typer.Option("--output", "-o", help="The file to write.")] = Path("report.html"),
@@ -61,7 +63,16 @@ def report(
     from backbeat.report.page import report as make_page
 
     made = gather(
-        profile, network, workers, split(strategy), split(plan), split(lab), split(trace), redact=redact, across=across
+        profile,
+        network,
+        workers,
+        split(strategy),
+        split(plan),
+        split(lab),
+        split(trace),
+        redact=redact,
+        across=across,
+        nics_per_node=nics_per_node,
     )
     settings = PageSettings(
         samples=samples,
@@ -91,6 +102,7 @@ def gather(
     redact: bool = False,
     curve: bool = True,
     across: str | None = None,
+    nics_per_node: int = 1,
 ) -> Study:
     """Read everything that was named, and predict; without `curve` at the last number of workers only."""
     from backbeat.model import Plan, Profile
@@ -98,7 +110,7 @@ def gather(
     from backbeat.report.measured import read_lab, read_trace
     from backbeat.report.study import STRATEGIES, curve_workers, study
 
-    one, cluster = Profile.load(profile), load_network(network, across)
+    one, cluster = Profile.load(profile), load_network(network, across, nics_per_node)
     asked = parse_workers(workers) if workers else [cluster.workers]
     counts = curve_workers(asked) if curve else [asked[-1]]
     loaded = {plan_label(path, made): made for path in plans for made in [Plan.load(path)]}

@@ -26,6 +26,7 @@ VERBS = {
     "trace": Verb("trace", "trace", "One iteration for Perfetto, predicted and measured."),
     "serve": Verb("serve", "serve", "A local page to try what-ifs on."),
     "zoo": Verb("zoo", "zoo", "List the bundled profiles and networks."),
+    "network": Verb("network", "network", "Describe a cluster from specifications or measurements."),
     "calibrate": Verb("calibrate", "calibrate", "Measure a cluster's collectives, under torchrun."),
     "profile": Verb("profile", "profile", "Measure a model's computation and gradients."),
     "import": Verb("imports", "app", "Read files of other tools."),

@@ -11,8 +11,17 @@ each worker holds after an all-reduce or all-gather, or before a reduce-scatter.
 | ring all-gather, reduce-scatter | N-1 | (N-1)/N |
 | halving-doubling of those | log2 N | (N-1)/N |
 | broadcast, pipelined ring / tree | N-1 / log2 N | 1 |
+| NVLS all-reduce (NVLink SHARP, inside a node) | 2 | (N+1)/N |
+| SHARP all-reduce (InfiniBand switches, across nodes) | 1 | 1 |
 
 A tree sends every byte up and down, whatever N is; the two trees each carry half, so that all links work.
+
+With NVLS the NVSwitch adds: a GPU's link carries its whole vector to the switch, its share 1/N of the sums back to it,
+that share out again, and every share in; 1 + 1/N each way. On 8 H100 NCCL's ring reaches 370 GB/s of bus bandwidth and
+NVLS 480 (github.com/NVIDIA/nccl-tests/issues/212); 5 to 8 GPUs with NVLS all come to 307 to 310 GB/s on the link by
+this form (github.com/NVIDIA/nccl/issues/1455). With SHARP a node sends its vector up once and receives the sum once;
+NCCL's own model counts one network latency for it, whatever the number of nodes (CollNet in its src/graph/tuning.cc).
+Neither changes what an all-gather, a reduce-scatter or a broadcast moves.
 """
 
 from __future__ import annotations
@@ -21,14 +30,16 @@ import math
 from typing import Literal
 
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "broadcast"]
-Shape = Literal["ring", "tree", "halving-doubling"]
+Shape = Literal["ring", "tree", "halving-doubling", "nvls", "sharp"]
 
 
 def steps(collective: Collective, shape: Shape, workers: int) -> float:
     """Message latencies in a row."""
     if workers <= 1:
         return 0.0
-    one_way = float(workers - 1) if shape == "ring" else math.log2(workers)
+    if shape == "sharp":
+        return 1.0
+    one_way = {"ring": workers - 1.0, "nvls": 1.0}.get(shape, math.log2(workers))
     return 2 * one_way if collective == "all_reduce" else one_way
 
 
@@ -38,6 +49,8 @@ def traffic(collective: Collective, shape: Shape, workers: int) -> float:
         return 0.0
     if collective == "broadcast":
         return 1.0
+    if collective == "all_reduce" and shape in ("nvls", "sharp"):
+        return 1.0 if shape == "sharp" else (workers + 1) / workers
     one_way = 1.0 if shape == "tree" else (workers - 1) / workers
     return 2 * one_way if collective == "all_reduce" else one_way
 

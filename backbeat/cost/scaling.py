@@ -7,6 +7,7 @@ Hierarchical clusters pay the inside of a node once and scale only what crosses 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -18,69 +19,158 @@ from backbeat.errors import InputError
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-Algorithm = Literal["ring", "tree", "auto", "halving-doubling", "hierarchical"]
+Algorithm = Literal["ring", "tree", "auto", "halving-doubling", "hierarchical", "nvls", "sharp"]
+Across = Literal["auto", "ring", "tree", "halving-doubling", "sharp"]
+Inside = Literal["ring", "nvls"]
 
 _FAR_BYTES = 2**40
 """A curve must be sampled somewhere; nobody all-reduces more than this in one message."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerLayout:
+    """How the workers are joined."""
+
+    algorithm: Algorithm = "auto"
+    per_node: int = 1
+    inside: Curve | None = None
+    """The all-reduce within one full node, for the hierarchical algorithm."""
+    inside_algorithm: Inside = "ring"
+    across_algorithm: Across = "auto"
+    pipelined: bool = False
+    """Parts of a message cross nodes while others travel inside: the slower of the two sets the pace, not their sum."""
+
+    def inner(self, collective: Collective) -> Curve | None:
+        """A collective inside one full node, from the all-reduce there."""
+        if self.inside is None or collective == "all_reduce":
+            return self.inside
+        if self.per_node == 1:
+            return Curve.affine(0.0, 0.0)
+        shape = self.inside_algorithm
+        latency = steps(collective, shape, self.per_node) / steps("all_reduce", shape, self.per_node)
+        work = traffic(collective, shape, self.per_node) / traffic("all_reduce", shape, self.per_node)
+        return _cheapest([(latency, work)], self.inside)
+
+
 def moved(
-    curve: Curve,
-    collective: Collective,
-    old: int,
-    new: int,
-    algorithm: Algorithm,
-    *,
-    inside: Curve | None = None,
-    per_node: int = 1,
+    curve: Curve, collective: Collective, old: int, new: int, layout: WorkerLayout, *, slowdown: float = 1.0
 ) -> Curve:
     """The cost on `new` workers of a collective that costs `curve` on `old`.
 
-    `inside` is the all-reduce within one full node of `per_node` workers, for the hierarchical algorithm.
+    `slowdown` is how much longer a byte takes between nodes there, beyond what the algorithm sends.
 
     A ring of 2 becomes one of 4: three times the steps, and 3/2 bytes through each link for every byte instead of 1.
 
-    >>> moved(Curve.affine(1e-3, 1e-9), "all_reduce", 2, 4, "ring").time([0, 1_000_000]).round(6).tolist()
+    >>> ring = WorkerLayout(algorithm="ring")
+    >>> moved(Curve.affine(1e-3, 1e-9), "all_reduce", 2, 4, ring).time([0, 1_000_000]).round(6).tolist()
     [0.003, 0.0045]
     """
     if new == 1:
         return Curve.affine(0.0, 0.0)
-    if algorithm == "hierarchical" and inside is not None and collective == "all_reduce":
-        return _moved_hierarchical(curve, inside, per_node, old, new)
+    inner = layout.inner(collective) if layout.algorithm == "hierarchical" else None
+    if inner is not None and new <= layout.per_node:
+        shape = layout.inside_algorithm
+        return (
+            inner
+            if new == layout.per_node
+            else _cheapest([_stretch(collective, shape, shape, layout.per_node, new)], inner)
+        )
+    if inner is not None and collective == "all_reduce":
+        return _moved_across(curve, inner, old, new, layout, slowdown)
     shapes: tuple[Shape, ...] = ("ring", "tree")
-    if algorithm != "auto" and algorithm != "hierarchical":
-        shapes = (algorithm,)
-    return _cheapest([_stretch(collective, shape, shapes[0], old, new) for shape in shapes], curve)
+    if layout.algorithm != "auto" and layout.algorithm != "hierarchical":
+        shapes = (layout.algorithm,)
+    # An all-gather or a reduce-scatter is one ring through all GPUs, whatever the nodes.
+    there = _cheapest([_stretch(collective, shape, shapes[0], old, new, slowdown) for shape in shapes], curve)
+    if inner is None:
+        return there
+    sizes = np.unique(np.concatenate([there.sizes, inner.sizes, [2.0**20, 2.0**24, 2.0**28]]))
+    return _through(sizes, np.maximum(there.time(sizes), inner.time(sizes)))
 
 
-def _stretch(collective: Collective, shape: Shape, measured: Shape, old: int, new: int) -> tuple[float, float]:
+def mixed(one: Curve, two: Curve, share: float) -> Curve:
+    """A cost between two, at this share of the way: latency and transfer each.
+
+    >>> mixed(Curve.affine(1e-3, 1e-9), Curve.affine(3e-3, 3e-9), 0.5).line
+    (0.002, 2e-09)
+    """
+    slope = (1 - share) * one.gradient_s_per_byte + share * two.gradient_s_per_byte
+    sizes = np.union1d(one.sizes, two.sizes)
+    times = (1 - share) * one.time(sizes) + share * two.time(sizes)
+    if one.is_affine and two.is_affine:
+        return Curve.affine(float(times[0]), slope)
+    return _through(*_with_slope(sizes, times, slope))
+
+
+def hindered(curve: Curve, slowdown: float) -> Curve:
+    """Every byte takes that many times as long; latencies stay.
+
+    >>> hindered(Curve.affine(1e-3, 1e-9), 2.0).line
+    (0.001, 2e-09)
+    """
+    if curve.is_affine:
+        return Curve.affine(float(curve.times[0]), curve.gradient_s_per_byte * slowdown)
+    sizes = curve.sizes
+    times = curve.latency(sizes) + curve.work(sizes) * slowdown
+    return _through(*_with_slope(sizes, times, curve.gradient_s_per_byte * slowdown))
+
+
+def crowded(curve: Curve, slowdown: float) -> Curve:
+    """The same beside other traffic: all but the latency of the smallest message takes that many times as long.
+
+    What a message of some megabytes takes beyond its bytes is mostly a pipeline being filled, whose parts wait for
+    links as any bytes do.
+
+    >>> crowded(Curve.through([(1024, 1e-4), (2**20, 5e-4), (2**30, 3e-3)]), 2.0).time([1024, 2**20]).round(7).tolist()
+    [0.0001, 0.0009]
+    """
+    if curve.is_affine:
+        return hindered(curve, slowdown)
+    latency = curve.times[0]
+    times = latency + (curve.times - latency) * slowdown
+    return _through(*_with_slope(curve.sizes, times, curve.gradient_s_per_byte * slowdown))
+
+
+def _stretch(
+    collective: Collective, shape: Shape, measured: Shape, old: int, new: int, slowdown: float = 1.0
+) -> tuple[float, float]:
     """Factors of latency and of link work when a collective whose slope was `measured`'s runs as `shape` on `new`."""
     return (
         steps(collective, shape, new) / steps(collective, shape, old),
-        traffic(collective, shape, new) / traffic(collective, measured, old),
+        slowdown * traffic(collective, shape, new) / traffic(collective, measured, old),
     )
 
 
 def _cheapest(factors: list[tuple[float, float]], curve: Curve) -> Curve:
     """The least of the stretched curves at every size, with the sizes where they cross as points of its own."""
     if curve.is_affine:
-        lines = [(float(curve.times[0]) * latency, curve.gradient_s_per_byte * work) for latency, work in factors]
-        winner = min(lines)
-        if all(winner[1] <= beta for _, beta in lines):
-            return Curve.affine(*winner)
-        (low, steep), (high, flat) = sorted(lines)
-        crossing = max(round((high - low) / (steep - flat)), 2)
-        if crossing > _FAR_BYTES:
-            return Curve.affine(low, steep)
-        far = max(crossing, 2**20)
-        sizes = np.array([0, crossing, 2 * far, 1024 * far], dtype=np.float64)
-        return _through(sizes, np.minimum(low + steep * sizes, high + flat * sizes))
+        return cheaper_line(
+            [(float(curve.times[0]) * latency, curve.gradient_s_per_byte * work) for latency, work in factors]
+        )
     sizes = np.concatenate([curve.sizes, curve.sizes[-1] * np.array([2.0, 4.0])])
     latency, work = curve.latency(sizes), curve.work(sizes)
     candidates = [latency * by_latency + work * by_work for by_latency, by_work in factors]
     if len(candidates) == 2:
         sizes, candidates = _with_crossings(sizes, candidates[0], candidates[1])
     return _through(sizes, np.minimum.reduce(candidates))
+
+
+def cheaper_line(lines: list[tuple[float, float]]) -> Curve:
+    """The cheaper of up to two affine costs (a, b) at every size.
+
+    >>> cheaper_line([(1e-3, 2e-9), (2e-3, 1e-9)]).time([0, 1_000_000, 4_000_000]).round(6).tolist()
+    [0.001, 0.003, 0.006]
+    """
+    winner = min(lines)
+    if all(winner[1] <= beta for _, beta in lines):
+        return Curve.affine(*winner)
+    (low, steep), (high, flat) = sorted(lines)
+    crossing = max(round((high - low) / (steep - flat)), 2)
+    if crossing > _FAR_BYTES:
+        return Curve.affine(low, steep)
+    far = max(crossing, 2**20)
+    sizes = np.array([0, crossing, 2 * far, 1024 * far], dtype=np.float64)
+    return _through(sizes, np.minimum(low + steep * sizes, high + flat * sizes))
 
 
 def _with_crossings(
@@ -94,10 +184,9 @@ def _with_crossings(
     return everywhere, [np.interp(everywhere, sizes, one), np.interp(everywhere, sizes, two)]
 
 
-def _moved_hierarchical(whole: Curve, inner: Curve, per_node: int, old: int, new: int) -> Curve:
+def _moved_across(whole: Curve, inner: Curve, old: int, new: int, layout: WorkerLayout, slowdown: float) -> Curve:
     """Reduce inside the nodes, all-reduce across them, gather inside: only the middle part depends on their number."""
-    if new <= per_node:
-        return _cheapest([_stretch("all_reduce", "ring", "ring", per_node, new)], inner) if new < per_node else inner
+    per_node = layout.per_node
     old_nodes, new_nodes = -(-old // per_node), -(-new // per_node)
     if old_nodes < 2:
         raise InputError(
@@ -105,15 +194,27 @@ def _moved_hierarchical(whole: Curve, inner: Curve, per_node: int, old: int, new
             "between nodes; calibrate across two nodes or more"
         )
     sizes = np.unique(np.concatenate([inner.sizes, whole.sizes, [2.0**20, 2.0**24, 2.0**28, float(_FAR_BYTES)]]))
+    # What overlaps with the inside is not seen of it: then all of the transfer is taken to cross nodes.
+    within = inner.latency if layout.pipelined else inner.time
     across = Curve(
         sizes,
-        np.maximum(whole.time(sizes) - inner.time(sizes), 0.0),
-        max(whole.gradient_s_per_byte - inner.gradient_s_per_byte, 0.0),
+        np.maximum(whole.time(sizes) - within(sizes), 0.0),
+        max(whole.gradient_s_per_byte - (0.0 if layout.pipelined else inner.gradient_s_per_byte), 0.0),
     )
-    factors = [_stretch("all_reduce", shape, "ring", old_nodes, new_nodes) for shape in ("ring", "tree")]
-    beyond = _cheapest(factors, across)
+    shapes: tuple[Shape, ...] = ("ring", "tree") if layout.across_algorithm == "auto" else (layout.across_algorithm,)
+    beyond = _cheapest(
+        [_stretch("all_reduce", shape, shapes[0], old_nodes, new_nodes, slowdown) for shape in shapes], across
+    )
     sizes = np.union1d(sizes, beyond.sizes)
-    return _through(sizes, beyond.time(sizes) + inner.time(sizes))
+    return _through(sizes, np.maximum(beyond.time(sizes) + within(sizes), inner.time(sizes)))
+
+
+def _with_slope(
+    sizes: NDArray[np.float64], times: NDArray[np.float64], slope: float
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """One more point, which shows the slope beyond the last where a file keeps points alone."""
+    far = max(4 * float(sizes[-1]), 2.0**22)
+    return np.append(sizes, far), np.append(times, times[-1] + slope * (far - sizes[-1]))
 
 
 def _through(sizes: NDArray[np.float64], seconds: NDArray[np.float64]) -> Curve:

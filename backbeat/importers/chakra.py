@@ -60,9 +60,7 @@ class TraceNode:
 
 def load(path: str | Path, *, batch_size: int | None = None, model: str | None = None) -> Profile:
     """The profile of the worker whose trace this is."""
-    where = Path(path)
-    if not where.is_file():
-        raise InputError(f"{where}: no such file: give a Chakra execution trace (.et)")
+    where = files.existing(path, "a Chakra execution trace (.et)")
     if batch_size is not None and batch_size < 1:
         raise InputError(f"--batch-size is {batch_size}: it must be 1 or more")
     nodes = read_nodes(files.read(where), str(where))

@@ -20,6 +20,7 @@ from backbeat.errors import InputError
 from backbeat.importers.trace_clock import DeviceClock, arrays, common, union
 from backbeat.importers.trace_events import TraceReader
 from backbeat.importers.trace_facts import Facts, Mark, Ready, Transfer, collect
+from backbeat.model.files import existing
 from backbeat.model.profile import Gradient, Profile
 from backbeat.model.source import Source
 from backbeat.units import format_bytes, format_seconds
@@ -64,9 +65,7 @@ def load(
     like: Profile | None = None,
 ) -> Trace:
     """Read a trace, `.json` or `.json.gz`. `like` gives names and sizes, from a profile of the same model."""
-    where = Path(path)
-    if not where.is_file():
-        raise InputError(f"{where}: no such file: give a trace that torch.profiler exported")
+    where = existing(path, "a trace that torch.profiler exported")
     if batch_size is not None and batch_size < 1:
         raise InputError(f"--batch-size is {batch_size}: it must be 1 or more")
     reader = TraceReader(where)

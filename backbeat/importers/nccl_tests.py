@@ -14,8 +14,10 @@ from typing import Any, Literal
 from backbeat.errors import InputError
 from backbeat.importers.nccl_runs import PROGRAM, NcclRun, json_runs, text_runs
 from backbeat.model import files
-from backbeat.model.network import CollectiveTimes, Network, Topology
+from backbeat.model.collective_times import CollectiveTimes
+from backbeat.model.network import Network
 from backbeat.model.source import Source
+from backbeat.model.topology import Topology
 from backbeat.units import format_bytes
 
 Placement = Literal["in-place", "out-of-place"]
@@ -30,9 +32,7 @@ def load(
     placement: Placement = "in-place",
 ) -> Network:
     """Read a file that nccl-tests wrote. `workers` chooses among runs, or says what the file does not."""
-    where = Path(path)
-    if not where.is_file():
-        raise InputError(f"{where}: no such file: give the output of nccl-tests, as text or as its -J JSON")
+    where = files.existing(path, "the output of nccl-tests, as text or as its -J JSON")
     return parse(files.read(where), where=str(where), workers=workers, name=name or where.stem, placement=placement)
 
 

@@ -26,6 +26,7 @@ from backbeat.lab.train import Trained
 from backbeat.measure.network.case import SIZES
 from backbeat.model import Network, Plan, Prediction, Profile
 from backbeat.model.files import decode
+from backbeat.model.network import WorkersRow
 from backbeat.simulate import predict
 
 _SPARE_S = 90.0
@@ -87,7 +88,7 @@ class MeasuredPlan:
 def opened(setting: Setting, communicators: int) -> Iterator[Session]:
     """The nodes of a setting, up and joined; whatever happens, nothing of them is left."""
     check(setting.backend)
-    with _orderly_end(), LabRun() as run, Cluster(run, setting.links) as cluster:
+    with _orderly_end(), LabRun() as run, Cluster(run, setting.links, setting.inside) as cluster:
         daemon = start_daemon(run.folder / "mps") if setting.backend == "nccl" else {}
         with Session(cluster, setting, communicators, daemon) as session:
             yield session
@@ -101,23 +102,38 @@ def calibrate(
     # it.
     communicators = max(2 if choice.stock(setting.backend) else choice.widest(setting.backend) for choice in choices)
     strategies = {choice.strategy for choice in choices}
-    decoupled = "decoupled" in strategies
+    halved = any(choice.halved for choice in choices)
     # What a plan sends by other means than an all-reduce is measured, through the primitives it sends it with.
-    others = ("all_gather", "reduce_scatter") if decoupled else ("all_gather",) if "compressed" in strategies else ()
+    others = ("all_gather", "reduce_scatter") if halved else ("all_gather",) if "compressed" in strategies else ()
     sizes = [size for size in SIZES if size < 2 * largest_bytes]
-    network, timings = session.ask(
+    network, inside, timings = session.ask(
         "calibrate",
         budget_s * 3 + _SPARE_S,
         budget_s=budget_s,
         communicators=list(range(1, communicators + 1)),
         sizes=sizes,
         collectives=("all_reduce", *others),
+        sharded=all(choice.sharded for choice in choices),
         name=setting.name,
     )[0]
-    if decoupled and setting.backend == "gloo":
+    if inside is not None:
+        network = _of_nodes(network, inside)
+    if halved and setting.backend == "gloo":
         note = f"reduce-scatter on gloo is {PRIMITIVE}: gloo's own moves as many bytes as its all-reduce"
         network = msgspec.structs.replace(network, notes=(*network.notes, note))
+    if any(choice.sharded for choice in choices) and setting.backend == "gloo":
+        note = "FSDP2 on gloo runs gloo's own reduce-scatter, and communicates while nothing computes: plans are slower"
+        network = msgspec.structs.replace(network, notes=(*network.notes, note))
     return CalibratedLab(network=network, timings=timings)
+
+
+def _of_nodes(network: Network, inside: Network) -> Network:
+    """A network of nodes of several ranks: what was measured over all of them, and within one."""
+    row = WorkersRow(**{name: getattr(inside, name) for name in WorkersRow.__struct_fields__})
+    topology = msgspec.structs.replace(
+        network.topology, gpus_per_node=inside.workers, algorithm="hierarchical", inside=inside.all_reduce
+    )
+    return msgspec.structs.replace(network, rows=(row,), topology=topology)
 
 
 def planned(choices: Sequence[Choice], profile: Profile, network: Network) -> list[Planned]:

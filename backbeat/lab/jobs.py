@@ -10,6 +10,7 @@ from typing import Any
 from backbeat.model import Plan, Profile
 from backbeat.simulate.decoupled_step import Layers
 from backbeat.simulate.schedule import Schedule
+from backbeat.simulate.sharded_units import ModelPiece, ModelPieces
 
 FEWEST_ITERATIONS = 6
 MOST_ITERATIONS = 60
@@ -37,6 +38,18 @@ class Layer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ShardedJob:
+    """One training step of FSDP2, on real parameters."""
+
+    plan: Plan
+    pieces: tuple[ModelPiece, ...]
+    loose: tuple[int, ...]
+    """Elements of the root's own parameters."""
+    update_s: float
+    """Of this rank's shards."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayJob:
     """One iteration to replay."""
 
@@ -51,6 +64,8 @@ class ReplayJob:
     """Bytes of each all-gather in launch order, where the plan is decoupled; `messages` are then reduce-scattered."""
     layers: tuple[Layer, ...] = ()
     """The next forward, where the plan is decoupled; it takes the place of `forward_s` and `update_s`."""
+    sharded: ShardedJob | None = None
+    """Takes the place of all else, where the plan is sharded."""
 
     @classmethod
     def of(cls, profile: Profile, **more: Any) -> ReplayJob:
@@ -85,6 +100,11 @@ def job_of(profile: Profile, plan: Plan, *, stock: bool = False) -> ReplayJob:
     """The plan's buckets as messages; `dynamic` fusion is replayed as the buckets that its simulation formed."""
     if plan.decoupled:
         return _in_halves(profile, plan)
+    if plan.sharding is not None:
+        whole = ModelPieces.of(profile)
+        update_s = profile.update_s / plan.sharding.mesh.shard
+        job = ShardedJob(plan=plan, pieces=whole.pieces, loose=whole.loose, update_s=update_s)
+        return ReplayJob.of(profile, sharded=job)
     schedule, _ = Schedule.of_plan(profile, plan)
     rows = zip(schedule.ready.tolist(), schedule.sizes.tolist(), schedule.communicators, strict=True)
     return ReplayJob.of(

@@ -2,6 +2,9 @@
 
 Nothing is made in the machine's own namespace, so that no interface, address or route of it can be in the way. A node
 sees `lo` and `eth0`; both ends of its link are shaped, so that what it sends and what it receives share the same rate.
+
+A node of several ranks is a switch of its own. Its ranks, a namespace each, are joined to it by fast links, and all of
+them share the node's link to the others.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from backbeat.lab.runs import NAMESPACES, LabRun
 from backbeat.units import format_rate
 
 INTERFACE = "eth0"
+_UPLINK = "uplink"
 MOST_NODES = 250
 MOST_RATE_BITS = 34e9
 """The kernel's token bucket holds bytes a second in 32 bits."""
@@ -75,22 +79,25 @@ class Link:
 class Cluster:
     """The namespaces of one run, from entering to leaving the context."""
 
-    def __init__(self, run: LabRun, links: Sequence[Link]) -> None:
-        if not 2 <= len(links) <= MOST_NODES:
-            raise InputError(f"nodes is {len(links)}: a lab has 2 to {MOST_NODES}")
+    def __init__(self, run: LabRun, links: Sequence[Link], inside: Sequence[Link] = ()) -> None:
+        """`links` of the nodes; `inside`, those of each node's ranks, where a node has several."""
+        ranks = len(links) * max(len(inside), 1)
+        if not 2 <= ranks <= MOST_NODES:
+            raise InputError(f"nodes is {ranks}: a lab has 2 to {MOST_NODES}")
         self.run = run
         self.links = tuple(links)
+        self.inside = tuple(inside)
 
     @property
-    def nodes(self) -> int:
-        return len(self.links)
+    def ranks(self) -> int:
+        return len(self.links) * max(len(self.inside), 1)
 
-    def namespace(self, node: int) -> str:
-        return f"{self.run.name}-{node}"
+    def namespace(self, rank: int) -> str:
+        return f"{self.run.name}-{rank}"
 
-    def address(self, node: int) -> str:
-        """The node's address; it exists only between the nodes."""
-        return f"{_SUBNET}.{node + 1}"
+    def address(self, rank: int) -> str:
+        """The rank's address; it exists only between the nodes."""
+        return f"{_SUBNET}.{rank + 1}"
 
     def __enter__(self) -> Cluster:
         try:
@@ -111,35 +118,51 @@ class Cluster:
 
     def _build(self) -> None:
         hub = f"{self.run.name}-hub"
-        namespaces = [hub, *map(self.namespace, range(self.nodes))]
-        for namespace in namespaces:
+        ranks = [self.namespace(rank) for rank in range(self.ranks)]
+        # The switch of each node that has several ranks.
+        switches = [f"{self.run.name}-switch{node}" for node in range(len(self.links))] if self.inside else []
+        for namespace in (hub, *switches, *ranks):
             _in_thread(_create, namespace)
-        _in_thread(_inside, hub, self._build_switch)
-        for node in range(self.nodes):
-            _in_thread(_inside, self.namespace(node), self._build_node, node)
-        for namespace in namespaces:
+        uplink = _UPLINK if switches else INTERFACE
+        _in_thread(_inside, hub, _build_switch, [(one, uplink) for one in switches or ranks], self.links)
+        for node, switch in enumerate(switches):
+            own = [(one, INTERFACE) for one in ranks[node * len(self.inside) : (node + 1) * len(self.inside)]]
+            _in_thread(_inside, switch, _build_switch, own, self.inside)
+            _in_thread(_inside, switch, _join_uplink, self.links[node])
+        for rank in range(self.ranks):
+            _in_thread(_inside, self.namespace(rank), self._build_rank, rank)
+        for namespace in (hub, *switches, *ranks):
             with contextlib.suppress(OSError):
                 _in_thread(_keep_order, namespace)
 
-    def _build_switch(self, route: Any) -> None:
-        route.link("add", ifname="switch", kind="bridge")
-        bridge = route.link_lookup(ifname="switch")[0]
-        route.link("set", index=bridge, state="up")
-        for node, link in enumerate(self.links):
-            port = f"node{node}"
-            route.link("add", ifname=port, kind="veth", peer={"ifname": INTERFACE, "net_ns_fd": self.namespace(node)})
-            index = route.link_lookup(ifname=port)[0]
-            _shape(route, index, link)
-            route.link("set", index=index, master=bridge, state="up")
-
-    def _build_node(self, route: Any, node: int) -> None:
+    def _build_rank(self, route: Any, rank: int) -> None:
         route.link("set", index=route.link_lookup(ifname="lo")[0], state="up")
         own = route.link_lookup(ifname=INTERFACE)[0]
+        link = self.inside[rank % len(self.inside)] if self.inside else self.links[rank]
         with contextlib.suppress(OSError):
-            Path("/proc/sys/net/ipv4/tcp_wmem").write_text(f"4096 16384 {self.links[node].send_buffer_bytes}")
-        _shape(route, own, self.links[node])
-        route.addr("add", index=own, address=self.address(node), prefixlen=24)
+            Path("/proc/sys/net/ipv4/tcp_wmem").write_text(f"4096 16384 {link.send_buffer_bytes}")
+        _shape(route, own, link)
+        route.addr("add", index=own, address=self.address(rank), prefixlen=24)
         route.link("set", index=own, state="up")
+
+
+def _build_switch(route: Any, ends: Sequence[tuple[str, str]], links: Sequence[Link]) -> None:
+    """A bridge with a port for each (namespace, interface in it)."""
+    route.link("add", ifname="switch", kind="bridge")
+    bridge = route.link_lookup(ifname="switch")[0]
+    route.link("set", index=bridge, state="up")
+    for place, ((namespace, interface), link) in enumerate(zip(ends, links, strict=True)):
+        port = f"node{place}"
+        route.link("add", ifname=port, kind="veth", peer={"ifname": interface, "net_ns_fd": namespace})
+        index = route.link_lookup(ifname=port)[0]
+        _shape(route, index, link)
+        route.link("set", index=index, master=bridge, state="up")
+
+
+def _join_uplink(route: Any, link: Link) -> None:
+    index = route.link_lookup(ifname=_UPLINK)[0]
+    _shape(route, index, link)
+    route.link("set", index=index, master=route.link_lookup(ifname="switch")[0], state="up")
 
 
 def enter(namespace: str) -> None:

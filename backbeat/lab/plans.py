@@ -1,7 +1,8 @@
 """Plans to compare, by name: every strategy, and bucketings that no strategy would choose, to test the model with.
 
 `ddp:5MB` is DDP with that bucket cap, `random:8` eight buckets with random ends (always the same for one profile),
-`equal:16` buckets of about equal bytes; `/2` behind any of them asks for two communicators.
+`equal:16` buckets of about equal bytes; `/2` behind any of them asks for two communicators. `hsdp:2` shards within
+groups of two ranks.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import numpy as np
 
 from backbeat.errors import InputError
 from backbeat.model import Network, Plan, Profile
-from backbeat.planners import STRATEGIES, Draft
+from backbeat.planners import SHARDED, STRATEGIES, Draft
 from backbeat.planners import plan as make
 from backbeat.planners.decoupled import Halved
 from backbeat.units import parse_bytes
@@ -33,7 +34,7 @@ class Choice:
     name: str
     strategy: str
     argument: int | None = None
-    """Bytes of a bucket, or number of buckets."""
+    """Bytes of a bucket, or number of buckets, or of ranks that hold one copy of the model."""
     communicators: int | None = None
 
     def widest(self, backend: str) -> int:
@@ -41,6 +42,16 @@ class Choice:
         if self.strategy == "ddp" and backend == "gloo":
             return 1
         return self.communicators or (2 if self.strategy in _SEVERAL else 1)
+
+    @property
+    def sharded(self) -> bool:
+        """Run on torch's own `fully_shard`."""
+        return self.strategy in SHARDED
+
+    @property
+    def halved(self) -> bool:
+        """Sends all-gathers and reduce-scatters."""
+        return self.sharded or self.strategy == "decoupled"
 
     def stock(self, backend: str) -> bool:
         """Sent through torch's own process group, which on gloo carries two collectives at a time."""
@@ -64,8 +75,8 @@ def _parse(text: str, communicators: Sequence[int]) -> list[Choice]:
     strategy, colon, argument = body.partition(":")
     if strategy not in STRATEGIES and strategy not in BUCKETINGS:
         raise InputError(f"{text!r} is no plan: use {', '.join(STRATEGIES)}, ddp:5MB, random:8 or equal:8")
-    if colon and strategy not in (*_WITH_BUCKET, *BUCKETINGS):
-        raise InputError(f"{text!r}: {strategy} takes nothing behind a colon; ddp:5MB, random:8 and equal:8 do")
+    if colon and strategy not in (*_WITH_BUCKET, *BUCKETINGS, "hsdp"):
+        raise InputError(f"{text!r}: {strategy} takes nothing behind a colon; ddp:5MB, random:8, equal:8 and hsdp:2 do")
     if strategy in BUCKETINGS and not (argument.isdigit() and int(argument) > 0):
         raise InputError(f"{text!r}: say how many buckets, like {strategy}:8")
     if slash and not (count.isdigit() and int(count) > 0):
@@ -74,6 +85,12 @@ def _parse(text: str, communicators: Sequence[int]) -> list[Choice]:
         if slash and int(count) != 1:
             raise InputError(f"{text!r}: decoupled plans use one communicator; leave /{count} out")
         return [Choice(name=text, strategy=strategy)]
+    if strategy in SHARDED:
+        if slash:
+            raise InputError(f"{text!r}: FSDP2 opens its communicators itself; leave /{count} out")
+        if colon and not (argument.isdigit() and int(argument) > 1):
+            raise InputError(f"{text!r}: say how many ranks hold one copy of the model, like hsdp:2")
+        return [Choice(name=text, strategy=strategy, argument=int(argument) if colon else None)]
     value = None if not colon else int(argument) if strategy in BUCKETINGS else parse_bytes(argument)
     if slash:
         return [Choice(name=text, strategy=strategy, argument=value, communicators=int(count))]
@@ -89,6 +106,8 @@ def build(choice: Choice, profile: Profile, network: Network) -> Plan:
         buckets = min(choice.argument or 1, count)
         ends = _random_ends(profile, buckets) if choice.strategy == "random" else _equal_ends(profile, buckets)
         return Draft(ends, choice.communicators or 1).named(profile, choice.name, network.workers)
+    if choice.sharded:
+        return msgspec.structs.replace(make(profile, network, choice.name), predicted=None)
     communicators = None if choice.stock(network.backend or "") else choice.communicators
     made = make(
         profile,
@@ -118,8 +137,12 @@ _PHASES = ("reduce_scatter", "all_gather")
 def shorthand(plan: Plan) -> list[list[int]]:
     """[gradients, communicator] of each bucket of a plan whose buckets are consecutive in ready order.
 
+    Of a sharded plan, [modules, whether it reshards] of each unit.
+
     Decoupled plans have a third number: 0 for a scatter, in ready order, 1 for a gather, in the reverse.
     """
+    if plan.sharding is not None:
+        return [[len(unit.modules), int(unit.reshard)] for unit in plan.sharding.units]
     return [
         [len(bucket.gradients), bucket.communicator, *([] if bucket.phase is None else [_PHASES.index(bucket.phase)])]
         for bucket in plan.buckets

@@ -6,6 +6,8 @@ gradients is ready. Nothing else of training is replayed: no copies into buckets
 
 A decoupled plan is replayed from the start of one backward to the start of the next. Gathers are queued behind the
 scatters when backward ends, as the drop-in does it, and each stretch of forward waits for its own.
+
+A sharded plan is not replayed but run: `spun_model` trains, and only its computation is spun or slept.
 """
 
 from __future__ import annotations
@@ -14,19 +16,28 @@ import ctypes
 import gc
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from backbeat.comm.communicators import Communicator
 from backbeat.comm.spin import SpinRate, spin_rate, until
-from backbeat.lab.jobs import Replayed, ReplayJob, Turn
+from backbeat.lab.jobs import Replayed, ReplayJob, ShardedJob, Turn
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from backbeat.lab.spun_model import SpunStep
 
 cuda: Any = torch.cuda  # untyped in parts
 
 _PR_SET_TIMERSLACK = 29
 # The host queues this much ahead of the GPU before an iteration begins, as it does in training.
 _LEAD_S = 400e-6
+# Before a sharded step, as long as the slowest host takes to queue all of it, and this much longer: the host of a
+# training loop is an iteration ahead.
+_LEAD_MARGIN = 1.5
+_WARM_UP = 2
 _WAIT_S = 120.0
 # A sleeper this late has overslept; later than this it has waited for a gather.
 _LATE_S = 100e-6
@@ -34,6 +45,9 @@ _LATE_S = 100e-6
 
 class Player(Protocol):
     def play(self, job: ReplayJob, factor: float, finishes: list[float] | None = None) -> float: ...
+
+    def forget(self) -> None:
+        """Free what was made for jobs."""
 
 
 def replay(
@@ -52,9 +66,36 @@ def replay(
             for _ in range(turn.iterations):
                 results[turn.job].series[turn.series].append(player.play(jobs[turn.job], factor()))
     finally:
+        player.forget()
         if collecting:
             gc.enable()
     return results
+
+
+class SpunSteps:
+    """The sharded models of a node's jobs, made when they are first played."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._steps: dict[ShardedJob, SpunStep] = {}
+        self._meshes: dict[tuple[int, ...], DeviceMesh] = {}
+
+    def of(self, job: ShardedJob) -> SpunStep:
+        from backbeat.lab.spun_model import SpunStep
+        from backbeat.runtime.sharded.meshes import mesh_of
+
+        if job not in self._steps:
+            assert job.plan.sharding is not None
+            sizes = (job.plan.sharding.mesh.replicate, job.plan.sharding.mesh.shard)
+            # Every mesh of two dimensions makes communicators of its own.
+            if sizes not in self._meshes:
+                self._meshes[sizes] = mesh_of(job.plan, job.plan.sharding, None)
+            self._steps[job] = SpunStep(job, self._device, self._meshes[sizes])
+        return self._steps[job]
+
+    def forget(self) -> None:
+        self._steps.clear()
+        gc.collect()
 
 
 _Half = tuple[torch.Tensor, torch.Tensor]
@@ -97,12 +138,15 @@ class SleepingPlayer:
         self._stock = stock
         self._buffers = Buffers(torch.device("cpu"))
         self._tiny = torch.zeros(1)
+        self._steps = SpunSteps(torch.device("cpu"))
         # The kernel may wake a sleeper up to 50 µs late unless told otherwise.
         ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)
 
     def play(self, job: ReplayJob, factor: float, finishes: list[float] | None = None) -> float:
         if job.decoupled:
             return self._play_decoupled(job, factor)
+        if job.sharded is not None:
+            return self._play_sharded(job.sharded, factor)
         views = self._buffers.cut(job)
         self._communicators[0].all_reduce(self._tiny).wait()
         start = time.perf_counter()
@@ -139,6 +183,22 @@ class SleepingPlayer:
             _sleep_until(reached)
         return time.perf_counter() - start
 
+    def _play_sharded(self, job: ShardedJob, factor: float) -> float:
+        step = self._steps.of(job)
+        self._communicators[0].all_reduce(self._tiny).wait()
+        start = reached = time.perf_counter()
+
+        def compute(seconds: float) -> None:
+            nonlocal reached
+            reached = max(reached, time.perf_counter() - _LATE_S) + seconds * factor
+            _sleep_until(reached)
+
+        step.run(compute)
+        return time.perf_counter() - start
+
+    def forget(self) -> None:
+        self._steps.forget()
+
 
 def _sleep_until(moment: float) -> None:
     left = moment - time.perf_counter()
@@ -154,6 +214,8 @@ class SpinningPlayer:
         self._nodes = nodes
         self._buffers = Buffers(device)
         self._tiny = torch.zeros(1, device=device)
+        self._steps = SpunSteps(device)
+        self._leads: dict[ShardedJob, float] = {}
         self._probe = cuda.Stream(device)
         self._start, self._end = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
         self.rate = spin_rate()
@@ -161,6 +223,8 @@ class SpinningPlayer:
     def play(self, job: ReplayJob, factor: float, finishes: list[float] | None = None) -> float:
         if job.decoupled:
             return self._play_decoupled(job, factor, finishes)
+        if job.sharded is not None:
+            return self._play_sharded(job.sharded, factor)
         views = self._buffers.cut(job)
         spin = self._begin()
         spin.until(job.forward_s * factor)
@@ -196,11 +260,43 @@ class SpinningPlayer:
             spin.until(computed)
         return self._ended(finishes, seen, 0.0)
 
-    def _begin(self) -> _Spin:
+    def _play_sharded(self, job: ShardedJob, factor: float) -> float:
+        step = self._steps.of(job)
+        known = job in self._leads
+        # The first steps set streams up and learn the order of units.
+        for _ in range(0 if known else _WARM_UP):
+            step.run(lambda seconds: None)
+        spin = self._begin(self._leads.get(job, _LEAD_S))
+        queueing = time.perf_counter()
+        computed = 0.0
+
+        def compute(seconds: float) -> None:
+            nonlocal computed
+            computed += seconds * factor
+            spin.until(computed)
+
+        step.run(compute)
+        queued_s = time.perf_counter() - queueing
+        seconds = self._ended(None, (), 0.0)
+        if not known:
+            self._leads[job] = self._slowest(queued_s) * _LEAD_MARGIN
+        return seconds
+
+    def _slowest(self, seconds: float) -> float:
+        """The largest of all nodes' figures."""
+        figure = torch.tensor([seconds], device=self._tiny.device)
+        self._communicators[0].all_reduce_max(figure).wait()
+        return float(figure.item())
+
+    def forget(self) -> None:
+        self._steps.forget()
+        self._leads.clear()
+
+    def _begin(self, lead_s: float = _LEAD_S) -> _Spin:
         """All nodes together."""
         spin = _Spin(self.rate)
         self._communicators[0].all_reduce(self._tiny).wait()
-        self.rate.spin(_LEAD_S)
+        self.rate.spin(lead_s)
         self._start.record()
         return spin
 

@@ -54,7 +54,7 @@ class Session:
 
     def __enter__(self) -> Session:
         try:
-            for node in range(self.cluster.nodes):
+            for node in range(self.cluster.ranks):
                 self._start(node)
             self._answers("starting", START_S)
         except BaseException:
@@ -140,7 +140,7 @@ class Session:
 
     def _failure(self, what: str, node: int) -> MeasurementError:
         """One line for the user, with the ends of all nodes' logs as notes for whoever keeps them."""
-        ends = {one: self._log_end(one) for one in range(self.cluster.nodes)}
+        ends = {one: self._log_end(one) for one in range(self.cluster.ranks)}
         last = f" (last line of its log: {ends[node][-1][:300]})" if ends[node] else ""
         error = MeasurementError(f"{what}{last}")
         for one, lines in ends.items():

@@ -23,6 +23,9 @@ class Setting:
     nodes: int
     rate_bits: float
     backend: str = "gloo"
+    ranks_per_node: int = 1
+    inside_bits: float | None = None
+    """Of each rank's link inside its node, where a node has several."""
     rates: Mapping[int, float] = field(default_factory=dict)
     """Links that differ from the others, in bits a second, by node."""
     delay_s: float = 0.0
@@ -37,6 +40,16 @@ class Setting:
     def __post_init__(self) -> None:
         if not 2 <= self.nodes <= MOST_NODES:
             raise InputError(f"nodes is {self.nodes}: a lab has 2 to {MOST_NODES}")
+        if not 1 <= self.ranks_per_node <= MOST_NODES // self.nodes:
+            raise InputError(
+                f"ranks per node is {self.ranks_per_node}: {self.nodes} nodes have 1 to {MOST_NODES // self.nodes}"
+            )
+        if (self.inside_bits is not None) != (self.ranks_per_node > 1):
+            raise InputError(
+                f"ranks per node is {self.ranks_per_node} and the bandwidth inside a node is "
+                f"{'not given' if self.inside_bits is None else format_rate(self.inside_bits)}: give both, like "
+                "--ranks-per-node 2 --inside 25gbit, or neither"
+            )
         if not self.dilation > 0:
             raise InputError(f"dilation is {self.dilation}: it must be above zero, like 10")
         if not 0 <= self.jitter < 1:
@@ -48,7 +61,19 @@ class Setting:
         for node, slowdown in self.slowdowns.items():
             if not slowdown > 0:
                 raise InputError(f"straggler node {node} has slowdown {slowdown}: it must be above zero, like 1.3")
-        _ = self.links  # their own rules
+        _ = self.links, self.inside  # their own rules
+
+    @property
+    def ranks(self) -> int:
+        return self.nodes * self.ranks_per_node
+
+    @property
+    def inside(self) -> list[Link]:
+        """Links of one node's ranks to their own switch; empty where each node is one rank."""
+        return [Link(rate_bits=self.inside_bits)] * self.ranks_per_node if self.inside_bits is not None else []
+
+    def slowdown(self, rank: int) -> float:
+        return self.slowdowns.get(rank // self.ranks_per_node, 1.0)
 
     @property
     def links(self) -> list[Link]:
@@ -60,11 +85,13 @@ class Setting:
     @property
     def settle(self) -> bool:
         """gloo's socket threads take cores from its workers where there are fewer than three for each node."""
-        return self.backend == "gloo" and (os.cpu_count() or 1) < 3 * self.nodes
+        return self.backend == "gloo" and (os.cpu_count() or 1) < 3 * self.ranks
 
     @property
     def name(self) -> str:
-        return f"{self.backend}-{self.nodes}n-{format_rate(self.rate_bits).replace(' ', '').replace('/s', '').lower()}"
+        rate = format_rate(self.rate_bits).replace(" ", "").replace("/s", "").lower()
+        ranks = f"x{self.ranks_per_node}" if self.ranks_per_node > 1 else ""
+        return f"{self.backend}-{self.nodes}n{ranks}-{rate}"
 
     def compute(self, profile: Profile) -> Profile:
         """The profile as the nodes replay it: dilated, and without stragglers of its own."""

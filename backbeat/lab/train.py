@@ -1,7 +1,7 @@
 """Real training on the nodes: one model under stock DDP and under each plan, taking turns, step by step.
 
-All variants start from the same weights and see the same batches and the same random numbers, so that their losses can
-be compared; nodes see different batches.
+Sharded plans run on torch's own `fully_shard`. All variants start from the same weights and see the same batches and
+the same random numbers, so that their losses can be compared; nodes see different batches.
 """
 
 from __future__ import annotations
@@ -175,8 +175,22 @@ class _Variant:
 def _wrapped(model: torch.nn.Module, plan: Plan | None, optimizer: torch.optim.Optimizer) -> Any:
     if plan is None:
         return torch.nn.parallel.DistributedDataParallel(model)
+    if plan.sharding is not None:
+        return _sharded(model, plan, optimizer)
     from backbeat.runtime import DistributedDataParallel
 
     wrapped = DistributedDataParallel(model, plan=plan)
     wrapped.attach(optimizer, max_grad_norm=None)
     return wrapped
+
+
+def _sharded(model: torch.nn.Module, plan: Plan, optimizer: torch.optim.Optimizer) -> torch.nn.Module:
+    """The optimizer was made with the model, before it was sharded: it is given the shards."""
+    from backbeat.runtime import fully_shard
+
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    fully_shard(model, plan=plan)
+    shards = dict(model.named_parameters())
+    for group in optimizer.param_groups:
+        group["params"] = [shards[names[parameter]] for parameter in group["params"]]
+    return model

@@ -33,9 +33,10 @@ class Start:
     """What a node must know before it joins the others."""
 
     node: int
+    """The rank: a node, unless nodes have several."""
     namespace: str
     first_address: str
-    """Where node 0 is."""
+    """Where rank 0 is."""
     communicators: int
     setting: Setting
 
@@ -71,7 +72,7 @@ class Node:
             backend,
             init_method=f"tcp://{start.first_address}:{_PORT}",
             rank=start.node,
-            world_size=setting.nodes,
+            world_size=setting.ranks,
             timeout=datetime.timedelta(seconds=120),
             device_id=self.device if on_gpu else None,
         )
@@ -86,11 +87,11 @@ class Node:
         if setting.settle:
             stock.all_reduce(torch.zeros(1)).wait()
             settle_gloo()
-        self.factor = slowdowns(setting.slowdowns.get(start.node, 1.0), setting.jitter, seed=start.node)
+        self.factor = slowdowns(setting.slowdown(start.node), setting.jitter, seed=start.node)
         self.player = (
-            SpinningPlayer(communicators, self.device, setting.nodes)
+            SpinningPlayer(communicators, self.device, setting.ranks)
             if on_gpu
-            else SleepingPlayer(communicators, stock, setting.nodes)
+            else SleepingPlayer(communicators, stock, setting.ranks)
         )
 
     def describe(self) -> dict[str, Any]:
@@ -117,20 +118,31 @@ class Node:
         communicators: Sequence[int],
         sizes: Sequence[int],
         collectives: Sequence[Any],
+        sharded: bool,
         name: str,
     ) -> Any:
-        """The network, and the timings behind it, from node 0; None from the others."""
+        """The network, and the timings behind it, from node 0; None from the others.
+
+        Where nodes have several ranks, each node is measured by itself, too, all nodes at once; node 0's counts.
+        """
         from backbeat.measure.network.calibration import measure_cluster
 
-        found = measure_cluster(
-            device=self.device,
-            budget_s=budget_s,
-            sizes=sizes,
-            communicators=communicators,
-            collectives=collectives,
-            name=name,
-            settle=self.start.setting.settle,
-        )
+        setting = self.start.setting
+        options: dict[str, Any] = {
+            "device": self.device,
+            "sizes": sizes,
+            "collectives": collectives,
+            "settle": setting.settle,
+            "sharded": sharded,
+        }
+        parts = 2 if setting.ranks_per_node > 1 else 1
+        found = measure_cluster(budget_s=budget_s / parts, communicators=communicators, name=name, **options)
+        inside = None
+        if setting.ranks_per_node > 1:
+            own = measure_cluster(
+                group=self._own_node(), budget_s=budget_s / parts, communicators=[1], name=f"{name}-inside", **options
+            )
+            inside = own.network
         if self.start.node != 0:
             return None
         timings = [
@@ -143,7 +155,16 @@ class Node:
             }
             for case, timing in found.outcome.timings.items()
         ]
-        return found.network, timings
+        return found.network, inside, timings
+
+    def _own_node(self) -> Any:
+        """The ranks of this node."""
+        from torch.distributed.device_mesh import init_device_mesh
+
+        setting = self.start.setting
+        kind = "cuda" if setting.backend == "nccl" else "cpu"
+        shape = (setting.nodes, setting.ranks_per_node)
+        return init_device_mesh(kind, shape, mesh_dim_names=("node", "rank"))["rank"].get_group()
 
     def replay(self, *, jobs: Sequence[ReplayJob], turns: Sequence[Turn]) -> list[Replayed]:
         from backbeat.lab.replay import replay

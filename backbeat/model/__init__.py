@@ -1,12 +1,17 @@
 """The nouns: frozen, validated data that every other part speaks."""
 
 from backbeat.model.blocks import Block, HostLink, MemoryPlan, Segment
+from backbeat.model.collective_times import CollectiveTimes, ConcurrencyPoint
 from backbeat.model.compression import Compression
-from backbeat.model.network import Calibration, CollectiveTimes, ConcurrencyPoint, Network, Topology
+from backbeat.model.network import Calibration, Network, WorkersRow
 from backbeat.model.plan import Bucket, DynamicFusion, Plan, PlanPrediction
-from backbeat.model.prediction import Band, Breakdown, Prediction, Span
+from backbeat.model.prediction import Band, Breakdown, NetworkBand, Prediction, Span
 from backbeat.model.profile import ComputeShares, Gradient, Memory, Profile
+from backbeat.model.reduction import Reduction
+from backbeat.model.sharding import Mesh, Sharding, ShardUnit
+from backbeat.model.slowdown import Slowdown
 from backbeat.model.source import Source
+from backbeat.model.topology import Fabric, LoadBand, Topology
 
 __all__ = [
     "Band",
@@ -19,17 +24,26 @@ __all__ = [
     "ComputeShares",
     "ConcurrencyPoint",
     "DynamicFusion",
+    "Fabric",
     "Gradient",
     "HostLink",
+    "LoadBand",
     "Memory",
     "MemoryPlan",
+    "Mesh",
     "Network",
+    "NetworkBand",
     "Plan",
     "PlanPrediction",
     "Prediction",
     "Profile",
+    "Reduction",
     "Segment",
+    "ShardUnit",
+    "Sharding",
+    "Slowdown",
     "Source",
     "Span",
     "Topology",
+    "WorkersRow",
 ]

@@ -38,6 +38,11 @@ class Block(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Autograd keeps the input too."""
     saves_output: bool = False
     """Autograd keeps the output too, as an activation function in the last place does."""
+    parameter_bytes: Bytes | None = None
+    """Of the parameters inside it; a weight that an earlier block holds too counts there. Gradients whose names begin
+    with the block's name and a dot are its own."""
+    parameter_dtype: str | None = None
+    """Of these, like `float32`; several are joined by a comma."""
     changes_input: bool = False
     """It writes into its input (an in-place activation): no recomputed segment can begin here."""
     chained: bool = True
@@ -46,7 +51,7 @@ class Block(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     def __post_init__(self) -> None:
         for field in (
             "forward_s", "backward_s", "input_bytes", "output_bytes", "saved_bytes", "forward_peak_bytes",
-            "backward_peak_bytes",
+            "backward_peak_bytes", "parameter_bytes",
         ):  # fmt: skip
             not_negative(field, getattr(self, field))
 

@@ -33,6 +33,11 @@ class Document(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     def schema(self) -> str:
         return str(getattr(type(self), "SCHEMA", ""))
 
+    @property
+    def derived(self) -> tuple[str, ...]:
+        """Fields that follow from others, so that files leave them out."""
+        return ()
+
     @classmethod
     def load(cls: type[T], name: str | os.PathLike[str]) -> T:
         """Read a file, or a bundled one by its name."""
@@ -88,6 +93,14 @@ def _exists(path: Path) -> bool:
     return True
 
 
+def existing(path: str | os.PathLike[str], what: str) -> Path:
+    """A file that another tool wrote, or an error that says what to give."""
+    found = Path(path)
+    if not found.is_file():
+        raise InputError(f"{found}: no such file: give {what}")
+    return found
+
+
 def bundled(kind: type[Document]) -> dict[str, Path]:
     """The zoo's files of one kind, by name."""
     folder = ZOO / str(getattr(kind, "FOLDER", ""))
@@ -126,6 +139,8 @@ def decode(raw: bytes, kind: type[T], where: str) -> T:
 
 def encode(document: Document) -> bytes:
     body = msgspec.to_builtins(document, enc_hook=_plain_number)
+    for field in document.derived:
+        del body[field]
     text = msgspec.json.encode({"schema": document.schema, **body})
     return _one_item_a_line(msgspec.json.format(text, indent=1)) + b"\n"
 
@@ -177,6 +192,8 @@ def json_schema(kind: type[Document]) -> dict[str, Any]:
     body = schema["$defs"][kind.__name__]
     body["properties"] = {"schema": {"const": name}, **body["properties"]}
     body["required"] = ["schema", *body.get("required", [])]
+    if forms := getattr(kind, "FORMS", ()):
+        body["oneOf"] = [{"required": list(fields)} for fields in forms]
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", "$id": name, **schema}
 
 

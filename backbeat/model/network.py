@@ -2,113 +2,34 @@
 
 from __future__ import annotations
 
+import math
 from functools import cached_property
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 import numpy as np
 from msgspec import Meta
 from msgspec.structs import force_setattr
 
-from backbeat.cost import Batch, Curve, LinkCost
+from backbeat.cost import Batch, LinkCost
 from backbeat.cost.collectives import Collective
-from backbeat.cost.scaling import Algorithm, moved
+from backbeat.cost.fabric import Load
+from backbeat.cost.scaling import crowded, hindered, mixed, moved
 from backbeat.errors import InputError
-from backbeat.model.checks import at_least, not_negative
+from backbeat.model.checks import at_least
+from backbeat.model.collective_times import CollectiveTimes, ConcurrencyPoint
 from backbeat.model.files import Document
+from backbeat.model.slowdown import Slowdown
 from backbeat.model.source import Source
+from backbeat.model.topology import LoadBand, Topology
 
-Seconds = Annotated[float, Meta(ge=0)]
-Bytes = Annotated[int, Meta(ge=0)]
-Point = tuple[Bytes, Seconds]
-_SHORTEST_S = 1e-9
 _MOST_WORKERS = 10**9
-_COLLECTIVES: tuple[Collective, ...] = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
+COLLECTIVES: tuple[Collective, ...] = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
 
 
-class CollectiveTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Isolated times of one collective: measured points, or `alpha_s + beta_s_per_byte * bytes`."""
-
-    points: tuple[Point, ...] | None = None
-    """(bytes, seconds), sizes rising."""
-    alpha_s: Seconds | None = None
-    beta_s_per_byte: Seconds | None = None
-
-    def __post_init__(self) -> None:
-        if self.points is None:
-            if self.alpha_s is None or self.beta_s_per_byte is None:
-                raise InputError("give either points, or both alpha_s and beta_s_per_byte")
-            not_negative("alpha_s", self.alpha_s)
-            not_negative("beta_s_per_byte", self.beta_s_per_byte)
-            return
-        if self.alpha_s is not None or self.beta_s_per_byte is not None:
-            raise InputError("points and alpha_s/beta_s_per_byte exclude each other: keep one of the two forms")
-        force_setattr(self, "points", tuple((size, seconds) for size, seconds in self.points))
-        self._check_points(self.points)
-
-    @classmethod
-    def of(cls, curve: Curve) -> CollectiveTimes:
-        """What a network file keeps of a curve."""
-        if curve.is_affine:
-            alpha, beta = curve.line
-            return cls(alpha_s=alpha, beta_s_per_byte=beta)
-        sizes = (round(size) for size in curve.sizes.tolist())
-        return cls(points=tuple(zip(sizes, curve.times.tolist(), strict=True)))
-
-    @property
-    def curve(self) -> Curve:
-        """The cost model of this collective."""
-        if self.points is None:
-            return Curve.affine(self.alpha_s or 0.0, self.beta_s_per_byte or 0.0)
-        return Curve.through(self.points)
-
-    @staticmethod
-    def _check_points(points: tuple[Point, ...]) -> None:
-        if len(points) < 2:
-            raise InputError(f"points has {len(points)}: a curve needs two sizes or more; measure more sizes")
-        previous = -1
-        for index, (size, seconds) in enumerate(points):
-            not_negative(f"points[{index}][0]", size)
-            not_negative(f"points[{index}][1]", seconds)
-            if size <= previous:
-                raise InputError(
-                    f"points[{index}] has {size} bytes after {previous}: sizes must rise; sort them, one point a size"
-                )
-            previous = size
-
-
-class ConcurrencyPoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """`messages` equal messages issued at once, spread over `communicators`: `seconds` until the last is done."""
-
-    bytes: Annotated[int, Meta(ge=1)]
-    messages: Annotated[int, Meta(ge=1)]
-    communicators: Annotated[int, Meta(ge=1)]
-    seconds: Seconds
-
-    def __post_init__(self) -> None:
-        for field in ("bytes", "messages", "communicators"):
-            at_least(field, getattr(self, field), 1)
-        not_negative("seconds", self.seconds)
-        if 0 < self.seconds < _SHORTEST_S:
-            raise InputError(f"seconds is {self.seconds:g}: no message takes less than a nanosecond; write seconds")
-
-
-class Topology(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """How the workers are joined: what is needed to move a calibration to another number of them."""
-
-    algorithm: Algorithm = "auto"
-    gpus_per_node: Annotated[int, Meta(ge=1)] = 1
-    inside: CollectiveTimes | None = None
-    """All-reduce inside one full node, for `hierarchical` (NVLink inside, network across)."""
-
-    def __post_init__(self) -> None:
-        at_least("gpus_per_node", self.gpus_per_node, 1)
-        if self.algorithm == "hierarchical" and self.inside is None:
-            raise InputError("algorithm 'hierarchical' needs inside: the all-reduce times within one node")
-
-
-class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """The measurement a moved network was computed from."""
+class WorkersRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Collective times of the same cluster at another number of workers. What lies between two is interpolated, what
+    lies beyond is extrapolated from the nearest, by the topology."""
 
     workers: Annotated[int, Meta(ge=1)]
     all_reduce: CollectiveTimes
@@ -116,10 +37,25 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     reduce_scatter: CollectiveTimes | None = None
     broadcast: CollectiveTimes | None = None
     concurrency: tuple[ConcurrencyPoint, ...] = ()
+    band: LoadBand | None = None
+
+    def __post_init__(self) -> None:
+        force_setattr(self, "concurrency", tuple(self.concurrency))
+        at_least("workers", self.workers, 1)
+
+
+class Calibration(WorkersRow, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """The file's own times, which a moved network was computed from, and how."""
+
+    used: tuple[int, ...] = ()
+    """The numbers of workers whose times were used: two where it lies between them, one where it is extrapolated from
+    there, none where the file has this very number."""
+    load: Load = "typical"
+    """How busy the cluster is taken to be."""
 
 
 class Network(Document, frozen=True, kw_only=True):
-    """Collective times of a cluster at one number of workers; `at` moves it to another."""
+    """Collective times of a cluster at one number of workers or several; `at` moves it to another."""
 
     SCHEMA: ClassVar[str] = "backbeat.network/2"
     FOLDER: ClassVar[str] = "networks"
@@ -132,10 +68,15 @@ class Network(Document, frozen=True, kw_only=True):
     all_gather: CollectiveTimes | None = None
     reduce_scatter: CollectiveTimes | None = None
     broadcast: CollectiveTimes | None = None
+    slowdown: Slowdown | None = None
+    """How much longer computation takes beside an all-reduce, as measured on this cluster."""
+    band: LoadBand | None = None
+    rows: tuple[WorkersRow, ...] = msgspec.field(default=(), name="at")
+    """Further numbers of workers. In files it is `at`, which is a method here."""
     backend: Literal["nccl", "gloo", "mpi"] | None = None
     """The library the times belong to; gloo runs two collectives at a time in one process group."""
     moved_from: Calibration | None = None
-    """Set by `at`: the calibration these times are extrapolated from."""
+    """Set by `at`: the file's own times, and which of its numbers of workers these are computed from."""
     source: Source | str | None = None
     notes: tuple[str, ...] = ()
 
@@ -143,48 +84,65 @@ class Network(Document, frozen=True, kw_only=True):
         for field in ("concurrency", "notes"):
             force_setattr(self, field, tuple(getattr(self, field)))
         at_least("workers", self.workers, 1)
+        force_setattr(self, "rows", tuple(sorted(self.rows, key=lambda row: row.workers)))
+        own = self.workers if self.moved_from is None else self.moved_from.workers
+        counts = [own, *(row.workers for row in self.rows)]
+        twice = next((count for count in counts if counts.count(count) > 1), None)
+        if twice is not None:
+            raise InputError(f"at has {twice} workers twice: one row a number; the network's own is one of them")
 
-    def at(self, *, workers: int) -> Network:
-        """The same cluster with another number of workers, computed from the original calibration."""
+    def at(self, *, workers: int, load: Load = "typical") -> Network:
+        """The same cluster with another number of workers, computed from the file's own times.
+
+        Where the file has that number, they are its times; between two numbers, latency and transfer are each
+        interpolated over the logarithm of the number; elsewhere the nearest is moved by the algorithm, and the fabric
+        lets bandwidth fall. `load` gives the edges of the band, where there is one: a quiet or a busy cluster.
+        """
         if workers < 1:
             raise InputError(f"workers is {workers}: a job has at least one worker")
         if workers > _MOST_WORKERS:
             raise InputError(f"workers is {workers}: no model of a cluster holds beyond {_MOST_WORKERS}; choose fewer")
-        if workers == self.workers:
+        if workers == self.workers and load == self._load:
             return self
         base = self._calibrated
-        if workers == base.workers:
-            return base
-        if base.workers < 2:
-            raise InputError(
-                f"network {self.name!r} was measured on {base.workers} worker: nothing travels there, "
-                "so it cannot be moved to more; calibrate with 2 workers or more"
-            )
-        if base.one_node and workers > base.topology.gpus_per_node:
-            raise InputError(
-                f"network {self.name!r} was measured inside one node of {base.topology.gpus_per_node} GPUs and says "
-                f"nothing of the network between nodes, which {workers} need: measure across two nodes or more, or "
-                "name what joins the nodes with --across, like --across ib400"
-            )
-        times = {name: base._moved(name, workers) for name in _COLLECTIVES if getattr(base, name) is not None}
-        return msgspec.structs.replace(
-            base,
-            workers=workers,
-            concurrency=base.concurrency_on(times["all_reduce"]) if workers > 1 else (),
-            moved_from=Calibration(**{name: getattr(base, name) for name in Calibration.__struct_fields__}),
-            **times,
-        )
+        there = base if workers == base.workers else base._moved_to(workers)
+        return there if load == "typical" else there._under(load)
 
     @property
     def one_node(self) -> bool:
         """All workers were GPUs of one node: nothing here crossed a network between nodes."""
         base = self._calibrated
-        return 1 < base.workers <= base.topology.gpus_per_node
+        return 1 < base._own_rows[-1].workers <= base.topology.gpus_per_node
 
-    def joined_by(self, across: Network) -> Network:
-        """Several such nodes, joined by `across`, whose workers are whole nodes with one link each.
+    @property
+    def nodes(self) -> int:
+        return -(-self.workers // self.topology.gpus_per_node)
 
-        Every all-reduce takes its time inside the node, and then as long as all of its bytes take across.
+    @cached_property
+    def edges(self) -> tuple[Network, Network] | None:
+        """The same workers on a quiet cluster and on a busy one, where the file says how far these are apart."""
+        fabric, band = self.topology.fabric, self.band
+        if band is not None:
+            wide = band.busy < band.quiet
+        else:
+            wide = fabric is not None and self.nodes > 1 and fabric.slowdown(self.nodes, "busy") > 1
+        if not wide or self.workers == 1 or self._load != "typical":
+            return None
+        return self.at(workers=self.workers, load="quiet"), self.at(workers=self.workers, load="busy")
+
+    @property
+    def largest_bytes(self) -> int | None:
+        """The largest message measured, where times come as points."""
+        base = self._calibrated
+        used = self.moved_from.used if self.moved_from is not None else ()
+        sources = [row for row in base._own_rows if row.workers in (used or (self.workers,))]
+        found = [row.all_reduce.points[-1][0] for row in sources if row.all_reduce.points]
+        return min(found, default=None)
+
+    def joined_by(self, across: Network, *, links: int = 1) -> Network:
+        """Several such nodes, joined by `across`, whose workers are whole nodes with `links` such links each.
+
+        Every all-reduce takes its time inside the node, and then as long as its bytes take across, shared by the links.
 
         >>> node = Network(name="node", workers=8, topology=Topology(gpus_per_node=8),
         ...                all_reduce=CollectiveTimes(alpha_s=1e-5, beta_s_per_byte=1e-11))
@@ -196,7 +154,13 @@ class Network(Document, frozen=True, kw_only=True):
             raise InputError(f"network {self.name!r} was not measured inside one node: leave --across out")
         if between.one_node:
             raise InputError(f"network {across.name!r} was measured inside one node: --across is what joins nodes")
-        inside, beyond = base.all_reduce.curve, between.all_reduce.curve
+        if between.topology.gpus_per_node > 1:
+            raise InputError(
+                f"network {across.name!r} has nodes of {between.topology.gpus_per_node} GPUs of its own: --across is "
+                "one link between nodes, like ib400; or predict on that network alone"
+            )
+        at_least("links", links, 1)
+        inside, beyond = base.all_reduce.curve, hindered(between.all_reduce.curve, 1 / links)
         sizes = np.unique(np.concatenate([inside.sizes, beyond.sizes, [0.0, 2.0**20, 2.0**24, 2.0**28]]))
         times = inside.time(sizes) + beyond.time(sizes)
         return Network(
@@ -205,13 +169,20 @@ class Network(Document, frozen=True, kw_only=True):
             all_reduce=CollectiveTimes(
                 points=tuple((round(size), float(time)) for size, time in zip(sizes, times, strict=True))
             ),
-            topology=Topology(algorithm="hierarchical", gpus_per_node=base.workers, inside=base.all_reduce),
+            topology=Topology(
+                algorithm="hierarchical",
+                gpus_per_node=base.workers,
+                inside=base.all_reduce,
+                fabric=between.topology.fabric,
+                transport=between.topology.transport,
+            ),
             backend=base.backend,
             source=between.source,
             notes=(
                 *base.notes,
                 *between.notes,
-                f"nodes as in {base.name}, joined by {between.name} with one link a node, which all of its GPUs share",
+                f"nodes as in {base.name}, joined by {between.name} with "
+                f"{f'{links} links' if links > 1 else 'one link'} a node, which all of its GPUs share",
             ),
         )
 
@@ -234,23 +205,151 @@ class Network(Document, frozen=True, kw_only=True):
         return [Batch(row.bytes, row.messages, row.communicators, row.seconds) for row in self.concurrency]
 
     @property
+    def _load(self) -> Load:
+        return "typical" if self.moved_from is None else self.moved_from.load
+
+    @property
     def _calibrated(self) -> Network:
-        """The network at the number of workers it was measured on."""
+        """The network at the number of workers of the file's own times."""
         if self.moved_from is None:
             return self
-        fields = {name: getattr(self.moved_from, name) for name in Calibration.__struct_fields__}
+        fields = {name: getattr(self.moved_from, name) for name in WorkersRow.__struct_fields__}
         return msgspec.structs.replace(self, moved_from=None, **fields)
 
-    def _moved(self, name: Collective, workers: int) -> CollectiveTimes:
-        topology = self.topology
-        return CollectiveTimes.of(
-            moved(
-                getattr(self, name).curve,
-                name,
-                self.workers,
-                workers,
-                topology.algorithm,
-                inside=topology.inside.curve if topology.inside is not None else None,
-                per_node=topology.gpus_per_node,
+    @cached_property
+    def _own_rows(self) -> list[WorkersRow]:
+        """Every number of workers that the file has, rising; of a calibrated network."""
+        own = WorkersRow(**{name: getattr(self, name) for name in WorkersRow.__struct_fields__})
+        return sorted((own, *self.rows), key=lambda row: row.workers)
+
+    def _moved_to(self, workers: int) -> Network:
+        known = [row for row in self._own_rows if row.workers > 1]
+        if not known:
+            raise InputError(
+                f"network {self.name!r} was measured on {self.workers} worker: nothing travels there, "
+                "so it cannot be moved to more; calibrate with 2 workers or more"
             )
+        per_node = self.topology.gpus_per_node
+        if self.one_node and workers > per_node:
+            raise InputError(
+                f"network {self.name!r} was measured inside one node of {per_node} GPUs and says "
+                f"nothing of the network between nodes, which {workers} need: measure across two nodes or more, or "
+                "name what joins the nodes with --across, like --across ib400"
+            )
+        times: dict[str, CollectiveTimes] = {}
+        used: tuple[int, ...] = ()
+        for name in COLLECTIVES:
+            rows = [row for row in known if getattr(row, name) is not None]
+            # One node's all-gather says nothing of more: better none than one that crosses no network.
+            if rows and (workers <= per_node or rows[-1].workers > per_node):
+                times[name], sources = self._times(name, workers, rows)
+                used = sources if name == "all_reduce" else used
+        return msgspec.structs.replace(
+            self,
+            workers=workers,
+            concurrency=self._nearest_concurrency(workers, times["all_reduce"]) if workers > 1 else (),
+            band=self._band(workers),
+            moved_from=self._origin(used=used),
+            **{name: times.get(name) for name in COLLECTIVES},
         )
+
+    def _times(self, name: Collective, workers: int, rows: list[WorkersRow]) -> tuple[CollectiveTimes, tuple[int, ...]]:
+        """One collective's times, and the numbers of workers that they come from."""
+        below = [row for row in rows if row.workers <= workers]
+        above = [row for row in rows if row.workers >= workers]
+        if below and below[-1].workers == workers:
+            found: CollectiveTimes = getattr(below[-1], name)
+            return found, ()
+        layout = self.topology.layout
+        known_inside = workers <= layout.per_node and layout.inside is not None
+        if below and above and not known_inside:
+            one, two = below[-1], above[0]
+            curve = mixed(getattr(one, name).curve, getattr(two, name).curve, _share(one.workers, two.workers, workers))
+            return CollectiveTimes.of(curve), (one.workers, two.workers)
+        near = above[0] if above else below[-1]
+        slowdown = 1.0
+        if self.topology.fabric is not None:
+            slowdown = self.topology.fabric.change(self._nodes_of(near.workers), self._nodes_of(workers))
+        curve = moved(getattr(near, name).curve, name, near.workers, workers, layout, slowdown=slowdown)
+        return CollectiveTimes.of(curve), (near.workers,)
+
+    def _nearest_concurrency(self, workers: int, all_reduce: CollectiveTimes) -> tuple[ConcurrencyPoint, ...]:
+        rows = [row for row in self._own_rows if row.concurrency and row.workers > 1]
+        if not rows:
+            return ()
+        near = min(rows, key=lambda row: abs(math.log(row.workers / workers)))
+        if near.workers == workers:
+            return near.concurrency
+        there = msgspec.structs.replace(
+            self, workers=near.workers, rows=(), all_reduce=near.all_reduce, concurrency=near.concurrency
+        )
+        return there.concurrency_on(all_reduce)
+
+    def _band(self, workers: int) -> LoadBand | None:
+        """As measured at the nearest numbers of workers that have one; between two, over the logarithm."""
+        rows = [row for row in self._own_rows if row.band is not None]
+        per_node = self.topology.gpus_per_node
+        # Nobody else is on the links of one node.
+        if not rows or workers == 1 or workers <= per_node < rows[0].workers:
+            return None
+        below = [row for row in rows if row.workers <= workers] or rows[:1]
+        above = [row for row in rows if row.workers >= workers] or rows[-1:]
+        one, two = below[-1], above[0]
+        if one.band is None or two.band is None or one.workers >= two.workers:
+            return self._widened(one, workers)
+        share = _share(one.workers, two.workers, workers)
+        return LoadBand(
+            quiet=one.band.quiet ** (1 - share) * two.band.quiet**share,
+            busy=one.band.busy ** (1 - share) * two.band.busy**share,
+        )
+
+    def _widened(self, row: WorkersRow, workers: int) -> LoadBand | None:
+        """The band of a row at another number of workers: the fabric widens it with the nodes."""
+        band, fabric = row.band, self.topology.fabric
+        if band is None or fabric is None or min(self._nodes_of(row.workers), self._nodes_of(workers)) < 2:
+            return band
+        quiet, busy = (
+            fabric.slowdown(self._nodes_of(row.workers), load) / fabric.slowdown(self._nodes_of(workers), load)
+            for load in ("quiet", "busy")
+        )
+        return LoadBand(quiet=max(band.quiet * quiet, 1.0), busy=min(band.busy * busy, 1.0))
+
+    def _under(self, load: Load) -> Network:
+        """The times of a typical cluster as they are on a quiet or a busy one."""
+        fabric, band = self.topology.fabric, self.band
+        there: dict[str, Any] = {}
+        for name in COLLECTIVES:
+            times = getattr(self, name)
+            if times is None:
+                continue
+            if band is not None:
+                curve = crowded(times.curve, 1 / (band.quiet if load == "quiet" else band.busy))
+            elif fabric is not None and self.nodes > 1:
+                slowdown = fabric.slowdown(self.nodes, load)
+                layout = self.topology.layout
+                curve = (
+                    crowded(times.curve, slowdown)
+                    if layout.inside is None
+                    else moved(times.curve, name, self.workers, self.workers, layout, slowdown=slowdown)
+                )
+            else:
+                return self
+            there[name] = CollectiveTimes.of(curve)
+        origin = self._origin() if self.moved_from is None else self.moved_from
+        return msgspec.structs.replace(
+            self,
+            concurrency=self.concurrency_on(there["all_reduce"]),
+            moved_from=msgspec.structs.replace(origin, load=load),
+            **there,
+        )
+
+    def _origin(self, used: tuple[int, ...] = ()) -> Calibration:
+        return Calibration(**{name: getattr(self, name) for name in WorkersRow.__struct_fields__}, used=used)
+
+    def _nodes_of(self, workers: int) -> int:
+        return -(-workers // self.topology.gpus_per_node)
+
+
+def _share(one: int, two: int, workers: int) -> float:
+    """How far a number of workers is from one to another, over the logarithm."""
+    return math.log(workers / one) / math.log(two / one)

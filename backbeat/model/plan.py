@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Iterable, Sequence
 from typing import Annotated, ClassVar, Literal
@@ -11,13 +10,17 @@ import msgspec
 from msgspec import Meta
 from msgspec.structs import force_setattr
 
-from backbeat.errors import InputError
+from backbeat.errors import InputError, nearest
 from backbeat.model.blocks import MemoryPlan
 from backbeat.model.checks import at_least, not_negative
 from backbeat.model.compression import Compression
 from backbeat.model.files import Document
 from backbeat.model.prediction import Prediction
 from backbeat.model.profile import Profile
+from backbeat.model.sharding import Sharding, check_modules
+
+_UNSAID = -1
+"""Communicators of a plan that does not say them; no file can hold this."""
 
 
 class Bucket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -68,6 +71,8 @@ class PlanPrediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     bound_s: float | None = None
     scaling_factor: float | None = None
     peak_bytes: int | None = None
+    older_torch_s: float | None = None
+    """An iteration of the sharded plan without its settings that came with torch 2.13, where it has such."""
     launch_s: tuple[float, ...] = ()
     """When each bucket leaves, in seconds from the start of backward, in the order of `buckets`."""
     done_s: tuple[float, ...] = ()
@@ -94,15 +99,20 @@ class PlanPrediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class Plan(Document, frozen=True, kw_only=True):
-    """Buckets in launch order."""
+    """Buckets in launch order, or the units that parameters are sharded by."""
 
     SCHEMA: ClassVar[str] = "backbeat.plan/2"
     FOLDER: ClassVar[str] = "plans"
+    FORMS: ClassVar[tuple[tuple[str, ...], ...]] = (("communicators", "buckets"), ("sharding",))
 
     strategy: str
     model: str
-    communicators: Annotated[int, Meta(ge=1)]
-    buckets: Annotated[tuple[Bucket, ...], Meta(min_length=1)]
+    # A factory: files always say it, and a plan with buckets that does not is refused below.
+    communicators: Annotated[int, Meta(ge=1)] = msgspec.field(default_factory=lambda: _UNSAID)
+    """Of a sharded plan, follows from `sharding`."""
+    buckets: Annotated[tuple[Bucket, ...], Meta(min_length=1)] = ()
+    sharding: Sharding | None = None
+    """Exactly one of `buckets` and `sharding` is there."""
     workers: Annotated[int, Meta(ge=1)] | None = None
     dynamic: DynamicFusion | None = None
     """Present where buckets are formed at run time; `buckets` is then what the simulation formed."""
@@ -113,11 +123,18 @@ class Plan(Document, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         for field in ("buckets", "notes"):
             force_setattr(self, field, tuple(getattr(self, field)))
-        at_least("communicators", self.communicators, 1)
         if self.workers is not None:
             at_least("workers", self.workers, 1)
+        if self.sharding is not None:
+            self._check_sharded(self.sharding)
+            return
         if not self.buckets:
-            raise InputError("buckets is empty: a plan has at least one bucket; make it again with `backbeat plan`")
+            raise InputError(
+                "buckets is empty: a plan has at least one bucket, or `sharding`; make it again with `backbeat plan`"
+            )
+        if self.communicators == _UNSAID:
+            raise InputError("communicators is missing: add it; `backbeat plan` writes it")
+        at_least("communicators", self.communicators, 1)
         if len({bucket.phase is None for bucket in self.buckets}) > 1:
             raise InputError(
                 "some buckets have a phase and some have none: a plan is decoupled as a whole or not at all"
@@ -145,6 +162,41 @@ class Plan(Document, frozen=True, kw_only=True):
                     "bucket, or is left out"
                 )
 
+    def _check_sharded(self, sharding: Sharding) -> None:
+        if self.buckets:
+            raise InputError("a plan has buckets or sharding, not both: remove one of the two")
+        if self.dynamic is not None:
+            raise InputError("dynamic forms buckets, and a sharded plan has none: remove it")
+        if self.workers is not None and self.workers != sharding.mesh.workers:
+            raise InputError(
+                f"mesh {sharding.mesh} != workers({self.workers}): correct one of them, or make the plan again with "
+                "`backbeat plan --workers`"
+            )
+        count = 1 + sharding.separate_reduce_scatter + (sharding.mesh.replicate > 1)
+        if self.communicators not in (_UNSAID, count):
+            raise InputError(
+                f"communicators is {self.communicators}, but this sharding uses {count}: leave communicators out"
+            )
+        force_setattr(self, "communicators", count)
+
+    def on_older_torch(self) -> Plan | None:
+        """The sharded plan without settings that came with torch 2.13; None where it has none of them."""
+        if self.sharding is None:
+            return None
+        plain = msgspec.structs.replace(self.sharding, reduce_scatter_buffers=1, separate_reduce_scatter=False)
+        if plain == self.sharding:
+            return None
+        return msgspec.structs.replace(self, sharding=plain, communicators=_UNSAID, predicted=None)
+
+    def need_buckets(self, user: str) -> None:
+        """Refuse a sharded plan where gradients travel in buckets."""
+        if self.sharding is not None:
+            raise InputError(
+                f"the plan {self.strategy!r} shards parameters, and {user} sends gradients in buckets: run it with "
+                "`fully_shard(model, plan=plan, mesh=mesh)` of backbeat.runtime, or make a plan with buckets "
+                "(`backbeat plan --strategy best`)"
+            )
+
     def _check_halves(self) -> None:
         """What is scattered must be gathered, after it."""
         scattered: set[str] = set()
@@ -164,9 +216,13 @@ class Plan(Document, frozen=True, kw_only=True):
             raise InputError(f"{min(scattered - gathered)!r} is scattered but never gathered: add it to an all_gather")
 
     @property
+    def derived(self) -> tuple[str, ...]:
+        return ("communicators",) if self.sharding is not None else ()
+
+    @property
     def decoupled(self) -> bool:
         """Communication is split between backward and the next forward."""
-        return self.buckets[0].phase is not None
+        return bool(self.buckets) and self.buckets[0].phase is not None
 
     @property
     def compressed(self) -> bool:
@@ -199,19 +255,22 @@ class Plan(Document, frozen=True, kw_only=True):
         return plan
 
     def check(self, profile: Profile) -> None:
-        """Refuse a plan that names gradients the profile does not have."""
+        """Refuse a plan that names gradients, or modules, that the profile does not have."""
         known = profile.index
+        if self.sharding is not None:
+            check_modules(self.sharding, [*known, *(block.name for block in profile.blocks)], self.model)
         for index, bucket in enumerate(self.buckets):
             for name in bucket.gradients:
                 if name not in known:
-                    close = difflib.get_close_matches(name, known, n=1)
                     raise InputError(
                         f"buckets[{index}] names {name!r}, which the profile {profile.name!r} does not have"
-                        + (f" (nearest: {close[0]!r})" if close else "")
-                        + f": the plan was made for {self.model!r}; make one for this profile with `backbeat plan`"
+                        f"{nearest(name, known)}: the plan was made for {self.model!r}; make one for this profile with "
+                        "`backbeat plan`"
                     )
 
     def missing(self, profile: Profile) -> list[str]:
-        """Gradients of the profile that no bucket names, in ready order."""
+        """Gradients of the profile that no bucket names, in ready order. The root of a sharded plan takes the rest."""
+        if self.sharding is not None:
+            return []
         named = {name for bucket in self.buckets for name in bucket.gradients}
         return [gradient.name for gradient in profile.gradients if gradient.name not in named]

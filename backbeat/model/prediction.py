@@ -28,6 +28,14 @@ class Breakdown(msgspec.Struct, frozen=True, kw_only=True):
     """Waiting for the slowest worker."""
     buffers_s: float = 0.0
     """Broadcasting module buffers before forward."""
+    contention_s: float = 0.0
+    """Computation that takes longer beside communication, which takes multiprocessors and memory bandwidth from it."""
+    gather_s: float = 0.0
+    """Forward waiting for parameters that another worker updated, where a framework shards the update."""
+    copies_s: float = 0.0
+    """Sharded plans: parameters copied out of gathered buffers, gradients copied into reduce-scatter inputs."""
+    sharding_s: float = 0.0
+    """What a sharded update takes less than a whole one: zero or negative."""
 
 
 class Band(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,6 +45,17 @@ class Band(msgspec.Struct, frozen=True, kw_only=True):
     p90_s: float
     extrapolated: bool = False
     """More workers than measured iterations: the tail is fitted, not seen."""
+
+
+class NetworkBand(msgspec.Struct, frozen=True, kw_only=True):
+    """One iteration where others use the network little, and where they use it much."""
+
+    quiet_s: float
+    """T(N) on a quiet cluster."""
+    busy_s: float
+    """T(N) on a busy cluster."""
+    quiet_scaling_factor: float
+    busy_scaling_factor: float
 
 
 class Prediction(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,10 +79,13 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     """Of the whole job."""
     breakdown: Breakdown
     bottleneck: str
-    """`compute`, or the largest part of the breakdown: `latency`, `bandwidth`, `waiting`, `stragglers`, `buffers`."""
+    """`compute`, or the largest part of the breakdown: `latency`, `bandwidth`, `waiting`, `stragglers`, `buffers`,
+    `contention`, `gather`, `copies`."""
     band: Band | None = None
+    network_band: NetworkBand | None = None
+    """Where the network says how far a quiet and a busy cluster are apart; `iteration_s` is a typical one."""
     peak_bytes: int | None = None
-    """Device memory at its highest, where the plan says what is kept of activations."""
+    """Device memory at its highest, where the plan shards or says what is kept of activations."""
     extrapolated: bool = False
     """Some figure lies beyond what was measured; `notes` says which."""
     timeline: tuple[Span, ...] = ()
@@ -73,6 +95,20 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     def gap(self) -> float:
         """How far this plan is above the bound, as a share of it."""
         return self.iteration_s / self.bound_s - 1 if self.bound_s > 0 else 0.0
+
+    @property
+    def on_busy(self) -> Prediction:
+        """The same on a busy cluster; itself where the network has no band. The breakdown stays the typical one."""
+        band = self.network_band
+        if band is None or band.busy_s <= 0:
+            return self
+        return msgspec.structs.replace(
+            self,
+            iteration_s=band.busy_s,
+            scaling_factor=band.busy_scaling_factor,
+            exposed_s=band.busy_s - self.single_s,
+            samples_per_s=self.samples_per_s * self.iteration_s / band.busy_s,
+        )
 
     def bucket_times(self) -> list[tuple[float, float]]:
         """When each bucket leaves and is back, in seconds from the start of backward, in launch order. Empty where the

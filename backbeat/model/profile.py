@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 Seconds = Annotated[float, Meta(ge=0)]
 Bytes = Annotated[int, Meta(ge=0)]
 
+Dtype = Literal["fp32", "bf16", "fp16", "fp8"]
+DTYPE_BYTES: dict[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 REDUCE_DTYPES = ("bf16", "fp16")
 """What gradients can be sent as, in place of fp32."""
 
@@ -115,6 +117,8 @@ class Profile(Document, frozen=True, kw_only=True):
     backward_s: Seconds
     update_s: Seconds
     gradients: Annotated[tuple[Gradient, ...], Meta(min_length=1)]
+    gradient_dtype: Dtype = "fp32"
+    """What gradients are in on the device: fp32 under autocast, bf16 where parameters are."""
     iteration_s: tuple[Seconds, ...] = ()
     """Single-worker iteration times as measured, one by one: what the straggler wait is drawn from."""
     buffer_bytes: Bytes = 0
@@ -139,6 +143,10 @@ class Profile(Document, frozen=True, kw_only=True):
     flops_per_sample: Annotated[float, Meta(gt=0)] | None = None
     """Floating-point operations of forward and backward on one sample, a multiply-add being two."""
     compute_shares: ComputeShares | None = None
+    optimizer: str | None = None
+    """What the update and the optimizer's memory are of, like `AdamW, fused`."""
+    compiled: bool = False
+    """Measured under `torch.compile`, block by block."""
     source: Source | str | None = None
     notes: tuple[str, ...] = ()
 
@@ -212,11 +220,13 @@ class Profile(Document, frozen=True, kw_only=True):
     def with_reduce_dtype(self, reduce_dtype: str) -> Profile:
         """The same iteration with fp32 gradients sent in two bytes each, as the wrapper's `reduce_dtype=` does.
 
-        Autocast leaves gradients in fp32, and every profile is taken to have them so. On the device they stay fp32:
-        what is sent is a copy.
+        Autocast leaves gradients in fp32. On the device they stay so: what is sent is a copy. Gradients of two bytes
+        are sent as they are.
         """
         if reduce_dtype not in REDUCE_DTYPES:
             raise InputError(f"reduce_dtype is {reduce_dtype!r}: it must be one of {', '.join(REDUCE_DTYPES)}")
+        if DTYPE_BYTES[self.gradient_dtype] <= 2:
+            return self
         memory = self.memory
         if memory is not None:
             memory = msgspec.structs.replace(

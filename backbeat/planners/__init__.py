@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal, TypedDict, Unpack
 
 import msgspec
@@ -18,6 +19,8 @@ from backbeat.planners.draft import Draft, StrategyOptions, StrategyResult
 from backbeat.planners.memory_and_schedule import within
 from backbeat.planners.mgwfbp import asc_wfbp, mg_wfbp
 from backbeat.planners.optimal import optimal
+from backbeat.planners.sharded import sharded
+from backbeat.planners.sharded_baselines import fsdp, hsdp, zero1, zero2
 from backbeat.simulate.predict import predict
 
 if TYPE_CHECKING:
@@ -25,7 +28,7 @@ if TYPE_CHECKING:
 
     from backbeat.model import Network, Plan, Profile
 
-__all__ = ["STRATEGIES", "Draft", "StrategyOptions", "plan", "propose"]
+__all__ = ["SHARDED", "STRATEGIES", "Draft", "StrategyOptions", "plan", "propose"]
 
 STRATEGIES: dict[str, Callable[[Profile, Network, StrategyOptions], StrategyResult]] = {
     "wfbp": wfbp,
@@ -39,7 +42,16 @@ STRATEGIES: dict[str, Callable[[Profile, Network, StrategyOptions], StrategyResu
     "best": best,
     "decoupled": decoupled,
     "compressed": compressed,
+    "fsdp": fsdp,
+    "hsdp": hsdp,
+    "zero1": zero1,
+    "zero2": zero2,
+    "sharded": sharded,
 }
+SHARDED = frozenset({"fsdp", "hsdp", "zero1", "zero2", "sharded"})
+"""Strategies that shard parameters rather than send gradients in buckets."""
+BUDGETED = frozenset({"sharded"})
+"""Those that choose within a memory budget themselves."""
 
 
 class Choices(TypedDict, total=False):
@@ -54,28 +66,47 @@ class Choices(TypedDict, total=False):
     reserve: float | None
     """Of `memory_bytes`, left to what a profile cannot know: below 1 a share of it, otherwise bytes."""
     residuals: Literal["device", "host"] | None
+    torch_version: str | None
 
 
 def propose(profile: Profile, network: Network, strategy: str = "best", **choices: Unpack[Choices]) -> Plan:
-    """The gradient schedule that a strategy chooses for this profile on this network, not yet predicted."""
-    if strategy not in STRATEGIES:
+    """The gradient schedule that a strategy chooses for this profile on this network, not yet predicted.
+
+    `hsdp:8` is hsdp with 8 shards.
+    """
+    name, shards = _shards(strategy)
+    if name not in STRATEGIES:
         close = difflib.get_close_matches(strategy, STRATEGIES, n=1)
         hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(STRATEGIES)}."
         raise InputError(f"{strategy!r} is not a strategy: {hint}")
     memory_bytes, residuals = choices.pop("memory_bytes", None), choices.pop("residuals", None)
     reserve = choices.pop("reserve", None)
-    options = StrategyOptions(**choices)  # type: ignore[misc]
+    budgeted = name in BUDGETED
+    options = StrategyOptions(**choices, shards=shards)  # type: ignore[misc]
+    if budgeted:
+        options = replace(options, memory_bytes=memory_bytes, reserve=reserve)
     if options.density is not None and strategy == "best":
-        strategy = "compressed"
+        name = strategy = "compressed"
     _check(strategy, options, memory_bytes, residuals)
     _check_reserve(reserve, memory_bytes)
 
     def schedule(of: Profile) -> Plan:
-        return STRATEGIES[strategy](of, network, options).named(of, strategy, network.workers)
+        return STRATEGIES[name](of, network, options).named(of, strategy, network.workers)
 
-    if memory_bytes is None and residuals is None:
+    if budgeted or (memory_bytes is None and residuals is None):
         return schedule(profile)
     return within(profile, network, schedule, memory_bytes, residuals, reserve)
+
+
+def _shards(strategy: str) -> tuple[str, int | None]:
+    name, colon, count = strategy.partition(":")
+    if not colon:
+        return name, None
+    if name != "hsdp":
+        raise InputError(f"{strategy!r} is not a strategy: only hsdp takes a number, of shards, like hsdp:8")
+    if not count.isascii() or not count.isdigit() or int(count) < 1:
+        raise InputError(f"{strategy!r} is not a strategy: hsdp takes the number of shards, like hsdp:8")
+    return name, int(count)
 
 
 def _check(strategy: str, options: StrategyOptions, memory_bytes: int | None, residuals: str | None) -> None:
@@ -83,6 +114,11 @@ def _check(strategy: str, options: StrategyOptions, memory_bytes: int | None, re
         value = getattr(options, name)
         if value is not None and value <= 0:
             raise InputError(f"{name} is {value}: it must be above zero")
+    if strategy.partition(":")[0] in SHARDED - BUDGETED and memory_bytes is not None:
+        raise InputError(
+            f"memory_bytes is {memory_bytes}, but {strategy!r} keeps all activations: leave it out, and compare the "
+            "peak that is predicted with what the device has"
+        )
     if memory_bytes is not None and memory_bytes <= 0:
         raise InputError(f"memory_bytes is {memory_bytes}: it must be above zero")
     if options.density is not None:
@@ -107,8 +143,19 @@ def _check_reserve(reserve: float | None, memory_bytes: int | None) -> None:
         )
 
 
-def plan(profile: Profile, network: Network, strategy: str = "best", **choices: Unpack[Choices]) -> Plan:
+def plan(
+    profile: Profile,
+    network: Network,
+    strategy: str = "best",
+    *,
+    accumulation: int | None = None,
+    **choices: Unpack[Choices],
+) -> Plan:
     """The gradient schedule that a strategy chooses for this profile on this network, with its prediction."""
     made = propose(profile, network, strategy, **choices)
-    result = predict(profile, network, made)
-    return msgspec.structs.replace(made, predicted=PlanPrediction.of(result, network.name))
+    result = predict(profile, network, made, accumulation=accumulation)
+    predicted = PlanPrediction.of(result, network.name)
+    if (older := made.on_older_torch()) is not None:
+        without_s = predict(profile, network, older, accumulation=accumulation).iteration_s
+        predicted = msgspec.structs.replace(predicted, older_torch_s=without_s)
+    return msgspec.structs.replace(made, predicted=predicted)

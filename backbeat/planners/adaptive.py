@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from backbeat.planners.baselines import DDP_BUCKET_BYTES, DDP_FIRST_BUCKET_BYTES
-from backbeat.planners.draft import Draft, StrategyOptions, capped
-from backbeat.simulate.schedule import running_sums
+from backbeat.planners.draft import Draft, StrategyOptions
+from backbeat.simulate.schedule import capped, running_sums
 from backbeat.units import format_bytes
 
 if TYPE_CHECKING:

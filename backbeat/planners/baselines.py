@@ -5,8 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from backbeat.model.plan import DynamicFusion
-from backbeat.planners.draft import Draft, StrategyOptions, capped
+from backbeat.planners.draft import Draft, StrategyOptions
+from backbeat.simulate.contention import beside
 from backbeat.simulate.dynamic import fuse
+from backbeat.simulate.schedule import capped
+from backbeat.simulate.slowdowns import slowdown_of
 
 if TYPE_CHECKING:
     from backbeat.model import Network, Profile
@@ -42,5 +45,6 @@ def horovod(profile: Profile, network: Network, options: StrategyOptions) -> Dra
     settings = DynamicFusion(
         buffer_bytes=options.bucket_bytes or defaults.buffer_bytes, cycle_s=options.cycle_s or defaults.cycle_s
     )
-    ends, _, _ = fuse(profile, network.cost, settings)
-    return Draft(ends, dynamic=settings)
+    slowdown = slowdown_of(profile, network).factor
+    fused, _ = beside(lambda ready: fuse(profile, network.cost, settings, ready), profile.ready, slowdown)
+    return Draft(fused.ends, dynamic=settings)

@@ -26,6 +26,7 @@ from backbeat.planners.merge_concurrent import simplified
 from backbeat.planners.mgwfbp import asc_wfbp, mg_wfbp
 from backbeat.planners.optimal import best_ends, merged_ends, plenty_ends
 from backbeat.simulate.bound import communication_bound
+from backbeat.simulate.slowdowns import slowdown_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -49,7 +50,21 @@ _EXHAUSTIVE_NOTE = "the simplest plan within 1 % of the optimum, by exhaustive s
 
 
 def best(profile: Profile, network: Network, options: StrategyOptions) -> Draft:
-    """The simplest plan found within `SIMPLER_WITHIN` of the fastest, and not slower than stock DDP."""
+    """The simplest plan found within `SIMPLER_WITHIN` of the fastest, and not slower than stock DDP.
+
+    Plans are found as if communication did not slow computation down; stock DDP is taken where it does and that plan
+    loses by it.
+    """
+    found = _undisturbed(profile, network, options)
+    slowdown = slowdown_of(profile, network).factor
+    if slowdown == 1:
+        return found
+    stock = ddp(profile, network, StrategyOptions())
+    planned, plain = (draft.contended_end_s(profile, network.cost, slowdown) for draft in (found, stock))
+    return stock if plain < planned and stock.communicators <= (options.communicators or 2) else found
+
+
+def _undisturbed(profile: Profile, network: Network, options: StrategyOptions) -> Draft:
     # A communicator without a bucket is of no use.
     most = min(allowed_communicators(network, options.communicators), len(profile.gradients))
     cost = network.cost

@@ -5,16 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-import numpy as np
-
 from backbeat.model.plan import Bucket, DynamicFusion, Plan
-from backbeat.simulate.iteration import communicate
-from backbeat.simulate.schedule import Schedule, running_sums
+from backbeat.model.sharding import Dtype
+from backbeat.simulate.iteration import communicate, communicate_beside
+from backbeat.simulate.schedule import Schedule
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from numpy.typing import NDArray
 
     from backbeat.cost import LinkCost
     from backbeat.model import Network, Profile
@@ -32,6 +29,18 @@ class StrategyOptions:
     """`horovod`: time between ticks."""
     density: float | None = None
     """`compressed`: share of the elements that travel."""
+    shards: int | None = None
+    """`hsdp`: workers that hold one copy of the model; the GPUs of a node where None."""
+    memory_bytes: int | None = None
+    """`sharded`: device memory that an iteration may take; the device's own where None."""
+    reserve: float | None = None
+    """`sharded`: of that, left to what a profile cannot know."""
+    accumulation: int | None = None
+    """`sharded`: micro-batches of an iteration; the profile's where None."""
+    reduce_dtype: Dtype = "fp32"
+    """`sharded`: what gradients are reduced in."""
+    torch_version: str | None = None
+    """`sharded`: what the plan will run on, like 2.13; what came after 2.6 is not chosen where None."""
     budget_s: float | None = None
     """`best`: stop improving after this long. None makes the search depend on the problem alone, not on the clock."""
 
@@ -58,6 +67,12 @@ class Draft:
         schedule = Schedule.of_ends(profile, self.ends, self.communicator_of_buckets())
         return communicate(schedule, cost, self.communicators).end_s
 
+    def contended_end_s(self, profile: Profile, cost: LinkCost, slowdown: float) -> float:
+        """When the last bucket and backward are done, if computation takes `slowdown` times as long beside buckets."""
+        schedule = Schedule.of_ends(profile, self.ends, self.communicator_of_buckets())
+        flow, clock = communicate_beside(schedule, cost, self.communicators, slowdown)
+        return max(flow.end_s, float(clock.when(profile.backward_s)))
+
     def named(self, profile: Profile, strategy: str, workers: int) -> Plan:
         names = [gradient.name for gradient in profile.gradients]
         starts = [0, *self.ends[:-1]]
@@ -83,23 +98,3 @@ class StrategyResult(Protocol):
 
 if TYPE_CHECKING:
     Strategy = Callable[[Profile, Network, StrategyOptions], Draft]
-
-
-def capped(sizes: list[float], caps: list[float], sums: NDArray[np.float64] | None = None) -> list[int]:
-    """Buckets that close once they have *reached* their cap; the last cap holds for all that follow.
-
-    `sums` may be given where the caller has them: the sizes' running totals, from 0.
-
-    >>> capped([3, 3, 3, 3, 3], [2, 6])
-    [1, 3, 5]
-    """
-    totals = running_sums(sizes) if sums is None else sums
-    count = len(sizes)
-    ends: list[int] = []
-    end = 0
-    while end < count:
-        cap = caps[min(len(ends), len(caps) - 1)]
-        reached = int(np.searchsorted(totals, totals[end] + cap))
-        end = min(max(reached, end + 1), count)
-        ends.append(end)
-    return ends

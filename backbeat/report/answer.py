@@ -11,7 +11,7 @@ from backbeat.report.device_memory import DeviceFit, device_fit
 from backbeat.report.limits import limit
 from backbeat.report.running_cost import units_line
 from backbeat.report.study import STOCK, Study
-from backbeat.report.tables import fastest, gpu_hours, over_bound
+from backbeat.report.tables import fastest, gpu_hours, over_bound, scaling_range
 from backbeat.simulate.sweep import knee
 from backbeat.units import format_seconds
 
@@ -126,14 +126,19 @@ def judged(curves: Mapping[str, Sequence[Prediction]], fit: DeviceFit | None = N
         return "memory", f"Does not fit: {fit}."
     if top == 1:
         return "alone", "One GPU works alone: nothing is communicated."
-    worth = f"{_plural(top)} do the work of {_number(top * best.scaling_factor)}"
+    worth = f"{_plural(top)} do the work of {_work(best)}"
+    if " to " in _work(best):
+        worth += ", depending on how busy the cluster is"
     if len(curves) > 1:
-        worth += "; stock DDP too" if best is stock else f"; stock DDP {_number(top * stock.scaling_factor)}"
+        worth += "; stock DDP too" if best is stock else f"; stock DDP {_work(stock)}"
     bend = knee(curve)
     if bend is not None:
         return "no", f"Not worth it {f'beyond {bend} GPUs' if bend > 1 else 'on this network'}: {worth}."
-    if best.scaling_factor >= _GOOD:
+    good = best.scaling_factor >= _GOOD
+    if good and best.on_busy.scaling_factor >= _GOOD:
         return "yes", f"Worth it: {worth}."
+    if good or _busy_knee(curve) is not None:
+        return "partly", f"Worth it unless the cluster is busy: {worth}."
     return "partly", f"Worth it only if time matters more than cost: {worth}."
 
 
@@ -157,8 +162,9 @@ def decision(
     what = {
         "memory": "make it fit first: shard it (FSDP), or let `backbeat plan --memory` choose what to keep",
         "yes": f"{_plural(best.workers)} are worth renting",
-        "partly": f"{_plural(best.workers)} only if time matters more than money",
+        "partly": _partly(curve),
         "no": f"rent at most {chosen.workers} GPUs on this network"
+        + (f", {busy} while it is busy" if (busy := _busy_knee(curve) or chosen.workers) < chosen.workers else "")
         if bend != 1
         else "do not spread this job over this network"
         + (" as it is" if halved is not None and halved.scaling_factor >= _HALF else ""),
@@ -175,9 +181,24 @@ def decision(
         lines.append(
             f"With gradients sent as bf16, if training bears it, stock DDP alone is {_percent(_gain(best, halved))} "
             f"faster than this: {_plural(best.workers)} do the work of "
-            f"{_number(best.workers * halved.scaling_factor)}. Ask again with --reduce-dtype bf16."
+            f"{_work(halved)}. Ask again with --reduce-dtype bf16."
         )
     return "\n".join(lines)
+
+
+def _partly(curve: Sequence[Prediction]) -> str:
+    best, busy = curve[-1], _busy_knee(curve)
+    if busy is not None:
+        pays = f"at most {_plural(busy)}" if busy > 1 else "none"
+        return f"{_plural(best.workers)} only if the cluster is not busy; on a busy one {pays}"
+    if best.scaling_factor >= _GOOD:
+        return f"{_plural(best.workers)} are worth renting; on a busy cluster only if time matters more than money"
+    return f"{_plural(best.workers)} only if time matters more than money"
+
+
+def _busy_knee(curve: Sequence[Prediction]) -> int | None:
+    """The knee on a busy cluster."""
+    return knee([point.on_busy for point in curve])
 
 
 def frontier(curves: Mapping[str, Sequence[Prediction]]) -> list[Prediction]:
@@ -201,6 +222,8 @@ def _scales(study: Study, stock: Prediction, best: Prediction) -> str:
             f", and {format_seconds(best.iteration_s)} with the plan {study.best_label!r}, "
             f"{best.scaling_factor:.{digits}%}."
         )
+    if edges := scaling_range(best):
+        text += f" From a busy to a quiet cluster it is {edges.replace('–', ' to ').replace('%', ' %')}."
     bend = knee(frontier(study.curves))
     if bend is not None:
         where = f"Beyond {bend} GPUs an added" if bend > 1 else "Every added"
@@ -302,6 +325,16 @@ def _gain(stock: Prediction, other: Prediction) -> float:
 
 def _percent(share: float) -> str:
     return f"{share:.0%}" if share >= 0.0995 else f"{share:.1%}"
+
+
+def _work(prediction: Prediction) -> str:
+    """How many GPUs' work it does: one number, or from a busy cluster to a quiet one where these print apart."""
+    top, band = prediction.workers, prediction.network_band
+    if band is not None:
+        low, high = (_number(top * share) for share in (band.busy_scaling_factor, band.quiet_scaling_factor))
+        if low != high:
+            return f"{low} to {high}"
+    return _number(top * prediction.scaling_factor)
 
 
 def _plural(count: int) -> str:

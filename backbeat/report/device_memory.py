@@ -8,6 +8,7 @@ from backbeat.cost.accelerators import accelerator
 from backbeat.model import MemoryPlan, Plan, Profile
 from backbeat.simulate.memory_timeline import memory_timeline
 from backbeat.simulate.resident_memory import ResidentMemory
+from backbeat.simulate.sharded_memory import sharded_memory
 from backbeat.units import format_bytes
 
 
@@ -16,6 +17,8 @@ class DeviceFit:
     peak_bytes: int
     device: str
     device_bytes: int
+    optimizer: str | None = None
+    """What the profile's memory was measured with."""
 
     @property
     def fits(self) -> bool:
@@ -23,9 +26,11 @@ class DeviceFit:
 
     def __str__(self) -> str:
         peak, whole = format_bytes(self.peak_bytes), format_bytes(self.device_bytes)
+        given = f" (optimizer: {self.optimizer})" if self.optimizer else ""
         if self.fits:
-            return f"{peak} of the {whole} of one {self.device}: fits"
-        return f"{peak} on one {self.device} of {whole}: does not fit; shard it (FSDP), or keep less (plan --memory)"
+            return f"{peak} of the {whole} of one {self.device}: fits{given}"
+        advice = "shard it (FSDP), or keep less (plan --memory)"
+        return f"{peak} on one {self.device} of {whole}: does not fit{given}; {advice}"
 
 
 def device_fit(profile: Profile, plan: Plan | None = None, workers: int | None = None) -> DeviceFit | None:
@@ -37,10 +42,17 @@ def device_fit(profile: Profile, plan: Plan | None = None, workers: int | None =
     device = accelerator(profile.device)
     if profile.memory is None or device is None:
         return None
-    return DeviceFit(peak_bytes=_peak(profile, plan, workers), device=device.name, device_bytes=device.memory_bytes)
+    return DeviceFit(
+        peak_bytes=_peak(profile, plan, workers),
+        device=device.name,
+        device_bytes=device.memory_bytes,
+        optimizer=profile.optimizer,
+    )
 
 
 def _peak(profile: Profile, plan: Plan | None, workers: int | None) -> int:
+    if plan is not None and plan.sharding is not None and (held := sharded_memory(profile, plan)) is not None:
+        return held.peak_bytes
     memory = plan.memory if plan is not None else None
     resident = ResidentMemory.of(profile, plan, memory.residuals if memory else "device", workers).total_bytes
     if profile.blocks:

@@ -20,6 +20,9 @@ PART_COLOURS = {
     "waiting": canvas.PURPLE,
     "stragglers": canvas.GREY,
     "buffers": canvas.GREEN,
+    "contention": canvas.ROSE,
+    "gather": "#9a8b2f",
+    "copies": "#4f7f8b",
 }
 
 
@@ -235,11 +238,12 @@ def measured(rows: Sequence[Compared]) -> Drawing:
 
 
 def _band(line: ScalingLine, colour: str, alone_per_s: float | None) -> Drawing:
-    """The band between slow and fast iterations, as one closed outline."""
+    """The band as one closed outline: a busy to a quiet cluster, or slow and fast iterations."""
     outline = [(count, fast) for count, _, fast in line.band] + [(count, slow) for count, slow, _ in line.band[::-1]]
     return {
         "type": "scatter",
-        "name": f"{html.escape(line.label)}: 10th to 90th percentile",
+        "name": f"{html.escape(line.label)}: "
+        + ("busy to quiet cluster" if line.load_band else "10th to 90th percentile"),
         "x": [count for count, _ in outline],
         "y": [100 * share if alone_per_s is None else share * count * alone_per_s for count, share in outline],
         "fill": "toself",

@@ -20,8 +20,14 @@ LIMITS = {
     "Smaller buckets at the end help, or hiding it behind the next forward pass.",
     "stragglers": "The slowest worker: in every step all others wait for it. Steadier workers help, "
     "a schedule does not.",
+    "copies": "Copying parameters out of gathered buffers and gradients into those to reduce. Larger units do "
+    "not help; keeping parameters after forward (zero2) copies them out once instead of twice.",
     "buffers": "Broadcasting buffers before every forward pass. `broadcast_buffers=False` removes it, "
     "where the statistics in them may differ between workers.",
+    "contention": "Communication slows computation down: it takes multiprocessors and memory bandwidth from it. What "
+    "helps is fewer bytes (--reduce-dtype bf16) or fewer channels (NCCL_MAX_CTAS); other buckets help little.",
+    "gather": "Gathering updated parameters, which the sharded optimizer needs before every forward. Gathering them "
+    "behind it helps (Megatron's --overlap-param-gather), or an optimizer that is not sharded, where memory allows.",
 }
 _BUCKETS_HELP = 0.01
 """A plan closer to its bound than this gains nothing from other buckets."""

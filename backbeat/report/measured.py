@@ -71,9 +71,7 @@ class _Lab(msgspec.Struct, frozen=True):
 
 def read_lab(path: str | Path, profile: Profile) -> list[Measured]:
     """The rows of a file that `backbeat lab -o` wrote. Timelines are rebuilt where the profile is the one replayed."""
-    where = Path(path)
-    if not where.is_file():
-        raise InputError(f"{where}: no such file: give what `backbeat lab -o` wrote")
+    where = model_files.existing(path, "what `backbeat lab -o` wrote")
     try:
         data = msgspec.json.decode(model_files.read(where))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -91,9 +89,7 @@ def read_lab(path: str | Path, profile: Profile) -> list[Measured]:
 
 def read_trace(path: str | Path) -> list[Measured]:
     """One iteration of a trace that torch.profiler exported: the last whole one."""
-    where = Path(path)
-    if not where.is_file():
-        raise InputError(f"{where}: no such file: give a trace that torch.profiler exported")
+    where = model_files.existing(path, "a trace that torch.profiler exported")
     facts = collect(TraceReader(where))
     steps = _steps(facts.marks)
     computing = facts.kernels if len(facts.kernels.start) else facts.operators
@@ -192,6 +188,10 @@ def scaled(profile: Profile, factor: float) -> Profile:
         backward_s=profile.backward_s * factor,
         update_s=profile.update_s * factor,
         gradients=tuple(msgspec.structs.replace(one, ready_s=one.ready_s * factor) for one in profile.gradients),
+        blocks=tuple(
+            msgspec.structs.replace(one, forward_s=one.forward_s * factor, backward_s=one.backward_s * factor)
+            for one in profile.blocks
+        ),
         iteration_s=(),
         buffer_bytes=0,
         accumulation=1,

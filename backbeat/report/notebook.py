@@ -10,7 +10,7 @@ from backbeat.errors import MissingPartError
 from backbeat.model import Prediction
 from backbeat.report import canvas, draw_timeline, plot
 from backbeat.report.figures import timeline
-from backbeat.report.tables import over_bound
+from backbeat.report.tables import over_bound, scaling_range
 from backbeat.units import format_seconds
 
 _MOST_BARS = 300
@@ -20,7 +20,8 @@ def prediction_html(prediction: Prediction) -> str:
     """The numbers of a prediction, and its iteration as a picture where matplotlib is there."""
     rows = {
         "iteration": f"{format_seconds(prediction.iteration_s)} ({format_seconds(prediction.single_s)} alone)",
-        "scaling": f"{prediction.scaling_factor:.1%}",
+        "scaling": f"{prediction.scaling_factor:.1%}"
+        + (f", {edges} from a busy to a quiet cluster" if (edges := scaling_range(prediction)) else ""),
         "samples/s": f"{prediction.samples_per_s:,.0f}",
         "exposed": f"{format_seconds(prediction.exposed_s)}, limited by {prediction.bottleneck}",
         "over bound": f"{over_bound(prediction):.1%}",

@@ -35,6 +35,7 @@ def redacted_plans(plans: Mapping[str, Plan], profile: Profile) -> dict[str, Pla
     """Plans of the profile as it was, for the redacted one; labels become numbers."""
     found = {}
     for number, plan in enumerate(plans.values(), start=1):
+        plan.need_buckets("a redacted report")
         plan.check(profile)
         found[f"plan {number}"] = msgspec.structs.replace(
             plan,

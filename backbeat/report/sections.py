@@ -13,7 +13,7 @@ from backbeat.report.figures import Timeline
 from backbeat.report.figures.exposed import PARTS
 from backbeat.report.limits import knee_sentence
 from backbeat.report.study import STOCK, Study
-from backbeat.report.tables import gpu_hours, over_bound
+from backbeat.report.tables import gpu_hours, over_bound, scaling_range
 from backbeat.units import format_bytes, format_seconds
 
 _MOST_ROWS = 1000
@@ -67,6 +67,7 @@ def scaling_section(study: Study, samples: int) -> Section:
             _number(point.workers),
             label,
             (f"{point.scaling_factor:.1%}", point.scaling_factor),
+            *([(scaling_range(point, 1), point.on_busy.scaling_factor)] if data.best.load_band else []),
             (f"{point.samples_per_s:,.0f}", point.samples_per_s),
             (f"{gpu_hours(point, samples):,.2f}", gpu_hours(point, samples)),
             _seconds(point.iteration_s),
@@ -77,15 +78,18 @@ def scaling_section(study: Study, samples: int) -> Section:
         for label, points in study.curves.items()
         for point in points
     ]
-    headings = ["GPUs", "strategy", "scaling", "samples/s", f"GPU-hours / {samples:,}", "iteration", "exposed"]
+    headings = ["GPUs", "strategy", "scaling", *(["busy–quiet"] if data.best.load_band else []), "samples/s"]
+    headings += [f"GPU-hours / {samples:,}", "iteration", "exposed"]
     return Section(
         anchor="scaling",
         title="How it scales",
         summary=f"With {study.best_label}, scaling goes from {curve[0].scaling_factor:.0%} on {curve[0].workers} GPUs "
-        f"to {curve[-1].scaling_factor:.0%} on {curve[-1].workers}. {knee}",
+        f"to {curve[-1].scaling_factor:.0%} on {curve[-1].workers}"
+        f"{f' ({edges} from a busy to a quiet cluster)' if (edges := scaling_range(curve[-1])) else ''}. {knee}",
         how="100 % means that N GPUs do the work of N. Each line is one way to bucket gradients into messages; grey is "
         "stock PyTorch DDP. Where a line falls, GPUs wait for communication instead of computing. The shaded band is "
-        "how much single iterations differ. The diamond marks the knee: beyond it, an added GPU brings less than half "
+        + ("a busy to a quiet cluster" if data.best.load_band else "how much single iterations differ")
+        + ". The diamond marks the knee: beyond it, an added GPU brings less than half "
         "of what it could do alone.",
         views=[
             ("share of perfect", draw.scaling(data)),

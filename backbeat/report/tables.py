@@ -30,6 +30,15 @@ def over_bound(prediction: Prediction) -> float:
     return max(prediction.gap, 0.0)
 
 
+def scaling_range(prediction: Prediction, digits: int = 0) -> str:
+    """Scaling from a busy cluster to a quiet one; empty where the network has no band, or it does not show."""
+    band = prediction.network_band
+    if band is None:
+        return ""
+    low, high = (f"{100 * share:.{digits}f}" for share in (band.busy_scaling_factor, band.quiet_scaling_factor))
+    return f"{low}–{high}%" if low != high else ""
+
+
 def row(prediction: Prediction, samples: int) -> dict[str, Any]:
     """One prediction as data: what the table shows, without the timeline."""
     fields: dict[str, Any] = msgspec.to_builtins(prediction)
@@ -55,14 +64,14 @@ def scaling_table(predictions: Sequence[Prediction], *, samples: int, title: str
     """Every (workers, strategy) in a row, the fastest of each worker count marked."""
     table = Table(title=title, title_justify="left", header_style="bold", pad_edge=False)
     banded = any(prediction.band for prediction in predictions)
-    for heading in ("workers", "strategy", "scaling", "samples/s", f"GPU-h/{_count(samples)}", "iteration"):
-        table.add_column(heading, justify="left" if heading == "strategy" else "right", no_wrap=True)
-    if banded:
-        table.add_column("p10–p90", justify="right", no_wrap=True)
-    for heading in ("exposed", "over bound", "limited by"):
-        table.add_column(heading, justify="left" if heading == "limited by" else "right", no_wrap=True)
+    ranged = any(map(scaling_range, predictions))
+    headings = ["workers", "strategy", "scaling", *(["busy–quiet"] if ranged else []), "samples/s"]
+    headings += [f"GPU-h/{_count(samples)}", "iteration", *(["p10–p90"] if banded else [])]
+    for heading in (*headings, "exposed", "over bound", "limited by"):
+        left = heading in ("strategy", "limited by")
+        table.add_column(heading, justify="left" if left else "right", no_wrap=True)
     best = fastest(predictions)
-    for place, (count, alike) in enumerate(_by_workers(predictions, samples, banded).items()):
+    for place, (count, alike) in enumerate(_by_workers(predictions, samples, banded, ranged).items()):
         if place:
             table.add_section()
         for row_place, (cells, ones) in enumerate(alike):
@@ -74,13 +83,13 @@ def scaling_table(predictions: Sequence[Prediction], *, samples: int, title: str
 
 
 def _by_workers(
-    predictions: Sequence[Prediction], samples: int, banded: bool
+    predictions: Sequence[Prediction], samples: int, banded: bool, ranged: bool
 ) -> dict[int, list[tuple[list[str], list[Prediction]]]]:
     """For each number of workers the rows of the table; strategies that print alike share one."""
     found: dict[int, list[tuple[list[str], list[Prediction]]]] = {}
     for prediction in predictions:
         rows = found.setdefault(prediction.workers, [])
-        cells = _cells(prediction, samples, banded)
+        cells = _cells(prediction, samples, banded, ranged)
         for known, ones in rows:
             if known == cells:
                 ones.append(prediction)
@@ -90,9 +99,10 @@ def _by_workers(
     return found
 
 
-def _cells(prediction: Prediction, samples: int, banded: bool) -> list[str]:
+def _cells(prediction: Prediction, samples: int, banded: bool, ranged: bool) -> list[str]:
     cells = [
         f"{prediction.scaling_factor:.1%}",
+        *([scaling_range(prediction, 1)] if ranged else []),
         f"{prediction.samples_per_s:,.0f}",
         _three_figures(gpu_hours(prediction, samples)),
         format_seconds(prediction.iteration_s) + ("*" if prediction.extrapolated else ""),
@@ -114,15 +124,17 @@ def answer_table(
     """One row for each number of GPUs, in 80 columns: stock DDP, the others beside it, and what limits the fastest.
 
     `best` alone is headed as planned. The gain is that of the fastest of them, and negative where stock DDP is faster.
-    Neighbouring rows that print alike share one.
+    Where the network has a band, the fastest's scaling is shown from a busy cluster to a quiet one, too. Neighbouring
+    rows that print alike share one.
     """
     others = [label for label in curves if label != stock]
     table = _plain()
     names = ["planned"] if others == ["best"] else [printable(label) for label in others]
-    headings = ["GPUs", "DDP", *names, *(["gain"] if others else []), *([cost[0]] if cost else []), "limited by"]
-    for heading in headings:
-        table.add_column(heading, justify="left" if heading == "limited by" else "right")
     best = fastest([point for curve in curves.values() for point in curve])
+    ranged = any(map(scaling_range, best.values()))
+    headings = ["GPUs", "DDP", *names, *(["gain"] if others else []), *(["busy–quiet"] if ranged else [])]
+    for heading in (*headings, *([cost[0]] if cost else []), "limited by"):
+        table.add_column(heading, justify="left" if heading == "limited by" else "right")
     at = {label: {point.workers: point for point in curve} for label, curve in curves.items()}
     rows: list[tuple[list[int], list[str]]] = []
     for count in sorted(best):
@@ -133,7 +145,7 @@ def answer_table(
             shortest = min(point.iteration_s for point in planned)
             gain = plain.iteration_s / shortest - 1 if shortest > 0 else 0.0
             cells.append("none" if abs(gain) < _NO_GAIN else f"{gain:+.1%}")
-        cells += [*([cost[1](winner)] if cost else []), winner.bottleneck]
+        cells += [*([scaling_range(winner)] if ranged else []), *([cost[1](winner)] if cost else []), winner.bottleneck]
         mark = "*" if winner.extrapolated else ""
         if rows and rows[-1][1] == [mark, *cells]:
             rows[-1][0].append(count)
@@ -146,12 +158,15 @@ def answer_table(
 
 def plan_table(plan: Plan, result: Prediction) -> Table:
     """The buckets of a plan with when they travel."""
+    spans = [span for span in result.timeline if carries_gradients(span)]
     count = len(plan.buckets)
-    table = _plain(f"{count} bucket{'' if count == 1 else 's'} in launch order")
+    title = f"{count} bucket{'' if count == 1 else 's'} in launch order"
+    if plan.sharding is not None:
+        title = f"{len(spans)} collectives of {len(plan.sharding.units)} units and the root, in launch order"
+    table = _plain(title)
     several = plan.communicators > 1
     for heading in ("bucket", *(["communicator"] if several else []), "gradients", "bytes", "starts", "ends"):
         table.add_column(heading, justify="left" if heading == "gradients" else "right")
-    spans = [span for span in result.timeline if carries_gradients(span)]
     for number, span in enumerate(spans):
         table.add_row(
             str(number),
@@ -164,13 +179,33 @@ def plan_table(plan: Plan, result: Prediction) -> Table:
     return table
 
 
+def network_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """What an all-reduce does at each number of GPUs."""
+    ranged = any(row["busy_bus_bytes_per_s"] < row["quiet_bus_bytes_per_s"] for row in rows)
+    table = _plain("all-reduce, bus bandwidth of 256 MiB")
+    for heading in ("GPUs", "nodes", "latency", "bus GB/s", *(["busy–quiet"] if ranged else [])):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        typical, edges = bus_rates(row)
+        latency = format_seconds(row["latency_s"])
+        table.add_row(str(row["workers"]), str(row["nodes"]), latency, typical, *([edges] if ranged else []))
+    return table
+
+
+def bus_rates(row: Mapping[str, Any]) -> tuple[str, str]:
+    """Bus bandwidth in GB/s on a typical day, and from a busy cluster to a quiet one where these print apart."""
+    low, typical, high = (
+        f"{row[key] / 1e9:.3g}" for key in ("busy_bus_bytes_per_s", "bus_bytes_per_s", "quiet_bus_bytes_per_s")
+    )
+    return typical, f"{low}–{high}" if low != high else ""
+
+
 def zoo_table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     table = _plain(title)
     for heading in headings:
+        right = heading in ("tokens", "a node", "GB/s", "busy–quiet")
         # The name is what one copies.
-        table.add_column(
-            heading, justify="right" if heading in ("tokens", "GPUs") else "left", no_wrap=heading == headings[0]
-        )
+        table.add_column(heading, justify="right" if right else "left", no_wrap=heading == headings[0])
     for row in rows:
         table.add_row(*map(printable, row))
     return table

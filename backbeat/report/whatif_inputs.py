@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import numpy as np
 
 from backbeat.cost import Curve
-from backbeat.model import CollectiveTimes, Network
+from backbeat.model import CollectiveTimes, Network, Topology
+from backbeat.model.network import COLLECTIVES
 
 
 def scaled_network(network: Network, *, bandwidth: float = 1.0, latency: float = 1.0) -> Network:
@@ -18,23 +21,23 @@ def scaled_network(network: Network, *, bandwidth: float = 1.0, latency: float =
     if bandwidth == 1.0 and latency == 1.0:
         return network
 
-    def moved(times: CollectiveTimes | None) -> CollectiveTimes | None:
-        return None if times is None else _stretched(times, latency, 1 / bandwidth)
+    rows = [
+        msgspec.structs.replace(row, **_scaled(network.at(workers=row.workers), bandwidth, latency))
+        for row in network.rows
+    ]
+    return msgspec.structs.replace(network, rows=tuple(rows), **_scaled(network, bandwidth, latency))
 
-    inside = network.topology.inside
-    all_reduce = (
-        _stretched(network.all_reduce, latency, 1 / bandwidth)
-        if inside is None
-        else _stretched_across(network.all_reduce, inside, latency, 1 / bandwidth)
-    )
-    return msgspec.structs.replace(
-        network,
-        all_reduce=all_reduce,
-        all_gather=moved(network.all_gather),
-        reduce_scatter=moved(network.reduce_scatter),
-        broadcast=moved(network.broadcast),
-        concurrency=network.concurrency_on(all_reduce),
-    )
+
+def _scaled(network: Network, bandwidth: float, latency: float) -> dict[str, Any]:
+    """The changed fields at the network's own number of workers."""
+    topology = network.topology
+    if network.nodes == 1 and not network.one_node:
+        return {}
+    times = {name: found for name in COLLECTIVES if (found := getattr(network, name)) is not None}
+    scaled: dict[str, Any] = {name: _stretched(one, latency, 1 / bandwidth) for name, one in times.items()}
+    if topology.inside is not None:
+        scaled["all_reduce"] = _stretched_across(network.all_reduce, topology, latency, 1 / bandwidth)
+    return {**scaled, "concurrency": network.concurrency_on(scaled["all_reduce"])}
 
 
 def _stretched(times: CollectiveTimes, latency: float, transfer: float) -> CollectiveTimes:
@@ -47,15 +50,14 @@ def _stretched(times: CollectiveTimes, latency: float, transfer: float) -> Colle
     return _points(sizes, curve.latency(sizes) * latency + curve.work(sizes) * transfer)
 
 
-def _stretched_across(
-    times: CollectiveTimes, inside: CollectiveTimes, latency: float, transfer: float
-) -> CollectiveTimes:
-    whole, inner = times.curve, inside.curve
+def _stretched_across(times: CollectiveTimes, topology: Topology, latency: float, transfer: float) -> CollectiveTimes:
+    whole, inner = times.curve, topology.inside.curve if topology.inside is not None else Curve.affine(0.0, 0.0)
     sizes = np.unique(np.concatenate([whole.sizes, inner.sizes, [0.0, 2.0**20, 2.0**24, 2.0**28]]))
-    beyond = np.maximum(whole.time(sizes) - inner.time(sizes), 0.0)
-    slope = max(whole.gradient_s_per_byte - inner.gradient_s_per_byte, 0.0)
-    across = Curve(sizes, beyond, slope)
-    return _points(sizes, inner.time(sizes) + across.latency(sizes) * latency + across.work(sizes) * transfer)
+    within = inner.latency(sizes) if topology.pipelined else inner.time(sizes)
+    slope = whole.gradient_s_per_byte - (0.0 if topology.pipelined else inner.gradient_s_per_byte)
+    across = Curve(sizes, np.maximum(whole.time(sizes) - within, 0.0), max(slope, 0.0))
+    moved = within + across.latency(sizes) * latency + across.work(sizes) * transfer
+    return _points(sizes, np.maximum(moved, inner.time(sizes)))
 
 
 def _points(sizes: np.ndarray, seconds: np.ndarray) -> CollectiveTimes:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import os
 import statistics
-import time
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +20,7 @@ from backbeat.errors import BackbeatError, InputError
 from backbeat.model import Bucket, Gradient, Network, Plan, PlanPrediction, Profile
 from backbeat.model.files import decode, encode
 from backbeat.runtime.reduce.partition import plan_partition
+from backbeat.runtime.reduce.timing import median
 
 if TYPE_CHECKING:
     from backbeat.comm.communicators import Communicators
@@ -46,25 +46,15 @@ CALIBRATE_BYTES = (4096, 65536, 524288, 2**20, 4 * 2**20, 16 * 2**20)
 class Tuner:
     """Takes one wrapper from DDP's buckets to a plan, and watches it."""
 
-    def __init__(
-        self,
-        reducer: Reducer,
-        *,
-        strategy: str,
-        network: Network | str | os.PathLike[str] | None,
-        communicators: int | None,
-    ) -> None:
+    def __init__(self, reducer: Reducer, strategy: str) -> None:
         # The reducer holds the tuner; held back strongly, neither would go when the last user lets go.
         self._reducer: Any = weakref.proxy(reducer)
+        network = reducer.settings.network
         self._auto = strategy == "auto"
         self._strategy = "best" if self._auto else strategy
         self._network = Network.load(network) if isinstance(network, (str, os.PathLike)) else network
         self._given = network is not None
-        self._communicators = communicators
-        self._cuda = reducer.device.type == "cuda"
-        self._forward_at: Any = None
-        self._ends: list[Any] = []
-        self._forwards: list[tuple[Any, Any]] = []
+        self._communicators = reducer.settings.communicators
         self._watch_every = WATCH_EVERY
         self._plans = 0
         self.state = "measuring"
@@ -82,11 +72,6 @@ class Tuner:
         # By the number of the step, which ranks have in common, not by calls: a step may break off on some of them.
         self._due = SETTLE_STEPS + MEASURED_STEPS
 
-    def forward_begins(self, sync: bool) -> None:
-        """The first forward of a step marks its start."""
-        if sync and self._forward_at is None and self._measuring():
-            self._forward_at = self._now()
-
     def restart(self, why: str) -> None:
         """Measure again: the graph or the world changed."""
         self._say(f"measuring again: {why}")
@@ -96,22 +81,13 @@ class Tuner:
         reducer = self._reducer
         measuring = self._measuring()
         reducer.time_steps(measuring)
-        if not measuring:
-            self._forward_at = None
-            self._ends.clear()
         left = self._left()
         if left >= MEASURED_STEPS or not measuring:
             reducer.recorder.clear()
-        if measuring:
-            now = self._now()
-            self._ends.append(now)
-            if self._forward_at is not None:
-                self._forwards.append((self._forward_at, now))
-            self._forward_at = None
         if self.state == "settled":
             return
         # A decision is taken by every rank or by none.
-        reducer.read_status_at_once(left == 1)
+        reducer.runner.status.read_at_once = left == 1
         if left > 0:
             return
         if self.state == "measuring":
@@ -131,8 +107,6 @@ class Tuner:
     def _begin(self, state: str, steps: int = SETTLE_STEPS + MEASURED_STEPS) -> None:
         self.state = state
         self._due = self._reducer.steps + steps
-        self._ends.clear()
-        self._forwards.clear()
         self._reducer.recorder.clear()
 
     def _plan_and_switch(self) -> None:
@@ -211,15 +185,10 @@ class Tuner:
 
     def _iteration(self, timed: list[TimedStep]) -> float:
         """Median time from the end of one step to the end of the next, the mean over ranks."""
-        if self._cuda:
-            torch.cuda.synchronize(self._reducer.device)
-        gaps = [self._between(a, b) for a, b in zip(self._ends[:-1], self._ends[1:], strict=True)]
-        mine = statistics.median(gaps[-MEASURED_STEPS:]) if gaps else 0.0
-        return self._mean(mine)
+        return self._mean(median(one.iteration_s for one in timed) or 0.0)
 
     def _exposed(self, timed: list[TimedStep]) -> float:
-        mine = statistics.median([one.exposed_s for one in timed]) if timed else 0.0
-        return self._mean(mine)
+        return self._mean(median(one.exposed_s for one in timed) or 0.0)
 
     def _mean(self, value: float) -> float:
         communicators: Communicators = self._reducer.communicators
@@ -232,9 +201,8 @@ class Tuner:
         count = len(reducer.managed.names)
         last = statistics.median([one.computed_s for one in timed])
         ready = [statistics.median([one.ready_s.get(place, one.computed_s) for one in timed]) for place in range(count)]
-        spent = [self._between(start, end) for start, end in self._forwards[-MEASURED_STEPS:]]
         ended = statistics.median([one.ended_s for one in timed])
-        forward = max((statistics.median(spent) if spent else ended) - ended, 0.0)
+        forward = max((median(one.since_forward_s for one in timed) or ended) - ended, 0.0)
         figures = torch.tensor([*ready, last, forward], dtype=torch.float32, device=communicators.device)
         communicators[0].all_reduce(figures).wait()
         *ready, last, forward = (figures / communicators.size).tolist()
@@ -266,11 +234,8 @@ class Tuner:
     def _measure_network(self) -> Network:
         communicators = self._reducer.communicators
         if self._network is not None and self._given:
-            return (
-                self._network
-                if self._network.workers == communicators.size
-                else self._network.at(workers=communicators.size)
-            )
+            fits = self._network.workers == communicators.size
+            return self._network if fits else self._network.at(workers=communicators.size)
         from backbeat.measure.network.calibration import calibrate
 
         wanted = self._communicators or 2
@@ -320,13 +285,3 @@ class Tuner:
         self.history.append(text)
         if self._reducer.communicators.rank == 0:
             logger.info(text)
-
-    def _now(self) -> Any:
-        if not self._cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def _between(self, first: Any, second: Any) -> float:
-        return float(second - first) if not self._cuda else float(first.elapsed_time(second)) * 1e-3

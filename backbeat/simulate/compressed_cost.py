@@ -9,17 +9,19 @@ together; all of it is counted before the bucket leaves. Every rank gathers ever
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from backbeat.cost.message import block_width, message_bytes, sent_elements
 from backbeat.model.prediction import Breakdown, Span
+from backbeat.simulate.contention import beside
 from backbeat.simulate.decoupled_step import Halves
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    import numpy as np
     from numpy.typing import ArrayLike, NDArray
 
     from backbeat.cost import Curve
@@ -86,15 +88,19 @@ class CompressedFlow:
     finishes: list[float]
     backward_s: float
     """The end of computation, compression included."""
+    contention_s: float = 0.0
+    """By how much communication beside it put that off."""
 
     @property
     def end_s(self) -> float:
         return max(self.backward_s, *self.finishes)
 
 
-def travel(pieces: Sequence[Piece], profile: Profile, network: Network, cost: CompressedCost) -> CompressedFlow:
+def travel(
+    pieces: Sequence[Piece], profile: Profile, network: Network, cost: CompressedCost, slowdown: float = 1.0
+) -> CompressedFlow:
     """One communicator, pieces in launch order; compression takes its turn on the compute stream as pieces become
-    ready."""
+    ready, and computation takes `slowdown` times as long beside communication."""
     rate, fixed = compression_s_per_byte(profile), compression_s_per_bucket(profile)
     order = sorted(range(len(pieces)), key=lambda place: pieces[place].ready_s)
     ready = [0.0] * len(pieces)
@@ -103,17 +109,26 @@ def travel(pieces: Sequence[Piece], profile: Profile, network: Network, cost: Co
         if pieces[place].compression is not None:
             spent += fixed + rate * pieces[place].bytes
         ready[place] = pieces[place].ready_s + spent
-    starts, finishes = [], []
-    free = float("-inf")
-    for piece, moment in zip(pieces, ready, strict=True):
-        starts.append(max(moment, free))
+    times: list[tuple[float, float]] = []
+    for piece in pieces:
         if piece.compression is None:
-            alone, behind = float(network.cost.time(piece.bytes)), float(network.cost.busy_time(piece.bytes))
+            times.append((float(network.cost.time(piece.bytes)), float(network.cost.busy_time(piece.bytes))))
         else:
-            alone = behind = float(cost.time(piece.bytes / ELEMENT_BYTES, piece.compression))
-        free = max(moment + alone, free + behind)
-        finishes.append(free)
-    return CompressedFlow(starts, finishes, profile.backward_s + spent)
+            times.append((float(cost.time(piece.bytes / ELEMENT_BYTES, piece.compression)),) * 2)
+    computed = profile.backward_s + spent
+
+    def sent(moments: NDArray[np.float64]) -> CompressedFlow:
+        starts, finishes = [], []
+        free = float("-inf")
+        for moment, (alone, behind) in zip(moments.tolist(), times, strict=True):
+            starts.append(max(moment, free))
+            free = max(moment + alone, free + behind)
+            finishes.append(free)
+        return CompressedFlow(starts, finishes, computed)
+
+    flow, clock = beside(sent, np.array(ready), slowdown)
+    backward = float(clock.when(computed))
+    return replace(flow, backward_s=backward, contention_s=backward - computed)
 
 
 def compression_s_per_byte(profile: Profile) -> float:
@@ -152,7 +167,8 @@ def exposed_parts(profile: Profile, flow: CompressedFlow) -> Breakdown:
         if stop > reached:
             busy += stop - max(start, reached)
             reached = stop
-    return Breakdown(bandwidth_s=busy, waiting_s=max(flow.end_s - profile.backward_s - busy, 0.0))
+    waiting = max(flow.end_s - profile.backward_s - busy - flow.contention_s, 0.0)
+    return Breakdown(bandwidth_s=busy, waiting_s=waiting, contention_s=flow.contention_s)
 
 
 def spans(

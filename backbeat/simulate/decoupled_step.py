@@ -9,23 +9,28 @@ communicator.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
+from backbeat.cost.collectives import steps, traffic
 from backbeat.cost.curve import Curve
 from backbeat.cost.link import LinkCost
 from backbeat.simulate.bound import communication_bound
+from backbeat.simulate.contention import beside
+from backbeat.simulate.schedule import Flow
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from backbeat.cost.collectives import Shape
     from backbeat.model import CollectiveTimes, Network, Plan, Profile
 
 
 @dataclass(frozen=True)
 class Halves:
-    """What the two halves cost. Where a network has not measured them, each is half of its all-reduce."""
+    """What the two halves cost. Where a network has not measured them, each is half of its all-reduce, or more where
+    switches reduce: they spare the all-reduce bytes that the halves do send."""
 
     scatter: Curve
     gather: Curve
@@ -63,14 +68,15 @@ class Period:
 
     scatters: list[tuple[float, float]]
     gathers: list[tuple[float, float]]
+    backward_end_s: float
     forward_end_s: float
     """When the next backward starts: the length of the period."""
     stalled_s: float
     """Forward waiting for gathers."""
 
 
-def period(profile: Profile, plan: Plan, network: Network) -> Period:
-    """Run a decoupled plan until it repeats."""
+def period(profile: Profile, plan: Plan, network: Network, slowdown: float = 1.0) -> Period:
+    """Run a decoupled plan until it repeats; computation takes `slowdown` times as long beside communication."""
     place = profile.index
     halves = Halves.of(network)
     scatter_buckets = [
@@ -79,25 +85,36 @@ def period(profile: Profile, plan: Plan, network: Network) -> Period:
     gather_buckets = [
         [place[name] for name in bucket.gradients] for bucket in plan.buckets if bucket.phase == "all_gather"
     ]
-    free = 0.0
-    scatters = []
-    for members in scatter_buckets:
-        start = max(float(profile.ready[max(members)]), free)
-        free = start + float(halves.scatter.time(profile.sizes[members].sum()))
-        scatters.append((start, free))
+    # Gathers are ready when they are next: a message starts behind the one before it at the earliest.
+    ready = np.array([float(profile.ready[max(members)]) for members in scatter_buckets] + [0.0] * len(gather_buckets))
+    times = [
+        float(half.time(profile.sizes[members].sum()))
+        for half, buckets in ((halves.scatter, scatter_buckets), (halves.gather, gather_buckets))
+        for members in buckets
+    ]
+
+    def in_turn(moments: NDArray[np.float64]) -> Flow:
+        starts, finishes, free = [], [], 0.0
+        for moment, seconds in zip(moments.tolist(), times, strict=True):
+            starts.append(max(moment, free))
+            free = starts[-1] + seconds
+            finishes.append(free)
+        return Flow(np.array(starts), np.array(starts), np.array(finishes))
+
+    flow, clock = beside(in_turn, ready, slowdown)
+    spans = list(zip(flow.starts.tolist(), flow.finishes.tolist(), strict=True))
+    scatters, gathers = spans[: len(scatter_buckets)], spans[len(scatter_buckets) :]
     gathered = np.zeros(len(profile.gradients))
-    gathers = []
-    for members in gather_buckets:
-        start = free
-        free = start + float(halves.gather.time(profile.sizes[members].sum()))
-        gathered[members] = free
-        gathers.append((start, free))
-    now, stalled = profile.backward_s, 0.0
+    for members, (_, arrival) in zip(gather_buckets, gathers, strict=True):
+        gathered[members] = arrival
+    backward_end, stalled = float(clock.when(profile.backward_s)), 0.0
+    now = backward_end
     layers = Layers.of(profile)
     for arrival, seconds in zip(gathered[::-1].tolist(), layers.compute_s.tolist(), strict=True):
         stalled += max(arrival - now, 0.0)
-        now = max(now, arrival) + seconds
-    return Period(scatters, gathers, now, stalled)
+        now = max(now, arrival)
+        now = now + seconds if slowdown == 1 else float(clock.when(clock.done_by(now) + seconds))
+    return Period(scatters, gathers, backward_end, now, stalled)
 
 
 def decoupled_bound(profile: Profile, network: Network) -> float:
@@ -133,7 +150,27 @@ def _half(times: CollectiveTimes | None, network: Network) -> Curve:
         alone = times.curve
     else:
         whole = network.cost.isolated
-        alone = Curve(whole.sizes, whole.times / 2, whole.gradient_s_per_byte / 2)
+        alone = whole.slower(0.5)
+        if (parts := _parts(network)) is not None:
+            latency, work = parts
+            times_s = latency * whole.latency(whole.sizes) + work * whole.work(whole.sizes)
+            alone = Curve(whole.sizes, times_s, work * whole.gradient_s_per_byte)
     return Curve(
         alone.sizes, np.maximum(alone.times, alone.gradient_s_per_byte * alone.sizes), alone.gradient_s_per_byte
+    )
+
+
+def _parts(network: Network) -> tuple[float, float] | None:
+    """Of an all-reduce's latency and link time, what a half takes where switches reduce; None elsewhere."""
+    topology, workers = network.topology, network.workers
+    shape: Shape | Literal["auto", "hierarchical"] = topology.algorithm
+    if shape == "hierarchical":
+        shape = topology.inside_algorithm
+        if workers > topology.gpus_per_node:
+            shape, workers = topology.across_algorithm, network.nodes
+    if (shape != "nvls" and shape != "sharp") or workers == 1:
+        return None
+    return (
+        steps("all_gather", shape, workers) / steps("all_reduce", shape, workers),
+        traffic("all_gather", shape, workers) / traffic("all_reduce", shape, workers),
     )

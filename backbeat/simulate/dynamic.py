@@ -3,24 +3,37 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from backbeat.simulate.schedule import Flow, Schedule
+from backbeat.simulate.schedule import Flow
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from backbeat.cost import LinkCost
     from backbeat.model import DynamicFusion, Profile
 
 
-def fuse(profile: Profile, cost: LinkCost, settings: DynamicFusion) -> tuple[list[int], Schedule, Flow]:
-    """(where each bucket ends in ready order, the buckets, when they travel).
+@dataclass(frozen=True, slots=True)
+class FusedFlow(Flow):
+    """Buckets as they come about at run time."""
+
+    ends: list[int]
+    """Where each ends in ready order: the index after its last gradient."""
+
+
+def fuse(
+    profile: Profile, cost: LinkCost, settings: DynamicFusion, ready_s: NDArray[np.float64] | None = None
+) -> FusedFlow:
+    """The buckets that come about, and when they travel; `ready_s` where gradients are ready at other times.
 
     A bucket of several tensors is copied into the fusion buffer and out again; a tensor alone is sent from its place. A
     tensor larger than the buffer travels alone.
     """
-    ready, sizes = profile.ready.tolist(), profile.sizes.tolist()
+    ready, sizes = (profile.ready if ready_s is None else ready_s).tolist(), profile.sizes.tolist()
     count = len(sizes)
     ends: list[int] = []
     starts: list[float] = []
@@ -41,4 +54,4 @@ def fuse(profile: Profile, cost: LinkCost, settings: DynamicFusion) -> tuple[lis
         on_link.append(max(reduced - float(cost.work(total)), tick + copy))
         finishes.append(reduced + copy)
         free, first = finishes[-1], last
-    return ends, Schedule.of_ends(profile, ends), Flow(np.array(starts), np.array(on_link), np.array(finishes))
+    return FusedFlow(np.array(starts), np.array(on_link), np.array(finishes), ends)

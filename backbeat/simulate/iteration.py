@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,6 +11,7 @@ from backbeat.errors import InputError
 from backbeat.model.prediction import Breakdown, Span
 from backbeat.simulate.bound import communication_bound
 from backbeat.simulate.compressed_cost import CompressedCost, exposed_parts, pieces_of, spans, travel
+from backbeat.simulate.contention import ComputeClock, beside, least_s
 from backbeat.simulate.decoupled_step import decoupled_bound, link_s, period
 from backbeat.simulate.dynamic import fuse
 from backbeat.simulate.engine import simulate
@@ -45,35 +46,42 @@ def alone(profile: Profile, plan: Plan, before: float) -> Iteration:
         Span("compute", "backward", backward, update),
         Span("compute", "update", update, end),
     )
-    return Iteration(end, end, Breakdown(), spans, len(plan.buckets), 0.0)
+    count = len(plan.buckets) if plan.sharding is None else len(plan.sharding.units)
+    return Iteration(end, end, Breakdown(), spans, count, 0.0)
 
 
-def within_iteration(profile: Profile, network: Network, plan: Plan, before: float) -> Iteration:
-    """Communication ends before the update."""
+def within_iteration(profile: Profile, network: Network, plan: Plan, before: float, slowdown: float = 1.0) -> Iteration:
+    """Communication ends before the update; backward takes `slowdown` times as long beside it."""
     cost = network.cost
-    names, schedule, flow = run(profile, plan, cost)
-    end = max(profile.backward_s, flow.end_s)
-    bound_end = max(profile.backward_s, communication_bound(profile, cost, plan.communicators))
+    names, schedule, flow, clock = run(profile, plan, cost, slowdown)
+    backward_end = float(clock.when(profile.backward_s))
+    end = max(backward_end, flow.end_s)
+    bound_end = max(
+        least_s(profile.backward_s, least_link_s(profile, cost, plan.communicators), slowdown),
+        communication_bound(profile, cost, plan.communicators),
+    )
     around = before + profile.forward_s + profile.update_s
     return Iteration(
         around + end,
         around + bound_end,
-        _breakdown(profile, cost, schedule, flow, end, plan.communicators),
-        _timeline(profile, schedule, flow, names, before + profile.forward_s, end),
+        exposed_breakdown(profile, cost, schedule, flow, clock, plan.communicators),
+        _timeline(profile, schedule, flow, names, before + profile.forward_s, backward_end),
         len(names),
         float(schedule.sizes.max()),
     )
 
 
-def compressed_iteration(profile: Profile, network: Network, plan: Plan, before: float) -> Iteration:
+def compressed_iteration(
+    profile: Profile, network: Network, plan: Plan, before: float, slowdown: float = 1.0
+) -> Iteration:
     """Some buckets travel compressed: one communicator, and compression takes computation. Its bound is that nothing is
     exposed."""
     pieces, names = pieces_of(profile, plan)
-    flow = travel(pieces, profile, network, CompressedCost.of(network))
+    flow = travel(pieces, profile, network, CompressedCost.of(network), slowdown)
     around = before + profile.forward_s + profile.update_s
     return Iteration(
         around + flow.end_s,
-        around + flow.backward_s,
+        around + flow.backward_s - flow.contention_s,
         exposed_parts(profile, flow),
         spans(profile, flow, pieces, [_label(bucket) for bucket in names], before + profile.forward_s),
         len(names),
@@ -81,19 +89,22 @@ def compressed_iteration(profile: Profile, network: Network, plan: Plan, before:
     )
 
 
-def across_iterations(profile: Profile, network: Network, plan: Plan, before: float) -> Iteration:
+def across_iterations(
+    profile: Profile, network: Network, plan: Plan, before: float, slowdown: float = 1.0
+) -> Iteration:
     """Communication goes on behind the next forward: one steady period, drawn from the start of backward."""
     plan.check(profile)
     if missing := plan.missing(profile):
         raise InputError(
             f"the decoupled plan leaves out {missing[0]!r}: make it again with `backbeat plan -s decoupled`"
         )
-    steady = period(profile, plan, network)
+    steady = period(profile, plan, network, slowdown)
     compute = profile.forward_s + profile.backward_s + profile.update_s
-    bandwidth = min(steady.stalled_s, max(link_s(profile, network) - compute, 0.0))
+    link = link_s(profile, network)
+    bandwidth = min(steady.stalled_s, max(link - compute, 0.0))
     spans = [
-        Span("compute", "backward", 0.0, profile.backward_s),
-        Span("compute", "forward and update", profile.backward_s, steady.forward_end_s),
+        Span("compute", "backward", 0.0, steady.backward_end_s),
+        Span("compute", "forward and update", steady.backward_end_s, steady.forward_end_s),
     ]
     if before > 0:
         spans.append(
@@ -111,24 +122,41 @@ def across_iterations(profile: Profile, network: Network, plan: Plan, before: fl
             largest = max(largest, size)
     return Iteration(
         before + steady.forward_end_s,
-        before + decoupled_bound(profile, network),
-        Breakdown(bandwidth_s=bandwidth, waiting_s=steady.stalled_s - bandwidth),
+        before + max(decoupled_bound(profile, network), least_s(compute, link, slowdown)),
+        Breakdown(
+            bandwidth_s=bandwidth,
+            waiting_s=steady.stalled_s - bandwidth,
+            contention_s=max(steady.forward_end_s - steady.stalled_s - compute, 0.0) if slowdown > 1 else 0.0,
+        ),
         tuple(spans),
         len(plan.buckets),
         float(largest),
     )
 
 
-def run(profile: Profile, plan: Plan, cost: LinkCost) -> tuple[list[tuple[str, ...]], Schedule, Flow]:
-    """The plan's buckets by name, as arrays, and when they travel."""
+def run(
+    profile: Profile, plan: Plan, cost: LinkCost, slowdown: float = 1.0
+) -> tuple[list[tuple[str, ...]], Schedule, Flow, ComputeClock]:
+    """The plan's buckets by name, as arrays, when they travel, and how far computation is meanwhile."""
     if plan.dynamic is not None:
         plan.check(profile)
-        ends, schedule, flow = fuse(profile, cost, plan.dynamic)
+        settings = plan.dynamic
+        fused, clock = beside(lambda ready: fuse(profile, cost, settings, ready), profile.ready, slowdown)
         order = [gradient.name for gradient in profile.gradients]
-        starts = [0, *ends[:-1]]
-        return [tuple(order[first:last]) for first, last in zip(starts, ends, strict=True)], schedule, flow
+        starts = [0, *fused.ends[:-1]]
+        names = [tuple(order[first:last]) for first, last in zip(starts, fused.ends, strict=True)]
+        return names, Schedule.of_ends(profile, fused.ends), fused, clock
     schedule, names = Schedule.of_plan(profile, plan)
-    return names, schedule, communicate(schedule, cost, plan.communicators)
+    return names, schedule, *communicate_beside(schedule, cost, plan.communicators, slowdown)
+
+
+def communicate_beside(
+    schedule: Schedule, cost: LinkCost, communicators: int, slowdown: float
+) -> tuple[Flow, ComputeClock]:
+    """The buckets, and the computation that takes `slowdown` times as long beside them."""
+    return beside(
+        lambda ready: communicate(replace(schedule, ready=ready), cost, communicators), schedule.ready, slowdown
+    )
 
 
 def communicate(schedule: Schedule, cost: LinkCost, communicators: int) -> Flow:
@@ -136,28 +164,37 @@ def communicate(schedule: Schedule, cost: LinkCost, communicators: int) -> Flow:
     return one_communicator(schedule, cost) if communicators == 1 else simulate(schedule, cost)
 
 
-def _breakdown(
+def exposed_breakdown(
     profile: Profile,
     cost: LinkCost,
     schedule: Schedule,
     flow: Flow,
-    end: float,
+    clock: ComputeClock,
     communicators: int,
 ) -> Breakdown:
-    """Split what is exposed after backward; the definitions stand beside the fields of `Breakdown`."""
-    tail = end - profile.backward_s
+    """Split what is exposed beside and after backward; the definitions stand beside the fields of `Breakdown`."""
+    backward_end, first = (float(clock.when(done)) for done in (profile.backward_s, profile.ready[0]))
+    contention = backward_end - profile.backward_s
+    tail = flow.end_s - backward_end
     if tail <= 0:
-        return Breakdown()
-    moving = _covered(flow.on_link, flow.finishes, profile.backward_s)
-    holding = _covered(flow.starts, flow.finishes, profile.backward_s)
+        return Breakdown(contention_s=contention)
+    moving = _covered(flow.on_link, flow.finishes, backward_end)
+    holding = _covered(flow.starts, flow.finishes, backward_end)
     link = float(cost.work(schedule.sizes).sum()) / cost.best_efficiency(communicators)
-    too_much = max(link - (profile.backward_s - float(profile.ready[0])), 0.0)
+    too_much = max(link - (backward_end - first), 0.0)
     latency, bandwidth = max(holding - moving, 0.0), min(moving, too_much)
     return Breakdown(
         latency_s=latency,
         bandwidth_s=bandwidth,
         waiting_s=max(tail - latency - bandwidth, 0.0),
+        contention_s=contention,
     )
+
+
+def least_link_s(profile: Profile, cost: LinkCost, communicators: int) -> float:
+    """The least time that messages are on the link, whatever the bucketing."""
+    _, per_byte = cost.cheapest(float(profile.sizes.min()), float(profile.sizes.sum()))
+    return per_byte * float(profile.sizes.sum()) / cost.best_efficiency(communicators)
 
 
 def _covered(starts: np.ndarray, ends: np.ndarray, after: float) -> float:
@@ -178,14 +215,21 @@ def _timeline(
     flow: Flow,
     names: list[tuple[str, ...]],
     backward: float,
-    end: float,
+    backward_end: float,
 ) -> tuple[Span, ...]:
-    """The computation, and every bucket on its communicator; `backward` is when the overlapping backward starts."""
+    """The computation, and every bucket on its communicator; `backward` is when the overlapping backward starts, and
+    it takes until `backward_end` after that."""
+    end = max(backward_end, flow.end_s)
     spans = [
         Span("compute", "forward", 0.0, backward),
-        Span("compute", "backward", backward, backward + profile.backward_s),
+        Span("compute", "backward", backward, backward + backward_end),
         Span("compute", "update", backward + end, backward + end + profile.update_s),
     ]
+    return (*spans, *travel_spans(schedule, flow, names, backward))
+
+
+def travel_spans(schedule: Schedule, flow: Flow, names: list[tuple[str, ...]], backward: float) -> tuple[Span, ...]:
+    """Every bucket on its communicator; `backward` is when the overlapping backward starts."""
     rows = zip(
         schedule.communicators,
         names,
@@ -194,11 +238,10 @@ def _timeline(
         schedule.sizes.tolist(),
         strict=True,
     )
-    spans.extend(
+    return tuple(
         Span(f"communicator {communicator}", _label(bucket), start, stop, int(size))
         for communicator, bucket, start, stop, size in rows
     )
-    return tuple(spans)
 
 
 def _label(names: tuple[str, ...]) -> str:

@@ -110,7 +110,7 @@ def _remarks(profile: Profile, memory_plan: MemoryPlan) -> tuple[str, ...]:
     )
 
 
-class _Tally:
+class Tally:
     """The clock of the compute stream and the bytes on the device, while a run goes through its blocks."""
 
     __slots__ = ("block", "level", "now", "peak", "phase", "stalled")
@@ -178,8 +178,8 @@ class Chain:
             )
         return cls(profile, holdings)
 
-    def run(self, units: Sequence[Unit]) -> ChainRun:
-        """Forward and backward once, by the rules at the head of this module."""
+    def run(self, units: Sequence[Unit], tally: Tally | None = None) -> ChainRun:
+        """Forward and backward once, by the rules at the head of this module; counted by `tally`."""
         action = [KEEP] * self.count
         unit_of = [0] * self.count
         for number, (first, last, what) in enumerate(units):
@@ -187,7 +187,7 @@ class Chain:
                 action[k] = what
                 unit_of[k] = number
         until, away, bring = self._between(units, action, unit_of)
-        tally = _Tally(self.base)
+        tally = tally or Tally(self.base)
         to_host = self._forward(units, action, until, away, tally)
         held = tally.level - self.base
         forward_s = tally.now = tally.now + self.loss_forward
@@ -260,7 +260,7 @@ class Chain:
         action: list[int],
         until: list[int | None],
         away: list[bool],
-        tally: _Tally,
+        tally: Tally,
     ) -> int:
         """Bytes copied to the host."""
         free_at, wait_at = [0] * (self.count + AHEAD + 1), [0.0] * (self.count + AHEAD + 1)
@@ -303,7 +303,7 @@ class Chain:
         tally.wait(max(wait_at[self.count :]))
         return to_host
 
-    def _backward(self, units: Sequence[Unit], until: list[int | None], bring: list[int], tally: _Tally) -> list[float]:
+    def _backward(self, units: Sequence[Unit], until: list[int | None], bring: list[int], tally: Tally) -> list[float]:
         """When each block's own backward starts."""
         inputs, outputs, saved = self.input, self.output, self.saved
         starts = [0.0] * self.count
@@ -338,7 +338,7 @@ class Chain:
                     tally.level -= inputs[k]
         return starts
 
-    def _recompute(self, first: int, last: int, until: list[int | None], tally: _Tally) -> None:
+    def _recompute(self, first: int, last: int, until: list[int | None], tally: Tally) -> None:
         for k in range(first, last):
             tally.see(self.forward_peak[k], k, "recompute")
             tally.now += self.forward[k]

@@ -8,14 +8,18 @@ import msgspec
 
 from backbeat.cost.collectives import traffic
 from backbeat.errors import InputError
-from backbeat.model.prediction import Band, Breakdown, Prediction, Span
+from backbeat.model.prediction import Band, Breakdown, NetworkBand, Prediction, Span
 from backbeat.simulate.compressed_cost import remarks
+from backbeat.simulate.framework_step import framework_iteration
 from backbeat.simulate.iteration import across_iterations, alone, compressed_iteration, within_iteration
 from backbeat.simulate.memory_timeline import memory_timeline
+from backbeat.simulate.sharded_memory import sharded_memory
+from backbeat.simulate.sharded_step import sharded_iteration, sharded_remarks
+from backbeat.simulate.slowdowns import slowdown_of
 from backbeat.simulate.stragglers import Straggling, straggling
 
 if TYPE_CHECKING:
-    from backbeat.model import Network, Plan, Profile
+    from backbeat.model import Network, Plan, Profile, Reduction
 
 _NEGLIGIBLE = 0.02
 """Exposed time below this share of T(1) is not called a bottleneck."""
@@ -28,14 +32,47 @@ def predict(
     *,
     accumulation: int | None = None,
     broadcast_buffers: bool = True,
+    reduction: Reduction | None = None,
 ) -> Prediction:
     """How long one iteration takes on the network's workers under the plan, and why.
 
     With `accumulation` micro-batches only the last one's backward overlaps with communication. Where the plan says
-    what is kept of activations, every time is of an iteration that runs so, T(1) too, and the peak is predicted.
+    what is kept of activations, every time is of an iteration that runs so, T(1) too, and the peak is predicted. A
+    `reduction` says what else the framework does with the plan's buckets; the profile is then as it sends gradients.
+    Where the network has a band, the plan is simulated on a quiet and on a busy cluster, too.
     """
+    found, *edges = (
+        _predicted(profile, one, plan, accumulation, broadcast_buffers=broadcast_buffers, reduction=reduction)
+        for one in (network, *(network.edges or ()))
+    )
+    if not edges:
+        return found
+    # A faster link may delay a bucket that shares it: by so little that it is no edge of the band.
+    quiet_s = min(edges[0].iteration_s, found.iteration_s)
+    busy_s = max(edges[1].iteration_s, found.iteration_s)
+    return msgspec.structs.replace(
+        found,
+        network_band=NetworkBand(
+            quiet_s=quiet_s,
+            busy_s=busy_s,
+            quiet_scaling_factor=found.single_s / quiet_s if quiet_s > 0 else 1.0,
+            busy_scaling_factor=found.single_s / busy_s if busy_s > 0 else 1.0,
+        ),
+    )
+
+
+def _predicted(
+    profile: Profile,
+    network: Network,
+    plan: Plan,
+    accumulation: int | None,
+    *,
+    broadcast_buffers: bool,
+    reduction: Reduction | None,
+) -> Prediction:
     peak = None
     memory_notes: tuple[str, ...] = ()
+    measured = profile
     if plan.memory is not None and (profile.blocks or plan.memory.segments):
         plan.check(profile)
         kept = memory_timeline(profile, plan.memory, plan, workers=network.workers)
@@ -45,22 +82,33 @@ def predict(
         raise InputError(f"accumulation is {micro_batches}: an iteration has at least one micro-batch")
     before = (micro_batches - 1) * (profile.forward_s + profile.backward_s)
     single = before + profile.forward_s + profile.backward_s + profile.update_s
+    beside = slowdown_of(profile, network)
+    sharded = plan.sharding is not None
+    if sharded:
+        held = sharded_memory(measured, plan, micro_batches=micro_batches)
+        peak = held.peak_bytes if held else None
     if network.workers == 1:
         step = alone(profile, plan, before)
+    elif reduction is not None:
+        step = framework_iteration(profile, network, plan, reduction, micro_batches, beside.factor)
+    elif sharded:
+        step = sharded_iteration(measured, network, plan, micro_batches=micro_batches, slowdown=beside.factor)
     elif plan.decoupled:
-        step = across_iterations(profile, network, plan, before)
+        step = across_iterations(profile, network, plan, before, beside.factor)
     elif plan.compressed:
-        step = compressed_iteration(profile, network, plan, before)
+        step = compressed_iteration(profile, network, plan, before, beside.factor)
     else:
-        step = within_iteration(profile, network, plan, before)
-    buffers = broadcast_s(network, profile.buffer_bytes) if broadcast_buffers and network.workers > 1 else 0.0
+        step = within_iteration(profile, network, plan, before, beside.factor)
+    buffers = (
+        broadcast_s(network, profile.buffer_bytes) if broadcast_buffers and network.workers > 1 and not sharded else 0.0
+    )
     waits = None
     if network.workers > 1:
         waits = straggling(profile.iteration_s, network.workers, micro_batches / profile.accumulation)
     wait = waits.wait_s if waits else 0.0
     steady = buffers + step.steady_s
     iteration = steady + wait
-    notes, extrapolated = _notes(profile, network, plan, step.largest_bytes, waits)
+    notes, extrapolated = _notes(measured, network, plan, step.largest_bytes, waits)
     breakdown = msgspec.structs.replace(step.breakdown, stragglers_s=wait, buffers_s=buffers)
     return Prediction(
         strategy=plan.strategy,
@@ -81,7 +129,7 @@ def predict(
         peak_bytes=peak,
         extrapolated=extrapolated,
         timeline=_shifted(step.timeline, buffers, profile.buffer_bytes),
-        notes=(*memory_notes, *notes),
+        notes=(*memory_notes, *notes, *beside.notes),
     )
 
 
@@ -114,6 +162,9 @@ def _bottleneck(breakdown: Breakdown, single: float) -> str:
         "waiting": breakdown.waiting_s,
         "stragglers": breakdown.stragglers_s,
         "buffers": breakdown.buffers_s,
+        "contention": breakdown.contention_s,
+        "gather": breakdown.gather_s,
+        "copies": breakdown.copies_s,
     }
     if sum(parts.values()) < _NEGLIGIBLE * single:
         return "compute"
@@ -130,20 +181,25 @@ def _notes(
     notes.extend(f"network {network.name}: {note}" for note in network.notes)
     if plan.compressed and network.workers > 1:
         notes.extend(remarks(profile, network, plan))
+    if plan.sharding is not None:
+        notes.extend(sharded_remarks(profile, network, plan.sharding))
     if plan.workers is not None and plan.workers != network.workers:
         notes.append(f"the plan was made for {plan.workers} workers, this is {network.workers}")
     if plan.dynamic is None and (left := plan.missing(profile)):
         notes.append(f"{len(left)} gradients are not in the plan and travel in one bucket behind it, from {left[0]}")
     if network.moved_from is not None and network.workers > 1:
+        used = network.moved_from.used
+        if len(used) == 1:
+            extrapolated = True
+            fabric = network.topology.fabric
+            how = network.topology.algorithm + (f", {fabric.kind} fabric" if fabric is not None else "")
+            notes.append(f"all-reduce times at {network.workers} workers are extrapolated from {used[0]} ({how})")
+        elif used:
+            notes.append(f"all-reduce times at {network.workers} workers lie between those at {used[0]} and {used[1]}")
+    largest = network.largest_bytes
+    if largest is not None and largest_bytes > largest:
         extrapolated = True
-        notes.append(
-            f"all-reduce times at {network.workers} workers are extrapolated from {network.moved_from.workers} "
-            f"({network.topology.algorithm})"
-        )
-    points = (network.moved_from.all_reduce if network.moved_from else network.all_reduce).points
-    if points and largest_bytes > points[-1][0]:
-        extrapolated = True
-        notes.append(f"buckets above {points[-1][0]} bytes lie beyond the largest message measured")
+        notes.append(f"buckets above {largest} bytes lie beyond the largest message measured")
     if waits is not None and waits.extrapolated:
         extrapolated = True
         notes.append(

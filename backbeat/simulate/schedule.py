@@ -24,6 +24,26 @@ def running_sums(sizes: ArrayLike) -> NDArray[np.float64]:
     return np.concatenate([[0.0], np.cumsum(sizes)])
 
 
+def capped(sizes: list[float], caps: list[float], sums: NDArray[np.float64] | None = None) -> list[int]:
+    """Buckets that close once they have *reached* their cap; the last cap holds for all that follow.
+
+    `sums` may be given where the caller has them: the sizes' running totals, from 0.
+
+    >>> capped([3, 3, 3, 3, 3], [2, 6])
+    [1, 3, 5]
+    """
+    totals = running_sums(sizes) if sums is None else sums
+    count = len(sizes)
+    ends: list[int] = []
+    end = 0
+    while end < count:
+        cap = caps[min(len(ends), len(caps) - 1)]
+        reached = int(np.searchsorted(totals, totals[end] + cap))
+        end = min(max(reached, end + 1), count)
+        ends.append(end)
+    return ends
+
+
 @dataclass(frozen=True, slots=True)
 class Schedule:
     """Buckets in launch order."""
@@ -47,6 +67,7 @@ class Schedule:
     def of_plan(cls, profile: Profile, plan: Plan) -> tuple[Schedule, list[tuple[str, ...]]]:
         """The plan's buckets, and behind them what it does not name, as the drop-in sends it; and each bucket's
         names."""
+        plan.need_buckets("this schedule")
         plan.check(profile)
         buckets = [(bucket.gradients, bucket.communicator) for bucket in plan.buckets]
         missing = plan.missing(profile)

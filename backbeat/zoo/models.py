@@ -121,22 +121,22 @@ def t5_base(batch_size: int = 16, device: str = "cpu") -> Workload:
     return model, batch, _own_loss
 
 
-def llama_1b(batch_size: int = 4, device: str = "cpu") -> Workload:
+def llama_1b(batch_size: int = 4, device: str = "cpu", layers: int = 16) -> Workload:
     """A Llama of 1.24 billion parameters, tied embeddings (transformers), 1024 tokens a sample."""
-    from_transformers = _transformers()
-    config = from_transformers.LlamaConfig(
-        vocab_size=128256,
+    return _llama(
+        batch_size,
+        device,
+        1024,
         hidden_size=2048,
         intermediate_size=8192,
-        num_hidden_layers=16,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        max_position_embeddings=2048,
+        num_hidden_layers=layers,
         tie_word_embeddings=True,
-        use_cache=False,
     )
-    model = _on(device, lambda: from_transformers.LlamaForCausalLM(config))
-    return model, _causal_batch(config.vocab_size, batch_size, 1024, device), _own_loss
+
+
+def llama_8b(batch_size: int = 1, device: str = "cpu", layers: int = 32) -> Workload:
+    """A Llama of 8.03 billion parameters in the shapes of Llama 3 8B (transformers), 4096 tokens a sample."""
+    return _llama(batch_size, device, 4096, hidden_size=4096, intermediate_size=14336, num_hidden_layers=layers)
 
 
 def _vision(
@@ -187,6 +187,20 @@ def _gpt2(batch_size: int, device: str, **options: Any) -> Workload:
     config = from_transformers.GPT2Config(use_cache=False, **options)
     model = _on(device, lambda: from_transformers.GPT2LMHeadModel(config))
     return model, _causal_batch(config.vocab_size, batch_size, 1024, device), _own_loss
+
+
+def _llama(batch_size: int, device: str, length: int, **options: Any) -> Workload:
+    from_transformers = _transformers()
+    config = from_transformers.LlamaConfig(
+        vocab_size=128256,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        max_position_embeddings=8192,
+        use_cache=False,
+        **options,
+    )
+    model = _on(device, lambda: from_transformers.LlamaForCausalLM(config))
+    return model, _causal_batch(config.vocab_size, batch_size, length, device), _own_loss
 
 
 def _causal_batch(vocabulary: int, batch_size: int, length: int, device: str) -> dict[str, torch.Tensor]:

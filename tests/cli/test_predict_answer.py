@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import msgspec
@@ -13,8 +14,9 @@ import backbeat as bb
 from backbeat.cli import app
 from backbeat.cli.zoo import variants
 from backbeat.errors import InputError
-from backbeat.model import Network, Profile, Topology
-from backbeat.report.answer import answer
+from backbeat.model import Fabric, Network, Profile, Topology
+from backbeat.model.prediction import Breakdown, NetworkBand, Prediction
+from backbeat.report.answer import answer, decision, judged
 from backbeat.report.study import study
 from tests.problems import affine, make_profile
 
@@ -47,7 +49,7 @@ def test_the_answer_fits_one_screen_and_ends_in_a_decision() -> None:
         assert word in headings
     place = next(index for index, line in enumerate(lines) if line.startswith("Worth it: 512 GPUs do the work of 48"))
     assert place < lines.index(headings)
-    for word in ("tokens/s", "per step", "per billion tokens", "sent as bf16", "no MFU (the profile has no FLOPs)"):
+    for word in ("tokens/s", "per step", "per billion tokens", "sent as bf16", "MFU 29."):
         assert word in joined(text)
     assert sum(line.startswith("* ") for line in lines) == 3
     assert lines[-2:] == ["Decision: 512 GPUs are worth renting.", "Keep stock DDP: no plan is 1 % faster."]
@@ -113,7 +115,8 @@ def test_a_job_that_does_not_fit_says_so_everywhere(tmp_path: Path) -> None:
     file = str(tmp_path / "large.json")
     larger_than_its_device().save(file)
     text = joined(run("predict", file, "nvlink-ib400", "-n", "16"))
-    assert "Does not fit: 32.2 GB on one L4 of 24.0 GB: does not fit; shard it (FSDP), or keep less" in text
+    said = "32.2 GB on one L4 of 24.0 GB: does not fit (optimizer: SGD with momentum); shard it (FSDP), or keep less"
+    assert f"Does not fit: {said}" in text
     assert "Decision: make it fit first" in text
     assert "does not fit" in joined(run("plan", file, "nvlink-ib400", "-n", "16"))
     said = answer(study(larger_than_its_device(), bb.Network.load("nvlink-ib400"), [16], strategies=["ddp"]))
@@ -176,13 +179,23 @@ def test_micro_batches_stand_in_the_header() -> None:
     assert f"{1e3 * alone:.0f} ms per iteration alone" in text
 
 
+def test_the_advised_plan_is_for_the_same_micro_batches(tmp_path: Path) -> None:
+    words = ("resnet50-b64-bf16-h200", "100gbe", "--workers", "64", "--accumulation", "2")
+    predicted = bb.predict(bb.Profile.load(words[0]), bb.Network.load("100gbe").at(workers=64), "best", accumulation=2)
+    assert "--accumulation 2 --workers 64 -o plan.json" in joined(run("predict", *words))
+    run("plan", *words, "-o", str(tmp_path / "plan.json"))
+    found = bb.Plan.load(tmp_path / "plan.json").predicted
+    assert found is not None
+    assert found.iteration_s == predicted.iteration_s
+
+
 def test_a_profile_that_does_not_say_its_origin_is_not_called_measured(tmp_path: Path) -> None:
     file = str(tmp_path / "mine.json")
     make_profile([10**6], [1e-3], forward=1e-3).save(file)
     text = run("predict", file, "10gbe")
     assert "(origin not stated)" in joined(text)
     assert "(measured)" not in text
-    assert "the profile has no FLOPs" in joined(text)
+    assert "no MFU (the profile has no FLOPs)" in joined(text)
 
 
 def test_tokens_utilisation_and_money() -> None:
@@ -198,6 +211,12 @@ def test_tokens_utilisation_and_money() -> None:
     per_sample = prices["step"] / (16 * 4)
     assert prices["billion tokens"] == pytest.approx(per_sample * 1e9 / 1024)
     assert prices["epoch"] == pytest.approx(per_sample * 10_000)
+
+
+def test_memory_says_which_optimizer_it_was_measured_with() -> None:
+    adamw = run("predict", "llama-8b-b1-bf16-adamw-h200", "aws-p5en", "-n", "64")
+    assert "does not fit (optimizer: AdamW, fused); shard it (FSDP)" in joined(adamw)
+    assert "of one H200: fits (optimizer: SGD with momentum)." in joined(run("predict", RESNET, "10gbe"))
 
 
 def test_gradients_sent_in_two_bytes() -> None:
@@ -240,7 +259,8 @@ def test_the_zoo_has_one_row_a_model() -> None:
     rows = text[: text.index("networks")].splitlines()
     for name in {bb.Profile.load(RESNET).model, "llama-1b", "bert-large"}:
         (row,) = (line for line in rows if line.startswith(f"{name} "))
-        assert "SGD with momentum" in row
+        assert " in bf16" in row
+    assert rows[1].split() == ["model", "tokens", "SGD", "AdamW", "compiled"]
     assert "64, 128 in bf16, tf32" in next(line for line in rows if line.startswith("resnet50 "))
     assert "1024" in next(line for line in rows if line.startswith("llama-1b "))
     one = make_profile([1], [0.0])
@@ -250,3 +270,97 @@ def test_the_zoo_has_one_row_a_model() -> None:
 def test_networks_without_device_lines_are_moved_as_before() -> None:
     assert not Network.load("10gbe").one_node
     assert bb.Network.load("10gbe").at(workers=64).workers == 64
+
+
+def cloudy(folder: Path) -> str:
+    """nvlink-ib400 on a fabric that is shared with others."""
+    network = Network.load("nvlink-ib400")
+    topology = msgspec.structs.replace(network.topology, fabric=Fabric(kind="cloud"))
+    msgspec.structs.replace(network, name="cloudy", topology=topology).save(folder / "cloudy.json")
+    return str(folder / "cloudy.json")
+
+
+def test_a_band_reaches_the_table_the_verdict_and_the_decision(tmp_path: Path) -> None:
+    words = ("predict", LLAMA, cloudy(tmp_path), "--workers", "8..512", "--price", "2.5/gpu-h")
+    text = run(*words)
+    lines = text.splitlines()
+    assert max(len(line) for line in lines if not line.startswith("  backbeat")) <= 80
+    (headings,) = (line for line in lines if line.startswith("GPUs"))
+    assert "busy–quiet" in headings
+    (last,) = (line for line in lines if line.startswith("512"))
+    assert re.search(r" [0-9]+–[0-9]+% ", last)
+    verdict = joined(text)
+    assert re.search(r"512 GPUs do the work of [0-9]+ to [0-9]+, depending on how busy the cluster is", verdict)
+    data = json.loads(run(*words, "--json", "-s", "ddp"))
+    one, *_, many = data["rows"]
+    assert one["network_band"] is None
+    assert many["network_band"]["quiet_s"] < many["iteration_s"] < many["network_band"]["busy_s"]
+    assert many["network_band"]["busy_scaling_factor"] < many["scaling_factor"]
+    assert "busy–quiet" in run(*words, "--wide", "-s", "ddp")
+
+
+def test_without_a_band_nothing_is_said_of_one() -> None:
+    text = run("predict", LLAMA, "nvlink-ib400", "--workers", "8..64")
+    assert "busy" not in text
+
+
+def edges(scaling: float, busy: float, quiet: float, workers: int) -> Prediction:
+    return Prediction(
+        strategy="ddp", workers=workers, communicators=1, buckets=1, iteration_s=1 / scaling, single_s=1.0,
+        scaling_factor=scaling, exposed_s=1 / scaling - 1, bound_s=1.0, samples_per_s=workers * scaling,
+        breakdown=Breakdown(), bottleneck="bandwidth",
+        network_band=NetworkBand(
+            quiet_s=1 / quiet, busy_s=1 / busy, quiet_scaling_factor=quiet, busy_scaling_factor=busy
+        ),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("points", "verdict", "said"),
+    [
+        ([(0.95, 0.9, 0.97), (0.93, 0.85, 0.95)], "yes", "32 GPUs are worth renting."),
+        ([(0.95, 0.9, 0.97), (0.85, 0.7, 0.95)], "partly", "on a busy cluster only if time matters more than money"),
+        ([(0.95, 0.7, 0.97), (0.85, 0.4, 0.95)], "partly", "only if the cluster is not busy; on a busy one at most 16"),
+        ([(0.95, 0.4, 0.97), (0.75, 0.2, 0.95)], "partly", "only if the cluster is not busy; on a busy one none"),
+        ([(0.75, 0.7, 0.97), (0.7, 0.65, 0.95)], "partly", "32 GPUs only if time matters more than money"),
+        ([(0.75, 0.4, 0.97), (0.4, 0.2, 0.95)], "no", "rent at most 16 GPUs on this network, 1 while it is busy"),
+    ],
+)
+def test_the_decision_takes_a_busy_cluster_into_account(
+    points: list[tuple[float, float, float]], verdict: str, said: str
+) -> None:
+    curves = {"ddp": [edges(*point, workers=16 * (place + 1)) for place, point in enumerate(points)]}
+    found, headline = judged(curves)
+    assert found == verdict
+    assert "depending on how busy the cluster is" in headline
+    assert said in decision(curves, None, lambda point: f"plan {point.workers}")
+
+
+def test_more_links_a_node_carry_more(tmp_path: Path) -> None:
+    node = affine(2e-5, 5e-12, workers=8, topology=Topology(gpus_per_node=8))
+    node.save(tmp_path / "node.json")
+    words = ("predict", RESNET, str(tmp_path / "node.json"), "-n", "64", "--across", "100gbe", "-s", "ddp", "--json")
+    one, eight = (json.loads(run(*words, "--nics-per-node", links))["rows"][0] for links in ("1", "8"))
+    assert eight["iteration_s"] < one["iteration_s"]
+    assert any("8 links a node" in note for note in eight["notes"])
+    with pytest.raises(InputError, match="--across"):
+        run("predict", RESNET, "nvlink-ib400", "--nics-per-node", "8")
+
+
+def test_what_the_job_runs_today_stands_beside_stock_ddp_and_the_plan() -> None:
+    words = ("predict", LLAMA, "nvlink-ib400", "--workers", "8,64", "--framework", "nanotron,deepspeed-zero1")
+    text = run(*words)
+    for word in ("nanotron", "deepspeed-zero1", "ddp", "best", "gather"):
+        assert word in text
+    data = json.loads(run(*words, "--strategy", "ddp", "--json"))
+    assert [row["strategy"] for row in data["rows"]] == ["nanotron", "deepspeed-zero1", "ddp"] * 2
+    found = bb.predict(Profile.load(LLAMA), Network.load("nvlink-ib400").at(workers=64), framework="nanotron")
+    assert data["rows"][3]["iteration_s"] == pytest.approx(found.iteration_s)
+    # Eight GPUs and more share the optimizer's state, and the fp32 gradients are what travels.
+    whole = json.loads(run(*words[:-1], "torch-ddp", "--json"))["memory"]
+    assert whole["peak_bytes"] > data["memory"]["peak_bytes"]
+
+
+def test_a_framework_nobody_knows_is_refused() -> None:
+    with pytest.raises(InputError, match="is not a framework: did you mean 'megatron'"):
+        run("predict", LLAMA, "nvlink-ib400", "--framework", "megaton")

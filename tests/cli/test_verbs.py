@@ -129,6 +129,7 @@ def test_demo_tells_the_whole_story(tmp_path: Path) -> None:
     done = run("demo", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "2048" in done.stdout
+    assert "depending on how busy the cluster is" in " ".join(done.stdout.split())
     assert bb.Plan.load(tmp_path / "plan.json").workers == 64
 
 
@@ -211,7 +212,7 @@ def test_demo_as_data(tmp_path: Path) -> None:
     done = run("demo", "--json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     data = json.loads(done.stdout)
-    assert [len(table["rows"]) for table in data["predict"]] == [20, 20]
+    assert [len(table["rows"]) for table in data["predict"]] == [20, 14]
     (tmp_path / "again.json").write_text(json.dumps(data["plan"]))
     assert bb.Plan.load(tmp_path / "again.json") == bb.Plan.load(tmp_path / "plan.json")
     assert (tmp_path / "report.html").exists()

@@ -31,16 +31,17 @@ def test_training_in_the_lab_gives_stock_ddps_losses(tmp_path: Path) -> None:
     kept = tmp_path / "lab.json"
     done = subprocess.run(
         [sys.executable, "-m", "backbeat", "lab", "--train", "lab_model:four_layers", "--nodes", "2", "--bandwidth",
-         "100mbit", "-s", "ddp,optimal", "--seconds", "0.5s", "--budget", "2s", "--json", "-o", str(kept)],
+         "100mbit", "-s", "ddp,optimal,fsdp", "--seconds", "0.5s", "--budget", "2s", "--json", "-o", str(kept)],
         cwd=tmp_path, timeout=120, check=False, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     shown = json.loads(done.stdout)
-    assert [row["strategy"] for row in shown["rows"]] == ["ddp", "optimal"]
+    assert [row["strategy"] for row in shown["rows"]] == ["ddp", "optimal", "fsdp"]
     assert all(row["measured_s"] > 0 and row["iterations"] > 0 for row in shown["rows"])
     losses = [row["losses"] for row in json.loads(kept.read_text())["rows"]]
-    assert len(losses) == 2
+    assert len(losses) == 3
     common = min(len(found) for found in losses)
     assert common >= 5
     # Two ranks: sums do not depend on the buckets.
     assert losses[0][:common] == losses[1][:common]
+    assert losses[2][:common] == pytest.approx(losses[0][:common], rel=1e-5)

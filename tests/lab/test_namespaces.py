@@ -50,6 +50,37 @@ def test_a_lab_has_a_namespace_for_each_node_and_one_for_the_switch_and_leaves_n
     assert not run.folder.exists()
 
 
+def test_a_node_of_several_ranks_is_a_switch_of_its_own_and_its_ranks_reach_all_others():
+    code = (
+        "import socket, sys; from backbeat.lab.namespaces import enter; enter(sys.argv[1]); "
+        "listener = socket.create_server((sys.argv[2], 5000)); print('listening', flush=True); sys.stdin.readline(); "
+        "[socket.create_connection((one, 5000), timeout=20).close() for one in sys.argv[3:]]; "
+        "print('reached', flush=True); sys.stdin.readline()"
+    )
+    with LabRun() as run, Cluster(run, [LINK] * 2, [Link(rate_bits=1e9)] * 2) as cluster:
+        assert cluster.ranks == 4
+        parts = ("0", "1", "2", "3", "hub", "switch0", "switch1")
+        assert of(run.name) == {f"{run.name}-{part}" for part in parts}
+        addresses = [cluster.address(rank) for rank in range(4)]
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, "-c", code, cluster.namespace(rank), addresses[rank], *addresses],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            )
+            for rank in range(4)
+        ]  # fmt: skip
+        for one in ranks:
+            assert one.stdout.readline() == "listening\n"
+        for one in ranks:
+            one.stdin.write("\n")
+            one.stdin.flush()
+        # A listener goes with its process: nobody ends before all have connected.
+        assert [one.stdout.readline() for one in ranks] == ["reached\n"] * 4
+        for one in ranks:
+            one.communicate(timeout=60)
+    assert of(run.name) == set()
+
+
 def test_two_labs_live_side_by_side():
     with LabRun() as first, Cluster(first, [LINK] * 2):
         with LabRun() as second, Cluster(second, [LINK] * 2):

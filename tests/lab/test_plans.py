@@ -11,7 +11,21 @@ from tests.lab.cases import network, profile
 
 
 @pytest.mark.parametrize(
-    "text", ["wfbq", "random", "random:x", "equal:0", "optimal:5", "ddp/none", "ddp/0", "decoupled/2", ""]
+    "text",
+    [
+        "wfbq",
+        "random",
+        "random:x",
+        "equal:0",
+        "optimal:5",
+        "ddp/none",
+        "ddp/0",
+        "decoupled/2",
+        "fsdp/2",
+        "fsdp:2",
+        "hsdp:x",
+        "",
+    ],
 )
 def test_plans_that_do_not_exist_are_refused(text):
     with pytest.raises(InputError):
@@ -21,6 +35,15 @@ def test_plans_that_do_not_exist_are_refused(text):
 def test_channels_behind_a_name_win_over_the_list():
     names = [choice.name for choice in plans.parse(["wfbp", "best/2"], [1])]
     assert names == ["wfbp/1", "best/2"]
+
+
+def test_sharded_plans_send_halves_and_open_no_communicators_here():
+    fsdp, hsdp = plans.parse(["fsdp", "hsdp:2"], [1, 2])
+    assert [choice.name for choice in (fsdp, hsdp)] == ["fsdp", "hsdp:2"]
+    assert all(choice.sharded and choice.halved and choice.widest("nccl") == 1 for choice in (fsdp, hsdp))
+    made = plans.build(hsdp, profile(), network())
+    assert (made.sharding.mesh.replicate, made.sharding.mesh.shard) == (2, 2)
+    assert plans.shorthand(made) == [[1, 1]] * 6
 
 
 def test_stock_ddp_on_gloo_needs_no_channels_of_its_own():

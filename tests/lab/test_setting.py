@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from backbeat.errors import InputError
 from backbeat.lab.namespaces import Link
 from backbeat.lab.setting import Setting, parse_delay, parse_links, parse_share, parse_stragglers
+from backbeat.model import Block
 from backbeat.report.measured import scaled
 from tests.lab.cases import profile
 
@@ -12,6 +14,15 @@ from tests.lab.cases import profile
 def test_a_slow_link_is_slow_in_both_directions_and_the_others_keep_their_rate():
     setting = Setting(nodes=3, rate_bits=1e9, rates={1: 1e8})
     assert [link.rate_bits for link in setting.links] == [1e9, 1e8, 1e9]
+
+
+def test_ranks_of_a_node_share_its_link_and_its_slowdown():
+    setting = Setting(nodes=2, rate_bits=1e9, ranks_per_node=2, inside_bits=5e9, slowdowns={1: 1.5})
+    assert setting.ranks == 4
+    assert [link.rate_bits for link in setting.links] == [1e9, 1e9]
+    assert [link.rate_bits for link in setting.inside] == [5e9, 5e9]
+    assert [setting.slowdown(rank) for rank in range(4)] == [1.0, 1.0, 1.5, 1.5]
+    assert setting.name == "gloo-2nx2-1.00gbit"
 
 
 def test_the_burst_is_a_short_time_of_the_rate_and_never_less_than_some_packets():
@@ -31,6 +42,10 @@ def test_the_burst_is_a_short_time_of_the_rate_and_never_less_than_some_packets(
         ({"slowdowns": {1: 0.0}}, "slowdown 0"),
         ({"rates": {9: 1e9}}, "link names node 9"),
         ({"delay_s": -1.0}, "delay is -1"),
+        ({"ranks_per_node": 0}, "ranks per node is 0"),
+        ({"ranks_per_node": 2}, "inside a node is not given: give both"),
+        ({"inside_bits": 25e9}, "ranks per node is 1 and the bandwidth inside a node is 25.0 Gbit/s"),
+        ({"ranks_per_node": 2, "inside_bits": 100e9}, "100 Gbit/s"),
     ],
 )
 def test_settings_that_cannot_be_built_are_refused_by_name(change, words):
@@ -75,3 +90,12 @@ def test_jitter_gives_the_prediction_iterations_to_draw_from():
     drawn = setting.slowest(profile()).iteration_s
     assert len(drawn) == 1000
     assert sum(drawn) / len(drawn) == pytest.approx(profile().single_s, rel=0.02)
+
+
+def test_dilated_blocks_take_longer_too():
+    block = Block(
+        name="layer0", forward_s=0.004, backward_s=0.01, input_bytes=0, output_bytes=0, saved_bytes=0,
+        forward_peak_bytes=0, backward_peak_bytes=0,
+    )  # fmt: skip
+    (found,) = scaled(msgspec.structs.replace(profile(), blocks=(block,)), 3.0).blocks
+    assert (found.forward_s, found.backward_s) == pytest.approx((0.012, 0.03))

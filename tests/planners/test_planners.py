@@ -12,16 +12,17 @@ from hypothesis import strategies as st
 import backbeat as bb
 from backbeat.model import ConcurrencyPoint, Network, Profile
 from backbeat.model.files import decode, encode
-from backbeat.planners import STRATEGIES
+from backbeat.planners import SHARDED, STRATEGIES
 from backbeat.planners.adaptive import _constant_buffers
 from backbeat.planners.best import SIMPLER_WITHIN
-from backbeat.planners.draft import Draft, capped
+from backbeat.planners.draft import Draft
 from backbeat.planners.merge_concurrent import simplified
 from backbeat.planners.mgwfbp import merge_sweep
+from backbeat.simulate.schedule import capped
 from tests.problems import affine, curve, make_profile, networks, profiles
 
 MIB = 2**20
-WITHIN_ITERATION = sorted(set(STRATEGIES) - {"decoupled", "compressed"})
+WITHIN_ITERATION = sorted(set(STRATEGIES) - {"decoupled", "compressed"} - SHARDED)
 ONE_COMMUNICATOR = ["wfbp", "single", "ddp", "horovod", "mg-wfbp", "adaptive"]
 
 
@@ -33,7 +34,7 @@ def every_partition(count: int) -> list[list[int]]:
     return [[*cuts, count] for size in range(count) for cuts in combinations(range(1, count), size)]
 
 
-@settings(max_examples=300)
+@settings(max_examples=200)
 @given(profiles(most=9), networks())
 def test_optimal_is_what_exhaustive_search_finds(profile: Profile, network: Network) -> None:
     least = min(Draft(ends).end_s(profile, network.cost) for ends in every_partition(len(profile.gradients)))
@@ -41,16 +42,16 @@ def test_optimal_is_what_exhaustive_search_finds(profile: Profile, network: Netw
     assert found == pytest.approx(least, rel=1e-9)
 
 
-@settings(max_examples=500)
+@settings(max_examples=250)
 @given(profiles(most=60), networks())
 def test_optimal_is_never_beaten_on_one_communicator(profile: Profile, network: Network) -> None:
     best = bb.plan(profile, network, "optimal").predicted.iteration_s  # type: ignore[union-attr]
     for strategy in ONE_COMMUNICATOR:
-        other = bb.predict(profile, network, bb.plan(profile, network, strategy, communicators=1)).iteration_s
+        other = bb.plan(profile, network, strategy, communicators=1).predicted.iteration_s  # type: ignore[union-attr]
         assert best <= other * (1 + 1e-9), strategy
 
 
-@settings(max_examples=200)
+@settings(max_examples=120)
 @given(profiles(most=40), networks())
 def test_best_is_never_beaten_by_more_than_simplicity_is_worth(profile: Profile, network: Network) -> None:
     best = bb.predict(profile, network, "best").iteration_s

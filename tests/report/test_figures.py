@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import backbeat as bb
-from backbeat.model import Memory, Span
+from backbeat.model import LoadBand, Memory, Span
 from backbeat.report import canvas, draw, draw_timeline, figures
 from backbeat.report.figures.timeline import describe_names
 from backbeat.report.measured import Measured
@@ -43,6 +43,19 @@ def test_scaling_holds_every_prediction_its_band_and_its_knee() -> None:
             assert slow <= point.scaling_factor * (1 + 1e-9)
             assert slow <= fast
     assert data.alone_per_s == pytest.approx(1 / small().single_s)
+
+
+def test_a_network_with_a_band_draws_it_instead_of_single_iterations() -> None:
+    network = affine(1e-3, 1e-9, band=LoadBand(quiet=2.0, busy=0.5))
+    data = figures.scaling(study(small(), network, [1, 4, 64], strategies=[]).curves)
+    assert data.best.load_band
+    alone, *others = data.best.band
+    assert alone[1] == alone[2]
+    for (_, slow, fast), point in zip(others, data.best.points[1:], strict=True):
+        assert slow < point.scaling_factor < fast
+    assert data.range_percent[0] <= 100 * min(slow for _, slow, _ in data.best.band)
+    names = [trace["name"] for trace in draw.scaling(data)["data"]]
+    assert "ddp: busy to quiet cluster" in names
 
 
 def test_without_iteration_times_there_is_no_band() -> None:

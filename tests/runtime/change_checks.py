@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from rank_asserts import raises
-from scenario_rig import Context, Oracle, Scenario, both, mlp, small_plan, start
+from scenario_rig import Context, Oracle, both, mlp, registry, small_plan, start
 from torch import nn
 
 from backbeat.errors import InputError
@@ -16,14 +16,9 @@ from backbeat.model import Bucket, Plan
 from backbeat.model.compression import Compression
 from backbeat.runtime import DistributedDataParallel
 
-CHECKS: dict[str, Scenario] = {}
+CHECKS, check = registry()
 ENCODED: set[str] = set()
 """Make their own compressed plans, so that one route is enough."""
-
-
-def check(run: Callable[[Context], str | None]) -> Callable[[Context], str | None]:
-    CHECKS[run.__name__] = Scenario(run, run.__name__)
-    return run
 
 
 def compressed(run: Callable[[Context], str | None]) -> Callable[[Context], str | None]:

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from compressed_rig import ALL, SOME, backward, compressed, local_gradients, owed, registering, same_everywhere, wrap
+from compressed_rig import ALL, SOME, backward, compressed, local_gradients, owed, same_everywhere, wrap
 from msgspec.structs import replace
 from rank_asserts import raises
-from scenario_rig import Context, Scenario, mlp, small_plan
+from scenario_rig import Context, mlp, registry, small_plan
 from scenarios_graphs import Branches
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
@@ -29,8 +29,7 @@ from backbeat.model.compression import Compression
 from backbeat.runtime import DistributedDataParallel
 from backbeat.runtime.reduce.partition import plan_partition
 
-CHECKS: dict[str, Scenario] = {}
-check = registering(CHECKS)
+CHECKS, check = registry("compressed_")
 
 
 @check

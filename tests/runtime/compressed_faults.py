@@ -14,10 +14,10 @@ from compressed_checks import (
     sixteen_bit_parameters,
     unused_and_frozen,
 )
-from compressed_rig import SOME, backward, compressed, local_gradients, owed, registering, same_everywhere, wrap
+from compressed_rig import SOME, backward, compressed, local_gradients, owed, same_everywhere, wrap
 from msgspec.structs import replace
 from rank_asserts import raises
-from scenario_rig import Context, Scenario, mlp
+from scenario_rig import Context, mlp, registry
 from scenarios_graphs import Breakable, Twice
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -26,8 +26,7 @@ from backbeat.model.blocks import MemoryPlan
 from backbeat.runtime import DistributedDataParallel
 from backbeat.runtime.reduce.failures import BrokenStepError, CommunicationError, NonFiniteError
 
-CHECKS: dict[str, Scenario] = {}
-check = registering(CHECKS)
+CHECKS, check = registry("compressed_")
 
 
 @check
@@ -350,9 +349,9 @@ def a_dead_rank_is_named(ctx: Context) -> None:
 @check
 def as_on_a_device(ctx: Context) -> None:
     """The path that never asks the device, run on the host: the same sums, faults named one step late."""
-    from backbeat.runtime.compressed import compressed_bucket, topk
+    from backbeat.runtime.compressed import topk
 
-    compressed_bucket.HOSTS = topk.HOSTS = set()
+    topk.HOSTS = set()
     try:
         nothing_is_lost(ctx)
         momentum_correction(ctx)
@@ -364,4 +363,4 @@ def as_on_a_device(ctx: Context) -> None:
         checkpoints(ctx)
         plans_change_and_residuals_stay(ctx)
     finally:
-        compressed_bucket.HOSTS = topk.HOSTS = {"cpu"}
+        topk.HOSTS = {"cpu"}

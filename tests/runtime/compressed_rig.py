@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from msgspec.structs import replace
-from scenario_rig import Context, Scenario, mlp, small_plan
+from scenario_rig import Context, mlp, small_plan
 from torch import nn
 
 from backbeat.model import Plan
@@ -18,16 +18,6 @@ from backbeat.runtime import DistributedDataParallel
 
 ALL = Compression(density=1.0)
 SOME = Compression(density=0.1)
-
-
-def registering(checks: dict[str, Scenario]) -> Callable[[Callable[[Context], Any]], Callable[[Context], Any]]:
-    """A decorator that adds what it decorates to these."""
-
-    def check(run: Callable[[Context], Any]) -> Callable[[Context], Any]:
-        checks["compressed_" + run.__name__] = Scenario(run, run.__name__)
-        return run
-
-    return check
 
 
 def compressed(model: nn.Module, compression: Compression | None, *, every: int = 1, communicators: int = 1) -> Plan:

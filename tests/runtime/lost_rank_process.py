@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import torch
 import torch.distributed as dist
 from msgspec.structs import replace
-from runtime_checks import Interrupted
+from rank_faults import Interrupted
 from scenario_rig import small_plan
 
 from backbeat.model.compression import Compression

@@ -38,12 +38,16 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _outcome(request: dict[str, Any]) -> dict[str, Any]:
+    import auto_checks
     import change_checks
     import compressed_checks
     import compressed_faults
+    import rank_faults
     import runtime_checks
     import runtime_scenarios
     import scenario_rig
+    import sharded_checks
+    import sharded_order_checks
     import torch
     import torch.distributed as dist
 
@@ -76,9 +80,13 @@ def _outcome(request: dict[str, Any]) -> dict[str, Any]:
         known = {
             **runtime_scenarios.SCENARIOS,
             **runtime_checks.CHECKS,
+            **rank_faults.CHECKS,
+            **auto_checks.CHECKS,
             **compressed_checks.CHECKS,
             **compressed_faults.CHECKS,
             **change_checks.CHECKS,
+            **sharded_checks.CHECKS,
+            **sharded_order_checks.CHECKS,
         }
         return {"outcome": "right", "detail": str(known[request["scenario"]].run(ctx) or "")}
     except AssertionError as error:
@@ -154,6 +162,8 @@ def main() -> None:
     """Argument: for each rank the descriptor it reads from, the one it writes to, and its environment."""
     # Imported here, before any fork: what the ranks and their children would each load again.
     import runtime_checks
+    import sharded_checks
+    import sharded_order_checks
     import torch._dynamo
 
     import backbeat.measure.network.calibration
@@ -161,6 +171,7 @@ def main() -> None:
 
     assert backbeat.planners, backbeat.measure.network.calibration
     assert runtime_checks, torch._dynamo
+    assert sharded_checks, sharded_order_checks
     # What is imported stays: collecting garbage need not look at it, nor touch memory shared with the children.
     gc.freeze()
     ranks = json.loads(sys.argv[1])

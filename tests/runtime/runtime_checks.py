@@ -1,42 +1,27 @@
-"""Checks of the reducer itself that need several ranks: order, overlap, equality with stock DDP, faults."""
+"""Checks of the reducer itself that need several ranks: order, overlap, equality with stock DDP, agreement."""
 
 from __future__ import annotations
 
 import copy
 import gc
-import io
 import json
-import os
-import re
-import threading
-from collections.abc import Callable
-from contextlib import redirect_stderr
-from datetime import timedelta
 from typing import Any
 from unittest import mock
 
 import msgspec
 import torch
-import torch.distributed as dist
 from rank_asserts import raises
-from scenario_rig import Context, Oracle, Scenario, both, mlp, small_plan, start, train
-from scenarios_graphs import Branches, Breakable, Twice
+from scenario_rig import Context, Oracle, both, mlp, registry, small_plan, start, train
+from scenarios_graphs import Branches
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from backbeat.comm.communicators import Communicator, Communicators
 from backbeat.errors import InputError
-from backbeat.model import Bucket, CollectiveTimes, Network, Plan, PlanPrediction
-from backbeat.runtime import CommunicationError, DistributedDataParallel, StepMismatchError
-from backbeat.runtime.reduce import lost_collectives, settings
-from backbeat.runtime.reduce.failures import BrokenStepError
+from backbeat.model import Bucket, Plan, PlanPrediction
+from backbeat.runtime import DistributedDataParallel
+from backbeat.runtime.reduce import settings
 
-CHECKS: dict[str, Scenario] = {}
-
-
-def check(run: Callable[[Context], str | None]) -> Callable[[Context], str | None]:
-    CHECKS[run.__name__] = Scenario(run, run.__name__)
-    return run
+CHECKS, check = registry()
 
 
 @check
@@ -218,13 +203,7 @@ def attributes_frameworks_read(ctx: Context) -> None:
     """Every attribute that stock DDP's constructor sets is set here too, and means the same."""
     model = ctx.build(mlp)
     ours, theirs = DistributedDataParallel(copy.deepcopy(model)), TorchDDP(copy.deepcopy(model))
-    internal = {"_bucket_config", "logger", "reducer", "_delay_all_reduce_params"}
-    missing = {name for name in vars(theirs) if not hasattr(ours, name)} - internal
-    assert not missing, f"missing: {sorted(missing)}"
-    # Torch's own names too, which it sets in other places or versions.
-    elsewhere = {"_divide_by_initial_world_size", "_init_sync_buffers", "_static_graph_delay_allreduce_enqueued"}
-    added = set(vars(ours)) - set(vars(theirs)) - elsewhere - {"forward_sync_buffers", "batched_grad_copy"}
-    assert not added, f"ours, beside the reducer: {sorted(added)}"
+    assert set(vars(ours)) == set(vars(theirs))
     for name in (
         "device_ids", "output_device", "dim", "device", "device_type", "broadcast_buffers", "find_unused_parameters",
         "require_backward_grad_sync", "require_forward_param_sync", "static_graph", "mixed_precision",
@@ -291,123 +270,6 @@ def memory_is_the_gradients(ctx: Context) -> None:
     assert storages == {bucket.flat.untyped_storage().data_ptr() for bucket in wrapped.reducer.buckets}
 
 
-class Stops(torch.autograd.Function):
-    """Calls something in the middle of backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, call: Callable[[], None] | None) -> torch.Tensor:
-        ctx.call = call
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        if ctx.call is not None:
-            ctx.call()
-        return gradient, None
-
-
-class Interrupted(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(6, 6) for _ in range(4)])
-        self.call: Callable[[], None] | None = None
-        self.at = 1
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for index, layer in enumerate(self.layers):
-            x = Stops.apply(layer(x), self.call if index == self.at else None)
-        return x
-
-
-def _step(ctx: Context, wrapped: Any, step: int) -> None:
-    wrapped.zero_grad()
-    wrapped(ctx.data(3, 6, step=step, rank=ctx.rank)).square().sum().backward()
-
-
-def _dies(ctx: Context, moment: str) -> str:
-    wrapped, oracle = start(ctx, Interrupted)
-    train(ctx, wrapped.module, wrapped, oracle, steps=3)
-    if ctx.rank == ctx.size - 1:
-        if moment == "forward":
-            os._exit(1)
-        if moment == "after":
-            _step(ctx, wrapped, 5)
-            os._exit(1)
-        wrapped.module.at = {"early": 3, "middle": 1, "late": 0}[moment]
-        wrapped.module.call = lambda: os._exit(1)
-    if moment == "after":
-        # A rank may still be told of the end in the very step the dying one completed.
-        message = raises(CommunicationError, lambda: [_step(ctx, wrapped, step) for step in (5, 6)])
-    else:
-        message = raises(CommunicationError, lambda: _step(ctx, wrapped, 5))
-    assert "bucket " in message, message
-    assert "layers." in message, message
-    # On more than two ranks another one may have given up before, and be gone as well.
-    assert re.search(rf"ranks? [\d, ]*\b{ctx.size - 1} do(es)? not answer", message), message
-    return message
-
-
-for _moment in ("forward", "early", "middle", "late", "after"):
-    CHECKS[f"rank_dies_{_moment}"] = Scenario(lambda ctx, moment=_moment: _dies(ctx, moment), _moment)
-
-
-@check
-def rank_hangs(ctx: Context) -> str:
-    """The last rank stops in mid-backward until the others have given up."""
-    wrapped, oracle = start(ctx, Interrupted)
-    train(ctx, wrapped.module, wrapped, oracle, steps=3)
-    store = dist.distributed_c10d._get_default_store()
-    others = [f"gave-up-{rank}" for rank in range(ctx.size - 1)]
-    if ctx.rank == ctx.size - 1:
-        wrapped.module.call = lambda: store.wait(others, timedelta(seconds=60))
-        raises((CommunicationError, RuntimeError), lambda: _step(ctx, wrapped, 5))
-        return "hung"
-    message = raises(CommunicationError, lambda: _step(ctx, wrapped, 5))
-    store.set(f"gave-up-{ctx.rank}", "1")
-    assert f"rank {ctx.size - 1} is in step 4 with " in message, message
-    assert "waiting for " in message, message
-    assert "layers." in message, message
-    assert "bucket " in message, message
-    return message
-
-
-@check
-def rank_lost_in_silence(ctx: Context) -> str:
-    """As on NCCL, where waiting does not raise: the monitor's thread reads that a bucket was lost, and says so."""
-    given_up = threading.Event()
-    sent: list[Any] = []
-    lost: list[Any] = []
-    all_reduce = Communicator.all_reduce
-
-    def noted(communicator: Communicator, message: torch.Tensor) -> Any:
-        sent.append(all_reduce(communicator, message))
-        return sent[-1]
-
-    with (
-        mock.patch.object(Communicators, "wait_raises", False),
-        mock.patch.object(Communicator, "all_reduce", noted),
-        mock.patch.object(lost_collectives, "abort", side_effect=lambda communicators: given_up.set()),
-        mock.patch.object(
-            lost_collectives, "work_result", lambda work: "COMM_ERROR" if work in lost else lost_collectives.DONE
-        ),
-        redirect_stderr(io.StringIO()) as said,
-    ):
-        wrapped, oracle = start(ctx, Interrupted)
-        train(ctx, wrapped.module, wrapped, oracle, steps=3)
-        if ctx.rank == ctx.size - 1:
-            os._exit(1)
-        assert not given_up.is_set()
-        # The second of the last step's four buckets.
-        lost.append(sent[-3])
-        assert given_up.wait(30), "nobody noticed"
-    message = raises(CommunicationError, lambda: _step(ctx, wrapped, 5))
-    assert f"backbeat: {message}" in said.getvalue(), said.getvalue()
-    assert f"rank {ctx.rank}: bucket 1 of 4 (2 gradients, layers.2.bias … layers.2.weight" in message, message
-    assert "was not reduced in step 3" in message, message
-    assert f"rank {ctx.size - 1} does not answer" in message, message
-    return message
-
-
 @check
 def a_dropped_wrapper_is_silent(ctx: Context) -> None:
     """Its model may be wrapped again at once, and trained without any wrapper."""
@@ -415,7 +277,7 @@ def a_dropped_wrapper_is_silent(ctx: Context) -> None:
     first = DistributedDataParallel(model)
     message = raises(InputError, lambda: DistributedDataParallel(model))
     assert "already belongs to another" in message, message
-    _step(ctx, first, 0)
+    first(ctx.data(3, 6, step=0, rank=ctx.rank)).square().sum().backward()
     del first
     model.zero_grad()
     model(ctx.data(3, 6, step=1, rank=ctx.rank)).square().sum().backward()
@@ -459,295 +321,3 @@ def nothing_grows(ctx: Context) -> None:
     run(50)
     before = run(50)
     assert abs(run(300) - before) < 50, "objects pile up"
-
-
-@check
-def rank_counts_one_backward_more(ctx: Context) -> str:
-    """One rank has counted one backward more than the others: nobody gets a sum of different steps."""
-    wrapped, oracle = start(ctx)
-    train(ctx, wrapped.module, wrapped, oracle, steps=3)
-    last = ctx.rank == ctx.size - 1
-    if last:
-        # A rank that leaves out a backward does not get here: `rank_skips_a_backward` below.
-        wrapped.reducer.runner.step.number += 1
-    message = raises(StepMismatchError, lambda: _step(ctx, wrapped, 5))
-    others = "rank 0 is 1 behind" if ctx.size == 2 else "is 1 behind"
-    assert (others if last else f"rank {ctx.size - 1} is 1 ahead") in message, message
-    assert all(parameter.grad is None for parameter in wrapped.parameters()), "a mixed sum was handed out"
-    return message
-
-
-@check
-def rank_skips_a_backward(ctx: Context) -> str:
-    """The last rank really leaves out one backward, as after a loss that it did not like, and goes on to its end.
-
-    Its later backwards meet the others' earlier ones: nothing on the wire tells such a skip from a slow rank. What must
-    not be is a hang: the others' last backward finds nobody, and says where that rank is.
-    """
-    wrapped, oracle = start(ctx)
-    train(ctx, wrapped.module, wrapped, oracle, steps=3)
-    store = dist.distributed_c10d._get_default_store()
-    last = ctx.rank == ctx.size - 1
-    for step in range(3, 6):
-        if last and step == 4:
-            wrapped(ctx.data(3, 6, step=step, rank=ctx.rank)).square().sum()
-            continue
-        if step < 5 or last:
-            _step(ctx, wrapped, step)
-    if last:
-        store.wait([f"gave-up-{rank}" for rank in range(ctx.size - 1)], timedelta(seconds=60))
-        return "done"
-    message = raises(CommunicationError, lambda: _step(ctx, wrapped, 5))
-    store.set(f"gave-up-{ctx.rank}", "1")
-    assert "was not reduced in step 6" in message, message
-    assert "bucket 0 of 4 (2 gradients, 6.bias … 6.weight" in message, message
-    assert f"rank {ctx.size - 1} is at step 5, outside backward" in message, message
-    return message
-
-
-@check
-def rank_runs_two_models_in_another_order(ctx: Context) -> str:
-    """Two wrapped models whose backwards the last rank runs the other way round: each names the other's backward."""
-
-    class Second(nn.Linear):
-        pass
-
-    first = DistributedDataParallel(ctx.build(lambda: nn.Linear(6, 6)))
-    second = DistributedDataParallel(ctx.build(lambda: Second(6, 6)))
-    for step in range(2):
-        _step(ctx, first, step)
-        _step(ctx, second, step)
-    last = ctx.rank == ctx.size - 1
-    message = raises(CommunicationError, lambda: _step(ctx, second if last else first, 5))
-    other, model = (0, "Linear") if last else (ctx.size - 1, "Second")
-    assert f"rank {other} is in the backward of another wrapped model ({model})" in message, message
-    assert "in the same order on every rank" in message, message
-    assert "does not answer" not in message, message
-    return message
-
-
-@check
-def rank_thaws_alone(ctx: Context) -> str:
-    """Parameters that become trainable on the last rank only: told on both sides, and no process ends."""
-    model = ctx.build(mlp)
-    model[0].requires_grad_(False)
-    wrapped = DistributedDataParallel(model, plan=small_plan(model))
-    _step(ctx, wrapped, 0)
-    alone = ctx.rank == ctx.size - 1
-    model[0].requires_grad_(alone)
-    return raises(CommunicationError, lambda: _step(ctx, wrapped, 1), "became trainable" if alone else "not reduced")
-
-
-@check
-def rank_leaves_early(ctx: Context) -> str:
-    """The last rank ends its loop one step before the others."""
-    wrapped, oracle = start(ctx)
-    train(ctx, wrapped.module, wrapped, oracle, steps=3)
-    store = dist.distributed_c10d._get_default_store()
-    if ctx.rank == ctx.size - 1:
-        store.wait([f"gave-up-{rank}" for rank in range(ctx.size - 1)], timedelta(seconds=60))
-        return "left"
-    message = raises(CommunicationError, lambda: _step(ctx, wrapped, 5))
-    store.set(f"gave-up-{ctx.rank}", "1")
-    assert f"rank {ctx.size - 1} is at step 3, outside backward" in message, message
-    return message
-
-
-@check
-def rank_never_starts(ctx: Context) -> str:
-    """The last rank does not build the wrapper: construction gives up within the timeout."""
-    store = dist.distributed_c10d._get_default_store()
-    if ctx.rank == ctx.size - 1:
-        store.wait([f"gave-up-{rank}" for rank in range(ctx.size - 1)], timedelta(seconds=60))
-        return "left"
-    model = ctx.build(mlp)
-    message = raises(Exception, lambda: DistributedDataParallel(model))
-    store.set(f"gave-up-{ctx.rank}", "1")
-    return message
-
-
-def _read_late(ctx: Context, factory: Callable[[], nn.Module]) -> tuple[Any, Oracle]:
-    """A wrapper after regular steps, whose word is read one step late."""
-    wrapped, oracle = start(ctx, factory)
-    train(ctx, wrapped.module, wrapped, oracle, steps=3)
-    assert wrapped.reducer.runner.status.defers(), "the status is not read late here"
-    return wrapped, oracle
-
-
-def _all_nan(wrapped: Any) -> bool:
-    return all(bool(parameter.grad.isnan().all()) for parameter in wrapped.parameters())
-
-
-@check
-def late_status_of_a_skipped_step(ctx: Context) -> str:
-    """The last rank is a step ahead: every element of every gradient is NaN, and the next backward says why."""
-    wrapped, _ = _read_late(ctx, mlp)
-    last = ctx.rank == ctx.size - 1
-    if last:
-        wrapped.reducer.runner.step.number += 1
-    _step(ctx, wrapped, 5)
-    assert _all_nan(wrapped), "a sum of different steps was handed out"
-    message = raises(StepMismatchError, lambda: _step(ctx, wrapped, 6))
-    assert f"rank {ctx.size - 1} is 1 ahead" in message or last, message
-    assert message.startswith(f"rank {ctx.rank} is in its backward number {5 if last else 4}"), message
-    return message
-
-
-@check
-def late_status_of_a_broken_step(ctx: Context) -> None:
-    """Rank 0's backward raises: NaN for the others, then an error on each, then good steps."""
-    wrapped, oracle = _read_late(ctx, Breakable)
-    if ctx.rank == 0:
-        wrapped.module.fail_at = 1
-        raises(FloatingPointError, lambda: _step(ctx, wrapped, 5))
-        wrapped.module.fail_at = None
-        message = raises(BrokenStepError, lambda: _step(ctx, wrapped, 6))
-        assert ", ".join(str(rank) for rank in range(1, ctx.size)) in message, message
-    else:
-        _step(ctx, wrapped, 5)
-        assert _all_nan(wrapped), "a sum without rank 0's part was handed out"
-        message = raises(BrokenStepError, lambda: _step(ctx, wrapped, 6))
-        assert "rank 0 broke off its backward in step 4" in message, message
-    train(ctx, wrapped.module, wrapped, oracle, steps=4)
-
-
-@check
-def late_status_of_unused_parameters(ctx: Context) -> None:
-    """One rank stops using some parameters, later some come back: sums are right in that very step."""
-    wrapped, oracle = start(ctx, Branches)
-    patterns = ["lrs"] * 4 + ["l" if ctx.size > 1 else "lrs"] + ["lrs"] * 3 + ["lr"] * 7 + ["lrs"] * 2
-    late = 0
-    for step, pattern in enumerate(patterns):
-        wrapped.zero_grad()
-        oracle.each(lambda m, r: m.zero_grad())
-
-        def body(m: Any, r: int, step: int = step, pattern: str = pattern) -> None:
-            use = pattern if r == 0 else "lrs"
-            m(ctx.data(3, 6, step=step, rank=r), use=use).square().sum().backward()
-
-        late += wrapped.reducer.runner.status.defers()
-        body(wrapped, ctx.rank)
-        oracle.each(body)
-        oracle.reduce()
-        oracle.check(wrapped, f"step {step}")
-    assert late >= 3, "the status was not read late"
-
-
-@check
-def late_status_of_late_gradients(ctx: Context) -> None:
-    """On rank 0 alone a gradient comes after its bucket has left: it raises, the others get NaN and raise after."""
-    wrapped, oracle = _read_late(ctx, Twice)
-    wrapped.module.nested = ctx.rank == 0
-    if ctx.rank == 0:
-        message = raises(CommunicationError, lambda: _step(ctx, wrapped, 5))
-        raises(BrokenStepError, lambda: _step(ctx, wrapped, 6))
-    else:
-        _step(ctx, wrapped, 5)
-        assert _all_nan(wrapped), "a sum without what came late was handed out"
-        message = raises(CommunicationError, lambda: _step(ctx, wrapped, 6))
-    assert "came after its bucket had left in step 4" in message, message
-    wrapped.module.nested = False
-    train(ctx, wrapped.module, wrapped, oracle, steps=2)
-
-
-@check
-def late_status_leaves_good_sums_alone(ctx: Context) -> None:
-    """The guard changes no bit: beside a wrapper that waits, in every dtype, with and without a reduce dtype."""
-    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
-        for reduce_dtype in (None, "bf16"):
-            waiting, guarded = (
-                DistributedDataParallel(model, plan=small_plan(model), strict=strict, reduce_dtype=reduce_dtype)
-                for strict in (True, False)
-                for model in [ctx.build(lambda dtype=dtype: mlp().to(dtype))]
-            )
-            for step in range(5):
-                for wrapped in (waiting, guarded):
-                    wrapped.zero_grad()
-                    wrapped(ctx.data(3, 6, step=step, rank=ctx.rank).to(dtype)).square().sum().backward()
-                for mine, other in zip(waiting.parameters(), guarded.parameters(), strict=True):
-                    assert torch.equal(mine.grad, other.grad), f"{dtype}, reduce_dtype {reduce_dtype}, step {step}"
-            assert guarded.reducer.runner.status.defers()
-            assert not waiting.reducer.runner.status.defers()
-
-
-def _trains_while_tuning(ctx: Context, plan: str, steps: int, **options: Any) -> DistributedDataParallel:
-    model = ctx.build(lambda: mlp(depth=6))
-    oracle = Oracle(ctx, model)
-    wrapped = DistributedDataParallel(model, plan=plan, bucket_cap_mb=0.0004, **options)
-    train(ctx, model, wrapped, oracle, steps=steps, lr=0.01)
-    return wrapped
-
-
-NETWORK = Network(
-    name="slow", workers=2, all_reduce=CollectiveTimes(alpha_s=1e-3, beta_s_per_byte=1e-9), backend="gloo"
-)
-
-
-@check
-def auto_measures_plans_and_switches(ctx: Context) -> str:
-    wrapped = _trains_while_tuning(ctx, "auto", 40, network=NETWORK)
-    report = wrapped.report()
-    assert report.state in ("watching", "settled"), report.state
-    assert report.history, "nothing happened"
-    if report.state == "watching":
-        assert report.strategy != "ddp"
-        assert report.predicted_iteration_s is not None
-    return str(report)
-
-
-@check
-def auto_calibrates_beneath_training(ctx: Context) -> str:
-    wrapped = _trains_while_tuning(ctx, "auto", 40)
-    assert wrapped.report().history
-    assert wrapped.reducer.tuner._network.workers == ctx.size
-    return str(wrapped.report())
-
-
-@check
-def auto_goes_back_if_worse(ctx: Context) -> None:
-    """The plan is made to look slow on every rank: DDP's buckets return, and the report says so."""
-    model = ctx.build(lambda: mlp(depth=6))
-    oracle = Oracle(ctx, model)
-    wrapped = DistributedDataParallel(model, plan="auto", network=NETWORK, bucket_cap_mb=0.0004)
-    before = None
-    for _ in range(60):
-        train(ctx, model, wrapped, oracle, steps=1, lr=0.01)
-        if wrapped.reducer.tuner.state == "trying":
-            before = before or wrapped.reducer.tuner._base
-            wrapped.reducer.tuner._base_s = 1e-9
-        if wrapped.reducer.tuner.state == "settled":
-            break
-    assert before is not None, wrapped.reducer.tuner.history
-    assert wrapped.reducer.partition.buckets == before.buckets
-    report = wrapped.report()
-    assert "going back to DDP's buckets" in report.history[-1]
-    assert report.iteration_s == 1e-9
-    assert report.exposed_s is not None
-    assert report.predicted_iteration_s is not None
-    assert report.predicted_exposed_s is not None
-    for bucket in report.buckets:
-        assert bucket.launched_s is not None, bucket
-        assert bucket.predicted_launch_s is not None, bucket
-        assert bucket.predicted_done_s is not None, bucket
-
-
-@check
-def a_strategy_by_name(ctx: Context) -> None:
-    wrapped = _trains_while_tuning(ctx, "single", 32, network=NETWORK)
-    assert wrapped.report().strategy == "single"
-    assert len(wrapped.reducer.buckets) == 1
-    wrapped = _trains_while_tuning(ctx, "wfbp", 32, network=NETWORK)
-    assert len(wrapped.reducer.buckets) == len(list(wrapped.parameters()))
-
-
-@check
-def auto_follows_drift(ctx: Context) -> None:
-    """Exposed time that moves far from what it was makes the tuner measure again."""
-    wrapped = _trains_while_tuning(ctx, "auto", 30, network=NETWORK)
-    tuner = wrapped.reducer.tuner
-    tuner._begin("watching", 3)
-    tuner.exposed_s = 10.0
-    oracle = Oracle(ctx, wrapped.module)
-    train(ctx, wrapped.module, wrapped, oracle, steps=4, lr=0.01)
-    assert tuner.state == "measuring", tuner.state
-    assert "exposed time moved" in tuner.history[-1]

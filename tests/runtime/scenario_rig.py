@@ -108,6 +108,18 @@ class Scenario:
 
 
 SCENARIOS: dict[str, Scenario] = {}
+Run = Callable[[Context], str | None]
+
+
+def registry(prefix: str = "") -> tuple[dict[str, Scenario], Callable[[Run], Run]]:
+    """A table of checks, and the decorator that enters one by its name."""
+    checks: dict[str, Scenario] = {}
+
+    def check(run: Run) -> Run:
+        checks[prefix + run.__name__] = Scenario(run, run.__name__)
+        return run
+
+    return checks, check
 
 
 def scenario(title: str) -> Callable[[Callable[[Context], str | None]], Callable[[Context], str | None]]:
@@ -182,3 +194,13 @@ def both(
     oracle.each(body)
     oracle.reduce()
     oracle.check(wrapped, what, **tolerance)
+
+
+def fresh_steps(
+    ctx: Context, wrapped: Any, oracle: Oracle, steps: int, body: Callable[[Any, int, int], None], **tolerance: Any
+) -> None:
+    """Synchronised steps that begin without gradients, compared after each. `body` gets model, rank and step."""
+    for step in range(steps):
+        wrapped.zero_grad()
+        oracle.each(lambda m, r: m.zero_grad())
+        both(ctx, wrapped, oracle, lambda m, r, step=step: body(m, r, step), str(step), **tolerance)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 from typing import Any
 
-from scenario_rig import Context, Oracle, both, mlp, scenario, small_plan, start, train
+from scenario_rig import Context, Oracle, both, fresh_steps, mlp, scenario, small_plan, start, train
 
 
 @scenario("ordinary training")
@@ -111,16 +111,13 @@ def no_sync_forward_decides(ctx: Context) -> None:
 @scenario("no_sync and synchronised forwards in one backward")
 def no_sync_mixed(ctx: Context) -> None:
     wrapped, oracle = start(ctx)
-    for step in range(3):
-        wrapped.zero_grad()
-        oracle.each(lambda m, r: m.zero_grad())
 
-        def body(m: Any, r: int, step: int = step) -> None:
-            with m.no_sync() if hasattr(m, "no_sync") else nullcontext():
-                first = m(ctx.data(3, 6, step=step, rank=r)).sum()
-            (first + m(ctx.data(3, 6, step=50 + step, rank=r)).square().sum()).backward()
+    def body(m: Any, r: int, step: int) -> None:
+        with m.no_sync() if hasattr(m, "no_sync") else nullcontext():
+            first = m(ctx.data(3, 6, step=step, rank=r)).sum()
+        (first + m(ctx.data(3, 6, step=50 + step, rank=r)).square().sum()).backward()
 
-        both(ctx, wrapped, oracle, body, str(step))
+    fresh_steps(ctx, wrapped, oracle, 3, body)
 
 
 @scenario("forward, forward, backward, backward")
@@ -141,15 +138,12 @@ def forward_forward(ctx: Context) -> None:
 @scenario("the wrapper used twice in one backward")
 def double_use(ctx: Context) -> None:
     wrapped, oracle = start(ctx)
-    for step in range(3):
-        wrapped.zero_grad()
-        oracle.each(lambda m, r: m.zero_grad())
 
-        def body(m: Any, r: int, step: int = step) -> None:
-            y = m(ctx.data(3, 6, step=step, rank=r))
-            m(y * 2).square().sum().backward()
+    def body(m: Any, r: int, step: int) -> None:
+        y = m(ctx.data(3, 6, step=step, rank=r))
+        m(y * 2).square().sum().backward()
 
-        both(ctx, wrapped, oracle, body, str(step))
+    fresh_steps(ctx, wrapped, oracle, 3, body)
 
 
 @scenario("one forward, two backwards (retain_graph)")

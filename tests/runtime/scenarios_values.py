@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from scenario_rig import Context, SkipScenarioError, both, mlp, scenario, start
+from scenario_rig import Context, SkipScenarioError, both, fresh_steps, mlp, scenario, start
 from scenarios_graphs import Branches
 from torch import nn
 
@@ -23,18 +23,15 @@ def mixed_dtypes(ctx: Context) -> None:
             return self.c(self.b(self.a(x).bfloat16()).double())
 
     wrapped, oracle = start(ctx, Mixed)
-    for step in range(4):
-        wrapped.zero_grad()
-        oracle.each(lambda m, r: m.zero_grad())
-        both(
-            ctx,
-            wrapped,
-            oracle,
-            lambda m, r, s=step: m(ctx.data(3, 6, step=s, rank=r)).square().sum().backward(),
-            str(step),
-            rtol=2e-2,
-            atol=2e-2,
-        )
+    fresh_steps(
+        ctx,
+        wrapped,
+        oracle,
+        4,
+        lambda m, r, step: m(ctx.data(3, 6, step=step, rank=r)).square().sum().backward(),
+        rtol=2e-2,
+        atol=2e-2,
+    )
 
 
 @scenario("fp16 model")
@@ -49,33 +46,27 @@ def brain(ctx: Context) -> None:
 
 def _lower(ctx: Context, dtype: torch.dtype) -> None:
     wrapped, oracle = start(ctx, lambda: mlp().to(dtype))
-    for step in range(3):
-        wrapped.zero_grad()
-        oracle.each(lambda m, r: m.zero_grad())
-        both(
-            ctx,
-            wrapped,
-            oracle,
-            lambda m, r, s=step: m(ctx.data(3, 6, step=s, rank=r).to(dtype)).float().square().sum().backward(),
-            str(step),
-            rtol=2e-2,
-            atol=2e-2,
-        )
+    fresh_steps(
+        ctx,
+        wrapped,
+        oracle,
+        3,
+        lambda m, r, step: m(ctx.data(3, 6, step=step, rank=r).to(dtype)).float().square().sum().backward(),
+        rtol=2e-2,
+        atol=2e-2,
+    )
 
 
 @scenario("autocast to bf16")
 def autocast(ctx: Context) -> None:
     wrapped, oracle = start(ctx)
-    for step in range(3):
-        wrapped.zero_grad()
-        oracle.each(lambda m, r: m.zero_grad())
 
-        def body(m: Any, r: int, step: int = step) -> None:
-            with torch.autocast(ctx.device.type, dtype=torch.bfloat16):
-                loss = m(ctx.data(3, 6, step=step, rank=r)).float().square().sum()
-            loss.backward()
+    def body(m: Any, r: int, step: int) -> None:
+        with torch.autocast(ctx.device.type, dtype=torch.bfloat16):
+            loss = m(ctx.data(3, 6, step=step, rank=r)).float().square().sum()
+        loss.backward()
 
-        both(ctx, wrapped, oracle, body, str(step))
+    fresh_steps(ctx, wrapped, oracle, 3, body)
 
 
 @scenario("complex parameters")
@@ -91,10 +82,7 @@ def complex_parameters(ctx: Context) -> None:
             return (self.real(x).to(torch.complex64) @ self.w + self.b).abs()
 
     wrapped, oracle = start(ctx, Complex)
-    for step in range(3):
-        wrapped.zero_grad()
-        oracle.each(lambda m, r: m.zero_grad())
-        both(ctx, wrapped, oracle, lambda m, r, s=step: m(ctx.data(3, 6, step=s, rank=r)).sum().backward(), str(step))
+    fresh_steps(ctx, wrapped, oracle, 3, lambda m, r, step: m(ctx.data(3, 6, step=step, rank=r)).sum().backward())
 
 
 @scenario("sparse embedding gradients")
@@ -112,15 +100,12 @@ def sparse(ctx: Context) -> None:
             return self.linear(self.table(x))
 
     wrapped, oracle = start(ctx, Sparse)
-    for step in range(3):
-        wrapped.zero_grad()
-        oracle.each(lambda m, r: m.zero_grad())
 
-        def body(m: Any, r: int, step: int = step) -> None:
-            rows = torch.tensor([step, r, 3 + r])
-            m(rows).square().sum().backward()
+    def body(m: Any, r: int, step: int) -> None:
+        rows = torch.tensor([step, r, 3 + r])
+        m(rows).square().sum().backward()
 
-        both(ctx, wrapped, oracle, body, str(step))
+    fresh_steps(ctx, wrapped, oracle, 3, body)
 
 
 @scenario("channels-last weights keep their strides")
@@ -229,11 +214,8 @@ def comm_hook_unused(ctx: Context) -> None:
         raise SkipScenarioError("decoupled plans refuse communication hooks by name")
     wrapped, oracle = start(ctx, Branches)
     wrapped.register_comm_hook(None, default_hooks.allreduce_hook)
-    for step in range(4):
-        wrapped.zero_grad()
-        oracle.each(lambda m, r: m.zero_grad())
 
-        def body(m: Any, r: int, step: int = step) -> None:
-            m(ctx.data(3, 6, step=step, rank=r), use="l" if r == 0 else "r").sum().backward()
+    def body(m: Any, r: int, step: int) -> None:
+        m(ctx.data(3, 6, step=step, rank=r), use="l" if r == 0 else "r").sum().backward()
 
-        both(ctx, wrapped, oracle, body, str(step))
+    fresh_steps(ctx, wrapped, oracle, 4, body)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from scenario_rig import Context, Oracle, SkipScenarioError, both, mlp, scenario, small_plan, start, train
+from scenario_rig import Context, Oracle, SkipScenarioError, both, fresh_steps, mlp, scenario, small_plan, start, train
 from scenarios_graphs import Branches
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
@@ -160,29 +160,23 @@ class Outputs(nn.Module):
 @scenario("outputs in dictionaries and lists; an auxiliary loss beside them")
 def outputs(ctx: Context) -> None:
     wrapped, oracle = start(ctx, Outputs)
-    for step in range(3):
-        wrapped.zero_grad()
-        oracle.each(lambda m, r: m.zero_grad())
 
-        def body(m: Any, r: int, step: int = step) -> None:
-            out = m(ctx.data(3, 6, step=step, rank=r))["out"][0]
-            (out.sum() + getattr(m, "module", m).aux).backward()
+    def body(m: Any, r: int, step: int) -> None:
+        out = m(ctx.data(3, 6, step=step, rank=r))["out"][0]
+        (out.sum() + getattr(m, "module", m).aux).backward()
 
-        both(ctx, wrapped, oracle, body, str(step))
+    fresh_steps(ctx, wrapped, oracle, 3, body)
 
 
 @scenario("a loss that passes through no output of the wrapper")
 def hidden_loss(ctx: Context) -> None:
     wrapped, oracle = start(ctx, Outputs)
-    for step in range(3):
-        wrapped.zero_grad()
-        oracle.each(lambda m, r: m.zero_grad())
 
-        def body(m: Any, r: int, step: int = step) -> None:
-            m(ctx.data(3, 6, step=step, rank=r))
-            getattr(m, "module", m).aux.backward()
+    def body(m: Any, r: int, step: int) -> None:
+        m(ctx.data(3, 6, step=step, rank=r))
+        getattr(m, "module", m).aux.backward()
 
-        both(ctx, wrapped, oracle, body, str(step))
+    fresh_steps(ctx, wrapped, oracle, 3, body)
 
 
 @scenario("evaluation between training steps, by some ranks only")
@@ -255,18 +249,15 @@ def reduce_dtype(ctx: Context) -> None:
     if ctx.route == "stock":
         raise SkipScenarioError("stock DDP has no reduce dtype")
     wrapped, oracle = start(ctx, reduce_dtype="bf16")
-    for step in range(3):
-        wrapped.zero_grad()
-        oracle.each(lambda m, r: m.zero_grad())
-        both(
-            ctx,
-            wrapped,
-            oracle,
-            lambda m, r, s=step: m(ctx.data(3, 6, step=s, rank=r)).sum().backward(),
-            str(step),
-            rtol=2e-2,
-            atol=2e-2,
-        )
+    fresh_steps(
+        ctx,
+        wrapped,
+        oracle,
+        3,
+        lambda m, r, step: m(ctx.data(3, 6, step=step, rank=r)).sum().backward(),
+        rtol=2e-2,
+        atol=2e-2,
+    )
 
 
 @scenario("a process group of some of the ranks")
@@ -282,27 +273,21 @@ def subgroup(ctx: Context) -> None:
     oracle = Oracle(inner, model)
     plan = small_plan(model)
     wrapped = ctx.wrap(model, plan=plan, process_group=buckets[mine])
-    for step in range(3):
-        wrapped.zero_grad()
-        oracle.each(lambda m, r: m.zero_grad())
 
-        def body(m: Any, r: int, step: int = step) -> None:
-            m(ctx.data(3, 6, step=step, rank=r + 2 * mine)).sum().backward()
+    def body(m: Any, r: int, step: int) -> None:
+        m(ctx.data(3, 6, step=step, rank=r + 2 * mine)).sum().backward()
 
-        both(inner, wrapped, oracle, body, str(step))
+    fresh_steps(inner, wrapped, oracle, 3, body)
 
 
 @scenario("create_graph: a gradient penalty inside the loss")
 def double_backward(ctx: Context) -> None:
     wrapped, oracle = start(ctx)
-    for step in range(3):
-        wrapped.zero_grad()
-        oracle.each(lambda m, r: m.zero_grad())
 
-        def body(m: Any, r: int, step: int = step) -> None:
-            x = ctx.data(3, 6, step=step, rank=r).requires_grad_()
-            y = m(x)
-            (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
-            (y.square().sum() + slope.square().sum()).backward()
+    def body(m: Any, r: int, step: int) -> None:
+        x = ctx.data(3, 6, step=step, rank=r).requires_grad_()
+        y = m(x)
+        (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        (y.square().sum() + slope.square().sum()).backward()
 
-        both(ctx, wrapped, oracle, body, str(step))
+    fresh_steps(ctx, wrapped, oracle, 3, body)

@@ -98,6 +98,18 @@ def test_accelerate() -> None:
     assert len(set(sums(out))) == 1
 
 
+@pytest.mark.skipif(importlib.util.find_spec("pytorch_lightning") is None, reason="Lightning is not installed")
+def test_lightnings_model_parallel_strategy() -> None:
+    out = run([sys.executable, str(EXAMPLES / "lightning_sharded.py"), "--devices", "2"])
+    assert "24 steps, sharded True" in out, out
+
+
+@pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="Accelerate is not installed")
+def test_accelerates_fsdp2() -> None:
+    out = torchrun(str(EXAMPLES / "accelerate_sharded.py"))
+    assert "sharded True" in out, out
+
+
 @pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="transformers is not installed")
 def test_hugging_face_trainer() -> None:
     out = torchrun(str(EXAMPLES / "hf_trainer.py"))

@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from auto_checks import CHECKS as AUTO
 from rank_answers import all_right
+from rank_faults import CHECKS as OF_RANKS
 from rank_pool import DEVICE, SIZES, RankPool
 from runtime_checks import CHECKS
 
-FAULTS = sorted(name for name in CHECKS if name.startswith("rank_"))
+FAULTS = sorted(name for name in OF_RANKS if name.startswith("rank_"))
 ENDS = {name for name in FAULTS if name.startswith(("rank_dies", "rank_lost"))}
 """The last rank's process ends."""
-READ_LATE = sorted(name for name in CHECKS if name.startswith("late_status_"))
-PEACEFUL = sorted(set(CHECKS) - {*FAULTS, *READ_LATE})
+READ_LATE = sorted(name for name in OF_RANKS if name.startswith("late_status_"))
+PEACEFUL = sorted({*CHECKS, *AUTO})
 NEEDS_TWO = {
     "a_strategy_by_name",
     "auto_calibrates_beneath_training",

@@ -11,12 +11,11 @@ import torch.distributed as dist
 from torch import nn
 
 from backbeat.errors import InputError
-from backbeat.model import Bucket, Gradient, Plan, Profile
+from backbeat.model import Bucket, Gradient, Mesh, Plan, Profile, Sharding
 from backbeat.runtime import DistributedDataParallel
 from backbeat.runtime.compressed import updates
 from backbeat.runtime.reduce.partition import reassign_communicators
-from backbeat.runtime.reduce.settings import resolve_plan
-from backbeat.runtime.reduce.torch_ddp import TORCH_SIGNATURE, bind, check_model
+from backbeat.runtime.reduce.settings import TORCH_SIGNATURE, bind, check_model, resolve_plan
 
 
 @pytest.fixture(scope="module")
@@ -155,4 +154,21 @@ def test_decoupled_plans_are_refused_by_name(reducer: str, tmp_path: Path, one_r
     plan.save(tmp_path / "plan.json")
     for given in (plan, tmp_path / "plan.json", "decoupled"):
         with pytest.raises(InputError, match=r"predicted .* and replayed .*, not run: make a plan of strategy best"):
+            DistributedDataParallel(nn.Linear(2, 2), plan=given, reducer=reducer)
+
+
+@pytest.mark.parametrize("reducer", ["backbeat", "ddp"])
+def test_sharded_plans_are_refused_with_the_line_to_use(reducer: str, tmp_path: Path, one_rank: None) -> None:
+    sharding = Sharding(
+        mesh=Mesh(replicate=1, shard=1),
+        param_dtype="fp32",
+        reduce_dtype="fp32",
+        reduce_scatter_buffers=1,
+        separate_reduce_scatter=False,
+        units=(),
+    )
+    plan = Plan(strategy="fsdp", model="m", sharding=sharding)
+    plan.save(tmp_path / "plan.json")
+    for given in (plan, tmp_path / "plan.json", "fsdp", "hsdp:8"):
+        with pytest.raises(InputError, match=r"shards parameters.*fully_shard\(model, plan="):
             DistributedDataParallel(nn.Linear(2, 2), plan=given, reducer=reducer)

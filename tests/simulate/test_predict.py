@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import backbeat as bb
-from backbeat.model import CollectiveTimes, Network, Profile, Topology
-from backbeat.planners import STRATEGIES
+from backbeat.model import CollectiveTimes, Fabric, LoadBand, Network, Profile, Topology, WorkersRow
+from backbeat.planners import SHARDED, STRATEGIES
 from backbeat.simulate.batch import at_batch
 from backbeat.simulate.sweep import knee
 from tests.problems import affine, curve, make_profile, networks, profiles
@@ -88,7 +88,7 @@ def test_it_says_what_limits_scaling(profile: Profile, network: Network, strateg
 
 
 @settings(max_examples=60)
-@given(profiles(), networks(), st.sampled_from(sorted(STRATEGIES)))
+@given(profiles(), networks(), st.sampled_from(sorted(set(STRATEGIES) - SHARDED)))
 def test_the_parts_add_up_and_the_bound_holds(profile: Profile, network: Network, strategy: str) -> None:
     result = bb.predict(profile, network, strategy)
     parts = result.breakdown
@@ -209,3 +209,53 @@ def test_one_worker_computes_and_refuses_a_plan_that_is_not_its_own() -> None:
     other = bb.plan(make_profile([1, 1, 1], [0.0, 0.0, 0.0]), NETWORK, "single")
     with pytest.raises(bb.InputError, match="does not have"):
         bb.predict(TWO, NETWORK.at(workers=1), other)
+
+
+def test_a_network_without_a_band_gives_none() -> None:
+    assert bb.predict(TWO, NETWORK, "ddp").network_band is None
+    assert bb.predict(TWO, NETWORK, "ddp").on_busy == bb.predict(TWO, NETWORK, "ddp")
+
+
+@given(profiles(), st.sampled_from([1.0, 1.5, 4.0]), st.sampled_from([1.0, 0.8, 0.2]))
+def test_the_band_of_a_network_reaches_the_prediction(profile: Profile, quiet: float, busy: float) -> None:
+    network = affine(1e-4, 1e-9, band=LoadBand(quiet=quiet, busy=busy))
+    found = bb.predict(profile, network, "ddp")
+    if quiet == busy:
+        assert found.network_band is None
+        return
+    band = found.network_band
+    assert band is not None
+    assert band.quiet_s <= found.iteration_s <= band.busy_s
+    assert band.busy_scaling_factor == pytest.approx(found.single_s / band.busy_s)
+    there = bb.predict(profile, network.at(workers=8, load="busy"), "ddp")
+    assert there.network_band is None
+    assert there.iteration_s == pytest.approx(band.busy_s)
+    on_busy = found.on_busy
+    assert on_busy.samples_per_s == pytest.approx(there.samples_per_s)
+    assert on_busy.exposed_s == pytest.approx(there.exposed_s)
+
+
+def test_a_fabric_gives_a_band_between_nodes_alone() -> None:
+    topology = Topology(
+        algorithm="hierarchical",
+        gpus_per_node=8,
+        inside=CollectiveTimes(alpha_s=1e-5, beta_s_per_byte=1e-11),
+        fabric=Fabric(kind="cloud"),
+    )
+    network = affine(1e-4, 1e-9, workers=16, topology=topology)
+    assert bb.predict(TWO, network.at(workers=8), "single").network_band is None
+    few, many = (bb.predict(TWO, network.at(workers=n), "single").network_band for n in (16, 512))
+    assert few is not None
+    assert many is not None
+    assert many.busy_s / many.quiet_s > few.busy_s / few.quiet_s
+
+
+def test_notes_say_what_lies_between_rows_and_what_beyond() -> None:
+    row = WorkersRow(workers=64, all_reduce=CollectiveTimes(points=((2**10, 1e-3), (2**20, 3e-3))))
+    network = affine(1e-3, 1e-9, rows=(row,))
+    exact, between, beyond = (bb.predict(TWO, network.at(workers=n), "single") for n in (64, 16, 128))
+    assert not any("workers" in note for note in exact.notes)
+    assert any("lie between those at 8 and 64" in note for note in between.notes)
+    assert any("extrapolated from 64" in note for note in beyond.notes)
+    assert beyond.extrapolated
+    assert any("largest message measured" in note for note in exact.notes)

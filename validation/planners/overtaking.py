@@ -25,9 +25,9 @@ import numpy as np
 import backbeat as bb
 from backbeat.model.files import bundled
 from backbeat.planners.decoupled import gather_programme
-from backbeat.planners.draft import capped
 from backbeat.planners.optimal import queue_programme
 from backbeat.simulate.decoupled_step import Halves, Layers
+from backbeat.simulate.schedule import capped
 
 if TYPE_CHECKING:
     from backbeat.cost import Curve

@@ -13,7 +13,7 @@ import msgspec
 from backbeat import __version__
 from backbeat.model import CollectiveTimes, ConcurrencyPoint, Network
 from backbeat.model.files import write
-from backbeat.model.network import Topology
+from backbeat.model.topology import Topology
 
 HERE = Path(__file__).resolve().parent
 

@@ -80,7 +80,9 @@ def published_networks() -> list[Network]:
 
 
 def zoo_networks() -> list[Network]:
-    return [Network.load(name).at(workers=workers) for name in bundled(Network) for workers in _WORKERS]
+    """Those without a fabric: what this page's figures are about."""
+    plain = [network for network in map(Network.load, bundled(Network)) if network.topology.fabric is None]
+    return [network.at(workers=workers) for network in plain for workers in _WORKERS]
 
 
 def summary(excesses: list[float]) -> dict[str, Any]:

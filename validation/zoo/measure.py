@@ -21,10 +21,10 @@ from typing import NamedTuple
 
 import torch
 
-from backbeat.comm.machine import short_name
 from backbeat.errors import BackbeatError
 from backbeat.measure.model.factory import Workload, load
 from backbeat.measure.model.precision import autocast, tensor_cores
+from backbeat.measure.model.profile_factory import profile_name
 from backbeat.measure.model.profiler import MeasuredModel, measure
 from backbeat.runtime.compressed.topk_speed import measure_topk
 from backbeat.runtime.memory import apply
@@ -76,15 +76,17 @@ def main() -> int:
     if unknown:
         print(f"no such model in the zoo: {', '.join(sorted(unknown))}", file=sys.stderr)
         return 2
-    models = [model for model in ZOO if model.factory in chosen]
+    models = [next(model for model in ZOO if model.factory == name) for name in chosen]
     precisions = options.precisions.split(",")
     kept_for_traces = 0.0 if options.no_traces else options.traces_s
     failures, left = 0, 0
-    for place in range(2):
+    for place in range(1 if options.main_only or options.batch_size else 2):
         for model in models:
             batch_size = options.batch_size or model.batch_sizes[place]
             wanted = [
-                precision for precision in precisions if not _path(out, model, batch_size, precision, device).exists()
+                precision
+                for precision in precisions
+                if not _path(out, model, batch_size, precision, device, options).exists()
             ]
             if not wanted:
                 continue
@@ -110,7 +112,7 @@ def _measure_model(
         factory = load(f"backbeat.zoo.models:{model.factory}")
         workload = factory.build(batch_size, device)
         for precision in precisions:
-            path = _path(out, model, batch_size, precision, device)
+            path = _path(out, model, batch_size, precision, device, options)
             started = time.monotonic()
             _release(device)
             try:
@@ -118,17 +120,19 @@ def _measure_model(
                     workload.model,
                     workload.batch,
                     workload.loss,
+                    options.optimizer,
                     device=device,
                     precision=precision,
                     iterations=options.iterations,
                     warmup=options.warmup,
                     time_limit_s=options.each_s,
+                    accept_noise=options.accept_noise,
                     batch_size=batch_size,
-                    name=_name(model, batch_size, precision, device),
+                    compile_blocks=options.compile,
+                    name=_name(model, batch_size, precision, device, options),
                     model_name=factory.title,
                     keep=False,
-                    command=f"backbeat profile backbeat.zoo.models:{model.factory} --batch-size {batch_size} "
-                    f"--precision {precision} --device {device.type}",
+                    command=_command(model, batch_size, precision, device, options),
                     notes=(f"{factory.spec}: {factory.description}",),
                     topk_speed=measure_topk,
                     apply_memory=apply,
@@ -261,12 +265,27 @@ def _trace(workload: Workload, precision: str, device: torch.device, path: Path)
     temporary.rename(path)
 
 
-def _name(model: Model, batch_size: int, precision: str, device: torch.device) -> str:
-    return f"{model.factory.replace('_', '-')}-b{batch_size}-{precision}-{short_name(device)}"
+def _name(
+    model: Model, batch_size: int, precision: str, device: torch.device, options: argparse.Namespace | None = None
+) -> str:
+    chosen = {"precision": precision}
+    if options is not None:
+        chosen |= {"optimizer": options.optimizer, "compile_blocks": options.compile}
+    return profile_name(load(f"backbeat.zoo.models:{model.factory}"), batch_size, chosen, device)
 
 
-def _path(out: Path, model: Model, batch_size: int, precision: str, device: torch.device) -> Path:
-    return out / f"{_name(model, batch_size, precision, device)}.json.gz"
+def _path(
+    out: Path, model: Model, batch_size: int, precision: str, device: torch.device, options: argparse.Namespace
+) -> Path:
+    return out / f"{_name(model, batch_size, precision, device, options)}.json.gz"
+
+
+def _command(model: Model, batch_size: int, precision: str, device: torch.device, options: argparse.Namespace) -> str:
+    optimizer = f" --optimizer {options.optimizer}" if options.optimizer else ""
+    return (
+        f"backbeat profile backbeat.zoo.models:{model.factory} --batch-size {batch_size} --precision {precision} "
+        f"--device {device.type}{optimizer}{' --compile' if options.compile else ''}"
+    )
 
 
 def _release(device: torch.device) -> None:
@@ -284,6 +303,10 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--models", help="comma-separated factories; all by default")
     parser.add_argument("--precisions", default=",".join(PRECISIONS), help="comma-separated")
     parser.add_argument("--batch-size", type=int, help="this one instead of the zoo's two")
+    parser.add_argument("--accept-noise", action="store_true", help="keep disturbed profiles; a note says how much")
+    parser.add_argument("--main-only", action="store_true", help="only the main batch size of every model")
+    parser.add_argument("--optimizer", help="sgd (with momentum), adam or adamw (both fused); sgd by default")
+    parser.add_argument("--compile", action="store_true", help="under torch.compile, block by block")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--iterations", type=int, default=40)
     parser.add_argument("--warmup", type=int, default=6)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from backbeat.measure.model.chain import ChainWatch
+from backbeat.measure.model.chain import ChainWatch, untraced
 from backbeat.measure.model.memory_by_kind import storage_bytes, storage_key, storage_size
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class BlockBytes(ChainWatch):
         self._saved: dict[int | None, int] = {}
         self._between: dict[int | None, int] = {}
         self._ends: set[int | None] = set()
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda saved: saved)
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(untraced(self._pack), untraced(lambda saved: saved))
 
     def __enter__(self) -> Any:
         super().__enter__()
@@ -100,3 +100,29 @@ class BlockBytes(ChainWatch):
             elif key not in self._counted:
                 self._between[key] = storage_size(tensor)
         return kept
+
+
+@dataclass(frozen=True)
+class BlockParameters:
+    """What the parameters of one block take."""
+
+    bytes: int
+    dtype: str | None
+
+
+def block_parameters(blocks: dict[str, torch.nn.Module]) -> dict[str, BlockParameters]:
+    """Of every block, in the order of forward: a tied weight counts in the first block that holds it.
+
+    >>> tied = torch.nn.Linear(2, 3, bias=False)
+    >>> block_parameters({"first": tied, "last": torch.nn.Sequential(tied, torch.nn.Linear(3, 1))})["last"]
+    BlockParameters(bytes=16, dtype='float32')
+    """
+    seen: set[int] = set()
+    found = {}
+    for name, block in blocks.items():
+        mine = [parameter for parameter in block.parameters() if id(parameter) not in seen]
+        seen.update(id(parameter) for parameter in mine)
+        dtypes = sorted({str(parameter.dtype).removeprefix("torch.") for parameter in mine})
+        size = sum(parameter.numel() * parameter.element_size() for parameter in mine)
+        found[name] = BlockParameters(size, ", ".join(dtypes) or None)
+    return found

@@ -8,6 +8,7 @@ a forward, never guessed from names.
 from __future__ import annotations
 
 import contextlib
+import sys
 import weakref
 from collections import Counter
 from dataclasses import dataclass
@@ -100,9 +101,9 @@ class Borders:
     def __enter__(self) -> Any:
         for name, module in self._blocks.items():
             self._handles.append(
-                module.register_forward_pre_hook(self._begin_hook(name), with_kwargs=True, prepend=True)
+                module.register_forward_pre_hook(untraced(self._begin_hook(name)), with_kwargs=True, prepend=True)
             )
-            self._handles.append(module.register_forward_hook(self._end_hook(name), with_kwargs=True))
+            self._handles.append(module.register_forward_hook(untraced(self._end_hook(name)), with_kwargs=True))
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -174,6 +175,11 @@ def observe(blocks: dict[str, nn.Module], forward: Callable[[], Any]) -> tuple[B
         forward()
     links: tuple[BlockCall, ...] = watch.links
     return links
+
+
+def untraced(hook: Any) -> Any:
+    """The hook as torch.compile leaves it alone; nothing is loaded for it where nobody compiles."""
+    return torch.compiler.disable(hook) if "torch._dynamo" in sys.modules else hook
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:

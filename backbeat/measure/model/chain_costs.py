@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from backbeat.measure.model.batches import tensors_in
-from backbeat.measure.model.block_bytes import BlockBytes
+from backbeat.measure.model.block_bytes import BlockBytes, block_parameters
 from backbeat.measure.model.chain import BlockCall, Borders, find_blocks
 from backbeat.measure.model.host_link import measure_host_link
 from backbeat.model import Block, HostLink
@@ -60,6 +60,7 @@ def measure_blocks(training: Training) -> MeasuredChain:
     blocks = {name: found[name] for name in links}
     forward_s, backward_s = _times(training, blocks)
     sizes = weights.sizes
+    parameters = block_parameters(blocks)
     notes = _notes(links)
     if training.device.type == "cuda":
         levels = _levels(training, blocks)
@@ -86,6 +87,8 @@ def measure_blocks(training: Training) -> MeasuredChain:
                 backward_peak_bytes=backward_peaks.get(name, 0),
                 saves_input=sizes[name].saves_input,
                 saves_output=sizes[name].saves_output,
+                parameter_bytes=parameters[name].bytes,
+                parameter_dtype=parameters[name].dtype,
                 changes_input=link.changes_input,
                 chained=link.chained,
             )

@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +40,8 @@ class Factory:
     takes_batch_size: bool
     takes_device: bool
     default_batch_size: int | None
+    default_layers: int | None = None
+    """None where it takes no `layers`."""
 
     @property
     def title(self) -> str:
@@ -48,7 +51,7 @@ class Factory:
     @property
     def description(self) -> str | None:
         """The first line of its docstring."""
-        text = inspect.getdoc(self.call)
+        text = inspect.getdoc(self.call.func if isinstance(self.call, partial) else self.call)
         return text.strip().splitlines()[0] if text and text.strip() else None
 
     def batch_size(self, wanted: int | None) -> int | None:
@@ -56,6 +59,17 @@ class Factory:
         if not self.takes_batch_size:
             return None
         return wanted if wanted is not None else self.default_batch_size or DEFAULT_BATCH_SIZE
+
+    @property
+    def layers(self) -> int:
+        """How many the whole model has."""
+        if self.default_layers is None:
+            raise InputError(f"{self.spec} takes no layers: give it a parameter `layers`, its default the model's own")
+        return self.default_layers
+
+    def with_layers(self, layers: int) -> Factory:
+        """The same model with another number of layers."""
+        return replace(self, call=partial(self.call, layers=layers), default_layers=layers)
 
     def build(self, batch_size: int | None, device: torch.device | str) -> Workload:
         arguments: dict[str, Any] = {}
@@ -127,13 +141,18 @@ def inspect_factory(call: Any, spec: str) -> Factory:
             f"{spec} requires {', '.join(required)}: a factory is called with batch_size and device only; "
             "give the others defaults"
         )
-    default = named["batch_size"].default if "batch_size" in named else None
+    defaults = {
+        name: named[name].default
+        for name in ("batch_size", "layers")
+        if name in named and isinstance(named[name].default, int) and named[name].default >= 1
+    }
     return Factory(
         spec=spec,
         call=call,
         takes_batch_size="batch_size" in named or anything,
         takes_device="device" in named or anything,
-        default_batch_size=default if isinstance(default, int) and default >= 1 else None,
+        default_batch_size=defaults.get("batch_size"),
+        default_layers=defaults.get("layers"),
     )
 
 

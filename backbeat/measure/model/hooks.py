@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from backbeat.measure.model.chain import untraced
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
@@ -30,22 +32,21 @@ class Owner:
     gradient: int
 
 
-def find_owners(model: torch.nn.Module, gradients: list[torch.nn.Parameter]) -> list[Owner]:
-    """Every module with parameters of its own that get gradients. A tied weight's modules share its entry."""
+def find_owners(
+    model: torch.nn.Module, gradients: list[torch.nn.Parameter], blocks: Iterable[torch.nn.Module] | None = None
+) -> list[Owner]:
+    """Every module with parameters of its own that get gradients. A tied weight's modules share its entry.
+
+    Given blocks, these with all that they hold: modules inside a compiled block are not called one by one.
+    """
     place = {id(parameter): index for index, parameter in enumerate(gradients)}
     owners = []
-    for module in model.modules():
-        mine = [place[id(parameter)] for parameter in module.parameters(recurse=False) if id(parameter) in place]
+    for module in model.modules() if blocks is None else blocks:
+        held = module.parameters(recurse=blocks is not None)
+        mine = [place[id(parameter)] for parameter in held if id(parameter) in place]
         if mine:
             owners.append(Owner(module, mine[0]))
     return owners
-
-
-def is_compiled(model: torch.nn.Module) -> bool:
-    return any(
-        hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
-        for module in model.modules()
-    )
 
 
 class _Watch:
@@ -120,7 +121,7 @@ class ForwardWatch(_Watch):
 
     def __enter__(self) -> ForwardWatch:
         for owner in self._owners:
-            self._handles.append(owner.module.register_forward_pre_hook(self._hook(owner.gradient)))
+            self._handles.append(owner.module.register_forward_pre_hook(untraced(self._hook(owner.gradient))))
         return self
 
     def before_forward(self) -> None:

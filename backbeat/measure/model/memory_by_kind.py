@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from backbeat.measure.model.batches import tensors_in
+from backbeat.measure.model.chain import untraced
 from backbeat.model import Memory
 
 if TYPE_CHECKING:
@@ -70,11 +71,11 @@ class SavedTensors:
         self._seen = {storage_key(tensor) for tensor in alive}
         self._running: int | None = owners[0].gradient if owners else None
         self._handles: list[Any] = []
-        self._context = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda saved: saved)
+        self._context = torch.autograd.graph.saved_tensors_hooks(untraced(self._pack), untraced(lambda saved: saved))
 
     def __enter__(self) -> SavedTensors:
         for owner in self._owners:
-            self._handles.append(owner.module.register_forward_pre_hook(self._begin_hook(owner.gradient)))
+            self._handles.append(owner.module.register_forward_pre_hook(untraced(self._begin_hook(owner.gradient))))
         self._context.__enter__()
         return self
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING
@@ -10,6 +11,7 @@ import torch
 from msgspec.structs import replace
 
 from backbeat.measure.model.chain_costs import MeasuredChain, measure_blocks
+from backbeat.measure.model.compiled import compiled_blocks, graph_blocks, is_compiled
 from backbeat.measure.model.flops import count_flops, sequence_length
 from backbeat.measure.model.hooks import (
     ForwardWatch,
@@ -17,7 +19,6 @@ from backbeat.measure.model.hooks import (
     ReadyWatch,
     find_owners,
     forward_shares,
-    is_compiled,
     ready_shares,
 )
 from backbeat.measure.model.memory_by_kind import weigh
@@ -114,6 +115,7 @@ class Figures:
             backward_s=rounded(self.backward_s),
             update_s=rounded(self.update_s),
             gradients=gradients,
+            gradient_dtype=self.gradients.dtype,
             buffer_bytes=self.memory.buffer_bytes,
             accumulation=accumulation,
             memory=self.memory,
@@ -135,10 +137,35 @@ def take(
     warmup: int,
     time_limit_s: float | None,
     apply_memory: ApplyMemory | None = None,
+    compile_blocks: bool = False,
 ) -> Figures:
     """Train and take the figures. `apply_memory` runs a memory plan: with it, recomputation is timed on the host."""
-    clock = training.clock
     gradients = first_iteration(training)
+    compiled = is_compiled(training.model)
+    flops = (None, "no FLOPs: a compiled model hides them") if compiled else count_flops(training)
+    with compiled_blocks(training) if compile_blocks else nullcontext(training) as in_use:
+        if compiled:
+            owners = []
+        else:
+            blocks = graph_blocks(training.model).values() if compile_blocks else None
+            owners = find_owners(training.model, gradients.parameters, blocks)
+        # Recomputed blocks would have to be compiled once more.
+        runs = None if compile_blocks else apply_memory
+        return _observe(in_use, gradients, owners, flops, compiled, iterations, warmup, time_limit_s, runs)
+
+
+def _observe(
+    training: Training,
+    gradients: Gradients,
+    owners: list[Owner],
+    flops: tuple[float | None, str | None],
+    compiled: bool,
+    iterations: int,
+    warmup: int,
+    time_limit_s: float | None,
+    apply_memory: ApplyMemory | None,
+) -> Figures:
+    clock = training.clock
     for _ in range(max(0, warmup - 2)):
         training.iterate()
     clock.synchronize()
@@ -154,10 +181,7 @@ def take(
             min(hooked_iterations, affordable // 6), min(hooked_iterations, _FEWEST_ITERATIONS // 2)
         )
 
-    compiled = is_compiled(training.model)
-    owners = [] if compiled else find_owners(training.model, gradients.parameters)
     memory, activations = weigh(training, gradients, owners)
-    flops, no_flops = (None, "no FLOPs: a compiled model hides them") if compiled else count_flops(training)
     chain = _chain(training, compiled)
     memory = replace(memory, head_bytes=chain.head_bytes, outside_bytes=chain.outside_bytes)
     per_iteration = 3 * training.accumulation + 4
@@ -206,8 +230,8 @@ def take(
         pace=pace,
         compiled=compiled,
         chain=chain,
-        flops=flops,
-        no_flops=no_flops,
+        flops=flops[0],
+        no_flops=flops[1],
         sequence_length=sequence_length(training.batch),
     )
 

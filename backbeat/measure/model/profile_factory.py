@@ -10,12 +10,16 @@ import torch
 from backbeat.comm.machine import short_name
 from backbeat.errors import InputError
 from backbeat.measure.model.batches import samples_in
+from backbeat.measure.model.compose import compose
 from backbeat.measure.model.inputs import parse_device
 from backbeat.measure.model.profiler import MeasuredModel, measure
 from backbeat.measure.model.training_step import OutOfMemoryError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from backbeat.measure.model.factory import Factory
+    from backbeat.model import Profile
 
 
 def measure_factory(
@@ -24,12 +28,17 @@ def measure_factory(
     batch_size: int | None = None,
     device: str | None = None,
     name: str | None = None,
+    optimizer: str | None = None,
     **options: Any,
 ) -> MeasuredModel:
-    """Build and measure, with the options of `measure`. Where memory runs out, the error names a batch that fits."""
+    """Build and measure, with the options of `measure`. Where memory runs out, the error names a batch that fits.
+
+    `optimizer` names one for a factory that returns none.
+    """
+    options["optimizer"] = optimizer
     if batch_size is not None and batch_size < 1:
         raise InputError(f"batch size is {batch_size}: it must be 1 or more")
-    where = parse_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    where = _device(device)
     size = factory.batch_size(batch_size)
     try:
         return _build_and_measure(factory, size, batch_size, where, name, options)
@@ -59,22 +68,47 @@ def _build_and_measure(
             f"{factory.spec} takes no batch_size and its batch holds {found} samples, not {wanted}: "
             "drop --batch-size, or let the factory take batch_size"
         )
+    optimizer = options.get("optimizer")
+    if optimizer is not None and workload.optimizer is not None:
+        raise InputError(f"{factory.spec} returns an optimizer of its own: drop --optimizer {optimizer}")
     samples = size or found
-    precision = options.get("precision", "fp32")
     notes = (f"{factory.spec}: {factory.description}",) if factory.description else ()
     return measure(
         workload.model,
         workload.batch,
         workload.loss,
-        workload.optimizer,
+        workload.optimizer or optimizer,
         device=device,
         batch_size=samples,
-        name=name or f"{factory.title}-b{samples}-{precision}-{short_name(device)}",
+        name=name or profile_name(factory, samples, options, device),
         model_name=factory.title,
         keep=False,
         notes=notes,
-        **options,
+        **{option: value for option, value in options.items() if option != "optimizer"},
     )
+
+
+def compose_factory(factory: Factory, from_layers: tuple[int, int], **options: Any) -> Profile:
+    """Measure the factory's model with each of two small numbers of layers; compose the profile of the whole from them.
+
+    The options are those of `measure_factory`.
+    """
+    layers, name = factory.layers, options.pop("name", None)
+    measured = []
+    for count in sorted(from_layers):
+        measured.append(measure_factory(factory.with_layers(count), **options).profile)
+        _release(_device(options.get("device")))
+    return compose(measured[0], measured[1], layers, name=name)
+
+
+def profile_name(factory: Factory, samples: int | None, options: Mapping[str, Any], device: torch.device) -> str:
+    """`gpt2-b8-bf16-adamw-compile-h200`: what was measured, with what, on what."""
+    words = [factory.title, f"b{samples}", options.get("precision", "fp32")]
+    if options.get("optimizer") not in (None, "sgd"):
+        words.append(options["optimizer"])
+    if options.get("compile_blocks"):
+        words.append("compile")
+    return "-".join([*words, short_name(device)])
 
 
 def _largest_fitting(factory: Factory, size: int, device: torch.device, options: dict[str, Any]) -> int | None:
@@ -88,6 +122,10 @@ def _largest_fitting(factory: Factory, size: int, device: torch.device, options:
         _release(device)
         size //= 2
     return None
+
+
+def _device(given: str | None) -> torch.device:
+    return parse_device(given or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 def _release(device: torch.device) -> None:

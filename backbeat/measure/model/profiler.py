@@ -18,9 +18,11 @@ from backbeat.comm.clock import clock_for
 from backbeat.comm.machine import device_name, short_name, source
 from backbeat.errors import InputError, MeasurementError
 from backbeat.measure.model.batches import samples_in, to_device
+from backbeat.measure.model.compiled import NOTE as COMPILED
 from backbeat.measure.model.inputs import check_model, device_of
 from backbeat.measure.model.noise import noise
 from backbeat.measure.model.observation import Figures, rounded, take
+from backbeat.measure.model.optimizers import describe_optimizer, make_optimizer
 from backbeat.measure.model.precision import check_precision, scaler_for, tensor_cores
 from backbeat.measure.model.restore import kept
 from backbeat.measure.model.training_step import (
@@ -58,14 +60,15 @@ def profile(
     model: torch.nn.Module,
     batch: Any,
     loss: Loss,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: torch.optim.Optimizer | str | None = None,
     **options: Any,
 ) -> Profile:
     """Train `model` for some iterations on `batch` and return its profile; weights are put back afterwards.
 
-    `loss(model, batch)` returns the scalar that backward starts from. Without an optimizer, SGD with momentum.
-    Options are those of `measure`: `precision`, `device`, `iterations`, `warmup`, `accumulation`, `batch_size`,
-    `name`, `model_name`, `time_limit_s`, `accept_noise`, `keep`, `command`, `notes`, `topk_speed`, `apply_memory`.
+    `loss(model, batch)` returns the scalar that backward starts from. The optimizer may be one of `sgd`, `adam` and
+    `adamw` by name; without one, SGD with momentum. Options are those of `measure`: `precision`, `device`,
+    `iterations`, `warmup`, `accumulation`, `batch_size`, `name`, `model_name`, `time_limit_s`, `accept_noise`,
+    `compile_blocks`, `keep`, `command`, `notes`, `topk_speed`, `apply_memory`.
     """
     return measure(model, batch, loss, optimizer, **options).profile
 
@@ -74,7 +77,7 @@ def measure(
     model: torch.nn.Module,
     batch: Any,
     loss: Loss,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: torch.optim.Optimizer | str | None = None,
     *,
     precision: str = "fp32",
     device: str | torch.device | None = None,
@@ -86,6 +89,7 @@ def measure(
     model_name: str | None = None,
     time_limit_s: float | None = None,
     accept_noise: bool = False,
+    compile_blocks: bool = False,
     keep: bool = True,
     command: str | None = None,
     notes: Iterable[str] = (),
@@ -95,7 +99,8 @@ def measure(
     """As `profile`, with the measurement's own cost.
 
     `time_limit_s` lowers the number of iterations (to 8 at least) where they would take longer. A measurement on a busy
-    machine is refused (`noise` says when); `accept_noise` makes it a note instead. `keep=False` spares the copies that
+    machine is refused (`noise` says when); `accept_noise` makes it a note instead. `compile_blocks` runs every block
+    under `torch.compile`, as `backbeat profile --compile` does. `keep=False` spares the copies that
     put the model back as it was. `topk_speed` and `apply_memory` come from `backbeat.runtime`, as
     `backbeat profile` gives them: without them the profile does not say what top-k costs, nor, on a GPU, what
     recomputation costs the host.
@@ -116,14 +121,14 @@ def measure(
     if samples is None:
         raise InputError("the batch holds no tensor to count samples in: give batch_size")
     clock = clock_for(where)
-    given_optimizer = optimizer
-    if optimizer is None:
+    given_optimizer = None if isinstance(optimizer, str) else optimizer
+    if optimizer is None or isinstance(optimizer, str):
         trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
         if not trainable:
             raise InputError(
                 "no parameter of the model has requires_grad: there are no gradients to time; unfreeze some"
             )
-        optimizer = torch.optim.SGD(trainable, lr=1e-4, momentum=0.9)
+        optimizer = make_optimizer(optimizer or "sgd", trainable)
     training = Training(
         model=model,
         batch=batch,
@@ -138,7 +143,7 @@ def measure(
     try:
         with _current(where), tensor_cores(precision, where):
             with kept(model, given_optimizer, where) if keep else contextlib.nullcontext():
-                figures = take(training, iterations, warmup, time_limit_s, apply_memory)
+                figures = take(training, iterations, warmup, time_limit_s, apply_memory, compile_blocks)
             found = noise(figures.iteration_s, figures.forward_s + figures.backward_s, figures.overhead)
             if found is not None and not accept_noise:
                 raise MeasurementError(
@@ -163,11 +168,12 @@ def measure(
         name=name or f"{title.lower()}-b{samples}-{precision}-{short_name(where)}",
         model=title,
         batch_size=samples,
+        compiled=compile_blocks,
         command=command or "backbeat.measure.profile(model, batch, loss)",
         notes=(
             *notes,
             *(() if found is None else (f"noise accepted: {found}; predictions are as uncertain",)),
-            *(() if given_optimizer is not None else ("optimizer: SGD with momentum",)),
+            *((COMPILED,) if compile_blocks else ()),
         ),
     )
 
@@ -180,6 +186,7 @@ def _document(
     name: str,
     model: str,
     batch_size: int,
+    compiled: bool,
     command: str,
     notes: tuple[str, ...],
 ) -> MeasuredModel:
@@ -197,6 +204,8 @@ def _document(
             notes=(*notes, *_notes(training, figures)),
         ),
         iteration_s=tuple(rounded(seconds) for seconds in figures.iteration_s),
+        optimizer=describe_optimizer(training.optimizer),
+        compiled=compiled,
         blocks=figures.chain.blocks,
         host_link=figures.chain.host_link,
         compression_s_per_byte=s_per_byte,

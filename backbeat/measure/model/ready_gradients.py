@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,10 @@ from backbeat.measure.model.training_step import Training, is_out_of_memory, whe
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from backbeat.model.profile import Dtype
+
+_DTYPES: dict[torch.dtype, Dtype] = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+
 
 @dataclass(frozen=True)
 class Gradients:
@@ -24,6 +29,14 @@ class Gradients:
     sizes: list[int]
     frozen: list[str]
     unused: list[str]
+
+    @property
+    def dtype(self) -> Dtype:
+        """What most of their bytes are in; a gradient has its parameter's dtype."""
+        bytes_in: Counter[Dtype] = Counter()
+        for parameter, size in zip(self.parameters, self.sizes, strict=True):
+            bytes_in[_DTYPES.get(parameter.dtype, "fp32")] += size
+        return max(bytes_in, key=lambda name: bytes_in[name], default="fp32")
 
     @property
     def left_out(self) -> list[str]:

@@ -21,6 +21,7 @@ from backbeat.comm.gloo import settle_gloo
 from backbeat.comm.machine import today, versions
 from backbeat.errors import InputError, MeasurementError
 from backbeat.measure.network.bench import Bench, explained
+from backbeat.measure.network.beside_compute import MESSAGE_BYTES, measure_slowdown, shared_devices
 from backbeat.measure.network.case import COLLECTIVES, SIZES, held_out_cases, series_of
 from backbeat.measure.network.findings import (
     MeasuredCluster,
@@ -47,7 +48,7 @@ def calibrate(**options: Any) -> Network:
     """Measure the cluster that a process group spans. Collective: every rank of the group calls it alike.
 
     Options are those of `measure_cluster`: `group`, `device`, `budget_s`, `sizes`, `communicators`, `collectives`,
-    `name`, `settle`, `progress`.
+    `name`, `settle`, `sharded`, `slowdown`, `progress`.
     """
     return measure_cluster(**options).network
 
@@ -62,9 +63,15 @@ def measure_cluster(
     collectives: Sequence[Collective] = COLLECTIVES,
     name: str | None = None,
     settle: bool = False,
+    sharded: bool = False,
+    slowdown: bool = False,
     progress: Progress | None = None,
 ) -> MeasuredCluster:
     """As `calibrate`, with the repeats and spread of every case.
+
+    `sharded` spends most of the budget on all-gather and reduce-scatter.
+    `slowdown` measures on GPUs how much longer computation takes beside an all-reduce; where two ranks
+    share a GPU, as in the lab, it is left out.
 
     `settle` is for gloo ranks that share too few cores: see `comm.gloo.settle_gloo`.
     """
@@ -90,7 +97,7 @@ def measure_cluster(
         notes.append(f"gloo's socket threads {'ran at idle priority' if done else 'could not be settled here'}")
     bench = Bench(list(links), rank=links.rank, workers=workers, device=where, timeout_s=timeout_s)
     held_out = held_out_cases(sorted(set(sizes)))
-    series = series_of(sorted(set(sizes)), sorted(counts), collectives, held_out)
+    series = series_of(sorted(set(sizes)), sorted(counts), collectives, held_out, sharded=sharded)
     show: Progress = progress or (lambda what, share: None)
     outcome = measure(bench, series, budget_s * (1 - SHARE), show)
     # Of the curve only: what is held out must not decide where it is measured.
@@ -98,8 +105,6 @@ def measure_cluster(
     further = closer(bench, curve, budget_s, show)
     (elapsed_s,) = bench.agree([bench.elapsed()])
     outcome = replace(outcome, timings={**outcome.timings, **further}, elapsed_s=elapsed_s)
-    # Only after success: taking down a communicator whose peer is gone can wait for ever.
-    links.close()
     notes += notes_of(outcome, budget_s, backend, shared.hosts, workers)
     if bench.timed:
         notes.append(host_note(bench.pace_s, bench.late, bench.timed))
@@ -113,6 +118,14 @@ def measure_cluster(
         notes=notes,
     )
     network = msgspec.structs.replace(network, notes=(*network.notes, *misfits(network), *sharing_unknown(network)))
+    if slowdown and where.type == "cuda" and not shared_devices(group, where):
+        show("computation beside all-reduces", 1.0)
+        message_s = float(network.all_reduce.curve.time(MESSAGE_BYTES))
+        with explained("computation beside all-reduces"):
+            beside = measure_slowdown(links[0], where, message_s, timeout_s)
+        network = msgspec.structs.replace(network, slowdown=beside)
+    # Only after success: taking down a communicator whose peer is gone can wait for ever.
+    links.close()
     measured = tuple(case for case in held_out if case in outcome.timings)
     return MeasuredCluster(network=network, outcome=outcome, held_out=measured)
 

@@ -63,8 +63,10 @@ SHARING_SIZES = BATCH_SIZES[::2]
 """On several: fewer, since two numbers are fitted to all of them."""
 MESSAGES = 8
 
-# Shares of the budget: the all-reduce curve is what every prediction stands on.
-_ALL_REDUCE_SHARE, _HELD_OUT_SHARE, _BATCH_SHARE, _OTHERS_SHARE = 0.4, 0.05, 0.35, 0.2
+# Shares of the budget: the all-reduce, between the sizes of its curve, several at once, the other collectives. The
+# all-reduce curve is what every prediction stands on; for sharded plans it is those of its halves.
+_SHARES = (0.4, 0.05, 0.35, 0.2)
+_SHARDED_SHARES = (0.2, 0.05, 0.1, 0.65)
 _ALL_REDUCE_ROUND_S = 12e-3
 
 
@@ -79,9 +81,15 @@ def held_out_cases(sizes: list[int]) -> tuple[Case, ...]:
 
 
 def series_of(
-    sizes: list[int], counts: list[int], collectives: Sequence[Collective], held_out: tuple[Case, ...] = ()
+    sizes: list[int],
+    counts: list[int],
+    collectives: Sequence[Collective],
+    held_out: tuple[Case, ...] = (),
+    *,
+    sharded: bool = False,
 ) -> list[Series]:
     """What calibration measures, the most important first."""
+    share, held_out_share, batch_share, others_share = _SHARDED_SHARES if sharded else _SHARES
     octaves = [size for size in sizes if size & (size - 1) == 0]
 
     def isolated(collective: Collective) -> tuple[Case, ...]:
@@ -98,8 +106,8 @@ def series_of(
     )
     others = [collective for collective in COLLECTIVES if collective in collectives and collective != "all_reduce"]
     return [
-        Series(cases=isolated("all_reduce"), share=_ALL_REDUCE_SHARE, least=2, round_s=_ALL_REDUCE_ROUND_S),
-        Series(cases=held_out, share=_HELD_OUT_SHARE, round_s=_ALL_REDUCE_ROUND_S),
-        Series(cases=batches, share=_BATCH_SHARE),
-        *(Series(cases=isolated(one), share=_OTHERS_SHARE / len(others)) for one in others),
+        Series(cases=isolated("all_reduce"), share=share, least=2, round_s=_ALL_REDUCE_ROUND_S),
+        Series(cases=held_out, share=held_out_share, round_s=_ALL_REDUCE_ROUND_S),
+        Series(cases=batches, share=batch_share),
+        *(Series(cases=isolated(one), share=others_share / len(others), least=2 if sharded else 0) for one in others),
     ]

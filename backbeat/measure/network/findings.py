@@ -7,13 +7,17 @@ import textwrap
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from backbeat.cost.link import Batch, unshown
 from backbeat.cost.samples import Timing, monotone
 from backbeat.errors import MeasurementError
 from backbeat.measure.network.case import COLLECTIVES, Case
 from backbeat.measure.network.sampling import FEWEST_REPEATS, REPEATS
 from backbeat.measure.network.verdict import MISFIT, verdict
-from backbeat.model.network import CollectiveTimes, ConcurrencyPoint, Network, Topology
+from backbeat.model.collective_times import CollectiveTimes, ConcurrencyPoint
+from backbeat.model.network import Network
+from backbeat.model.topology import Topology
 from backbeat.units import format_bytes, format_rate, format_seconds
 
 if TYPE_CHECKING:
@@ -245,6 +249,7 @@ def summary_of(calibration: MeasuredCluster) -> dict[str, Any]:
         "all_reduce": points,
         "concurrency": rows,
         "held_out": held_out,
+        "slowdown": None if network.slowdown is None else msgspec.to_builtins(network.slowdown),
         "workers_per_host": network.topology.gpus_per_node,
         "sharing_unknown": bool(sharing_unknown(network)),
         "warnings": [*warnings(calibration.outcome), *misfits(network), *sharing_unknown(network)],
@@ -292,6 +297,9 @@ def summary_lines(summary: dict[str, Any]) -> list[str]:
             "",
             f"  link efficiency with several communicators: {shares}{'; latency: ' + slower if slower else ''}",
         ]
+    if summary["slowdown"] is not None:
+        kinds = ", ".join(f"{kind} × {factor:.2f}" for kind, factor in summary["slowdown"].items())
+        text += ["", f"  computation beside an all-reduce takes longer: {kinds}"]
     return text
 
 

@@ -13,6 +13,9 @@ PARTS = {
     "waiting": "held back by late gradients",
     "stragglers": "waiting for the slowest worker",
     "buffers": "broadcasting buffers",
+    "contention": "computation slowed down by communication",
+    "gather": "gathering updated parameters",
+    "copies": "copying into and out of collectives' buffers",
 }
 
 

@@ -24,12 +24,26 @@ class ScalingLine:
 
     @property
     def band(self) -> list[tuple[int, float, float]]:
-        """(workers, scaling of a slow iteration, of a fast one): p90 and p10, where the profile has iteration times."""
+        """(workers, scaling at the lower edge, at the upper one): from a busy cluster to a quiet one where the network
+        has a band; otherwise of a slow and a fast iteration, p90 and p10, where the profile has iteration times."""
+        if self.load_band:
+            edges = [(point.workers, point.network_band or point.scaling_factor) for point in self.points]
+            return [
+                (count, edge, edge)
+                if isinstance(edge, float)
+                else (count, edge.busy_scaling_factor, edge.quiet_scaling_factor)
+                for count, edge in edges
+            ]
         return [
             (point.workers, point.single_s / point.band.p90_s, point.single_s / point.band.p10_s)
             for point in self.points
             if point.band is not None and point.band.p10_s > 0
         ]
+
+    @property
+    def load_band(self) -> bool:
+        """The band is the network's, not that of single iterations."""
+        return any(point.network_band is not None for point in self.points)
 
     @property
     def knee(self) -> int | None:
@@ -58,6 +72,7 @@ class Scaling:
     def range_percent(self) -> tuple[float, float]:
         """Where an axis of shares starts and ends."""
         shares = [point.scaling_factor for line in self.lines for point in line.points]
+        shares += [low for _, low, _ in self.best.band if self.best.load_band]
         return max(0, 10 * math.floor(10 * min(shares) - 1.5)), max(100, 100 * max(shares)) + 3
 
 

@@ -1,4 +1,6 @@
-"""Checkpoints of residuals: by parameter name, one file per rank, for any plan and any number of ranks.
+"""Residuals by parameter name: on their way from one plan to another, or to a checkpoint and back.
+
+A checkpoint has one file per rank, and fits any plan and any number of ranks.
 
 What N ranks have not yet applied to the weights is the sum of their residuals over N. Restored on N ranks, each rank
 gets its own residual back. Restored on M ranks, rank r gets the sum of the old ranks r, r+M, r+2M, … times M/N, so that
@@ -7,18 +9,22 @@ the whole stays the same.
 
 from __future__ import annotations
 
-import difflib
 import io
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from backbeat.errors import InputError
+from backbeat.errors import InputError, nearest
 from backbeat.model.files import write
+
+if TYPE_CHECKING:
+    from backbeat.runtime.compressed.compressed_bucket import CompressedBucket
+    from backbeat.runtime.reduce.bucket import BucketBuffer
+    from backbeat.runtime.reduce.step import ReducerContext
 
 SCHEMA = "backbeat.residuals/1"
 _FILE = re.compile(r"rank-(\d+)-of-(\d+)\.pt")
@@ -30,14 +36,9 @@ def state_of(
     residuals: Mapping[str, torch.Tensor], velocities: Mapping[str, torch.Tensor], *, rank: int, ranks: int, step: int
 ) -> dict[str, Any]:
     """One rank's state, copied to the host."""
-    return {
-        "schema": SCHEMA,
-        "rank": rank,
-        "ranks": ranks,
-        "step": step,
-        "residuals": {name: values.detach().cpu().clone() for name, values in residuals.items()},
-        "velocities": {name: values.detach().cpu().clone() for name, values in velocities.items()},
-    }
+    kinds = zip(_KINDS, (residuals, velocities), strict=True)
+    copies = {kind: {name: one.detach().cpu().clone() for name, one in tensors.items()} for kind, tensors in kinds}
+    return {"schema": SCHEMA, "rank": rank, "ranks": ranks, "step": step, **copies}
 
 
 def check(state: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]) -> None:
@@ -49,11 +50,9 @@ def check(state: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]) -> None
     for kind in _KINDS:
         for name, values in state[kind].items():
             if name not in shapes:
-                close = difflib.get_close_matches(name, shapes, n=1)
                 raise InputError(
                     f"the checkpoint holds a residual of {name!r}, which is no trainable parameter of this model"
-                    + (f" (nearest: {close[0]!r})" if close else "")
-                    + ": it belongs to another model; leave it out to begin without residuals"
+                    f"{nearest(name, shapes)}: it belongs to another model; leave it out to begin without residuals"
                 )
             if tuple(values.shape) != tuple(shapes[name]):
                 raise InputError(
@@ -139,3 +138,74 @@ def _check_parts(state: Mapping[str, Any], what: str) -> None:
     for part in _PARTS:
         if part not in state:
             raise InputError(f"{what} has no {part!r}: it is damaged; use another")
+
+
+class Carried:
+    """Residuals, with velocities, of parameters that no compressed bucket has at present; and how many steps there
+    were."""
+
+    def __init__(self, context: ReducerContext) -> None:
+        self._context = context
+        self._held: dict[str, tuple[torch.Tensor, torch.Tensor | None]] = {}
+        self._steps_before = 0
+
+    @property
+    def step(self) -> int:
+        """Of all training, what came before a checkpoint included."""
+        return self._context.step.number + self._steps_before
+
+    def take_out(self, buckets: Sequence[CompressedBucket]) -> None:
+        """Copies of every residual in the buckets."""
+        with torch.no_grad():
+            for bucket in buckets:
+                values, velocities = bucket.held()
+                for position, place in enumerate(bucket.members):
+                    if bucket.touched[position] or position in bucket.frozen:
+                        velocity = velocities[position] if velocities else None
+                        self._held[self._context.names[place]] = (values[position], velocity)
+
+    def bring_back(self, buckets: Sequence[CompressedBucket]) -> None:
+        """Give the buckets what their members are owed."""
+        for bucket in buckets:
+            for place in bucket.members:
+                found = self._held.pop(self._context.names[place], None)
+                if found is not None:
+                    bucket.put(place, *found)
+
+    def repay(self, bucket: BucketBuffer, arrived: Sequence[int]) -> None:
+        """What a member owes from a plan that compressed it goes with its first dense gradient."""
+        if not self._held or not bucket.views:
+            return
+        for place, view in zip(bucket.members, bucket.views, strict=True):
+            if arrived[place]:
+                found = self._held.pop(self._context.names[place], None)
+                if found is not None:
+                    view.add_(found[0].to(view))
+
+    def state(self, buckets: Sequence[CompressedBucket]) -> dict[str, Any]:
+        """This rank's residuals by name, for a checkpoint."""
+        self.take_out(buckets)
+        held = {name: self._held[name] for name in self._context.names if name in self._held}
+        residuals = {name: values for name, (values, _) in held.items()}
+        velocities = {name: velocity for name, (_, velocity) in held.items() if velocity is not None}
+        for bucket in buckets:
+            for place in bucket.members:
+                self._held.pop(self._context.names[place], None)
+        communicators = self._context.communicators
+        return state_of(residuals, velocities, rank=communicators.rank, ranks=communicators.size, step=self.step)
+
+    def load(self, state: Mapping[str, Any], buckets: Sequence[CompressedBucket]) -> None:
+        """Replace this rank's residuals."""
+        context = self._context
+        named = zip(context.names, context.parameters, strict=True)
+        check(state, {name: tuple(parameter.shape) for name, parameter in named})
+        with torch.no_grad():
+            for bucket in buckets:
+                bucket.forget()
+            device = context.communicators.device
+            residuals, velocities = (
+                {name: values.to(device) for name, values in state[kind].items()} for kind in _KINDS
+            )
+            self._held = {name: (values, velocities.get(name)) for name, values in residuals.items()}
+            self._steps_before = int(state["step"]) - context.step.number
+            self.bring_back(buckets)

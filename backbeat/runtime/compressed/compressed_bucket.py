@@ -6,13 +6,13 @@ free again; what the compressor sends is subtracted. It is never anybody's `.gra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from backbeat.errors import InputError
-from backbeat.runtime.compressed.message_layout import layout_of
+from backbeat.runtime.compressed import topk
 from backbeat.runtime.compressed.residual import Residual, Scratch, Store, accumulate, add_all, drop_infinite
 from backbeat.runtime.reduce.bucket import BucketBuffer, addresses_of, views_of
 from backbeat.runtime.reduce.step import TakenGradients
@@ -23,10 +23,6 @@ if TYPE_CHECKING:
     from backbeat.runtime.compressed.topk import TopK
     from backbeat.runtime.reduce.partition import BucketSpec
     from backbeat.runtime.reduce.step import Step
-
-
-HOSTS = {"cpu"}
-"""Kinds of device that may be asked at any time whether a gradient is finite."""
 
 
 class CompressedBucket(BucketBuffer):
@@ -78,8 +74,7 @@ class CompressedBucket(BucketBuffer):
         """Where members begin in the residual, and the numbers that stand for them."""
         self._gathered = gathering
         gathering.reserve(self.numel, dtype)
-        self._slots_gathered: tuple[int, list[torch.Tensor]] | None = None
-        self._slots_shown: tuple[int, list[torch.Tensor]] | None = None
+        self._known_views: dict[int, list[torch.Tensor]] = {}
         self._muted = False
         self.touched = bytearray(len(self.members))
         """Members that any rank has ever used, or whose residual has got anything."""
@@ -103,7 +98,7 @@ class CompressedBucket(BucketBuffer):
 
     @property
     def bytes(self) -> int:
-        return layout_of(self.numel, self.compressor.density).bytes
+        return topk.layout_of(self.numel, self.compressor.density).bytes
 
     def take_all(self) -> bool:
         if self.frozen:
@@ -192,7 +187,7 @@ class CompressedBucket(BucketBuffer):
             momenta = [self._momentum_of(self.parameters[position]) for position in positions]
             torch._foreach_mul_(_at(velocities, positions, whole), momenta)
         targets = _at(velocities or values, positions, whole)
-        if self.device.type in HOSTS:
+        if self.device.type in topk.HOSTS:
             faulty = accumulate(targets, gradients)
             self._refused += [self.members[place] for place, bad in zip(positions, faulty, strict=True) if bad]
         else:
@@ -204,11 +199,18 @@ class CompressedBucket(BucketBuffer):
     def _gathering(self, positions: Sequence[int], whole: bool) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Room for all gradients in the residual's format, shared by buckets that take turns."""
         flat = self._gathered.buffer(self.dtype, self.device)[: self.numel]
-        if self._slots_gathered is None or self._slots_gathered[0] != flat.data_ptr():
-            self._slots_gathered = (flat.data_ptr(), views_of(flat, self._layout))
         if not whole:
             flat.zero_()
-        return flat, _at(self._slots_gathered[1], positions, whole)
+        return flat, _at(self._views_on(flat), positions, whole)
+
+    def _views_on(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """The members' places in memory that buckets share, which is mostly the same from step to step."""
+        found = self._known_views.get(flat.data_ptr())
+        if found is None:
+            if len(self._known_views) > 1:
+                self._known_views.clear()
+            found = self._known_views[flat.data_ptr()] = views_of(flat, self._layout)
+        return found
 
     def _opened(self) -> tuple[Residual, list[torch.Tensor], list[torch.Tensor]]:
         if self._views is None:
@@ -286,12 +288,8 @@ class CompressedBucket(BucketBuffer):
         flat = scratch[: self.numel]
         self.compressor.decode(self.gathered, flat, self._scale)
         self.gathered = None
-        if self.parameters[0].dtype != self.dtype:
-            views = views_of(flat.to(self.parameters[0].dtype), self._layout)
-        else:
-            if self._slots_shown is None or self._slots_shown[0] != flat.data_ptr():
-                self._slots_shown = (flat.data_ptr(), views_of(flat, self._layout))
-            views = self._slots_shown[1]
+        alike = self.parameters[0].dtype == self.dtype
+        views = self._views_on(flat) if alike else views_of(flat.to(self.parameters[0].dtype), self._layout)
         found = []
         for place, parameter, view in zip(self.members, self.parameters, views, strict=True):
             if used is None or used[place]:
@@ -355,13 +353,6 @@ class CompressedBucket(BucketBuffer):
 
     def arrived(self, message: torch.Tensor) -> torch.Tensor | None:
         return None
-
-    def late_message(self, late: Set[int], scale: float) -> torch.Tensor:
-        # Not reached while `CompressedExchange` keeps late gradients to itself; an empty message keeps ranks in order.
-        return torch.zeros(len(self.members), device=self.device)
-
-    def add_late(self, message: torch.Tensor) -> list[float]:
-        return [0.0] * len(self.members)
 
 
 def _at(tensors: list[torch.Tensor], positions: Sequence[int], whole: bool) -> list[torch.Tensor]:

@@ -13,6 +13,7 @@ it sent.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -20,27 +21,24 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from backbeat.errors import InputError
-from backbeat.runtime.compressed import compressed_bucket
-from backbeat.runtime.compressed.carried_residuals import Carried
+from backbeat.runtime.compressed import topk
+from backbeat.runtime.compressed.checkpoint import Carried
 from backbeat.runtime.compressed.compressed_bucket import CompressedBucket
-from backbeat.runtime.compressed.compression_options import CompressionOptions, density_at
-from backbeat.runtime.compressed.cuda_graphs import CudaGraphs
-from backbeat.runtime.compressed.residual import Scratch
-from backbeat.runtime.compressed.residual_stores import Stores, dtype_of, numel_of
-from backbeat.runtime.compressed.topk import TopK
+from backbeat.runtime.compressed.residual import Scratch, dtype_of, make_stores, numel_of
+from backbeat.runtime.compressed.topk import CudaGraphs, TopK
 from backbeat.runtime.compressed.updates import Updates, plainly
-from backbeat.runtime.reduce import status as status_message
 from backbeat.runtime.reduce.bucket import BucketBuffer
 from backbeat.runtime.reduce.exchange import Exchange
+from backbeat.runtime.reduce.settings import CompressionOptions
+from backbeat.runtime.reduce.status import Layout, Verdict, read
 from backbeat.runtime.reduce.step import InFlight
 
 if TYPE_CHECKING:
-    from torch.optim import Optimizer
-
-    from backbeat.runtime.reduce.context import ReducerContext
     from backbeat.runtime.reduce.partition import BucketSpec, Partition
+    from backbeat.runtime.reduce.step import ReducerContext
 
 _cuda: Any = torch.cuda
+WARMUP_DENSITY = 0.25
 
 
 class CompressedExchange(Exchange):
@@ -49,29 +47,16 @@ class CompressedExchange(Exchange):
     def __init__(self, context: ReducerContext, options: CompressionOptions, *, host: bool = False) -> None:
         super().__init__(context)
         self.options = options
-        self.updates = Updates()
+        self.updates = Updates(self._check_step, momentum_correction=options.momentum_correction)
         self._host = host
         self._carried = Carried(context)
-        self._scratch = Scratch()
-        self._gathered = Scratch()
-        """Where gradients of one bucket are widened; apart from the scratch, which another stream may be using."""
         self._compressed: list[CompressedBucket] = []
-        self._numbers: torch.Tensor | None = None
+        self._status: tuple[Layout, torch.Tensor] | None = None
+        """The last status message."""
         device = context.communicators.device
         self._side: Any = _cuda.Stream(device) if device.type == "cuda" else None
         # Where waiting means to wait on a stream, decoding is queued when its bucket leaves.
         self._queues = self._side is not None and context.communicators.backend == "nccl"
-        self._recordings = self._new_recordings()
-        self._room: torch.Tensor | None = None
-        """Where everybody's message comes in, of a bucket that is dealt with at once."""
-
-    def attach(self, optimizer: Optimizer, *, max_grad_norm: float | None) -> None:
-        self.updates.add(
-            optimizer,
-            max_grad_norm=max_grad_norm,
-            momentum_correction=self.options.momentum_correction,
-            check_step=self._check_step,
-        )
 
     def _check_step(self) -> None:
         """Gradients of a backward under `no_sync` wait for one that synchronises; this rank alone must not use them."""
@@ -86,23 +71,15 @@ class CompressedExchange(Exchange):
 
     def prepare(self, partition: Partition) -> None:
         # Refuses what cannot be, while the buckets there are go on as they were.
-        self._stores = Stores(
-            partition,
-            self.context,
-            host=self._host,
-            velocity=self._with_velocity(),
-            masked=self.options.factor_masking,
-        )
+        velocity, masked = self.updates.corrects_momentum, self.options.factor_masking
+        self._stores = make_stores(partition, self.context, host=self._host, velocity=velocity, masked=masked)
         self._join()
         self._carried.take_out(self._compressed)
         self._scratch, self._gathered = Scratch(), Scratch()
-        self._recordings, self._room = self._new_recordings(), None
-
-    def _new_recordings(self) -> CudaGraphs | None:
-        return None if self.context.communicators.device.type in compressed_bucket.HOSTS else CudaGraphs()
-
-    def _with_velocity(self) -> bool:
-        return self.options.momentum_correction and self.updates.have_momentum
+        """Where one bucket is decoded; and where its gradients are widened, while another stream may be decoding."""
+        self._room: torch.Tensor | None = None
+        """Where everybody's message comes in, of a bucket that is dealt with at once."""
+        self._graphs = None if self.context.communicators.device.type in topk.HOSTS else CudaGraphs()
 
     def bucket(self, spec: BucketSpec, status_length: int) -> BucketBuffer:
         if spec.compression is None or not numel_of(spec, self.context):
@@ -114,11 +91,11 @@ class CompressedExchange(Exchange):
         return CompressedBucket(
             spec,
             context.parameters,
-            compressor=TopK(spec.compression.density, self._recordings),
-            store=self._stores.of(spec),
+            compressor=TopK(spec.compression.density, self._graphs),
+            store=self._stores[spec],
             dtype=dtype,
             dense=not self.updates.at_once,
-            momentum_of=self.updates.momentum_of if self._with_velocity() else None,
+            momentum_of=self.updates.momentum_of if self.updates.corrects_momentum else None,
             gathering=self._gathered,
         )
 
@@ -158,9 +135,9 @@ class CompressedExchange(Exchange):
         self._collect(index)
         return sent
 
-    def add_to_status(self, message: torch.Tensor) -> None:
+    def add_to_status(self, message: torch.Tensor, layout: Layout) -> None:
         """Tell the others of a gradient that was not finite; `message` will hold the sums."""
-        self._numbers = message
+        self._status = (layout, message)
         refused = [place for bucket in self._compressed for place in bucket.take_refused()]
         # They are found beside backward, where buckets are compressed.
         self._join()
@@ -169,9 +146,6 @@ class CompressedExchange(Exchange):
             faults.append(torch.tensor([max(refused) + 1.0], device=message.device))
         if not faults or self.context.step.broken:
             return
-        layout = status_message.Layout(
-            buckets=len(self.context.bucket_set.buckets), ranks=self.context.communicators.size, parameters=0
-        )
         message[layout.faults_at + self.context.communicators.rank].copy_(torch.cat(faults).amax())
 
     def receive(self, sent: InFlight) -> torch.Tensor:
@@ -190,7 +164,7 @@ class CompressedExchange(Exchange):
             self._join()
         return sent.message
 
-    def hand_back(self, verdict: status_message.Verdict | None, *, in_place: bool) -> None:
+    def hand_back(self, verdict: Verdict | None, *, in_place: bool) -> None:
         used = None if verdict is None else verdict.used
         at_once = self.updates.at_once
         with self._beside():
@@ -221,11 +195,9 @@ class CompressedExchange(Exchange):
         """The step failed: finish the updates, which other ranks have begun, or take back what was sent."""
         used: Sequence[bool] | None = None
         at_once = self.updates.at_once
-        if at_once and self._numbers is not None and any(bucket.gathered is not None for bucket in self._compressed):
-            buckets, ranks = len(self.context.bucket_set.buckets), self.context.communicators.size
-            parameters = len(self.context.parameters)
-            layout = status_message.Layout(buckets=buckets, ranks=ranks, parameters=parameters, faults=ranks)
-            used = status_message.read(layout, self._numbers.cpu()).used
+        if at_once and self._status is not None and any(bucket.gathered is not None for bucket in self._compressed):
+            layout, numbers = self._status
+            used = read(layout, numbers.cpu()).used
         with self._beside():
             for bucket in self._compressed:
                 if at_once and not self.context.step.absent:
@@ -353,3 +325,16 @@ class CompressedExchange(Exchange):
         """What follows on this stream sees what was done beside it."""
         if self._side is not None:
             _cuda.current_stream(self.context.communicators.device).wait_stream(self._side)
+
+
+def density_at(step: int, target: float, warmup_steps: int) -> float:
+    """The density of a step, counted from 1. In warm-up each stage has a quarter of the density before it, as in DGC.
+
+    >>> [density_at(step, 0.01, 6) for step in (1, 2, 3, 4, 5, 6, 7)]
+    [0.25, 0.25, 0.0625, 0.0625, 0.015625, 0.015625, 0.01]
+    """
+    if step > warmup_steps or target >= WARMUP_DENSITY:
+        return target
+    stages = max(1, math.ceil(math.log(WARMUP_DENSITY / target, 4) - 1e-9))
+    stage = (step - 1) * stages // warmup_steps
+    return float(max(target, WARMUP_DENSITY / 4**stage))

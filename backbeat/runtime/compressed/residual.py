@@ -12,26 +12,28 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+from backbeat.errors import InputError
+
+if TYPE_CHECKING:
+    from backbeat.runtime.reduce.partition import BucketSpec, Partition
+    from backbeat.runtime.reduce.step import ReducerContext
 
 _cuda: Any = torch.cuda
 
 
-def dtype_for(dtype: torch.dtype) -> torch.dtype:
-    """The residual's dtype: fp32 for 16-bit gradients, since small ones would vanish in a 16-bit sum."""
-    return torch.float32 if dtype.itemsize < 4 else dtype
-
-
+@dataclass(slots=True, eq=False)
 class Residual:
     """The residual of one bucket. It is unscaled and never a `.grad`, and finite unless the step is failing."""
 
-    def __init__(self, values: torch.Tensor, velocity: torch.Tensor | None = None, *, masked: bool = False) -> None:
-        self.values = values
-        self.velocity = velocity
-        self.masked = masked
-        """Factor masking: an element that is sent loses its velocity."""
+    values: torch.Tensor
+    velocity: torch.Tensor | None = None
+    masked: bool = False
+    """Factor masking: an element that is sent loses its velocity."""
 
     def replace(self, index: torch.Tensor, values: torch.Tensor, sent: torch.Tensor) -> None:
         """Set the elements at distinct indices. Factor masking clears the velocity of those that were `sent`."""
@@ -114,10 +116,6 @@ class HostBuffers:
         self._open: dict[int, int] = {}
         """Of the buffers that are open: which staging buffer each is in."""
 
-    @property
-    def device_bytes(self) -> int:
-        return sum(buffer.nbytes for buffer in self._staging)
-
     def open(self, index: int) -> torch.Tensor:
         """The buffer on the device, for the current stream."""
         slot = self._next_slot % len(self._staging)
@@ -144,14 +142,6 @@ class HostBuffers:
         # Never in two places: a second copy would be out of date once the first is written into.
         if following not in self._loaded:
             self._load(slot, following)
-
-    @contextmanager
-    def edited(self, index: int) -> Iterator[torch.Tensor]:
-        """The buffer on the host, outside its turn; waits for copies in flight."""
-        if self._stream is not None:
-            self._stream.synchronize()
-        yield self._host[index]
-        self._loaded = [None if loaded == index else loaded for loaded in self._loaded]
 
     def _wait_for_current_stream(self) -> None:
         if self._cuda:
@@ -225,3 +215,46 @@ def add_all(
 def drop_infinite(values: torch.Tensor) -> None:
     """Set what is not finite to zero."""
     values.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+
+
+def dtype_of(spec: BucketSpec, context: ReducerContext) -> torch.dtype:
+    """The residual's dtype: fp32 for 16-bit gradients, since small ones would vanish in a 16-bit sum."""
+    dtype = context.parameters[spec.members[0]].dtype
+    return torch.float32 if dtype.itemsize < 4 else dtype
+
+
+def numel_of(spec: BucketSpec, context: ReducerContext) -> int:
+    return sum(context.parameters[place].numel() for place in spec.members)
+
+
+def make_stores(
+    partition: Partition, context: ReducerContext, *, host: bool, velocity: bool, masked: bool
+) -> dict[BucketSpec, Store]:
+    """Where the residual of each compressed bucket lives; on the host, buckets of a dtype share their room on the
+    device. Raises where a bucket cannot be compressed."""
+    kinds: dict[torch.dtype, list[BucketSpec]] = {}
+    for spec in partition.buckets:
+        if spec.compression is not None:
+            for place in spec.members:
+                dtype = context.parameters[place].dtype
+                if not dtype.is_floating_point:
+                    raise InputError(
+                        f"parameter {context.names[place]!r} is {dtype}, and its bucket is compressed: only "
+                        "real floating-point gradients can be; leave the compression out of its bucket"
+                    )
+            kinds.setdefault(dtype_of(spec, context), []).append(spec)
+    found: dict[BucketSpec, Store] = {}
+    for dtype, specs in kinds.items():
+        sizes = [numel_of(spec, context) for spec in specs]
+        if host:
+            device = context.communicators.device
+            values = HostBuffers(sizes, dtype, device)
+            beside = HostBuffers(sizes, dtype, device) if velocity else None
+        for index, (spec, size) in enumerate(zip(specs, sizes, strict=True)):
+            device = context.parameters[spec.members[0]].device
+            found[spec] = (
+                HostStore(index, values, beside, masked=masked)
+                if host
+                else Store(size, dtype, device, velocity=velocity, masked=masked)
+            )
+    return found

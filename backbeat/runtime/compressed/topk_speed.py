@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from backbeat.measure.model.training_step import is_out_of_memory
-from backbeat.runtime.compressed.cuda_graphs import CudaGraphs
 from backbeat.runtime.compressed.residual import Residual, accumulate, add_all
-from backbeat.runtime.compressed.topk import TopK
+from backbeat.runtime.compressed.topk import CudaGraphs, TopK
 
 if TYPE_CHECKING:
     from backbeat.measure.model.training_step import Training

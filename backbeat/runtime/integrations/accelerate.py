@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from backbeat.runtime.reduce.torch_ddp import TorchDDP
+from backbeat.runtime.reduce.settings import TorchDDP
 from backbeat.runtime.reduce.wrapper import DistributedDataParallel
 
 

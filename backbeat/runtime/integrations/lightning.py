@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from backbeat.errors import MissingPartError
+from backbeat.runtime.reduce.settings import split_options
 from backbeat.runtime.reduce.wrapper import DistributedDataParallel
 
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")
@@ -25,27 +26,14 @@ def strategy_class(package: str) -> type[Any]:
     base: Any = strategies.DDPStrategy
 
     class BackbeatStrategy(base):  # type: ignore[misc]
-        """Lightning's DDP strategy with backbeat's wrapper; takes `plan`, `network`, `communicators`, `reducer`,
-        `reduce_dtype`, `compression`."""
+        """Lightning's DDP strategy with backbeat's wrapper; takes the options of both."""
 
         strategy_name = "backbeat"
 
-        def __init__(
-            self,
-            *args: Any,
-            plan: Any = None,
-            network: Any = None,
-            communicators: int | None = None,
-            reducer: str = "backbeat",
-            reduce_dtype: Any = None,
-            compression: Any = None,
-            **kwargs: Any,
-        ) -> None:
+        def __init__(self, *args: Any, reducer: str = "backbeat", **kwargs: Any) -> None:
+            own, kwargs = split_options(kwargs)
             super().__init__(*args, **kwargs)
-            self._backbeat = {
-                "plan": plan, "network": network, "communicators": communicators, "reducer": reducer,
-                "reduce_dtype": reduce_dtype, "compression": compression,
-            }  # fmt: skip
+            self._backbeat = {"reducer": reducer, **own}
 
         def _setup_model(self, model: torch.nn.Module) -> DistributedDataParallel:
             device_ids = self.determine_ddp_device_ids()
@@ -63,11 +51,7 @@ def strategy_class(package: str) -> type[Any]:
     return BackbeatStrategy
 
 
-def _installed() -> list[str]:
-    return [name for name in PACKAGES if importlib.util.find_spec(name.split(".")[0]) is not None]
-
-
-_found = [strategy_class(name) for name in _installed()]
+_found = [strategy_class(name) for name in PACKAGES if importlib.util.find_spec(name.split(".")[0]) is not None]
 if not _found:
     raise MissingPartError("backbeat.runtime.integrations.lightning needs Lightning: pip install lightning")
 BackbeatStrategy = _found[0]

@@ -8,26 +8,7 @@ Every block that the plan names gets a `forward` of its own in front of the clas
 as they are. Gradients are the same bit for bit, as far as the model's own kernels are deterministic. A deep copy or a
 pickle of the model runs the same plan with its own buffers; `remove` restores only this model.
 
-What composes, and what does not:
-
-- Arguments and outputs may be nested containers and registered classes (model outputs). Other objects are held by
-  reference. If a block changes one (a key-value cache), recomputing it gives another result: backward raises an error
-  that names the block. Turn such caches off (`use_cache=False`).
-- Autocast and GradScaler work as usual. Blocks that are not kept run without autocast's weight cache, or the bf16
-  copies of all weights would stay until the end of forward. A weight that several blocks share is then cast in each,
-  and its gradients are added in fp32 rather than bf16.
-- Running statistics of norms count each batch once. A block that writes other buffers in forward cannot be recomputed.
-- Blocks compiled one by one (`block.compile()`, before `apply`) run compiled. A compiled model is refused: its
-  blocks are no longer called one by one. Do not compile a model after `apply`.
-- `torch.utils.checkpoint` inside a block hides from the plan what it saves itself: right, but nothing gained.
-- `torch.func.functional_call` with other parameters is refused in backward; `nn.DataParallel` at once, because its
-  replicas would share one model's blocks.
-- Random numbers of the second run repeat if they come from torch's own generators. A block that draws from Python's
-  `random`, NumPy or a generator of its own, or counts its calls in an attribute, must be kept: nothing detects that its
-  gradients would be wrong.
-- Under `torch.func.vmap` and the like everything is kept. A block that uses `torch.func.grad` inside must be kept:
-  torch refuses that under saved-tensor hooks.
-- `torch.no_grad` and evaluation run as if no plan were applied. `retain_graph=True` keeps recomputed tensors too.
+`docs/how-to/fit-a-memory-budget.md` says what composes with a memory plan, and what does not.
 """
 
 from __future__ import annotations
@@ -35,7 +16,7 @@ from __future__ import annotations
 import functools
 import weakref
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -44,24 +25,25 @@ from torch.autograd.graph import saved_tensors_hooks
 from backbeat.errors import InputError
 from backbeat.measure.model.chain import find_blocks, tensors_of
 from backbeat.model import MemoryPlan
-from backbeat.runtime.memory.forward_context import without_autocast_cache
-from backbeat.runtime.memory.offload import AHEAD, LAG, KeptTensor, OffloadedTensor, OffloadSchedule, movable
-from backbeat.runtime.memory.recomputed_segments import SegmentRun
+from backbeat.runtime.memory.offload import (
+    AHEAD,
+    LAG,
+    KeptTensor,
+    OffloadedTensor,
+    OffloadSchedule,
+    movable,
+    storage_of,
+)
+from backbeat.runtime.memory.recompute import SegmentRun, without_autocast_cache
 
 if TYPE_CHECKING:
-    from backbeat.model import Segment
+    pass
 
 _functorch_level: Any = torch._C._functorch.peek_interpreter_stack
 
 
-class BlockPolicy(Protocol):
-    """How the blocks of one segment run."""
-
-    def run(self, block: BlockForward, args: Any, kwargs: Any) -> Any: ...
-
-
 class BlockForward:
-    """Replaces one block's `forward`. `place` is the block's place in its segment."""
+    """Replaces one block's `forward`. `place` is the block's place in its segment, and `policy` runs its blocks."""
 
     def __init__(self, name: str, module: nn.Module, place: int, policy: BlockPolicy) -> None:
         self.name = name
@@ -158,12 +140,12 @@ class OffloadPolicy:
             self._unit = schedule.begin_unit()
         unit = self._unit
         self._next_place = block.place + 1
-        stays = {_storage(tensor) for tensor in (*block.module.parameters(), *block.module.buffers())}
+        stays = {storage_of(tensor) for tensor in (*block.module.parameters(), *block.module.buffers())}
         # A tensor without history came with the batch or is shared by all blocks: it stays alive anyway.
-        stays |= {_storage(tensor) for tensor in tensors_of((args, kwargs)) if tensor.grad_fn is None}
+        stays |= {storage_of(tensor) for tensor in tensors_of((args, kwargs)) if tensor.grad_fn is None}
 
         def pack(tensor: torch.Tensor) -> OffloadedTensor | KeptTensor:
-            if movable(tensor) and _storage(tensor) not in stays:
+            if movable(tensor) and storage_of(tensor) not in stays:
                 return schedule.offload(tensor, unit, block.name)
             return KeptTensor(tensor, block.name)
 
@@ -173,11 +155,7 @@ class OffloadPolicy:
         return output
 
 
-def _storage(tensor: torch.Tensor) -> int:
-    try:
-        return int(tensor.untyped_storage()._cdata)
-    except (NotImplementedError, RuntimeError):
-        return 0
+BlockPolicy = KeepPolicy | RecomputePolicy | OffloadPolicy
 
 
 class Handle:
@@ -225,7 +203,11 @@ def apply(model: nn.Module, memory_plan: MemoryPlan, *, lag: int = LAG, ahead: i
     schedule = OffloadSchedule(lag, ahead) if offloads else None
     forwards = []
     for segment in active:
-        policy = _policy(segment, schedule)
+        policy: BlockPolicy
+        if schedule is not None and segment.action == "offload":
+            policy = OffloadPolicy(schedule)
+        else:
+            policy = RecomputePolicy(schedule, segment.input == "offload")
         forwards += [BlockForward(name, named[name], place, policy) for place, name in enumerate(segment.blocks)]
     if schedule is not None:
         kept = KeepPolicy(schedule)
@@ -245,18 +227,6 @@ def check(model: nn.Module, memory_plan: MemoryPlan) -> dict[str, nn.Module]:
             f"the memory plan is {type(memory_plan).__name__}: give a MemoryPlan, such as `.memory` of a plan that was "
             "made with a memory budget"
         )
-    _check_model(model)
-    return _resolve(model, memory_plan)
-
-
-def _policy(segment: Segment, schedule: OffloadSchedule | None) -> BlockPolicy:
-    if segment.action == "recompute":
-        return RecomputePolicy(schedule, segment.input == "offload")
-    assert schedule is not None
-    return OffloadPolicy(schedule)
-
-
-def _check_model(model: nn.Module) -> None:
     if isinstance(model, nn.DataParallel):
         raise InputError(
             "the model is wrapped in DataParallel, whose replicas would share one model's blocks: use "
@@ -270,6 +240,7 @@ def _check_model(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if any(isinstance(vars(module).get(key), BlockForward) for key in ("forward", "_compiled_call_impl")):
             raise InputError(f"{name!r} already runs a memory plan: call remove() on the handle of the first one")
+    return _resolve(model, memory_plan)
 
 
 def _resolve(model: nn.Module, memory_plan: MemoryPlan) -> dict[str, nn.Module]:

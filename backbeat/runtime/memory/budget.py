@@ -1,23 +1,33 @@
-"""`memory_budget=` of the wrapper: the memory plan that keeps to it, chosen before training begins."""
+"""`memory_budget=` of the wrapper: the memory plan that keeps to it, and a warning where training passes it."""
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import weakref
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import torch
+import torch.distributed as dist
 
 from backbeat.errors import InputError
 from backbeat.model import Network, Plan, Profile
+from backbeat.runtime.memory.activations import Handle, apply, check
 from backbeat.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
     from backbeat.model import MemoryPlan
-    from backbeat.runtime.memory import Handle
+
+logger = logging.getLogger("backbeat.runtime")
 
 Named = str | os.PathLike[str]
+FIRST_STEPS = 10
+EVERY = 200
+"""When the peak is looked at: after each of the first steps, and now and then later."""
 
 
 def within_budget(
@@ -39,7 +49,7 @@ def within_budget(
         return plan, plan.memory if plan is not None else None
     size = budget_size(budget)
     if plan is not None and plan.memory is not None:
-        _check(plan.memory, size)
+        _check_peak(plan.memory, size)
         return plan, plan.memory
     if profile is None:
         raise InputError(
@@ -71,7 +81,7 @@ def budget_size(budget: int | float | str) -> int:
     return int(size)
 
 
-def _check(memory: MemoryPlan, size: int) -> None:
+def _check_peak(memory: MemoryPlan, size: int) -> None:
     if memory.peak_bytes is None:
         raise InputError(
             "the plan's memory part does not say what peak it was predicted to have: make it again with "
@@ -87,19 +97,14 @@ def _check(memory: MemoryPlan, size: int) -> None:
 
 def check_memory(module: Any, memory: MemoryPlan | None) -> None:
     """Raise what `apply_memory` would raise, before anything has been done to the model."""
-    if memory is None or _keeps_all(memory):
-        return
-    from backbeat.runtime.memory.activations import check
-
-    check(module, memory)
+    if memory is not None and not _keeps_all(memory):
+        check(module, memory)
 
 
 def apply_memory(wrapper: Any, module: Any, memory: MemoryPlan | None) -> Handle | None:
     """Apply the memory plan to the model as long as its wrapper lives; None where there is nothing to do."""
     if memory is None or _keeps_all(memory):
         return None
-    from backbeat.runtime.memory import apply
-
     handle = apply(module, memory)
     ends_with(wrapper, handle)
     return handle
@@ -113,3 +118,63 @@ def ends_with(wrapper: Any, handle: Handle | None) -> None:
 
 def _keeps_all(memory: MemoryPlan) -> bool:
     return all(segment.action == "keep" for segment in memory.segments)
+
+
+def device_peak(device: torch.device) -> int | None:
+    """The most that torch's allocator has held on the device since the process began or the user last reset it. The
+    host keeps this number, so nothing waits."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+
+
+class BudgetWatch:
+    """Compares the device's peak with a budget, and warns once."""
+
+    def __init__(self, budget_bytes: int, predicted_bytes: int | None, device: torch.device) -> None:
+        self._budget = budget_bytes
+        self._predicted = predicted_bytes
+        self._device = device
+        self._before = device_peak(device)
+        """A peak that is still this one came before the model was wrapped, and says nothing about training."""
+        self._steps = 0
+        self._warned = False
+
+    def after_step(self) -> None:
+        self._steps += 1
+        if self._warned or (self._steps > FIRST_STEPS and self._steps % EVERY):
+            return
+        peak = device_peak(self._device)
+        if peak is None or peak == self._before or peak <= self._budget:
+            return
+        self._warned = True
+        logger.warning(self._said(peak))
+
+    def _said(self, peak: int) -> str:
+        text = (
+            f"the memory budget of {format_bytes(self._budget)} is passed: training has taken {format_bytes(peak)} "
+            "(torch.cuda.max_memory_allocated() since its last reset)"
+        )
+        text += "" if self._predicted is None else f", {format_bytes(self._predicted)} were predicted"
+        text += (
+            ". Not in a profile are workspaces of convolutions (torch.backends.cudnn.benchmark tries large ones in the "
+            "first steps), and whatever else this process keeps on the device."
+        )
+        if self._predicted is None or peak <= self._predicted:
+            return f"{text} Plan again with a smaller --memory"
+        more = peak - self._predicted
+        if more >= self._budget:
+            return f"{text} These alone take more than the budget: look for what is kept besides the model"
+        return f"{text} Plan again with --memory {_typed(self._budget - more)}, or with --reserve {_typed(more)}"
+
+
+def watch_of(
+    budget_bytes: int | None, memory: MemoryPlan | None, group: ProcessGroup, device: torch.device
+) -> BudgetWatch | None:
+    """What watches this budget; None where there is none. All ranks train alike, so rank 0 speaks for them."""
+    if budget_bytes is None or dist.get_rank(group) != 0:
+        return None
+    return BudgetWatch(budget_bytes, memory.peak_bytes if memory is not None else None, device)
+
+
+def _typed(size: int) -> str:
+    """For a command line, to the megabyte."""
+    return f"{size // 10**6}MB" if size >= 10**8 else f"{size}B"

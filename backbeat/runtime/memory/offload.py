@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,14 +30,12 @@ _MOST_SLACK = 2
 """A free buffer more than this many times larger than asked for is not taken."""
 
 
+@dataclass(slots=True, eq=False)
 class PinnedBuffer:
     """Bytes of the host, and the event after which they may be written again."""
 
-    __slots__ = ("data", "free_after")
-
-    def __init__(self, data: torch.Tensor) -> None:
-        self.data = data
-        self.free_after: Any = None
+    data: torch.Tensor
+    free_after: Any = None
 
 
 class PinnedPool:
@@ -272,7 +271,7 @@ class OffloadSchedule:
         """The owner keeps this storage on the device as long as it lives: offloading it would free nothing."""
         if not movable(tensor):
             return
-        key = int(tensor.untyped_storage()._cdata)
+        key = storage_of(tensor)
         leaving = self._leaving_storage(key)
         if leaving is not None:
             leaving.keep_on_device()
@@ -289,7 +288,7 @@ class OffloadSchedule:
 
         It stays where a kept block before has saved it too, or a kept block right behind will.
         """
-        key = int(tensor.untyped_storage()._cdata)
+        key = storage_of(tensor)
         kept = self._kept.get(key)
         if kept is not None and kept[0]() is not None and kept[1] == version_of(tensor):
             return KeptTensor(tensor, block)
@@ -347,6 +346,14 @@ def movable(tensor: torch.Tensor) -> bool:
         return tensor.untyped_storage().nbytes() >= SMALLEST_BYTES
     except (NotImplementedError, RuntimeError):
         return False
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """What tells storages apart while they live; 0 where a tensor has none."""
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):
+        return 0
 
 
 def _bytes_of(storage: torch.UntypedStorage, device: torch.device) -> torch.Tensor:

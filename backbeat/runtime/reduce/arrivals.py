@@ -1,4 +1,6 @@
-"""Gradients arrive: a hook on every parameter counts them down until a bucket is complete.
+"""What autograd tells: whether a backward runs, and which gradients have arrived, on which CUDA stream.
+
+Gradients arrive: a hook on every parameter counts them down until a bucket is complete.
 
 How often each parameter's gradient arrives in one backward is learned from the steps before. It only decides *when* a
 bucket may leave, never *whether*: what does not arrive is waited for until the end of backward, and what arrives after
@@ -7,11 +9,16 @@ its bucket has left is sent after it. So ranks need not agree on what they expec
 
 from __future__ import annotations
 
+import functools
+import logging
+import threading
+import time
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
-
-from backbeat.runtime.reduce.autograd import graph_task
+from torch.autograd import Variable
+from torch.autograd.graph import get_gradient_edge
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -20,7 +27,147 @@ if TYPE_CHECKING:
 
     from backbeat.runtime.reduce.bucket import BucketSet
     from backbeat.runtime.reduce.exchange import Sender
-    from backbeat.runtime.reduce.streams import Streams
+
+logger = logging.getLogger("backbeat.runtime")
+
+graph_task: Callable[[], int] = torch._C._current_graph_task_id
+NO_TASK = -1
+"""What it says outside of a backward."""
+_LET_GO_S = 1.0
+"""So long a thread of autograd's may take to let go of a backward that raised."""
+
+
+def _gone() -> None:
+    return None
+
+
+class Backward:
+    """The last one that was begun, if any.
+
+    The engine runs a callback that is queued in it when the graph is done. If autograd raises, it drops the callback
+    unrun: that the object is gone tells that the backward is over.
+    """
+
+    def __init__(self) -> None:
+        self._token: Callable[[], Any] = _gone
+        self._thread = threading.get_ident()
+        """Began it."""
+
+    @property
+    def running(self) -> bool:
+        """As far as is known: see `ended`."""
+        return self._token() is not None
+
+    def begin(self, done: Callable[[], None]) -> None:
+        """Called inside a backward; `done` when its graph is."""
+        # An object of its own, which lives as long as the engine holds it.
+        callback = functools.partial(done)
+        Variable._execution_engine.queue_callback(callback)
+        self._token = weakref.ref(callback)
+        self._thread = threading.get_ident()
+
+    def forget(self) -> None:
+        """It is over, however it ended."""
+        self._token = _gone
+
+    def ended(self) -> bool:
+        """Whether it is over. Where it ran in a thread of autograd's own, as on a GPU, that thread may hold on to it
+        for a moment after `backward()` has raised, until it gets the interpreter's lock: it is given the time, or what
+        is left to do of that backward would come in the middle of the next one."""
+        until = time.monotonic() + _LET_GO_S
+        while self.running:
+            # A forward inside a backward may well find it running, and one beside a backward of another thread.
+            if graph_task() != NO_TASK or _is_pythons(self._thread):
+                return False
+            if time.monotonic() > until:
+                logger.warning("a backward seems to run beside this forward")
+                return False
+            time.sleep(0.0005)
+        return True
+
+
+def _is_pythons(ident: int) -> bool:
+    """Whether Python started the thread, and not autograd."""
+    # A thread of another's making has a stand-in here once it has asked who it is.
+    found = (thread for thread in threading.enumerate() if thread.ident == ident)
+    return any(not isinstance(thread, threading._DummyThread) for thread in found)
+
+
+class GraphReach:
+    """Whether the graph that the engine runs ends in our parameters.
+
+    `torch.autograd.grad` passes the wrapper's outputs and leaves no `.grad`. Parameters inside reentrant checkpoints
+    are not in the graph either; where they once began a step by themselves, every graph counts from then on.
+    """
+
+    def __init__(self) -> None:
+        self._hidden = False
+        self._passed = False
+        self._leaf: Any = None
+
+    def forward_begins(self) -> None:
+        self._passed = False
+
+    def surprised(self) -> None:
+        """A gradient arrived though no output announced it."""
+        self._hidden = self._hidden or self._passed
+
+    def includes(self, parameters: Sequence[Parameter]) -> bool:
+        if self._hidden or (self._leaf is not None and _will_execute(self._leaf)):
+            return True
+        for parameter in parameters:
+            if parameter.requires_grad:
+                node = get_gradient_edge(parameter).node
+                if _will_execute(node):
+                    # Finding a parameter's node costs more than a launch: the first that tells is asked first again.
+                    self._leaf = node
+                    return True
+        self._passed = True
+        return False
+
+
+def _will_execute(leaf: Any) -> bool:
+    try:
+        return bool(torch._C._will_engine_execute_node(leaf))
+    except RuntimeError:
+        # Torch's answer where `torch.autograd.grad` was asked for this very leaf: its gradient is handed out, not kept.
+        return False
+
+
+class Streams:
+    """CUDA streams on which a bucket's gradients were produced; the one that sends the bucket waits for the others."""
+
+    __slots__ = ("_device", "_first", "_index", "_others")
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._index = device.index if device.index is not None else torch.cuda.current_device()
+        self.forget()
+
+    def forget(self) -> None:
+        """Another backward begins."""
+        self._first: int | None = None
+        self._others: dict[int, set[int]] = {}
+
+    def note(self, index: int) -> None:
+        """A gradient of this bucket was just produced on the current stream."""
+        stream = torch._C._cuda_getCurrentRawStream(self._index)
+        if stream != self._first:
+            if self._first is None:
+                self._first = stream
+            else:
+                self._others.setdefault(index, set()).add(stream)
+
+    def join(self, index: int) -> None:
+        """The current stream waits for those that produced the bucket's gradients."""
+        if not self._others and self._first in (None, torch._C._cuda_getCurrentRawStream(self._index)):
+            # As mostly: one stream, and it is this one. Asking for it as an object takes longer than all else here.
+            return
+        here = torch.cuda.current_stream(self._device)
+        for raw in {self._first, *self._others.get(index, ())}:
+            if raw != here.cuda_stream:
+                here.wait_stream(torch.cuda.ExternalStream(raw, device=self._device))
+
 
 # A parameter that stops arriving is still waited for this many steps, twice as many each time that proves too few.
 PATIENCE = 4
@@ -30,21 +177,8 @@ class Arrivals:
     """Which gradients of the present backward have arrived. One object serves every step: the hooks hold it."""
 
     __slots__ = (
-        "_all_once",
-        "_buckets",
-        "_expected_members",
-        "_known",
-        "arrived_since_reduce",
-        "bucket_of",
-        "expectation",
-        "late",
-        "missing",
-        "nested",
-        "next_bucket",
-        "outstanding",
-        "root",
-        "slow",
-        "streams",
+        "_all_once", "_buckets", "_expected_members", "_known", "arrived_since_reduce", "bucket_of", "expectation",
+        "late", "missing", "nested", "next_bucket", "outstanding", "root", "slow", "streams",
     )  # fmt: skip
 
     def __init__(self, parameters: int, streams: Streams | None = None) -> None:

@@ -44,11 +44,8 @@ class BucketBuffer:
         self.device = first.device
         real = first.dtype.to_real() if first.dtype.is_complex else first.dtype
         self.dtype = real
-        self.reduce_dtype = (
-            reduce_dtype
-            if reduce_dtype is not None and reduce_dtype != real and _narrower(reduce_dtype, real)
-            else None
-        )
+        narrower = reduce_dtype is not None and reduce_dtype.itemsize < real.itemsize
+        self.reduce_dtype = reduce_dtype if narrower else None
         self.status_length = status_length
         self.numel = 0 if self.sparse else sum(reals(parameter) for parameter in self.parameters)
         held = self.numel + (status_length if self.reduce_dtype is None else 0)
@@ -92,7 +89,8 @@ class BucketBuffer:
         return self.numel * (self.reduce_dtype or self.dtype).itemsize
 
     def take_all(self) -> bool:
-        """As `take`, where every member is expected to hold a dense gradient; False, and nothing done, where not."""
+        """Copy the members' gradients into the buffer and take them away, where every member is expected to hold one;
+        False, and nothing done, where not."""
         if not self._in_place:
             return False
         targets: list[torch.Tensor] = []
@@ -111,51 +109,39 @@ class BucketBuffer:
             torch._foreach_copy_(targets, sources)
         return True
 
-    def take(self) -> list[torch.Tensor | None]:
-        """Copy the members' gradients into the buffer and take them away; returns what each held."""
+    def pack(self, step: Step) -> TakenGradients:
+        """As `take_all`, in any step: finds which members this rank used, and keeps the others' gradients."""
         if not self._in_place:
             self._mend()
-        held: list[torch.Tensor | None] = []
+        fresh = step.arrivals.arrived_since_reduce
+        used: list[int] = []
+        kept: dict[int, torch.Tensor] = {}
+        removed = False
         targets: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
         empty: list[torch.Tensor] = []
-        for parameter, view in zip(self.parameters, self.views, strict=True):
-            gradient = parameter.grad
-            held.append(gradient)
+        for place, (parameter, view) in zip(self.members, self._pairs, strict=True):
+            gradient, parameter.grad = parameter.grad, None
             if gradient is None:
                 empty.append(view)
+                # A hook of the user's took it away after it had arrived.
+                removed = removed or bool(fresh[place])
                 continue
             if gradient is not view:
                 targets.append(view)
                 sources.append(gradient if gradient.layout is torch.strided else gradient.to_dense())
-            parameter.grad = None
+            if fresh[place]:
+                used.append(place)
+            else:
+                kept[place] = gradient.clone() if gradient is view else gradient
         if targets:
             torch._foreach_copy_(targets, sources)
         if empty:
             torch._foreach_zero_(empty)
-        return held
-
-    def pack(self, step: Step) -> TakenGradients:
-        """As `take`, in any step: finds which members this rank used, and keeps the others' gradients."""
-        held = self.take()
-        if step.absent:
-            self.payload.zero_()
+        if step.contributes_nothing:
+            # Nobody must mistake the gradients that a broken backward lacks for zeros.
+            self.payload.fill_(0.0 if step.absent else float("nan"))
             return TakenGradients()
-        if step.broken:
-            self.poison()
-            return TakenGradients()
-        used: list[int] = []
-        kept: dict[int, torch.Tensor] = {}
-        removed = False
-        fresh = step.arrivals.arrived_since_reduce
-        for place, gradient, view in zip(self.members, held, self.views, strict=True):
-            if gradient is None:
-                # A hook of the user's took it away after it had arrived.
-                removed = removed or bool(fresh[place])
-            elif fresh[place]:
-                used.append(place)
-            else:
-                kept[place] = gradient.clone() if gradient is view else gradient
         return TakenGradients(used, kept, removed)
 
     def launch(self, communicator: Communicator, scale: float, status: torch.Tensor | None) -> tuple[torch.Tensor, Any]:
@@ -211,18 +197,10 @@ class BucketBuffer:
         found: list[float] = message[self.numel :].float().tolist()
         return found
 
-    def poison(self) -> None:
-        """Make sure that nobody mistakes this rank's missing gradients for zeros."""
-        self.payload.fill_(float("nan"))
-
 
 def addresses_of(views: Sequence[torch.Tensor]) -> list[int]:
     """Where their memory begins."""
     return list(map(torch.Tensor.data_ptr, views))
-
-
-def _narrower(reduce_dtype: torch.dtype, dtype: torch.dtype) -> bool:
-    return reduce_dtype.itemsize < dtype.itemsize
 
 
 def reals(parameter: torch.Tensor) -> int:
@@ -267,15 +245,20 @@ class SparseBucket(BucketBuffer):
         self._gradient = None if step.contributes_nothing else gradient
         if self._gradient is None:
             return TakenGradients()
-        return (
-            TakenGradients(used=[place])
-            if step.arrivals.arrived_since_reduce[place]
-            else TakenGradients(kept={place: self._gradient})
-        )
+        used = step.arrivals.arrived_since_reduce[place]
+        return TakenGradients(used=[place]) if used else TakenGradients(kept={place: self._gradient})
 
     def launch(self, communicator: Communicator, scale: float, status: torch.Tensor | None) -> tuple[torch.Tensor, Any]:
-        message = rows_message(self.parameters[0], self._gradient, scale)
-        self._gradient = None
+        parameter, gradient, self._gradient = self.parameters[0], self._gradient, None
+        if gradient is not None:
+            message = (gradient if gradient.is_sparse else gradient.to_sparse(1)).coalesce() * scale
+        else:
+            indices = torch.empty((1, 0), dtype=torch.long)
+            rows = torch.empty((0, *parameter.shape[1:]), dtype=parameter.dtype)
+            empty = torch.sparse_coo_tensor(
+                indices, rows, parameter.shape, device=parameter.device, check_invariants=False
+            )
+            message = empty.coalesce()
         return message, communicator.all_reduce(message)
 
     def arrived(self, message: torch.Tensor) -> torch.Tensor | None:
@@ -293,19 +276,6 @@ class SparseBucket(BucketBuffer):
             "a gradient of rows came after it had been sent, and cannot be added to: use sparse=False, or "
             "use_reentrant=False where the embedding is checkpointed"
         )
-
-
-def rows_message(parameter: Parameter, gradient: torch.Tensor | None, scale: float) -> torch.Tensor:
-    """A gradient of rows as it travels; an empty one where there is none."""
-    if gradient is not None:
-        return (gradient if gradient.is_sparse else gradient.to_sparse(1)).coalesce() * scale
-    return torch.sparse_coo_tensor(
-        torch.empty((1, 0), dtype=torch.long),
-        torch.empty((0, *parameter.shape[1:]), dtype=parameter.dtype),
-        parameter.shape,
-        device=parameter.device,
-        check_invariants=False,
-    ).coalesce()
 
 
 class BucketSet:

@@ -20,21 +20,26 @@ gradients, which collective carries it, what becomes of the sum.
 from __future__ import annotations
 
 import threading
-from collections.abc import Set
+from collections.abc import Callable, Set
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._C._distributed_c10d import BuiltinCommHookType
 from torch.distributed import DistError
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-from backbeat.errors import CommunicationError
+from backbeat.errors import BackbeatError, InputError
 from backbeat.runtime.reduce.bucket import BucketBuffer, SparseBucket
 from backbeat.runtime.reduce.step import InFlight
 
 if TYPE_CHECKING:
-    from backbeat.runtime.reduce.context import ReducerContext
+    from torch.nn import Parameter
+
+    from backbeat.runtime.reduce.bucket import BucketBuffer
     from backbeat.runtime.reduce.partition import BucketSpec, Partition
-    from backbeat.runtime.reduce.status import StatusMessage, Verdict
+    from backbeat.runtime.reduce.status import Layout, StatusMessage, Verdict
+    from backbeat.runtime.reduce.step import ReducerContext
 
 _profiling = torch._C._autograd._profiler_enabled
 _nothing = nullcontext()
@@ -108,7 +113,7 @@ class Sender:
             return
         self._launch(index, bucket, None)
         message = status.write_alone(told, step.number)
-        exchange.add_to_status(message)
+        exchange.add_to_status(message, status.layout)
         work = self._context.communicator(bucket.spec.communicator).all_reduce(message)
         step.add_status_sent(InFlight(index, bucket, message, work))
 
@@ -136,8 +141,7 @@ class Sender:
             numbers = sent.bucket.arrived(message)
         if step.status_in_flight is not None:
             numbers = _wait(self._context, step.status_in_flight)
-        if numbers is None:
-            raise CommunicationError(f"step {step.number} ended without any bucket: the partition is empty")
+        assert numbers is not None  # behind the last bucket, or on their own
         return numbers
 
     def send_late(self, verdict: Verdict) -> None:
@@ -208,7 +212,7 @@ class Exchange:
         """Take late gradients that may wait for the next step; returns their parameters."""
         return frozenset()
 
-    def add_to_status(self, message: torch.Tensor) -> None:
+    def add_to_status(self, message: torch.Tensor, layout: Layout) -> None:
         """Add to this rank's status message, which leaves after every bucket; it will hold the sums."""
 
     def wait_for_last(self) -> None:
@@ -242,3 +246,90 @@ class Exchange:
 
     def check_hook(self) -> None:
         """Raise where no communication hook may take over."""
+
+
+Hook = Callable[[Any, Any], Any]
+
+
+class HookExchange(Exchange):
+    """A communication hook written for stock DDP reduces the buckets."""
+
+    def __init__(self, context: ReducerContext, state: Any, hook: Hook) -> None:
+        super().__init__(context)
+        self._state = state
+        self._hook = hook
+
+    def carries_status(self, bucket: BucketBuffer) -> bool:
+        return False
+
+    def send(self, index: int, bucket: BucketBuffer, status: torch.Tensor | None) -> InFlight:
+        if bucket.sparse:
+            return super().send(index, bucket, status)
+        last = index == len(self.context.bucket_set.buckets) - 1
+        return InFlight(index, bucket, bucket.payload, self._hook(self._state, GradBucket(bucket, index, last)))
+
+    def wait_for_last(self) -> None:
+        """A hook's buckets come in an order of their own."""
+
+    def receive(self, sent: InFlight) -> torch.Tensor:
+        if sent.bucket.sparse:
+            return super().receive(sent)
+        try:
+            return _result_of(sent.work, sent.bucket_index)
+        except (RuntimeError, ValueError) as error:
+            if isinstance(error, BackbeatError):
+                raise
+            raise self.context.failure(sent.bucket_index, error) from error
+
+
+class GradBucket:
+    """A bucket as hooks see it: the methods of torch's `dist.GradBucket`, which cannot be built from Python."""
+
+    def __init__(self, bucket: BucketBuffer, index: int, last: bool) -> None:
+        self._bucket = bucket
+        self._buffer = bucket.payload
+        self._index = index
+        self._last = last
+
+    def index(self) -> int:
+        return self._index
+
+    def buffer(self) -> torch.Tensor:
+        return self._buffer
+
+    def gradients(self) -> list[torch.Tensor]:
+        return list(self._bucket.views)
+
+    def parameters(self) -> list[Parameter]:
+        return list(self._bucket.parameters)
+
+    def is_last(self) -> bool:
+        return self._last
+
+    def set_buffer(self, tensor: torch.Tensor) -> None:
+        self._buffer = tensor
+
+
+def _result_of(future: Any, index: int) -> torch.Tensor:
+    """The tensor a hook's future holds: itself, or alone in a list."""
+    if not hasattr(future, "wait"):
+        raise InputError(
+            f"the communication hook returned {type(future).__name__} for bucket {index}: it must return a future"
+        )
+    value = future.wait()
+    while isinstance(value, (list, tuple)) and len(value) == 1:
+        value = value[0]
+    if not isinstance(value, torch.Tensor):
+        raise InputError(
+            f"the communication hook's future holds {type(value).__name__} for bucket {index}: it must hold one tensor"
+        )
+    return value
+
+
+def builtin_hook(kind: Any) -> Hook:
+    """Torch's C++ hooks by their Python twins."""
+    if kind == BuiltinCommHookType.FP16_COMPRESS:
+        return default_hooks.fp16_compress_hook
+    if kind == BuiltinCommHookType.ALLREDUCE:
+        return default_hooks.allreduce_hook
+    raise InputError(f"built-in communication hook {kind} is unknown: use ALLREDUCE or FP16_COMPRESS")

@@ -7,22 +7,43 @@ the rank that failed can say which one is missing, behind, or gone on without th
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import sys
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from itertools import cycle
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._C import _distributed_c10d
 
 from backbeat.errors import CommunicationError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from backbeat.comm.communicators import Communicators
+    from backbeat.runtime.reduce.step import InFlight, ReducerContext
 
 logger = logging.getLogger("backbeat.runtime")
 
 # A store is asked this often whether some rank has raised the alarm, and an alarm waits a few of these for answers.
 POLL_S = 1.0
 ANSWER_S = 4.0
+_c10d: Any = _distributed_c10d
+_future: Any = torch._C.Future
+IN_FLIGHT, DONE = "", "done"
+_NAMES = {int(value): str(name) for name, value in _c10d.WorkResult.__members__.items()}
+_GOOD = int(_c10d.WorkResult.SUCCESS)
+# The host reads the status of a step before it opens the one after the next: no bucket in flight is older.
+_KEPT = 3
 
 
 class StepMismatchError(CommunicationError):
@@ -49,25 +70,21 @@ class Monitor:
 
     def __init__(
         self,
-        store: Any,
-        key: str,
-        rank: int,
-        size: int,
+        communicators: Communicators,
         standing: Callable[[], Standing],
         *,
         model: str,
-        look: Callable[[], bool] | None = None,
+        look: Callable[[], bool] | None,
     ) -> None:
         """`look` is called now and then, and says that something was lost; the monitor's work is then done.
 
         model: the wrapped model's class by name, for the messages of other wrappers.
         """
         self.model = model
-        self._store = store
+        self._store: Any = communicators.store
         self._own: Any = None
-        self._key = key
-        self._rank = rank
-        self._size = size
+        """The connection of the thread that listens: the store's calls block each other."""
+        self._rank, self._size = communicators.rank, communicators.size
         # The thread must not keep the reducer alive.
         self._standing = weakref.WeakMethod(standing)
         self._look = None if look is None else weakref.WeakMethod(look)
@@ -76,9 +93,13 @@ class Monitor:
         _monitors.add(self)
 
     def start(self) -> None:
-        """Begin to listen, on a connection of its own: the store's calls block each other."""
-        clone = _clone(self._store)
-        if clone is None or self._thread is not None or self._size == 1:
+        """Begin to listen."""
+        if self._size == 1:
+            return
+        try:
+            clone = self._store.clone()
+        except Exception as error:
+            logger.debug("this store cannot be cloned, faults will name fewer ranks: %s", error)
             return
         self._thread = threading.Thread(target=self._listen, args=(clone,), name="backbeat-monitor", daemon=True)
         self._thread.start()
@@ -93,7 +114,7 @@ class Monitor:
         while not self._stop.wait(POLL_S) and self._standing() is not None:
             if heard:
                 try:
-                    if store.check([f"{self._key}/alarm"]):
+                    if store.check(["fault/alarm"]):
                         self._answer(store)
                         heard = False
                 except Exception as error:
@@ -107,7 +128,7 @@ class Monitor:
     def _answer(self, store: Any) -> None:
         standing = self.standing()
         if standing is not None:
-            store.set(f"{self._key}/status/{self._rank}", json.dumps(standing))
+            store.set(f"fault/status/{self._rank}", json.dumps(standing))
 
     def _answer_for_others(self) -> None:
         """This process may end with the error: a rank that waits in another wrapper's backward must find it answered
@@ -134,10 +155,9 @@ class Monitor:
         """Raise the alarm, wait for the others' answers, and say in words who is missing or elsewhere."""
         self._stop.set()
         mine = self.standing()
-        # The store's calls block each other: the thread that listens has a connection of its own.
         store = self._own if threading.current_thread() is self._thread else self._store
         try:
-            store.set(f"{self._key}/alarm", str(self._rank))
+            store.set("fault/alarm", str(self._rank))
             self._answer(store)
             self._answer_for_others()
             standings = self._collect(store)
@@ -149,7 +169,7 @@ class Monitor:
         found: dict[int, Standing] = {}
         deadline = time.monotonic() + ANSWER_S
         for rank in range(self._size):
-            key = f"{self._key}/status/{rank}"
+            key = f"fault/status/{rank}"
             left = max(deadline - time.monotonic(), 0.05)
             try:
                 store.wait([key], timedelta(seconds=left))
@@ -180,29 +200,142 @@ def describe(rank: int, mine: Standing | None, standings: dict[int, Standing], s
             parts.append(f"rank {other} {_where(standing)}")
         elif not standing["in_backward"]:
             parts.append(f"rank {other} has finished step {standing['step']} and is outside backward")
-    return (
-        "; ".join(parts) if parts else "every rank answers and stands at the same step: the network between them failed"
-    )
+    return "; ".join(parts) or "every rank answers and stands at the same step: the network between them failed"
 
 
 def _where(standing: Standing) -> str:
     if not standing["in_backward"]:
         return f"is at step {standing['step']}, outside backward"
     text = f"is in step {standing['step']} with {standing['sent']} of {standing['buckets']} buckets sent"
-    if standing.get("waiting"):
-        text += f", waiting for {standing['waiting']}"
-    return text
-
-
-def _clone(store: Any) -> Any:
-    """Another connection to the same store, or None where the kind of store has none."""
-    try:
-        return store.clone()
-    except Exception as error:
-        logger.debug("this store cannot be cloned, faults will name fewer ranks: %s", error)
-        return None
+    return f"{text}, waiting for {standing['waiting']}" if standing.get("waiting") else text
 
 
 def first_line(error: BaseException) -> str:
     """The first line of an exception's text, or its kind."""
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+
+
+def work_result(work: Any) -> str:
+    """`IN_FLIGHT`, `DONE`, or what the library says went wrong with it."""
+    try:
+        result = work.get_future_result() if hasattr(work, "get_future_result") else work
+        if not result.done():
+            return IN_FLIGHT
+        found = result.value()
+        if isinstance(found, torch.Tensor):
+            # What a hook reduced: one element would pass for a number.
+            return IN_FLIGHT
+        value = int(found)
+    except Exception:
+        # Another library's work, or a hook's future: it tells by raising where it is waited for.
+        return IN_FLIGHT
+    return DONE if value == _GOOD else _NAMES.get(value, str(value))
+
+
+class LostCollectives:
+    """Finds buckets that were lost and the host was not told: on NCCL waiting for a failed collective does not raise.
+
+    Torch's own watchdog notices, writes its verdict into the communicator and into the result of the oldest work that
+    it has not yet ticked off, which may be a good one, and after a pause for its dumps (a minute in torch 2.11) ends
+    the process without a word on buckets or gradients. The monitor's thread reads that verdict meanwhile, says which
+    bucket of which step was lost and who is to blame, and aborts the communicators, so that whatever waits for the
+    device returns and the next use of the wrapper raises the same. It never judges by itself: no clock of its own, no
+    guess from slowness, so it cannot stop a healthy job.
+    """
+
+    def __init__(self, context: ReducerContext) -> None:
+        self._context = context
+        self._steps: deque[_Sent] = deque(maxlen=_KEPT)
+        self._device = device = context.parameters[0].device
+        # Made once and recorded again and again: an event of its own for each step would cost the host more.
+        self._events = cycle([torch.cuda.Event() for _ in range(_KEPT + 1)] if device.type == "cuda" else [None])
+
+    def remember(self, in_flight: Iterable[InFlight], step: int) -> None:
+        """The host has let go of these buckets; the device may not have begun with them."""
+        context = self._context
+        # A work keeps its tensors. Those that are no buffers, which stay anyway, it must not keep; its result does not.
+        lean = context.reduce_dtype is not None or any(
+            bucket.compressed or bucket.sparse for bucket in context.bucket_set.buckets
+        )
+        sent = [
+            (one.bucket_index, _result_of(one.work) if lean or isinstance(one.work, _future) else one.work)
+            for one in in_flight
+        ]
+        event = next(self._events)
+        if event is not None:
+            # Another device may be the current one.
+            event.record(torch.cuda.current_stream(self._device))
+        self._steps.append(_Sent(step, sent, event))
+
+    def look(self) -> bool:
+        """True if a bucket was lost: it has been said, and the communicators are gone."""
+        context = self._context
+        if context.lost is not None:
+            return True
+        step = context.step
+        present = _Sent(step.number, [(one.bucket_index, one.work) for one in tuple(step.in_flight)], None)
+        steps = [*self._steps, present]
+        why = self._verdict(steps)
+        if not why:
+            return False
+        missing = ((sent.step, index) for sent in steps if (index := sent.first_missing()) is not None)
+        # Where everything has arrived, the first bucket of the step to come.
+        number, index = next(missing, (present.step + 1, 0))
+        context.lost = context.failure(index, f"the watchdog of torch found {why}", step=number)
+        # Not by a logger alone, which may write anywhere: the process has a minute left.
+        sys.stderr.write(f"backbeat: {context.lost}\n")
+        sys.stderr.flush()
+        abort(context.communicators)
+        return True
+
+    def _verdict(self, steps: Sequence[_Sent]) -> str:
+        """What the watchdog has found, or nothing."""
+        for backend in self._context.communicators.backends():
+            found = _error_of(backend)
+            if found:
+                return found
+        fates = (work_result(work) for sent in steps for _, work in sent.works)
+        return next((fate for fate in fates if fate not in (IN_FLIGHT, DONE)), "")
+
+
+@dataclass(frozen=True, slots=True)
+class _Sent:
+    """What left in one step, and an event behind it on the device."""
+
+    step: int
+    works: list[tuple[int, Any]]
+    event: Any
+
+    def first_missing(self) -> int | None:
+        """The first bucket that is not known to have arrived."""
+        if self.event is not None and self.event.query():
+            return None
+        return next((index for index, work in self.works if work_result(work) != DONE), None)
+
+
+def abort(communicators: Communicators) -> None:
+    """Give every communicator up, all in one call to the library: one abort may wait for another's."""
+    backends = communicators.backends()
+    calls = [backend.abort for backend in backends]
+    if hasattr(backends[0], "_group_start"):
+        calls = [backends[0]._group_start, *calls, backends[0]._group_end]
+    for call in calls:
+        # One that is broken already must not keep the others from going.
+        with contextlib.suppress(Exception):
+            call()
+
+
+def _result_of(work: Any) -> Any:
+    try:
+        return work.get_future_result()
+    except Exception:
+        return None
+
+
+def _error_of(backend: Any) -> str:
+    """What a communicator says is wrong with it; nothing where it does not say such things."""
+    try:
+        value = int(backend.get_error())
+    except Exception:
+        return ""
+    return "" if value == int(_c10d.ErrorType.SUCCESS) else str(_c10d.ErrorType(value).name)

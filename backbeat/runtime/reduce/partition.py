@@ -1,29 +1,126 @@
-"""Where buckets are formed: from a plan, or as stock DDP would; every trainable parameter in exactly one of them."""
+"""Which parameters a wrapper reduces, and where buckets are formed: from a plan, or as stock DDP would. Every trainable
+parameter is in exactly one bucket."""
 
 from __future__ import annotations
 
-import difflib
+import gc
+import weakref
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
 import torch.distributed as dist
+from torch.utils.weak import WeakIdKeyDictionary
 
-from backbeat.errors import InputError
+from backbeat.errors import InputError, nearest
 
 if TYPE_CHECKING:
-    from torch.nn import Parameter
+    from torch.nn import Module, Parameter
 
     from backbeat.comm.communicators import Communicators
     from backbeat.model import Plan
     from backbeat.model.compression import Compression
-    from backbeat.runtime.reduce.parameters import ManagedParameters
     from backbeat.runtime.reduce.settings import WrapperSettings
 
 FIRST_BUCKET_BYTES = int(getattr(dist, "_DEFAULT_FIRST_BUCKET_BYTES", 2**20))
 BUCKET_BYTES = 25 * 2**20
+_owners: Any = WeakIdKeyDictionary()
+"""The runner of each parameter: two at once would each take away what the other is sending."""
+
+
+class ManagedParameters:
+    """Trainable parameters in registration order, newcomers behind them, and the frozen ones."""
+
+    def __init__(self, module: Module, ignored: Set[str]) -> None:
+        self._sparse_ids = {
+            id(parameter)
+            for child in module.modules()
+            if getattr(child, "sparse", False) and isinstance(child, (torch.nn.Embedding, torch.nn.EmbeddingBag))
+            for parameter in child.parameters(recurse=False)
+        }
+        managed = [(name, parameter) for name, parameter in module.named_parameters() if name not in ignored]
+        self._module = weakref.ref(module)
+        self._ignored = ignored
+        self._places: list[tuple[dict[str, Parameter | None], str, Parameter]] = []
+        """Where each parameter stands in its module."""
+        self.names: list[str] = []
+        self.parameters: list[Parameter] = []
+        self.sparse: list[bool] = []
+        """Whether each one's gradients name the rows they are of."""
+        self._extend([(name, parameter) for name, parameter in managed if parameter.requires_grad])
+        self.frozen = [(name, parameter) for name, parameter in managed if not parameter.requires_grad]
+
+    def unknown(self) -> str | None:
+        """The name of a trainable parameter that has taken the place of one that is managed, or come beside them and
+        has a gradient, where there is any."""
+        if self._places and all(held.get(name) is parameter for held, name, parameter in self._places):
+            return None
+        module = self._module()
+        if module is None:
+            return None
+        known = {id(parameter) for parameter in self.parameters} | {id(parameter) for _, parameter in self.frozen}
+        present = dict(module.named_parameters())
+        others = {
+            name: parameter
+            for name, parameter in present.items()
+            if parameter.requires_grad and name not in self._ignored and id(parameter) not in known
+        }
+        gone = bool(others) and not known.issubset(map(id, present.values()))
+        for name, parameter in others.items():
+            if gone or parameter.grad is not None:
+                return name
+        if others:
+            return None
+        # Moved at most, as parametrizations and pruning do with a parameter that stays the same.
+        self._places = [
+            (child._parameters, name, parameter)
+            for child in module.modules()
+            for name, parameter in child._parameters.items()
+            if parameter is not None and id(parameter) in known
+        ]
+        return None
+
+    def add_thawed(self) -> int:
+        """Take in parameters that became trainable; returns how many."""
+        thawed = [(name, parameter) for name, parameter in self.frozen if parameter.requires_grad]
+        if thawed:
+            self.frozen = [(name, parameter) for name, parameter in self.frozen if not parameter.requires_grad]
+            self._extend(thawed)
+        return len(thawed)
+
+    def _extend(self, named: list[tuple[str, Parameter]]) -> None:
+        self.names.extend(name for name, _ in named)
+        self.parameters.extend(parameter for _, parameter in named)
+        self.sparse.extend(id(parameter) in self._sparse_ids for _, parameter in named)
+
+
+def claim(owner: object, names: Sequence[str], parameters: Sequence[Parameter]) -> None:
+    """Take these parameters, or say which one is taken."""
+    if any(_other(owner, parameter) for parameter in parameters):
+        # A wrapper dropped in a reference cycle lives until it is collected.
+        gc.collect()
+    for name, parameter in zip(names, parameters, strict=True):
+        if _other(owner, parameter):
+            raise InputError(
+                f"parameter {name!r} already belongs to another DistributedDataParallel that is alive: "
+                "wrap a model once, or delete the first wrapper"
+            )
+    for parameter in parameters:
+        _owners[parameter] = weakref.ref(owner)
+
+
+def release(owner: object, parameters: Sequence[Parameter]) -> None:
+    for parameter in parameters:
+        if not _other(owner, parameter):
+            _owners.pop(parameter, None)
+
+
+def _other(owner: object, parameter: Parameter) -> bool:
+    found = _owners.get(parameter)
+    held = found() if found is not None else None
+    return held is not None and held is not owner
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +143,11 @@ class Partition:
     communicators: int
     strategy: str
 
+    @property
+    def compressed(self) -> bool:
+        """Some buckets travel compressed."""
+        return any(bucket.compression is not None for bucket in self.buckets)
+
     def lines(self, names: Sequence[str], parameters: Sequence[Parameter]) -> list[str]:
         """The partition in words, one line a bucket: what the ranks compare with each other."""
         found = [f"communicators {self.communicators}"]
@@ -53,7 +155,7 @@ class Partition:
             members = ", ".join(
                 f"{names[place]} {tuple(parameters[place].shape)} {parameters[place].dtype}" for place in bucket.members
             )
-            kind = f" {compression_words(bucket.compression)}" if bucket.compression is not None else ""
+            kind = f" topk {bucket.compression.density:g}" if bucket.compression is not None else ""
             found.append(f"communicator {bucket.communicator}{' sparse' if bucket.sparse else ''}{kind}: {members}")
         return found
 
@@ -76,27 +178,17 @@ def plan_partition(
         named.update(members)
         found = _split(members, bucket.communicator, parameters, sparse)
         if bucket.compression is not None:
-            _check_dense(members, names, sparse)
+            for place in members:
+                if sparse[place]:
+                    raise InputError(
+                        f"parameter {names[place]!r} has sparse gradients (nn.Embedding(sparse=True)), and its bucket "
+                        "is compressed: use sparse=False, or leave the compression out of its bucket"
+                    )
             found = [replace(spec, compression=bucket.compression) for spec in found]
         specs.extend(found)
     rest = [place for place in reversed(range(len(names))) if place not in named]
-    for members in fill_buckets(rest, parameters, sparse, [BUCKET_BYTES]):
-        specs.extend(_split(members, len(specs) % plan.communicators, parameters, sparse))
+    _fill(specs, rest, parameters, sparse, [BUCKET_BYTES], plan.communicators)
     return Partition(buckets=tuple(specs), communicators=plan.communicators, strategy=plan.strategy)
-
-
-def compression_words(compression: Compression) -> str:
-    """A compression in a few words, all that ranks must agree on."""
-    return f"topk {compression.density:g}"
-
-
-def _check_dense(members: Sequence[int], names: Sequence[str], sparse: Sequence[bool]) -> None:
-    for place in members:
-        if sparse[place]:
-            raise InputError(
-                f"parameter {names[place]!r} has sparse gradients (nn.Embedding(sparse=True)), and its bucket is "
-                "compressed: use sparse=False, or leave the compression out of its bucket"
-            )
 
 
 def check_fits(plan: Plan, everything: Set[str]) -> None:
@@ -104,28 +196,11 @@ def check_fits(plan: Plan, everything: Set[str]) -> None:
     for index, bucket in enumerate(plan.buckets):
         for name in bucket.gradients:
             if name not in everything:
-                close = difflib.get_close_matches(name, everything, n=1)
                 raise InputError(
                     f"the plan's buckets[{index}] names {name!r}, which is no parameter of this model"
-                    + (f" (nearest: {close[0]!r})" if close else "")
-                    + f": the plan was made for {plan.model!r}; profile this model and plan again"
+                    f"{nearest(name, everything)}: the plan was made for {plan.model!r}; profile this model and plan "
+                    "again"
                 )
-
-
-def ddp_partition(
-    order: Sequence[int],
-    parameters: Sequence[Parameter],
-    sparse: Sequence[bool],
-    *,
-    cap_bytes: int | None,
-    communicators: int,
-) -> Partition:
-    """Stock DDP's buckets over parameters in this (ready) order: a small first one unless the cap was chosen."""
-    limits = [FIRST_BUCKET_BYTES, BUCKET_BYTES] if cap_bytes is None else [cap_bytes]
-    specs: list[BucketSpec] = []
-    for members in fill_buckets(order, parameters, sparse, limits):
-        specs.extend(_split(members, len(specs) % communicators, parameters, sparse))
-    return Partition(buckets=tuple(specs), communicators=communicators, strategy="ddp")
 
 
 def fill_buckets(
@@ -162,9 +237,21 @@ def with_newcomers(
 ) -> Partition:
     """The partition with parameters that became trainable in trailing buckets."""
     specs = list(partition.buckets)
-    for members in fill_buckets(list(reversed(newcomers)), parameters, sparse, [BUCKET_BYTES]):
-        specs.extend(_split(members, len(specs) % partition.communicators, parameters, sparse))
+    _fill(specs, list(reversed(newcomers)), parameters, sparse, [BUCKET_BYTES], partition.communicators)
     return replace(partition, buckets=tuple(specs))
+
+
+def _fill(
+    specs: list[BucketSpec],
+    order: Sequence[int],
+    parameters: Sequence[Parameter],
+    sparse: Sequence[bool],
+    limits: Sequence[int],
+    communicators: int,
+) -> None:
+    """Add buckets of these parameters, round robin over the communicators."""
+    for members in fill_buckets(order, parameters, sparse, limits):
+        specs.extend(_split(members, len(specs) % communicators, parameters, sparse))
 
 
 def _split(
@@ -186,7 +273,11 @@ def first_partition(
 ) -> Partition:
     """The buckets of the first step."""
     if settings.plan is not None:
-        plan = _runnable(settings.plan, settings.communicators, communicators)
+        # On the communicators that were asked for and can be had.
+        plan, wanted = settings.plan, settings.communicators
+        plan = plan if wanted is None else reassign_communicators(plan, wanted)
+        allowed = communicators.allowed(plan.communicators)
+        plan = reassign_communicators(plan, allowed) if allowed < plan.communicators else plan
         frozen = [name for name, _ in parameters.frozen]
         return plan_partition(plan, parameters.names, parameters.parameters, parameters.sparse, frozen=frozen)
     places = range(len(parameters.names))
@@ -200,25 +291,15 @@ def first_partition(
 def stock_partition(
     order: Iterable[int], settings: WrapperSettings, parameters: ManagedParameters, communicators: Communicators
 ) -> Partition:
-    """Stock DDP's buckets over parameters in this order."""
+    """Stock DDP's buckets over parameters in this (ready) order: a small first one unless the cap was chosen."""
     # Stock DDP on gloo is two communicators: its process group has two worker threads. A rank alone has nothing to
     # overlap, and one thread that stays awake answers sooner than two that take turns.
     count = settings.communicators or (2 if communicators.backend == "gloo" and communicators.size > 1 else 1)
-    return ddp_partition(
-        list(order),
-        parameters.parameters,
-        parameters.sparse,
-        cap_bytes=settings.cap_bytes,
-        communicators=communicators.allowed(count),
-    )
-
-
-def _runnable(plan: Plan, wanted: int | None, communicators: Communicators) -> Plan:
-    """The plan on the communicators that were asked for and can be had."""
-    if wanted is not None:
-        plan = reassign_communicators(plan, wanted)
-    allowed = communicators.allowed(plan.communicators)
-    return reassign_communicators(plan, allowed) if allowed < plan.communicators else plan
+    count = communicators.allowed(count)
+    limits = [FIRST_BUCKET_BYTES, BUCKET_BYTES] if settings.cap_bytes is None else [settings.cap_bytes]
+    specs: list[BucketSpec] = []
+    _fill(specs, list(order), parameters.parameters, parameters.sparse, limits, count)
+    return Partition(buckets=tuple(specs), communicators=count, strategy="ddp")
 
 
 def reassign_communicators(plan: Plan, communicators: int) -> Plan:

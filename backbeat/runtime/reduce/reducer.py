@@ -21,8 +21,7 @@ from backbeat.comm.nccl import set_nccl_launch_order
 from backbeat.errors import CommunicationError, InputError
 from backbeat.runtime.compressed.compressed_exchange import CompressedExchange
 from backbeat.runtime.reduce.exchange import Exchange
-from backbeat.runtime.reduce.parameters import ManagedParameters
-from backbeat.runtime.reduce.partition import first_partition, stock_partition, with_newcomers
+from backbeat.runtime.reduce.partition import ManagedParameters, first_partition, stock_partition, with_newcomers
 from backbeat.runtime.reduce.runner import StepRunner
 from backbeat.runtime.reduce.timing import Recorder
 
@@ -33,12 +32,12 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
     from backbeat.runtime.auto import Tuner
-    from backbeat.runtime.memory.budget_watch import BudgetWatch
+    from backbeat.runtime.memory.budget import BudgetWatch
     from backbeat.runtime.reduce.bucket import BucketBuffer
-    from backbeat.runtime.reduce.comm_hooks import Hook
-    from backbeat.runtime.reduce.context import ReducerContext
+    from backbeat.runtime.reduce.exchange import Hook
     from backbeat.runtime.reduce.partition import Partition
     from backbeat.runtime.reduce.settings import WrapperSettings
+    from backbeat.runtime.reduce.step import ReducerContext
 
 logger = logging.getLogger("backbeat.runtime")
 
@@ -91,10 +90,9 @@ class Reducer:
         self._agree(partition, "the plan")
         communicators.grow(partition.communicators)
         self._runner = runner = StepRunner(
-            managed.names,
-            managed.parameters,
-            communicators=communicators,
-            partition=partition,
+            managed,
+            communicators,
+            partition,
             reduce_dtype=settings.reduce_dtype,
             strict=settings.strict,
             exchange=_exchange_for(partition, settings),
@@ -107,9 +105,7 @@ class Reducer:
         if settings.strategy is not None:
             from backbeat.runtime.auto import Tuner
 
-            self.tuner = Tuner(
-                self, strategy=settings.strategy, network=settings.network, communicators=settings.communicators
-            )
+            self.tuner = Tuner(self, settings.strategy)
         # The first steps are timed: for the ready order, for the tuner, for the report.
         self.time_steps(True)
         if self._comm_hook is not None:
@@ -164,8 +160,8 @@ class Reducer:
         runner.forward_begins(sync)
         if self.managed.frozen:
             self._add_thawed()
-        if self.tuner is not None:
-            self.tuner.forward_begins(sync)
+        if sync and runner.context.recorder is not None:
+            runner.context.recorder.forward_begins()
 
     def _warn_of_scaling(self) -> None:
         """Once: forward in fp16 mostly means that a `GradScaler` follows."""
@@ -198,10 +194,6 @@ class Reducer:
             self.recorder.follows()
         self.runner.context.recorder = self.recorder if timed else None
 
-    def read_status_at_once(self, wanted: bool) -> None:
-        """Whether what follows the next step depends on its status; the same on every rank."""
-        self.runner.status.read_at_once = wanted
-
     def divide_by(self, ranks: float) -> None:
         """Gradients are sums over the ranks, divided by this."""
         self.runner.context.scale = 1.0 / ranks
@@ -220,8 +212,7 @@ class Reducer:
         """Run another partition from the next step on; every rank calls it at the same step with the same partition."""
         if partition.buckets == self.partition.buckets:
             return
-        compressed = any(bucket.compression is not None for bucket in partition.buckets)
-        if compressed and not isinstance(self.exchange, CompressedExchange):
+        if partition.compressed and not isinstance(self.exchange, CompressedExchange):
             raise InputError(
                 "the new buckets are compressed, and training began without compressed buckets: wrap the model with "
                 "that plan"
@@ -260,7 +251,7 @@ class Reducer:
 
     def _agree(self, partition: Partition, what: str) -> None:
         lines = partition.lines(self.managed.names, self.managed.parameters)
-        if any(bucket.compression is not None for bucket in partition.buckets):
+        if partition.compressed:
             # Options decide how much travels and from where: ranks that differ in them send messages nobody expects.
             lines = [*lines, f"compression {self.settings.compression}"]
         agree(self.communicators, f"partition/{self._agreements}", lines, what)
@@ -269,7 +260,7 @@ class Reducer:
     def attach(self, optimizer: torch.optim.Optimizer, *, max_grad_norm: float | None) -> None:
         """Hand an optimizer over to the compressed exchange."""
         runner = self.runner
-        runner.exchange.attach(optimizer, max_grad_norm=max_grad_norm)
+        runner.exchange.updates.add(optimizer, max_grad_norm=max_grad_norm)
         # Updates that follow the last bucket wait to learn whether some rank has called the step off.
         runner.status.strict = self.settings.strict or max_grad_norm is not None
         # Where each bucket is updated at once, decoded means need no buffers of their own.
@@ -320,7 +311,7 @@ class Reducer:
 
 def _exchange_for(partition: Partition, settings: WrapperSettings) -> Callable[[ReducerContext], Exchange]:
     """What this kind of partition is run by."""
-    if any(bucket.compression is not None for bucket in partition.buckets):
+    if partition.compressed:
         memory = settings.plan.memory if settings.plan is not None else None
         host = memory is not None and memory.residuals == "host"
         return functools.partial(CompressedExchange, options=settings.compression, host=host)

@@ -18,25 +18,29 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from backbeat.runtime.reduce.arrivals import Arrivals, unwatch, watch, watch_last
-from backbeat.runtime.reduce.autograd import Backward, GraphReach, graph_task
+from backbeat.runtime.reduce.arrivals import (
+    Arrivals,
+    Backward,
+    GraphReach,
+    Streams,
+    graph_task,
+    unwatch,
+    watch,
+    watch_last,
+)
 from backbeat.runtime.reduce.bucket import BucketSet
-from backbeat.runtime.reduce.comm_hooks import HookExchange
-from backbeat.runtime.reduce.context import ReducerContext
-from backbeat.runtime.reduce.exchange import Exchange, Sender
-from backbeat.runtime.reduce.failures import Monitor, Standing
-from backbeat.runtime.reduce.lost_collectives import LostCollectives
-from backbeat.runtime.reduce.parameters import claim, release
+from backbeat.runtime.reduce.exchange import Exchange, HookExchange, Sender
+from backbeat.runtime.reduce.failures import LostCollectives, Monitor, Standing
+from backbeat.runtime.reduce.partition import claim, release
 from backbeat.runtime.reduce.status import StatusMessage
-from backbeat.runtime.reduce.step import Step, StepState
-from backbeat.runtime.reduce.streams import Streams
+from backbeat.runtime.reduce.step import ReducerContext, Step, StepState
 
 if TYPE_CHECKING:
     from torch.nn import Parameter
 
     from backbeat.comm.communicators import Communicators
-    from backbeat.runtime.reduce.comm_hooks import Hook
-    from backbeat.runtime.reduce.partition import Partition
+    from backbeat.runtime.reduce.exchange import Hook
+    from backbeat.runtime.reduce.partition import ManagedParameters, Partition
     from backbeat.runtime.reduce.status import Verdict
 
 logger = logging.getLogger("backbeat.runtime")
@@ -51,25 +55,24 @@ class StepRunner:
 
     def __init__(
         self,
-        names: Sequence[str],
-        parameters: Sequence[Parameter],
-        *,
+        managed: ManagedParameters,
         communicators: Communicators,
         partition: Partition,
-        reduce_dtype: torch.dtype | None = None,
-        strict: bool = False,
-        exchange: Callable[[ReducerContext], Exchange] = Exchange,
-        model: str = "the model",
+        *,
+        reduce_dtype: torch.dtype | None,
+        strict: bool,
+        exchange: Callable[[ReducerContext], Exchange],
+        model: str,
     ) -> None:
         device = communicators.device
-        self._arrivals = Arrivals(len(parameters), Streams(device) if device.type == "cuda" else None)
-        self._step = Step(self._arrivals)
+        self._arrivals = Arrivals(len(managed.names), Streams(device) if device.type == "cuda" else None)
+        self.step = Step(self._arrivals)
         self.context = ReducerContext(
-            names=list(names),
-            parameters=list(parameters),
+            names=list(managed.names),
+            parameters=list(managed.parameters),
             communicators=communicators,
             reduce_dtype=reduce_dtype,
-            step=self._step,
+            step=self.step,
             scale=1.0 / communicators.size,
         )
         self.after_step: Callable[[], Callable[[], None] | None] = _nothing
@@ -87,24 +90,13 @@ class StepRunner:
         claim(self, self.context.names, self.context.parameters)
         weakref.finalize(self, unwatch, self._handles)
         self._lost = None if communicators.wait_raises else LostCollectives(self.context)
-        self.context.monitor = Monitor(
-            communicators.store,
-            "fault",
-            communicators.rank,
-            communicators.size,
-            self.standing,
-            model=model,
-            look=None if self._lost is None else self._lost.look,
-        )
+        look = None if self._lost is None else self._lost.look
+        self.context.monitor = Monitor(communicators, self.standing, model=model, look=look)
         self.context.monitor.start()
 
     @property
     def exchange(self) -> Any:
         return self._sender.exchange
-
-    @property
-    def step(self) -> Step:
-        return self._step
 
     def install(self, partition: Partition) -> None:
         """Run this partition from the next step on; gradients held now move into its buffers."""
@@ -155,7 +147,7 @@ class StepRunner:
 
     def standing(self) -> Standing:
         """Where this rank stands, for the others' messages."""
-        step, context = self._step, self.context
+        step, context = self.step, self.context
         buckets = context.bucket_set.buckets
         sent = self._arrivals.next_bucket
         waiting = ""
@@ -177,7 +169,7 @@ class StepRunner:
         self._reach.forward_begins()
         if self._handles and (self.context.recorder is not None or not self._arrivals.expectation.learned):
             watch_last(self.context.parameters, self._handles)
-        if not self._step.idle and self._backward.ended():
+        if not self.step.idle and self._backward.ended():
             self._break_off()
 
     def output_reached(self, sync: bool) -> None:
@@ -187,15 +179,15 @@ class StepRunner:
                 self._begin(sync)
             elif (unreached := self.unreached()) is not None:
                 unreached()
-        elif sync and self._step.state is StepState.ACCUMULATING:
-            self._step.synchronise(slow=self.context.recorder is not None)
+        elif sync and self.step.state is StepState.ACCUMULATING:
+            self.step.synchronise(slow=self.context.recorder is not None)
 
     def run_absent(self) -> None:
         """One step of a rank that has run out of data: it sends nothing, but takes part."""
         self.forward_begins(sync=True)
-        if not self._step.idle:
+        if not self.step.idle:
             self._break_off()
-        self._step.open(sync=True, absent=True)
+        self.step.open(sync=True, absent=True)
         self.read_step_before()
         self._finish()
 
@@ -219,7 +211,7 @@ class StepRunner:
         if self.status.regular and graph_task() != arrivals.root:
             arrivals.count_nested(place, index)
         elif arrivals.count(place, index):
-            if self._step.state is StepState.ACCUMULATING:
+            if self.step.state is StepState.ACCUMULATING:
                 self.context.bucket_set.keep(index)
             elif arrivals.may_leave(index):
                 self._sender.send_ready()
@@ -228,10 +220,10 @@ class StepRunner:
         context = self.context
         context.check_not_lost()
         self.exchange.check_open()
-        if not self._step.idle:
+        if not self.step.idle:
             self._break_off()
         self._backward.begin(self._graph_done)
-        self._step.open(sync=sync, root=graph_task(), slow=context.recorder is not None)
+        self.step.open(sync=sync, root=graph_task(), slow=context.recorder is not None)
         # In the open step: if this raises, the step counts as broken off, here and for the others.
         self.read_step_before()
         if context.recorder is not None:
@@ -240,17 +232,17 @@ class StepRunner:
     def _graph_done(self) -> None:
         """The engine's callback."""
         self._backward.forget()
-        if self._step.state is StepState.ACCUMULATING:
+        if self.step.state is StepState.ACCUMULATING:
             # What came more than once, or not as expected.
             self.context.bucket_set.keep_all()
-            self._step.close()
+            self.step.close()
             if self.context.recorder is not None:
                 self.context.recorder.end()
         else:
             self._finish()
 
     def _finish(self) -> None:
-        step, context = self._step, self.context
+        step, context = self.step, self.context
         step.finish()
         # As `no_grad`, whose object costs as much as a short wait.
         enabled = torch.is_grad_enabled()
@@ -289,7 +281,7 @@ class StepRunner:
             after()
 
     def _read(self, numbers: torch.Tensor) -> Verdict | None:
-        step = self._step
+        step = self.step
         assert step.told is not None  # the last bucket has left
         try:
             return self.status.read(numbers, step.told, step.number)
@@ -299,7 +291,7 @@ class StepRunner:
 
     def _break_off(self) -> None:
         """Complete a step whose backward raised, so that the other ranks learn of it and nothing stays in flight."""
-        step, context = self._step, self.context
+        step, context = self.step, self.context
         told_others = step.break_off()
         if told_others:
             with torch.no_grad():

@@ -1,4 +1,4 @@
-"""What the user asked for beyond torch's own arguments, checked: the plan, how it runs, and a memory budget."""
+"""What the user asked for, checked: torch's arguments in the installed version, our options, and the model."""
 
 from __future__ import annotations
 
@@ -7,31 +7,76 @@ import inspect
 import logging
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.nn import Module
+from torch.nn.parameter import UninitializedParameter
 
 from backbeat.errors import InputError
 from backbeat.model import Network, Plan, Profile
-from backbeat.runtime.compressed.compression_options import CompressionOptions, options_of
 from backbeat.runtime.memory.budget import budget_size, check_memory, within_budget
-from backbeat.runtime.reduce.torch_ddp import cap_bytes_of, check_model, process_group_of
 
 if TYPE_CHECKING:
-    from torch.nn import Module
-
     from backbeat.model import MemoryPlan
+
 
 logger = logging.getLogger("backbeat.runtime")
 
+# Typed as Any throughout: torch's own wrapper has no annotations.
+TorchDDP: Any = torch.nn.parallel.DistributedDataParallel
+TORCH_SIGNATURE = inspect.signature(TorchDDP.__init__)
+UNSUPPORTED = {
+    "mixed_precision": "use torch.autocast, or reducer='ddp'",
+    "delay_all_reduce_named_params": "put these gradients in the plan's last bucket, or use reducer='ddp'",
+    "param_to_hook_all_reduce": "put these gradients in the plan's last bucket, or use reducer='ddp'",
+}
 REDUCE_DTYPES: dict[Any, torch.dtype] = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
     torch.bfloat16: torch.bfloat16,
     torch.float16: torch.float16,
 }
+_SHARDED = {"FullyShardedDataParallel": "FullyShardedDataParallel (FSDP)", "FSDPModule": "fully_shard (FSDP2)"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompressionOptions:
+    """How training treats compressed buckets."""
+
+    momentum_correction: bool = False
+    """Each rank keeps the momentum of an attached SGD itself and selects from it; the optimizer then applies none."""
+    factor_masking: bool = False
+    """With momentum correction, an element that is sent loses its velocity, so that old momentum stops pushing. DGC
+    does so at densities of 0.1 %; where an element is sent every few steps it takes away most of the momentum."""
+    warmup_steps: int = 0
+    """Steps over which the density falls from 25 % to the plan's."""
+
+    def __post_init__(self) -> None:
+        for name in ("momentum_correction", "factor_masking"):
+            if not isinstance(getattr(self, name), bool):
+                raise InputError(f"{name} is {getattr(self, name)!r}: it must be True or False")
+        if type(self.warmup_steps) is not int or self.warmup_steps < 0:
+            raise InputError(f"warmup_steps is {self.warmup_steps!r}: it must be a whole number, 0 or more")
+
+
+def options_of(given: CompressionOptions | Mapping[str, Any] | None) -> CompressionOptions:
+    """The options that a user gave, as an object, a mapping or not at all."""
+    if given is None:
+        return CompressionOptions()
+    if isinstance(given, CompressionOptions):
+        return given
+    if not isinstance(given, Mapping):
+        raise InputError(
+            f"compression is {given!r}: it must be a dict or backbeat.runtime.compressed.CompressionOptions"
+        )
+    known = [field.name for field in fields(CompressionOptions)]
+    for name in given:
+        if name not in known:
+            raise InputError(f"compression has {name!r}: it must be one of {', '.join(known)}")
+    return CompressionOptions(**given)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +133,7 @@ def settings_of(
         )
     loaded, memory = within_budget(loaded, strategy, memory_budget, profile, network, workers)
     check_memory(module, memory)
+    planned_bytes = memory.budget_bytes if memory is not None else None
     settings = WrapperSettings(
         plan=loaded,
         strategy=strategy if loaded is None else None,
@@ -98,11 +144,7 @@ def settings_of(
         cap_bytes=cap_bytes_of(arguments),
         find_unused=arguments.get("find_unused_parameters", False),
         compression=options_of(compression),
-        budget_bytes=budget_size(memory_budget)
-        if memory_budget is not None
-        else memory.budget_bytes
-        if memory is not None
-        else None,
+        budget_bytes=planned_bytes if memory_budget is None else budget_size(memory_budget),
     )
     return settings, memory
 
@@ -129,12 +171,22 @@ def resolve_plan(plan: Plan | str | os.PathLike[str] | None) -> tuple[Plan | Non
             "plan='compressed' cannot be chosen while training runs, since it changes what the optimizer sees: make "
             "the plan first (`backbeat plan … --strategy compressed -o plan.json`) and give plan='plan.json'"
         )
+    elif isinstance(plan, str) and plan.partition(":")[0] in sharded_strategies():
+        raise InputError(
+            f"plan={plan!r} shards parameters, and DistributedDataParallel sends gradients in buckets: make the plan "
+            f"(`backbeat plan … --strategy {plan} -o plan.json`) and run it with "
+            "`fully_shard(model, plan='plan.json', mesh=mesh)` of backbeat.runtime"
+        )
     elif isinstance(plan, str) and (plan == "auto" or plan in strategies()):
         found, strategy = None, plan
     else:
-        if isinstance(plan, (str, os.PathLike)):
-            _check_spelling(os.fspath(plan))
+        text = os.fspath(plan) if isinstance(plan, (str, os.PathLike)) else ""
+        close = difflib.get_close_matches(text, sorted({"auto", *strategies()}), n=1, cutoff=0.7)
+        if close and not os.path.exists(text):
+            raise InputError(f"plan={text!r} is neither a file nor a strategy: did you mean {close[0]!r}?")
         found, strategy = Plan.load(plan), None
+    if found is not None:
+        found.need_buckets("DistributedDataParallel")
     if found is not None and found.decoupled:
         raise _decoupled()
     if found is not None and found.dynamic is not None:
@@ -152,15 +204,77 @@ def _decoupled() -> InputError:
     )
 
 
-def _check_spelling(plan: str) -> None:
-    """A name that is no file, but nearly a strategy's, was meant as one."""
-    close = difflib.get_close_matches(plan, sorted({"auto", *strategies()}), n=1, cutoff=0.7)
-    if close and not os.path.exists(plan):
-        raise InputError(f"plan={plan!r} is neither a file nor a strategy: did you mean {close[0]!r}?")
-
-
 def strategies() -> set[str]:
     """Names that plan fixed buckets."""
     from backbeat.planners import STRATEGIES
 
-    return set(STRATEGIES) - {"horovod", "decoupled", "compressed"}
+    return set(STRATEGIES) - {"horovod", "decoupled", "compressed"} - sharded_strategies()
+
+
+def sharded_strategies() -> frozenset[str]:
+    from backbeat.planners import SHARDED
+
+    return SHARDED
+
+
+def bind(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Torch's arguments by the installed version's own names."""
+    try:
+        bound = TORCH_SIGNATURE.bind(None, module, *args, **kwargs)
+    except TypeError as error:
+        raise TypeError(f"DistributedDataParallel: {error}") from None
+    arguments = dict(bound.arguments)
+    arguments.pop("self")
+    return arguments
+
+
+def process_group_of(arguments: dict[str, Any]) -> Any:
+    group, mesh = arguments.get("process_group"), arguments.get("device_mesh")
+    if group is not None and mesh is not None:
+        raise RuntimeError("Cannot specify both process_group and device_mesh arguments.")
+    if mesh is None:
+        return group if group is not None else dist.distributed_c10d._get_default_group()
+    if mesh.ndim != 1:
+        raise InputError(f"device_mesh has {mesh.ndim} dimensions: data parallelism needs one; give mesh['dp']")
+    return mesh.get_group(mesh_dim=0)
+
+
+def cap_bytes_of(arguments: dict[str, Any]) -> int | None:
+    """`bucket_cap_mb` in bytes, where it was given."""
+    cap = arguments.get("bucket_cap_mb")
+    return None if cap is None else int(cap * 2**20)
+
+
+def check_supported(arguments: dict[str, Any]) -> None:
+    """Refuse what only torch's own reducer can do."""
+    for name, advice in UNSUPPORTED.items():
+        if arguments.get(name) is not None:
+            raise InputError(f"{name}= is not supported by backbeat's reducer: {advice}")
+    if any(hasattr(parameter, "_in_backward_optimizers") for parameter in arguments["module"].parameters()):
+        raise InputError("the model updates parameters in backward: backbeat reduces gradients before the update")
+
+
+def check_model(module: Module) -> None:
+    """Refuse pipelines, sharded models, and parameters that have no shape yet."""
+    for base in type(module).__mro__:
+        if base.__module__.startswith("torch.distributed.pipelining") or base.__name__ in {"PipelineStage", "Pipe"}:
+            raise InputError(
+                f"the model is a pipeline ({type(module).__name__}): its schedule runs several backwards a step; "
+                "wrap each stage's submodule in torch's own DDP, as pipelining asks for"
+            )
+    for name, child in module.named_modules():
+        kind = next((_SHARDED[base.__name__] for base in type(child).__mro__ if base.__name__ in _SHARDED), None)
+        if kind:
+            raise InputError(
+                f"{f'module {name!r}' if name else 'the model'} is a {kind} module: its parameters are sharded, so "
+                "gradients must not be averaged whole; use it without backbeat's wrapper, or unshard the model"
+            )
+    for name, parameter in module.named_parameters():
+        kinds = [base for base in type(parameter).__mro__ if "torch.distributed" in base.__module__]
+        if any(base.__name__ == "DTensor" for base in kinds):
+            raise InputError(
+                f"parameter {name!r} is a DTensor (tensor parallel or sharded): backbeat reduces plain tensors only; "
+                "wrap a model without DTensors"
+            )
+        if isinstance(parameter, UninitializedParameter):
+            raise InputError(f"parameter {name!r} is uninitialized: run one forward pass before wrapping the model")

@@ -17,8 +17,7 @@ as a gradient; the named error follows with the next backward.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -35,8 +34,7 @@ DEFER_ON = {"cuda"}
 """Kinds of device whose status messages are read when the next step opens."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
+class Layout(NamedTuple):
     """Where each number stands."""
 
     buckets: int
@@ -61,8 +59,7 @@ class Layout:
         return self.faults_at + self.faults
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class Verdict(NamedTuple):
     """The summed numbers, read."""
 
     irregular: int
@@ -72,23 +69,12 @@ class Verdict:
     stamps: tuple[int, ...]
     """What each rank wrote."""
     used: list[bool]
-    faults: tuple[int, ...] = ()
+    faults: tuple[int, ...]
     """The parameter that each rank found not finite, counted from 1, or 0."""
 
 
 def stamp_of(step: int) -> int:
     return step % STAMPS + 1
-
-
-def write(layout: Layout, told: RankStatus, *, rank: int, step: int) -> torch.Tensor:
-    """This rank's numbers for a step that was not regular, as a host tensor."""
-    numbers = [0.0] * layout.length
-    numbers[0] = 1.0
-    for index in told.late:
-        numbers[1 + index] = 1.0
-    numbers[layout.stamps_at + rank] = float(-stamp_of(step) if told.broken else stamp_of(step))
-    numbers[layout.used_at :] = [float(bool(flag)) for flag in told.used]
-    return torch.tensor(numbers)
 
 
 def read(layout: Layout, summed: torch.Tensor) -> Verdict:
@@ -117,18 +103,15 @@ class StatusMessage:
         self._deferred: _DeferredReader | None = None
 
     def length_for(self, buckets: int, parameters: int) -> int:
-        """Numbers that a message on this many takes."""
-        return self._layout(buckets, parameters).length
-
-    def _layout(self, buckets: int, parameters: int, *, faults: bool = False) -> Layout:
-        ranks = self._ranks
-        return Layout(buckets=buckets, ranks=ranks, parameters=parameters, faults=ranks if faults else 0)
+        """Numbers that a message behind the gradients takes."""
+        return Layout(buckets, self._ranks, parameters).length
 
     def install(self, bucket_set: BucketSet, names: Sequence[str]) -> None:
         """Lay the numbers out for these buckets of parameters."""
         buckets = bucket_set.buckets
         compressed = any(bucket.compressed for bucket in buckets)
-        self.layout = self._layout(len(buckets), len(bucket_set.bucket_of), faults=compressed)
+        faults = self._ranks if compressed else 0
+        self.layout = Layout(len(buckets), self._ranks, len(bucket_set.bucket_of), faults)
         last = buckets[-1]
         dtype = torch.float32 if compressed else last.reduce_dtype or last.dtype
         self._regular = _RegularNumbers(self.layout, self._rank, dtype, last.device)
@@ -141,7 +124,14 @@ class StatusMessage:
         """This rank's numbers."""
         if told.regular:
             return self._regular.mine(step)
-        return write(self.layout, told, rank=self._rank, step=step)
+        layout = self.layout
+        numbers = [0.0] * layout.length
+        numbers[0] = 1.0
+        for index in told.late:
+            numbers[1 + index] = 1.0
+        numbers[layout.stamps_at + self._rank] = float(-stamp_of(step) if told.broken else stamp_of(step))
+        numbers[layout.used_at :] = [float(bool(flag)) for flag in told.used]
+        return torch.tensor(numbers)
 
     def write_alone(self, told: RankStatus, step: int) -> torch.Tensor:
         """As a message of its own."""

@@ -1,27 +1,30 @@
 """One backward of one rank is one step, and this is its state machine: what it may do next, and what it knows.
 
-    IDLE --open--> ACCUMULATING --synchronise--> REDUCING --finish--> FINISHING --close--> IDLE
-      |                |    |                    ^   |
-      +----open--------|----|--------------------+   +--break_off--> BROKEN --close--> IDLE
-                       |    +--break_off--> BROKEN
-                       +--close--> IDLE
-
-Only this module writes the state of a step. Whoever packs, sends or waits for a bucket returns what came of it, and the
-runner (`runner.StepRunner`) hands that to a method here.
+ARCHITECTURE.md draws its states. Only this module writes them: whoever packs, sends or waits for a bucket returns what
+came of it, and the runner (`runner.StepRunner`) hands that to a method here.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+from backbeat.errors import CommunicationError, InputError
+from backbeat.runtime.reduce.failures import first_line
+from backbeat.units import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence, Set
 
     import torch
+    from torch.nn import Parameter
 
+    from backbeat.comm.communicators import Communicator, Communicators
     from backbeat.runtime.reduce.arrivals import Arrivals
-    from backbeat.runtime.reduce.bucket import BucketBuffer
+    from backbeat.runtime.reduce.bucket import BucketBuffer, BucketSet
+    from backbeat.runtime.reduce.failures import Monitor
+    from backbeat.runtime.reduce.timing import Recorder
 
 
 class StepState(Enum):
@@ -217,3 +220,61 @@ class Step:
         if state not in TRANSITIONS[self.state]:
             raise RuntimeError(f"step {self.number} cannot go from {self.state.name} to {state.name}")
         self.state = state
+
+
+@dataclass(slots=True, kw_only=True)
+class ReducerContext:
+    """Parameters, the buckets they travel in, the communicators, and where training stands."""
+
+    names: list[str]
+    parameters: list[Parameter]
+    communicators: Communicators
+    reduce_dtype: torch.dtype | None
+    step: Step
+    scale: float
+    """Gradients are multiplied by it before the sum."""
+    late_buckets: int = 0
+    """Buckets that had to be reduced again because a gradient came late."""
+    recorder: Recorder | None = None
+    """Times the present step, where it is to be timed."""
+    bucket_set: BucketSet = None  # type: ignore[assignment]  # there from the first partition on
+    lost: CommunicationError | None = None
+    """A collective was lost while the host was not told; whatever it waits for now is void."""
+    monitor: Monitor = None  # type: ignore[assignment]  # likewise: it asks the reducer where it stands
+
+    def communicator(self, index: int) -> Communicator:
+        return self.communicators[min(index, len(self.communicators) - 1)]
+
+    def check_not_lost(self) -> None:
+        """Raise if a collective has been lost."""
+        if self.lost is not None:
+            raise self.lost
+
+    def check_format(self, error: RuntimeError) -> None:
+        """Where gradients and buffers do not go together: raise if a parameter was given another format since."""
+        for name, parameter, made in zip(self.names, self.parameters, self.bucket_set.formats, strict=True):
+            found = (parameter.dtype, parameter.shape, parameter.device)
+            if found != made:
+                now, then = (f"{dtype} {tuple(shape)} on {device}" for dtype, shape, device in (found, made))
+                raise InputError(
+                    f"parameter {name!r} is {now}, and was {then} when the model was wrapped: convert a model before "
+                    "wrapping it, or wrap it again"
+                ) from error
+
+    def failure(self, index: int, why: BaseException | str, *, step: int | None = None) -> CommunicationError:
+        """A bucket did not arrive: which one, what was in it, and who is to blame."""
+        if self.lost is not None:
+            return self.lost
+        said = why if isinstance(why, str) else first_line(why)
+        bucket = self.bucket_set.buckets[index]
+        return CommunicationError(
+            f"rank {self.communicators.rank}: bucket {index} of {len(self.bucket_set.buckets)} "
+            f"({len(bucket.members)} gradients, {self._listed(bucket.members)}, {format_bytes(bucket.bytes)}) was "
+            f"not reduced in step {self.step.number if step is None else step}: "
+            f"{self.monitor.blame()}. Restart from the last checkpoint (the library says: {said})"
+        )
+
+    def _listed(self, members: Sequence[int]) -> str:
+        """The first and the last of some parameters by name."""
+        first, last = self.names[members[0]], self.names[members[-1]]
+        return first if len(members) == 1 else f"{first} … {last}"

@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 from backbeat import Profile
 from backbeat.cli import app
 from backbeat.errors import InputError, MeasurementError
-from backbeat.measure.model.factory import load
-from backbeat.measure.model.profile_factory import measure_factory
+from backbeat.measure.model.factory import inspect_factory, load
+from backbeat.measure.model.profile_factory import compose_factory, measure_factory
 
 QUICK = {"iterations": 2, "warmup": 1, "device": "cpu"}
 
@@ -243,3 +243,63 @@ def test_the_zoos_factories_say_what_they_need() -> None:
     assert factory.takes_batch_size
     assert factory.takes_device
     assert factory.description == "BERT-Base, masked language model (transformers), 128 tokens a sample."
+
+
+def test_a_factory_with_layers_is_composed_from_few(tmp_path, monkeypatch) -> None:
+    """Two real runs: what depends on shapes is that of the whole, whatever the machine's times are."""
+    module = tmp_path / "tower.py"
+    module.write_text(
+        "import torch\n"
+        "from torch import nn\n"
+        "class Tower(nn.Module):\n"
+        "    def __init__(self, layers):\n"
+        "        super().__init__()\n"
+        "        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(layers))\n"
+        "        self.head = nn.Linear(64, 1)\n"
+        "    def forward(self, given):\n"
+        "        for layer in self.layers:\n"
+        "            given = layer(given)\n"
+        "        return self.head(given)\n"
+        "def tower(batch_size: int = 512, layers: int = 30):\n"
+        "    return Tower(layers), torch.randn(batch_size, 64), lambda model, batch: model(batch).sum()\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    factory = load("tower:tower")
+    assert factory.default_layers == 30
+    options = {"device": "cpu", "optimizer": "adamw", "iterations": 4, "warmup": 1, "accept_noise": True}
+    whole = measure_factory(factory, **options).profile
+    made = compose_factory(factory, (4, 20), **options)
+    assert {one.name: one.bytes for one in made.gradients} == {one.name: one.bytes for one in whole.gradients}
+    assert made.memory == whole.memory
+    assert made.flops_per_sample == whole.flops_per_sample
+    assert [block.name for block in made.blocks] == [block.name for block in whole.blocks]
+    assert made.name == whole.name == "tower-b512-fp32-adamw-cpu"
+
+
+def test_a_factory_without_layers_cannot_be_composed() -> None:
+    with pytest.raises(InputError, match="takes no layers"):
+        compose_factory(inspect_factory(lambda: None, "mine:model"), (2, 4))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("with_optimizer", "--optimizer", "adamw"), "returns an optimizer of its own: drop --optimizer adamw"),
+        (("both", "--optimizer", "lion"), "optimizer is 'lion': it must be one of sgd, adam, adamw"),
+        (("both", "--from-layers", "2"), "give two different numbers of layers, like 2,4"),
+        (("both", "--from-layers", "4,4"), "give two different numbers of layers, like 2,4"),
+        (("both", "--from-layers", "2,4"), "takes no layers"),
+        (("both", "--analytic", "h100", "--optimizer", "adamw"), "are for measuring: drop them, or --analytic"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(module: str, words: tuple[str, ...], message: str) -> None:
+    factory, *options = words
+    device = [] if "--analytic" in options else ["--device", "cpu"]
+    done = CliRunner().invoke(app, ["profile", f"{module}:{factory}", *device, *options])
+    assert isinstance(done.exception, InputError)
+    assert message in str(done.exception)
+
+
+def test_an_optimizer_by_name_is_in_the_profiles_name(module: str) -> None:
+    profile = measure_factory(load(f"{module}:both"), batch_size=4, optimizer="adamw", **QUICK).profile
+    assert profile.name == "both-b4-fp32-adamw-cpu"

@@ -50,7 +50,7 @@ def test_a_profile_says_what_it_is() -> None:
     assert result.source.date
     assert result.source.versions["torch"] == torch.__version__
     assert result.notes[0] == "mine"
-    assert any("SGD with momentum" in note for note in result.notes)
+    assert result.optimizer == "SGD with momentum"
 
 
 def test_a_profile_survives_its_file(tmp_path) -> None:
@@ -242,3 +242,30 @@ def test_measure_is_imported_without_torch() -> None:
     modules = "backbeat.measure, backbeat.measure.network.findings, backbeat.measure.network.jumps"
     code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+
+
+def test_an_optimizer_by_name() -> None:
+    result = profile(classifier(), images(), loss, "adamw", **QUICK)
+    assert result.optimizer == "AdamW, fused"
+    assert result.memory is not None
+    assert result.memory.optimizer_bytes == 2 * result.memory.parameter_bytes
+    with pytest.raises(InputError, match="optimizer is 'lion': it must be one of sgd, adam, adamw"):
+        profile(classifier(), images(), loss, "lion", **QUICK)
+
+
+def test_blocks_say_their_parameters() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4).double())
+
+    def in_double(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        return cross_entropy(model[2](model[1](model[0](batch[0])).double()), batch[1])
+
+    blocks = {block.name: block for block in profile(model, images(), in_double, **QUICK).blocks}
+    assert {name: block.parameter_bytes for name, block in blocks.items()} == {"0": 72 * 4, "1": 0, "2": 36 * 8}
+    assert [blocks[name].parameter_dtype for name in "012"] == ["float32", None, "float64"]
+
+
+def test_gradients_have_the_dtype_of_their_parameters() -> None:
+    inputs, targets = images()
+    half = profile(classifier().to(torch.bfloat16), (inputs.to(torch.bfloat16), targets), loss, **QUICK)
+    assert half.gradient_dtype == "bf16"
+    assert half.total_bytes * 2 == profile(classifier(), (inputs, targets), loss, **QUICK).total_bytes

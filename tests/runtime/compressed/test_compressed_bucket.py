@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-from backbeat.runtime.compressed import compressed_bucket, updates
+from backbeat.runtime.compressed import topk, updates
 from backbeat.runtime.compressed.compressed_bucket import CompressedBucket
 from backbeat.runtime.compressed.residual import Scratch, Store
 from backbeat.runtime.compressed.topk import TopK
@@ -21,7 +21,7 @@ from backbeat.runtime.reduce.partition import BucketSpec
 def test_a_parameter_without_elements_adds_nothing(
     monkeypatch: pytest.MonkeyPatch, hosts: set[str], dtype: torch.dtype
 ) -> None:
-    monkeypatch.setattr(compressed_bucket, "HOSTS", hosts)
+    monkeypatch.setattr(topk, "HOSTS", hosts)
     parameters = [Parameter(torch.ones(shape, dtype=dtype)) for shape in (3, (0, 4), (2, 2))]
     bucket = CompressedBucket(
         BucketSpec(members=(0, 1, 2), communicator=0),
@@ -52,9 +52,9 @@ def test_ever_other_parameters_of_a_bucket_do_not_pile_up(monkeypatch: pytest.Mo
     monkeypatch.setattr(updates, "_MOST_SHARES", 8)
     parameters = [Parameter(torch.ones(1)) for _ in range(6)]
     optimizer = torch.optim.SGD(parameters, lr=0.5)
-    known = Updates()
     owner = Owner()
-    known.add(optimizer, max_grad_norm=None, momentum_correction=False, check_step=owner.check)
+    known = Updates(owner.check, momentum_correction=False)
+    known.add(optimizer, max_grad_norm=None)
     known.check([f"p{place}" for place in range(6)], parameters)
     steps = [0] * 6
     for chosen in [*combinations(range(6), 3), *combinations(range(6), 2)]:

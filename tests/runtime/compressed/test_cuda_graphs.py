@@ -10,10 +10,14 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from backbeat.runtime.compressed import cuda_graphs, topk  # noqa: E402
-from backbeat.runtime.compressed.cuda_graphs import CALLS_BEFORE_CAPTURE, MOST_KEYS, CudaGraphs  # noqa: E402
+from backbeat.runtime.compressed import topk  # noqa: E402
 from backbeat.runtime.compressed.residual import Residual  # noqa: E402
-from backbeat.runtime.compressed.topk import TopK  # noqa: E402
+from backbeat.runtime.compressed.topk import (  # noqa: E402
+    CALLS_BEFORE_CAPTURE,
+    MOST_KEYS,
+    CudaGraphs,
+    TopK,
+)
 
 
 class Graph:
@@ -29,7 +33,7 @@ class Graph:
 @pytest.fixture
 def captured(monkeypatch: pytest.MonkeyPatch) -> None:
     Graph.captured = 0
-    monkeypatch.setattr(cuda_graphs, "_can_capture", lambda: True)
+    monkeypatch.setattr(topk, "_can_capture", lambda: True)
     monkeypatch.setattr(CudaGraphs, "_capture", lambda self, function: Graph(function))
 
 
@@ -72,10 +76,8 @@ def test_what_cannot_be_captured_is_launched_one_by_one(monkeypatch: pytest.Monk
         def capture_begin(self, **_: Any) -> None:
             raise RuntimeError("planted")
 
-    monkeypatch.setattr(cuda_graphs, "_can_capture", lambda: True)
-    monkeypatch.setattr(
-        cuda_graphs, "_cuda", type("Cuda", (), {"CUDAGraph": Refusing, "graph_pool_handle": lambda: None})
-    )
+    monkeypatch.setattr(topk, "_can_capture", lambda: True)
+    monkeypatch.setattr(topk, "_cuda", type("Cuda", (), {"CUDAGraph": Refusing, "graph_pool_handle": lambda: None}))
     graphs, calls = CudaGraphs(), []
     for number in range(CALLS_BEFORE_CAPTURE + 3):
         graphs.run("key", lambda number=number: calls.append(number))

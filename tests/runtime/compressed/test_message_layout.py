@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch")
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
-from backbeat.runtime.compressed.message_layout import layout_of  # noqa: E402
+from backbeat.runtime.compressed.topk import layout_of  # noqa: E402
 
 
 @given(

@@ -35,17 +35,12 @@ def test_host_buffers_hold_what_was_written(buckets: int, order: list[int], regu
     buffers = HostBuffers(sizes, torch.float32, torch.device("cpu"))
     expected = [torch.zeros(size) for size in sizes]
     turns = [turn % buckets for turn in range(12)] if regular else [turn % buckets for turn in order]
-    for number, bucket in enumerate(turns):
+    on_device = set()
+    for number, bucket in enumerate([*turns, *range(buckets)]):
         buffer = buffers.open(bucket)
+        on_device.add(buffer.data_ptr())
         assert torch.equal(buffer, expected[bucket])
         buffer += number + 1
         expected[bucket] += number + 1
         buffers.close(bucket)
-        if number % 3 == 0:
-            with buffers.edited(bucket) as held:
-                held *= 2
-            expected[bucket] *= 2
-    for bucket, values in enumerate(expected):
-        with buffers.edited(bucket) as held:
-            assert torch.equal(held, values)
-    assert buffers.device_bytes <= 2 * 4 * max(sizes)
+    assert len(on_device) <= 2

@@ -15,9 +15,12 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from backbeat.cost.message import sent_elements  # noqa: E402
 from backbeat.model.compression import Compression  # noqa: E402
 from backbeat.runtime.compressed import topk  # noqa: E402
-from backbeat.runtime.compressed.cuda_graphs import CudaGraphs  # noqa: E402
 from backbeat.runtime.compressed.residual import Residual, add_all  # noqa: E402
-from backbeat.runtime.compressed.topk import TopK, largest  # noqa: E402
+from backbeat.runtime.compressed.topk import (  # noqa: E402
+    CudaGraphs,
+    TopK,
+    largest,
+)
 from backbeat.simulate.compressed_cost import kept_bytes  # noqa: E402
 
 NUMEL = 24 * 17 + 9 + 12 * 3 * 3 * 3 + 31

@@ -19,7 +19,7 @@ from torch import nn  # noqa: E402
 
 from backbeat.model import MemoryPlan  # noqa: E402
 from backbeat.runtime.memory import apply, block, find_blocks  # noqa: E402
-from backbeat.runtime.memory.recomputed_segments import Placeholder, SegmentRun  # noqa: E402
+from backbeat.runtime.memory.recompute import Placeholder, SegmentRun  # noqa: E402
 from tests.block_models import (  # noqa: E402
     LANGUAGE_MODELS,
     Layer,

@@ -21,7 +21,7 @@ from backbeat.model import MemoryPlan
 from backbeat.model.blocks import Segment
 from backbeat.planners.memory_plan import memory_plan
 from backbeat.runtime import DistributedDataParallel
-from backbeat.runtime.memory import budget_watch
+from backbeat.runtime.memory import budget
 
 
 @pytest.fixture(autouse=True)
@@ -183,7 +183,7 @@ class Device:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *peaks: int) -> None:
         self.peaks, self.now, self.asked = list(peaks), 0, 0
         monkeypatch.setattr(torch.cuda, "max_memory_allocated", self.peak)
-        monkeypatch.setattr(budget_watch, "device_peak", lambda _: torch.cuda.max_memory_allocated())
+        monkeypatch.setattr(budget, "device_peak", lambda _: torch.cuda.max_memory_allocated())
 
     def peak(self) -> int:
         self.asked += 1
@@ -221,7 +221,7 @@ def test_the_budget_given_counts_and_so_does_only_what_training_takes(
 ) -> None:
     device = Device(monkeypatch)
     device.now = 9_000
-    watch = budget_watch.BudgetWatch(6_000, 5_000, torch.device("cuda"))
+    watch = budget.BudgetWatch(6_000, 5_000, torch.device("cuda"))
     watch.after_step()
     assert not caplog.records, "a peak from before the model was wrapped is none of training's"
     device.now = 5_500
@@ -234,11 +234,11 @@ def test_the_budget_given_counts_and_so_does_only_what_training_takes(
 
 def test_after_the_first_steps_the_peak_is_looked_at_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     device = Device(monkeypatch)
-    watch = budget_watch.BudgetWatch(6_000, None, torch.device("cuda"))
+    watch = budget.BudgetWatch(6_000, None, torch.device("cuda"))
     device.asked = 0
-    for _ in range(budget_watch.EVERY * 3):
+    for _ in range(budget.EVERY * 3):
         watch.after_step()
-    assert device.asked == budget_watch.FIRST_STEPS + 3
+    assert device.asked == budget.FIRST_STEPS + 3
 
 
 def test_a_budget_on_the_host_is_not_watched(known: Profile, caplog: pytest.LogCaptureFixture) -> None:
@@ -246,5 +246,5 @@ def test_a_budget_on_the_host_is_not_watched(known: Profile, caplog: pytest.LogC
     assert wrapped.reducer.settings.budget_bytes == 64 * 10**9
     for other in (wrapped, pickle.loads(pickle.dumps(wrapped))):
         gradients(other)
-    assert budget_watch.device_peak(torch.device("cpu")) is None
+    assert budget.device_peak(torch.device("cpu")) is None
     assert not caplog.records

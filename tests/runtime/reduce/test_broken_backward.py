@@ -11,8 +11,8 @@ import pytest
 
 pytest.importorskip("torch")
 
-from backbeat.runtime.reduce import autograd as module
-from backbeat.runtime.reduce.autograd import Backward, _is_pythons
+from backbeat.runtime.reduce import arrivals as module
+from backbeat.runtime.reduce.arrivals import Backward, _is_pythons
 
 AUTOGRADS = -1
 """No thread of Python's has this number."""

@@ -15,8 +15,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import ErrorType, WorkResult
 
 from backbeat.runtime import DistributedDataParallel
-from backbeat.runtime.reduce.failures import CommunicationError
-from backbeat.runtime.reduce.lost_collectives import DONE, IN_FLIGHT, LostCollectives, abort, work_result
+from backbeat.runtime.reduce.failures import DONE, IN_FLIGHT, CommunicationError, LostCollectives, abort, work_result
 from backbeat.runtime.reduce.step import InFlight
 
 

@@ -1,6 +1,6 @@
 """A rank is killed in mid-backward: the others end within the timeout, with a message of ours on their stderr.
 
-On NCCL the host is not told that a collective failed (`backbeat.runtime.reduce.lost_collectives`), so this is the one
+On NCCL the host is not told that a collective failed (`backbeat.runtime.reduce.failures`), so this is the one
 that needs a GPU: `BACKBEAT_TEST_DEVICE=cuda`. On gloo, where it is, the same must come out.
 """
 

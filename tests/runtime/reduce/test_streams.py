@@ -8,7 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from backbeat.runtime.reduce.streams import Streams  # noqa: E402
+from backbeat.runtime.reduce.arrivals import Streams  # noqa: E402
 
 
 class Here:

@@ -1,0 +1,209 @@
+"""`backbeat network`: a network from data sheets, or from measurements of somebody's cluster."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, get_args
+
+import typer
+
+from backbeat.cli.common import JsonOption
+from backbeat.errors import InputError
+
+if TYPE_CHECKING:
+    from backbeat.model import CollectiveTimes, Fabric, Network
+
+_SHOWN_BYTES = 2**28
+_LATENCY_BYTES = 8
+
+
+def network(
+    inside: Annotated[
+        str | None,
+        typer.Option(
+            help="The links of ONE GPU inside its node, one direction, like 450GB/s (NVLink 4: half of its 900); "
+            "or a measurement inside one node."
+        ),
+    ] = None,
+    across: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A measurement across nodes: nccl-tests output, a calibration, or a .csv of bus bandwidths. "
+            "Give it again for other numbers of nodes."
+        ),
+    ] = None,
+    gpus_per_node: Annotated[int | None, typer.Option(help="GPUs that share a node.", min=1)] = None,
+    nic: Annotated[str | None, typer.Option(help="ONE network interface, one direction, like 400gbit.")] = None,
+    nics_per_node: Annotated[int, typer.Option(help="Network interfaces of a node, all of them together.", min=1)] = 1,
+    latency: Annotated[
+        str, typer.Option(help="One message from node to node: 5us on InfiniBand, 15us on EFA, 45us over TCP.")
+    ] = "5us",
+    fabric: Annotated[
+        str | None,
+        typer.Option(
+            help="What joins the nodes: rail-optimised, fat-tree or cloud. Gives bandwidth its fall and band."
+        ),
+    ] = None,
+    oversubscription: Annotated[
+        float, typer.Option(help="Bandwidth below a switch over that above it: 2 for half the uplinks.", min=1.0)
+    ] = 1.0,
+    nodes: Annotated[str, typer.Option(help="From specifications: numbers of nodes, like 1..64.")] = "1..64",
+    nvls: Annotated[bool, typer.Option("--nvls", help="The node's NVSwitches reduce (NVLink SHARP).")] = False,
+    sharp: Annotated[bool, typer.Option("--sharp", help="The switches between nodes reduce (SHARP).")] = False,
+    transport: Annotated[
+        str | None,
+        typer.Option(
+            help="What carries messages: infiniband (or RoCE), efa, sockets, nvlink or nvls. "
+            "Computation slows down beside it."
+        ),
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="The network's name; the file's by default.")] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="The network file to write.")] = None,
+    json: JsonOption = False,
+) -> None:
+    """Describe a cluster that you cannot measure. From specifications: --gpus-per-node, --inside, --nic and
+    --nics-per-node. From measurements, also other people's: --inside and --across with files. Or from both: --inside
+    with a file, --nic for what joins the nodes."""
+    from backbeat.cli.common import console, print_json, prose, say
+    from backbeat.cost.protocols import NicLatency
+    from backbeat.model.specification import Specification
+    from backbeat.units import parse_duration, parse_rate, parse_workers
+
+    hop_s = parse_duration(latency)
+    named = name or (output.name.removesuffix(".gz").removesuffix(".json") if output is not None else "network")
+    joined = _fabric(fabric, oversubscription)
+    if nic is not None and across:
+        raise InputError("--nic and --across both say what joins the nodes: keep one of them")
+    if nic is not None:
+        within, per_node = _inside(inside, gpus_per_node, nvls=nvls)
+        sheet = Specification(
+            gpus_per_node=per_node,
+            inside=within,
+            nic=parse_rate(nic) / 8,
+            nics_per_node=nics_per_node,
+            latency=NicLatency.of(hop_s),
+            fabric=joined,
+            nvls=nvls,
+            sharp=sharp,
+        )
+        made = sheet.network(named, parse_workers(nodes))
+    else:
+        made = _composed(named, inside, across or [], gpus_per_node, hop_s, joined)
+    if transport is not None:
+        made = _carried_by(made, transport)
+    if output is not None:
+        made.save(output)
+    rows = [row_at(made, count) for count in sorted([made.workers, *(row.workers for row in made.rows)])]
+    if json:
+        print_json({"network": made.name, "source": made.source, "notes": made.notes, "rows": rows})
+    else:
+        from backbeat.report.tables import network_table
+
+        out = console()
+        out.print(network_table(rows))
+        out.print()
+        source = made.source
+        if source is not None and not isinstance(source, str) and source.reference:
+            prose(out, f"From: {source.reference}.")
+        for note in made.notes:
+            prose(out, f"* {note}")
+    if output is not None:
+        say(f"wrote {output}")
+
+
+def _carried_by(network: Network, transport: str) -> Network:
+    import msgspec
+
+    from backbeat.model.slowdown import CHANNELS
+
+    known = _one_of("--transport", transport, tuple(CHANNELS))
+    topology = msgspec.structs.replace(network.topology, transport=known)
+    return msgspec.structs.replace(network, topology=topology)
+
+
+def _fabric(kind: str | None, oversubscription: float) -> Fabric | None:
+    if kind is None:
+        if oversubscription > 1:
+            raise InputError("--oversubscription needs --fabric: fat-tree, rail-optimised or cloud")
+        return None
+    from backbeat.cost.fabric import Kind
+    from backbeat.model import Fabric
+
+    return Fabric(kind=_one_of("--fabric", kind, get_args(Kind)), oversubscription=oversubscription)
+
+
+def _one_of(option: str, given: str | None, known: tuple[str, ...]) -> Any:
+    if given is None or given in known:
+        return given
+    import difflib
+
+    close = difflib.get_close_matches(given, known, n=1) or known
+    raise InputError(f"{option} is {given!r}: did you mean {' or '.join(close)}?")
+
+
+def _inside(inside: str | None, gpus_per_node: int | None, *, nvls: bool) -> tuple[float | CollectiveTimes, int]:
+    """What an all-reduce reaches inside a node, in bytes a second, or as measured; and the GPUs of a node."""
+    from backbeat.importers.composition import read
+    from backbeat.model.specification import reached_inside
+    from backbeat.units import parse_rate
+
+    per_node = gpus_per_node or 1
+    if inside is None:
+        if per_node > 1:
+            raise InputError(f"{per_node} GPUs share a node: say what joins them with --inside, like 450GB/s")
+        return 0.0, 1
+    if _is_rate(inside):
+        if per_node < 2:
+            raise InputError("--inside is for nodes of two GPUs or more: give --gpus-per-node")
+        return reached_inside(parse_rate(inside) / 8, per_node, nvls=nvls), per_node
+    measured = read(inside, gpus_per_node=gpus_per_node)
+    if not measured.workers == (gpus_per_node or measured.workers) > 1:
+        raise InputError(
+            f"{inside} was measured on {measured.workers} GPUs, not on one whole node: beside --nic, --inside is one "
+            "node; give measurements of several nodes with --across"
+        )
+    return measured.all_reduce, measured.workers
+
+
+def _is_rate(text: str) -> bool:
+    """A number with a unit, where no file has that name."""
+    return bool(re.fullmatch(r"[0-9.]+\s*[a-zA-Z]+(/s)?", text)) and not Path(text).exists()
+
+
+def _composed(
+    name: str, inside: str | None, across: list[str], gpus_per_node: int | None, hop_s: float, fabric: Fabric | None
+) -> Network:
+    from backbeat.cli.common import split
+    from backbeat.importers.composition import compose, read
+
+    if inside is not None and _is_rate(inside):
+        raise InputError("--inside is a bandwidth and nothing says what joins the nodes: give --nic, like 400gbit")
+    paths = [*([inside] if inside is not None else []), *split(across)]
+    if not paths:
+        raise InputError(
+            "nothing to make a network from: give --inside, --nic and --nics-per-node from data sheets, or "
+            "measurements with --across"
+        )
+    measured = [read(path, gpus_per_node=gpus_per_node, hop_s=hop_s) for path in paths]
+    return compose(name, measured, gpus_per_node=gpus_per_node, fabric=fabric)
+
+
+def row_at(network: Network, workers: int) -> dict[str, Any]:
+    """What an all-reduce does on this many GPUs."""
+    from backbeat.cost.collectives import bus_bandwidth
+
+    there = network.at(workers=workers)
+    quiet, busy = there.edges or (there, there)
+    quiet_rate, rate, busy_rate = (
+        bus_bandwidth("all_reduce", workers, _SHOWN_BYTES, float(one.cost.time(_SHOWN_BYTES))) / 8
+        for one in (quiet, there, busy)
+    )
+    return {
+        "workers": workers,
+        "nodes": there.nodes,
+        "latency_s": float(there.cost.time(_LATENCY_BYTES)),
+        "bus_bytes_per_s": rate,
+        "busy_bus_bytes_per_s": busy_rate,
+        "quiet_bus_bytes_per_s": quiet_rate,
+    }

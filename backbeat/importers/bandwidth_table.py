@@ -1,0 +1,167 @@
+"""Networks from published tables of bus bandwidth, by number of nodes and by size, as CSV.
+
+One measurement a line:
+
+    nodes,size,bus_bandwidth,p5,p95,collective
+    2,256MB,361.7,302.3,436.1,all_reduce
+    4,256MB,160.1,44.5,219.1,all_reduce
+
+`nodes` (or `workers`), `size` and `bus_bandwidth` (in GB/s, as nccl-tests defines it) are needed; `collective` is
+all_reduce where it is left out; `p5` and `p95` become the band from a busy to a quiet cluster. Tables with one column
+for each number of nodes, `nodes_1,nodes_2,…`, and the kind of figure in a column `metric`, are read as well.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from backbeat.cost.collectives import Collective, traffic
+from backbeat.cost.protocols import (
+    INFINIBAND_HOP_S,
+    NicLatency,
+    all_reduce_lines,
+    fastest_s,
+    rate_through,
+    ring_lines,
+)
+from backbeat.errors import InputError
+from backbeat.model import files
+from backbeat.model.collective_times import CollectiveTimes
+from backbeat.model.network import COLLECTIVES, Network, WorkersRow
+from backbeat.model.source import Source
+from backbeat.model.specification import SIZES
+from backbeat.model.topology import LoadBand, Topology
+from backbeat.units import parse_bytes
+
+_WIDE = re.compile(r"(nodes|workers)_([0-9]+)")
+_FIGURES = ("bus_bandwidth", "p5", "p95")
+_Key = tuple[int, Collective, int]
+"""(workers, collective, bytes)"""
+
+
+def load(path: str | Path, *, gpus_per_node: int, hop_s: float = INFINIBAND_HOP_S, name: str | None = None) -> Network:
+    """Read a table. Where it has one size, others are guessed with `hop_s`, one message from node to node."""
+    where = Path(path)
+    if not where.is_file():
+        raise InputError(f"{where}: no such file: give a table of bus bandwidths as CSV")
+    return parse(
+        files.read(where).decode("utf-8-sig", errors="replace"),
+        where=str(where), gpus_per_node=gpus_per_node, hop_s=hop_s, name=name or where.stem,
+    )  # fmt: skip
+
+
+def parse(text: str, *, where: str, gpus_per_node: int, hop_s: float = INFINIBAND_HOP_S, name: str) -> Network:
+    reader = csv.DictReader(io.StringIO(text))
+    reader.fieldnames = [heading.strip().lower() for heading in reader.fieldnames or ()]
+    found: dict[_Key, dict[str, float]] = {}
+    for line, cells in enumerate(reader, start=2):
+        for workers, figure, value in _figures(cells, f"{where}, line {line}", gpus_per_node):
+            size = _size(cells, f"{where}, line {line}")
+            found.setdefault((workers, _collective(cells, f"{where}, line {line}"), size), {})[figure] = value
+    counts = sorted({workers for workers, collective, _ in found if collective == "all_reduce" and workers > 1})
+    if not counts:
+        raise InputError(
+            f"{where}: no all-reduce on two GPUs or more in it: columns nodes (or workers), size and bus_bandwidth "
+            "in GB/s are needed, one measurement a line"
+        )
+    rows = [_row(count, found, gpus_per_node, hop_s, where) for count in counts]
+    own = next((row for row in rows if row.workers > gpus_per_node), rows[-1])
+    sizes = {size for _, _, size in found}
+    notes = ["guessed: other sizes than the one in the table, as NCCL's protocols have them"] if len(sizes) == 1 else []
+    return Network(
+        name=name,
+        topology=Topology(gpus_per_node=gpus_per_node),
+        rows=tuple(row for row in rows if row is not own),
+        source=Source(method="imported", reference=f"table of bus bandwidths {Path(where).name}"),
+        notes=tuple(notes),
+        **{field: getattr(own, field) for field in WorkersRow.__struct_fields__},
+    )
+
+
+def _row(workers: int, found: dict[_Key, dict[str, float]], per_node: int, hop_s: float, where: str) -> WorkersRow:
+    times: dict[str, Any] = {}
+    band = None
+    for collective in COLLECTIVES:
+        sizes = sorted(size for count, kind, size in found if (count, kind) == (workers, collective))
+        points = []
+        for size in sizes:
+            figures = found[workers, collective, size]
+            if "bus_bandwidth" not in figures:
+                raise InputError(f"{where}: {collective} on {workers} GPUs has no bus_bandwidth beside its percentiles")
+            points.append((size, traffic(collective, "ring", workers) * size / (figures["bus_bandwidth"] * 1e9)))
+            if collective == "all_reduce" and {"p5", "p95"} <= figures.keys():
+                middle = figures["bus_bandwidth"]
+                band = LoadBand(quiet=max(figures["p95"] / middle, 1.0), busy=min(figures["p5"] / middle, 1.0))
+        if len(points) > 1:
+            times[collective] = CollectiveTimes(points=tuple(points))
+        elif points:
+            times[collective] = _one_point(collective, workers, per_node, hop_s, *points[0])
+    return WorkersRow(workers=workers, band=band, **times)
+
+
+def _one_point(
+    collective: Collective, workers: int, per_node: int, hop_s: float, size: int, seconds: float
+) -> CollectiveTimes:
+    """Other sizes as NCCL's protocols have them."""
+    latency, nodes = NicLatency.of(hop_s), -(-workers // per_node)
+    lines = (all_reduce_lines if collective == "all_reduce" else ring_lines)(nodes, per_node, latency)
+    sent = traffic(collective, "ring", workers)
+    rate = rate_through(lines, sent * size, seconds)
+    sizes = sorted({*SIZES, size})
+    return CollectiveTimes(points=tuple((one, fastest_s(lines, sent * one, rate)) for one in sizes))
+
+
+def _figures(cells: dict[str, str], where: str, per_node: int) -> Iterator[tuple[int, str, float]]:
+    """(workers, kind of figure, GB/s) of a line."""
+    wide = [(match, value) for key, value in cells.items() if key and (match := _WIDE.fullmatch(key)) and value]
+    if wide:
+        metric = cells.get("metric") or "bus_bandwidth"
+        named = re.match(r"p(5|95)(?![0-9])", metric.strip().lower())
+        for match, value in wide:
+            count = int(match[2]) * (per_node if match[1] == "nodes" else 1)
+            yield count, named[0] if named else "bus_bandwidth", _number(value, where)
+        return
+    given = cells.get("workers") or cells.get("nodes")
+    if not given or not given.strip().isdigit() or int(given) < 1:
+        raise InputError(f"{where}: nodes is {given!r}: give the number of nodes, or of GPUs in a column workers")
+    count = int(given) * (1 if cells.get("workers") else per_node)
+    for figure in _FIGURES:
+        if cells.get(figure):
+            yield count, figure, _number(cells[figure], where)
+
+
+def _number(text: str, where: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < 1e9:
+        raise InputError(f"{where}: {text!r} is not a bus bandwidth: write GB/s, above zero")
+    return value
+
+
+def _size(cells: dict[str, str], where: str) -> int:
+    text = cells.get("size") or ""
+    try:
+        size = parse_bytes(text)
+    except InputError as error:
+        raise InputError(f"{where}: {error}") from None
+    if size < 1:
+        raise InputError(f"{where}: size is {text!r}: a message has at least one byte")
+    return size
+
+
+def _collective(cells: dict[str, str], where: str) -> Collective:
+    """However it is written: AllReduce, all-reduce, all_reduce_perf."""
+    text = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", (cells.get("collective") or "all_reduce").strip()).lower()
+    text = text.replace("-", "_").replace(" ", "_").removesuffix("_perf")
+    for collective in COLLECTIVES:
+        if text == collective:
+            return collective
+    raise InputError(f"{where}: collective is {text!r}: it is one of {', '.join(COLLECTIVES)}")

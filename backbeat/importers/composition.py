@@ -1,0 +1,81 @@
+"""One network from measurements of the same cluster at several numbers of nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from backbeat.cost.protocols import INFINIBAND_HOP_S
+from backbeat.errors import InputError
+from backbeat.importers import bandwidth_table, nccl_tests
+from backbeat.model import files
+from backbeat.model.network import Network, WorkersRow
+from backbeat.model.source import Source
+from backbeat.model.topology import Fabric, Topology
+
+
+def read(path: str, *, gpus_per_node: int | None = None, hop_s: float = INFINIBAND_HOP_S) -> Network:
+    """A measurement, whatever wrote it: nccl-tests, `backbeat calibrate`, or a table of bus bandwidths (.csv)."""
+    where = Path(path)
+    if not where.is_file():
+        raise InputError(
+            f"{path}: no such file: give nccl-tests output, a calibration, or a .csv of bus bandwidths "
+            "(a bandwidth is written like 450GB/s or 400gbit)"
+        )
+    if where.suffix.lower() == ".csv":
+        if gpus_per_node is None:
+            raise InputError(f"{path}: the table does not say how many GPUs a node has: give --gpus-per-node")
+        return bandwidth_table.load(where, gpus_per_node=gpus_per_node, hop_s=hop_s)
+    raw = files.read(where)
+    if b'"backbeat.network/' in raw[:200]:
+        return files.decode(raw, Network, where=path)
+    return nccl_tests.load(where)
+
+
+def compose(
+    name: str, measured: Sequence[Network], *, gpus_per_node: int | None = None, fabric: Fabric | None = None
+) -> Network:
+    """All of these in one file, each at its own number of workers. The fewest that cross nodes are the file's own.
+
+    `gpus_per_node` corrects what the measurements say; `fabric` says how bandwidth falls beyond the last of them.
+    """
+    per_node = gpus_per_node or max(one.topology.gpus_per_node for one in measured)
+    rows: dict[int, tuple[str, WorkersRow]] = {}
+    for one in measured:
+        base = one if one.moved_from is None else one.at(workers=one.moved_from.workers)
+        own = WorkersRow(**{field: getattr(base, field) for field in WorkersRow.__struct_fields__})
+        for row in (own, *base.rows):
+            if row.workers in rows:
+                raise InputError(
+                    f"{rows[row.workers][0]!r} and {one.name!r} both have {row.workers} workers: keep one of them"
+                )
+            rows[row.workers] = one.name, row
+    inside = rows.get(per_node)
+    counts = sorted(rows)
+    own_count = next((count for count in counts if count > per_node), counts[-1])
+    _, first = rows[own_count]
+    carried_by = next((one.topology.transport for one in measured if one.topology.transport is not None), None)
+    topology = Topology(gpus_per_node=per_node, fabric=fabric, transport=carried_by)
+    if inside is not None and per_node > 1:
+        topology = msgspec.structs.replace(
+            topology, algorithm="hierarchical", inside=inside[1].all_reduce, pipelined=True
+        )
+    return Network(
+        name=name,
+        topology=topology,
+        rows=tuple(row for count, (_, row) in sorted(rows.items()) if count != own_count),
+        slowdown=next((one.slowdown for one in measured if one.slowdown is not None), None),
+        backend=next((one.backend for one in measured if one.backend is not None), None),
+        source=Source(method="imported", reference="; ".join(dict.fromkeys(map(_origin, measured)))),
+        notes=tuple(dict.fromkeys(note for one in measured for note in one.notes)),
+        **{field: getattr(first, field) for field in WorkersRow.__struct_fields__},
+    )
+
+
+def _origin(network: Network) -> str:
+    source = network.source
+    if isinstance(source, Source):
+        return source.reference or f"{network.name} ({source.method})"
+    return source or network.name

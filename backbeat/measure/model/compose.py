@@ -1,0 +1,201 @@
+"""The profile of a deep model from two shallow ones that were measured: what they differ by is a layer's.
+
+A model of many equal layers need not fit on the device. Measured with few layers and with some more, the difference
+over the layers more is one layer; all else (embedding, head, loss) is in both. Times, memory and arithmetic grow
+by that much a layer. A layer from the middle of the deeper model stands for all that are added: its gradients and its
+block are repeated, their times stretched to one layer's.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
+
+from backbeat.errors import InputError, MeasurementError
+from backbeat.model import Source
+
+if TYPE_CHECKING:
+    from backbeat.model import Block, Gradient, Memory, Profile
+
+_ALIKE = ("model", "batch_size", "precision", "device", "accumulation", "optimizer", "compiled")
+_KINDS = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "buffer_bytes", "activation_bytes", "steady_bytes")
+_DIGITS = 8
+
+
+def compose(shallow: Profile, deep: Profile, layers: int, *, name: str | None = None) -> Profile:
+    """The same model with `layers` layers. `deep` has more layers than `shallow`, three at least."""
+    stack = _find_stack(shallow, deep)
+    if layers < stack.deep:
+        raise InputError(f"layers is {layers}: compose goes up from the {stack.deep} that were measured")
+    growth = _Growth(stack.deep - stack.shallow, layers - stack.deep)
+    times = {
+        field: growth.seconds(field, getattr(shallow, field), getattr(deep, field))
+        for field in ("forward_s", "backward_s", "update_s")
+    }
+    one = {field: (times[field] - getattr(deep, field)) / max(growth.more, 1) for field in times}
+    made = replace(
+        deep,
+        **times,
+        name=name or deep.name,
+        gradients=_gradients(deep.gradients, stack, growth.more, one["forward_s"], one["backward_s"]),
+        memory=_memory(shallow.memory, deep.memory, growth),
+        buffer_bytes=round(growth.value(shallow.buffer_bytes, deep.buffer_bytes)),
+        blocks=_blocks(deep.blocks, stack, growth.more),
+        host_s=growth.optional(shallow.host_s, deep.host_s),
+        host_recompute_s=growth.optional(shallow.host_recompute_s, deep.host_recompute_s),
+        source=replace(deep.source, method="composed") if isinstance(deep.source, Source) else deep.source,
+        flops_per_sample=growth.optional(shallow.flops_per_sample, deep.flops_per_sample),
+        notes=(
+            f"composed from measured blocks: {layers} layers from runs with {stack.shallow} and {stack.deep}; a layer "
+            f"more is what they differ by: {one['forward_s'] * 1e3:.3g} ms forward, {one['backward_s'] * 1e3:.3g} ms "
+            f"backward, {one['update_s'] * 1e3:.3g} ms update; peak memory and the spread of iterations are computed",
+            *(f"with {stack.deep} layers: {note}" for note in deep.notes),
+        ),
+    )
+    spread = made.single_s / deep.single_s
+    return replace(made, iteration_s=tuple(round(seconds * spread, _DIGITS) for seconds in deep.iteration_s))
+
+
+@dataclass(frozen=True)
+class _Stack:
+    """The layers that the two profiles differ in: `PREFIX.INDEX.…`."""
+
+    prefix: str
+    shallow: int
+    deep: int
+
+    @property
+    def middle(self) -> int:
+        """Stands for the layers that are added. The first and the last have neighbours of other kinds."""
+        return self.deep // 2
+
+    def place(self, name: str) -> int | None:
+        """The layer that a gradient or a block belongs to."""
+        match = re.match(rf"{re.escape(self.prefix)}\.(\d+)(\.|$)", name)
+        return int(match.group(1)) if match else None
+
+    def renamed(self, name: str, place: int) -> str:
+        _, dot, rest = name[len(self.prefix) + 1 :].partition(".")
+        return f"{self.prefix}.{place}{dot}{rest}"
+
+
+def _find_stack(shallow: Profile, deep: Profile) -> _Stack:
+    for field in _ALIKE:
+        one, other = getattr(shallow, field), getattr(deep, field)
+        if one != other:
+            raise InputError(f"{field} is {one!r} in one profile and {other!r} in the other: measure both alike")
+    added = [name for name in deep.index if name not in shallow.index]
+    prefixes = {match.group(1) if (match := re.match(r"(.*?)\.\d+\.", name)) else "" for name in added}
+    if len(prefixes) != 1 or "" in prefixes or shallow.index.keys() - deep.index.keys():
+        raise InputError(
+            f"{deep.name} is not {shallow.name} with more layers of one stack: "
+            "only models with one list of layers (layers.0, layers.1, …) can be composed; measure it whole"
+        )
+    (prefix,) = prefixes
+
+    def count(profile: Profile) -> int:
+        places = (_Stack(prefix, 0, 0).place(name) for name in profile.index)
+        return 1 + max((place for place in places if place is not None), default=-1)
+
+    stack = _Stack(prefix, count(shallow), count(deep))
+    if stack.shallow < 1 or stack.deep < 3:
+        raise InputError(
+            f"{stack.shallow} and {stack.deep} layers were measured: take 1 or more and 3 or more, so that one of them "
+            "lies between two others"
+        )
+    return stack
+
+
+@dataclass(frozen=True)
+class _Growth:
+    """Figures of the whole from those of two models with fewer layers."""
+
+    between: int
+    """Layers that the measured two differ by."""
+    more: int
+    """Layers to add to the deeper one."""
+
+    def value(self, shallow: float, deep: float) -> float:
+        """
+        >>> _Growth(between=2, more=12).value(10.0, 14.0)
+        38.0
+        """
+        return deep + self.more * (deep - shallow) / self.between
+
+    def seconds(self, field: str, shallow: float, deep: float) -> float:
+        if deep <= shallow:
+            raise MeasurementError(
+                f"{field} is {shallow * 1e3:.4g} ms with fewer layers and {deep * 1e3:.4g} ms with more: the machine "
+                "was busy, or a layer is too small to time; measure again, with more layers or a larger batch"
+            )
+        return round(self.value(shallow, deep), _DIGITS)
+
+    def optional(self, shallow: float | None, deep: float | None) -> float | None:
+        return None if shallow is None or deep is None else max(round(self.value(shallow, deep), _DIGITS), deep)
+
+
+def _memory(shallow: Memory | None, deep: Memory | None, growth: _Growth) -> Memory | None:
+    if shallow is None or deep is None:
+        return None
+
+    def grown(field: str) -> int:
+        return max(round(growth.value(getattr(shallow, field), getattr(deep, field))), 0)
+
+    kinds = {field: grown(field) for field in (*_KINDS, "outside_bytes")}
+    # The peak of few layers may be in the head, that of many where backward ends and every gradient is there.
+    peak = max(grown("peak_bytes"), kinds["steady_bytes"] + kinds["gradient_bytes"])
+    return replace(deep, **kinds, peak_bytes=peak)
+
+
+def _gradients(
+    measured: tuple[Gradient, ...], stack: _Stack, more: int, forward_s: float, backward_s: float
+) -> tuple[Gradient, ...]:
+    """Backward goes down the stack: after the middle layer come its copies, and what was ready later is so by them."""
+    middle = [gradient for gradient in measured if stack.place(gradient.name) == stack.middle]
+    ended_s = max(gradient.ready_s for gradient in middle)
+    above_s = max(
+        (gradient.ready_s for gradient in measured if (stack.place(gradient.name) or 0) > stack.middle), default=0.0
+    )
+    stretch = backward_s / (ended_s - above_s) if ended_s > above_s else 0.0
+    whole_s = sum(gradient.forward_s or 0.0 for gradient in middle)
+    made: list[Gradient] = []
+    for gradient in measured:
+        place = stack.place(gradient.name)
+        if place is not None and place >= stack.middle:
+            made.append(replace(gradient, name=stack.renamed(gradient.name, place + more)))
+        elif place is not None or gradient.ready_s > ended_s:
+            made.append(replace(gradient, ready_s=round(gradient.ready_s + more * backward_s, _DIGITS)))
+        else:
+            made.append(gradient)
+    for copy in range(more):
+        for gradient in middle:
+            share = (gradient.forward_s or 0.0) / whole_s if whole_s else 0.0
+            within_s = max(gradient.ready_s - above_s, 0.0) * stretch
+            made.append(
+                replace(
+                    gradient,
+                    name=stack.renamed(gradient.name, stack.middle + more - 1 - copy),
+                    ready_s=round(ended_s + copy * backward_s + within_s, _DIGITS),
+                    forward_s=None if gradient.forward_s is None else round(share * forward_s, _DIGITS),
+                )
+            )
+    return tuple(sorted(made, key=lambda gradient: gradient.ready_s))
+
+
+def _blocks(measured: tuple[Block, ...], stack: _Stack, more: int) -> tuple[Block, ...]:
+    """The middle layer's, which may be several, once and again; those of later layers move up."""
+    middle = [block for block in measured if stack.place(block.name) == stack.middle]
+    made: list[Block] = []
+    for block in measured:
+        place = stack.place(block.name)
+        if place is None or place < stack.middle:
+            made.append(block)
+        elif place > stack.middle:
+            made.append(replace(block, name=stack.renamed(block.name, place + more)))
+        elif block is middle[0]:
+            places = range(place, place + more + 1)
+            made += [replace(one, name=stack.renamed(one.name, copy)) for copy in places for one in middle]
+    return tuple(made)

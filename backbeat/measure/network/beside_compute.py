@@ -1,0 +1,127 @@
+"""How much longer computation takes beside an all-reduce of this cluster: the real thing, on GPUs.
+
+Each kind of work runs alone and beside all-reduces in a row, in turns, on every rank at once. The slowdown is the
+median over pairs, of the rank that is slowed down most: a synchronous step waits for it. Nothing of the host counts:
+launches queue behind a spin.
+"""
+
+from __future__ import annotations
+
+import math
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as functional
+
+from backbeat.comm.spin import until
+from backbeat.model.slowdown import Slowdown
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from backbeat.comm.communicators import Communicator
+
+cuda: Any = torch.cuda  # untyped in parts
+
+MESSAGE_BYTES = 64 << 20
+_SAMPLE_S = 5e-3
+_LEAD_CYCLES = 4_000_000
+"""Some 2 ms on current GPUs: what the host takes to queue the work."""
+_LEAD_S = 4e-3
+_PAIRS = 7
+_COVERED = 4
+"""All-reduces last for this many times what the work takes alone."""
+
+
+def shared_devices(group: Any, device: torch.device) -> bool:
+    """Whether two ranks compute on one GPU, as in the lab. Collective."""
+    properties = cuda.get_device_properties(device)
+    identity = str(getattr(properties, "uuid", None) or f"{properties.name} {device}")
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, identity, group=group)
+    return len(set(found)) < len(found)
+
+
+def measure_slowdown(communicator: Communicator, device: torch.device, message_s: float, timeout_s: float) -> Slowdown:
+    """Collective: every rank calls it alike. `message_s` is what an all-reduce of `MESSAGE_BYTES` takes."""
+    message = torch.zeros(MESSAGE_BYTES // 4, device=device)
+    factors = torch.ones(3, dtype=torch.float64, device=device)
+    for place, work in enumerate(_works(device)):
+        run = _Timed(work, communicator, message, timeout_s)
+        run.seconds(3, 0)
+        (once_s,) = _largest(communicator, [run.seconds(3, 0) / 3], device, timeout_s)
+        count = max(1, min(200, round(_SAMPLE_S / once_s)))
+        messages = messages_beside(count * once_s, message_s)
+        ratios = [run.seconds(count, messages) / alone for _ in range(_PAIRS) if (alone := run.seconds(count, 0)) > 0]
+        factors[place] = max(median(ratios), 1.0)
+    matmul, attention, memory = _largest(communicator, factors.tolist(), device, timeout_s)
+    return Slowdown(matmul=matmul, attention=attention, memory=memory)
+
+
+def messages_beside(work_s: float, message_s: float) -> int:
+    """How many all-reduces in a row last longer than the work beside them.
+
+    >>> messages_beside(5e-3, 1e-3)
+    25
+    """
+    return 1 + math.ceil((_LEAD_S + _COVERED * work_s) / max(message_s, 1e-5))
+
+
+class _Timed:
+    """Runs one kind of work on the current stream, alone or beside all-reduces."""
+
+    def __init__(
+        self, work: Callable[[], object], communicator: Communicator, message: torch.Tensor, timeout_s: float
+    ) -> None:
+        self.work = work
+        self.communicator = communicator
+        self.message = message
+        self.timeout_s = timeout_s
+        self.begin, self.end, self.done = (cuda.Event(enable_timing=True) for _ in range(3))
+
+    def seconds(self, count: int, messages: int) -> float:
+        """Of `count` runs, while that many all-reduces pass."""
+        # Lines the ranks up: all-reduces last as long as the last rank to join takes.
+        self.communicator.all_reduce(self.message[:1]).wait()
+        # Behind the spin the host is ahead, and the all-reduces are under way when the work begins.
+        sent = [self.communicator.all_reduce(self.message) for _ in range(messages)]
+        cuda._sleep(_LEAD_CYCLES)
+        self.begin.record()
+        for _ in range(count):
+            self.work()
+        self.end.record()
+        for one in sent:
+            one.wait()
+        self.done.record()
+        until(self.done, self.timeout_s)
+        return float(self.begin.elapsed_time(self.end)) * 1e-3
+
+
+def _works(device: torch.device) -> list[Callable[[], object]]:
+    """A matrix product, attention and an addition, of the sizes that transformers have."""
+    dtype = torch.bfloat16 if cuda.is_bf16_supported() else torch.float16
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device=device).to(dtype)
+
+    left, right = random(8192, 4096), random(4096, 4096)
+    product = torch.empty_like(left)
+    query, key, value = (random(4, 16, 2048, 128) for _ in range(3))
+    total = torch.empty_like(left)
+    return [
+        lambda: torch.mm(left, right, out=product),
+        lambda: functional.scaled_dot_product_attention(query, key, value, is_causal=True),
+        lambda: torch.add(left, product, out=total),
+    ]
+
+
+def _largest(communicator: Communicator, values: list[float], device: torch.device, timeout_s: float) -> list[float]:
+    """The element-wise largest over all ranks."""
+    shared = torch.tensor(values, dtype=torch.float64, device=device)
+    communicator.all_reduce_max(shared).wait()
+    done = cuda.Event()
+    done.record()
+    until(done, timeout_s)
+    return [float(value) for value in shared.tolist()]

@@ -1,0 +1,122 @@
+"""How parameters are sharded: which modules form a unit, on which mesh, and the knobs of torch's `fully_shard`."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+from msgspec.structs import force_setattr
+
+from backbeat.errors import InputError
+from backbeat.model.checks import at_least
+
+Dtype = Literal["fp32", "bf16", "fp16"]
+DTYPE_BYTES: dict[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
+
+
+class Mesh(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`replicate` copies of the model, each sharded over `shard` ranks. One copy is FSDP, several are HSDP."""
+
+    replicate: Annotated[int, Meta(ge=1)]
+    shard: Annotated[int, Meta(ge=1)]
+
+    def __post_init__(self) -> None:
+        at_least("mesh.replicate", self.replicate, 1)
+        at_least("mesh.shard", self.shard, 1)
+
+    @property
+    def workers(self) -> int:
+        return self.replicate * self.shard
+
+    def __str__(self) -> str:
+        return f"replicate({self.replicate}) * shard({self.shard})"
+
+
+class ShardUnit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Modules of one `fully_shard` call: one all-gather and one reduce-scatter."""
+
+    modules: Annotated[tuple[str, ...], Meta(min_length=1)]
+    """Names in the model, in the order of forward."""
+    reshard: bool
+    """`reshard_after_forward`: freed after forward and gathered again for backward."""
+    prefetch: Annotated[int, Meta(ge=0)]
+    """All-gathers of this many following units are issued before this unit's forward
+    (`set_modules_to_forward_prefetch`). 0 leaves torch's default: each is issued at its own forward. Backward always
+    gathers one unit ahead, as torch does by itself."""
+
+    def __post_init__(self) -> None:
+        force_setattr(self, "modules", tuple(self.modules))
+        if not self.modules:
+            raise InputError("modules is empty: a unit holds at least one module; remove the unit")
+        at_least("prefetch", self.prefetch, 0)
+
+
+class Sharding(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Units in the order of forward. The root holds every parameter that no unit holds, and is not resharded after
+    forward."""
+
+    mesh: Mesh
+    param_dtype: Dtype
+    """What all-gathers carry, and forward and backward compute in."""
+    reduce_dtype: Dtype
+    """What reduce-scatters carry."""
+    reduce_scatter_buffers: Annotated[int, Meta(ge=1)]
+    """Reduce-scatter inputs held at once (`set_reduce_scatter_max_input_buffers`); torch's default is 1."""
+    separate_reduce_scatter: bool
+    """Reduce-scatters have a communicator of their own (`set_separate_reduce_scatter_group`)."""
+    units: tuple[ShardUnit, ...]
+    gradient_sync: Literal["every", "last"] = "every"
+    """Under accumulation: reduce the gradients of every micro-batch, or add them up whole and reduce them with the last
+    (`set_requires_gradient_sync`)."""
+    reshard_after_backward: bool = True
+    """Under accumulation: free parameters after the backward of every micro-batch, or only after the last
+    (`set_reshard_after_backward`)."""
+
+    def __post_init__(self) -> None:
+        force_setattr(self, "units", tuple(self.units))
+        at_least("reduce_scatter_buffers", self.reduce_scatter_buffers, 1)
+        for field in ("param_dtype", "reduce_dtype"):
+            if getattr(self, field) not in DTYPE_BYTES:
+                raise InputError(f"{field} is {getattr(self, field)!r}: it must be one of {', '.join(DTYPE_BYTES)}")
+        seen: dict[str, int] = {}
+        for index, unit in enumerate(self.units):
+            for name in unit.modules:
+                if not name:
+                    raise InputError(
+                        f"units[{index}] names the root (an empty name): the root takes what no unit holds by itself; "
+                        "remove the name"
+                    )
+                if name in seen:
+                    raise InputError(
+                        f"units[{index}] names {name!r}, already in units[{seen[name]}]: a module is in one unit; "
+                        "remove one of the two"
+                    )
+                seen[name] = index
+        for name, index in seen.items():
+            parts = name.split(".")
+            for count in range(1, len(parts)):
+                if (outer := ".".join(parts[:count])) in seen:
+                    raise InputError(
+                        f"units[{index}] names {name!r}, a part of {outer!r} in units[{seen[outer]}]: units do not "
+                        "nest; name the whole module or its parts"
+                    )
+
+
+def check_modules(sharding: Sharding, names: Iterable[str], model: str) -> None:
+    """Refuse units that hold none of these parameters and modules."""
+    known: set[str] = set()
+    for name in names:
+        parts = name.split(".")
+        known.update(".".join(parts[:count]) for count in range(1, len(parts) + 1))
+    for index, unit in enumerate(sharding.units):
+        for name in unit.modules:
+            if name not in known:
+                close = difflib.get_close_matches(name, known, n=1)
+                raise InputError(
+                    f"units[{index}] names {name!r}, which is not in the profile"
+                    + (f" (nearest: {close[0]!r})" if close else "")
+                    + f": the plan was made for {model!r}; make one for this profile with `backbeat plan`"
+                )

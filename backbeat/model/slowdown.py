@@ -1,0 +1,142 @@
+"""How much longer computation takes beside communication: in a network's file, and as data of an accelerator."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, NamedTuple
+
+import msgspec
+import numpy as np
+from msgspec import Meta
+
+from backbeat.errors import InputError
+from backbeat.model.files import Document
+from backbeat.model.profile import ComputeShares
+from backbeat.model.source import Source
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+Transport = Literal["nvlink", "nvls", "infiniband", "efa", "sockets"]
+Factor = Annotated[float, Meta(ge=1)]
+KINDS = ("matmul", "attention", "memory")
+
+RING_MEMORY = 3.0
+"""Bytes of a GPU's own memory that a ring all-reduce moves for each byte on its bus: it reads the gradient and what
+came, and writes what it sends; later it reads what came, and writes it for itself and to send on."""
+
+
+class Channels(NamedTuple):
+    """What NCCL takes of a GPU on one transport."""
+
+    sms: int
+    """One block of 640 threads a channel, which has a multiprocessor for itself."""
+    memory: float = RING_MEMORY
+    """Bytes of memory moved for each byte on the bus."""
+
+
+CHANNELS: dict[str, Channels] = {
+    "nvlink": Channels(24),
+    # The switch adds up: each of 8 GPUs has all of its gradients read and written once, for 1.75 bytes on the bus each.
+    "nvls": Channels(16, 2 / 1.75),
+    "infiniband": Channels(16),
+    "efa": Channels(16),
+    "sockets": Channels(2),
+}
+"""As NCCL 2.28 to 2.30 opens them on GPUs of compute capability 9.0; docs/explanation/method.md has the sources."""
+
+
+class Slowdown(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """How many times as long each kind of work takes beside an all-reduce."""
+
+    matmul: Factor
+    attention: Factor | None = None
+    """Where it was not measured, that of matrix products."""
+    memory: Factor | None = None
+    """Norms, elementwise work, the optimizer. Where it was not measured, that of matrix products."""
+
+    def __post_init__(self) -> None:
+        for kind in KINDS:
+            factor = getattr(self, kind)
+            if factor is not None and not factor >= 1:
+                raise InputError(f"{kind} is {factor}: a slowdown is 1 or more; measure it again")
+
+    def of(self, shares: ComputeShares | None) -> float:
+        """The slowdown of work that spends these shares of its time in each kind; without shares, matrix products'.
+
+        >>> round(Slowdown(matmul=1.1, memory=1.3).of(ComputeShares(matmul=0.75, attention=0.0, memory=0.25)), 9)
+        1.15
+        """
+        if shares is None:
+            return self.matmul
+        each = ((shares.attention, self.attention), (shares.memory, self.memory))
+        return shares.matmul * self.matmul + sum(share * (factor or self.matmul) for share, factor in each)
+
+
+class EmulatedSlowdown(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Work beside a kernel that takes that many multiprocessors and stands for that much bandwidth on a ring's bus."""
+
+    sms: Annotated[int, Meta(ge=1)]
+    bus_bytes_per_s: Annotated[float, Meta(ge=0)]
+    matmul: float
+    attention: float
+    memory: float
+
+
+class Contention(Document, frozen=True, kw_only=True):
+    """What an accelerator loses beside communication, emulated: a kernel stood in for NCCL's, and no network took
+    part."""
+
+    SCHEMA: ClassVar[str] = "backbeat.contention/1"
+
+    accelerator: str
+    sms: Annotated[int, Meta(ge=1)]
+    memory_bytes_per_s: Annotated[float, Meta(gt=0)]
+    rows: Annotated[tuple[EmulatedSlowdown, ...], Meta(min_length=2)]
+    source: Source
+    notes: tuple[str, ...] = ()
+
+    def slowdown(self, sm_share: float, memory_share: float) -> Slowdown:
+        """Beside communication that takes these shares of the multiprocessors and of the memory's bandwidth."""
+        return Slowdown(**{kind: course.at(sm_share, memory_share) for kind, course in self.courses.items()})
+
+    @cached_property
+    def courses(self) -> dict[str, SlowdownCourse]:
+        """For each kind of work, what its rows have in common."""
+        shares = np.array([(row.sms, RING_MEMORY * row.bus_bytes_per_s) for row in self.rows], dtype=np.float64)
+        shares /= (self.sms, self.memory_bytes_per_s)
+        return {kind: SlowdownCourse.of(shares, [getattr(row, kind) for row in self.rows]) for kind in KINDS}
+
+
+class SlowdownCourse(NamedTuple):
+    """How one kind of work slows down: a line through corners for multiprocessors, and a slope for memory.
+
+    Corners, because the first few multiprocessors cost a matrix product most: it is cut into as many tiles at a time as
+    there are multiprocessors, and what is left over waits for another round.
+    """
+
+    sm_shares: list[float]
+    factors: list[float]
+    """At these shares of the multiprocessors, with no memory moved."""
+    per_memory: float
+    """Added for each share of the memory's bandwidth."""
+
+    @classmethod
+    def of(cls, shares: np.ndarray, factors: Sequence[float]) -> SlowdownCourse:
+        """The slope from rows with as many multiprocessors as each other, the corners from what it leaves."""
+        taken, moved, found = shares[:, 0], shares[:, 1], np.array(factors)
+        corners = np.unique(taken)
+        same = [taken == corner for corner in corners]
+        spread = sum(float(((moved[rows] - moved[rows].mean()) ** 2).sum()) for rows in same)
+        rise = sum(float(((moved[rows] - moved[rows].mean()) * found[rows]).sum()) for rows in same)
+        slope = max(rise / spread, 0.0) if spread > 0 else 0.0
+        left = [float((found[rows] - slope * moved[rows]).mean()) for rows in same]
+        rising = np.maximum.accumulate([1.0, *left])
+        return cls([0.0, *corners.tolist()], rising.tolist(), slope)
+
+    def at(self, sm_share: float, memory_share: float) -> float:
+        """Beyond the last corner the line goes on."""
+        beyond = max(sm_share - self.sm_shares[-1], 0.0)
+        steepness = (self.factors[-1] - self.factors[-2]) / (self.sm_shares[-1] - self.sm_shares[-2])
+        base = float(np.interp(sm_share, self.sm_shares, self.factors)) + beyond * steepness
+        return base + self.per_memory * memory_share

@@ -1,0 +1,96 @@
+"""How a cluster's workers are joined, and how busy the network between its nodes may be."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from backbeat.cost.fabric import Kind, Load, bandwidth_share
+from backbeat.cost.scaling import Across, Algorithm, Inside, WorkerLayout
+from backbeat.errors import InputError
+from backbeat.model.checks import at_least
+from backbeat.model.collective_times import CollectiveTimes
+from backbeat.model.slowdown import Transport
+
+
+class LoadBand(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """How far bandwidth lies from the times beside it, which are a typical day's. `quiet` is what a quiet cluster has
+    of it, such as the 95th percentile, 1 or more; `busy` what a busy one has, such as the 5th, 1 or less."""
+
+    quiet: Annotated[float, Meta(ge=1)]
+    busy: Annotated[float, Meta(gt=0, le=1)]
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.quiet < math.inf:
+            raise InputError(f"quiet is {self.quiet}: a quiet cluster has at least the bandwidth given here, 1 or more")
+        if not 0 < self.busy <= 1:
+            raise InputError(f"busy is {self.busy}: a busy cluster has a share of the bandwidth given here, above 0")
+
+
+class Fabric(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What joins the nodes: bandwidth between them falls with their number, and with other jobs. `oversubscription` is
+    the bandwidth below a switch over that above it: 1 is a full fat tree."""
+
+    kind: Kind
+    oversubscription: Annotated[float, Meta(ge=1)] = 1.0
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.oversubscription < math.inf:
+            raise InputError(
+                f"oversubscription is {self.oversubscription}: it is bandwidth into a leaf switch over bandwidth out "
+                "of it, 1 or more"
+            )
+
+    def share(self, nodes: int, load: Load = "typical") -> float:
+        """Of the bandwidth between two nodes of a quiet cluster."""
+        return bandwidth_share(self.kind, nodes, load, oversubscription=self.oversubscription)
+
+    def change(self, old: int, new: int) -> float:
+        """How much longer a byte takes between `new` nodes than between `old`; nothing where either is one node."""
+        return self.share(old) / self.share(new) if min(old, new) > 1 else 1.0
+
+    def slowdown(self, nodes: int, load: Load) -> float:
+        """How much longer a byte takes under this load than on a typical day."""
+        return self.share(nodes) / self.share(nodes, load)
+
+
+class Topology(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """How the workers are joined: what is needed to move a calibration to another number of them."""
+
+    algorithm: Algorithm = "auto"
+    """`auto` is the cheaper of ring and tree; `nvls` and `sharp` reduce in the switches, inside a node and across."""
+    gpus_per_node: Annotated[int, Meta(ge=1)] = 1
+    inside: CollectiveTimes | None = None
+    """All-reduce inside one full node, for `hierarchical` (NVLink inside, network across)."""
+    inside_algorithm: Inside = "ring"
+    """Of `hierarchical`, inside a node."""
+    across_algorithm: Across = "auto"
+    """Of `hierarchical`, between nodes."""
+    pipelined: bool = False
+    """Of `hierarchical`: parts of a message cross nodes while others travel inside, so that the slower of the two sets
+    the pace, not their sum."""
+    fabric: Fabric | None = None
+    """What joins the nodes; without it, bandwidth between them stays whatever their number."""
+    transport: Transport | None = None
+    """What carries messages between nodes, or inside the one there is: what NCCL takes of a GPU for it decides how much
+    computation slows down beside communication."""
+
+    def __post_init__(self) -> None:
+        at_least("gpus_per_node", self.gpus_per_node, 1)
+        if self.algorithm == "hierarchical" and self.inside is None:
+            raise InputError("algorithm 'hierarchical' needs inside: the all-reduce times within one node")
+
+    @property
+    def layout(self) -> WorkerLayout:
+        """What moving needs of it."""
+        return WorkerLayout(
+            algorithm=self.algorithm,
+            per_node=self.gpus_per_node,
+            inside=self.inside.curve if self.inside is not None else None,
+            inside_algorithm=self.inside_algorithm,
+            across_algorithm=self.across_algorithm,
+            pipelined=self.pipelined,
+        )

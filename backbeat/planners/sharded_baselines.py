@@ -1,0 +1,90 @@
+"""The ways people shard today: FSDP2 with torch's defaults, HSDP, and ZeRO-1 and 2 on the same parts.
+
+One unit is one repeated block (`layers.3`), as every guide does it; embeddings, the head and what else stands alone are
+the root's, which also keeps tied weights in one unit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from backbeat.errors import InputError
+from backbeat.model.plan import Plan
+from backbeat.model.sharding import Dtype, Mesh, Sharding, ShardUnit
+from backbeat.simulate.sharded_units import ModelPieces, repeated
+
+if TYPE_CHECKING:
+    from backbeat.model import Network, Profile
+    from backbeat.planners.draft import StrategyOptions
+
+
+@dataclass(frozen=True, slots=True)
+class Sharded:
+    """What a sharded strategy decides."""
+
+    sharding: Sharding
+    notes: tuple[str, ...] = ()
+
+    def named(self, profile: Profile, strategy: str, workers: int) -> Plan:
+        return Plan(strategy=strategy, model=profile.model, workers=workers, sharding=self.sharding, notes=self.notes)
+
+
+def fsdp(profile: Profile, network: Network, options: StrategyOptions) -> Sharded:
+    """FSDP2 over all workers, a unit for each repeated block, resharded after forward (ZeRO-3).
+
+    >>> from backbeat.model import Network, Profile
+    >>> from backbeat.planners.draft import StrategyOptions
+    >>> made = fsdp(Profile.load("gpt2-b8-bf16-h200"), Network.load("ib400").at(workers=8), StrategyOptions())
+    >>> len(made.sharding.units), made.sharding.units[0].modules, str(made.sharding.mesh)
+    (12, ('transformer.h.0',), 'replicate(1) * shard(8)')
+    """
+    return _one_a_block(profile, network, network.workers, reshard=True)
+
+
+def hsdp(profile: Profile, network: Network, options: StrategyOptions) -> Sharded:
+    """FSDP2 within groups of `shards` workers, gradients all-reduced between the groups."""
+    shards = options.shards or network.topology.gpus_per_node
+    if options.shards is None and shards < 2:
+        raise InputError(
+            f"hsdp shards within a node, and the network {network.name!r} has one GPU a node: say how many workers "
+            "hold one copy of the model, like hsdp:8"
+        )
+    if network.workers % shards:
+        raise InputError(
+            f"hsdp:{shards} needs a multiple of {shards} workers, and there are {network.workers}: choose another "
+            "number of workers or shards"
+        )
+    return _one_a_block(profile, network, shards, reshard=True)
+
+
+def zero1(profile: Profile, network: Network, options: StrategyOptions) -> Sharded:
+    """Only the optimizer's state is sharded: parameters are gathered once a step, gradients added up whole over
+    micro-batches and reduced once. Without accumulation it runs as `zero2`."""
+    return _one_a_block(profile, network, network.workers, reshard=False, sync_every=False)
+
+
+def zero2(profile: Profile, network: Network, options: StrategyOptions) -> Sharded:
+    """Optimizer state and gradients are sharded: parameters are gathered once a step, gradients reduced in every
+    micro-batch."""
+    return _one_a_block(profile, network, network.workers, reshard=False)
+
+
+def _one_a_block(profile: Profile, network: Network, shards: int, *, reshard: bool, sync_every: bool = True) -> Sharded:
+    pieces = ModelPieces.of(profile)
+    units = repeated([piece.name for piece in pieces.pieces if piece.elements])
+    # fp32 sums, as under DDP with autocast; parameters travel as they are computed with.
+    dtypes: dict[str, Dtype] = {"bf16": "bf16", "fp16": "fp16"}
+    return Sharded(
+        Sharding(
+            mesh=Mesh(replicate=network.workers // shards, shard=shards),
+            param_dtype=dtypes.get(profile.precision, "fp32"),
+            reduce_dtype="fp32",
+            reduce_scatter_buffers=1,
+            separate_reduce_scatter=False,
+            units=tuple(ShardUnit(modules=(name,), reshard=reshard, prefetch=0) for name in units),
+            gradient_sync="every" if sync_every else "last",
+            reshard_after_backward=reshard,
+        ),
+        pieces.notes,
+    )

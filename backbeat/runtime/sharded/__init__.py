@@ -1,0 +1,1 @@
+"""Sharded plans on torch's own `fully_shard` (FSDP2)."""

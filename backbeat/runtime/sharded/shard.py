@@ -1,0 +1,172 @@
+"""A sharded plan on a model: torch's own `fully_shard`, unit by unit. Nothing of ours runs in a training step.
+
+    from backbeat.runtime import fully_shard
+
+    mesh = init_device_mesh("cuda", (8,))
+    fully_shard(model, plan="plan.json", mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters())      # after sharding: it updates shards
+
+The model is torch's `FSDPModule` afterwards, and all that is said of FSDP2 holds: `clip_grad_norm_`, accumulation by
+`model.set_requires_gradient_sync`, distributed checkpoints, `set_reduce_scatter_unused_params` where ranks use
+different parameters.
+
+- Weights and buffers are rank 0's on every rank, as DDP makes them. What is on the meta device is left alone: give it
+  values with `load_full_state_dict`.
+- Buffers are not synchronised in training. Each rank has its own running statistics, and rank 0's are those that DDP
+  would have: DDP gives rank 0's to all before each forward. Evaluate with `SyncBatchNorm`, or load rank 0's state dict.
+- Blocks that the plan recomputes are, by torch's own activation checkpointing.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed._composable.checkpoint_activation import checkpoint
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.utils import _sync_params_and_buffers
+
+from backbeat.comm.agreement import agree
+from backbeat.comm.communicators import Communicators
+from backbeat.errors import InputError
+from backbeat.model import Plan
+from backbeat.model.files import encode
+from backbeat.runtime.reduce.settings import TorchDDP, check_model
+from backbeat.runtime.sharded.meshes import all_ranks, device_of, mesh_of
+from backbeat.runtime.sharded.torch_fsdp import check_knobs, mixed_precision, set_knobs
+from backbeat.runtime.sharded.unit_modules import UnitModules, check_module, find_units
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from backbeat.model import Sharding
+
+logger = logging.getLogger("backbeat.runtime")
+
+_BROADCAST_BYTES = 250 * 2**20
+"""DDP's own."""
+
+
+def fully_shard(model: nn.Module, plan: Plan | str | os.PathLike[str], mesh: DeviceMesh | None = None) -> nn.Module:
+    """Shard the model in place as the plan says; returns it. Every rank of the mesh calls it with the same plan.
+
+    Without a mesh, the plan's own is made over all ranks. A plan that does not fit the model, the ranks or the
+    installed torch is refused before anything is changed.
+    """
+    loaded = plan if isinstance(plan, Plan) else Plan.load(plan)
+    sharding = _sharding(loaded)
+    _check(model)
+    check_knobs(loaded, sharding)
+    units = find_units(model, loaded, sharding)
+    recomputed = _recomputed(model, loaded)
+    mesh = mesh_of(loaded, sharding, mesh)
+    with all_ranks(mesh) as group:
+        _compare(model, loaded, group, device_of(mesh))
+        for block in recomputed:
+            checkpoint(block)
+        for unit in units:
+            _synchronise(unit.modules, group, device_of(mesh))
+            modules = unit.modules if len(unit.modules) > 1 else unit.modules[0]
+            policy = mixed_precision(sharding, unit.modules)
+            torch_fully_shard(modules, mesh=mesh, reshard_after_forward=unit.reshard, mp_policy=policy)
+        # The root takes what is left.
+        _synchronise([model], group, device_of(mesh))
+        torch_fully_shard(model, mesh=mesh, mp_policy=mixed_precision(sharding, [model]))
+        if dist.get_rank(group) == 0:
+            _tell_loop(sharding)
+    _set_prefetch(units)
+    set_knobs(model, sharding)
+    return model
+
+
+def _tell_loop(sharding: Sharding) -> None:
+    """What the plan says of accumulation is the training loop's to do."""
+    for differs, call in (
+        (sharding.gradient_sync == "last", "model.set_requires_gradient_sync(last)"),
+        (not sharding.reshard_after_backward, "model.set_reshard_after_backward(last)"),
+    ):
+        if differs:
+            logger.info("with gradient accumulation, call %s before each backward: the plan counts on it", call)
+
+
+def _sharding(plan: Plan) -> Sharding:
+    found = plan.sharding
+    if found is None:
+        raise InputError(
+            f"the plan of strategy {plan.strategy!r} has buckets and no sharding: run it with "
+            "backbeat.runtime.DistributedDataParallel, or make a plan of strategy fsdp or sharded"
+        )
+    return found
+
+
+def _check(model: nn.Module) -> None:
+    if isinstance(model, TorchDDP):
+        raise InputError("the model is wrapped in DistributedDataParallel: give the model inside, model.module")
+    for name, module in model.named_modules():
+        if isinstance(module, FSDPModule):
+            place = f"module {name!r}" if name else "the model"
+            raise InputError(f"{place} is sharded already: fully_shard takes a plain model, once")
+    check_model(model)
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 0:
+            raise InputError(f"parameter {name!r} is a scalar, which FSDP2 cannot shard: give it one dimension")
+
+
+def _recomputed(model: nn.Module, plan: Plan) -> list[nn.Module]:
+    """The blocks that are computed again in backward."""
+    if plan.memory is None:
+        return []
+    modules = dict(model.named_modules())
+    found = []
+    for index, segment in enumerate(plan.memory.segments):
+        if segment.action == "keep":
+            continue
+        if segment.action != "recompute" or segment.input != "keep" or len(segment.blocks) > 1:
+            raise InputError(
+                f"memory.segments[{index}] is {segment.action!r} over {len(segment.blocks)} blocks, with its input "
+                f"{segment.input!r}: in a sharded plan torch's own checkpoint recomputes one block at a time; make the "
+                "plan again with a sharded strategy"
+            )
+        (name,) = segment.blocks
+        check_module(plan, modules, f"memory.segments[{index}]", name)
+        found.append(modules[name])
+    return found
+
+
+def _compare(model: nn.Module, plan: Plan, group: Any, device: torch.device) -> None:
+    """All ranks shard alike, or they would wait for each other for ever."""
+    lines = [f"plan {encode(plan).decode()}"]
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        lines.append(f"{name} {tuple(parameter.shape)} {parameter.dtype} trained {parameter.requires_grad}")
+    communicators = Communicators(group, device, 1)
+    agree(communicators, "sharded", lines, "the model or its plan")
+    communicators.close()
+
+
+def _synchronise(modules: Sequence[nn.Module], group: Any, device: torch.device) -> None:
+    """Rank 0's values on every rank. Unit by unit: on the device, only one is whole at a time."""
+    states: dict[torch.Tensor, None] = {}
+    for module in modules:
+        for tensor in (*module.parameters(), *module.buffers()):
+            if not isinstance(tensor, DTensor) and tensor.device.type != "meta":
+                # As torch's fully_shard does it next.
+                if tensor.device != device:
+                    tensor.data = tensor.data.to(device)
+                states[tensor] = None
+    if dist.get_world_size(group) > 1:
+        _sync_params_and_buffers(group, [tensor.detach() for tensor in states], _BROADCAST_BYTES, 0)
+
+
+def _set_prefetch(units: Sequence[UnitModules]) -> None:
+    modules: list[Any] = [unit.modules[0] for unit in units]
+    for place, unit in enumerate(units):
+        ahead = modules[place + 1 : place + 1 + unit.prefetch]
+        if ahead:
+            modules[place].set_modules_to_forward_prefetch(ahead)

@@ -1,0 +1,86 @@
+"""What the installed torch's `fully_shard` offers, and what a plan asks of it.
+
+Knobs that a torch lacks are refused by name. A plan without them is another plan, with another time and another peak.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+
+from backbeat.errors import InputError
+from backbeat.units import format_seconds
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from torch import nn
+
+    from backbeat.model import Plan, Sharding
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class Knob:
+    """A setting that came with a later torch."""
+
+    field: str
+    """In the plan's `sharding`."""
+    method: str
+    """Of `FSDPModule`."""
+    since: str
+    default: Any
+
+
+KNOBS = (
+    Knob("reduce_scatter_buffers", "set_reduce_scatter_max_input_buffers", "2.13", 1),
+    Knob("separate_reduce_scatter", "set_separate_reduce_scatter_group", "2.13", False),
+)
+
+
+def check_knobs(plan: Plan, sharding: Sharding) -> None:
+    """Refuse settings that the installed torch does not have."""
+    for knob in KNOBS:
+        value = getattr(sharding, knob.field)
+        if value != knob.default and not hasattr(FSDPModule, knob.method):
+            raise InputError(
+                f"the plan says {knob.field}={value}, and torch {torch.__version__} has no "
+                f"FSDPModule.{knob.method} (torch {knob.since} has): {_without(plan)}install torch {knob.since}, or "
+                f"make the plan again where this torch is installed"
+            )
+
+
+def set_knobs(root: nn.Module, sharding: Sharding) -> None:
+    """On every unit. All ranks call it: a separate group is made together."""
+    for knob in KNOBS:
+        value = getattr(sharding, knob.field)
+        if value != knob.default:
+            getattr(root, knob.method)(value)
+
+
+def mixed_precision(sharding: Sharding, modules: Iterable[nn.Module]) -> MixedPrecisionPolicy:
+    """The plan's dtypes, as far as they change anything: a policy that names a dtype also casts every input to it."""
+    held = {one.dtype for module in modules for one in module.parameters() if one.is_floating_point()}
+    param_dtype = DTYPES[sharding.param_dtype]
+    reduce_dtype = DTYPES[sharding.reduce_dtype]
+    gathered = param_dtype if held - {param_dtype} else None
+    return MixedPrecisionPolicy(
+        param_dtype=gathered,
+        # Without one, gradients are reduced as they are computed: in the dtype that was gathered.
+        reduce_dtype=reduce_dtype if reduce_dtype != param_dtype else None,
+    )
+
+
+def _without(plan: Plan) -> str:
+    """What going without is predicted to cost, where the plan says it."""
+    found = plan.predicted
+    if found is None or found.older_torch_s is None or found.iteration_s is None:
+        return ""
+    return (
+        f"without it an iteration is predicted to take {format_seconds(found.older_torch_s)} instead of "
+        f"{format_seconds(found.iteration_s)}; "
+    )

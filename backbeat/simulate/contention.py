@@ -1,0 +1,128 @@
+"""Computation beside communication: while a message is in flight, computation takes `slowdown` times as long.
+
+NCCL's kernels take multiprocessors and memory bandwidth away from whatever runs beside them, from a message's launch to
+its end. So gradients become ready later the more of their backward pass overlaps with communication, which moves the
+communication, and so on. What happens until some moment depends on nothing after it: running the buckets again with the
+ready times that the last run gave sets one more busy period right each time, and ends where nothing changes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from numpy.typing import ArrayLike, NDArray
+
+_SAME = 1e-12
+"""Ready times this close to those of the run before, relative to the last, are the same."""
+
+
+class Messages(Protocol):
+    """When messages start and are done."""
+
+    @property
+    def starts(self) -> Sequence[float] | NDArray[np.float64]: ...
+    @property
+    def finishes(self) -> Sequence[float] | NDArray[np.float64]: ...
+
+
+F = TypeVar("F", bound=Messages)
+
+
+@dataclass(frozen=True, slots=True)
+class ComputeClock:
+    """How far computation is at any time: a line through corners, of full speed behind the last."""
+
+    done: NDArray[np.float64]
+    """Seconds of undisturbed computation at each corner."""
+    at: NDArray[np.float64]
+    """When that is reached."""
+
+    def when(self, done_s: ArrayLike) -> NDArray[np.float64]:
+        """When this much computation is done, if none of it waits."""
+        return self._along(np.asarray(done_s, dtype=np.float64), self.done, self.at)
+
+    def done_by(self, at_s: ArrayLike) -> NDArray[np.float64]:
+        """How much computation can be done by then."""
+        return self._along(np.asarray(at_s, dtype=np.float64), self.at, self.done)
+
+    @staticmethod
+    def _along(
+        values: NDArray[np.float64], known: NDArray[np.float64], other: NDArray[np.float64]
+    ) -> NDArray[np.float64]:
+        behind = other[-1] + (values - known[-1])
+        return np.where(values >= known[-1], behind, np.interp(values, known, other))
+
+
+UNDISTURBED = ComputeClock(np.zeros(1), np.zeros(1))
+
+
+def beside(
+    travel: Callable[[NDArray[np.float64]], F], ready: NDArray[np.float64], slowdown: float
+) -> tuple[F, ComputeClock]:
+    """Messages that leave when `travel` sends them, given when each is ready, and the computation they slow down.
+
+    `ready` is when messages would be ready without communication. One of 2 s, ready at 1 s, and one of 1 s, ready at
+    2 s; computation beside them takes twice as long. The second is ready at 3 s, just as the first is done, and what
+    would be done at 4 s is done at 5.5: both messages, 3 s, cost half of their time.
+
+    >>> from backbeat.simulate.schedule import Flow
+    >>> def one_by_one(ready):
+    ...     first = ready[0] + 2
+    ...     second = max(first, ready[1])
+    ...     return Flow(np.array([ready[0], second]), np.array([ready[0], second]), np.array([first, second + 1]))
+    >>> flow, clock = beside(one_by_one, np.array([1.0, 2.0]), 2.0)
+    >>> flow.finishes.tolist(), clock.when([2.0, 4.0]).tolist()
+    ([3.0, 4.0], [3.0, 5.5])
+    """
+    clock = UNDISTURBED
+    flow = travel(ready)
+    if slowdown == 1 or not len(ready):
+        return flow, clock
+    moments = ready
+    for _ in range(len(ready) + 1):
+        clock = _clock(flow, clock, slowdown)
+        later = clock.when(ready)
+        same = float(np.abs(later - moments).max()) <= _SAME * float(later.max())
+        moments = later
+        flow = travel(moments)
+        if same:
+            break
+    return flow, clock
+
+
+def least_s(compute_s: float, in_flight_s: float, slowdown: float) -> float:
+    """What computation takes at least with messages in flight that long: it cannot avoid them."""
+    return compute_s + (1 - 1 / slowdown) * in_flight_s
+
+
+def _clock(flow: Messages, before: ComputeClock, slowdown: float) -> ComputeClock:
+    """Computation beside these messages. A busy period begins after as much computation as it did before: what made
+    its first message ready."""
+    begins, lengths = _busy_periods(flow)
+    anchors = before.done_by(begins).tolist()
+    done, at = [0.0], [0.0]
+    for anchor, length in zip(anchors, lengths, strict=True):
+        start = max(anchor, done[-1])
+        arrives = at[-1] + (start - done[-1])
+        done += [start, start + length / slowdown]
+        at += [arrives, arrives + length]
+    return ComputeClock(np.array(done), np.array(at))
+
+
+def _busy_periods(flow: Messages) -> tuple[list[float], list[float]]:
+    """Where at least one message is in flight: when each period begins, and how long it is."""
+    begins: list[float] = []
+    ends: list[float] = []
+    for start, finish in sorted(zip(flow.starts, flow.finishes, strict=True)):
+        if ends and start <= ends[-1]:
+            ends[-1] = max(ends[-1], float(finish))
+        else:
+            begins.append(float(start))
+            ends.append(float(finish))
+    return begins, [end - begin for begin, end in zip(begins, ends, strict=True)]

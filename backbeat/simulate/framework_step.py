@@ -1,0 +1,139 @@
+"""One iteration as a training framework runs it: its overlap, its collective, a sharded update, gathered parameters.
+
+The iteration is drawn from the start of forward. Parameters that the last update sharded are gathered first: before
+forward, or behind it (Megatron): the first bucket before forward, each next one while forward works on the bucket
+before.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+
+from backbeat.cost.link import LinkCost
+from backbeat.model.prediction import Breakdown, Span
+from backbeat.model.profile import DTYPE_BYTES
+from backbeat.simulate.bound import communication_bound
+from backbeat.simulate.contention import UNDISTURBED, least_s
+from backbeat.simulate.decoupled_step import Halves, Layers
+from backbeat.simulate.iteration import (
+    Iteration,
+    communicate,
+    communicate_beside,
+    exposed_breakdown,
+    least_link_s,
+    travel_spans,
+)
+from backbeat.simulate.schedule import Schedule, capped, running_sums
+
+if TYPE_CHECKING:
+    from backbeat.model import Network, Plan, Profile, Reduction
+
+
+def framework_iteration(
+    profile: Profile, network: Network, plan: Plan, reduction: Reduction, micro_batches: int, slowdown: float = 1.0
+) -> Iteration:
+    """The plan's buckets, reduced as the framework does it. The profile's gradients are as large as they travel."""
+    cost = network.cost
+    if reduction.collective == "reduce_scatter":
+        cost = LinkCost(Halves.of(network).scatter, None, {})
+    communicators = plan.communicators
+    schedule, names = Schedule.of_plan(profile, plan)
+    if reduction.overlap == "none":
+        late = Schedule(np.full_like(schedule.ready, profile.backward_s), schedule.sizes, schedule.communicators)
+        flow, clock = communicate(late, cost, communicators), UNDISTURBED
+    else:
+        flow, clock = communicate_beside(schedule, cost, communicators, slowdown)
+    backward = float(clock.when(profile.backward_s))
+    reduced = max(backward, flow.end_s)
+    exposed = exposed_breakdown(profile, cost, schedule, flow, clock, communicators)
+    # With "every" each micro-batch ends as the last does; otherwise those before it only compute.
+    repeats = micro_batches if reduction.overlap == "every" else 1
+    update = reduction.updated_s(profile.update_s, network.workers)
+    gathered = gather_before(profile, network, reduction, slowdown)
+    before = (micro_batches - repeats) * (profile.forward_s + profile.backward_s)
+    before += (repeats - 1) * (profile.forward_s + reduced)
+    start = gathered.forward_end_s + before
+    end = start + reduced
+    least = least_s(profile.backward_s, least_link_s(profile, cost, communicators), slowdown)
+    compute = micro_batches * (profile.forward_s + profile.backward_s) + update
+    bound = compute - profile.backward_s + max(least, communication_bound(profile, cost, communicators))
+    return Iteration(
+        end + update,
+        bound,
+        Breakdown(
+            latency_s=repeats * exposed.latency_s,
+            bandwidth_s=repeats * exposed.bandwidth_s,
+            waiting_s=repeats * exposed.waiting_s,
+            contention_s=repeats * exposed.contention_s + gathered.contention_s,
+            gather_s=gathered.stalled_s,
+            sharding_s=update - profile.update_s,
+        ),
+        (
+            Span("compute", "forward", gathered.forward_start_s, start),
+            Span("compute", "backward", start, start + backward),
+            Span("compute", "update", end, end + update),
+            *gathered.spans,
+            *travel_spans(schedule, flow, names, start),
+        ),
+        len(names),
+        float(schedule.sizes.max()),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class GatheredForward:
+    """The first forward of an iteration, and the parameters that are gathered for it; times count from its begin."""
+
+    forward_start_s: float
+    forward_end_s: float
+    stalled_s: float
+    """Forward waiting for parameters."""
+    contention_s: float
+    spans: tuple[Span, ...]
+
+
+def gather_before(profile: Profile, network: Network, reduction: Reduction, slowdown: float) -> GatheredForward:
+    """Gather what the last update sharded, before forward or behind it."""
+    if reduction.gather_dtype is None:
+        return GatheredForward(0.0, profile.forward_s, 0.0, 0.0, ())
+    width = DTYPE_BYTES[reduction.gather_dtype] / DTYPE_BYTES[profile.gradient_dtype]
+    layers = Layers.of(msgspec.structs.replace(profile, update_s=0.0))
+    sizes = layers.sizes * width
+    ends = [len(sizes)]
+    if reduction.gather_elements is not None:
+        cap = DTYPE_BYTES[reduction.gather_dtype] * reduction.cap(reduction.gather_elements, network.workers)
+        ends = capped(sizes.tolist(), [float(cap)])
+    sums, computed = running_sums(sizes), running_sums(layers.compute_s)
+    bounds = list(pairwise([0, *ends]))
+    curve = Halves.of(network).gather
+    parts = [(sums[last] - sums[first], computed[last] - computed[first]) for first, last in bounds]
+    times = [float(curve.time(size)) for size, _ in parts]
+    starts: list[float] = []
+    now = contention = 0.0
+    if reduction.gather_overlap:
+        # Forward enters a bucket once it is there; the next one is gathered from then on.
+        starts.append(0.0)
+        now = begun = times[0]
+        for place, (_, compute) in enumerate(parts):
+            ahead = times[place + 1] if place + 1 < len(parts) else 0.0
+            starts.append(now)
+            slowed = min(compute * slowdown, compute + ahead * (1 - 1 / slowdown))
+            contention += slowed - compute
+            now += max(slowed, ahead)
+        starts.pop()
+    else:
+        for seconds in times:
+            starts.append(now)
+            now += seconds
+        begun = now
+        now += profile.forward_s
+    spans = tuple(
+        Span("communicator 0", f"all-gather {place + 1} of {len(parts)}", start, start + seconds, int(size))
+        for place, (start, seconds, (size, _)) in enumerate(zip(starts, times, parts, strict=True))
+    )
+    return GatheredForward(begun, now, now - profile.forward_s - contention, contention, spans)

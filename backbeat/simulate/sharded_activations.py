@@ -1,0 +1,70 @@
+"""What a profile's activations become when its parameters are sharded.
+
+A profile is measured with whole fp32 parameters, in bf16 under autocast. Two things differ under `fully_shard`:
+
+- Autocast keeps a copy of every weight in the dtype it computes with, and autograd saves it. Parameters that are
+  gathered in that dtype need none.
+- The gradient of a weight is made beside the `.grad` that is there, and added to it. Under FSDP2 none is there: it
+  becomes the gradient itself, which `sharded_memory` counts.
+
+The largest parameter stands for both, since a block makes its gradients one after the other.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from backbeat.model.sharding import DTYPE_BYTES
+from backbeat.simulate.sharded_units import ELEMENT_BYTES, ROOT
+
+if TYPE_CHECKING:
+    from backbeat.model import Profile, Sharding
+    from backbeat.simulate.sharded_units import ShardedChain
+
+_HALF = ("bf16", "fp16")
+
+
+def tied_block(profile: Profile, chain: ShardedChain) -> int | None:
+    """A block behind the last unit that holds no parameters of its own, and whose backward makes the gradient of one of
+    the root's: a head tied to the embedding."""
+    last = chain.stretches[-1]
+    if last.unit != ROOT or not (largest := _largest_of_root(chain)):
+        return None
+    element = DTYPE_BYTES.get(profile.precision, ELEMENT_BYTES)
+    own = {piece.block: piece.elements for piece in chain.pieces.pieces}
+    tied = (k for k in last.blocks if not own[k] and profile.blocks[k].backward_peak_bytes >= largest * element)
+    return next(tied, None)
+
+
+def sharded_activations(profile: Profile, chain: ShardedChain, sharding: Sharding) -> Profile:
+    """The profile with what its blocks take beside sharded parameters."""
+    autocast = profile.precision in _HALF
+    native = autocast and sharding.param_dtype in _HALF
+    element = DTYPE_BYTES.get(profile.precision, ELEMENT_BYTES)
+    tied = tied_block(profile, chain)
+    blocks = list(profile.blocks)
+    for piece in chain.pieces.pieces:
+        if piece.block is None:
+            continue
+        elements = piece.elements if piece.block != tied else (_largest_of_root(chain),)
+        block = blocks[piece.block]
+        copies = element * sum(elements) if native else 0
+        blocks[piece.block] = msgspec.structs.replace(
+            block,
+            saved_bytes=max(block.saved_bytes - copies, 0),
+            forward_peak_bytes=max(block.forward_peak_bytes - copies, 0),
+            backward_peak_bytes=max(block.backward_peak_bytes - element * max(elements, default=0), 0),
+        )
+    return msgspec.structs.replace(profile, blocks=tuple(blocks))
+
+
+def _largest_of_root(chain: ShardedChain) -> int:
+    """Elements of the largest parameter that the root holds."""
+    held = [0, *chain.pieces.loose]
+    of_root = {block for stretch in chain.stretches if stretch.unit == ROOT for block in stretch.blocks}
+    for piece in chain.pieces.pieces:
+        if piece.block in of_root:
+            held.extend(piece.elements)
+    return max(held)

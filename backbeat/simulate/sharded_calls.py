@@ -1,0 +1,161 @@
+"""The order in which FSDP2 issues its work: torch's rules, and nothing of time.
+
+Checked against the installed torch by `tests/runtime/test_sharded_order.py`, rule by rule.
+
+**Forward.** Before its forward a unit is gathered, unless it is already, and copied out of the gathered buffer; then
+the all-gathers that it prefetches are issued; then it computes. After forward it is freed where it reshards. The root
+is gathered first and stays.
+
+**Backward.** The root's pre-backward comes first and gathers the last unit. Each unit is copied out, then the unit that
+ran before it in forward is gathered, so that this runs behind the unit's backward. After its backward the unit is
+reduced: computation first waits until fewer than `reduce_scatter_buffers` inputs are held, oldest first. A unit whose
+input needs no gradient, as the root's, is reduced when all of backward is done; the root before others.
+
+**Accumulation.** Every micro-batch runs all of that; those before the last reduce nothing where `gradient_sync` is
+"last", and keep their parameters whole where `reshard_after_backward` is false.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from backbeat.simulate.sharded_units import ROOT, ShardedChain, chain_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from backbeat.model import Plan, Profile, Sharding
+
+Event = Literal[
+    "begin", "all_gather", "copy_out", "forward", "turn", "loss", "backward", "wait", "reduce_scatter", "all_reduce",
+    "end", "update",
+]  # fmt: skip
+MARKS = ("begin", "turn", "loss", "end", "update")
+"""A micro-batch begins, turns to backward, passes its loss and ends, and the optimizer steps: no calls of FSDP2's."""
+
+
+class Call(NamedTuple):
+    """One call of the host. `unit` is the unit's place in the plan, ROOT for the root."""
+
+    event: Event
+    unit: int
+    place: int = 0
+    """Of `forward` and `backward`: which of the chain's stretches."""
+
+
+def call_order(profile: Profile, plan: Plan, *, micro_batches: int | None = None) -> list[tuple[str, int]]:
+    """What torch calls in one step, in order: (event, unit), the root being -1.
+
+    Two blocks, each a unit, and nothing in the root:
+
+    >>> from backbeat.model import Mesh, Plan, ShardUnit, Sharding
+    >>> from backbeat.model import Gradient, Profile
+    >>> two = Profile(
+    ...     name="two", model="m", batch_size=1, precision="fp32", device="cpu", forward_s=2.0, backward_s=2.0,
+    ...     update_s=0.0, gradients=tuple(
+    ...         Gradient(name=f"b.{k}.w", bytes=8, ready_s=2.0 - k, forward_s=1.0) for k in (1, 0)))
+    >>> plan = Plan(strategy="fsdp", model="m", sharding=Sharding(
+    ...     mesh=Mesh(replicate=1, shard=2), param_dtype="fp32", reduce_dtype="fp32", reduce_scatter_buffers=1,
+    ...     separate_reduce_scatter=False,
+    ...     units=tuple(ShardUnit(modules=(f"b.{k}",), reshard=True, prefetch=0) for k in (0, 1))))
+    >>> words = {"all_gather": "AG", "copy_out": "out", "forward": "F", "backward": "B", "reduce_scatter": "RS"}
+    >>> " ".join(f"{words.get(event, event)}{unit}" for event, unit in call_order(two, plan))
+    'AG0 out0 F0 AG1 out1 F1 AG1 out1 AG0 B1 RS1 out0 B0 wait1 RS0'
+    """
+    chain = chain_of(profile, plan)
+    assert plan.sharding is not None
+    count = profile.accumulation if micro_batches is None else micro_batches
+    return [(call.event, call.unit) for call in calls(chain, plan.sharding, count) if call.event not in MARKS]
+
+
+def calls(chain: ShardedChain, sharding: Sharding, micro_batches: int = 1) -> list[Call]:
+    """Every call of one step, with marks."""
+    host = _Host(chain, sharding)
+    found: list[Call] = []
+    for number in range(micro_batches):
+        found.extend(host.micro_batch(last=number == micro_batches - 1))
+    found.append(Call("update", ROOT))
+    return found
+
+
+class _Host:
+    """What the host knows between calls: which units are gathered or on their way, and which inputs are held."""
+
+    def __init__(self, chain: ShardedChain, sharding: Sharding) -> None:
+        self.chain = chain
+        self.sharding = sharding
+        # A mesh of one shard gathers nothing: parameters are whole on every rank.
+        everything = {*range(chain.count), ROOT}
+        self.always = everything if sharding.mesh.shard == 1 else set() if chain.has_root else {ROOT}
+        self.whole = set(self.always)
+        self.coming: set[int] = set()
+        self.held: list[int] = []
+
+    def micro_batch(self, *, last: bool) -> Iterator[Call]:
+        yield Call("begin", ROOT)
+        yield from self._gather(ROOT)
+        yield from self._copy_out(ROOT)
+        ran: list[int] = []
+        for place, stretch in enumerate(self.chain.stretches):
+            unit = stretch.unit
+            if unit != ROOT:
+                yield from self._gather(unit)
+                yield from self._copy_out(unit)
+                ahead = self.chain.units[unit].prefetch
+                for following in range(unit + 1, min(unit + 1 + ahead, self.chain.count)):
+                    yield from self._gather(following)
+            yield Call("forward", unit, place)
+            if unit != ROOT:
+                ran.append(unit)
+                if self.chain.units[unit].reshard:
+                    self._free(unit)
+        yield Call("turn", ROOT)
+        yield from self._backward(ran, last=last)
+        yield Call("end", ROOT)
+        self.held.clear()
+
+    def _backward(self, ran: list[int], *, last: bool) -> Iterator[Call]:
+        # The root has a pre-backward of its own where it holds parameters.
+        if self.chain.has_root and ran:
+            yield from self._gather(ran[-1])
+        yield Call("loss", ROOT)
+        for place in range(len(self.chain.stretches) - 1, -1, -1):
+            unit = self.chain.stretches[place].unit
+            if unit != ROOT:
+                yield from self._gather(unit)
+                yield from self._copy_out(unit)
+                if unit > 0:
+                    yield from self._gather(unit - 1)
+            yield Call("backward", unit, place)
+            if unit not in self.chain.reduced_last:
+                yield from self._reduce(unit, last=last)
+        for unit in sorted(self.chain.reduced_last):
+            if unit != ROOT or self.chain.has_root:
+                yield from self._reduce(unit, last=last)
+
+    def _gather(self, unit: int) -> Iterator[Call]:
+        if unit not in self.whole and unit not in self.coming:
+            self.coming.add(unit)
+            yield Call("all_gather", unit)
+
+    def _copy_out(self, unit: int) -> Iterator[Call]:
+        if unit in self.coming:
+            self.coming.remove(unit)
+            self.whole.add(unit)
+            yield Call("copy_out", unit)
+
+    def _free(self, unit: int) -> None:
+        if unit not in self.always:
+            self.whole.discard(unit)
+
+    def _reduce(self, unit: int, *, last: bool) -> Iterator[Call]:
+        if last or self.sharding.reshard_after_backward:
+            self._free(unit)
+        if not last and self.sharding.gradient_sync == "last":
+            return
+        while len(self.held) >= self.sharding.reduce_scatter_buffers:
+            yield Call("wait", self.held.pop(0))
+        yield Call("reduce_scatter", unit)
+        if self.sharding.mesh.replicate > 1:
+            yield Call("all_reduce", unit)
+        self.held.append(unit)

@@ -1,0 +1,139 @@
+"""What the collectives and copies of a sharded step take.
+
+Parameters are gathered, and gradients scattered, within a *shard group*; with several copies of the model (HSDP) each
+rank then all-reduces its shard with the ranks that hold the same one. All-gathers and reduce-scatters take what the
+network measured, at the shard group's size, or their part of its all-reduce. The all-reduce of the copies crosses nodes
+where a shard group fills a node or more; the shards of a node's ranks share what joins the nodes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from backbeat.cost.accelerators import accelerator
+from backbeat.cost.curve import Curve
+from backbeat.errors import InputError
+from backbeat.model.sharding import DTYPE_BYTES
+from backbeat.simulate.decoupled_step import Halves
+from backbeat.simulate.sharded_units import ELEMENT_BYTES
+
+if TYPE_CHECKING:
+    from backbeat.cost import LinkCost
+    from backbeat.model import Mesh, Network, Profile, Sharding
+    from backbeat.simulate.sharded_units import UnitContent
+
+
+@dataclass(frozen=True, slots=True)
+class ShardedCost:
+    """Seconds by bytes of a whole unit."""
+
+    gather: Curve
+    scatter: Curve
+    replicate: Curve | None
+    """The all-reduce of a unit's shards over the copies; None where there is one copy."""
+    one_link: bool
+    """The copies' all-reduce passes the same link as the shard group's collectives."""
+    sharing: LinkCost
+    """How collectives at once share a link."""
+    copy_s_per_byte: float
+    """Reading or writing a byte of the device's memory."""
+    shards: int
+    param_bytes: int
+    reduce_bytes: int
+
+    @classmethod
+    def of(
+        cls, profile: Profile, network: Network, sharding: Sharding, *, copy_bytes_per_s: float | None = None
+    ) -> ShardedCost:
+        mesh = sharding.mesh
+        if mesh.workers != network.workers:
+            raise InputError(
+                f"mesh {mesh} != workers({network.workers}): the plan is made for {mesh.workers} workers; make it "
+                f"again with `backbeat plan --workers {network.workers}`"
+            )
+        group = _at(network, mesh.shard)
+        halves = Halves.of(group)
+        return cls(
+            gather=halves.gather,
+            scatter=halves.scatter,
+            replicate=_across(network, mesh) if mesh.replicate > 1 else None,
+            one_link=_inside(network) is None or mesh.shard > network.topology.gpus_per_node,
+            sharing=group.cost,
+            copy_s_per_byte=1 / copy_bytes_per_s if copy_bytes_per_s else _copy_s_per_byte(profile.device),
+            shards=mesh.shard,
+            param_bytes=DTYPE_BYTES[sharding.param_dtype],
+            reduce_bytes=DTYPE_BYTES[sharding.reduce_dtype],
+        )
+
+    def gather_bytes(self, unit: UnitContent) -> int:
+        return unit.elements * self.param_bytes
+
+    def scatter_bytes(self, unit: UnitContent) -> int:
+        return unit.elements * self.reduce_bytes
+
+    def gather_in_s(self, unit: UnitContent) -> float:
+        """The own shard, read and written in the parameters' dtype, and once more into the gathered buffer."""
+        cast = ELEMENT_BYTES + self.param_bytes if self.param_bytes != ELEMENT_BYTES else 0
+        return unit.elements / self.shards * (cast + 2 * self.param_bytes) * self.copy_s_per_byte
+
+    def copy_out_s(self, unit: UnitContent) -> float:
+        """Out of the gathered buffer into the parameters."""
+        return 2 * self.gather_bytes(unit) * self.copy_s_per_byte
+
+    def scatter_in_s(self, unit: UnitContent) -> float:
+        """Gradients, in the dtype they were computed in, into the reduce-scatter's input."""
+        return unit.elements * (self.param_bytes + self.reduce_bytes) * self.copy_s_per_byte
+
+
+def _copy_s_per_byte(device: str) -> float:
+    """At the memory's bandwidth; 0 on a device that is not in the table, such as a CPU."""
+    known = accelerator(device)
+    return 0.0 if known is None else 1 / (known.bytes_per_s)
+
+
+def _inside(network: Network) -> Curve | None:
+    """The all-reduce within one full node, where the file has it."""
+    nodes = network.topology
+    if nodes.inside is not None:
+        return nodes.inside.curve
+    own = network.workers if network.moved_from is None else network.moved_from.workers
+    known = any(1 < count <= nodes.gpus_per_node for count in (own, *(row.workers for row in network.rows)))
+    return _at(network, nodes.gpus_per_node).all_reduce.curve if known else None
+
+
+def _across(network: Network, mesh: Mesh) -> Curve:
+    """The all-reduce over the copies, by the bytes of the whole unit."""
+    per_node, inside = network.topology.gpus_per_node, _inside(network)
+    if inside is None or network.workers <= per_node:
+        # Every rank of a node sends its own shard, and all of them pass the node's link.
+        links = 1 if inside is not None else min(per_node, mesh.shard)
+        return _by_part(_at(network, mesh.replicate).all_reduce.curve, links / mesh.shard)
+    # What an all-reduce over whole nodes takes above its inner part is what crosses them. Where it is measured as one,
+    # or pipelined, the inner transfer hides behind the other, and only its latency is taken off.
+    apart = network.topology.inside is not None and not network.topology.pipelined
+    whole = _at(network, mesh.replicate * per_node if mesh.shard >= per_node else network.workers).all_reduce.curve
+    sizes = np.union1d(whole.sizes, inside.sizes)
+    across = Curve(
+        sizes,
+        np.maximum(whole.time(sizes) - (inside.time(sizes) if apart else inside.latency(sizes)), 0.0),
+        max(whole.gradient_s_per_byte - (inside.gradient_s_per_byte if apart else 0.0), 0.0),
+    )
+    if mesh.shard >= per_node:
+        return _by_part(across, per_node / mesh.shard)
+    # Several copies in one node are first reduced there.
+    local = _by_part(_at(network, per_node // mesh.shard).all_reduce.curve, 1 / mesh.shard)
+    sizes = np.union1d(across.sizes, local.sizes)
+    return Curve(sizes, across.time(sizes) + local.time(sizes), across.gradient_s_per_byte + local.gradient_s_per_byte)
+
+
+def _at(network: Network, workers: int) -> Network:
+    """As busy as this one is taken to be."""
+    return network.at(workers=workers, load="typical" if network.moved_from is None else network.moved_from.load)
+
+
+def _by_part(curve: Curve, part: float) -> Curve:
+    """The cost by whole bytes of a message of which this part is sent."""
+    return Curve(curve.sizes / part, curve.times, curve.gradient_s_per_byte * part)

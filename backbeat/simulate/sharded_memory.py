@@ -1,0 +1,256 @@
+"""Device memory of a sharded step, by kind, at its highest moment.
+
+Counted in the order in which the host issues work, as the device's allocator counts it:
+
+- Shards of parameters and optimizer state are there all the time. A shard of a unit's gradients comes with its
+  reduce-scatter and stays until the step ends.
+- An all-gather takes a buffer for the whole unit, a copy-out the unit's parameters themselves. In forward the buffer is
+  freed at the next copy-out, in backward at once. Parameters are freed where they are resharded, and after backward.
+- Backward takes a unit's whole gradients, in the parameters' dtype. They go when the reduce-scatter's input, in the
+  reduce dtype, is filled; that goes when its turn to be waited for comes. Gradients that are not reduced in this
+  micro-batch stay whole, in the reduce dtype.
+- Activations are kept, recomputed or offloaded block by block, as `memory_timeline` counts them. A profile without
+  blocks says only how many there are at the end of forward: all of them are taken to be there all the time.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from backbeat.model.sharding import DTYPE_BYTES
+from backbeat.simulate.actions import KEEP, Unit, units_of
+from backbeat.simulate.memory_timeline import Chain, Phase, Tally
+from backbeat.simulate.resident_memory import ResidentMemory
+from backbeat.simulate.sharded_activations import sharded_activations, tied_block
+from backbeat.simulate.sharded_calls import Call, calls
+from backbeat.simulate.sharded_units import ELEMENT_BYTES, ROOT, ShardedChain, chain_of
+
+if TYPE_CHECKING:
+    from backbeat.model import Plan, Profile, Sharding
+
+_MOST_MICRO_BATCHES = 3
+"""Those behind the second hold what the second holds."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShardedMemory:
+    """Bytes on the device at the highest moment of a step. The kinds add up to `peak_bytes`."""
+
+    parameter_bytes: int
+    """This rank's shards."""
+    gradient_bytes: int
+    """Shards of gradients that are reduced already."""
+    optimizer_bytes: int
+    gathered_bytes: int
+    """Parameters of units that are whole."""
+    gather_buffer_bytes: int
+    whole_gradient_bytes: int
+    scatter_input_bytes: int
+    activation_bytes: int
+    """And what operations need beside them."""
+    other_bytes: int
+    """Module buffers, the batch, workspaces, tensors outside the blocks."""
+    where: str
+    """The block, or `loss`."""
+    phase: Phase
+
+    @property
+    def peak_bytes(self) -> int:
+        return (
+            self.parameter_bytes
+            + self.gradient_bytes
+            + self.optimizer_bytes
+            + self.gathered_bytes
+            + self.gather_buffer_bytes
+            + self.whole_gradient_bytes
+            + self.scatter_input_bytes
+            + self.activation_bytes
+            + self.other_bytes
+        )
+
+
+Kinds = Counter[str]
+"""Bytes beside the resident ones: gathered, gather_buffer, whole_gradient, scatter_input, gradient."""
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """What is held at one stretch of forward or backward, between the two, or at the end of a micro-batch."""
+
+    call: Call
+    before: Kinds
+    """The most between the stretch before it and this one."""
+    during: Kinds
+
+
+def sharded_memory(profile: Profile, plan: Plan, *, micro_batches: int = 1) -> ShardedMemory | None:
+    """The peak by kind; None where the profile has no memory figures."""
+    if profile.memory is None:
+        return None
+    chain = chain_of(profile, plan)
+    assert plan.sharding is not None
+    shards = plan.sharding.mesh.shard
+    resident = ResidentMemory.of(profile)
+    parameters, optimizer = (-(-size // shards) for size in (resident.parameter_bytes, resident.optimizer_bytes))
+    other = resident.buffer_bytes + resident.batch_bytes + resident.outside_bytes
+    tied = bool(profile.blocks) and tied_block(profile, chain) is not None
+    moments = course(chain, plan.sharding, min(micro_batches, _MOST_MICRO_BATCHES), tied=tied)
+    if profile.blocks:
+        blocks = Chain(sharded_activations(profile, chain, plan.sharding), resident)
+        actions = [(k, k + 1, KEEP) for k in range(blocks.count)]
+        if plan.memory is not None:
+            actions = units_of(profile, plan.memory)
+        peak = _with_blocks(blocks, actions, chain, moments)
+    else:
+        most = max((one for moment in moments for one in (moment.before, moment.during)), key=Counter.total)
+        peak = _Peak(most, profile.memory.activation_bytes + resident.loss_bytes, "loss", "backward")
+    return ShardedMemory(
+        parameter_bytes=parameters,
+        optimizer_bytes=optimizer,
+        other_bytes=other,
+        activation_bytes=peak.activation_bytes,
+        where=peak.where,
+        phase=peak.phase,
+        **{f"{kind}_bytes": peak.held[kind] for kind in _KINDS},
+    )
+
+
+_KINDS = ("gathered", "gather_buffer", "whole_gradient", "scatter_input", "gradient")
+
+
+class _Held:
+    """What is held of every unit, by kind, with running totals."""
+
+    def __init__(self) -> None:
+        self.totals: Kinds = Counter()
+        self._parts: dict[tuple[str, int | None], int] = {}
+        self.most: Kinds = Counter()
+        """The highest since the last stretch."""
+
+    def put(self, kind: str, unit: int, size: int) -> None:
+        self.take(kind, unit)
+        self._parts[kind, unit] = size
+        self.totals[kind] += size
+        if self.totals.total() > self.most.total():
+            self.most = self.totals.copy()
+
+    def take(self, kind: str, unit: int | None) -> None:
+        self.totals[kind] -= self._parts.pop((kind, unit), 0)
+
+    def moment(self, call: Call) -> Moment:
+        before, self.most = self.most, self.totals.copy()
+        return Moment(call, before, self.totals.copy())
+
+
+def course(chain: ShardedChain, sharding: Sharding, micro_batches: int = 1, *, tied: bool = False) -> list[Moment]:
+    """What is held at every stretch, in order of issue. `tied`: the last stretch makes all gradients of the root."""
+    param, reduced = DTYPE_BYTES[sharding.param_dtype], DTYPE_BYTES[sharding.reduce_dtype]
+    gradients = [stretch.elements for stretch in chain.stretches]
+    if tied:
+        gradients = [0 if one.unit == ROOT else one.elements for one in chain.stretches]
+        gradients[-1] = chain.units[ROOT].elements
+    places: dict[int, list[int]] = {ROOT: []}
+    for place, stretch in enumerate(chain.stretches):
+        places.setdefault(stretch.unit, []).append(place)
+    held = _Held()
+    moments: list[Moment] = []
+    forward, number = True, 0
+    buffer: int | None = None  # in forward: the unit whose gathered buffer is still there
+    for call in calls(chain, sharding, micro_batches):
+        event, unit = call.event, call.unit
+        content = chain.units[unit]
+        if event == "begin":
+            forward, number = True, number + 1
+        elif event == "all_gather":
+            held.put("gather_buffer", unit, content.elements * param)
+        elif event == "copy_out":
+            held.take("gather_buffer", buffer)
+            held.put("gathered", unit, content.elements * param)
+            if forward:
+                buffer = unit
+            else:
+                held.take("gather_buffer", unit)
+        elif event == "turn":
+            held.take("gather_buffer", buffer)
+            forward, buffer = False, None
+        elif event == "loss":
+            moments.append(held.moment(call))
+        elif event == "forward":
+            moments.append(held.moment(call))
+            if content.reshard:
+                held.take("gathered", unit)
+        elif event == "backward":
+            later = sharding.gradient_sync == "last" and number < micro_batches
+            before = reduced if sharding.gradient_sync == "last" and number > 1 else 0
+            held.put("whole_gradient", call.place, gradients[call.place] * (before + param))
+            moments.append(held.moment(call))
+            if later:
+                held.put("whole_gradient", call.place, gradients[call.place] * reduced)
+            if unit not in chain.reduced_last:
+                _free(held, sharding, unit, last=number == micro_batches)
+        elif event == "wait":
+            held.take("scatter_input", unit)
+        elif event == "reduce_scatter":
+            _free(held, sharding, unit, last=number == micro_batches)
+            held.put("scatter_input", unit, content.elements * reduced)
+            for place in places[unit]:
+                held.take("whole_gradient", place)
+            held.put("gradient", unit, -(-content.elements * ELEMENT_BYTES // sharding.mesh.shard))
+        elif event == "end":
+            for one in range(-1, chain.count):
+                held.take("scatter_input", one)
+            for one in chain.reduced_last:
+                _free(held, sharding, one, last=number == micro_batches)
+            moments.append(held.moment(call))
+    return moments
+
+
+def _free(held: _Held, sharding: Sharding, unit: int, *, last: bool) -> None:
+    if last or sharding.reshard_after_backward:
+        held.take("gathered", unit)
+
+
+class _Peak(NamedTuple):
+    """The highest moment: what sharding holds then, the activations beside it, and where it is."""
+
+    held: Kinds
+    activation_bytes: int
+    where: str
+    phase: Phase
+
+
+class _ShardedTally(Tally):
+    """Counts, beside activations, what sharding holds at each block."""
+
+    __slots__ = ("beside", "held")
+
+    def __init__(self, base: int, beside: dict[tuple[str, int], Moment]) -> None:
+        super().__init__(base)
+        self.beside = beside
+        self.held: Kinds = Counter()
+
+    def see(self, above: int, block: int, phase: Phase) -> None:
+        moment = self.beside[phase if phase in ("forward", "loss") else "backward", block]
+        for more, kinds in ((0, moment.before), (above, moment.during)):
+            level = self.level + more + kinds.total()
+            if level > self.peak:
+                self.peak, self.block, self.phase, self.held = level, block, phase, kinds
+
+
+def _with_blocks(blocks: Chain, actions: list[Unit], chain: ShardedChain, moments: list[Moment]) -> _Peak:
+    peaks: list[_Peak] = []
+    beside: dict[tuple[str, int], Moment] = {}
+    for moment in moments:
+        if moment.call.event != "end":
+            places = chain.stretches[moment.call.place].blocks if moment.call.event != "loss" else (blocks.count - 1,)
+            beside.update(((moment.call.event, block), moment) for block in places)
+            continue
+        tally = _ShardedTally(0, beside)
+        blocks.run(actions, tally)
+        where = blocks.names[tally.block] if tally.phase != "loss" else "loss"
+        peaks.append(_Peak(tally.held, tally.peak - tally.held.total(), where, tally.phase))
+        # What is reduced when backward is done has no activations beside it.
+        peaks.append(_Peak(moment.before, 0, blocks.names[0], "backward"))
+    return max(peaks, key=lambda one: one.held.total() + one.activation_bytes)

@@ -1,0 +1,278 @@
+"""One step of sharded data parallel (FSDP2, HSDP, ZeRO) in time.
+
+`sharded_calls` says in which order the host issues work; here each call becomes tasks on streams (`stream_engine`). The
+host is taken to be ahead of the device.
+
+| stream | what it does, in order of issue |
+|---|---|
+| compute | copies out of gathered buffers, forward, backward, copies into reduce-scatter inputs, the update |
+| copy in | own shards into the buffers to gather |
+| communicator 0 | all-gathers, and reduce-scatters unless they have their own |
+| communicator 1, 2 | reduce-scatters (`separate_reduce_scatter`); the all-reduces of the copies (HSDP) |
+
+What waits for what, beside the order of each stream:
+
+- A copy-out waits for its all-gather, an all-gather for its copy-in, a reduce-scatter for its own copy-in, an
+  all-reduce over the copies for its reduce-scatter.
+- *Rate limit.* In forward an all-gather issued after copy-out k waits for copy-out k-1, so that two gathered buffers
+  are held; in backward it waits for the copy-out before it. The first all-gather of backward waits for the last
+  copy-out of forward alone, and runs behind the last forward.
+- *Held inputs.* A `wait` call holds computation until that reduce-scatter is done.
+- *Edges.* The update waits for the last reduction, and the first all-gather of a step for the update before it, so that
+  a step repeats as it is. A micro-batch begins when the reductions of the one before are done.
+
+ZeRO-2 is `reshard` false in every unit: gathered once, scattered behind backward. ZeRO-1 is the same, with gradients
+reduced only once a step (`gradient_sync`). Each rank updates its own shard: the update takes `1/shard` of its time.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from backbeat.model.prediction import Breakdown, Span
+from backbeat.simulate.iteration import Iteration
+from backbeat.simulate.sharded_bound import sharded_bound
+from backbeat.simulate.sharded_calls import Call, call_order, calls
+from backbeat.simulate.sharded_cost import ShardedCost
+from backbeat.simulate.sharded_units import ROOT, ModelPieces, ShardedChain, chain_of
+from backbeat.simulate.stream_engine import COMPUTE, StreamTask, StreamTimes, run_streams
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from backbeat.model import Network, Plan, Profile, Sharding
+
+__all__ = ["ShardedRun", "call_order", "run_step", "sharded_iteration", "sharded_remarks"]
+
+_COPY_IN, _GATHER, _SCATTER, _REPLICATE = 1, 2, 3, 4
+_SHARD_LINK, _REPLICA_LINK = 0, 1
+_WORDS = {
+    "all_gather": "all-gather",
+    "copy_out": "copy out",
+    "reduce_scatter": "reduce-scatter",
+    "all_reduce": "all-reduce",
+}
+
+
+class ShardedRun(NamedTuple):
+    """A step's tasks and when they run. `calls[k]` is the call that issued task k."""
+
+    tasks: list[StreamTask]
+    calls: list[Call]
+    times: StreamTimes
+
+    @property
+    def end_s(self) -> float:
+        return self.times.ends[-1]
+
+
+def sharded_iteration(
+    profile: Profile,
+    network: Network,
+    plan: Plan,
+    *,
+    micro_batches: int = 1,
+    slowdown: float = 1.0,
+    copy_bytes_per_s: float | None = None,
+) -> Iteration:
+    """One step under a sharded plan. Computation takes `slowdown` times as long beside a collective; copies pass at
+    `copy_bytes_per_s`, or at the bandwidth of the device's memory."""
+    chain = chain_of(profile, plan)
+    assert plan.sharding is not None
+    cost = ShardedCost.of(profile, network, plan.sharding, copy_bytes_per_s=copy_bytes_per_s)
+    update_s = profile.update_s / plan.sharding.mesh.shard
+    run = run_step(chain, plan.sharding, cost, update_s, micro_batches=micro_batches, slowdown=slowdown)
+    largest = max((cost.gather_bytes(unit) for unit in chain.units), default=0)
+    return Iteration(
+        run.end_s,
+        sharded_bound(chain, plan.sharding, cost, update_s, micro_batches),
+        _breakdown(run, micro_batches * (chain.pieces.forward_s + chain.pieces.backward_s), profile.update_s, update_s),
+        _timeline(run, chain, cost),
+        chain.count + chain.has_root,
+        float(max(largest, *(cost.scatter_bytes(unit) for unit in chain.units))),
+    )
+
+
+def sharded_remarks(profile: Profile, network: Network, sharding: Sharding) -> list[str]:
+    """What a reader of the prediction should know."""
+    found = list(ModelPieces.of(profile).notes)
+    missing = [word for word, times in (("all-gather", network.all_gather), ("reduce-scatter", network.reduce_scatter))
+               if times is None]  # fmt: skip
+    if missing and sharding.mesh.shard > 1:
+        found.append(
+            f"{' and '.join(missing)} times are taken as half of the all-reduce's: `backbeat calibrate` measures them"
+        )
+    return found
+
+
+def run_step(
+    chain: ShardedChain,
+    sharding: Sharding,
+    cost: ShardedCost,
+    update_s: float,
+    *,
+    micro_batches: int = 1,
+    slowdown: float = 1.0,
+) -> ShardedRun:
+    """Run one step."""
+    building = _Building(chain, cost, _SCATTER if sharding.separate_reduce_scatter else _GATHER)
+    for call in calls(chain, sharding, micro_batches):
+        building.add(call, update_s)
+    times = run_streams(building.tasks, slowdown=slowdown, efficiency=cost.sharing.efficiency)
+    return ShardedRun(building.tasks, building.calls, times)
+
+
+class _Building:
+    """Tasks of the calls so far, and what later ones will wait for."""
+
+    def __init__(self, chain: ShardedChain, cost: ShardedCost, scatter_stream: int) -> None:
+        self.chain = chain
+        self.cost = cost
+        self.scatter_stream = scatter_stream
+        self.tasks: list[StreamTask] = []
+        self.calls: list[Call] = []
+        self.floor: tuple[int, ...] = ()  # what the next all-gather waits for
+        self.copied: tuple[int, ...] = ()  # the last copy-out of this forward
+        self.forward = True
+        self.waits: list[int] = []  # what computation waits for next
+        self.gathers: dict[int, int] = {}
+        self.scatters: dict[int, int] = {}
+        self.open: list[int] = []  # reductions that the end of the micro-batch waits for
+        self.links: dict[str, dict[int, tuple[float, float]]] = {}
+
+    def add(self, call: Call, update_s: float) -> None:
+        event, unit = call.event, call.unit
+        content = self.chain.units[unit]
+        if event == "all_gather":
+            copied = self._put(call, _COPY_IN, self.cost.gather_in_s(content), after=self.floor)
+            self.gathers[unit] = self._send(call, _GATHER, (copied,))
+        elif event == "copy_out":
+            out = self._compute(call, self.cost.copy_out_s(content), self.gathers[unit])
+            self.floor, self.copied = (self.copied or self.floor, (out,)) if self.forward else ((out,), ())
+        elif event == "forward":
+            self._compute(call, self.chain.stretches[call.place].forward_s)
+        elif event == "backward":
+            self._compute(call, self.chain.stretches[call.place].backward_s)
+        elif event == "wait":
+            self.waits.append(self.scatters[unit])
+        elif event == "reduce_scatter":
+            copied = self._compute(call, self.cost.scatter_in_s(content))
+            self.scatters[unit] = self._send(call, self.scatter_stream, (copied,))
+            self.open.append(self.scatters[unit])
+        elif event == "all_reduce":
+            self.open.append(self._send(call, _REPLICATE, (self.scatters[unit],)))
+        elif event == "begin":
+            self.floor, self.forward = (self._compute(call, 0.0),), True
+        elif event == "turn":
+            self.floor, self.copied, self.forward = self.copied or self.floor, (), False
+        elif event == "end":
+            self.waits.extend(self.open)
+            self.open.clear()
+        elif event == "update":
+            self._compute(call, update_s)
+
+    def _compute(self, call: Call, seconds: float, *after: int) -> int:
+        waits, self.waits = self.waits, []
+        return self._put(call, COMPUTE, seconds, after=(*after, *waits))
+
+    def _send(self, call: Call, stream: int, after: tuple[int, ...]) -> int:
+        seconds, work = self._split(call.event, call.unit)
+        link = _REPLICA_LINK if stream == _REPLICATE and not self.cost.one_link else _SHARD_LINK
+        self.tasks.append(StreamTask(stream, seconds, work, link, after))
+        self.calls.append(call)
+        return len(self.tasks) - 1
+
+    def _split(self, event: str, unit: int) -> tuple[float, float]:
+        """Latency and link work of a unit's collective: the same in every micro-batch."""
+        known = self.links.setdefault(event, {})
+        if unit not in known:
+            content = self.chain.units[unit]
+            if event == "all_gather":
+                curve, size = self.cost.gather, self.cost.gather_bytes(content)
+            else:
+                curve = self.cost.scatter if event == "reduce_scatter" else self.cost.replicate or self.cost.scatter
+                size = self.cost.scatter_bytes(content)
+            seconds = curve.at(size)
+            work = min(curve.gradient_s_per_byte * size, seconds)
+            known[unit] = seconds - work, work
+        return known[unit]
+
+    def _put(self, call: Call, stream: int, seconds: float, *, after: tuple[int, ...]) -> int:
+        self.tasks.append(StreamTask(stream, seconds, after=after))
+        self.calls.append(call)
+        return len(self.tasks) - 1
+
+
+def _breakdown(run: ShardedRun, compute_s: float, update_s: float, own_update_s: float) -> Breakdown:
+    """Where the step is longer than on one worker: copies, computation slowed down, and gaps in the compute stream.
+
+    A gap counts as latency where some collective is starting and none moves bytes; as bandwidth where bytes move that
+    would not fit behind all of the computation; the rest is waiting.
+    """
+    times = run.times
+    copies = sum(
+        task.seconds
+        for task, call in zip(run.tasks, run.calls, strict=True)
+        if task.stream == COMPUTE and call.event in ("copy_out", "reduce_scatter")
+    )
+    busy = [(times.starts[k], times.ends[k]) for k, task in enumerate(run.tasks) if task.stream == COMPUTE]
+    gaps: list[tuple[float, float]] = []
+    reached = 0.0
+    for start, end in busy:
+        if start > reached:
+            gaps.append((reached, start))
+        reached = end
+    idle = sum(end - start for start, end in gaps)
+    collectives = [k for k, task in enumerate(run.tasks) if task.link is not None]
+    moving = _overlap(gaps, [(times.on_link[k], times.ends[k]) for k in collectives])
+    holding = _overlap(gaps, [(times.starts[k], times.ends[k]) for k in collectives])
+    work = sum(run.tasks[k].work_s for k in collectives if run.tasks[k].link == _SHARD_LINK)
+    computed = compute_s + own_update_s + copies
+    bandwidth = min(moving, max(work - computed, 0.0))
+    return Breakdown(
+        latency_s=holding - moving,
+        bandwidth_s=bandwidth,
+        waiting_s=max(idle - (holding - moving) - bandwidth, 0.0),
+        copies_s=copies,
+        contention_s=sum(end - start for start, end in busy) - computed,
+        sharding_s=own_update_s - update_s,
+    )
+
+
+def _overlap(gaps: Sequence[tuple[float, float]], intervals: list[tuple[float, float]]) -> float:
+    """How long of the gaps lies within some interval."""
+    total, place = 0.0, 0
+    joined: list[tuple[float, float]] = []
+    for start, end in sorted(intervals):
+        if joined and start <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(end, joined[-1][1]))
+        else:
+            joined.append((start, end))
+    for low, high in gaps:
+        while place < len(joined) and joined[place][1] <= low:
+            place += 1
+        k = place
+        while k < len(joined) and joined[k][0] < high:
+            total += max(min(high, joined[k][1]) - max(low, joined[k][0]), 0.0)
+            k += 1
+    return total
+
+
+def _timeline(run: ShardedRun, chain: ShardedChain, cost: ShardedCost) -> tuple[Span, ...]:
+    streams = sorted({task.stream for task in run.tasks if task.link is not None})
+    lanes = {COMPUTE: "compute", **{stream: f"communicator {place}" for place, stream in enumerate(streams)}}
+    spans = []
+    for task, call, start, end in zip(run.tasks, run.calls, run.times.starts, run.times.ends, strict=True):
+        if task.stream not in lanes or end <= start:
+            continue
+        name = "loss and the rest" if call.unit == ROOT and not chain.has_root else chain.units[call.unit].name
+        word = _WORDS.get(call.event, call.event)
+        if task.stream == COMPUTE and call.event == "reduce_scatter":
+            word = "copy in"
+        size = 0
+        if task.link is not None:
+            content = chain.units[call.unit]
+            size = cost.gather_bytes(content) if call.event == "all_gather" else cost.scatter_bytes(content)
+        label = "update" if call.event == "update" else f"{word} {name}"
+        spans.append(Span(lanes[task.stream], label, start, end, size))
+    return tuple(spans)

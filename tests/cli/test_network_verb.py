@@ -1,0 +1,83 @@
+"""`backbeat network`, as a user meets it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from backbeat.cli import app
+from backbeat.errors import InputError
+from backbeat.model import Network
+from tests.importers.test_composition import LONG, nccl_log
+
+SHEET = ["--gpus-per-node", "8", "--inside", "450GB/s", "--nic", "400gbit", "--nics-per-node", "8"]
+
+
+def run(*words: str) -> str:
+    done = CliRunner().invoke(app, ["network", *words], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+def test_specifications_become_a_file_that_predicts(tmp_path: Path) -> None:
+    target = tmp_path / "mine.json"
+    words = ("--latency", "10us", "--fabric", "cloud", "--transport", "efa", "--nodes", "1..16", "-o", str(target))
+    shown = run(*SHEET, *words)
+    network = Network.load(target)
+    assert network.topology.transport == "efa"
+    assert network.name == "mine"
+    assert [network.workers, *(row.workers for row in network.rows)] == [16, 8, 32, 64, 128]
+    assert max(map(len, shown.splitlines())) <= 80
+    assert "busy–quiet" in shown
+    assert "50.0 µs on two nodes" in " ".join(shown.split())
+
+
+def test_a_transport_is_kept_and_a_misspelt_one_refused(tmp_path: Path) -> None:
+    run(*SHEET, "--transport", "efa", "-o", str(tmp_path / "mine.json"))
+    assert Network.load(tmp_path / "mine.json").topology.transport == "efa"
+    with pytest.raises(InputError, match="did you mean infiniband"):
+        run(*SHEET, "--transport", "infinband")
+
+
+def test_json_has_the_same_rows() -> None:
+    data = json.loads(run(*SHEET, "--json"))
+    assert [row["nodes"] for row in data["rows"]] == [1, 2, 4, 8, 16, 32, 64]
+    assert all(row["busy_bus_bytes_per_s"] == row["quiet_bus_bytes_per_s"] for row in data["rows"])
+    assert data["rows"][0]["bus_bytes_per_s"] == pytest.approx(352e9, rel=0.01)
+
+
+def test_measurements_are_composed(tmp_path: Path) -> None:
+    for nodes in (1, 2):
+        (tmp_path / f"{nodes}.txt").write_text(nccl_log(nodes, 8, 10.0 * nodes))
+    (tmp_path / "table.csv").write_text(LONG)
+    one, two, table = (str(tmp_path / name) for name in ("1.txt", "2.txt", "table.csv"))
+    run("--inside", one, "--across", two, "-o", str(tmp_path / "logs.json"))
+    assert [row.workers for row in Network.load(tmp_path / "logs.json").rows] == [8]
+    run("--across", table, "--gpus-per-node", "8", "-o", str(tmp_path / "table.json"))
+    assert Network.load(tmp_path / "table.json").at(workers=32).band is not None
+    run("--inside", one, "--nic", "400gbit", "--nics-per-node", "8", "-o", str(tmp_path / "both.json"))
+    both, logs = Network.load(tmp_path / "both.json"), Network.load(tmp_path / "logs.json")
+    assert both.topology.inside == logs.topology.inside
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        ([], "nothing to make a network from"),
+        (["--inside", "450GB/s"], "give --nic"),
+        (["--inside", "450Gb/s", "--nic", "1gbit", "--gpus-per-node", "8"], "450GB/s"),
+        (["--inside", "450GB/s", "--nic", "400gbit"], "give --gpus-per-node"),
+        (["--gpus-per-node", "8", "--nic", "400gbit"], "with --inside"),
+        ([*SHEET, "--fabric", "clod"], "did you mean cloud"),
+        ([*SHEET, "--transport", "infinband"], "did you mean infiniband"),
+        ([*SHEET, "--oversubscription", "2"], "needs --fabric"),
+        ([*SHEET, "--across", "two.txt"], "keep one of them"),
+        (["--across", "two.txt"], "no such file"),
+    ],
+)
+def test_what_is_missing_or_twice_is_said(words: list[str], problem: str) -> None:
+    with pytest.raises(InputError, match=problem):
+        run(*words)

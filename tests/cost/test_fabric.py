@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import get_args
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from backbeat.cost.fabric import FALL, Kind, Load, bandwidth_share
+from backbeat.errors import InputError
+
+KINDS = st.sampled_from(get_args(Kind))
+LOADS = st.sampled_from(get_args(Load))
+NODES = st.integers(1, 10**6)
+RATIOS = st.floats(1, 64)
+
+
+@given(KINDS, LOADS, NODES, st.integers(0, 10**6), RATIOS)
+def test_a_share_never_rises_with_more_nodes(kind: Kind, load: Load, nodes: int, more: int, ratio: float) -> None:
+    few = bandwidth_share(kind, nodes, load, oversubscription=ratio)
+    many = bandwidth_share(kind, nodes + more, load, oversubscription=ratio)
+    assert 0 < many <= few <= 1
+
+
+@given(KINDS, NODES, RATIOS)
+def test_a_busier_fabric_never_has_more(kind: Kind, nodes: int, ratio: float) -> None:
+    quiet, typical, busy = (bandwidth_share(kind, nodes, load, oversubscription=ratio) for load in get_args(Load))
+    assert quiet >= typical >= busy
+
+
+@given(KINDS, LOADS, NODES, RATIOS, RATIOS)
+def test_more_oversubscription_never_gives_more(kind: Kind, load: Load, nodes: int, one: float, other: float) -> None:
+    low, high = sorted((one, other))
+    fewer_uplinks = bandwidth_share(kind, nodes, load, oversubscription=high)
+    assert fewer_uplinks <= bandwidth_share(kind, nodes, load, oversubscription=low)
+
+
+@given(KINDS, RATIOS)
+def test_two_quiet_nodes_keep_everything(kind: Kind, ratio: float) -> None:
+    assert bandwidth_share(kind, 2, "quiet", oversubscription=ratio) == 1
+
+
+def test_half_the_uplinks_cost_at_most_half_the_bandwidth() -> None:
+    plain = bandwidth_share("fat-tree", 10**6, "busy")
+    assert bandwidth_share("fat-tree", 10**6, "busy", oversubscription=2) == pytest.approx(plain / 2, rel=1e-4)
+
+
+def test_the_table_is_the_one_that_was_fitted() -> None:
+    folder = Path(__file__).resolve().parents[2] / "validation" / "published" / "fabric"
+    assert json.loads((folder / "fit.json").read_text())["fall"] == FALL
+
+
+@pytest.mark.parametrize(
+    ("arguments", "ratio"),
+    [(("mesh", 4, "quiet"), 1), (("cloud", 4, "asleep"), 1), (("cloud", 0, "quiet"), 1), (("cloud", 4, "quiet"), 0.5)]
+    + [(("cloud", 4, "quiet"), bad) for bad in (math.inf, math.nan)],
+)
+def test_what_no_fabric_has_is_refused(arguments: tuple[Kind, int, Load], ratio: float) -> None:
+    with pytest.raises(InputError):
+        bandwidth_share(*arguments, oversubscription=ratio)

@@ -1,0 +1,154 @@
+"""Device memory under a sharded plan, by kind."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import backbeat as bb
+from backbeat.model import Block, Gradient, Memory, MemoryPlan, Plan, Profile, Segment
+from backbeat.simulate.sharded_memory import ShardedMemory, sharded_memory
+from tests.chains import chains
+from tests.sharded_problems import sharded_plan, sharded_plans
+
+ELEMENTS = 8000
+"""Of each block: 32000 bytes in fp32, 4000 a shard of eight."""
+SAVED = 1000
+KINDS = [name for name in ShardedMemory.__dataclass_fields__ if name.endswith("_bytes")]
+
+
+def row(count: int) -> Profile:
+    """Equal blocks of one parameter, whose activations are small beside it."""
+    total = 4 * ELEMENTS * count
+    return Profile(
+        name="row", model="row", batch_size=1, precision="bf16", device="cpu", forward_s=float(count),
+        backward_s=2.0 * count, update_s=0.0,
+        gradients=tuple(
+            Gradient(name=f"b.{count - 1 - place}.w", bytes=4 * ELEMENTS, ready_s=2.0 * (place + 1))
+            for place in range(count)
+        ),
+        blocks=tuple(
+            Block(name=f"b.{place}", forward_s=1.0, backward_s=2.0, input_bytes=0, output_bytes=0, saved_bytes=SAVED,
+                  forward_peak_bytes=SAVED, backward_peak_bytes=0, saves_input=False)
+            for place in range(count)
+        ),
+        memory=Memory(parameter_bytes=total, gradient_bytes=total, optimizer_bytes=2 * total, steady_bytes=3 * total),
+    )  # fmt: skip
+
+
+def held(profile: Profile, plan: Plan, **options: int) -> ShardedMemory:
+    found = sharded_memory(profile, plan, **options)
+    assert found is not None
+    return found
+
+
+def one_each(profile: Profile, **knobs: object) -> Plan:
+    return sharded_plan(profile, [(block.name,) for block in profile.blocks], **knobs)  # type: ignore[arg-type]
+
+
+def test_the_kinds_by_hand() -> None:
+    """Six units, bf16 parameters, fp32 sums. The peak is when a unit's gradients are copied into the reduce-scatter's
+    input: both are there, and the buffer of the next unit."""
+    found = held(row(6), one_each(row(6)))
+    assert found.parameter_bytes == 6 * 4 * ELEMENTS // 8
+    assert found.optimizer_bytes == 12 * 4 * ELEMENTS // 8
+    assert found.gather_buffer_bytes == 2 * ELEMENTS
+    assert found.whole_gradient_bytes == 2 * ELEMENTS
+    assert found.scatter_input_bytes == 4 * ELEMENTS
+    assert found.gathered_bytes in (0, 2 * ELEMENTS)
+    assert found.phase == "backward"
+
+
+def test_units_that_do_not_reshard_are_all_whole_when_backward_begins() -> None:
+    found = held(row(6), one_each(row(6), reshard=False))
+    assert found.gathered_bytes >= 5 * 2 * ELEMENTS
+    assert found.gather_buffer_bytes == 0
+
+
+def test_more_buffers_hold_more_inputs() -> None:
+    peaks = [held(row(6), one_each(row(6), buffers=k)) for k in (1, 2, 3)]
+    assert [found.scatter_input_bytes for found in peaks] == [4 * ELEMENTS, 8 * ELEMENTS, 12 * ELEMENTS]
+
+
+def test_prefetching_holds_more_gathered_buffers() -> None:
+    """Where forward has the peak: everything is kept of forward in large activations of the last block."""
+    profile = row(6)
+    large = msgspec.structs.replace(profile.blocks[2], forward_peak_bytes=10**6)
+    profile = msgspec.structs.replace(profile, blocks=(*profile.blocks[:2], large, *profile.blocks[3:]))
+    buffers = [held(profile, one_each(profile, prefetch=depth)).gather_buffer_bytes for depth in (0, 1, 2, 3)]
+    # Its own is held until the next copy-out.
+    assert [size // (2 * ELEMENTS) for size in buffers] == [1, 2, 3, 4]
+
+
+def test_gradients_that_are_not_reduced_stay_whole() -> None:
+    profile = row(4)
+    whole = one_each(profile, reshard=False, gradient_sync="last", reshard_after_backward=False)
+    reduced = one_each(profile, reshard=False, reshard_after_backward=False)
+    assert held(profile, whole).peak_bytes == held(profile, reduced).peak_bytes
+    more = held(profile, whole, micro_batches=4)
+    assert more.whole_gradient_bytes >= 3 * 4 * ELEMENTS
+    assert more.peak_bytes > held(profile, reduced, micro_batches=4).peak_bytes
+    assert more == held(profile, whole, micro_batches=9)
+
+
+def test_recomputed_blocks_are_within_the_same_count() -> None:
+    profile = bb.Profile.load("llama-1b-b2-bf16-h200")
+    plan = bb.plan(profile, bb.Network.load("nvlink-ib400").at(workers=64), "fsdp")
+    layers = [block.name for block in profile.blocks if block.name.startswith("model.layers")]
+    memory = MemoryPlan(segments=tuple(Segment(blocks=(name,), action="recompute") for name in layers))
+    less = msgspec.structs.replace(plan, memory=memory)
+    kept, again = held(profile, plan), held(profile, less)
+    assert again.activation_bytes < 0.7 * kept.activation_bytes
+    network = bb.Network.load("nvlink-ib400").at(workers=64)
+    one, other = bb.predict(profile, network, plan), bb.predict(profile, network, less)
+    assert other.peak_bytes == again.peak_bytes
+    assert other.single_s > one.single_s
+    assert other.iteration_s > one.iteration_s
+
+
+@settings(max_examples=100)
+@given(chains(), st.data())
+def test_the_kinds_add_up_and_nothing_is_negative(profile: Profile, data: st.DataObject) -> None:
+    plan = data.draw(sharded_plans(profile))
+    found = held(profile, plan, micro_batches=data.draw(st.integers(1, 3)))
+    assert found.peak_bytes == sum(getattr(found, kind) for kind in KINDS)
+    assert min(getattr(found, kind) for kind in KINDS) >= 0
+
+
+@settings(max_examples=50)
+@given(st.integers(4, 12), st.integers(1, 3), st.integers(1, 3), st.sampled_from([2, 4, 8]))
+def test_resharding_more_units_never_takes_more(count: int, buffers: int, micro_batches: int, shard: int) -> None:
+    """Of equal units, but for the last, which is gathered again at once."""
+    profile = row(count)
+    plan = one_each(profile, shard=shard, buffers=buffers, reshard=False)
+    peaks = []
+    for resharded in range(count):
+        assert plan.sharding is not None
+        units = tuple(
+            msgspec.structs.replace(unit, reshard=place < resharded) for place, unit in enumerate(plan.sharding.units)
+        )
+        one = msgspec.structs.replace(plan, sharding=msgspec.structs.replace(plan.sharding, units=units))
+        peaks.append(held(profile, one, micro_batches=micro_batches).peak_bytes)
+    assert max(peaks[1:]) <= peaks[0] + 2 * ELEMENTS
+    assert peaks[-1] <= peaks[0]
+
+
+@pytest.mark.parametrize("name", ["llama-1b-b2-bf16-h200", "bert-large-b32-bf16-h200", "t5-base-b8-bf16-h200"])
+def test_more_shards_take_less_and_zero2_more_than_fsdp(name: str) -> None:
+    profile, network = bb.Profile.load(name), bb.Network.load("nvlink-ib400")
+    peaks = {
+        (strategy, workers): bb.predict(profile, network.at(workers=workers), strategy).peak_bytes or 0
+        for strategy in ("fsdp", "hsdp:8", "zero2")
+        for workers in (8, 64)
+    }
+    assert peaks["fsdp", 64] < peaks["fsdp", 8] == peaks["hsdp:8", 64]
+    assert peaks["zero2", 64] > peaks["fsdp", 64]
+    assert profile.memory is not None
+    assert peaks["fsdp", 64] < profile.memory.peak_bytes
+
+
+def test_a_profile_without_memory_figures_has_no_peak() -> None:
+    profile = msgspec.structs.replace(row(2), memory=None)
+    assert sharded_memory(profile, one_each(profile)) is None

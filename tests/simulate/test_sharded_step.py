@@ -1,0 +1,373 @@
+"""One step under FSDP2's rules: examples to check by hand, and what holds of every plan."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import backbeat as bb
+from backbeat.model import Block, CollectiveTimes, Gradient, Network, Plan, Prediction, Profile, Topology
+from backbeat.simulate.iteration import Iteration
+from backbeat.simulate.sharded_cost import ShardedCost
+from backbeat.simulate.sharded_step import call_order, run_step, sharded_iteration
+from backbeat.simulate.sharded_units import ROOT, chain_of, owning_module
+from backbeat.simulate.stream_engine import _alone, _together
+from tests.chains import chains
+from tests.problems import affine, make_profile, networks, profiles
+from tests.sharded_problems import sharded_plan, sharded_plans
+
+STRATEGIES = ("fsdp", "hsdp:4", "zero1", "zero2")
+
+
+def row(count: int, elements: int = 1000, forward: float = 1.0, backward: float = 2.0, update: float = 0.0) -> Profile:
+    """Equal blocks, each with one parameter."""
+    return Profile(
+        name="row", model="row", batch_size=1, precision="fp32", device="cpu", forward_s=count * forward,
+        backward_s=count * backward, update_s=update,
+        gradients=tuple(
+            Gradient(name=f"b.{count - 1 - place}.w", bytes=4 * elements, ready_s=(place + 1) * backward)
+            for place in range(count)
+        ),
+        blocks=tuple(
+            Block(name=f"b.{place}", forward_s=forward, backward_s=backward, input_bytes=0, output_bytes=0,
+                  saved_bytes=0, forward_peak_bytes=0, backward_peak_bytes=0)
+            for place in range(count)
+        ),
+    )  # fmt: skip
+
+
+def one_each(profile: Profile, **knobs: object) -> Plan:
+    fields: dict[str, object] = {"param_dtype": "fp32", **knobs}
+    return sharded_plan(profile, [(block.name,) for block in profile.blocks], **fields)  # type: ignore[arg-type]
+
+
+def taking(gather_s: float, scatter_s: float, workers: int = 8) -> Network:
+    """Collectives of so many seconds, whatever their size."""
+    return Network(
+        name="flat",
+        workers=workers,
+        all_reduce=CollectiveTimes(alpha_s=gather_s + scatter_s, beta_s_per_byte=0.0),
+        all_gather=CollectiveTimes(alpha_s=gather_s, beta_s_per_byte=0.0),
+        reduce_scatter=CollectiveTimes(alpha_s=scatter_s, beta_s_per_byte=0.0),
+    )
+
+
+def step_s(profile: Profile, network: Network, plan: Plan, **options: float) -> float:
+    return sharded_iteration(profile, network, plan, **options).steady_s  # type: ignore[arg-type]
+
+
+def test_gathers_hide_behind_the_unit_before() -> None:
+    """Three blocks, F = 1, B = 2, gathers of 0.5: the first is exposed, and all others hide. So does every scatter of 1
+    but the last."""
+    assert step_s(row(3), taking(0.5, 1.0), one_each(row(3))) == pytest.approx(0.5 + 3 + 6 + 1)
+
+
+def test_the_first_gather_of_backward_runs_behind_the_last_forward() -> None:
+    """Gathers of 1 behind forwards of 1: the last unit is gathered again while its own forward runs."""
+    assert step_s(row(2), taking(1.0, 0.0), one_each(row(2))) == pytest.approx(1 + 2 + 4)
+
+
+def test_the_rate_limit_holds_a_gather_until_the_copy_out_two_before_it() -> None:
+    """Forwards of 10 and gathers of 1: the fourth gather waits for the second copy-out, at 11. Without that limit,
+    gathered units would fill the memory. Prefetching one unit runs nothing earlier; prefetching two does."""
+    network = taking(1.0, 0.0)
+    profile = row(4, forward=10.0, backward=20.0)
+
+    def starts(plan: Plan) -> list[float]:
+        gathers = [one for one in sharded_iteration(profile, network, plan).timeline if one.name.startswith("all-g")]
+        return [one.start_s for one in gathers[:4]]
+
+    assert starts(one_each(profile)) == [0, 1, 2, 11]
+    assert starts(one_each(profile, prefetch=1)) == [0, 1, 2, 11]
+    assert starts(one_each(profile, prefetch=2)) == [0, 1, 2, 3]
+
+
+def test_computation_waits_for_the_last_reduce_scatter_and_more_buffers_wait_later() -> None:
+    """Scatters of 3 behind backwards of 2: with one input held, two of them delay computation by 1 each; with two, none
+    does. The scatters take as long either way."""
+    profile = row(4)
+    ends = []
+    for buffers in (1, 2, 4):
+        step = sharded_iteration(profile, taking(0.0, 3.0), one_each(profile, reshard=False, buffers=buffers))
+        assert step.steady_s == pytest.approx(4 + 2 + 4 * 3)
+        ends.append(max(one.end_s for one in step.timeline if one.name.startswith("backward")))
+    assert ends == pytest.approx([4 + 8 + 2, 4 + 8, 4 + 8])
+
+
+def test_reduce_scatters_hold_up_gathers_unless_they_have_their_own_communicator() -> None:
+    """Gathers and scatters of 2 behind backwards of 2: in one row they take 4 a unit, side by side 2."""
+    profile = row(6, forward=2.0)
+    network = taking(2.0, 2.0)
+    together = step_s(profile, network, one_each(profile, buffers=2))
+    apart = step_s(profile, network, one_each(profile, buffers=2, separate_reduce_scatter=True))
+    assert apart < together - 5
+
+
+def test_copies_of_the_model_are_reduced_behind_their_reduce_scatter() -> None:
+    """Two copies of four shards: the all-reduces of 1 hide behind backward, and the last follows the last scatter."""
+    profile = row(3)
+    node = Network(
+        name="node",
+        workers=8,
+        all_reduce=CollectiveTimes(alpha_s=2.0, beta_s_per_byte=0.0),
+        topology=Topology(
+            algorithm="hierarchical", gpus_per_node=4, inside=CollectiveTimes(alpha_s=1.0, beta_s_per_byte=0.0)
+        ),
+    )
+    plan = one_each(profile, shard=4, replicate=2)
+    assert step_s(profile, node, plan) == pytest.approx(0.5 + 3 + 6 + 0.5 + 1)
+    lanes = {one.name.split()[0]: one.lane for one in sharded_iteration(profile, node, plan).timeline}
+    assert lanes["all-gather"] == lanes["reduce-scatter"] == "communicator 0"
+    assert lanes["all-reduce"] == "communicator 1"
+
+
+def test_the_shards_of_a_node_share_its_link_when_copies_are_reduced() -> None:
+    """Without a word on the inside of nodes, 4 ranks of a node send a quarter of the unit each, over one link."""
+    profile = row(1, elements=1_000_000)
+    plan = one_each(profile, shard=4, replicate=2)
+    sizes = {}
+    for per_node in (1, 4):
+        network = affine(0.0, 1e-9, topology=Topology(algorithm="ring", gpus_per_node=per_node))
+        cost = ShardedCost.of(profile, network, plan.sharding)  # type: ignore[arg-type]
+        assert cost.replicate is not None
+        sizes[per_node] = cost.replicate.at(4e6)
+    assert sizes[4] == pytest.approx(4 * sizes[1])
+    assert sizes[1] == pytest.approx(float(network.at(workers=2).all_reduce.curve.time(1e6)))
+
+
+def test_zero2_is_the_decoupled_schedule() -> None:
+    """Gathered once, behind the next forward; scattered behind backward."""
+    profile = row(4)
+    plan = one_each(profile, reshard=False)
+    events = Counter(event for event, _ in call_order(profile, plan))
+    assert events["all_gather"] == events["reduce_scatter"] == 4
+    assert step_s(profile, taking(1.0, 2.0), plan) == pytest.approx(1 + 4 + 8 + 2)
+
+
+def test_only_the_last_micro_batch_reduces_where_it_is_told_so() -> None:
+    profile = row(2)
+    last = one_each(profile, reshard=False, gradient_sync="last", reshard_after_backward=False)
+    every = one_each(profile, reshard=False, reshard_after_backward=False)
+    network = taking(1.0, 5.0)
+    assert step_s(profile, network, last, micro_batches=3) == pytest.approx(1 + 3 * (2 + 4) + 5 + 3)
+    scatters = [call_order(profile, plan, micro_batches=3).count(("reduce_scatter", 0)) for plan in (last, every)]
+    assert scatters == [1, 3]
+    assert step_s(profile, network, every, micro_batches=3) > step_s(profile, network, last, micro_batches=3)
+
+
+def test_each_rank_updates_its_own_shard() -> None:
+    profile = row(1, update=8.0)
+    assert step_s(profile, taking(0.0, 0.0), one_each(profile)) == pytest.approx(1 + 2 + 1)
+
+
+def test_copies_pass_the_devices_memory() -> None:
+    """1000 elements of 4 bytes: out of the buffer and into the parameters, twice; gradients into the input, once; the
+    own eighth into the buffer, which holds up the first gather alone."""
+    profile = row(1)
+    alone = step_s(profile, taking(0.0, 0.0), one_each(profile))
+    copied = step_s(profile, taking(0.0, 0.0), one_each(profile), copy_bytes_per_s=8000.0)
+    assert copied - alone == pytest.approx(1.0 + 1.0 + 1.0 + 0.125, rel=1e-9)
+
+
+def test_slowed_computation_beside_a_collective() -> None:
+    """A gather of 1 behind a forward of 1 that it slows down to half its pace, and so on."""
+    profile = row(2)
+    network = taking(1.0, 0.0)
+    assert step_s(profile, network, one_each(profile), slowdown=2.0) > step_s(profile, network, one_each(profile))
+    whole = sharded_iteration(profile, network, one_each(profile), slowdown=2.0).breakdown
+    assert whole.contention_s > 0
+
+
+@settings(max_examples=150)
+@given(chains(), networks(), st.data())
+def test_the_bound_holds_and_the_parts_add_up(profile: Profile, network: Network, data: st.DataObject) -> None:
+    plan = data.draw(sharded_plans(profile))
+    micro_batches = data.draw(st.integers(1, 3))
+    slowdown = data.draw(st.sampled_from([1.0, 1.0, 1.3]))
+    rate = data.draw(st.sampled_from([None, 1e7]))
+    step = sharded_iteration(
+        profile, network, plan, micro_batches=micro_batches, slowdown=slowdown, copy_bytes_per_s=rate
+    )
+    assert step.bound_s <= step.steady_s * (1 + 1e-9)
+    pieces = chain_of(profile, plan).pieces
+    single = micro_batches * (pieces.forward_s + pieces.backward_s) + profile.update_s
+    assert _parts(step) == pytest.approx(step.steady_s - single, rel=1e-6, abs=1e-9)
+    parts = step.breakdown
+    assert min(parts.latency_s, parts.bandwidth_s, parts.waiting_s, parts.copies_s) >= -1e-12
+    assert parts.contention_s >= -1e-9
+    assert step.steady_s >= single - profile.update_s - 1e-9
+
+
+def _parts(step: Iteration) -> float:
+    return float(sum(msgspec.structs.astuple(step.breakdown)))
+
+
+@settings(max_examples=100)
+@given(chains(), st.sampled_from([0.0, 1e-4, 1e-3]), st.sampled_from([1e-8, 1e-7]), st.data())
+def test_more_bandwidth_and_less_latency_are_never_slower(
+    profile: Profile, alpha: float, beta: float, data: st.DataObject
+) -> None:
+    plan = data.draw(sharded_plans(profile, one_communicator=True))
+    slow, fast, near = affine(alpha, beta), affine(alpha, beta / 2), affine(alpha / 2, beta)
+    assert step_s(profile, fast, plan) <= step_s(profile, slow, plan) * (1 + 1e-9)
+    assert step_s(profile, near, plan) <= step_s(profile, slow, plan) * (1 + 1e-9)
+
+
+@settings(max_examples=100)
+@given(chains(), networks(), st.data())
+def test_a_slowdown_never_makes_it_faster(profile: Profile, network: Network, data: st.DataObject) -> None:
+    plan = data.draw(sharded_plans(profile, one_communicator=True))
+    found = [step_s(profile, network, plan, slowdown=by) for by in (1.0, 1.2, 2.0)]
+    assert found[0] <= found[1] * (1 + 1e-9)
+    assert found[1] <= found[2] * (1 + 1e-9)
+
+
+@settings(max_examples=60)
+@given(chains(), networks(), st.data())
+def test_more_buffers_and_more_prefetch_are_never_slower(
+    profile: Profile, network: Network, data: st.DataObject
+) -> None:
+    plan = data.draw(sharded_plans(profile, one_communicator=True))
+    sharding = plan.sharding
+    assert sharding is not None
+    more = [
+        msgspec.structs.replace(sharding, reduce_scatter_buffers=sharding.reduce_scatter_buffers + 1),
+        msgspec.structs.replace(
+            sharding,
+            units=tuple(msgspec.structs.replace(unit, prefetch=unit.prefetch + 1) for unit in sharding.units),
+        ),
+    ]
+    for other in more:
+        better = msgspec.structs.replace(plan, sharding=other)
+        assert step_s(profile, network, better) <= step_s(profile, network, plan) * (1 + 1e-9)
+
+
+@settings(max_examples=60)
+@given(chains(), networks(), st.data())
+def test_the_engine_of_events_is_the_recursion_where_nothing_shares(
+    profile: Profile, network: Network, data: st.DataObject
+) -> None:
+    plan = data.draw(sharded_plans(profile, one_communicator=True))
+    assert plan.sharding is not None
+    cost = ShardedCost.of(profile, network, plan.sharding, copy_bytes_per_s=1e8)
+    run = run_step(chain_of(profile, plan), plan.sharding, cost, 1e-3, micro_batches=2)
+    one, other = _alone(run.tasks), _together(run.tasks, 1.0, lambda count: 1.0)
+    for left, right in ((one.starts, other.starts), (one.on_link, other.on_link), (one.ends, other.ends)):
+        assert left == pytest.approx(right, rel=1e-9, abs=1e-12)
+
+
+@settings(max_examples=60)
+@given(chains(), networks(), st.data())
+def test_bytes_are_conserved(profile: Profile, network: Network, data: st.DataObject) -> None:
+    """Every parameter is in one unit, gathered before each use and scattered once a reduction, padded by less than one
+    element a shard."""
+    plan = data.draw(sharded_plans(profile))
+    sharding = plan.sharding
+    assert sharding is not None
+    chain, shards = chain_of(profile, plan), sharding.mesh.shard
+    total = sum(-(-gradient.bytes // 4) for gradient in profile.gradients)
+    held = sum(unit.elements for unit in chain.units)
+    assert total <= held < total + shards * len(profile.gradients) or held == total
+    events = Counter(call_order(profile, plan, micro_batches=2))
+    reductions = 1 if sharding.gradient_sync == "last" else 2
+    for place, unit in (*enumerate(chain.units[:ROOT]), (ROOT, chain.units[ROOT])):
+        if unit.elements:
+            assert events["reduce_scatter", place] == reductions
+            assert events["all_reduce", place] == (reductions if sharding.mesh.replicate > 1 else 0)
+            assert events["all_gather", place] == events["copy_out", place]
+            assert (events["all_gather", place] > 0) == (shards > 1)
+    timeline = sharded_iteration(profile, network, plan, micro_batches=2).timeline
+    moved = sum(one.bytes for one in timeline if one.name.startswith("reduce-scatter"))
+    size = 2 if sharding.reduce_dtype == "bf16" else 4
+    assert moved in (0, held * size * reductions)
+
+
+@settings(max_examples=40)
+@given(profiles(), networks(), st.sampled_from(STRATEGIES), st.integers(1, 3))
+def test_profiles_without_blocks_are_predicted_too(
+    profile: Profile, network: Network, strategy: str, accumulation: int
+) -> None:
+    result = bb.predict(profile, network, strategy, accumulation=accumulation)
+    assert result.bound_s <= result.iteration_s * (1 + 1e-9)
+    assert float(sum(msgspec.structs.astuple(result.breakdown))) == pytest.approx(result.exposed_s, rel=1e-6, abs=1e-9)
+    assert any("no blocks" in note for note in result.notes)
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "hsdp:1", "zero1", "zero2"])
+def test_on_one_worker_nothing_travels(strategy: str) -> None:
+    profile, network = bb.Profile.load("gpt2-b8-bf16-h200"), bb.Network.load("ib400").at(workers=1)
+    result = bb.predict(profile, network, strategy)
+    assert result.iteration_s == result.single_s == result.bound_s
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "hsdp:8", "zero1", "zero2"])
+def test_a_sharded_plan_is_predicted_like_any_other(strategy: str) -> None:
+    profile, network = bb.Profile.load("llama-1b-b2-bf16-h200"), bb.Network.load("nvlink-ib400").at(workers=16)
+    plan = bb.plan(profile, network, strategy)
+    result: Prediction = bb.predict(profile, network, plan)
+    assert plan.predicted is not None
+    assert plan.predicted.iteration_s == result.iteration_s
+    assert plan.predicted.peak_bytes == result.peak_bytes
+    assert result.buckets == 17
+    assert result.band is not None
+    assert result.breakdown.buffers_s == 0.0
+    halved = bb.predict(profile, network, strategy, reduce_dtype="bf16")
+    assert halved.iteration_s < result.iteration_s
+
+
+def test_a_mesh_of_another_size_is_refused() -> None:
+    profile, network = bb.Profile.load("gpt2-b8-bf16-h200"), bb.Network.load("ib400")
+    plan = bb.plan(profile, network.at(workers=8), "fsdp")
+    with pytest.raises(bb.InputError, match=r"mesh replicate\(1\) \* shard\(8\) != workers\(16\).*--workers 16"):
+        bb.predict(profile, network.at(workers=16), plan)
+
+
+@pytest.mark.parametrize(
+    ("units", "words"),
+    [
+        ([("b.1",), ("b.0",)], "in the order of forward"),
+        ([("b.0", "b.2")], "consecutive blocks"),
+        ([("b.0.w",)], "part of a block"),
+        ([("b.9",)], "not in the profile"),
+    ],
+)
+def test_units_that_are_no_runs_of_blocks_are_refused(units: list[tuple[str, ...]], words: str) -> None:
+    with pytest.raises(bb.InputError, match=words):
+        bb.predict(row(3), affine(0, 0), sharded_plan(row(3), units))
+
+
+def test_gradients_without_blocks_are_grouped_by_the_module_that_repeats() -> None:
+    assert owning_module("model.layers.11.mlp.experts.3.weight") == "model.layers.11"
+    profile = make_profile([4] * 4, [1.0, 2.0, 3.0, 4.0])
+    named = msgspec.structs.replace(
+        profile,
+        gradients=tuple(
+            msgspec.structs.replace(one, name=name)
+            for one, name in zip(profile.gradients, ("head.w", "layers.1.w", "layers.0.w", "embed.w"), strict=True)
+        ),
+    )
+    chain = chain_of(named, sharded_plan(named, [("layers.0",), ("layers.1",)]))
+    assert [(stretch.unit, stretch.backward_s) for stretch in chain.stretches] == [(-1, 1), (0, 1), (1, 1), (-1, 1)]
+
+
+def test_copies_on_different_nodes_are_not_reduced_at_the_speed_of_one() -> None:
+    """A file that has times inside a node: eight copies of eight shards lie on eight nodes."""
+    profile, network = bb.Profile.load("llama-1b-b2-bf16-h200"), bb.Network.load("dgx-h100").at(workers=64)
+    plan = bb.plan(profile, network, "hsdp:8")
+    cost = ShardedCost.of(profile, network, plan.sharding)  # type: ignore[arg-type]
+    assert cost.replicate is not None
+    assert not cost.one_link
+    inside = float(network.at(workers=8).all_reduce.curve.time(1e8))
+    assert inside < cost.replicate.at(1e8) <= float(network.all_reduce.curve.time(1e8))
+
+
+def test_a_busy_cluster_is_slower() -> None:
+    profile, network = bb.Profile.load("llama-1b-b2-bf16-h200"), bb.Network.load("dgx-h100").at(workers=64)
+    for strategy in ("fsdp", "hsdp:16"):
+        band = bb.predict(profile, network, strategy).network_band
+        assert band is not None
+        assert band.quiet_s < band.busy_s
