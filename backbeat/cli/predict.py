@@ -19,6 +19,7 @@ from backbeat.cli.common import (
     ReduceOption,
     StrategyOption,
 )
+from backbeat.errors import InputError
 
 if TYPE_CHECKING:
     from backbeat.cli.predict_output import Asked, Schedule
@@ -66,6 +67,7 @@ def predict(
     from backbeat.cli.predict_output import Asked, content, show
     from backbeat.model import Plan, Profile
     from backbeat.model.reduction import reduction_named
+    from backbeat.planners import BUCKETED
     from backbeat.simulate import strong_scaling
     from backbeat.units import parse_price, parse_workers
 
@@ -73,12 +75,14 @@ def predict(
     counts = parse_workers(workers) if workers else [cluster.workers]
     files = split(plan)
     every = wide or json
-    names = list(dict.fromkeys(split(strategy)))
+    names = named = list(dict.fromkeys(split(strategy)))
     frameworks = [reduction_named(name) for name in split(framework)]
     if not names and every:
         names = [] if files else list(DEFAULT_STRATEGIES)
     elif not names:
         names = [] if files else [PLANNED]
+    if bucket is not None and named and BUCKETED.isdisjoint(names):
+        raise InputError(f"--bucket is for ddp and horovod, not {', '.join(names)}: name one of them, or leave it out")
     if not every and not frameworks and STOCK not in names:
         names.insert(0, STOCK)
     plans = _named_apart([Plan.load(path) for path in files], files, names)
@@ -150,12 +154,15 @@ def _named_apart(plans: list[Plan], files: list[str], names: list[str]) -> list[
 def _predict(profile: Profile, network: Network, schedule: Schedule, asked: Asked) -> Prediction:
     from backbeat.api import predict as predict_sent
     from backbeat.model import Reduction
+    from backbeat.planners import BUCKETED
 
     choices: dict[str, Any] = {}
     if isinstance(schedule, Reduction):
         return predict_sent(profile, network, framework=schedule, accumulation=asked.accumulation)
     if isinstance(schedule, str):
-        choices = {"communicators": asked.communicators, "bucket_bytes": asked.bucket_bytes}
+        choices["communicators"] = asked.communicators
+        if schedule in BUCKETED:
+            choices["bucket_bytes"] = asked.bucket_bytes
     return predict_sent(
         profile, network, schedule, accumulation=asked.accumulation, reduce_dtype=asked.reduce_dtype, **choices
     )

@@ -74,9 +74,7 @@ def content(
         found["mfu"] = share if isinstance(share, float) else None
         fit = fits.get(row.strategy)
         found["memory"] = (
-            None
-            if fit is None
-            else {"peak_bytes": fit.peak_bytes, "device_bytes": fit.device_bytes, "fits": fit.fits}
+            None if fit is None else {"peak_bytes": fit.peak_bytes, "device_bytes": fit.device_bytes, "fits": fit.fits}
         )
         if asked.price is not None:
             found["cost"] = costs(row, profile, asked.price, asked.epoch_samples)
@@ -186,13 +184,15 @@ def doubts(best: Prediction, network: Network, profile: Profile, *, every: bool 
 
 
 def _title(profile: Profile, network: Network, asked: Asked) -> str:
-    return tables.describe(
+    sized = "" if asked.bucket_bytes is None else f"; DDP with buckets of {format_bytes(asked.bucket_bytes)}"
+    described = tables.describe(
         profile,
         network,
         accumulation=asked.accumulation,
         reduce_dtype=asked.reduce_dtype,
         global_batch=asked.global_batch,
     )
+    return described + sized
 
 
 def _fits(

@@ -158,9 +158,7 @@ def stock_name(label: str) -> str:
     return "stock DDP" if label == STOCK else label
 
 
-def _kept(
-    curves: Mapping[str, Sequence[Prediction]], too_big: Set[str]
-) -> Mapping[str, Sequence[Prediction]]:
+def _kept(curves: Mapping[str, Sequence[Prediction]], too_big: Set[str]) -> Mapping[str, Sequence[Prediction]]:
     return {label: curve for label, curve in curves.items() if label not in too_big}
 
 

@@ -107,9 +107,7 @@ def natural_width(table: Table) -> int:
     return Measurement.get(console, console.options, table).maximum
 
 
-def _by_workers(
-    predictions: Sequence[Prediction], samples: int, banded: bool, ranged: bool
-) -> _Alike:
+def _by_workers(predictions: Sequence[Prediction], samples: int, banded: bool, ranged: bool) -> _Alike:
     """Strategies that print alike share a row."""
     found: _Alike = {}
     for prediction in predictions:
