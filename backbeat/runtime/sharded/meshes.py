@@ -66,10 +66,10 @@ def device_of(mesh: DeviceMesh) -> torch.device:
 
 
 def _device_type() -> str:
-    """The accelerator's, where the process group can carry its tensors."""
+    """The accelerator's, where the process group has a library of its kind; gloo's is for CPU tensors."""
     found = torch.accelerator.current_accelerator(check_available=True)
     world: Any = dist.group.WORLD
-    return found.type if found is not None and backend_of(world, found) else "cpu"
+    return found.type if found is not None and backend_of(world, found) not in ("", "gloo") else "cpu"
 
 
 def _words(shape: tuple[int, ...]) -> str:
