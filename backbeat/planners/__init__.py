@@ -52,6 +52,8 @@ SHARDED = frozenset({"fsdp", "hsdp", "zero1", "zero2", "sharded"})
 """Strategies that shard parameters rather than send gradients in buckets."""
 BUDGETED = frozenset({"sharded"})
 """Those that choose within a memory budget themselves."""
+BUCKETED = frozenset({"ddp", "horovod"})
+"""Those that take the size of their buckets."""
 
 
 class Choices(TypedDict, total=False):
@@ -114,6 +116,11 @@ def _check(strategy: str, options: StrategyOptions, memory_bytes: int | None, re
         value = getattr(options, name)
         if value is not None and value <= 0:
             raise InputError(f"{name} is {value}: it must be above zero")
+    if options.bucket_bytes is not None and strategy not in BUCKETED:
+        raise InputError(
+            f"bucket_bytes is {options.bucket_bytes}, but {strategy!r} chooses its buckets itself: leave it out, or use "
+            "ddp or horovod"
+        )
     if strategy.partition(":")[0] in SHARDED - BUDGETED and memory_bytes is not None:
         raise InputError(
             f"memory_bytes is {memory_bytes}, but {strategy!r} keeps all activations: leave it out, and compare the "

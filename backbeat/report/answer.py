@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Literal
 
@@ -116,11 +116,20 @@ def answer(
     )
 
 
-def judged(curves: Mapping[str, Sequence[Prediction]], fit: DeviceFit | None = None) -> tuple[Verdict, str]:
-    """Whether that many GPUs are worth it, in one sentence. The curves have stock DDP's among them."""
-    curve = frontier(curves)
+def judged(
+    curves: Mapping[str, Sequence[Prediction]],
+    fit: DeviceFit | None = None,
+    *,
+    stock: str = STOCK,
+    too_big: Set[str] = frozenset(),
+) -> tuple[Verdict, str]:
+    """Whether that many GPUs are worth it, in one sentence.
+
+    `stock` is the curve that others are compared with, where it is among them. Those that are `too_big` do not fit the
+    device's memory, and nobody can choose them. `fit` is the fastest's.
+    """
+    curve = frontier(_kept(curves, too_big))
     best = curve[-1]
-    stock = max(curves[STOCK], key=lambda point: point.workers)
     top = best.workers
     if fit is not None and not fit.fits:
         return "memory", f"Does not fit: {fit}."
@@ -129,8 +138,11 @@ def judged(curves: Mapping[str, Sequence[Prediction]], fit: DeviceFit | None = N
     worth = f"{_plural(top)} do the work of {_work(best)}"
     if " to " in _work(best):
         worth += ", depending on how busy the cluster is"
-    if len(curves) > 1:
-        worth += "; stock DDP too" if best is stock else f"; stock DDP {_work(stock)}"
+    if stock in too_big:
+        worth += f"; {stock_name(stock)} does not fit the memory"
+    elif len(curves) > 1 and stock in curves:
+        plain = max(curves[stock], key=lambda point: point.workers)
+        worth += f"; {stock_name(stock)} {'too' if best is plain else _work(plain)}"
     bend = knee(curve)
     if bend is not None:
         return "no", f"Not worth it {f'beyond {bend} GPUs' if bend > 1 else 'on this network'}: {worth}."
@@ -142,25 +154,35 @@ def judged(curves: Mapping[str, Sequence[Prediction]], fit: DeviceFit | None = N
     return "partly", f"Worth it only if time matters more than cost: {worth}."
 
 
+def stock_name(label: str) -> str:
+    return "stock DDP" if label == STOCK else label
+
+
+def _kept(curves: Mapping[str, Sequence[Prediction]], too_big: Set[str]) -> Mapping[str, Sequence[Prediction]]:
+    return {label: curve for label, curve in curves.items() if label not in too_big}
+
+
 def decision(
     curves: Mapping[str, Sequence[Prediction]],
     fit: DeviceFit | None,
     command: Callable[[Prediction], str],
     *,
     halved: Prediction | None = None,
+    stock: str = STOCK,
+    too_big: Set[str] = frozenset(),
 ) -> str:
-    """What to do now. `command` makes the plan that was predicted; `halved` is the largest number of workers with
-    gradients sent in two bytes, where they are not yet."""
-    curve = frontier(curves)
+    """What to do now. `command` makes the plan that was predicted, and is empty for what is no plan; `halved` is the
+    largest number of workers with gradients sent in two bytes, where they are not yet. The rest is as `judged` has it.
+    """
+    curve = frontier(_kept(curves, too_big))
     best = curve[-1]
     bend = knee(curve)
-    verdict, _ = judged(curves, fit)
+    verdict, _ = judged(curves, fit, stock=stock, too_big=too_big)
     if verdict == "alone":
         return "Decision: nothing to decide for one GPU; ask for more with --workers."
     chosen = best if bend is None else next((point for point in curve if point.workers == bend), best)
-    stock = next(point for point in curves[STOCK] if point.workers == chosen.workers)
     what = {
-        "memory": "make it fit first: shard it (FSDP), or let `backbeat plan --memory` choose what to keep",
+        "memory": "make it fit first: shard it (--strategy fsdp), or let `backbeat plan --memory` choose what to keep",
         "yes": f"{_plural(best.workers)} are worth renting",
         "partly": _partly(curve),
         "no": f"rent at most {chosen.workers} GPUs on this network"
@@ -170,13 +192,9 @@ def decision(
         + (" as it is" if halved is not None and halved.scaling_factor >= _HALF else ""),
     }[verdict]
     lines = [f"Decision: {what}."]
-    gain = _gain(stock, chosen)
-    if bend != 1 and verdict != "memory":
-        lines.append(
-            f"Run the plan, {_percent(gain)} faster than stock DDP:\n  {command(chosen)}"
-            if gain >= _WORTH_CHANGING
-            else "Keep stock DDP: no plan is 1 % faster."
-        )
+    if bend != 1 and verdict != "memory" and stock in curves:
+        plain = next(point for point in curves[stock] if point.workers == chosen.workers)
+        lines.append(_run(stock, plain, chosen, command, too_big=stock in too_big))
     if halved is not None and verdict != "memory" and _gain(best, halved) >= _WORTH_CHANGING:
         lines.append(
             f"With gradients sent as bf16, if training bears it, stock DDP alone is {_percent(_gain(best, halved))} "
@@ -184,6 +202,19 @@ def decision(
             f"{_work(halved)}. Ask again with --reduce-dtype bf16."
         )
     return "\n".join(lines)
+
+
+def _run(
+    stock: str, plain: Prediction, chosen: Prediction, command: Callable[[Prediction], str], *, too_big: bool
+) -> str:
+    """What to run in place of `plain`, if anything."""
+    gain = _gain(plain, chosen)
+    if not too_big and gain < _WORTH_CHANGING:
+        return f"Keep {stock_name(stock)}: no plan is 1 % faster."
+    made = command(chosen)
+    what = "the plan" if made else chosen.strategy
+    why = f"; {stock_name(stock)} does not fit" if too_big else f", {_percent(gain)} faster than {stock_name(stock)}"
+    return f"Run {what}{why}:\n  {made}" if made else f"Run {what}{why}."
 
 
 def _partly(curve: Sequence[Prediction]) -> str:
