@@ -2,14 +2,15 @@
 
 An operator's time is its roofline (arithmetic at the peak rate or memory traffic at the peak bandwidth, whichever takes
 longer) over an efficiency. Efficiencies are measured once, on one GPU, over grids of sizes (`operator_curves`), and
-carried to others by three rules:
+`operator_model` carries them to others by three rules:
 
 - The roofline is the other GPU's own.
 - An operator fills a GPU as many times as it has tiles per multiprocessor. So the efficiency of a product is read where
   rows and columns are smaller by the root of the ratio of multiprocessors; of attention, where there are fewer heads;
   of a convolution, where there are fewer pixels.
-- What takes the same time as before, takes as long as before: memory-bound work is read where bytes are fewer by the
-  ratio of bandwidths. So the fixed cost of a small kernel stays what it is.
+- Memory-bound work takes as long as on the GPU measured, filled likewise, unless its bytes take longer at the largest
+  share of the other's bandwidth that was seen. So the fixed cost of a small kernel stays what it is, and so does that
+  of kernels which are bound by their instructions.
 """
 
 from __future__ import annotations

@@ -173,9 +173,10 @@ def course(chain: ShardedChain, sharding: Sharding, micro_batches: int = 1, *, t
             else:
                 held.take("gather_buffer", unit)
         elif event == "turn":
-            moments.append(held.moment(call))
             held.take("gather_buffer", buffer)
             forward, buffer = False, None
+        elif event == "loss":
+            moments.append(held.moment(call))
         elif event == "forward":
             moments.append(held.moment(call))
             if content.reshard:
@@ -231,9 +232,7 @@ class _ShardedTally(Tally):
         self.held: Kinds = Counter()
 
     def see(self, above: int, block: int, phase: Phase) -> None:
-        # The loss belongs to no block, and may be part of the root's forward: the last buffer is still there.
-        event = {"forward": "forward", "loss": "turn"}.get(phase, "backward")
-        moment = self.beside[event, block]
+        moment = self.beside[phase if phase in ("forward", "loss") else "backward", block]
         for more, kinds in ((0, moment.before), (above, moment.during)):
             level = self.level + more + kinds.total()
             if level > self.peak:
@@ -245,7 +244,7 @@ def _with_blocks(blocks: Chain, actions: list[Unit], chain: ShardedChain, moment
     beside: dict[tuple[str, int], Moment] = {}
     for moment in moments:
         if moment.call.event != "end":
-            places = chain.stretches[moment.call.place].blocks if moment.call.event != "turn" else (blocks.count - 1,)
+            places = chain.stretches[moment.call.place].blocks if moment.call.event != "loss" else (blocks.count - 1,)
             beside.update(((moment.call.event, block), moment) for block in places)
             continue
         tally = _ShardedTally(0, beside)

@@ -1,10 +1,11 @@
 """How far analytic profiles are from measured ones, model by model.
 
-    python validation/zoo/compare_analytic.py [FOLDER] [-o validation/zoo/analytic.json]
+    python validation/zoo/compare_analytic.py [FOLDER] [-o validation/zoo/analytic.json] [--recorded FILE …]
 
 Reads every measured profile in FOLDER (the bundled ones by default) whose command names a zoo factory, computes the
 analytic profile of the same model, batch size, precision and GPU, and prints a table of the errors; -o keeps the
-figures. Needs torch, torchvision and transformers, no GPU.
+figures. Needs torch, torchvision and transformers, no GPU. With --recorded the operators are taken from files that
+record_operators.py wrote, of the first that has the profile, and no model is run.
 """
 
 from __future__ import annotations
@@ -13,16 +14,20 @@ import argparse
 import hashlib
 import json
 import re
+import shlex
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import numpy as np
+from replay_operators import Replayed, read, replay
 
 from backbeat.comm.machine import today, versions
 from backbeat.cost.accelerators import ACCELERATORS
+from backbeat.cost.operator_model import operator_model
 from backbeat.errors import BackbeatError
 from backbeat.measure.model.analytic import analytic_profile
 from backbeat.measure.model.factory import load
@@ -69,11 +74,21 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Analytic against measured profiles of the zoo.")
     parser.add_argument("folder", nargs="?", type=Path, default=ZOO / "profiles")
     parser.add_argument("-o", "--output", type=Path, help="write the figures here as JSON")
+    parser.add_argument("--recorded", type=Path, nargs="*", default=[], help="operators, by record_operators.py")
     options = parser.parse_args()
+    recorded: dict[str, Any] = {}
+    for path in options.recorded:
+        recorded = read(path) | recorded
     rows = []
     for measured, factory, gpu in measured_profiles(options.folder):
+        if options.recorded and measured.name not in recorded:
+            continue
         try:
-            rows.append(compare(measured, factory, gpu))
+            if recorded:
+                found = replay(recorded[measured.name], operator_model(gpu, measured.precision))
+                rows.append(row(measured, found, found.ready_s))
+            else:
+                rows.append(compare(measured, factory, gpu))
         except BackbeatError as error:
             print(f"{measured.name}: {error}", file=sys.stderr)
             continue
@@ -123,7 +138,10 @@ def compare(measured: Profile, factory: str, gpu: str) -> Row:
         precision=measured.precision,
         accumulation=measured.accumulation,
     )
-    ready = {gradient.name: gradient.ready_s for gradient in computed.gradients}
+    return row(measured, computed, {gradient.name: gradient.ready_s for gradient in computed.gradients})
+
+
+def row(measured: Profile, computed: Profile | Replayed, ready: dict[str, float]) -> Row:
     differences = [abs(ready.get(each.name, np.inf) - each.ready_s) for each in measured.gradients]
     shares = [
         abs(ready.get(each.name, np.inf) / computed.backward_s - each.ready_s / measured.backward_s)
@@ -150,7 +168,7 @@ def document(rows: list[Row]) -> str:
     import torch
 
     kept = {
-        "command": "python validation/zoo/compare_analytic.py -o validation/zoo/analytic.json",
+        "command": shlex.join(["python", *sys.argv]),
         "machine": "analytic on a CPU; what each measured profile was measured on stands in its source",
         "date": today(),
         "versions": versions(torch.device("cpu")),

@@ -35,11 +35,10 @@ def mesh_of(plan: Plan, sharding: Sharding, mesh: DeviceMesh | None) -> DeviceMe
         return init_device_mesh(_device_type(), shape, mesh_dim_names=NAMES[-len(shape) :])
     given = tuple(mesh.shape)
     # torch asks for the names of two dimensions.
-    unnamed = mesh.ndim > 1 and mesh.mesh_dim_names is None
+    unnamed = ", without names" if mesh.ndim > 1 and mesh.mesh_dim_names is None else ""
     if given != shape or unnamed:
         raise InputError(
-            f"the plan's mesh is {_words(shape)}, the one given is {_words(given)}"
-            f"{', without names' if unnamed else ''}: "
+            f"the plan's mesh is {_words(shape)}, the one given is {_words(given)}{unnamed}: "
             f"give init_device_mesh({mesh.device_type!r}, {shape}, mesh_dim_names={NAMES[-len(shape) :]})"
         )
     return mesh
@@ -67,10 +66,10 @@ def device_of(mesh: DeviceMesh) -> torch.device:
 
 
 def _device_type() -> str:
-    """The accelerator's, where the process group can carry its tensors."""
+    """The accelerator's, where the process group has a library of its kind; gloo's is for CPU tensors."""
     found = torch.accelerator.current_accelerator(check_available=True)
     world: Any = dist.group.WORLD
-    return found.type if found is not None and backend_of(world, found) else "cpu"
+    return found.type if found is not None and backend_of(world, found) not in ("", "gloo") else "cpu"
 
 
 def _words(shape: tuple[int, ...]) -> str:

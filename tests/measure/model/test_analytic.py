@@ -155,7 +155,7 @@ def test_the_update_follows_the_optimizer(options: dict[str, Any], words: str) -
 
     result = computed(adam, launch_overhead=False)
     assert (result.optimizer or "").startswith("AdamW")
-    assert any(f"update: {words}" in note for note in result.notes)
+    assert any(words in note for note in result.notes)
     plain = computed(launch_overhead=False)
     assert result.update_s > plain.update_s
 
