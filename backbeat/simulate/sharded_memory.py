@@ -30,7 +30,7 @@ from backbeat.simulate.sharded_units import ELEMENT_BYTES, ROOT, ShardedChain, c
 if TYPE_CHECKING:
     from backbeat.model import Plan, Profile, Sharding
 
-_MOST_MICRO_BATCHES = 3
+MOST_MICRO_BATCHES = 3
 """Those behind the second hold what the second holds."""
 
 
@@ -96,7 +96,7 @@ def sharded_memory(profile: Profile, plan: Plan, *, micro_batches: int = 1) -> S
     parameters, optimizer = (-(-size // shards) for size in (resident.parameter_bytes, resident.optimizer_bytes))
     other = resident.buffer_bytes + resident.batch_bytes + resident.outside_bytes
     tied = bool(profile.blocks) and tied_block(profile, chain) is not None
-    moments = course(chain, plan.sharding, min(micro_batches, _MOST_MICRO_BATCHES), tied=tied)
+    moments = course(chain, plan.sharding, min(micro_batches, MOST_MICRO_BATCHES), tied=tied)
     if profile.blocks:
         blocks = Chain(sharded_activations(profile, chain, plan.sharding), resident)
         actions = [(k, k + 1, KEEP) for k in range(blocks.count)]
