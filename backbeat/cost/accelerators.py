@@ -1,8 +1,10 @@
 """What one accelerator holds and computes at most, by the name its driver gives it.
 
-Figures are the vendors' own, from datasheets and architecture whitepapers: memory as it is sold, dense peak rates
-without sparsity (half of what is stated with it), multiprocessors (compute units on AMD's) that are enabled. A GPU of
-two dies that appear as two devices (MI250X) stands here as one of them.
+Figures are the vendors' own: memory as it is sold, dense peak rates without sparsity (half of what is stated with it),
+multiprocessors (compute units on AMD's) that are enabled. They come from NVIDIA's datasheets of each GPU, of DGX B200,
+HGX B300 and GB200 NVL72, its whitepapers on GA102, Ada, Hopper and Blackwell for multiprocessors and GeForce, and AMD's
+data sheets of Instinct MI250X to MI355X; those of the A10G from AWS and its driver. A GPU of two dies that appear as
+two devices (MI250X) stands here as one of them.
 """
 
 from __future__ import annotations

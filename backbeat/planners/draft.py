@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from backbeat.model.plan import Bucket, DynamicFusion, Plan
+from backbeat.model.sharding import Dtype
 from backbeat.simulate.iteration import communicate, communicate_beside
 from backbeat.simulate.schedule import Schedule
 
@@ -30,6 +31,16 @@ class StrategyOptions:
     """`compressed`: share of the elements that travel."""
     shards: int | None = None
     """`hsdp`: workers that hold one copy of the model; the GPUs of a node where None."""
+    memory_bytes: int | None = None
+    """`sharded`: device memory that an iteration may take; the device's own where None."""
+    reserve: float | None = None
+    """`sharded`: of that, left to what a profile cannot know."""
+    accumulation: int | None = None
+    """`sharded`: micro-batches of an iteration; the profile's where None."""
+    reduce_dtype: Dtype = "fp32"
+    """`sharded`: what gradients are reduced in."""
+    torch_version: str | None = None
+    """`sharded`: what the plan will run on, like 2.13; what came after 2.6 is not chosen where None."""
     budget_s: float | None = None
     """`best`: stop improving after this long. None makes the search depend on the problem alone, not on the clock."""
 
