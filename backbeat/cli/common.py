@@ -56,7 +56,7 @@ NetworkArgument = Annotated[
 ]
 STRATEGY_NAMES = (
     "wfbp, single, ddp, horovod, mg-wfbp, asc-wfbp, adaptive, optimal, best, decoupled, compressed, "
-    "fsdp, hsdp, zero1, zero2"
+    "fsdp, hsdp, zero1, zero2, sharded"
 )
 """Written out, since help must not wait for the planners to be imported."""
 StrategyOption = Annotated[

@@ -80,8 +80,8 @@ def profile(
 
     command = command_line(sys.argv)
     if analytic is not None or tflops is not None or gbps is not None:
-        if optimizer is not None or from_layers is not None:
-            raise InputError("--optimizer and --from-layers are for measuring: drop them, or --analytic")
+        if from_layers is not None:
+            raise InputError("--from-layers is for measuring: drop it, or --analytic")
         if device is not None:
             raise InputError(f"--device {device} with --analytic: nothing runs on a device then; drop one of the two")
         from backbeat.measure.model.analytic import analytic_profile
@@ -94,6 +94,7 @@ def profile(
             batch_size=batch_size,
             precision=precision,
             accumulation=accumulation,
+            optimizer=optimizer,
             compiled=compile_blocks,
             launch_overhead=launch_overhead,
             name=name,
@@ -101,7 +102,7 @@ def profile(
         )
     else:
         if not launch_overhead:
-            raise InputError("--no-launch-overhead is of --analytic: a measurement counts what the host takes")
+            raise InputError("--no-launch-overhead is of --analytic: leave it out to measure")
         from backbeat.measure.model.profile_factory import compose_factory, measure_factory
         from backbeat.runtime.compressed.topk_speed import measure_topk
         from backbeat.runtime.memory import apply

@@ -24,7 +24,7 @@ _FEW_CHANNELS = 16
 
 
 @dataclass(frozen=True)
-class Host:
+class HostTimes:
     """What the host takes to submit operators; nothing, unless said otherwise."""
 
     view_s: float = 0.0
@@ -48,7 +48,7 @@ class OperatorModel:
     def __init__(self, accelerator: Accelerator, curves: OperatorCurves, launch_overhead: bool = True) -> None:
         self.accelerator = accelerator
         self.curves = curves
-        self.host = _host(curves) if launch_overhead else Host()
+        self.host = _host(curves) if launch_overhead else HostTimes()
         # How much larger an operator has to be to fill this GPU as well as the one measured.
         self._filling = accelerator.multiprocessors / curves.multiprocessors
         self._grids: dict[str, Grid] = {}
@@ -188,9 +188,9 @@ class OperatorModel:
         return self._grids[key]
 
 
-def _host(curves: OperatorCurves) -> Host:
+def _host(curves: OperatorCurves) -> HostTimes:
     host = curves.host
-    return Host(
+    return HostTimes(
         view_s=host.view * 1e-6,
         forward_s={family: each * 1e-6 for family, each in host.forward.items()},
         backward_s={family: each * 1e-6 for family, each in host.backward.items()},

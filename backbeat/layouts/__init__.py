@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from backbeat.layouts.architectures import BUNDLED as MODELS
 from backbeat.layouts.architectures import transformer
-from backbeat.layouts.cluster import Cluster, cluster_of
+from backbeat.layouts.cluster import GpuCluster, cluster_of
 from backbeat.layouts.conventions import CONVENTIONS, Conventions
 from backbeat.layouts.layout import Job, Layout
 from backbeat.layouts.layout_prediction import LayoutPrediction
@@ -18,7 +18,7 @@ from backbeat.layouts.transformer import Transformer
 __all__ = [
     "CONVENTIONS",
     "MODELS",
-    "Cluster",
+    "GpuCluster",
     "Conventions",
     "Job",
     "Layout",

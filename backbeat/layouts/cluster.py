@@ -34,7 +34,7 @@ Kind = Literal["all_reduce", "all_gather", "reduce_scatter"]
 
 
 @dataclass(frozen=True)
-class Cluster:
+class GpuCluster:
     """A network and the GPUs that it joins."""
 
     network: Network
@@ -51,12 +51,12 @@ class Cluster:
         return f"{self.network.name} ({self.accelerator.name})"
 
     @cached_property
-    def edges(self) -> tuple[Cluster, Cluster] | None:
+    def edges(self) -> tuple[GpuCluster, GpuCluster] | None:
         """The same on a quiet day and on a busy one, where the network says how far these are apart."""
         fabric = self.network.topology.fabric
         if self.load != "typical" or (fabric is None and self.network.band is None):
             return None
-        return Cluster(self.network, self.accelerator, "quiet"), Cluster(self.network, self.accelerator, "busy")
+        return GpuCluster(self.network, self.accelerator, "quiet"), GpuCluster(self.network, self.accelerator, "busy")
 
     def collective_s(self, kind: Kind, size: float, workers: int, stride: int = 1) -> float:
         """Of `size` bytes in all, in groups of `workers` ranks that are `stride` apart, all groups at once."""
@@ -119,14 +119,14 @@ class Cluster:
         return found
 
 
-def cluster_of(network: Cluster | Network | str | os.PathLike[str], gpu: str | None = None) -> Cluster:
+def cluster_of(network: GpuCluster | Network | str | os.PathLike[str], gpu: str | None = None) -> GpuCluster:
     """A network, by its file or name, with its own GPUs or those that are named.
 
     >>> cluster_of("dgx-h100").accelerator.name, cluster_of("10gbe", "a100").accelerator.name
     ('H100', 'A100')
     """
-    if isinstance(network, Cluster):
-        return network if gpu is None else Cluster(network.network, gpu_named(gpu))
+    if isinstance(network, GpuCluster):
+        return network if gpu is None else GpuCluster(network.network, gpu_named(gpu))
     loaded = network if isinstance(network, Network) else Network.load(network)
     chosen = gpu or loaded.accelerator
     if chosen is None:
@@ -134,7 +134,7 @@ def cluster_of(network: Cluster | Network | str | os.PathLike[str], gpu: str | N
             f"network {loaded.name!r} does not say what GPUs it joins: name them with --accelerator h100 "
             "(accelerator= in Python), or write accelerator into its file"
         )
-    return Cluster(loaded, gpu_named(chosen))
+    return GpuCluster(loaded, gpu_named(chosen))
 
 
 def gpu_named(text: str) -> Accelerator:

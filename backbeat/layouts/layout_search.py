@@ -13,7 +13,7 @@ import msgspec
 
 from backbeat.errors import InputError
 from backbeat.layouts.architectures import transformer
-from backbeat.layouts.cluster import Cluster, cluster_of
+from backbeat.layouts.cluster import GpuCluster, cluster_of
 from backbeat.layouts.conventions import Conventions, conventions_named
 from backbeat.layouts.layout import Job, Layout, Recompute, impossible, job_of, micro_batches
 from backbeat.layouts.predict_layout import LayoutPredictor
@@ -34,7 +34,7 @@ _MOST_CHUNKS = 8
 
 def search(
     model: Transformer | str | os.PathLike[str] | Mapping[str, Any],
-    cluster: Cluster | Network | str | os.PathLike[str],
+    cluster: GpuCluster | Network | str | os.PathLike[str],
     *,
     gpus: int,
     global_batch: int,

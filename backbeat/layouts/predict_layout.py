@@ -10,7 +10,7 @@ import msgspec
 from backbeat.cost.operator_model import OperatorModel, operator_model
 from backbeat.errors import InputError
 from backbeat.layouts.architectures import transformer
-from backbeat.layouts.cluster import Cluster, cluster_of
+from backbeat.layouts.cluster import GpuCluster, cluster_of
 from backbeat.layouts.conventions import Conventions, conventions_named
 from backbeat.layouts.layout import Job, Layout, check, job_of, micro_batches
 from backbeat.layouts.layout_memory import memory
@@ -32,7 +32,7 @@ _NAMES = {"F": "forward", "B": "backward", "W": "weight gradients"}
 
 def predict(
     model: Transformer | str | os.PathLike[str] | Mapping[str, Any],
-    cluster: Cluster | Network | str | os.PathLike[str],
+    cluster: GpuCluster | Network | str | os.PathLike[str],
     layout: Layout | str | None = None,
     *,
     global_batch: int,
@@ -92,7 +92,7 @@ class LayoutPredictor:
     def __init__(
         self,
         model: Transformer,
-        cluster: Cluster,
+        cluster: GpuCluster,
         job: Job,
         conventions: Conventions,
         imbalance: float = 1.0,
@@ -106,7 +106,7 @@ class LayoutPredictor:
         self.imbalance, self.compute_factor = imbalance, compute_factor
         self.operators = _operators(cluster.accelerator.short_name, job.precision)
 
-    def on(self, cluster: Cluster) -> LayoutPredictor:
+    def on(self, cluster: GpuCluster) -> LayoutPredictor:
         return LayoutPredictor(self.model, cluster, self.job, self.conventions, self.imbalance, self.compute_factor)
 
     def banded(self, found: LayoutPrediction) -> LayoutPrediction:

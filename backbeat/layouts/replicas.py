@@ -15,7 +15,7 @@ from backbeat.layouts.stage_times import StageLayers, StageTimes
 
 if TYPE_CHECKING:
     from backbeat.cost.operator_model import OperatorModel
-    from backbeat.layouts.cluster import Cluster, Kind
+    from backbeat.layouts.cluster import GpuCluster, Kind
     from backbeat.layouts.conventions import Conventions
     from backbeat.layouts.layout import Layout
     from backbeat.layouts.transformer import Transformer
@@ -77,7 +77,12 @@ class ReplicaTimer:
     """Times for one model, layout and cluster."""
 
     def __init__(
-        self, model: Transformer, layout: Layout, cluster: Cluster, operators: OperatorModel, conventions: Conventions
+        self,
+        model: Transformer,
+        layout: Layout,
+        cluster: GpuCluster,
+        operators: OperatorModel,
+        conventions: Conventions,
     ) -> None:
         self.model, self.layout, self.cluster = model, layout, cluster
         self.operators, self.conventions = operators, conventions

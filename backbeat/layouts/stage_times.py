@@ -14,7 +14,7 @@ from backbeat.layouts.transformer import Transformer
 
 if TYPE_CHECKING:
     from backbeat.cost.operator_model import OperatorModel
-    from backbeat.layouts.cluster import Cluster, Kind
+    from backbeat.layouts.cluster import GpuCluster, Kind
     from backbeat.layouts.conventions import Conventions
     from backbeat.layouts.layout import Job, Layout
 
@@ -102,7 +102,7 @@ class StageTimer:
         model: Transformer,
         layout: Layout,
         job: Job,
-        cluster: Cluster,
+        cluster: GpuCluster,
         operators: OperatorModel,
         conventions: Conventions,
         *,

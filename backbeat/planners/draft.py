@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from backbeat.model.plan import Bucket, DynamicFusion, Plan
+from backbeat.model.sharding import Dtype
 from backbeat.simulate.iteration import communicate, communicate_beside
 from backbeat.simulate.schedule import Schedule
 
@@ -30,6 +31,16 @@ class StrategyOptions:
     """`compressed`: share of the elements that travel."""
     shards: int | None = None
     """`hsdp`: workers that hold one copy of the model; the GPUs of a node where None."""
+    memory_bytes: int | None = None
+    """Device memory that an iteration may take; for `sharded`, the device's own where None."""
+    reserve: float | None = None
+    """Of `memory_bytes`, left to what a profile cannot know: below 1 a share of it, otherwise bytes."""
+    accumulation: int | None = None
+    """Sharded strategies: micro-batches of an iteration; the profile's where None."""
+    reduce_dtype: Dtype | None = None
+    """Sharded strategies: what gradients are reduced in; fp32 where None."""
+    torch_version: str | None = None
+    """`sharded`: what the plan will run on, like 2.13; what came after 2.6 is not chosen where None."""
     budget_s: float | None = None
     """`best`: stop improving after this long. None makes the search depend on the problem alone, not on the clock."""
 

@@ -70,9 +70,9 @@ def gpt(name: str, layers: int, hidden: int, heads: int, vocab: int, **more: Any
 
 @cache
 def vtrain_cluster() -> Network:
-    """8 A100 a node, 800 Gbit/s between nodes: four links of 200."""
+    """8 A100 a node (235 GB/s of bus bandwidth inside), 800 Gbit/s between nodes: four links of 200."""
     sheet = Specification(
-        gpus_per_node=8, inside=300e9, nic=25e9, nics_per_node=4, fabric=Fabric(kind="rail-optimised")
+        gpus_per_node=8, inside=235e9, nic=25e9, nics_per_node=4, fabric=Fabric(kind="rail-optimised")
     )
     made = sheet.network("8 A100, 4 x HDR", [1, 2, 4, 8, 16, 32, 64])
     # NCCL of that time reduced large messages in rings on any number of nodes: 2(N - 1)/N bytes a byte cross the NICs.

@@ -8,7 +8,7 @@ host has submitted them. The hooks and marks are the measured profile's own, rea
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -24,6 +24,7 @@ from backbeat.measure.model.estimator import Estimator, VirtualClock
 from backbeat.measure.model.factory import Factory, Workload
 from backbeat.measure.model.gpu_operators import gpu_operators, unpacked_sequences
 from backbeat.measure.model.observation import Figures, take
+from backbeat.measure.model.optimizers import describe_optimizer, make_optimizer
 from backbeat.measure.model.precision import PRECISIONS
 from backbeat.measure.model.training_step import Marks, Observer, Training, where_raised
 from backbeat.model import ComputeShares, Profile, Source
@@ -46,6 +47,7 @@ def analytic_profile(
     batch_size: int | None = None,
     precision: str = "bf16",
     accumulation: int = 1,
+    optimizer: str | None = None,
     compiled: bool = False,
     launch_overhead: bool = True,
     name: str | None = None,
@@ -53,6 +55,7 @@ def analytic_profile(
 ) -> Profile:
     """Build the factory's model without data and compute its profile on a GPU given by name or by peak rates.
 
+    `optimizer` (sgd, adam or adamw) stands in where the factory returns none; SGD with momentum unless said otherwise.
     `compiled` takes the model as torch.compile would run it: memory-bound operators fused, less work for the host.
     Without `launch_overhead` the host is taken to be always ahead.
     """
@@ -73,7 +76,11 @@ def analytic_profile(
         raise InputError(f"the batch of {factory.spec} holds no tensor to count samples in")
     if batch_size is not None and samples != batch_size:
         raise InputError(f"{factory.spec} takes no batch_size and its batch holds {samples} samples, not {batch_size}")
-    optimizer = "SGD with momentum (none given)" if workload.optimizer is None else type(workload.optimizer).__name__
+    if workload.optimizer is None:
+        trainable = [parameter for parameter in workload.model.parameters() if parameter.requires_grad]
+        workload = replace(workload, optimizer=make_optimizer(optimizer or "sgd", trainable)) if trainable else workload
+    elif optimizer is not None:
+        raise InputError(f"{factory.spec} returns an optimizer of its own: drop --optimizer {optimizer}")
     figures, estimated = analytic_figures(workload, model, precision, accumulation, compiled)
     title = name or f"{factory.title}-b{samples}-{precision}-{model.accelerator.short_name}"
     if compiled and name is None:
@@ -81,7 +88,7 @@ def analytic_profile(
     notes = [
         "analytic: computed from shapes and peak rates, not measured",
         f"operators: {model.origin}",
-        f"optimizer: {optimizer}, {estimated.update}; peak memory is the sum of its kinds",
+        f"update: {estimated.update}; peak memory is the sum of its kinds",
         "the host is as quick as the one that operators were measured with" if launch_overhead else "the host is ahead",
     ]
     if compiled:
@@ -104,7 +111,13 @@ def analytic_profile(
         ),
         notes=[*notes, *figures.gradients.left_out],
     )
-    return msgspec.structs.replace(document, compute_shares=estimated.shares, host_s=estimated.host_s)
+    return msgspec.structs.replace(
+        document,
+        compute_shares=estimated.shares,
+        host_s=estimated.host_s,
+        optimizer=None if workload.optimizer is None else describe_optimizer(workload.optimizer),
+        compiled=compiled,
+    )
 
 
 def build_without_data(factory: Factory, size: int | None) -> Workload:
@@ -153,13 +166,11 @@ def analytic_figures(
     trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
     if not trainable:
         raise InputError("no parameter of the model has requires_grad: there are no gradients to time; unfreeze some")
-    if optimizer is None:
-        optimizer = torch.optim.SGD(trainable, lr=1e-4, momentum=0.9, foreach=False)
     training = _AnalyticTraining(
         model=module,
         batch=batch,
         loss=workload.loss,
-        optimizer=optimizer,
+        optimizer=optimizer or torch.optim.SGD(trainable, lr=1e-4, momentum=0.9, foreach=False),
         device=_CPU,
         # Autocast on the CPU casts the same products as on a GPU; what counts is the width, so fp16 passes for bf16.
         precision="bf16" if precision in ("bf16", "fp16", "fp8") else "fp32",

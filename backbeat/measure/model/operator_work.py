@@ -17,6 +17,7 @@ _FREE = ("empty", "empty_like", "empty_strided", "new_empty", "_unsafe_view", "_
 _HALF = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 # Tensor cores load 16 bytes at a time; rows that are no multiple of it need slower kernels.
 _ALIGNED_BYTES = 16
+_FEW_ROWS = 64
 # Rows so long that a softmax over them goes over memory several times.
 _VOCABULARY = 8192
 _COPIES = ("clone", "copy_", "_to_copy", "copy")
@@ -212,7 +213,9 @@ def _reduction(tensor: torch.Tensor, output: torch.Tensor, given: dict[str, Any]
 
 
 def _summed(tensor: torch.Tensor, columns: int) -> Traffic:
-    """A sum over rows."""
+    """A sum over rows; a few of them are added up as any operands are."""
+    if tensor.numel() < _FEW_ROWS * columns:
+        return Traffic("strided", _bytes(tensor) + columns * tensor.element_size(), tensor.element_size())
     return Traffic("sum_rows", _bytes(tensor), tensor.element_size(), (tensor.numel() // max(1, columns), columns))
 
 

@@ -57,7 +57,14 @@ def test_a_convolution_has_a_kernel_for_itself_and_one_for_each_gradient(groups:
 def test_a_bias_of_a_convolution_is_a_kernel_of_its_own() -> None:
     found = convolution(bias=True)
     assert found["convolution"][-1] == Traffic("strided", 2 * 2 * 8 * 16 * 4)
-    assert found["convolution_backward"][-1] == Traffic("sum_rows", 2 * 8 * 16 * 4, 4, (32, 8))
+    assert found["convolution_backward"][-1] == Traffic("strided", (2 * 8 * 16 + 8) * 4)
+
+
+def test_a_few_rows_are_added_up_and_many_are_summed() -> None:
+    few, many = torch.randn(4, 1000), torch.randn(1000, 4)
+    assert seen(lambda: few.sum(0))["sum"] == (Traffic("strided", 5 * 4000),)
+    assert seen(lambda: many.sum(0))["sum"] == (Traffic("sum_rows", 4 * 4000, 4, (1000, 4)),)
+    assert seen(lambda: many.sum(1))["sum"][0].kind == "sum_columns"
 
 
 def test_a_transposed_convolution_is_the_gradient_of_one() -> None:

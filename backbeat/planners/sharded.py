@@ -1,0 +1,136 @@
+"""`sharded` and `decoupled`: FSDP2's units and knobs, chosen together within a memory budget.
+
+`sharded` chooses which consecutive blocks form a unit, which units are resharded after forward, how far forward
+prefetches, the mesh, and which blocks are recomputed; with torch 2.13 also how many reduce-scatter inputs are held, and
+whether reduce-scatters have a communicator of their own. Every plan runs on stock `fully_shard`. Dtypes are those of
+`fsdp`, unless the caller names another: a plan never changes what is computed.
+
+1. On each mesh, with units that are all resharded or all kept, `unit_programme` finds where units end. That is exact
+   for its sub-problem: one micro-batch, one communicator, no contention.
+2. The engine scores those units, with contention and accumulation, beside `fsdp`, `hsdp` and `zero2`. What does not fit
+   recomputes as few blocks as it takes, or keeps fewer units.
+3. The fastest are improved by prefetch, by moving boundaries, and by the newer knobs where torch has them.
+4. Of plans within 1 % of the fastest the one with the fewest changes from `fsdp` is taken, and never one that is
+   slower than `fsdp` where that fits. So no `hsdp` or `zero2` that fits gains more than 1 %.
+
+`decoupled` keeps every unit whole after forward on one mesh: reduce-scatter behind backward, update of the own shard,
+all-gather behind the next forward, as DeAR does. Only its units are chosen.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from backbeat.cost.accelerators import accelerator
+from backbeat.errors import InputError
+from backbeat.model.blocks import MemoryPlan
+from backbeat.planners.best import SIMPLER_WITHIN
+from backbeat.planners.memory_plan import needed, reserve_for, usable
+from backbeat.planners.shard_problem import Scored, ShardChoice, ShardProblem
+from backbeat.planners.shard_search import ShardSearch
+from backbeat.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from backbeat.model import Network, Plan, Profile
+    from backbeat.planners.draft import StrategyOptions
+
+NEWER_TORCH = "2.13"
+"""Holds several reduce-scatter inputs, and has a communicator for reduce-scatters."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShardedPlan:
+    """What was chosen."""
+
+    problem: ShardProblem
+    best: Scored
+    budget_bytes: int | None
+    notes: tuple[str, ...] = ()
+
+    def named(self, profile: Profile, strategy: str, workers: int) -> Plan:
+        plan = self.problem.plan(self.best.choice, strategy)
+        memory = plan.memory
+        if self.budget_bytes is not None:
+            memory = msgspec.structs.replace(
+                memory or MemoryPlan(), budget_bytes=self.budget_bytes, peak_bytes=self.best.peak_bytes
+            )
+        return msgspec.structs.replace(plan, memory=memory, notes=(*self.problem.pieces.notes, *self.notes))
+
+
+def sharded(profile: Profile, network: Network, options: StrategyOptions) -> ShardedPlan:
+    """The plan with the fewest changes from `fsdp` within 1 % of the fastest found that fits.
+
+    Without a budget it fits the device, where the profile says what memory it takes and its device is known.
+
+    On 8 workers joined by 25 Gbit/s, sending takes longer than computing, and latency is small beside it. So units stay
+    whole after forward, which spares a third of the bytes, and they are large.
+
+    >>> from backbeat.model import Network, Profile
+    >>> from backbeat.planners.draft import StrategyOptions
+    >>> gpt2, slow = Profile.load("gpt2-b8-bf16-h200"), Network.load("25gbe").at(workers=8)
+    >>> sharding = sharded(gpt2, slow, StrategyOptions()).named(gpt2, "sharded", 8).sharding
+    >>> [(len(unit.modules), unit.reshard) for unit in sharding.units]
+    []
+    """
+    return _chosen(profile, network, options, whole=False)
+
+
+def decoupled(profile: Profile, network: Network, options: StrategyOptions) -> ShardedPlan:
+    """Units that stay whole after forward, on one mesh over all workers."""
+    return _chosen(profile, network, options, whole=True)
+
+
+def _chosen(profile: Profile, network: Network, options: StrategyOptions, *, whole: bool) -> ShardedPlan:
+    problem = ShardProblem(profile, network, options)
+    reserve = reserve_for(profile, options.reserve)
+    budget = options.memory_bytes
+    device = accelerator(profile.device)
+    if budget is not None and profile.memory is None:
+        raise InputError(
+            f"the profile {profile.name!r} has no memory figures, so no plan can be held to {format_bytes(budget)}: "
+            "profile it again with `backbeat profile`, or leave the budget out"
+        )
+    size = budget if budget is not None else device.memory_bytes if profile.memory and device else None
+    search = ShardSearch(problem, None if size is None else usable(size, reserve), whole=whole)
+    newer = _has_knobs(options.torch_version)
+    found = search.run()
+    if not found:
+        raise InputError(_too_small(problem, size or 0, reserve))
+    knobs = search.with_knobs(found)
+    best = search.simplest([*found, *knobs] if newer else found)
+    gained = best if newer else search.simplest([*found, *knobs])
+    notes = []
+    if gained.seconds < best.seconds * (1 - SIMPLER_WITHIN):
+        notes.append(
+            f"with torch {NEWER_TORCH}, {_knob_words(gained.choice)} would make it {format_seconds(gained.seconds)} a "
+            f"step instead of {format_seconds(best.seconds)}: plan with --torch {NEWER_TORCH} where that is installed"
+        )
+    return ShardedPlan(problem, best, budget, tuple(notes))
+
+
+def _has_knobs(version: str | None) -> bool:
+    """An unsaid torch is taken not to have them."""
+    if version is None:
+        return False
+    parts = version.partition("+")[0].split(".")[:2]
+    if len(parts) < 2 or not all(part.isascii() and part.isdigit() for part in parts):
+        raise InputError(f"torch_version is {version!r}: it must begin with two numbers, like 2.11 or 2.13.0")
+    return [int(part) for part in parts] >= [int(part) for part in NEWER_TORCH.split(".")]
+
+
+def _knob_words(choice: ShardChoice) -> str:
+    words = [f"{choice.buffers} reduce-scatter inputs"] if choice.buffers > 1 else []
+    return " and ".join([*words, *(["a communicator for reduce-scatters"] if choice.separate else [])])
+
+
+def _too_small(problem: ShardProblem, budget: int, reserve: float | None) -> str:
+    """Why a budget is refused, and the smallest that would not be."""
+    least = needed(problem.least_peak, reserve)
+    return (
+        f"a memory budget of {format_bytes(budget)} is too small: sharded over {problem.network.workers} workers and "
+        f"with blocks recomputed, the smallest that fits is {least} bytes ({format_bytes(least)}). Give that much, "
+        "more workers, or a smaller batch"
+    )

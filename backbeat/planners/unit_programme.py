@@ -1,0 +1,355 @@
+"""Where units end: exact for a fixed mesh, dtypes, resharding and number of reduce-scatter inputs.
+
+**The sub-problem.** One micro-batch, one communicator, computation not slowed down by communication, forward prefetch
+left to torch, every unit resharded or none, on a given mesh. Which consecutive atoms (blocks) form a unit? Under the
+rules of `sharded_step` a step is then a longest path: every task starts when those it waits for are done.
+
+**The programme.** Cut a step between two units. Forward before the cut matters to the rest by when its streams are
+free: the *head*. Backward behind the cut, which runs last, matters by how long it takes from each point where it is
+entered to the end: the *tail*. So a label for the first j atoms is
+
+    head   compute free, communicator free, next copy-in may begin, last copy-out done
+    tail   from computation, communicator, copy-in, copies' all-reduce, and each held reduce-scatter, to the end
+    last   copy-in and all-gather of its last unit, which backward issues beside the next unit
+
+A further unit maps labels to labels by sums and maxima, so a label that is no less in any of these can never end
+earlier, and is dropped. The step's time joins the head and the tail of all atoms.
+
+**Exact** as long as no more than `most` labels are left at any cut; otherwise those that promise least are dropped
+too, and the result says so. Labels that cannot beat a known step are dropped in any case.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from backbeat.cost import LinkCost
+from backbeat.simulate.sharded_units import UnitContent
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from backbeat.simulate.sharded_cost import ShardedCost
+
+    Floats = NDArray[np.float64]
+
+_COMPUTE, _LINK, _COPY, _COPIED, _OUT, _RHO, _CI, _ACROSS, _IN, _GATHER, _HELD = range(11)
+"""Columns of a label: four of the head, four of the tail, two of the last unit, then one for each input held."""
+
+
+@dataclass(frozen=True, slots=True)
+class Atoms:
+    """What units are made of, in the order of forward, and the root around them. Elements are padded."""
+
+    elements: Floats
+    forward_s: Floats
+    backward_s: Floats
+    gap_forward_s: Floats
+    """Of the root, before atom j; one more behind the last."""
+    gap_backward_s: Floats
+    joined: NDArray[np.bool_]
+    """Atom j may be in one unit with atom j - 1."""
+    root_elements: float
+    first_is_last: bool
+    """The first unit is reduced when all of backward is done."""
+
+
+class UnitEnds(NamedTuple):
+    """Where units end, what the step then takes before the update, and whether nothing is better."""
+
+    ends: list[int]
+    seconds: float
+    exact: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Unit:
+    """What units take, one for each place where they may begin."""
+
+    copy_in_s: Floats
+    gather_s: Floats
+    out_s: Floats
+    forward_s: Floats
+    backward_s: Floats
+    scatter_in_s: Floats
+    scatter_s: Floats
+    across_s: Floats
+
+
+@dataclass(slots=True)
+class _Labels:
+    """The labels of one cut, and where they come from."""
+
+    rows: Floats
+    parents: NDArray[np.int64]
+    begins: NDArray[np.int64]
+
+
+def unit_ends(
+    atoms: Atoms,
+    cost: ShardedCost,
+    *,
+    reshard: bool,
+    buffers: int = 1,
+    largest: float = np.inf,
+    known_s: float = np.inf,
+    most: int = 4000,
+    longest: int | None = None,
+) -> UnitEnds | None:
+    """The units of the shortest step; None where it is no shorter than `known_s`, or an atom is above `largest`.
+
+    `largest` limits the elements of a unit, `longest` its atoms.
+
+    Two atoms of one byte and one second of forward and of backward each; a collective takes half a second and one more
+    for every byte. As one unit: gathered at 2.5 s, forward until 4.5, backward until 6.5, scattered at 9. As two: the
+    second is gathered at 3 s while the first computes, backward of it ends at 5, the scatters at 6.5 and 8.
+
+    >>> from backbeat.cost import Curve, LinkCost
+    >>> from backbeat.simulate.sharded_cost import ShardedCost
+    >>> line = Curve.affine(0.5, 1.0)
+    >>> cost = ShardedCost(gather=line, scatter=line, replicate=None, one_link=True, sharing=LinkCost(line, None, {}),
+    ...                    copy_s_per_byte=0.0, shards=2, param_bytes=1, reduce_bytes=1)
+    >>> ones, gaps = np.ones(2), np.zeros(3)
+    >>> two = Atoms(ones, ones, ones, gaps, gaps, np.array([False, True]), 0.0, False)
+    >>> unit_ends(two, cost, reshard=False)
+    UnitEnds(ends=[1, 2], seconds=8.0, exact=True)
+    """
+    programme = _Programme(atoms, cost, reshard=reshard, buffers=buffers, largest=largest, longest=longest)
+    return programme.solve(known_s, most)
+
+
+class _Programme:
+    def __init__(
+        self,
+        atoms: Atoms,
+        cost: ShardedCost,
+        *,
+        reshard: bool,
+        buffers: int,
+        largest: float,
+        longest: int | None,
+    ) -> None:
+        self.atoms, self.cost, self.reshard, self.buffers = atoms, cost, reshard, buffers
+        self.largest = largest
+        self.longest = longest or len(atoms.elements)
+        self.sums = np.concatenate([[0.0], np.cumsum(atoms.elements)])
+        # Computation of the root inside a unit is the unit's.
+        self.forward = np.concatenate([[0.0], np.cumsum(atoms.forward_s + atoms.gap_forward_s[:-1])])
+        self.backward = np.concatenate([[0.0], np.cumsum(atoms.backward_s + atoms.gap_backward_s[:-1])])
+        self.broken = np.cumsum(~atoms.joined)
+        whole = UnitContent("", cost.shards, reshard, 0)
+        self.in_s_per_element = cost.gather_in_s(whole) / cost.shards
+        smallest, most = float(atoms.elements.min(initial=np.inf)), float(self.sums[-1])
+        gather, scatter = (
+            LinkCost(curve, None, {}).cheapest(smallest * width, most * width)[1] * width
+            for curve, width in ((cost.gather, cost.param_bytes), (cost.scatter, cost.reduce_bytes))
+        )
+        self.link_s_per_element = (2 if reshard else 1) * gather + scatter
+        self.copies = (2 if reshard else 1) * self._out_s(self.sums) + self._scatter_in_s(self.sums)
+
+    def solve(self, known_s: float, most: int) -> UnitEnds | None:
+        count = len(self.atoms.elements)
+        cuts = [self._start()]
+        exact = True
+        for end in range(1, count + 1):
+            labels = self._reach(end, cuts)
+            if labels is None:
+                return None
+            least, total = self._promise(labels.rows, end)
+            order = np.lexsort((total, least))
+            order = order[least[order] < known_s * (1 + 1e-12)]
+            if end < count:
+                cut = order[: 4 * most]
+                whole = len(cut) == len(order)
+                order = cut[_undominated(labels.rows[cut], most)]
+                exact = exact and whole and len(order) < most
+            if not len(order):
+                return None
+            cuts.append(_Labels(labels.rows[order], labels.parents[order], labels.begins[order]))
+        seconds = self._join(cuts[-1].rows)
+        best = int(np.argmin(seconds))
+        ends: list[int] = []
+        place, row = count, best
+        while place > 0:
+            ends.append(place)
+            labels = cuts[place]
+            place, row = int(labels.begins[row]), int(labels.parents[row])
+        return UnitEnds(ends[::-1], float(seconds[best]), exact)
+
+    def _start(self) -> _Labels:
+        """Before the first unit: the root is gathered, and its forward may begin."""
+        row = np.zeros((1, _HELD + self.buffers))
+        if self.atoms.root_elements:
+            size = np.array([self.atoms.root_elements])
+            copied = float(self._copy_in_s(size)[0])
+            gather = copied + float(self._gather_s(size)[0])
+            out = gather + float(self._out_s(size)[0])
+            row[0, [_COMPUTE, _LINK, _COPY, _COPIED]] = out, gather, copied, out
+        row[0, _COMPUTE] += self.atoms.gap_forward_s[0]
+        return _Labels(row, np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64))
+
+    def _reach(self, end: int, cuts: list[_Labels]) -> _Labels | None:
+        """All labels of units that end here."""
+        begins = np.arange(max(0, end - self.longest), end)
+        fits = (self.broken[begins] == self.broken[end - 1]) & (self.sums[end] - self.sums[begins] <= self.largest)
+        begins = begins[fits]
+        if not len(begins):
+            return None
+        counts = [len(cuts[begin].rows) for begin in begins]
+        rows = np.concatenate([cuts[begin].rows for begin in begins])
+        parents = np.concatenate([np.arange(count) for count in counts])
+        repeated = np.repeat(begins, counts)
+        unit = self._unit(begins, end)
+        spread = _Unit(*(np.repeat(getattr(unit, name), counts) for name in _Unit.__slots__))
+        return _Labels(self._extended(rows, spread, repeated, end), parents, repeated)
+
+    def _unit(self, begins: NDArray[np.int64], end: int) -> _Unit:
+        size = self.sums[end] - self.sums[begins]
+        atoms = self.atoms
+        return _Unit(
+            copy_in_s=self._copy_in_s(size),
+            gather_s=self._gather_s(size),
+            out_s=self._out_s(size),
+            forward_s=self.forward[end] - self.forward[begins] - atoms.gap_forward_s[begins],
+            backward_s=self.backward[end] - self.backward[begins] - atoms.gap_backward_s[begins],
+            scatter_in_s=self._scatter_in_s(size),
+            scatter_s=self._scatter_s(size),
+            across_s=self._across_s(size),
+        )
+
+    def _extended(self, rows: Floats, unit: _Unit, begins: NDArray[np.int64], end: int) -> Floats:
+        """Labels with one more unit."""
+        new = np.empty_like(rows)
+        self._forward(rows, unit, new)
+        new[:, _COMPUTE] += self.atoms.gap_forward_s[end]
+        self._backward(rows, unit, begins, new)
+        return new
+
+    def _forward(self, rows: Floats, unit: _Unit, new: Floats) -> None:
+        copied = rows[:, _COPY] + unit.copy_in_s
+        gathered = np.maximum(rows[:, _LINK], copied) + unit.gather_s
+        out = np.maximum(rows[:, _COMPUTE], gathered) + unit.out_s
+        new[:, _COMPUTE] = out + unit.forward_s
+        new[:, _LINK] = gathered
+        # The rate limit: the next all-gather waits for the copy-out before this one.
+        new[:, _COPY] = np.maximum(copied, rows[:, _COPIED])
+        new[:, _COPIED] = out
+
+    def _backward(self, rows: Floats, unit: _Unit, begins: NDArray[np.int64], new: Floats) -> None:
+        below = rows[:, _OUT] + self.atoms.gap_backward_s[begins]
+        tail = _Tail(below, rows[:, _RHO], rows[:, _ACROSS], rows[:, _HELD:]).reduced(unit)
+        first = begins == 0
+        if first.any():
+            tail = tail.replaced(first, self._ending(unit, len(rows)))
+        new[:, _ACROSS] = tail.across
+        new[:, _HELD:] = tail.held
+        if not self.reshard:
+            new[:, _OUT] = unit.backward_s + tail.compute
+            new[:, _RHO] = tail.link
+            new[:, [_CI, _IN, _GATHER]] = 0.0
+            return
+        # The unit below is gathered while this one computes, and this one's reduce-scatter follows it.
+        gather = rows[:, _GATHER] + np.maximum(rows[:, _OUT], tail.link)
+        copied = np.where(first, 0.0, rows[:, _IN] + np.maximum(rows[:, _CI], gather))
+        new[:, _OUT] = unit.out_s + np.maximum(copied, unit.backward_s + tail.compute)
+        new[:, _RHO] = np.where(first, tail.link, gather)
+        new[:, _CI] = copied
+        new[:, _IN] = unit.copy_in_s
+        new[:, _GATHER] = unit.gather_s
+
+    def _ending(self, unit: _Unit, count: int) -> _Tail:
+        """Behind the first unit's backward: the root's, its reduction, and the first unit's own."""
+        zeros = np.zeros(count)
+        tail = _Tail(zeros, zeros, zeros, np.zeros((count, self.buffers)))
+        atoms = self.atoms
+        if atoms.first_is_last:
+            tail = tail.reduced(unit)
+        if atoms.root_elements:
+            size = np.full(count, atoms.root_elements)
+            scatter = self._scatter_in_s(size), self._scatter_s(size), self._across_s(size)
+            tail = tail.reduced(_Unit(zeros, zeros, zeros, zeros, zeros, *scatter))
+        tail = replace(tail, compute=tail.compute + atoms.gap_backward_s[0])
+        return tail if atoms.first_is_last else tail.reduced(unit)
+
+    def _promise(self, rows: Floats, end: int) -> tuple[Floats, Floats]:
+        """No step with this label is shorter than the first: what is left to compute and copy lies between head and
+        tail, and so does what is left to send. The second is the sum of the two, to tell equals apart."""
+        if end == len(self.atoms.elements):
+            return self._join(rows), rows[:, _OUT]
+        left = self.forward[-1] - self.forward[end] + self.backward[-1] - self.backward[end]
+        left += self.atoms.gap_forward_s[-1] - self.atoms.gap_forward_s[end] + self.atoms.gap_backward_s[-1]
+        left += self.copies[-1] - self.copies[end]
+        compute = rows[:, _COMPUTE] + left + rows[:, _OUT]
+        link = rows[:, _LINK] + (self.sums[-1] - self.sums[end]) * self.link_s_per_element
+        link += rows[:, _GATHER] + rows[:, _RHO]
+        return np.asarray(np.maximum(compute, link)), np.asarray(compute + link)
+
+    def _join(self, rows: Floats) -> Floats:
+        """The step: forward turns to backward."""
+        compute = rows[:, _COMPUTE] + self.atoms.gap_backward_s[-1] + rows[:, _OUT]
+        if not self.reshard:
+            return np.asarray(np.maximum(compute, rows[:, _LINK] + rows[:, _RHO]))
+        copied = np.maximum(rows[:, _COPY], rows[:, _COPIED]) + rows[:, _IN]
+        gathered = np.maximum(rows[:, _LINK], copied) + rows[:, _GATHER]
+        onwards = gathered + np.maximum(rows[:, _OUT], rows[:, _RHO])
+        return np.asarray(np.maximum(np.maximum(compute, copied + rows[:, _CI]), onwards))
+
+    def _copy_in_s(self, elements: Floats) -> Floats:
+        return elements * self.in_s_per_element
+
+    def _gather_s(self, elements: Floats) -> Floats:
+        return self.cost.gather.time(elements * self.cost.param_bytes)
+
+    def _out_s(self, elements: Floats) -> Floats:
+        return np.asarray(2 * elements * self.cost.param_bytes * self.cost.copy_s_per_byte)
+
+    def _scatter_in_s(self, elements: Floats) -> Floats:
+        return np.asarray(elements * (self.cost.param_bytes + self.cost.reduce_bytes) * self.cost.copy_s_per_byte)
+
+    def _scatter_s(self, elements: Floats) -> Floats:
+        return self.cost.scatter.time(elements * self.cost.reduce_bytes)
+
+    def _across_s(self, elements: Floats) -> Floats:
+        curve = self.cost.replicate
+        return np.zeros_like(elements) if curve is None else curve.time(elements * self.cost.reduce_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Tail:
+    """From where backward is entered to the end of the step."""
+
+    compute: Floats
+    link: Floats
+    across: Floats
+    held: Floats
+    """From the end of the reduce-scatters before, the latest first."""
+
+    def reduced(self, unit: _Unit) -> _Tail:
+        """With a unit's reduction before it: computation waits for the oldest input held, copies in, and goes on."""
+        end = np.maximum(np.maximum(self.link, self.held[:, 0]), unit.across_s + self.across)
+        start = unit.scatter_s + end
+        copy = unit.scatter_in_s + np.maximum(self.compute, start)
+        return _Tail(copy, start, unit.across_s + self.across, np.column_stack([self.held[:, 1:], copy]))
+
+    def replaced(self, where: NDArray[np.bool_], other: _Tail) -> _Tail:
+        compute, link, across = (
+            np.where(where, new, old)
+            for old, new in ((self.compute, other.compute), (self.link, other.link), (self.across, other.across))
+        )
+        return _Tail(compute, link, across, np.where(where[:, None], other.held, self.held))
+
+
+def _undominated(rows: Floats, most: int) -> NDArray[np.int64]:
+    """Rows, taken in order, that no kept one is at most equal to in every column; at most so many."""
+    kept: list[int] = []
+    found = np.empty_like(rows)
+    for place, row in enumerate(rows):
+        if not (found[: len(kept)] <= row).all(axis=1).any():
+            found[len(kept)] = row
+            kept.append(place)
+            if len(kept) == most:
+                break
+    return np.array(kept, dtype=np.int64)
