@@ -18,8 +18,8 @@ from backbeat.layouts.transformer import Transformer
 __all__ = [
     "CONVENTIONS",
     "MODELS",
-    "GpuCluster",
     "Conventions",
+    "GpuCluster",
     "Job",
     "Layout",
     "LayoutPrediction",

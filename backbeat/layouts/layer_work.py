@@ -65,8 +65,8 @@ class LayerWork:
 
 
 SUSTAINED = {"A100": (0.93, 0.93), "H100": (0.85, 0.85), "H200": (0.85, 0.85), "B200": (0.6, 0.74)}
-"""Of the rates that products and attention reach alone and for a moment, what they keep in training, where power and heat
-hold clocks down. B200: large products reach 48 % of the peak in MooreThreads/SimuMax's configs/system/
+"""Of the rates that products and attention reach alone and for a moment, what they keep in training, where power holds
+clocks down. B200: large products reach 48 % of the peak in MooreThreads/SimuMax's configs/system/
 b200_bf16_ceperm.json, where the curves say 80 %. A100 and H100: from the development rows of validation/layouts."""
 
 

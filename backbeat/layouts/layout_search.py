@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from backbeat.model import Network
 
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
-_SIMULATED = 24
+_SIMULATED = 16
 """The best in closed form, which are then simulated and ranked by that."""
 _MOST_MICRO_BATCH = 8
 _MOST_CHUNKS = 8
@@ -68,9 +68,9 @@ def search(
     for base in _candidates(predictor, gpus, zero):
         # Less recomputation is faster: the first that fits is the best of its kind.
         for recompute in RECOMPUTE:
-            found = predictor.predict(msgspec.structs.replace(base, recompute=recompute), "closed-form")
-            if found.fits:
-                weighed.append(found)
+            layout = msgspec.structs.replace(base, recompute=recompute)
+            if predictor.fits(layout):
+                weighed.append(predictor.predict(layout, "closed-form"))
                 break
     weighed.sort(key=_rank)
     best = [predictor.predict(one.layout) for one in weighed[: max(_SIMULATED, most)]]
@@ -80,11 +80,9 @@ def search(
 
 def least_memory(predictor: LayoutPredictor, gpus: int, zero: Sequence[int] = (1,)) -> LayoutPrediction | None:
     """The layout that takes least, whether it fits or not; None where no layout can be."""
-    found = (
-        predictor.predict(msgspec.structs.replace(base, recompute="full"), "closed-form")
-        for base in _candidates(predictor, gpus, zero)
-    )
-    return min(found, key=lambda one: (one.memory_bytes, *_rank(one)), default=None)
+    found = (msgspec.structs.replace(base, recompute="full") for base in _candidates(predictor, gpus, zero))
+    least = min(found, key=lambda one: (predictor.memory(one).total, one.label), default=None)
+    return None if least is None else predictor.predict(least, "closed-form")
 
 
 def _rank(found: LayoutPrediction) -> tuple[Any, ...]:

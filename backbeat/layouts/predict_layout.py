@@ -13,7 +13,7 @@ from backbeat.layouts.architectures import transformer
 from backbeat.layouts.cluster import GpuCluster, cluster_of
 from backbeat.layouts.conventions import Conventions, conventions_named
 from backbeat.layouts.layout import Job, Layout, check, job_of, micro_batches
-from backbeat.layouts.layout_memory import memory
+from backbeat.layouts.layout_memory import MemoryByKind, memory
 from backbeat.layouts.layout_prediction import Family, LayoutPrediction, StepBreakdown
 from backbeat.layouts.pipeline import PipelineRun, closed_form, run
 from backbeat.layouts.replicas import RankParameters, ReplicaTimer, ReplicaTimes, rank_parameters
@@ -109,6 +109,14 @@ class LayoutPredictor:
     def on(self, cluster: GpuCluster) -> LayoutPredictor:
         return LayoutPredictor(self.model, cluster, self.job, self.conventions, self.imbalance, self.compute_factor)
 
+    def memory(self, layout: Layout) -> MemoryByKind:
+        """Of one GPU, which takes no time to say: what does not fit need not be timed."""
+        count = micro_batches(layout, self.job)
+        return memory(self.model, layout, self.job, self.conventions, count, self.imbalance)
+
+    def fits(self, layout: Layout) -> bool:
+        return self.memory(layout).total <= self.cluster.accelerator.memory_bytes
+
     def banded(self, found: LayoutPrediction) -> LayoutPrediction:
         """With the step on a quiet and on a busy cluster."""
         if self.cluster.edges is None:
@@ -199,7 +207,7 @@ class LayoutPredictor:
             family=family,
             step_s=step,
             mfu=flops / (step * layout.gpus * peak),
-            memory=memory(self.model, layout, self.job, self.conventions, count, self.imbalance),
+            memory=self.memory(layout),
             limit_bytes=self.cluster.accelerator.memory_bytes,
             breakdown=breakdown,
             bubble_share=max(0.0, 1 - busy / passes.seconds),

@@ -58,13 +58,13 @@ def ranked_table(found: Sequence[LayoutPrediction], *, title: str, counts: bool 
     table = _plain(title)
     if counts:
         table.add_column("GPUs", justify="right")
-    table.add_column("layout", overflow="fold", max_width=(36 if banded else 44) - 5 * counts)
+    table.add_column("layout", overflow="fold", max_width=(34 if banded else 46) - 8 * counts)
     for heading in ("tok/s/GPU", *(["busy–quiet"] if banded else []), "MFU", "memory", "limit"):
         table.add_column(heading, justify="left" if heading == "limit" else "right")
     for one in found:
         cells = [str(one.gpus)] if counts else []
         cells += [short(one), f"{one.tokens_per_s_per_gpu:.0f}", *([_band(one)] if banded else [])]
-        table.add_row(*cells, f"{one.mfu:.1%}", format_bytes(one.memory_bytes), one.breakdown.limit)
+        table.add_row(*cells, f"{one.mfu:.0%}", format_bytes(one.memory_bytes), one.breakdown.limit)
     return table
 
 
