@@ -47,6 +47,8 @@ class Conventions:
     """Of the device, for CUDA, NCCL and fragmentation. Assumed."""
     pass_s: float = 0.0
     """What a micro-batch costs a stage beside its operators: bookkeeping and waits of the framework."""
+    sends_once: bool = False
+    """A token travels once to each rank that holds one of its experts (DeepEP, HybridEP), not once to each expert."""
     context_exchange: ContextExchange = "ring"
     """Context parallelism passes keys and values round, or swaps sequence for heads before and after attention."""
 
@@ -85,6 +87,7 @@ CONVENTIONS = {
     for one in (
         _MEGATRON,
         replace(_MEGATRON, name="megatron-tp-overlap", tensor_overlap="all"),
+        replace(_MEGATRON, name="megatron-deepep", tensor_overlap="all", sends_once=True),
         _NO_OVERLAP,
         replace(
             _NO_OVERLAP,

@@ -6,7 +6,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from backbeat.cost.accelerators import Accelerator
 from backbeat.cost.operators import Attention, Product, Traffic, Work, family_of
 
 if TYPE_CHECKING:
@@ -64,23 +63,27 @@ class LayerWork:
         self.input.append(Traffic(kind, backward_bytes, 2))
 
 
-SUSTAINED = {"A100": (0.93, 0.93), "H100": (0.85, 0.85), "H200": (0.85, 0.85), "B200": (0.6, 0.74)}
+SUSTAINED = {
+    "A100": (0.93, 0.93),
+    "H100": (0.85, 0.85),
+    "H200": (0.85, 0.85),
+    "B200": (0.6, 0.74),
+    "B300": (0.65, 0.8),
+    "GB200": (0.68, 0.8),
+    "GB300": (0.8, 0.95),
+}
 """Of the rates that products and attention reach alone and for a moment, what they keep in training, where power holds
 clocks down. B200: large products reach 48 % of the peak in MooreThreads/SimuMax's configs/system/
-b200_bf16_ceperm.json, where the curves say 80 %. A100 and H100: from the development rows of validation/layouts."""
-
-
-def sustained(accelerator: Accelerator) -> tuple[float, float]:
-    """Of products and of attention; GPUs of one generation are alike."""
-    alike = {"B300": "B200", "GB200": "B200", "GB300": "B200", "GH200": "H200", "H100 NVL": "H100"}
-    return SUSTAINED.get(alike.get(accelerator.name, accelerator.name), (0.85, 0.85))
+b200_bf16_ceperm.json, where the curves say 80 %. The others: from the development rows of validation/layouts."""
+_ELSEWHERE = (0.85, 0.85)
+"""Assumed of other GPUs."""
 
 
 def seconds_of(works: list[Work], model: OperatorModel, *, backward: bool = False) -> PhaseSeconds:
     """On this GPU, by family."""
     found = dict.fromkeys(FAMILIES, 0.0)
     host = 0.0
-    shares = dict(zip(FAMILIES, sustained(model.accelerator), strict=False))
+    shares = dict(zip(FAMILIES, SUSTAINED.get(model.accelerator.name, _ELSEWHERE), strict=False))
     submitted = model.host.backward_s if backward else model.host.forward_s
     for work in works:
         family = family_of(work)
@@ -166,9 +169,10 @@ class LayerBuilder:
         if precision == "fp8":
             # Casts to 8 bits, and turned copies, of what goes in.
             made.moves(4 * rows * batch * inputs, 4 * rows * batch * outputs)
-        if self.conventions.accumulate_bytes:
-            moved = self.conventions.accumulate_bytes * batch * inputs * outputs
-            made.weight.append(Traffic("pointwise", moved, 4))
+        # Experts have few rows each: adding up their gradients in fp32 takes longer than the arithmetic that hides it.
+        each = self.conventions.accumulate_bytes or (6 if batch > 1 else 0)
+        if each:
+            made.weight.append(Traffic("pointwise", each * batch * inputs * outputs, 4))
 
     def _attention(self, made: LayerWork) -> None:
         model, layout = self.model, self.layout
