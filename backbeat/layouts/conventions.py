@@ -6,6 +6,8 @@ docs/how-to/predict.md. The rest follows the frameworks' documentation:
 - In backward Megatron hides the reduce-scatter (or all-reduce) of a column-parallel matrix's input gradient behind its
   weight gradient, and the gather of its input behind the input gradient (`tensor_overlap="backward"`). With
   --tp-comm-overlap all of them run in slices behind the products ("all"), as torchtitan's async TP does.
+- nanotron and DeepSpeed leave memory-bound operators to PyTorch, one kernel each. How much more these move (`unfused`)
+  is chosen on published rows of nanotron, and assumed of DeepSpeed; torchtitan compiles its layers.
 - `megatron-2021` is what the papers of 2021 and 2022 ran: no flash attention, no sequence parallelism or distributed
   optimizer unless the layout says so, gradients reduced after the last backward.
 """
@@ -41,6 +43,8 @@ class Conventions:
     """Held on the device for each parameter."""
     accumulate_bytes: int = 0
     """Moved for each parameter and micro-batch to add up gradients, beside the product that makes them."""
+    unfused: float = 1.0
+    """Bytes that norms, activations and residuals move over what they move in fused kernels."""
     loss_bytes: tuple[int, int] = (12, 10)
     """Moved for each logit in forward and in backward."""
     reserve_bytes: int = 3 * 10**9
@@ -108,6 +112,7 @@ CONVENTIONS = {
             replicated=REDUCTIONS["nanotron-zero0"],
             sharded=REDUCTIONS["nanotron"],
             tensor_overlap="none",
+            unfused=4.0,
             gradient_bytes=6,
             accumulate_bytes=10,
             loss_bytes=(26, 12),
@@ -123,6 +128,7 @@ CONVENTIONS = {
             ),
             sharded=REDUCTIONS["deepspeed-zero1"],
             tensor_overlap="none",
+            unfused=2.0,
             gradient_bytes=2,
             accumulate_bytes=6,
             loss_bytes=(26, 12),

@@ -3,7 +3,7 @@ leaves."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from backbeat.cost.operators import Attention, Product, Traffic, Work, family_of
@@ -54,6 +54,8 @@ class LayerWork:
     """Of backward: gradients of weights, for which nobody waits."""
     core: list[Work] = field(default_factory=list)
     """Of forward: attention's scores and what follows from them, which `selective` computes again."""
+    parameters: int = 0
+    """Tensors with a gradient: the host calls their module and adds up their gradients."""
     behind: list[Work] = field(default_factory=list)
     """Of `weight`: those of column-parallel matrices, which hide communication."""
 
@@ -65,8 +67,8 @@ class LayerWork:
 
 SUSTAINED = {
     "A100": (0.93, 0.93),
-    "H100": (0.85, 0.85),
-    "H200": (0.85, 0.85),
+    "H100": (0.8, 0.8),
+    "H200": (0.8, 0.8),
     "B200": (0.6, 0.74),
     "B300": (0.65, 0.8),
     "GB200": (0.68, 0.8),
@@ -75,14 +77,14 @@ SUSTAINED = {
 """Of the rates that products and attention reach alone and for a moment, what they keep in training, where power holds
 clocks down. B200: large products reach 48 % of the peak in MooreThreads/SimuMax's configs/system/
 b200_bf16_ceperm.json, where the curves say 80 %. The others: from the development rows of validation/layouts."""
-_ELSEWHERE = (0.85, 0.85)
+_ELSEWHERE = (0.8, 0.8)
 """Assumed of other GPUs."""
 
 
-def seconds_of(works: list[Work], model: OperatorModel, *, backward: bool = False) -> PhaseSeconds:
+def seconds_of(works: list[Work], model: OperatorModel, *, backward: bool = False, parameters: int = 0) -> PhaseSeconds:
     """On this GPU, by family."""
     found = dict.fromkeys(FAMILIES, 0.0)
-    host = 0.0
+    host = model.host.parameter_s * parameters
     shares = dict(zip(FAMILIES, SUSTAINED.get(model.accelerator.name, _ELSEWHERE), strict=False))
     submitted = model.host.backward_s if backward else model.host.forward_s
     for work in works:
@@ -118,7 +120,14 @@ class LayerBuilder:
             self._experts(made)
         else:
             self._mlp(made, self.model.ffn)
+        made.forward, made.input = self._unfused(made.forward), self._unfused(made.input)
         return made
+
+    def _unfused(self, works: list[Work]) -> list[Work]:
+        factor = self.conventions.unfused
+        if factor == 1:
+            return works
+        return [replace(work, bytes=work.bytes * factor) if isinstance(work, Traffic) else work for work in works]
 
     def embedding(self) -> LayerWork:
         made = LayerWork()
@@ -142,6 +151,7 @@ class LayerBuilder:
     def _norm_and_residual(self, made: LayerWork) -> None:
         """A fused norm; bias, dropout and residual in one kernel."""
         each = 2 * self.own_tokens * self.model.hidden
+        made.parameters += 1 if self.model.rms_norm else 2
         made.moves(2 * each, 4 * each)
         masked = 0.5 * each if self.model.dropout else 0.0
         made.moves(3 * each + masked, (2 * each + masked) if self.model.dropout else 0.0)
@@ -160,6 +170,7 @@ class LayerBuilder:
         shared = linear.split != "none" and not whole
         rows = rows if rows is not None else self.tokens if shared else self.own_tokens
         precision = precision or self.job.precision
+        made.parameters += 1 + self.model.bias
         made.forward.append(Product(precision, rows, outputs, inputs, "nt", batch))
         made.input.append(Product(precision, rows, inputs, outputs, "nn", batch))
         weight = Product(precision, outputs, inputs, rows, "tn", batch)

@@ -183,8 +183,8 @@ class StageTimer:
     def _compute(self, work: LayerWork) -> tuple[PhaseSeconds, PhaseSeconds, PhaseSeconds]:
         factor = self.compute_factor
         return (
-            seconds_of(work.forward, self.operators).times(factor),
-            seconds_of(work.input, self.operators, backward=True).times(factor),
+            seconds_of(work.forward, self.operators, parameters=work.parameters).times(factor),
+            seconds_of(work.input, self.operators, backward=True, parameters=work.parameters).times(factor),
             seconds_of(work.weight, self.operators, backward=True).times(factor),
         )
 

@@ -54,12 +54,21 @@ class Row:
 def rows(truth: Path, table: str) -> list[Row]:
     """Of one table, those that can be said as a job."""
     split = json.loads((HERE / "split.json").read_text())["rows"]
+    if table == "nanotron_3b_dp":
+        # These rows were cut in two where data parallelism is judged: the same halves hold here.
+        other = json.loads((HERE.parent / "published" / "split.json").read_text())["rows"]
+        split = {**split, **{name: other[_published(name)] for name in identities(truth, table)}}
     found: list[Row] = []
     with (truth / f"{table}.csv").open() as file:
         for identity, row in zip(identities(truth, table), csv.DictReader(file), strict=True):
             for made in READERS[table](row):
                 found.append(Row(identity=identity, table=table, half=split[identity], **made))
     return found
+
+
+def _published(identity: str) -> str:
+    cells = identity.split("/")
+    return f"nanotron/llama-3B/gpus={cells[14]}/mbs={cells[17]}/gbs={cells[19]}"
 
 
 def gpt(name: str, layers: int, hidden: int, heads: int, vocab: int, **more: Any) -> Transformer:
@@ -246,9 +255,32 @@ def bridge(row: dict[str, str]) -> Iterator[dict[str, Any]]:
     }  # fmt: skip
 
 
+def nanotron(row: dict[str, str]) -> Iterator[dict[str, Any]]:
+    """Data parallel alone; nanotron's other layouts are not published as a table."""
+    number = {key: int(value) for key, value in row.items() if value.isdigit()}
+    model = Transformer(
+        name=row["model"], layers=number["layers"], hidden=number["hidden"], heads=number["heads"], ffn=number["ffn"],
+        vocab=number["vocab"], tied=True,
+    )  # fmt: skip
+    yield {
+        "group": f"nanotron/{row['model']}",
+        "model": model,
+        "cluster": Network.load("aws-p5"),
+        "accelerator": "h100",
+        "layout": Layout(dp=number["dp"], micro_batch=number["mbs"], zero=number["zero_stage"]),
+        "global_batch": number["gbs"],
+        "sequence": number["seq_len"],
+        "precision": "bf16",
+        "framework": CONVENTIONS["nanotron"],
+        "measured_s": float(row["iteration_s"]),
+        "measured_bytes": float(row["mem_gb"]) * 1e9,
+    }
+
+
 READERS: dict[str, Callable[[dict[str, str]], Iterator[dict[str, Any]]]] = {
     "vtrain_multi_a100": vtrain,
     "megatron_papers": papers,
     "simumax_b200": simumax,
     "nvidia_megatron_bridge": bridge,
+    "nanotron_3b_dp": nanotron,
 }
