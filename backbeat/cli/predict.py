@@ -67,6 +67,8 @@ def predict(
     """Predict how the job scales, what limits it and what it costs, and say what to do."""
     from backbeat.cli.common import console, load_network, print_json, size, split
     from backbeat.cli.predict_output import Asked, content, show, show_wide
+    from backbeat.cli.predict_sharded import is_sharded, sharded_strategies, sharding_answer, show_sharded, with_peaks
+    from backbeat.errors import InputError
     from backbeat.model import Plan, Profile
     from backbeat.model.reduction import reduction_named
     from backbeat.simulate import strong_scaling
@@ -79,6 +81,11 @@ def predict(
     names = list(dict.fromkeys(split(strategy))) or (
         [] if files and every else list(DEFAULT_STRATEGIES if every else (STOCK,) if files else COMPARED)
     )
+    offered: list[str] = []
+    if not strategy and not files and not framework and global_batch is None:
+        offered = sharded_strategies(one, cluster, counts)
+        names = names if every else [STOCK, *offered] if offered else names
+        names += [name for name in offered if name not in names]
     if not every and STOCK not in names:
         names.insert(0, STOCK)
     plans = _named_apart([Plan.load(path) for path in files], files, names)
@@ -109,15 +116,27 @@ def predict(
         if global_batch is not None:
             here = strong_scaling(one, global_batch, count, accumulation=accumulation, other=other)
         for schedule in schedules:
-            row = _predict(here, there, schedule, asked)
+            try:
+                row = _predict(here, there, schedule, asked)
+            except InputError:
+                # Offered, not asked for: nothing of it fits.
+                if schedule not in offered:
+                    raise
+                continue
             rows.append(row if here is one else _at_another_batch(row, here.notes[-1]))
     if plot is not None:
         _plot(rows, plot, one, cluster)
+    sharded = any(map(is_sharded, schedules))
     if json:
-        print_json(content(one, cluster, rows, asked, schedules))
+        data = content(one, cluster, rows, asked, schedules)
+        if sharded:
+            data["headline"] = sharding_answer(one, with_peaks(one, rows, schedules, asked)).headline()
+        print_json(data)
         return
     out = console()
-    if wide or frameworks or len(schedules) > _MOST_COLUMNS or any(len(row.strategy) > _MOST_NAME for row in rows):
+    if sharded and not wide and not frameworks:
+        show_sharded(out, one, cluster, rows, schedules, asked)
+    elif wide or frameworks or len(schedules) > _MOST_COLUMNS or any(len(row.strategy) > _MOST_NAME for row in rows):
         show_wide(out, one, cluster, rows, schedules, asked)
     else:
         show(out, one, cluster, rows, schedules, asked)

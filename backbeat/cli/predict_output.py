@@ -57,7 +57,7 @@ def content(
     schedules: Sequence[Schedule] = (),
 ) -> dict[str, Any]:
     """The answer as data."""
-    fit = _fit(profile, asked, schedules, max(row.workers for row in rows))
+    fit = fit_of(profile, asked, schedules, max(row.workers for row in rows))
     data = []
     for row in rows:
         share = utilisation(row, profile)
@@ -82,7 +82,7 @@ def content(
     }
 
 
-def _command(profile: Profile, asked: Asked, chosen: Prediction) -> str:
+def command_for(profile: Profile, asked: Asked, chosen: Prediction) -> str:
     """What makes or runs the plan that was predicted."""
     if chosen.strategy in asked.plan_files:
         return f"DistributedDataParallel(model, plan={asked.plan_files[chosen.strategy]!r})   # of backbeat.runtime"
@@ -106,8 +106,8 @@ def show(
     """The answer in 80 columns, which ends in a decision."""
     curves = curves_of(rows)
     best = frontier(curves)[-1]
-    fit = _fit(profile, asked, schedules, best.workers)
-    prose(out, _title(profile, network, asked))
+    fit = fit_of(profile, asked, schedules, best.workers)
+    prose(out, title_of(profile, network, asked))
     out.print()
     prose(out, judged(curves, fit)[1])
     out.print()
@@ -120,7 +120,7 @@ def show(
     figures = units_line(best, profile, price=price, epoch_samples=asked.epoch_samples)
     prose(out, f"At {best.workers} GPU{'s' if best.workers > 1 else ''}: {figures}.")
     if best.workers > 1:
-        prose(out, f"Limit: {limit(best, _sent(profile, asked), reduce_dtype=asked.reduce_dtype)}")
+        prose(out, f"Limit: {limit(best, sent_by(profile, asked), reduce_dtype=asked.reduce_dtype)}")
     if fit is not None and fit.fits:
         prose(out, f"Memory: {fit}.")
     for line in _peaks(rows, schedules):
@@ -128,7 +128,9 @@ def show(
     for line in doubts(best, network, profile):
         prose(out, line)
     out.print()
-    prose(out, decision(curves, fit, partial(_command, profile, asked), halved=_halved(profile, network, best, asked)))
+    prose(
+        out, decision(curves, fit, partial(command_for, profile, asked), halved=_halved(profile, network, best, asked))
+    )
 
 
 def doubts(best: Prediction, network: Network, profile: Profile) -> list[str]:
@@ -159,15 +161,15 @@ def show_wide(
     """Every strategy in a row of its own, with every figure."""
     last = tables.fastest(rows)[max(row.workers for row in rows)]
     place = f"{last.workers} workers" if last.workers > 1 else "1 worker"
-    fit = _fit(profile, asked, schedules, last.workers)
-    out.print(printable(_title(profile, network, asked)), soft_wrap=True)
+    fit = fit_of(profile, asked, schedules, last.workers)
+    out.print(printable(title_of(profile, network, asked)), soft_wrap=True)
     out.print()
     out.print(tables.scaling_table(rows, samples=asked.samples, title=""))
     lines = [
         *_peaks(rows, schedules),
         f"At {place} with {last.strategy}: "
         f"{units_line(last, profile, price=asked.price, epoch_samples=asked.epoch_samples)}.",
-        f"What limits scaling: {lowered(limit(last, _sent(profile, asked), reduce_dtype=asked.reduce_dtype))}",
+        f"What limits scaling: {lowered(limit(last, sent_by(profile, asked), reduce_dtype=asked.reduce_dtype))}",
         knee_sentence(curves_of(rows)[last.strategy]),
         *([f"Memory: {fit}."] if fit is not None else []),
         *(f"* {note}" for note in dict.fromkeys(last.notes)),
@@ -176,7 +178,7 @@ def show_wide(
         out.print(printable(line), soft_wrap=True)
 
 
-def _title(profile: Profile, network: Network, asked: Asked) -> str:
+def title_of(profile: Profile, network: Network, asked: Asked) -> str:
     return tables.describe(
         profile,
         network,
@@ -186,7 +188,7 @@ def _title(profile: Profile, network: Network, asked: Asked) -> str:
     )
 
 
-def _fit(profile: Profile, asked: Asked, schedules: Sequence[Schedule], workers: int) -> DeviceFit | None:
+def fit_of(profile: Profile, asked: Asked, schedules: Sequence[Schedule], workers: int) -> DeviceFit | None:
     """With everything kept, unless a plan says what is; at another batch than the profile's nobody knows. A framework
     may hold its share of the optimizer's state alone, or a second buffer of gradients: the first that is named counts.
     """
@@ -196,10 +198,10 @@ def _fit(profile: Profile, asked: Asked, schedules: Sequence[Schedule], workers:
     framework = next((one for one in schedules if isinstance(one, Reduction)), None)
     if framework is not None:
         return device_fit(framework.on_device(profile, workers))
-    return device_fit(_sent(profile, asked), plan)
+    return device_fit(sent_by(profile, asked), plan)
 
 
-def _sent(profile: Profile, asked: Asked) -> Profile:
+def sent_by(profile: Profile, asked: Asked) -> Profile:
     return profile if asked.reduce_dtype is None else profile.with_reduce_dtype(asked.reduce_dtype)
 
 
