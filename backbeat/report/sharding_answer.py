@@ -63,7 +63,7 @@ class ShardingAnswer:
         said = f"{' and '.join(map(_name, large))} {'do' if len(large) > 1 else 'does'} not fit. " if large else ""
         work = chosen.workers * chosen.scaling_factor
         return (
-            f"{said}With {_name(chosen)} {_gpus(chosen)} {'does' if chosen.workers == 1 else 'do'} the work of {work:.3g}"
+            f"{said}With {_name(chosen)}, {_gpus(chosen)} {_do(chosen)} the work of {work:.3g}"
             + (f", in {format_bytes(chosen.peak_bytes)}{self._of()}" if chosen.peak_bytes else "")
             + "."
         )
@@ -129,6 +129,10 @@ def _name(row: Prediction) -> str:
 
 def _gpus(row: Prediction) -> str:
     return f"{row.workers} GPU{'' if row.workers == 1 else 's'}"
+
+
+def _do(row: Prediction) -> str:
+    return "does" if row.workers == 1 else "do"
 
 
 def at_most_workers(rows: Sequence[Prediction]) -> tuple[Prediction, ...]:

@@ -115,7 +115,7 @@ def test_a_job_that_does_not_fit_says_so_everywhere(tmp_path: Path) -> None:
     file = str(tmp_path / "large.json")
     larger_than_its_device().save(file)
     text = joined(run("predict", file, "nvlink-ib400", "-n", "16"))
-    assert "DDP does not fit. With planned sharding 16 GPUs do the work of" in text
+    assert "DDP does not fit. With planned sharding, 16 GPUs do the work of" in text
     assert "DDP needs 32.2 GB of the 24.0 GB of one L4: too much." in text
     assert "Decision: planned sharding on 16 GPUs" in text
     alone = joined(run("predict", file, "nvlink-ib400", "-n", "16", "-s", "ddp,best"))
