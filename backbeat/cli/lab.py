@@ -248,7 +248,9 @@ def _table(setting: Setting, ran: _Ran) -> Table:
         header_style="bold",
         pad_edge=False,
     )
-    headings = ["plan", "communicators", "buckets", "measured", "p10–p90", "repeats", "predicted", "error", "scaling"]
+    sharded = [result.plan.sharding is not None for result in ran.results]
+    parts = "units" if all(sharded) else "buckets, units" if any(sharded) else "buckets"
+    headings = ["plan", "communicators", parts, "measured", "p10–p90", "repeats", "predicted", "error", "scaling"]
     for heading in [*headings, "last loss"] if ran.losses else headings:
         table.add_column(heading, justify="left" if heading == "plan" else "right", no_wrap=True)
     fastest = min(ran.results, key=lambda result: result.measured_s)

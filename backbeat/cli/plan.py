@@ -168,7 +168,7 @@ def _show(
     from backbeat.cli.predict_output import doubts
     from backbeat.report.device_memory import device_fit
     from backbeat.report.sharding_answer import indented, lines_to_write
-    from backbeat.report.tables import describe, over_bound, plan_table
+    from backbeat.report.tables import describe, over_bound, plan_table, scaling_range
     from backbeat.units import format_seconds
 
     if output is not None:
@@ -191,11 +191,13 @@ def _show(
         out.print(plan_table(made, result))
     if made.memory is not None and one.blocks and made.sharding is None:
         _show_memory(out, sent, cluster, made, result, accumulation)
+    edges = scaling_range(result)
     prose(
         out,
         f"{made.strategy} at {result.workers} worker{'' if result.workers == 1 else 's'}: "
         f"{format_seconds(result.iteration_s)} per iteration, scaling "
-        f"{result.scaling_factor:.1%}, {format_seconds(result.exposed_s)} exposed, {over_bound(result):+.1%} over the "
+        f"{result.scaling_factor:.1%}{f' ({edges} from a busy to a quiet cluster)' if edges else ''}, "
+        f"{format_seconds(result.exposed_s)} exposed, {over_bound(result):+.1%} over the "
         f"bound; stock DDP {'' if made.memory is None else 'with everything kept '}"
         f"{format_seconds(stock.iteration_s)}"
         + (f" ({stock.iteration_s / result.iteration_s:.2f}x)." if result.iteration_s > 0 else "."),

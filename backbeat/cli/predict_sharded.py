@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from backbeat.cli.common import prose
-from backbeat.cli.predict_output import command_for, doubts, fit_of, sent_by, title_of
+from backbeat.cli.predict_output import command_for, doubts, fits_of, sent_by, title_of
 from backbeat.cost.accelerators import accelerator
 from backbeat.model import Plan
 from backbeat.planners import SHARDED
@@ -43,9 +43,13 @@ def sharded_strategies(profile: Profile, network: Network, counts: list[int]) ->
 
 def with_peaks(profile: Profile, rows: list[Prediction], schedules: list[Schedule], asked: Asked) -> list[Prediction]:
     """Every row with what it takes of the device's memory; under DDP that does not depend on the workers."""
-    fit = fit_of(profile, asked, schedules, max(row.workers for row in rows))
-    peak = fit.peak_bytes if fit is not None else None
-    return [row if row.peak_bytes is not None else msgspec.structs.replace(row, peak_bytes=peak) for row in rows]
+    fits = fits_of(profile, asked, schedules, rows)
+    return [
+        row
+        if row.peak_bytes is not None or row.strategy not in fits
+        else msgspec.structs.replace(row, peak_bytes=fits[row.strategy].peak_bytes)
+        for row in rows
+    ]
 
 
 def sharding_answer(profile: Profile, rows: list[Prediction]) -> ShardingAnswer:

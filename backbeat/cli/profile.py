@@ -21,7 +21,9 @@ def profile(
     batch_size: Annotated[
         int | None, typer.Option(help="Samples per iteration; the factory's own default, else 64.")
     ] = None,
-    precision: Annotated[str, typer.Option(help="fp32, tf32, bf16 or fp16 (the last two by autocast).")] = "fp32",
+    precision: Annotated[
+        str, typer.Option(help="fp32, tf32, bf16 or fp16 (the last two by autocast); analytic also fp8.")
+    ] = "fp32",
     device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N; cuda where there is one.")] = None,
     iterations: Annotated[int, typer.Option(help="Iterations to time.")] = 30,
     warmup: Annotated[int, typer.Option(help="Iterations to run first, untimed.")] = 10,
@@ -49,10 +51,13 @@ def profile(
     ] = False,
     analytic: Annotated[
         str | None,
-        typer.Option(metavar="GPU", help="Compute instead of measuring, for this GPU: h100, h200, a100, v100 or l4."),
+        typer.Option(metavar="GPU", help="Compute instead of measuring, for this GPU: h100, b200, mi300x, …"),
     ] = None,
     tflops: Annotated[float | None, typer.Option(help="Analytic: peak TFLOP/s of another GPU.")] = None,
     gbps: Annotated[float | None, typer.Option(help="Analytic: its memory bandwidth in GB/s.")] = None,
+    launch_overhead: Annotated[
+        bool, typer.Option(help="Analytic: count what the host takes to launch operators, or take it to be ahead.")
+    ] = True,
     name: Annotated[str | None, typer.Option(help="The profile's name.")] = None,
     output: Annotated[
         str | None, typer.Option("--output", "-o", help="Write the profile here (.json or .json.gz).")
@@ -75,8 +80,8 @@ def profile(
 
     command = command_line(sys.argv)
     if analytic is not None or tflops is not None or gbps is not None:
-        if optimizer is not None or compile_blocks or from_layers is not None:
-            raise InputError("--optimizer, --compile and --from-layers are for measuring: drop them, or --analytic")
+        if from_layers is not None:
+            raise InputError("--from-layers is for measuring: drop it, or --analytic")
         if device is not None:
             raise InputError(f"--device {device} with --analytic: nothing runs on a device then; drop one of the two")
         from backbeat.measure.model.analytic import analytic_profile
@@ -89,10 +94,15 @@ def profile(
             batch_size=batch_size,
             precision=precision,
             accumulation=accumulation,
+            optimizer=optimizer,
+            compiled=compile_blocks,
+            launch_overhead=launch_overhead,
             name=name,
             command=command,
         )
     else:
+        if not launch_overhead:
+            raise InputError("--no-launch-overhead is of --analytic: leave it out to measure")
         from backbeat.measure.model.profile_factory import compose_factory, measure_factory
         from backbeat.runtime.compressed.topk_speed import measure_topk
         from backbeat.runtime.memory import apply

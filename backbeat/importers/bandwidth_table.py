@@ -21,13 +21,21 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from backbeat.cost.collectives import Collective, steps, traffic
+from backbeat.cost.collectives import Collective, traffic
+from backbeat.cost.protocols import (
+    INFINIBAND_HOP_S,
+    NicLatency,
+    all_reduce_lines,
+    fastest_s,
+    rate_through,
+    ring_lines,
+)
 from backbeat.errors import InputError
 from backbeat.model import files
 from backbeat.model.collective_times import CollectiveTimes
 from backbeat.model.network import COLLECTIVES, Network, WorkersRow
 from backbeat.model.source import Source
-from backbeat.model.specification import ACROSS_HOP_S, INSIDE_HOP_S
+from backbeat.model.specification import SIZES
 from backbeat.model.topology import LoadBand, Topology
 from backbeat.units import parse_bytes
 
@@ -37,8 +45,8 @@ _Key = tuple[int, Collective, int]
 """(workers, collective, bytes)"""
 
 
-def load(path: str | Path, *, gpus_per_node: int, hop_s: float = ACROSS_HOP_S, name: str | None = None) -> Network:
-    """Read a table. With one size a line's latency comes from `hop_s`, one message from node to node."""
+def load(path: str | Path, *, gpus_per_node: int, hop_s: float = INFINIBAND_HOP_S, name: str | None = None) -> Network:
+    """Read a table. Where it has one size, others are guessed with `hop_s`, one message from node to node."""
     where = Path(path)
     if not where.is_file():
         raise InputError(f"{where}: no such file: give a table of bus bandwidths as CSV")
@@ -48,7 +56,7 @@ def load(path: str | Path, *, gpus_per_node: int, hop_s: float = ACROSS_HOP_S, n
     )  # fmt: skip
 
 
-def parse(text: str, *, where: str, gpus_per_node: int, hop_s: float = ACROSS_HOP_S, name: str) -> Network:
+def parse(text: str, *, where: str, gpus_per_node: int, hop_s: float = INFINIBAND_HOP_S, name: str) -> Network:
     reader = csv.DictReader(io.StringIO(text))
     reader.fieldnames = [heading.strip().lower() for heading in reader.fieldnames or ()]
     found: dict[_Key, dict[str, float]] = {}
@@ -65,7 +73,7 @@ def parse(text: str, *, where: str, gpus_per_node: int, hop_s: float = ACROSS_HO
     rows = [_row(count, found, gpus_per_node, hop_s, where) for count in counts]
     own = next((row for row in rows if row.workers > gpus_per_node), rows[-1])
     sizes = {size for _, _, size in found}
-    notes = ["guessed: latencies, which one size cannot tell from bandwidth"] if len(sizes) == 1 else []
+    notes = ["guessed: other sizes than the one in the table, as NCCL's protocols have them"] if len(sizes) == 1 else []
     return Network(
         name=name,
         topology=Topology(gpus_per_node=gpus_per_node),
@@ -100,12 +108,13 @@ def _row(workers: int, found: dict[_Key, dict[str, float]], per_node: int, hop_s
 def _one_point(
     collective: Collective, workers: int, per_node: int, hop_s: float, size: int, seconds: float
 ) -> CollectiveTimes:
-    """Latency by the cheaper of ring and tree, and what is left for the bytes."""
-    nodes = -(-workers // per_node)
-    inside = steps(collective, "ring", min(workers, per_node)) * INSIDE_HOP_S
-    across = min(steps(collective, shape, nodes) for shape in ("ring", "tree")) * hop_s
-    latency = min(inside + across, seconds / 2)
-    return CollectiveTimes(alpha_s=latency, beta_s_per_byte=(seconds - latency) / size)
+    """Other sizes as NCCL's protocols have them."""
+    latency, nodes = NicLatency.of(hop_s), -(-workers // per_node)
+    lines = (all_reduce_lines if collective == "all_reduce" else ring_lines)(nodes, per_node, latency)
+    sent = traffic(collective, "ring", workers)
+    rate = rate_through(lines, sent * size, seconds)
+    sizes = sorted({*SIZES, size})
+    return CollectiveTimes(points=tuple((one, fastest_s(lines, sent * one, rate)) for one in sizes))
 
 
 def _figures(cells: dict[str, str], where: str, per_node: int) -> Iterator[tuple[int, str, float]]:

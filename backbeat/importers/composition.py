@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
+
+from backbeat.cost.protocols import INFINIBAND_HOP_S
 from backbeat.errors import InputError
 from backbeat.importers import bandwidth_table, nccl_tests
 from backbeat.model import files
 from backbeat.model.network import Network, WorkersRow
 from backbeat.model.source import Source
-from backbeat.model.specification import ACROSS_HOP_S
 from backbeat.model.topology import Fabric, Topology
 
 
-def read(path: str, *, gpus_per_node: int | None = None, hop_s: float = ACROSS_HOP_S) -> Network:
+def read(path: str, *, gpus_per_node: int | None = None, hop_s: float = INFINIBAND_HOP_S) -> Network:
     """A measurement, whatever wrote it: nccl-tests, `backbeat calibrate`, or a table of bus bandwidths (.csv)."""
     where = Path(path)
     if not where.is_file():
@@ -54,15 +56,17 @@ def compose(
     counts = sorted(rows)
     own_count = next((count for count in counts if count > per_node), counts[-1])
     _, first = rows[own_count]
-    topology = Topology(gpus_per_node=per_node, fabric=fabric)
+    carried_by = next((one.topology.transport for one in measured if one.topology.transport is not None), None)
+    topology = Topology(gpus_per_node=per_node, fabric=fabric, transport=carried_by)
     if inside is not None and per_node > 1:
-        topology = Topology(
-            algorithm="hierarchical", gpus_per_node=per_node, inside=inside[1].all_reduce, pipelined=True, fabric=fabric
+        topology = msgspec.structs.replace(
+            topology, algorithm="hierarchical", inside=inside[1].all_reduce, pipelined=True
         )
     return Network(
         name=name,
         topology=topology,
         rows=tuple(row for count, (_, row) in sorted(rows.items()) if count != own_count),
+        slowdown=next((one.slowdown for one in measured if one.slowdown is not None), None),
         backend=next((one.backend for one in measured if one.backend is not None), None),
         source=Source(method="imported", reference="; ".join(dict.fromkeys(map(_origin, measured)))),
         notes=tuple(dict.fromkeys(note for one in measured for note in one.notes)),

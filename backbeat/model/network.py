@@ -28,7 +28,8 @@ COLLECTIVES: tuple[Collective, ...] = ("all_reduce", "all_gather", "reduce_scatt
 
 
 class WorkersRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Collective times of the same cluster at another number of workers."""
+    """Collective times of the same cluster at another number of workers. What lies between two is interpolated, what
+    lies beyond is extrapolated from the nearest, by the topology."""
 
     workers: Annotated[int, Meta(ge=1)]
     all_reduce: CollectiveTimes
@@ -71,8 +72,7 @@ class Network(Document, frozen=True, kw_only=True):
     """How much longer computation takes beside an all-reduce, as measured on this cluster."""
     band: LoadBand | None = None
     rows: tuple[WorkersRow, ...] = msgspec.field(default=(), name="at")
-    """Further numbers of workers. A number between two of them is interpolated; one beyond them is extrapolated from
-    the nearest, by the topology. In Python: `rows`, since `at` is the method."""
+    """Further numbers of workers. In files it is `at`, which is a method here."""
     backend: Literal["nccl", "gloo", "mpi"] | None = None
     """The library the times belong to; gloo runs two collectives at a time in one process group."""
     moved_from: Calibration | None = None
@@ -154,6 +154,11 @@ class Network(Document, frozen=True, kw_only=True):
             raise InputError(f"network {self.name!r} was not measured inside one node: leave --across out")
         if between.one_node:
             raise InputError(f"network {across.name!r} was measured inside one node: --across is what joins nodes")
+        if between.topology.gpus_per_node > 1:
+            raise InputError(
+                f"network {across.name!r} has nodes of {between.topology.gpus_per_node} GPUs of its own: --across is "
+                "one link between nodes, like ib400; or predict on that network alone"
+            )
         at_least("links", links, 1)
         inside, beyond = base.all_reduce.curve, hindered(between.all_reduce.curve, 1 / links)
         sizes = np.unique(np.concatenate([inside.sizes, beyond.sizes, [0.0, 2.0**20, 2.0**24, 2.0**28]]))
@@ -169,6 +174,7 @@ class Network(Document, frozen=True, kw_only=True):
                 gpus_per_node=base.workers,
                 inside=base.all_reduce,
                 fabric=between.topology.fabric,
+                transport=between.topology.transport,
             ),
             backend=base.backend,
             source=between.source,

@@ -71,6 +71,8 @@ class PlanPrediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     bound_s: float | None = None
     scaling_factor: float | None = None
     peak_bytes: int | None = None
+    older_torch_s: float | None = None
+    """An iteration of the sharded plan without its settings that came with torch 2.13, where it has such."""
     launch_s: tuple[float, ...] = ()
     """When each bucket leaves, in seconds from the start of backward, in the order of `buckets`."""
     done_s: tuple[float, ...] = ()
@@ -176,6 +178,15 @@ class Plan(Document, frozen=True, kw_only=True):
                 f"communicators is {self.communicators}, but this sharding uses {count}: leave communicators out"
             )
         force_setattr(self, "communicators", count)
+
+    def on_older_torch(self) -> Plan | None:
+        """The sharded plan without settings that came with torch 2.13; None where it has none of them."""
+        if self.sharding is None:
+            return None
+        plain = msgspec.structs.replace(self.sharding, reduce_scatter_buffers=1, separate_reduce_scatter=False)
+        if plain == self.sharding:
+            return None
+        return msgspec.structs.replace(self, sharding=plain, communicators=_UNSAID, predicted=None)
 
     def need_buckets(self, user: str) -> None:
         """Refuse a sharded plan where gradients travel in buckets."""

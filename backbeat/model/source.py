@@ -10,7 +10,8 @@ import msgspec
 class Source(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """How a profile or a network was obtained."""
 
-    method: Literal["measured", "analytic", "imported", "published", "assumed"]
+    method: Literal["measured", "composed", "analytic", "imported", "published", "assumed"]
+    """`composed`: added up from measurements of parts."""
     command: str | None = None
     machine: str | None = None
     date: str | None = None

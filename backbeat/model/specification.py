@@ -1,35 +1,50 @@
-"""A network from a cluster's data sheets: what its links could carry, times what collectives are known to reach.
+"""A network from a cluster's data sheets: what its links could carry, times what NCCL is seen to reach.
 
-An all-reduce on n nodes of g GPUs reduces inside the nodes, across them, and gathers inside. Parts of a message cross
-nodes while others travel inside, so the slower of the two sets its pace; latencies add up. All-gather, reduce-scatter
-and broadcast go in one ring through all GPUs, as NCCL's do: each node's NICs carry the ring's traffic once.
+Large all-reduces go in rings that cross a node's NICs with all of their traffic; on two nodes a tree sends each byte
+across once. Smaller ones take other protocols (`cost/protocols.py`). Parts of a message cross nodes while others travel
+inside, so the slower of the two sets the pace.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from backbeat.cost.collectives import Collective, Shape, steps, traffic
-from backbeat.cost.fabric import Load
-from backbeat.cost.scaling import Inside, cheaper_line
+from backbeat.cost.collectives import Collective, traffic
+from backbeat.cost.protocols import INFINIBAND, NicLatency, all_reduce_lines, fastest_s, ring_lines
 from backbeat.errors import InputError
 from backbeat.model.collective_times import CollectiveTimes
-from backbeat.model.network import COLLECTIVES, Network, WorkersRow
+from backbeat.model.network import Network, WorkersRow
+from backbeat.model.slowdown import Transport
 from backbeat.model.source import Source
 from backbeat.model.topology import Fabric, LoadBand, Topology
 from backbeat.units import format_rate, format_seconds
 
-INSIDE_EFFICIENCY = {"ring": 0.82, "nvls": 0.685}
-"""Of the line rate inside a node: 8 H100 reach 370 GB/s of 450 with NCCL's ring, and with NVLS 308 GB/s on the link
-(480 GB/s of bus bandwidth): github.com/NVIDIA/nccl-tests/issues/212 and github.com/NVIDIA/nccl/issues/1455."""
-ACROSS_EFFICIENCY = 0.9
-"""Of the line rate of the NICs. Assumed: 8 NICs of 400 Gbit/s give rings 320 to 370 GB/s of 400."""
-INSIDE_HOP_S = 1.5e-6
-"""One message between two GPUs of a node. Assumed."""
-ACROSS_HOP_S = 5e-6
-"""One message between two nodes over RDMA, NCCL's own cost included. Assumed."""
+RING_EFFICIENCY = 0.82
+"""Bus bandwidth of NCCL's ring inside a node over the line rate: 370 of 450 GB/s on 8 H100
+(github.com/NVIDIA/nccl-tests/issues/212)."""
+NVLS_EFFICIENCY = 0.685
+"""What NVLS reaches on the link over the line rate: 308 of 450 GB/s on 5 to 8 H100, which is 480 GB/s of bus bandwidth
+on 8 (github.com/NVIDIA/nccl/issues/1455)."""
+NIC_EFFICIENCY = 0.92
+"""Bus bandwidth of large all-reduces on three nodes and more over the rate of a node's NICs: 365 to 390 of 400 GB/s."""
+GATHER_SHARE = 0.88
+"""Bandwidth of all-gather and reduce-scatter between nodes over that of all-reduce: 80 H100 (nccl-tests-cluster)."""
+NVLS_GATHER_SHARE = 0.75
+"""Inside a node with NVLS: what is not reduced goes as it does without."""
+SIZES = tuple(4**power for power in range(8, 18))
+
+
+def reached_inside(rate: float, gpus: int, *, nvls: bool = False) -> float:
+    """Bus bandwidth of a large all-reduce inside a node whose GPUs have links of this line rate, one direction.
+
+    >>> round(reached_inside(450e9, 8) / 1e9), round(reached_inside(450e9, 8, nvls=True) / 1e9)
+    (369, 480)
+    """
+    if not nvls or gpus < 2:
+        return rate * RING_EFFICIENCY
+    return rate * NVLS_EFFICIENCY * traffic("all_reduce", "ring", gpus) / traffic("all_reduce", "nvls", gpus)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,17 +53,19 @@ class Specification:
 
     gpus_per_node: int
     inside: float | CollectiveTimes
-    """Line rate of one GPU's links inside its node, or the all-reduce measured there."""
+    """Bus bandwidth of a large all-reduce inside one node, or the all-reduce measured there."""
     nic: float
     """Line rate of one network interface."""
     nics_per_node: int = 1
-    hop_s: float = ACROSS_HOP_S
-    """One message from node to node."""
+    latency: NicLatency = INFINIBAND
+    efficiency: float = NIC_EFFICIENCY
     fabric: Fabric | None = None
     nvls: bool = False
     """The node's NVSwitches reduce (NVLink SHARP)."""
     sharp: bool = False
     """The switches between nodes reduce (SHARP)."""
+    transport: Transport | None = None
+    """What NCCL sends by between nodes."""
 
     def __post_init__(self) -> None:
         for name in ("gpus_per_node", "nics_per_node"):
@@ -57,35 +74,37 @@ class Specification:
         if self.nvls and self.gpus_per_node < 2:
             raise InputError("NVLS reduces between the GPUs of a node, and there is one: leave it out")
 
-    def network(self, name: str, nodes: Sequence[int]) -> Network:
+    def network(self, name: str, nodes: Sequence[int], *, reference: str | None = None) -> Network:
         """The network at these numbers of nodes; the smallest of two or more has the file's own times.
 
-        >>> sheet = Specification(gpus_per_node=8, inside=450e9, nic=50e9, nics_per_node=8)
+        >>> sheet = Specification(gpus_per_node=8, inside=369e9, nic=50e9, nics_per_node=8)
         >>> [row.workers for row in sheet.network("mine", [1, 2, 4]).rows]
         [8, 32]
         """
-        counts = sorted({count for count in nodes if count * self.gpus_per_node > 1})
+        per_node = self.gpus_per_node
+        counts = sorted({count for count in nodes if count * per_node > 1})
         if not counts:
             raise InputError("nodes has no number with two GPUs or more: nothing travels; give --nodes 1..64")
         own = next((count for count in counts if count > 1), counts[-1])
-        per_node = self.gpus_per_node
-        inside = self._inside("all_reduce") if per_node > 1 else None
-        topology = Topology(
-            algorithm="hierarchical" if inside is not None else "sharp" if self.sharp else "auto",
-            gpus_per_node=per_node,
-            inside=inside,
-            inside_algorithm=self._inside_shape,
-            across_algorithm="sharp" if self.sharp and per_node > 1 else "auto",
-            pipelined=per_node > 1,
-            fabric=self.fabric,
-        )
+        topology = Topology(fabric=self.fabric, transport=self.transport)
+        if per_node > 1:
+            topology = Topology(
+                algorithm="hierarchical",
+                gpus_per_node=per_node,
+                inside=self._row(1).all_reduce,
+                inside_algorithm="nvls" if self.nvls else "ring",
+                across_algorithm="sharp" if self.sharp else "auto",
+                pipelined=True,
+                fabric=self.fabric,
+                transport=self.transport,
+            )
         first = self._row(own)
         return Network(
             name=name,
             topology=topology,
             rows=tuple(self._row(count) for count in counts if count != own),
             backend="nccl",
-            source=Source(method="assumed", reference=self.sentence),
+            source=Source(method="assumed", reference=reference or self.sentence),
             **{field: getattr(first, field) for field in WorkersRow.__struct_fields__},
         )
 
@@ -96,66 +115,81 @@ class Specification:
         if isinstance(self.inside, CollectiveTimes):
             text += " with the all-reduce measured inside one"
         elif self.gpus_per_node > 1:
-            shape = self._inside_shape
-            text += f", {self.inside / 1e9:g} GB/s each way inside ({100 * INSIDE_EFFICIENCY[shape]:g}% with {shape})"
+            text += f", of which a large all-reduce inside one reaches {self.inside / 1e9:.0f} GB/s"
+            text += " with NVLS" if self.nvls else ""
         text += (
-            f"; {self.nics_per_node} NIC{'s' if self.nics_per_node > 1 else ''} a node of {format_rate(8 * self.nic)} "
-            f"({ACROSS_EFFICIENCY:.0%} assumed), {format_seconds(self.hop_s)} from node to node"
+            f"; {self.nics_per_node} x {format_rate(8 * self.nic)} a node, of which one across reaches "
+            f"{self.efficiency:.0%}; latencies of NCCL on InfiniBand, in proportion to "
+            f"{format_seconds(self.latency.small_s)} on two nodes"
         )
         if self.fabric is not None:
             text += f"; {self.fabric.kind} fabric, oversubscription {self.fabric.oversubscription:g}"
         return text + ("; SHARP between nodes" if self.sharp else "")
 
-    @property
-    def _inside_shape(self) -> Inside:
-        return "nvls" if self.nvls else "ring"
+    def bus_bandwidth(self, nodes: int) -> float:
+        """Of a large all-reduce on a quiet cluster, in bytes a second."""
+        inside = self._inside_rate
+        if nodes == 1:
+            return inside
+        share = self.fabric.share(nodes, "quiet") if self.fabric is not None else 1.0
+        wire = self.nic * self.nics_per_node * self.efficiency * share
+        if self.sharp or nodes == 2:
+            wire *= traffic("all_reduce", "ring", nodes * self.gpus_per_node)
+        return min(wire, inside)
 
-    def _inside(self, collective: Collective) -> CollectiveTimes:
-        """One full node."""
-        count, shape = self.gpus_per_node, self._inside_shape
+    @property
+    def _inside_rate(self) -> float:
+        if self.gpus_per_node == 1:
+            return math.inf
         if isinstance(self.inside, CollectiveTimes):
-            if collective == "all_reduce":
-                return self.inside
-            alpha, beta = self.inside.curve.line
-            alpha *= steps(collective, shape, count) / steps("all_reduce", shape, count)
-            beta *= traffic(collective, shape, count) / traffic("all_reduce", shape, count)
-            return CollectiveTimes(alpha_s=alpha, beta_s_per_byte=beta)
-        # Switches speed up what is reduced; the rest goes as it does without them.
-        rate = self.inside * INSIDE_EFFICIENCY[shape if collective == "all_reduce" else "ring"]
-        return _line(steps(collective, shape, count) * INSIDE_HOP_S, traffic(collective, shape, count) / rate)
+            slope = self.inside.curve.gradient_s_per_byte
+            return traffic("all_reduce", "ring", self.gpus_per_node) / slope if slope > 0 else math.inf
+        return self.inside
 
     def _row(self, nodes: int) -> WorkersRow:
-        times: dict[str, Any] = {one: self._times(one, nodes, "typical") for one in COLLECTIVES}
+        """A typical day, and how far it is from a quiet and a busy one."""
         band = None
         if self.fabric is not None:
-            typical, quiet, busy = (
-                self._times("all_reduce", nodes, load).curve.gradient_s_per_byte
-                for load in ("typical", "quiet", "busy")
-            )
-            band = LoadBand(quiet=_rounded(max(typical / quiet, 1.0)), busy=_rounded(min(typical / busy, 1.0)))
-        return WorkersRow(workers=nodes * self.gpus_per_node, band=band, **times)
+            quiet, busy = (self.fabric.slowdown(nodes, load) if nodes > 1 else 1.0 for load in ("quiet", "busy"))
+            band = LoadBand(quiet=_rounded(1 / quiet), busy=_rounded(1 / busy))
+        return WorkersRow(
+            workers=nodes * self.gpus_per_node,
+            all_reduce=self.inside
+            if nodes == 1 and isinstance(self.inside, CollectiveTimes)
+            else self._typical(nodes, [self._all_reduce_s(nodes, size) for size in SIZES]),
+            all_gather=self._typical(nodes, [self._ring_s("all_gather", nodes, size) for size in SIZES]),
+            reduce_scatter=self._typical(nodes, [self._ring_s("reduce_scatter", nodes, size) for size in SIZES]),
+            band=band,
+        )
 
-    def _times(self, collective: Collective, nodes: int, load: Load) -> CollectiveTimes:
-        """Under this load."""
+    def _typical(self, nodes: int, quiet: list[float]) -> CollectiveTimes:
+        """All but the smallest message's latency is slower than on a quiet cluster (`cost/scaling.crowded`)."""
+        slowdown = 1 / self.fabric.slowdown(nodes, "quiet") if self.fabric is not None and nodes > 1 else 1.0
+        times = (_rounded(quiet[0] + (time - quiet[0]) * slowdown) for time in quiet)
+        return CollectiveTimes(points=tuple(zip(SIZES, times, strict=True)))
+
+    def _all_reduce_s(self, nodes: int, size: float) -> float:
+        """On a quiet cluster."""
         per_node = self.gpus_per_node
-        inner = self._inside(collective) if per_node > 1 else CollectiveTimes(alpha_s=0.0, beta_s_per_byte=0.0)
+        within = 0.0
+        if isinstance(self.inside, CollectiveTimes):
+            within = float(self.inside.curve.time(size))
+        elif per_node > 1:
+            lines = all_reduce_lines(1, per_node, self.latency)
+            within = fastest_s(lines, traffic("all_reduce", "ring", per_node) * size, self.inside)
         if nodes == 1:
-            return inner
-        share = self.fabric.share(nodes, load) if self.fabric is not None else 1.0
-        rate = self.nic * self.nics_per_node * ACROSS_EFFICIENCY * share
-        alpha, beta = inner.curve.line
-        lines = []
-        reduces = collective == "all_reduce"
-        shapes: tuple[Shape, ...] = ("sharp",) if self.sharp and reduces else ("ring", "tree") if reduces else ("ring",)
-        for shape in shapes:
-            latency = steps(collective, shape, nodes) * self.hop_s
-            ring = traffic(collective, shape, nodes if reduces else nodes * per_node)
-            lines.append((alpha + latency, max(beta, ring / rate)))
-        return CollectiveTimes.of(cheaper_line(lines)) if len(lines) > 1 else _line(*lines[0])
+            return within
+        lines = all_reduce_lines(nodes, per_node, self.latency, sharp=self.sharp)
+        sent = traffic("all_reduce", "ring", nodes * per_node) * size
+        return max(within, fastest_s(lines, sent, self.bus_bandwidth(nodes)))
 
-
-def _line(alpha: float, beta: float) -> CollectiveTimes:
-    return CollectiveTimes(alpha_s=_rounded(alpha), beta_s_per_byte=_rounded(beta))
+    def _ring_s(self, collective: Collective, nodes: int, size: float) -> float:
+        """On a quiet cluster."""
+        rate = self._inside_rate * (NVLS_GATHER_SHARE if self.nvls else 1.0)
+        if nodes > 1:
+            rate = min(GATHER_SHARE * self.bus_bandwidth(nodes), rate)
+        sent = traffic(collective, "ring", nodes * self.gpus_per_node) * size
+        return fastest_s(ring_lines(nodes, self.gpus_per_node, self.latency), sent, rate)
 
 
 def _rounded(value: float) -> float:

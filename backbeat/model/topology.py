@@ -17,16 +17,11 @@ from backbeat.model.slowdown import Transport
 
 
 class LoadBand(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """How far bandwidth lies from the times given here on a quiet and on a busy cluster, as measured there.
-
-    >>> LoadBand(quiet=1.5, busy=0.5).busy
-    0.5
-    """
+    """How far bandwidth lies from the times beside it, which are a typical day's. `quiet` is what a quiet cluster has
+    of it, such as the 95th percentile, 1 or more; `busy` what a busy one has, such as the 5th, 1 or less."""
 
     quiet: Annotated[float, Meta(ge=1)]
-    """Bandwidth on a quiet cluster, such as the 95th percentile, as a multiple of the bandwidth given here."""
     busy: Annotated[float, Meta(gt=0, le=1)]
-    """Bandwidth on a busy cluster, such as the 5th percentile, as a share of the bandwidth given here."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.quiet < math.inf:
@@ -36,11 +31,11 @@ class LoadBand(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class Fabric(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What joins the nodes: bandwidth between them falls with their number, and with other jobs."""
+    """What joins the nodes: bandwidth between them falls with their number, and with other jobs. `oversubscription` is
+    the bandwidth below a switch over that above it: 1 is a full fat tree."""
 
     kind: Kind
     oversubscription: Annotated[float, Meta(ge=1)] = 1.0
-    """Bandwidth into the leaf switches over the bandwidth out of them: 1 is a full fat tree."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.oversubscription < math.inf:

@@ -51,6 +51,8 @@ SHARDED = frozenset({"fsdp", "hsdp", "zero1", "zero2", "sharded"})
 """Strategies that shard parameters rather than send gradients in buckets."""
 BUDGETED = frozenset({"sharded"})
 """Those that choose within a memory budget themselves."""
+BUCKETED = frozenset({"ddp", "horovod"})
+"""Those that take the size of their buckets."""
 
 
 class Choices(TypedDict, total=False):
@@ -116,6 +118,11 @@ def _check(strategy: str, options: StrategyOptions, memory_bytes: int | None, re
         value = getattr(options, name)
         if value is not None and value <= 0:
             raise InputError(f"{name} is {value}: it must be above zero")
+    if options.bucket_bytes is not None and strategy not in BUCKETED:
+        raise InputError(
+            f"bucket_bytes is {options.bucket_bytes}, but {strategy!r} chooses its buckets itself: leave it out, or "
+            "use ddp or horovod"
+        )
     if strategy.partition(":")[0] in SHARDED - BUDGETED and memory_bytes is not None:
         raise InputError(
             f"memory_bytes is {memory_bytes}, but {strategy!r} keeps all activations: leave it out, and compare the "
@@ -148,5 +155,10 @@ def _check_reserve(reserve: float | None, memory_bytes: int | None) -> None:
 def plan(profile: Profile, network: Network, strategy: str = "best", **choices: Unpack[JobChoices]) -> Plan:
     """The gradient schedule that a strategy chooses for this profile on this network, with its prediction."""
     made = propose(profile, network, strategy, **choices)
-    result = predict(profile, network, made, accumulation=choices.get("accumulation"))
-    return msgspec.structs.replace(made, predicted=PlanPrediction.of(result, network.name))
+    accumulation = choices.get("accumulation")
+    result = predict(profile, network, made, accumulation=accumulation)
+    predicted = PlanPrediction.of(result, network.name)
+    if (older := made.on_older_torch()) is not None:
+        without_s = predict(profile, network, older, accumulation=accumulation).iteration_s
+        predicted = msgspec.structs.replace(predicted, older_torch_s=without_s)
+    return msgspec.structs.replace(made, predicted=predicted)

@@ -31,7 +31,7 @@ def scaled_network(network: Network, *, bandwidth: float = 1.0, latency: float =
 def _scaled(network: Network, bandwidth: float, latency: float) -> dict[str, Any]:
     """The changed fields at the network's own number of workers."""
     topology = network.topology
-    if topology.inside is not None and network.nodes == 1:
+    if network.nodes == 1 and not network.one_node:
         return {}
     times = {name: found for name in COLLECTIVES if (found := getattr(network, name)) is not None}
     scaled: dict[str, Any] = {name: _stretched(one, latency, 1 / bandwidth) for name, one in times.items()}

@@ -87,7 +87,7 @@ class Tuner:
         if self.state == "settled":
             return
         # A decision is taken by every rank or by none.
-        reducer.read_status_at_once(left == 1)
+        reducer.runner.status.read_at_once = left == 1
         if left > 0:
             return
         if self.state == "measuring":

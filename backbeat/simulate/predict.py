@@ -191,10 +191,9 @@ def _notes(
         used = network.moved_from.used
         if len(used) == 1:
             extrapolated = True
-            notes.append(
-                f"all-reduce times at {network.workers} workers are extrapolated from {used[0]} "
-                f"({network.topology.algorithm})"
-            )
+            fabric = network.topology.fabric
+            how = network.topology.algorithm + (f", {fabric.kind} fabric" if fabric is not None else "")
+            notes.append(f"all-reduce times at {network.workers} workers are extrapolated from {used[0]} ({how})")
         elif used:
             notes.append(f"all-reduce times at {network.workers} workers lie between those at {used[0]} and {used[1]}")
     largest = network.largest_bytes

@@ -27,11 +27,11 @@ if TYPE_CHECKING:
     from backbeat.model import Plan, Profile, Sharding
 
 Event = Literal[
-    "begin", "all_gather", "copy_out", "forward", "turn", "backward", "wait", "reduce_scatter", "all_reduce", "end",
-    "update",
+    "begin", "all_gather", "copy_out", "forward", "turn", "loss", "backward", "wait", "reduce_scatter", "all_reduce",
+    "end", "update",
 ]  # fmt: skip
-MARKS = ("begin", "turn", "end", "update")
-"""A micro-batch begins, turns to backward and ends, and the optimizer steps: not calls of FSDP2's own."""
+MARKS = ("begin", "turn", "loss", "end", "update")
+"""A micro-batch begins, turns to backward, passes its loss and ends, and the optimizer steps: no calls of FSDP2's."""
 
 
 class Call(NamedTuple):
@@ -118,6 +118,7 @@ class _Host:
         # The root has a pre-backward of its own where it holds parameters.
         if self.chain.has_root and ran:
             yield from self._gather(ran[-1])
+        yield Call("loss", ROOT)
         for place in range(len(self.chain.stretches) - 1, -1, -1):
             unit = self.chain.stretches[place].unit
             if unit != ROOT:

@@ -30,7 +30,7 @@ from backbeat.simulate.sharded_units import ELEMENT_BYTES, ROOT, ShardedChain, c
 if TYPE_CHECKING:
     from backbeat.model import Plan, Profile, Sharding
 
-_MOST_MICRO_BATCHES = 3
+MOST_MICRO_BATCHES = 3
 """Those behind the second hold what the second holds."""
 
 
@@ -77,7 +77,7 @@ Kinds = Counter[str]
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """What is held at one stretch of forward or backward, or at the end of a micro-batch."""
+    """What is held at one stretch of forward or backward, between the two, or at the end of a micro-batch."""
 
     call: Call
     before: Kinds
@@ -99,7 +99,7 @@ def sharded_memory(
     parameters, optimizer = (-(-size // shards) for size in (resident.parameter_bytes, resident.optimizer_bytes))
     other = resident.buffer_bytes + resident.batch_bytes + resident.outside_bytes
     tied = bool(profile.blocks) and tied_block(profile, chain) is not None
-    moments = course(chain, plan.sharding, min(micro_batches, _MOST_MICRO_BATCHES), tied=tied)
+    moments = course(chain, plan.sharding, min(micro_batches, MOST_MICRO_BATCHES), tied=tied)
     if profile.blocks:
         blocks = Chain(sharded_activations(profile, chain, plan.sharding), resident)
         actions = [(k, k + 1, KEEP) for k in range(blocks.count)]
@@ -128,7 +128,7 @@ class _Held:
 
     def __init__(self) -> None:
         self.totals: Kinds = Counter()
-        self._parts: dict[tuple[str, int], int] = {}
+        self._parts: dict[tuple[str, int | None], int] = {}
         self.most: Kinds = Counter()
         """The highest since the last stretch."""
 
@@ -139,7 +139,7 @@ class _Held:
         if self.totals.total() > self.most.total():
             self.most = self.totals.copy()
 
-    def take(self, kind: str, unit: int) -> None:
+    def take(self, kind: str, unit: int | None) -> None:
         self.totals[kind] -= self._parts.pop((kind, unit), 0)
 
     def moment(self, call: Call) -> Moment:
@@ -168,18 +168,18 @@ def course(chain: ShardedChain, sharding: Sharding, micro_batches: int = 1, *, t
             forward, number = True, number + 1
         elif event == "all_gather":
             held.put("gather_buffer", unit, content.elements * param)
-        elif event in ("copy_out", "turn"):
-            if buffer is not None:
-                held.take("gather_buffer", buffer)
-            buffer = None
-            if event == "turn":
-                forward = False
-                continue
+        elif event == "copy_out":
+            held.take("gather_buffer", buffer)
             held.put("gathered", unit, content.elements * param)
             if forward:
                 buffer = unit
             else:
                 held.take("gather_buffer", unit)
+        elif event == "turn":
+            held.take("gather_buffer", buffer)
+            forward, buffer = False, None
+        elif event == "loss":
+            moments.append(held.moment(call))
         elif event == "forward":
             moments.append(held.moment(call))
             if content.reshard:
@@ -235,7 +235,7 @@ class _ShardedTally(Tally):
         self.held: Kinds = Counter()
 
     def see(self, above: int, block: int, phase: Phase) -> None:
-        moment = self.beside["forward" if phase in ("forward", "loss") else "backward", block]
+        moment = self.beside[phase if phase in ("forward", "loss") else "backward", block]
         for more, kinds in ((0, moment.before), (above, moment.during)):
             level = self.level + more + kinds.total()
             if level > self.peak:
@@ -247,8 +247,8 @@ def _with_blocks(blocks: Chain, actions: list[Unit], chain: ShardedChain, moment
     beside: dict[tuple[str, int], Moment] = {}
     for moment in moments:
         if moment.call.event != "end":
-            for block in chain.stretches[moment.call.place].blocks:
-                beside[moment.call.event, block] = moment
+            places = chain.stretches[moment.call.place].blocks if moment.call.event != "loss" else (blocks.count - 1,)
+            beside.update(((moment.call.event, block), moment) for block in places)
             continue
         tally = _ShardedTally(0, beside)
         blocks.run(actions, tally)

@@ -168,7 +168,7 @@ class _Building:
         elif event == "end":
             self.waits.extend(self.open)
             self.open.clear()
-        else:
+        elif event == "update":
             self._compute(call, update_s)
 
     def _compute(self, call: Call, seconds: float, *after: int) -> int:

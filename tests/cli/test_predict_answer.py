@@ -127,7 +127,7 @@ def test_a_job_that_does_not_fit_says_so_everywhere(tmp_path: Path) -> None:
     assert said.verdict == "memory"
     assert "does not fit" in said.memory
     data = json.loads(run("predict", file, "nvlink-ib400", "-n", "16", "-s", "ddp", "--json"))
-    assert data["memory"]["fits"] is False
+    assert data["rows"][0]["memory"]["fits"] is False
     assert "of the 141 GB of one H200: fits" in joined(run("predict", LLAMA, "nvlink-ib400", "-n", "16", "-s", "ddp"))
 
 
@@ -388,15 +388,56 @@ def test_more_links_a_node_carry_more(tmp_path: Path) -> None:
 def test_what_the_job_runs_today_stands_beside_stock_ddp_and_the_plan() -> None:
     words = ("predict", LLAMA, "nvlink-ib400", "--workers", "8,64", "--framework", "nanotron,deepspeed-zero1")
     text = run(*words)
-    for word in ("nanotron", "deepspeed-zero1", "ddp", "best", "gather"):
+    for word in ("nanotron", "deepspeed-", "best", "gain", "limited by"):
         assert word in text
+    assert max(map(len, text.splitlines()[:-4])) <= 80
+    assert "DDP   " not in text
     data = json.loads(run(*words, "--strategy", "ddp", "--json"))
     assert [row["strategy"] for row in data["rows"]] == ["nanotron", "deepspeed-zero1", "ddp"] * 2
     found = bb.predict(Profile.load(LLAMA), Network.load("nvlink-ib400").at(workers=64), framework="nanotron")
     assert data["rows"][3]["iteration_s"] == pytest.approx(found.iteration_s)
     # Eight GPUs and more share the optimizer's state, and the fp32 gradients are what travels.
-    whole = json.loads(run(*words[:-1], "torch-ddp", "--json"))["memory"]
-    assert whole["peak_bytes"] > data["memory"]["peak_bytes"]
+    whole = json.loads(run(*words[:-1], "torch-ddp", "--json"))["rows"][0]["memory"]
+    assert whole["peak_bytes"] > data["rows"][0]["memory"]["peak_bytes"]
+
+
+def test_the_plan_is_compared_with_what_the_job_runs_today() -> None:
+    text = joined(run("predict", LLAMA, "aws-p5", "-n", "64", "--framework", "nanotron"))
+    assert "faster than nanotron: backbeat plan" in text
+    text = joined(run("predict", LLAMA, "aws-p5", "-n", "64", "--framework", "megatron-distributed-optimizer"))
+    assert "Keep megatron-distributed-optimizer: no plan is 1 % faster." in text
+    text = joined(run("predict", LLAMA, "aws-p5", "-n", "64", "--framework", "nanotron,deepspeed-zero1", "-s", "ddp"))
+    assert re.search("Run deepspeed-zero1, [0-9.]+% faster than nanotron.", text)
+
+
+def test_whether_it_fits_is_asked_of_each_strategy() -> None:
+    words = ("predict", "llama-8b-b1-bf16-adamw-h200", "aws-p5", "-n", "64", "-s", "fsdp,hsdp:8")
+    text = joined(run(*words))
+    assert "stock DDP does not fit the memory" in text
+    assert "too big" in text
+    assert "gain" not in text
+    assert "of the 141 GB of one H200: fits" in text
+    assert "Run the plan; stock DDP does not fit: backbeat plan" in text
+    fits = [row["memory"]["fits"] for row in json.loads(run(*words[:-1], "ddp,fsdp", "--json"))["rows"]]
+    assert fits == [False, True]
+
+
+def test_every_figure_fits_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    import io
+
+    from rich.console import Console
+
+    narrow = Console(file=io.StringIO(), width=80, height=25)
+    monkeypatch.setattr("backbeat.cli.common.console", lambda: narrow)
+    run("predict", LLAMA, "aws-p5", "-n", "64,256", "--wide")
+    assert isinstance(narrow.file, io.StringIO)
+    lines = narrow.file.getvalue().splitlines()
+    assert max(len(line) for line in lines if not line.startswith("  backbeat")) <= 80
+    text = "".join(lines)
+    for heading in ("busy–quiet", "iteration", "p10–p90", "exposed", "over bound", "GPU-h/1M", "limited by"):
+        assert heading in text
+    assert "…" not in text
+    assert "is assumed, not measured" in text
 
 
 def test_a_framework_nobody_knows_is_refused() -> None:

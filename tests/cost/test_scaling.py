@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import backbeat as bb
-from backbeat.cost.collectives import bus_bandwidth, seconds
+from backbeat.cost.collectives import bus_bandwidth, seconds, steps, traffic
 from backbeat.errors import InputError
 from backbeat.model import CollectiveTimes, ConcurrencyPoint, Network, Topology
 from tests.problems import affine, curve, networks
@@ -71,6 +71,30 @@ def test_a_node_joined_by_a_network_pays_both() -> None:
         between.joined_by(node)
     with pytest.raises(InputError, match="what joins nodes"):
         node.joined_by(node)
+    with pytest.raises(InputError, match="nodes of 8 GPUs of its own"):
+        node.joined_by(Network.load("aws-p5"))
+    four = node.joined_by(between, links=4)
+    assert float(four.cost.time(size)) == pytest.approx(5e-5 + (5e-12 + 1e-10 / 4) * size, rel=1e-6)
+
+
+def test_where_inside_and_across_overlap_the_slower_sets_the_pace() -> None:
+    inside = CollectiveTimes(alpha_s=2e-5, beta_s_per_byte=5e-12)
+    topology = Topology(algorithm="hierarchical", gpus_per_node=8, inside=inside, pipelined=True)
+    base = affine(5e-5, 8e-12, workers=16, topology=topology)
+    size = 10**9
+    ring = 2e-5 + 3 * 3e-5 + 8e-12 * 1.5 * size
+    assert float(base.at(workers=32).cost.time(size)) == pytest.approx(ring, rel=1e-3)
+    assert float(base.at(workers=32).cost.time(size)) > float(inside.curve.time(size))
+
+
+def test_switches_that_reduce_take_as_long_on_any_number_of_nodes() -> None:
+    base = affine(1e-4, 1e-10, workers=4, topology=Topology(algorithm="sharp"))
+    assert base.at(workers=256).cost.time(SIZES) == pytest.approx(base.cost.time(SIZES))
+    assert steps("all_reduce", "sharp", 64) == 1
+    assert traffic("all_reduce", "nvls", 8) == 9 / 8
+    assert traffic("all_gather", "nvls", 8) == traffic("all_gather", "ring", 8)
+    nvls = affine(1e-5, 9 / 8 * 1e-11, workers=8, topology=Topology(algorithm="nvls", gpus_per_node=8))
+    assert nvls.at(workers=4).all_reduce.beta_s_per_byte == pytest.approx(5 / 4 * 1e-11)
 
 
 @given(networks(), st.integers(2, 5000), st.integers(2, 5000))

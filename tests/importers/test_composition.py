@@ -11,6 +11,7 @@ from backbeat.errors import InputError
 from backbeat.importers import bandwidth_table
 from backbeat.importers.composition import compose, read
 from backbeat.model import Fabric, Network, Topology
+from backbeat.model.slowdown import Slowdown
 from tests.problems import affine
 
 LONG = """nodes,size,bus_bandwidth,p5,p95,collective
@@ -56,7 +57,8 @@ def test_a_table_gives_its_own_bandwidths_and_its_percentiles_become_the_band(te
     assert (four.quiet, four.busy) == pytest.approx((219.1 / 160.1, 44.5 / 160.1))
     assert network.all_gather is not None
     assert network.at(workers=32).edges is not None
-    assert any("latencies" in note for note in network.notes)
+    assert any("other sizes" in note for note in network.notes)
+    assert bus(network, 32, 2**24) < 90 < bus(network, 32)
 
 
 def test_a_table_with_several_sizes_gives_a_curve() -> None:
@@ -107,13 +109,16 @@ def test_logs_of_one_two_and_four_nodes_become_rows(tmp_path: Path) -> None:
 
 def test_calibrations_of_one_cluster_are_joined(tmp_path: Path) -> None:
     for workers in (16, 32):
-        affine(1e-4, workers * 1e-11, workers=workers, topology=Topology(gpus_per_node=8)).save(
-            tmp_path / f"{workers}.json"
-        )
+        topology = Topology(gpus_per_node=8, transport="infiniband")
+        slowdown = Slowdown(matmul=1.2) if workers == 32 else None
+        one = affine(1e-4, workers * 1e-11, workers=workers, topology=topology, slowdown=slowdown)
+        one.save(tmp_path / f"{workers}.json")
     network = compose("both", [read(str(tmp_path / f"{workers}.json")) for workers in (32, 16)])
     assert network.workers == 16
     assert network.at(workers=32).all_reduce.beta_s_per_byte == 32e-11
     assert network.topology.algorithm == "auto"
+    assert network.topology.transport == "infiniband"
+    assert network.slowdown == Slowdown(matmul=1.2)
     with pytest.raises(InputError, match="both have 16 workers"):
         compose("twice", [network, network.at(workers=64)])
 

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from backbeat.errors import InputError
 from backbeat.lab.namespaces import Link
 from backbeat.lab.setting import Setting, parse_delay, parse_links, parse_share, parse_stragglers
+from backbeat.model import Block
 from backbeat.report.measured import scaled
 from tests.lab.cases import profile
 
@@ -88,3 +90,12 @@ def test_jitter_gives_the_prediction_iterations_to_draw_from():
     drawn = setting.slowest(profile()).iteration_s
     assert len(drawn) == 1000
     assert sum(drawn) / len(drawn) == pytest.approx(profile().single_s, rel=0.02)
+
+
+def test_dilated_blocks_take_longer_too():
+    block = Block(
+        name="layer0", forward_s=0.004, backward_s=0.01, input_bytes=0, output_bytes=0, saved_bytes=0,
+        forward_peak_bytes=0, backward_peak_bytes=0,
+    )  # fmt: skip
+    (found,) = scaled(msgspec.structs.replace(profile(), blocks=(block,)), 3.0).blocks
+    assert (found.forward_s, found.backward_s) == pytest.approx((0.012, 0.03))

@@ -7,12 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from backbeat.cost.collectives import Collective, bus_bandwidth
+from backbeat.cost.protocols import NicLatency
 from backbeat.errors import InputError
 from backbeat.model import CollectiveTimes, Fabric, Network
-from backbeat.model.specification import ACROSS_EFFICIENCY, Specification
+from backbeat.model.specification import NIC_EFFICIENCY, Specification, reached_inside
 
-LARGE = 2**32
-H100 = Specification(gpus_per_node=8, inside=450e9, nic=50e9, nics_per_node=8)
+LARGE = 2**34
+LINKS = {"gpus_per_node": 8, "nic": 50e9, "nics_per_node": 8}
+H100 = Specification(inside=reached_inside(450e9, 8), **LINKS)
+NVLS = Specification(inside=reached_inside(450e9, 8, nvls=True), nvls=True, **LINKS)
 
 
 def bus(network: Network, collective: Collective = "all_reduce") -> float:
@@ -22,36 +25,43 @@ def bus(network: Network, collective: Collective = "all_reduce") -> float:
 
 
 def test_one_node_of_h100_reaches_what_nccl_does() -> None:
-    """370 GB/s with the ring, 480 with NVLS (github.com/NVIDIA/nccl-tests/issues/212), 845 on B300 (nccl #2140)."""
-    ring = H100.network("ring", [1])
+    """370 GB/s with the ring, 480 with NVLS: github.com/NVIDIA/nccl-tests/issues/212."""
+    ring, nvls = (sheet.network("node", [1]) for sheet in (H100, NVLS))
     assert bus(ring) == pytest.approx(370, rel=0.01)
     assert bus(ring, "all_gather") == pytest.approx(370, rel=0.01)
-    nvls = Specification(gpus_per_node=8, inside=450e9, nic=50e9, nvls=True).network("nvls", [1])
     assert bus(nvls) == pytest.approx(480, rel=0.01)
-    assert bus(nvls, "reduce_scatter") == pytest.approx(370, rel=0.01)
+    assert bus(nvls, "reduce_scatter") == pytest.approx(370, rel=0.03)
 
 
 @pytest.mark.parametrize(("gpus", "algorithm_bandwidth"), [(5, 258), (6, 265), (7, 270), (8, 273)])
 def test_nvls_on_fewer_gpus(gpus: int, algorithm_bandwidth: float) -> None:
     """github.com/NVIDIA/nccl/issues/1455: algorithm bandwidth of NVLS by number of H100, from five on."""
-    nvls = Specification(gpus_per_node=8, inside=450e9, nic=50e9, nvls=True).network("nvls", [1, 2])
-    assert bus(nvls.at(workers=gpus)) == pytest.approx(algorithm_bandwidth * 2 * (gpus - 1) / gpus, rel=0.01)
+    there = NVLS.network("nvls", [1, 2]).at(workers=gpus)
+    assert bus(there) == pytest.approx(algorithm_bandwidth * 2 * (gpus - 1) / gpus, rel=0.01)
 
 
 def test_more_than_two_nodes_are_held_by_their_nics() -> None:
-    """github.com/NVIDIA/nccl/issues/1221: 320 GB/s on four nodes of 8 H100 with 8 RoCE NICs of 400 Gbit/s."""
-    network = H100.network("four", [1, 2, 4, 32])
-    assert 300 < bus(network.at(workers=256)) < 380
-    assert bus(network.at(workers=256), "all_gather") == pytest.approx(400 * ACROSS_EFFICIENCY, rel=0.02)
+    """365 to 390 of 400 GB/s on quiet clusters; on two nodes the tree passes that: nccl-tests/issues/309."""
+    network = NVLS.network("four", [1, 2, 4, 32])
+    assert bus(network.at(workers=16)) == pytest.approx(480, rel=0.01)
+    assert bus(network.at(workers=256)) == pytest.approx(400 * NIC_EFFICIENCY, rel=0.01)
+
+
+@pytest.mark.parametrize(("size", "published"), [(2**24, 105.5), (2**26, 209.2), (2**28, 342.8), (2**30, 437.0)])
+def test_middle_sizes_on_two_p5_nodes(size: int, published: float) -> None:
+    """Bus bandwidth by size of two p5: github.com/aws-samples/awsome-distributed-training, nccl-tests/README.md."""
+    sheet = Specification(gpus_per_node=8, inside=480e9, nic=12.5e9, nics_per_node=32, latency=NicLatency.of(13e-6))
+    network = sheet.network("p5", [2])
+    time_s = float(network.cost.time(size))
+    assert bus_bandwidth("all_reduce", 16, size, time_s) / 8e9 == pytest.approx(published, rel=0.1)
 
 
 def test_sharp_halves_what_crosses_nodes() -> None:
     plain, sharp = (
-        Specification(gpus_per_node=8, inside=450e9, nic=6.25e9, nics_per_node=1, sharp=on).network("x", [2, 32])
-        for on in (False, True)
+        Specification(gpus_per_node=8, inside=370e9, nic=6.25e9, sharp=on).network("x", [2, 32]) for on in (False, True)
     )
     ratio = float(plain.at(workers=256).cost.time(LARGE)) / float(sharp.at(workers=256).cost.time(LARGE))
-    assert ratio == pytest.approx(2 * 31 / 32, rel=1e-3)
+    assert ratio == pytest.approx(2 * 255 / 256, rel=1e-2)
     assert float(sharp.at(workers=512).cost.time(8)) == pytest.approx(float(sharp.at(workers=256).cost.time(8)))
 
 
@@ -60,14 +70,14 @@ def test_the_rows_are_those_asked_for_and_the_first_across_is_the_files_own() ->
     assert network.workers == 16
     assert [row.workers for row in network.rows] == [8, 32]
     assert network.topology.inside == network.rows[0].all_reduce
-    assert "90% assumed" in H100.sentence
+    assert "reaches 369 GB/s" in H100.sentence
     assert H100.network("one", [1]).one_node
 
 
 def test_nodes_of_one_gpu() -> None:
     network = Specification(gpus_per_node=1, inside=0.0, nic=1.25e9).network("10gbe", [1, 2, 8])
     assert [network.workers, *(row.workers for row in network.rows)] == [2, 8]
-    assert bus(network.at(workers=8)) == pytest.approx(1.25 * ACROSS_EFFICIENCY, rel=1e-3)
+    assert bus(network.at(workers=8)) == pytest.approx(1.25 * NIC_EFFICIENCY, rel=1e-3)
     with pytest.raises(InputError, match="two GPUs or more"):
         Specification(gpus_per_node=1, inside=0.0, nic=1.25e9).network("alone", [1])
 
@@ -89,7 +99,7 @@ def test_the_inside_may_be_measured() -> None:
 def test_times_rise_with_nodes_and_with_load(gpus: int, nics: int, kind: str, over: float, sharp: bool) -> None:
     fabric = Fabric(kind=kind, oversubscription=over)  # type: ignore[arg-type]
     sheet = Specification(
-        gpus_per_node=gpus, inside=450e9, nic=50e9, nics_per_node=nics, fabric=fabric, nvls=gpus > 1, sharp=sharp
+        gpus_per_node=gpus, inside=370e9, nic=50e9, nics_per_node=nics, fabric=fabric, nvls=gpus > 1, sharp=sharp
     )
     network = sheet.network("any", [1, 2, 4, 8, 32])
     sizes = [8, 2**20, LARGE]

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from rank_asserts import raises
-from scenario_rig import Context, Scenario
+from scenario_rig import Context, Scenario, SkipScenarioError
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -25,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from backbeat.errors import InputError
 from backbeat.model import MemoryPlan, Mesh, Plan, Segment, Sharding, ShardUnit
 from backbeat.runtime import full_state_dict, fully_shard, load_full_state_dict
+from backbeat.runtime.sharded.torch_fsdp import KNOBS
 
 CHECKS: dict[str, Scenario] = {}
 WIDTH = 6
@@ -169,7 +170,9 @@ def whole(model: nn.Module) -> dict[str, torch.Tensor]:
 def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
     assert list(left) == list(right), f"{list(left)} {list(right)}"
     for name, value in left.items():
-        torch.testing.assert_close(right[name], value, rtol=0, atol=0, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            right[name].cpu(), value.cpu(), rtol=0, atol=0, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 def twice(
@@ -235,14 +238,22 @@ def hybrid_mesh(ctx: Context) -> None:
 
 @check
 def further_ahead(ctx: Context) -> None:
-    """Prefetch lists, buffers and a group of their own change when things travel, not what is computed."""
-    plan = plan_of(ctx, prefetch=2, reduce_scatter_buffers=3, separate_reduce_scatter=True)
-    ours, _ = twice(ctx, Chain, plan, by_hand)
+    """Prefetch lists change when things travel, not what is computed."""
+    ours, _ = twice(ctx, Chain, plan_of(ctx, prefetch=2), by_hand)
     states = [layer._get_fsdp_state() for layer in ours.layers]
     assert states[0]._states_to_forward_prefetch == states[1:3]
     assert states[2]._states_to_forward_prefetch == states[3:]
     assert not any(state._states_to_backward_prefetch for state in states), "backward is torch's own"
-    groups = [group for state in (*states, ours._get_fsdp_state()) for group in state._fsdp_param_groups]
+
+
+@check
+def more_buffers_and_a_group_of_their_own(ctx: Context) -> None:
+    for knob in KNOBS:
+        if not hasattr(FSDPModule, knob.method):
+            raise SkipScenarioError(f"torch {torch.__version__} has no {knob.method}")
+    ours, _ = twice(ctx, Chain, plan_of(ctx, reduce_scatter_buffers=3, separate_reduce_scatter=True), by_hand)
+    states = [module._get_fsdp_state() for module in (*ours.layers, ours)]
+    groups = [group for state in states for group in state._fsdp_param_groups]
     assert all(group.reduce_scatter_max_input_buffers == 3 for group in groups)
     separate = {id(group._reduce_scatter_process_group) for group in groups}
     assert len(separate) == 1
@@ -377,6 +388,8 @@ def unused_parameters_keep_no_gradient(ctx: Context) -> None:
         ours(ctx.data(3, WIDTH, step=0, rank=ctx.rank)).sum().backward()
         assert all(parameter.grad is None for parameter in ours.other.parameters())
         assert all(parameter.grad is not None for parameter in ours.used.parameters())
+    if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+        return
     ours.zero_grad()
     ours.set_reduce_scatter_unused_params(True)
     ours.which = ctx.rank % 2
@@ -493,6 +506,8 @@ def other_numbers_of_ranks_are_refused(ctx: Context) -> None:
         _refused(ctx, for_more, mesh, f"replicate(1) * shard({8 * size}) != {world}({size}); make a plan for this job")
         world = "mesh"
     _refused(ctx, plan_of(ctx, replicate=2), mesh_of(ctx), f"mesh is 2 x {size // 2}, the one given is {size} ranks in")
+    unnamed = init_device_mesh(ctx.device.type, (2, size // 2))
+    _refused(ctx, plan_of(ctx, replicate=2), unnamed, f"the one given is 2 x {size // 2}, without names: give init_dev")
 
 
 def _refused(ctx: Context, plan: Plan, mesh: DeviceMesh | None, match: str) -> None:
@@ -506,6 +521,21 @@ def _refused(ctx: Context, plan: Plan, mesh: DeviceMesh | None, match: str) -> N
 def differing_plans_are_refused(ctx: Context) -> None:
     mine = plan_of(ctx, LAYERS if ctx.rank == 0 else PAIRS)
     _refused(ctx, mine, mesh_of(ctx), "the model or its plan differs between ranks")
+
+
+@check
+def a_mesh_that_is_a_part_of_the_world(ctx: Context) -> None:
+    """Two jobs side by side, each with its own weights."""
+    if ctx.size < 4:
+        return
+    mesh = init_device_mesh(ctx.device.type, (2, 2, 1), mesh_dim_names=("job", "replicate", "shard"))
+    sharding = sharding_of(Mesh(replicate=2, shard=1), [ShardUnit(modules=LAYERS[0], reshard=True, prefetch=0)])
+    torch.manual_seed(ctx.rank)
+    model = Chain()
+    plan = Plan(strategy="test", model="chain", sharding=sharding)
+    found = whole(fully_shard(model, plan=plan, mesh=mesh["replicate", "shard"]))
+    torch.manual_seed(ctx.rank // 2 * 2)
+    same(Chain().state_dict(), found)
 
 
 @check

@@ -6,8 +6,13 @@ from collections.abc import Callable
 
 import pytest
 from rank_answers import all_right
-from rank_pool import SIZES, RankPool
+from rank_pool import DEVICE, SIZES, RankPool
 from sharded_checks import CHECKS
+
+TWO_DIMENSIONS = {
+    "a_mesh_that_is_a_part_of_the_world", "hybrid_mesh", "other_numbers_of_ranks_are_refused", "the_plans_own_mesh",
+}  # fmt: skip
+"""On NCCL (torch 2.11) processes ended that made such a mesh after they had destroyed a process group."""
 
 
 @pytest.mark.parametrize("name", sorted(CHECKS))
@@ -15,4 +20,4 @@ from sharded_checks import CHECKS
 def test_sharded_training(name: str, size: int, ranks: Callable[[int], RankPool]) -> None:
     if size == 1:
         pytest.skip("needs two ranks")
-    all_right(ranks(size).run(name, "backbeat"))
+    all_right(ranks(size).run(name, "backbeat", fresh=DEVICE != "cpu" and name in TWO_DIMENSIONS))

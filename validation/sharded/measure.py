@@ -55,6 +55,7 @@ MODELS = (
     "efficientnet-b0-b128-bf16-h200,convnext-tiny-b128-bf16-h200,resnet50-b128-bf16-h200,resnet152-b256-bf16-h200,"
     "vit-b-b128-bf16-h200,gpt2-b16-bf16-h200"
 )
+ATTEMPTS = 2
 START_S = 25.0
 """Nodes take about this long to start."""
 LARGEST_BYTES = 80_000_000
@@ -175,9 +176,15 @@ def left(record: Record, models: list[str], setting: Setting) -> dict[str, list[
 
 
 def measure(
-    session: Session, setting: Setting, path: Path, profiles: dict[str, Profile], given: argparse.Namespace, end: float
+    session: Session,
+    setting: Setting,
+    path: Path,
+    profiles: dict[str, Profile],
+    given: argparse.Namespace,
+    end: float,
+    tried: set[str],
 ) -> None:
-    """Calibrate, then measure what is left, model by model, while there is time."""
+    """Calibrate, then measure what is left, model by model, while there is time; models go to `tried` as they begin."""
     record = opened(path, setting)
     calibrated = experiment.calibrate(
         session,
@@ -195,7 +202,7 @@ def measure(
         }
     )
     seconds_each = parse_duration(given.seconds)
-    for model, names in left(record, list(profiles), setting).items():
+    for model, names in left(record, [one for one in profiles if one not in tried], setting).items():
         profile = setting.compute(profiles[model])
         plans = [(name, plan_for(name, profile, calibrated.network, setting)) for name in names]
         made = [
@@ -206,9 +213,10 @@ def measure(
         if time.monotonic() + expected_s > end:
             print(f"{setting.name}: no time for {model}, which takes {format_seconds(expected_s)}", file=sys.stderr)
             continue
+        tried.add(model)
         before = session.ask("health", 60)
         results, alone_s = experiment.measure(session, profiles[model], setting, made, seconds_each)
-        write(given.folder / "profiles" / f"{model}.json", encode(profiles[model]))
+        write(given.folder / "profiles" / f"{model}.json.gz", encode(profiles[model]))
         record["alone"].append(
             {
                 "session": len(record["sessions"]) - 1,
@@ -254,14 +262,18 @@ def main() -> None:
     each_s = START_S + parse_duration(given.budget) + LEAST_S
     for place, setting in enumerate(todo):
         end = begun + limit_s - (len(todo) - place - 1) * each_s
-        if time.monotonic() + each_s - LEAST_S > end:
-            print(f"{setting.name}: no time", file=sys.stderr)
-            continue
-        try:
-            with experiment.opened(setting, 1) as session:
-                measure(session, setting, paths[setting.name], profiles, given, end)
-        except BackbeatError as error:
-            print(f"{setting.name}: {error}", *getattr(error, "__notes__", []), sep="\n", file=sys.stderr)
+        tried: set[str] = set()
+        for _ in range(ATTEMPTS):
+            if time.monotonic() + each_s - LEAST_S > end:
+                print(f"{setting.name}: no time", file=sys.stderr)
+                break
+            try:
+                with experiment.opened(setting, 1) as session:
+                    measure(session, setting, paths[setting.name], profiles, given, end, tried)
+                break
+            except BackbeatError as error:
+                # The nodes are gone; the models behind the one that failed are tried on new ones.
+                print(f"{setting.name}: {error}", *getattr(error, "__notes__", []), sep="\n", file=sys.stderr)
     show(given.folder)
 
 

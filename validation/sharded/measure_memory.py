@@ -4,7 +4,9 @@
 
 The process group sends nothing (torch's `fake` backend), so that one process is one rank of any number: sizes, streams
 and the allocator are real, values are not. Each model is profiled as it is (SGD with momentum), then sharded by each
-strategy and trained for three steps; the peak is `max_memory_allocated` of the last two. Saved after every row.
+strategy and trained for three steps; the peak is `max_memory_allocated` of the last two. A bf16 model runs twice:
+`native`, computing in the dtype of its gathered parameters, and under `autocast`, as it was profiled. Saved after every
+row.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import backbeat as bb
 from backbeat.measure import profile as measure
+from backbeat.measure.model.precision import autocast
 from backbeat.model import MemoryPlan, Plan, Profile, Segment
 from backbeat.simulate.sharded_memory import sharded_memory
 from backbeat.zoo import models
@@ -113,7 +116,10 @@ def shard(model: nn.Module, plan: Plan, device: str, recomputed: bool) -> None:
     fully_shard(model, mesh=grid, mp_policy=policy)
 
 
-def peak_of(factory: Callable[..., Any], batch_size: int, device: str, plan: Plan, case: tuple[Any, ...]) -> int:
+def peak_of(
+    factory: Callable[..., Any], batch_size: int, device: str, plan: Plan, case: tuple[Any, ...], precision: str
+) -> int:
+    """`precision`: what forward runs under; fp32 leaves it to the parameters' dtype."""
     _, _, micro_batches, recomputed = case
     sharding = plan.sharding
     assert sharding is not None
@@ -128,7 +134,10 @@ def peak_of(factory: Callable[..., Any], batch_size: int, device: str, plan: Pla
                 last = number == micro_batches - 1
                 model.set_requires_gradient_sync(last or sharding.gradient_sync == "every")
                 model.set_reshard_after_backward(last or sharding.reshard_after_backward)
-                loss(model, batch).backward()
+                with autocast(precision, torch.device(device)):
+                    result = loss(model, batch)
+                result.backward()
+                del result
             optimizer.step()
             optimizer.zero_grad()
         found = torch.cuda.max_memory_allocated() if device == "cuda" else 0
@@ -203,17 +212,18 @@ def main() -> None:
                     row["kinds"] = {
                         field: getattr(held, field) for field in held.__dataclass_fields__ if field.endswith("_bytes")
                     } | {"where": held.where, "phase": held.phase}
-                    row["measured_bytes"] = peak_of(factory, batch_size, device, plan, case)
-                    if row["measured_bytes"]:
-                        row["error"] = held.peak_bytes / row["measured_bytes"] - 1
+                    for style in ("native", "autocast") if precision in ("bf16", "fp16") else ("native",):
+                        under = precision if style == "autocast" else "fp32"
+                        found = peak_of(factory, batch_size, device, plan, case, under)
+                        row[f"{style}_bytes"] = found
+                        row[f"{style}_error"] = held.peak_bytes / found - 1 if found else None
                 except Exception as error:
                     row["failed"] = f"{type(error).__name__}: {error}"
                     row["trace"] = traceback.format_exc()
                     clean(device)
                 rows.append(row)
                 options.output.write_text(json.dumps(answer, indent=1))
-                print({key: row.get(key) for key in ("model", "precision", "strategy", "workers", "micro_batches",
-                       "recomputed", "predicted_bytes", "measured_bytes", "error", "failed")}, flush=True)  # fmt: skip
+                print({key: value for key, value in row.items() if key not in ("kinds", "trace")}, flush=True)
 
 
 if __name__ == "__main__":

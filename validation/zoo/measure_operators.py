@@ -1,6 +1,7 @@
 """Measure how long single operators take on one GPU, family by family, shape by shape.
 
-    python validation/zoo/measure_operators.py -o OUT.json [--limit 150s] [--families matmul,attention] [--tiny]
+    python validation/zoo/measure_operators.py -o OUT.json.gz [--limit 150s] [--families attention,norm] [--tiny]
+        [--resume validation/zoo/h200-operators.json.gz]
 
 How a point is taken: the device is kept busy with a spin while the host submits n calls, so that launching is not part
 of the figure; two events stand around the n calls; the median of three such rounds counts, divided by n. So a figure is
@@ -10,14 +11,17 @@ holds, as weights are found in training; without it the same operands are used a
 operator before has just written. Outputs are always allocated anew, and land where the last ones were.
 
 The file is written after every family. A point that fails is skipped and counted. A family that runs out of its share
-of the time limit stops there; points come in an order in which a family cut short is a coarser grid.
+of the time limit stops there; points come in an order in which a family cut short is a coarser grid. --resume keeps
+what an earlier file has and measures the rest.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import gzip
 import json
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -28,7 +32,7 @@ from typing import Any, NamedTuple
 
 import torch
 from operator_points import Point
-from sweep_memory import lookups, norms, pointwise
+from sweep_memory import lookups, norms, pointwise, reductions
 from sweep_products import LAYOUTS, attention, batched_products, matmuls, odd_products, sustained, vocabularies
 from sweep_training import chains, convolutions, grouped_convolutions, host, optimizers
 
@@ -56,6 +60,7 @@ SWEEPS = {
     "pointwise": Sweep(9, pointwise),
     "norm": Sweep(8, norms),
     "lookup": Sweep(5, lookups),
+    "reduction": Sweep(3, reductions),
     "convolution-bf16": Sweep(16, convolutions("bf16", False)),
     "convolution-tf32": Sweep(16, convolutions("tf32", False)),
     "grouped": Sweep(8, grouped_convolutions),
@@ -87,7 +92,10 @@ class Bench:
 
     def run(self, family: str, points: Iterator[Point], deadline: float) -> None:
         rows = self.rows.setdefault(family, [])
+        known = {_identity(row) for row in rows}
         for point in points:
+            if _identity(point.row) in known:
+                continue
             if time.monotonic() > deadline:
                 self.errors.append(f"{family}: out of time")
                 break
@@ -142,11 +150,23 @@ class Bench:
             torch.cuda.empty_cache()
 
 
+def _identity(row: dict[str, Any]) -> str:
+    """What was measured, without what came out."""
+    return json.dumps({name: value for name, value in row.items() if not re.fullmatch(r"(.*_)?s\d?|.*bytes", name)})
+
+
+def read(path: Path) -> dict[str, Any]:
+    content = path.read_bytes()
+    return json.loads(gzip.decompress(content) if path.suffix == ".gz" else content)
+
+
 def main() -> int:
     options = _arguments()
     device = torch.device(options.device)
     torch.manual_seed(0)
     bench = Bench(device)
+    if options.resume:
+        bench.rows = {name: rows for name, rows in read(options.resume).items() if name in SWEEPS}
     start = time.monotonic()
     limit_s = parse_duration(options.limit)
     chosen = options.families.split(",") if options.families else list(SWEEPS)
@@ -160,7 +180,8 @@ def main() -> int:
         # What earlier families left over goes to the later ones.
         bench.run(family, sweep.points(device, options.tiny), start + limit_s * spent / total)
         took[family] = round(time.monotonic() - begin, 2)
-        options.out.write_text(_document(bench, device, options, took))
+        content = _document(bench, device, options, took).encode()
+        options.out.write_bytes(gzip.compress(content, mtime=0) if options.out.suffix == ".gz" else content)
         print(
             f"{family}: {len(bench.rows[family])} points, {bench.failures.get(family, 0)} failed, {took[family]} s",
             flush=True,
@@ -202,6 +223,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("-o", "--out", type=Path, required=True)
     parser.add_argument("--limit", default="150s", help="wall-clock limit for all families (default 150s)")
     parser.add_argument("--families", help=f"comma-separated, of {', '.join(SWEEPS)}")
+    parser.add_argument("--resume", type=Path, help="an earlier output: its points are kept and not measured again")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="a few tiny points a family, to try the script on a CPU")
     return parser.parse_args()

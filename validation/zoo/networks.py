@@ -8,14 +8,15 @@ you can rely on: `torchrun … -m backbeat calibrate -o network.json`.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from backbeat.cost.collectives import Collective, seconds, traffic
-from backbeat.cost.fabric import Kind, bandwidth_share
-from backbeat.model import CollectiveTimes, Fabric, Network, Source, Topology, WorkersRow
+from backbeat.cost.collectives import seconds
+from backbeat.cost.fabric import Kind
+from backbeat.cost.protocols import INFINIBAND, NicLatency
+from backbeat.model import CollectiveTimes, Fabric, Network, Source, Topology
 from backbeat.model.slowdown import Transport
+from backbeat.model.specification import Specification
 
 FOLDER = Path(__file__).resolve().parents[2] / "backbeat" / "zoo" / "networks"
 
@@ -66,67 +67,18 @@ def nvlink(name: str, gbit_per_gpu: float, why: str) -> Network:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NicLatency:
-    """Latencies of NCCL between nodes, read off one published sweep over message sizes each, and its transport."""
-
-    small_s: float
-    """All-reduce of a few bytes on two nodes."""
-    doubling_s: float
-    """What it takes longer on twice the nodes."""
-    middle_s: float
-    """What messages of some megabytes take beyond their transfer, on four nodes."""
-    transport: Transport | None
-    """None where nobody says what NCCL takes of a GPU there, as with kernels that unpack TCP (GPUDirect-TCPX)."""
-    why: str
-
-
-INFINIBAND = NicLatency(
-    small_s=25e-6,
-    doubling_s=10e-6,
-    middle_s=150e-6,
-    transport="infiniband",
-    why="2, 4 and 8 nodes of 8 H100, NVIDIA/nccl-tests/issues/309",
-)
-EFA = NicLatency(
-    small_s=60e-6,
-    doubling_s=32e-6,
-    middle_s=390e-6,
-    transport="efa",
-    why="2 p5 and 16 p5en (aws-samples/awsome-distributed-training), 4 p6-b200 (stas00/ml-engineering)",
-)
-EFA_2020 = NicLatency(
-    small_s=160e-6,
-    doubling_s=60e-6,
-    middle_s=1250e-6,
-    transport="efa",
-    why="2 p4de (aws-samples/awsome-distributed-training)",
-)
-TCPX = NicLatency(
-    small_s=123e-6,
-    doubling_s=60e-6,
-    middle_s=1400e-6,
-    transport=None,
-    why="2 a3-megagpu (lessizzmore/create-a3mega-ztan-fork)",
-)
-NVL72 = NicLatency(
-    small_s=183e-6,
-    doubling_s=30e-6,
-    middle_s=600e-6,
-    transport="infiniband",
-    why="2 racks of GB200 (oracle-quickstart/oci-hpc-oke)",
-)
-
-MIDDLE_GROWTH = 0.66
-"""The latency of middle-sized messages grows with this power of the nodes: Polaris, 8 to 256 (ALCF's nccl-tests)."""
-RING_STEP_S = 9.4e-6
-"""One step of NCCL's ring all-gather: 80 H100, 32 MiB to 16 GiB (xxrjun/nccl-tests-cluster)."""
-SMALL_STEP_S = 2.5e-6
-"""The same for small messages. Assumed."""
-GATHER_SHARE = 0.88
-"""Bandwidth of its all-gather and reduce-scatter over that of its all-reduce: the same."""
-INSIDE_LINES = ((13e-6, 0.10), (20e-6, 0.57), (60e-6, 1.0))
-"""(latency, share of the bus bandwidth) of NCCL's protocols inside 8 GPUs: one p5 (awsome-distributed-training)."""
+EFA = NicLatency(small_s=60e-6, doubling_s=32e-6, middle_s=390e-6)
+EFA_2020 = NicLatency(small_s=160e-6, doubling_s=60e-6, middle_s=1250e-6)
+TCPX = NicLatency(small_s=123e-6, doubling_s=60e-6, middle_s=1400e-6)
+NVL72 = NicLatency(small_s=183e-6, doubling_s=30e-6, middle_s=600e-6)
+SEEN_ON: dict[NicLatency, tuple[str, Transport | None]] = {
+    EFA: ("2 p5 and 16 p5en (aws-samples/awsome-distributed-training), 4 p6-b200 (stas00/ml-engineering)", "efa"),
+    EFA_2020: ("2 p4de (aws-samples/awsome-distributed-training)", "efa"),
+    TCPX: ("2 a3-megagpu (lessizzmore/create-a3mega-ztan-fork)", None),
+    NVL72: ("2 racks of GB200 (oracle-quickstart/oci-hpc-oke)", "infiniband"),
+    INFINIBAND: ("2, 4 and 8 nodes of 8 H100, NVIDIA/nccl-tests/issues/309", "infiniband"),
+}
+"""Where the latencies are read off, one published sweep over message sizes each; and what NCCL sends by there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,6 +90,7 @@ class Cluster:
     """In one NVLink domain, which is a node here."""
     inside_gb_s: float
     """Bus bandwidth of a large all-reduce inside it: above the link's own rate where the NVSwitch adds (NVLS)."""
+    nvls: bool = True
     nics: int
     nic_gbit: float
     efficiency: float
@@ -146,81 +99,25 @@ class Cluster:
     kind: Kind
     why: str
 
-    def bus_bandwidth(self, nodes: int) -> float:
-        """Of a large all-reduce on a quiet cluster, in bytes a second. NCCL rings cross a node's NICs with all of their
-        traffic, 2(N-1)/N bytes a byte; on two nodes its tree sends each byte across once, until NVLink is the limit."""
-        inside = self.inside_gb_s * 1e9
-        wire = self.nics * self.nic_gbit / 8 * 1e9 * self.efficiency * bandwidth_share(self.kind, nodes, "quiet")
-        return min(wire * traffic("all_reduce", "ring", 2 * self.gpus) if nodes == 2 else wire, inside)
-
-    def all_reduce_s(self, nodes: int, size: float) -> float:
-        """The fastest of NCCL's protocols: low latency, middle, and full bandwidth."""
-        inside = [(self.gpus / 8 * latency, share * self.inside_gb_s * 1e9) for latency, share in INSIDE_LINES]
-        within = _fastest("all_reduce", inside, self.gpus, size)
-        if nodes == 1:
-            return within
-        rate = self.bus_bandwidth(nodes)
-        small = self.latency.small_s + self.latency.doubling_s * math.log2(nodes / 2)
-        middle = self.latency.middle_s * (nodes / 4) ** MIDDLE_GROWTH
-        lines = [(small, 0.13 * rate), (middle, 0.78 * rate), (1.5 * middle, rate)]
-        return max(within, _fastest("all_reduce", lines, nodes * self.gpus, size))
-
-    def gathered_s(self, collective: Collective, nodes: int, size: float) -> float:
-        """All-gather and reduce-scatter: NCCL has rings for them, one step a GPU."""
-        steps = nodes * self.gpus - 1
-        inside = 0.75 * self.inside_gb_s * 1e9
-        lines = [(steps * INSIDE_LINES[1][0] / 7, inside)]
-        if nodes > 1:
-            rate = min(GATHER_SHARE * self.bus_bandwidth(nodes), inside)
-            lines = [(steps * SMALL_STEP_S, 0.13 * rate), (steps * RING_STEP_S, rate)]
-        return _fastest(collective, lines, steps + 1, size)
-
-    def row(self, nodes: int) -> WorkersRow:
-        """Times of a typical cluster: all but the smallest message's latency is slower than on a quiet one."""
-        sizes = [4**power for power in range(8, 18)]
-        slowdown = bandwidth_share(self.kind, nodes, "quiet") / bandwidth_share(self.kind, nodes)
-
-        def typical(quiet: list[float]) -> CollectiveTimes:
-            times = (quiet[0] + (time - quiet[0]) * slowdown for time in quiet)
-            return CollectiveTimes(
-                points=tuple((size, float(f"{time:.4g}")) for size, time in zip(sizes, times, strict=True))
-            )
-
-        return WorkersRow(
-            workers=nodes * self.gpus,
-            all_reduce=typical([self.all_reduce_s(nodes, size) for size in sizes]),
-            all_gather=typical([self.gathered_s("all_gather", nodes, size) for size in sizes]),
-            reduce_scatter=typical([self.gathered_s("reduce_scatter", nodes, size) for size in sizes]),
-        )
-
     def network(self) -> Network:
-        rows = [self.row(2**power) for power in range(8)]
-        own = rows[1]
-        return Network(
-            name=self.name,
-            workers=own.workers,
-            all_reduce=own.all_reduce,
-            all_gather=own.all_gather,
-            reduce_scatter=own.reduce_scatter,
-            rows=tuple(row for row in rows if row is not own),
-            topology=Topology(
-                algorithm="auto",
-                gpus_per_node=self.gpus,
-                fabric=Fabric(kind=self.kind),
-                transport=self.latency.transport,
-            ),
-            backend="nccl",
-            source=Source(
-                method="assumed",
-                reference=f"{self.why}; {self.nics} x {self.nic_gbit:g} Gbit/s a node, of which a large all-reduce "
-                f"reaches {self.efficiency:.0%} as bus bandwidth; latencies of {self.latency.why}",
-            ),
+        seen_on, transport = SEEN_ON[self.latency]
+        sheet = Specification(
+            gpus_per_node=self.gpus,
+            inside=self.inside_gb_s * 1e9,
+            nic=self.nic_gbit / 8 * 1e9,
+            nics_per_node=self.nics,
+            latency=self.latency,
+            efficiency=self.efficiency,
+            fabric=Fabric(kind=self.kind),
+            nvls=self.nvls,
+            transport=transport,
         )
-
-
-def _fastest(collective: Collective, lines: list[tuple[float, float]], workers: int, size: float) -> float:
-    sent = traffic(collective, "ring", workers) * size
-    return min(latency + sent / rate for latency, rate in lines)
+        return sheet.network(
+            self.name,
+            [2**power for power in range(8)],
+            reference=f"{self.why}; {self.nics} x {self.nic_gbit:g} Gbit/s a node, of which a large all-reduce "
+            f"reaches {self.efficiency:.0%} as bus bandwidth; latencies of {seen_on}",
+        )
 
 
 def clusters() -> list[Cluster]:
@@ -236,6 +133,7 @@ def clusters() -> list[Cluster]:
         Cluster(
             name="aws-p4d",
             inside_gb_s=nvlink3,
+            nvls=False,
             nics=4,
             nic_gbit=100,
             efficiency=0.84,
@@ -318,6 +216,7 @@ def clusters() -> list[Cluster]:
         Cluster(
             name="dgx-a100",
             inside_gb_s=nvlink3,
+            nvls=False,
             nics=8,
             nic_gbit=200,
             efficiency=0.96,

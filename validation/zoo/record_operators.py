@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from compare_analytic import measured_profiles
 
-from backbeat.cost.roofline import roofline
+from backbeat.cost.operator_model import operator_model
 from backbeat.measure.model import analytic
 from backbeat.measure.model.factory import load
 
@@ -42,9 +42,11 @@ class Recorder(analytic.Estimator):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self.fused and func is torch.ops.aten._local_scalar_dense.default:
+        if self.updated_bytes is not None and func is torch.ops.aten._local_scalar_dense.default:
             return 1.0
         result = func(*args, **kwargs)
+        if func.namespace != "aten" or not self.working:
+            return result
         self.clock.now_s += 1
         SEEN.append(json.dumps([str(func), encode(args), encode(kwargs), encode(result)]))
         return result
@@ -60,7 +62,7 @@ def record(job: tuple[str, str, int, str]) -> tuple[str, Any]:
     SEEN.clear()
     try:
         workload = analytic.build_without_data(load(factory), batch_size)
-        figures = analytic.analytic_figures(workload, roofline("h200", precision), precision, 1)
+        figures, _ = analytic.analytic_figures(workload, operator_model("h200", precision), precision, 1)
     except Exception as error:
         return name, f"{type(error).__name__}: {error}"
     counts = [round(seconds) for seconds in (figures.forward_s, figures.backward_s, figures.update_s)]

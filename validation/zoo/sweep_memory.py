@@ -146,3 +146,34 @@ def norms(device: torch.device, tiny: bool) -> Iterator[Point]:
                 lambda x, w, b: functional.group_norm(x, 32, w, b), ((batch, count, side, side), (count,), (count,))
             )
             yield from function_points({"op": "group_norm"} | row, case, precision, device)
+
+
+def reductions(device: torch.device, tiny: bool) -> Iterator[Point]:
+    """Sums over rows and columns, copies that turn a tensor round, factors that are broadcast: by both dimensions."""
+    rows, columns = ((64,), (64,)) if tiny else ((256, 2048, 8192, 32768, 131072), (64, 256, 1024, 4096, 32768))
+    functions: dict[str, Callable[[torch.Tensor], Any]] = {
+        "sum_rows": lambda x: x.sum(0),
+        "sum_columns": lambda x: x.sum(1),
+        "transpose": lambda x: x.t().contiguous(),
+        "scale_rows": lambda x: x * x[:, :1],
+        "scale_columns": lambda x: x * x[0],
+    }
+
+    def point(name: str, function: Callable[..., Any], shape: tuple[int, ...], precision: str) -> Point:
+        def make() -> Callable[[int], Any]:
+            x = Pool.of(DTYPES[precision], device).take(*shape)
+            return lambda index: function(x)
+
+        return Point({"op": name, "dtype": precision, "shape": list(shape)}, make, precision)
+
+    for count, width, (name, function), precision in itertools.product(
+        rows, columns, functions.items(), ("bf16", "fp32")
+    ):
+        if count * width <= (1 << 28):
+            yield point(name, function, (count, width), precision)
+    shapes = [(2, 8, 4)] if tiny else [(64, 64, 3136), (64, 96, 3136), (64, 384, 196), (64, 768, 49), (64, 256, 784)]
+    for shape, precision in itertools.product(shapes, ("bf16", "fp32")):
+        yield point("sum_channels", lambda x: x.sum((0, 2)), shape, precision)
+        yield point("channels_last", lambda x: x.transpose(1, 2).contiguous(), shape, precision)
+        turned = (shape[0], shape[2], shape[1])
+        yield point("channels_first", lambda x: x.transpose(1, 2).contiguous(), turned, precision)

@@ -1,73 +1,41 @@
 """A model's profile without the GPU: the very iteration that is measured, on tensors that have shapes but no data.
 
-A dispatch mode sees every operation of forward, backward and update, and moves a virtual clock on by what the roofline
-says it takes. The hooks and marks are the measured profile's own, reading that clock instead.
+A dispatch mode sees every operator of forward, backward and update, and moves two virtual clocks on: the host's by what
+it takes to submit the operator, the device's by what the operator model says that its kernels take, never before the
+host has submitted them. The hooks and marks are the measured profile's own, reading the device's clock.
 """
 
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from backbeat.comm.clock import HostClock
 from backbeat.comm.machine import today, versions
-from backbeat.cost.roofline import Roofline, roofline
+from backbeat.cost.operator_model import OperatorModel, operator_model
+from backbeat.cost.operators import Traffic
 from backbeat.errors import BackbeatError, InputError
 from backbeat.measure.model.batches import map_batch, samples_in
+from backbeat.measure.model.estimator import Estimator, VirtualClock
 from backbeat.measure.model.factory import Factory, Workload
+from backbeat.measure.model.gpu_operators import gpu_operators, unpacked_sequences
 from backbeat.measure.model.observation import Figures, take
-from backbeat.measure.model.operator_work import work_of
+from backbeat.measure.model.optimizers import describe_optimizer, make_optimizer
 from backbeat.measure.model.precision import PRECISIONS
-from backbeat.measure.model.training_step import Training, where_raised
-from backbeat.model import Profile, Source
+from backbeat.measure.model.training_step import Marks, Observer, Training, where_raised
+from backbeat.model import ComputeShares, Profile, Source
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from backbeat.comm.clock import Mark
-
+ANALYTIC_PRECISIONS = (*PRECISIONS, "fp8")
 _CPU = torch.device("cpu")
 _GPU_CHOICES = ("foreach", "fused", "capturable")
 """Of torch's optimizers: how the update is split into kernels, never what it computes."""
-
-
-class VirtualClock(HostClock):
-    """A clock that stands still until it is told how long something took."""
-
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def mark(self) -> Mark:
-        return self.now_s
-
-    def host_s(self) -> float:
-        return self.now_s
-
-
-class Estimator(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Every operation under it moves the clock on."""
-
-    def __init__(self, roof: Roofline, clock: VirtualClock) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.roof = roof
-        self.clock = clock
-        self.fused = False
-        """Whether operations are part of one large kernel, as the optimizer's are on a GPU."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if self.fused and func is torch.ops.aten._local_scalar_dense.default:
-            # The number of the step, which an optimizer corrects its averages by: any will do.
-            return 1.0
-        result = func(*args, **kwargs)
-        work = work_of(func, args, kwargs, result)
-        self.clock.now_s += self.roof.seconds(replace(work, optimizer=True) if self.fused else work)
-        return result
 
 
 def analytic_profile(
@@ -79,15 +47,23 @@ def analytic_profile(
     batch_size: int | None = None,
     precision: str = "bf16",
     accumulation: int = 1,
+    optimizer: str | None = None,
+    compiled: bool = False,
+    launch_overhead: bool = True,
     name: str | None = None,
     command: str | None = None,
 ) -> Profile:
-    """Build the factory's model without data and compute its profile on a GPU given by name or by peak rates."""
-    if precision not in PRECISIONS:
-        raise InputError(f"precision is {precision!r}: it must be one of {', '.join(PRECISIONS)}")
+    """Build the factory's model without data and compute its profile on a GPU given by name or by peak rates.
+
+    `optimizer` (sgd, adam or adamw) stands in where the factory returns none; SGD with momentum unless said otherwise.
+    `compiled` takes the model as torch.compile would run it: memory-bound operators fused, less work for the host.
+    Without `launch_overhead` the host is taken to be always ahead.
+    """
+    if precision not in ANALYTIC_PRECISIONS:
+        raise InputError(f"precision is {precision!r}: it must be one of {', '.join(ANALYTIC_PRECISIONS)}")
     if accumulation < 1:
         raise InputError(f"accumulation is {accumulation}: it must be 1 or more")
-    roof = roofline(gpu, precision, tflops=tflops, gbps=gbps)
+    model = operator_model(gpu, precision, tflops=tflops, gbps=gbps, launch_overhead=launch_overhead)
     size = factory.batch_size(batch_size)
     workload = build_without_data(factory, size)
     if workload.optimizer is not None and not isinstance(workload.optimizer, torch.optim.Optimizer):
@@ -100,17 +76,47 @@ def analytic_profile(
         raise InputError(f"the batch of {factory.spec} holds no tensor to count samples in")
     if batch_size is not None and samples != batch_size:
         raise InputError(f"{factory.spec} takes no batch_size and its batch holds {samples} samples, not {batch_size}")
-    figures = analytic_figures(workload, roof, precision, accumulation)
-    return _document(
-        factory,
-        figures,
-        roof,
-        samples,
-        precision,
-        accumulation,
-        name,
-        command,
-        "SGD with momentum (none given)" if workload.optimizer is None else type(workload.optimizer).__name__,
+    if workload.optimizer is None:
+        trainable = [parameter for parameter in workload.model.parameters() if parameter.requires_grad]
+        workload = replace(workload, optimizer=make_optimizer(optimizer or "sgd", trainable)) if trainable else workload
+    elif optimizer is not None:
+        raise InputError(f"{factory.spec} returns an optimizer of its own: drop --optimizer {optimizer}")
+    figures, estimated = analytic_figures(workload, model, precision, accumulation, compiled)
+    title = name or f"{factory.title}-b{samples}-{precision}-{model.accelerator.short_name}"
+    if compiled and name is None:
+        title += "-compiled"
+    notes = [
+        "analytic: computed from shapes and peak rates, not measured",
+        f"operators: {model.origin}",
+        f"update: {estimated.update}; peak memory is the sum of its kinds",
+        "the host is as quick as the one that operators were measured with" if launch_overhead else "the host is ahead",
+    ]
+    if compiled:
+        notes.append("compiled: chains of memory-bound operators are one kernel each, as torch.compile makes them")
+    if factory.description:
+        notes.insert(0, f"{factory.spec}: {factory.description}")
+    document = figures.profile(
+        name=title if title.endswith("-analytic") else f"{title}-analytic",
+        model=factory.title,
+        batch_size=samples,
+        precision=precision,
+        device=f"{model.accelerator.name} (analytic)",
+        accumulation=accumulation,
+        source=Source(
+            method="analytic",
+            command=command,
+            date=today(),
+            versions=versions(_CPU),
+            reference="the vendor's dense peak rates",
+        ),
+        notes=[*notes, *figures.gradients.left_out],
+    )
+    return msgspec.structs.replace(
+        document,
+        compute_shares=estimated.shares,
+        host_s=estimated.host_s,
+        optimizer=None if workload.optimizer is None else describe_optimizer(workload.optimizer),
+        compiled=compiled,
     )
 
 
@@ -137,33 +143,52 @@ def _staying_put() -> Iterator[None]:
         torch.nn.Module.to = move  # type: ignore[method-assign]
 
 
-def analytic_figures(workload: Workload, roof: Roofline, precision: str, accumulation: int) -> Figures:
-    """One iteration's figures, with the roofline's seconds for every operation."""
+@dataclass(frozen=True)
+class Estimated:
+    """What the estimator says beside times."""
+
+    shares: ComputeShares | None
+    host_s: float | None
+    """To submit one iteration."""
+    update: str
+    """How the update is split into kernels."""
+
+
+def analytic_figures(
+    workload: Workload, model: OperatorModel, precision: str, accumulation: int, compiled: bool = False
+) -> tuple[Figures, Estimated]:
+    """One iteration's figures, with the operator model's seconds for every operator."""
     clock = VirtualClock()
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    estimator = Estimator(roof, clock)
-    model, batch, optimizer = _without_data(workload, mode)
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    estimator = Estimator(model, clock, precision, compiled)
+    update = update_of(workload.optimizer)
+    module, batch, optimizer = _without_data(workload, mode)
+    trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
     if not trainable:
         raise InputError("no parameter of the model has requires_grad: there are no gradients to time; unfreeze some")
-    if optimizer is None:
-        optimizer = torch.optim.SGD(trainable, lr=1e-4, momentum=0.9, foreach=False)
     training = _AnalyticTraining(
-        model=model,
+        model=module,
         batch=batch,
         loss=workload.loss,
-        optimizer=optimizer,
+        optimizer=optimizer or torch.optim.SGD(trainable, lr=1e-4, momentum=0.9, foreach=False),
         device=_CPU,
         # Autocast on the CPU casts the same products as on a GPU; what counts is the width, so fp16 passes for bf16.
-        precision="bf16" if precision in ("bf16", "fp16") else "fp32",
+        precision="bf16" if precision in ("bf16", "fp16", "fp8") else "fp32",
         accumulation=accumulation,
         scaler=None,
         clock=clock,
         estimator=estimator,
+        kernels=update,
     )
     try:
-        with mode, estimator, _fused_attention():
-            return take(training, 1, 1, None)
+        with (
+            mode,
+            estimator,
+            gpu_operators(estimator.paused),
+            unpacked_sequences(),
+            _parameters_on_host(module, estimator),
+        ):
+            figures = take(training, 1, 1, None)
     except Exception as error:
         cause = error.__cause__ if isinstance(error, BackbeatError) else error
         if isinstance(cause, (DataDependentOutputException, DynamicOutputShapeException)):
@@ -171,40 +196,99 @@ def analytic_figures(workload: Workload, roof: Roofline, precision: str, accumul
         if isinstance(error, BackbeatError):
             raise
         raise InputError(f"running the model without data raised {where_raised(error)}") from error
+    total = sum(estimator.by_family.values())
+    shares = {family: round(seconds / total, 6) for family, seconds in estimator.by_family.items()} if total else None
+    return figures, Estimated(
+        shares=None if shares is None else ComputeShares(**shares),
+        host_s=training.submitting_s[-1] if model.host.view_s else None,
+        update=update,
+    )
+
+
+def update_of(optimizer: Any) -> str:
+    """How a GPU runs the update: fused, foreach (torch's choice unless told otherwise) or loop."""
+    if optimizer is None:
+        return "foreach"
+    groups = optimizer.param_groups
+    if any(group.get("fused") for group in groups):
+        return "fused"
+    return "loop" if any(group.get("foreach", False) is False for group in groups) else "foreach"
 
 
 @dataclass(frozen=True, kw_only=True)
 class _AnalyticTraining(Training):
-    """Its optimizer is estimated as the few large kernels that a GPU runs."""
+    """Training that tells the estimator which phase it is in."""
 
     estimator: Estimator
+    kernels: str
+    submitting_s: list[float] = field(default_factory=list)
+    """The host's time of each iteration."""
+
+    def iterate(self, observer: Observer | None = None) -> Marks:
+        begin_s = self.estimator.clock.submitted_s
+        marks = super().iterate(observer)
+        self.submitting_s.append(round(self.estimator.clock.submitted_s - begin_s, 8))
+        return marks
+
+    def forward(self) -> torch.Tensor:
+        loss = super().forward()
+        self.estimator.flush()
+        return loss
 
     def update(self) -> None:
-        self.estimator.fused = True
-        super().update()
-        self.estimator.fused = False
+        """An optimizer over all tensors at once is a few large kernels; the loop is estimated like any operator."""
+        estimator = self.estimator
+        estimator.flush()
+        before = dict(estimator.by_family)
+        if self.kernels == "loop":
+            super().update()
+            estimator.flush()
+        else:
+            estimator.updated_bytes = 0.0
+            parameters = [p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
+            super().update()
+            moved, estimator.updated_bytes = estimator.updated_bytes, None
+            kind = f"{self.kernels}/{'adam' if 'Adam' in type(self.optimizer).__name__ else 'sgd'}"
+            if self.kernels == "fused":
+                moved = self._fused_bytes(parameters)
+            host_s = estimator.model.host.step_s(kind, len(parameters))
+            estimator.clock.submit(host_s, estimator.model.seconds(Traffic(f"update/{kind}", moved)))
+        # The shares are of forward and backward.
+        estimator.by_family = before
+
+    def _fused_bytes(self, parameters: list[torch.Tensor]) -> float:
+        """One kernel reads parameter, gradient and state, and writes parameter and state."""
+        total = 0.0
+        for parameter in parameters:
+            state = [value for value in self.optimizer.state[parameter].values() if isinstance(value, torch.Tensor)]
+            elements = parameter.numel() * parameter.element_size()
+            total += 3 * elements + 2 * sum(value.numel() * value.element_size() for value in state)
+        return total
 
 
 @contextlib.contextmanager
-def _fused_attention() -> Iterator[None]:
-    """Attention with dropout is one fused kernel on a GPU; on the CPU only attention without dropout is.
+def _parameters_on_host(model: torch.nn.Module, estimator: Estimator) -> Iterator[None]:
+    """What the host spends on modules and parameters beside operators; a compiled forward has no modules left."""
+    each_s = estimator.model.host.parameter_s
 
-    Replaced where every call arrives, those of modules and of recomputation in backward included: a checkpointed block
-    must save in recomputation what it saved in forward.
-    """
-    attention = torch.ops.aten.scaled_dot_product_attention.default
+    def called(module: torch.nn.Module, args: Any) -> None:
+        estimator.clock.submit(each_s * len(module._parameters), 0.0)
 
-    def without_dropout(
-        query: Any, key: Any, value: Any, mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False, **rest: Any
-    ) -> Any:
-        return attention.decompose(query, key, value, mask, 0.0, is_causal, **rest)
+    def accumulated(parameter: torch.Tensor) -> None:
+        estimator.clock.submit(each_s, 0.0)
 
-    library = torch.library.Library("aten", "IMPL")
-    library.impl(attention, without_dropout, "AutogradCPU")
+    hooks: list[Any] = [
+        parameter.register_post_accumulate_grad_hook(accumulated)
+        for parameter in model.parameters()
+        if parameter.requires_grad
+    ]
+    if estimator.fusion is None:
+        hooks.append(torch.nn.modules.module.register_module_forward_pre_hook(called))
     try:
         yield
     finally:
-        library._destroy()
+        for hook in hooks:
+            hook.remove()
 
 
 def _without_data(
@@ -238,41 +322,3 @@ def _without_data(
             # Kernels over many tensors are for a GPU; the estimator takes what they do from the operations one by one.
             group.update({choice: False for choice in _GPU_CHOICES if choice in group})
     return workload.model, batch, optimizer
-
-
-def _document(
-    factory: Factory,
-    figures: Figures,
-    roof: Roofline,
-    samples: int,
-    precision: str,
-    accumulation: int,
-    name: str | None,
-    command: str | None,
-    optimizer: str,
-) -> Profile:
-    title = name or f"{factory.title}-b{samples}-{precision}-{roof.device.name}"
-    notes = [
-        "analytic: computed from shapes and peak rates, not measured",
-        f"roofline of {roof.device.title}: {roof.efficiency}",
-        f"optimizer: {optimizer}; peak memory is the sum of its kinds; the host is taken to keep up",
-    ]
-    if factory.description:
-        notes.insert(0, f"{factory.spec}: {factory.description}")
-    notes += figures.gradients.left_out
-    return figures.profile(
-        name=title if title.endswith("-analytic") else f"{title}-analytic",
-        model=factory.title,
-        batch_size=samples,
-        precision=precision,
-        device=f"{roof.device.title} (analytic)",
-        accumulation=accumulation,
-        source=Source(
-            method="analytic",
-            command=command,
-            date=today(),
-            versions=versions(_CPU),
-            reference=roof.device.reference,
-        ),
-        notes=notes,
-    )

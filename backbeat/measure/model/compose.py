@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from backbeat.errors import InputError, MeasurementError
+from backbeat.model import Source
 
 if TYPE_CHECKING:
     from backbeat.model import Block, Gradient, Memory, Profile
@@ -45,6 +46,7 @@ def compose(shallow: Profile, deep: Profile, layers: int, *, name: str | None = 
         blocks=_blocks(deep.blocks, stack, growth.more),
         host_s=growth.optional(shallow.host_s, deep.host_s),
         host_recompute_s=growth.optional(shallow.host_recompute_s, deep.host_recompute_s),
+        source=replace(deep.source, method="composed") if isinstance(deep.source, Source) else deep.source,
         flops_per_sample=growth.optional(shallow.flops_per_sample, deep.flops_per_sample),
         notes=(
             f"composed from measured blocks: {layers} layers from runs with {stack.shallow} and {stack.deep}; a layer "

@@ -18,11 +18,16 @@ def make_optimizer(kind: str, parameters: Sequence[torch.nn.Parameter]) -> torch
     """SGD with momentum, or Adam or AdamW in their fused form, as trainers of transformers run them."""
     if kind == "sgd":
         return torch.optim.SGD(parameters, lr=1e-4, momentum=0.9)
-    if kind == "adam":
-        return torch.optim.Adam(parameters, lr=1e-4, fused=True)
-    if kind == "adamw":
-        return torch.optim.AdamW(parameters, lr=1e-4, fused=True)
-    raise InputError(f"optimizer is {kind!r}: it must be one of {', '.join(OPTIMIZERS)}")
+    if kind not in OPTIMIZERS:
+        raise InputError(f"optimizer is {kind!r}: it must be one of {', '.join(OPTIMIZERS)}")
+    adam = torch.optim.Adam if kind == "adam" else torch.optim.AdamW
+    if not any(parameter.is_meta for parameter in parameters):
+        return adam(parameters, lr=1e-4, fused=True)
+    # Torch refuses to fuse tensors without data; what runs on them is estimated, and only needs to know the choice.
+    made = adam(parameters, lr=1e-4)
+    for settings in (made.defaults, *made.param_groups):
+        settings["fused"] = True
+    return made
 
 
 def describe_optimizer(optimizer: torch.optim.Optimizer) -> str:

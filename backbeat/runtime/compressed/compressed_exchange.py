@@ -34,8 +34,6 @@ from backbeat.runtime.reduce.status import Layout, Verdict, read
 from backbeat.runtime.reduce.step import InFlight
 
 if TYPE_CHECKING:
-    from torch.optim import Optimizer
-
     from backbeat.runtime.reduce.partition import BucketSpec, Partition
     from backbeat.runtime.reduce.step import ReducerContext
 
@@ -49,7 +47,7 @@ class CompressedExchange(Exchange):
     def __init__(self, context: ReducerContext, options: CompressionOptions, *, host: bool = False) -> None:
         super().__init__(context)
         self.options = options
-        self.updates = Updates()
+        self.updates = Updates(self._check_step, momentum_correction=options.momentum_correction)
         self._host = host
         self._carried = Carried(context)
         self._compressed: list[CompressedBucket] = []
@@ -59,14 +57,6 @@ class CompressedExchange(Exchange):
         self._side: Any = _cuda.Stream(device) if device.type == "cuda" else None
         # Where waiting means to wait on a stream, decoding is queued when its bucket leaves.
         self._queues = self._side is not None and context.communicators.backend == "nccl"
-
-    def attach(self, optimizer: Optimizer, *, max_grad_norm: float | None) -> None:
-        self.updates.add(
-            optimizer,
-            max_grad_norm=max_grad_norm,
-            momentum_correction=self.options.momentum_correction,
-            check_step=self._check_step,
-        )
 
     def _check_step(self) -> None:
         """Gradients of a backward under `no_sync` wait for one that synchronises; this rank alone must not use them."""
@@ -81,10 +71,8 @@ class CompressedExchange(Exchange):
 
     def prepare(self, partition: Partition) -> None:
         # Refuses what cannot be, while the buckets there are go on as they were.
-        masked = self.options.factor_masking
-        self._stores = make_stores(
-            partition, self.context, host=self._host, velocity=self._with_velocity(), masked=masked
-        )
+        velocity, masked = self.updates.corrects_momentum, self.options.factor_masking
+        self._stores = make_stores(partition, self.context, host=self._host, velocity=velocity, masked=masked)
         self._join()
         self._carried.take_out(self._compressed)
         self._scratch, self._gathered = Scratch(), Scratch()
@@ -92,9 +80,6 @@ class CompressedExchange(Exchange):
         self._room: torch.Tensor | None = None
         """Where everybody's message comes in, of a bucket that is dealt with at once."""
         self._graphs = None if self.context.communicators.device.type in topk.HOSTS else CudaGraphs()
-
-    def _with_velocity(self) -> bool:
-        return self.options.momentum_correction and self.updates.have_momentum
 
     def bucket(self, spec: BucketSpec, status_length: int) -> BucketBuffer:
         if spec.compression is None or not numel_of(spec, self.context):
@@ -110,7 +95,7 @@ class CompressedExchange(Exchange):
             store=self._stores[spec],
             dtype=dtype,
             dense=not self.updates.at_once,
-            momentum_of=self.updates.momentum_of if self._with_velocity() else None,
+            momentum_of=self.updates.momentum_of if self.updates.corrects_momentum else None,
             gathering=self._gathered,
         )
 

@@ -38,7 +38,10 @@ _MOST_SHARES = 1024
 class Updates:
     """The optimizers handed over."""
 
-    def __init__(self) -> None:
+    def __init__(self, check_step: Callable[[], None], *, momentum_correction: bool) -> None:
+        """`check_step` raises where `step()` must not be called."""
+        self._check_step = weakref.WeakMethod(check_step)
+        self._momentum_correction = momentum_correction
         self.max_grad_norm: float | None = None
         """Gradients are clipped to this global norm before the updates, which wait for the last of them; None: not."""
         self.running = False
@@ -59,20 +62,12 @@ class Updates:
         return bool(self._optimizers) and self.max_grad_norm is None
 
     @property
-    def have_momentum(self) -> bool:
-        """Some of them have momentum of the kind that can be kept before the selection."""
-        return any(isinstance(optimizer, torch.optim.SGD) for optimizer in self._optimizers)
+    def corrects_momentum(self) -> bool:
+        """The momentum of some of them is kept before the selection."""
+        return self._momentum_correction and any(isinstance(one, torch.optim.SGD) for one in self._optimizers)
 
-    def add(
-        self,
-        optimizer: Optimizer,
-        *,
-        max_grad_norm: float | None,
-        momentum_correction: bool,
-        check_step: Callable[[], None],
-    ) -> None:
-        """`check_step` raises where `step()` must not be called."""
-        if momentum_correction:
+    def add(self, optimizer: Optimizer, *, max_grad_norm: float | None) -> None:
+        if self._momentum_correction:
             _check_momentum(optimizer, max_grad_norm)
         mine = _held_by(optimizer)
         remaining = [other for other in self._optimizers if not _held_by(other) <= mine]
@@ -100,10 +95,10 @@ class Updates:
                     len(_held_by(other)),
                     type(other).__name__,
                 )
-        checking = weakref.WeakMethod(check_step)
+        check_step = self._check_step
 
         def before_step(*_: Any) -> None:
-            if (alive := checking()) is not None:
+            if (alive := check_step()) is not None:
                 alive()
 
         optimizer.register_step_pre_hook(before_step)

@@ -143,6 +143,11 @@ class Partition:
     communicators: int
     strategy: str
 
+    @property
+    def compressed(self) -> bool:
+        """Some buckets travel compressed."""
+        return any(bucket.compression is not None for bucket in self.buckets)
+
     def lines(self, names: Sequence[str], parameters: Sequence[Parameter]) -> list[str]:
         """The partition in words, one line a bucket: what the ranks compare with each other."""
         found = [f"communicators {self.communicators}"]

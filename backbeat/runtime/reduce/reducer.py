@@ -194,10 +194,6 @@ class Reducer:
             self.recorder.follows()
         self.runner.context.recorder = self.recorder if timed else None
 
-    def read_status_at_once(self, wanted: bool) -> None:
-        """Whether what follows the next step depends on its status; the same on every rank."""
-        self.runner.status.read_at_once = wanted
-
     def divide_by(self, ranks: float) -> None:
         """Gradients are sums over the ranks, divided by this."""
         self.runner.context.scale = 1.0 / ranks
@@ -216,8 +212,7 @@ class Reducer:
         """Run another partition from the next step on; every rank calls it at the same step with the same partition."""
         if partition.buckets == self.partition.buckets:
             return
-        compressed = any(bucket.compression is not None for bucket in partition.buckets)
-        if compressed and not isinstance(self.exchange, CompressedExchange):
+        if partition.compressed and not isinstance(self.exchange, CompressedExchange):
             raise InputError(
                 "the new buckets are compressed, and training began without compressed buckets: wrap the model with "
                 "that plan"
@@ -256,7 +251,7 @@ class Reducer:
 
     def _agree(self, partition: Partition, what: str) -> None:
         lines = partition.lines(self.managed.names, self.managed.parameters)
-        if any(bucket.compression is not None for bucket in partition.buckets):
+        if partition.compressed:
             # Options decide how much travels and from where: ranks that differ in them send messages nobody expects.
             lines = [*lines, f"compression {self.settings.compression}"]
         agree(self.communicators, f"partition/{self._agreements}", lines, what)
@@ -265,7 +260,7 @@ class Reducer:
     def attach(self, optimizer: torch.optim.Optimizer, *, max_grad_norm: float | None) -> None:
         """Hand an optimizer over to the compressed exchange."""
         runner = self.runner
-        runner.exchange.attach(optimizer, max_grad_norm=max_grad_norm)
+        runner.exchange.updates.add(optimizer, max_grad_norm=max_grad_norm)
         # Updates that follow the last bucket wait to learn whether some rank has called the step off.
         runner.status.strict = self.settings.strict or max_grad_norm is not None
         # Where each bucket is updated at once, decoded means need no buffers of their own.
@@ -316,7 +311,7 @@ class Reducer:
 
 def _exchange_for(partition: Partition, settings: WrapperSettings) -> Callable[[ReducerContext], Exchange]:
     """What this kind of partition is run by."""
-    if any(bucket.compression is not None for bucket in partition.buckets):
+    if partition.compressed:
         memory = settings.plan.memory if settings.plan is not None else None
         host = memory is not None and memory.residuals == "host"
         return functools.partial(CompressedExchange, options=settings.compression, host=host)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +13,8 @@ from backbeat.comm.communicators import backend_of
 from backbeat.errors import InputError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from backbeat.model import Plan, Sharding
 
 NAMES = ("replicate", "shard")
@@ -31,21 +34,28 @@ def mesh_of(plan: Plan, sharding: Sharding, mesh: DeviceMesh | None) -> DeviceMe
     if mesh is None:
         return init_device_mesh(_device_type(), shape, mesh_dim_names=NAMES[-len(shape) :])
     given = tuple(mesh.shape)
-    if given != shape:
+    # torch asks for the names of two dimensions.
+    unnamed = ", without names" if mesh.ndim > 1 and mesh.mesh_dim_names is None else ""
+    if given != shape or unnamed:
         raise InputError(
-            f"the plan's mesh is {_words(shape)}, the one given is {_words(given)}: give "
-            f"init_device_mesh({mesh.device_type!r}, {shape}, mesh_dim_names={NAMES[-len(shape) :]})"
+            f"the plan's mesh is {_words(shape)}, the one given is {_words(given)}{unnamed}: "
+            f"give init_device_mesh({mesh.device_type!r}, {shape}, mesh_dim_names={NAMES[-len(shape) :]})"
         )
     return mesh
 
 
-def group_of(mesh: DeviceMesh) -> Any:
+@contextmanager
+def all_ranks(mesh: DeviceMesh) -> Iterator[Any]:
     """One process group over all ranks of a mesh."""
     if mesh.ndim == 1:
-        return mesh.get_group()
-    if mesh.size() == dist.get_world_size():
-        return dist.group.WORLD
-    return dist.new_group([int(rank) for rank in mesh.mesh.flatten()], use_local_synchronization=True)
+        yield mesh.get_group()
+    elif mesh.size() == dist.get_world_size():
+        yield dist.group.WORLD
+    else:
+        made = dist.new_group([int(rank) for rank in mesh.mesh.flatten()], use_local_synchronization=True)
+        yield made
+        # Only after success: taking down a group whose peer is gone can wait for ever.
+        dist.destroy_process_group(made)
 
 
 def device_of(mesh: DeviceMesh) -> torch.device:
@@ -56,10 +66,10 @@ def device_of(mesh: DeviceMesh) -> torch.device:
 
 
 def _device_type() -> str:
-    """The accelerator's, where the process group can carry its tensors."""
+    """The accelerator's, where the process group has a library of its kind; gloo's is for CPU tensors."""
     found = torch.accelerator.current_accelerator(check_available=True)
     world: Any = dist.group.WORLD
-    return found.type if found is not None and backend_of(world, found) else "cpu"
+    return found.type if found is not None and backend_of(world, found) not in ("", "gloo") else "cpu"
 
 
 def _words(shape: tuple[int, ...]) -> str:

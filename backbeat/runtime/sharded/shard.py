@@ -39,7 +39,7 @@ from backbeat.errors import InputError
 from backbeat.model import Plan
 from backbeat.model.files import encode
 from backbeat.runtime.reduce.settings import TorchDDP, check_model
-from backbeat.runtime.sharded.meshes import device_of, group_of, mesh_of
+from backbeat.runtime.sharded.meshes import all_ranks, device_of, mesh_of
 from backbeat.runtime.sharded.torch_fsdp import check_knobs, mixed_precision, set_knobs
 from backbeat.runtime.sharded.unit_modules import UnitModules, check_module, find_units
 
@@ -67,22 +67,22 @@ def fully_shard(model: nn.Module, plan: Plan | str | os.PathLike[str], mesh: Dev
     units = find_units(model, loaded, sharding)
     recomputed = _recomputed(model, loaded)
     mesh = mesh_of(loaded, sharding, mesh)
-    group = group_of(mesh)
-    _compare(model, loaded, group, device_of(mesh))
-    for block in recomputed:
-        checkpoint(block)
-    for unit in units:
-        _synchronise(unit.modules, group, device_of(mesh))
-        modules = unit.modules if len(unit.modules) > 1 else unit.modules[0]
-        policy = mixed_precision(sharding, unit.modules)
-        torch_fully_shard(modules, mesh=mesh, reshard_after_forward=unit.reshard, mp_policy=policy)
-    # The root takes what is left.
-    _synchronise([model], group, device_of(mesh))
-    torch_fully_shard(model, mesh=mesh, mp_policy=mixed_precision(sharding, [model]))
+    with all_ranks(mesh) as group:
+        _compare(model, loaded, group, device_of(mesh))
+        for block in recomputed:
+            checkpoint(block)
+        for unit in units:
+            _synchronise(unit.modules, group, device_of(mesh))
+            modules = unit.modules if len(unit.modules) > 1 else unit.modules[0]
+            policy = mixed_precision(sharding, unit.modules)
+            torch_fully_shard(modules, mesh=mesh, reshard_after_forward=unit.reshard, mp_policy=policy)
+        # The root takes what is left.
+        _synchronise([model], group, device_of(mesh))
+        torch_fully_shard(model, mesh=mesh, mp_policy=mixed_precision(sharding, [model]))
+        if dist.get_rank(group) == 0:
+            _tell_loop(sharding)
     _set_prefetch(units)
     set_knobs(model, sharding)
-    if dist.get_rank(group) == 0:
-        _tell_loop(sharding)
     return model
 
 

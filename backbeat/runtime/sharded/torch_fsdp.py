@@ -77,11 +77,10 @@ def mixed_precision(sharding: Sharding, modules: Iterable[nn.Module]) -> MixedPr
 
 def _without(plan: Plan) -> str:
     """What going without is predicted to cost, where the plan says it."""
-    predicted: Any = plan.predicted
-    without_s = getattr(predicted, "plain_s", None)
-    if predicted is None or without_s is None or predicted.iteration_s is None:
+    found = plan.predicted
+    if found is None or found.older_torch_s is None or found.iteration_s is None:
         return ""
     return (
-        f"without it an iteration is predicted to take {format_seconds(without_s)} instead of "
-        f"{format_seconds(predicted.iteration_s)}; "
+        f"without it an iteration is predicted to take {format_seconds(found.older_torch_s)} instead of "
+        f"{format_seconds(found.iteration_s)}; "
     )

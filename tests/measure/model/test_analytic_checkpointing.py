@@ -60,7 +60,9 @@ def computed(block: type[nn.Module], reentrant: bool | None) -> Any:
         batch = torch.randn(batch_size, LENGTH, WIDTH)
         return Blocks(block, reentrant), batch, lambda model, batch: model(batch).sum()
 
-    return analytic_profile(inspect_factory(factory, "tests:factory"), gpu="h100", precision="fp32")
+    return analytic_profile(
+        inspect_factory(factory, "tests:factory"), gpu="h100", precision="fp32", launch_overhead=False
+    )
 
 
 @pytest.mark.parametrize("block", [Direct, Module])

@@ -12,7 +12,7 @@ pytest.importorskip("torch", reason="needs PyTorch")
 from backbeat import Profile
 from backbeat.errors import InputError, MeasurementError
 from backbeat.measure.model.compose import compose
-from backbeat.model import Block, Gradient, Memory
+from backbeat.model import Block, Gradient, Memory, Source
 
 FORWARD, BACKWARD, UPDATE = 2e-3, 5e-3, 1e-3
 
@@ -74,6 +74,7 @@ def model(layers: int, *, tied: bool = True) -> Profile:
         flops_per_sample=1e9 + 2e9 * layers,
         host_s=1e-3 + layers * 1e-3,
         optimizer="AdamW, fused",
+        source=Source(method="measured"),
     )
 
 
@@ -92,6 +93,7 @@ def test_composed_is_what_the_whole_would_be(shallow: int, between: int, more: i
     assert [block.name for block in made.blocks] == [block.name for block in whole.blocks]
     assert made.memory == whole.memory
     assert "composed from measured blocks" in made.notes[0]
+    assert made.origin == "composed"
 
 
 def test_the_peak_holds_every_gradient() -> None:

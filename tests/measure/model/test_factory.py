@@ -279,3 +279,27 @@ def test_a_factory_with_layers_is_composed_from_few(tmp_path, monkeypatch) -> No
 def test_a_factory_without_layers_cannot_be_composed() -> None:
     with pytest.raises(InputError, match="takes no layers"):
         compose_factory(inspect_factory(lambda: None, "mine:model"), (2, 4))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("with_optimizer", "--optimizer", "adamw"), "returns an optimizer of its own: drop --optimizer adamw"),
+        (("both", "--optimizer", "lion"), "optimizer is 'lion': it must be one of sgd, adam, adamw"),
+        (("both", "--from-layers", "2"), "give two different numbers of layers, like 2,4"),
+        (("both", "--from-layers", "4,4"), "give two different numbers of layers, like 2,4"),
+        (("both", "--from-layers", "2,4"), "takes no layers"),
+        (("both", "--analytic", "h100", "--optimizer", "adamw"), "are for measuring: drop them, or --analytic"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(module: str, words: tuple[str, ...], message: str) -> None:
+    factory, *options = words
+    device = [] if "--analytic" in options else ["--device", "cpu"]
+    done = CliRunner().invoke(app, ["profile", f"{module}:{factory}", *device, *options])
+    assert isinstance(done.exception, InputError)
+    assert message in str(done.exception)
+
+
+def test_an_optimizer_by_name_is_in_the_profiles_name(module: str) -> None:
+    profile = measure_factory(load(f"{module}:both"), batch_size=4, optimizer="adamw", **QUICK).profile
+    assert profile.name == "both-b4-fp32-adamw-cpu"

@@ -10,30 +10,30 @@ torch = pytest.importorskip("torch", reason="needs PyTorch")
 
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
-from backbeat.cost.roofline import DEVICES, OperatorWork, Roofline  # noqa: E402
-from backbeat.measure.model.operator_work import work_of  # noqa: E402
+from backbeat.cost.operators import Attention, Convolution, Product, Traffic  # noqa: E402
+from backbeat.measure.model.operator_work import in_fp8, work_of  # noqa: E402
 
 
 class Seen(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
-        self.work: dict[str, OperatorWork] = {}
+        self.work: dict[str, tuple[Any, ...]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        self.work[func._schema.name] = work_of(func, args, kwargs or {}, result)
+        self.work[func._schema.name.removeprefix("aten::")] = work_of(func, args, kwargs or {}, result, "tf32")
         return result
 
 
-def seen(call: Any) -> dict[str, OperatorWork]:
+def seen(call: Any) -> dict[str, tuple[Any, ...]]:
     with Seen() as mode:
         call()
     return mode.work
 
 
-def convolution(groups: int = 1, channels_last: bool = False, dtype: Any = None) -> dict[str, OperatorWork]:
-    layer = torch.nn.Conv2d(8, 8, 3, padding=1, groups=groups, bias=False, dtype=dtype)
-    images = torch.randn(2, 8, 4, 4, dtype=dtype)
+def convolution(groups: int = 1, channels_last: bool = False, bias: bool = False) -> dict[str, tuple[Any, ...]]:
+    layer = torch.nn.Conv2d(8, 8, 3, padding=1, groups=groups, bias=bias)
+    images = torch.randn(2, 8, 4, 4)
     if channels_last:
         images = images.to(memory_format=torch.channels_last)
     images.requires_grad_()
@@ -41,49 +41,99 @@ def convolution(groups: int = 1, channels_last: bool = False, dtype: Any = None)
 
 
 @pytest.mark.parametrize("groups", [1, 8])
-def test_convolutions_count_both_gradients_and_know_groups(groups: int) -> None:
+def test_a_convolution_has_a_kernel_for_itself_and_one_for_each_gradient(groups: int) -> None:
     found = convolution(groups)
-    flops = 2 * 2 * 4 * 4 * 8 * (8 // groups) * 9
-    forward, backward = found["aten::convolution"], found["aten::convolution_backward"]
-    assert (forward.flops, backward.flops) == (flops, 2 * flops)
-    assert (forward.kernels, backward.kernels) == (1, 2)
+    (forward,), backward = found["convolution"], found["convolution_backward"]
+    assert [work.direction for work in (forward, *backward)] == ["forward", "input", "weight"]
     image, weight = 2 * 8 * 16 * 4, 8 * (8 // groups) * 9 * 4
-    assert forward.bytes == 2 * image + weight
-    assert backward.bytes == 4 * image + 2 * weight
-    assert forward.tensor_cores is (groups == 1)
+    for work in (forward, *backward):
+        assert isinstance(work, Convolution)
+        assert work.flops == 2 * 2 * 4 * 4 * 8 * (8 // groups) * 9
+        assert work.bytes == 2 * image + weight
+        assert not work.channels_last
+    assert convolution(groups, channels_last=True)["convolution"][0].channels_last
 
 
-def test_channels_first_convolutions_are_turned_round_in_16_bits_only() -> None:
-    first, last = convolution()["aten::convolution"], convolution(channels_last=True)["aten::convolution"]
-    assert first.layout_bytes == 2 * 2 * (2 * 8 * 16 * 4)
-    assert last.layout_bytes == 0
-    roof = Roofline(DEVICES["h100"], "tf32")
-    assert roof.seconds(first) == roof.seconds(last)
-    half = convolution(dtype=torch.bfloat16)["aten::convolution"]
-    half_last = convolution(channels_last=True, dtype=torch.bfloat16)["aten::convolution"]
-    assert roof.seconds(half) > roof.seconds(half_last)
+def test_a_bias_of_a_convolution_is_a_kernel_of_its_own() -> None:
+    found = convolution(bias=True)
+    assert found["convolution"][-1] == Traffic("strided", 2 * 2 * 8 * 16 * 4)
+    assert found["convolution_backward"][-1] == Traffic("strided", (2 * 8 * 16 + 8) * 4)
 
 
-@pytest.mark.parametrize(("columns", "aligned"), [(8, True), (7, False)])
-def test_products_with_odd_rows_are_slower(columns: int, aligned: bool) -> None:
-    found = seen(lambda: torch.randn(4, 8) @ torch.randn(8, columns))["aten::mm"]
-    assert found.flops == 2 * 4 * 8 * columns
-    assert found.aligned is aligned
-    roof = Roofline(DEVICES["h100"], "tf32")
-    large = OperatorWork(1e12, 1e6, half=True, aligned=aligned)
-    assert (roof.seconds(large) > roof.seconds(OperatorWork(1e12, 1e6, half=True))) is not aligned
+def test_a_few_rows_are_added_up_and_many_are_summed() -> None:
+    few, many = torch.randn(4, 1000), torch.randn(1000, 4)
+    assert seen(lambda: few.sum(0))["sum"] == (Traffic("strided", 5 * 4000),)
+    assert seen(lambda: many.sum(0))["sum"] == (Traffic("sum_rows", 4 * 4000, 4, (1000, 4)),)
+    assert seen(lambda: many.sum(1))["sum"][0].kind == "sum_columns"
+
+
+def test_a_transposed_convolution_is_the_gradient_of_one() -> None:
+    layer = torch.nn.ConvTranspose2d(4, 8, 2, stride=2, bias=False)
+    found = seen(lambda: layer(torch.randn(2, 4, 3, 3, requires_grad=True)).sum().backward())
+    (forward,), backward = found["convolution"], found["convolution_backward"]
+    assert [work.direction for work in (forward, *backward)] == ["input", "forward", "weight"]
+    assert {work.flops for work in (forward, *backward)} == {2 * 2 * 9 * 4 * 8 * 4}
+
+
+@pytest.mark.parametrize(("columns", "alignment"), [(8, 16), (7, 4)])
+def test_products_know_their_layout_and_alignment(columns: int, alignment: int) -> None:
+    x, weight = torch.randn(4, 8, requires_grad=True), torch.randn(columns, 8, requires_grad=True)
+    found = seen(lambda: x @ weight.t())["mm"]
+    assert found == (Product("tf32", 4, columns, 8, layout="nt", alignment=alignment),)
+    found = seen(lambda: torch.randn(4, 8) @ torch.randn(8, columns))["mm"]
+    assert found == (Product("tf32", 4, columns, 8, layout="nn", alignment=alignment),)
+    assert seen(lambda: torch.randn(8, 4).t() @ torch.randn(8, 8))["mm"][0].layout == "tn"
+
+
+def test_batched_products_and_attention() -> None:
+    found = seen(lambda: torch.bmm(torch.randn(3, 4, 8), torch.randn(3, 8, 16)))["bmm"]
+    assert found == (Product("tf32", 4, 16, 8, layout="nn", batch=3),)
+    query = torch.randn(2, 3, 16, 8)
+    (found,) = (
+        works
+        for name, works in seen(
+            lambda: torch.nn.functional.scaled_dot_product_attention(query, query, query, is_causal=True)
+        ).items()
+        if "attention" in name
+    )
+    assert found == (Attention("tf32", 6, 16, 16, 8, "causal"),)
 
 
 def test_views_and_allocations_are_free_and_lookups_read_what_they_return() -> None:
     table = torch.randn(1000, 4)
     found = seen(lambda: torch.nn.functional.embedding(torch.tensor([1, 2, 3]), table).view(-1).expand(2, -1))
-    assert found["aten::view"] == found["aten::expand"] == OperatorWork(0, 0, False)
-    assert found["aten::embedding"].bytes == 2 * 3 * 4 * 4
+    assert found["view"] == found["expand"] == ()
+    assert found["embedding"] == (Traffic("strided", 2 * 3 * 4 * 4),)
+    assert seen(lambda: torch.randn(2, 3, 4) @ torch.randn(4, 5))["_unsafe_view"] == ()
 
 
-def test_batch_norm_reads_its_input_twice() -> None:
-    layer = torch.nn.BatchNorm2d(8)
+def test_traffic_counts_each_tensor_once_and_what_is_written_in_place_twice() -> None:
+    x, y = torch.randn(256), torch.randn(256)
+    assert seen(lambda: x + y)["add"] == (Traffic("pointwise", 3 * 1024),)
+    assert seen(lambda: x * x)["mul"] == (Traffic("pointwise", 2 * 1024),)
+    assert seen(lambda: x.add_(y))["add_"] == (Traffic("pointwise", 3 * 1024),)
+    assert seen(lambda: x.copy_(y))["copy_"] == (Traffic("pointwise", 2 * 1024),)
+
+
+def test_the_loss_reads_one_number_of_every_row() -> None:
+    rows = torch.randn(4, 100).log_softmax(-1)
+    found = seen(lambda: torch.nn.functional.nll_loss(rows, torch.zeros(4, dtype=torch.long)))["nll_loss_forward"]
+    assert found[0].bytes < 100
+    assert found[0].kind == "fill"
+
+
+def test_norms_say_their_shape() -> None:
     images = torch.randn(2, 8, 4, 4)
-    (found,) = (work for name, work in seen(lambda: layer(images)).items() if "batch_norm" in name)
-    assert found.kernels == 2
-    assert found.bytes >= 3 * 2 * 8 * 16 * 4
+    found = seen(lambda: torch.nn.BatchNorm2d(8)(images))
+    ((batch_norm,),) = (works for name, works in found.items() if "batch_norm" in name)
+    assert (batch_norm.kind, batch_norm.sizes) == ("batch_norm", (2, 8, 16))
+    ((layer_norm,),) = (seen(lambda: torch.nn.LayerNorm(16)(torch.randn(3, 5, 16)))["native_layer_norm"],)
+    assert (layer_norm.kind, layer_norm.sizes) == ("layer_norm", (15, 16))
+
+
+def test_products_in_fp8_pay_for_casting_their_operands() -> None:
+    product, cast = in_fp8((Product("bf16", 64, 32, 16, "nn"),))
+    assert product == Product("fp8", 64, 32, 16, "nt")
+    assert cast == Traffic("pointwise", 5 * (64 * 16 + 16 * 32), 2)
+    odd = (Product("bf16", 64, 33, 16),)
+    assert in_fp8(odd) == odd

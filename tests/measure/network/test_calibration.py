@@ -167,6 +167,17 @@ def test_batches_stay_within_the_sizes_asked_for() -> None:
     assert {case.bytes for case in series_of([10, 20], [1], ())[2].cases} == {10, 20}
 
 
+def test_sharded_plans_stand_on_the_halves_of_an_all_reduce() -> None:
+    halves = ("all_gather", "reduce_scatter")
+    for sharded in (False, True):
+        found = series_of([2**12, 2**20], [1], halves, sharded=sharded)
+        assert sum(series.share for series in found) == pytest.approx(1.0)
+        spent = sum(series.share for series in found if series.cases[:1] and series.cases[0].collective in halves)
+        assert (spent > 0.5) == sharded
+        least = {series.cases[0].collective: series.least for series in found if series.cases}
+        assert (least["all_gather"] == least["reduce_scatter"] == 2) == sharded
+
+
 def test_held_out_sizes_lie_between_the_others() -> None:
     held = [case.bytes for case in held_out_cases(list(SIZES))]
     assert held[:2] == [3072, 20480]

@@ -52,9 +52,9 @@ def test_ever_other_parameters_of_a_bucket_do_not_pile_up(monkeypatch: pytest.Mo
     monkeypatch.setattr(updates, "_MOST_SHARES", 8)
     parameters = [Parameter(torch.ones(1)) for _ in range(6)]
     optimizer = torch.optim.SGD(parameters, lr=0.5)
-    known = Updates()
     owner = Owner()
-    known.add(optimizer, max_grad_norm=None, momentum_correction=False, check_step=owner.check)
+    known = Updates(owner.check, momentum_correction=False)
+    known.add(optimizer, max_grad_norm=None)
     known.check([f"p{place}" for place in range(6)], parameters)
     steps = [0] * 6
     for chosen in [*combinations(range(6), 3), *combinations(range(6), 2)]:

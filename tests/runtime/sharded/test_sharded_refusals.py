@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 import torch.distributed as dist
@@ -17,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from backbeat.errors import InputError
-from backbeat.model import Bucket, MemoryPlan, Mesh, Plan, Segment, ShardUnit
+from backbeat.model import Bucket, MemoryPlan, Mesh, Plan, PlanPrediction, Segment, ShardUnit
 from backbeat.runtime import full_state_dict, fully_shard
 from backbeat.runtime.sharded import torch_fsdp
 from backbeat.runtime.sharded.unit_modules import find_units
@@ -88,6 +89,10 @@ def test_what_the_installed_torch_lacks_is_refused_by_name(
     with pytest.raises(InputError, match=rf"{knob.field}={value}, and torch .* has no FSDPModule.{knob.method}"):
         fully_shard(model, plan=plan)
     assert not isinstance(model, FSDPModule)
+    predicted = msgspec.structs.replace(plan, predicted=PlanPrediction(iteration_s=0.1, older_torch_s=0.12))
+    with pytest.raises(InputError, match="without it an iteration is predicted to take 120 ms instead of 100 ms"):
+        fully_shard(model, plan=predicted)
+    assert plan.on_older_torch() == plan_of(alone)
     fully_shard(model, plan=plan_of(alone))
 
 

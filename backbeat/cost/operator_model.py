@@ -1,0 +1,229 @@
+"""Seconds of single operators on one GPU, from curves that may have been measured on another."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from backbeat.cost.accelerators import Accelerator, named
+from backbeat.cost.operator_curves import OperatorCurves, operator_curves
+from backbeat.cost.operator_grid import Grid
+from backbeat.cost.operators import Attention, Convolution, Product, Traffic, roofline_s
+from backbeat.errors import InputError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from backbeat.cost.operators import Work
+
+_FEW_CHANNELS = 16
+"""Tensor cores take channels by so many."""
+
+
+@dataclass(frozen=True)
+class HostTimes:
+    """What the host takes to submit operators; nothing, unless said otherwise."""
+
+    view_s: float = 0.0
+    forward_s: dict[str, float] = field(default_factory=dict)
+    """By family of work."""
+    backward_s: dict[str, float] = field(default_factory=dict)
+    parameter_s: float = 0.0
+    """In forward, and again in backward."""
+    compiled_s: float = 0.0
+    update_s: dict[str, tuple[float, float]] = field(default_factory=dict)
+
+    def step_s(self, kernels: str, tensors: int) -> float:
+        """Of an optimizer's step, by how it is split into kernels."""
+        fixed_s, each_s = self.update_s.get(kernels, (0.0, 0.0))
+        return fixed_s + each_s * tensors
+
+
+class OperatorModel:
+    """One GPU's seconds of every operator."""
+
+    def __init__(self, accelerator: Accelerator, curves: OperatorCurves, launch_overhead: bool = True) -> None:
+        self.accelerator = accelerator
+        self.curves = curves
+        self.host = _host(curves) if launch_overhead else HostTimes()
+        # How much larger an operator has to be to fill this GPU as well as the one measured.
+        self._filling = accelerator.multiprocessors / curves.multiprocessors
+        self._grids: dict[str, Grid] = {}
+        self.seconds: Callable[[Work], float] = lru_cache(maxsize=None)(self._seconds)
+
+    @property
+    def origin(self) -> str:
+        """Where the figures come from, in words."""
+        device, source = named(self.curves.accelerator).name, self.curves.source
+        text = f"efficiencies measured one by one on an {device} ({source['date']})"
+        return text if device == self.accelerator.name else f"{text}, scaled by peak rates to {self.accelerator.name}"
+
+    def _seconds(self, work: Work) -> float:
+        """
+        >>> model = operator_model("h200", "bf16")
+        >>> large = Product("bf16", 8192, 8192, 8192)
+        >>> 1.0 < model.seconds(large) / roofline_s(large, model.accelerator) < 1.5
+        True
+        """
+        if isinstance(work, Product):
+            return self._product(work)
+        if isinstance(work, Attention):
+            return self._attention(work)
+        if isinstance(work, Convolution):
+            return self._convolution(work)
+        return self._traffic(work)
+
+    def _product(self, work: Product) -> float:
+        """A batch of products fills the device as one with more rows does."""
+        precision = "bf16" if work.precision == "fp16" else work.precision
+        key = f"product/{precision}/{work.layout}"
+        grid = self._grid(
+            key if key in self.curves.grids else f"product/{precision}/nt",
+            lambda m, n, k: Product(work.precision, m, n, k),
+            (math.sqrt(self._filling), math.sqrt(self._filling), 1.0),
+        )
+        seconds = grid.seconds(work.m * work.batch, work.n, work.k)
+        # Rows that begin at odd places slow the arithmetic down, not what waits for memory or latency.
+        slower = self.curves.factors.get(f"alignment/{precision}/{work.layout}/{work.alignment}", 1.0)
+        peak = self.accelerator.peak_flops(work.precision) or math.inf
+        return max(seconds, roofline_s(work, self.accelerator), work.flops / peak * slower)
+
+    def _attention(self, work: Attention) -> float:
+        precision = work.precision if work.precision in ("tf32", "fp32") else "bf16"
+        direction = "backward" if work.backward else "forward"
+        key = f"attention/{precision}/{work.kind}/{direction}"
+        if key not in self.curves.grids:
+            return self._attention_without_curve(work, precision, direction)
+        grid = self._grid(
+            key,
+            lambda heads, length, width: Attention(precision, heads, length, length, width, work.kind, work.backward),
+            (self._filling, 1.0, 1.0),
+        )
+        seconds = grid.seconds(work.heads, math.sqrt(work.queries * work.keys), work.width)
+        return max(seconds, roofline_s(work, self.accelerator))
+
+    def _attention_without_curve(self, work: Attention, precision: str, direction: str) -> float:
+        """Kernels of 32 bits use no tensor cores; those that take a mask are slower than flash kernels."""
+        if precision == "bf16":
+            return self._attention(replace(work, kind="full")) * self.curves.factors["attention_mask"]
+        kind = "causal" if work.kind == "causal" else "full"
+        seconds = (
+            work.flops / (self.accelerator.fp32_tflops * 1e12) * self.curves.factors[f"attention_fp32/{direction}"]
+        )
+        return max(seconds, self._attention(replace(work, precision="bf16", kind=kind)))
+
+    def _convolution(self, work: Convolution) -> float:
+        layout = "last" if work.channels_last else "first"
+        if work.groups > 1 and work.groups == work.inputs:
+            # In 32 bits there is no kernel for channels that lie last.
+            return self._depthwise(work, layout if work.precision in ("bf16", "fp16") else "first")
+        precision = "bf16" if work.precision == "fp16" else "tf32" if work.precision == "fp32" else work.precision
+        key = f"convolution/{precision}/{layout}/{work.direction}"
+        grid = self._grid(
+            key if key in self.curves.grids else f"convolution/{precision}/first/{work.direction}",
+            lambda pixels, inputs, outputs, kernel: Convolution(
+                work.precision, work.direction, 1, inputs, outputs, pixels, pixels, kernel
+            ),
+            (self._filling, 1.0, 1.0, 1.0),
+        )
+        inputs = work.inputs / work.groups
+        seconds = grid.seconds(work.images * work.pixels, inputs, work.outputs, work.kernel)
+        special = "groups" if work.groups > 1 else "few_channels" if inputs < _FEW_CHANNELS else "stride"
+        if special != "stride" or work.stride > 1:
+            seconds *= self._factor(f"{special}/{precision}/{work.direction}", work.kernel)
+        return max(seconds, roofline_s(work, self.accelerator))
+
+    def _factor(self, key: str, kernel: float) -> float:
+        """That of the kernel measured whose size is nearest."""
+        known = [name.rpartition("/") for name in self.curves.factors if name.startswith(f"{key}/")]
+        nearest = min(known, key=lambda name: abs(math.log(int(name[2]) / kernel)), default=None)
+        return 1.0 if nearest is None else self.curves.factors["".join(nearest)]
+
+    def _depthwise(self, work: Convolution, layout: str) -> float:
+        """Tensor cores do not help; the gradient of the input goes over its pixels."""
+        key = f"depthwise/{layout}/{work.direction}"
+        curve = self.curves.grids[key if key in self.curves.grids else f"depthwise/first/{work.direction}"]
+        shares = Grid(curve.axes, curve.share, rising=False)
+        pixels = work.input_pixels if work.direction == "input" else work.pixels
+        flops = 2.0 * work.images * work.inputs * pixels * work.kernel
+        share = shares.seconds(min(work.pixels, curve.axes[0][-1]), min(work.kernel, curve.axes[1][-1])) / 1000
+        peak = self.accelerator.fp32_tflops * 1e12
+        return max(flops / (peak * share), work.bytes / self.accelerator.bytes_per_s)
+
+    def _traffic(self, work: Traffic) -> float:
+        """Never quicker than the largest share of bandwidth that was seen; otherwise as the device is filled."""
+        floor_s = work.bytes / (self.accelerator.bytes_per_s * self.curves.factors["bandwidth"])
+        if work.kind.startswith("update/"):
+            return work.bytes / self.accelerator.bytes_per_s * self.curves.factors[work.kind]
+        key = f"{work.kind}/{4 if work.width > 2 else 2}"
+        shaped = self.curves.shaped.get(key)
+        if shaped is not None and work.sizes:
+            grid = self._times(f"shaped/{key}", shaped.axes, shaped.us)
+            return max(floor_s, grid.seconds(work.sizes[0] / self._filling, *work.sizes[1:]))
+        curve = self.curves.traffic.get(key) or self.curves.traffic.get(f"{work.kind}/4")
+        if curve is None:
+            curve = self.curves.traffic[f"strided/{4 if work.width > 2 else 2}"]
+        return max(floor_s, self._times(f"traffic/{key}", [curve.bytes], curve.us).seconds(work.bytes / self._filling))
+
+    def _times(self, key: str, axes: list[list[float]], us: list[float]) -> Grid:
+        if key not in self._grids:
+            self._grids[key] = Grid(axes, [each * 1e-6 for each in us])
+        return self._grids[key]
+
+    def _grid(
+        self, key: str, work: Callable[..., Product | Attention | Convolution], filling: tuple[float, ...]
+    ) -> Grid:
+        """Seconds on this GPU: its own roofline at the sizes that fill it as those measured fill the other."""
+        if key not in self._grids:
+            curve = self.curves.grids[key]
+            axes = [[size * factor for size in axis] for axis, factor in zip(curve.axes, filling, strict=True)]
+            seconds = [
+                roofline_s(work(*node), self.accelerator) * 1000 / max(share, 1)
+                for node, share in zip(itertools.product(*axes), curve.share, strict=True)
+            ]
+            self._grids[key] = Grid(axes, seconds)
+        return self._grids[key]
+
+
+def _host(curves: OperatorCurves) -> HostTimes:
+    host = curves.host
+    return HostTimes(
+        view_s=host.view * 1e-6,
+        forward_s={family: each * 1e-6 for family, each in host.forward.items()},
+        backward_s={family: each * 1e-6 for family, each in host.backward.items()},
+        parameter_s=host.parameter / 2 * 1e-6,
+        compiled_s=host.compiled * 1e-6,
+        update_s={kernels: (fixed * 1e-6, each * 1e-6) for kernels, (fixed, each) in host.update.items()},
+    )
+
+
+def operator_model(
+    device: str | None,
+    precision: str,
+    *,
+    tflops: float | None = None,
+    gbps: float | None = None,
+    launch_overhead: bool = True,
+) -> OperatorModel:
+    """A known GPU, or one by its peak TFLOP/s (at the profile's precision) and memory GB/s; both override."""
+    for option, value in (("--tflops", tflops), ("--gbps", gbps)):
+        if value is not None and not 0 < value < float("inf"):
+            raise InputError(f"{option} is {value}: it must be above zero")
+    if device is None and (tflops is None or gbps is None):
+        raise InputError("a GPU that is not known by name needs both --tflops and --gbps")
+    curves = operator_curves(device or "")
+    # A GPU that only its rates are known of is taken to be filled as the one measured is.
+    known = named(device) if device is not None else replace(named(curves.accelerator), name="custom")
+    if tflops is None and known.peak_flops(precision) is None:
+        have = [each for each in ("fp32", "tf32", "fp16", "bf16", "fp8") if known.peak_flops(each) is not None]
+        raise InputError(f"{known.name} has no {precision}: use {', '.join(have)}")
+    if tflops is not None:
+        known = replace(
+            known, fp32_tflops=tflops, tf32_tflops=tflops, half_tflops=tflops, fp8_tflops=tflops, bfloat16=True
+        )
+    if gbps is not None:
+        known = replace(known, memory_gbps=gbps)
+    return OperatorModel(known, curves, launch_overhead)

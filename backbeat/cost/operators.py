@@ -1,0 +1,148 @@
+"""What operators make a GPU do, and how long it takes: peak rates, over the share of them that such operators reach.
+
+An operator's time is its roofline (arithmetic at the peak rate or memory traffic at the peak bandwidth, whichever takes
+longer) over an efficiency. Efficiencies are measured once, on one GPU, over grids of sizes (`operator_curves`), and
+`operator_model` carries them to others by three rules:
+
+- The roofline is the other GPU's own.
+- An operator fills a GPU as many times as it has tiles per multiprocessor. So the efficiency of a product is read where
+  rows and columns are smaller by the root of the ratio of multiprocessors; of attention, where there are fewer heads;
+  of a convolution, where there are fewer pixels.
+- Memory-bound work takes as long as on the GPU measured, filled likewise, unless its bytes take longer at the largest
+  share of the other's bandwidth that was seen. So the fixed cost of a small kernel stays what it is, and so does that
+  of kernels which are bound by their instructions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from backbeat.errors import InputError
+
+if TYPE_CHECKING:
+    from backbeat.cost.accelerators import Accelerator
+
+DIRECTIONS = ("forward", "input", "weight")
+"""Of a convolution: itself, and the gradients of its input and of its weight."""
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """C = A B, `batch` times over: m × k by k × n."""
+
+    precision: str
+    m: float
+    n: float
+    k: float
+    layout: str = "nt"
+    """Whether A and B lie transposed in memory (t) or not (n): x Wᵀ is nt, g W is nn, gᵀ x is tn."""
+    batch: float = 1
+    alignment: int = 16
+    """Bytes that the rows of operands and result begin at multiples of, 16 at most: tensor cores load as many."""
+
+    @property
+    def flops(self) -> float:
+        return 2.0 * self.batch * self.m * self.n * self.k
+
+    @property
+    def bytes(self) -> float:
+        """What an fp8 product makes is 16 bits wide."""
+        each, made = element_bytes(self.precision), max(2, element_bytes(self.precision))
+        return self.batch * (each * (self.m * self.k + self.k * self.n) + made * self.m * self.n)
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """Fused attention of `heads` heads (of all samples together)."""
+
+    precision: str
+    heads: float
+    queries: float
+    keys: float
+    width: float
+    kind: str = "full"
+    """full, causal, or mask where a tensor says what is hidden, which flash kernels do not take."""
+    backward: bool = False
+
+    @property
+    def flops(self) -> float:
+        """Flash kernels skip what a causal mask hides. Backward computes the scores again: five products to two."""
+        flops = 4.0 * self.heads * self.queries * self.keys * self.width
+        return flops * (0.5 if self.kind == "causal" else 1.0) * (2.5 if self.backward else 1.0)
+
+    @property
+    def bytes(self) -> float:
+        """Query, key, value and output; in backward those, and their gradients."""
+        each = element_bytes(self.precision) * self.heads * self.width * (2 * self.queries + 2 * self.keys)
+        return each * (2 if self.backward else 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Convolution:
+    precision: str
+    direction: str
+    images: float
+    inputs: float
+    """Channels, of all groups together; likewise `outputs`."""
+    outputs: float
+    pixels: float
+    """Of one image of the output."""
+    input_pixels: float
+    kernel: float
+    """Pixels of the kernel."""
+    stride: float = 1
+    groups: float = 1
+    channels_last: bool = False
+
+    @property
+    def flops(self) -> float:
+        return 2.0 * self.images * self.pixels * self.kernel * self.inputs * self.outputs / self.groups
+
+    @property
+    def bytes(self) -> float:
+        elements = self.images * (self.inputs * self.input_pixels + self.outputs * self.pixels)
+        return element_bytes(self.precision) * (elements + self.kernel * self.inputs * self.outputs / self.groups)
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """What moves bytes and computes next to nothing."""
+
+    kind: str
+    """Which curve it follows: pointwise, strided, cat, softmax, batch_norm, …"""
+    bytes: float
+    width: int = 4
+    """Bytes of an element."""
+    sizes: tuple[float, ...] = ()
+    """Where the curve is one of shapes: rows and columns of a layer norm or a sum over rows; images, channels and
+    pixels of a batch norm; tokens and columns of an embedding's gradient."""
+
+
+Work = Product | Attention | Convolution | Traffic
+
+
+def family_of(work: Work) -> str:
+    """matmul, convolution, attention or memory."""
+    if isinstance(work, Product):
+        return "matmul"
+    if isinstance(work, Convolution):
+        return "convolution"
+    return "attention" if isinstance(work, Attention) else "memory"
+
+
+def element_bytes(precision: str) -> int:
+    return {"fp8": 1, "bf16": 2, "fp16": 2}.get(precision, 4)
+
+
+def roofline_s(work: Product | Attention | Convolution, accelerator: Accelerator) -> float:
+    """At the peak rates: arithmetic or traffic, whichever takes longer. Nothing is quicker.
+
+    >>> from backbeat.cost.accelerators import named
+    >>> round(roofline_s(Product("bf16", 8192, 8192, 8192), named("h200")) * 1e6)
+    1111
+    """
+    peak = accelerator.peak_flops(work.precision)
+    if peak is None:
+        raise InputError(f"{accelerator.name} has no {work.precision}: choose another precision")
+    return max(work.flops / peak, work.bytes / accelerator.bytes_per_s)

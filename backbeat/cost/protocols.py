@@ -1,0 +1,97 @@
+"""How an all-reduce of NCCL gets faster with size: protocols for small, middle and large messages.
+
+Each is a line, a latency and a share of the bandwidth; a message takes the fastest. The figures are read off published
+sweeps over message sizes, which `validation/published/fabric/README.md` names.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+Line = tuple[float, float]
+"""(latency in seconds, share of the bandwidth)"""
+
+INSIDE_LINES: tuple[Line, ...] = ((13e-6, 0.10), (20e-6, 0.57), (60e-6, 1.0))
+"""Inside 8 GPUs: one p5 (awsome-distributed-training)."""
+ACROSS_SHARES = (0.13, 0.78, 1.0)
+"""Between nodes."""
+MIDDLE_GROWTH = 0.66
+"""The latency of middle-sized messages grows with this power of the nodes: Polaris, 8 to 256 (ALCF's nccl-tests)."""
+INSIDE_STEP_S = INSIDE_LINES[1][0] / 7
+"""One step of a ring inside a node."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NicLatency:
+    """Latencies of NCCL between nodes."""
+
+    small_s: float
+    """All-reduce of a few bytes on two nodes."""
+    doubling_s: float
+    """What it takes longer on twice the nodes."""
+    middle_s: float
+    """What all-reduces of some megabytes take beyond their transfer, on four nodes."""
+    ring_step_s: float = 9.4e-6
+    """One step of a ring all-gather: 80 H100, 32 MiB to 16 GiB (xxrjun/nccl-tests-cluster)."""
+    small_step_s: float = 2.5e-6
+    """The same for small messages. Assumed."""
+
+    @classmethod
+    def of(cls, hop_s: float) -> NicLatency:
+        """From one message between two nodes, in the proportions of InfiniBand, where it takes 5 µs.
+
+        >>> round(NicLatency.of(15e-6).middle_s, 6)
+        0.00045
+        """
+        factor = hop_s / INFINIBAND_HOP_S
+        return cls(
+            small_s=INFINIBAND.small_s * factor,
+            doubling_s=INFINIBAND.doubling_s * factor,
+            middle_s=INFINIBAND.middle_s * factor,
+            ring_step_s=INFINIBAND.ring_step_s * factor,
+            small_step_s=INFINIBAND.small_step_s * factor,
+        )
+
+
+INFINIBAND_HOP_S = 5e-6
+"""Half of what a doubling of the nodes adds: a tree goes one step up and one down."""
+INFINIBAND = NicLatency(small_s=25e-6, doubling_s=10e-6, middle_s=150e-6)
+"""2, 4 and 8 nodes of 8 H100: github.com/NVIDIA/nccl-tests/issues/309."""
+
+
+def all_reduce_lines(nodes: int, per_node: int, latency: NicLatency, *, sharp: bool = False) -> tuple[Line, ...]:
+    """The protocols on that many nodes. Switches that reduce take a message up and down once, whatever the nodes."""
+    if nodes == 1:
+        return tuple((per_node / 8 * one, share) for one, share in INSIDE_LINES)
+    small = latency.small_s + (0.0 if sharp else latency.doubling_s * math.log2(nodes / 2))
+    middle = latency.middle_s * (1.0 if sharp else (nodes / 4) ** MIDDLE_GROWTH)
+    return tuple(zip((small, middle, 1.5 * middle), ACROSS_SHARES, strict=True))
+
+
+def ring_lines(nodes: int, per_node: int, latency: NicLatency) -> tuple[Line, ...]:
+    """The protocols of all-gather and reduce-scatter: rings, one step a GPU."""
+    steps = nodes * per_node - 1
+    if nodes == 1:
+        return ((steps * INSIDE_STEP_S, 1.0),)
+    return (steps * latency.small_step_s, ACROSS_SHARES[0]), (steps * latency.ring_step_s, 1.0)
+
+
+def fastest_s(lines: Sequence[Line], sent: float, rate: float) -> float:
+    """Seconds of `sent` bytes through a link, at full bandwidth `rate`.
+
+    >>> fastest_s([(1e-6, 0.1), (1e-5, 1.0)], sent=1e6, rate=1e11)
+    2e-05
+    """
+    return min(latency + sent / (share * rate) for latency, share in lines)
+
+
+def rate_through(lines: Sequence[Line], sent: float, seconds: float) -> float:
+    """The full bandwidth at which `sent` bytes take this long: what one measured size says of all others.
+
+    >>> round(rate_through([(1e-6, 0.1), (1e-5, 1.0)], sent=1e6, seconds=2e-5))
+    100000000000
+    """
+    possible = [sent / (share * (seconds - latency)) for latency, share in lines if seconds > latency]
+    return min(possible, default=sent / seconds)

@@ -1,0 +1,165 @@
+"""Seconds of single operators: what must hold of them on every GPU, whatever was measured."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from backbeat.cost.accelerators import ACCELERATORS, named
+from backbeat.cost.operator_curves import operator_curves
+from backbeat.cost.operator_grid import Grid
+from backbeat.cost.operator_model import OperatorModel, operator_model
+from backbeat.cost.operators import Attention, Convolution, Product, Traffic, family_of, roofline_s
+from backbeat.errors import InputError
+
+MODELS = {name: operator_model(name, "fp16") for name in ("h200", "h100", "a100", "l40s", "b200", "mi300x", "v100")}
+models = st.sampled_from(sorted(MODELS)).map(MODELS.__getitem__)
+sizes = st.integers(1, 1 << 17)
+factors = st.floats(1, 8)
+
+
+def grown(value: float, factor: float) -> int:
+    return math.ceil(value * factor)
+
+
+@given(models, sizes, sizes, sizes, st.sampled_from(["nt", "nn", "tn"]), factors, st.integers(0, 2))
+def test_products_take_longer_the_larger_they_are_and_never_less_than_at_peak(
+    model: OperatorModel, m: int, n: int, k: int, layout: str, factor: float, axis: int
+) -> None:
+    shape = [m, n, k]
+    work = Product("fp16", *shape, layout=layout)
+    seconds = model.seconds(work)
+    assert seconds >= roofline_s(work, model.accelerator)
+    shape[axis] = grown(shape[axis], factor)
+    assert model.seconds(Product("fp16", *shape, layout=layout)) >= seconds * (1 - 1e-9)
+    assert model.seconds(Product("fp16", m, n, k, layout=layout, alignment=2)) >= seconds
+
+
+@given(models, st.integers(1, 4096), st.integers(1, 1 << 15), st.integers(8, 256), st.booleans(), factors)
+def test_attention_takes_longer_the_more_heads_and_tokens(
+    model: OperatorModel, heads: int, length: int, width: int, backward: bool, factor: float
+) -> None:
+    work = Attention("fp16", heads, length, length, width, "causal", backward)
+    seconds = model.seconds(work)
+    assert seconds >= roofline_s(work, model.accelerator)
+    more = grown(length, factor)
+    assert model.seconds(Attention("fp16", heads, more, more, width, "causal", backward)) >= seconds * (1 - 1e-9)
+    assert model.seconds(
+        Attention("fp16", grown(heads, factor), length, length, width, "causal", backward)
+    ) >= seconds * (1 - 1e-9)
+
+
+@given(
+    models,
+    st.sampled_from(["forward", "input", "weight"]),
+    st.integers(1, 256),
+    st.integers(16, 2048),
+    st.integers(16, 2048),
+    st.integers(1, 200),
+    st.sampled_from([1, 9, 25]),
+    factors,
+)
+def test_convolutions_take_longer_the_more_images(
+    model: OperatorModel, direction: str, images: int, inputs: int, outputs: int, side: int, kernel: int, factor: float
+) -> None:
+    def seconds(images: int) -> float:
+        work = Convolution("fp16", direction, images, inputs, outputs, side**2, side**2, kernel)
+        found = model.seconds(work)
+        assert found >= roofline_s(work, model.accelerator)
+        return found
+
+    assert seconds(grown(images, factor)) >= seconds(images) * (1 - 1e-9)
+
+
+@given(models, st.sampled_from(["pointwise", "strided", "cat", "softmax", "unheard_of"]), st.floats(1, 1e11), factors)
+def test_traffic_is_never_quicker_than_memory(model: OperatorModel, kind: str, size: float, factor: float) -> None:
+    for width in (2, 4):
+        seconds = model.seconds(Traffic(kind, size, width))
+        assert seconds >= size / model.accelerator.bytes_per_s
+        assert seconds > 1e-6
+        assert model.seconds(Traffic(kind, size * factor, width)) >= seconds * (1 - 1e-9)
+
+
+@given(models, st.integers(1, 1 << 17), st.integers(16, 1 << 14), factors)
+def test_norms_take_longer_the_more_rows(model: OperatorModel, rows: int, columns: int, factor: float) -> None:
+    def seconds(rows: int) -> float:
+        return model.seconds(Traffic("layer_norm", 4 * rows * columns, 2, (rows, columns)))
+
+    assert seconds(grown(rows, factor)) >= seconds(rows) * (1 - 1e-9)
+
+
+def test_every_accelerator_has_a_model() -> None:
+    for accelerator in ACCELERATORS:
+        model = operator_model(accelerator.short_name, "fp16")
+        assert 0 < model.seconds(Product("fp16", 1024, 1024, 1024)) < 1e-3
+
+
+def test_a_gpu_with_fewer_multiprocessors_is_filled_by_smaller_operators() -> None:
+    """Half of the rates and half of the multiprocessors: a product of half the tiles is as efficient as before."""
+    model = operator_model("h200", "bf16")
+    half = OperatorModel(
+        type(model.accelerator)("half", 80, 2400, 494.7, 247, 33, 989, 66), operator_curves("h200"), False
+    )
+    small, large = (Product("bf16", 2048 * scale, 2048 * scale, 4096) for scale in (1 / math.sqrt(2), 1))
+    efficiency = [roofline_s(small, half.accelerator) / half.seconds(small)]
+    efficiency.append(roofline_s(large, model.accelerator) / model.seconds(large))
+    assert efficiency[0] == pytest.approx(efficiency[1], rel=0.15)
+
+
+def test_slower_memory_slows_what_memory_bounds_and_nothing_else() -> None:
+    fast, slow = operator_model("h200", "bf16"), operator_model("h100", "bf16")
+    copy, product = Traffic("pointwise", 1e9, 2), Product("bf16", 8192, 8192, 8192)
+    assert slow.seconds(copy) / fast.seconds(copy) == pytest.approx(4800 / 3350, rel=0.05)
+    assert slow.seconds(product) == pytest.approx(fast.seconds(product), rel=0.01)
+
+
+def test_depthwise_and_grouped_convolutions() -> None:
+    model = operator_model("h200", "bf16")
+
+    def seconds(groups: int, precision: str = "bf16", last: bool = False) -> float:
+        return model.seconds(
+            Convolution(precision, "forward", 64, 256, 256, 784, 784, 9, groups=groups, channels_last=last)
+        )
+
+    assert seconds(256) > seconds(256, last=True)
+    assert seconds(256, "tf32", last=True) == seconds(256, "tf32")
+    assert seconds(32) < 4 * seconds(1)
+
+
+def test_products_in_fp8_are_quicker_and_in_fp32_slower() -> None:
+    model = operator_model("h200", "bf16")
+    times = [model.seconds(Product(precision, 8192, 8192, 8192)) for precision in ("fp8", "bf16", "tf32", "fp32")]
+    assert times == sorted(times)
+
+
+def test_a_custom_gpu_overrides_a_known_one() -> None:
+    assert operator_model("h100", "bf16", gbps=1000).accelerator.bytes_per_s == 1e12
+    assert operator_model("h100", "bf16", tflops=100).accelerator.peak_flops("bf16") == 1e14
+    assert operator_model("h200", "bf16", launch_overhead=False).host.step_s("foreach/sgd", 100) == 0
+
+
+def test_families() -> None:
+    assert [
+        family_of(work)
+        for work in (
+            Product("bf16", 1, 1, 1),
+            Attention("bf16", 1, 1, 1, 1),
+            Convolution("bf16", "forward", 1, 1, 1, 1, 1, 1),
+            Traffic("pointwise", 1),
+        )
+    ] == ["matmul", "attention", "convolution", "memory"]
+
+
+def test_an_unknown_gpu_is_named_with_those_known() -> None:
+    with pytest.raises(InputError, match="known are v100, t4"):
+        named("b400")
+
+
+@given(st.lists(st.floats(1e-6, 1), min_size=4, max_size=4), st.floats(0.1, 1e6), st.floats(0.1, 1e6), factors)
+def test_a_grid_rises_along_every_axis(seconds: list[float], x: float, y: float, factor: float) -> None:
+    grid = Grid([(1, 1000), (1, 1000)], seconds)
+    assert grid.seconds(x * factor, y) >= grid.seconds(x, y) * (1 - 1e-9)
+    assert grid.seconds(x, y * factor) >= grid.seconds(x, y) * (1 - 1e-9)

@@ -1,0 +1,108 @@
+"""The scripts that measure sharded plans: labs and settings by name, and errors from a record."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import msgspec
+import numpy as np
+import pytest
+
+pytest.importorskip("torch", reason="the lab needs torch")
+
+from backbeat.errors import InputError
+from backbeat.model.files import encode, write
+from backbeat.planners import plan as make
+from backbeat.simulate import predict
+from tests.lab.cases import network
+
+SCRIPTS = Path(__file__).resolve().parents[2] / "validation" / "sharded"
+
+
+def script(name: str) -> ModuleType:
+    """A script by its file: other folders have scripts of the same names."""
+    spec = importlib.util.spec_from_file_location(f"validation_sharded_{name}", SCRIPTS / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def errors() -> ModuleType:
+    return script("errors")
+
+
+@pytest.fixture(scope="module")
+def measure(errors: ModuleType) -> ModuleType:
+    before = sys.modules.get("errors")
+    sys.modules["errors"] = errors
+    try:
+        return script("measure")
+    finally:
+        sys.modules.pop("errors")
+        if before is not None:
+            sys.modules["errors"] = before
+
+
+def test_labs_by_name(measure: ModuleType) -> None:
+    plain = measure.setting_of("4:16gbit", "nccl", 1.0)
+    assert (plain.nodes, plain.ranks_per_node, plain.rate_bits) == (4, 1, 16e9)
+    nodes = measure.setting_of("2x2:5gbit:25gbit", "nccl", 1.0)
+    assert (nodes.nodes, nodes.ranks_per_node, nodes.rate_bits, nodes.inside_bits) == (2, 2, 5e9, 25e9)
+    assert "hsdp" in measure.settings_for(nodes)
+    with pytest.raises(InputError, match="is no lab"):
+        measure.setting_of("four:16gbit", "nccl", 1.0)
+
+
+def test_every_setting_is_a_plan_that_can_be_predicted(measure: ModuleType) -> None:
+    setting = measure.setting_of("4:16gbit", "nccl", 1.0)
+    plans = {name: measure.plan_for(name, measure.tiny(), network(), setting) for name in measure.SETTINGS}
+    units = {name: [len(unit.modules) for unit in plan.sharding.units] for name, plan in plans.items()}
+    assert units["pairs"] == [2, 2]
+    assert units["fsdp"] == [1, 1, 1, 1]
+    assert not any(unit.reshard for unit in plans["zero2"].sharding.units)
+    assert plans["bf16-reduce"].sharding.reduce_dtype == "bf16"
+    assert {unit.prefetch for unit in plans["prefetch2"].sharding.units} == {2}
+    assert all(predict(measure.tiny(), network(), plan).iteration_s > 0 for plan in plans.values())
+
+
+def test_errors_are_judged_from_a_record(
+    measure: ModuleType, errors: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    profile, net = measure.tiny(), network()
+    plan = make(profile, net, "fsdp")
+    measured = predict(profile, net, plan).iteration_s
+    record = measure.opened(tmp_path / "lab.json", measure.setting_of("4:16gbit", "nccl", 1.0))
+    record["sessions"].append({"network": msgspec.to_builtins(net)})
+    for factor in (1.0, 1.25):
+        record["cases"].append(
+            {
+                "session": 0,
+                "model": "tiny",
+                "setting": "fsdp",
+                "plan": msgspec.to_builtins(plan),
+                "series_s": [[measured * factor] * 3] * 2,
+            }
+        )
+    (tmp_path / "profiles").mkdir()
+    write(tmp_path / "profiles" / "tiny.json.gz", encode(profile))
+    measure.save(tmp_path / "lab.json", record)
+    assert json.loads((tmp_path / "lab.json").read_text()) == json.loads(json.dumps(record))
+    errors.show(tmp_path)
+    assert "2 cases: median 10.0%, p95 19.0%, worst 20.0%" in capsys.readouterr().out
+    left = measure.left(record, ["tiny"], measure.setting_of("4:16gbit", "nccl", 1.0))
+    assert "fsdp" not in left["tiny"]
+
+
+def test_predictions_of_the_recorded_cases_stay_as_good(errors: ModuleType) -> None:
+    """Measured on 4 and 8 NCCL nodes; `validation/sharded/README.md` has the figures."""
+    found = [row for record in errors.records(SCRIPTS / "spun") for row in errors.rows(SCRIPTS / "spun", record)]
+    off = np.array([abs(row["error"]) for row in found])
+    assert len(off) == 42
+    assert np.median(off) < 0.015
+    assert np.quantile(off, 0.95) < 0.045
+    assert off.max() < 0.05
