@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Literal
 
 from backbeat.model import Prediction
-from backbeat.report.device_memory import DeviceFit, device_fit
+from backbeat.report.device_memory import DeviceFit
 from backbeat.report.limits import limit
 from backbeat.report.running_cost import units_line
 from backbeat.report.study import STOCK, Study
 from backbeat.report.tables import fastest, gpu_hours, over_bound, scaling_range
+from backbeat.report.ways import chosen_way, way_code, way_headline, way_words
 from backbeat.simulate.sweep import knee
 from backbeat.units import format_seconds
 
@@ -82,15 +83,21 @@ def answer(
     epoch_samples: int | None = None,
     command: str = "backbeat plan PROFILE NETWORK --workers N -o plan.json",
     plan_file: str = "plan.json",
+    way_command: Callable[[str], str] = "backbeat plan PROFILE NETWORK --workers N --strategy {} -o plan.json".format,
 ) -> Answer:
     """`samples` is the run to price, otherwise what stock DDP does in a day; `price` is money per GPU-hour.
 
     `command` makes the plan that is advised, as `plan_file`; it is empty where that file is there already.
+    `way_command` makes that of a strategy, for the way to hold the model.
     """
     stock, best = study.stock, study.best
-    count = samples or max(round(stock.samples_per_s * _DAY_S), 1)
-    fit = device_fit(study.profile, study.plans[study.best_label], study.top)
-    verdict, headline = judged(study.curves, fit)
+    # Where stock DDP does not fit, nothing can be compared with it.
+    base = STOCK if STOCK in study.fitting else study.best_label
+    count = samples or max(round(study.at_top[base].samples_per_s * _DAY_S), 1)
+    fit = study.fits[study.best_label]
+    verdict, headline = judged(
+        study.curves, fit, too_big=set(study.curves) - set(study.fitting) if study.fitting else frozenset()
+    )
     inside = [f"the network {study.network.name} was measured inside one node"] if study.network.one_node else []
     worth = tuple(
         Worth(
@@ -99,7 +106,7 @@ def answer(
             gpu_hours=gpu_hours(prediction, count),
             money=None if price is None else gpu_hours(prediction, count) * price,
         )
-        for label, prediction in {STOCK: stock, study.best_label: best}.items()
+        for label, prediction in {base: study.at_top[base], study.best_label: best}.items()
     )
     return Answer(
         verdict=verdict,
@@ -107,7 +114,7 @@ def answer(
         scales=_scales(study, stock, best),
         limit=_limit(study, stock, best),
         memory=f"One GPU needs {fit}." if fit is not None else "",
-        actions=_actions(study, stock, best, command, plan_file),
+        actions=_all_actions(study, stock, best, command, plan_file, way_command),
         worth=worth,
         worth_text=f"{_worth_text(worth, count, price, a_day=samples is None)} On {_plural(study.top)}: "
         f"{units_line(best, study.profile, price=price, epoch_samples=epoch_samples)}.",
@@ -116,11 +123,20 @@ def answer(
     )
 
 
-def judged(curves: Mapping[str, Sequence[Prediction]], fit: DeviceFit | None = None) -> tuple[Verdict, str]:
-    """Whether that many GPUs are worth it, in one sentence. The curves have stock DDP's among them."""
-    curve = frontier(curves)
+def judged(
+    curves: Mapping[str, Sequence[Prediction]],
+    fit: DeviceFit | None = None,
+    *,
+    stock: str = STOCK,
+    too_big: Set[str] = frozenset(),
+) -> tuple[Verdict, str]:
+    """Whether that many GPUs are worth it, in one sentence.
+
+    `stock` is the curve that others are compared with, where it is among them. Those that are `too_big` do not fit the
+    device's memory, and nobody can choose them. `fit` is the fastest's.
+    """
+    curve = frontier(_kept(curves, too_big))
     best = curve[-1]
-    stock = max(curves[STOCK], key=lambda point: point.workers)
     top = best.workers
     if fit is not None and not fit.fits:
         return "memory", f"Does not fit: {fit}."
@@ -129,8 +145,11 @@ def judged(curves: Mapping[str, Sequence[Prediction]], fit: DeviceFit | None = N
     worth = f"{_plural(top)} do the work of {_work(best)}"
     if " to " in _work(best):
         worth += ", depending on how busy the cluster is"
-    if len(curves) > 1:
-        worth += "; stock DDP too" if best is stock else f"; stock DDP {_work(stock)}"
+    if stock in too_big:
+        worth += f"; {stock_name(stock)} does not fit the memory"
+    elif len(curves) > 1 and stock in curves:
+        plain = max(curves[stock], key=lambda point: point.workers)
+        worth += f"; {stock_name(stock)} {'too' if best is plain else _work(plain)}"
     bend = knee(curve)
     if bend is not None:
         return "no", f"Not worth it {f'beyond {bend} GPUs' if bend > 1 else 'on this network'}: {worth}."
@@ -142,25 +161,35 @@ def judged(curves: Mapping[str, Sequence[Prediction]], fit: DeviceFit | None = N
     return "partly", f"Worth it only if time matters more than cost: {worth}."
 
 
+def stock_name(label: str) -> str:
+    return "stock DDP" if label == STOCK else label
+
+
+def _kept(curves: Mapping[str, Sequence[Prediction]], too_big: Set[str]) -> Mapping[str, Sequence[Prediction]]:
+    return {label: curve for label, curve in curves.items() if label not in too_big}
+
+
 def decision(
     curves: Mapping[str, Sequence[Prediction]],
     fit: DeviceFit | None,
     command: Callable[[Prediction], str],
     *,
     halved: Prediction | None = None,
+    stock: str = STOCK,
+    too_big: Set[str] = frozenset(),
 ) -> str:
-    """What to do now. `command` makes the plan that was predicted; `halved` is the largest number of workers with
-    gradients sent in two bytes, where they are not yet."""
-    curve = frontier(curves)
+    """What to do now. `command` makes the plan that was predicted, and is empty for what is no plan; `halved` is the
+    largest number of workers with gradients sent in two bytes, where they are not yet. The rest is as `judged` has it.
+    """
+    curve = frontier(_kept(curves, too_big))
     best = curve[-1]
     bend = knee(curve)
-    verdict, _ = judged(curves, fit)
+    verdict, _ = judged(curves, fit, stock=stock, too_big=too_big)
     if verdict == "alone":
         return "Decision: nothing to decide for one GPU; ask for more with --workers."
     chosen = best if bend is None else next((point for point in curve if point.workers == bend), best)
-    stock = next(point for point in curves[STOCK] if point.workers == chosen.workers)
     what = {
-        "memory": "make it fit first: shard it (FSDP), or let `backbeat plan --memory` choose what to keep",
+        "memory": "make it fit first: shard it (--strategy fsdp), or let `backbeat plan --memory` choose what to keep",
         "yes": f"{_plural(best.workers)} are worth renting",
         "partly": _partly(curve),
         "no": f"rent at most {chosen.workers} GPUs on this network"
@@ -170,13 +199,9 @@ def decision(
         + (" as it is" if halved is not None and halved.scaling_factor >= _HALF else ""),
     }[verdict]
     lines = [f"Decision: {what}."]
-    gain = _gain(stock, chosen)
-    if bend != 1 and verdict != "memory":
-        lines.append(
-            f"Run the plan, {_percent(gain)} faster than stock DDP:\n  {command(chosen)}"
-            if gain >= _WORTH_CHANGING
-            else "Keep stock DDP: no plan is 1 % faster."
-        )
+    if bend != 1 and verdict != "memory" and stock in curves:
+        plain = next(point for point in curves[stock] if point.workers == chosen.workers)
+        lines.append(_run(stock, plain, chosen, command, too_big=stock in too_big))
     if halved is not None and verdict != "memory" and _gain(best, halved) >= _WORTH_CHANGING:
         lines.append(
             f"With gradients sent as bf16, if training bears it, stock DDP alone is {_percent(_gain(best, halved))} "
@@ -184,6 +209,19 @@ def decision(
             f"{_work(halved)}. Ask again with --reduce-dtype bf16."
         )
     return "\n".join(lines)
+
+
+def _run(
+    stock: str, plain: Prediction, chosen: Prediction, command: Callable[[Prediction], str], *, too_big: bool
+) -> str:
+    """What to run in place of `plain`, if anything."""
+    gain = _gain(plain, chosen)
+    if not too_big and gain < _WORTH_CHANGING:
+        return f"Keep {stock_name(stock)}: no plan is 1 % faster."
+    made = command(chosen)
+    what = "the plan" if made else chosen.strategy
+    why = f"; {stock_name(stock)} does not fit" if too_big else f", {_percent(gain)} faster than {stock_name(stock)}"
+    return f"Run {what}{why}:\n  {made}" if made else f"Run {what}{why}."
 
 
 def _partly(curve: Sequence[Prediction]) -> str:
@@ -214,6 +252,7 @@ def _scales(study: Study, stock: Prediction, best: Prediction) -> str:
     text = (
         f"One iteration takes {format_seconds(best.single_s)} on one GPU. On {study.top} it takes "
         f"{format_seconds(stock.iteration_s)} with stock DDP, {stock.scaling_factor:.{digits}%} of perfect scaling"
+        f"{'' if STOCK in study.fitting else ', if it fitted'}"
     )
     if study.best_label == STOCK or _gain(stock, best) < 5e-4:
         text += ", and no strategy compared here is faster."
@@ -250,12 +289,37 @@ def lowered(sentence: str) -> str:
     return sentence[:1].lower() + sentence[1:]
 
 
+def _all_actions(
+    study: Study,
+    stock: Prediction,
+    best: Prediction,
+    command: str,
+    plan_file: str,
+    way_command: Callable[[str], str],
+) -> tuple[Action, ...]:
+    """What to do with the gradients, then how to hold the model; that first where it is not DDP."""
+    gradients = _actions(study, stock, best, command, plan_file)
+    if not study.ways:
+        return gradients
+    taken = chosen_way(study.ways)
+    holding = Action(
+        title=f"DDP, FSDP or HSDP? {way_headline(study.ways)}",
+        text=way_words(study.ways),
+        code=way_code(taken, way_command(taken.label)) if taken is not None and taken.sharded else "",
+    )
+    if not study.ways[0].fits:
+        return (holding,)
+    if taken is not None and taken.sharded:
+        return (holding, *(action for action in gradients if action.code))
+    return (*gradients, holding)
+
+
 def _actions(study: Study, stock: Prediction, best: Prediction, command: str, plan_file: str) -> tuple[Action, ...]:
     if study.top == 1:
         return ()
     found = []
     gain = _gain(stock, best)
-    if study.best_label != STOCK and gain >= _WORTH_CHANGING:
+    if study.best_label != STOCK and study.plans[study.best_label].sharding is None and gain >= _WORTH_CHANGING:
         communicators = f" on {best.communicators} communicators" if best.communicators > 1 else ""
         runs = not study.plans[study.best_label].decoupled
         text = (
@@ -300,12 +364,13 @@ def _actions(study: Study, stock: Prediction, best: Prediction, command: str, pl
 
 def _worth_text(worth: tuple[Worth, ...], samples: int, price: float | None, *, a_day: bool) -> str:
     stock, best = worth[0], worth[-1]
+    name = "stock DDP" if stock.label == STOCK else stock.label
     money = f", ${_number(stock.money)} at ${price:,.2f} each" if stock.money is not None else ""
     cost = f"{_number(stock.gpu_hours)} GPU-hours{money}"
     text = (
-        f"What stock DDP trains in a day ({cost})"
+        f"What {name} trains in a day ({cost})"
         if a_day
-        else f"Training on {samples:,} samples takes stock DDP {_hours(stock.hours)} ({cost})"
+        else f"Training on {samples:,} samples takes {name} {_hours(stock.hours)} ({cost})"
     )
     if best.gpu_hours >= stock.gpu_hours * (1 - _WORTH_SAYING):
         return f"{text}{f' is {samples:,} samples' if a_day else ''}; no plan compared here takes less."
