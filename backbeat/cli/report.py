@@ -14,8 +14,10 @@ from backbeat.cli.common import (
     NetworkArgument,
     PriceOption,
     ProfileArgument,
+    ReduceOption,
     StrategyOption,
     load_network,
+    plan_options,
     say,
     size,
     split,
@@ -46,6 +48,7 @@ def report(
     trace: Annotated[
         list[str] | None, typer.Option("--trace", help="Kineto traces of the real job, comma-separated.")
     ] = None,
+    reduce_dtype: ReduceOption = None,
     price: PriceOption = None,
     epoch_samples: EpochOption = None,
     samples: Annotated[
@@ -73,6 +76,7 @@ def report(
         redact=redact,
         across=across,
         nics_per_node=nics_per_node,
+        reduce_dtype=reduce_dtype,
     )
     settings = PageSettings(
         samples=samples,
@@ -81,6 +85,7 @@ def report(
         memory_budget=size("--memory-budget", memory_budget) if memory_budget else None,
         profile_argument="PROFILE" if redact else profile,
         network_argument="NETWORK" if redact else network,
+        plan_options=() if redact else tuple(plan_options(across, nics_per_node, reduce_dtype)),
         plan_files={} if redact else {plan_label(path, Plan.load(path)): path for path in split(plan)},
     )
     page = make_page(made, settings).encode()
@@ -103,6 +108,7 @@ def gather(
     curve: bool = True,
     across: str | None = None,
     nics_per_node: int = 1,
+    reduce_dtype: str | None = None,
 ) -> Study:
     """Read everything that was named, and predict; without `curve` at the last number of workers only."""
     from backbeat.model import Plan, Profile
@@ -120,7 +126,7 @@ def gather(
         loaded, measured = redact_names.redacted_plans(loaded, one), redact_names.redacted_measured(measured, one)
         one, cluster = redact_names.redacted_profile(one), redact_names.redacted_network(cluster)
     chosen = strategies or ([] if plans and not curve else list(STRATEGIES))
-    return study(one, cluster, counts, strategies=chosen, plans=loaded, measured=measured)
+    return study(one, cluster, counts, strategies=chosen, plans=loaded, measured=measured, reduce_dtype=reduce_dtype)
 
 
 def plan_label(path: str, plan: Plan) -> str:

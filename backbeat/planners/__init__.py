@@ -118,8 +118,8 @@ def _check(strategy: str, options: StrategyOptions, memory_bytes: int | None, re
             raise InputError(f"{name} is {value}: it must be above zero")
     if options.bucket_bytes is not None and strategy not in BUCKETED:
         raise InputError(
-            f"bucket_bytes is {options.bucket_bytes}, but {strategy!r} chooses its buckets itself: leave it out, or use "
-            "ddp or horovod"
+            f"bucket_bytes is {options.bucket_bytes}, but {strategy!r} chooses its buckets itself: leave it out, or "
+            "use ddp or horovod"
         )
     if strategy.partition(":")[0] in SHARDED - BUDGETED and memory_bytes is not None:
         raise InputError(

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Literal
 
-from backbeat.model import Prediction
+from backbeat.model import Network, Prediction, Profile, Source
 from backbeat.report.device_memory import DeviceFit, device_fit
 from backbeat.report.limits import limit
 from backbeat.report.running_cost import units_line
@@ -34,7 +34,7 @@ _MAKE = """# once, on any machine:
 """
 _CODE = """# in the training script, instead of torch.nn.parallel's:
 from backbeat.runtime import DistributedDataParallel
-model = DistributedDataParallel(model, plan="{file}")"""
+model = DistributedDataParallel(model, plan="{file}"{sent})"""
 
 _BUCKET_CODE = "model = torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb={size})"
 
@@ -112,8 +112,23 @@ def answer(
         worth_text=f"{_worth_text(worth, count, price, a_day=samples is None)} On {_plural(study.top)}: "
         f"{units_line(best, study.profile, price=price, epoch_samples=epoch_samples)}.",
         samples=count,
-        caveats=tuple(dict.fromkeys([*inside, *best.notes, *stock.notes])),
+        caveats=tuple(dict.fromkeys([*unmeasured(study.profile, study.network), *inside, *best.notes, *stock.notes])),
     )
+
+
+def unmeasured(profile: Profile, network: Network) -> list[str]:
+    """What of the two was never measured, and what nobody said of them."""
+    lines = []
+    if isinstance(network.source, Source) and network.source.method in ("assumed", "published"):
+        method = "from a publication" if network.source.method == "published" else "assumed"
+        lines.append(f"the network {network.name} is {method}, not measured")
+    if network.topology.gpus_per_node > 1 and network.topology.transport is None and network.slowdown is None:
+        lines.append(
+            f"the network {network.name} names no transport: computation is taken not to slow down beside communication"
+        )
+    if profile.source is None:
+        lines.append(f"the profile {profile.name} does not say where its figures come from")
+    return lines
 
 
 def judged(
@@ -270,10 +285,10 @@ def _limit(study: Study, stock: Prediction, best: Prediction) -> str:
     """What holds the best plan back, and stock DDP where that is something else."""
     if study.top == 1:
         return "One worker has nobody to talk to."
-    own = limit(best, study.profile)
+    own, other = (limit(one, study.profile, reduce_dtype=study.reduce_dtype) for one in (best, stock))
     if stock.bottleneck == best.bottleneck:
         return own
-    return f"With stock DDP: {lowered(limit(stock, study.profile))} With {study.best_label!r}: {lowered(own)}"
+    return f"With stock DDP: {lowered(other)} With {study.best_label!r}: {lowered(own)}"
 
 
 def lowered(sentence: str) -> str:
@@ -289,6 +304,7 @@ def _actions(study: Study, stock: Prediction, best: Prediction, command: str, pl
     if study.best_label != STOCK and gain >= _WORTH_CHANGING:
         communicators = f" on {best.communicators} communicators" if best.communicators > 1 else ""
         runs = not study.plans[study.best_label].decoupled
+        sent = f', reduce_dtype="{study.reduce_dtype}"' if study.reduce_dtype else ""
         text = (
             f"It sends the gradients in {best.buckets} buckets{communicators} instead of {stock.buckets}. "
             f"No schedule that ends within the iteration can beat {format_seconds(best.bound_s)}; this one is "
@@ -301,7 +317,7 @@ def _actions(study: Study, stock: Prediction, best: Prediction, command: str, pl
             Action(
                 title=f"{'Run the plan' if runs else 'A decoupled plan'}: {_percent(gain)} faster than stock DDP",
                 text=text,
-                code=((_MAKE.format(command=command) if command else "") + _CODE.format(file=plan_file))
+                code=((_MAKE.format(command=command) if command else "") + _CODE.format(file=plan_file, sent=sent))
                 if runs
                 else "",
             )

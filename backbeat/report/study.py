@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, count
 from typing import Any
 
 from backbeat.errors import InputError
 from backbeat.model import Network, Plan, Prediction, Profile, Span
-from backbeat.planners import propose
+from backbeat.planners import SHARDED, propose
 from backbeat.report.figures.timeline import MOST_BARS, Timeline, timeline
 from backbeat.report.measured import Measured
 from backbeat.report.perfetto import Iteration
@@ -37,6 +37,8 @@ class Study:
     buckets: tuple[tuple[int, Prediction], ...] = ()
     """(bucket_cap_mb, stock DDP with it) at the last number of workers."""
     measured: tuple[Measured, ...] = ()
+    reduce_dtype: str | None = None
+    """What fp32 gradients are sent in, where that is something else; the profile has them as they are sent."""
 
     @property
     def top(self) -> int:
@@ -98,13 +100,24 @@ def study(
     strategies: Sequence[str] = STRATEGIES,
     plans: Mapping[str, Plan] | None = None,
     measured: Sequence[Measured] = (),
+    reduce_dtype: str | None = None,
 ) -> Study:
-    """Stock DDP is always among the strategies, for everything is compared with it."""
+    """Stock DDP is always among the strategies, for everything is compared with it. With `reduce_dtype` fp32 gradients
+    are sent in two bytes each, and the study's profile has them so."""
     if not workers:
         raise InputError("a report needs a number of workers: give --workers 64 or 4..64")
     asked = {name: {"strategy": name} for name in (STOCK, *strategies)}
     counts = tuple(sorted(set(workers)))
-    return labelled_study(profile, network, counts, asked, plans or {}, measured=measured)
+    if reduce_dtype is None:
+        return labelled_study(profile, network, counts, asked, plans or {}, measured=measured)
+    for name in asked:
+        if name.partition(":")[0] in SHARDED or name == "compressed":
+            raise InputError(
+                f"reduce_dtype is {reduce_dtype!r}, but a report does not have {name!r} with it: leave one of them out"
+            )
+    sent = profile.with_reduce_dtype(reduce_dtype)
+    made = labelled_study(sent, network, counts, asked, plans or {}, measured=measured, on_device=profile)
+    return replace(made, reduce_dtype=reduce_dtype)
 
 
 def labelled_study(
@@ -116,14 +129,17 @@ def labelled_study(
     *,
     measured: Sequence[Measured] = (),
     sweep: bool = True,
+    on_device: Profile | None = None,
 ) -> Study:
     """`asked` has what to propose with for each label, STOCK among them, anew at each number of workers; `plans` are
-    followed as they are. `sweep` tries DDP's bucket sizes, too."""
+    followed as they are. `sweep` tries DDP's bucket sizes, too. Where gradients are sent in fewer bytes than they have
+    `on_device`, DDP closes its buckets by the latter."""
     moved = [network.at(workers=number) for number in workers]
     curves: dict[str, tuple[Prediction, ...]] = {}
     last: dict[str, Plan] = {}
     for label, options in asked.items():
-        made = [propose(profile, one, **options) for one in moved]
+        bucketed = on_device if on_device is not None and options["strategy"] == STOCK else profile
+        made = [propose(bucketed, one, **options) for one in moved]
         curves[label] = tuple(predict(profile, one, plan) for one, plan in zip(moved, made, strict=True))
         last[label] = made[-1]
     for label, plan in plans.items():
@@ -136,18 +152,18 @@ def labelled_study(
         workers=workers,
         curves=curves,
         plans=last,
-        buckets=bucket_sweep(profile, moved[-1]) if sweep else (),
+        buckets=bucket_sweep(profile, moved[-1], on_device or profile) if sweep else (),
         measured=tuple(measured),
     )
 
 
-def bucket_sweep(profile: Profile, network: Network) -> tuple[tuple[int, Prediction], ...]:
+def bucket_sweep(profile: Profile, network: Network, on_device: Profile) -> tuple[tuple[int, Prediction], ...]:
     """Stock DDP at each bucket size, up to the first that takes all gradients in one."""
     if network.workers == 1:
         return ()
     found = []
     for size in BUCKETS_MB:
-        plan = propose(profile, network, STOCK, bucket_bytes=size * 2**20)
+        plan = propose(on_device, network, STOCK, bucket_bytes=size * 2**20)
         found.append((size, predict(profile, network, plan)))
         if len(plan.buckets) == 1:
             break

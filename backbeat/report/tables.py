@@ -143,6 +143,7 @@ def _cells(prediction: Prediction, samples: int, banded: bool, ranged: bool) -> 
 
 _NO_GAIN = 5e-4
 """Less than this is printed as no gain."""
+_SCREEN = 80
 _LONG_NAME = 10
 """Headings above this many letters are broken."""
 
@@ -224,7 +225,7 @@ def plan_table(plan: Plan, result: Prediction) -> Table:
 def network_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     """What an all-reduce does at each number of GPUs."""
     ranged = any(row["busy_bus_bytes_per_s"] < row["quiet_bus_bytes_per_s"] for row in rows)
-    table = _plain("all-reduce, bus bandwidth of 256 MiB")
+    table = _plain("all-reduce of 256 MiB")
     for heading in ("GPUs", "nodes", "latency", "bus GB/s", *(["busy–quiet"] if ranged else [])):
         table.add_column(heading, justify="right")
     for row in rows:
@@ -250,12 +251,13 @@ def zoo_table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]
         table.add_column(heading, justify="right" if right else "left", no_wrap=heading == headings[0])
     for row in rows:
         table.add_row(*map(printable, row))
+    table.width = min(natural_width(table), _SCREEN)
     return table
 
 
 def describe(
     profile: Profile,
-    network: Network,
+    network: Network | None = None,
     *,
     accumulation: int | None = None,
     reduce_dtype: str | None = None,
@@ -276,11 +278,12 @@ def describe(
         batch += f", {micro_batches} micro-batches a step" if micro_batches > 1 else ""
         kind, alone = "(strong scaling)", ": "
     sent = f" sent as {reduce_dtype}" if reduce_dtype is not None else ""
-    return (
-        f"{profile.model}, {batch} {kind}, {profile.precision} on {device} ({profile.origin}){alone}"
-        f"{len(profile.gradients)} gradients, {format_bytes(profile.total_bytes)}{sent}; "
-        f"network {named(network)}{_nodes(network)}"
+    text = f"{profile.model}, {batch} {kind}, " if network is not None else f"{profile.model}, {batch}, "
+    text += (
+        f"{profile.precision} on {device} ({profile.origin}){alone}"
+        f"{len(profile.gradients)} gradients, {format_bytes(profile.total_bytes)}{sent}"
     )
+    return text if network is None else f"{text}; network {named(network)}{_nodes(network)}"
 
 
 def _nodes(network: Network) -> str:

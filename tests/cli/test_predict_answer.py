@@ -51,7 +51,7 @@ def test_the_answer_fits_one_screen_and_ends_in_a_decision() -> None:
     assert place < lines.index(headings)
     for word in ("tokens/s", "per step", "per billion tokens", "sent as bf16", "MFU 29."):
         assert word in joined(text)
-    assert sum(line.startswith("* ") for line in lines) == 3
+    assert sum(line.startswith("* ") for line in lines) == 4
     assert lines[-2:] == ["Decision: 512 GPUs are worth renting.", "Keep stock DDP: no plan is 1 % faster."]
 
 
@@ -265,6 +265,18 @@ def test_the_zoo_has_one_row_a_model() -> None:
     assert "1024" in next(line for line in rows if line.startswith("llama-1b "))
     one = make_profile([1], [0.0])
     assert variants([one, msgspec.structs.replace(one, precision="bf16", batch_size=2)]) == "2 in bf16; 1 in fp32"
+
+
+def test_the_zoo_fits_80_columns_and_shows_one_in_full() -> None:
+    assert max(map(len, run("zoo").splitlines())) <= 80
+    shown = joined(run("zoo", "aws-p5"))
+    assert "https://aws.amazon.com" in shown
+    assert "aws-p5: cloud, efa, 8 GPUs a node." in shown
+    assert "AdamW" in run("zoo", "llama-1b-b4-bf16-adamw-h200")
+    assert json.loads(run("zoo", "aws-p5", "--json"))["source"]["reference"].startswith("https://aws")
+    assert json.loads(run("zoo", RESNET, "--json"))["flops_per_sample"] > 0
+    with pytest.raises(InputError, match="is not in the zoo"):
+        run("zoo", "aws-p9")
 
 
 def test_networks_without_device_lines_are_moved_as_before() -> None:
