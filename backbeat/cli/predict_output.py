@@ -15,7 +15,7 @@ from backbeat.report.answer import decision, frontier, judged, stock_name, unmea
 from backbeat.report.device_memory import device_fit
 from backbeat.report.limits import knee_sentence, limit
 from backbeat.report.running_cost import costs, format_money, per_billion, tokens_per_s, unit, units_line, utilisation
-from backbeat.report.study import STOCK
+from backbeat.report.study import PLANNED, STOCK
 from backbeat.simulate.sweep import knee
 from backbeat.units import format_bytes
 
@@ -155,7 +155,10 @@ def show(
     if fit is not None and fit.fits:
         prose(out, f"Memory: {fit}.")
     for name in sorted(too_big):
-        prose(out, f"Too big: {stock_name(name)}, {format_bytes(fits[name].peak_bytes)}.")
+        prose(
+            out,
+            f"Too big: {'the plan' if name == PLANNED else stock_name(name)}, {format_bytes(fits[name].peak_bytes)}.",
+        )
     for line in _peaks(rows, schedules):
         prose(out, line)
     for line in doubts(best, network, profile, every=wide):
@@ -185,10 +188,12 @@ def _title(profile: Profile, network: Network, asked: Asked) -> str:
         profile,
         network,
         accumulation=asked.accumulation,
-        reduce_dtype=asked.reduce_dtype,
+        reduce_dtype=None if asked.frameworks else asked.reduce_dtype,
         global_batch=asked.global_batch,
     )
-    return described + sized
+    differ = asked.frameworks and asked.reduce_dtype is not None
+    both = f"; plans send {asked.reduce_dtype}, a framework its own dtype" if differ else ""
+    return described + sized + both
 
 
 def _fits(

@@ -209,7 +209,12 @@ def decision(
     lines = [f"Decision: {what}."]
     if bend != 1 and verdict != "memory" and stock in curves:
         plain = next(point for point in curves[stock] if point.workers == chosen.workers)
-        lines.append(_run(stock, plain, chosen, command, too_big=stock in too_big))
+        alone = len(curves) > 1 and set(curves) - {stock} <= too_big
+        lines.append(
+            f"Keep {stock_name(stock)}: nothing else here fits."
+            if alone
+            else _run(stock, plain, chosen, command, too_big=stock in too_big)
+        )
     if halved is not None and verdict != "memory" and _gain(best, halved) >= _WORTH_CHANGING:
         lines.append(
             f"With gradients sent as bf16, if training bears it, stock DDP alone is {_percent(_gain(best, halved))} "

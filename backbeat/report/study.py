@@ -17,8 +17,8 @@ from backbeat.report.tables import fastest
 from backbeat.simulate import predict
 from backbeat.units import parse_workers
 
-STOCK = "ddp"
-STRATEGIES = (STOCK, "mg-wfbp", "optimal", "best")
+STOCK, PLANNED = "ddp", "best"
+STRATEGIES = (STOCK, "mg-wfbp", "optimal", PLANNED)
 BUCKETS_MB = (1, 2, 5, 10, 25, 50, 100, 200, 400, 800)
 """Values of DDP's `bucket_cap_mb` that are tried."""
 

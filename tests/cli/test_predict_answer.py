@@ -384,6 +384,14 @@ def test_the_plan_is_compared_with_what_the_job_runs_today() -> None:
     assert re.search("Run deepspeed-zero1, [0-9.]+% faster than nanotron.", text)
 
 
+def test_a_framework_that_alone_fits_is_kept() -> None:
+    words = ("predict", "llama-8b-b1-bf16-adamw-h200", "dgx-h100", "-n", "64", "--framework", "nanotron")
+    text = joined(run(*words, "--reduce-dtype", "bf16"))
+    assert "Keep nanotron: nothing else here fits." in text
+    assert "Too big: the plan, 198 GB." in text
+    assert "plans send bf16, a framework its own dtype" in text
+
+
 def test_whether_it_fits_is_asked_of_each_strategy() -> None:
     words = ("predict", "llama-8b-b1-bf16-adamw-h200", "aws-p5", "-n", "64", "-s", "fsdp,hsdp:8")
     text = joined(run(*words))
