@@ -65,6 +65,7 @@ def predict(
     """Predict how the job scales, what limits it and what it costs, and say what to do."""
     from backbeat.cli.common import console, load_network, plan_options, print_json, size, split
     from backbeat.cli.predict_output import Asked, content, show
+    from backbeat.cli.predict_sharded import is_sharded, sharded_strategies, sharding_answer, show_sharded, with_peaks
     from backbeat.model import Plan, Profile
     from backbeat.model.reduction import reduction_named
     from backbeat.planners import BUCKETED
@@ -81,6 +82,11 @@ def predict(
         names = [] if files else list(DEFAULT_STRATEGIES)
     elif not names:
         names = [] if files else [PLANNED]
+    offered: list[str] = []
+    if not named and not files and not frameworks and global_batch is None:
+        # With a job that DDP cannot hold, sharding is compared in place of buckets.
+        offered = sharded_strategies(one, cluster, counts)
+        names = [*(names if every or not offered else ()), *offered]
     if bucket is not None and named and BUCKETED.isdisjoint(names):
         raise InputError(f"--bucket is for ddp and horovod, not {', '.join(names)}: name one of them, or leave it out")
     if not every and not frameworks and STOCK not in names:
@@ -110,20 +116,34 @@ def predict(
     other = Profile.load(other_batch) if other_batch and global_batch is not None else None
     # Refused before anything is planned: the largest number of workers is where a network ends.
     clusters = {count: cluster.at(workers=count) for count in counts}
-    rows = []
+    rows: list[Prediction] = []
     for count, there in clusters.items():
         here = one
         if global_batch is not None:
             here = strong_scaling(one, global_batch, count, accumulation=accumulation, other=other)
-        for schedule in schedules:
-            row = _predict(here, there, schedule, asked)
+        for schedule in list(schedules):
+            try:
+                row = _predict(here, there, schedule, asked)
+            except InputError:
+                if schedule not in offered:
+                    raise
+                # Nothing of it fits the device, and nobody asked for it.
+                schedules.remove(schedule)
+                rows = [row for row in rows if row.strategy != schedule]
+                continue
             rows.append(row if here is one else _at_another_batch(row, here.notes[-1]))
     if plot is not None:
         _plot(rows, plot, one, cluster)
+    sharded = any(map(is_sharded, schedules))
     if json:
-        print_json(content(one, cluster, rows, asked, schedules))
-        return
-    show(console(), one, cluster, rows, schedules, asked, wide=wide)
+        data = content(one, cluster, rows, asked, schedules)
+        if sharded:
+            data["headline"] = sharding_answer(one, with_peaks(one, rows, schedules, asked)).headline()
+        print_json(data)
+    elif sharded and not wide and not frameworks:
+        show_sharded(console(), one, cluster, rows, schedules, asked)
+    else:
+        show(console(), one, cluster, rows, schedules, asked, wide=wide)
 
 
 def _named_apart(plans: list[Plan], files: list[str], names: list[str]) -> list[Plan]:

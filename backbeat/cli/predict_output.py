@@ -65,7 +65,7 @@ def content(
     schedules: Sequence[Schedule],
 ) -> dict[str, Any]:
     """The answer as data."""
-    fits = _fits(profile, asked, schedules, rows)
+    fits = fits_of(profile, asked, schedules, rows)
     data = []
     for row in rows:
         share = utilisation(row, profile)
@@ -95,7 +95,7 @@ def content(
     }
 
 
-def _command(profile: Profile, asked: Asked, chosen: Prediction) -> str:
+def command_for(profile: Profile, asked: Asked, chosen: Prediction) -> str:
     """What makes or runs the plan that was predicted; nothing does for what a framework does."""
     if chosen.strategy in asked.frameworks:
         return ""
@@ -123,12 +123,12 @@ def show(
     """The answer in 80 columns, which ends in a decision. With `wide`, or where strategies beside each other take more
     columns, each has a row of its own with every figure."""
     curves = curves_of(rows)
-    fits = _fits(profile, asked, schedules, rows)
+    fits = fits_of(profile, asked, schedules, rows)
     too_big = _too_big(fits, curves)
     best = frontier({name: curve for name, curve in curves.items() if name not in too_big})[-1]
     fit = fits.get(best.strategy)
     stock = asked.baseline
-    prose(out, _title(profile, network, asked))
+    prose(out, title_of(profile, network, asked))
     out.print()
     prose(out, judged(curves, fit, stock=stock, too_big=too_big)[1])
     out.print()
@@ -149,7 +149,7 @@ def show(
     chosen = f" with {best.strategy}" if wide and len(curves) > 1 else ""
     prose(out, f"At {best.workers} GPU{'s' if best.workers > 1 else ''}{chosen}: {figures}.")
     if best.workers > 1:
-        prose(out, f"Limit: {limit(best, _sent(profile, asked), reduce_dtype=asked.reduce_dtype)}")
+        prose(out, f"Limit: {limit(best, sent_by(profile, asked), reduce_dtype=asked.reduce_dtype)}")
     if wide:
         prose(out, knee_sentence(curves[best.strategy]))
     if fit is not None and fit.fits:
@@ -165,7 +165,7 @@ def show(
         prose(out, line)
     out.print()
     halved = _halved(profile, network, best, asked)
-    command = partial(_command, profile, asked)
+    command = partial(command_for, profile, asked)
     prose(out, decision(curves, fit, command, halved=halved, stock=stock, too_big=too_big))
 
 
@@ -182,7 +182,7 @@ def doubts(best: Prediction, network: Network, profile: Profile, *, every: bool 
     return lines if every or len(lines) <= 4 else [*lines[:3], f"* and {len(lines) - 3} more: --wide shows them"]
 
 
-def _title(profile: Profile, network: Network, asked: Asked) -> str:
+def title_of(profile: Profile, network: Network, asked: Asked) -> str:
     sized = "" if asked.bucket_bytes is None else f"; DDP with buckets of {format_bytes(asked.bucket_bytes)}"
     described = tables.describe(
         profile,
@@ -196,7 +196,7 @@ def _title(profile: Profile, network: Network, asked: Asked) -> str:
     return described + sized + both
 
 
-def _fits(
+def fits_of(
     profile: Profile, asked: Asked, schedules: Sequence[Schedule], rows: Sequence[Prediction]
 ) -> dict[str, DeviceFit]:
     """By row, whether it fits the device on the most workers: with everything kept, unless a plan says what is. At
@@ -210,7 +210,7 @@ def _fits(
             # It may hold its share of the optimizer's state alone, or a second buffer of gradients.
             fit = device_fit(schedule.on_device(profile, top))
         else:
-            fit = device_fit(_sent(profile, asked), schedule if isinstance(schedule, Plan) else None)
+            fit = device_fit(sent_by(profile, asked), schedule if isinstance(schedule, Plan) else None)
         if fit is not None:
             known = row.peak_bytes if isinstance(schedule, str) else None
             found[row.strategy] = fit if known is None else replace(fit, peak_bytes=known)
@@ -223,7 +223,7 @@ def _too_big(fits: Mapping[str, DeviceFit], curves: Mapping[str, object]) -> Set
     return found if not found >= set(curves) else set()
 
 
-def _sent(profile: Profile, asked: Asked) -> Profile:
+def sent_by(profile: Profile, asked: Asked) -> Profile:
     return profile if asked.reduce_dtype is None else profile.with_reduce_dtype(asked.reduce_dtype)
 
 

@@ -65,6 +65,7 @@ def report(
     from backbeat.report.page import MOST_BYTES, PageSettings
     from backbeat.report.page import report as make_page
 
+    budget = size("--memory-budget", memory_budget) if memory_budget else None
     made = gather(
         profile,
         network,
@@ -77,12 +78,13 @@ def report(
         across=across,
         nics_per_node=nics_per_node,
         reduce_dtype=reduce_dtype,
+        memory_budget=budget,
     )
     settings = PageSettings(
         samples=samples,
         price=parse_price(price) if price is not None else None,
         epoch_samples=epoch_samples,
-        memory_budget=size("--memory-budget", memory_budget) if memory_budget else None,
+        memory_budget=budget,
         profile_argument="PROFILE" if redact else profile,
         network_argument="NETWORK" if redact else network,
         plan_options=() if redact else tuple(plan_options(across, nics_per_node, reduce_dtype)),
@@ -109,12 +111,13 @@ def gather(
     across: str | None = None,
     nics_per_node: int = 1,
     reduce_dtype: str | None = None,
+    memory_budget: int | None = None,
 ) -> Study:
     """Read everything that was named, and predict; without `curve` at the last number of workers only."""
     from backbeat.model import Plan, Profile
     from backbeat.report import redact as redact_names
     from backbeat.report.measured import read_lab, read_trace
-    from backbeat.report.study import STRATEGIES, curve_workers, study
+    from backbeat.report.study import curve_workers, study
 
     one, cluster = Profile.load(profile), load_network(network, across, nics_per_node)
     asked = parse_workers(workers) if workers else [cluster.workers]
@@ -125,8 +128,18 @@ def gather(
     if redact:
         loaded, measured = redact_names.redacted_plans(loaded, one), redact_names.redacted_measured(measured, one)
         one, cluster = redact_names.redacted_profile(one), redact_names.redacted_network(cluster)
-    chosen = strategies or ([] if plans and not curve else list(STRATEGIES))
-    return study(one, cluster, counts, strategies=chosen, plans=loaded, measured=measured, reduce_dtype=reduce_dtype)
+    chosen = strategies or ([] if plans and not curve else None)
+    return study(
+        one,
+        cluster,
+        counts,
+        strategies=chosen,
+        plans=loaded,
+        measured=measured,
+        sweep=curve,
+        memory_budget=memory_budget,
+        reduce_dtype=reduce_dtype,
+    )
 
 
 def plan_label(path: str, plan: Plan) -> str:

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from backbeat.model import Network, Prediction, Profile, Source
-from backbeat.report.device_memory import DeviceFit, device_fit
+from backbeat.report.device_memory import DeviceFit
 from backbeat.report.limits import limit
 from backbeat.report.running_cost import units_line
 from backbeat.report.study import STOCK, Study
 from backbeat.report.tables import fastest, gpu_hours, over_bound, scaling_range
+from backbeat.report.ways import chosen_way, way_code, way_headline, way_words
 from backbeat.simulate.sweep import knee
 from backbeat.units import format_seconds
 
@@ -82,15 +83,21 @@ def answer(
     epoch_samples: int | None = None,
     command: str = "backbeat plan PROFILE NETWORK --workers N -o plan.json",
     plan_file: str = "plan.json",
+    way_command: Callable[[str], str] = "backbeat plan PROFILE NETWORK --workers N --strategy {} -o plan.json".format,
 ) -> Answer:
     """`samples` is the run to price, otherwise what stock DDP does in a day; `price` is money per GPU-hour.
 
     `command` makes the plan that is advised, as `plan_file`; it is empty where that file is there already.
+    `way_command` makes that of a strategy, for the way to hold the model.
     """
     stock, best = study.stock, study.best
-    count = samples or max(round(stock.samples_per_s * _DAY_S), 1)
-    fit = device_fit(study.profile, study.plans[study.best_label], study.top)
-    verdict, headline = judged(study.curves, fit)
+    # Where stock DDP does not fit, nothing can be compared with it.
+    base = STOCK if STOCK in study.fitting else study.best_label
+    count = samples or max(round(study.at_top[base].samples_per_s * _DAY_S), 1)
+    fit = study.fits[study.best_label]
+    verdict, headline = judged(
+        study.curves, fit, too_big=set(study.curves) - set(study.fitting) if study.fitting else frozenset()
+    )
     inside = [f"the network {study.network.name} was measured inside one node"] if study.network.one_node else []
     worth = tuple(
         Worth(
@@ -99,7 +106,7 @@ def answer(
             gpu_hours=gpu_hours(prediction, count),
             money=None if price is None else gpu_hours(prediction, count) * price,
         )
-        for label, prediction in {STOCK: stock, study.best_label: best}.items()
+        for label, prediction in {base: study.at_top[base], study.best_label: best}.items()
     )
     return Answer(
         verdict=verdict,
@@ -107,7 +114,7 @@ def answer(
         scales=_scales(study, stock, best),
         limit=_limit(study, stock, best),
         memory=f"One GPU needs {fit}." if fit is not None else "",
-        actions=_actions(study, stock, best, command, plan_file),
+        actions=_all_actions(study, stock, best, command, plan_file, way_command),
         worth=worth,
         worth_text=f"{_worth_text(worth, count, price, a_day=samples is None)} On {_plural(study.top)}: "
         f"{units_line(best, study.profile, price=price, epoch_samples=epoch_samples)}.",
@@ -265,6 +272,7 @@ def _scales(study: Study, stock: Prediction, best: Prediction) -> str:
     text = (
         f"One iteration takes {format_seconds(best.single_s)} on one GPU. On {study.top} it takes "
         f"{format_seconds(stock.iteration_s)} with stock DDP, {stock.scaling_factor:.{digits}%} of perfect scaling"
+        f"{'' if STOCK in study.fitting else ', if it fitted'}"
     )
     if study.best_label == STOCK or _gain(stock, best) < 5e-4:
         text += ", and no strategy compared here is faster."
@@ -301,12 +309,37 @@ def lowered(sentence: str) -> str:
     return sentence[:1].lower() + sentence[1:]
 
 
+def _all_actions(
+    study: Study,
+    stock: Prediction,
+    best: Prediction,
+    command: str,
+    plan_file: str,
+    way_command: Callable[[str], str],
+) -> tuple[Action, ...]:
+    """What to do with the gradients, then how to hold the model; that first where it is not DDP."""
+    gradients = _actions(study, stock, best, command, plan_file)
+    if not study.ways:
+        return gradients
+    taken = chosen_way(study.ways)
+    holding = Action(
+        title=f"DDP, FSDP or HSDP? {way_headline(study.ways)}",
+        text=way_words(study.ways),
+        code=way_code(taken, way_command(taken.label)) if taken is not None and taken.sharded else "",
+    )
+    if not study.ways[0].fits:
+        return (holding,)
+    if taken is not None and taken.sharded:
+        return (holding, *(action for action in gradients if action.code))
+    return (*gradients, holding)
+
+
 def _actions(study: Study, stock: Prediction, best: Prediction, command: str, plan_file: str) -> tuple[Action, ...]:
     if study.top == 1:
         return ()
     found = []
     gain = _gain(stock, best)
-    if study.best_label != STOCK and gain >= _WORTH_CHANGING:
+    if study.best_label != STOCK and study.plans[study.best_label].sharding is None and gain >= _WORTH_CHANGING:
         communicators = f" on {best.communicators} communicators" if best.communicators > 1 else ""
         runs = not study.plans[study.best_label].decoupled
         sent = f', reduce_dtype="{study.reduce_dtype}"' if study.reduce_dtype else ""
@@ -352,12 +385,13 @@ def _actions(study: Study, stock: Prediction, best: Prediction, command: str, pl
 
 def _worth_text(worth: tuple[Worth, ...], samples: int, price: float | None, *, a_day: bool) -> str:
     stock, best = worth[0], worth[-1]
+    name = "stock DDP" if stock.label == STOCK else stock.label
     money = f", ${_number(stock.money)} at ${price:,.2f} each" if stock.money is not None else ""
     cost = f"{_number(stock.gpu_hours)} GPU-hours{money}"
     text = (
-        f"What stock DDP trains in a day ({cost})"
+        f"What {name} trains in a day ({cost})"
         if a_day
-        else f"Training on {samples:,} samples takes stock DDP {_hours(stock.hours)} ({cost})"
+        else f"Training on {samples:,} samples takes {name} {_hours(stock.hours)} ({cost})"
     )
     if best.gpu_hours >= stock.gpu_hours * (1 - _WORTH_SAYING):
         return f"{text}{f' is {samples:,} samples' if a_day else ''}; no plan compared here takes less."

@@ -80,7 +80,7 @@ _Alike = dict[int, list[tuple[list[str], list[Prediction]]]]
 
 def _scaling_table(predictions: Sequence[Prediction], rows: _Alike, headings: Sequence[str], first: int) -> Table:
     """The columns under these headings, whose cells stand from `first` on."""
-    table = _plain()
+    table = plain_table()
     for heading in ("GPUs", "strategy", *headings):
         left = heading in ("strategy", "limited by")
         table.add_column(heading, justify="left" if left else "right", no_wrap=heading != "strategy", overflow="fold")
@@ -164,7 +164,7 @@ def answer_table(
     """
     others = [label for label in curves if label != stock]
     compared = stock not in too_big and not too_big >= set(others)
-    table = _plain()
+    table = plain_table()
     names = ["planned"] if others == ["best"] else [_broken(printable(label)) for label in others]
     best = fastest([point for label, curve in curves.items() for point in curve if label not in too_big])
     ranged = any(map(scaling_range, best.values()))
@@ -206,7 +206,7 @@ def plan_table(plan: Plan, result: Prediction) -> Table:
     title = f"{count} bucket{'' if count == 1 else 's'} in launch order"
     if plan.sharding is not None:
         title = f"{len(spans)} collectives of {len(plan.sharding.units)} units and the root, in launch order"
-    table = _plain(title)
+    table = plain_table(title)
     several = plan.communicators > 1
     for heading in ("bucket", *(["communicator"] if several else []), "gradients", "bytes", "starts", "ends"):
         table.add_column(heading, justify="left" if heading == "gradients" else "right")
@@ -225,7 +225,7 @@ def plan_table(plan: Plan, result: Prediction) -> Table:
 def network_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     """What an all-reduce does at each number of GPUs."""
     ranged = any(row["busy_bus_bytes_per_s"] < row["quiet_bus_bytes_per_s"] for row in rows)
-    table = _plain("all-reduce of 256 MiB")
+    table = plain_table("all-reduce of 256 MiB")
     for heading in ("GPUs", "nodes", "latency", "bus GB/s", *(["busy–quiet"] if ranged else [])):
         table.add_column(heading, justify="right")
     for row in rows:
@@ -244,7 +244,7 @@ def bus_rates(row: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def zoo_table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    table = _plain(title)
+    table = plain_table(title)
     for heading in headings:
         right = heading in ("tokens", "a node", "GB/s", "busy–quiet")
         # The name is what one copies.
@@ -299,7 +299,7 @@ def named(network: Network) -> str:
     return f"{name}, inside one node" if network.one_node else name
 
 
-def _plain(title: str | None = None) -> Table:
+def plain_table(title: str | None = None) -> Table:
     return Table(
         title=title, title_justify="left", header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False
     )

@@ -115,9 +115,13 @@ def test_a_job_that_does_not_fit_says_so_everywhere(tmp_path: Path) -> None:
     file = str(tmp_path / "large.json")
     larger_than_its_device().save(file)
     text = joined(run("predict", file, "nvlink-ib400", "-n", "16"))
+    assert "DDP does not fit. With planned sharding, 16 GPUs do the work of" in text
+    assert "DDP needs 32.2 GB of the 24.0 GB of one L4: too much." in text
+    assert "Decision: planned sharding on 16 GPUs" in text
+    alone = joined(run("predict", file, "nvlink-ib400", "-n", "16", "-s", "ddp,best"))
     said = "32.2 GB on one L4 of 24.0 GB: does not fit (optimizer: SGD with momentum); shard it (FSDP), or keep less"
-    assert f"Does not fit: {said}" in text
-    assert "Decision: make it fit first" in text
+    assert f"Does not fit: {said}" in alone
+    assert "Decision: make it fit first" in alone
     assert "does not fit" in joined(run("plan", file, "nvlink-ib400", "-n", "16"))
     said = answer(study(larger_than_its_device(), bb.Network.load("nvlink-ib400"), [16], strategies=["ddp"]))
     assert said.verdict == "memory"
@@ -125,6 +129,40 @@ def test_a_job_that_does_not_fit_says_so_everywhere(tmp_path: Path) -> None:
     data = json.loads(run("predict", file, "nvlink-ib400", "-n", "16", "-s", "ddp", "--json"))
     assert data["rows"][0]["memory"]["fits"] is False
     assert "of the 141 GB of one H200: fits" in joined(run("predict", LLAMA, "nvlink-ib400", "-n", "16", "-s", "ddp"))
+
+
+def test_an_8b_on_64_gpus_is_told_how_to_shard() -> None:
+    text = run("predict", "llama-8b-b1-bf16-adamw-h200", "aws-p5", "-n", "64")
+    assert len(text.splitlines()) <= 40
+    assert max(len(line) for line in text.splitlines() if not line.startswith("  backbeat plan")) <= 80
+    for strategy in ("ddp", "fsdp", "hsdp:8", "sharded"):
+        assert re.search(rf"{strategy} +\d+ ms .* GB +(yes|no) ", text)
+    assert "FSDP fits and is" in joined(text)
+    assert "HSDP in groups of 8 fits and is" in joined(text)
+    assert "backbeat plan llama-8b-b1-bf16-adamw-h200 aws-p5 --workers 64 --strategy sharded -o plan.json" in text
+    assert '  fully_shard(model, plan="plan.json")' in text
+
+
+def test_a_sharded_plan_says_units_memory_and_lines(tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    arguments = ("-n", "16", "-s", "sharded", "--memory", "14GB", "-o", str(file))
+    text = run("plan", "llama-1b-b4-bf16-adamw-h200", "nvlink-ib400", *arguments)
+    assert max(len(line) for line in text.splitlines() if str(file) not in line) <= 80
+    for words in (
+        "units and the root, mesh replicate(1) * shard(16)",
+        "activations",
+        "parameter shards",
+        "Recomputed: ",
+    ):
+        assert words.lower() in text.lower()
+    assert "from backbeat.runtime import fully_shard" in text
+    plan = bb.Plan.load(file)
+    assert plan.sharding is not None
+    assert plan.memory is not None
+    assert plan.memory.peak_bytes is not None
+    assert plan.memory.peak_bytes <= 14 * 10**9
+    with pytest.raises(InputError, match="the smallest that fits is"):
+        run("plan", "llama-1b-b4-bf16-adamw-h200", "nvlink-ib400", "-n", "16", "-s", "sharded", "--memory", "1GB")
 
 
 def test_a_plan_that_keeps_less_fits() -> None:
@@ -214,7 +252,7 @@ def test_tokens_utilisation_and_money() -> None:
 
 
 def test_memory_says_which_optimizer_it_was_measured_with() -> None:
-    adamw = run("predict", "llama-8b-b1-bf16-adamw-h200", "aws-p5en", "-n", "64")
+    adamw = run("predict", "llama-8b-b1-bf16-adamw-h200", "aws-p5en", "-n", "64", "-s", "ddp")
     assert "does not fit (optimizer: AdamW, fused); shard it (FSDP)" in joined(adamw)
     assert "of one H200: fits (optimizer: SGD with momentum)." in joined(run("predict", RESNET, "10gbe"))
 
