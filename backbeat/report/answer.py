@@ -11,7 +11,7 @@ from backbeat.report.device_memory import DeviceFit
 from backbeat.report.limits import limit
 from backbeat.report.running_cost import units_line
 from backbeat.report.study import STOCK, Study
-from backbeat.report.tables import fastest, gpu_hours, over_bound, scaling_range
+from backbeat.report.tables import fastest, format_number, gpu_hours, over_bound, scaling_range, work_range
 from backbeat.report.ways import chosen_way, way_code, way_headline, way_words
 from backbeat.simulate.sweep import knee
 from backbeat.units import format_seconds
@@ -386,8 +386,8 @@ def _actions(study: Study, stock: Prediction, best: Prediction, command: str, pl
 def _worth_text(worth: tuple[Worth, ...], samples: int, price: float | None, *, a_day: bool) -> str:
     stock, best = worth[0], worth[-1]
     name = "stock DDP" if stock.label == STOCK else stock.label
-    money = f", ${_number(stock.money)} at ${price:,.2f} each" if stock.money is not None else ""
-    cost = f"{_number(stock.gpu_hours)} GPU-hours{money}"
+    money = f", ${format_number(stock.money)} at ${price:,.2f} each" if stock.money is not None else ""
+    cost = f"{format_number(stock.gpu_hours)} GPU-hours{money}"
     text = (
         f"What {name} trains in a day ({cost})"
         if a_day
@@ -396,12 +396,12 @@ def _worth_text(worth: tuple[Worth, ...], samples: int, price: float | None, *, 
     if best.gpu_hours >= stock.gpu_hours * (1 - _WORTH_SAYING):
         return f"{text}{f' is {samples:,} samples' if a_day else ''}; no plan compared here takes less."
     text += (
-        f"{' takes' if a_day else '; it takes'} {best.label!r} {_hours(best.hours)} and {_number(best.gpu_hours)} "
-        f"GPU-hours. That saves {_hours(stock.hours - best.hours)} and {_number(stock.gpu_hours - best.gpu_hours)} "
-        "GPU-hours"
+        f"{' takes' if a_day else '; it takes'} {best.label!r} {_hours(best.hours)} and "
+        f"{format_number(best.gpu_hours)} GPU-hours. That saves {_hours(stock.hours - best.hours)} and "
+        f"{format_number(stock.gpu_hours - best.gpu_hours)} GPU-hours"
     )
     if stock.money is not None and best.money is not None:
-        text += f", ${_number(stock.money - best.money)}"
+        text += f", ${format_number(stock.money - best.money)}"
     return f"{text}{' every day' if a_day else ''}."
 
 
@@ -415,22 +415,12 @@ def _percent(share: float) -> str:
 
 def _work(prediction: Prediction) -> str:
     """How many GPUs' work it does: one number, or from a busy cluster to a quiet one where these print apart."""
-    top, band = prediction.workers, prediction.network_band
-    if band is not None:
-        low, high = (_number(top * share) for share in (band.busy_scaling_factor, band.quiet_scaling_factor))
-        if low != high:
-            return f"{low} to {high}"
-    return _number(top * prediction.scaling_factor)
+    low, high = work_range(prediction)
+    return f"{low} to {high}" if low != high else format_number(prediction.workers * prediction.scaling_factor)
 
 
 def _plural(count: int) -> str:
     return f"{count} GPUs" if count != 1 else "1 GPU"
-
-
-def _number(value: float) -> str:
-    if value >= 99.5:
-        return f"{value:,.0f}"
-    return f"{value:.1f}" if value >= 9.95 else f"{value:.2f}"
 
 
 def _hours(hours: float) -> str:
@@ -439,5 +429,5 @@ def _hours(hours: float) -> str:
     ('30.0 hours', '30.0 minutes', '7.20 seconds')
     """
     if hours >= 1:
-        return f"{_number(hours)} hours"
-    return f"{_number(hours * 60)} minutes" if hours * 60 >= 1 else f"{_number(hours * 3600)} seconds"
+        return f"{format_number(hours)} hours"
+    return f"{format_number(hours * 60)} minutes" if hours * 60 >= 1 else f"{format_number(hours * 3600)} seconds"

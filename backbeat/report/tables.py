@@ -39,6 +39,24 @@ def scaling_range(prediction: Prediction, digits: int = 0) -> str:
     return f"{low}–{high}%" if low != high else ""
 
 
+def work_range(prediction: Prediction) -> tuple[str, str]:
+    """How many GPUs' work it does, on a busy cluster and on a quiet one; the same twice without a band."""
+    band, single = prediction.network_band, prediction.scaling_factor
+    shares = (single, single) if band is None else (band.busy_scaling_factor, band.quiet_scaling_factor)
+    low, high = (format_number(prediction.workers * share) for share in shares)
+    return low, high
+
+
+def format_number(value: float) -> str:
+    """
+    >>> format_number(1234.5), format_number(12.34), format_number(1.234)
+    ('1,234', '12.3', '1.23')
+    """
+    if value >= 99.5:
+        return f"{value:,.0f}"
+    return f"{value:.1f}" if value >= 9.95 else f"{value:.2f}"
+
+
 def row(prediction: Prediction, samples: int) -> dict[str, Any]:
     """One prediction as data: what the table shows, without the timeline."""
     fields: dict[str, Any] = msgspec.to_builtins(prediction)
