@@ -413,11 +413,13 @@ def test_the_plan_is_compared_with_what_the_job_runs_today() -> None:
 def test_whether_it_fits_is_asked_of_each_strategy() -> None:
     words = ("predict", "llama-8b-b1-bf16-adamw-h200", "aws-p5", "-n", "64", "-s", "fsdp,hsdp:8")
     text = joined(run(*words))
-    assert "stock DDP does not fit the memory" in text
-    assert "too big" in text
-    assert "gain" not in text
-    assert "of the 141 GB of one H200: fits" in text
-    assert "Run the plan; stock DDP does not fit: backbeat plan" in text
+    assert "DDP does not fit. With FSDP, 64 GPUs do the work of 55.1" in text
+    assert "DDP needs 182 GB of the 141 GB of one H200: too much." in text
+    assert re.search("ddp .* no +contention fsdp .* yes +contention hsdp:8 .* yes", text)
+    assert "Decision: FSDP on 64 GPUs. Write the plan" in text
+    wide = joined(run(*words[:-1], "ddp,fsdp,hsdp:8", "--wide"))
+    assert "Run the plan; stock DDP does not fit: backbeat plan" in wide
+    assert "of the 141 GB of one H200: fits" in wide
     fits = [row["memory"]["fits"] for row in json.loads(run(*words[:-1], "ddp,fsdp", "--json"))["rows"]]
     assert fits == [False, True]
 
