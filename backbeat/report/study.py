@@ -153,7 +153,7 @@ def labelled_study(
         free = _free(label, curves)
         curves[free] = tuple(predict(profile, one, plan) for one in moved)
         last[free] = plan
-    weighed = way_labels(moved[-1])
+    weighed = way_labels(profile, moved[-1])
     return Study(
         profile=profile,
         network=network,

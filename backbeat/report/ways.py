@@ -10,6 +10,7 @@ from backbeat.model import Network, Plan, Prediction, Profile
 from backbeat.planners import propose
 from backbeat.report.device_memory import DeviceFit, device_fit
 from backbeat.simulate import predict
+from backbeat.simulate.sharded_units import ModelPieces, repeated
 from backbeat.units import format_bytes, format_seconds
 
 SIMPLER_WITHIN = 0.01
@@ -46,8 +47,11 @@ class Way:
         return {"zero1": "ZeRO-1", "zero2": "ZeRO-2", "sharded": f"planned {whole}"}.get(kind, whole)
 
 
-def way_labels(network: Network) -> list[str]:
-    """The strategies to weigh on this network, the simplest first. HSDP is that of whole nodes."""
+def way_labels(profile: Profile, network: Network) -> list[str]:
+    """The strategies to weigh on this network, the simplest first. HSDP is that of whole nodes. A model without
+    repeated blocks has no units: then there is nothing to weigh."""
+    if not repeated([piece.name for piece in ModelPieces.of(profile).pieces if piece.elements]):
+        return []
     shards = network.topology.gpus_per_node
     nodes = 1 < shards < network.workers and network.workers % shards == 0
     return ["ddp", "fsdp", *([f"hsdp:{shards}"] if nodes else []), "zero2", "sharded"]
