@@ -164,7 +164,12 @@ def labelled_study(
         fits={
             label: device_fit(profile, plan, workers[-1], budget_bytes=memory_budget) for label, plan in last.items()
         },
-        ways=find_ways(profile, moved[-1], weighed if sweep else weighed[:-1], budget_bytes=memory_budget),
+        ways=find_ways(
+            profile,
+            moved[-1],
+            weighed if sweep else [label for label in weighed if label != "sharded"],
+            budget_bytes=memory_budget,
+        ),
         measured=tuple(measured),
     )
 
