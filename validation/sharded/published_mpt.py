@@ -218,9 +218,7 @@ def network_of(gpu: str, gpus: int) -> Network:
 
 
 def predicted(run: Run, compute: float = 1.0) -> Prediction:
-    return predict(
-        profile_of(run, compute), network_of(run.gpu, run.gpus), plan_of(run), accumulation=run.accumulation
-    )
+    return predict(profile_of(run, compute), network_of(run.gpu, run.gpus), plan_of(run), accumulation=run.accumulation)
 
 
 def matched(run: Run) -> float:
