@@ -26,8 +26,12 @@ def test_a_job_that_scales_well_is_worth_it_and_needs_no_change() -> None:
     said = answer(study(many_small(), affine(1e-6, 1e-12), [4, 8, 64]))
     assert said.verdict == "yes"
     assert said.headline.startswith("Worth it: 64 GPUs do the work of 6")
-    assert [action.title for action in said.actions] == ["Keep stock DDP as it is"]
-    assert said.actions[0].code == ""
+    assert [action.title.partition("?")[0] for action in said.actions] == [
+        "Keep stock DDP as it is",
+        "DDP, FSDP or HSDP",
+    ]
+    assert said.actions[1].title.startswith("DDP, FSDP or HSDP? DDP: ")
+    assert [action.code for action in said.actions] == ["", ""]
     assert "hidden" in said.limit
 
 
