@@ -67,7 +67,7 @@ class ShardProblem:
     ) -> None:
         self.profile, self.network = profile, network
         self.micro_batches = accumulation or profile.accumulation
-        self.slowdown = slowdown_of(profile, network).factor
+        self.slowdown = slowdown_of(profile, network, sharded=True).factor
         self.pieces = ModelPieces.of(profile)
         dtypes: dict[str, Dtype] = {"bf16": "bf16", "fp16": "fp16"}
         self.param_dtype: Dtype = dtypes.get(profile.precision, "fp32")
