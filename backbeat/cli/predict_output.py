@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import textwrap
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ from backbeat.report.device_memory import device_fit
 from backbeat.report.limits import knee_sentence, limit
 from backbeat.report.running_cost import costs, format_money, per_billion, tokens_per_s, unit, units_line, utilisation
 from backbeat.report.study import STOCK
+from backbeat.report.ways import chosen_way, find_ways, way_code, way_headline, way_labels, way_words
 from backbeat.simulate.sweep import knee
 from backbeat.units import format_bytes, printable
 
@@ -129,6 +131,20 @@ def show(
         prose(out, line)
     out.print()
     prose(out, decision(curves, fit, partial(_command, profile, asked), halved=_halved(profile, network, best, asked)))
+    if fit is not None and not fit.fits:
+        _show_ways(out, profile, network.at(workers=best.workers), asked)
+
+
+def _show_ways(out: Console, profile: Profile, network: Network, asked: Asked) -> None:
+    """What to do where DDP does not fit: which way to hold the model does, how fast it is, and the lines to write."""
+    ways = find_ways(profile, network, way_labels(profile, network), accumulation=asked.accumulation)
+    taken = chosen_way(ways)
+    if not ways:
+        return
+    prose(out, f"DDP, FSDP or HSDP? {way_headline(ways)} {way_words(ways)}")
+    if taken is not None and taken.sharded:
+        words = (*asked.plan_words, "--workers", str(network.workers), "--strategy", taken.label, "-o", "plan.json")
+        out.print(textwrap.indent(way_code(taken, shlex.join(words)), "  "), soft_wrap=True)
 
 
 def doubts(best: Prediction, network: Network, profile: Profile) -> list[str]:

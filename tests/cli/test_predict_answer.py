@@ -118,6 +118,9 @@ def test_a_job_that_does_not_fit_says_so_everywhere(tmp_path: Path) -> None:
     said = "32.2 GB on one L4 of 24.0 GB: does not fit (optimizer: SGD with momentum); shard it (FSDP), or keep less"
     assert f"Does not fit: {said}" in text
     assert "Decision: make it fit first" in text
+    assert "DDP, FSDP or HSDP? " in text
+    assert "DDP does not fit: it needs 32.2 GB and there are 24.0 GB." in text
+    assert "fully_shard(model, plan=" in text
     assert "does not fit" in joined(run("plan", file, "nvlink-ib400", "-n", "16"))
     said = answer(study(larger_than_its_device(), bb.Network.load("nvlink-ib400"), [16], strategies=["ddp"]))
     assert said.verdict == "memory"
