@@ -19,6 +19,7 @@ from backbeat.errors import InputError
 from backbeat.model.checks import at_least
 from backbeat.model.collective_times import CollectiveTimes, ConcurrencyPoint
 from backbeat.model.files import Document
+from backbeat.model.sharded_times import ShardedTimes
 from backbeat.model.slowdown import Slowdown
 from backbeat.model.source import Source
 from backbeat.model.topology import LoadBand, Topology
@@ -70,6 +71,8 @@ class Network(Document, frozen=True, kw_only=True):
     broadcast: CollectiveTimes | None = None
     slowdown: Slowdown | None = None
     """How much longer computation takes beside an all-reduce, as measured on this cluster."""
+    sharded: ShardedTimes | None = None
+    """All-gathers and reduce-scatters together, and computation beside them, as measured on this cluster."""
     band: LoadBand | None = None
     rows: tuple[WorkersRow, ...] = msgspec.field(default=(), name="at")
     """Further numbers of workers. In files it is `at`, which is a method here."""
