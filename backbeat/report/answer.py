@@ -59,6 +59,12 @@ class Action:
     code: str = ""
 
 
+_KEEP = Action(
+    title="Keep stock DDP as it is",
+    text="No schedule compared here is at least 1 % faster. What is left to gain lies elsewhere: see what limits it.",
+)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
     verdict: Verdict
@@ -317,20 +323,20 @@ def _all_actions(
     plan_file: str,
     way_command: Callable[[str], str],
 ) -> tuple[Action, ...]:
-    """What to do with the gradients, then how to hold the model; that first where it is not DDP."""
-    gradients = _actions(study, stock, best, command, plan_file)
+    """What to do with the gradients, unless DDP does not fit, then how to hold the model."""
+    taken = chosen_way(study.ways)
+    sharded = taken is not None and taken.sharded
+    fits = not study.ways or study.ways[0].fits
+    gradients = _actions(study, stock, best, command, plan_file) if fits else ()
+    if study.top > 1 and fits and not gradients and not sharded:
+        gradients = (_KEEP,)
     if not study.ways:
         return gradients
-    taken = chosen_way(study.ways)
     holding = Action(
         title=f"DDP, FSDP or HSDP? {way_headline(study.ways)}",
         text=way_words(study.ways),
         code=way_code(taken, way_command(taken.label)) if taken is not None and taken.sharded else "",
     )
-    if not study.ways[0].fits:
-        return (holding,)
-    if taken is not None and taken.sharded:
-        return (holding, *(action for action in gradients if action.code))
     return (*gradients, holding)
 
 
@@ -341,7 +347,7 @@ def _actions(study: Study, stock: Prediction, best: Prediction, command: str, pl
     gain = _gain(stock, best)
     if study.best_label != STOCK and study.plans[study.best_label].sharding is None and gain >= _WORTH_CHANGING:
         communicators = f" on {best.communicators} communicators" if best.communicators > 1 else ""
-        runs = not study.plans[study.best_label].decoupled
+        runs = not study.plans[study.best_label].in_halves
         sent = f', reduce_dtype="{study.reduce_dtype}"' if study.reduce_dtype else ""
         text = (
             f"It sends the gradients in {best.buckets} buckets{communicators} instead of {stock.buckets}. "
@@ -349,11 +355,11 @@ def _actions(study: Study, stock: Prediction, best: Prediction, command: str, pl
             f"{over_bound(best):.1%} above it."
             if runs
             else "It hides communication behind the next forward pass. backbeat predicts and replays such a plan and "
-            "does not run it; the strategies best and optimal are run."
+            "does not run it; the strategies best, optimal and decoupled are run."
         )
         found.append(
             Action(
-                title=f"{'Run the plan' if runs else 'A decoupled plan'}: {_percent(gain)} faster than stock DDP",
+                title=f"{'Run the plan' if runs else 'A plan in halves'}: {_percent(gain)} faster than stock DDP",
                 text=text,
                 code=((_MAKE.format(command=command) if command else "") + _CODE.format(file=plan_file, sent=sent))
                 if runs
@@ -370,14 +376,6 @@ def _actions(study: Study, stock: Prediction, best: Prediction, command: str, pl
                 text=f"With buckets of {size} MiB instead of 25 an iteration takes "
                 f"{format_seconds(prediction.iteration_s)}. No other bucket size that was tried is faster.",
                 code=_BUCKET_CODE.format(size=size),
-            )
-        )
-    if not found:
-        found.append(
-            Action(
-                title="Keep stock DDP as it is",
-                text="No schedule compared here is at least 1 % faster. What is left to gain lies elsewhere: "
-                "see what limits it.",
             )
         )
     return tuple(found)

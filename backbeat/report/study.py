@@ -178,7 +178,7 @@ def labelled_study(
         free = _free(label, curves)
         curves[free] = tuple(predict(profile, one, plan) for one in moved)
         last[free] = plan
-    weighed = way_labels(moved[-1])
+    weighed = way_labels(profile, moved[-1])
     return Study(
         profile=profile,
         network=network,
@@ -189,7 +189,12 @@ def labelled_study(
         fits={
             label: device_fit(profile, plan, workers[-1], budget_bytes=memory_budget) for label, plan in last.items()
         },
-        ways=find_ways(profile, moved[-1], weighed if sweep else weighed[:-1], budget_bytes=memory_budget)
+        ways=find_ways(
+            profile,
+            moved[-1],
+            weighed if sweep else [label for label in weighed if label != "sharded"],
+            budget_bytes=memory_budget,
+        )
         if on_device is None
         else (),
         measured=tuple(measured),

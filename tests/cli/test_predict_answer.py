@@ -435,6 +435,12 @@ def test_whether_it_fits_is_asked_of_each_strategy() -> None:
     text = joined(run(*words))
     assert re.search("DDP does not fit. With FSDP, 64 GPUs do the work of [0-9.]+ to [0-9.]+, from a busy", text)
     assert "busy–quiet" in text
+    assert "DDP needs 182 GB of the 141 GB of one H200: too much." in text
+    assert re.search("ddp .* no +contention fsdp .* yes +contention hsdp:8 .* yes", text)
+    assert "Decision: FSDP on 64 GPUs. Write the plan" in text
+    wide = joined(run(*words[:-1], "ddp,fsdp,hsdp:8", "--wide"))
+    assert "Run the plan; stock DDP does not fit: backbeat plan" in wide
+    assert "of the 141 GB of one H200: fits" in wide
     fits = [row["memory"]["fits"] for row in json.loads(run(*words[:-1], "ddp,fsdp", "--json"))["rows"]]
     assert fits == [False, True]
 
