@@ -65,8 +65,6 @@ def layout(
         "compute_factor": compute_factor,
         "block": block,
     }
-    if family not in ("events", "closed-form"):
-        raise InputError(f"--family {family}: there are events and closed-form")
     if layout_text is not None:
         count = None if gpus is None else _one(parse_workers(gpus))
         found = layouts.predict(model, network, layout_text, gpus=count, family=family, **job)  # type: ignore[arg-type]

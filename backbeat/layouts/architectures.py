@@ -150,6 +150,9 @@ def _from_config(config: dict[str, Any], where: str) -> Transformer:
             raise InputError(f"{where} has no {names[0]}: is it a language model's config.json?")
         return default
 
+    if "hidden_size" not in config and isinstance(config.get("text_config"), dict):
+        # A model of several kinds of input keeps its language model apart.
+        return _from_config(config["text_config"], f"{where}: text_config")
     kind = str(config.get("model_type", ""))
     hidden, heads = field("hidden_size", "n_embd", "d_model"), field("num_attention_heads", "n_head", "n_heads")
     old = kind in _LAYER_NORM
@@ -175,7 +178,7 @@ def _from_config(config: dict[str, Any], where: str) -> Transformer:
         experts=expert_count,
         experts_per_token=field("num_experts_per_tok", default=0),
         expert_ffn=expert_ffn,
-        shared_ffn=field("n_shared_experts", default=0) * expert_ffn,
+        shared_ffn=field("shared_expert_intermediate_size", default=field("n_shared_experts", default=0) * expert_ffn),
         dense_layers=field("first_k_dense_replace", default=0) if expert_count else 0,
         query_rank=field("q_lora_rank", default=0),
         latent_width=latent,

@@ -145,8 +145,8 @@ def impossible(model: Transformer, layout: Layout, job: Job, gpus: int | None = 
     stages, names = pp * layout.chunks, f"pp({pp}) * chunks({layout.chunks})"
     rules = (
         (model.heads, "heads", tp, "tp"),
-        (model.vocab if tp > model.vocab else tp, "vocab", tp, "tp"),
-        (max(model.ffn, model.expert_ffn), "ffn", tp, "tp"),
+        (model.ffn, "ffn", tp, "tp"),
+        (model.shared_ffn, "shared_ffn", tp, "tp"),
         (model.experts or ep, "experts", ep, "ep"),
         (tp * cp * dp, f"tp({tp}) * cp({cp}) * dp({dp}) = tp * cp * dp", ep, "ep"),
         (job.global_batch, "global_batch", dp * layout.micro_batch, f"dp({dp}) * micro_batch({layout.micro_batch}) = "),

@@ -1,7 +1,7 @@
 """Every layout of a job on so many GPUs, ranked: those that fit, fastest first.
 
-All are weighed in closed form, and the best are simulated. Of layouts that differ by schedule or recomputation only the
-cheapest in memory that fits is looked for last: recomputing costs time, so it is tried where less does not fit.
+All are weighed in closed form, and the best are simulated. Recomputing costs time, so it is tried only where a layout
+does not fit without.
 """
 
 from __future__ import annotations

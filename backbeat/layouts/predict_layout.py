@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import msgspec
 
@@ -65,6 +65,8 @@ def predict(
         layout = Layout.parse(layout)
     if layout is None or fields:
         layout = _changed(layout or Layout(), fields)
+    if family not in get_args(Family):
+        raise InputError(f"family is {family!r}: there are {' and '.join(get_args(Family))}")
     job = job_of(global_batch, sequence, precision)
     check(shapes, layout, job, gpus)
     there = cluster_of(cluster, accelerator)

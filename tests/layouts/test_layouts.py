@@ -40,6 +40,7 @@ def cluster(nic: float = 50e9, inside: float = 450e9) -> bb.Network:
         ({"dp": 8, "precision": "fp4"}, "precision"),
         ({"dp": 8, "vp": 4}, "a layout has no 'vp'"),
         ({"dp": 8, "imbalance": 0.5}, "imbalance is 0.5"),
+        ({"dp": 8, "family": "guess"}, "family is 'guess'"),
         ({"dp": 8, "framework": "megatorn"}, "did you mean 'megatron'"),
     ],
 )
@@ -65,6 +66,7 @@ def test_models_come_from_names_configs_and_fields(tmp_path: Path) -> None:
         "vocab_size": 32000,
     }  # fmt: skip
     assert layouts.transformer(mixtral).parameters == layouts.transformer("mixtral-8x7b").parameters
+    assert layouts.transformer({"model_type": "seeing", "text_config": mixtral}).experts == 8
     fields = {"layers": 2, "hidden": 64, "heads": 4, "ffn": 256, "vocab": 100}
     assert layouts.transformer(fields).layers == 2
     for wrong, why in (("llama-3-7b", "did you mean"), ({"layers": 2, "hidden": 0}, "hidden"), ({"a": 1}, "no hidden")):
