@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import io
 import sys
-from typing import Annotated
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -22,6 +22,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+
+# What a command line that typer cannot read raises; typer brings its own copy of click or uses the installed one.
+_REFUSED: Any = typer.BadParameter.__mro__[2]
 
 
 def _show_version(asked: bool) -> None:
@@ -48,10 +51,28 @@ def main() -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
     try:
-        app(prog_name="backbeat")
+        code = app(prog_name="backbeat", standalone_mode=False)
     except BackbeatError as error:
-        from backbeat.units import printable
+        _end(f"backbeat: {error}", error.exit_code)
+    except typer.Abort:
+        _end("backbeat: interrupted", 1)
+    except _REFUSED as error:
+        _end(_refusal(error), error.exit_code)
+    sys.exit(code if isinstance(code, int) else 0)
 
-        lines = [printable(line) for line in str(error).split("\n")]
-        print("backbeat: " + "\n".join(lines), file=sys.stderr)
-        sys.exit(error.exit_code)
+
+def _refusal(error: Any) -> str:
+    """What typer refuses, in one line. With no words at all it is the whole help."""
+    said = error.format_message()
+    if "\n" in said:
+        return str(said)
+    context = getattr(error, "ctx", None)
+    command = context.command_path if context is not None else "backbeat"
+    return f"{command}: {said[:1].lower()}{said[1:]}{'' if said[-1] in '.?' else '.'} See `{command} --help`."
+
+
+def _end(said: str, code: int) -> NoReturn:
+    from backbeat.units import printable
+
+    print("\n".join(printable(line) for line in said.split("\n")), file=sys.stderr)
+    sys.exit(code)

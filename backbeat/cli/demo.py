@@ -62,7 +62,7 @@ def _as_data(output: Path, page: Path) -> None:
         profile, network = Profile.load(model), Network.load(cluster)
         sizes = [network.at(workers=count) for count in parse_workers(counts)]
         rows = [predict(profile, size, strategy) for size in sizes for strategy in STRATEGIES]
-        tables.append(content(profile, network, rows, Asked()))
+        tables.append(content(profile, network, rows, Asked(), STRATEGIES))
     made = make_plan(Profile.load(MODEL), Network.load(NETWORK).at(workers=64))
     made.save(output)
     say(f"wrote {output}")

@@ -19,18 +19,16 @@ from backbeat.cli.common import (
     ReduceOption,
     StrategyOption,
 )
+from backbeat.errors import InputError
 
 if TYPE_CHECKING:
     from backbeat.cli.predict_output import Asked, Schedule
     from backbeat.model import Network, Plan, Prediction, Profile
 
 STOCK = "ddp"
-COMPARED = (STOCK, "best")
+PLANNED = "best"
 DEFAULT_STRATEGIES = (STOCK, "mg-wfbp", "optimal", "best")
 """For --wide and --json."""
-_MOST_COLUMNS = 4
-"""Strategies that fit beside each other in 80 columns."""
-_MOST_NAME = 12
 
 
 def predict(
@@ -65,10 +63,12 @@ def predict(
     json: JsonOption = False,
 ) -> None:
     """Predict how the job scales, what limits it and what it costs, and say what to do."""
-    from backbeat.cli.common import console, load_network, print_json, size, split
-    from backbeat.cli.predict_output import Asked, content, show, show_wide
+    from backbeat.cli.common import console, load_network, plan_options, print_json, size, split
+    from backbeat.cli.predict_output import Asked, content, show
+    from backbeat.cli.predict_sharded import is_sharded, sharded_strategies, sharding_answer, show_sharded, with_peaks
     from backbeat.model import Plan, Profile
     from backbeat.model.reduction import reduction_named
+    from backbeat.planners import BUCKETED
     from backbeat.simulate import strong_scaling
     from backbeat.units import parse_price, parse_workers
 
@@ -76,13 +76,22 @@ def predict(
     counts = parse_workers(workers) if workers else [cluster.workers]
     files = split(plan)
     every = wide or json
-    names = list(dict.fromkeys(split(strategy))) or (
-        [] if files and every else list(DEFAULT_STRATEGIES if every else (STOCK,) if files else COMPARED)
-    )
-    if not every and STOCK not in names:
+    names = named = list(dict.fromkeys(split(strategy)))
+    frameworks = [reduction_named(name) for name in split(framework)]
+    if not names and every:
+        names = [] if files else list(DEFAULT_STRATEGIES)
+    elif not names:
+        names = [] if files else [PLANNED]
+    offered: list[str] = []
+    if not named and not files and not frameworks and global_batch is None:
+        # With a job that DDP cannot hold, sharding is compared in place of buckets.
+        offered = sharded_strategies(one, cluster, counts)
+        names = [*(names if every or not offered else ()), *offered]
+    if bucket is not None and named and BUCKETED.isdisjoint(names):
+        raise InputError(f"--bucket is for ddp and horovod, not {', '.join(names)}: name one of them, or leave it out")
+    if not every and not frameworks and STOCK not in names:
         names.insert(0, STOCK)
     plans = _named_apart([Plan.load(path) for path in files], files, names)
-    frameworks = [reduction_named(name) for name in split(framework)]
     schedules: list[Schedule] = [*frameworks, *names, *plans]
     asked = Asked(
         communicators=communicators,
@@ -93,7 +102,11 @@ def predict(
         price=parse_price(price) if price is not None else None,
         epoch_samples=epoch_samples,
         samples=samples,
-        plan_words=_plan_words(profile, network, across, nics_per_node, reduce_dtype, accumulation),
+        frameworks=tuple(one.name for one in frameworks),
+        plan_words=(
+            *("backbeat", "plan", profile, network, *plan_options(across, nics_per_node, reduce_dtype)),
+            *(("--accumulation", str(accumulation)) if accumulation else ()),
+        ),
         plan_files={made.strategy: file for made, file in zip(plans, files, strict=True)},
     )
     if plot is not None:
@@ -103,39 +116,34 @@ def predict(
     other = Profile.load(other_batch) if other_batch and global_batch is not None else None
     # Refused before anything is planned: the largest number of workers is where a network ends.
     clusters = {count: cluster.at(workers=count) for count in counts}
-    rows = []
+    rows: list[Prediction] = []
     for count, there in clusters.items():
         here = one
         if global_batch is not None:
             here = strong_scaling(one, global_batch, count, accumulation=accumulation, other=other)
-        for schedule in schedules:
-            row = _predict(here, there, schedule, asked)
+        for schedule in list(schedules):
+            try:
+                row = _predict(here, there, schedule, asked)
+            except InputError:
+                if schedule not in offered:
+                    raise
+                # Nothing of it fits the device, and nobody asked for it.
+                schedules.remove(schedule)
+                rows = [row for row in rows if row.strategy != schedule]
+                continue
             rows.append(row if here is one else _at_another_batch(row, here.notes[-1]))
     if plot is not None:
         _plot(rows, plot, one, cluster)
+    sharded = any(map(is_sharded, schedules))
     if json:
-        print_json(content(one, cluster, rows, asked, schedules))
-        return
-    out = console()
-    if wide or frameworks or len(schedules) > _MOST_COLUMNS or any(len(row.strategy) > _MOST_NAME for row in rows):
-        show_wide(out, one, cluster, rows, schedules, asked)
+        data = content(one, cluster, rows, asked, schedules)
+        if sharded:
+            data["headline"] = sharding_answer(one, with_peaks(one, rows, schedules, asked)).headline()
+        print_json(data)
+    elif sharded and not wide and not frameworks:
+        show_sharded(console(), one, cluster, rows, schedules, asked)
     else:
-        show(out, one, cluster, rows, schedules, asked)
-
-
-def _plan_words(
-    profile: str,
-    network: str,
-    across: str | None,
-    links: int,
-    reduce_dtype: str | None,
-    accumulation: int | None,
-) -> tuple[str, ...]:
-    joined = ("--across", across) if across else ()
-    wide = ("--nics-per-node", str(links)) if links > 1 else ()
-    sent = ("--reduce-dtype", reduce_dtype) if reduce_dtype else ()
-    gathered = ("--accumulation", str(accumulation)) if accumulation else ()
-    return ("backbeat", "plan", profile, network, *joined, *wide, *sent, *gathered)
+        show(console(), one, cluster, rows, schedules, asked, wide=wide)
 
 
 def _named_apart(plans: list[Plan], files: list[str], names: list[str]) -> list[Plan]:
@@ -154,12 +162,15 @@ def _named_apart(plans: list[Plan], files: list[str], names: list[str]) -> list[
 def _predict(profile: Profile, network: Network, schedule: Schedule, asked: Asked) -> Prediction:
     from backbeat.api import predict as predict_sent
     from backbeat.model import Reduction
+    from backbeat.planners import BUCKETED
 
     choices: dict[str, Any] = {}
     if isinstance(schedule, Reduction):
         return predict_sent(profile, network, framework=schedule, accumulation=asked.accumulation)
     if isinstance(schedule, str):
-        choices = {"communicators": asked.communicators, "bucket_bytes": asked.bucket_bytes}
+        choices["communicators"] = asked.communicators
+        if schedule in BUCKETED:
+            choices["bucket_bytes"] = asked.bucket_bytes
     return predict_sent(
         profile, network, schedule, accumulation=asked.accumulation, reduce_dtype=asked.reduce_dtype, **choices
     )

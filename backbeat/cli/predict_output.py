@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import shlex
-import textwrap
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from backbeat.api import predict as predict_sent
 from backbeat.cli.common import prose
-from backbeat.model import Plan, Reduction, Source
+from backbeat.model import Plan, Reduction
 from backbeat.report import tables
-from backbeat.report.answer import decision, frontier, judged, lowered
+from backbeat.report.answer import decision, frontier, judged, stock_name, unmeasured
 from backbeat.report.device_memory import device_fit
 from backbeat.report.limits import knee_sentence, limit
 from backbeat.report.running_cost import costs, format_money, per_billion, tokens_per_s, unit, units_line, utilisation
-from backbeat.report.study import STOCK
-from backbeat.report.ways import chosen_way, find_ways, way_code, way_headline, way_labels, way_words
+from backbeat.report.study import PLANNED, STOCK
 from backbeat.simulate.sweep import knee
-from backbeat.units import format_bytes, printable
+from backbeat.units import format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence, Set
 
     from rich.console import Console
 
@@ -31,6 +29,7 @@ if TYPE_CHECKING:
 
 Schedule = str | Plan | Reduction
 """A strategy by name, a plan, or what a framework does."""
+_SCREEN = 80
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,10 +44,17 @@ class Asked:
     price: float | None = None
     epoch_samples: int | None = None
     samples: int = 1_000_000
+    frameworks: tuple[str, ...] = ()
+    """What the job runs today, by the name of its rows."""
     plan_words: tuple[str, ...] = ()
     """The command that makes the plan, without the number of workers."""
     plan_files: dict[str, str] = field(default_factory=dict)
     """Plans that are there already, by the name of their row."""
+
+    @property
+    def baseline(self) -> str:
+        """What everything else is compared with."""
+        return self.frameworks[0] if self.frameworks else STOCK
 
 
 def content(
@@ -56,36 +62,43 @@ def content(
     network: Network,
     rows: list[Prediction],
     asked: Asked,
-    schedules: Sequence[Schedule] = (),
+    schedules: Sequence[Schedule],
 ) -> dict[str, Any]:
     """The answer as data."""
-    fit = _fit(profile, asked, schedules, max(row.workers for row in rows))
+    fits = fits_of(profile, asked, schedules, rows)
     data = []
     for row in rows:
         share = utilisation(row, profile)
         found = tables.row(row, asked.samples)
         found["tokens_per_s"] = tokens_per_s(row, profile)
         found["mfu"] = share if isinstance(share, float) else None
+        fit = fits.get(row.strategy)
+        found["memory"] = (
+            None if fit is None else {"peak_bytes": fit.peak_bytes, "device_bytes": fit.device_bytes, "fits": fit.fits}
+        )
         if asked.price is not None:
             found["cost"] = costs(row, profile, asked.price, asked.epoch_samples)
         data.append(found)
     curves = curves_of(rows)
+    too_big = _too_big(fits, curves)
+    best = frontier({name: curve for name, curve in curves.items() if name not in too_big})[-1]
+    headline = judged(curves, fits.get(best.strategy), stock=asked.baseline, too_big=too_big)[1]
     return {
         "profile": profile.name,
         "network": network.name,
         "scaling": "weak" if asked.global_batch is None else "strong",
         "samples": asked.samples,
         "rows": data,
-        "headline": judged(curves, fit)[1] if STOCK in curves else None,
+        "headline": headline,
+        "not_measured": unmeasured(profile, network),
         "knee": {name: knee(curve) for name, curve in curves.items()},
-        "memory": None
-        if fit is None
-        else {"peak_bytes": fit.peak_bytes, "device_bytes": fit.device_bytes, "fits": fit.fits},
     }
 
 
-def _command(profile: Profile, asked: Asked, chosen: Prediction) -> str:
-    """What makes or runs the plan that was predicted."""
+def command_for(profile: Profile, asked: Asked, chosen: Prediction) -> str:
+    """What makes or runs the plan that was predicted; nothing does for what a framework does."""
+    if chosen.strategy in asked.frameworks:
+        return ""
     if chosen.strategy in asked.plan_files:
         return f"DistributedDataParallel(model, plan={asked.plan_files[chosen.strategy]!r})   # of backbeat.runtime"
     words = list(asked.plan_words)
@@ -104,118 +117,113 @@ def show(
     rows: list[Prediction],
     schedules: list[Schedule],
     asked: Asked,
+    *,
+    wide: bool,
 ) -> None:
-    """The answer in 80 columns, which ends in a decision."""
+    """The answer in 80 columns, which ends in a decision. With `wide`, or where strategies beside each other take more
+    columns, each has a row of its own with every figure."""
     curves = curves_of(rows)
-    best = frontier(curves)[-1]
-    fit = _fit(profile, asked, schedules, best.workers)
-    prose(out, _title(profile, network, asked))
+    fits = fits_of(profile, asked, schedules, rows)
+    too_big = _too_big(fits, curves)
+    best = frontier({name: curve for name, curve in curves.items() if name not in too_big})[-1]
+    fit = fits.get(best.strategy)
+    stock = asked.baseline
+    prose(out, title_of(profile, network, asked))
     out.print()
-    prose(out, judged(curves, fit)[1])
+    prose(out, judged(curves, fit, stock=stock, too_big=too_big)[1])
     out.print()
     price = asked.price
     cost = None
     if price is not None:
         cost = (f"$/B {unit(profile)}", lambda row: format_money(per_billion(row, profile, price)).removeprefix("$"))
-    out.print(tables.answer_table(curves, stock=STOCK, cost=cost))
+    shown = None if wide else tables.answer_table(curves, stock=stock, cost=cost, too_big=too_big)
+    if shown is not None and tables.natural_width(shown) <= _SCREEN:
+        out.print(shown)
+    else:
+        wide = True
+        several = tables.scaling_tables(rows, samples=asked.samples, width=out.width)
+        for place, table in enumerate(several):
+            out.print(*([""] if place else []), table, sep="\n")
     out.print()
     figures = units_line(best, profile, price=price, epoch_samples=asked.epoch_samples)
-    prose(out, f"At {best.workers} GPU{'s' if best.workers > 1 else ''}: {figures}.")
+    chosen = f" with {best.strategy}" if wide and len(curves) > 1 else ""
+    prose(out, f"At {best.workers} GPU{'s' if best.workers > 1 else ''}{chosen}: {figures}.")
     if best.workers > 1:
-        prose(out, f"Limit: {limit(best, _sent(profile, asked), reduce_dtype=asked.reduce_dtype)}")
+        prose(out, f"Limit: {limit(best, sent_by(profile, asked), reduce_dtype=asked.reduce_dtype)}")
+    if wide:
+        prose(out, knee_sentence(curves[best.strategy]))
     if fit is not None and fit.fits:
         prose(out, f"Memory: {fit}.")
+    for name in sorted(too_big):
+        prose(
+            out,
+            f"Too big: {'the plan' if name == PLANNED else stock_name(name)}, {format_bytes(fits[name].peak_bytes)}.",
+        )
     for line in _peaks(rows, schedules):
         prose(out, line)
-    for line in doubts(best, network, profile):
+    for line in doubts(best, network, profile, every=wide):
         prose(out, line)
     out.print()
-    prose(out, decision(curves, fit, partial(_command, profile, asked), halved=_halved(profile, network, best, asked)))
-    if fit is not None and not fit.fits:
-        _show_ways(out, profile, network.at(workers=best.workers), asked)
+    halved = _halved(profile, network, best, asked)
+    command = partial(command_for, profile, asked)
+    prose(out, decision(curves, fit, command, halved=halved, stock=stock, too_big=too_big))
 
 
-def _show_ways(out: Console, profile: Profile, network: Network, asked: Asked) -> None:
-    """What to do where DDP does not fit: which way to hold the model does, how fast it is, and the lines to write."""
-    ways = find_ways(profile, network, way_labels(profile, network), accumulation=asked.accumulation)
-    taken = chosen_way(ways)
-    if not ways:
-        return
-    prose(out, f"DDP, FSDP or HSDP? {way_headline(ways)} {way_words(ways)}")
-    if taken is not None and taken.sharded:
-        words = (*asked.plan_words, "--workers", str(network.workers), "--strategy", taken.label, "-o", "plan.json")
-        out.print(textwrap.indent(way_code(taken, shlex.join(words)), "  "), soft_wrap=True)
-
-
-def doubts(best: Prediction, network: Network, profile: Profile) -> list[str]:
-    """At most three lines on what is not measured; the notes of a calibration were shown when it was made."""
-    lines = []
-    if isinstance(network.source, Source) and network.source.method in ("assumed", "published"):
-        method = "from a publication" if network.source.method == "published" else "assumed"
-        lines.append(f"* the network {network.name} is {method}, not measured")
-    if profile.source is None:
-        lines.append(f"* the profile {profile.name} does not say where its figures come from")
+def doubts(best: Prediction, network: Network, profile: Profile, *, every: bool = False) -> list[str]:
+    """What is not measured, in four lines; or `every` note, those of a calibration too, which were shown when it was
+    made."""
+    lines = [f"* {line}" for line in unmeasured(profile, network)]
     about = f"network {network.name}: "
     lines += [
         f"* {note.removeprefix(about)}"
         for note in dict.fromkeys(best.notes)
-        if not note.startswith(about) or "joined by" in note
+        if every or not note.startswith(about) or "joined by" in note
     ]
-    return lines if len(lines) <= 3 else [*lines[:2], f"* and {len(lines) - 2} more: --wide shows them"]
+    return lines if every or len(lines) <= 4 else [*lines[:3], f"* and {len(lines) - 3} more: --wide shows them"]
 
 
-def show_wide(
-    out: Console,
-    profile: Profile,
-    network: Network,
-    rows: list[Prediction],
-    schedules: list[Schedule],
-    asked: Asked,
-) -> None:
-    """Every strategy in a row of its own, with every figure."""
-    last = tables.fastest(rows)[max(row.workers for row in rows)]
-    place = f"{last.workers} workers" if last.workers > 1 else "1 worker"
-    fit = _fit(profile, asked, schedules, last.workers)
-    out.print(printable(_title(profile, network, asked)), soft_wrap=True)
-    out.print()
-    out.print(tables.scaling_table(rows, samples=asked.samples, title=""))
-    lines = [
-        *_peaks(rows, schedules),
-        f"At {place} with {last.strategy}: "
-        f"{units_line(last, profile, price=asked.price, epoch_samples=asked.epoch_samples)}.",
-        f"What limits scaling: {lowered(limit(last, _sent(profile, asked), reduce_dtype=asked.reduce_dtype))}",
-        knee_sentence(curves_of(rows)[last.strategy]),
-        *([f"Memory: {fit}."] if fit is not None else []),
-        *(f"* {note}" for note in dict.fromkeys(last.notes)),
-    ]
-    for line in lines:
-        out.print(printable(line), soft_wrap=True)
-
-
-def _title(profile: Profile, network: Network, asked: Asked) -> str:
-    return tables.describe(
+def title_of(profile: Profile, network: Network, asked: Asked) -> str:
+    sized = "" if asked.bucket_bytes is None else f"; DDP with buckets of {format_bytes(asked.bucket_bytes)}"
+    described = tables.describe(
         profile,
         network,
         accumulation=asked.accumulation,
-        reduce_dtype=asked.reduce_dtype,
+        reduce_dtype=None if asked.frameworks else asked.reduce_dtype,
         global_batch=asked.global_batch,
     )
+    differ = asked.frameworks and asked.reduce_dtype is not None
+    both = f"; plans send {asked.reduce_dtype}, a framework its own dtype" if differ else ""
+    return described + sized + both
 
 
-def _fit(profile: Profile, asked: Asked, schedules: Sequence[Schedule], workers: int) -> DeviceFit | None:
-    """With everything kept, unless a plan says what is; at another batch than the profile's nobody knows. A framework
-    may hold its share of the optimizer's state alone, or a second buffer of gradients: the first that is named counts.
-    """
+def fits_of(
+    profile: Profile, asked: Asked, schedules: Sequence[Schedule], rows: Sequence[Prediction]
+) -> dict[str, DeviceFit]:
+    """By row, whether it fits the device on the most workers: with everything kept, unless a plan says what is. At
+    another batch than the profile's nobody knows."""
     if asked.global_batch is not None:
-        return None
-    plan = next((one for one in schedules if isinstance(one, Plan) and one.memory is not None), None)
-    framework = next((one for one in schedules if isinstance(one, Reduction)), None)
-    if framework is not None:
-        return device_fit(framework.on_device(profile, workers))
-    return device_fit(_sent(profile, asked), plan)
+        return {}
+    top = max(row.workers for row in rows)
+    found: dict[str, DeviceFit] = {}
+    for schedule, row in zip(schedules, (row for row in rows if row.workers == top), strict=True):
+        if isinstance(schedule, Reduction):
+            # It may hold its share of the optimizer's state alone, or a second buffer of gradients.
+            fit = device_fit(schedule.on_device(profile, top))
+        else:
+            fit = device_fit(sent_by(profile, asked), schedule if isinstance(schedule, Plan) else None)
+        if fit is not None:
+            known = row.peak_bytes if isinstance(schedule, str) else None
+            found[row.strategy] = fit if known is None else replace(fit, peak_bytes=known)
+    return found
 
 
-def _sent(profile: Profile, asked: Asked) -> Profile:
+def _too_big(fits: Mapping[str, DeviceFit], curves: Mapping[str, object]) -> Set[str]:
+    """What nobody can choose, unless nothing is left."""
+    found = {name for name, fit in fits.items() if not fit.fits}
+    return found if not found >= set(curves) else set()
+
+
+def sent_by(profile: Profile, asked: Asked) -> Profile:
     return profile if asked.reduce_dtype is None else profile.with_reduce_dtype(asked.reduce_dtype)
 
 

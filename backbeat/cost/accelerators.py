@@ -1,10 +1,8 @@
 """What one accelerator holds and computes at most, by the name its driver gives it.
 
-Figures are the vendors' own: memory as it is sold, dense peak rates without sparsity (half of what is stated with it),
-multiprocessors (compute units on AMD's) that are enabled. They come from NVIDIA's datasheets of each GPU, of DGX B200,
-HGX B300 and GB200 NVL72, its whitepapers on GA102, Ada, Hopper and Blackwell for multiprocessors and GeForce, and AMD's
-data sheets of Instinct MI250X to MI355X; those of the A10G from AWS and its driver. A GPU of two dies that appear as
-two devices (MI250X) stands here as one of them.
+Figures are the vendors' own, as their datasheets and whitepapers state them: memory as it is sold, dense peak rates
+without sparsity (half of what is stated with it), multiprocessors (compute units on AMD's) that are enabled. A GPU of
+two dies that appear as two devices (MI250X) stands here as one of them.
 """
 
 from __future__ import annotations
@@ -81,8 +79,9 @@ ACCELERATORS = (
     Accelerator("H200", 141, 4800, 989.4, 494.7, 67, 1978.9, 132),
     Accelerator("GH200", 144, 4900, 989.4, 494.7, 67, 1978.9, 132),
     Accelerator("B200", 180, 8000, 2250, 1125, 75, 4500, 148),
-    Accelerator("GB200", 186, 8000, 2500, 1250, 80, 5000, 152),
+    Accelerator("GB200", 186, 8000, 2500, 1250, 80, 5000, 148),
     Accelerator("B300", 270, 8000, 2250, 1125, 75, 4500, 148),
+    Accelerator("GB300", 279, 8000, 2500, 1250, 80, 5000, 152),
     Accelerator("RTX 3090", 24, 936, 71, 35.6, 35.6, None, 82),
     Accelerator("RTX 4090", 24, 1008, 165.2, 82.6, 82.6, 330.3, 128),
     Accelerator("MI250X", 64, 1638, 191.5, None, 23.9, None, 110),

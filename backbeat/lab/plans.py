@@ -16,13 +16,12 @@ import numpy as np
 
 from backbeat.errors import InputError
 from backbeat.model import Network, Plan, Profile
-from backbeat.planners import SHARDED, STRATEGIES, Draft
+from backbeat.planners import BUCKETED, SHARDED, STRATEGIES, Draft
 from backbeat.planners import plan as make
 from backbeat.planners.decoupled import Halved
 from backbeat.units import parse_bytes
 
 BUCKETINGS = ("random", "equal")
-_WITH_BUCKET = ("ddp", "horovod")
 _SEVERAL = ("asc-wfbp", "best")
 """Use a second communicator where nobody says how many."""
 
@@ -75,7 +74,7 @@ def _parse(text: str, communicators: Sequence[int]) -> list[Choice]:
     strategy, colon, argument = body.partition(":")
     if strategy not in STRATEGIES and strategy not in BUCKETINGS:
         raise InputError(f"{text!r} is no plan: use {', '.join(STRATEGIES)}, ddp:5MB, random:8 or equal:8")
-    if colon and strategy not in (*_WITH_BUCKET, *BUCKETINGS, "hsdp"):
+    if colon and strategy not in (*BUCKETED, *BUCKETINGS, "hsdp"):
         raise InputError(f"{text!r}: {strategy} takes nothing behind a colon; ddp:5MB, random:8, equal:8 and hsdp:2 do")
     if strategy in BUCKETINGS and not (argument.isdigit() and int(argument) > 0):
         raise InputError(f"{text!r}: say how many buckets, like {strategy}:8")
@@ -114,7 +113,7 @@ def build(choice: Choice, profile: Profile, network: Network) -> Plan:
         network,
         choice.strategy,
         communicators=communicators,
-        bucket_bytes=choice.argument if choice.strategy in _WITH_BUCKET else None,
+        bucket_bytes=choice.argument if choice.strategy in BUCKETED else None,
     )
     return msgspec.structs.replace(made, dynamic=None, predicted=None)
 

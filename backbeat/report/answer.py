@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Literal
 
-from backbeat.model import Prediction
+from backbeat.model import Network, Prediction, Profile, Source
 from backbeat.report.device_memory import DeviceFit
 from backbeat.report.limits import limit
 from backbeat.report.running_cost import units_line
 from backbeat.report.study import STOCK, Study
-from backbeat.report.tables import fastest, gpu_hours, over_bound, scaling_range
+from backbeat.report.tables import fastest, format_number, gpu_hours, over_bound, scaling_range, work_range
 from backbeat.report.ways import chosen_way, way_code, way_headline, way_words
 from backbeat.simulate.sweep import knee
 from backbeat.units import format_seconds
@@ -35,7 +35,7 @@ _MAKE = """# once, on any machine:
 """
 _CODE = """# in the training script, instead of torch.nn.parallel's:
 from backbeat.runtime import DistributedDataParallel
-model = DistributedDataParallel(model, plan="{file}")"""
+model = DistributedDataParallel(model, plan="{file}"{sent})"""
 
 _BUCKET_CODE = "model = torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb={size})"
 
@@ -101,7 +101,9 @@ def answer(
     base = STOCK if STOCK in study.fitting else study.best_label
     count = samples or max(round(study.at_top[base].samples_per_s * _DAY_S), 1)
     fit = study.fits[study.best_label]
-    verdict, headline = judged(study.curves, fit, study.fitting)
+    verdict, headline = judged(
+        study.curves, fit, too_big=set(study.curves) - set(study.fitting) if study.fitting else frozenset()
+    )
     inside = [f"the network {study.network.name} was measured inside one node"] if study.network.one_node else []
     worth = tuple(
         Worth(
@@ -123,18 +125,39 @@ def answer(
         worth_text=f"{_worth_text(worth, count, price, a_day=samples is None)} On {_plural(study.top)}: "
         f"{units_line(best, study.profile, price=price, epoch_samples=epoch_samples)}.",
         samples=count,
-        caveats=tuple(dict.fromkeys([*inside, *best.notes, *stock.notes])),
+        caveats=tuple(dict.fromkeys([*unmeasured(study.profile, study.network), *inside, *best.notes, *stock.notes])),
     )
 
 
+def unmeasured(profile: Profile, network: Network) -> list[str]:
+    """What of the two was never measured, and what nobody said of them."""
+    lines = []
+    if isinstance(network.source, Source) and network.source.method in ("assumed", "published"):
+        method = "from a publication" if network.source.method == "published" else "assumed"
+        lines.append(f"the network {network.name} is {method}, not measured")
+    if network.topology.gpus_per_node > 1 and network.topology.transport is None and network.slowdown is None:
+        lines.append(
+            f"the network {network.name} names no transport: computation is taken not to slow down beside communication"
+        )
+    if profile.source is None:
+        lines.append(f"the profile {profile.name} does not say where its figures come from")
+    return lines
+
+
 def judged(
-    curves: Mapping[str, Sequence[Prediction]], fit: DeviceFit | None = None, fitting: Sequence[str] | None = None
+    curves: Mapping[str, Sequence[Prediction]],
+    fit: DeviceFit | None = None,
+    *,
+    stock: str = STOCK,
+    too_big: Set[str] = frozenset(),
 ) -> tuple[Verdict, str]:
-    """Whether that many GPUs are worth it, in one sentence. The curves have stock DDP's among them; `fitting` are the
-    labels of those that fit the device."""
-    curve = frontier({label: curves[label] for label in fitting} if fitting else curves)
+    """Whether that many GPUs are worth it, in one sentence.
+
+    `stock` is the curve that others are compared with, where it is among them. Those that are `too_big` do not fit the
+    device's memory, and nobody can choose them. `fit` is the fastest's.
+    """
+    curve = frontier(_kept(curves, too_big))
     best = curve[-1]
-    stock = max(curves[STOCK], key=lambda point: point.workers)
     top = best.workers
     if fit is not None and not fit.fits:
         return "memory", f"Does not fit: {fit}."
@@ -143,9 +166,11 @@ def judged(
     worth = f"{_plural(top)} do the work of {_work(best)}"
     if " to " in _work(best):
         worth += ", depending on how busy the cluster is"
-    if len(curves) > 1:
-        own = "does not fit" if fitting and STOCK not in fitting else _work(stock)
-        worth += "; stock DDP too" if best is stock else f"; stock DDP {own}"
+    if stock in too_big:
+        worth += f"; {stock_name(stock)} does not fit the memory"
+    elif len(curves) > 1 and stock in curves:
+        plain = max(curves[stock], key=lambda point: point.workers)
+        worth += f"; {stock_name(stock)} {'too' if best is plain else _work(plain)}"
     bend = knee(curve)
     if bend is not None:
         return "no", f"Not worth it {f'beyond {bend} GPUs' if bend > 1 else 'on this network'}: {worth}."
@@ -157,25 +182,35 @@ def judged(
     return "partly", f"Worth it only if time matters more than cost: {worth}."
 
 
+def stock_name(label: str) -> str:
+    return "stock DDP" if label == STOCK else label
+
+
+def _kept(curves: Mapping[str, Sequence[Prediction]], too_big: Set[str]) -> Mapping[str, Sequence[Prediction]]:
+    return {label: curve for label, curve in curves.items() if label not in too_big}
+
+
 def decision(
     curves: Mapping[str, Sequence[Prediction]],
     fit: DeviceFit | None,
     command: Callable[[Prediction], str],
     *,
     halved: Prediction | None = None,
+    stock: str = STOCK,
+    too_big: Set[str] = frozenset(),
 ) -> str:
-    """What to do now. `command` makes the plan that was predicted; `halved` is the largest number of workers with
-    gradients sent in two bytes, where they are not yet."""
-    curve = frontier(curves)
+    """What to do now. `command` makes the plan that was predicted, and is empty for what is no plan; `halved` is the
+    largest number of workers with gradients sent in two bytes, where they are not yet. The rest is as `judged` has it.
+    """
+    curve = frontier(_kept(curves, too_big))
     best = curve[-1]
     bend = knee(curve)
-    verdict, _ = judged(curves, fit)
+    verdict, _ = judged(curves, fit, stock=stock, too_big=too_big)
     if verdict == "alone":
         return "Decision: nothing to decide for one GPU; ask for more with --workers."
     chosen = best if bend is None else next((point for point in curve if point.workers == bend), best)
-    stock = next(point for point in curves[STOCK] if point.workers == chosen.workers)
     what = {
-        "memory": "make it fit first: shard it (FSDP), or let `backbeat plan --memory` choose what to keep",
+        "memory": "make it fit first: shard it (--strategy fsdp), or let `backbeat plan --memory` choose what to keep",
         "yes": f"{_plural(best.workers)} are worth renting",
         "partly": _partly(curve),
         "no": f"rent at most {chosen.workers} GPUs on this network"
@@ -185,12 +220,13 @@ def decision(
         + (" as it is" if halved is not None and halved.scaling_factor >= _HALF else ""),
     }[verdict]
     lines = [f"Decision: {what}."]
-    gain = _gain(stock, chosen)
-    if bend != 1 and verdict != "memory":
+    if bend != 1 and verdict != "memory" and stock in curves:
+        plain = next(point for point in curves[stock] if point.workers == chosen.workers)
+        alone = len(curves) > 1 and set(curves) - {stock} <= too_big
         lines.append(
-            f"Run the plan, {_percent(gain)} faster than stock DDP:\n  {command(chosen)}"
-            if gain >= _WORTH_CHANGING
-            else "Keep stock DDP: no plan is 1 % faster."
+            f"Keep {stock_name(stock)}: nothing else here fits."
+            if alone
+            else _run(stock, plain, chosen, command, too_big=stock in too_big)
         )
     if halved is not None and verdict != "memory" and _gain(best, halved) >= _WORTH_CHANGING:
         lines.append(
@@ -199,6 +235,19 @@ def decision(
             f"{_work(halved)}. Ask again with --reduce-dtype bf16."
         )
     return "\n".join(lines)
+
+
+def _run(
+    stock: str, plain: Prediction, chosen: Prediction, command: Callable[[Prediction], str], *, too_big: bool
+) -> str:
+    """What to run in place of `plain`, if anything."""
+    gain = _gain(plain, chosen)
+    if not too_big and gain < _WORTH_CHANGING:
+        return f"Keep {stock_name(stock)}: no plan is 1 % faster."
+    made = command(chosen)
+    what = "the plan" if made else chosen.strategy
+    why = f"; {stock_name(stock)} does not fit" if too_big else f", {_percent(gain)} faster than {stock_name(stock)}"
+    return f"Run {what}{why}:\n  {made}" if made else f"Run {what}{why}."
 
 
 def _partly(curve: Sequence[Prediction]) -> str:
@@ -255,10 +304,10 @@ def _limit(study: Study, stock: Prediction, best: Prediction) -> str:
     """What holds the best plan back, and stock DDP where that is something else."""
     if study.top == 1:
         return "One worker has nobody to talk to."
-    own = limit(best, study.profile)
+    own, other = (limit(one, study.profile, reduce_dtype=study.reduce_dtype) for one in (best, stock))
     if stock.bottleneck == best.bottleneck:
         return own
-    return f"With stock DDP: {lowered(limit(stock, study.profile))} With {study.best_label!r}: {lowered(own)}"
+    return f"With stock DDP: {lowered(other)} With {study.best_label!r}: {lowered(own)}"
 
 
 def lowered(sentence: str) -> str:
@@ -299,6 +348,7 @@ def _actions(study: Study, stock: Prediction, best: Prediction, command: str, pl
     if study.best_label != STOCK and study.plans[study.best_label].sharding is None and gain >= _WORTH_CHANGING:
         communicators = f" on {best.communicators} communicators" if best.communicators > 1 else ""
         runs = not study.plans[study.best_label].decoupled
+        sent = f', reduce_dtype="{study.reduce_dtype}"' if study.reduce_dtype else ""
         text = (
             f"It sends the gradients in {best.buckets} buckets{communicators} instead of {stock.buckets}. "
             f"No schedule that ends within the iteration can beat {format_seconds(best.bound_s)}; this one is "
@@ -311,7 +361,7 @@ def _actions(study: Study, stock: Prediction, best: Prediction, command: str, pl
             Action(
                 title=f"{'Run the plan' if runs else 'A decoupled plan'}: {_percent(gain)} faster than stock DDP",
                 text=text,
-                code=((_MAKE.format(command=command) if command else "") + _CODE.format(file=plan_file))
+                code=((_MAKE.format(command=command) if command else "") + _CODE.format(file=plan_file, sent=sent))
                 if runs
                 else "",
             )
@@ -334,8 +384,8 @@ def _actions(study: Study, stock: Prediction, best: Prediction, command: str, pl
 def _worth_text(worth: tuple[Worth, ...], samples: int, price: float | None, *, a_day: bool) -> str:
     stock, best = worth[0], worth[-1]
     name = "stock DDP" if stock.label == STOCK else stock.label
-    money = f", ${_number(stock.money)} at ${price:,.2f} each" if stock.money is not None else ""
-    cost = f"{_number(stock.gpu_hours)} GPU-hours{money}"
+    money = f", ${format_number(stock.money)} at ${price:,.2f} each" if stock.money is not None else ""
+    cost = f"{format_number(stock.gpu_hours)} GPU-hours{money}"
     text = (
         f"What {name} trains in a day ({cost})"
         if a_day
@@ -344,12 +394,12 @@ def _worth_text(worth: tuple[Worth, ...], samples: int, price: float | None, *, 
     if best.gpu_hours >= stock.gpu_hours * (1 - _WORTH_SAYING):
         return f"{text}{f' is {samples:,} samples' if a_day else ''}; no plan compared here takes less."
     text += (
-        f"{' takes' if a_day else '; it takes'} {best.label!r} {_hours(best.hours)} and {_number(best.gpu_hours)} "
-        f"GPU-hours. That saves {_hours(stock.hours - best.hours)} and {_number(stock.gpu_hours - best.gpu_hours)} "
-        "GPU-hours"
+        f"{' takes' if a_day else '; it takes'} {best.label!r} {_hours(best.hours)} and "
+        f"{format_number(best.gpu_hours)} GPU-hours. That saves {_hours(stock.hours - best.hours)} and "
+        f"{format_number(stock.gpu_hours - best.gpu_hours)} GPU-hours"
     )
     if stock.money is not None and best.money is not None:
-        text += f", ${_number(stock.money - best.money)}"
+        text += f", ${format_number(stock.money - best.money)}"
     return f"{text}{' every day' if a_day else ''}."
 
 
@@ -363,22 +413,12 @@ def _percent(share: float) -> str:
 
 def _work(prediction: Prediction) -> str:
     """How many GPUs' work it does: one number, or from a busy cluster to a quiet one where these print apart."""
-    top, band = prediction.workers, prediction.network_band
-    if band is not None:
-        low, high = (_number(top * share) for share in (band.busy_scaling_factor, band.quiet_scaling_factor))
-        if low != high:
-            return f"{low} to {high}"
-    return _number(top * prediction.scaling_factor)
+    low, high = work_range(prediction)
+    return f"{low} to {high}" if low != high else format_number(prediction.workers * prediction.scaling_factor)
 
 
 def _plural(count: int) -> str:
     return f"{count} GPUs" if count != 1 else "1 GPU"
-
-
-def _number(value: float) -> str:
-    if value >= 99.5:
-        return f"{value:,.0f}"
-    return f"{value:.1f}" if value >= 9.95 else f"{value:.2f}"
 
 
 def _hours(hours: float) -> str:
@@ -387,5 +427,5 @@ def _hours(hours: float) -> str:
     ('30.0 hours', '30.0 minutes', '7.20 seconds')
     """
     if hours >= 1:
-        return f"{_number(hours)} hours"
-    return f"{_number(hours * 60)} minutes" if hours * 60 >= 1 else f"{_number(hours * 3600)} seconds"
+        return f"{format_number(hours)} hours"
+    return f"{format_number(hours * 60)} minutes" if hours * 60 >= 1 else f"{format_number(hours * 3600)} seconds"

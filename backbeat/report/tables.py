@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 import msgspec
@@ -39,6 +39,24 @@ def scaling_range(prediction: Prediction, digits: int = 0) -> str:
     return f"{low}–{high}%" if low != high else ""
 
 
+def work_range(prediction: Prediction) -> tuple[str, str]:
+    """How many GPUs' work it does, on a busy cluster and on a quiet one; the same twice without a band."""
+    band, single = prediction.network_band, prediction.scaling_factor
+    shares = (single, single) if band is None else (band.busy_scaling_factor, band.quiet_scaling_factor)
+    low, high = (format_number(prediction.workers * share) for share in shares)
+    return low, high
+
+
+def format_number(value: float) -> str:
+    """
+    >>> format_number(1234.5), format_number(12.34), format_number(1.234)
+    ('1,234', '12.3', '1.23')
+    """
+    if value >= 99.5:
+        return f"{value:,.0f}"
+    return f"{value:.1f}" if value >= 9.95 else f"{value:.2f}"
+
+
 def row(prediction: Prediction, samples: int) -> dict[str, Any]:
     """One prediction as data: what the table shows, without the timeline."""
     fields: dict[str, Any] = msgspec.to_builtins(prediction)
@@ -60,33 +78,56 @@ def fastest(predictions: Sequence[Prediction]) -> dict[int, Prediction]:
     return best
 
 
-def scaling_table(predictions: Sequence[Prediction], *, samples: int, title: str) -> Table:
-    """Every (workers, strategy) in a row, the fastest of each worker count marked."""
-    table = Table(title=title, title_justify="left", header_style="bold", pad_edge=False)
+def scaling_tables(predictions: Sequence[Prediction], *, samples: int, width: int) -> list[Table]:
+    """Every (workers, strategy) in a row, the fastest of each worker count marked; two tables of half the columns each
+    where one is wider than `width`."""
     banded = any(prediction.band for prediction in predictions)
     ranged = any(map(scaling_range, predictions))
-    headings = ["workers", "strategy", "scaling", *(["busy–quiet"] if ranged else []), "samples/s"]
-    headings += [f"GPU-h/{_count(samples)}", "iteration", *(["p10–p90"] if banded else [])]
-    for heading in (*headings, "exposed", "over bound", "limited by"):
+    headings = ["scaling", *(["busy–quiet"] if ranged else []), "iteration", *(["p10–p90"] if banded else [])]
+    rest = ["exposed", "over bound", f"GPU-h/{_count(samples)}", "samples/s", "limited by"]
+    rows = _by_workers(predictions, samples, banded, ranged)
+    whole = _scaling_table(predictions, rows, [*headings, *rest], 0)
+    if natural_width(whole) <= width:
+        return [whole]
+    return [_scaling_table(predictions, rows, headings, 0), _scaling_table(predictions, rows, rest, len(headings))]
+
+
+_Alike = dict[int, list[tuple[list[str], list[Prediction]]]]
+"""For each number of workers the cells of a row, and those that share it."""
+
+
+def _scaling_table(predictions: Sequence[Prediction], rows: _Alike, headings: Sequence[str], first: int) -> Table:
+    """The columns under these headings, whose cells stand from `first` on."""
+    table = plain_table()
+    for heading in ("GPUs", "strategy", *headings):
         left = heading in ("strategy", "limited by")
-        table.add_column(heading, justify="left" if left else "right", no_wrap=True)
+        table.add_column(heading, justify="left" if left else "right", no_wrap=heading != "strategy", overflow="fold")
     best = fastest(predictions)
-    for place, (count, alike) in enumerate(_by_workers(predictions, samples, banded, ranged).items()):
+    for place, (count, alike) in enumerate(rows.items()):
         if place:
             table.add_section()
         for row_place, (cells, ones) in enumerate(alike):
             # Where all are equal nobody has won.
             winner = len(alike) > 1 and best[count] in ones
             names = ", ".join(printable(one.strategy) for one in ones) + (" ◀" if winner else "")
-            table.add_row("" if row_place else str(count), names, *cells, style="bold green" if winner else None)
+            shown = cells[first : first + len(headings)]
+            table.add_row("" if row_place else str(count), names, *shown, style="bold green" if winner else None)
     return table
 
 
-def _by_workers(
-    predictions: Sequence[Prediction], samples: int, banded: bool, ranged: bool
-) -> dict[int, list[tuple[list[str], list[Prediction]]]]:
-    """For each number of workers the rows of the table; strategies that print alike share one."""
-    found: dict[int, list[tuple[list[str], list[Prediction]]]] = {}
+def natural_width(table: Table) -> int:
+    """The columns of a terminal that it takes without wrapping."""
+    from rich.console import Console
+    from rich.measure import Measurement
+
+    # Without a height rich takes a dumb terminal's 80 columns.
+    console = Console(width=1000, height=25)
+    return Measurement.get(console, console.options, table).maximum
+
+
+def _by_workers(predictions: Sequence[Prediction], samples: int, banded: bool, ranged: bool) -> _Alike:
+    """Strategies that print alike share a row."""
+    found: _Alike = {}
     for prediction in predictions:
         rows = found.setdefault(prediction.workers, [])
         cells = _cells(prediction, samples, banded, ranged)
@@ -103,47 +144,62 @@ def _cells(prediction: Prediction, samples: int, banded: bool, ranged: bool) -> 
     cells = [
         f"{prediction.scaling_factor:.1%}",
         *([scaling_range(prediction, 1)] if ranged else []),
-        f"{prediction.samples_per_s:,.0f}",
-        _three_figures(gpu_hours(prediction, samples)),
         format_seconds(prediction.iteration_s) + ("*" if prediction.extrapolated else ""),
     ]
     if banded:
         band = prediction.band
         cells.append(f"{band.p10_s * 1e3:.1f}–{band.p90_s * 1e3:.1f} ms" if band else "")
-    cells += [format_seconds(prediction.exposed_s), f"{over_bound(prediction):+.1%}", prediction.bottleneck]
-    return cells
+    return [
+        *cells,
+        format_seconds(prediction.exposed_s),
+        f"{over_bound(prediction):+.1%}",
+        _three_figures(gpu_hours(prediction, samples)),
+        f"{prediction.samples_per_s:,.0f}",
+        prediction.bottleneck,
+    ]
 
 
 _NO_GAIN = 5e-4
 """Less than this is printed as no gain."""
+_SCREEN = 80
+_LONG_NAME = 10
+"""Headings above this many letters are broken."""
 
 
 def answer_table(
-    curves: Mapping[str, Sequence[Prediction]], *, stock: str, cost: tuple[str, Callable[[Prediction], str]] | None
+    curves: Mapping[str, Sequence[Prediction]],
+    *,
+    stock: str,
+    cost: tuple[str, Callable[[Prediction], str]] | None,
+    too_big: Set[str] = frozenset(),
 ) -> Table:
-    """One row for each number of GPUs, in 80 columns: stock DDP, the others beside it, and what limits the fastest.
+    """One row for each number of GPUs: stock DDP or what the job runs today, the others beside it, and what limits the
+    fastest.
 
-    `best` alone is headed as planned. The gain is that of the fastest of them, and negative where stock DDP is faster.
-    Where the network has a band, the fastest's scaling is shown from a busy cluster to a quiet one, too. Neighbouring
-    rows that print alike share one.
+    `best` alone is headed as planned. The gain is that of the fastest of them, and negative where `stock` is faster.
+    What is `too_big` for the device's memory shows no figure. Where the network has a band, the fastest's scaling is
+    shown from a busy cluster to a quiet one, too. Neighbouring rows that print alike share one.
     """
     others = [label for label in curves if label != stock]
-    table = _plain()
-    names = ["planned"] if others == ["best"] else [printable(label) for label in others]
-    best = fastest([point for curve in curves.values() for point in curve])
+    compared = stock not in too_big and not too_big >= set(others)
+    table = plain_table()
+    names = ["planned"] if others == ["best"] else [_broken(printable(label)) for label in others]
+    best = fastest([point for label, curve in curves.items() for point in curve if label not in too_big])
     ranged = any(map(scaling_range, best.values()))
-    headings = ["GPUs", "DDP", *names, *(["gain"] if others else []), *(["busy–quiet"] if ranged else [])]
+    first = "DDP" if stock == "ddp" else _broken(stock)
+    headings = ["GPUs", first, *names, *(["gain"] if compared else []), *(["busy–quiet"] if ranged else [])]
     for heading in (*headings, *([cost[0]] if cost else []), "limited by"):
-        table.add_column(heading, justify="left" if heading == "limited by" else "right")
+        table.add_column(heading, justify="left" if heading == "limited by" else "right", vertical="bottom")
     at = {label: {point.workers: point for point in curve} for label, curve in curves.items()}
     rows: list[tuple[list[int], list[str]]] = []
     for count in sorted(best):
-        winner, plain = best[count], at[stock][count]
-        planned = [at[label][count] for label in others]
-        cells = [f"{point.scaling_factor:.1%}" for point in (plain, *planned)]
-        if planned:
-            shortest = min(point.iteration_s for point in planned)
-            gain = plain.iteration_s / shortest - 1 if shortest > 0 else 0.0
+        winner = best[count]
+        cells = [
+            "too big" if label in too_big else f"{at[label][count].scaling_factor:.1%}" for label in (stock, *others)
+        ]
+        if compared:
+            shortest = min(at[label][count].iteration_s for label in others if label not in too_big)
+            gain = at[stock][count].iteration_s / shortest - 1 if shortest > 0 else 0.0
             cells.append("none" if abs(gain) < _NO_GAIN else f"{gain:+.1%}")
         cells += [*([scaling_range(winner)] if ranged else []), *([cost[1](winner)] if cost else []), winner.bottleneck]
         mark = "*" if winner.extrapolated else ""
@@ -156,6 +212,11 @@ def answer_table(
     return table
 
 
+def _broken(name: str) -> str:
+    """A long name over several lines."""
+    return name if len(name) <= _LONG_NAME else name.replace("-", "-\n")
+
+
 def plan_table(plan: Plan, result: Prediction) -> Table:
     """The buckets of a plan with when they travel."""
     spans = [span for span in result.timeline if carries_gradients(span)]
@@ -163,7 +224,7 @@ def plan_table(plan: Plan, result: Prediction) -> Table:
     title = f"{count} bucket{'' if count == 1 else 's'} in launch order"
     if plan.sharding is not None:
         title = f"{len(spans)} collectives of {len(plan.sharding.units)} units and the root, in launch order"
-    table = _plain(title)
+    table = plain_table(title)
     several = plan.communicators > 1
     for heading in ("bucket", *(["communicator"] if several else []), "gradients", "bytes", "starts", "ends"):
         table.add_column(heading, justify="left" if heading == "gradients" else "right")
@@ -182,7 +243,7 @@ def plan_table(plan: Plan, result: Prediction) -> Table:
 def network_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     """What an all-reduce does at each number of GPUs."""
     ranged = any(row["busy_bus_bytes_per_s"] < row["quiet_bus_bytes_per_s"] for row in rows)
-    table = _plain("all-reduce, bus bandwidth of 256 MiB")
+    table = plain_table("all-reduce of 256 MiB")
     for heading in ("GPUs", "nodes", "latency", "bus GB/s", *(["busy–quiet"] if ranged else [])):
         table.add_column(heading, justify="right")
     for row in rows:
@@ -201,19 +262,20 @@ def bus_rates(row: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def zoo_table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    table = _plain(title)
+    table = plain_table(title)
     for heading in headings:
         right = heading in ("tokens", "a node", "GB/s", "busy–quiet")
         # The name is what one copies.
         table.add_column(heading, justify="right" if right else "left", no_wrap=heading == headings[0])
     for row in rows:
         table.add_row(*map(printable, row))
+    table.width = min(natural_width(table), _SCREEN)
     return table
 
 
 def describe(
     profile: Profile,
-    network: Network,
+    network: Network | None = None,
     *,
     accumulation: int | None = None,
     reduce_dtype: str | None = None,
@@ -234,11 +296,12 @@ def describe(
         batch += f", {micro_batches} micro-batches a step" if micro_batches > 1 else ""
         kind, alone = "(strong scaling)", ": "
     sent = f" sent as {reduce_dtype}" if reduce_dtype is not None else ""
-    return (
-        f"{profile.model}, {batch} {kind}, {profile.precision} on {device} ({profile.origin}){alone}"
-        f"{len(profile.gradients)} gradients, {format_bytes(profile.total_bytes)}{sent}; "
-        f"network {named(network)}{_nodes(network)}"
+    text = f"{profile.model}, {batch} {kind}, " if network is not None else f"{profile.model}, {batch}, "
+    text += (
+        f"{profile.precision} on {device} ({profile.origin}){alone}"
+        f"{len(profile.gradients)} gradients, {format_bytes(profile.total_bytes)}{sent}"
     )
+    return text if network is None else f"{text}; network {named(network)}{_nodes(network)}"
 
 
 def _nodes(network: Network) -> str:
@@ -254,7 +317,7 @@ def named(network: Network) -> str:
     return f"{name}, inside one node" if network.one_node else name
 
 
-def _plain(title: str | None = None) -> Table:
+def plain_table(title: str | None = None) -> Table:
     return Table(
         title=title, title_justify="left", header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False
     )

@@ -85,11 +85,14 @@ class Moment:
     during: Kinds
 
 
-def sharded_memory(profile: Profile, plan: Plan, *, micro_batches: int = 1) -> ShardedMemory | None:
-    """The peak by kind; None where the profile has no memory figures."""
+def sharded_memory(
+    profile: Profile, plan: Plan, *, micro_batches: int = 1, chain: ShardedChain | None = None
+) -> ShardedMemory | None:
+    """The peak by kind; None where the profile has no memory figures. `chain` is the profile in the plan's units, where
+    that is known."""
     if profile.memory is None:
         return None
-    chain = chain_of(profile, plan)
+    chain = chain or chain_of(profile, plan)
     assert plan.sharding is not None
     shards = plan.sharding.mesh.shard
     resident = ResidentMemory.of(profile)

@@ -229,3 +229,32 @@ def test_batch_sizes_that_were_not_profiled_say_so(profile: Path) -> None:
         (row,) = answer(*words, batch)["rows"]
         assert row["extrapolated"] is extrapolated
         assert note is None or any(note in one for one in row["notes"])
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["predict"], "backbeat predict: missing argument 'PROFILE'. See `backbeat predict --help`."),
+        (["predict", "a", "b", "--bogus"], "backbeat predict: no such option: --bogus. See `backbeat predict --help`."),
+        (["predct"], "backbeat: no such command 'predct'. Did you mean 'predict'? See `backbeat --help`."),
+    ],
+)
+def test_a_command_line_nobody_can_read_is_refused_in_one_line(words: list[str], said: str) -> None:
+    done = run(*words)
+    assert done.returncode == 2
+    assert done.stderr == f"{said}\n"
+
+
+def test_no_words_at_all_print_the_help() -> None:
+    done = run()
+    assert done.returncode == 2
+    assert "predict" in done.stderr
+
+
+def test_a_bucket_size_is_refused_where_nothing_takes_it(profile: Path) -> None:
+    words = ("predict", str(profile), "10gbe", "-n", "16", "--bucket", "1MB")
+    refused = run(*words, "-s", "best")
+    assert refused.returncode == 2
+    assert "--bucket is for ddp and horovod, not best" in refused.stderr
+    assert "DDP with buckets of 1.00 MB" in " ".join(run(*words).stdout.split())
+    assert "chooses its buckets itself" in run("plan", *words[1:], "-s", "best").stderr

@@ -43,7 +43,7 @@ def read(path: Path) -> dict[str, Any]:
 
 def replay(recorded: dict[str, Any], model: OperatorModel) -> Replayed:
     """Under stock SGD with momentum, over all tensors at once."""
-    works = [_works(operator) for operator in recorded["operators"]]
+    works = [works_of(operator) for operator in recorded["operators"]]
     forward, backward, _ = recorded["counts"]
     order = recorded["order"]
     tensors = len(recorded["ready"])
@@ -74,7 +74,7 @@ def replay(recorded: dict[str, Any], model: OperatorModel) -> Replayed:
     return Replayed(*(later - earlier for earlier, later in itertools.pairwise(marks)), ready)
 
 
-def _works(operator: list[Any]) -> tuple[Any, ...] | None:
+def works_of(operator: list[Any]) -> tuple[Any, ...] | None:
     name, args, kwargs, result = operator
     if not name.startswith("aten."):
         return None

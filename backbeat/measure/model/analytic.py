@@ -88,7 +88,7 @@ def analytic_profile(
     notes = [
         "analytic: computed from shapes and peak rates, not measured",
         f"operators: {model.origin}",
-        f"{estimated.update}; peak memory is the sum of its kinds",
+        f"update: {estimated.update}; peak memory is the sum of its kinds",
         "the host is as quick as the one that operators were measured with" if launch_overhead else "the host is ahead",
     ]
     if compiled:

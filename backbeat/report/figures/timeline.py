@@ -103,7 +103,7 @@ def timeline(
 
 
 def by_collective(spans: Sequence[Span], plan: Plan) -> Sequence[Span]:
-    """The spans of a sharded step, each collective on a lane of its own and named after its unit. Others stay."""
+    """The spans of a sharded step: each collective on its own lane, named after its unit. Others stay as they are."""
     if plan.sharding is None:
         return spans
     return [_on_own_lane(span) for span in spans]
