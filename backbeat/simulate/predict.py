@@ -94,7 +94,7 @@ def _predicted(
         step = framework_iteration(profile, network, plan, reduction, micro_batches, beside.factor)
     elif sharded:
         step = sharded_iteration(measured, network, plan, micro_batches=micro_batches, slowdown=beside.factor)
-    elif plan.decoupled:
+    elif plan.in_halves:
         step = across_iterations(profile, network, plan, before, beside.factor)
     elif plan.compressed:
         step = compressed_iteration(profile, network, plan, before, beside.factor)
