@@ -1,0 +1,35 @@
+"""What measuring leaves as it was, beside the model, of which only copies are trained."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import random
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@contextlib.contextmanager
+def untouched(device: torch.device) -> Iterator[None]:
+    """The random generators of Python, numpy, torch and the device leave as they came; memory goes back."""
+    python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 (the state that users' code draws from)
+    devices = [device.index or 0] if device.type == "cuda" else []
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)  # noqa: NPY002
+        free(device)
+
+
+def free(device: torch.device) -> None:
+    """Hand back what nobody holds any more."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
