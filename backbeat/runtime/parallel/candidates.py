@@ -99,9 +99,9 @@ def predicted_candidates(
     if not fitting:
         raise InputError("; ".join(why) or "no plan fits the memory budget: give more")
     best = {kind: min((one for one in fitting if one.kind == kind), key=_seconds, default=None) for kind in KINDS}
-    if (stock := best["stock"]) is not None and (planned := best["buckets"]) is not None:
-        if stock.plan.buckets == planned.plan.buckets:
-            best["buckets"] = None
+    stock, planned = best["stock"], best["buckets"]
+    if stock is not None and planned is not None and stock.plan.buckets == planned.plan.buckets:
+        best["buckets"] = None
     return [one for one in best.values() if one is not None]
 
 

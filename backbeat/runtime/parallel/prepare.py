@@ -25,7 +25,7 @@ from backbeat.errors import BackbeatError, InputError
 from backbeat.measure.model.batches import to_device
 from backbeat.measure.model.inputs import device_of
 from backbeat.measure.model.profiler import measure
-from backbeat.measure.model.training_step import where_raised
+from backbeat.measure.model.training_step import OutOfMemoryError, is_out_of_memory, where_raised
 from backbeat.measure.network.calibration import calibrate
 from backbeat.model import Network, Plan, Profile
 from backbeat.model.files import decode, encode
@@ -39,9 +39,11 @@ from backbeat.runtime.parallel.candidates import Candidate, in_words, predicted_
 from backbeat.runtime.parallel.remember import conditions, remembered, save, with_note
 from backbeat.runtime.parallel.together import Together
 from backbeat.runtime.parallel.trials import ExampleStep, MakeOptimizer, Trials, room_for, take_turns
-from backbeat.runtime.parallel.untouched import untouched
+from backbeat.runtime.parallel.untouched import free, untouched
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import nn
 
     from backbeat.measure.model.training_step import Loss
@@ -133,8 +135,8 @@ def _given(plan: Plan | str | os.PathLike[str]) -> Plan:
     if not os.path.exists(text):
         if text.partition(":")[0] in STRATEGIES:
             raise InputError(
-                f"plan={text!r} is a strategy: make the plan (`backbeat plan … --strategy {text} -o plan.json`) and give "
-                "its file, or plan='auto' with example=(batch, loss)"
+                f"plan={text!r} is a strategy: make the plan (`backbeat plan … --strategy {text} -o plan.json`) and "
+                "give its file, or plan='auto' with example=(batch, loss)"
             )
         if difflib.get_close_matches(text, ["auto"], cutoff=0.7):
             raise InputError(f"plan={text!r} is no file: did you mean 'auto'?")
@@ -202,14 +204,13 @@ class Search:
         network = self._network()
         candidates = self._candidates(profile, network, now)
         tried = worth_trying(candidates)
-        trials, reason = Trials(), "nothing else may be faster"
+        trials, short = Trials(), None
         if len(tried) > 1:
-            reason = self.together.failure(room_for(profile, self.example.device)) or "there was no time to try"
-            if reason == "there was no time to try":
-                trials = take_turns(
-                    self.model, tried, self.example, self.together, self._began + self.budget_s, self._say
-                )
-        taken = self.together.first(self._decide(tried, trials, reason))
+            short = self.together.failure(room_for(profile, self.example.device))
+            if short is None:
+                deadline_s = self._began + self.budget_s
+                trials = take_turns(self.model, tried, self.example, self.together, deadline_s, self._say)
+        taken = self.together.first(decide(tried, trials, short))
         if "error" in taken:
             raise InputError(taken["error"])
         plan = decode(taken["plan"].encode(), Plan, where="rank 0's plan")
@@ -253,26 +254,11 @@ class Search:
         return Taken(plan=found, words=f"{name}, as {self.path} has it", dropped={})
 
     def _profile(self) -> Profile:
-        """Rank 0's, of a copy of the model; what goes wrong on any rank is raised on all."""
+        """Rank 0's; what goes wrong on any rank is raised on all."""
         self._say("timing steps of the example")
         profile, error = None, None
         try:
-            copied = copy.deepcopy(self.model)
-            profile = measure(
-                copied,
-                self.example.batch,
-                self.example.loss,
-                self.example.make_optimizer(copied),
-                precision=self.example.precision,
-                iterations=10,
-                warmup=3,
-                time_limit_s=self.budget_s * PROFILE_SHARE,
-                accept_noise=True,
-                keep=False,
-                command="backbeat.runtime.parallelize",
-                topk_speed=measure_topk if self.compression else None,
-                apply_memory=apply_memory if self.memory_bytes is not None else None,
-            ).profile
+            profile = self._measured()
         except BackbeatError as raised:
             error = str(raised)
         except Exception as raised:
@@ -280,6 +266,33 @@ class Search:
         self.together.raise_if_any(error, "a step of the example did not run")
         text = self.together.first(encode(profile).decode() if profile is not None else "")
         return decode(text.encode(), Profile, where="rank 0's profile")
+
+    def _measured(self) -> Profile:
+        try:
+            return self._measured_of(copy.deepcopy(self.model), keep=False)
+        except Exception as error:
+            if not isinstance(error, OutOfMemoryError) and not is_out_of_memory(error):
+                raise
+        free(self.example.device)
+        # No room for a copy: the model itself, put back afterwards from the host.
+        return self._measured_of(self.model, keep=True)
+
+    def _measured_of(self, model: nn.Module, *, keep: bool) -> Profile:
+        return measure(
+            model,
+            self.example.batch,
+            self.example.loss,
+            self.example.make_optimizer(model),
+            precision=self.example.precision,
+            iterations=10,
+            warmup=3,
+            time_limit_s=self.budget_s * PROFILE_SHARE,
+            accept_noise=True,
+            keep=keep,
+            command="backbeat.runtime.parallelize",
+            topk_speed=measure_topk if self.compression else None,
+            apply_memory=apply_memory if self.memory_bytes is not None else None,
+        ).profile
 
     def _network(self) -> Network:
         size = self.together.size
@@ -318,22 +331,6 @@ class Search:
         )
         return [Candidate.from_text(one) for one in shared]
 
-    def _decide(self, tried: list[Candidate], trials: Trials, reason: str) -> dict[str, str]:
-        """By what was measured; by prediction where nothing was."""
-        left = [one for one in tried if one.name not in trials.dropped]
-        if not left:
-            return {"error": "parallelize: nothing ran: " + "; ".join(f"{k}: {v}" for k, v in trials.dropped.items())}
-        tolerance = trials.repeatability
-        seconds, how = trials.measured, "measured"
-        if not seconds:
-            seconds = {one.name: one.predicted_s for one in left}
-            how = f"predicted ({reason})" if len(tried) > 1 else "predicted"
-        taken = simplest(left, seconds, tolerance)
-        words = in_words(taken, seconds, tolerance, how)
-        for name, why in trials.dropped.items():
-            words += f"; {name} was dropped, {why}"
-        return {"plan": encode(taken.plan).decode(), "words": words}
-
     def _say(self, text: str, last: bool = False) -> None:
         """One line on rank 0's stderr, which progress writes over where somebody watches."""
         if self.together.rank != 0:
@@ -341,3 +338,21 @@ class Search:
         over = sys.stderr.isatty()
         lead, end = ("\r\x1b[K", "\n" if last else "") if over else ("", "\n")
         print(f"{lead}parallelize: {text}", end=end, file=sys.stderr, flush=True)
+
+
+def decide(tried: Sequence[Candidate], trials: Trials, short: str | None) -> dict[str, str]:
+    """By what was measured; by prediction where not all that run were tried, for want of time or, as `short` says, of
+    memory."""
+    left = [one for one in tried if one.name not in trials.dropped]
+    if not left:
+        return {"error": "parallelize: nothing ran: " + "; ".join(f"{k}: {v}" for k, v in trials.dropped.items())}
+    seconds, tolerance, how = trials.measured, trials.repeatability, "measured"
+    if any(one.name not in seconds for one in left):
+        seconds, tolerance = {one.name: one.predicted_s for one in left}, 0.0
+        why = "" if len(tried) == 1 else f" ({short or 'no time was left to try all; budget_s= gives more'})"
+        how = f"predicted{why}"
+    taken = simplest(left, seconds, tolerance)
+    words = in_words(taken, seconds, tolerance, how)
+    for name, why in trials.dropped.items():
+        words += f"; {name} was dropped, {why}"
+    return {"plan": encode(taken.plan).decode(), "words": words}

@@ -114,4 +114,4 @@ def _probe(together: Together) -> float:
         end = clock.mark()
         clock.synchronize()
         seconds.append(clock.between(begin, end))
-    return median(together.every(min(seconds)))
+    return float(median(together.every(min(seconds))))

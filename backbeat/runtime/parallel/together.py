@@ -46,12 +46,10 @@ class Together:
             store.set(key, json.dumps(value))
         return json.loads(store.get(key))
 
-    def failure(self, error: str | None) -> str | None:
-        """The first rank's error, with its rank; None where no rank has one."""
-        for rank, text in enumerate(self.every(error)):
-            if text:
-                return f"rank {rank}: {text}"
-        return None
+    def failure(self, error: str | None, order: int = 0) -> str | None:
+        """The error that came first by `order`, with its rank: others follow from it. None where no rank has one."""
+        found = [(at, rank, text) for rank, (at, text) in enumerate(self.every([order, error])) if text is not None]
+        return f"rank {min(found)[1]}: {min(found)[2]}" if found else None
 
     def raise_if_any(self, error: str | None, what: str) -> None:
         """Raise on every rank what went wrong on one."""
@@ -60,8 +58,9 @@ class Together:
             raise InputError(f"parallelize: {what}: {found}")
 
     @contextlib.contextmanager
-    def released(self, backends: Sequence[Any]) -> Iterator[Callable[[], None]]:
-        """Gives a function that ends the others' collectives on these backends, for a rank that cannot go on.
+    def released(self, backends: Sequence[Any]) -> Iterator[Callable[[], int]]:
+        """Gives a function that ends the others' collectives on these backends, for a rank that cannot go on; it returns
+        how many have called it.
 
         Gloo needs no telling: a rank that takes its group down closes its connections, and the others raise. NCCL would
         wait, so on each rank a thread looks for the alarm and aborts.
@@ -71,11 +70,12 @@ class Together:
         thread = None
         if self.communicators.backend == "nccl":
             # The store's calls block each other: the thread has a connection of its own.
-            store = self.communicators.store.clone()
+            shared: Any = self.communicators.store
+            store = shared.clone()
             thread = threading.Thread(target=_abort_on_alarm, args=(store, key, backends, done), daemon=True)
             thread.start()
         try:
-            yield lambda: self.communicators.store.set(key, str(self.rank))
+            yield lambda: int(self.communicators.store.add(key, 1))
         finally:
             done.set()
             if thread is not None:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,7 @@ from backbeat.measure.model.precision import scaler_for
 from backbeat.measure.model.training_step import Loss, Training, where_raised
 from backbeat.runtime.parallel.apply_plan import apply_plan
 from backbeat.runtime.parallel.untouched import free
+from backbeat.runtime.reduce.wrapper import DistributedDataParallel
 from backbeat.units import format_bytes
 
 if TYPE_CHECKING:
@@ -40,8 +42,10 @@ TURNS = 2
 WARMUP = 3
 """Steps of a turn that are not timed: DDP forms its buckets anew after the first."""
 LEAST_STEPS, MOST_STEPS = 3, 10
-TIMEOUT_S = 30.0
-"""A collective of a trial is given up after this long."""
+TIMEOUT_S = {"gloo": 10.0}
+"""A collective of a trial is given up after this long, or after twenty steps: what a failure on another rank costs
+where nothing else tells of it. NCCL has to be told (`Together.released`), and ends the process after this long."""
+_ANOTHER_TIMEOUT_S = 120.0
 
 MakeOptimizer = str | Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 
@@ -113,7 +117,7 @@ def take_turns(
             if steps == 0:
                 return trials
             say(f"trying {candidate.name}, turn {turn + 1} of {TURNS}")
-            found = try_plan(model, candidate.plan, example, together, steps)
+            found = try_plan(model, candidate.plan, example, together, steps, candidate.predicted_s)
             if isinstance(found, str):
                 trials.dropped[candidate.name] = found
                 trials.seconds.pop(candidate.name, None)
@@ -133,8 +137,13 @@ def _steps(seconds: float, step_s: float) -> int:
     return min(fitting, MOST_STEPS) if fitting >= LEAST_STEPS else 0
 
 
-def try_plan(model: nn.Module, plan: Plan, example: ExampleStep, together: Together, steps: int) -> float | str:
-    """Seconds of a step under the plan, the slowest rank's; or why it did not run, on one rank or all."""
+def try_plan(
+    model: nn.Module, plan: Plan, example: ExampleStep, together: Together, steps: int, step_s: float = 0.0
+) -> float | str:
+    """Seconds of a step under the plan, the slowest rank's; or why it did not run, on one rank or all.
+
+    `step_s` is what a step was predicted to take.
+    """
     copied: Any = None
     error: str | None = None
     try:
@@ -142,22 +151,22 @@ def try_plan(model: nn.Module, plan: Plan, example: ExampleStep, together: Toget
     except Exception as raised:
         error = where_raised(raised)
     found = together.failure(error)
-    seconds = 0.0
+    seconds, order = 0.0, 0
     if found is None:
-        groups = TrialGroups(plan, together.device)
+        timeout_s = max(TIMEOUT_S.get(together.communicators.backend, _ANOTHER_TIMEOUT_S), 20 * step_s)
+        groups = TrialGroups(plan, together.device, timedelta(seconds=timeout_s))
         with together.released(groups.backends) as alarm:
             try:
                 seconds = _train(copied, plan, example, steps, groups)
             except Exception as raised:
-                error = where_raised(raised)
-                alarm()
+                error, order = where_raised(raised), alarm()
                 # What was raised holds the frames, and these the wrapper with its connections.
                 raised.__traceback__ = None
             copied = None
-            free(together.device)
             if error is not None:
                 groups.close()
-            found = together.failure(error)
+            free(together.device)
+            found = together.failure(error, order)
         groups.close()
     copied = None
     free(together.device)
@@ -166,9 +175,8 @@ def try_plan(model: nn.Module, plan: Plan, example: ExampleStep, together: Toget
 
 def _train(model: nn.Module, plan: Plan, example: ExampleStep, steps: int, groups: TrialGroups) -> float:
     wrapped: Any = apply_plan(model, plan, group=groups.whole, mesh=groups.mesh)
-    reducer = getattr(wrapped, "reducer", None)
-    if hasattr(reducer, "communicators"):
-        groups.backends += reducer.communicators.backends()
+    if isinstance(wrapped, DistributedDataParallel):
+        groups.backends += wrapped.reducer.communicators.backends()
     optimizer = example.make_optimizer(wrapped)
     if plan.compressed:
         wrapped.attach(optimizer, max_grad_norm=None)
@@ -179,16 +187,15 @@ def _train(model: nn.Module, plan: Plan, example: ExampleStep, steps: int, group
     clock.reserve(5 * steps + 1)
     marks = [*(training.iterate().begin for _ in range(steps)), clock.mark()]
     clock.synchronize()
-    return median(clock.between(*pair) for pair in zip(marks, marks[1:], strict=False))
+    return median(clock.between(*pair) for pair in pairwise(marks))
 
 
 class TrialGroups:
     """The process groups of one trial: a failure ends them, and not the job's."""
 
-    def __init__(self, plan: Plan, device: torch.device) -> None:
+    def __init__(self, plan: Plan, device: torch.device, timeout: timedelta) -> None:
         self.whole: Any = None
         self.mesh: DeviceMesh | None = None
-        timeout = timedelta(seconds=TIMEOUT_S)
         mesh = plan.sharding.mesh if plan.sharding is not None else None
         if mesh is not None and mesh.replicate > 1:
             ranks = torch.arange(mesh.replicate * mesh.shard).view(mesh.replicate, mesh.shard)
@@ -208,9 +215,11 @@ class TrialGroups:
 
     def close(self) -> None:
         """Take the groups down, once; on gloo, ranks that still use them then raise."""
-        groups, self._groups = self._groups, []
-        for group in groups:
-            dist.destroy_process_group(group)
+        # Connections end with the last that holds them.
+        self.backends.clear()
+        self.whole = self.mesh = None
+        while self._groups:
+            dist.destroy_process_group(self._groups.pop())
 
 
 def room_for(profile: Profile, device: torch.device) -> str | None:

@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 @contextlib.contextmanager
 def untouched(device: torch.device) -> Iterator[None]:
     """The random generators of Python, numpy, torch and the device leave as they came; memory goes back."""
-    python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 (the state that users' code draws from)
+    python, numpy = random.getstate(), np.random.get_state()
     devices = [device.index or 0] if device.type == "cuda" else []
     try:
         with torch.random.fork_rng(devices=devices):
             yield
     finally:
         random.setstate(python)
-        np.random.set_state(numpy)  # noqa: NPY002
+        np.random.set_state(numpy)
         free(device)
 
 
