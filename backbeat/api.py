@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Unpack
 import msgspec
 
 from backbeat.errors import InputError
-from backbeat.model import PlanPrediction
+from backbeat.model import Plan, PlanPrediction
 from backbeat.model.reduction import reduction_named
 from backbeat.planners import SHARDED, propose
 from backbeat.planners import plan as planned
@@ -16,7 +16,7 @@ from backbeat.simulate import predict as simulated
 from backbeat.simulate import strong_scaling
 
 if TYPE_CHECKING:
-    from backbeat.model import Network, Plan, Prediction, Profile, Reduction
+    from backbeat.model import Network, Prediction, Profile, Reduction
     from backbeat.planners import Choices
 
 
@@ -31,15 +31,11 @@ def plan(
 ) -> Plan:
     """The gradient schedule that a strategy chooses for this profile on this network, with its prediction.
 
-    The buckets are the same for any number of micro-batches; `accumulation` is what the prediction is made for. With
+    Buckets are the same for any number of micro-batches; `accumulation` is what the prediction is made for. With
     `reduce_dtype` ("bf16" or "fp16") fp32 gradients are sent in two bytes each; give the wrapper the same.
     """
-    if reduce_dtype is None:
-        return planned(profile, network, strategy, accumulation=accumulation, **choices)
-    if strategy.partition(":")[0] in SHARDED:
-        made = _reduced(propose(profile, network, strategy, **choices), reduce_dtype)
-        result = simulated(profile, network, made, accumulation=accumulation)
-        return msgspec.structs.replace(made, predicted=PlanPrediction.of(result, network.name))
+    if reduce_dtype is None or strategy.partition(":")[0] in SHARDED:
+        return planned(profile, network, strategy, accumulation=accumulation, reduce_dtype=reduce_dtype, **choices)
     sent = _sent(profile, reduce_dtype, compressed=strategy == "compressed" or choices.get("density") is not None)
     made = planned(_bucketed(profile, sent, strategy), network, strategy, **choices)
     result = simulated(sent, network, made, accumulation=accumulation)
@@ -103,27 +99,16 @@ def predict(
     if plan is None:
         raise InputError("there is nothing to predict: give a plan, a strategy's name, or framework=")
     sent = profile
-    if reduce_dtype is not None and _is_sharded(plan):
-        made = propose(profile, network, strategy=plan, **choices) if isinstance(plan, str) else plan
-        plan = _reduced(made, reduce_dtype)
-    elif reduce_dtype is not None:
+    if reduce_dtype is not None and isinstance(plan, Plan) and plan.sharding is not None:
+        sharding = msgspec.structs.replace(plan.sharding, reduce_dtype=reduce_dtype)
+        plan = msgspec.structs.replace(plan, sharding=sharding, predicted=None)
+    elif reduce_dtype is not None and not (isinstance(plan, str) and plan.partition(":")[0] in SHARDED):
         compressed = plan == "compressed" if isinstance(plan, str) else plan.compressed
         sent = _sent(profile, reduce_dtype, compressed=compressed)
     if isinstance(plan, str):
-        plan = propose(_bucketed(profile, sent, plan), network, strategy=plan, **choices)
+        bucketed = _bucketed(profile, sent, plan)
+        plan = propose(bucketed, network, plan, accumulation=accumulation, reduce_dtype=reduce_dtype, **choices)
     return simulated(sent, network, plan, accumulation=accumulation, broadcast_buffers=broadcast_buffers)
-
-
-def _is_sharded(plan: Plan | str) -> bool:
-    return plan.partition(":")[0] in SHARDED if isinstance(plan, str) else plan.sharding is not None
-
-
-def _reduced(plan: Plan, reduce_dtype: str) -> Plan:
-    """The sharded plan with gradients reduced in this dtype."""
-    if plan.sharding is None:
-        return plan
-    sharding = msgspec.structs.replace(plan.sharding, reduce_dtype=reduce_dtype)
-    return msgspec.structs.replace(plan, sharding=sharding, predicted=None)
 
 
 def _sent(profile: Profile, reduce_dtype: str, *, compressed: bool) -> Profile:

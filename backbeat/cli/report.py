@@ -14,8 +14,10 @@ from backbeat.cli.common import (
     NetworkArgument,
     PriceOption,
     ProfileArgument,
+    ReduceOption,
     StrategyOption,
     load_network,
+    plan_options,
     say,
     size,
     split,
@@ -46,6 +48,7 @@ def report(
     trace: Annotated[
         list[str] | None, typer.Option("--trace", help="Kineto traces of the real job, comma-separated.")
     ] = None,
+    reduce_dtype: ReduceOption = None,
     price: PriceOption = None,
     epoch_samples: EpochOption = None,
     samples: Annotated[
@@ -62,6 +65,7 @@ def report(
     from backbeat.report.page import MOST_BYTES, PageSettings
     from backbeat.report.page import report as make_page
 
+    budget = size("--memory-budget", memory_budget) if memory_budget else None
     made = gather(
         profile,
         network,
@@ -73,14 +77,17 @@ def report(
         redact=redact,
         across=across,
         nics_per_node=nics_per_node,
+        reduce_dtype=reduce_dtype,
+        memory_budget=budget,
     )
     settings = PageSettings(
         samples=samples,
         price=parse_price(price) if price is not None else None,
         epoch_samples=epoch_samples,
-        memory_budget=size("--memory-budget", memory_budget) if memory_budget else None,
+        memory_budget=budget,
         profile_argument="PROFILE" if redact else profile,
         network_argument="NETWORK" if redact else network,
+        plan_options=() if redact else tuple(plan_options(across, nics_per_node, reduce_dtype)),
         plan_files={} if redact else {plan_label(path, Plan.load(path)): path for path in split(plan)},
     )
     page = make_page(made, settings).encode()
@@ -103,12 +110,14 @@ def gather(
     curve: bool = True,
     across: str | None = None,
     nics_per_node: int = 1,
+    reduce_dtype: str | None = None,
+    memory_budget: int | None = None,
 ) -> Study:
     """Read everything that was named, and predict; without `curve` at the last number of workers only."""
     from backbeat.model import Plan, Profile
     from backbeat.report import redact as redact_names
     from backbeat.report.measured import read_lab, read_trace
-    from backbeat.report.study import STRATEGIES, curve_workers, study
+    from backbeat.report.study import curve_workers, study
 
     one, cluster = Profile.load(profile), load_network(network, across, nics_per_node)
     asked = parse_workers(workers) if workers else [cluster.workers]
@@ -119,8 +128,18 @@ def gather(
     if redact:
         loaded, measured = redact_names.redacted_plans(loaded, one), redact_names.redacted_measured(measured, one)
         one, cluster = redact_names.redacted_profile(one), redact_names.redacted_network(cluster)
-    chosen = strategies or ([] if plans and not curve else list(STRATEGIES))
-    return study(one, cluster, counts, strategies=chosen, plans=loaded, measured=measured)
+    chosen = strategies or ([] if plans and not curve else None)
+    return study(
+        one,
+        cluster,
+        counts,
+        strategies=chosen,
+        plans=loaded,
+        measured=measured,
+        sweep=curve,
+        memory_budget=memory_budget,
+        reduce_dtype=reduce_dtype,
+    )
 
 
 def plan_label(path: str, plan: Plan) -> str:

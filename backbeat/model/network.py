@@ -75,6 +75,8 @@ class Network(Document, frozen=True, kw_only=True):
     """Further numbers of workers. In files it is `at`, which is a method here."""
     backend: Literal["nccl", "gloo", "mpi"] | None = None
     """The library the times belong to; gloo runs two collectives at a time in one process group."""
+    accelerator: str | None = None
+    """The GPUs of this cluster, by the short name that `layout` takes: h100, a100."""
     moved_from: Calibration | None = None
     """Set by `at`: the file's own times, and which of its numbers of workers these are computed from."""
     source: Source | str | None = None

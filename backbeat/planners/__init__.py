@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-from dataclasses import replace
 from typing import TYPE_CHECKING, Literal, TypedDict, Unpack
 
 import msgspec
@@ -66,12 +65,18 @@ class Choices(TypedDict, total=False):
     density: float | None
     memory_bytes: int | None
     reserve: float | None
-    """Of `memory_bytes`, left to what a profile cannot know: below 1 a share of it, otherwise bytes."""
     residuals: Literal["device", "host"] | None
     torch_version: str | None
 
 
-def propose(profile: Profile, network: Network, strategy: str = "best", **choices: Unpack[Choices]) -> Plan:
+class JobChoices(Choices, total=False):
+    """And what the job does, which sharded strategies plan for."""
+
+    reduce_dtype: str | None
+    accumulation: int | None
+
+
+def propose(profile: Profile, network: Network, strategy: str = "best", **choices: Unpack[JobChoices]) -> Plan:
     """The gradient schedule that a strategy chooses for this profile on this network, not yet predicted.
 
     `hsdp:8` is hsdp with 8 shards.
@@ -81,12 +86,9 @@ def propose(profile: Profile, network: Network, strategy: str = "best", **choice
         close = difflib.get_close_matches(strategy, STRATEGIES, n=1)
         hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(STRATEGIES)}."
         raise InputError(f"{strategy!r} is not a strategy: {hint}")
-    memory_bytes, residuals = choices.pop("memory_bytes", None), choices.pop("residuals", None)
-    reserve = choices.pop("reserve", None)
-    budgeted = name in BUDGETED
-    options = StrategyOptions(**choices, shards=shards)  # type: ignore[misc]
-    if budgeted:
-        options = replace(options, memory_bytes=memory_bytes, reserve=reserve)
+    residuals = choices.pop("residuals", None)
+    options = StrategyOptions(**choices, shards=shards)  # type: ignore[misc, arg-type]
+    memory_bytes, reserve = options.memory_bytes, options.reserve
     if options.density is not None and strategy == "best":
         name = strategy = "compressed"
     _check(strategy, options, memory_bytes, residuals)
@@ -95,7 +97,7 @@ def propose(profile: Profile, network: Network, strategy: str = "best", **choice
     def schedule(of: Profile) -> Plan:
         return STRATEGIES[name](of, network, options).named(of, strategy, network.workers)
 
-    if budgeted or (memory_bytes is None and residuals is None):
+    if name in BUDGETED or (memory_bytes is None and residuals is None):
         return schedule(profile)
     return within(profile, network, schedule, memory_bytes, residuals, reserve)
 
@@ -118,8 +120,8 @@ def _check(strategy: str, options: StrategyOptions, memory_bytes: int | None, re
             raise InputError(f"{name} is {value}: it must be above zero")
     if options.bucket_bytes is not None and strategy not in BUCKETED:
         raise InputError(
-            f"bucket_bytes is {options.bucket_bytes}, but {strategy!r} chooses its buckets itself: leave it out, or use "
-            "ddp or horovod"
+            f"bucket_bytes is {options.bucket_bytes}, but {strategy!r} chooses its buckets itself: leave it out, or "
+            "use ddp or horovod"
         )
     if strategy.partition(":")[0] in SHARDED - BUDGETED and memory_bytes is not None:
         raise InputError(
@@ -150,16 +152,10 @@ def _check_reserve(reserve: float | None, memory_bytes: int | None) -> None:
         )
 
 
-def plan(
-    profile: Profile,
-    network: Network,
-    strategy: str = "best",
-    *,
-    accumulation: int | None = None,
-    **choices: Unpack[Choices],
-) -> Plan:
+def plan(profile: Profile, network: Network, strategy: str = "best", **choices: Unpack[JobChoices]) -> Plan:
     """The gradient schedule that a strategy chooses for this profile on this network, with its prediction."""
     made = propose(profile, network, strategy, **choices)
+    accumulation = choices.get("accumulation")
     result = predict(profile, network, made, accumulation=accumulation)
     predicted = PlanPrediction.of(result, network.name)
     if (older := made.on_older_torch()) is not None:

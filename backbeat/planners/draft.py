@@ -32,13 +32,13 @@ class StrategyOptions:
     shards: int | None = None
     """`hsdp`: workers that hold one copy of the model; the GPUs of a node where None."""
     memory_bytes: int | None = None
-    """`sharded`: device memory that an iteration may take; the device's own where None."""
+    """Device memory that an iteration may take; for `sharded`, the device's own where None."""
     reserve: float | None = None
-    """`sharded`: of that, left to what a profile cannot know."""
+    """Of `memory_bytes`, left to what a profile cannot know: below 1 a share of it, otherwise bytes."""
     accumulation: int | None = None
-    """`sharded`: micro-batches of an iteration; the profile's where None."""
-    reduce_dtype: Dtype = "fp32"
-    """`sharded`: what gradients are reduced in."""
+    """Sharded strategies: micro-batches of an iteration; the profile's where None."""
+    reduce_dtype: Dtype | None = None
+    """Sharded strategies: what gradients are reduced in; fp32 where None."""
     torch_version: str | None = None
     """`sharded`: what the plan will run on, like 2.13; what came after 2.6 is not chosen where None."""
     budget_s: float | None = None

@@ -7,27 +7,35 @@ part with as many elements of its own has its own weight. What else there is bel
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+import msgspec
 import numpy as np
 
 from backbeat.model.blocks import MemoryPlan, Segment
 from backbeat.model.plan import Plan
-from backbeat.model.sharding import Mesh, Sharding, ShardUnit
+from backbeat.model.sharding import Mesh, ShardUnit
+from backbeat.planners.sharded_baselines import fsdp
 from backbeat.planners.unit_programme import Atoms
 from backbeat.simulate.sharded_cost import ShardedCost
 from backbeat.simulate.sharded_memory import sharded_memory
 from backbeat.simulate.sharded_step import run_step
-from backbeat.simulate.sharded_units import ModelPieces, ShardedChain, repeated
+from backbeat.simulate.sharded_units import ModelPieces, ShardedChain
 from backbeat.simulate.slowdowns import slowdown_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Container, Sequence
 
-    from backbeat.model import Network, Profile
-    from backbeat.model.sharding import Dtype
+    from backbeat.model import Network, Profile, Sharding
+    from backbeat.planners.draft import StrategyOptions
+
+
+Between = Literal["reshard", "whole", "last"]
+"""What happens between micro-batches."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +52,7 @@ class ShardChoice:
     separate: bool = False
     recomputed: int = 0
     """How many blocks are computed again, in the order of `ShardProblem.recomputable`."""
-    accumulate: Literal["reshard", "whole", "last"] = "reshard"
+    accumulate: Between = "reshard"
     """Under accumulation: free parameters after every backward; keep them until the last; and reduce gradients then."""
 
     def keeps(self, unit: int) -> bool:
@@ -62,50 +70,47 @@ class Scored(NamedTuple):
 class ShardProblem:
     """One profile on one network, with every score that was asked for."""
 
-    def __init__(
-        self, profile: Profile, network: Network, *, accumulation: int | None = None, reduce_dtype: Dtype = "fp32"
-    ) -> None:
+    def __init__(self, profile: Profile, network: Network, options: StrategyOptions) -> None:
         self.profile, self.network = profile, network
-        self.micro_batches = accumulation or profile.accumulation
+        self.micro_batches = options.accumulation or profile.accumulation
         self.slowdown = slowdown_of(profile, network).factor
         self.pieces = ModelPieces.of(profile)
-        dtypes: dict[str, Dtype] = {"bf16": "bf16", "fp16": "fp16"}
-        self.param_dtype: Dtype = dtypes.get(profile.precision, "fp32")
-        self.reduce_dtype: Dtype = reduce_dtype
-        self.names, self.stock = _unit_names(self.pieces, set(profile.index))
+        self.usual = fsdp(profile, network, options).sharding
+        self.stock = [unit.modules[0] for unit in self.usual.units]
+        self.names = [*self.stock, *_behind(self.pieces, self.stock, profile.index)]
         self._costs: dict[int, ShardedCost] = {}
         self._times: dict[ShardChoice, float] = {}
         self._peaks: dict[ShardChoice, int] = {}
-        self._chains: dict[int, ModelPieces] = {0: self.pieces}
+        self._pieces: dict[int, ModelPieces] = {0: self.pieces}
+
+    @cached_property
+    def breaks(self) -> frozenset[int]:
+        """Where a unit must end: the root holds parameters between these atoms."""
+        joined = self.atoms(ShardChoice(ends=(len(self.names),), shard=self.network.workers)).joined
+        return frozenset(place for place in range(1, len(joined)) if not joined[place])
 
     @cached_property
     def recomputable(self) -> list[str]:
-        """Blocks with something to gain by it, those that free most for their time first, earlier ones first."""
-        units = set(self.names)
-        blocks = [
-            (-(block.saved_bytes / block.forward_s if block.forward_s else float("inf")), place, block.name)
-            for place, block in enumerate(self.profile.blocks)
-            if block.saved_bytes > 0 and not block.changes_input and block.name in units
-        ]
-        # Blocks that differ by noise alone count as alike.
-        return [name for _, _, name in sorted((float(f"{gain:.2g}"), place, name) for gain, place, name in blocks)]
-
-    def mesh(self, shard: int) -> Mesh:
-        return Mesh(replicate=self.network.workers // shard, shard=shard)
+        """Blocks that save something, those that free most for their time first, of like ones the earliest."""
+        units, found = set(self.names), []
+        for place, block in enumerate(self.profile.blocks):
+            if block.saved_bytes > 0 and not block.changes_input and block.name in units:
+                per_second = block.saved_bytes / max(block.forward_s, 1e-9)
+                # Times differ by noise: within a quarter they count as alike.
+                found.append((-round(math.log(per_second, 1.25)), place, block.name))
+        return [name for _, _, name in sorted(found)]
 
     def sharding(self, choice: ShardChoice) -> Sharding:
-        starts = (0, *choice.ends[:-1])
-        return Sharding(
-            mesh=self.mesh(choice.shard),
-            param_dtype=self.param_dtype,
-            reduce_dtype=self.reduce_dtype,
+        return msgspec.structs.replace(
+            self.usual,
+            mesh=Mesh(replicate=self.network.workers // choice.shard, shard=choice.shard),
             reduce_scatter_buffers=choice.buffers,
             separate_reduce_scatter=choice.separate,
             units=tuple(
                 ShardUnit(
                     modules=tuple(self.names[first:last]), reshard=not choice.keeps(place), prefetch=choice.prefetch
                 )
-                for place, (first, last) in enumerate(zip(starts, choice.ends, strict=True))
+                for place, (first, last) in enumerate(pairwise((0, *choice.ends)))
             ),
             gradient_sync="last" if choice.accumulate == "last" else "every",
             reshard_after_backward=choice.accumulate == "reshard",
@@ -135,17 +140,16 @@ class ShardProblem:
 
     def pieces_with(self, choice: ShardChoice) -> ModelPieces:
         count = choice.recomputed
-        if count not in self._chains:
-            self._chains[count] = ModelPieces.of(self.profile, self.memory(choice))
-        return self._chains[count]
+        if count not in self._pieces:
+            self._pieces[count] = ModelPieces.of(self.profile, self.memory(choice))
+        return self._pieces[count]
 
     def seconds(self, choice: ShardChoice) -> float:
         """The step of one worker, by the engine."""
         if choice not in self._times:
             sharding = self.sharding(choice)
-            chain = ShardedChain.of(self.pieces_with(choice), sharding)
             run = run_step(
-                chain,
+                ShardedChain.of(self.pieces_with(choice), sharding),
                 sharding,
                 self.cost(choice.shard),
                 self.profile.update_s / choice.shard,
@@ -160,9 +164,16 @@ class ShardProblem:
         # What hides behind what does not change what is held.
         alike = replace(choice, separate=False)
         if alike not in self._peaks:
-            held = sharded_memory(self.profile, self.plan(alike), micro_batches=self.micro_batches)
+            plan = self.plan(alike)
+            chain = ShardedChain.of(self.pieces_with(alike), self.sharding(alike))
+            held = sharded_memory(self.profile, plan, micro_batches=self.micro_batches, chain=chain)
             self._peaks[alike] = held.peak_bytes if held is not None else 0
         return self._peaks[alike]
+
+    @property
+    def least_peak(self) -> int:
+        """Of all that was tried."""
+        return min(self._peaks.values())
 
     def scored(self, choice: ShardChoice) -> Scored:
         return Scored(self.seconds(choice), self.peak(choice), choice)
@@ -195,16 +206,12 @@ def _padded(elements: Sequence[int], shards: int) -> int:
     return sum(-(-count // shards) * shards for count in elements)
 
 
-def _unit_names(pieces: ModelPieces, parameters: set[str]) -> tuple[list[str], list[str]]:
-    """The atoms, and those that are units by default. A parameter of the model itself is in no module."""
+def _behind(pieces: ModelPieces, stock: Sequence[str], parameters: Container[str]) -> list[str]:
+    """What follows the last repeated block and may be a unit. A parameter of the model itself is in no module."""
     holding = [piece for piece in pieces.pieces if piece.elements]
-    stock = repeated([piece.name for piece in holding])
     alike = set(stock)
     places = [place for place, piece in enumerate(holding) if piece.name in alike]
-    if not places:
-        return [piece.name for piece in holding if piece.name not in parameters], stock
-    before = max((sum(piece.elements) for piece in holding[: places[0]]), default=0)
-    behind = [piece for piece in holding[places[-1] + 1 :] if piece.name not in parameters]
-    if any(sum(piece.elements) >= before for piece in behind):
-        return [*stock, *(piece.name for piece in behind)], stock
-    return stock, stock
+    first, last = (places[0], places[-1] + 1) if places else (0, 0)
+    before = max((sum(piece.elements) for piece in holding[:first]), default=0)
+    behind = [piece for piece in holding[last:] if piece.name not in parameters]
+    return [piece.name for piece in behind] if any(sum(piece.elements) >= before for piece in behind) else []

@@ -39,7 +39,7 @@ def fsdp(profile: Profile, network: Network, options: StrategyOptions) -> Sharde
     >>> len(made.sharding.units), made.sharding.units[0].modules, str(made.sharding.mesh)
     (12, ('transformer.h.0',), 'replicate(1) * shard(8)')
     """
-    return _one_a_block(profile, network, network.workers, reshard=True)
+    return _one_a_block(profile, network, network.workers, options, reshard=True)
 
 
 def hsdp(profile: Profile, network: Network, options: StrategyOptions) -> Sharded:
@@ -55,22 +55,30 @@ def hsdp(profile: Profile, network: Network, options: StrategyOptions) -> Sharde
             f"hsdp:{shards} needs a multiple of {shards} workers, and there are {network.workers}: choose another "
             "number of workers or shards"
         )
-    return _one_a_block(profile, network, shards, reshard=True)
+    return _one_a_block(profile, network, shards, options, reshard=True)
 
 
 def zero1(profile: Profile, network: Network, options: StrategyOptions) -> Sharded:
     """Only the optimizer's state is sharded: parameters are gathered once a step, gradients added up whole over
     micro-batches and reduced once. Without accumulation it runs as `zero2`."""
-    return _one_a_block(profile, network, network.workers, reshard=False, sync_every=False)
+    return _one_a_block(profile, network, network.workers, options, reshard=False, sync_every=False)
 
 
 def zero2(profile: Profile, network: Network, options: StrategyOptions) -> Sharded:
     """Optimizer state and gradients are sharded: parameters are gathered once a step, gradients reduced in every
     micro-batch."""
-    return _one_a_block(profile, network, network.workers, reshard=False)
+    return _one_a_block(profile, network, network.workers, options, reshard=False)
 
 
-def _one_a_block(profile: Profile, network: Network, shards: int, *, reshard: bool, sync_every: bool = True) -> Sharded:
+def _one_a_block(
+    profile: Profile,
+    network: Network,
+    shards: int,
+    options: StrategyOptions,
+    *,
+    reshard: bool,
+    sync_every: bool = True,
+) -> Sharded:
     pieces = ModelPieces.of(profile)
     units = repeated([piece.name for piece in pieces.pieces if piece.elements])
     # fp32 sums, as under DDP with autocast; parameters travel as they are computed with.
@@ -79,7 +87,7 @@ def _one_a_block(profile: Profile, network: Network, shards: int, *, reshard: bo
         Sharding(
             mesh=Mesh(replicate=network.workers // shards, shard=shards),
             param_dtype=dtypes.get(profile.precision, "fp32"),
-            reduce_dtype="fp32",
+            reduce_dtype=options.reduce_dtype or "fp32",
             reduce_scatter_buffers=1,
             separate_reduce_scatter=False,
             units=tuple(ShardUnit(modules=(name,), reshard=reshard, prefetch=0) for name in units),

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from backbeat.cost import LinkCost
 from backbeat.simulate.sharded_units import UnitContent
 
 if TYPE_CHECKING:
@@ -141,6 +142,12 @@ class _Programme:
         self.broken = np.cumsum(~atoms.joined)
         whole = UnitContent("", cost.shards, reshard, 0)
         self.in_s_per_element = cost.gather_in_s(whole) / cost.shards
+        smallest, most = float(atoms.elements.min(initial=np.inf)), float(self.sums[-1])
+        gather, scatter = (
+            LinkCost(curve, None, {}).cheapest(smallest * width, most * width)[1] * width
+            for curve, width in ((cost.gather, cost.param_bytes), (cost.scatter, cost.reduce_bytes))
+        )
+        self.link_s_per_element = (2 if reshard else 1) * gather + scatter
         self.copies = (2 if reshard else 1) * self._out_s(self.sums) + self._scatter_in_s(self.sums)
 
     def solve(self, known_s: float, most: int) -> UnitEnds | None:
@@ -151,9 +158,9 @@ class _Programme:
             labels = self._reach(end, cuts)
             if labels is None:
                 return None
-            promise = self._promise(labels.rows, end)
-            kept = np.flatnonzero(promise < known_s * (1 + 1e-12))
-            order = kept[np.argsort(promise[kept], kind="stable")]
+            least, total = self._promise(labels.rows, end)
+            order = np.lexsort((total, least))
+            order = order[least[order] < known_s * (1 + 1e-12)]
             if end < count:
                 cut = order[: 4 * most]
                 whole = len(cut) == len(order)
@@ -267,15 +274,18 @@ class _Programme:
         tail = replace(tail, compute=tail.compute + atoms.gap_backward_s[0])
         return tail if atoms.first_is_last else tail.reduced(unit)
 
-    def _promise(self, rows: Floats, end: int) -> Floats:
-        """No step with this label is shorter: what is left to compute and copy lies between head and tail."""
+    def _promise(self, rows: Floats, end: int) -> tuple[Floats, Floats]:
+        """No step with this label is shorter than the first: what is left to compute and copy lies between head and
+        tail, and so does what is left to send. The second is the sum of the two, to tell equals apart."""
         if end == len(self.atoms.elements):
-            return self._join(rows)
+            return self._join(rows), rows[:, _OUT]
         left = self.forward[-1] - self.forward[end] + self.backward[-1] - self.backward[end]
-        left += self.atoms.gap_forward_s[-1] - self.atoms.gap_forward_s[end]
-        left += self.atoms.gap_backward_s[-1]
+        left += self.atoms.gap_forward_s[-1] - self.atoms.gap_forward_s[end] + self.atoms.gap_backward_s[-1]
         left += self.copies[-1] - self.copies[end]
-        return np.asarray(rows[:, _COMPUTE] + left + rows[:, _OUT])
+        compute = rows[:, _COMPUTE] + left + rows[:, _OUT]
+        link = rows[:, _LINK] + (self.sums[-1] - self.sums[end]) * self.link_s_per_element
+        link += rows[:, _GATHER] + rows[:, _RHO]
+        return np.asarray(np.maximum(compute, link)), np.asarray(compute + link)
 
     def _join(self, rows: Floats) -> Floats:
         """The step: forward turns to backward."""

@@ -6,12 +6,13 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Literal
 
-from backbeat.model import Prediction
-from backbeat.report.device_memory import DeviceFit, device_fit
+from backbeat.model import Network, Prediction, Profile, Source
+from backbeat.report.device_memory import DeviceFit
 from backbeat.report.limits import limit
 from backbeat.report.running_cost import units_line
 from backbeat.report.study import STOCK, Study
-from backbeat.report.tables import fastest, gpu_hours, over_bound, scaling_range
+from backbeat.report.tables import fastest, format_number, gpu_hours, over_bound, scaling_range, work_range
+from backbeat.report.ways import chosen_way, way_code, way_headline, way_words
 from backbeat.simulate.sweep import knee
 from backbeat.units import format_seconds
 
@@ -34,7 +35,7 @@ _MAKE = """# once, on any machine:
 """
 _CODE = """# in the training script, instead of torch.nn.parallel's:
 from backbeat.runtime import DistributedDataParallel
-model = DistributedDataParallel(model, plan="{file}")"""
+model = DistributedDataParallel(model, plan="{file}"{sent})"""
 
 _BUCKET_CODE = "model = torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb={size})"
 
@@ -56,6 +57,12 @@ class Action:
     title: str
     text: str
     code: str = ""
+
+
+_KEEP = Action(
+    title="Keep stock DDP as it is",
+    text="No schedule compared here is at least 1 % faster. What is left to gain lies elsewhere: see what limits it.",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,15 +89,21 @@ def answer(
     epoch_samples: int | None = None,
     command: str = "backbeat plan PROFILE NETWORK --workers N -o plan.json",
     plan_file: str = "plan.json",
+    way_command: Callable[[str], str] = "backbeat plan PROFILE NETWORK --workers N --strategy {} -o plan.json".format,
 ) -> Answer:
     """`samples` is the run to price, otherwise what stock DDP does in a day; `price` is money per GPU-hour.
 
     `command` makes the plan that is advised, as `plan_file`; it is empty where that file is there already.
+    `way_command` makes that of a strategy, for the way to hold the model.
     """
     stock, best = study.stock, study.best
-    count = samples or max(round(stock.samples_per_s * _DAY_S), 1)
-    fit = device_fit(study.profile, study.plans[study.best_label], study.top)
-    verdict, headline = judged(study.curves, fit)
+    # Where stock DDP does not fit, nothing can be compared with it.
+    base = STOCK if STOCK in study.fitting else study.best_label
+    count = samples or max(round(study.at_top[base].samples_per_s * _DAY_S), 1)
+    fit = study.fits[study.best_label]
+    verdict, headline = judged(
+        study.curves, fit, too_big=set(study.curves) - set(study.fitting) if study.fitting else frozenset()
+    )
     inside = [f"the network {study.network.name} was measured inside one node"] if study.network.one_node else []
     worth = tuple(
         Worth(
@@ -99,7 +112,7 @@ def answer(
             gpu_hours=gpu_hours(prediction, count),
             money=None if price is None else gpu_hours(prediction, count) * price,
         )
-        for label, prediction in {STOCK: stock, study.best_label: best}.items()
+        for label, prediction in {base: study.at_top[base], study.best_label: best}.items()
     )
     return Answer(
         verdict=verdict,
@@ -107,13 +120,28 @@ def answer(
         scales=_scales(study, stock, best),
         limit=_limit(study, stock, best),
         memory=f"One GPU needs {fit}." if fit is not None else "",
-        actions=_actions(study, stock, best, command, plan_file),
+        actions=_all_actions(study, stock, best, command, plan_file, way_command),
         worth=worth,
         worth_text=f"{_worth_text(worth, count, price, a_day=samples is None)} On {_plural(study.top)}: "
         f"{units_line(best, study.profile, price=price, epoch_samples=epoch_samples)}.",
         samples=count,
-        caveats=tuple(dict.fromkeys([*inside, *best.notes, *stock.notes])),
+        caveats=tuple(dict.fromkeys([*unmeasured(study.profile, study.network), *inside, *best.notes, *stock.notes])),
     )
+
+
+def unmeasured(profile: Profile, network: Network) -> list[str]:
+    """What of the two was never measured, and what nobody said of them."""
+    lines = []
+    if isinstance(network.source, Source) and network.source.method in ("assumed", "published"):
+        method = "from a publication" if network.source.method == "published" else "assumed"
+        lines.append(f"the network {network.name} is {method}, not measured")
+    if network.topology.gpus_per_node > 1 and network.topology.transport is None and network.slowdown is None:
+        lines.append(
+            f"the network {network.name} names no transport: computation is taken not to slow down beside communication"
+        )
+    if profile.source is None:
+        lines.append(f"the profile {profile.name} does not say where its figures come from")
+    return lines
 
 
 def judged(
@@ -194,7 +222,12 @@ def decision(
     lines = [f"Decision: {what}."]
     if bend != 1 and verdict != "memory" and stock in curves:
         plain = next(point for point in curves[stock] if point.workers == chosen.workers)
-        lines.append(_run(stock, plain, chosen, command, too_big=stock in too_big))
+        alone = len(curves) > 1 and set(curves) - {stock} <= too_big
+        lines.append(
+            f"Keep {stock_name(stock)}: nothing else here fits."
+            if alone
+            else _run(stock, plain, chosen, command, too_big=stock in too_big)
+        )
     if halved is not None and verdict != "memory" and _gain(best, halved) >= _WORTH_CHANGING:
         lines.append(
             f"With gradients sent as bf16, if training bears it, stock DDP alone is {_percent(_gain(best, halved))} "
@@ -245,6 +278,7 @@ def _scales(study: Study, stock: Prediction, best: Prediction) -> str:
     text = (
         f"One iteration takes {format_seconds(best.single_s)} on one GPU. On {study.top} it takes "
         f"{format_seconds(stock.iteration_s)} with stock DDP, {stock.scaling_factor:.{digits}%} of perfect scaling"
+        f"{'' if STOCK in study.fitting else ', if it fitted'}"
     )
     if study.best_label == STOCK or _gain(stock, best) < 5e-4:
         text += ", and no strategy compared here is faster."
@@ -270,10 +304,10 @@ def _limit(study: Study, stock: Prediction, best: Prediction) -> str:
     """What holds the best plan back, and stock DDP where that is something else."""
     if study.top == 1:
         return "One worker has nobody to talk to."
-    own = limit(best, study.profile)
+    own, other = (limit(one, study.profile, reduce_dtype=study.reduce_dtype) for one in (best, stock))
     if stock.bottleneck == best.bottleneck:
         return own
-    return f"With stock DDP: {lowered(limit(stock, study.profile))} With {study.best_label!r}: {lowered(own)}"
+    return f"With stock DDP: {lowered(other)} With {study.best_label!r}: {lowered(own)}"
 
 
 def lowered(sentence: str) -> str:
@@ -281,14 +315,40 @@ def lowered(sentence: str) -> str:
     return sentence[:1].lower() + sentence[1:]
 
 
+def _all_actions(
+    study: Study,
+    stock: Prediction,
+    best: Prediction,
+    command: str,
+    plan_file: str,
+    way_command: Callable[[str], str],
+) -> tuple[Action, ...]:
+    """What to do with the gradients, unless DDP does not fit, then how to hold the model."""
+    taken = chosen_way(study.ways)
+    sharded = taken is not None and taken.sharded
+    fits = not study.ways or study.ways[0].fits
+    gradients = _actions(study, stock, best, command, plan_file) if fits else ()
+    if study.top > 1 and fits and not gradients and not sharded:
+        gradients = (_KEEP,)
+    if not study.ways:
+        return gradients
+    holding = Action(
+        title=f"DDP, FSDP or HSDP? {way_headline(study.ways)}",
+        text=way_words(study.ways),
+        code=way_code(taken, way_command(taken.label)) if taken is not None and taken.sharded else "",
+    )
+    return (*gradients, holding)
+
+
 def _actions(study: Study, stock: Prediction, best: Prediction, command: str, plan_file: str) -> tuple[Action, ...]:
     if study.top == 1:
         return ()
     found = []
     gain = _gain(stock, best)
-    if study.best_label != STOCK and gain >= _WORTH_CHANGING:
+    if study.best_label != STOCK and study.plans[study.best_label].sharding is None and gain >= _WORTH_CHANGING:
         communicators = f" on {best.communicators} communicators" if best.communicators > 1 else ""
         runs = not study.plans[study.best_label].decoupled
+        sent = f', reduce_dtype="{study.reduce_dtype}"' if study.reduce_dtype else ""
         text = (
             f"It sends the gradients in {best.buckets} buckets{communicators} instead of {stock.buckets}. "
             f"No schedule that ends within the iteration can beat {format_seconds(best.bound_s)}; this one is "
@@ -301,7 +361,7 @@ def _actions(study: Study, stock: Prediction, best: Prediction, command: str, pl
             Action(
                 title=f"{'Run the plan' if runs else 'A decoupled plan'}: {_percent(gain)} faster than stock DDP",
                 text=text,
-                code=((_MAKE.format(command=command) if command else "") + _CODE.format(file=plan_file))
+                code=((_MAKE.format(command=command) if command else "") + _CODE.format(file=plan_file, sent=sent))
                 if runs
                 else "",
             )
@@ -318,35 +378,28 @@ def _actions(study: Study, stock: Prediction, best: Prediction, command: str, pl
                 code=_BUCKET_CODE.format(size=size),
             )
         )
-    if not found:
-        found.append(
-            Action(
-                title="Keep stock DDP as it is",
-                text="No schedule compared here is at least 1 % faster. What is left to gain lies elsewhere: "
-                "see what limits it.",
-            )
-        )
     return tuple(found)
 
 
 def _worth_text(worth: tuple[Worth, ...], samples: int, price: float | None, *, a_day: bool) -> str:
     stock, best = worth[0], worth[-1]
-    money = f", ${_number(stock.money)} at ${price:,.2f} each" if stock.money is not None else ""
-    cost = f"{_number(stock.gpu_hours)} GPU-hours{money}"
+    name = "stock DDP" if stock.label == STOCK else stock.label
+    money = f", ${format_number(stock.money)} at ${price:,.2f} each" if stock.money is not None else ""
+    cost = f"{format_number(stock.gpu_hours)} GPU-hours{money}"
     text = (
-        f"What stock DDP trains in a day ({cost})"
+        f"What {name} trains in a day ({cost})"
         if a_day
-        else f"Training on {samples:,} samples takes stock DDP {_hours(stock.hours)} ({cost})"
+        else f"Training on {samples:,} samples takes {name} {_hours(stock.hours)} ({cost})"
     )
     if best.gpu_hours >= stock.gpu_hours * (1 - _WORTH_SAYING):
         return f"{text}{f' is {samples:,} samples' if a_day else ''}; no plan compared here takes less."
     text += (
-        f"{' takes' if a_day else '; it takes'} {best.label!r} {_hours(best.hours)} and {_number(best.gpu_hours)} "
-        f"GPU-hours. That saves {_hours(stock.hours - best.hours)} and {_number(stock.gpu_hours - best.gpu_hours)} "
-        "GPU-hours"
+        f"{' takes' if a_day else '; it takes'} {best.label!r} {_hours(best.hours)} and "
+        f"{format_number(best.gpu_hours)} GPU-hours. That saves {_hours(stock.hours - best.hours)} and "
+        f"{format_number(stock.gpu_hours - best.gpu_hours)} GPU-hours"
     )
     if stock.money is not None and best.money is not None:
-        text += f", ${_number(stock.money - best.money)}"
+        text += f", ${format_number(stock.money - best.money)}"
     return f"{text}{' every day' if a_day else ''}."
 
 
@@ -360,22 +413,12 @@ def _percent(share: float) -> str:
 
 def _work(prediction: Prediction) -> str:
     """How many GPUs' work it does: one number, or from a busy cluster to a quiet one where these print apart."""
-    top, band = prediction.workers, prediction.network_band
-    if band is not None:
-        low, high = (_number(top * share) for share in (band.busy_scaling_factor, band.quiet_scaling_factor))
-        if low != high:
-            return f"{low} to {high}"
-    return _number(top * prediction.scaling_factor)
+    low, high = work_range(prediction)
+    return f"{low} to {high}" if low != high else format_number(prediction.workers * prediction.scaling_factor)
 
 
 def _plural(count: int) -> str:
     return f"{count} GPUs" if count != 1 else "1 GPU"
-
-
-def _number(value: float) -> str:
-    if value >= 99.5:
-        return f"{value:,.0f}"
-    return f"{value:.1f}" if value >= 9.95 else f"{value:.2f}"
 
 
 def _hours(hours: float) -> str:
@@ -384,5 +427,5 @@ def _hours(hours: float) -> str:
     ('30.0 hours', '30.0 minutes', '7.20 seconds')
     """
     if hours >= 1:
-        return f"{_number(hours)} hours"
-    return f"{_number(hours * 60)} minutes" if hours * 60 >= 1 else f"{_number(hours * 3600)} seconds"
+        return f"{format_number(hours)} hours"
+    return f"{format_number(hours * 60)} minutes" if hours * 60 >= 1 else f"{format_number(hours * 3600)} seconds"

@@ -33,8 +33,11 @@ class DeviceFit:
         return f"{peak} on one {self.device} of {whole}: does not fit{given}; {advice}"
 
 
-def device_fit(profile: Profile, plan: Plan | None = None, workers: int | None = None) -> DeviceFit | None:
-    """The peak against the device's memory; None where the profile or the table of accelerators does not say.
+def device_fit(
+    profile: Profile, plan: Plan | None = None, workers: int | None = None, *, budget_bytes: int | None = None
+) -> DeviceFit | None:
+    """The peak against the device's memory, or a budget of it; None where the profile or the table of accelerators does
+    not say.
 
     Without a memory plan all is kept, and gradients are held as stock DDP does: in buckets, and beside them until the
     step ends.
@@ -44,8 +47,8 @@ def device_fit(profile: Profile, plan: Plan | None = None, workers: int | None =
         return None
     return DeviceFit(
         peak_bytes=_peak(profile, plan, workers),
-        device=device.name,
-        device_bytes=device.memory_bytes,
+        device=device.name if budget_bytes is None else f"{device.name} (as budgeted)",
+        device_bytes=device.memory_bytes if budget_bytes is None else budget_bytes,
         optimizer=profile.optimizer,
     )
 

@@ -12,6 +12,10 @@ from backbeat.report.figures.timeline import Bar, SizeScale, size_scale
 from backbeat.units import format_bytes, format_seconds
 
 _LABEL_WIDTH = 56
+_MOST_NAMED = 12
+"""Computations that have their names inside their bars; of more, each is too short for its name."""
+_COMPUTE_COLOURS = {"forward": "#a3a9b2", "copy": "#4f7f8b"}
+"""Of a sharded step, whose computation is one bar a unit; backward and the update are grey."""
 
 
 def timeline_parts(timelines: Sequence[Timeline]) -> dict[str, Drawing]:
@@ -39,13 +43,13 @@ def _bars(data: Timeline, sizes: SizeScale) -> list[Drawing]:
     computing: Drawing = {
         **_intervals(data, data.compute),
         "name": f"{html.escape(data.label)}: computation",
-        "text": [html.escape(bar.name) for bar in data.compute],
+        "text": [html.escape(bar.name) for bar in data.compute] if len(data.compute) <= _MOST_NAMED else None,
         "textposition": "inside",
         "insidetextanchor": "middle",
         "hovertemplate": "<b>%{customdata[0]}</b> (%{customdata[5]})<br>%{customdata[1]} to %{customdata[2]}, "
         "%{customdata[3]} long<extra></extra>",
     }
-    computing["marker"]["color"] = GREY
+    computing["marker"]["color"] = [_compute_colour(bar) for bar in data.compute]
     buckets: Drawing = {
         **_intervals(data, data.transfers),
         "name": f"{html.escape(data.label)}: buckets",
@@ -54,6 +58,11 @@ def _bars(data: Timeline, sizes: SizeScale) -> list[Drawing]:
     }
     buckets["marker"]["color"] = [shade(sizes.share(bar.bytes)) for bar in data.transfers]
     return [computing, buckets, *([_scale(sizes.low, sizes.high)] if sizes.high > sizes.low else [])]
+
+
+def _compute_colour(bar: Bar) -> str:
+    kind, _, unit = bar.name.partition(" ")
+    return _COMPUTE_COLOURS.get(kind, GREY) if unit else GREY
 
 
 def _scale(low: float, high: float) -> Drawing:

@@ -16,7 +16,7 @@ from backbeat.model import Source
 from backbeat.report import perfetto
 from backbeat.report.answer import Answer, answer
 from backbeat.report.draw_timeline import timeline_parts
-from backbeat.report.figures.timeline import Timeline, timeline
+from backbeat.report.figures.timeline import Timeline, by_collective, timeline
 from backbeat.report.running_cost import format_count, tokens_per_s, unit
 from backbeat.report.sections import sections
 from backbeat.report.study import STOCK, Study
@@ -40,6 +40,8 @@ class PageSettings:
     profile_argument: str = "PROFILE"
     network_argument: str = "NETWORK"
     """As given on the command line, for the commands that the report advises."""
+    plan_options: tuple[str, ...] = ()
+    """Others of these words, for the command that makes the plan."""
     plan_files: Mapping[str, str] = field(default_factory=dict)
     """Plans that are there already, by label."""
 
@@ -54,8 +56,12 @@ def report(study: Study, settings: PageSettings | None = None) -> str:
 
 
 def timelines(study: Study, *, most: int = _FEWER_BARS[0]) -> list[Timeline]:
-    """Every timeline the reader can choose: each strategy, then what was measured beside its own prediction."""
+    """Every timeline the reader can choose: each strategy, the ways to hold the model, then what was measured beside
+    its own prediction."""
     found = [study.timeline(label, most=most) for label, prediction in study.at_top.items() if prediction.timeline]
+    for way in study.ways:
+        if way.label not in study.curves:
+            found.append(timeline(way.label, by_collective(way.prediction.timeline, way.plan), most=most))
     for one, how, spans in study.seen():
         found.append(timeline(f"{one.origin}: {one.label}, {how}", spans, one.buckets, most=most))
     return found
@@ -142,12 +148,15 @@ def _answer(study: Study, settings: PageSettings) -> Answer:
         epoch_samples=settings.epoch_samples,
         command="" if given else _command("plan", settings, study.top, "plan.json", study.best_label),
         plan_file=given or "plan.json",
+        way_command=lambda label: _command("plan", settings, study.top, "plan.json", label),
     )
 
 
 def _command(verb: str, settings: PageSettings, workers: int, output: str, strategy: str | None = None) -> str:
     names = " ".join(shlex.quote(name) for name in (settings.profile_argument, settings.network_argument))
     chosen = f" --strategy {shlex.quote(strategy)}" if strategy not in (None, "best", STOCK) else ""
+    if verb == "plan" and settings.plan_options:
+        chosen = f" {shlex.join(settings.plan_options)}{chosen}"
     return f"backbeat {verb} {names} --workers {workers}{chosen} -o {output}"
 
 
@@ -169,20 +178,21 @@ def _tiles(study: Study, answered: Answer, settings: PageSettings) -> list[tuple
     faster = stock.iteration_s / best.iteration_s if best.iteration_s > 0 else 1.0
     rate = tokens_per_s(best, study.profile) or best.samples_per_s
     cheapest = answered.worth[-1]
-    run = f"for {answered.samples:,} samples" if settings.samples else "for what takes stock DDP a day"
+    base = "stock DDP" if STOCK in study.fitting else study.best_label
+    run = f"for {answered.samples:,} samples" if settings.samples else f"for what takes {base} a day"
     unplanned = best is stock
+    beside = f"stock DDP {stock.scaling_factor:.0%}" if STOCK in study.fitting else "stock DDP does not fit"
+    speed = f"; {faster:.2f}x stock DDP's speed" if STOCK in study.fitting and not unplanned else ""
     tiles = [
         (
             "of perfect scaling",
             f"{best.scaling_factor:.0%}",
-            f"on {study.top} GPUs"
-            if unplanned
-            else f"on {study.top} GPUs with {study.best_label}; stock DDP {stock.scaling_factor:.0%}",
+            f"on {study.top} GPUs" if unplanned else f"on {study.top} GPUs with {study.best_label}; {beside}",
         ),
         (
             "per iteration",
             format_seconds(best.iteration_s),
-            f"alone {format_seconds(best.single_s)}" + ("" if unplanned else f"; {faster:.2f}x stock DDP's speed"),
+            f"alone {format_seconds(best.single_s)}{speed}",
         ),
         (f"{unit(study.profile)} a second", format_count(rate), f"{format_count(rate / study.top)} on each GPU"),
         ("GPU-hours", f"{cheapest.gpu_hours:,.1f}", run),

@@ -8,9 +8,10 @@ from typing import Any
 import msgspec
 
 from backbeat.model import Span
-from backbeat.report.figures.timeline import with_gradients
+from backbeat.report.figures.timeline import SHARDED_LANES, with_gradients
 
 _COMPUTE_THREAD = 1
+_FIRST_COLLECTIVE_THREAD = 2
 _FIRST_COMMUNICATOR_THREAD = 10
 
 
@@ -58,6 +59,8 @@ def _events(process: int, spans: Sequence[Span], buckets: Sequence[Sequence[str]
 def _thread(lane: str) -> int:
     if lane == "compute":
         return _COMPUTE_THREAD
+    if lane in SHARDED_LANES:
+        return _FIRST_COLLECTIVE_THREAD + SHARDED_LANES.index(lane)
     number = lane.removeprefix("communicator ")
     return _FIRST_COMMUNICATOR_THREAD + int(number) if number.isdecimal() else _FIRST_COMMUNICATOR_THREAD - 1
 

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from backbeat.report import draw, figures
+from backbeat.report import draw, draw_sharded, figures
 from backbeat.report.answer import frontier
 from backbeat.report.canvas import Drawing
-from backbeat.report.device_memory import device_fit
-from backbeat.report.figures import Timeline
+from backbeat.report.figures import StepMemory, Timeline
 from backbeat.report.figures.exposed import PARTS
 from backbeat.report.limits import knee_sentence
 from backbeat.report.study import STOCK, Study
 from backbeat.report.tables import gpu_hours, over_bound, scaling_range
+from backbeat.report.ways import Way, way_headline, way_words
+from backbeat.simulate.sharded_course import memory_course
 from backbeat.units import format_bytes, format_seconds
 
 _MOST_ROWS = 1000
@@ -48,6 +49,8 @@ class Section:
 def sections(study: Study, *, samples: int, memory_budget: int | None = None) -> list[Section]:
     possible = [
         scaling_section(study, samples),
+        ways_section(study),
+        step_memory_section(study, memory_budget),
         timeline_section(study),
         exposed_section(study),
         measured_section(study),
@@ -113,7 +116,10 @@ def timeline_section(study: Study) -> Section | None:
         f"{format_seconds(stock.end_s)}.",
         how="Time runs to the right. The compute lane shows one GPU: forward, backward, update. A bar in a "
         "communicator lane is one message: a bucket of gradients, darker where it is larger. Messages below the "
-        "backward bar cost nothing; what sticks out to the right of it is time that every GPU waits. Compare two "
+        "backward bar cost nothing; what sticks out to the right of it is time that every GPU waits. Of a sharded step "
+        "(fsdp, hsdp, zero2) each collective has its lane, and a bar is one unit: its parameters are gathered before "
+        "it computes, its gradients are scattered after its backward, and gaps in the compute lane are what the GPU "
+        "waits. Compare two "
         "strategies: the shorter picture wins. Point at a bar to see what it carries. Waiting for "
         "the slowest worker is not drawn.",
         tables=[_buckets_table(one) for one in shown],
@@ -141,6 +147,78 @@ def _buckets_table(timeline: Timeline) -> Table:
     ]
     headings = ["bucket", "lane", "gradients", "count", "bytes", "starts", "ends", "takes"]
     return Table(f"buckets of {timeline.label}", headings, rows)
+
+
+def ways_section(study: Study) -> Section | None:
+    if not study.ways:
+        return None
+    data = figures.way_bars(study.ways)
+    rows = [
+        (
+            way.label,
+            way.name,
+            "unknown" if way.fit is None else "yes" if way.fit.fits else "no",
+            *([_bytes(way.fit.peak_bytes)] if way.fit is not None else [("", 0.0)]),
+            _seconds(way.prediction.iteration_s),
+            (f"{way.prediction.scaling_factor:.1%}", way.prediction.scaling_factor),
+            (f"{way.prediction.samples_per_s:,.0f}", way.prediction.samples_per_s),
+            _seconds(way.prediction.exposed_s),
+            way.prediction.bottleneck,
+        )
+        for way in study.ways
+    ]
+    headings = ["strategy", "way", "fits", "peak", "iteration", "scaling", "samples/s", "exposed", "limited by"]
+    words = f"{way_headline(study.ways)} {way_words(study.ways)}"
+    return Section(
+        anchor="sharding",
+        title="DDP, FSDP or HSDP?",
+        summary=words,
+        how="DDP keeps the whole model on every GPU and sends gradients. FSDP gives every GPU a part (a shard) of "
+        "parameters, gradients and optimizer state, and gathers each unit's parameters when it computes; HSDP does so "
+        "within a node and keeps a copy of the model in each; ZeRO-2 gathers once a step and keeps parameters until "
+        "backward. `sharded` is what the planner chooses of all that. The upper bars are the time of one iteration, "
+        "the lower ones the highest memory of one GPU, with the device's limit as a line. Of those that fit take the "
+        "fastest; where two are within 1 %, the simpler.",
+        views=[("", draw_sharded.way_bars(data))],
+        tables=[Table("ways", headings, rows)],
+        note=words,
+    )
+
+
+def step_memory_section(study: Study, budget: int | None) -> Section | None:
+    found = step_memories(study, budget)
+    if not found:
+        return None
+    summary = " ".join(
+        f"With {one.label} the peak is {format_bytes(one.peak_bytes)}"
+        + ("" if one.limit_bytes is None else f" of {format_bytes(one.limit_bytes)}")
+        + "."
+        for one in found
+    )
+    return Section(
+        anchor="step-memory",
+        title="Memory over the step",
+        summary=summary,
+        how="What one GPU holds from the start of a sharded step to its end, piled up by kind. Shards are there all "
+        "the time. Activations pile up in forward and go in backward. Gathered parameters, whole gradients and buffers "
+        "come and go unit by unit; without resharding (ZeRO-2) gathered parameters stay until their backward. The "
+        "dashed line is what the device has, or the budget.",
+        views=[(one.label, draw_sharded.step_memory(one)) for one in found],
+        note=summary,
+    )
+
+
+def step_memories(study: Study, budget: int | None = None) -> list[StepMemory]:
+    """Of every sharded way, the fastest first, in no more corners than can be looked at."""
+    network = study.network.at(workers=study.top)
+
+    def of(way: Way) -> StepMemory | None:
+        levels = memory_course(study.profile, network, way.plan, micro_batches=study.profile.accumulation)
+        limit = budget or (way.fit.device_bytes if way.fit is not None else None)
+        return figures.step_memory(way.label, levels, limit) if levels else None
+
+    sharded = sorted((way for way in study.ways if way.sharded), key=lambda way: way.prediction.iteration_s)
+    return [found for way in sharded if (found := of(way)) is not None]
 
 
 def exposed_section(study: Study) -> Section | None:
@@ -248,11 +326,11 @@ def cost_section(study: Study) -> Section:
         summary=straight,
         how="How long one all-reduce takes by its size, on logarithmic axes. The flat part on the left is latency: "
         "small messages cost the same whatever they carry, which is why gradients travel in buckets. The slope on the "
-        "right is bandwidth. Lines marked as computed are moved to another number of workers. Where points were "
-        "measured, the bars below say how far a straight line is from them; predictions follow the points themselves.",
+        "right is bandwidth. Lines marked as computed are moved to another number of workers. Where points are "
+        "given, the bars below say how far a straight line is from them; predictions follow the points themselves.",
         views=[("", draw.cost_curve(data))],
-        tables=[Table("all-reduce", ["bytes", "measured", "straight line"], rows)] if rows else [],
-        note=straight if rows else f"{straight} This network is given by these two numbers, not by measured points.",
+        tables=[Table("all-reduce", ["bytes", "given", "straight line"], rows)] if rows else [],
+        note=straight if rows else f"{straight} This network is given by these two numbers, not by points.",
     )
 
 
@@ -265,16 +343,16 @@ def memory_section(study: Study, budget: int | None) -> Section | None:
     verdict = ""
     if budget is not None:
         verdict = f" That is {'within' if data.fits else 'above'} the budget of {format_bytes(budget)}."
-    fit = device_fit(study.profile, study.plans[study.best_label], study.top)
+    fit = study.fits[STOCK]
     if fit is not None:
-        verdict += f" In training, with buckets: {fit}."
+        verdict += f" In training, with DDP's buckets: {fit}."
     summary = f"One worker needs {format_bytes(data.peak_bytes)} at its peak.{verdict}"
     return Section(
         anchor="memory",
         title="Memory of one worker",
         summary=summary,
         how="What fills the GPU's memory during an iteration, by kind. Workspace is what the peak holds beyond the "
-        "kinds that were counted. More GPUs do not change it: every worker holds the whole model.",
+        "kinds that were counted. Under DDP more GPUs do not change it: every worker holds the whole model.",
         views=[("", draw.memory_use(data))],
         tables=[Table("memory", ["kind", "bytes"], [(kind, _bytes(size)) for kind, size in data.kinds])],
         note=summary,

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, count
 from typing import Any
 
 from backbeat.errors import InputError
 from backbeat.model import Network, Plan, Prediction, Profile, Span
-from backbeat.planners import propose
-from backbeat.report.figures.timeline import MOST_BARS, Timeline, timeline
+from backbeat.planners import SHARDED, propose
+from backbeat.report.device_memory import DeviceFit, device_fit
+from backbeat.report.figures.timeline import MOST_BARS, Timeline, by_collective, timeline
 from backbeat.report.measured import Measured
 from backbeat.report.perfetto import Iteration
 from backbeat.report.tables import fastest
+from backbeat.report.ways import Way, find_ways, way_labels
 from backbeat.simulate import predict
 from backbeat.units import parse_workers
 
-STOCK = "ddp"
-STRATEGIES = (STOCK, "mg-wfbp", "optimal", "best")
+STOCK, PLANNED = "ddp", "best"
+STRATEGIES = (STOCK, "mg-wfbp", "optimal", PLANNED)
 BUCKETS_MB = (1, 2, 5, 10, 25, 50, 100, 200, 400, 800)
 """Values of DDP's `bucket_cap_mb` that are tried."""
 
@@ -36,7 +38,13 @@ class Study:
     """By label, at the last number of workers."""
     buckets: tuple[tuple[int, Prediction], ...] = ()
     """(bucket_cap_mb, stock DDP with it) at the last number of workers."""
+    fits: Mapping[str, DeviceFit | None]
+    """By label, what one device needs at the last number of workers; None where nobody knows."""
+    ways: tuple[Way, ...] = ()
+    """DDP, FSDP, HSDP, … at the last number of workers."""
     measured: tuple[Measured, ...] = ()
+    reduce_dtype: str | None = None
+    """What fp32 gradients are sent in, where that is something else; the profile has them as they are sent."""
 
     @property
     def top(self) -> int:
@@ -52,9 +60,16 @@ class Study:
 
     @property
     def best_label(self) -> str:
-        """The fastest at the last number of workers; the first listed where two are equal."""
-        winner = fastest(list(self.at_top.values()))[self.top]
-        return next(label for label, prediction in self.at_top.items() if prediction is winner)
+        """The fastest that fits, at the last number of workers; the fastest where nothing does. The first listed where
+        two are equal."""
+        possible = {label: self.at_top[label] for label in self.fitting} or self.at_top
+        winner = fastest(list(possible.values()))[self.top]
+        return next(label for label, prediction in possible.items() if prediction is winner)
+
+    @property
+    def fitting(self) -> list[str]:
+        """Labels of what fits the device, or may."""
+        return [label for label, fit in self.fits.items() if fit is None or fit.fits]
 
     @property
     def best(self) -> Prediction:
@@ -62,7 +77,9 @@ class Study:
 
     def timeline(self, label: str, *, most: int = MOST_BARS) -> Timeline:
         """One iteration at the last number of workers, in no more bars than `most`."""
-        return timeline(label, self.curves[label][-1].timeline, buckets_of(self.plans[label], self.profile), most=most)
+        plan = self.plans[label]
+        spans = by_collective(self.curves[label][-1].timeline, plan)
+        return timeline(label, spans, buckets_of(plan, self.profile), most=most)
 
     def iterations(self, labels: Iterable[str]) -> list[Iteration]:
         """These predictions, then what was measured beside its own prediction."""
@@ -70,7 +87,7 @@ class Study:
             *(
                 (
                     f"predicted: {label}, {self.top} workers",
-                    self.curves[label][-1].timeline,
+                    by_collective(self.curves[label][-1].timeline, self.plans[label]),
                     buckets_of(self.plans[label], self.profile),
                 )
                 for label in labels
@@ -95,16 +112,43 @@ def study(
     network: Network,
     workers: Sequence[int],
     *,
-    strategies: Sequence[str] = STRATEGIES,
+    strategies: Sequence[str] | None = None,
     plans: Mapping[str, Plan] | None = None,
     measured: Sequence[Measured] = (),
+    sweep: bool = True,
+    memory_budget: int | None = None,
+    reduce_dtype: str | None = None,
 ) -> Study:
-    """Stock DDP is always among the strategies, for everything is compared with it."""
+    """Stock DDP is always among the strategies, for everything is compared with it. Without `strategies` they are
+    `STRATEGIES`, and `fsdp` where stock DDP does not fit the device. With `reduce_dtype` fp32 gradients are sent in two
+    bytes each, the study's profile has them so, and nothing that shards is compared."""
     if not workers:
         raise InputError("a report needs a number of workers: give --workers 64 or 4..64")
+    if strategies is None:
+        strategies = [*STRATEGIES, *(instead_of_ddp(profile, memory_budget) if reduce_dtype is None else ())]
     asked = {name: {"strategy": name} for name in (STOCK, *strategies)}
     counts = tuple(sorted(set(workers)))
-    return labelled_study(profile, network, counts, asked, plans or {}, measured=measured)
+    if reduce_dtype is None:
+        return labelled_study(
+            profile, network, counts, asked, plans or {}, measured=measured, sweep=sweep, memory_budget=memory_budget
+        )
+    for name in asked:
+        if name.partition(":")[0] in SHARDED or name == "compressed":
+            raise InputError(
+                f"reduce_dtype is {reduce_dtype!r}, but a report does not have {name!r} with it: leave one of them out"
+            )
+    made = labelled_study(
+        profile.with_reduce_dtype(reduce_dtype),
+        network,
+        counts,
+        asked,
+        plans or {},
+        measured=measured,
+        sweep=sweep,
+        memory_budget=memory_budget,
+        on_device=profile,
+    )
+    return replace(made, reduce_dtype=reduce_dtype)
 
 
 def labelled_study(
@@ -116,38 +160,60 @@ def labelled_study(
     *,
     measured: Sequence[Measured] = (),
     sweep: bool = True,
+    memory_budget: int | None = None,
+    on_device: Profile | None = None,
 ) -> Study:
     """`asked` has what to propose with for each label, STOCK among them, anew at each number of workers; `plans` are
-    followed as they are. `sweep` tries DDP's bucket sizes, too."""
+    followed as they are. `sweep` tries DDP's bucket sizes, and the sharded planner among the ways, too. Where gradients
+    are sent in fewer bytes than they have `on_device`, DDP closes its buckets by the latter, and no ways are found."""
     moved = [network.at(workers=number) for number in workers]
     curves: dict[str, tuple[Prediction, ...]] = {}
     last: dict[str, Plan] = {}
     for label, options in asked.items():
-        made = [propose(profile, one, **options) for one in moved]
+        bucketed = on_device if on_device is not None and options["strategy"] == STOCK else profile
+        made = [propose(bucketed, one, **options) for one in moved]
         curves[label] = tuple(predict(profile, one, plan) for one, plan in zip(moved, made, strict=True))
         last[label] = made[-1]
     for label, plan in plans.items():
         free = _free(label, curves)
         curves[free] = tuple(predict(profile, one, plan) for one in moved)
         last[free] = plan
+    weighed = way_labels(profile, moved[-1])
     return Study(
         profile=profile,
         network=network,
         workers=workers,
         curves=curves,
         plans=last,
-        buckets=bucket_sweep(profile, moved[-1]) if sweep else (),
+        buckets=bucket_sweep(profile, moved[-1], on_device or profile) if sweep else (),
+        fits={
+            label: device_fit(profile, plan, workers[-1], budget_bytes=memory_budget) for label, plan in last.items()
+        },
+        ways=find_ways(
+            profile,
+            moved[-1],
+            weighed if sweep else [label for label in weighed if label != "sharded"],
+            budget_bytes=memory_budget,
+        )
+        if on_device is None
+        else (),
         measured=tuple(measured),
     )
 
 
-def bucket_sweep(profile: Profile, network: Network) -> tuple[tuple[int, Prediction], ...]:
+def instead_of_ddp(profile: Profile, budget_bytes: int | None = None) -> tuple[str, ...]:
+    """What is compared beside stock DDP where that does not fit the device: `fsdp`."""
+    fit = device_fit(profile, budget_bytes=budget_bytes)
+    return () if fit is None or fit.fits else ("fsdp",)
+
+
+def bucket_sweep(profile: Profile, network: Network, on_device: Profile) -> tuple[tuple[int, Prediction], ...]:
     """Stock DDP at each bucket size, up to the first that takes all gradients in one."""
     if network.workers == 1:
         return ()
     found = []
     for size in BUCKETS_MB:
-        plan = propose(profile, network, STOCK, bucket_bytes=size * 2**20)
+        plan = propose(on_device, network, STOCK, bucket_bytes=size * 2**20)
         found.append((size, predict(profile, network, plan)))
         if len(plan.buckets) == 1:
             break

@@ -13,11 +13,13 @@ from backbeat.errors import InputError
 from backbeat.model import Network, Profile
 from backbeat.model.files import bundled
 from backbeat.planners import propose
-from backbeat.report import draw, figures
+from backbeat.report import draw, draw_sharded, figures
 from backbeat.report.answer import answer
 from backbeat.report.draw_timeline import timeline_parts
 from backbeat.report.page import timelines
-from backbeat.report.study import STOCK, Study, labelled_study
+from backbeat.report.sections import step_memories
+from backbeat.report.study import STOCK, Study, instead_of_ddp, labelled_study
+from backbeat.report.ways import chosen_way, way_headline, way_words
 from backbeat.report.whatif_inputs import scaled_network
 from backbeat.simulate import at_batch
 from backbeat.simulate.batch import sibling
@@ -94,12 +96,13 @@ def study_of(state: State, library: Library, *, thorough: bool) -> Study:
     if state.bucket:
         asked[f"ddp, {state.bucket} MiB"] = {"strategy": STOCK, "bucket_bytes": state.bucket * 2**20}
     asked[f"optimal{many}"] = {"strategy": "optimal", "communicators": state.communicators}
+    asked |= {name: {"strategy": name} for name in instead_of_ddp(profile, _budget(state))}
     plans = {}
     if thorough:
         # Searching at every number of workers would take seconds: the plan for the last one is followed down the curve.
         last = network.at(workers=counts[-1])
         plans[f"best for {counts[-1]}"] = propose(profile, last, "best", communicators=max(state.communicators, 2))
-    return labelled_study(profile, network, counts, asked, plans, sweep=thorough)
+    return labelled_study(profile, network, counts, asked, plans, sweep=thorough, memory_budget=_budget(state))
 
 
 def respond(state: State, library: Library, *, thorough: bool = False) -> dict[str, Any]:
@@ -109,14 +112,17 @@ def respond(state: State, library: Library, *, thorough: bool = False) -> dict[s
     words = answer(study)
     best = study.best
     shown = timelines(study, most=200)
+    memories = step_memories(study, _budget(state))
+    taken = chosen_way(study.ways)
     drawings = {
         "scaling": draw.scaling(figures.scaling(study.curves)),
         "exposed": draw.exposed(figures.exposed(study.at_top)),
     }
     # At another batch size than the profile's, memory is not known.
     if study.profile.memory is not None:
-        budget = round(state.budget * 1e9) if state.budget else None
-        drawings["memory"] = draw.memory_use(figures.memory_use(study.profile.memory, budget))
+        drawings["memory"] = draw.memory_use(figures.memory_use(study.profile.memory, _budget(state)))
+    if study.ways:
+        drawings["sharding"] = draw_sharded.way_bars(figures.way_bars(study.ways))
     return {
         "answer": asdict(words),
         "tiles": [
@@ -127,6 +133,9 @@ def respond(state: State, library: Library, *, thorough: bool = False) -> dict[s
         ],
         "figures": drawings,
         "timelines": timeline_parts(shown),
+        "ways": f"{way_headline(study.ways)} {way_words(study.ways)}" if study.ways else "",
+        "memories": {one.label: draw_sharded.step_memory(one) for one in memories},
+        "way": taken.label if taken is not None and taken.sharded else memories[0].label if memories else "",
         "pair": [STOCK, study.best_label if study.best_label != STOCK else shown[-1].label],
         "curves": {
             label: [[point.workers, point.iteration_s, point.scaling_factor] for point in curve]
@@ -136,6 +145,10 @@ def respond(state: State, library: Library, *, thorough: bool = False) -> dict[s
         "notes": [*words.caveats, *(note for note in study.profile.notes if note not in original.notes)],
         "thorough": thorough,
     }
+
+
+def _budget(state: State) -> int | None:
+    return round(state.budget * 1e9) if state.budget else None
 
 
 def readings(study: Study) -> dict[str, str]:

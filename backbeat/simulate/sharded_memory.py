@@ -30,7 +30,7 @@ from backbeat.simulate.sharded_units import ELEMENT_BYTES, ROOT, ShardedChain, c
 if TYPE_CHECKING:
     from backbeat.model import Plan, Profile, Sharding
 
-_MOST_MICRO_BATCHES = 3
+MOST_MICRO_BATCHES = 3
 """Those behind the second hold what the second holds."""
 
 
@@ -85,18 +85,21 @@ class Moment:
     during: Kinds
 
 
-def sharded_memory(profile: Profile, plan: Plan, *, micro_batches: int = 1) -> ShardedMemory | None:
-    """The peak by kind; None where the profile has no memory figures."""
+def sharded_memory(
+    profile: Profile, plan: Plan, *, micro_batches: int = 1, chain: ShardedChain | None = None
+) -> ShardedMemory | None:
+    """The peak by kind; None where the profile has no memory figures. `chain` is the profile in the plan's units, where
+    that is known."""
     if profile.memory is None:
         return None
-    chain = chain_of(profile, plan)
+    chain = chain or chain_of(profile, plan)
     assert plan.sharding is not None
     shards = plan.sharding.mesh.shard
     resident = ResidentMemory.of(profile)
     parameters, optimizer = (-(-size // shards) for size in (resident.parameter_bytes, resident.optimizer_bytes))
     other = resident.buffer_bytes + resident.batch_bytes + resident.outside_bytes
     tied = bool(profile.blocks) and tied_block(profile, chain) is not None
-    moments = course(chain, plan.sharding, min(micro_batches, _MOST_MICRO_BATCHES), tied=tied)
+    moments = course(chain, plan.sharding, min(micro_batches, MOST_MICRO_BATCHES), tied=tied)
     if profile.blocks:
         blocks = Chain(sharded_activations(profile, chain, plan.sharding), resident)
         actions = [(k, k + 1, KEEP) for k in range(blocks.count)]

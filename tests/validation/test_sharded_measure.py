@@ -9,12 +9,13 @@ from pathlib import Path
 from types import ModuleType
 
 import msgspec
+import numpy as np
 import pytest
 
 pytest.importorskip("torch", reason="the lab needs torch")
 
 from backbeat.errors import InputError
-from backbeat.model.files import encode
+from backbeat.model.files import encode, write
 from backbeat.planners import plan as make
 from backbeat.simulate import predict
 from tests.lab.cases import network
@@ -88,10 +89,20 @@ def test_errors_are_judged_from_a_record(
             }
         )
     (tmp_path / "profiles").mkdir()
-    (tmp_path / "profiles" / "tiny.json").write_bytes(encode(profile))
+    write(tmp_path / "profiles" / "tiny.json.gz", encode(profile))
     measure.save(tmp_path / "lab.json", record)
     assert json.loads((tmp_path / "lab.json").read_text()) == json.loads(json.dumps(record))
     errors.show(tmp_path)
     assert "2 cases: median 10.0%, p95 19.0%, worst 20.0%" in capsys.readouterr().out
     left = measure.left(record, ["tiny"], measure.setting_of("4:16gbit", "nccl", 1.0))
     assert "fsdp" not in left["tiny"]
+
+
+def test_predictions_of_the_recorded_cases_stay_as_good(errors: ModuleType) -> None:
+    """Measured on 4 and 8 NCCL nodes; `validation/sharded/README.md` has the figures."""
+    found = [row for record in errors.records(SCRIPTS / "spun") for row in errors.rows(SCRIPTS / "spun", record)]
+    off = np.array([abs(row["error"]) for row in found])
+    assert len(off) == 42
+    assert np.median(off) < 0.015
+    assert np.quantile(off, 0.95) < 0.045
+    assert off.max() < 0.05

@@ -282,12 +282,16 @@ def judged(run: Run, found: Prediction, margin: float) -> dict[str, Any]:
     band = found.network_band
     quiet, busy = (band.quiet_s, band.busy_s) if band is not None else (found.iteration_s, found.iteration_s)
     return {
-        "error": round(found.iteration_s / run.measured_s - 1, 4),
-        "quiet": round(quiet / run.measured_s - 1, 4),
-        "busy": round(busy / run.measured_s - 1, 4),
+        "error": _share(found.iteration_s / run.measured_s - 1),
+        "quiet": _share(quiet / run.measured_s - 1),
+        "busy": _share(busy / run.measured_s - 1),
         "inside": bool(quiet * (1 - margin) <= run.measured_s <= busy * (1 + margin)),
-        "exposed": round(found.exposed_s / found.iteration_s, 4),
+        "exposed": _share(found.exposed_s / found.iteration_s),
     }
+
+
+def _share(value: float) -> float:
+    return round(float(value), 4)
 
 
 def zero_shot(runs: list[Run]) -> dict[str, dict[str, Any]]:

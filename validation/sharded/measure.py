@@ -216,7 +216,7 @@ def measure(
         tried.add(model)
         before = session.ask("health", 60)
         results, alone_s = experiment.measure(session, profiles[model], setting, made, seconds_each)
-        write(given.folder / "profiles" / f"{model}.json", encode(profiles[model]))
+        write(given.folder / "profiles" / f"{model}.json.gz", encode(profiles[model]))
         record["alone"].append(
             {
                 "session": len(record["sessions"]) - 1,

@@ -6,7 +6,9 @@ from backbeat.report.figures.exposed import Exposed, exposed
 from backbeat.report.figures.gradients import GradientSizes, gradient_sizes
 from backbeat.report.figures.memory_use import MemoryUse, memory_use
 from backbeat.report.figures.scaling_curve import Scaling, ScalingLine, scaling
+from backbeat.report.figures.sharded_memory_use import StepMemory, step_memory
 from backbeat.report.figures.timeline import Bar, Timeline, timeline
+from backbeat.report.figures.way_bars import WayBars, way_bars
 
 __all__ = [
     "Bar",
@@ -17,12 +19,16 @@ __all__ = [
     "MemoryUse",
     "Scaling",
     "ScalingLine",
+    "StepMemory",
     "Timeline",
+    "WayBars",
     "compared",
     "cost_curve",
     "exposed",
     "gradient_sizes",
     "memory_use",
     "scaling",
+    "step_memory",
     "timeline",
+    "way_bars",
 ]

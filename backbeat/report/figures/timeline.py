@@ -1,4 +1,7 @@
-"""One iteration in time: the compute lane and a lane for each communicator, with no more bars than can be looked at."""
+"""One iteration in time: the compute lane and a lane for each communicator, with no more bars than can be looked at.
+
+Of a sharded step each collective has a lane of its own, whichever communicator carries it, and a bar is a unit.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,13 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from backbeat.model import Span
+from backbeat.model import Plan, Span
 
 MOST_BARS = 400
 _NAMES_SHOWN = 5
+_LEAST_COMPUTE = 12
+"""Computations are drawn one by one up to this number, however few bars are asked for."""
+SHARDED_LANES = ("all-gather", "reduce-scatter", "all-reduce")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +40,7 @@ class Bar:
 class Timeline:
     label: str
     lanes: tuple[str, ...]
-    """`compute` first, then the communicators."""
+    """`compute` first, then the communicators or the collectives of a sharded step."""
     bars: tuple[Bar, ...]
     end_s: float
     merged: int
@@ -75,16 +81,17 @@ def timeline(
     """The spans as bars. `buckets` names the gradients of each communication span that is not the buffers', in
     order."""
     named = _named(spans, buckets)
-    lanes = tuple(sorted({span.lane for span in spans}, key=_lane_order))
-    transfers = [bar for bar in named if bar.lane != "compute"]
-    stride = -(-len(transfers) // most) if most > 0 else 1
-    drawn = [bar for bar in named if bar.lane == "compute"]
+    lanes = tuple(sorted({span.lane for span in spans}, key=lane_order))
+    computing = sum(bar.lane == "compute" for bar in named)
+    drawn: list[Bar] = []
     merged = 0
     for lane in lanes:
-        mine = sorted((bar for bar in transfers if bar.lane == lane), key=lambda bar: (bar.start_s, bar.end_s))
+        mine = sorted((bar for bar in named if bar.lane == lane), key=lambda bar: (bar.start_s, bar.end_s))
+        count = computing if lane == "compute" else len(named) - computing
+        stride = -(-count // max(most, _LEAST_COMPUTE if lane == "compute" else 1))
         for first in range(0, len(mine), max(stride, 1)):
             run = mine[first : first + stride]
-            merged += len(run) if len(run) > 1 else 0
+            merged += len(run) if len(run) > 1 and lane != "compute" else 0
             drawn.append(run[0] if len(run) == 1 else _merge(run))
     return Timeline(
         label=label,
@@ -93,6 +100,30 @@ def timeline(
         end_s=max((span.end_s for span in spans), default=0.0),
         merged=merged,
     )
+
+
+def by_collective(spans: Sequence[Span], plan: Plan) -> Sequence[Span]:
+    """The spans of a sharded step: each collective on its own lane, named after its unit. Others stay as they are."""
+    if plan.sharding is None:
+        return spans
+    return [_on_own_lane(span) for span in spans]
+
+
+def _on_own_lane(span: Span) -> Span:
+    lane, _, unit = span.name.partition(" ")
+    if span.lane == "compute" or lane not in SHARDED_LANES:
+        return span
+    return Span(lane, unit, span.start_s, span.end_s, span.bytes)
+
+
+def lane_order(lane: str) -> tuple[int, int, str]:
+    """`compute` first, then the collectives of a sharded step, then communicators by number."""
+    if lane == "compute":
+        return 0, 0, lane
+    if lane in SHARDED_LANES:
+        return 1, SHARDED_LANES.index(lane), lane
+    number = lane.removeprefix("communicator ")
+    return 2, int(number) if number.isdecimal() else 10**6, lane
 
 
 def carries_gradients(span: Span) -> bool:
@@ -134,17 +165,10 @@ def _named(spans: Sequence[Span], buckets: Sequence[Sequence[str]]) -> list[Bar]
 def _merge(run: Sequence[Bar]) -> Bar:
     return Bar(
         lane=run[0].lane,
-        name=f"{len(run)} buckets, from {run[0].name} to {run[-1].name}",
+        name=f"{len(run)} {'parts' if run[0].lane == 'compute' else 'buckets'}, from {run[0].name} to {run[-1].name}",
         start_s=run[0].start_s,
         end_s=max(bar.end_s for bar in run),
         bytes=sum(bar.bytes for bar in run),
         gradients=sum(bar.gradients for bar in run),
         buckets=len(run),
     )
-
-
-def _lane_order(lane: str) -> tuple[int, int, str]:
-    if lane == "compute":
-        return 0, 0, lane
-    number = lane.removeprefix("communicator ")
-    return 1, int(number) if number.isdecimal() else 10**6, lane

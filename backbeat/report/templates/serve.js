@@ -114,8 +114,9 @@
     element("tiles").replaceChildren(...data.tiles.map(([figure, what, small]) => filled("li", filled("b", figure), ` ${what}`, filled("small", small))));
     element("actions").replaceChildren(...answer.actions.flatMap((action) => {
       const parts = [filled("h3", action.title), filled("p", action.text)];
-      return action.code.startsWith("model") ? [...parts, filled("pre", action.code)] : parts;
+      return /^model|fully_shard/.test(action.code) ? [...parts, filled("pre", action.code)] : parts;
     }));
+    element("ways").textContent = data.ways;
     choices(data);
     // What follows the sliders first; the rest once the browser has shown that, unless another answer is due.
     await backbeat.draw(element("plot-scaling"), data.figures.scaling);
@@ -123,10 +124,12 @@
     document.body.dataset.answered = String(Number(document.body.dataset.answered || 0) + 1);
     await new Promise((done) => requestAnimationFrame(() => setTimeout(done)));
     if (again) return;
-    for (const anchor of ["exposed", "memory"]) {
+    for (const anchor of ["exposed", "memory", "sharding"]) {
       element(anchor).hidden = !data.figures[anchor];
       if (data.figures[anchor]) await backbeat.draw(element(`plot-${anchor}`), data.figures[anchor]);
     }
+    element("step-memory").hidden = !data.way;
+    if (data.way) await remember();
     document.body.dataset.thorough = String(data.thorough);
   }
 
@@ -139,9 +142,16 @@
       if (id === "second") list.add(new Option("nothing", ""), 0);
       list.value = kept;
     }
+    const ways = Object.keys(data.memories), list = element("way");
+    const kept = ways.includes(list.dataset.chosen) ? list.dataset.chosen : data.way;
+    list.replaceChildren(...ways.map((name) => new Option(name, name)));
+    list.value = kept;
   }
 
   const compare = () => backbeat.draw(element("plot-timeline"), backbeat.pair(latest.timelines, element("first").value, element("second").value, element("overlay").checked));
+
+  const remember = () => backbeat.draw(element("plot-step-memory"), latest.memories[element("way").value]);
+  element("way").addEventListener("change", (event) => { event.target.dataset.chosen = event.target.value; remember(); });
 
   for (const id of ["first", "second", "overlay"]) {
     element(id).addEventListener("change", (event) => { event.target.dataset.chosen = event.target.value; if (latest) compare(); });

@@ -1,0 +1,234 @@
+"""The search behind `sharded`: choices that fit a room of device memory, fast ones first.
+
+What is too large recomputes as few blocks as it takes, or keeps fewer units whole after forward. Nothing is random, and
+every limit counts evaluations: the same problem gives the same choices.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise, product
+from typing import TYPE_CHECKING
+
+from backbeat.planners.best import SIMPLER_WITHIN
+from backbeat.planners.shard_problem import Scored, ShardChoice, ShardProblem
+from backbeat.planners.unit_programme import unit_ends
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from backbeat.planners.shard_problem import Between
+
+    Ends = tuple[int, ...]
+
+_LABELS = ((12, 4000), (50, 100), (200, 24))
+"""Up to so many atoms, so many labels of the programme."""
+_FEWEST_LABELS = 4
+_LENGTHS = (2, 4, 16, 64, 256)
+"""Most atoms of a unit that are tried: what small units lose in latency they gain in memory."""
+_MESHES = 3
+"""How many meshes are looked into, by what the units of `fsdp` take on them."""
+_IMPROVED = 2
+"""How many of the fastest are improved."""
+_IMPROVEMENTS = 1500
+"""Units simulated to improve one of them by moving boundaries."""
+_PREFETCH = (2, 3)
+_BUFFERS = (1, 2, 4)
+
+
+class ShardSearch:
+    """Choices for one problem; `room` is the most device memory, None for any. `whole` keeps all units after forward
+    on one mesh over all workers, as the decoupled schedule does."""
+
+    def __init__(self, problem: ShardProblem, room: int | None, *, whole: bool = False) -> None:
+        self.problem, self.room, self.whole = problem, room, whole
+        self.workers = problem.network.workers
+        self.stock = ShardChoice(ends=tuple(range(1, len(problem.stock) + 1)), shard=self.workers)
+        count = len(problem.names)
+        self.labels = next((labels for most, labels in _LABELS if count <= most), _FEWEST_LABELS)
+        self.lengths = [length for length in _LENGTHS if length < count] + [count] * (count <= _LENGTHS[-1])
+        self._units: dict[tuple[object, ...], list[Ends]] = {}
+
+    def run(self) -> list[Scored]:
+        """What was found to fit, with what every torch has."""
+        found = [*self.baselines()]
+        starts = ((self.problem.seconds(choice), choice) for choice in dict.fromkeys(self.starts()))
+        for seconds, choice in sorted(starts, key=lambda one: one[0]):
+            # Whatever makes it fit makes it slower.
+            if found and seconds > min(one.seconds for one in found) * (1 + SIMPLER_WITHIN):
+                break
+            found += self.fitted(choice)
+        for one in self._fastest(found):
+            found += self._fitting(replace(one.choice, prefetch=depth) for depth in _PREFETCH)
+            found.append(self._improved(one))
+        return found
+
+    def with_knobs(self, found: list[Scored]) -> list[Scored]:
+        """The fastest with several reduce-scatter inputs, and with a communicator for reduce-scatters."""
+        more = []
+        for one in self._fastest(found):
+            for buffers, separate in product(_BUFFERS, (False, True)):
+                if (buffers, separate) != (1, False):
+                    changed = replace(one.choice, buffers=buffers, separate=separate)
+                    units = self._programme(changed)[:1] if len(set(one.choice.kept)) < 2 else []
+                    more += self._fitting(
+                        _with_ends(changed, ends) for ends in dict.fromkeys([one.choice.ends, *units])
+                    )
+        return more
+
+    def simplest(self, found: list[Scored]) -> Scored:
+        """The fewest changes from `fsdp` within 1 % of the fastest, and not slower than `fsdp` where that fits."""
+        fastest = min(one.seconds for one in found)
+        limit = fastest * (1 + SIMPLER_WITHIN)
+        if self.fits(self.stock):
+            limit = max(min(limit, self.problem.seconds(self.stock)), fastest)
+        return min((one for one in found if one.seconds <= limit), key=lambda one: (self.changes(one), one.seconds))
+
+    def changes(self, one: Scored) -> tuple[int, ...]:
+        """What differs from `fsdp`: how many kinds of things, then how much of each. Units of like lengths come first,
+        and small ones, which take less memory."""
+        choice = one.choice
+        kinds = (
+            choice.ends != self.stock.ends,
+            bool(choice.kept),
+            choice.shard != self.workers,
+            choice.prefetch > 0,
+            choice.buffers > 1,
+            choice.separate,
+            choice.recomputed > 0,
+            choice.accumulate != "reshard",
+        )
+        how_much = choice.recomputed, len(set(choice.kept)), choice.prefetch, choice.buffers
+        lengths = {last - first for first, last in pairwise((0, *choice.ends))}
+        return sum(kinds), *how_much, len(lengths), -len(choice.ends)
+
+    def shards(self) -> list[int]:
+        """All workers, then shard groups of whole nodes, or of equal parts of one."""
+        node = self.problem.network.topology.gpus_per_node
+        counts = (count for count in range(self.workers, 1, -1) if self.workers % count == 0)
+        found = [count for count in counts if count % node == 0 or node % count == 0]
+        return [self.workers] if self.whole or not found else found
+
+    def baselines(self) -> Iterator[Scored]:
+        """`fsdp`, `hsdp` and `zero2`, where they fit."""
+        choices = [] if self.whole else [replace(self.stock, shard=shard) for shard in self.shards()]
+        choices += [self._choice(self.stock.ends, self.workers, True, how) for how in self._ways(True)]
+        yield from self._fitting(choices)
+
+    def starts(self) -> Iterator[ShardChoice]:
+        """Units of every length on every mesh, resharded and kept."""
+        if not self.problem.names:
+            return
+        keeping = (True,) if self.whole else (False, True)
+        usual = {
+            shard: min(self.problem.seconds(self._choice(self.stock.ends, shard, keep)) for keep in keeping)
+            for shard in self.shards()
+        }
+        likely = sorted(usual, key=lambda shard: (usual[shard], -shard))[:_MESHES]
+        for shard, keep in product(dict.fromkeys([self.workers, *likely]), keeping):
+            for how in self._ways(keep):
+                base = self._choice(tuple(range(1, len(self.problem.names) + 1)), shard, keep, how)
+                for ends in dict.fromkeys([self.stock.ends, *self._alike(), *self._programme(base)]):
+                    yield _with_ends(base, ends)
+
+    def fitted(self, choice: ShardChoice) -> list[Scored]:
+        """The choice itself, or with as few blocks recomputed, or as many units kept, as fit."""
+        if self.fits(choice):
+            return [self.problem.scored(choice)]
+        blocks, count = len(self.problem.recomputable), len(choice.ends)
+        found = [self._most(lambda more: replace(choice, recomputed=blocks - more), blocks)]
+        if choice.kept and not self.whole:
+            found.append(self._most(lambda more: _last_kept(choice, more), count))
+        return [self.problem.scored(one) for one in found if one is not None]
+
+    def fits(self, choice: ShardChoice) -> bool:
+        return self.room is None or self.problem.peak(choice) <= self.room
+
+    def _most(self, made: Callable[[int], ShardChoice], most: int) -> ShardChoice | None:
+        """The choice with the most of something that fits, by bisection; None where that with none does not."""
+        low, high = 0, most
+        if not most or not self.fits(made(0)):
+            return None
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self.fits(made(middle)) else (low, middle)
+        return made(low)
+
+    def _choice(self, ends: Ends, shard: int, keep: bool, how: Between = "reshard") -> ShardChoice:
+        return ShardChoice(ends=ends, shard=shard, kept=(True,) * len(ends) if keep else (), accumulate=how)
+
+    def _ways(self, keep: bool) -> tuple[Between, ...]:
+        """What to do between micro-batches."""
+        return ("whole", "last") if keep and self.problem.micro_batches > 1 else ("reshard",)
+
+    def _alike(self) -> Iterator[Ends]:
+        """Units of as many atoms each."""
+        count = len(self.problem.names)
+        for length in (1, *self.lengths):
+            yield tuple(sorted({*range(length, count, length), *self.problem.breaks, count}))
+
+    def _programme(self, base: ShardChoice) -> list[Ends]:
+        """Units up to every length, those of the shortest step first."""
+        key = base.shard, bool(base.kept), base.buffers, base.recomputed
+        if key not in self._units:
+            atoms, cost = self.problem.atoms(base), self.problem.cost(base.shard)
+            made = (
+                unit_ends(atoms, cost, reshard=not base.kept, buffers=base.buffers, most=self.labels, longest=longest)
+                for longest in self.lengths
+            )
+            found = sorted((one for one in made if one is not None), key=lambda one: one.seconds)
+            self._units[key] = [tuple(one.ends) for one in found]
+        return self._units[key]
+
+    def _fitting(self, choices: Iterable[ShardChoice]) -> list[Scored]:
+        return [self.problem.scored(choice) for choice in choices if self.fits(choice)]
+
+    def _fastest(self, found: list[Scored]) -> list[Scored]:
+        unique = {one.choice: one for one in found}.values()
+        return sorted(unique, key=lambda one: (float(f"{one.seconds:.9g}"), self.changes(one)))[:_IMPROVED]
+
+    def _improved(self, one: Scored) -> Scored:
+        """Boundaries moved, dropped and added, as long as that gains."""
+        left = _IMPROVEMENTS
+        improved = True
+        while improved:
+            improved = False
+            for changed in _neighbours(one.choice, self.problem.breaks):
+                left -= len(changed.ends)
+                if left < 0:
+                    return one
+                if self.problem.seconds(changed) < one.seconds * (1 - 1e-6) and self.fits(changed):
+                    one, improved = self.problem.scored(changed), True
+                    break
+        return one
+
+
+def _with_ends(choice: ShardChoice, ends: Ends) -> ShardChoice:
+    """Other units, all resharded or kept as those of the choice."""
+    if ends == choice.ends:
+        return choice
+    return replace(choice, ends=ends, kept=(True,) * len(ends) if choice.kept else ())
+
+
+def _last_kept(choice: ShardChoice, count: int) -> ShardChoice:
+    """Only the last units stay whole: they are gathered again soonest."""
+    flags = (False,) * (len(choice.ends) - count) + (True,) * count
+    return replace(choice, kept=flags if count else (), accumulate="reshard")
+
+
+def _neighbours(choice: ShardChoice, breaks: frozenset[int]) -> Iterator[ShardChoice]:
+    """A boundary dropped, moved by one, or set in the middle of a unit; where units are treated alike."""
+    if len(set(choice.kept)) > 1:
+        return
+    ends = choice.ends
+    for place in range(len(ends) - 1):
+        if ends[place] in breaks:
+            continue
+        low, high = ends[place - 1] if place else 0, ends[place + 1]
+        for moved in (ends[place] - 1, ends[place] + 1):
+            if low < moved < high:
+                yield _with_ends(choice, (*ends[:place], moved, *ends[place + 1 :]))
+        yield _with_ends(choice, (*ends[:place], *ends[place + 1 :]))
+    for place, (first, last) in enumerate(pairwise((0, *ends))):
+        if last - first > 1:
+            yield _with_ends(choice, (*ends[:place], (first + last) // 2, *ends[place:]))

@@ -1,0 +1,153 @@
+"""Device memory over a sharded step, by kind, in time: `sharded_memory` at every block, where `sharded_step` puts it.
+
+Between two blocks the copies run: what they hold at most is a level of its own, from the end of one block to the start
+of the next. The highest level is the peak of `sharded_memory`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, NamedTuple
+
+from backbeat.simulate.actions import KEEP, units_of
+from backbeat.simulate.memory_timeline import Chain, Phase, Tally
+from backbeat.simulate.resident_memory import ResidentMemory
+from backbeat.simulate.sharded_activations import sharded_activations, tied_block
+from backbeat.simulate.sharded_cost import ShardedCost
+from backbeat.simulate.sharded_memory import MOST_MICRO_BATCHES, Kinds, course
+from backbeat.simulate.sharded_step import run_step
+from backbeat.simulate.sharded_units import ShardedChain, chain_of
+from backbeat.simulate.slowdowns import slowdown_of
+from backbeat.simulate.stream_engine import COMPUTE
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from backbeat.model import Network, Plan, Profile
+
+
+class MemoryLevel(NamedTuple):
+    """What the device holds from one moment to another."""
+
+    start_s: float
+    end_s: float
+    where: str
+    """The block, or `copies` between two."""
+    phase: Phase
+    held: Kinds
+    """Bytes by kind, as `ShardedMemory` names them: parameter, optimizer, activation, gathered, …"""
+
+    @property
+    def total_bytes(self) -> int:
+        return self.held.total()
+
+
+def memory_course(profile: Profile, network: Network, plan: Plan, *, micro_batches: int = 1) -> tuple[MemoryLevel, ...]:
+    """Every level of the step in order; of many micro-batches the first three. Empty where the profile has no memory
+    figures."""
+    if profile.memory is None or plan.sharding is None or network.workers == 1:
+        return ()
+    chain, sharding = chain_of(profile, plan), plan.sharding
+    count = min(micro_batches, MOST_MICRO_BATCHES)
+    cost = ShardedCost.of(profile, network, sharding)
+    update_s = profile.update_s / sharding.mesh.shard
+    factor = slowdown_of(profile, network).factor
+    run = run_step(chain, sharding, cost, update_s, micro_batches=count, slowdown=factor)
+    stretches = iter(
+        [
+            (start, end)
+            for task, call, start, end in zip(run.tasks, run.calls, run.times.starts, run.times.ends, strict=True)
+            if task.stream == COMPUTE and call.event in ("forward", "backward")
+        ]
+    )
+    resident = ResidentMemory.of(profile)
+    always: Kinds = Counter(
+        parameter=-(-resident.parameter_bytes // sharding.mesh.shard),
+        optimizer=-(-resident.optimizer_bytes // sharding.mesh.shard),
+        other=resident.buffer_bytes + resident.batch_bytes + resident.outside_bytes,
+    )
+    activations = _Activations.of(profile, plan, chain, resident)
+    tied = bool(profile.blocks) and tied_block(profile, chain) is not None
+    levels: list[MemoryLevel] = []
+    now = 0.0
+
+    def add(end: float, where: str, phase: Phase, held: Kinds, activation: int) -> None:
+        nonlocal now
+        levels.append(MemoryLevel(now, end, where, phase, always + held + Counter(activation=activation)))
+        now = end
+
+    moments = course(chain, sharding, count, tied=tied)
+    for moment in moments:
+        event = moment.call.event
+        phase: Phase = "forward" if event == "forward" else "backward"
+        if event == "end":
+            add(run.end_s if moment is moments[-1] else now, "copies", phase, moment.before, 0)
+            continue
+        if event == "loss":
+            add(now, "copies", "loss", moment.before, activations.at_loss)
+            add(now, "loss", "loss", moment.during, activations.loss_bytes)
+            continue
+        start, end = next(stretches)
+        blocks = list(_blocks(chain, moment.call.place, phase))
+        first = blocks[0][0] if blocks else None
+        add(max(start, now), "copies", phase, moment.before, activations.between(first, phase))
+        length, whole = end - start, sum(seconds for _, seconds in blocks)
+        for block, seconds in blocks:
+            share = seconds / whole if whole > 0 else 1 / len(blocks)
+            name, high = activations.at(block, phase)
+            add(now + length * share, name, phase, moment.during, high)
+        now = max(now, end)
+    return tuple(levels)
+
+
+def _blocks(chain: ShardedChain, place: int, phase: Phase) -> Iterator[tuple[int | None, float]]:
+    """The pieces of a stretch in the order in which they run, with how long each takes."""
+    mine = set(chain.stretches[place].blocks)
+    pieces = [piece for piece in chain.pieces.pieces if piece.block in mine]
+    if not pieces:
+        yield None, 1.0
+        return
+    for piece in pieces if phase == "forward" else reversed(pieces):
+        yield piece.block, piece.forward_s if phase == "forward" else piece.backward_s
+
+
+class _Activations(Tally):
+    """The level at every block of forward and backward, and the most above it."""
+
+    __slots__ = ("at_loss", "levels", "loss_bytes", "names")
+
+    def __init__(self, names: list[str], constant: int) -> None:
+        super().__init__(0)
+        self.names = names
+        self.at_loss = constant
+        """Kept at the end of forward. Where there are no blocks, all activations: they are there all the time."""
+        self.loss_bytes = constant
+        self.levels: dict[tuple[str, int], tuple[int, int]] = {}
+
+    @classmethod
+    def of(cls, profile: Profile, plan: Plan, chain: ShardedChain, resident: ResidentMemory) -> _Activations:
+        assert plan.sharding is not None
+        assert profile.memory is not None
+        if not profile.blocks:
+            return cls([], profile.memory.activation_bytes + resident.loss_bytes)
+        blocks = Chain(sharded_activations(profile, chain, plan.sharding), resident)
+        found = cls(blocks.names, 0)
+        actions = [(k, k + 1, KEEP) for k in range(blocks.count)]
+        blocks.run(units_of(profile, plan.memory) if plan.memory is not None else actions, found)
+        return found
+
+    def see(self, above: int, block: int, phase: Phase) -> None:
+        if phase == "loss":
+            self.at_loss, self.loss_bytes = self.level, self.level + above
+            return
+        key = "forward" if phase == "forward" else "backward", block
+        low, high = self.levels.get(key, (0, 0))
+        self.levels[key] = max(low, self.level), max(high, self.level + above)
+
+    def between(self, block: int | None, phase: Phase) -> int:
+        """Before a block runs."""
+        return self.at_loss if block is None else self.levels[phase, block][0]
+
+    def at(self, block: int | None, phase: Phase) -> tuple[str, int]:
+        """The block's name and the most while it runs."""
+        return ("the rest", self.at_loss) if block is None else (self.names[block], self.levels[phase, block][1])

@@ -1,0 +1,239 @@
+"""Units and knobs of sharded plans."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import backbeat as bb
+from backbeat.model import Block, Gradient, Memory, Network, Plan, Profile
+from backbeat.planners.draft import StrategyOptions
+from backbeat.planners.shard_problem import ShardChoice, ShardProblem
+from backbeat.planners.unit_programme import unit_ends
+from backbeat.simulate.sharded_memory import sharded_memory
+from tests.problems import affine, curve
+
+MB = 10**6
+SECONDS = st.sampled_from([1e-4, 1e-3, 4e-3, 1e-2])
+
+
+@st.composite
+def models(draw: st.DrawFn, most: int = 6) -> Profile:
+    """Repeated blocks, with an embedding before them and a head behind where drawn."""
+    names = [f"layers.{place}" for place in range(draw(st.integers(1, most)))]
+    names = ["embed"] * draw(st.integers(0, 1)) + names + ["norm", "head"] * draw(st.integers(0, 1))
+    sizes = st.sampled_from([4, 4 * 10**4, 4 * MB, 40 * MB])
+    blocks, gradients, now = [], [], 0.0
+    for name in reversed(names):
+        saved = draw(st.sampled_from([0, MB, 100 * MB]))
+        block = Block(
+            name=name, forward_s=draw(SECONDS), backward_s=draw(SECONDS), input_bytes=MB, output_bytes=MB,
+            saved_bytes=saved, forward_peak_bytes=saved + 2 * MB, backward_peak_bytes=2 * MB,
+        )  # fmt: skip
+        blocks.insert(0, block)
+        now += block.backward_s
+        for number in range(draw(st.integers(0 if name == "norm" else 1, 2))):
+            gradients.append(Gradient(name=f"{name}.w{number}", bytes=draw(sizes), ready_s=now))
+    total = sum(gradient.bytes for gradient in gradients)
+    return Profile(
+        name="drawn", model="drawn", batch_size=1, precision=draw(st.sampled_from(["bf16", "fp32"])), device="H200",
+        forward_s=sum(block.forward_s for block in blocks) + draw(SECONDS), backward_s=now, update_s=1e-3,
+        gradients=tuple(gradients), blocks=tuple(blocks),
+        memory=Memory(parameter_bytes=total, gradient_bytes=total, optimizer_bytes=2 * total, steady_bytes=3 * total),
+    )  # fmt: skip
+
+
+def chain(rows: list[tuple[float, float, float]], names: list[str]) -> Profile:
+    """Blocks of these milliseconds forward, milliseconds backward and megabytes."""
+    empty = dict.fromkeys(
+        ("input_bytes", "output_bytes", "saved_bytes", "forward_peak_bytes", "backward_peak_bytes"), 0
+    )
+    blocks = tuple(
+        Block(name=name, forward_s=forward * 1e-3, backward_s=backward * 1e-3, **empty)
+        for name, (forward, backward, _) in zip(names, rows, strict=True)
+    )
+    gradients, now = [], 0.0
+    for block, (_, _, size) in zip(reversed(blocks), reversed(rows), strict=True):
+        now += block.backward_s
+        gradients.append(Gradient(name=f"{block.name}.w", bytes=int(size * MB), ready_s=now))
+    return Profile(
+        name="chain", model="chain", batch_size=1, precision="bf16", device="H200", update_s=1e-3, backward_s=now,
+        forward_s=sum(block.forward_s for block in blocks), gradients=tuple(gradients), blocks=blocks,
+    )  # fmt: skip
+
+
+def clusters() -> st.SearchStrategy[Network]:
+    return st.one_of(
+        st.builds(affine, st.sampled_from([1e-5, 1e-3]), st.sampled_from([1e-11, 1e-10, 1e-9]), workers=st.just(8)),
+        st.just(curve([(1024, 1e-5), (MB, 1e-3), (2 * 10**7, 1e-2), (4 * 10**7, 1.5e-2)], workers=8)),
+        st.sampled_from(["nvlink-ib400", "aws-p5"]).map(lambda name: Network.load(name).at(workers=16)),
+    )
+
+
+def every_units(count: int) -> list[tuple[int, ...]]:
+    return [(*cuts, count) for size in range(count) for cuts in combinations(range(1, count), size)]
+
+
+@settings(max_examples=60)
+@given(models(most=6), clusters(), st.booleans(), st.integers(1, 3), st.data())
+def test_no_units_are_faster_than_the_programmes(
+    profile: Profile, network: Network, keep: bool, buffers: int, data: st.DataObject
+) -> None:
+    problem = ShardProblem(profile, network, StrategyOptions())
+    problem.slowdown = 1.0
+    shard = data.draw(st.sampled_from([network.workers, *([8] if network.topology.gpus_per_node == 8 else [])]))
+
+    def made(ends: tuple[int, ...]) -> ShardChoice:
+        return ShardChoice(ends=ends, shard=shard, kept=(True,) * len(ends) if keep else (), buffers=buffers)
+
+    possible = [ends for ends in every_units(len(problem.names)) if problem.breaks <= set(ends)]
+    least = min(problem.seconds(made(ends)) for ends in possible)
+    found = unit_ends(problem.atoms(made(possible[0])), problem.cost(shard), reshard=not keep, buffers=buffers)
+    assert found is not None
+    assert found.exact
+    assert problem.seconds(made(tuple(found.ends))) == pytest.approx(least, rel=1e-9)
+    assert found.seconds + profile.update_s / shard == pytest.approx(least, rel=1e-9)
+
+
+def test_ten_blocks_by_brute_force() -> None:
+    gpt2 = Profile.load("gpt2-b8-bf16-h200")
+    blocks = gpt2.blocks[:13]
+    held = tuple(one for one in gpt2.gradients if any(one.name.startswith(f"{block.name}.") for block in blocks))
+    profile = msgspec.structs.replace(gpt2, blocks=blocks, gradients=held)
+    for network in (Network.load("25gbe").at(workers=8), Network.load("nvlink-ib400").at(workers=16)):
+        problem = ShardProblem(profile, network, StrategyOptions())
+        problem.slowdown = 1.0
+        assert len(problem.names) == 10
+        for keep in (False, True):
+            made = {
+                ends: ShardChoice(ends=ends, shard=network.workers, kept=(True,) * len(ends) if keep else ())
+                for ends in every_units(10)
+            }
+            least = min(map(problem.seconds, made.values()))
+            found = unit_ends(problem.atoms(made[10,]), problem.cost(network.workers), reshard=not keep)
+            assert found is not None
+            assert problem.seconds(made[tuple(found.ends)]) == pytest.approx(least, rel=1e-12)
+
+
+def test_units_are_held_to_the_largest_and_longest_allowed() -> None:
+    problem = ShardProblem(Profile.load("gpt2-b8-bf16-h200"), Network.load("10gbe").at(workers=8), StrategyOptions())
+    atoms, cost = problem.atoms(ShardChoice(ends=(12,), shard=8)), problem.cost(8)
+    most = float(atoms.elements.max())
+    for limits in ({"longest": 3}, {"largest": 3.5 * most}):
+        found = unit_ends(atoms, cost, reshard=False, **limits)  # type: ignore[arg-type]
+        assert found is not None
+        assert max(np.diff([0, *found.ends])) == 3
+    assert unit_ends(atoms, cost, reshard=False, largest=most / 2) is None
+    assert unit_ends(atoms, cost, reshard=False, known_s=1e-6) is None
+
+
+@settings(max_examples=25, deadline=None)
+@given(models(), clusters(), st.sampled_from([1, 1, 3]), st.sampled_from([None, "2.13"]))
+def test_never_slower_than_what_people_use(
+    profile: Profile, network: Network, accumulation: int, version: str | None
+) -> None:
+    plan = bb.plan(profile, network, "sharded", accumulation=accumulation, torch_version=version)
+    assert plan.sharding is not None
+    assert plan.predicted is not None
+    assert plan.predicted.iteration_s is not None
+    found = bb.predict(profile, network, plan, accumulation=accumulation).iteration_s
+    others = {
+        name: bb.predict(profile, network, name, accumulation=accumulation).iteration_s
+        for name in ("fsdp", "zero2", "zero1", *(["hsdp:8"] if network.topology.gpus_per_node == 8 else []))
+    }
+    assert found <= others["fsdp"] * (1 + 1e-9)
+    assert found <= min(others.values()) * (1 + 0.011)
+    assert plan.predicted.iteration_s >= (plan.predicted.bound_s or 0.0) * (1 - 1e-9)
+    named = [module for unit in plan.sharding.units for module in unit.modules]
+    blocks = [block.name for block in profile.blocks if block.name in set(named)]
+    assert named == blocks
+    assert plan == bb.plan(profile, network, "sharded", accumulation=accumulation, torch_version=version)
+    if version is None:
+        assert (plan.sharding.reduce_scatter_buffers, plan.sharding.separate_reduce_scatter) == (1, False)
+
+
+@settings(max_examples=20, deadline=None)
+@given(models(), clusters(), st.floats(0.2, 1.1))
+def test_a_budget_is_kept_or_refused_with_the_smallest_that_fits(
+    profile: Profile, network: Network, share: float
+) -> None:
+    whole = sharded_memory(profile, bb.plan(profile, network, "fsdp"))
+    assert whole is not None
+    budget = max(int(whole.peak_bytes * share), 2)
+    try:
+        plan = bb.plan(profile, network, "sharded", memory_bytes=budget)
+    except bb.InputError as refused:
+        least = int(str(refused).partition("the smallest that fits is ")[2].split()[0])
+        assert least > budget
+        with pytest.raises(bb.InputError, match="too small"):
+            bb.plan(profile, network, "sharded", memory_bytes=least - 1)
+        plan, budget = bb.plan(profile, network, "sharded", memory_bytes=least), least
+    held = sharded_memory(profile, plan)
+    assert held is not None
+    assert held.peak_bytes <= budget
+    assert plan.memory is not None
+    assert plan.memory.peak_bytes == held.peak_bytes
+
+
+def test_a_smaller_budget_recomputes_or_shards_more() -> None:
+    profile, network = Profile.load("llama-1b-b4-bf16-adamw-h200"), Network.load("25gbe").at(workers=8)
+    times, again = [], []
+    for budget in (None, 22 * 10**9, 17 * 10**9, 12 * 10**9):
+        plan = bb.plan(profile, network, "sharded", memory_bytes=budget)
+        assert plan.predicted is not None
+        assert plan.sharding is not None
+        times.append(plan.predicted.iteration_s)
+        again.append(len(plan.memory.segments) if plan.memory else 0)
+    assert times == sorted(times, key=lambda seconds: seconds or 0.0)
+    assert again[0] == 0 < again[-1]
+
+
+def test_the_head_is_a_unit_only_where_it_has_its_own_weight() -> None:
+    network = Network.load("ib400").at(workers=8)
+    names = {
+        name: ShardProblem(Profile.load(name), network, StrategyOptions()).names[-1]
+        for name in ("llama-8b-b1-bf16-adamw-h200", "gpt2-b8-bf16-h200", "bert-base-b32-bf16-h200")
+    }
+    assert [name.rpartition(".")[2] for name in names.values()] == ["lm_head", "11", "11"]
+
+
+def test_newer_knobs_are_named_and_not_chosen() -> None:
+    # A long backward (1) lies between scatters that computation waits for if one input is held.
+    times = [(5, 10, 40), (5, 0.2, 4), (0.1, 10, 0.04), (0.1, 0.2, 4), (1, 0.2, 4), (5, 0.2, 40), (0.1, 0.2, 40)]
+    profile = chain([*times, (0.1, 2, 4)], ["embed", *(f"layers.{place}" for place in range(6)), "head"])
+    network = Network.load("25gbe").at(workers=16)
+    old = bb.plan(profile, network, "sharded", torch_version="2.11.0+cu130")
+    new = bb.plan(profile, network, "sharded", torch_version="2.13")
+    assert old.sharding is not None
+    assert new.sharding is not None
+    assert (old.sharding.reduce_scatter_buffers, old.sharding.separate_reduce_scatter) == (1, False)
+    assert new.sharding.reduce_scatter_buffers > 1
+    assert any("with torch 2.13, 2 reduce-scatter inputs" in note for note in old.notes)
+    assert not new.notes
+    with pytest.raises(bb.InputError, match="it must begin with two numbers"):
+        bb.plan(profile, network, "sharded", torch_version="newest")
+
+
+def test_dtypes_stay_unless_asked_for() -> None:
+    profile, network = Profile.load("gpt2-b8-bf16-h200"), Network.load("25gbe").at(workers=8)
+
+    def dtypes(plan: Plan) -> tuple[str, str]:
+        assert plan.sharding is not None
+        return plan.sharding.param_dtype, plan.sharding.reduce_dtype
+
+    assert dtypes(bb.plan(profile, network, "sharded")) == ("bf16", "fp32")
+    assert dtypes(bb.plan(profile, network, "sharded", reduce_dtype="bf16")) == ("bf16", "bf16")
+    assert dtypes(bb.plan(profile, network, "fsdp", reduce_dtype="bf16")) == ("bf16", "bf16")
+
+
+def test_profiles_without_memory_figures_have_no_budget() -> None:
+    profile = msgspec.structs.replace(Profile.load("gpt2-b8-bf16-h200"), memory=None, blocks=())
+    network = Network.load("25gbe").at(workers=8)
+    assert bb.plan(profile, network, "sharded").sharding is not None
+    with pytest.raises(bb.InputError, match="no memory figures"):
+        bb.plan(profile, network, "sharded", memory_bytes=10**10)
