@@ -195,7 +195,7 @@ def a_backward_that_fails_ends_the_trial(ctx: Context) -> str:
     world: Any = dist.group.WORLD
     together = Together(Communicators(world, ctx.device, 1))
     # The rank whose trial ended does not answer: it is not waited for long.
-    with mock.patch.object(failures, "POLL_S", 0.2), mock.patch.object(failures, "ANSWER_S", 1.0):
+    with mock.patch.multiple(failures, POLL_S=0.2, ANSWER_S=1.0), mock.patch.dict(trials.TIMEOUT_S, gloo=4.0):
         said = try_plan(model, small_plan(model), example(ctx, loss), together, 3)
     assert isinstance(said, str)
     fail[0] = False

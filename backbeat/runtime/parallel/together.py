@@ -59,8 +59,9 @@ class Together:
 
     @contextlib.contextmanager
     def released(self, backends: Sequence[Any]) -> Iterator[Callable[[], int]]:
-        """Gives a function that ends the others' collectives on these backends, for a rank that cannot go on; it returns
-        how many have called it.
+        """Gives a function that ends the others' collectives on these backends, for a rank that cannot go on.
+
+        It returns how many ranks have called it.
 
         Gloo needs no telling: a rank that takes its group down closes its connections, and the others raise. NCCL would
         wait, so on each rank a thread looks for the alarm and aborts.
