@@ -78,13 +78,13 @@ def predicted_candidates(
     Kinds differ in what a prediction may have wrong, so that the best two of one kind say less than the best of two.
     """
     found: list[Candidate] = []
-    why: list[str] = []
+    why: dict[str, str] = {}
 
     def add(kind: str, strategy: str, **choices: Any) -> None:
         try:
             found.append(Candidate(kind=kind, plan=make_plan(profile, network, strategy, **choices)))
         except BackbeatError as error:
-            why.append(f"{strategy}: {error}")
+            why[strategy] = str(error)
 
     add("stock", "ddp", memory_bytes=memory_bytes)
     add("buckets", "best", communicators=communicators, memory_bytes=memory_bytes)
@@ -97,7 +97,9 @@ def predicted_candidates(
         add("compressed", "compressed", communicators=communicators, memory_bytes=memory_bytes)
     fitting = [_plain(one) for one in found if _fits(one, memory_bytes) and _differs(one)]
     if not fitting:
-        raise InputError("; ".join(why) or "no plan fits the memory budget: give more")
+        raise InputError(
+            "; ".join(f"{strategy}: {why[strategy]}" for strategy in ("best", "sharded") if strategy in why)
+        )
     best = {kind: min((one for one in fitting if one.kind == kind), key=_seconds, default=None) for kind in KINDS}
     stock, planned = best["stock"], best["buckets"]
     if stock is not None and planned is not None and stock.plan.buckets == planned.plan.buckets:
