@@ -8,7 +8,6 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)         # as always, 
 
 from __future__ import annotations
 
-import copy
 import difflib
 import os
 import sys
@@ -27,7 +26,7 @@ from backbeat.measure.model.inputs import device_of
 from backbeat.measure.model.profiler import measure
 from backbeat.measure.model.training_step import OutOfMemoryError, is_out_of_memory, where_raised
 from backbeat.measure.network.calibration import calibrate
-from backbeat.model import Network, Plan, Profile
+from backbeat.model import Bucket, Network, Plan, Profile
 from backbeat.model.files import decode, encode
 from backbeat.planners import STRATEGIES
 from backbeat.runtime.auto import CALIBRATE_BYTES
@@ -39,7 +38,7 @@ from backbeat.runtime.parallel.candidates import Candidate, in_words, predicted_
 from backbeat.runtime.parallel.remember import conditions, remembered, save, with_note
 from backbeat.runtime.parallel.together import Together
 from backbeat.runtime.parallel.trials import ExampleStep, MakeOptimizer, Trials, room_for, take_turns
-from backbeat.runtime.parallel.untouched import free, untouched
+from backbeat.runtime.parallel.untouched import copy_of, free, untouched
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -230,7 +229,7 @@ class Search:
             model=type(self.model).__name__,
             workers=1,
             communicators=1,
-            buckets=({"gradients": names, "communicator": 0},),  # type: ignore[arg-type]
+            buckets=(Bucket(gradients=names, communicator=0),),
         )
         self._say("stock DDP: there is one rank, and nothing to send", last=True)
         return Taken(plan=with_note(one, {"ranks": 1}), words="", dropped={})
@@ -269,7 +268,7 @@ class Search:
 
     def _measured(self) -> Profile:
         try:
-            return self._measured_of(copy.deepcopy(self.model), keep=False)
+            return self._measured_of(copy_of(self.model), keep=False)
         except Exception as error:
             if not isinstance(error, OutOfMemoryError) and not is_out_of_memory(error):
                 raise

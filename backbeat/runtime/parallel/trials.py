@@ -5,7 +5,6 @@ One candidate lives at a time, on process groups of its own. One that fails on a
 
 from __future__ import annotations
 
-import copy
 import os
 import time
 from collections.abc import Callable
@@ -25,7 +24,7 @@ from backbeat.measure.model.optimizers import make_optimizer
 from backbeat.measure.model.precision import scaler_for
 from backbeat.measure.model.training_step import Loss, Training, where_raised
 from backbeat.runtime.parallel.apply_plan import apply_plan
-from backbeat.runtime.parallel.untouched import free
+from backbeat.runtime.parallel.untouched import copy_of, free
 from backbeat.runtime.reduce.wrapper import DistributedDataParallel
 from backbeat.units import format_bytes
 
@@ -147,7 +146,7 @@ def try_plan(
     copied: Any = None
     error: str | None = None
     try:
-        copied = copy.deepcopy(model)
+        copied = copy_of(model)
     except Exception as raised:
         error = where_raised(raised)
     found = together.failure(error)

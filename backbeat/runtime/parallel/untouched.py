@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 import random
 from typing import TYPE_CHECKING
@@ -12,6 +13,8 @@ import torch
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from torch import nn
 
 
 @contextlib.contextmanager
@@ -26,6 +29,13 @@ def untouched(device: torch.device) -> Iterator[None]:
         random.setstate(python)
         np.random.set_state(numpy)
         free(device)
+
+
+def copy_of(model: nn.Module) -> nn.Module:
+    """A copy to train, without gradients."""
+    made = copy.deepcopy(model)
+    made.zero_grad(set_to_none=True)
+    return made
 
 
 def free(device: torch.device) -> None:

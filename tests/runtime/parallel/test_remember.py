@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from test_candidates import candidate
 
@@ -62,9 +63,6 @@ def test_a_file_that_cannot_be_written_is_no_error(tmp_path: Path, caplog: pytes
 
 
 def test_stock_ddp_is_what_parallelize_found() -> None:
-    plan = candidate("stock").plan
-    import msgspec
-
-    plan = msgspec.structs.replace(plan, strategy="ddp")
+    plan = msgspec.structs.replace(candidate("stock").plan, strategy="ddp")
     assert not is_stock(plan)
     assert is_stock(with_note(plan, NOW))
