@@ -55,7 +55,7 @@ def searched(ctx: Context, model: nn.Module, loss: Any = loss_of, **options: Any
     """Every kind is tried, whatever is predicted."""
     chosen = {"path": "", "memory_bytes": None, "compression": False, "network": slow(ctx), "budget_s": 20.0}
     with mock.patch.object(prepare, "worth_trying", list):
-        return prepare.Search(model, example(ctx, loss), **{**chosen, **options}).run()
+        return prepare.ParallelSearch(model, example(ctx, loss), **{**chosen, **options}).run()
 
 
 def example(ctx: Context, loss: Any = loss_of) -> ExampleStep:

@@ -106,7 +106,7 @@ def parallelize(
     step = ExampleStep(
         batch=to_device(batch, device), loss=loss, optimizer=optimizer, precision=precision or _now(), device=device
     )
-    search = Search(
+    search = ParallelSearch(
         model,
         step,
         path=path,
@@ -156,7 +156,7 @@ def _now() -> str:
     return "tf32" if torch.cuda.is_available() and torch.backends.cuda.matmul.allow_tf32 else "fp32"
 
 
-class Search:
+class ParallelSearch:
     """One search for the fastest way to train a model. Every rank makes the same calls."""
 
     def __init__(
