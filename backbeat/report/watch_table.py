@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 COLUMNS = 80
-_HEADING = "     step   iteration   predicted     exposed   predicted  overlap  straggler"
+_HEADING = "     step  iteration  predicted    exposed  predicted  overlap  straggler"
 _decoder = msgspec.json.Decoder(StepSample)
 
 
@@ -49,7 +49,8 @@ def watch_table(samples: Sequence[StepSample], rows: int = 12, alerts: int = 6) 
 
 
 def _row(sample: StepSample) -> str:
-    straggler = f"rank {sample.straggler} {sample.behind * 100:+.0f} %" if len(sample.own_s) > 1 else "one rank"
+    behind = f"{sample.behind * 100:+.0f} %" if sample.behind < 10 else f"×{sample.behind + 1:.0f}"
+    straggler = f"rank {sample.straggler} {behind}" if len(sample.own_s) > 1 else "one rank"
     return (
         f"{sample.step:9d}  {_time(sample.iteration_s)}  {_time(sample.predicted_iteration_s)}  "
         f"{_time(sample.exposed_s)}  {_time(sample.predicted_exposed_s)}  {sample.overlap * 100:5.0f} %  {straggler}"
@@ -57,4 +58,4 @@ def _row(sample: StepSample) -> str:
 
 
 def _time(seconds: float | None) -> str:
-    return f"{'–' if seconds is None else format_seconds(seconds):>10s}"
+    return f"{'–' if seconds is None else format_seconds(seconds):>9s}"

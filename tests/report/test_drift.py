@@ -115,7 +115,7 @@ def test_the_table_fits_a_terminal_and_reads_its_own_log(tmp_path: Path) -> None
     ]
     text = watch_table([msgspec.structs.replace(one, step=one.step * 10**5) for one in samples])
     assert max(map(len, text.splitlines())) <= 80
-    assert "rank 5 +" in text
+    assert "rank 5 ×12" in text
     assert "3 earlier alerts" in text
     log = tmp_path / "watch.jsonl"
     log.write_bytes(b"\n".join(map(msgspec.json.encode, samples)) + b'\n{"step": 12')

@@ -41,8 +41,8 @@ from rank import loss_of, make_model, make_optimizer  # noqa: E402
 from backbeat.model import Bucket, Plan  # noqa: E402
 from backbeat.model.files import encode  # noqa: E402
 
-ANSWER_S = 4.0
-"""How long the runtime waits for other ranks' answers before it says who is missing."""
+ANSWER_S = 8.0
+"""How long the runtime waits at most for other ranks' answers before it says who is missing."""
 SETTLE_STEPS = 15
 """Steps between the end of one fault and the next."""
 AHEAD_STEPS = 60
@@ -438,7 +438,7 @@ def _try(job: Job, tools: Faults, fault: str) -> dict[str, Any]:
 
 def _names(rank: int, words: str) -> bool:
     """Whether an error says which rank is gone. Rank 0 keeps the store that the others ask."""
-    if rank == 0 and "the rank that keeps it is gone" in words:
+    if rank == 0 and "the rank that keeps it" in words:
         return True
     return bool(re.search(rf"\branks? (\d+, )*{rank}\b", words)) and "not answer" in words
 
