@@ -34,6 +34,8 @@ BATCH = 12
 WIDTH = 48
 SAVE_EVERY = 10
 TELL_EVERY = 10
+SLOW_S, SLOW_STEPS = 0.2, 30
+"""What a rank that is slowed down waits in each step, and for how many."""
 STILL_S = 1.0
 """A process that nothing ran in for this long says that it stood still."""
 
@@ -112,7 +114,7 @@ class Rank:
         self.leaving = True
 
     def slowed_down(self, *_: object) -> None:
-        self.slow_s, self.slow_until = 4 * self.step_s, self.step + 40
+        self.slow_s, self.slow_until = SLOW_S, self.step + SLOW_STEPS
 
     def run(self) -> int:
         rank, ranks = dist.get_rank(), dist.get_world_size()

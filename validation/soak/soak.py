@@ -169,9 +169,14 @@ class Job:
 
     def remove(self, agent: int) -> None:
         """The machine is gone: its torchrun and its rank, at once."""
+        self._kill(agent)
+        del self.agents[agent]
+
+    def _kill(self, agent: int) -> None:
         self.agents[agent].kill()
-        self.signal(agent, signal.SIGKILL)
-        self.agents.pop(agent).wait()
+        if agent in self.ranks:
+            self.signal(agent, signal.SIGKILL)
+        self.agents[agent].wait()
 
     def end(self) -> None:
         """Let the ranks end after the same step."""
@@ -181,12 +186,14 @@ class Job:
         self.until(lambda: all(one.poll() is not None for one in self.agents.values()), "the end of the job")
 
     def close(self) -> None:
+        """End what still runs: torchruns end their ranks where they can."""
+        for process in self.agents.values():
+            process.terminate()
         for agent, process in self.agents.items():
-            if process.poll() is None:
-                process.kill()
-                if agent in self.ranks:
-                    self.signal(agent, signal.SIGKILL)
-                process.wait()
+            try:
+                process.wait(timeout=20)
+            except subprocess.TimeoutExpired:
+                self._kill(agent)
 
 
 class Faults:
@@ -234,7 +241,7 @@ class Faults:
             self._job.signal(agent, signal.SIGCONT)
 
     def delay(self) -> tuple[int, list[str]]:
-        """A rank takes five times as long for 40 steps."""
+        """A rank takes many times as long for some steps."""
         agent, rank = self._victim()
         self._job.signal(agent, signal.SIGUSR1)
         return rank, self._named("slow")
@@ -390,6 +397,8 @@ def soak(options: argparse.Namespace) -> int:
         deck: list[str] = []
         while time.monotonic() - begin < options.minutes * 60 and len(faults) < options.faults:
             if not deck:
+                # Undisturbed: memory that grows shows here.
+                job.train(options.rest)
                 deck = [one for fault in chance.sample(options.kinds, len(options.kinds)) for one in _with_grow(fault)]
             job.train(SETTLE_STEPS)
             faults.append(_try(job, tools, deck.pop(0)))
@@ -457,6 +466,7 @@ def main() -> int:
     parser.add_argument("--faults", type=int, default=10**9, help="Stop after so many.")
     parser.add_argument("--kinds", type=lambda text: text.split(","), default=list(ALL), help=f"Of {', '.join(ALL)}.")
     parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--rest", type=int, default=500, help="Steps without faults before each turn of the deck.")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--timeout", type=float, default=12, help="The process group's, in seconds.")
     parser.add_argument("--step-ms", type=float, default=15, help="Computing that a step stands for.")
