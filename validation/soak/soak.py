@@ -43,6 +43,8 @@ from backbeat.model.files import encode  # noqa: E402
 
 ANSWER_S = 8.0
 """How long the runtime waits at most for other ranks' answers before it says who is missing."""
+GRACE_S = 20.0
+"""What a loaded machine may take longer."""
 SETTLE_STEPS = 15
 """Steps between the end of one fault and the next."""
 AHEAD_STEPS = 60
@@ -208,14 +210,18 @@ class Faults:
         self._job.say(f"… rank {rank}")
         return agent, rank
 
-    def _named(self, *kinds: str, limit_s: float | None = None) -> list[str]:
+    def _named(self, *kinds: str, begin: str = "", limit_s: float | None = None) -> list[str]:
         job = self._job
-        job.until(lambda: bool(job.said(*kinds)), f"words of kind {' or '.join(kinds)}", limit_s)
-        return job.said(*kinds)
+
+        def found() -> list[str]:
+            return [text for text in job.said(*kinds) if text.startswith(begin)]
+
+        job.until(lambda: bool(found()), f"words of kind {' or '.join(kinds)}", limit_s)
+        return found()
 
     def _lost(self) -> list[str]:
         """The others' words on a rank that is gone: after the timeout at the latest, and the time to ask around."""
-        return self._named(*LOST, limit_s=self._job.timeout_s + ANSWER_S + self._job.patience_s / 4)
+        return self._named(*LOST, limit_s=self._job.timeout_s + ANSWER_S + GRACE_S)
 
     def kill(self) -> tuple[int, list[str]]:
         """A rank dies at some moment of a step."""
@@ -229,7 +235,7 @@ class Faults:
         self._job.signal(agent, signal.SIGSTOP)
         self._job.listen(self._chance.uniform(1.5, self._job.timeout_s / 3))
         self._job.signal(agent, signal.SIGCONT)
-        return rank, self._named("still")
+        return rank, self._named("still", begin=f"rank {rank} ")
 
     def hang(self) -> tuple[int, list[str]]:
         """A rank stands still for longer than the timeout: the others give it up."""
@@ -244,7 +250,7 @@ class Faults:
         """A rank takes many times as long for some steps."""
         agent, rank = self._victim()
         self._job.signal(agent, signal.SIGUSR1)
-        return rank, self._named("slow")
+        return rank, self._named("slow", begin=f"rank {rank} ")
 
     def plan(self) -> tuple[int, list[str]]:
         """The plan file is damaged, and a rank dies: the next start finds it."""
