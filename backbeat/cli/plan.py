@@ -50,7 +50,8 @@ def plan(
     ] = None,
     budget: Annotated[str | None, typer.Option(help="Stop improving after this long, like 2s (best only).")] = None,
     memory: Annotated[
-        str | None, typer.Option(help="Device memory an iteration may take, like 6GB: keep, recompute or offload.")
+        str | None,
+        typer.Option(help="Device memory an iteration may take, like 6GB: keep, recompute, offload or shard."),
     ] = None,
     reserve: Annotated[
         str | None,
@@ -67,6 +68,9 @@ def plan(
         typer.Option(help="Where residuals of compressed buckets live: device or host. Default: device if it fits."),
     ] = None,
     reduce_dtype: ReduceOption = None,
+    torch: Annotated[
+        str | None, typer.Option(help="What a sharded plan will run on, like 2.13. Default: what torch 2.6 has.")
+    ] = None,
     across: AcrossOption = None,
     nics_per_node: LinksOption = 1,
     max_batch: Annotated[
@@ -82,6 +86,7 @@ def plan(
     from backbeat.cli.common import load_network, size
     from backbeat.errors import InputError
     from backbeat.model import Profile
+    from backbeat.planners import SHARDED
     from backbeat.units import parse_duration
 
     memory_bytes = size("--memory", memory) if memory is not None else None
@@ -116,11 +121,14 @@ def plan(
             memory_bytes=memory_bytes,
             reserve=left,
             residuals=where,
+            torch_version=torch,
         )
 
     if max_batch:
         if memory_bytes is None:
             raise InputError("--max-batch needs --memory: say how much of the device an iteration may take, like 80GB")
+        if chosen.partition(":")[0] in SHARDED:
+            raise InputError(f"--max-batch knows nothing of sharding: leave it out, or {chosen}")
         if output is not None:
             raise InputError("--max-batch compares batch sizes and writes no plan: leave --output out")
         _show_growth(one, other_batch, cluster, memory_bytes, left, make, json)
@@ -159,6 +167,7 @@ def _show(
     from backbeat.cli.common import console, print_json, prose, say
     from backbeat.cli.predict_output import doubts
     from backbeat.report.device_memory import device_fit
+    from backbeat.report.sharding_answer import indented, lines_to_write
     from backbeat.report.tables import describe, over_bound, plan_table, scaling_range
     from backbeat.units import format_seconds
 
@@ -174,11 +183,13 @@ def _show(
     out = console()
     prose(out, describe(one, cluster, reduce_dtype=reduce_dtype, accumulation=accumulation))
     out.print()
-    if result.workers > 1:
-        out.print(plan_table(made, result))
-    else:
+    if result.workers == 1:
         out.print("One worker sends nothing: the plan's buckets never leave.")
-    if made.memory is not None and one.blocks:
+    elif made.sharding is not None:
+        _show_sharding(out, one, made, result, accumulation)
+    else:
+        out.print(plan_table(made, result))
+    if made.memory is not None and one.blocks and made.sharding is None:
         _show_memory(out, sent, cluster, made, result, accumulation)
     edges = scaling_range(result)
     prose(
@@ -194,8 +205,38 @@ def _show(
     fit = device_fit(sent, made, cluster.workers)
     if fit is not None:
         prose(out, f"Memory: {fit}.")
-    for line in (*(f"* {note}" for note in made.notes), *doubts(result, cluster, one)):
+    for line in dict.fromkeys([*(f"* {note}" for note in made.notes), *doubts(result, cluster, one)]):
         prose(out, line)
+    if made.sharding is not None:
+        out.print()
+        prose(out, f"In the training script:\n{indented(lines_to_write(str(output or 'plan.json')))}")
+
+
+def _show_sharding(out: Console, one: Profile, made: Plan, result: Prediction, accumulation: int | None) -> None:
+    from backbeat.cli.common import prose
+    from backbeat.report.sharding_tables import memory_table, units_table
+    from backbeat.simulate.sharded_memory import sharded_memory
+    from backbeat.units import format_bytes
+
+    sharding = made.sharding
+    assert sharding is not None
+    out.print(units_table(one, made))
+    held = sharded_memory(one, made, micro_batches=accumulation or one.accumulation)
+    if held is not None:
+        out.print(memory_table(held))
+    out.print()
+    again = [segment.blocks[0] for segment in made.memory.segments] if made.memory else []
+    knobs = [
+        f"parameters travel in {sharding.param_dtype}, gradients in {sharding.reduce_dtype}",
+        *([f"recomputed: {', '.join(again[:3])}{f' and {len(again) - 3} more' * (len(again) > 3)}"] if again else []),
+        *([f"{sharding.reduce_scatter_buffers} reduce-scatter inputs"] if sharding.reduce_scatter_buffers > 1 else []),
+        *(["reduce-scatters on their own communicator"] if sharding.separate_reduce_scatter else []),
+        *(["gradients are reduced with the last micro-batch"] if sharding.gradient_sync == "last" else []),
+    ]
+    line = "; ".join(knobs)
+    prose(out, f"{line[:1].upper()}{line[1:]}.")
+    if held is not None and made.memory is not None and made.memory.budget_bytes is not None:
+        prose(out, f"Budget: {format_bytes(held.peak_bytes)} of {format_bytes(made.memory.budget_bytes)}.")
 
 
 def _show_memory(

@@ -63,8 +63,9 @@ def predict(
     json: JsonOption = False,
 ) -> None:
     """Predict how the job scales, what limits it and what it costs, and say what to do."""
-    from backbeat.cli.common import console, load_network, print_json, size, split
+    from backbeat.cli.common import console, load_network, plan_options, print_json, size, split
     from backbeat.cli.predict_output import Asked, content, show
+    from backbeat.cli.predict_sharded import is_sharded, sharded_strategies, sharding_answer, show_sharded, with_peaks
     from backbeat.model import Plan, Profile
     from backbeat.model.reduction import reduction_named
     from backbeat.planners import BUCKETED
@@ -81,6 +82,11 @@ def predict(
         names = [] if files else list(DEFAULT_STRATEGIES)
     elif not names:
         names = [] if files else [PLANNED]
+    offered: list[str] = []
+    if not named and not files and not frameworks and global_batch is None:
+        # With a job that DDP cannot hold, sharding is compared in place of buckets.
+        offered = sharded_strategies(one, cluster, counts)
+        names = [*(names if every or not offered else ()), *offered]
     if bucket is not None and named and BUCKETED.isdisjoint(names):
         raise InputError(f"--bucket is for ddp and horovod, not {', '.join(names)}: name one of them, or leave it out")
     if not every and not frameworks and STOCK not in names:
@@ -97,7 +103,10 @@ def predict(
         epoch_samples=epoch_samples,
         samples=samples,
         frameworks=tuple(one.name for one in frameworks),
-        plan_words=_plan_words(profile, network, across, nics_per_node, reduce_dtype, accumulation),
+        plan_words=(
+            *("backbeat", "plan", profile, network, *plan_options(across, nics_per_node, reduce_dtype)),
+            *(("--accumulation", str(accumulation)) if accumulation else ()),
+        ),
         plan_files={made.strategy: file for made, file in zip(plans, files, strict=True)},
     )
     if plot is not None:
@@ -107,35 +116,34 @@ def predict(
     other = Profile.load(other_batch) if other_batch and global_batch is not None else None
     # Refused before anything is planned: the largest number of workers is where a network ends.
     clusters = {count: cluster.at(workers=count) for count in counts}
-    rows = []
+    rows: list[Prediction] = []
     for count, there in clusters.items():
         here = one
         if global_batch is not None:
             here = strong_scaling(one, global_batch, count, accumulation=accumulation, other=other)
-        for schedule in schedules:
-            row = _predict(here, there, schedule, asked)
+        for schedule in list(schedules):
+            try:
+                row = _predict(here, there, schedule, asked)
+            except InputError:
+                if schedule not in offered:
+                    raise
+                # Nothing of it fits the device, and nobody asked for it.
+                schedules.remove(schedule)
+                rows = [row for row in rows if row.strategy != schedule]
+                continue
             rows.append(row if here is one else _at_another_batch(row, here.notes[-1]))
     if plot is not None:
         _plot(rows, plot, one, cluster)
+    sharded = any(map(is_sharded, schedules))
     if json:
-        print_json(content(one, cluster, rows, asked, schedules))
-        return
-    show(console(), one, cluster, rows, schedules, asked, wide=wide)
-
-
-def _plan_words(
-    profile: str,
-    network: str,
-    across: str | None,
-    links: int,
-    reduce_dtype: str | None,
-    accumulation: int | None,
-) -> tuple[str, ...]:
-    joined = ("--across", across) if across else ()
-    wide = ("--nics-per-node", str(links)) if links > 1 else ()
-    sent = ("--reduce-dtype", reduce_dtype) if reduce_dtype else ()
-    gathered = ("--accumulation", str(accumulation)) if accumulation else ()
-    return ("backbeat", "plan", profile, network, *joined, *wide, *sent, *gathered)
+        data = content(one, cluster, rows, asked, schedules)
+        if sharded:
+            data["headline"] = sharding_answer(one, with_peaks(one, rows, schedules, asked)).headline()
+        print_json(data)
+    elif sharded and not wide and not frameworks:
+        show_sharded(console(), one, cluster, rows, schedules, asked)
+    else:
+        show(console(), one, cluster, rows, schedules, asked, wide=wide)
 
 
 def _named_apart(plans: list[Plan], files: list[str], names: list[str]) -> list[Plan]:

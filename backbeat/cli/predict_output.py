@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from backbeat.api import predict as predict_sent
 from backbeat.cli.common import prose
-from backbeat.model import Plan, Reduction, Source
+from backbeat.model import Plan, Reduction
 from backbeat.report import tables
-from backbeat.report.answer import decision, frontier, judged, stock_name
+from backbeat.report.answer import decision, frontier, judged, stock_name, unmeasured
 from backbeat.report.device_memory import device_fit
 from backbeat.report.limits import knee_sentence, limit
 from backbeat.report.running_cost import costs, format_money, per_billion, tokens_per_s, unit, units_line, utilisation
-from backbeat.report.study import STOCK
+from backbeat.report.study import PLANNED, STOCK
 from backbeat.simulate.sweep import knee
 from backbeat.units import format_bytes
 
@@ -65,7 +65,7 @@ def content(
     schedules: Sequence[Schedule],
 ) -> dict[str, Any]:
     """The answer as data."""
-    fits = _fits(profile, asked, schedules, rows)
+    fits = fits_of(profile, asked, schedules, rows)
     data = []
     for row in rows:
         share = utilisation(row, profile)
@@ -90,11 +90,12 @@ def content(
         "samples": asked.samples,
         "rows": data,
         "headline": headline,
+        "not_measured": unmeasured(profile, network),
         "knee": {name: knee(curve) for name, curve in curves.items()},
     }
 
 
-def _command(profile: Profile, asked: Asked, chosen: Prediction) -> str:
+def command_for(profile: Profile, asked: Asked, chosen: Prediction) -> str:
     """What makes or runs the plan that was predicted; nothing does for what a framework does."""
     if chosen.strategy in asked.frameworks:
         return ""
@@ -122,12 +123,12 @@ def show(
     """The answer in 80 columns, which ends in a decision. With `wide`, or where strategies beside each other take more
     columns, each has a row of its own with every figure."""
     curves = curves_of(rows)
-    fits = _fits(profile, asked, schedules, rows)
+    fits = fits_of(profile, asked, schedules, rows)
     too_big = _too_big(fits, curves)
     best = frontier({name: curve for name, curve in curves.items() if name not in too_big})[-1]
     fit = fits.get(best.strategy)
     stock = asked.baseline
-    prose(out, _title(profile, network, asked))
+    prose(out, title_of(profile, network, asked))
     out.print()
     prose(out, judged(curves, fit, stock=stock, too_big=too_big)[1])
     out.print()
@@ -148,54 +149,54 @@ def show(
     chosen = f" with {best.strategy}" if wide and len(curves) > 1 else ""
     prose(out, f"At {best.workers} GPU{'s' if best.workers > 1 else ''}{chosen}: {figures}.")
     if best.workers > 1:
-        prose(out, f"Limit: {limit(best, _sent(profile, asked), reduce_dtype=asked.reduce_dtype)}")
+        prose(out, f"Limit: {limit(best, sent_by(profile, asked), reduce_dtype=asked.reduce_dtype)}")
     if wide:
         prose(out, knee_sentence(curves[best.strategy]))
     if fit is not None and fit.fits:
         prose(out, f"Memory: {fit}.")
     for name in sorted(too_big):
-        prose(out, f"Too big: {stock_name(name)}, {format_bytes(fits[name].peak_bytes)}.")
+        prose(
+            out,
+            f"Too big: {'the plan' if name == PLANNED else stock_name(name)}, {format_bytes(fits[name].peak_bytes)}.",
+        )
     for line in _peaks(rows, schedules):
         prose(out, line)
     for line in doubts(best, network, profile, every=wide):
         prose(out, line)
     out.print()
     halved = _halved(profile, network, best, asked)
-    command = partial(_command, profile, asked)
+    command = partial(command_for, profile, asked)
     prose(out, decision(curves, fit, command, halved=halved, stock=stock, too_big=too_big))
 
 
 def doubts(best: Prediction, network: Network, profile: Profile, *, every: bool = False) -> list[str]:
-    """What is not measured, in three lines; or `every` note, those of a calibration too, which were shown when it was
+    """What is not measured, in four lines; or `every` note, those of a calibration too, which were shown when it was
     made."""
-    lines = []
-    if isinstance(network.source, Source) and network.source.method in ("assumed", "published"):
-        method = "from a publication" if network.source.method == "published" else "assumed"
-        lines.append(f"* the network {network.name} is {method}, not measured")
-    if profile.source is None:
-        lines.append(f"* the profile {profile.name} does not say where its figures come from")
+    lines = [f"* {line}" for line in unmeasured(profile, network)]
     about = f"network {network.name}: "
     lines += [
         f"* {note.removeprefix(about)}"
         for note in dict.fromkeys(best.notes)
         if every or not note.startswith(about) or "joined by" in note
     ]
-    return lines if every or len(lines) <= 3 else [*lines[:2], f"* and {len(lines) - 2} more: --wide shows them"]
+    return lines if every or len(lines) <= 4 else [*lines[:3], f"* and {len(lines) - 3} more: --wide shows them"]
 
 
-def _title(profile: Profile, network: Network, asked: Asked) -> str:
+def title_of(profile: Profile, network: Network, asked: Asked) -> str:
     sized = "" if asked.bucket_bytes is None else f"; DDP with buckets of {format_bytes(asked.bucket_bytes)}"
     described = tables.describe(
         profile,
         network,
         accumulation=asked.accumulation,
-        reduce_dtype=asked.reduce_dtype,
+        reduce_dtype=None if asked.frameworks else asked.reduce_dtype,
         global_batch=asked.global_batch,
     )
-    return described + sized
+    differ = asked.frameworks and asked.reduce_dtype is not None
+    both = f"; plans send {asked.reduce_dtype}, a framework its own dtype" if differ else ""
+    return described + sized + both
 
 
-def _fits(
+def fits_of(
     profile: Profile, asked: Asked, schedules: Sequence[Schedule], rows: Sequence[Prediction]
 ) -> dict[str, DeviceFit]:
     """By row, whether it fits the device on the most workers: with everything kept, unless a plan says what is. At
@@ -209,7 +210,7 @@ def _fits(
             # It may hold its share of the optimizer's state alone, or a second buffer of gradients.
             fit = device_fit(schedule.on_device(profile, top))
         else:
-            fit = device_fit(_sent(profile, asked), schedule if isinstance(schedule, Plan) else None)
+            fit = device_fit(sent_by(profile, asked), schedule if isinstance(schedule, Plan) else None)
         if fit is not None:
             known = row.peak_bytes if isinstance(schedule, str) else None
             found[row.strategy] = fit if known is None else replace(fit, peak_bytes=known)
@@ -222,7 +223,7 @@ def _too_big(fits: Mapping[str, DeviceFit], curves: Mapping[str, object]) -> Set
     return found if not found >= set(curves) else set()
 
 
-def _sent(profile: Profile, asked: Asked) -> Profile:
+def sent_by(profile: Profile, asked: Asked) -> Profile:
     return profile if asked.reduce_dtype is None else profile.with_reduce_dtype(asked.reduce_dtype)
 
 

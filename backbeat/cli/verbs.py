@@ -22,6 +22,7 @@ VERBS = {
     "demo": Verb("demo", "demo", "The whole story on bundled data."),
     "predict": Verb("predict", "predict", "Predict how a job scales."),
     "plan": Verb("plan", "plan", "Choose which gradients travel together, and save it."),
+    "layout": Verb("layout", "layout", "Rank layouts: tensor, pipeline, context, expert and data parallelism."),
     "report": Verb("report", "report", "The whole answer with figures, as one HTML file."),
     "trace": Verb("trace", "trace", "One iteration for Perfetto, predicted and measured."),
     "serve": Verb("serve", "serve", "A local page to try what-ifs on."),

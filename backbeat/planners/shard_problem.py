@@ -7,6 +7,7 @@ part with as many elements of its own has its own weight. What else there is bel
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -72,7 +73,7 @@ class ShardProblem:
     def __init__(self, profile: Profile, network: Network, options: StrategyOptions) -> None:
         self.profile, self.network = profile, network
         self.micro_batches = options.accumulation or profile.accumulation
-        self.slowdown = slowdown_of(profile, network).factor
+        self.slowdown = slowdown_of(profile, network, sharded=True).factor
         self.pieces = ModelPieces.of(profile)
         self.usual = fsdp(profile, network, options).sharding
         self.stock = [unit.modules[0] for unit in self.usual.units]
@@ -90,15 +91,14 @@ class ShardProblem:
 
     @cached_property
     def recomputable(self) -> list[str]:
-        """Blocks with something to gain by it, those that free most for their time first, earlier ones first."""
-        units = set(self.names)
-        blocks = [
-            (-(block.saved_bytes / block.forward_s if block.forward_s else float("inf")), place, block.name)
-            for place, block in enumerate(self.profile.blocks)
-            if block.saved_bytes > 0 and not block.changes_input and block.name in units
-        ]
-        # Blocks that differ by noise alone count as alike.
-        return [name for _, _, name in sorted((float(f"{gain:.2g}"), place, name) for gain, place, name in blocks)]
+        """Blocks that save something, those that free most for their time first, of like ones the earliest."""
+        units, found = set(self.names), []
+        for place, block in enumerate(self.profile.blocks):
+            if block.saved_bytes > 0 and not block.changes_input and block.name in units:
+                per_second = block.saved_bytes / max(block.forward_s, 1e-9)
+                # Times differ by noise: within a quarter they count as alike.
+                found.append((-round(math.log(per_second, 1.25)), place, block.name))
+        return [name for _, _, name in sorted(found)]
 
     def sharding(self, choice: ShardChoice) -> Sharding:
         return msgspec.structs.replace(

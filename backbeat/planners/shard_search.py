@@ -30,6 +30,8 @@ _MESHES = 3
 """How many meshes are looked into, by what the units of `fsdp` take on them."""
 _IMPROVED = 2
 """How many of the fastest are improved."""
+_MANY = 200
+"""Above so many atoms, where every simulation takes long, fewer lengths and meshes are tried."""
 _IMPROVEMENTS = 1500
 """Units simulated to improve one of them by moving boundaries."""
 _PREFETCH = (2, 3)
@@ -46,7 +48,10 @@ class ShardSearch:
         self.stock = ShardChoice(ends=tuple(range(1, len(problem.stock) + 1)), shard=self.workers)
         count = len(problem.names)
         self.labels = next((labels for most, labels in _LABELS if count <= most), _FEWEST_LABELS)
-        self.lengths = [length for length in _LENGTHS if length < count] + [count] * (count <= _LENGTHS[-1])
+        many = count > _MANY
+        self.lengths = [length for length in _LENGTHS[2 if many else 0 :: 2 if many else 1] if length < count]
+        self.lengths += [count] * (count <= _LENGTHS[-1])
+        self.meshes, self.improved = (1, 1) if many else (_MESHES, _IMPROVED)
         self._units: dict[tuple[object, ...], list[Ends]] = {}
 
     def run(self) -> list[Scored]:
@@ -120,11 +125,8 @@ class ShardSearch:
         if not self.problem.names:
             return
         keeping = (True,) if self.whole else (False, True)
-        usual = {
-            shard: min(self.problem.seconds(self._choice(self.stock.ends, shard, keep)) for keep in keeping)
-            for shard in self.shards()
-        }
-        likely = sorted(usual, key=lambda shard: (usual[shard], -shard))[:_MESHES]
+        usual = {shard: self.problem.seconds(replace(self.stock, shard=shard)) for shard in self.shards()}
+        likely = sorted(usual, key=lambda shard: (usual[shard], -shard))[: self.meshes]
         for shard, keep in product(dict.fromkeys([self.workers, *likely]), keeping):
             for how in self._ways(keep):
                 base = self._choice(tuple(range(1, len(self.problem.names) + 1)), shard, keep, how)
@@ -185,7 +187,7 @@ class ShardSearch:
 
     def _fastest(self, found: list[Scored]) -> list[Scored]:
         unique = {one.choice: one for one in found}.values()
-        return sorted(unique, key=lambda one: (float(f"{one.seconds:.9g}"), self.changes(one)))[:_IMPROVED]
+        return sorted(unique, key=lambda one: (float(f"{one.seconds:.9g}"), self.changes(one)))[: self.improved]
 
     def _improved(self, one: Scored) -> Scored:
         """Boundaries moved, dropped and added, as long as that gains."""

@@ -200,7 +200,7 @@ class _Programme:
             return None
         counts = [len(cuts[begin].rows) for begin in begins]
         rows = np.concatenate([cuts[begin].rows for begin in begins])
-        parents = np.concatenate([np.arange(count) for count in counts])
+        parents = np.arange(len(rows)) - np.repeat(np.cumsum([0, *counts[:-1]]), counts)
         repeated = np.repeat(begins, counts)
         unit = self._unit(begins, end)
         spread = _Unit(*(np.repeat(getattr(unit, name), counts) for name in _Unit.__slots__))

@@ -39,6 +39,24 @@ def scaling_range(prediction: Prediction, digits: int = 0) -> str:
     return f"{low}–{high}%" if low != high else ""
 
 
+def work_range(prediction: Prediction) -> tuple[str, str]:
+    """How many GPUs' work it does, on a busy cluster and on a quiet one; the same twice without a band."""
+    band, single = prediction.network_band, prediction.scaling_factor
+    shares = (single, single) if band is None else (band.busy_scaling_factor, band.quiet_scaling_factor)
+    low, high = (format_number(prediction.workers * share) for share in shares)
+    return low, high
+
+
+def format_number(value: float) -> str:
+    """
+    >>> format_number(1234.5), format_number(12.34), format_number(1.234)
+    ('1,234', '12.3', '1.23')
+    """
+    if value >= 99.5:
+        return f"{value:,.0f}"
+    return f"{value:.1f}" if value >= 9.95 else f"{value:.2f}"
+
+
 def row(prediction: Prediction, samples: int) -> dict[str, Any]:
     """One prediction as data: what the table shows, without the timeline."""
     fields: dict[str, Any] = msgspec.to_builtins(prediction)
@@ -80,7 +98,7 @@ _Alike = dict[int, list[tuple[list[str], list[Prediction]]]]
 
 def _scaling_table(predictions: Sequence[Prediction], rows: _Alike, headings: Sequence[str], first: int) -> Table:
     """The columns under these headings, whose cells stand from `first` on."""
-    table = _plain()
+    table = plain_table()
     for heading in ("GPUs", "strategy", *headings):
         left = heading in ("strategy", "limited by")
         table.add_column(heading, justify="left" if left else "right", no_wrap=heading != "strategy", overflow="fold")
@@ -143,6 +161,7 @@ def _cells(prediction: Prediction, samples: int, banded: bool, ranged: bool) -> 
 
 _NO_GAIN = 5e-4
 """Less than this is printed as no gain."""
+_SCREEN = 80
 _LONG_NAME = 10
 """Headings above this many letters are broken."""
 
@@ -163,7 +182,7 @@ def answer_table(
     """
     others = [label for label in curves if label != stock]
     compared = stock not in too_big and not too_big >= set(others)
-    table = _plain()
+    table = plain_table()
     names = ["planned"] if others == ["best"] else [_broken(printable(label)) for label in others]
     best = fastest([point for label, curve in curves.items() for point in curve if label not in too_big])
     ranged = any(map(scaling_range, best.values()))
@@ -205,7 +224,7 @@ def plan_table(plan: Plan, result: Prediction) -> Table:
     title = f"{count} bucket{'' if count == 1 else 's'} in launch order"
     if plan.sharding is not None:
         title = f"{len(spans)} collectives of {len(plan.sharding.units)} units and the root, in launch order"
-    table = _plain(title)
+    table = plain_table(title)
     several = plan.communicators > 1
     for heading in ("bucket", *(["communicator"] if several else []), "gradients", "bytes", "starts", "ends"):
         table.add_column(heading, justify="left" if heading == "gradients" else "right")
@@ -224,7 +243,7 @@ def plan_table(plan: Plan, result: Prediction) -> Table:
 def network_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     """What an all-reduce does at each number of GPUs."""
     ranged = any(row["busy_bus_bytes_per_s"] < row["quiet_bus_bytes_per_s"] for row in rows)
-    table = _plain("all-reduce, bus bandwidth of 256 MiB")
+    table = plain_table("all-reduce of 256 MiB")
     for heading in ("GPUs", "nodes", "latency", "bus GB/s", *(["busy–quiet"] if ranged else [])):
         table.add_column(heading, justify="right")
     for row in rows:
@@ -243,19 +262,20 @@ def bus_rates(row: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def zoo_table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    table = _plain(title)
+    table = plain_table(title)
     for heading in headings:
         right = heading in ("tokens", "a node", "GB/s", "busy–quiet")
         # The name is what one copies.
         table.add_column(heading, justify="right" if right else "left", no_wrap=heading == headings[0])
     for row in rows:
         table.add_row(*map(printable, row))
+    table.width = min(natural_width(table), _SCREEN)
     return table
 
 
 def describe(
     profile: Profile,
-    network: Network,
+    network: Network | None = None,
     *,
     accumulation: int | None = None,
     reduce_dtype: str | None = None,
@@ -276,11 +296,12 @@ def describe(
         batch += f", {micro_batches} micro-batches a step" if micro_batches > 1 else ""
         kind, alone = "(strong scaling)", ": "
     sent = f" sent as {reduce_dtype}" if reduce_dtype is not None else ""
-    return (
-        f"{profile.model}, {batch} {kind}, {profile.precision} on {device} ({profile.origin}){alone}"
-        f"{len(profile.gradients)} gradients, {format_bytes(profile.total_bytes)}{sent}; "
-        f"network {named(network)}{_nodes(network)}"
+    text = f"{profile.model}, {batch} {kind}, " if network is not None else f"{profile.model}, {batch}, "
+    text += (
+        f"{profile.precision} on {device} ({profile.origin}){alone}"
+        f"{len(profile.gradients)} gradients, {format_bytes(profile.total_bytes)}{sent}"
     )
+    return text if network is None else f"{text}; network {named(network)}{_nodes(network)}"
 
 
 def _nodes(network: Network) -> str:
@@ -296,7 +317,7 @@ def named(network: Network) -> str:
     return f"{name}, inside one node" if network.one_node else name
 
 
-def _plain(title: str | None = None) -> Table:
+def plain_table(title: str | None = None) -> Table:
     return Table(
         title=title, title_justify="left", header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False
     )

@@ -10,10 +10,13 @@ from backbeat.model import Network, Plan, Prediction, Profile
 from backbeat.planners import propose
 from backbeat.report.device_memory import DeviceFit, device_fit
 from backbeat.simulate import predict
+from backbeat.simulate.sharded_units import ModelPieces, repeated
 from backbeat.units import format_bytes, format_seconds
 
 SIMPLER_WITHIN = 0.01
 """Of two ways whose times are closer than this, the simpler one."""
+_MOST_PLANNED = 128
+"""Units; for more the planner takes too long to be run unasked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,15 +49,25 @@ class Way:
         return {"zero1": "ZeRO-1", "zero2": "ZeRO-2", "sharded": f"planned {whole}"}.get(kind, whole)
 
 
-def way_labels(network: Network) -> list[str]:
-    """The strategies to weigh on this network, the simplest first. HSDP is that of whole nodes."""
+def way_labels(profile: Profile, network: Network) -> list[str]:
+    """The strategies to weigh on this network, the simplest first. HSDP is that of whole nodes. A model without
+    repeated blocks has no units: then there is nothing to weigh."""
+    units = len(repeated([piece.name for piece in ModelPieces.of(profile).pieces if piece.elements]))
+    if not units:
+        return []
     shards = network.topology.gpus_per_node
     nodes = 1 < shards < network.workers and network.workers % shards == 0
-    return ["ddp", "fsdp", *([f"hsdp:{shards}"] if nodes else []), "zero2", "sharded"]
+    planned = ["sharded"] if units <= _MOST_PLANNED else []
+    return ["ddp", "fsdp", *([f"hsdp:{shards}"] if nodes else []), "zero2", *planned]
 
 
 def find_ways(
-    profile: Profile, network: Network, labels: Iterable[str], *, budget_bytes: int | None = None
+    profile: Profile,
+    network: Network,
+    labels: Iterable[str],
+    *,
+    budget_bytes: int | None = None,
+    accumulation: int | None = None,
 ) -> tuple[Way, ...]:
     """Each strategy at the network's workers. A strategy that finds no plan that fits is left out; a budget takes the
     place of the device's memory."""
@@ -65,7 +78,8 @@ def find_ways(
         except InputError:
             continue
         fit = device_fit(profile, plan, network.workers, budget_bytes=budget_bytes)
-        found.append(Way(label=label, plan=plan, prediction=predict(profile, network, plan), fit=fit))
+        prediction = predict(profile, network, plan, accumulation=accumulation)
+        found.append(Way(label=label, plan=plan, prediction=prediction, fit=fit))
     return tuple(found)
 
 

@@ -17,6 +17,7 @@ from backbeat.simulate.sharded_memory import sharded_memory
 from backbeat.simulate.sharded_step import sharded_iteration, sharded_remarks
 from backbeat.simulate.slowdowns import slowdown_of
 from backbeat.simulate.stragglers import Straggling, straggling
+from backbeat.units import format_bytes
 
 if TYPE_CHECKING:
     from backbeat.model import Network, Plan, Profile, Reduction
@@ -82,8 +83,8 @@ def _predicted(
         raise InputError(f"accumulation is {micro_batches}: an iteration has at least one micro-batch")
     before = (micro_batches - 1) * (profile.forward_s + profile.backward_s)
     single = before + profile.forward_s + profile.backward_s + profile.update_s
-    beside = slowdown_of(profile, network)
     sharded = plan.sharding is not None
+    beside = slowdown_of(profile, network, sharded=sharded)
     if sharded:
         held = sharded_memory(measured, plan, micro_batches=micro_batches)
         peak = held.peak_bytes if held else None
@@ -93,7 +94,7 @@ def _predicted(
         step = framework_iteration(profile, network, plan, reduction, micro_batches, beside.factor)
     elif sharded:
         step = sharded_iteration(measured, network, plan, micro_batches=micro_batches, slowdown=beside.factor)
-    elif plan.decoupled:
+    elif plan.in_halves:
         step = across_iterations(profile, network, plan, before, beside.factor)
     elif plan.compressed:
         step = compressed_iteration(profile, network, plan, before, beside.factor)
@@ -199,7 +200,7 @@ def _notes(
     largest = network.largest_bytes
     if largest is not None and largest_bytes > largest:
         extrapolated = True
-        notes.append(f"buckets above {largest} bytes lie beyond the largest message measured")
+        notes.append(f"buckets above {format_bytes(largest)} lie beyond the largest message measured")
     if waits is not None and waits.extrapolated:
         extrapolated = True
         notes.append(

@@ -51,7 +51,7 @@ def test_the_answer_fits_one_screen_and_ends_in_a_decision() -> None:
     assert place < lines.index(headings)
     for word in ("tokens/s", "per step", "per billion tokens", "sent as bf16", "MFU 29."):
         assert word in joined(text)
-    assert sum(line.startswith("* ") for line in lines) == 3
+    assert sum(line.startswith("* ") for line in lines) == 4
     assert lines[-2:] == ["Decision: 512 GPUs are worth renting.", "Keep stock DDP: no plan is 1 % faster."]
 
 
@@ -115,9 +115,13 @@ def test_a_job_that_does_not_fit_says_so_everywhere(tmp_path: Path) -> None:
     file = str(tmp_path / "large.json")
     larger_than_its_device().save(file)
     text = joined(run("predict", file, "nvlink-ib400", "-n", "16"))
+    assert "DDP does not fit. With planned sharding, 16 GPUs do the work of" in text
+    assert "DDP needs 32.2 GB of the 24.0 GB of one L4: too much." in text
+    assert "Decision: planned sharding on 16 GPUs" in text
+    alone = joined(run("predict", file, "nvlink-ib400", "-n", "16", "-s", "ddp,best"))
     said = "32.2 GB on one L4 of 24.0 GB: does not fit (optimizer: SGD with momentum); shard it (FSDP), or keep less"
-    assert f"Does not fit: {said}" in text
-    assert "Decision: make it fit first" in text
+    assert f"Does not fit: {said}" in alone
+    assert "Decision: make it fit first" in alone
     assert "does not fit" in joined(run("plan", file, "nvlink-ib400", "-n", "16"))
     said = answer(study(larger_than_its_device(), bb.Network.load("nvlink-ib400"), [16], strategies=["ddp"]))
     assert said.verdict == "memory"
@@ -125,6 +129,40 @@ def test_a_job_that_does_not_fit_says_so_everywhere(tmp_path: Path) -> None:
     data = json.loads(run("predict", file, "nvlink-ib400", "-n", "16", "-s", "ddp", "--json"))
     assert data["rows"][0]["memory"]["fits"] is False
     assert "of the 141 GB of one H200: fits" in joined(run("predict", LLAMA, "nvlink-ib400", "-n", "16", "-s", "ddp"))
+
+
+def test_an_8b_on_64_gpus_is_told_how_to_shard() -> None:
+    text = run("predict", "llama-8b-b1-bf16-adamw-h200", "aws-p5", "-n", "64")
+    assert len(text.splitlines()) <= 40
+    assert max(len(line) for line in text.splitlines() if not line.startswith("  backbeat plan")) <= 80
+    for strategy in ("ddp", "fsdp", "hsdp:8", "sharded"):
+        assert re.search(rf"{strategy} +\d+ ms .* GB +(yes|no) ", text)
+    assert "FSDP fits and is" in joined(text)
+    assert "HSDP in groups of 8 fits and is" in joined(text)
+    assert "backbeat plan llama-8b-b1-bf16-adamw-h200 aws-p5 --workers 64 --strategy sharded -o plan.json" in text
+    assert '  fully_shard(model, plan="plan.json")' in text
+
+
+def test_a_sharded_plan_says_units_memory_and_lines(tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    arguments = ("-n", "16", "-s", "sharded", "--memory", "14GB", "-o", str(file))
+    text = run("plan", "llama-1b-b4-bf16-adamw-h200", "nvlink-ib400", *arguments)
+    assert max(len(line) for line in text.splitlines() if str(file) not in line) <= 80
+    for words in (
+        "units and the root, mesh replicate(1) * shard(16)",
+        "activations",
+        "parameter shards",
+        "Recomputed: ",
+    ):
+        assert words.lower() in text.lower()
+    assert "from backbeat.runtime import fully_shard" in text
+    plan = bb.Plan.load(file)
+    assert plan.sharding is not None
+    assert plan.memory is not None
+    assert plan.memory.peak_bytes is not None
+    assert plan.memory.peak_bytes <= 14 * 10**9
+    with pytest.raises(InputError, match="the smallest that fits is"):
+        run("plan", "llama-1b-b4-bf16-adamw-h200", "nvlink-ib400", "-n", "16", "-s", "sharded", "--memory", "1GB")
 
 
 def test_a_plan_that_keeps_less_fits() -> None:
@@ -214,7 +252,7 @@ def test_tokens_utilisation_and_money() -> None:
 
 
 def test_memory_says_which_optimizer_it_was_measured_with() -> None:
-    adamw = run("predict", "llama-8b-b1-bf16-adamw-h200", "aws-p5en", "-n", "64")
+    adamw = run("predict", "llama-8b-b1-bf16-adamw-h200", "aws-p5en", "-n", "64", "-s", "ddp")
     assert "does not fit (optimizer: AdamW, fused); shard it (FSDP)" in joined(adamw)
     assert "of one H200: fits (optimizer: SGD with momentum)." in joined(run("predict", RESNET, "10gbe"))
 
@@ -265,6 +303,18 @@ def test_the_zoo_has_one_row_a_model() -> None:
     assert "1024" in next(line for line in rows if line.startswith("llama-1b "))
     one = make_profile([1], [0.0])
     assert variants([one, msgspec.structs.replace(one, precision="bf16", batch_size=2)]) == "2 in bf16; 1 in fp32"
+
+
+def test_the_zoo_fits_80_columns_and_shows_one_in_full() -> None:
+    assert max(map(len, run("zoo").splitlines())) <= 80
+    shown = joined(run("zoo", "aws-p5"))
+    assert "https://aws.amazon.com" in shown
+    assert "aws-p5: cloud, efa, 8 GPUs a node." in shown
+    assert "AdamW" in run("zoo", "llama-1b-b4-bf16-adamw-h200")
+    assert json.loads(run("zoo", "aws-p5", "--json"))["source"]["reference"].startswith("https://aws")
+    assert json.loads(run("zoo", RESNET, "--json"))["flops_per_sample"] > 0
+    with pytest.raises(InputError, match="is not in the zoo"):
+        run("zoo", "aws-p9")
 
 
 def test_networks_without_device_lines_are_moved_as_before() -> None:
@@ -372,14 +422,25 @@ def test_the_plan_is_compared_with_what_the_job_runs_today() -> None:
     assert re.search("Run deepspeed-zero1, [0-9.]+% faster than nanotron.", text)
 
 
+def test_a_framework_that_alone_fits_is_kept() -> None:
+    words = ("predict", "llama-8b-b1-bf16-adamw-h200", "dgx-h100", "-n", "64", "--framework", "nanotron")
+    text = joined(run(*words, "--reduce-dtype", "bf16"))
+    assert "Keep nanotron: nothing else here fits." in text
+    assert "Too big: the plan, 198 GB." in text
+    assert "plans send bf16, a framework its own dtype" in text
+
+
 def test_whether_it_fits_is_asked_of_each_strategy() -> None:
     words = ("predict", "llama-8b-b1-bf16-adamw-h200", "aws-p5", "-n", "64", "-s", "fsdp,hsdp:8")
     text = joined(run(*words))
-    assert "stock DDP does not fit the memory" in text
-    assert "too big" in text
-    assert "gain" not in text
-    assert "of the 141 GB of one H200: fits" in text
-    assert "Run the plan; stock DDP does not fit: backbeat plan" in text
+    assert re.search("DDP does not fit. With FSDP, 64 GPUs do the work of [0-9.]+ to [0-9.]+, from a busy", text)
+    assert "busy–quiet" in text
+    assert "DDP needs 182 GB of the 141 GB of one H200: too much." in text
+    assert re.search("ddp .* no +contention fsdp .* yes +contention hsdp:8 .* yes", text)
+    assert "Decision: FSDP on 64 GPUs. Write the plan" in text
+    wide = joined(run(*words[:-1], "ddp,fsdp,hsdp:8", "--wide"))
+    assert "Run the plan; stock DDP does not fit: backbeat plan" in wide
+    assert "of the 141 GB of one H200: fits" in wide
     fits = [row["memory"]["fits"] for row in json.loads(run(*words[:-1], "ddp,fsdp", "--json"))["rows"]]
     assert fits == [False, True]
 

@@ -11,6 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
 from backbeat.cost.collectives import seconds
 from backbeat.cost.fabric import Kind
 from backbeat.cost.protocols import INFINIBAND, NicLatency
@@ -86,6 +88,7 @@ class Cluster:
     """A machine type as its vendor specifies it, and how much of that NCCL was seen to reach."""
 
     name: str
+    accelerator: str
     gpus: int = 8
     """In one NVLink domain, which is a node here."""
     inside_gb_s: float
@@ -112,12 +115,13 @@ class Cluster:
             nvls=self.nvls,
             transport=transport,
         )
-        return sheet.network(
+        made = sheet.network(
             self.name,
             [2**power for power in range(8)],
             reference=f"{self.why}; {self.nics} x {self.nic_gbit:g} Gbit/s a node, of which a large all-reduce "
             f"reaches {self.efficiency:.0%} as bus bandwidth; latencies of {seen_on}",
         )
+        return msgspec.structs.replace(made, accelerator=self.accelerator)
 
 
 def clusters() -> list[Cluster]:
@@ -132,6 +136,7 @@ def clusters() -> list[Cluster]:
     return [
         Cluster(
             name="aws-p4d",
+            accelerator="A100-SXM4-40GB",
             inside_gb_s=nvlink3,
             nvls=False,
             nics=4,
@@ -143,6 +148,7 @@ def clusters() -> list[Cluster]:
         ),
         Cluster(
             name="aws-p5",
+            accelerator="h100",
             inside_gb_s=nvlink4,
             nics=32,
             nic_gbit=100,
@@ -153,6 +159,7 @@ def clusters() -> list[Cluster]:
         ),
         Cluster(
             name="aws-p5en",
+            accelerator="h200",
             inside_gb_s=nvlink4,
             nics=16,
             nic_gbit=200,
@@ -163,6 +170,7 @@ def clusters() -> list[Cluster]:
         ),
         Cluster(
             name="aws-p6-b200",
+            accelerator="b200",
             inside_gb_s=nvlink5,
             nics=8,
             nic_gbit=400,
@@ -173,6 +181,7 @@ def clusters() -> list[Cluster]:
         ),
         Cluster(
             name="azure-nd-h100-v5",
+            accelerator="h100",
             inside_gb_s=nvlink4,
             nics=8,
             nic_gbit=400,
@@ -184,6 +193,7 @@ def clusters() -> list[Cluster]:
         ),
         Cluster(
             name="gcp-a3-high",
+            accelerator="h100",
             inside_gb_s=nvlink4,
             nics=4,
             nic_gbit=200,
@@ -194,6 +204,7 @@ def clusters() -> list[Cluster]:
         ),
         Cluster(
             name="gcp-a3-mega",
+            accelerator="h100",
             inside_gb_s=nvlink4,
             nics=8,
             nic_gbit=200,
@@ -205,6 +216,7 @@ def clusters() -> list[Cluster]:
         ),
         Cluster(
             name="gcp-a3-ultra",
+            accelerator="h200",
             inside_gb_s=nvlink4,
             nics=8,
             nic_gbit=400,
@@ -215,6 +227,7 @@ def clusters() -> list[Cluster]:
         ),
         Cluster(
             name="dgx-a100",
+            accelerator="a100",
             inside_gb_s=nvlink3,
             nvls=False,
             nics=8,
@@ -226,6 +239,7 @@ def clusters() -> list[Cluster]:
         ),
         Cluster(
             name="dgx-h100",
+            accelerator="h100",
             inside_gb_s=nvlink4,
             nics=8,
             nic_gbit=400,
@@ -237,6 +251,7 @@ def clusters() -> list[Cluster]:
         ),
         Cluster(
             name="dgx-b200",
+            accelerator="b200",
             inside_gb_s=nvlink5,
             nics=8,
             nic_gbit=400,
@@ -247,6 +262,7 @@ def clusters() -> list[Cluster]:
         ),
         Cluster(
             name="gb200-nvl72",
+            accelerator="gb200",
             gpus=72,
             inside_gb_s=840,
             nics=72,

@@ -30,7 +30,7 @@ from backbeat.runtime.compressed.updates import Updates, plainly
 from backbeat.runtime.reduce.bucket import BucketBuffer
 from backbeat.runtime.reduce.exchange import Exchange
 from backbeat.runtime.reduce.settings import CompressionOptions
-from backbeat.runtime.reduce.status import Layout, Verdict, read
+from backbeat.runtime.reduce.status import StatusLayout, Verdict, read
 from backbeat.runtime.reduce.step import InFlight
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class CompressedExchange(Exchange):
         self._host = host
         self._carried = Carried(context)
         self._compressed: list[CompressedBucket] = []
-        self._status: tuple[Layout, torch.Tensor] | None = None
+        self._status: tuple[StatusLayout, torch.Tensor] | None = None
         """The last status message."""
         device = context.communicators.device
         self._side: Any = _cuda.Stream(device) if device.type == "cuda" else None
@@ -135,7 +135,7 @@ class CompressedExchange(Exchange):
         self._collect(index)
         return sent
 
-    def add_to_status(self, message: torch.Tensor, layout: Layout) -> None:
+    def add_to_status(self, message: torch.Tensor, layout: StatusLayout) -> None:
         """Tell the others of a gradient that was not finite; `message` will hold the sums."""
         self._status = (layout, message)
         refused = [place for bucket in self._compressed for place in bucket.take_refused()]

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from backbeat.runtime.reduce.bucket import BucketBuffer
     from backbeat.runtime.reduce.partition import BucketSpec, Partition
-    from backbeat.runtime.reduce.status import Layout, StatusMessage, Verdict
+    from backbeat.runtime.reduce.status import StatusLayout, StatusMessage, Verdict
     from backbeat.runtime.reduce.step import ReducerContext
 
 _profiling = torch._C._autograd._profiler_enabled
@@ -212,7 +212,7 @@ class Exchange:
         """Take late gradients that may wait for the next step; returns their parameters."""
         return frozenset()
 
-    def add_to_status(self, message: torch.Tensor, layout: Layout) -> None:
+    def add_to_status(self, message: torch.Tensor, layout: StatusLayout) -> None:
         """Add to this rank's status message, which leaves after every bucket; it will hold the sums."""
 
     def wait_for_last(self) -> None:

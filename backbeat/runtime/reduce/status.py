@@ -34,7 +34,7 @@ DEFER_ON = {"cuda"}
 """Kinds of device whose status messages are read when the next step opens."""
 
 
-class Layout(NamedTuple):
+class StatusLayout(NamedTuple):
     """Where each number stands."""
 
     buckets: int
@@ -77,7 +77,7 @@ def stamp_of(step: int) -> int:
     return step % STAMPS + 1
 
 
-def read(layout: Layout, summed: torch.Tensor) -> Verdict:
+def read(layout: StatusLayout, summed: torch.Tensor) -> Verdict:
     numbers: list[float] = summed.float().tolist()
     return Verdict(
         irregular=round(numbers[0]),
@@ -104,14 +104,14 @@ class StatusMessage:
 
     def length_for(self, buckets: int, parameters: int) -> int:
         """Numbers that a message behind the gradients takes."""
-        return Layout(buckets, self._ranks, parameters).length
+        return StatusLayout(buckets, self._ranks, parameters).length
 
     def install(self, bucket_set: BucketSet, names: Sequence[str]) -> None:
         """Lay the numbers out for these buckets of parameters."""
         buckets = bucket_set.buckets
         compressed = any(bucket.compressed for bucket in buckets)
         faults = self._ranks if compressed else 0
-        self.layout = Layout(len(buckets), self._ranks, len(bucket_set.bucket_of), faults)
+        self.layout = StatusLayout(len(buckets), self._ranks, len(bucket_set.bucket_of), faults)
         last = buckets[-1]
         dtype = torch.float32 if compressed else last.reduce_dtype or last.dtype
         self._regular = _RegularNumbers(self.layout, self._rank, dtype, last.device)
@@ -213,7 +213,7 @@ class StatusMessage:
 class _RegularNumbers:
     """What this rank writes in a step that is regular, and what the sums are if it was so on every rank."""
 
-    def __init__(self, layout: Layout, rank: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, layout: StatusLayout, rank: int, dtype: torch.dtype, device: torch.device) -> None:
         self.layout = layout
         self.dtype = dtype
         self.device = device

@@ -1,0 +1,157 @@
+"""`backbeat layout`: which layout a language model takes on a cluster, how fast it is, and whether it fits."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from backbeat.cli.common import AcrossOption, JsonOption, LinksOption, NetworkArgument
+
+if TYPE_CHECKING:
+    from backbeat.layouts import LayoutPrediction
+
+_FRAMEWORKS = "megatron, megatron-tp-overlap, megatron-no-overlap, megatron-2021, nanotron, deepspeed, torchtitan"
+
+
+def layout(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="A Hugging Face config.json, or a bundled name like llama-3-70b.")
+    ],
+    cluster: NetworkArgument,
+    gpus: Annotated[str | None, typer.Option(help="64; or 64,128 or 64..512 to compare the best of each.")] = None,
+    global_batch: Annotated[int, typer.Option(help="Sequences of one step, over all GPUs.", min=1)] = 512,
+    sequence: Annotated[int, typer.Option(help="Tokens of one sequence.", min=1)] = 4096,
+    layout_text: Annotated[
+        str | None,
+        typer.Option(
+            "--layout", metavar="FIELDS", help="One in full: dp=8,tp=4,pp=2,micro=1,recompute=selective,schedule=1f1b."
+        ),
+    ] = None,
+    accelerator: Annotated[str | None, typer.Option(help="The GPUs, like h100. Default: the network's own.")] = None,
+    precision: Annotated[str, typer.Option(help="Of the matrix products: bf16, fp16 or fp8.")] = "bf16",
+    framework: Annotated[str, typer.Option(help=f"Whose overlap and kernels: {_FRAMEWORKS}.")] = "megatron",
+    zero: Annotated[str, typer.Option(help="ZeRO stages to try, comma-separated.")] = "1",
+    imbalance: Annotated[
+        float, typer.Option(help="Tokens of the busiest expert rank over the average.", min=1.0)
+    ] = 1.0,
+    compute_factor: Annotated[
+        float, typer.Option(help="Measured over predicted computation, from a run of any one layout.")
+    ] = 1.0,
+    block: Annotated[
+        str | None, typer.Option(metavar="PROFILE", help="A measured profile of one dense layer, on one of these GPUs.")
+    ] = None,
+    family: Annotated[str, typer.Option(help="With --layout: events, or closed-form.")] = "events",
+    most: Annotated[int, typer.Option(help="Layouts to show.", min=1)] = 10,
+    across: AcrossOption = None,
+    nics_per_node: LinksOption = 1,
+    json: JsonOption = False,
+) -> None:
+    """Rank the layouts of a language model on a cluster, or show one in full."""
+    from backbeat import layouts
+    from backbeat.cli.common import console, load_network, print_json, prose
+    from backbeat.errors import InputError
+    from backbeat.report.layout_tables import answer, ranked_table
+    from backbeat.units import parse_workers
+
+    network = load_network(cluster, across, nics_per_node)
+    job: dict[str, Any] = {
+        "global_batch": global_batch,
+        "sequence": sequence,
+        "precision": precision,
+        "framework": framework,
+        "accelerator": accelerator,
+        "imbalance": imbalance,
+        "compute_factor": compute_factor,
+        "block": block,
+    }
+    if family not in ("events", "closed-form"):
+        raise InputError(f"--family {family}: there are events and closed-form")
+    if layout_text is not None:
+        count = None if gpus is None else _one(parse_workers(gpus))
+        found = layouts.predict(model, network, layout_text, gpus=count, family=family, **job)  # type: ignore[arg-type]
+        if json:
+            print_json(found.data())
+            return
+        # A step of many micro-batches is all alike in the middle: fewer show its ends.
+        few = 2 * found.layout.pp * found.layout.dp * found.layout.micro_batch
+        drawn = found
+        if few < global_batch:
+            drawn = layouts.predict(model, network, found.layout, **{**job, "global_batch": few})
+        _show(found, drawn)
+        return
+    if gpus is None:
+        raise InputError("--gpus is missing: say how many, like --gpus 64, or give one --layout")
+    stages = _stages(zero)
+    counts = parse_workers(gpus)
+    ranked = [layouts.search(model, network, gpus=count, zero=stages, most=most, **job) for count in counts]
+    if json:
+        answers = [[one.data() for one in rows] for rows in ranked]
+        print_json(answers if len(counts) > 1 else answers[0])
+        return
+    out = console()
+    missing = [count for count, rows in zip(counts, ranked, strict=True) if not rows]
+    shown = ranked[0] if len(counts) == 1 else [rows[0] for rows in ranked if rows]
+    if shown:
+        title = f"{shown[0].model} on {shown[0].cluster}: {global_batch} x {sequence} tokens, {precision}, {framework}"
+        out.print(ranked_table(shown, title=title, counts=len(counts) > 1))
+    for count in missing:
+        prose(out, _nothing_fits(model, network, count, stages, job))
+    if shown:
+        prose(out, answer(shown if len(counts) == 1 else [min(shown, key=lambda one: one.step_s * one.gpus)]))
+
+
+def _one(counts: list[int]) -> int:
+    from backbeat.errors import InputError
+
+    if len(counts) > 1:
+        raise InputError("--gpus with --layout is one number: a layout has so many GPUs")
+    return counts[0]
+
+
+def _stages(zero: str) -> tuple[int, ...]:
+    from backbeat.errors import InputError
+
+    if not zero or any(part.strip() not in ("0", "1", "2", "3") for part in zero.split(",")):
+        raise InputError(f"--zero {zero}: ZeRO stages are 0, 1, 2 and 3, like --zero 1,3")
+    return tuple(int(part) for part in zero.split(","))
+
+
+def _show(found: LayoutPrediction, drawn: LayoutPrediction) -> None:
+    from backbeat.cli.common import console, prose
+    from backbeat.report.layout_tables import answer, breakdown_table, memory_table, stage_lines
+
+    out = console()
+    out.print(breakdown_table(found))
+    out.print(memory_table(found))
+    if drawn is not found:
+        out.print(f"The stages in a step of {2 * drawn.layout.pp} micro-batches:")
+    for line in stage_lines(drawn.timeline):
+        out.print(line)
+    for note in found.notes:
+        prose(out, f"* {note}")
+    prose(out, answer([found]) if found.fits else "It does not fit: recompute more, shard more (zero), or add stages.")
+
+
+def _nothing_fits(model: str, network: Any, gpus: int, zero: tuple[int, ...], job: dict[str, Any]) -> str:
+    from backbeat.layouts.architectures import transformer
+    from backbeat.layouts.cluster import cluster_of
+    from backbeat.layouts.conventions import conventions_named
+    from backbeat.layouts.layout import job_of
+    from backbeat.layouts.layout_search import least_memory
+    from backbeat.layouts.predict_layout import LayoutPredictor
+    from backbeat.units import format_bytes
+
+    predictor = LayoutPredictor(
+        transformer(model),
+        cluster_of(network, job["accelerator"]),
+        job_of(job["global_batch"], job["sequence"], job["precision"]),
+        conventions_named(job["framework"]),
+    )
+    least = least_memory(predictor, gpus, zero)
+    if least is None:
+        return f"No layout of {gpus} GPUs can be: their factors divide neither heads, layers nor batch."
+    return (
+        f"No layout fits on {gpus} GPUs: {least.layout.label} takes least, {format_bytes(least.memory_bytes)} of "
+        f"{format_bytes(least.limit_bytes)}. Take more GPUs, or shard parameters as well (--zero 3)."
+    )

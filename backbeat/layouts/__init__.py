@@ -1,0 +1,28 @@
+"""Layouts of transformer training: tensor, sequence, pipeline, context, expert and data parallelism together.
+
+`predict` gives one layout's step, memory and timeline; `search` ranks all that fit.
+"""
+
+from __future__ import annotations
+
+from backbeat.layouts.architectures import transformer
+from backbeat.layouts.cluster import GpuCluster, cluster_of
+from backbeat.layouts.conventions import Conventions
+from backbeat.layouts.layout import Job, Layout
+from backbeat.layouts.layout_prediction import LayoutPrediction
+from backbeat.layouts.layout_search import search
+from backbeat.layouts.predict_layout import predict
+from backbeat.layouts.transformer import Transformer
+
+__all__ = [
+    "Conventions",
+    "GpuCluster",
+    "Job",
+    "Layout",
+    "LayoutPrediction",
+    "Transformer",
+    "cluster_of",
+    "predict",
+    "search",
+    "transformer",
+]

@@ -1,0 +1,148 @@
+"""A cluster as a layout sees it: GPUs, and what its groups of ranks take to communicate.
+
+A network says what a collective takes that fills whole nodes. A layout's groups do not: a group of `tp` lies inside a
+node, a group of `dp` takes every tp-th rank, so that several such groups cross the same NICs at once.
+
+Ranks of a group are `stride` apart. With g GPUs a node, a group has g / stride members in each node it touches, and
+min(stride, g) groups share a node. These send at the same time, since every rank does the same thing. So a message of
+one takes as long as a message so many times as large, in a group that has the node to itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Literal
+
+from backbeat.cost.accelerators import ACCELERATORS, Accelerator, accelerator, named
+from backbeat.cost.collectives import traffic
+from backbeat.errors import InputError
+from backbeat.model import Network
+from backbeat.simulate.decoupled_step import Halves
+
+if TYPE_CHECKING:
+    import os
+
+    from backbeat.cost import Curve
+    from backbeat.cost.fabric import Load
+
+CALL_S, RANK_S = 25e-6, 8.5e-6
+"""What a small collective takes inside a node that a layer waits for: at least, and for each further rank. All-reduces
+of 1 MiB take 44, 51 and 85 µs on 2, 4 and 8 A100 (VIA-Research/vTrain, trace/a100); all-gathers 32, 51 and 87 µs before
+their bytes on B200 (MooreThreads/SimuMax, configs/system/b200_bf16_ceperm.json)."""
+Kind = Literal["all_reduce", "all_gather", "reduce_scatter"]
+
+
+@dataclass(frozen=True)
+class GpuCluster:
+    """A network and the GPUs that it joins."""
+
+    network: Network
+    accelerator: Accelerator
+    load: Load = "typical"
+    _curves: dict[tuple[str, int], Curve] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def per_node(self) -> int:
+        return self.network.topology.gpus_per_node
+
+    @property
+    def name(self) -> str:
+        return f"{self.network.name} ({self.accelerator.name})"
+
+    @cached_property
+    def edges(self) -> tuple[GpuCluster, GpuCluster] | None:
+        """The same on a quiet day and on a busy one, where the network says how far these are apart."""
+        fabric = self.network.topology.fabric
+        if self.load != "typical" or (fabric is None and self.network.band is None):
+            return None
+        return GpuCluster(self.network, self.accelerator, "quiet"), GpuCluster(self.network, self.accelerator, "busy")
+
+    def collective_s(self, kind: Kind, size: float, workers: int, stride: int = 1) -> float:
+        """Of `size` bytes in all, in groups of `workers` ranks that are `stride` apart, all groups at once."""
+        if workers == 1 or size <= 0:
+            return 0.0
+        span = workers * stride
+        if span <= self.per_node:
+            return self._curve(kind, workers).at(size)
+        sharing = min(stride, self.per_node)
+        nodes = -(-span // self.per_node)
+        return self._curve(kind, nodes * self.per_node).at(size * sharing)
+
+    def waited_s(self, kind: Kind, size: float, workers: int, stride: int = 1) -> float:
+        """The same where every rank waits for it, in the middle of a layer."""
+        if workers == 1 or size <= 0:
+            return 0.0
+        seconds = self.collective_s(kind, size, workers, stride)
+        least = CALL_S + RANK_S * (workers - 1)
+        return seconds + max(0.0, least - self.collective_s(kind, 1.0, workers, stride))
+
+    def send_s(self, size: float, workers: int, stride: int) -> float:
+        """From each rank to the next of its group, `stride` further on, all at once: as slow as where nodes meet."""
+        if size <= 0:
+            return 0.0
+        inside = workers * stride <= self.per_node
+        latency, rate = self._link(inside=inside, sharing=1 if inside else min(stride, self.per_node))
+        return latency + size / rate
+
+    def exchange_s(self, size: float, workers: int, stride: int = 1) -> float:
+        """An all-to-all in which each rank sends `size` bytes, the same share to each of its group."""
+        if workers == 1 or size <= 0:
+            return 0.0
+        near = max(1, min(workers, self.per_node // min(stride, self.per_node)))
+        latency, rate = self._link(inside=True, sharing=1)
+        seconds = latency * (workers - 1) / max(workers / 8, 1) + size * (near - 1) / workers / rate
+        if near == workers:
+            return seconds
+        latency, rate = self._link(inside=False, sharing=self.per_node)
+        return max(seconds, latency * (workers - near) / max(workers / 8, 1) + size * (workers - near) / workers / rate)
+
+    def _link(self, *, inside: bool, sharing: int) -> tuple[float, float]:
+        """Latency of one message, and bytes a second from each GPU where so many of a node send."""
+        count = 2 if inside and self.per_node > 1 else 2 * self.per_node
+        curve = self._curve("all_gather", count)
+        per_byte = max(curve.gradient_s_per_byte, 1e-15)
+        rate = traffic("all_gather", "ring", count) / per_byte
+        return curve.at(0.0) / (count - 1), rate / sharing
+
+    def _curve(self, kind: Kind, workers: int) -> Curve:
+        found = self._curves.get((kind, workers))
+        if found is None:
+            there = self.network.at(workers=workers, load=self.load)
+            halves = Halves.of(there)
+            found = {
+                "all_reduce": there.all_reduce.curve,
+                "all_gather": halves.gather,
+                "reduce_scatter": halves.scatter,
+            }[kind]
+            self._curves[kind, workers] = found
+        return found
+
+
+def cluster_of(network: GpuCluster | Network | str | os.PathLike[str], gpu: str | None = None) -> GpuCluster:
+    """A network, by its file or name, with its own GPUs or those that are named.
+
+    >>> cluster_of("dgx-h100").accelerator.name, cluster_of("10gbe", "a100").accelerator.name
+    ('H100', 'A100')
+    """
+    if isinstance(network, GpuCluster):
+        return network if gpu is None else GpuCluster(network.network, gpu_named(gpu))
+    loaded = network if isinstance(network, Network) else Network.load(network)
+    chosen = gpu or loaded.accelerator
+    if chosen is None:
+        raise InputError(
+            f"network {loaded.name!r} does not say what GPUs it joins: name them with --accelerator h100 "
+            "(accelerator= in Python), or write accelerator into its file"
+        )
+    return GpuCluster(loaded, gpu_named(chosen))
+
+
+def gpu_named(text: str) -> Accelerator:
+    """By its short name (h100), or by its driver's (NVIDIA A100-SXM4-40GB)."""
+    found = accelerator(text)
+    if found is not None:
+        return found
+    if any(one.short_name == text.lower() for one in ACCELERATORS):
+        return named(text)
+    known = ", ".join(one.short_name for one in ACCELERATORS)
+    raise InputError(f"{text!r} is no accelerator known here: there are {known}")

@@ -1,0 +1,244 @@
+"""What one layer makes a GPU do under a layout: its operators, forward and backward, with the shapes tensor parallelism
+leaves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from backbeat.cost.operators import Attention, Product, Traffic, Work, family_of
+
+if TYPE_CHECKING:
+    from backbeat.cost.operator_model import OperatorModel
+    from backbeat.layouts.conventions import Conventions
+    from backbeat.layouts.layout import Job, Layout
+    from backbeat.layouts.transformer import Linear, Transformer
+
+FAMILIES = ("matmul", "attention", "memory")
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseSeconds:
+    """Computation by family."""
+
+    matmul: float = 0.0
+    attention: float = 0.0
+    memory: float = 0.0
+    waiting: float = 0.0
+    """For the host, which takes longer to submit the operators than the GPU to run them."""
+
+    @property
+    def total(self) -> float:
+        return self.matmul + self.attention + self.memory + self.waiting
+
+    def __add__(self, other: PhaseSeconds) -> PhaseSeconds:
+        return PhaseSeconds(
+            self.matmul + other.matmul,
+            self.attention + other.attention,
+            self.memory + other.memory,
+            self.waiting + other.waiting,
+        )
+
+    def times(self, factor: float) -> PhaseSeconds:
+        return PhaseSeconds(self.matmul * factor, self.attention * factor, self.memory * factor, self.waiting * factor)
+
+
+@dataclass(slots=True)
+class LayerWork:
+    """Operators of one layer, or of what stands before and after all layers."""
+
+    forward: list[Work] = field(default_factory=list)
+    input: list[Work] = field(default_factory=list)
+    """Of backward: what the layer before waits for."""
+    weight: list[Work] = field(default_factory=list)
+    """Of backward: gradients of weights, for which nobody waits."""
+    core: list[Work] = field(default_factory=list)
+    """Of forward: attention's scores and what follows from them, which `selective` computes again."""
+    parameters: int = 0
+    """Tensors with a gradient: the host calls their module and adds up their gradients."""
+    behind: list[Work] = field(default_factory=list)
+    """Of `weight`: those of column-parallel matrices, which hide communication."""
+
+    def moves(self, forward_bytes: float, backward_bytes: float, kind: str = "pointwise") -> None:
+        """Memory-bound work."""
+        self.forward.append(Traffic(kind, forward_bytes, 2))
+        self.input.append(Traffic(kind, backward_bytes, 2))
+
+
+SUSTAINED = {
+    "A100": (0.93, 0.93),
+    "H100": (0.8, 0.8),
+    "H200": (0.8, 0.8),
+    "B200": (0.6, 0.74),
+    "B300": (0.65, 0.8),
+    "GB200": (0.68, 0.8),
+    "GB300": (0.8, 0.95),
+}
+"""Of the rates that products and attention reach alone and for a moment, what they keep in training, where power holds
+clocks down. B200: large products reach 48 % of the peak in MooreThreads/SimuMax's configs/system/
+b200_bf16_ceperm.json, where the curves say 80 %. The others: from the development rows of validation/layouts."""
+_ELSEWHERE = (0.8, 0.8)
+"""Assumed of other GPUs."""
+
+
+def seconds_of(works: list[Work], model: OperatorModel, *, backward: bool = False, parameters: int = 0) -> PhaseSeconds:
+    """On this GPU, by family."""
+    found = dict.fromkeys(FAMILIES, 0.0)
+    host = model.host.parameter_s * parameters
+    shares = dict(zip(FAMILIES, SUSTAINED.get(model.accelerator.name, _ELSEWHERE), strict=False))
+    submitted = model.host.backward_s if backward else model.host.forward_s
+    for work in works:
+        family = family_of(work)
+        found[family] += model.seconds(work) / shares.get(family, 1.0)
+        host += submitted.get(family, 0.0)
+    return PhaseSeconds(**found, waiting=max(0.0, host - sum(found.values())))
+
+
+class LayerBuilder:
+    """Puts the operators of a layer together, for one model, layout and job."""
+
+    def __init__(
+        self, model: Transformer, layout: Layout, job: Job, conventions: Conventions, imbalance: float = 1.0
+    ) -> None:
+        self.model, self.layout, self.job, self.conventions = model, layout, job, conventions
+        self.imbalance = imbalance
+        """Tokens of the busiest rank over those of the average."""
+        self.tokens = layout.micro_batch * job.sequence / layout.cp
+        """That a group of `tp` has at a time."""
+        self.own_tokens = self.tokens / layout.tp if layout.shards_sequence else self.tokens
+        """Between the matrices that tp shares, of one rank."""
+        self._half = "fp16" if job.precision == "fp16" else "bf16"
+
+    def layer(self, *, sparse: bool) -> LayerWork:
+        made = LayerWork()
+        self._norm_and_residual(made)
+        for linear in self.model.attention:
+            self._linear(made, linear)
+        self._attention(made)
+        self._norm_and_residual(made)
+        if sparse:
+            self._experts(made)
+        else:
+            self._mlp(made, self.model.ffn)
+        made.forward, made.input = self._unfused(made.forward), self._unfused(made.input)
+        return made
+
+    def _unfused(self, works: list[Work]) -> list[Work]:
+        factor = self.conventions.unfused
+        if factor == 1:
+            return works
+        return [replace(work, bytes=work.bytes * factor) if isinstance(work, Traffic) else work for work in works]
+
+    def embedding(self) -> LayerWork:
+        made = LayerWork()
+        each = 2 * self.own_tokens * self.model.hidden
+        made.moves(2 * each, 3 * each)
+        if self.model.dropout:
+            made.moves(2 * each, 2 * each)
+        return made
+
+    def head(self) -> LayerWork:
+        """The last norm, the logits and the loss."""
+        made = LayerWork()
+        each = 2 * self.own_tokens * self.model.hidden
+        made.moves(2 * each, 3 * each)
+        self._linear(made, self.model.head, precision=self._half)
+        logits = self.tokens * self.model.vocab / self.layout.tp
+        forward, backward = self.conventions.loss_bytes
+        made.moves(forward * logits, backward * logits)
+        return made
+
+    def _norm_and_residual(self, made: LayerWork) -> None:
+        """A fused norm; bias, dropout and residual in one kernel."""
+        each = 2 * self.own_tokens * self.model.hidden
+        made.parameters += 1 if self.model.rms_norm else 2
+        made.moves(2 * each, 4 * each)
+        masked = 0.5 * each if self.model.dropout else 0.0
+        made.moves(3 * each + masked, (2 * each + masked) if self.model.dropout else 0.0)
+
+    def _linear(
+        self,
+        made: LayerWork,
+        linear: Linear,
+        *,
+        rows: float | None = None,
+        batch: float = 1,
+        whole: bool = False,
+        precision: str | None = None,
+    ) -> None:
+        inputs, outputs = (linear.inputs, linear.outputs) if whole else linear.cut(self.layout.tp)
+        shared = linear.split != "none" and not whole
+        rows = rows if rows is not None else self.tokens if shared else self.own_tokens
+        precision = precision or self.job.precision
+        made.parameters += 1 + self.model.bias
+        made.forward.append(Product(precision, rows, outputs, inputs, "nt", batch))
+        made.input.append(Product(precision, rows, inputs, outputs, "nn", batch))
+        weight = Product(precision, outputs, inputs, rows, "tn", batch)
+        made.weight.append(weight)
+        if linear.split == "columns" and shared:
+            made.behind.append(weight)
+        if precision == "fp8":
+            # Casts to 8 bits, and turned copies, of what goes in.
+            made.moves(4 * rows * batch * inputs, 4 * rows * batch * outputs)
+        # Experts have few rows each: adding up their gradients in fp32 takes longer than the arithmetic that hides it.
+        each = self.conventions.accumulate_bytes or (6 if batch > 1 else 0)
+        if each:
+            made.weight.append(Traffic("pointwise", each * batch * inputs * outputs, 4))
+
+    def _attention(self, made: LayerWork) -> None:
+        model, layout = self.model, self.layout
+        heads = layout.micro_batch * model.heads / layout.tp
+        queries, keys = self.job.sequence / layout.cp, float(self.job.sequence)
+        if not model.positions:
+            turned = 2 * 2 * self.tokens * (model.heads + model.key_heads) * model.width / layout.tp
+            made.moves(turned, turned)
+        width = (model.width + model.out_width) / 2
+        core: list[Work]
+        if self.conventions.flash_attention:
+            core = [Attention(self._half, heads, queries, keys, width, "causal")]
+            made.input.append(Attention(self._half, heads, queries, keys, width, "causal", backward=True))
+        else:
+            scores = 2 * heads * queries * keys
+            dropped = 1.25 * scores if model.dropout else 0.0
+            core = [
+                Product(self._half, queries, keys, width, "nt", heads),
+                Traffic("softmax", 2 * scores, 2),
+                Product(self._half, queries, width, keys, "nn", heads),
+            ]
+            made.input += [
+                Product(self._half, queries, keys, width, "nt", heads),
+                Product(self._half, keys, width, queries, "tn", heads),
+                Traffic("softmax_backward", 3 * scores, 2),
+                Product(self._half, queries, width, keys, "nn", heads),
+                Product(self._half, keys, width, queries, "tn", heads),
+            ]
+            if dropped:
+                core.insert(2, Traffic("dropout", 2 * dropped, 2))
+                made.input.append(Traffic("pointwise", 2 * dropped, 2))
+        made.core += core
+        made.forward += core
+
+    def _mlp(self, made: LayerWork, inner: int) -> None:
+        for linear in self.model.mlp(inner):
+            self._linear(made, linear)
+        self._activation(made, self.tokens * inner / self.layout.tp)
+
+    def _activation(self, made: LayerWork, elements: float) -> None:
+        read = 2 if self.model.gated else 1
+        made.moves(2 * elements * (read + 1), 2 * elements * (2 * read + 1))
+
+    def _experts(self, made: LayerWork) -> None:
+        """Each rank's own tokens go to the experts they chose; each rank computes the experts it holds."""
+        model, layout = self.model, self.layout
+        own = self.tokens / layout.tp
+        self._linear(made, model.router, rows=own, whole=True, precision=self._half)
+        rows = own * model.experts_per_token * self.imbalance
+        local = model.experts / layout.ep
+        copied = 2 * rows * model.hidden
+        # Sorted by expert before and after travelling, and back again.
+        made.moves(4 * 2 * copied, 4 * 2 * copied)
+        for linear in model.mlp(model.expert_ffn):
+            self._linear(made, linear, rows=rows / local, batch=local, whole=True)
+        self._activation(made, rows * model.expert_ffn)
+        if model.shared_ffn:
+            self._mlp(made, model.shared_ffn)

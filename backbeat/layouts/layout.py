@@ -1,0 +1,170 @@
+"""A layout: how a job's GPUs share one model and one batch, and which layouts cannot be."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+from msgspec.structs import force_setattr
+
+from backbeat.errors import InputError, nearest
+from backbeat.layouts.transformer import Transformer
+
+Count = Annotated[int, Meta(ge=1)]
+Recompute = Literal["none", "selective", "full"]
+PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
+Precision = Literal["bf16", "fp16", "fp8"]
+_ABBREVIATIONS = {"micro": "micro_batch", "sp": "sequence_parallel", "vp": "chunks"}
+
+
+class Layout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """How many GPUs share what. Ranks count first through `tp`, then `cp`, `dp` and `pp`, as Megatron's do."""
+
+    dp: Count = 1
+    """Replicas, each with its share of the batch."""
+    tp: Count = 1
+    """GPUs that share each layer's matrices."""
+    pp: Count = 1
+    """Stages of consecutive layers."""
+    cp: Count = 1
+    """GPUs that share each sequence."""
+    ep: Count = 1
+    """GPUs that share the experts of a layer, of the tp · cp · dp that a stage has."""
+    micro_batch: Count = 1
+    """Sequences that one replica computes at a time."""
+    chunks: Count = 1
+    """Parts of a stage; more than one is the interleaved schedule."""
+    schedule: PipelineSchedule = "1f1b"
+    recompute: Recompute = "none"
+    """What backward computes again: nothing, the attention, or each layer's whole forward."""
+    zero: Annotated[int, Meta(ge=0, le=3)] = 1
+    """What replicas shard: the optimizer's state (1), gradients (2), parameters (3), or nothing (0)."""
+    sequence_parallel: bool = True
+    """With tp, what lies between its matrices is sharded by sequence."""
+
+    def __post_init__(self) -> None:
+        if self.chunks > 1 and self.schedule == "1f1b":
+            force_setattr(self, "schedule", "interleaved")
+
+    @classmethod
+    def parse(cls, text: str) -> Layout:
+        """
+        >>> Layout.parse("dp=8,tp=4,pp=2,micro=1,recompute=selective,schedule=1f1b").label
+        'dp=8,tp=4,pp=2,micro=1,recompute=selective'
+        """
+        fields: dict[str, object] = {}
+        for part in text.split(","):
+            key, equals, value = part.strip().partition("=")
+            name = _ABBREVIATIONS.get(key, key)
+            if not equals or name not in cls.__struct_fields__:
+                raise InputError(
+                    f"{part.strip()!r} in --layout {text} is not of a layout{nearest(name, cls.__struct_fields__)}: "
+                    "write it like dp=8,tp=4,pp=2,micro=1,recompute=selective,schedule=1f1b"
+                )
+            fields[name] = value
+        try:
+            return msgspec.convert(fields, cls, strict=False)
+        except msgspec.ValidationError as error:
+            raise InputError(f"--layout {text}: {error}") from None
+
+    @property
+    def gpus(self) -> int:
+        return self.dp * self.tp * self.pp * self.cp
+
+    @property
+    def label(self) -> str:
+        """As `parse` reads it, without what is left at its default."""
+        parts = [f"{name}={getattr(self, name)}" for name in ("dp", "tp", "pp", "cp", "ep") if getattr(self, name) > 1]
+        parts.append(f"micro={self.micro_batch}")
+        if self.chunks > 1:
+            parts.append(f"vp={self.chunks}")
+        elif self.pp > 1 and self.schedule != "1f1b":
+            parts.append(f"schedule={self.schedule}")
+        if self.recompute != "none":
+            parts.append(f"recompute={self.recompute}")
+        if self.zero != 1:
+            parts.append(f"zero={self.zero}")
+        if self.tp > 1 and not self.sequence_parallel:
+            parts.append("sequence_parallel=false")
+        return ",".join(parts)
+
+    @property
+    def shards_sequence(self) -> bool:
+        return self.tp > 1 and self.sequence_parallel
+
+
+class Job(msgspec.Struct, frozen=True, kw_only=True):
+    """What is trained at once, whatever the layout."""
+
+    global_batch: Count
+    """Sequences of one step, over all GPUs."""
+    sequence: Count
+    """Tokens of one."""
+    precision: Precision = "bf16"
+    """Of the matrix products."""
+
+    @property
+    def tokens(self) -> int:
+        return self.global_batch * self.sequence
+
+
+def job_of(global_batch: int, sequence: int, precision: str = "bf16") -> Job:
+    try:
+        return msgspec.convert({"global_batch": global_batch, "sequence": sequence, "precision": precision}, Job)
+    except msgspec.ValidationError as error:
+        raise InputError(f"the job: {error}") from None
+
+
+def micro_batches(layout: Layout, job: Job) -> int:
+    """How many one replica computes in a step."""
+    return job.global_batch // (layout.dp * layout.micro_batch)
+
+
+def check(model: Transformer, layout: Layout, job: Job, gpus: int | None = None) -> None:
+    """Refuse a layout that cannot be, with the equation that fails.
+
+    >>> check(Transformer(name="small", layers=4, hidden=64, heads=4, ffn=256, vocab=100), Layout(dp=2, tp=3),
+    ...       Job(global_batch=8, sequence=128), gpus=8)
+    Traceback (most recent call last):
+    backbeat.errors.InputError: dp(2) * tp(3) * pp(1) * cp(1) = 6 != gpus(8): choose factors whose product is 8
+    """
+    problem = impossible(model, layout, job, gpus)
+    if problem is not None:
+        raise InputError(problem)
+
+
+def impossible(model: Transformer, layout: Layout, job: Job, gpus: int | None = None) -> str | None:
+    """Why a layout cannot be; None where it can."""
+    dp, tp, pp, cp, ep = layout.dp, layout.tp, layout.pp, layout.cp, layout.ep
+    if gpus is not None and layout.gpus != gpus:
+        return (
+            f"dp({dp}) * tp({tp}) * pp({pp}) * cp({cp}) = {layout.gpus} != gpus({gpus}): "
+            f"choose factors whose product is {gpus}"
+        )
+    stages, names = pp * layout.chunks, f"pp({pp}) * chunks({layout.chunks})"
+    rules = (
+        (model.heads, "heads", tp, "tp"),
+        (model.vocab if tp > model.vocab else tp, "vocab", tp, "tp"),
+        (max(model.ffn, model.expert_ffn), "ffn", tp, "tp"),
+        (model.experts or ep, "experts", ep, "ep"),
+        (tp * cp * dp, f"tp({tp}) * cp({cp}) * dp({dp}) = tp * cp * dp", ep, "ep"),
+        (job.global_batch, "global_batch", dp * layout.micro_batch, f"dp({dp}) * micro_batch({layout.micro_batch}) = "),
+        (job.sequence, "sequence", cp * 2 if cp > 1 else 1, "2 * cp" if cp > 1 else "1"),
+        (job.sequence, "sequence", cp * tp if layout.shards_sequence else 1, "cp * tp"),
+    )
+    for value, name, divisor, by in rules:
+        if value % divisor:
+            return f"{name}({value}) % {by}({divisor}) != 0: choose {by.split('(')[0].strip()} that divides it"
+    if stages > model.layers:
+        return f"layers({model.layers}) < {names} = {stages}: a stage needs a layer; choose fewer stages or chunks"
+    if model.key_heads % tp and tp % model.key_heads:
+        return f"kv_heads({model.key_heads}) % tp({tp}) != 0 and tp({tp}) % kv_heads({model.key_heads}) != 0"
+    if ep > 1 and not model.experts:
+        return f"ep({ep}) > 1, but {model.name} has no experts: leave ep out"
+    count = micro_batches(layout, job)
+    if layout.chunks > 1 and (layout.schedule != "interleaved" or pp == 1):
+        return f"chunks({layout.chunks}) > 1 needs schedule=interleaved and pp > 1, not {layout.schedule} and pp({pp})"
+    if layout.schedule == "interleaved" and pp > 1 and count % pp:
+        return f"micro-batches({count}) % pp({pp}) != 0: the interleaved schedule takes them in rounds of pp"
+    return None

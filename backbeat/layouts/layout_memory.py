@@ -1,0 +1,153 @@
+"""What a GPU holds under a layout, by kind: the largest of all stages.
+
+Activations are what a layer keeps for backward, tensor by tensor: with tensor parallelism alone a GPT layer keeps
+s·b·h·(10 + 24/t) bytes beside the scores, with sequence parallelism 34/t (Korthikanti et al., 2022).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from backbeat.layouts.pipeline import in_flight
+from backbeat.layouts.replicas import rank_parameters
+from backbeat.layouts.stage_times import StageLayers, split_layers
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from backbeat.layouts.conventions import Conventions
+    from backbeat.layouts.layout import Job, Layout
+    from backbeat.layouts.transformer import Transformer
+
+_WEIGHT_BYTES = 2
+_OPTIMIZER_BYTES = 12
+"""Adam's two moments and a master copy, in fp32."""
+
+
+class MemoryByKind(msgspec.Struct, frozen=True, kw_only=True):
+    """Bytes of one GPU."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+    activations: float
+    logits: float
+    buffers: float
+    """Of collectives."""
+    reserve: float
+    """CUDA, NCCL and fragmentation, stated by the framework's conventions."""
+
+    @property
+    def total(self) -> float:
+        return sum(float(getattr(self, name)) for name in self.__struct_fields__)
+
+
+def memory(
+    model: Transformer, layout: Layout, job: Job, conventions: Conventions, count: int, imbalance: float = 1.0
+) -> MemoryByKind:
+    """Of the stage that holds most, with `count` micro-batches in a step."""
+    chunks = split_layers(model, layout)
+    found = []
+    for stage in range(layout.pp):
+        own = chunks[stage :: layout.pp]
+        waiting = in_flight(layout.schedule, stage, layout.pp, count, layout.chunks)
+        found.append(_stage(model, layout, job, conventions, own, waiting, imbalance))
+    return max(found, key=lambda each: each.total)
+
+
+def _stage(
+    model: Transformer,
+    layout: Layout,
+    job: Job,
+    conventions: Conventions,
+    own: Sequence[StageLayers],
+    waiting: float,
+    imbalance: float,
+) -> MemoryByKind:
+    held = [rank_parameters(model, layout, chunk) for chunk in own]
+    dense, expert = sum(each.dense for each in held), sum(each.expert for each in held)
+    replicas, expert_replicas = layout.dp * layout.cp, layout.tp * layout.cp * layout.dp // layout.ep
+    shared = dense / replicas + expert / expert_replicas
+    whole = dense + expert
+    zero = layout.zero
+    tokens = layout.micro_batch * job.sequence / layout.cp
+    kept, working = 0.0, 0.0
+    for chunk in own:
+        for layers, sparse in ((chunk.dense, False), (chunk.sparse, True)):
+            if layers:
+                each = layer_bytes(model, layout, job, conventions, sparse=sparse, imbalance=imbalance)
+                kept += layers * each
+                working = max(working, _everything(model, layout, job, conventions, sparse, imbalance))
+    activations = waiting * kept
+    if layout.recompute == "full":
+        activations += working
+    between = tokens / layout.tp if layout.shards_sequence else tokens
+    last = any(chunk.last for chunk in own)
+    logits = 0.0
+    if last:
+        # Those of one micro-batch, their softmax in fp32, and one gradient.
+        logits = (2 + sum(conventions.loss_bytes) // 6) * tokens * model.vocab / layout.tp
+        activations += 4 * between * model.hidden
+    layers = sum(chunk.layers for chunk in own)
+    buffers = 2 * 2 * tokens * model.hidden if layout.tp > 1 else 0.0
+    if zero == 3:
+        buffers += 2 * (_WEIGHT_BYTES + 4) * whole / max(layers, 1)
+    return MemoryByKind(
+        weights=_WEIGHT_BYTES * (shared if zero == 3 else whole),
+        gradients=conventions.gradient_bytes * (shared if zero >= 2 else whole),
+        optimizer=_OPTIMIZER_BYTES * (shared if zero else whole),
+        activations=activations,
+        logits=logits,
+        buffers=buffers,
+        reserve=float(conventions.reserve_bytes),
+    )
+
+
+def layer_bytes(
+    model: Transformer, layout: Layout, job: Job, conventions: Conventions, *, sparse: bool, imbalance: float = 1.0
+) -> float:
+    """What one layer keeps of one micro-batch until its backward.
+
+    >>> from backbeat.layouts.architectures import transformer
+    >>> from backbeat.layouts.conventions import conventions_named
+    >>> from backbeat.layouts.layout import Job, Layout
+    >>> gpt, flash = transformer("gpt3-175b"), conventions_named("megatron")
+    >>> kept = layer_bytes(gpt, Layout(tp=8), Job(global_batch=1, sequence=2048), flash, sparse=False)
+    >>> round(kept / (2048 * 12288), 2)
+    4.25
+    """
+    tokens = layout.micro_batch * job.sequence / layout.cp
+    between = tokens / layout.tp if layout.shards_sequence else tokens
+    if layout.recompute == "full":
+        return 2 * between * model.hidden
+    kept = _everything(model, layout, job, conventions, sparse, imbalance)
+    return kept - _scores(model, layout, job, conventions) if layout.recompute == "selective" else kept
+
+
+def _scores(model: Transformer, layout: Layout, job: Job, conventions: Conventions) -> float:
+    """Attention's scores, their softmax and its dropout; flash kernels keep none."""
+    if conventions.flash_attention:
+        return 0.0
+    pairs = layout.micro_batch * model.heads / layout.tp * job.sequence * job.sequence / layout.cp
+    return (5 if model.dropout else 2) * pairs
+
+
+def _everything(
+    model: Transformer, layout: Layout, job: Job, conventions: Conventions, sparse: bool, imbalance: float
+) -> float:
+    tp = layout.tp
+    tokens = layout.micro_batch * job.sequence / layout.cp
+    between = tokens / tp if layout.shards_sequence else tokens
+    # Both norms' inputs and what they give, and two dropout masks of a byte.
+    kept = between * model.hidden * (4 * 2 + (2 if model.dropout else 0))
+    wide = model.heads * (model.width + model.out_width) + model.key_heads * (model.width + model.out_width)
+    kept += 2 * tokens * wide / tp + _scores(model, layout, job, conventions)
+    kept += 2 * between * (model.query_rank + model.latent_width) * 2
+    inner = 3 if model.gated else 2
+    if not sparse:
+        return kept + 2 * tokens * inner * model.ffn / tp
+    rows = tokens / tp * model.experts_per_token * imbalance
+    kept += 2 * rows * (2 * model.hidden + inner * model.expert_ffn)
+    return kept + 2 * tokens * inner * model.shared_ffn / tp

@@ -1,0 +1,130 @@
+"""Every layout of a job on so many GPUs, ranked: those that fit, fastest first.
+
+All are weighed in closed form, and the best are simulated. Of layouts that differ by schedule or recomputation only the
+cheapest in memory that fits is looked for last: recomputing costs time, so it is tried where less does not fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from backbeat.errors import InputError
+from backbeat.layouts.architectures import transformer
+from backbeat.layouts.cluster import GpuCluster, cluster_of
+from backbeat.layouts.conventions import Conventions, conventions_named
+from backbeat.layouts.layout import Job, Layout, Recompute, impossible, job_of, micro_batches
+from backbeat.layouts.predict_layout import LayoutPredictor
+
+if TYPE_CHECKING:
+    import os
+
+    from backbeat.layouts.layout_prediction import LayoutPrediction
+    from backbeat.layouts.transformer import Transformer
+    from backbeat.model import Network, Profile
+
+RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
+_SIMULATED = 16
+"""The best in closed form, which are then simulated and ranked by that."""
+_MOST_MICRO_BATCH = 8
+_MOST_CHUNKS = 8
+
+
+def search(
+    model: Transformer | str | os.PathLike[str] | Mapping[str, Any],
+    cluster: GpuCluster | Network | str | os.PathLike[str],
+    *,
+    gpus: int,
+    global_batch: int,
+    sequence: int,
+    precision: str = "bf16",
+    framework: str | Conventions = "megatron",
+    accelerator: str | None = None,
+    zero: Sequence[int] = (1,),
+    imbalance: float = 1.0,
+    compute_factor: float = 1.0,
+    block: Profile | str | os.PathLike[str] | None = None,
+    most: int = 10,
+) -> list[LayoutPrediction]:
+    """The `most` best layouts that fit, fastest first; ties go to the simpler one. An empty list: none fits.
+
+    >>> best = search("llama-3-8b", "dgx-h100", gpus=16, global_batch=64, sequence=4096)
+    >>> best[0].gpus, all(one.fits for one in best), best == sorted(best, key=lambda one: one.step_s)
+    (16, True, True)
+    """
+    if gpus < 1:
+        raise InputError(f"gpus is {gpus}: a job has at least one")
+    job = job_of(global_batch, sequence, precision)
+    predictor = LayoutPredictor(
+        transformer(model),
+        cluster_of(cluster, accelerator),
+        job,
+        conventions_named(framework),
+        imbalance,
+        compute_factor,
+    )
+    if block is not None:
+        predictor = predictor.with_block(block)
+    weighed = []
+    for base in _candidates(predictor, gpus, zero):
+        # Less recomputation is faster: the first that fits is the best of its kind.
+        for recompute in RECOMPUTE:
+            layout = msgspec.structs.replace(base, recompute=recompute)
+            if predictor.fits(layout):
+                weighed.append(predictor.predict(layout, "closed-form"))
+                break
+    weighed.sort(key=_rank)
+    best = [predictor.predict(one.layout) for one in weighed[: max(_SIMULATED, most)]]
+    best.sort(key=_rank)
+    return [predictor.banded(one) for one in best[:most]]
+
+
+def least_memory(predictor: LayoutPredictor, gpus: int, zero: Sequence[int] = (1,)) -> LayoutPrediction | None:
+    """The layout that takes least, whether it fits or not; None where no layout can be."""
+    found = (msgspec.structs.replace(base, recompute="full") for base in _candidates(predictor, gpus, zero))
+    least = min(found, key=lambda one: (predictor.memory(one).total, one.label), default=None)
+    return None if least is None else predictor.predict(least, "closed-form")
+
+
+def _rank(found: LayoutPrediction) -> tuple[Any, ...]:
+    layout = found.layout
+    return (found.step_s, layout.pp, layout.tp, layout.cp, layout.ep, layout.chunks, layout.micro_batch, layout.label)
+
+
+def _candidates(predictor: LayoutPredictor, gpus: int, zero: Sequence[int]) -> Iterator[Layout]:
+    """Layouts that can be, but for recomputation."""
+    model, job = predictor.model, predictor.job
+    node = predictor.cluster.per_node
+    for tp in _divisors(gpus):
+        if tp > max(node, 8):
+            continue
+        for pp in _divisors(gpus // tp):
+            for cp in _divisors(gpus // tp // pp):
+                if cp > 1 and job.sequence < 4096 * cp:
+                    continue
+                dp = gpus // tp // pp // cp
+                for ep in _divisors(tp * cp * dp) if model.experts else (1,):
+                    yield from _variants(model, job, Layout(dp=dp, tp=tp, pp=pp, cp=cp, ep=ep), zero)
+
+
+def _variants(model: Transformer, job: Job, base: Layout, zero: Sequence[int]) -> Iterator[Layout]:
+    micro = 1
+    while micro <= _MOST_MICRO_BATCH:
+        for stage in zero:
+            one = msgspec.structs.replace(base, micro_batch=micro, zero=stage)
+            if impossible(model, one, job) is not None:
+                continue
+            yield one
+            if one.pp == 1:
+                continue
+            count = micro_batches(one, job)
+            for chunks in range(2, _MOST_CHUNKS + 1):
+                if model.layers % (one.pp * chunks) == 0 and count % one.pp == 0:
+                    yield msgspec.structs.replace(one, schedule="interleaved", chunks=chunks)
+        micro *= 2
+
+
+def _divisors(number: int) -> list[int]:
+    return [each for each in range(1, number + 1) if number % each == 0]

@@ -1,0 +1,161 @@
+"""What data parallelism adds to a step: gradients reduced, parameters updated and gathered, by ZeRO stage and overlap.
+
+Replicas of a dense parameter are dp · cp ranks, tp apart. Those of an expert are the tp · cp · dp ranks of a stage over
+ep, ep apart. With accumulation only the backward pass of the last micro-batch can hide a reduction, unless gradients
+are sharded (ZeRO 2 and 3): then each micro-batch reduces its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple
+
+from backbeat.cost.operators import Traffic
+from backbeat.layouts.stage_times import StageLayers, StageTimes
+
+if TYPE_CHECKING:
+    from backbeat.cost.operator_model import OperatorModel
+    from backbeat.layouts.cluster import GpuCluster, Kind
+    from backbeat.layouts.conventions import Conventions
+    from backbeat.layouts.layout import Layout
+    from backbeat.layouts.transformer import Transformer
+
+_UPDATE_BYTES = 34
+"""Moved for each parameter that Adam updates: its gradient (read for the norm as well), master copy and two moments in
+fp32, and the copy that is computed with."""
+
+
+class RankParameters(NamedTuple):
+    """How many one rank of a stage holds, before replicas shard them."""
+
+    dense: float
+    expert: float
+
+    @property
+    def total(self) -> float:
+        return self.dense + self.expert
+
+
+def rank_parameters(model: Transformer, layout: Layout, stage: StageLayers) -> RankParameters:
+    """
+    >>> from backbeat.layouts.architectures import transformer
+    >>> from backbeat.layouts.layout import Layout
+    >>> from backbeat.layouts.stage_times import split_layers
+    >>> llama, layout = transformer("llama-3-70b"), Layout(tp=4, pp=2)
+    >>> held = [rank_parameters(llama, layout, stage).total for stage in split_layers(llama, layout)]
+    >>> round(4 * sum(held) / llama.parameters, 3)
+    1.0
+    """
+    tp = layout.tp
+    attention = sum(each.parameters / (1 if each.split == "none" else tp) for each in model.attention)
+    norms = (2 if model.rms_norm else 4) * model.hidden
+    each_dense = attention + norms + model.mlp_parameters(model.ffn) / tp
+    each_sparse = attention + norms
+    if model.experts:
+        each_sparse += model.router.parameters + model.mlp_parameters(model.shared_ffn) / tp
+    dense = stage.dense * each_dense + stage.sparse * each_sparse
+    if stage.first:
+        dense += model.embedding_parameters / tp
+    if stage.last and not (model.tied and stage.first):
+        # A tied head on a stage of its own is a copy of the embedding there.
+        dense += model.head.parameters / tp
+    return RankParameters(dense, stage.sparse * model.expert_parameters / layout.ep)
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaTimes:
+    """Beside a stage's own passes."""
+
+    reduce_s: float
+    """Of reducing gradients, what nothing hides."""
+    update_s: float
+    gather_s: float
+    """Of gathering parameters, what nothing hides."""
+
+
+class ReplicaTimer:
+    """Times for one model, layout and cluster."""
+
+    def __init__(
+        self,
+        model: Transformer,
+        layout: Layout,
+        cluster: GpuCluster,
+        operators: OperatorModel,
+        conventions: Conventions,
+    ) -> None:
+        self.model, self.layout, self.cluster = model, layout, cluster
+        self.operators, self.conventions = operators, conventions
+        self.reduction = conventions.reduction(layout.zero)
+        stage_ranks = layout.tp * layout.cp * layout.dp
+        self._dense = (layout.dp * layout.cp, layout.tp)
+        self._expert = (stage_ranks // layout.ep, layout.ep)
+
+    def sharded_passes(self, times: StageTimes, stage: StageLayers) -> StageTimes:
+        """A stage's passes where each micro-batch gathers parameters (ZeRO 3) and scatters gradients (ZeRO 2 and 3): a
+        layer's worth hides behind the layer before it."""
+        zero = self.layout.zero
+        if zero < 2 or stage.layers == 0:
+            return times
+        held = rank_parameters(self.model, self.layout, stage)
+        gather = self._layerwise("all_gather", held, 2, stage.layers) if zero == 3 else 0.0
+        scatter = self._layerwise("reduce_scatter", held, self.conventions.reduced_bytes(zero), stage.layers)
+        forward = max(times.forward_s, gather) + gather / stage.layers
+        travelling = gather + scatter
+        backward = max(times.backward_s, travelling) + scatter / stage.layers
+        return replace(times, forward_s=forward, input_s=times.input_s + backward - times.backward_s)
+
+    def after(self, held: RankParameters, window_s: float, forward_s: float) -> ReplicaTimes:
+        """Of a stage that holds these, whose last backward takes `window_s`, and its first forward `forward_s`."""
+        zero = self.layout.zero
+        reduce = gather = 0.0
+        if zero < 2:
+            kind: Kind = self.reduction.collective
+            width = self.conventions.reduced_bytes(zero)
+            reduce = self._reduce(kind, held, width, window_s)
+        if zero in (1, 2) and self.reduction.gather_dtype is not None:
+            gather = self._gather(held, forward_s)
+        return ReplicaTimes(reduce, self._update(held), gather)
+
+    def _reduce(self, kind: Kind, held: RankParameters, width: int, window_s: float) -> float:
+        exposed = 0.0
+        cap = self.reduction.bucket_elements
+        if cap is None and self.reduction.bucket_bytes:
+            cap = self.reduction.bucket_bytes[-1] // 2
+        for elements, (workers, stride) in ((held.dense, self._dense), (held.expert, self._expert)):
+            if workers == 1 or elements == 0:
+                continue
+            most = elements if cap is None else max(cap, self.reduction.bucket_elements_per_worker * workers)
+            buckets = max(1, round(elements / most))
+            each = self.cluster.collective_s(kind, elements * width / buckets, workers, stride)
+            if self.reduction.overlap == "none":
+                exposed += buckets * each
+            else:
+                # Equal buckets, ready at equal distances: either the first and all after it, or the last alone.
+                end = max(window_s / buckets + buckets * each, window_s + each)
+                exposed += end - window_s
+        return exposed
+
+    def _gather(self, held: RankParameters, forward_s: float) -> float:
+        total = first = 0.0
+        for elements, (workers, stride) in ((held.dense, self._dense), (held.expert, self._expert)):
+            cap = self.reduction.gather_elements
+            most = elements if cap is None else max(cap, self.reduction.bucket_elements_per_worker * workers)
+            buckets = max(1, round(elements / most)) if elements else 0
+            if buckets:
+                each = self.cluster.collective_s("all_gather", 2 * elements / buckets, workers, stride)
+                total, first = total + buckets * each, max(first, each)
+        return max(first, total - forward_s) if self.reduction.gather_overlap else total
+
+    def _layerwise(self, kind: Kind, held: RankParameters, width: int, layers: int) -> float:
+        """All layers of a stage, each in a collective of its own."""
+        return sum(
+            layers * self.cluster.collective_s(kind, elements * width / layers, workers, stride)
+            for elements, (workers, stride) in ((held.dense, self._dense), (held.expert, self._expert))
+        )
+
+    def _update(self, held: RankParameters) -> float:
+        dense, expert = held
+        if self.layout.zero:
+            dense, expert = dense / self._dense[0], expert / self._expert[0]
+        return self.operators.seconds(Traffic("update/fused/adam", _UPDATE_BYTES * (dense + expert)))

@@ -1,0 +1,248 @@
+"""What each stage of a pipeline takes for one micro-batch: its layers' computation, and communication inside them.
+
+Tensor, context and expert parallelism communicate within every layer. What of it computation hides depends on the
+framework (`conventions`); the rest adds to the stage's time, here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from backbeat.layouts.layer_work import LayerBuilder, LayerWork, PhaseSeconds, seconds_of
+from backbeat.layouts.transformer import Transformer
+
+if TYPE_CHECKING:
+    from backbeat.cost.operator_model import OperatorModel
+    from backbeat.layouts.cluster import GpuCluster, Kind
+    from backbeat.layouts.conventions import Conventions
+    from backbeat.layouts.layout import Job, Layout
+
+PARTS = ("matmul", "attention", "memory", "host", "recompute", "tensor", "context", "expert")
+
+
+@dataclass(frozen=True, slots=True)
+class StageTimes:
+    """One micro-batch through one stage, or a part of a stage."""
+
+    forward_s: float = 0.0
+    input_s: float = 0.0
+    """Backward until the stage before can go on."""
+    weight_s: float = 0.0
+    """The rest of backward."""
+    parts: tuple[float, ...] = (0.0,) * len(PARTS)
+    """Of all three: where the time goes, in the order of PARTS."""
+
+    @property
+    def backward_s(self) -> float:
+        return self.input_s + self.weight_s
+
+    @property
+    def total_s(self) -> float:
+        return self.forward_s + self.input_s + self.weight_s
+
+    def __add__(self, other: StageTimes) -> StageTimes:
+        return StageTimes(
+            self.forward_s + other.forward_s,
+            self.input_s + other.input_s,
+            self.weight_s + other.weight_s,
+            tuple(one + two for one, two in zip(self.parts, other.parts, strict=True)),
+        )
+
+    def times(self, count: float) -> StageTimes:
+        return StageTimes(
+            self.forward_s * count,
+            self.input_s * count,
+            self.weight_s * count,
+            tuple(part * count for part in self.parts),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class StageLayers:
+    """What a stage, or one chunk of it, holds."""
+
+    dense: int
+    sparse: int
+    first: bool
+    last: bool
+
+    @property
+    def layers(self) -> int:
+        return self.dense + self.sparse
+
+
+def split_layers(model: Transformer, layout: Layout) -> list[StageLayers]:
+    """Consecutive layers to consecutive chunks, those in the middle taking one more where they do not divide: the first
+    has the embedding to do as well, the last the head.
+
+    >>> from backbeat.layouts.layout import Layout
+    >>> small = Transformer(name="small", layers=6, hidden=64, heads=4, ffn=256, vocab=100)
+    >>> [stage.layers for stage in split_layers(small, Layout(pp=4))]
+    [1, 2, 2, 1]
+    """
+    stages = layout.pp * layout.chunks
+    base, rest = divmod(model.layers, stages)
+    more = [*range(1, stages - 1), 0, stages - 1][:rest]
+    found, begin = [], 0
+    sparse_from = model.dense_layers if model.experts else model.layers
+    for stage in range(stages):
+        end = begin + base + (stage in more)
+        dense = max(0, min(end, sparse_from) - begin)
+        found.append(StageLayers(dense, end - begin - dense, stage == 0, stage == stages - 1))
+        begin = end
+    return found
+
+
+class StageTimer:
+    """Times of layers and stages, for one model, layout, job and cluster."""
+
+    def __init__(
+        self,
+        model: Transformer,
+        layout: Layout,
+        job: Job,
+        cluster: GpuCluster,
+        operators: OperatorModel,
+        conventions: Conventions,
+        *,
+        imbalance: float = 1.0,
+        compute_factor: float = 1.0,
+    ) -> None:
+        self.model, self.layout, self.job, self.cluster = model, layout, job, cluster
+        self.operators, self.conventions = operators, conventions
+        self.imbalance, self.compute_factor = imbalance, compute_factor
+        self.builder = LayerBuilder(model, layout, job, conventions, imbalance)
+
+    def stages(self) -> list[StageTimes]:
+        """Of every chunk, in the order of layers."""
+        kinds = split_layers(self.model, self.layout)
+        dense = self.layer(sparse=False) if any(kind.dense for kind in kinds) else StageTimes()
+        sparse = self.layer(sparse=True) if any(kind.sparse for kind in kinds) else StageTimes()
+        ends = (self._ends(self.builder.embedding()), self._ends(self.builder.head()))
+        found = []
+        for kind in kinds:
+            total = dense.times(kind.dense) + sparse.times(kind.sparse)
+            total = total + ends[0] if kind.first else total
+            found.append(total + ends[1] if kind.last else total)
+        return found
+
+    def layer(self, *, sparse: bool) -> StageTimes:
+        work = self.builder.layer(sparse=sparse)
+        forward, inputs, weights = self._compute(work)
+        recompute = self.layout.recompute
+        again = forward if recompute == "full" else PhaseSeconds()
+        if recompute == "selective":
+            again = seconds_of(work.core, self.operators).times(self.compute_factor)
+        matrices = forward.matmul
+        tensor = self._tensor(seconds_of(work.behind, self.operators).matmul * self.compute_factor, matrices, sparse)
+        context = self._context(forward.attention, inputs.attention)
+        expert = self._expert() if sparse else 0.0
+        twice = 2 if recompute == "full" else 1
+        forward_s = forward.total + tensor[0] + context[0] + expert
+        backward_s = inputs.total + again.total + tensor[1] + context[1] + expert
+        backward_s += (twice - 1) * (tensor[0] + context[0] + expert)
+        return self._made(
+            forward_s,
+            backward_s,
+            weights,
+            forward + inputs + weights,
+            again.total,
+            twice * tensor[0] + tensor[1],
+            twice * context[0] + context[1],
+            (1 + twice) * expert,
+        )
+
+    def _ends(self, work: LayerWork) -> StageTimes:
+        """Embedding and head: each with the collective that its sharded vocabulary takes, in either direction."""
+        forward, inputs, weights = self._compute(work)
+        size = 2 * self.builder.tokens * self.model.hidden
+        tensor = self._group("all_gather" if self.layout.shards_sequence else "all_reduce", size)
+        return self._made(
+            forward.total + tensor,
+            inputs.total + tensor,
+            weights,
+            forward + inputs + weights,
+            0.0,
+            2 * tensor,
+            0.0,
+            0.0,
+        )
+
+    def _made(
+        self,
+        forward_s: float,
+        input_s: float,
+        weights: PhaseSeconds,
+        computed: PhaseSeconds,
+        *others: float,
+    ) -> StageTimes:
+        parts = (computed.matmul, computed.attention, computed.memory, computed.waiting, *others)
+        return StageTimes(forward_s, input_s, weights.total, parts)
+
+    def _compute(self, work: LayerWork) -> tuple[PhaseSeconds, PhaseSeconds, PhaseSeconds]:
+        factor = self.compute_factor
+        return (
+            seconds_of(work.forward, self.operators, parameters=work.parameters).times(factor),
+            seconds_of(work.input, self.operators, backward=True, parameters=work.parameters).times(factor),
+            seconds_of(work.weight, self.operators, backward=True).times(factor),
+        )
+
+    def _group(self, kind: Kind, size: float) -> float:
+        return self.cluster.waited_s(kind, size, self.layout.tp)
+
+    def _tensor(self, behind_s: float, matrices_s: float, sparse: bool) -> tuple[float, float]:
+        """Exposed in forward and in backward: a gather and a scatter around attention, and around a dense MLP."""
+        if self.layout.tp == 1:
+            return 0.0, 0.0
+        # Experts take each rank's own tokens; only an MLP that all tokens take is shared.
+        pairs = 1 if sparse and not self.model.shared_ffn else 2
+        size = 2 * self.builder.tokens * self.model.hidden
+        overlap = self.conventions.tensor_overlap
+        if self.layout.sequence_parallel:
+            gather, scatter = pairs * self._group("all_gather", size), pairs * self._group("reduce_scatter", size)
+            forward = gather + scatter
+            if overlap == "backward":
+                # The gradient is gathered for all to wait; the input again behind one product, its gradient scattered
+                # behind the other.
+                return forward, gather + max(0.0, scatter - behind_s) + max(0.0, gather - behind_s)
+            if overlap == "none":
+                return forward, forward + gather
+        else:
+            forward = pairs * self._group("all_reduce", size)
+            if overlap == "backward":
+                return forward, max(0.0, forward - behind_s)
+        if overlap == "all":
+            slices = forward / self.layout.tp
+            return max(slices, forward - matrices_s), max(slices, forward - 2 * matrices_s)
+        return forward, forward
+
+    def _context(self, forward_s: float, backward_s: float) -> tuple[float, float]:
+        """Keys and values go round a ring while attention works on those that have come; in backward, their gradients
+        too."""
+        cp = self.layout.cp
+        if cp == 1:
+            return 0.0, 0.0
+        if self.conventions.context_exchange == "all-to-all":
+            # Queries, keys and values in one go, then what attention makes of them; backward likewise.
+            heads = self.model.heads + self.model.key_heads
+            widths = heads * (self.model.width + self.model.out_width) / self.layout.tp
+            exposed = self.cluster.exchange_s(2 * self.builder.tokens * widths, cp, self.layout.tp)
+            return exposed, exposed
+        each = (
+            self.model.key_heads * (self.model.width + self.model.out_width) / min(self.layout.tp, self.model.key_heads)
+        )
+        send = self.cluster.send_s(2 * self.builder.tokens * each, cp, self.layout.tp)
+        hidden = (cp - 1) / cp
+        return (
+            max(0.0, (cp - 1) * send - forward_s * hidden),
+            max(0.0, 2 * (cp - 1) * send - backward_s * hidden),
+        )
+
+    def _expert(self) -> float:
+        """Tokens to their experts and back: in forward, and as much in backward."""
+        ep, copies = self.layout.ep, float(self.model.experts_per_token)
+        if self.conventions.sends_once:
+            copies = ep * (1 - (1 - 1 / ep) ** copies)
+        rows = self.builder.tokens / self.layout.tp * copies * self.imbalance
+        return 2 * self.cluster.exchange_s(2 * rows * self.model.hidden, self.layout.ep)

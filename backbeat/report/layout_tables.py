@@ -1,0 +1,146 @@
+"""Layouts in words and tables of 80 columns: ranked, or one in full."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+from rich.table import Table
+
+from backbeat.layouts.layout_prediction import LayoutPrediction
+from backbeat.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from backbeat.model.prediction import Span
+
+_COLUMNS = 64
+"""Of a drawn timeline."""
+_LETTERS = {"forward": "F", "backward": "B", "weight": "W", "reduce": "r", "update": "u", "gather": "g"}
+
+PART_WORDS = {
+    "matmul": "matrix products",
+    "attention": "attention",
+    "memory": "norms, activations, loss",
+    "host": "waiting for the host",
+    "recompute": "recomputing forward",
+    "tensor": "tensor-parallel collectives",
+    "context": "context-parallel ring",
+    "expert": "all-to-alls of experts",
+    "parameters": "sharded parameters",
+    "bubble": "pipeline bubble and sends",
+    "reduce": "reducing gradients",
+    "update": "update",
+    "gather": "gathering parameters",
+}
+HELP = {
+    "compute": "Arithmetic: it runs as fast as the matrix products allow. Only fewer or cheaper FLOPs help (fp8).",
+    "memory": "Memory-bound work between the products: fused kernels help, or a wider tp that shards it.",
+    "host": "The host, which submits operators more slowly than the GPU runs them: larger micro-batches help, or CUDA "
+    "graphs.",
+    "recompute": "Recomputation, which memory forces: more GPUs, more stages or sharded parameters (zero=3) help.",
+    "tensor": "Collectives of tensor parallelism: a smaller tp helps where memory allows, or hiding them behind the "
+    "products (framework megatron-tp-overlap).",
+    "context": "The ring of keys and values: a smaller cp helps.",
+    "expert": "All-to-alls between experts: an ep inside one node helps.",
+    "parameters": "Gathering and scattering sharded parameters in every pass: a lower zero helps where memory allows.",
+    "bubble": "The pipeline's bubble: more micro-batches a step help (a larger global batch, fewer replicas), or "
+    "interleaved stages.",
+    "reduce": "Reducing gradients: more micro-batches a step help, or a framework that overlaps them.",
+    "update": "The update of parameters: sharding it (zero=1) helps.",
+    "gather": "Gathering updated parameters: gathering them behind the next forward helps.",
+}
+
+
+def ranked_table(found: Sequence[LayoutPrediction], *, title: str, counts: bool = False) -> Table:
+    """One row a layout, best first; with `counts`, one row a number of GPUs."""
+    banded = any(one.band_s is not None for one in found)
+    table = _plain(title)
+    if counts:
+        table.add_column("GPUs", justify="right")
+    table.add_column("layout", overflow="fold", max_width=(34 if banded else 46) - 8 * counts)
+    for heading in ("tok/s/GPU", *(["busy–quiet"] if banded else []), "MFU", "memory", "limit"):
+        table.add_column(heading, justify="left" if heading == "limit" else "right")
+    for one in found:
+        cells = [str(one.gpus)] if counts else []
+        cells += [short(one), f"{one.tokens_per_s_per_gpu:.0f}", *([_band(one)] if banded else [])]
+        table.add_row(*cells, f"{one.mfu:.0%}", format_bytes(one.memory_bytes), one.limited_by)
+    return table
+
+
+def short(one: LayoutPrediction) -> str:
+    """The layout without what is the same in most."""
+    text = one.layout.label.replace("recompute=", "").replace("sequence_parallel=false", "no sp")
+    return text.replace("micro=", "mb=")
+
+
+def _band(one: LayoutPrediction) -> str:
+    if one.band_s is None:
+        return ""
+    quiet, busy = (one.tokens_per_s_per_gpu * one.step_s / edge for edge in one.band_s)
+    return f"{busy:.0f}–{quiet:.0f}"
+
+
+def breakdown_table(one: LayoutPrediction) -> Table:
+    table = _plain("one step")
+    table.add_column("part")
+    table.add_column("time", justify="right")
+    table.add_column("share", justify="right")
+    for name, seconds in one.breakdown.parts.items():
+        if seconds > 0.0005 * one.step_s:
+            table.add_row(PART_WORDS[name], format_seconds(seconds), f"{seconds / one.step_s:.1%}")
+    table.add_row("step", format_seconds(one.step_s), "")
+    return table
+
+
+def memory_table(one: LayoutPrediction) -> Table:
+    table = _plain("memory of one GPU, in the stage that holds most")
+    table.add_column("kind")
+    table.add_column("bytes", justify="right")
+    table.add_column("")
+    limit = max(one.limit_bytes, one.memory_bytes)
+    for name, size in msgspec.structs.asdict(one.memory).items():
+        if size:
+            table.add_row(name, format_bytes(size), "█" * round(40 * size / limit))
+    fits = "fits" if one.fits else f"does not fit: {format_bytes(one.memory_bytes - one.limit_bytes)} too much"
+    table.add_row("all", format_bytes(one.memory_bytes), f"of {format_bytes(one.limit_bytes)}, {fits}")
+    return table
+
+
+def stage_lines(timeline: Sequence[Span]) -> list[str]:
+    """The step drawn in letters, a line a stage: what it mostly does in each slice of time, or a dot for nothing."""
+    if not timeline:
+        return []
+    end = max(span.end_s for span in timeline)
+    lanes = list(dict.fromkeys(sorted((span.lane for span in timeline), key=lambda lane: int(lane.split()[-1]))))
+    lines = []
+    for lane in lanes:
+        done = [dict.fromkeys("." + "".join(_LETTERS.values()), 0.0) for _ in range(_COLUMNS)]
+        for span in timeline:
+            if span.lane == lane:
+                _spread(done, _LETTERS[span.name.split()[0]], span.start_s / end, span.end_s / end)
+        for each in done:
+            each["."] = 1 / _COLUMNS - sum(each.values())
+        lines.append(f"  {lane:<9} " + "".join(max(each, key=lambda letter: each[letter]) for each in done))
+    return [*lines, "  F forward, B backward, W weight gradients, r reduce, u update, g gather, . nothing"]
+
+
+def _spread(done: list[dict[str, float]], letter: str, start: float, end: float) -> None:
+    for place in range(int(start * _COLUMNS), min(int(end * _COLUMNS) + 1, _COLUMNS)):
+        low, high = place / _COLUMNS, (place + 1) / _COLUMNS
+        done[place][letter] += max(0.0, min(end, high) - max(start, low))
+
+
+def answer(found: Sequence[LayoutPrediction]) -> str:
+    """What to do, in words."""
+    best = found[0]
+    text = (
+        f"Use {best.layout.label}: {format_seconds(best.step_s)} a step, {best.tokens_per_s:,.0f} tokens/s on "
+        f"{best.gpus} GPUs, {best.mfu:.0%} MFU, {format_bytes(best.memory_bytes)} of {format_bytes(best.limit_bytes)}."
+    )
+    limit = HELP[best.limited_by]
+    return f"{text}\nLimited by {limit[0].lower()}{limit[1:]}"
+
+
+def _plain(title: str) -> Table:
+    return Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0))

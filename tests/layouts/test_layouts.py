@@ -1,0 +1,207 @@
+"""Predicting one layout: what cannot be, what must hold, and what memory is made of."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import backbeat as bb
+from backbeat import layouts
+from backbeat.layouts import Layout
+from backbeat.model import Fabric, Gradient
+from backbeat.model.specification import Specification
+
+JOB: dict[str, Any] = {"global_batch": 64, "sequence": 4096}
+POWERS = st.sampled_from([1, 2, 4])
+
+
+def cluster(nic: float = 50e9, inside: float = 450e9) -> bb.Network:
+    sheet = Specification(gpus_per_node=8, inside=inside, nic=nic, nics_per_node=8, fabric=Fabric(kind="fat-tree"))
+    return sheet.network("made", [1, 2, 4, 8])
+
+
+@pytest.mark.parametrize(
+    ("fields", "equation"),
+    [
+        ({"dp": 2, "tp": 3}, r"dp\(2\) \* tp\(3\) \* pp\(1\) \* cp\(1\) = 6 != gpus\(8\)"),
+        ({"tp": 8, "dp": 1, "ep": 2}, r"ep\(2\) > 1, but llama-3-8b has no experts"),
+        ({"pp": 8, "chunks": 5}, r"layers\(32\) < pp\(8\) \* chunks\(5\) = 40"),
+        ({"dp": 8, "micro_batch": 3}, r"global_batch\(64\) % dp\(8\) \* micro_batch\(3\) = \(24\) != 0"),
+        ({"pp": 8, "chunks": 2, "global_batch": 12}, r"micro-batches\(12\) % pp\(8\) != 0"),
+        ({"dp": 8, "chunks": 2}, "chunks"),
+        ({"dp": 8, "zero": 4}, "zero"),
+        ({"dp": 8, "schedule": "best"}, "schedule"),
+        ({"dp": 8, "precision": "fp4"}, "precision"),
+        ({"dp": 8, "vp": 4}, "a layout has no 'vp'"),
+        ({"dp": 8, "imbalance": 0.5}, "imbalance is 0.5"),
+        ({"dp": 8, "framework": "megatorn"}, "did you mean 'megatron'"),
+    ],
+)
+def test_layouts_that_cannot_be_are_refused_with_the_equation(fields: dict[str, Any], equation: str) -> None:
+    with pytest.raises(bb.InputError, match=equation):
+        layouts.predict("llama-3-8b", "dgx-h100", gpus=8, **{**JOB, **fields})
+
+
+def test_models_come_from_names_configs_and_fields(tmp_path: Path) -> None:
+    config = {
+        "model_type": "deepseek_v3", "hidden_size": 7168, "num_hidden_layers": 61, "num_attention_heads": 128,
+        "num_key_value_heads": 128, "intermediate_size": 18432, "moe_intermediate_size": 2048, "n_routed_experts": 256,
+        "n_shared_experts": 1, "num_experts_per_tok": 8, "first_k_dense_replace": 3, "q_lora_rank": 1536,
+        "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "vocab_size": 129280,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    read = layouts.transformer(tmp_path)
+    assert read.parameters == layouts.transformer("deepseek-v3").parameters == pytest.approx(671e9, rel=0.01)
+    assert layouts.transformer(tmp_path / "config.json") == read
+    mixtral = {
+        "model_type": "mixtral", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "intermediate_size": 14336, "num_local_experts": 8, "num_experts_per_tok": 2,
+        "vocab_size": 32000,
+    }  # fmt: skip
+    assert layouts.transformer(mixtral).parameters == layouts.transformer("mixtral-8x7b").parameters
+    fields = {"layers": 2, "hidden": 64, "heads": 4, "ffn": 256, "vocab": 100}
+    assert layouts.transformer(fields).layers == 2
+    for wrong, why in (("llama-3-7b", "did you mean"), ({"layers": 2, "hidden": 0}, "hidden"), ({"a": 1}, "no hidden")):
+        with pytest.raises(bb.InputError, match=why):
+            layouts.transformer(wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("name", "billions"), [("gpt3-13b", 12.85), ("llama-3-8b", 8.03), ("llama-3-405b", 405.9),
+                                                ("llama-3.2-1b", 1.236), ("qwen3-235b-a22b", 235.1),
+                                                ("mixtral-8x22b", 140.6)])  # fmt: skip
+def test_bundled_models_have_the_parameters_they_are_known_for(name: str, billions: float) -> None:
+    assert layouts.transformer(name).parameters == pytest.approx(billions * 1e9, rel=0.01)
+
+
+def test_a_network_that_names_no_gpu_asks_for_one() -> None:
+    with pytest.raises(bb.InputError, match="--accelerator h100"):
+        layouts.predict("llama-3-8b", "10gbe", dp=8, **JOB)
+    assert layouts.predict("llama-3-8b", "10gbe", dp=8, accelerator="a100", **JOB).cluster == "10gbe (A100)"
+
+
+@settings(max_examples=25, deadline=None)
+@given(POWERS, POWERS, POWERS, POWERS, st.sampled_from([0, 1, 2, 3]), st.sampled_from([1.5, 4.0]))
+def test_more_bandwidth_is_never_slower(tp: int, pp: int, cp: int, dp: int, zero: int, more: float) -> None:
+    found = [
+        layouts.predict(
+            "llama-3-8b",
+            cluster(nic, inside),
+            accelerator="h100",
+            dp=dp,
+            tp=tp,
+            pp=pp,
+            cp=cp,
+            zero=zero,
+            band=False,
+            **JOB,
+        ).step_s
+        for nic, inside in ((25e9, 300e9), (25e9 * more, 300e9), (25e9 * more, 300e9 * more))
+    ]
+    assert found[0] >= found[1] * (1 - 1e-9) >= found[2] * (1 - 2e-9)
+
+
+@settings(max_examples=25, deadline=None)
+@given(POWERS, POWERS, st.sampled_from([1, 2, 4]), st.sampled_from(["none", "selective", "full"]))
+def test_parts_add_up_to_the_step_and_families_agree(tp: int, pp: int, micro: int, recompute: str) -> None:
+    layout = Layout(dp=2, tp=tp, pp=pp, micro_batch=micro, recompute=recompute)  # type: ignore[arg-type]
+    events = layouts.predict("llama-3-8b", "dgx-h100", layout, **JOB)
+    assert sum(events.breakdown.parts.values()) == pytest.approx(events.step_s, rel=1e-6)
+    closed = layouts.predict("llama-3-8b", "dgx-h100", layout, family="closed-form", **JOB)
+    assert closed.step_s == pytest.approx(events.step_s, rel=0.05)
+    assert closed.memory == events.memory
+    assert not closed.timeline
+    assert max(span.end_s for span in events.timeline) == pytest.approx(events.step_s)
+
+
+def kinds(**fields: Any) -> Any:
+    return layouts.predict("llama-3-8b", "dgx-h100", band=False, **{**JOB, "dp": 8, **fields}).memory
+
+
+def test_memory_falls_with_sharding_and_recomputation() -> None:
+    assert kinds(zero=0).optimizer == 8 * kinds(zero=1).optimizer
+    assert kinds(zero=1).gradients == 8 * kinds(zero=2).gradients
+    assert kinds(zero=2).weights == 8 * kinds(zero=3).weights
+    for field in ("micro_batch", "sequence"):
+        small, large = (
+            {"micro_batch": 1, "sequence": 4096} | {field: value}
+            for value in ((1, 4), (4096, 8192))[field == "sequence"]
+        )
+        assert kinds(**small).activations < kinds(**large).activations
+    for first, second in (("none", "selective"), ("selective", "full")):
+        less = kinds(recompute=second, framework="megatron-2021", pp=2)
+        assert kinds(recompute=first, framework="megatron-2021", pp=2).activations > less.activations
+    assert kinds(tp=4).total < kinds(tp=2).total < kinds().total
+    assert kinds(tp=4, sequence_parallel=False).activations > kinds(tp=4).activations
+    assert kinds(pp=4, schedule="gpipe").activations > kinds(pp=4).activations
+
+
+def test_experts_cost_more_the_less_balanced_they_are() -> None:
+    found = [
+        layouts.predict("mixtral-8x7b", "dgx-h100", dp=8, tp=2, ep=8, imbalance=each, band=False, **JOB)
+        for each in (1.0, 1.5)
+    ]
+    assert found[1].step_s > found[0].step_s
+    assert found[1].memory_bytes > found[0].memory_bytes
+    # Experts inside a node travel faster than across nodes.
+    there = layouts.cluster_of("dgx-h100")
+    assert there.exchange_s(1e8, 8) < there.exchange_s(1e8, 16) < there.exchange_s(1e8, 8, 8)
+
+
+def test_groups_that_share_a_node_share_its_network() -> None:
+    there = layouts.cluster_of("dgx-h100")
+    alone = there.collective_s("all_reduce", 1e9, 32, 1)
+    shared = there.collective_s("all_reduce", 1e9, 4, 8)
+    assert shared > 4 * alone
+    assert there.collective_s("all_reduce", 1e9, 8, 1) < there.collective_s("all_reduce", 1e9, 8, 8)
+
+
+def test_bands_hold_the_prediction_and_compute_scales() -> None:
+    job = {**JOB, "dp": 16, "tp": 8}
+    found = layouts.predict("llama-3-70b", "gcp-a3-mega", recompute="full", **job)
+    assert found.band_s is not None
+    assert found.band_s[0] <= found.step_s <= found.band_s[1]
+    slower = layouts.predict("llama-3-70b", "gcp-a3-mega", recompute="full", compute_factor=1.5, **job)
+    assert found.step_s < slower.step_s < 1.5 * found.step_s + 1e-9
+
+
+def test_fp8_and_overlap_are_faster_and_json_holds_the_answer() -> None:
+    fields: dict[str, Any] = {**JOB, "dp": 2, "tp": 8, "pp": 2}
+    plain = layouts.predict("llama-3-70b", "dgx-h100", **fields)
+    assert layouts.predict("llama-3-70b", "dgx-h100", precision="fp8", **fields).step_s < plain.step_s
+    assert layouts.predict("llama-3-70b", "dgx-h100", framework="megatron-tp-overlap", **fields).step_s < plain.step_s
+    assert layouts.predict("llama-3-70b", "dgx-h100", framework="nanotron", **fields).step_s > plain.step_s
+    data = json.loads(msgspec.json.encode(plain.data()))
+    assert data["step_s"] == plain.step_s
+    assert data["fits"] == plain.fits
+    assert data["layout"]["tp"] == 8
+
+
+def test_a_measured_block_scales_computation(tmp_path: Path) -> None:
+    model = layouts.transformer("llama-3-8b")
+    each = model.attention_parameters + model.mlp_parameters(model.ffn)
+    gradients = (Gradient(name="all", bytes=2 * each, ready_s=0.01),)
+    block = bb.Profile(
+        name="block", model="layer", batch_size=1, precision="bf16", device="NVIDIA H100 80GB HBM3", forward_s=0.01,
+        backward_s=0.02, update_s=0.0, gradients=gradients, gradient_dtype="bf16", sequence_length=4096,
+    )  # fmt: skip
+    fields: dict[str, Any] = {**JOB, "dp": 8, "band": False}
+    plain = layouts.predict("llama-3-8b", "dgx-h100", **fields)
+    slow = layouts.predict("llama-3-8b", "dgx-h100", block=block, **fields)
+    slower = msgspec.structs.replace(block, forward_s=0.02, backward_s=0.04)
+    slower.save(tmp_path / "slower.json")
+    slowest = layouts.predict("llama-3-8b", "dgx-h100", block=tmp_path / "slower.json", **fields)
+    assert slowest.breakdown.matmul == pytest.approx(2 * slow.breakdown.matmul)
+    assert slow.breakdown.matmul > plain.breakdown.matmul
+    for change, why in (
+        ({"device": "NVIDIA A100-SXM4-80GB"}, "measured on NVIDIA A100"),
+        ({"sequence_length": None}, "sequence length"),
+        ({"gradient_dtype": "fp32"}, "without embedding and head"),
+    ):
+        with pytest.raises(bb.InputError, match=why):
+            layouts.predict("llama-3-8b", "dgx-h100", block=msgspec.structs.replace(block, **change), **fields)

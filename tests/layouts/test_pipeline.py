@@ -1,0 +1,91 @@
+"""Schedules as events and in closed form."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from backbeat.layouts.pipeline import closed_form, in_flight, order, run
+from backbeat.layouts.stage_times import StageTimes
+
+seconds = st.floats(0.1, 5.0)
+
+
+def equal(stages: int, forward: float, inputs: float, weights: float, chunks: int = 1) -> list[StageTimes]:
+    return [StageTimes(forward / chunks, inputs / chunks, weights / chunks)] * (stages * chunks)
+
+
+@given(st.sampled_from(["gpipe", "1f1b"]), st.integers(1, 6), st.integers(1, 12), seconds, seconds, seconds)
+def test_events_are_the_closed_form_for_equal_stages(
+    schedule: str, stages: int, count: int, forward: float, inputs: float, weights: float
+) -> None:
+    times = equal(stages, forward, inputs, weights)
+    simulated = run(schedule, stages, count, times, 0.0).seconds  # type: ignore[arg-type]
+    assert simulated == pytest.approx((count + stages - 1) * (forward + inputs + weights))
+    assert closed_form(schedule, stages, count, times, 0.0).seconds == pytest.approx(simulated)  # type: ignore[arg-type]
+
+
+@given(st.integers(2, 4), st.integers(1, 3), st.integers(2, 4), seconds, seconds)
+def test_interleaving_divides_the_bubble_by_the_chunks(
+    stages: int, rounds: int, chunks: int, forward: float, backward: float
+) -> None:
+    count = rounds * stages
+    times = equal(stages, forward, backward / 2, backward / 2, chunks)
+    whole = forward + backward
+    simulated = run("interleaved", stages, count, times, 0.0).seconds
+    assert simulated == pytest.approx(count * whole + (stages - 1) * whole / chunks)
+    assert closed_form("interleaved", stages, count, times, 0.0).seconds == pytest.approx(simulated)
+
+
+@given(st.integers(2, 5), st.integers(2, 10), seconds, seconds, seconds, st.floats(0, 1))
+def test_zero_bubble_is_never_slower_and_never_beats_the_work(
+    stages: int, count: int, forward: float, inputs: float, weights: float, send: float
+) -> None:
+    times = equal(stages, forward, inputs, weights)
+    split = run("zero-bubble", stages, count, times, send).seconds
+    assert split >= count * (forward + inputs + weights) - 1e-9
+    # A put-off gradient may run a little into the time of the next operation.
+    assert split <= run("1f1b", stages, count, times, send).seconds * 1.001 + weights
+
+
+@given(
+    st.sampled_from(["gpipe", "1f1b", "zero-bubble"]),
+    st.lists(st.tuples(seconds, seconds, seconds), min_size=2, max_size=4),
+    st.integers(1, 8),
+    st.floats(0, 2),
+)
+def test_every_schedule_keeps_order_and_does_all_work(
+    schedule: str, shapes: list[tuple[float, float, float]], count: int, send: float
+) -> None:
+    times = [StageTimes(*shape) for shape in shapes]
+    stages = len(times)
+    found = run(schedule, stages, count, times, send)  # type: ignore[arg-type]
+    ends = {(each.operation.kind, each.operation.micro_batch, each.stage): each for each in found.performed}
+    for (kind, micro, stage), each in ends.items():
+        if kind == "F" and stage:
+            assert each.start_s >= ends["F", micro, stage - 1].end_s + send - 1e-9
+        if kind == "B" and stage + 1 < stages:
+            assert each.start_s >= ends["B", micro, stage + 1].end_s + send - 1e-9
+    for stage in range(stages):
+        own = sorted((each.start_s, each.end_s) for each in found.performed if each.stage == stage)
+        assert all(after >= before - 1e-9 for (_, before), (after, _) in itertools.pairwise(own))
+        assert sum(end - start for start, end in own) == pytest.approx(count * times[stage].total_s)
+
+
+def test_unequal_stages_wait_for_the_slowest() -> None:
+    times = [StageTimes(1, 1, 1), StageTimes(2, 2, 2)]
+    assert run("1f1b", 2, 10, times, 0.0).seconds == pytest.approx(63)
+    assert closed_form("1f1b", 2, 10, times, 0.0).seconds == pytest.approx(63)
+
+
+def test_a_stage_holds_what_it_has_begun_and_not_ended() -> None:
+    for schedule, chunks in (("gpipe", 1), ("1f1b", 1), ("interleaved", 2)):
+        for stage in range(4):
+            most = open_now = 0
+            for each in order(schedule, stage, 4, 8, chunks):  # type: ignore[arg-type]
+                open_now += 1 if each.kind == "F" else -1
+                most = max(most, open_now)
+            assert most / chunks == in_flight(schedule, stage, 4, 8, chunks)  # type: ignore[arg-type]
