@@ -20,6 +20,7 @@ if not _distributed.is_available():
 
 from backbeat.runtime.reduce.failures import BrokenStepError, StepMismatchError
 from backbeat.runtime.reduce.wrapper import DistributedDataParallel
+from backbeat.runtime.watch import Watch
 
 if TYPE_CHECKING:
     from backbeat.runtime.parallel.prepare import parallelize
@@ -31,6 +32,7 @@ __all__ = [
     "CommunicationError",
     "DistributedDataParallel",
     "StepMismatchError",
+    "Watch",
     "full_state_dict",
     "fully_shard",
     "load_full_state_dict",
