@@ -30,6 +30,10 @@ def _network_names(incomplete: str) -> list[str]:
     return _names("networks", incomplete)
 
 
+def bundled_names(incomplete: str) -> list[str]:
+    return [*_names("networks", incomplete), *_names("profiles", incomplete)]
+
+
 def _strategy_names(incomplete: str) -> list[str]:
     from backbeat.planners import STRATEGIES
 
@@ -122,6 +126,13 @@ def load_network(name: str, across: str | None, links: int = 1) -> Network:
     if across is None and links > 1:
         raise InputError(f"--nics-per-node {links} counts the links of --across: name what joins the nodes with it")
     return network if across is None else network.joined_by(Network.load(across), links=links)
+
+
+def plan_options(across: str | None, links: int, reduce_dtype: str | None) -> list[str]:
+    """What the command that makes a plan needs to be told again."""
+    joined = ["--across", across] if across else []
+    wide = ["--nics-per-node", str(links)] if links > 1 else []
+    return [*joined, *wide, *(["--reduce-dtype", reduce_dtype] if reduce_dtype else [])]
 
 
 def prose(out: Console, text: str) -> None:

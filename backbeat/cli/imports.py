@@ -44,14 +44,21 @@ def kineto(
         typer.Option("--like", "--names", help="A profile of the same model, for its names."),
     ] = None,
 ) -> None:
-    """A profile from a trace that torch.profiler exported, .json or .json.gz, of one worker or of a DDP run."""
+    """A profile from a trace that torch.profiler exported, .json or .json.gz, of one worker, a DDP or an FSDP2 run.
+
+    Of an FSDP2 run the units are printed as they were measured: bytes, times, exposed time and overlap.
+    """
+    from backbeat.cli.common import console
     from backbeat.importers.kineto import load
     from backbeat.model.profile import Profile
+    from backbeat.report.unit_tables import units_table
 
     trace = load(
         file, batch_size=batch_size, model=model, name=name, like=Profile.load(like) if like is not None else None
     )
     trace.profile.save(output)
+    if trace.units:
+        console().print(units_table(trace.units))
     _tell(trace.profile.notes, output)
 
 

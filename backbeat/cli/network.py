@@ -13,9 +13,14 @@ from backbeat.errors import InputError
 
 if TYPE_CHECKING:
     from backbeat.model import CollectiveTimes, Fabric, Network
+    from backbeat.model.slowdown import Transport
 
 _SHOWN_BYTES = 2**28
 _LATENCY_BYTES = 8
+_LONGEST_HOP_S = 10e-3
+"""No network between nodes is as slow: a unit was left out."""
+_HOPS_S: dict[Transport, float] = {"infiniband": 10e-6, "efa": 30e-6}
+"""The longest hop that each is taken for, where nobody names a transport; anything slower goes through sockets."""
 
 
 def network(
@@ -68,9 +73,11 @@ def network(
     from backbeat.cli.common import console, print_json, prose, say
     from backbeat.cost.protocols import NicLatency
     from backbeat.model.specification import Specification
-    from backbeat.units import parse_duration, parse_rate, parse_workers
+    from backbeat.units import format_seconds, parse_duration, parse_rate, parse_workers
 
     hop_s = parse_duration(latency)
+    if hop_s >= _LONGEST_HOP_S:
+        raise InputError(f"--latency {latency} is {format_seconds(hop_s)} from node to node: did you mean {hop_s:g}us?")
     named = name or (output.name.removesuffix(".gz").removesuffix(".json") if output is not None else "network")
     joined = _fabric(fabric, oversubscription)
     if nic is not None and across:
@@ -88,8 +95,15 @@ def network(
             sharp=sharp,
         )
         made = sheet.network(named, parse_workers(nodes))
+        if transport is None:
+            transport = next((one for one, longest_s in _HOPS_S.items() if hop_s <= longest_s), "sockets")
+            made = _noted(made, f"messages are taken to go by {transport}, from --latency; --transport says otherwise")
+        if joined is None:
+            made = _noted(made, "nobody else is taken to use the network; --fabric says how busy it may be")
     else:
         made = _composed(named, inside, across or [], gpus_per_node, hop_s, joined)
+        if transport is None and made.topology.transport is None and made.topology.gpus_per_node > 1:
+            made = _noted(made, "computation is taken not to slow down beside messages; give --transport, and it does")
     if transport is not None:
         made = _carried_by(made, transport)
     if output is not None:
@@ -110,6 +124,12 @@ def network(
             prose(out, f"* {note}")
     if output is not None:
         say(f"wrote {output}")
+
+
+def _noted(network: Network, note: str) -> Network:
+    import msgspec
+
+    return msgspec.structs.replace(network, notes=(*network.notes, note))
 
 
 def _carried_by(network: Network, transport: str) -> Network:
@@ -186,6 +206,11 @@ def _composed(
             "measurements with --across"
         )
     measured = [read(path, gpus_per_node=gpus_per_node, hop_s=hop_s) for path in paths]
+    if inside is not None and measured[0].nodes > 1:
+        raise InputError(
+            f"{inside} was measured on {measured[0].workers} GPUs of {measured[0].nodes} nodes: --inside is one node; "
+            "give it with --across"
+        )
     return compose(name, measured, gpus_per_node=gpus_per_node, fabric=fabric)
 
 

@@ -63,7 +63,7 @@ def predict(
     json: JsonOption = False,
 ) -> None:
     """Predict how the job scales, what limits it and what it costs, and say what to do."""
-    from backbeat.cli.common import console, load_network, print_json, size, split
+    from backbeat.cli.common import console, load_network, plan_options, print_json, size, split
     from backbeat.cli.predict_output import Asked, content, show
     from backbeat.cli.predict_sharded import is_sharded, sharded_strategies, sharding_answer, show_sharded, with_peaks
     from backbeat.model import Plan, Profile
@@ -103,7 +103,10 @@ def predict(
         epoch_samples=epoch_samples,
         samples=samples,
         frameworks=tuple(one.name for one in frameworks),
-        plan_words=_plan_words(profile, network, across, nics_per_node, reduce_dtype, accumulation),
+        plan_words=(
+            *("backbeat", "plan", profile, network, *plan_options(across, nics_per_node, reduce_dtype)),
+            *(("--accumulation", str(accumulation)) if accumulation else ()),
+        ),
         plan_files={made.strategy: file for made, file in zip(plans, files, strict=True)},
     )
     if plot is not None:
@@ -141,21 +144,6 @@ def predict(
         show_sharded(console(), one, cluster, rows, schedules, asked)
     else:
         show(console(), one, cluster, rows, schedules, asked, wide=wide)
-
-
-def _plan_words(
-    profile: str,
-    network: str,
-    across: str | None,
-    links: int,
-    reduce_dtype: str | None,
-    accumulation: int | None,
-) -> tuple[str, ...]:
-    joined = ("--across", across) if across else ()
-    wide = ("--nics-per-node", str(links)) if links > 1 else ()
-    sent = ("--reduce-dtype", reduce_dtype) if reduce_dtype else ()
-    gathered = ("--accumulation", str(accumulation)) if accumulation else ()
-    return ("backbeat", "plan", profile, network, *joined, *wide, *sent, *gathered)
 
 
 def _named_apart(plans: list[Plan], files: list[str], names: list[str]) -> list[Plan]:

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from backbeat.api import predict as predict_sent
 from backbeat.cli.common import prose
-from backbeat.model import Plan, Reduction, Source
+from backbeat.model import Plan, Reduction
 from backbeat.report import tables
-from backbeat.report.answer import decision, frontier, judged, stock_name
+from backbeat.report.answer import decision, frontier, judged, stock_name, unmeasured
 from backbeat.report.device_memory import device_fit
 from backbeat.report.limits import knee_sentence, limit
 from backbeat.report.running_cost import costs, format_money, per_billion, tokens_per_s, unit, units_line, utilisation
-from backbeat.report.study import STOCK
+from backbeat.report.study import PLANNED, STOCK
 from backbeat.simulate.sweep import knee
 from backbeat.units import format_bytes
 
@@ -90,6 +90,7 @@ def content(
         "samples": asked.samples,
         "rows": data,
         "headline": headline,
+        "not_measured": unmeasured(profile, network),
         "knee": {name: knee(curve) for name, curve in curves.items()},
     }
 
@@ -154,7 +155,10 @@ def show(
     if fit is not None and fit.fits:
         prose(out, f"Memory: {fit}.")
     for name in sorted(too_big):
-        prose(out, f"Too big: {stock_name(name)}, {format_bytes(fits[name].peak_bytes)}.")
+        prose(
+            out,
+            f"Too big: {'the plan' if name == PLANNED else stock_name(name)}, {format_bytes(fits[name].peak_bytes)}.",
+        )
     for line in _peaks(rows, schedules):
         prose(out, line)
     for line in doubts(best, network, profile, every=wide):
@@ -166,21 +170,16 @@ def show(
 
 
 def doubts(best: Prediction, network: Network, profile: Profile, *, every: bool = False) -> list[str]:
-    """What is not measured, in three lines; or `every` note, those of a calibration too, which were shown when it was
+    """What is not measured, in four lines; or `every` note, those of a calibration too, which were shown when it was
     made."""
-    lines = []
-    if isinstance(network.source, Source) and network.source.method in ("assumed", "published"):
-        method = "from a publication" if network.source.method == "published" else "assumed"
-        lines.append(f"* the network {network.name} is {method}, not measured")
-    if profile.source is None:
-        lines.append(f"* the profile {profile.name} does not say where its figures come from")
+    lines = [f"* {line}" for line in unmeasured(profile, network)]
     about = f"network {network.name}: "
     lines += [
         f"* {note.removeprefix(about)}"
         for note in dict.fromkeys(best.notes)
         if every or not note.startswith(about) or "joined by" in note
     ]
-    return lines if every or len(lines) <= 3 else [*lines[:2], f"* and {len(lines) - 2} more: --wide shows them"]
+    return lines if every or len(lines) <= 4 else [*lines[:3], f"* and {len(lines) - 3} more: --wide shows them"]
 
 
 def title_of(profile: Profile, network: Network, asked: Asked) -> str:
@@ -189,10 +188,12 @@ def title_of(profile: Profile, network: Network, asked: Asked) -> str:
         profile,
         network,
         accumulation=asked.accumulation,
-        reduce_dtype=asked.reduce_dtype,
+        reduce_dtype=None if asked.frameworks else asked.reduce_dtype,
         global_batch=asked.global_batch,
     )
-    return described + sized
+    differ = asked.frameworks and asked.reduce_dtype is not None
+    both = f"; plans send {asked.reduce_dtype}, a framework its own dtype" if differ else ""
+    return described + sized + both
 
 
 def fits_of(

@@ -14,8 +14,10 @@ from backbeat.cli.common import (
     NetworkArgument,
     PriceOption,
     ProfileArgument,
+    ReduceOption,
     StrategyOption,
     load_network,
+    plan_options,
     say,
     size,
     split,
@@ -46,6 +48,7 @@ def report(
     trace: Annotated[
         list[str] | None, typer.Option("--trace", help="Kineto traces of the real job, comma-separated.")
     ] = None,
+    reduce_dtype: ReduceOption = None,
     price: PriceOption = None,
     epoch_samples: EpochOption = None,
     samples: Annotated[
@@ -74,6 +77,7 @@ def report(
         redact=redact,
         across=across,
         nics_per_node=nics_per_node,
+        reduce_dtype=reduce_dtype,
         memory_budget=budget,
     )
     settings = PageSettings(
@@ -83,6 +87,7 @@ def report(
         memory_budget=budget,
         profile_argument="PROFILE" if redact else profile,
         network_argument="NETWORK" if redact else network,
+        plan_options=() if redact else tuple(plan_options(across, nics_per_node, reduce_dtype)),
         plan_files={} if redact else {plan_label(path, Plan.load(path)): path for path in split(plan)},
     )
     page = make_page(made, settings).encode()
@@ -105,6 +110,7 @@ def gather(
     curve: bool = True,
     across: str | None = None,
     nics_per_node: int = 1,
+    reduce_dtype: str | None = None,
     memory_budget: int | None = None,
 ) -> Study:
     """Read everything that was named, and predict; without `curve` at the last number of workers only."""
@@ -132,6 +138,7 @@ def gather(
         measured=measured,
         sweep=curve,
         memory_budget=memory_budget,
+        reduce_dtype=reduce_dtype,
     )
 
 

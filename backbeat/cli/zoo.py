@@ -3,28 +3,41 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Any
 
-from backbeat.cli.common import JsonOption
+import typer
+
+from backbeat.cli.common import JsonOption, bundled_names
 from backbeat.cli.network import row_at
+from backbeat.errors import InputError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from backbeat.model import Profile
+    from backbeat.model import Network, Profile
 
 
 _SHOWN = 256
 """GPUs that networks are compared at."""
 
 
-def zoo(json: JsonOption = False) -> None:
-    """List the bundled models with their variants, and the networks, with where their figures come from."""
+def zoo(
+    name: Annotated[
+        str | None,
+        typer.Argument(metavar="NAME", help="One of them, in full.", autocompletion=bundled_names),
+    ] = None,
+    json: JsonOption = False,
+) -> None:
+    """List the bundled models with their variants, and the networks; or one by its NAME, with where its figures come
+    from."""
     from backbeat.cli.common import console, print_json, prose
-    from backbeat.model import Network, Profile, Source
+    from backbeat.model import Network, Profile
     from backbeat.model.files import bundled
     from backbeat.report.tables import bus_rates, zoo_table
 
+    if name is not None:
+        _one(name, json=json)
+        return
     profiles = [Profile.load(name) for name in bundled(Profile)]
     networks = [Network.load(name) for name in bundled(Network)]
     if json:
@@ -73,18 +86,63 @@ def zoo(json: JsonOption = False) -> None:
         f"{first.name}. Measured on {', '.join(devices)}.",
     )
     out.print()
-    origins = [
-        (
-            one.name,
-            str(one.topology.gpus_per_node),
-            *bus_rates(row_at(one, _SHOWN)),
-            one.source.method if isinstance(one.source, Source) else one.source or "",
-            (one.source.reference or "") if isinstance(one.source, Source) else "",
-        )
-        for one in networks
+    joined = [
+        (one.name, str(one.topology.gpus_per_node), *bus_rates(row_at(one, _SHOWN)), what(one)) for one in networks
     ]
     title = f"{len(networks)} networks: GPUs a node, all-reduce bus bandwidth on {_SHOWN} GPUs"
-    out.print(zoo_table(title, ("name", "a node", "GB/s", "busy–quiet", "figures", "from"), origins))
+    out.print(zoo_table(title, ("name", "a node", "GB/s", "busy–quiet", "what"), joined))
+    prose(out, "Computed from specifications or published, none measured. In full, with sources: backbeat zoo NAME.")
+
+
+def _one(name: str, *, json: bool) -> None:
+    """All that is known of one of them."""
+    from backbeat.cli.common import console, print_json, prose
+    from backbeat.model import Network, Profile, Source
+    from backbeat.model.files import bundled
+    from backbeat.report.tables import describe, network_table
+
+    if name not in {**bundled(Network), **bundled(Profile)}:
+        raise InputError(f"{name!r} is not in the zoo: `backbeat zoo` lists what is")
+    if name in bundled(Network):
+        network = Network.load(name)
+        counts = sorted([network.workers, *(row.workers for row in network.rows)])
+        data: dict[str, Any] = {"network": name, "rows": [row_at(network, count) for count in counts]}
+        found: Network | Profile = network
+    else:
+        found = profile = Profile.load(name)
+        shown = ("model", "device", "precision", "batch_size", "sequence_length", "optimizer", "compiled")
+        data = {"profile": name, **{field: getattr(profile, field) for field in shown}}
+        data |= {"flops_per_sample": profile.flops_per_sample, "gradients": len(profile.gradients)}
+        data |= {"gradient_bytes": profile.total_bytes}
+    if json:
+        print_json({**data, "source": found.source, "notes": found.notes})
+        return
+    out = console()
+    if isinstance(found, Network):
+        out.print(network_table(data["rows"]))
+        out.print()
+        prose(out, f"{found.name}: {what(found)}, {found.topology.gpus_per_node} GPUs a node.")
+    else:
+        prose(out, f"{describe(found)}.")
+        if found.optimizer:
+            prose(out, f"Optimizer: {found.optimizer}{', torch.compile' if found.compiled else ''}.")
+    if isinstance(found.source, Source):
+        parts = {"From": found.source.reference, "Made by": found.source.command, "On": found.source.machine}
+        prose(out, f"Figures: {found.source.method}{f', {found.source.date}' if found.source.date else ''}.")
+        for heading, part in parts.items():
+            if part:
+                prose(out, f"{heading}: {part}.")
+    for note in found.notes:
+        prose(out, f"* {note}")
+
+
+def what(network: Network) -> str:
+    """What joins the nodes, in a phrase."""
+    from backbeat.model import Source
+
+    fabric, transport = network.topology.fabric, network.topology.transport
+    parts = [part for part in (fabric.kind if fabric is not None else None, transport) if part is not None]
+    return ", ".join(parts) or (network.source.method if isinstance(network.source, Source) else "")
 
 
 def way(profile: Profile) -> str:

@@ -17,6 +17,14 @@ from typing import Any
 import numpy as np
 
 from backbeat.errors import InputError
+from backbeat.importers.fsdp_units import (
+    ROOT_UNIT,
+    Computing,
+    MeasuredUnit,
+    fsdp_marks,
+    measured_units,
+    owners,
+)
 from backbeat.importers.trace_clock import DeviceClock, arrays, common, union
 from backbeat.importers.trace_events import TraceReader
 from backbeat.importers.trace_facts import Facts, Mark, Ready, Transfer, collect
@@ -40,6 +48,8 @@ class Trace:
     overlap: float | None
     """Time computing while communicating, over time communicating; None without collectives."""
     iterations: int
+    units: tuple[MeasuredUnit, ...] = ()
+    """Of an FSDP2 job, in the order of forward."""
 
 
 @dataclass(slots=True)
@@ -79,15 +89,25 @@ def load(
     notes: list[str] = []
     clock = DeviceClock(facts)
     windows = _windows(facts.marks, notes)
-    iterations = [found for window in windows if (found := _iteration(facts, clock, window)) is not None]
+    units = measured_units(facts, clock, len(windows), _world_size(reader.top))
+    # Under FSDP computation waits for parameters: what it waits is not its own time.
+    computing = Computing(facts, clock) if units else None
+    iterations = [found for window in windows if (found := _iteration(facts, clock, window, computing)) is not None]
     chosen = _alike(iterations, where, notes)
-    named = _named([ready.bytes for ready in chosen[0].ready], like, where, notes)
+    # A profile holds gradients in fp32; FSDP2 may compute them in the parameters' dtype.
+    wider = 4 if units else None
+    sizes = [_size(ready, wider) for ready in chosen[0].ready]
+    named = _named(sizes, like, where, notes)
+    forward: list[float | None] = [None] * len(named)
+    if units and like is None:
+        named, forward = _in_units(facts, clock, named, chosen[0], units)
     middle = _middle(chosen, notes)
     batch_size = batch_size or _batch(facts, like, notes)
     precision = _precision(facts, like, notes)
     transfers = tuple(sorted(facts.transfers, key=lambda transfer: transfer.start))
     overlap = _overlap(facts, clock) if transfers else None
-    notes += _communication_notes(transfers, overlap, len(windows))
+    notes += _communication_notes(transfers, overlap, len(windows), sharded=bool(units))
+    notes += _unit_notes(units, on_device=clock.on_device)
     stem = where.name.removesuffix(".gz").removesuffix(".json").removesuffix(".pt.trace")
     times = [one.passes * ((one.forward_s or 0.0) + one.backward_s) + (one.update_s or 0.0) for one in chosen]
     profile = Profile(
@@ -100,8 +120,8 @@ def load(
         backward_s=middle.backward_s,
         update_s=max(0.0, middle.update_s or 0.0),
         gradients=tuple(
-            Gradient(name=label, bytes=size, ready_s=moment)
-            for (label, size), moment in zip(named, middle.ready_s, strict=True)
+            Gradient(name=label, bytes=size, ready_s=moment, forward_s=forward_s)
+            for (label, size), moment, forward_s in zip(named, middle.ready_s, forward, strict=True)
         ),
         # With other workers, an iteration contains their slowness too.
         iteration_s=() if transfers else tuple(times),
@@ -109,7 +129,52 @@ def load(
         source=Source(method="imported", reference=f"torch.profiler trace {where.name}"),
         notes=tuple(notes),
     )
-    return Trace(profile=profile, transfers=transfers, overlap=overlap, iterations=len(chosen))
+    return Trace(profile=profile, transfers=transfers, overlap=overlap, iterations=len(chosen), units=units)
+
+
+def _size(ready: Ready, element_bytes: int | None) -> int | None:
+    if ready.bytes is None or element_bytes is None:
+        return ready.bytes
+    return ready.bytes // ready.element_bytes * element_bytes
+
+
+def _world_size(top: dict[str, Any]) -> int | None:
+    facts = top.get("distributedInfo")
+    found = facts.get("world_size") if isinstance(facts, dict) else None
+    return found if isinstance(found, int) and 0 < found < 2**31 else None
+
+
+def _in_units(
+    facts: Facts, clock: DeviceClock, named: list[tuple[str, int]], chosen: _Iteration, units: Sequence[MeasuredUnit]
+) -> tuple[list[tuple[str, int]], list[float | None]]:
+    """Gradients named after the unit that they belong to, and its forward shared by them where all units have one."""
+    marks = fsdp_marks(facts.marks)
+    mine = owners(chosen.ready, marks)
+    renamed = [
+        (label if unit == ROOT_UNIT else f"{unit.partition(',')[0]}.{label}", size)
+        for unit, (label, size) in zip(mine, named, strict=True)
+    ]
+    known = {unit.name: unit.forward_s for unit in units if unit.name != ROOT_UNIT}
+    if not clock.on_device or chosen.forward_s is None or any(seconds is None for seconds in known.values()):
+        return renamed, [None] * len(named)
+    inside = sum(seconds or 0.0 for seconds in known.values())
+    known[ROOT_UNIT] = max(chosen.forward_s - inside, 0.0)
+    counts = Counter(mine)
+    return renamed, [(known.get(unit) or 0.0) / counts[unit] for unit in mine]
+
+
+def _unit_notes(units: Sequence[MeasuredUnit], *, on_device: bool) -> list[str]:
+    if not units:
+        return []
+    kept = sum(unit.gathers < 2 for unit in units)
+    notes = [f"used: {len(units)} FSDP2 units, {len(units) - kept} of them resharded after forward"]
+    if not on_device:
+        notes.append("missing: exposed time of the units; on a CPU communication is part of the host's own calls")
+        return notes
+    exposed = sum(unit.exposed_s or 0.0 for unit in units)
+    notes.append(f"used: {format_seconds(exposed)} of each iteration exposed, which times of computation leave out")
+    notes.append("guessed: copies into and out of collectives' buffers are counted as computation")
+    return notes
 
 
 def _windows(marks: Sequence[Mark], notes: list[str]) -> list[tuple[float, float, list[Mark]]]:
@@ -130,7 +195,9 @@ def _windows(marks: Sequence[Mark], notes: list[str]) -> list[tuple[float, float
     return [(low, high, [mark for mark in marks if low <= mark.start < high]) for low, high in edges]
 
 
-def _iteration(facts: Facts, clock: DeviceClock, window: tuple[float, float, list[Mark]]) -> _Iteration | None:
+def _iteration(
+    facts: Facts, clock: DeviceClock, window: tuple[float, float, list[Mark]], computing: Computing | None = None
+) -> _Iteration | None:
     low, high, marks = window
     first_in, first_after = (bisect_left(facts.ready, edge, key=lambda one: one.start) for edge in (low, high))
     ready = facts.ready[first_in:first_after]
@@ -142,18 +209,19 @@ def _iteration(facts: Facts, clock: DeviceClock, window: tuple[float, float, lis
         # Several losses with parameters of their own: one backward pass, from the first of them.
         passes = [(passes[0][0], last, ready)]
         first, last, fired = passes[0]
-    begun = clock.done(first)
+    done = clock.done if computing is None else computing.done
+    begun = done(first)
     forward = _forward_start(marks, passes, first, low)
     updates = [mark for mark in marks if mark.name.startswith("Optimizer.step#") and mark.start >= first]
-    moments = np.maximum.accumulate([max(0.0, clock.done(one.end) - begun) for one in fired])
+    moments = np.maximum.accumulate([max(0.0, done(one.end) - begun) for one in fired])
     return _Iteration(
-        forward_s=begun - clock.done(forward) if forward is not None else None,
-        backward_s=max(clock.done(last) - begun, float(moments[-1])),
+        forward_s=begun - done(forward) if forward is not None else None,
+        backward_s=max(done(last) - begun, float(moments[-1])),
         update_s=sum(clock.busy_s(update) for update in updates) if updates else None,
         ready=fired,
         ready_s=[float(moment) for moment in moments],
         passes=len(passes),
-        idle=clock.idle(begun, clock.done(last)),
+        idle=clock.idle(clock.done(first), clock.done(last)) if computing is None else 0.0,
     )
 
 
@@ -196,7 +264,9 @@ def _forward_start(
     if len(passes) > 1:
         return passes[-2][1]
     before = [mark for mark in marks if mark.start < first]
-    wrapped = [mark.start for mark in before if mark.name == "DistributedDataParallel.forward"]
+    wrapped = [
+        mark.start for mark in before if mark.name in ("DistributedDataParallel.forward", "FSDP::root_pre_forward")
+    ]
     if wrapped:
         return max(wrapped)
     cleared = [mark.end for mark in before if mark.name.startswith("Optimizer.zero_grad#")]
@@ -324,7 +394,9 @@ def _overlap(facts: Facts, clock: DeviceClock) -> float | None:
     return common(talking, clock.busy if clock.on_device else union(host)) / total if total > 0 else None
 
 
-def _communication_notes(transfers: Sequence[Transfer], overlap: float | None, windows: int) -> list[str]:
+def _communication_notes(
+    transfers: Sequence[Transfer], overlap: float | None, windows: int, *, sharded: bool
+) -> list[str]:
     if not transfers:
         return ["missing: collectives; this is the trace of a single worker"]
     kinds: dict[tuple[str, int | None], list[float]] = {}
@@ -338,5 +410,8 @@ def _communication_notes(transfers: Sequence[Transfer], overlap: float | None, w
     notes = [f"used: {len(transfers)} collectives in {windows} iterations: {listed}{', …' if len(shown) > 4 else ''}"]
     if overlap is not None:
         notes.append(f"used: overlap ratio {overlap:.2f} (time computing while communicating / time communicating)")
-    notes.append("guessed: ready times of a distributed run taken as one worker's; communication may have slowed them")
+    if not sharded:
+        notes.append(
+            "guessed: ready times of a distributed run taken as one worker's; communication may have slowed them"
+        )
     return notes

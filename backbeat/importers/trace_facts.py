@@ -12,7 +12,8 @@ from backbeat.errors import InputError
 
 _NODE = "autograd::engine::evaluate_function: "
 _ACCUMULATE = ("torch::autograd::AccumulateGrad", "AccumulateGrad")
-_MARKS = ("ProfilerStep#", "Optimizer.step#", "Optimizer.zero_grad#", "DistributedDataParallel.forward")
+_MARKS = ("ProfilerStep#", "Optimizer.step#", "Optimizer.zero_grad#", "DistributedDataParallel.forward", "FSDP::")
+_COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
 _LAUNCHERS = ("cuda_runtime", "cuda_driver")
 _DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 _DTYPE_BYTES = {
@@ -32,6 +33,7 @@ class Ready:
     start: float
     end: float
     bytes: int | None
+    element_bytes: int = 4
 
 
 @dataclass(slots=True)
@@ -42,7 +44,21 @@ class Transfer:
     start: float
     end: float
     bytes: int | None
+    """What this rank puts in: of an all-gather, its shard."""
     workers: int | None
+    correlation: int = -1
+    """With the call that launched it; -1 where there is none."""
+    stream: int | None = None
+
+    @property
+    def kind(self) -> str:
+        """The collective in one spelling.
+
+        >>> [Transfer(name, 0.0, 1.0, None, None).kind for name in ("_allgather_base", "all_reduce", "broadcast")]
+        ['all_gather', 'all_reduce', 'broadcast']
+        """
+        plain = self.name.lower().replace("_", "")
+        return next((kind for kind in _COLLECTIVES if kind.replace("_", "") in plain), self.name)
 
 
 @dataclass(slots=True)
@@ -132,7 +148,7 @@ def _operator(facts: Facts, event: dict[str, Any], name: str, args: dict[str, An
         if name.removeprefix(_NODE) in _ACCUMULATE:
             facts.outer_ready.append(Ready(start, end, None))
     elif name in _ACCUMULATE:
-        facts.ready.append(Ready(start, end, _bytes(args)))
+        facts.ready.append(Ready(start, end, _bytes(args), _element_bytes(args) or 4))
     if not name.startswith("c10d::"):
         facts.operators.add(start, end, thread)
     if (types := args.get("Input type")) and isinstance(types, list):
@@ -155,6 +171,8 @@ def _nccl(name: str, args: dict[str, Any], start: float, end: float) -> Transfer
         end=end,
         bytes=elements * each if elements >= 0 and each else None,
         workers=workers if workers > 0 else None,
+        correlation=_integer(args.get("correlation"), -1),
+        stream=stream if (stream := _integer(args.get("stream"), -1)) >= 0 else None,
     )
 
 
@@ -167,11 +185,15 @@ def _first_type(args: dict[str, Any]) -> str | None:
 def _bytes(args: dict[str, Any]) -> int | None:
     """Of the first input: its shape times the size of its type; float where the type is not recorded."""
     shape = _shape(args, 0)
-    each = _DTYPE_BYTES.get((_first_type(args) or "float").lower())
+    each = _element_bytes(args)
     if shape is None or each is None:
         return None
     size = math.prod(shape) * each
     return size if size <= _LARGEST else None
+
+
+def _element_bytes(args: dict[str, Any]) -> int | None:
+    return _DTYPE_BYTES.get((_first_type(args) or "float").lower())
 
 
 def _shape(args: dict[str, Any], place: int) -> Sequence[int] | None:

@@ -6,6 +6,8 @@ docs/how-to/predict.md. The rest follows the frameworks' documentation:
 - In backward Megatron hides the reduce-scatter (or all-reduce) of a column-parallel matrix's input gradient behind its
   weight gradient, and the gather of its input behind the input gradient (`tensor_overlap="backward"`). With
   --tp-comm-overlap all of them run in slices behind the products ("all"), as torchtitan's async TP does.
+- nanotron and DeepSpeed leave memory-bound operators to PyTorch, one kernel each. How much more these move (`unfused`)
+  is chosen on published rows of nanotron, and assumed of DeepSpeed; torchtitan compiles its layers.
 - `megatron-2021` is what the papers of 2021 and 2022 ran: no flash attention, no sequence parallelism or distributed
   optimizer unless the layout says so, gradients reduced after the last backward.
 """
@@ -41,12 +43,16 @@ class Conventions:
     """Held on the device for each parameter."""
     accumulate_bytes: int = 0
     """Moved for each parameter and micro-batch to add up gradients, beside the product that makes them."""
+    unfused: float = 1.0
+    """Bytes that norms, activations and residuals move over what they move in fused kernels."""
     loss_bytes: tuple[int, int] = (12, 10)
     """Moved for each logit in forward and in backward."""
     reserve_bytes: int = 3 * 10**9
     """Of the device, for CUDA, NCCL and fragmentation. Assumed."""
     pass_s: float = 0.0
     """What a micro-batch costs a stage beside its operators: bookkeeping and waits of the framework."""
+    sends_once: bool = False
+    """A token travels once to each rank that holds one of its experts (DeepEP, HybridEP), not once to each expert."""
     context_exchange: ContextExchange = "ring"
     """Context parallelism passes keys and values round, or swaps sequence for heads before and after attention."""
 
@@ -85,6 +91,7 @@ CONVENTIONS = {
     for one in (
         _MEGATRON,
         replace(_MEGATRON, name="megatron-tp-overlap", tensor_overlap="all"),
+        replace(_MEGATRON, name="megatron-deepep", tensor_overlap="all", sends_once=True),
         _NO_OVERLAP,
         replace(
             _NO_OVERLAP,
@@ -105,6 +112,7 @@ CONVENTIONS = {
             replicated=REDUCTIONS["nanotron-zero0"],
             sharded=REDUCTIONS["nanotron"],
             tensor_overlap="none",
+            unfused=4.0,
             gradient_bytes=6,
             accumulate_bytes=10,
             loss_bytes=(26, 12),
@@ -120,6 +128,7 @@ CONVENTIONS = {
             ),
             sharded=REDUCTIONS["deepspeed-zero1"],
             tensor_overlap="none",
+            unfused=2.0,
             gradient_bytes=2,
             accumulate_bytes=6,
             loss_bytes=(26, 12),

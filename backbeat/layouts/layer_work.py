@@ -3,10 +3,9 @@ leaves."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from backbeat.cost.accelerators import Accelerator
 from backbeat.cost.operators import Attention, Product, Traffic, Work, family_of
 
 if TYPE_CHECKING:
@@ -55,6 +54,8 @@ class LayerWork:
     """Of backward: gradients of weights, for which nobody waits."""
     core: list[Work] = field(default_factory=list)
     """Of forward: attention's scores and what follows from them, which `selective` computes again."""
+    parameters: int = 0
+    """Tensors with a gradient: the host calls their module and adds up their gradients."""
     behind: list[Work] = field(default_factory=list)
     """Of `weight`: those of column-parallel matrices, which hide communication."""
 
@@ -64,23 +65,27 @@ class LayerWork:
         self.input.append(Traffic(kind, backward_bytes, 2))
 
 
-SUSTAINED = {"A100": (0.93, 0.93), "H100": (0.85, 0.85), "H200": (0.85, 0.85), "B200": (0.6, 0.74)}
+SUSTAINED = {
+    "A100": (0.93, 0.93),
+    "H100": (0.8, 0.8),
+    "H200": (0.8, 0.8),
+    "B200": (0.6, 0.74),
+    "B300": (0.65, 0.8),
+    "GB200": (0.68, 0.8),
+    "GB300": (0.8, 0.95),
+}
 """Of the rates that products and attention reach alone and for a moment, what they keep in training, where power holds
 clocks down. B200: large products reach 48 % of the peak in MooreThreads/SimuMax's configs/system/
-b200_bf16_ceperm.json, where the curves say 80 %. A100 and H100: from the development rows of validation/layouts."""
+b200_bf16_ceperm.json, where the curves say 80 %. The others: from the development rows of validation/layouts."""
+_ELSEWHERE = (0.8, 0.8)
+"""Assumed of other GPUs."""
 
 
-def sustained(accelerator: Accelerator) -> tuple[float, float]:
-    """Of products and of attention; GPUs of one generation are alike."""
-    alike = {"B300": "B200", "GB200": "B200", "GB300": "B200", "GH200": "H200", "H100 NVL": "H100"}
-    return SUSTAINED.get(alike.get(accelerator.name, accelerator.name), (0.85, 0.85))
-
-
-def seconds_of(works: list[Work], model: OperatorModel, *, backward: bool = False) -> PhaseSeconds:
+def seconds_of(works: list[Work], model: OperatorModel, *, backward: bool = False, parameters: int = 0) -> PhaseSeconds:
     """On this GPU, by family."""
     found = dict.fromkeys(FAMILIES, 0.0)
-    host = 0.0
-    shares = dict(zip(FAMILIES, sustained(model.accelerator), strict=False))
+    host = model.host.parameter_s * parameters
+    shares = dict(zip(FAMILIES, SUSTAINED.get(model.accelerator.name, _ELSEWHERE), strict=False))
     submitted = model.host.backward_s if backward else model.host.forward_s
     for work in works:
         family = family_of(work)
@@ -115,7 +120,14 @@ class LayerBuilder:
             self._experts(made)
         else:
             self._mlp(made, self.model.ffn)
+        made.forward, made.input = self._unfused(made.forward), self._unfused(made.input)
         return made
+
+    def _unfused(self, works: list[Work]) -> list[Work]:
+        factor = self.conventions.unfused
+        if factor == 1:
+            return works
+        return [replace(work, bytes=work.bytes * factor) if isinstance(work, Traffic) else work for work in works]
 
     def embedding(self) -> LayerWork:
         made = LayerWork()
@@ -139,6 +151,7 @@ class LayerBuilder:
     def _norm_and_residual(self, made: LayerWork) -> None:
         """A fused norm; bias, dropout and residual in one kernel."""
         each = 2 * self.own_tokens * self.model.hidden
+        made.parameters += 1 if self.model.rms_norm else 2
         made.moves(2 * each, 4 * each)
         masked = 0.5 * each if self.model.dropout else 0.0
         made.moves(3 * each + masked, (2 * each + masked) if self.model.dropout else 0.0)
@@ -157,6 +170,7 @@ class LayerBuilder:
         shared = linear.split != "none" and not whole
         rows = rows if rows is not None else self.tokens if shared else self.own_tokens
         precision = precision or self.job.precision
+        made.parameters += 1 + self.model.bias
         made.forward.append(Product(precision, rows, outputs, inputs, "nt", batch))
         made.input.append(Product(precision, rows, inputs, outputs, "nn", batch))
         weight = Product(precision, outputs, inputs, rows, "tn", batch)
@@ -166,9 +180,10 @@ class LayerBuilder:
         if precision == "fp8":
             # Casts to 8 bits, and turned copies, of what goes in.
             made.moves(4 * rows * batch * inputs, 4 * rows * batch * outputs)
-        if self.conventions.accumulate_bytes:
-            moved = self.conventions.accumulate_bytes * batch * inputs * outputs
-            made.weight.append(Traffic("pointwise", moved, 4))
+        # Experts have few rows each: adding up their gradients in fp32 takes longer than the arithmetic that hides it.
+        each = self.conventions.accumulate_bytes or (6 if batch > 1 else 0)
+        if each:
+            made.weight.append(Traffic("pointwise", each * batch * inputs * outputs, 4))
 
     def _attention(self, made: LayerWork) -> None:
         model, layout = self.model, self.layout

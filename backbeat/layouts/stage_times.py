@@ -183,8 +183,8 @@ class StageTimer:
     def _compute(self, work: LayerWork) -> tuple[PhaseSeconds, PhaseSeconds, PhaseSeconds]:
         factor = self.compute_factor
         return (
-            seconds_of(work.forward, self.operators).times(factor),
-            seconds_of(work.input, self.operators, backward=True).times(factor),
+            seconds_of(work.forward, self.operators, parameters=work.parameters).times(factor),
+            seconds_of(work.input, self.operators, backward=True, parameters=work.parameters).times(factor),
             seconds_of(work.weight, self.operators, backward=True).times(factor),
         )
 
@@ -241,5 +241,8 @@ class StageTimer:
 
     def _expert(self) -> float:
         """Tokens to their experts and back: in forward, and as much in backward."""
-        rows = self.builder.tokens / self.layout.tp * self.model.experts_per_token * self.imbalance
+        ep, copies = self.layout.ep, float(self.model.experts_per_token)
+        if self.conventions.sends_once:
+            copies = ep * (1 - (1 - 1 / ep) ** copies)
+        rows = self.builder.tokens / self.layout.tp * copies * self.imbalance
         return 2 * self.cluster.exchange_s(2 * rows * self.model.hidden, self.layout.ep)

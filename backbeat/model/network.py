@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import cached_property
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 import msgspec
 import numpy as np
@@ -104,6 +104,8 @@ class Network(Document, frozen=True, kw_only=True):
             raise InputError(f"workers is {workers}: a job has at least one worker")
         if workers > _MOST_WORKERS:
             raise InputError(f"workers is {workers}: no model of a cluster holds beyond {_MOST_WORKERS}; choose fewer")
+        if load not in get_args(Load):
+            raise InputError(f"load is {load!r}: it must be one of {', '.join(get_args(Load))}")
         if workers == self.workers and load == self._load:
             return self
         base = self._calibrated

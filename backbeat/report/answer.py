@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Literal
 
-from backbeat.model import Prediction
+from backbeat.model import Network, Prediction, Profile, Source
 from backbeat.report.device_memory import DeviceFit
 from backbeat.report.limits import limit
 from backbeat.report.running_cost import units_line
 from backbeat.report.study import STOCK, Study
-from backbeat.report.tables import fastest, gpu_hours, over_bound, scaling_range
+from backbeat.report.tables import fastest, format_number, gpu_hours, over_bound, scaling_range, work_range
 from backbeat.report.ways import chosen_way, way_code, way_headline, way_words
 from backbeat.simulate.sweep import knee
 from backbeat.units import format_seconds
@@ -35,7 +35,7 @@ _MAKE = """# once, on any machine:
 """
 _CODE = """# in the training script, instead of torch.nn.parallel's:
 from backbeat.runtime import DistributedDataParallel
-model = DistributedDataParallel(model, plan="{file}")"""
+model = DistributedDataParallel(model, plan="{file}"{sent})"""
 
 _BUCKET_CODE = "model = torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb={size})"
 
@@ -57,6 +57,12 @@ class Action:
     title: str
     text: str
     code: str = ""
+
+
+_KEEP = Action(
+    title="Keep stock DDP as it is",
+    text="No schedule compared here is at least 1 % faster. What is left to gain lies elsewhere: see what limits it.",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,8 +125,23 @@ def answer(
         worth_text=f"{_worth_text(worth, count, price, a_day=samples is None)} On {_plural(study.top)}: "
         f"{units_line(best, study.profile, price=price, epoch_samples=epoch_samples)}.",
         samples=count,
-        caveats=tuple(dict.fromkeys([*inside, *best.notes, *stock.notes])),
+        caveats=tuple(dict.fromkeys([*unmeasured(study.profile, study.network), *inside, *best.notes, *stock.notes])),
     )
+
+
+def unmeasured(profile: Profile, network: Network) -> list[str]:
+    """What of the two was never measured, and what nobody said of them."""
+    lines = []
+    if isinstance(network.source, Source) and network.source.method in ("assumed", "published"):
+        method = "from a publication" if network.source.method == "published" else "assumed"
+        lines.append(f"the network {network.name} is {method}, not measured")
+    if network.topology.gpus_per_node > 1 and network.topology.transport is None and network.slowdown is None:
+        lines.append(
+            f"the network {network.name} names no transport: computation is taken not to slow down beside communication"
+        )
+    if profile.source is None:
+        lines.append(f"the profile {profile.name} does not say where its figures come from")
+    return lines
 
 
 def judged(
@@ -201,7 +222,12 @@ def decision(
     lines = [f"Decision: {what}."]
     if bend != 1 and verdict != "memory" and stock in curves:
         plain = next(point for point in curves[stock] if point.workers == chosen.workers)
-        lines.append(_run(stock, plain, chosen, command, too_big=stock in too_big))
+        alone = len(curves) > 1 and set(curves) - {stock} <= too_big
+        lines.append(
+            f"Keep {stock_name(stock)}: nothing else here fits."
+            if alone
+            else _run(stock, plain, chosen, command, too_big=stock in too_big)
+        )
     if halved is not None and verdict != "memory" and _gain(best, halved) >= _WORTH_CHANGING:
         lines.append(
             f"With gradients sent as bf16, if training bears it, stock DDP alone is {_percent(_gain(best, halved))} "
@@ -278,10 +304,10 @@ def _limit(study: Study, stock: Prediction, best: Prediction) -> str:
     """What holds the best plan back, and stock DDP where that is something else."""
     if study.top == 1:
         return "One worker has nobody to talk to."
-    own = limit(best, study.profile)
+    own, other = (limit(one, study.profile, reduce_dtype=study.reduce_dtype) for one in (best, stock))
     if stock.bottleneck == best.bottleneck:
         return own
-    return f"With stock DDP: {lowered(limit(stock, study.profile))} With {study.best_label!r}: {lowered(own)}"
+    return f"With stock DDP: {lowered(other)} With {study.best_label!r}: {lowered(own)}"
 
 
 def lowered(sentence: str) -> str:
@@ -297,20 +323,20 @@ def _all_actions(
     plan_file: str,
     way_command: Callable[[str], str],
 ) -> tuple[Action, ...]:
-    """What to do with the gradients, then how to hold the model; that first where it is not DDP."""
-    gradients = _actions(study, stock, best, command, plan_file)
+    """What to do with the gradients, unless DDP does not fit, then how to hold the model."""
+    taken = chosen_way(study.ways)
+    sharded = taken is not None and taken.sharded
+    fits = not study.ways or study.ways[0].fits
+    gradients = _actions(study, stock, best, command, plan_file) if fits else ()
+    if study.top > 1 and fits and not gradients and not sharded:
+        gradients = (_KEEP,)
     if not study.ways:
         return gradients
-    taken = chosen_way(study.ways)
     holding = Action(
         title=f"DDP, FSDP or HSDP? {way_headline(study.ways)}",
         text=way_words(study.ways),
         code=way_code(taken, way_command(taken.label)) if taken is not None and taken.sharded else "",
     )
-    if not study.ways[0].fits:
-        return (holding,)
-    if taken is not None and taken.sharded:
-        return (holding, *(action for action in gradients if action.code))
     return (*gradients, holding)
 
 
@@ -322,6 +348,7 @@ def _actions(study: Study, stock: Prediction, best: Prediction, command: str, pl
     if study.best_label != STOCK and study.plans[study.best_label].sharding is None and gain >= _WORTH_CHANGING:
         communicators = f" on {best.communicators} communicators" if best.communicators > 1 else ""
         runs = not study.plans[study.best_label].in_halves
+        sent = f', reduce_dtype="{study.reduce_dtype}"' if study.reduce_dtype else ""
         text = (
             f"It sends the gradients in {best.buckets} buckets{communicators} instead of {stock.buckets}. "
             f"No schedule that ends within the iteration can beat {format_seconds(best.bound_s)}; this one is "
@@ -334,7 +361,7 @@ def _actions(study: Study, stock: Prediction, best: Prediction, command: str, pl
             Action(
                 title=f"{'Run the plan' if runs else 'A plan in halves'}: {_percent(gain)} faster than stock DDP",
                 text=text,
-                code=((_MAKE.format(command=command) if command else "") + _CODE.format(file=plan_file))
+                code=((_MAKE.format(command=command) if command else "") + _CODE.format(file=plan_file, sent=sent))
                 if runs
                 else "",
             )
@@ -351,22 +378,14 @@ def _actions(study: Study, stock: Prediction, best: Prediction, command: str, pl
                 code=_BUCKET_CODE.format(size=size),
             )
         )
-    if not found:
-        found.append(
-            Action(
-                title="Keep stock DDP as it is",
-                text="No schedule compared here is at least 1 % faster. What is left to gain lies elsewhere: "
-                "see what limits it.",
-            )
-        )
     return tuple(found)
 
 
 def _worth_text(worth: tuple[Worth, ...], samples: int, price: float | None, *, a_day: bool) -> str:
     stock, best = worth[0], worth[-1]
     name = "stock DDP" if stock.label == STOCK else stock.label
-    money = f", ${_number(stock.money)} at ${price:,.2f} each" if stock.money is not None else ""
-    cost = f"{_number(stock.gpu_hours)} GPU-hours{money}"
+    money = f", ${format_number(stock.money)} at ${price:,.2f} each" if stock.money is not None else ""
+    cost = f"{format_number(stock.gpu_hours)} GPU-hours{money}"
     text = (
         f"What {name} trains in a day ({cost})"
         if a_day
@@ -375,12 +394,12 @@ def _worth_text(worth: tuple[Worth, ...], samples: int, price: float | None, *, 
     if best.gpu_hours >= stock.gpu_hours * (1 - _WORTH_SAYING):
         return f"{text}{f' is {samples:,} samples' if a_day else ''}; no plan compared here takes less."
     text += (
-        f"{' takes' if a_day else '; it takes'} {best.label!r} {_hours(best.hours)} and {_number(best.gpu_hours)} "
-        f"GPU-hours. That saves {_hours(stock.hours - best.hours)} and {_number(stock.gpu_hours - best.gpu_hours)} "
-        "GPU-hours"
+        f"{' takes' if a_day else '; it takes'} {best.label!r} {_hours(best.hours)} and "
+        f"{format_number(best.gpu_hours)} GPU-hours. That saves {_hours(stock.hours - best.hours)} and "
+        f"{format_number(stock.gpu_hours - best.gpu_hours)} GPU-hours"
     )
     if stock.money is not None and best.money is not None:
-        text += f", ${_number(stock.money - best.money)}"
+        text += f", ${format_number(stock.money - best.money)}"
     return f"{text}{' every day' if a_day else ''}."
 
 
@@ -394,22 +413,12 @@ def _percent(share: float) -> str:
 
 def _work(prediction: Prediction) -> str:
     """How many GPUs' work it does: one number, or from a busy cluster to a quiet one where these print apart."""
-    top, band = prediction.workers, prediction.network_band
-    if band is not None:
-        low, high = (_number(top * share) for share in (band.busy_scaling_factor, band.quiet_scaling_factor))
-        if low != high:
-            return f"{low} to {high}"
-    return _number(top * prediction.scaling_factor)
+    low, high = work_range(prediction)
+    return f"{low} to {high}" if low != high else format_number(prediction.workers * prediction.scaling_factor)
 
 
 def _plural(count: int) -> str:
     return f"{count} GPUs" if count != 1 else "1 GPU"
-
-
-def _number(value: float) -> str:
-    if value >= 99.5:
-        return f"{value:,.0f}"
-    return f"{value:.1f}" if value >= 9.95 else f"{value:.2f}"
 
 
 def _hours(hours: float) -> str:
@@ -418,5 +427,5 @@ def _hours(hours: float) -> str:
     ('30.0 hours', '30.0 minutes', '7.20 seconds')
     """
     if hours >= 1:
-        return f"{_number(hours)} hours"
-    return f"{_number(hours * 60)} minutes" if hours * 60 >= 1 else f"{_number(hours * 3600)} seconds"
+        return f"{format_number(hours)} hours"
+    return f"{format_number(hours * 60)} minutes" if hours * 60 >= 1 else f"{format_number(hours * 3600)} seconds"

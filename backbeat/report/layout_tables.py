@@ -138,7 +138,8 @@ def answer(found: Sequence[LayoutPrediction]) -> str:
         f"Use {best.layout.label}: {format_seconds(best.step_s)} a step, {best.tokens_per_s:,.0f} tokens/s on "
         f"{best.gpus} GPUs, {best.mfu:.0%} MFU, {format_bytes(best.memory_bytes)} of {format_bytes(best.limit_bytes)}."
     )
-    return f"{text}\nLimited by {best.breakdown.limit}. {HELP[best.breakdown.limit]}"
+    limit = HELP[best.breakdown.limit]
+    return f"{text}\nLimited by {limit[0].lower()}{limit[1:]}"
 
 
 def _plain(title: str) -> Table:

@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 
 from backbeat.errors import InputError
+from backbeat.importers.fsdp_units import unit_collectives
 from backbeat.importers.trace_clock import arrays, union
 from backbeat.importers.trace_events import TraceReader
 from backbeat.importers.trace_facts import Mark, collect
@@ -105,9 +106,15 @@ def read_trace(path: str | Path) -> list[Measured]:
     inside = sorted(
         (one.start, one.end, one.name, one.bytes or 0) for one in facts.transfers if low <= one.start < high
     )
-    lanes = _lanes([(start, end) for start, end, *_ in inside])
-    for lane, (start, end, name, size) in zip(lanes, inside, strict=True):
+    units = unit_collectives(facts)
+    lanes = _lanes([(start, end) for start, end, *_ in inside]) if not units else []
+    for lane, (start, end, name, size) in zip(lanes, inside, strict=False):
         spans.append(Span(f"communicator {lane}", name, start - low, end - low, size))
+    for one in units:
+        sent = one.transfer
+        if low <= sent.start < high:
+            lane_name = sent.kind.replace("_", "-")
+            spans.append(Span(lane_name, one.unit, sent.start - low, sent.end - low, sent.bytes or 0))
     lengths = sorted(end - start for start, end in steps)
     return [
         Measured(

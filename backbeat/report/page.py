@@ -40,6 +40,8 @@ class PageSettings:
     profile_argument: str = "PROFILE"
     network_argument: str = "NETWORK"
     """As given on the command line, for the commands that the report advises."""
+    plan_options: tuple[str, ...] = ()
+    """Others of these words, for the command that makes the plan."""
     plan_files: Mapping[str, str] = field(default_factory=dict)
     """Plans that are there already, by label."""
 
@@ -153,6 +155,8 @@ def _answer(study: Study, settings: PageSettings) -> Answer:
 def _command(verb: str, settings: PageSettings, workers: int, output: str, strategy: str | None = None) -> str:
     names = " ".join(shlex.quote(name) for name in (settings.profile_argument, settings.network_argument))
     chosen = f" --strategy {shlex.quote(strategy)}" if strategy not in (None, "best", STOCK) else ""
+    if verb == "plan" and settings.plan_options:
+        chosen = f" {shlex.join(settings.plan_options)}{chosen}"
     return f"backbeat {verb} {names} --workers {workers}{chosen} -o {output}"
 
 

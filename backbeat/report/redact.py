@@ -4,24 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import count
 
 import msgspec
 
 from backbeat.model import Network, Plan, Profile, Source, Span
 from backbeat.planners import STRATEGIES
 from backbeat.report.measured import Measured
+from backbeat.simulate.sharded_units import repeated
 
 
 def redacted_profile(profile: Profile) -> Profile:
-    """Sizes and times stay; every name becomes a number in ready order."""
+    """Sizes and times stay; every name becomes a number: gradients in ready order, blocks in the order of forward."""
+    blocks, gradients = _block_names(profile), _gradient_names(profile)
     return msgspec.structs.replace(
         profile,
         name="profile",
         model="model",
         gradients=tuple(
-            msgspec.structs.replace(gradient, name=f"gradient {place}")
-            for place, gradient in enumerate(profile.gradients)
+            msgspec.structs.replace(gradient, name=gradients[gradient.name]) for gradient in profile.gradients
         ),
+        blocks=tuple(msgspec.structs.replace(block, name=blocks[block.name]) for block in profile.blocks),
         source=_method(profile),
         notes=(),
     )
@@ -33,6 +36,7 @@ def redacted_network(network: Network) -> Network:
 
 def redacted_plans(plans: Mapping[str, Plan], profile: Profile) -> dict[str, Plan]:
     """Plans of the profile as it was, for the redacted one; labels become numbers."""
+    names = _gradient_names(profile)
     found = {}
     for number, plan in enumerate(plans.values(), start=1):
         plan.need_buckets("a redacted report")
@@ -42,15 +46,34 @@ def redacted_plans(plans: Mapping[str, Plan], profile: Profile) -> dict[str, Pla
             model="model",
             strategy=plan.strategy if plan.strategy in STRATEGIES else "custom",
             buckets=tuple(
-                msgspec.structs.replace(
-                    bucket, gradients=tuple(f"gradient {profile.index[name]}" for name in bucket.gradients)
-                )
+                msgspec.structs.replace(bucket, gradients=tuple(names[name] for name in bucket.gradients))
                 for bucket in plan.buckets
             ),
             predicted=None,
             notes=(),
         )
     return found
+
+
+def _block_names(profile: Profile) -> dict[str, str]:
+    """Those that repeat keep a number of their own, so that they stay units; others become one word."""
+    again = set(repeated([block.name for block in profile.blocks]))
+    others = ("part" + "'" * place for place in count())
+    return {
+        block.name: f"block.{place}" if block.name in again else next(others)
+        for place, block in enumerate(profile.blocks)
+    }
+
+
+def _gradient_names(profile: Profile) -> dict[str, str]:
+    """A gradient stays its block's."""
+    blocks = _block_names(profile)
+    names = {}
+    for place, gradient in enumerate(profile.gradients):
+        parts = gradient.name.split(".")
+        owner = next((m for n in range(len(parts), 0, -1) if (m := ".".join(parts[:n])) in blocks), None)
+        names[gradient.name] = f"gradient {place}" if owner is None else f"{blocks[owner]}.gradient {place}"
+    return names
 
 
 def _method(document: Profile | Network) -> object:
@@ -60,6 +83,7 @@ def _method(document: Profile | Network) -> object:
 
 def redacted_measured(measured: Sequence[Measured], profile: Profile) -> list[Measured]:
     """Labels of plans become numbers unless they are a strategy's; buckets are named by their gradients' numbers."""
+    names = _gradient_names(profile)
     found = []
     for number, one in enumerate(measured, start=1):
         strategy = one.label.partition("/")[0].partition(":")[0]
@@ -67,7 +91,7 @@ def redacted_measured(measured: Sequence[Measured], profile: Profile) -> list[Me
             replace(
                 one,
                 label=one.label if strategy in STRATEGIES else f"{one.origin} {number}",
-                buckets=tuple(tuple(f"gradient {profile.index[name]}" for name in bucket) for bucket in one.buckets),
+                buckets=tuple(tuple(names[name] for name in bucket) for bucket in one.buckets),
                 measured_spans=_unnamed(one.measured_spans),
                 predicted_spans=_unnamed(one.predicted_spans),
             )

@@ -326,11 +326,11 @@ def cost_section(study: Study) -> Section:
         summary=straight,
         how="How long one all-reduce takes by its size, on logarithmic axes. The flat part on the left is latency: "
         "small messages cost the same whatever they carry, which is why gradients travel in buckets. The slope on the "
-        "right is bandwidth. Lines marked as computed are moved to another number of workers. Where points were "
-        "measured, the bars below say how far a straight line is from them; predictions follow the points themselves.",
+        "right is bandwidth. Lines marked as computed are moved to another number of workers. Where points are "
+        "given, the bars below say how far a straight line is from them; predictions follow the points themselves.",
         views=[("", draw.cost_curve(data))],
-        tables=[Table("all-reduce", ["bytes", "measured", "straight line"], rows)] if rows else [],
-        note=straight if rows else f"{straight} This network is given by these two numbers, not by measured points.",
+        tables=[Table("all-reduce", ["bytes", "given", "straight line"], rows)] if rows else [],
+        note=straight if rows else f"{straight} This network is given by these two numbers, not by points.",
     )
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from backbeat.model import Prediction
 from backbeat.planners import SHARDED
-from backbeat.report.tables import SAME
+from backbeat.report.tables import SAME, work_range
 from backbeat.units import format_bytes, format_seconds
 
 _WORTH_CHANGING = 0.01
@@ -61,9 +61,10 @@ class ShardingAnswer:
             )
         large = [row for row in self.rows if not self.fits(row)]
         said = f"{' and '.join(map(_name, large))} {'do' if len(large) > 1 else 'does'} not fit. " if large else ""
-        work = chosen.workers * chosen.scaling_factor
+        low, high = work_range(chosen)
+        work = f"{low} to {high}, from a busy cluster to a quiet one" if low != high else low
         return (
-            f"{said}With {_name(chosen)}, {_gpus(chosen)} {_do(chosen)} the work of {work:.3g}"
+            f"{said}With {_name(chosen)}, {_gpus(chosen)} {_do(chosen)} the work of {work}"
             + (f", in {format_bytes(chosen.peak_bytes)}{self._of()}" if chosen.peak_bytes else "")
             + "."
         )

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from backbeat.model import Plan, Prediction, Profile
 from backbeat.model.sharding import DTYPE_BYTES
-from backbeat.report.tables import plain_table
+from backbeat.report.tables import plain_table, scaling_range
 from backbeat.simulate.sharded_memory import ShardedMemory
 from backbeat.simulate.sharded_units import ROOT, chain_of
 from backbeat.units import format_bytes, format_seconds, printable
@@ -82,9 +82,11 @@ def memory_table(held: ShardedMemory) -> Table:
 
 
 def strategies_table(rows: Sequence[Prediction], fits: Callable[[Prediction], bool]) -> Table:
-    """One row for each strategy and number of GPUs."""
+    """One row for each strategy and number of GPUs. Where the network has a band, it takes the place of samples/s."""
     table = plain_table()
-    for heading in ("GPUs", "strategy", "step", "scaling", "samples/s", "memory", "fits", "limited by"):
+    ranged = any(map(scaling_range, rows))
+    rate = "busy–quiet" if ranged else "samples/s"
+    for heading in ("GPUs", "strategy", "step", "scaling", rate, "memory", "fits", "limited by"):
         table.add_column(heading, justify="left" if heading in ("strategy", "fits", "limited by") else "right")
     before = None
     for row in rows:
@@ -93,7 +95,7 @@ def strategies_table(rows: Sequence[Prediction], fits: Callable[[Prediction], bo
             printable(row.strategy),
             format_seconds(row.iteration_s),
             f"{row.scaling_factor:.1%}",
-            f"{row.samples_per_s:,.0f}",
+            scaling_range(row) if ranged else f"{row.samples_per_s:,.0f}",
             "" if row.peak_bytes is None else format_bytes(row.peak_bytes),
             "" if row.peak_bytes is None else "yes" if fits(row) else "no",
             row.bottleneck,

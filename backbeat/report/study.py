@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, count
 from typing import Any
 
 from backbeat.errors import InputError
 from backbeat.model import Network, Plan, Prediction, Profile, Span
-from backbeat.planners import propose
+from backbeat.planners import SHARDED, propose
 from backbeat.report.device_memory import DeviceFit, device_fit
 from backbeat.report.figures.timeline import MOST_BARS, Timeline, by_collective, timeline
 from backbeat.report.measured import Measured
@@ -19,8 +19,8 @@ from backbeat.report.ways import Way, find_ways, way_labels
 from backbeat.simulate import predict
 from backbeat.units import parse_workers
 
-STOCK = "ddp"
-STRATEGIES = (STOCK, "mg-wfbp", "optimal", "best")
+STOCK, PLANNED = "ddp", "best"
+STRATEGIES = (STOCK, "mg-wfbp", "optimal", PLANNED)
 BUCKETS_MB = (1, 2, 5, 10, 25, 50, 100, 200, 400, 800)
 """Values of DDP's `bucket_cap_mb` that are tried."""
 
@@ -43,6 +43,8 @@ class Study:
     ways: tuple[Way, ...] = ()
     """DDP, FSDP, HSDP, … at the last number of workers."""
     measured: tuple[Measured, ...] = ()
+    reduce_dtype: str | None = None
+    """What fp32 gradients are sent in, where that is something else; the profile has them as they are sent."""
 
     @property
     def top(self) -> int:
@@ -115,18 +117,38 @@ def study(
     measured: Sequence[Measured] = (),
     sweep: bool = True,
     memory_budget: int | None = None,
+    reduce_dtype: str | None = None,
 ) -> Study:
     """Stock DDP is always among the strategies, for everything is compared with it. Without `strategies` they are
-    `STRATEGIES`, and `fsdp` where stock DDP does not fit the device."""
+    `STRATEGIES`, and `fsdp` where stock DDP does not fit the device. With `reduce_dtype` fp32 gradients are sent in two
+    bytes each, the study's profile has them so, and nothing that shards is compared."""
     if not workers:
         raise InputError("a report needs a number of workers: give --workers 64 or 4..64")
     if strategies is None:
-        strategies = [*STRATEGIES, *instead_of_ddp(profile, memory_budget)]
+        strategies = [*STRATEGIES, *(instead_of_ddp(profile, memory_budget) if reduce_dtype is None else ())]
     asked = {name: {"strategy": name} for name in (STOCK, *strategies)}
     counts = tuple(sorted(set(workers)))
-    return labelled_study(
-        profile, network, counts, asked, plans or {}, measured=measured, sweep=sweep, memory_budget=memory_budget
+    if reduce_dtype is None:
+        return labelled_study(
+            profile, network, counts, asked, plans or {}, measured=measured, sweep=sweep, memory_budget=memory_budget
+        )
+    for name in asked:
+        if name.partition(":")[0] in SHARDED or name == "compressed":
+            raise InputError(
+                f"reduce_dtype is {reduce_dtype!r}, but a report does not have {name!r} with it: leave one of them out"
+            )
+    made = labelled_study(
+        profile.with_reduce_dtype(reduce_dtype),
+        network,
+        counts,
+        asked,
+        plans or {},
+        measured=measured,
+        sweep=sweep,
+        memory_budget=memory_budget,
+        on_device=profile,
     )
+    return replace(made, reduce_dtype=reduce_dtype)
 
 
 def labelled_study(
@@ -139,32 +161,42 @@ def labelled_study(
     measured: Sequence[Measured] = (),
     sweep: bool = True,
     memory_budget: int | None = None,
+    on_device: Profile | None = None,
 ) -> Study:
     """`asked` has what to propose with for each label, STOCK among them, anew at each number of workers; `plans` are
-    followed as they are. `sweep` tries DDP's bucket sizes, and the sharded planner among the ways, too."""
+    followed as they are. `sweep` tries DDP's bucket sizes, and the sharded planner among the ways, too. Where gradients
+    are sent in fewer bytes than they have `on_device`, DDP closes its buckets by the latter, and no ways are found."""
     moved = [network.at(workers=number) for number in workers]
     curves: dict[str, tuple[Prediction, ...]] = {}
     last: dict[str, Plan] = {}
     for label, options in asked.items():
-        made = [propose(profile, one, **options) for one in moved]
+        bucketed = on_device if on_device is not None and options["strategy"] == STOCK else profile
+        made = [propose(bucketed, one, **options) for one in moved]
         curves[label] = tuple(predict(profile, one, plan) for one, plan in zip(moved, made, strict=True))
         last[label] = made[-1]
     for label, plan in plans.items():
         free = _free(label, curves)
         curves[free] = tuple(predict(profile, one, plan) for one in moved)
         last[free] = plan
-    weighed = way_labels(moved[-1])
+    weighed = way_labels(profile, moved[-1])
     return Study(
         profile=profile,
         network=network,
         workers=workers,
         curves=curves,
         plans=last,
-        buckets=bucket_sweep(profile, moved[-1]) if sweep else (),
+        buckets=bucket_sweep(profile, moved[-1], on_device or profile) if sweep else (),
         fits={
             label: device_fit(profile, plan, workers[-1], budget_bytes=memory_budget) for label, plan in last.items()
         },
-        ways=find_ways(profile, moved[-1], weighed if sweep else weighed[:-1], budget_bytes=memory_budget),
+        ways=find_ways(
+            profile,
+            moved[-1],
+            weighed if sweep else [label for label in weighed if label != "sharded"],
+            budget_bytes=memory_budget,
+        )
+        if on_device is None
+        else (),
         measured=tuple(measured),
     )
 
@@ -175,13 +207,13 @@ def instead_of_ddp(profile: Profile, budget_bytes: int | None = None) -> tuple[s
     return () if fit is None or fit.fits else ("fsdp",)
 
 
-def bucket_sweep(profile: Profile, network: Network) -> tuple[tuple[int, Prediction], ...]:
+def bucket_sweep(profile: Profile, network: Network, on_device: Profile) -> tuple[tuple[int, Prediction], ...]:
     """Stock DDP at each bucket size, up to the first that takes all gradients in one."""
     if network.workers == 1:
         return ()
     found = []
     for size in BUCKETS_MB:
-        plan = propose(profile, network, STOCK, bucket_bytes=size * 2**20)
+        plan = propose(on_device, network, STOCK, bucket_bytes=size * 2**20)
         found.append((size, predict(profile, network, plan)))
         if len(plan.buckets) == 1:
             break

@@ -39,6 +39,24 @@ def scaling_range(prediction: Prediction, digits: int = 0) -> str:
     return f"{low}–{high}%" if low != high else ""
 
 
+def work_range(prediction: Prediction) -> tuple[str, str]:
+    """How many GPUs' work it does, on a busy cluster and on a quiet one; the same twice without a band."""
+    band, single = prediction.network_band, prediction.scaling_factor
+    shares = (single, single) if band is None else (band.busy_scaling_factor, band.quiet_scaling_factor)
+    low, high = (format_number(prediction.workers * share) for share in shares)
+    return low, high
+
+
+def format_number(value: float) -> str:
+    """
+    >>> format_number(1234.5), format_number(12.34), format_number(1.234)
+    ('1,234', '12.3', '1.23')
+    """
+    if value >= 99.5:
+        return f"{value:,.0f}"
+    return f"{value:.1f}" if value >= 9.95 else f"{value:.2f}"
+
+
 def row(prediction: Prediction, samples: int) -> dict[str, Any]:
     """One prediction as data: what the table shows, without the timeline."""
     fields: dict[str, Any] = msgspec.to_builtins(prediction)
@@ -143,6 +161,7 @@ def _cells(prediction: Prediction, samples: int, banded: bool, ranged: bool) -> 
 
 _NO_GAIN = 5e-4
 """Less than this is printed as no gain."""
+_SCREEN = 80
 _LONG_NAME = 10
 """Headings above this many letters are broken."""
 
@@ -224,7 +243,7 @@ def plan_table(plan: Plan, result: Prediction) -> Table:
 def network_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     """What an all-reduce does at each number of GPUs."""
     ranged = any(row["busy_bus_bytes_per_s"] < row["quiet_bus_bytes_per_s"] for row in rows)
-    table = plain_table("all-reduce, bus bandwidth of 256 MiB")
+    table = plain_table("all-reduce of 256 MiB")
     for heading in ("GPUs", "nodes", "latency", "bus GB/s", *(["busy–quiet"] if ranged else [])):
         table.add_column(heading, justify="right")
     for row in rows:
@@ -250,12 +269,13 @@ def zoo_table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]
         table.add_column(heading, justify="right" if right else "left", no_wrap=heading == headings[0])
     for row in rows:
         table.add_row(*map(printable, row))
+    table.width = min(natural_width(table), _SCREEN)
     return table
 
 
 def describe(
     profile: Profile,
-    network: Network,
+    network: Network | None = None,
     *,
     accumulation: int | None = None,
     reduce_dtype: str | None = None,
@@ -276,11 +296,12 @@ def describe(
         batch += f", {micro_batches} micro-batches a step" if micro_batches > 1 else ""
         kind, alone = "(strong scaling)", ": "
     sent = f" sent as {reduce_dtype}" if reduce_dtype is not None else ""
-    return (
-        f"{profile.model}, {batch} {kind}, {profile.precision} on {device} ({profile.origin}){alone}"
-        f"{len(profile.gradients)} gradients, {format_bytes(profile.total_bytes)}{sent}; "
-        f"network {named(network)}{_nodes(network)}"
+    text = f"{profile.model}, {batch} {kind}, " if network is not None else f"{profile.model}, {batch}, "
+    text += (
+        f"{profile.precision} on {device} ({profile.origin}){alone}"
+        f"{len(profile.gradients)} gradients, {format_bytes(profile.total_bytes)}{sent}"
     )
+    return text if network is None else f"{text}; network {named(network)}{_nodes(network)}"
 
 
 def _nodes(network: Network) -> str:

@@ -10,10 +10,13 @@ from backbeat.model import Network, Plan, Prediction, Profile
 from backbeat.planners import propose
 from backbeat.report.device_memory import DeviceFit, device_fit
 from backbeat.simulate import predict
+from backbeat.simulate.sharded_units import ModelPieces, repeated
 from backbeat.units import format_bytes, format_seconds
 
 SIMPLER_WITHIN = 0.01
 """Of two ways whose times are closer than this, the simpler one."""
+_MOST_PLANNED = 128
+"""Units; for more the planner takes too long to be run unasked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,11 +49,16 @@ class Way:
         return {"zero1": "ZeRO-1", "zero2": "ZeRO-2", "sharded": f"planned {whole}"}.get(kind, whole)
 
 
-def way_labels(network: Network) -> list[str]:
-    """The strategies to weigh on this network, the simplest first. HSDP is that of whole nodes."""
+def way_labels(profile: Profile, network: Network) -> list[str]:
+    """The strategies to weigh on this network, the simplest first. HSDP is that of whole nodes. A model without
+    repeated blocks has no units: then there is nothing to weigh."""
+    units = len(repeated([piece.name for piece in ModelPieces.of(profile).pieces if piece.elements]))
+    if not units:
+        return []
     shards = network.topology.gpus_per_node
     nodes = 1 < shards < network.workers and network.workers % shards == 0
-    return ["ddp", "fsdp", *([f"hsdp:{shards}"] if nodes else []), "zero2", "sharded"]
+    planned = ["sharded"] if units <= _MOST_PLANNED else []
+    return ["ddp", "fsdp", *([f"hsdp:{shards}"] if nodes else []), "zero2", *planned]
 
 
 def find_ways(

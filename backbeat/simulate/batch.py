@@ -113,6 +113,13 @@ def _through(one: Profile, two: Profile, batch_size: int) -> Profile:
         )
     if _gradients(one) != _gradients(two):
         raise InputError(f"{one.name} and {two.name} have different gradients: give two profiles of the same model")
+    for field in ("precision", "device", "optimizer", "compiled"):
+        first, second = getattr(one, field), getattr(two, field)
+        if first is not None and second is not None and first != second:
+            raise InputError(
+                f"{one.name} and {two.name} differ in more than the batch size: {field} is {first!r} and {second!r}; "
+                "give two profiles of the same training"
+            )
     share = (batch_size - one.batch_size) / (two.batch_size - one.batch_size)
 
     def between(first: float, second: float) -> float:

@@ -17,6 +17,7 @@ from backbeat.simulate.sharded_memory import sharded_memory
 from backbeat.simulate.sharded_step import sharded_iteration, sharded_remarks
 from backbeat.simulate.slowdowns import slowdown_of
 from backbeat.simulate.stragglers import Straggling, straggling
+from backbeat.units import format_bytes
 
 if TYPE_CHECKING:
     from backbeat.model import Network, Plan, Profile, Reduction
@@ -199,7 +200,7 @@ def _notes(
     largest = network.largest_bytes
     if largest is not None and largest_bytes > largest:
         extrapolated = True
-        notes.append(f"buckets above {largest} bytes lie beyond the largest message measured")
+        notes.append(f"buckets above {format_bytes(largest)} lie beyond the largest message measured")
     if waits is not None and waits.extrapolated:
         extrapolated = True
         notes.append(

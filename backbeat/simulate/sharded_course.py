@@ -83,7 +83,8 @@ def memory_course(profile: Profile, network: Network, plan: Plan, *, micro_batch
         if event == "end":
             add(run.end_s if moment is moments[-1] else now, "copies", phase, moment.before, 0)
             continue
-        if event == "turn":
+        if event == "loss":
+            add(now, "copies", "loss", moment.before, activations.at_loss)
             add(now, "loss", "loss", moment.during, activations.loss_bytes)
             continue
         start, end = next(stretches)

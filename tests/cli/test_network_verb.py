@@ -30,7 +30,7 @@ def test_specifications_become_a_file_that_predicts(tmp_path: Path) -> None:
     assert network.topology.transport == "efa"
     assert network.name == "mine"
     assert [network.workers, *(row.workers for row in network.rows)] == [16, 8, 32, 64, 128]
-    assert max(map(len, shown.splitlines())) <= 80
+    assert max(len(line) for line in shown.splitlines() if not line.startswith("wrote ")) <= 80
     assert "busy–quiet" in shown
     assert "50.0 µs on two nodes" in " ".join(shown.split())
 
@@ -76,8 +76,27 @@ def test_measurements_are_composed(tmp_path: Path) -> None:
         ([*SHEET, "--oversubscription", "2"], "needs --fabric"),
         ([*SHEET, "--across", "two.txt"], "keep one of them"),
         (["--across", "two.txt"], "no such file"),
+        ([*SHEET, "--latency", "10"], "10.0 s from node to node: did you mean 10us"),
     ],
 )
 def test_what_is_missing_or_twice_is_said(words: list[str], problem: str) -> None:
     with pytest.raises(InputError, match=problem):
         run(*words)
+
+
+def test_what_is_left_out_is_assumed_and_said(tmp_path: Path) -> None:
+    for latency, transport in (("5us", "infiniband"), ("15us", "efa"), ("45us", "sockets")):
+        shown = " ".join(run(*SHEET, "--latency", latency, "-o", str(tmp_path / "net.json")).split())
+        assert f"taken to go by {transport}" in shown
+        assert "nobody else is taken to use the network" in shown
+        assert Network.load(tmp_path / "net.json").topology.transport == transport
+    assert "taken" not in run(*SHEET, "--transport", "efa", "--fabric", "cloud")
+
+
+def test_two_nodes_are_not_the_inside_of_one(tmp_path: Path) -> None:
+    for nodes in (1, 2, 4):
+        (tmp_path / f"{nodes}.txt").write_text(nccl_log(nodes, 8, 10.0 * nodes))
+    one, two, four = (str(tmp_path / f"{nodes}.txt") for nodes in (1, 2, 4))
+    with pytest.raises(InputError, match="16 GPUs of 2 nodes: --inside is one node"):
+        run("--inside", two, "--across", four)
+    assert "taken not to slow down beside messages" in " ".join(run("--inside", one, "--across", two).split())

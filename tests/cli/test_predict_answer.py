@@ -51,7 +51,7 @@ def test_the_answer_fits_one_screen_and_ends_in_a_decision() -> None:
     assert place < lines.index(headings)
     for word in ("tokens/s", "per step", "per billion tokens", "sent as bf16", "MFU 29."):
         assert word in joined(text)
-    assert sum(line.startswith("* ") for line in lines) == 3
+    assert sum(line.startswith("* ") for line in lines) == 4
     assert lines[-2:] == ["Decision: 512 GPUs are worth renting.", "Keep stock DDP: no plan is 1 % faster."]
 
 
@@ -305,6 +305,18 @@ def test_the_zoo_has_one_row_a_model() -> None:
     assert variants([one, msgspec.structs.replace(one, precision="bf16", batch_size=2)]) == "2 in bf16; 1 in fp32"
 
 
+def test_the_zoo_fits_80_columns_and_shows_one_in_full() -> None:
+    assert max(map(len, run("zoo").splitlines())) <= 80
+    shown = joined(run("zoo", "aws-p5"))
+    assert "https://aws.amazon.com" in shown
+    assert "aws-p5: cloud, efa, 8 GPUs a node." in shown
+    assert "AdamW" in run("zoo", "llama-1b-b4-bf16-adamw-h200")
+    assert json.loads(run("zoo", "aws-p5", "--json"))["source"]["reference"].startswith("https://aws")
+    assert json.loads(run("zoo", RESNET, "--json"))["flops_per_sample"] > 0
+    with pytest.raises(InputError, match="is not in the zoo"):
+        run("zoo", "aws-p9")
+
+
 def test_networks_without_device_lines_are_moved_as_before() -> None:
     assert not Network.load("10gbe").one_node
     assert bb.Network.load("10gbe").at(workers=64).workers == 64
@@ -410,10 +422,19 @@ def test_the_plan_is_compared_with_what_the_job_runs_today() -> None:
     assert re.search("Run deepspeed-zero1, [0-9.]+% faster than nanotron.", text)
 
 
+def test_a_framework_that_alone_fits_is_kept() -> None:
+    words = ("predict", "llama-8b-b1-bf16-adamw-h200", "dgx-h100", "-n", "64", "--framework", "nanotron")
+    text = joined(run(*words, "--reduce-dtype", "bf16"))
+    assert "Keep nanotron: nothing else here fits." in text
+    assert "Too big: the plan, 198 GB." in text
+    assert "plans send bf16, a framework its own dtype" in text
+
+
 def test_whether_it_fits_is_asked_of_each_strategy() -> None:
     words = ("predict", "llama-8b-b1-bf16-adamw-h200", "aws-p5", "-n", "64", "-s", "fsdp,hsdp:8")
     text = joined(run(*words))
-    assert "DDP does not fit. With FSDP, 64 GPUs do the work of 55.1" in text
+    assert re.search("DDP does not fit. With FSDP, 64 GPUs do the work of [0-9.]+ to [0-9.]+, from a busy", text)
+    assert "busy–quiet" in text
     assert "DDP needs 182 GB of the 141 GB of one H200: too much." in text
     assert re.search("ddp .* no +contention fsdp .* yes +contention hsdp:8 .* yes", text)
     assert "Decision: FSDP on 64 GPUs. Write the plan" in text

@@ -6,7 +6,8 @@ import msgspec
 import pytest
 
 import backbeat as bb
-from backbeat.report.answer import answer
+from backbeat.errors import InputError
+from backbeat.report.answer import answer, unmeasured
 from backbeat.report.figures.exposed import PARTS
 from backbeat.report.limits import LIMITS
 from backbeat.report.study import study
@@ -25,8 +26,12 @@ def test_a_job_that_scales_well_is_worth_it_and_needs_no_change() -> None:
     said = answer(study(many_small(), affine(1e-6, 1e-12), [4, 8, 64]))
     assert said.verdict == "yes"
     assert said.headline.startswith("Worth it: 64 GPUs do the work of 6")
-    assert [action.title for action in said.actions] == ["Keep stock DDP as it is"]
-    assert said.actions[0].code == ""
+    assert [action.title.partition("?")[0] for action in said.actions] == [
+        "Keep stock DDP as it is",
+        "DDP, FSDP or HSDP",
+    ]
+    assert said.actions[1].title.startswith("DDP, FSDP or HSDP? DDP: ")
+    assert [action.code for action in said.actions] == ["", ""]
     assert "hidden" in said.limit
 
 
@@ -105,3 +110,24 @@ def test_one_worker_has_nothing_to_say() -> None:
 def test_what_is_extrapolated_is_said() -> None:
     said = answer(study(many_small(), affine(1e-4, 1e-9, workers=8), [64]))
     assert any("extrapolated from 8" in note for note in said.caveats)
+
+
+def test_a_report_says_which_network_is_assumed_and_what_gradients_are_sent_in() -> None:
+    profile, network = bb.Profile.load("llama-1b-b4-bf16-adamw-h200"), bb.Network.load("aws-p5")
+    made = study(profile, network, [64], strategies=["best"], reduce_dtype="bf16")
+    said = answer(made)
+    assert said.caveats[0] == "the network aws-p5 is assumed, not measured"
+    assert any("emulated" in one for one in said.caveats)
+    assert "--reduce-dtype" not in said.limit
+    there = network.at(workers=64)
+    assert made.stock.iteration_s == bb.predict(profile, there, "ddp", reduce_dtype="bf16").iteration_s
+    assert made.best.iteration_s == bb.predict(profile, there, "best", reduce_dtype="bf16").iteration_s
+    assert all('reduce_dtype="bf16"' in one.code for one in said.actions if "plan" in one.code)
+    with pytest.raises(InputError, match="leave one of them out"):
+        study(profile, network, [64], strategies=["fsdp"], reduce_dtype="bf16")
+
+
+def test_a_network_without_a_transport_says_what_that_leaves_out() -> None:
+    profile = bb.Profile.load("llama-1b-b4-bf16-adamw-h200")
+    assert "names no transport" in " ".join(unmeasured(profile, bb.Network.load("nvlink-ib400")))
+    assert "names no transport" not in " ".join(unmeasured(profile, bb.Network.load("dgx-h100")))

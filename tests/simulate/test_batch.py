@@ -58,3 +58,9 @@ def test_a_global_batch_is_shared_by_all_workers_and_micro_batches() -> None:
         bb.strong_scaling(profile, 0, 5)
     with pytest.raises(InputError, match="second batch size"):
         bb.strong_scaling(msgspec.structs.replace(profile, name="mine"), 768, 8)
+
+
+def test_profiles_of_other_training_are_refused() -> None:
+    sgd, adam = bb.Profile.load("llama-1b-b2-bf16-h200"), bb.Profile.load("llama-1b-b4-bf16-adamw-h200")
+    with pytest.raises(InputError, match=r"optimizer is 'AdamW, fused' and 'SGD.*the same training"):
+        at_batch(adam, 8, sgd)

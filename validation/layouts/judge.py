@@ -15,7 +15,8 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ from backbeat.layouts.layout_prediction import COMPUTE
 from validation.layouts.rows import READERS, Row, rows
 
 HERE = Path(__file__).resolve().parent
+BEGIN, END = "<!-- errors -->", "<!-- end of errors -->"
+"""Where the tables stand in the pages."""
 
 
 def predicted(row: Row, factor: float = 1.0, family: str = "events") -> layouts.LayoutPrediction:
@@ -64,9 +67,7 @@ def calibrations(every: list[Row]) -> dict[str, tuple[Row, float]]:
     for row in every:
         if row.half == "development":
             groups[row.group].append(row)
-    members = defaultdict(int)
-    for row in every:
-        members[row.group] += 1
+    members = Counter(row.group for row in every)
     found = {}
     for name, own in groups.items():
         if members[name] > 1:
@@ -102,38 +103,79 @@ def rank_correlation(pairs: list[tuple[float, float]]) -> float | None:
     return statistics.correlation(one, two)
 
 
-def judge(truth: Path, table: str, half: str, show: bool) -> dict[str, Any]:
-    every = rows(truth, table)
-    factors = calibrations(every)
-    own = [row for row in every if row.half == half]
-    zero, calibrated, memory = [], [], []
-    places: dict[str, list[tuple[float, float]]] = defaultdict(list)
-    for row in own:
-        found = predicted(row)
-        zero.append(found.step_s / row.measured_s - 1)
-        places[row.place].append((row.measured_s, found.step_s))
-        text = ""
+@dataclass(frozen=True)
+class Judged:
+    """Errors of one row."""
+
+    row: Row
+    events: float
+    closed: float
+    calibrated: float | None
+    memory: float | None
+    step_s: float
+
+
+def judged(every: list[Row], half: str, factors: dict[str, tuple[Row, float]], show: bool) -> list[Judged]:
+    found = []
+    for row in (one for one in every if one.half == half):
+        one = predicted(row)
+        calibrated = memory = None
         if row.group in factors and factors[row.group][0].identity != row.identity:
-            calibrated.append(predicted(row, factors[row.group][1]).step_s / row.measured_s - 1)
-            text = f"{calibrated[-1]:+7.1%}"
+            calibrated = predicted(row, factors[row.group][1]).step_s / row.measured_s - 1
         if row.measured_bytes is not None:
-            memory.append((found.memory.total - found.memory.reserve) / row.measured_bytes - 1)
-            text += f" memory {memory[-1]:+6.1%}"
+            memory = (one.memory.total - one.memory.reserve) / row.measured_bytes - 1
+        closed = predicted(row, family="closed-form").step_s / row.measured_s - 1
+        found.append(Judged(row, one.step_s / row.measured_s - 1, closed, calibrated, memory, one.step_s))
         if show:
             parts = " ".join(
-                f"{name} {value / found.step_s:.0%}"
-                for name, value in found.breakdown.parts.items()
-                if value > 0.02 * found.step_s
+                f"{name} {value / one.step_s:.0%}"
+                for name, value in one.breakdown.parts.items()
+                if value > 0.02 * one.step_s
             )
-            print(f"{row.group:28} {row.layout.label[:44]:44} {zero[-1]:+7.1%} {text:8} {parts}")
+            others = " ".join(f"{error:+7.1%}" if error is not None else "      -" for error in (calibrated, memory))
+            print(f"{row.group:28} {row.layout.label[:44]:44} {found[-1].events:+7.1%} {others} {parts}")
+    return found
+
+
+def errors(found: list[Judged]) -> dict[str, Any]:
+    """By protocol."""
+    places: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for one in found:
+        places[one.row.place].append((one.row.measured_s, one.step_s))
     ranked = [value for value in map(rank_correlation, places.values()) if value is not None]
+    columns = {name: [getattr(one, name) for one in found] for name in ("events", "closed", "calibrated", "memory")}
+    known = {name: [error for error in column if error is not None] for name, column in columns.items()}
     return {
-        "zero-shot": summary(zero),
-        "calibrated": summary(calibrated) if calibrated else None,
-        "memory": summary(memory) if memory else None,
-        "rank correlation": statistics.median(ranked) if ranked else None,
-        "factors": {name: round(factor, 3) for name, (_, factor) in factors.items()},
+        "zero-shot": summary(known["events"]),
+        "zero-shot, closed form": summary(known["closed"]),
+        "calibrated": summary(known["calibrated"]) if known["calibrated"] else None,
+        "memory": summary(known["memory"]) if known["memory"] else None,
+        "rank correlation": round(statistics.median(ranked), 2) if ranked else None,
     }
+
+
+def parallelism(row: Row) -> str:
+    layout = row.layout
+    if layout.ep > 1:
+        return "experts"
+    if layout.cp > 1:
+        return "context"
+    names = [name for name, size in (("tensor", layout.tp), ("pipeline", layout.pp)) if size > 1]
+    return " and ".join(names) or "data alone"
+
+
+def markdown(title: str, found: dict[str, dict[str, Any]]) -> str:
+    """A table of medians, 90th percentiles and biases."""
+    protocols = ("zero-shot", "zero-shot, closed form", "calibrated", "memory")
+    lines = [f"| {title} | rows | {' | '.join(protocols)} | ranks |", "|---|" + "---|" * (len(protocols) + 2)]
+    for name, result in found.items():
+        cells = [
+            f"{one['median']:.1%}, {one['p90']:.1%}, {one['bias']:+.1%}" if (one := result[each]) else ""
+            for each in protocols
+        ]
+        rank = "" if result["rank correlation"] is None else f"{result['rank correlation']:.2f}"
+        lines.append(f"| {name} | {result['zero-shot']['rows']} | {' | '.join(cells)} | {rank} |")
+    return "\n".join(lines)
 
 
 def main() -> None:
@@ -144,18 +186,24 @@ def main() -> None:
     parser.add_argument("--table", choices=list(READERS))
     asked = parser.parse_args()
     half = "reported" if asked.reported else "development"
-    tables = [asked.table] if asked.table else list(READERS)
-    found = {table: judge(asked.truth, table, half, asked.rows) for table in tables}
-    for table, result in found.items():
-        print(table, half)
-        for protocol in ("zero-shot", "calibrated", "memory"):
-            one = result[protocol]
-            if one is not None:
-                print(f"  {protocol:11}", " ".join(f"{key} {value:.1%}" if key != "rows" else f"{value} rows"
-                                                   for key, value in one.items()))  # fmt: skip
-        print("  rank correlation", result["rank correlation"], result["factors"])
+    by_table, by_kind, factors = {}, defaultdict(list), {}
+    for table in [asked.table] if asked.table else list(READERS):
+        every = rows(asked.truth, table)
+        fits = calibrations(every)
+        factors.update({name: round(factor, 3) for name, (_, factor) in fits.items()})
+        found = judged(every, half, fits, asked.rows)
+        by_table[table] = errors(found)
+        for one in found:
+            by_kind[parallelism(one.row)].append(one)
+    kinds = {name: errors(found) for name, found in sorted(by_kind.items())}
+    text = f"{markdown('table', by_table)}\n\n{markdown('parallelism', kinds)}"
+    print(text)
     if asked.reported and not asked.table:
-        (HERE / "errors.json").write_text(json.dumps({"half": half, "tables": found}, indent=1) + "\n")
+        answer = {"half": half, "tables": by_table, "parallelism": kinds, "compute factors": factors}
+        (HERE / "errors.json").write_text(json.dumps(answer, indent=1) + "\n")
+        for page in (HERE / "README.md", HERE.parents[1] / "docs" / "explanation" / "layouts.md"):
+            before, _, rest = page.read_text("utf-8").partition(BEGIN)
+            page.write_text(f"{before}{BEGIN}\n{text}\n{END}{rest.partition(END)[2]}", "utf-8")
 
 
 if __name__ == "__main__":

@@ -15,7 +15,8 @@ from typing import Any
 
 import msgspec
 
-from backbeat.layouts import CONVENTIONS, MODELS, Conventions, Layout, Transformer
+from backbeat.errors import InputError
+from backbeat.layouts import CONVENTIONS, MODELS, Conventions, Layout, Transformer, predict
 from backbeat.model import CollectiveTimes, Fabric, Network
 from backbeat.model.network import WorkersRow
 from backbeat.model.specification import Specification
@@ -53,12 +54,21 @@ class Row:
 def rows(truth: Path, table: str) -> list[Row]:
     """Of one table, those that can be said as a job."""
     split = json.loads((HERE / "split.json").read_text())["rows"]
-    found = []
+    if table == "nanotron_3b_dp":
+        # These rows were cut in two where data parallelism is judged: the same halves hold here.
+        other = json.loads((HERE.parent / "published" / "split.json").read_text())["rows"]
+        split = {**split, **{name: other[_published(name)] for name in identities(truth, table)}}
+    found: list[Row] = []
     with (truth / f"{table}.csv").open() as file:
         for identity, row in zip(identities(truth, table), csv.DictReader(file), strict=True):
             for made in READERS[table](row):
                 found.append(Row(identity=identity, table=table, half=split[identity], **made))
     return found
+
+
+def _published(identity: str) -> str:
+    cells = identity.split("/")
+    return f"nanotron/llama-3B/gpus={cells[14]}/mbs={cells[17]}/gbs={cells[19]}"
 
 
 def gpt(name: str, layers: int, hidden: int, heads: int, vocab: int, **more: Any) -> Transformer:
@@ -129,7 +139,7 @@ def papers(row: dict[str, str]) -> Iterator[dict[str, Any]]:
         if row["metric"] == "model":
             factor = 72 * (1 + sequence / (6 * hidden) + vocab / (12 * layers * hidden))
         seconds = factor * tokens * layers * hidden**2 / (value * 1e12 * gpus)
-    yield {
+    made = {
         "group": f"{row['source']}/{row['model']}/{gpus}",
         "model": gpt(row["model"], layers, hidden, int(row["heads"]), vocab, **({} if old else {"dropout": False})),
         "cluster": Network.load("dgx-a100" if old else "dgx-h100"),
@@ -145,6 +155,27 @@ def papers(row: dict[str, str]) -> Iterator[dict[str, Any]]:
         "framework": CONVENTIONS["megatron-2021" if old else "megatron-tp-overlap"],
         "measured_s": seconds,
     }  # fmt: skip
+    yield made if row["mbs"] else {**made, "layout": _fastest(made)}
+
+
+def _fastest(made: dict[str, Any]) -> Layout:
+    """Where micro-batch and chunks are not stated: the fastest of those that fit, as predicted."""
+    base: Layout = made["layout"]
+    found = []
+    for micro in (1, 2, 4):
+        for chunks in (1, 2, 3, 4, 6, 8, 12):
+            layout = msgspec.structs.replace(base, micro_batch=micro, chunks=chunks)
+            try:
+                one = predict(
+                    made["model"], made["cluster"], layout, accelerator=made["accelerator"], family="closed-form",
+                    global_batch=made["global_batch"], sequence=made["sequence"], framework=made["framework"],
+                    band=False,
+                )  # fmt: skip
+            except InputError:
+                continue
+            found.append(one)
+    return min((one for one in found if one.fits), key=lambda one: one.step_s, default=min(
+        found, key=lambda one: one.memory_bytes)).layout  # fmt: skip
 
 
 SIMUMAX_MODELS = {
@@ -173,8 +204,83 @@ def simumax(row: dict[str, str]) -> Iterator[dict[str, Any]]:
     }
 
 
+BRIDGE_MODELS = {
+    "LLAMA3_8B": "llama-3-8b",
+    "LLAMA3_70B": "llama-3-70b",
+    "LLAMA3.1_405B": "llama-3-405b",
+    "Qwen3_30B_a3B": "qwen3-30b-a3b",
+    "Qwen3_235B_a22B": "qwen3-235b-a22b",
+    "DeepSeekV3": "deepseek-v3",
+    "DeepSeekV3 (w/o MTP)": "deepseek-v3",
+}
+BRIDGE_SYSTEMS = {
+    "DGX-H100": ("dgx-h100", "h100"),
+    "DGX-B200": ("dgx-b200", "b200"),
+    "DGX-B300": ("dgx-b200", "b300"),
+    "DGX-GB200": ("gb200-nvl72", "gb200"),
+    "DGX-GB300": ("gb200-nvl72", "gb300"),
+}
+
+
+def bridge(row: dict[str, str]) -> Iterator[dict[str, Any]]:
+    """Pre-training of models that are known here, in a precision that is, with one figure a cell."""
+    cells = {key: row[key] for key in ("gpus", "gbs", "mbs", "seq_len", "tp", "pp", "cp", "tok_s_gpu")}
+    precision = row["precision"].split("-")[0].replace("MXFP8", "FP8").lower()
+    known = row["model"] in BRIDGE_MODELS and row["section"].startswith("Pre") and precision in ("bf16", "fp8")
+    if not known or any(not value.isdigit() for value in cells.values()) or "(" in row["precision"] + row["fsdp"]:
+        return
+    number = {key: int(value) for key, value in cells.items()}
+    network, gpu = BRIDGE_SYSTEMS[row["system"]]
+    sharded = row["fsdp"] not in ("", "0")
+    dp = number["gpus"] // (number["tp"] * number["pp"] * number["cp"])
+    model = MODELS[BRIDGE_MODELS[row["model"]]]
+    chunks = int(row["vp"]) if row["vp"].isdigit() else 1
+    framework = CONVENTIONS["megatron-deepep"]
+    yield {
+        "group": f"bridge/{row['model']}/{row['system']}/{precision}",
+        "model": model,
+        "cluster": Network.load(network),
+        "accelerator": gpu,
+        "layout": Layout(
+            dp=dp, tp=number["tp"], pp=number["pp"], cp=number["cp"], micro_batch=number["mbs"],
+            ep=int(row["ep"]) if row["ep"].isdigit() and model.experts else 1,
+            chunks=chunks if number["pp"] > 1 and number["pp"] * chunks <= model.layers else 1,
+            zero=3 if sharded else 1,
+        ),
+        "global_batch": number["gbs"],
+        "sequence": number["seq_len"],
+        "precision": precision,
+        "framework": framework,
+        "measured_s": number["gbs"] * number["seq_len"] / (number["tok_s_gpu"] * number["gpus"]),
+    }  # fmt: skip
+
+
+def nanotron(row: dict[str, str]) -> Iterator[dict[str, Any]]:
+    """Data parallel alone; nanotron's other layouts are not published as a table."""
+    number = {key: int(value) for key, value in row.items() if value.isdigit()}
+    model = Transformer(
+        name=row["model"], layers=number["layers"], hidden=number["hidden"], heads=number["heads"], ffn=number["ffn"],
+        vocab=number["vocab"], tied=True,
+    )  # fmt: skip
+    yield {
+        "group": f"nanotron/{row['model']}",
+        "model": model,
+        "cluster": Network.load("aws-p5"),
+        "accelerator": "h100",
+        "layout": Layout(dp=number["dp"], micro_batch=number["mbs"], zero=number["zero_stage"]),
+        "global_batch": number["gbs"],
+        "sequence": number["seq_len"],
+        "precision": "bf16",
+        "framework": CONVENTIONS["nanotron"],
+        "measured_s": float(row["iteration_s"]),
+        "measured_bytes": float(row["mem_gb"]) * 1e9,
+    }
+
+
 READERS: dict[str, Callable[[dict[str, str]], Iterator[dict[str, Any]]]] = {
     "vtrain_multi_a100": vtrain,
     "megatron_papers": papers,
     "simumax_b200": simumax,
+    "nvidia_megatron_bridge": bridge,
+    "nanotron_3b_dp": nanotron,
 }

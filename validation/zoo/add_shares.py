@@ -2,8 +2,8 @@
 
     python validation/zoo/add_shares.py RECORDED      # made by record_operators.py
 
-Computed from each model's recorded operators by the operator model of the H200; measured times stay as they are.
-Compiled and composed profiles have no recording of their own and are left without.
+Computed by the operator model of the H200; measured times stay as they are. Compiled and composed profiles have no
+recording: their model is run without data, where its library is installed.
 """
 
 from __future__ import annotations
@@ -18,6 +18,9 @@ from replay_operators import read, works_of
 
 from backbeat.cost.operator_model import OperatorModel, operator_model
 from backbeat.cost.operators import family_of
+from backbeat.errors import BackbeatError
+from backbeat.measure.model.analytic import analytic_profile
+from backbeat.measure.model.factory import load
 from backbeat.model import ComputeShares, Profile
 
 PROFILES = Path(__file__).parents[2] / "backbeat" / "zoo" / "profiles"
@@ -43,12 +46,29 @@ def main() -> None:
         profile = Profile.load(path)
         name = re.sub(r"-adamw", "", profile.name)
         if profile.compiled or name not in recordings:
-            print(f"{profile.name}: no recording")
-            continue
-        if name not in found:
-            found[name] = shares(recordings[name], operator_model("h200", profile.precision))
-        replace(profile, compute_shares=found[name]).save(path)
-        print(profile.name, found[name])
+            known = without_recording(profile)
+        else:
+            known = found.get(name) or shares(recordings[name], operator_model("h200", profile.precision))
+            found[name] = known
+        if known is not None and known != profile.compute_shares:
+            replace(profile, compute_shares=known).save(path)
+        print(profile.name, known or "not known")
+
+
+def without_recording(profile: Profile) -> ComputeShares | None:
+    try:
+        factory = load(f"backbeat.zoo.models:{profile.model.replace('-', '_')}")
+        return analytic_profile(
+            factory,
+            gpu="h200",
+            batch_size=profile.batch_size,
+            precision=profile.precision,
+            compiled=profile.compiled,
+            launch_overhead=False,
+        ).compute_shares
+    except BackbeatError as error:
+        print(f"{profile.name}: {error}")
+        return None
 
 
 if __name__ == "__main__":

@@ -241,12 +241,12 @@ def is_attention(func: Any) -> bool:
 
 
 def attention_flops(func: Any, args: Any, kwargs: Any) -> float:
-    """Of all scores, those that a mask hides included."""
+    """Of all scores, those that a mask hides included. What backward computes again of forward is not counted."""
     given = _given(func, args, kwargs)
     query, key, value = given["query"], given["key"], given["value"]
     batch, heads, length, width = query.shape
     flops = 2.0 * batch * heads * length * key.shape[-2] * (width + value.shape[-1])
-    return float(flops * 2.5 if "backward" in str(func) else flops)
+    return float(flops * 2 if "backward" in str(func) else flops)
 
 
 def _given(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:

@@ -13,6 +13,8 @@ from backbeat.model import Plan, Span
 
 MOST_BARS = 400
 _NAMES_SHOWN = 5
+_LEAST_COMPUTE = 12
+"""Computations are drawn one by one up to this number, however few bars are asked for."""
 SHARDED_LANES = ("all-gather", "reduce-scatter", "all-reduce")
 
 
@@ -42,7 +44,7 @@ class Timeline:
     bars: tuple[Bar, ...]
     end_s: float
     merged: int
-    """How many bars are drawn together with others, because there are too many to draw one by one."""
+    """How many buckets are drawn together with others, because there are too many to draw one by one."""
 
     @property
     def compute(self) -> tuple[Bar, ...]:
@@ -86,10 +88,10 @@ def timeline(
     for lane in lanes:
         mine = sorted((bar for bar in named if bar.lane == lane), key=lambda bar: (bar.start_s, bar.end_s))
         count = computing if lane == "compute" else len(named) - computing
-        stride = -(-count // most) if most > 0 else 1
+        stride = -(-count // max(most, _LEAST_COMPUTE if lane == "compute" else 1))
         for first in range(0, len(mine), max(stride, 1)):
             run = mine[first : first + stride]
-            merged += len(run) if len(run) > 1 else 0
+            merged += len(run) if len(run) > 1 and lane != "compute" else 0
             drawn.append(run[0] if len(run) == 1 else _merge(run))
     return Timeline(
         label=label,
