@@ -38,6 +38,10 @@ def calibrate(
     settle: Annotated[
         bool, typer.Option(help="Gloo workers that share few cores: keep its socket threads from taking them.")
     ] = False,
+    sharded: Annotated[
+        bool,
+        typer.Option("--sharded", help="Spend most of the time on all-gather and reduce-scatter, for FSDP and HSDP."),
+    ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
 ) -> None:
     """Measure collectives between the workers that torchrun starts, and write a network file."""
@@ -63,7 +67,7 @@ def calibrate(
         if rank == 0:
             raise
         raise typer.Exit(error.exit_code) from None
-    _run(output, chosen, budget_s, wanted_sizes, wanted_communicators, name, settle, json)
+    _run(output, chosen, budget_s, wanted_sizes, wanted_communicators, name, settle, sharded, json)
 
 
 def parse_sizes(text: str) -> list[int]:
@@ -136,6 +140,7 @@ def _run(
     communicators: list[int],
     name: str | None,
     settle: bool,
+    sharded: bool,
     as_json: bool,
 ) -> None:
     from datetime import timedelta
@@ -164,6 +169,7 @@ def _run(
                 communicators=communicators,
                 name=name,
                 settle=settle,
+                sharded=sharded,
                 slowdown=True,
                 progress=progress,
             )

@@ -59,8 +59,8 @@ NetworkArgument = Annotated[
     typer.Argument(metavar="NETWORK", help="A network file, or a bundled name.", autocompletion=_network_names),
 ]
 STRATEGY_NAMES = (
-    "wfbp, single, ddp, horovod, mg-wfbp, asc-wfbp, adaptive, optimal, best, decoupled, compressed, "
-    "fsdp, hsdp, zero1, zero2, sharded"
+    "wfbp, single, ddp, horovod, mg-wfbp, asc-wfbp, adaptive, optimal, best, halves, compressed, "
+    "fsdp, hsdp, zero1, zero2, decoupled, sharded"
 )
 """Written out, since help must not wait for the planners to be imported."""
 StrategyOption = Annotated[

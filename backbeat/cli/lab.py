@@ -170,9 +170,9 @@ def _check_training(setting: Setting, choices: Sequence[Choice], profile: str | 
             raise InputError(f"{option} changes a replayed profile, and --train computes for real: leave one out")
     if not any(choice.name in ("ddp", "fsdp") for choice in choices):
         raise InputError("--train compares with stock DDP or stock FSDP2: add ddp or fsdp to --strategy")
-    if any(choice.strategy == "decoupled" for choice in choices):
+    if any(choice.strategy == "halves" for choice in choices):
         raise InputError(
-            "--train with decoupled: such a plan is predicted and replayed, not run; train best or optimal instead, or "
+            "--train with halves: such a plan is predicted and replayed, not run; train decoupled, best or optimal, or "
             "replay it with --profile"
         )
 

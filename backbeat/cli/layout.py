@@ -38,6 +38,9 @@ def layout(
     compute_factor: Annotated[
         float, typer.Option(help="Measured over predicted computation, from a run of any one layout.")
     ] = 1.0,
+    block: Annotated[
+        str | None, typer.Option(metavar="PROFILE", help="A measured profile of one dense layer, on one of these GPUs.")
+    ] = None,
     family: Annotated[str, typer.Option(help="With --layout: events, or closed-form.")] = "events",
     most: Annotated[int, typer.Option(help="Layouts to show.", min=1)] = 10,
     across: AcrossOption = None,
@@ -60,6 +63,7 @@ def layout(
         "accelerator": accelerator,
         "imbalance": imbalance,
         "compute_factor": compute_factor,
+        "block": block,
     }
     if family not in ("events", "closed-form"):
         raise InputError(f"--family {family}: there are events and closed-form")

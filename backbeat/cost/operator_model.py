@@ -102,7 +102,9 @@ class OperatorModel:
             lambda heads, length, width: Attention(precision, heads, length, length, width, work.kind, work.backward),
             (self._filling, 1.0, 1.0),
         )
-        seconds = grid.seconds(work.heads, math.sqrt(work.queries * work.keys), work.width)
+        length, longest = math.sqrt(work.queries * work.keys), self.curves.grids[key].axes[1][-1]
+        # Past the last length the grid grows as the length does; the scores grow as its square.
+        seconds = grid.seconds(work.heads, length, work.width) * max(length / longest, 1.0)
         return max(seconds, roofline_s(work, self.accelerator))
 
     def _attention_without_curve(self, work: Attention, precision: str, direction: str) -> float:

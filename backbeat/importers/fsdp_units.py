@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from backbeat.importers.trace_clock import DeviceClock, common, union
 from backbeat.importers.trace_facts import Facts, Mark, Ready, Transfer
+from backbeat.units import format_seconds
 
 ROOT_UNIT = "root"
 _MARK = re.compile(r"FSDP::(\w+)(?: \((.*)\))?(?: \[pg=\d+\])?$")
@@ -118,7 +119,7 @@ def _forward_times(marks: Sequence[tuple[str, str, Mark]], unit: str, computing:
     return [max(computing.done(end) - computing.done(begin), 0.0) for begin, end in zip(begins, ends, strict=False)]
 
 
-def owners(ready: Sequence[Ready], marks: Sequence[tuple[str, str, Mark]]) -> list[str]:
+def _owners(ready: Sequence[Ready], marks: Sequence[tuple[str, str, Mark]]) -> list[str]:
     """The unit of each gradient: that whose backward is under way, from its pre-backward to its reduction."""
     begun = [(mark.start, unit, True) for what, unit, mark in marks if what == "pre_backward" and unit != ROOT_UNIT]
     done = [(mark.start, unit, False) for what, unit, mark in marks if what == "post_backward_accumulate"]
@@ -134,6 +135,44 @@ def owners(ready: Sequence[Ready], marks: Sequence[tuple[str, str, Mark]]) -> li
             place += 1
         found.append(current[-1])
     return found
+
+
+def in_units(
+    facts: Facts,
+    clock: DeviceClock,
+    named: list[tuple[str, int]],
+    ready: Sequence[Ready],
+    forward_s: float | None,
+    units: Sequence[MeasuredUnit],
+) -> tuple[list[tuple[str, int]], list[float | None]]:
+    """Gradients named after the unit that they belong to, and its forward shared by them where all units have one."""
+    mine = _owners(ready, fsdp_marks(facts.marks))
+    renamed = [
+        (label if unit == ROOT_UNIT else f"{unit.partition(',')[0]}.{label}", size)
+        for unit, (label, size) in zip(mine, named, strict=True)
+    ]
+    known = {unit.name: unit.forward_s for unit in units if unit.name != ROOT_UNIT}
+    if not clock.on_device or forward_s is None or any(seconds is None for seconds in known.values()):
+        return renamed, [None] * len(named)
+    inside = sum(seconds or 0.0 for seconds in known.values())
+    known[ROOT_UNIT] = max(forward_s - inside, 0.0)
+    counts = Counter(mine)
+    return renamed, [(known.get(unit) or 0.0) / counts[unit] for unit in mine]
+
+
+def unit_notes(units: Sequence[MeasuredUnit], *, on_device: bool) -> list[str]:
+    """What a reader should know of them."""
+    if not units:
+        return []
+    kept = sum(unit.gathers < 2 for unit in units)
+    notes = [f"used: {len(units)} FSDP2 units, {len(units) - kept} of them resharded after forward"]
+    if not on_device:
+        notes.append("missing: exposed time of the units; on a CPU communication is part of the host's own calls")
+        return notes
+    exposed = sum(unit.exposed_s or 0.0 for unit in units)
+    notes.append(f"used: {format_seconds(exposed)} of each iteration exposed, which times of computation leave out")
+    notes.append("guessed: copies into and out of collectives' buffers are counted as computation")
+    return notes
 
 
 class Computing:

@@ -17,14 +17,7 @@ from typing import Any
 import numpy as np
 
 from backbeat.errors import InputError
-from backbeat.importers.fsdp_units import (
-    ROOT_UNIT,
-    Computing,
-    MeasuredUnit,
-    fsdp_marks,
-    measured_units,
-    owners,
-)
+from backbeat.importers.fsdp_units import Computing, MeasuredUnit, in_units, measured_units, unit_notes
 from backbeat.importers.trace_clock import DeviceClock, arrays, common, union
 from backbeat.importers.trace_events import TraceReader
 from backbeat.importers.trace_facts import Facts, Mark, Ready, Transfer, collect
@@ -100,14 +93,14 @@ def load(
     named = _named(sizes, like, where, notes)
     forward: list[float | None] = [None] * len(named)
     if units and like is None:
-        named, forward = _in_units(facts, clock, named, chosen[0], units)
+        named, forward = in_units(facts, clock, named, chosen[0].ready, chosen[0].forward_s, units)
     middle = _middle(chosen, notes)
     batch_size = batch_size or _batch(facts, like, notes)
     precision = _precision(facts, like, notes)
     transfers = tuple(sorted(facts.transfers, key=lambda transfer: transfer.start))
     overlap = _overlap(facts, clock) if transfers else None
     notes += _communication_notes(transfers, overlap, len(windows), sharded=bool(units))
-    notes += _unit_notes(units, on_device=clock.on_device)
+    notes += unit_notes(units, on_device=clock.on_device)
     stem = where.name.removesuffix(".gz").removesuffix(".json").removesuffix(".pt.trace")
     times = [one.passes * ((one.forward_s or 0.0) + one.backward_s) + (one.update_s or 0.0) for one in chosen]
     profile = Profile(
@@ -142,39 +135,6 @@ def _world_size(top: dict[str, Any]) -> int | None:
     facts = top.get("distributedInfo")
     found = facts.get("world_size") if isinstance(facts, dict) else None
     return found if isinstance(found, int) and 0 < found < 2**31 else None
-
-
-def _in_units(
-    facts: Facts, clock: DeviceClock, named: list[tuple[str, int]], chosen: _Iteration, units: Sequence[MeasuredUnit]
-) -> tuple[list[tuple[str, int]], list[float | None]]:
-    """Gradients named after the unit that they belong to, and its forward shared by them where all units have one."""
-    marks = fsdp_marks(facts.marks)
-    mine = owners(chosen.ready, marks)
-    renamed = [
-        (label if unit == ROOT_UNIT else f"{unit.partition(',')[0]}.{label}", size)
-        for unit, (label, size) in zip(mine, named, strict=True)
-    ]
-    known = {unit.name: unit.forward_s for unit in units if unit.name != ROOT_UNIT}
-    if not clock.on_device or chosen.forward_s is None or any(seconds is None for seconds in known.values()):
-        return renamed, [None] * len(named)
-    inside = sum(seconds or 0.0 for seconds in known.values())
-    known[ROOT_UNIT] = max(chosen.forward_s - inside, 0.0)
-    counts = Counter(mine)
-    return renamed, [(known.get(unit) or 0.0) / counts[unit] for unit in mine]
-
-
-def _unit_notes(units: Sequence[MeasuredUnit], *, on_device: bool) -> list[str]:
-    if not units:
-        return []
-    kept = sum(unit.gathers < 2 for unit in units)
-    notes = [f"used: {len(units)} FSDP2 units, {len(units) - kept} of them resharded after forward"]
-    if not on_device:
-        notes.append("missing: exposed time of the units; on a CPU communication is part of the host's own calls")
-        return notes
-    exposed = sum(unit.exposed_s or 0.0 for unit in units)
-    notes.append(f"used: {format_seconds(exposed)} of each iteration exposed, which times of computation leave out")
-    notes.append("guessed: copies into and out of collectives' buffers are counted as computation")
-    return notes
 
 
 def _windows(marks: Sequence[Mark], notes: list[str]) -> list[tuple[float, float, list[Mark]]]:

@@ -30,7 +30,7 @@ class Message:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
-    """A stretch of a decoupled plan's forward: computation that begins when one more gather has arrived."""
+    """A stretch of forward, of a plan in halves: computation that begins when one more gather has arrived."""
 
     gather: int
     compute_s: float
@@ -61,9 +61,9 @@ class ReplayJob:
     stock: bool = False
     """Through the process group itself, as stock DDP does it, and not through communicators of one collective each."""
     gathers: tuple[int, ...] = ()
-    """Bytes of each all-gather in launch order, where the plan is decoupled; `messages` are then reduce-scattered."""
+    """Bytes of each all-gather in launch order, where the plan is in halves; `messages` are then reduce-scattered."""
     layers: tuple[Layer, ...] = ()
-    """The next forward, where the plan is decoupled; it takes the place of `forward_s` and `update_s`."""
+    """The next forward, where the plan is in halves; it takes the place of `forward_s` and `update_s`."""
     sharded: ShardedJob | None = None
     """Takes the place of all else, where the plan is sharded."""
 
@@ -73,7 +73,7 @@ class ReplayJob:
         return cls(forward_s=profile.forward_s, backward_s=profile.backward_s, update_s=profile.update_s, **more)
 
     @property
-    def decoupled(self) -> bool:
+    def in_halves(self) -> bool:
         return bool(self.layers)
 
 
@@ -98,7 +98,7 @@ class Replayed:
 
 def job_of(profile: Profile, plan: Plan, *, stock: bool = False) -> ReplayJob:
     """The plan's buckets as messages; `dynamic` fusion is replayed as the buckets that its simulation formed."""
-    if plan.decoupled:
+    if plan.in_halves:
         return _in_halves(profile, plan)
     if plan.sharding is not None:
         whole = ModelPieces.of(profile)
@@ -117,7 +117,7 @@ def job_of(profile: Profile, plan: Plan, *, stock: bool = False) -> ReplayJob:
 
 
 def _in_halves(profile: Profile, plan: Plan) -> ReplayJob:
-    """One steady period of a decoupled plan: backward with its scatters, then the next forward with the gathers.
+    """One steady period of a plan in halves: backward with its scatters, then the next forward with the gathers.
 
     Forward ends after its last gather, so that a period begins with an idle link and the next is like it.
     """

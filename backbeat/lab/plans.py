@@ -18,7 +18,7 @@ from backbeat.errors import InputError
 from backbeat.model import Network, Plan, Profile
 from backbeat.planners import BUCKETED, SHARDED, STRATEGIES, Draft
 from backbeat.planners import plan as make
-from backbeat.planners.decoupled import Halved
+from backbeat.planners.halves import Halved
 from backbeat.units import parse_bytes
 
 BUCKETINGS = ("random", "equal")
@@ -50,7 +50,7 @@ class Choice:
     @property
     def halved(self) -> bool:
         """Sends all-gathers and reduce-scatters."""
-        return self.sharded or self.strategy == "decoupled"
+        return self.sharded or self.strategy == "halves"
 
     def stock(self, backend: str) -> bool:
         """Sent through torch's own process group, which on gloo carries two collectives at a time."""
@@ -80,9 +80,9 @@ def _parse(text: str, communicators: Sequence[int]) -> list[Choice]:
         raise InputError(f"{text!r}: say how many buckets, like {strategy}:8")
     if slash and not (count.isdigit() and int(count) > 0):
         raise InputError(f"{text!r}: say how many communicators, like {body}/2")
-    if strategy == "decoupled":
+    if strategy == "halves":
         if slash and int(count) != 1:
-            raise InputError(f"{text!r}: decoupled plans use one communicator; leave /{count} out")
+            raise InputError(f"{text!r}: plans in halves use one communicator; leave /{count} out")
         return [Choice(name=text, strategy=strategy)]
     if strategy in SHARDED:
         if slash:
@@ -138,7 +138,7 @@ def shorthand(plan: Plan) -> list[list[int]]:
 
     Of a sharded plan, [modules, whether it reshards] of each unit.
 
-    Decoupled plans have a third number: 0 for a scatter, in ready order, 1 for a gather, in the reverse.
+    Plans in halves have a third number: 0 for a scatter, in ready order, 1 for a gather, in the reverse.
     """
     if plan.sharding is not None:
         return [[len(unit.modules), int(unit.reshard)] for unit in plan.sharding.units]

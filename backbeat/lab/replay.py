@@ -4,7 +4,7 @@ A node starts each iteration with a tiny all-reduce, so that all start together,
 the controller keeps the longest of all nodes. Messages leave from one thread, in plan order, when the last of their
 gradients is ready. Nothing else of training is replayed: no copies into buckets and no host work of autograd.
 
-A decoupled plan is replayed from the start of one backward to the start of the next. Gathers are queued behind the
+A plan in halves is replayed from the start of one backward to the start of the next. Gathers are queued behind the
 scatters when backward ends, as the drop-in does it, and each stretch of forward waits for its own.
 
 A sharded plan is not replayed but run: `spun_model` trains, and only its computation is spun or slept.
@@ -143,8 +143,8 @@ class SleepingPlayer:
         ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)
 
     def play(self, job: ReplayJob, factor: float, finishes: list[float] | None = None) -> float:
-        if job.decoupled:
-            return self._play_decoupled(job, factor)
+        if job.in_halves:
+            return self._play_in_halves(job, factor)
         if job.sharded is not None:
             return self._play_sharded(job.sharded, factor)
         views = self._buffers.cut(job)
@@ -162,7 +162,7 @@ class SleepingPlayer:
         # Nothing happens during the update: it is added, not slept.
         return time.perf_counter() - start + job.update_s * factor
 
-    def _play_decoupled(self, job: ReplayJob, factor: float) -> float:
+    def _play_in_halves(self, job: ReplayJob, factor: float) -> float:
         scatters, gathers = self._buffers.halves(job, self._nodes)
         communicator = self._communicators[0]
         communicator.all_reduce(self._tiny).wait()
@@ -221,8 +221,8 @@ class SpinningPlayer:
         self.rate = spin_rate()
 
     def play(self, job: ReplayJob, factor: float, finishes: list[float] | None = None) -> float:
-        if job.decoupled:
-            return self._play_decoupled(job, factor, finishes)
+        if job.in_halves:
+            return self._play_in_halves(job, factor, finishes)
         if job.sharded is not None:
             return self._play_sharded(job.sharded, factor)
         views = self._buffers.cut(job)
@@ -239,7 +239,7 @@ class SpinningPlayer:
         self.rate.spin(job.update_s * factor)
         return self._ended(finishes, seen, job.forward_s * factor)
 
-    def _play_decoupled(self, job: ReplayJob, factor: float, finishes: list[float] | None) -> float:
+    def _play_in_halves(self, job: ReplayJob, factor: float, finishes: list[float] | None) -> float:
         scatters, gathers = self._buffers.halves(job, self._nodes)
         communicator = self._communicators[0]
         spin = self._begin()

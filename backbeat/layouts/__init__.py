@@ -5,10 +5,9 @@
 
 from __future__ import annotations
 
-from backbeat.layouts.architectures import BUNDLED as MODELS
 from backbeat.layouts.architectures import transformer
 from backbeat.layouts.cluster import GpuCluster, cluster_of
-from backbeat.layouts.conventions import CONVENTIONS, Conventions
+from backbeat.layouts.conventions import Conventions
 from backbeat.layouts.layout import Job, Layout
 from backbeat.layouts.layout_prediction import LayoutPrediction
 from backbeat.layouts.layout_search import search
@@ -16,8 +15,6 @@ from backbeat.layouts.predict_layout import predict
 from backbeat.layouts.transformer import Transformer
 
 __all__ = [
-    "CONVENTIONS",
-    "MODELS",
     "Conventions",
     "GpuCluster",
     "Job",

@@ -77,11 +77,12 @@ class GpuCluster:
         least = CALL_S + RANK_S * (workers - 1)
         return seconds + max(0.0, least - self.collective_s(kind, 1.0, workers, stride))
 
-    def send_s(self, size: float, stride: int) -> float:
-        """From each rank to the one `stride` further on, all at once."""
+    def send_s(self, size: float, workers: int, stride: int) -> float:
+        """From each rank to the next of its group, `stride` further on, all at once: as slow as where nodes meet."""
         if size <= 0:
             return 0.0
-        latency, rate = self._link(inside=2 * stride <= self.per_node)
+        inside = workers * stride <= self.per_node
+        latency, rate = self._link(inside=inside, sharing=1 if inside else min(stride, self.per_node))
         return latency + size / rate
 
     def exchange_s(self, size: float, workers: int, stride: int = 1) -> float:
@@ -89,21 +90,20 @@ class GpuCluster:
         if workers == 1 or size <= 0:
             return 0.0
         near = max(1, min(workers, self.per_node // min(stride, self.per_node)))
-        latency, rate = self._link(inside=True)
+        latency, rate = self._link(inside=True, sharing=1)
         seconds = latency * (workers - 1) / max(workers / 8, 1) + size * (near - 1) / workers / rate
         if near == workers:
             return seconds
-        latency, rate = self._link(inside=False)
+        latency, rate = self._link(inside=False, sharing=self.per_node)
         return max(seconds, latency * (workers - near) / max(workers / 8, 1) + size * (workers - near) / workers / rate)
 
-    def _link(self, *, inside: bool) -> tuple[float, float]:
-        """Latency of one message, and bytes a second from each GPU where all of a node send."""
+    def _link(self, *, inside: bool, sharing: int) -> tuple[float, float]:
+        """Latency of one message, and bytes a second from each GPU where so many of a node send."""
         count = 2 if inside and self.per_node > 1 else 2 * self.per_node
         curve = self._curve("all_gather", count)
         per_byte = max(curve.gradient_s_per_byte, 1e-15)
         rate = traffic("all_gather", "ring", count) / per_byte
-        share = 1 if count == 2 else self.per_node
-        return curve.at(0.0) / (count - 1), rate / share
+        return curve.at(0.0) / (count - 1), rate / sharing
 
     def _curve(self, kind: Kind, workers: int) -> Curve:
         found = self._curves.get((kind, workers))

@@ -90,6 +90,10 @@ class LayoutPrediction(msgspec.Struct, frozen=True, kw_only=True):
         return round(self.memory.total)
 
     @property
+    def limited_by(self) -> str:
+        return self.breakdown.limit
+
+    @property
     def fits(self) -> bool:
         return self.memory_bytes <= self.limit_bytes
 
@@ -98,5 +102,5 @@ class LayoutPrediction(msgspec.Struct, frozen=True, kw_only=True):
         found = msgspec.to_builtins(self)
         assert isinstance(found, dict)
         found["layout"] = {name: getattr(self.layout, name) for name in Layout.__struct_fields__}
-        derived = ("tokens_per_s", "tokens_per_s_per_gpu", "memory_bytes", "fits")
-        return {**found, **{name: getattr(self, name) for name in derived}, "limited_by": self.breakdown.limit}
+        derived = ("tokens_per_s", "tokens_per_s_per_gpu", "memory_bytes", "fits", "limited_by")
+        return {**found, **{name: getattr(self, name) for name in derived}}

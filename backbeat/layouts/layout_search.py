@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from backbeat.layouts.layout_prediction import LayoutPrediction
     from backbeat.layouts.transformer import Transformer
-    from backbeat.model import Network
+    from backbeat.model import Network, Profile
 
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 _SIMULATED = 16
@@ -45,6 +45,7 @@ def search(
     zero: Sequence[int] = (1,),
     imbalance: float = 1.0,
     compute_factor: float = 1.0,
+    block: Profile | str | os.PathLike[str] | None = None,
     most: int = 10,
 ) -> list[LayoutPrediction]:
     """The `most` best layouts that fit, fastest first; ties go to the simpler one. An empty list: none fits.
@@ -64,6 +65,8 @@ def search(
         imbalance,
         compute_factor,
     )
+    if block is not None:
+        predictor = predictor.with_block(block)
     weighed = []
     for base in _candidates(predictor, gpus, zero):
         # Less recomputation is faster: the first that fits is the best of its kind.

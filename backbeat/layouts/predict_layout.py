@@ -15,6 +15,7 @@ from backbeat.layouts.conventions import Conventions, conventions_named
 from backbeat.layouts.layout import Job, Layout, check, job_of, micro_batches
 from backbeat.layouts.layout_memory import MemoryByKind, memory
 from backbeat.layouts.layout_prediction import Family, LayoutPrediction, StepBreakdown
+from backbeat.layouts.measured_block import block_factor
 from backbeat.layouts.pipeline import PipelineRun, closed_form, run
 from backbeat.layouts.replicas import RankParameters, ReplicaTimer, ReplicaTimes, rank_parameters
 from backbeat.layouts.stage_times import PARTS, StageTimer, StageTimes, split_layers
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from backbeat.layouts.transformer import Transformer
-    from backbeat.model import Network
+    from backbeat.model import Network, Profile
 
 _NAMES = {"F": "forward", "B": "backward", "W": "weight gradients"}
 
@@ -44,6 +45,7 @@ def predict(
     family: Family = "events",
     imbalance: float = 1.0,
     compute_factor: float = 1.0,
+    block: Profile | str | os.PathLike[str] | None = None,
     band: bool = True,
     **fields: Any,
 ) -> LayoutPrediction:
@@ -52,7 +54,7 @@ def predict(
     The layout is given whole (`Layout`, or text as the command line takes it) or by its fields: dp=8, tp=4, pp=2, cp=1,
     ep=1, micro_batch=1, recompute="selective", schedule="1f1b", chunks=1, zero=1. `imbalance` is the busiest expert
     rank's tokens over the average's. `compute_factor` is how many times as long computation takes as the operator model
-    says: a measured step of one layout gives it.
+    says: a measured step of one layout gives it, or `block`, a measured profile of one of the model's dense layers.
 
     >>> found = predict("llama-3-8b", "dgx-h100", dp=8, tp=2, global_batch=256, sequence=8192, recompute="full")
     >>> found.fits, 0.3 < found.mfu < 0.6
@@ -67,6 +69,8 @@ def predict(
     check(shapes, layout, job, gpus)
     there = cluster_of(cluster, accelerator)
     predictor = LayoutPredictor(shapes, there, job, conventions_named(framework), imbalance, compute_factor)
+    if block is not None:
+        predictor = predictor.with_block(block)
     found = predictor.predict(layout, family)
     return predictor.banded(found) if band else found
 
@@ -108,6 +112,14 @@ class LayoutPredictor:
 
     def on(self, cluster: GpuCluster) -> LayoutPredictor:
         return LayoutPredictor(self.model, cluster, self.job, self.conventions, self.imbalance, self.compute_factor)
+
+    def with_block(self, block: Profile | str | os.PathLike[str]) -> LayoutPredictor:
+        """Computation as fast as a measured profile of the model's layers says."""
+        precision = self.job.precision
+        factor = block_factor(block, self.model, self.cluster, self.operators, self.conventions, precision)
+        return LayoutPredictor(
+            self.model, self.cluster, self.job, self.conventions, self.imbalance, self.compute_factor * factor
+        )
 
     def memory(self, layout: Layout) -> MemoryByKind:
         """Of one GPU, which takes no time to say: what does not fit need not be timed."""
@@ -161,7 +173,7 @@ class LayoutPredictor:
             return 0.0
         size = 2 * timer.builder.tokens * self.model.hidden
         stride = layout.tp * layout.cp * layout.dp
-        sent = self.cluster.send_s(size / layout.tp, stride)
+        sent = self.cluster.send_s(size / layout.tp, layout.pp, stride)
         if layout.tp > 1 and not layout.sequence_parallel:
             sent += self.cluster.collective_s("all_gather", size, layout.tp)
         return sent

@@ -232,7 +232,7 @@ class StageTimer:
         each = (
             self.model.key_heads * (self.model.width + self.model.out_width) / min(self.layout.tp, self.model.key_heads)
         )
-        send = self.cluster.send_s(2 * self.builder.tokens * each, self.layout.tp)
+        send = self.cluster.send_s(2 * self.builder.tokens * each, cp, self.layout.tp)
         hidden = (cp - 1) / cp
         return (
             max(0.0, (cp - 1) * send - forward_s * hidden),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import cached_property
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 import msgspec
 import numpy as np
@@ -19,6 +19,7 @@ from backbeat.errors import InputError
 from backbeat.model.checks import at_least
 from backbeat.model.collective_times import CollectiveTimes, ConcurrencyPoint
 from backbeat.model.files import Document
+from backbeat.model.sharded_times import ShardedTimes
 from backbeat.model.slowdown import Slowdown
 from backbeat.model.source import Source
 from backbeat.model.topology import LoadBand, Topology
@@ -70,6 +71,8 @@ class Network(Document, frozen=True, kw_only=True):
     broadcast: CollectiveTimes | None = None
     slowdown: Slowdown | None = None
     """How much longer computation takes beside an all-reduce, as measured on this cluster."""
+    sharded: ShardedTimes | None = None
+    """All-gathers and reduce-scatters together, and computation beside them, as measured on this cluster."""
     band: LoadBand | None = None
     rows: tuple[WorkersRow, ...] = msgspec.field(default=(), name="at")
     """Further numbers of workers. In files it is `at`, which is a method here."""
@@ -104,6 +107,8 @@ class Network(Document, frozen=True, kw_only=True):
             raise InputError(f"workers is {workers}: a job has at least one worker")
         if workers > _MOST_WORKERS:
             raise InputError(f"workers is {workers}: no model of a cluster holds beyond {_MOST_WORKERS}; choose fewer")
+        if load not in get_args(Load):
+            raise InputError(f"load is {load!r}: it must be one of {', '.join(get_args(Load))}")
         if workers == self.workers and load == self._load:
             return self
         base = self._calibrated

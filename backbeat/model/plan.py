@@ -29,7 +29,7 @@ class Bucket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     gradients: Annotated[tuple[str, ...], Meta(min_length=1)]
     communicator: Annotated[int, Meta(ge=0)]
     phase: Literal["reduce_scatter", "all_gather"] | None = None
-    """Half of a decoupled all-reduce: reduce-scatter during backward, all-gather during the next forward."""
+    """Half of an all-reduce: reduce-scatter during backward, all-gather during the next forward."""
     compression: Compression | None = None
     """Sent compressed rather than as it is."""
 
@@ -40,7 +40,7 @@ class Bucket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         at_least("communicator", self.communicator, 0)
         if self.phase is not None and self.compression is not None:
             raise InputError(
-                "a bucket has both a phase and an compression: a decoupled plan sends gradients as they are"
+                "a bucket has both a phase and a compression: a plan in halves sends gradients as they are"
             )
 
 
@@ -137,7 +137,7 @@ class Plan(Document, frozen=True, kw_only=True):
         at_least("communicators", self.communicators, 1)
         if len({bucket.phase is None for bucket in self.buckets}) > 1:
             raise InputError(
-                "some buckets have a phase and some have none: a plan is decoupled as a whole or not at all"
+                "some buckets have a phase and some have none: a plan is in halves as a whole or not at all"
             )
         seen: dict[tuple[str | None, str], int] = {}
         for index, bucket in enumerate(self.buckets):
@@ -220,7 +220,7 @@ class Plan(Document, frozen=True, kw_only=True):
         return ("communicators",) if self.sharding is not None else ()
 
     @property
-    def decoupled(self) -> bool:
+    def in_halves(self) -> bool:
         """Communication is split between backward and the next forward."""
         return bool(self.buckets) and self.buckets[0].phase is not None
 

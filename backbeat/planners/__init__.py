@@ -13,12 +13,12 @@ from backbeat.planners.adaptive import adaptive
 from backbeat.planners.baselines import ddp, horovod, single, wfbp
 from backbeat.planners.best import best
 from backbeat.planners.compressed_or_dense import compressed
-from backbeat.planners.decoupled import decoupled
 from backbeat.planners.draft import Draft, StrategyOptions, StrategyResult
+from backbeat.planners.halves import halves
 from backbeat.planners.memory_and_schedule import within
 from backbeat.planners.mgwfbp import asc_wfbp, mg_wfbp
 from backbeat.planners.optimal import optimal
-from backbeat.planners.sharded import sharded
+from backbeat.planners.sharded import decoupled, sharded
 from backbeat.planners.sharded_baselines import fsdp, hsdp, zero1, zero2
 from backbeat.simulate.predict import predict
 
@@ -39,17 +39,18 @@ STRATEGIES: dict[str, Callable[[Profile, Network, StrategyOptions], StrategyResu
     "adaptive": adaptive,
     "optimal": optimal,
     "best": best,
-    "decoupled": decoupled,
+    "halves": halves,
     "compressed": compressed,
     "fsdp": fsdp,
     "hsdp": hsdp,
     "zero1": zero1,
     "zero2": zero2,
+    "decoupled": decoupled,
     "sharded": sharded,
 }
-SHARDED = frozenset({"fsdp", "hsdp", "zero1", "zero2", "sharded"})
+SHARDED = frozenset({"fsdp", "hsdp", "zero1", "zero2", "decoupled", "sharded"})
 """Strategies that shard parameters rather than send gradients in buckets."""
-BUDGETED = frozenset({"sharded"})
+BUDGETED = frozenset({"decoupled", "sharded"})
 """Those that choose within a memory budget themselves."""
 BUCKETED = frozenset({"ddp", "horovod"})
 """Those that take the size of their buckets."""

@@ -73,7 +73,7 @@ class ShardProblem:
     def __init__(self, profile: Profile, network: Network, options: StrategyOptions) -> None:
         self.profile, self.network = profile, network
         self.micro_batches = options.accumulation or profile.accumulation
-        self.slowdown = slowdown_of(profile, network).factor
+        self.slowdown = slowdown_of(profile, network, sharded=True).factor
         self.pieces = ModelPieces.of(profile)
         self.usual = fsdp(profile, network, options).sharding
         self.stock = [unit.modules[0] for unit in self.usual.units]

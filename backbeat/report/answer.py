@@ -347,7 +347,7 @@ def _actions(study: Study, stock: Prediction, best: Prediction, command: str, pl
     gain = _gain(stock, best)
     if study.best_label != STOCK and study.plans[study.best_label].sharding is None and gain >= _WORTH_CHANGING:
         communicators = f" on {best.communicators} communicators" if best.communicators > 1 else ""
-        runs = not study.plans[study.best_label].decoupled
+        runs = not study.plans[study.best_label].in_halves
         sent = f', reduce_dtype="{study.reduce_dtype}"' if study.reduce_dtype else ""
         text = (
             f"It sends the gradients in {best.buckets} buckets{communicators} instead of {stock.buckets}. "
@@ -355,11 +355,11 @@ def _actions(study: Study, stock: Prediction, best: Prediction, command: str, pl
             f"{over_bound(best):.1%} above it."
             if runs
             else "It hides communication behind the next forward pass. backbeat predicts and replays such a plan and "
-            "does not run it; the strategies best and optimal are run."
+            "does not run it; the strategies best, optimal and decoupled are run."
         )
         found.append(
             Action(
-                title=f"{'Run the plan' if runs else 'A decoupled plan'}: {_percent(gain)} faster than stock DDP",
+                title=f"{'Run the plan' if runs else 'A plan in halves'}: {_percent(gain)} faster than stock DDP",
                 text=text,
                 code=((_MAKE.format(command=command) if command else "") + _CODE.format(file=plan_file, sent=sent))
                 if runs

@@ -64,7 +64,7 @@ def ranked_table(found: Sequence[LayoutPrediction], *, title: str, counts: bool 
     for one in found:
         cells = [str(one.gpus)] if counts else []
         cells += [short(one), f"{one.tokens_per_s_per_gpu:.0f}", *([_band(one)] if banded else [])]
-        table.add_row(*cells, f"{one.mfu:.0%}", format_bytes(one.memory_bytes), one.breakdown.limit)
+        table.add_row(*cells, f"{one.mfu:.0%}", format_bytes(one.memory_bytes), one.limited_by)
     return table
 
 
@@ -138,7 +138,7 @@ def answer(found: Sequence[LayoutPrediction]) -> str:
         f"Use {best.layout.label}: {format_seconds(best.step_s)} a step, {best.tokens_per_s:,.0f} tokens/s on "
         f"{best.gpus} GPUs, {best.mfu:.0%} MFU, {format_bytes(best.memory_bytes)} of {format_bytes(best.limit_bytes)}."
     )
-    limit = HELP[best.breakdown.limit]
+    limit = HELP[best.limited_by]
     return f"{text}\nLimited by {limit[0].lower()}{limit[1:]}"
 
 

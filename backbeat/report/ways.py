@@ -62,7 +62,12 @@ def way_labels(profile: Profile, network: Network) -> list[str]:
 
 
 def find_ways(
-    profile: Profile, network: Network, labels: Iterable[str], *, budget_bytes: int | None = None
+    profile: Profile,
+    network: Network,
+    labels: Iterable[str],
+    *,
+    budget_bytes: int | None = None,
+    accumulation: int | None = None,
 ) -> tuple[Way, ...]:
     """Each strategy at the network's workers. A strategy that finds no plan that fits is left out; a budget takes the
     place of the device's memory."""
@@ -73,7 +78,8 @@ def find_ways(
         except InputError:
             continue
         fit = device_fit(profile, plan, network.workers, budget_bytes=budget_bytes)
-        found.append(Way(label=label, plan=plan, prediction=predict(profile, network, plan), fit=fit))
+        prediction = predict(profile, network, plan, accumulation=accumulation)
+        found.append(Way(label=label, plan=plan, prediction=prediction, fit=fit))
     return tuple(found)
 
 

@@ -95,9 +95,7 @@ def across_iterations(
     """Communication goes on behind the next forward: one steady period, drawn from the start of backward."""
     plan.check(profile)
     if missing := plan.missing(profile):
-        raise InputError(
-            f"the decoupled plan leaves out {missing[0]!r}: make it again with `backbeat plan -s decoupled`"
-        )
+        raise InputError(f"the plan in halves leaves out {missing[0]!r}: make it again with `backbeat plan -s halves`")
     steady = period(profile, plan, network, slowdown)
     compute = profile.forward_s + profile.backward_s + profile.update_s
     link = link_s(profile, network)

@@ -83,8 +83,8 @@ def _predicted(
         raise InputError(f"accumulation is {micro_batches}: an iteration has at least one micro-batch")
     before = (micro_batches - 1) * (profile.forward_s + profile.backward_s)
     single = before + profile.forward_s + profile.backward_s + profile.update_s
-    beside = slowdown_of(profile, network)
     sharded = plan.sharding is not None
+    beside = slowdown_of(profile, network, sharded=sharded)
     if sharded:
         held = sharded_memory(measured, plan, micro_batches=micro_batches)
         peak = held.peak_bytes if held else None
@@ -94,7 +94,7 @@ def _predicted(
         step = framework_iteration(profile, network, plan, reduction, micro_batches, beside.factor)
     elif sharded:
         step = sharded_iteration(measured, network, plan, micro_batches=micro_batches, slowdown=beside.factor)
-    elif plan.decoupled:
+    elif plan.in_halves:
         step = across_iterations(profile, network, plan, before, beside.factor)
     elif plan.compressed:
         step = compressed_iteration(profile, network, plan, before, beside.factor)

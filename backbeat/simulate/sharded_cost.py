@@ -15,13 +15,13 @@ import numpy as np
 
 from backbeat.cost.accelerators import accelerator
 from backbeat.cost.curve import Curve
+from backbeat.cost.link import LinkCost
 from backbeat.errors import InputError
 from backbeat.model.sharding import DTYPE_BYTES
 from backbeat.simulate.decoupled_step import Halves
 from backbeat.simulate.sharded_units import ELEMENT_BYTES
 
 if TYPE_CHECKING:
-    from backbeat.cost import LinkCost
     from backbeat.model import Mesh, Network, Profile, Sharding
     from backbeat.simulate.sharded_units import UnitContent
 
@@ -37,7 +37,8 @@ class ShardedCost:
     one_link: bool
     """The copies' all-reduce passes the same link as the shard group's collectives."""
     sharing: LinkCost
-    """How collectives at once share a link."""
+    """How collectives at once share a link: as measured of all-gathers and reduce-scatters on two communicators,
+    otherwise as all-reduces do."""
     copy_s_per_byte: float
     """Reading or writing a byte of the device's memory."""
     shards: int
@@ -61,7 +62,7 @@ class ShardedCost:
             scatter=halves.scatter,
             replicate=_across(network, mesh) if mesh.replicate > 1 else None,
             one_link=_inside(network) is None or mesh.shard > network.topology.gpus_per_node,
-            sharing=group.cost,
+            sharing=_sharing(network, group.cost),
             copy_s_per_byte=1 / copy_bytes_per_s if copy_bytes_per_s else _copy_s_per_byte(profile.device),
             shards=mesh.shard,
             param_bytes=DTYPE_BYTES[sharding.param_dtype],
@@ -86,6 +87,11 @@ class ShardedCost:
     def scatter_in_s(self, unit: UnitContent) -> float:
         """Gradients, in the dtype they were computed in, into the reduce-scatter's input."""
         return unit.elements * (self.param_bytes + self.reduce_bytes) * self.copy_s_per_byte
+
+
+def _sharing(network: Network, all_reduces: LinkCost) -> LinkCost:
+    speed = None if network.sharded is None else network.sharded.speed(2)
+    return all_reduces if speed is None else LinkCost(all_reduces.isolated, all_reduces.busy, {2: speed})
 
 
 def _copy_s_per_byte(device: str) -> float:

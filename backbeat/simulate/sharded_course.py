@@ -51,7 +51,7 @@ def memory_course(profile: Profile, network: Network, plan: Plan, *, micro_batch
     count = min(micro_batches, MOST_MICRO_BATCHES)
     cost = ShardedCost.of(profile, network, sharding)
     update_s = profile.update_s / sharding.mesh.shard
-    factor = slowdown_of(profile, network).factor
+    factor = slowdown_of(profile, network, sharded=True).factor
     run = run_step(chain, sharding, cost, update_s, micro_batches=count, slowdown=factor)
     stretches = iter(
         [

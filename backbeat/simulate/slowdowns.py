@@ -28,8 +28,9 @@ class Beside:
     notes: tuple[str, ...] = ()
 
 
-def slowdown_of(profile: Profile, network: Network) -> Beside:
-    """How much longer this profile's computation takes while this network carries its gradients.
+def slowdown_of(profile: Profile, network: Network, *, sharded: bool = False) -> Beside:
+    """How much longer this profile's computation takes while this network carries its gradients, or, under a `sharded`
+    plan, its all-gathers and reduce-scatters.
 
     What the network's file measured comes first. Otherwise it is the emulation on an H200, for the transport's channels
     and the network's bandwidth; on other accelerators by the shares of multiprocessors and memory bandwidth that these
@@ -39,8 +40,11 @@ def slowdown_of(profile: Profile, network: Network) -> Beside:
     if network.workers == 1:
         return Beside()
     shares = profile.compute_shares
-    if network.slowdown is not None:
-        return _said(network.slowdown.of(shares), "as measured on this cluster")
+    measured = network.slowdown
+    if sharded and network.sharded is not None and network.sharded.slowdown is not None:
+        measured = network.sharded.slowdown
+    if measured is not None:
+        return _said(measured.of(shares), "as measured on this cluster")
     transport, device = _transport(network), accelerator(profile.device)
     if transport is None or device is None:
         return Beside()

@@ -12,7 +12,7 @@ import backbeat as bb
 from backbeat.report import figures, plot
 
 MODEL, NETWORK, WORKERS = "densenet201-b32-bf16-h200", "10gbe", 64
-STRATEGIES = ("ddp", "optimal", "asc-wfbp", "best", "decoupled")
+STRATEGIES = ("ddp", "optimal", "asc-wfbp", "best", "halves")
 
 
 def main() -> None:

@@ -52,6 +52,16 @@ def test_attention_takes_longer_the_more_heads_and_tokens(
     ) >= seconds * (1 - 1e-9)
 
 
+@pytest.mark.parametrize("backward", [False, True])
+def test_attention_past_the_longest_measured_keeps_its_rate(backward: bool) -> None:
+    """Four times the arithmetic for twice the length; it once grew as the length, up to the peak rate."""
+    model = operator_model("h200", "bf16")
+    short, twice = (
+        model.seconds(Attention("bf16", 32, length, length, 128, "causal", backward)) for length in (16384, 32768)
+    )
+    assert twice == pytest.approx(4 * short)
+
+
 @given(
     models,
     st.sampled_from(["forward", "input", "weight"]),

@@ -18,7 +18,8 @@ HERE = Path(__file__).parent
 # The package's own names appear from here ...
 STRATEGIES = {
     **{name: name for name in ("wfbp", "single", "ddp", "horovod", "mg-wfbp", "asc-wfbp", "adaptive", "optimal")},
-    **{name: name for name in ("best", "decoupled")},
+    "best": "best",
+    "decoupled": "halves",
     "compressed": "compressed",
 }
 """Strategies as the record calls them, and as the package does."""

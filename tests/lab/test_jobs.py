@@ -33,10 +33,10 @@ def test_a_decoupled_job_played_by_the_model_takes_the_predicted_period(gradient
     costs = CollectiveTimes(alpha_s=latency_s, beta_s_per_byte=slope)
     cluster = Network(name="n", workers=2, all_reduce=costs, all_gather=costs, reduce_scatter=costs)
     model = profile(gradients, size=size)
-    (choice,) = plans.parse(["decoupled"])
+    (choice,) = plans.parse(["halves"])
     plan = plans.build(choice, model, cluster)
     job = job_of(model, plan)
-    assert job.decoupled
+    assert job.in_halves
     assert sum(message.bytes for message in job.messages) == sum(job.gathers) == model.total_bytes
     free, arrivals = 0.0, []
     for message in job.messages:

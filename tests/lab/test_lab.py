@@ -37,7 +37,7 @@ def answer(tmp_path_factory: pytest.TempPathFactory):
     profile(size=100_000).save(folder / "small.json")
     done = backbeat(
         "lab", "--nodes", "2", "--bandwidth", "100mbit", "--backend", "gloo", "--profile", str(folder / "small.json"),
-        "--dilation", "2", "--strategy", "wfbp,ddp,optimal,single,best/2,decoupled",
+        "--dilation", "2", "--strategy", "wfbp,ddp,optimal,single,best/2,halves",
         "--straggler", "node=1,slowdown=1.2", "--seconds", "0.5s", "--budget", "3s",
         "-o", str(folder / "all.json"), "--json",
     )  # fmt: skip
@@ -49,7 +49,7 @@ def test_every_strategy_is_measured_beside_its_prediction(answer):
     shown, _ = answer
     assert shown["nodes"] == 2
     assert shown["network"]["schema"] == "backbeat.network/2"
-    assert [row["strategy"] for row in shown["rows"]] == ["wfbp", "ddp", "optimal", "single", "best", "decoupled"]
+    assert [row["strategy"] for row in shown["rows"]] == ["wfbp", "ddp", "optimal", "single", "best", "halves"]
     assert [row["communicators"] for row in shown["rows"]][:4] == [1, 2, 1, 1]
 
 

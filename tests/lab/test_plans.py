@@ -20,7 +20,7 @@ from tests.lab.cases import network, profile
         "optimal:5",
         "ddp/none",
         "ddp/0",
-        "decoupled/2",
+        "halves/2",
         "fsdp/2",
         "fsdp:2",
         "hsdp:x",
@@ -72,7 +72,7 @@ def test_groupings_cover_every_gradient_once_and_are_the_same_each_time(kind, bu
 
 
 @given(
-    name=st.sampled_from(["decoupled", "wfbp", "single", "ddp:1MB", "optimal", "random:5", "asc-wfbp/2", "best/2"]),
+    name=st.sampled_from(["halves", "wfbp", "single", "ddp:1MB", "optimal", "random:5", "asc-wfbp/2", "best/2"]),
     gradients=st.integers(1, 30),
 )
 def test_a_plan_survives_its_shorthand(name, gradients):

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import backbeat as bb
 from backbeat import layouts
 from backbeat.layouts import Layout
-from backbeat.model import Fabric
+from backbeat.model import Fabric, Gradient
 from backbeat.model.specification import Specification
 
 JOB: dict[str, Any] = {"global_batch": 64, "sequence": 4096}
@@ -180,3 +180,28 @@ def test_fp8_and_overlap_are_faster_and_json_holds_the_answer() -> None:
     assert data["step_s"] == plain.step_s
     assert data["fits"] == plain.fits
     assert data["layout"]["tp"] == 8
+
+
+def test_a_measured_block_scales_computation(tmp_path: Path) -> None:
+    model = layouts.transformer("llama-3-8b")
+    each = model.attention_parameters + model.mlp_parameters(model.ffn)
+    gradients = (Gradient(name="all", bytes=2 * each, ready_s=0.01),)
+    block = bb.Profile(
+        name="block", model="layer", batch_size=1, precision="bf16", device="NVIDIA H100 80GB HBM3", forward_s=0.01,
+        backward_s=0.02, update_s=0.0, gradients=gradients, gradient_dtype="bf16", sequence_length=4096,
+    )  # fmt: skip
+    fields: dict[str, Any] = {**JOB, "dp": 8, "band": False}
+    plain = layouts.predict("llama-3-8b", "dgx-h100", **fields)
+    slow = layouts.predict("llama-3-8b", "dgx-h100", block=block, **fields)
+    slower = msgspec.structs.replace(block, forward_s=0.02, backward_s=0.04)
+    slower.save(tmp_path / "slower.json")
+    slowest = layouts.predict("llama-3-8b", "dgx-h100", block=tmp_path / "slower.json", **fields)
+    assert slowest.breakdown.matmul == pytest.approx(2 * slow.breakdown.matmul)
+    assert slow.breakdown.matmul > plain.breakdown.matmul
+    for change, why in (
+        ({"device": "NVIDIA A100-SXM4-80GB"}, "measured on NVIDIA A100"),
+        ({"sequence_length": None}, "sequence length"),
+        ({"gradient_dtype": "fp32"}, "without embedding and head"),
+    ):
+        with pytest.raises(bb.InputError, match=why):
+            layouts.predict("llama-3-8b", "dgx-h100", block=msgspec.structs.replace(block, **change), **fields)

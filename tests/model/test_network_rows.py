@@ -221,3 +221,8 @@ def test_an_all_gather_measured_in_one_node_is_not_moved_beyond_it() -> None:
 def test_bands_and_fabrics_out_of_range_are_refused(make: Any, problem: str) -> None:
     with pytest.raises(InputError, match=problem):
         make()
+
+
+def test_a_load_nobody_knows_is_refused() -> None:
+    with pytest.raises(InputError, match="load is 'bsy': it must be one of quiet, typical, busy"):
+        Network.load("aws-p5").at(workers=64, load="bsy")  # type: ignore[arg-type]

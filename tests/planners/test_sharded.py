@@ -237,3 +237,13 @@ def test_profiles_without_memory_figures_have_no_budget() -> None:
     assert bb.plan(profile, network, "sharded").sharding is not None
     with pytest.raises(bb.InputError, match="no memory figures"):
         bb.plan(profile, network, "sharded", memory_bytes=10**10)
+
+
+@settings(max_examples=15, deadline=None)
+@given(models(), clusters())
+def test_decoupled_keeps_every_unit_and_is_not_slower_than_zero2(profile: Profile, network: Network) -> None:
+    plan = bb.plan(profile, network, "decoupled")
+    assert plan.sharding is not None
+    assert plan.sharding.mesh.replicate == 1
+    assert not any(unit.reshard for unit in plan.sharding.units)
+    assert bb.predict(profile, network, plan).iteration_s <= bb.predict(profile, network, "zero2").iteration_s * 1.011

@@ -271,3 +271,44 @@ def test_a_refused_file_says_why(browser: Any, server: str, tmp_path: Path) -> N
     page.set_input_files("#upload", str(bad))
     page.wait_for_function("() => document.getElementById('uploaded').textContent.includes('schema')")
     context.close()
+
+
+@pytest.mark.parametrize("width", [1200, 360])
+def test_a_sharded_report_shows_units_and_memory_over_the_step(browser: Any, tmp_path: Path, width: int) -> None:
+    made = study(bb.Profile.load("llama-8b-b1-bf16-adamw-h200"), bb.Network.load("dgx-h100"), [16], strategies=["fsdp"])
+    path = tmp_path / "report.html"
+    path.write_text(report(made), encoding="utf-8")
+    with opened(browser, path.as_uri(), viewport={"width": width, "height": 800}) as page:
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        assert page.locator("#headline").text_content().endswith("stock DDP does not fit.")
+        assert "fully_shard(model" in page.locator("#answer pre").first.text_content()
+        lanes = page.locator("#plot-timeline .yaxislayer-above .ytick text").all_text_contents()
+        assert {"fsdp · compute", "fsdp · all-gather", "fsdp · reduce-scatter"} <= set(lanes)
+        views = page.locator("#step-memory [data-view]")
+        assert views.count() == sum(way.sharded for way in made.ways)
+        before = page.evaluate("document.getElementById('plot-step-memory').data[0].x.length")
+        views.last.click()
+        page.wait_for_function("() => document.getElementById('plot-step-memory').dataset.drawn === '2'")
+        assert before > 0
+        limits = page.locator("#plot-step-memory .annotation").all_text_contents()
+        assert f"limit {format_bytes(made.fits['fsdp'].device_bytes)}" in limits
+
+
+def test_the_what_if_page_weighs_ddp_fsdp_and_hsdp(browser: Any, server: str) -> None:
+    with opened(browser, f"{server}/?profile=gpt2-b8-bf16-adamw-h200&network=dgx-h100&workers=16") as page:
+        page.wait_for_function("() => document.body.dataset.thorough === 'true'")
+        words = page.locator("#ways").text_content()
+        assert "DDP" in words
+        assert "HSDP (8 shards, 2 copies)" in words
+        ways = page.locator("#way option").all_text_contents()
+        assert set(ways) == {"fsdp", "hsdp:8", "zero2", "sharded"}
+        drawn = int(page.locator("#plot-step-memory").get_attribute("data-drawn"))
+        page.select_option("#way", "zero2")
+        page.wait_for_function(
+            "count => Number(document.getElementById('plot-step-memory').dataset.drawn) > count", arg=drawn
+        )
+        page.select_option("#first", "hsdp:8")
+        page.wait_for_function(
+            "() => [...document.querySelectorAll('#plot-timeline .ytick text')]"
+            ".some(one => one.textContent === 'hsdp:8 · all-reduce')"
+        )

@@ -8,7 +8,7 @@ from hypothesis import given
 
 import backbeat as bb
 from backbeat.report import perfetto
-from backbeat.report.study import buckets_of
+from backbeat.report.study import buckets_of, study
 from tests.problems import networks, profiles
 
 
@@ -39,6 +39,17 @@ def test_lanes_are_threads_with_names() -> None:
     names = {event["tid"]: event["args"]["name"] for event in document["traceEvents"] if event["name"] == "thread_name"}
     assert set(names.values()) == {"compute", "communicator 0", "communicator 1"}
     assert {event["tid"] for event in document["traceEvents"] if event["ph"] == "X"} == set(names)
+
+
+def test_the_collectives_of_a_sharded_step_are_threads_and_its_units_bars() -> None:
+    profile, network = bb.Profile.load("gpt2-b8-bf16-h200"), bb.Network.load("dgx-h100").at(workers=16)
+    made = study(profile, network, [16], strategies=["hsdp:8"], sweep=False)
+    document = perfetto.trace(made.iterations(["hsdp:8"]))
+    names = {event["tid"]: event["args"]["name"] for event in document["traceEvents"] if event["name"] == "thread_name"}
+    assert [names[thread] for thread in sorted(names)] == ["compute", "all-gather", "reduce-scatter", "all-reduce"]
+    gathers = [event for event in document["traceEvents"] if event["ph"] == "X" and names[event["tid"]] == "all-gather"]
+    assert gathers[1]["name"] == "transformer.h.0"
+    assert gathers[1]["args"]["bytes"] > 0
 
 
 def _pair() -> tuple[bb.Profile, bb.Network]:

@@ -123,7 +123,7 @@ def test_no_bucketing_beats_the_bound(profile: Profile, cost: LinkCost, slowdown
 def test_decoupled_and_compressed_iterations_slow_down_too(profile: Profile, network: Network, slowdown: float) -> None:
     compute = profile.forward_s + profile.backward_s + profile.update_s
     for plan, simulated in (
-        (bb.plan(profile, network, "decoupled"), across_iterations),
+        (bb.plan(profile, network, "halves"), across_iterations),
         (bb.plan(profile, network, "compressed", density=0.1), compressed_iteration),
     ):
         alone, found = (simulated(profile, network, plan, 0.0, factor) for factor in (1.0, slowdown))
@@ -151,7 +151,7 @@ def test_a_decoupled_period_by_hand() -> None:
     can be done, and so does the gather; the forward of 1 s comes behind both."""
     profile = make_profile([1], [1.0], forward=1.0)
     network = affine(4.0, 0.0)
-    plan = bb.plan(profile, network, "decoupled")
+    plan = bb.plan(profile, network, "halves")
     assert period(profile, plan, network, 3.0).forward_end_s == period(profile, plan, network).forward_end_s == 6.0
 
 

@@ -11,6 +11,7 @@ import backbeat as bb
 from backbeat.errors import InputError
 from backbeat.model import ComputeShares, Network, Profile, Slowdown, Topology
 from backbeat.model.files import bundled
+from backbeat.model.sharded_times import ShardedTimes
 from backbeat.model.slowdown import CHANNELS, KINDS, RING_MEMORY
 from backbeat.simulate.slowdowns import emulated, slowdown_of
 from tests.problems import affine, make_profile, networks, profiles
@@ -39,6 +40,14 @@ def test_what_was_measured_on_the_cluster_comes_first() -> None:
     assert found.factor == pytest.approx(1.3)
     assert "measured on this cluster" in found.notes[0]
     assert slowdown_of(on_gpu("cpu"), network).factor == 1.5
+
+
+def test_sharded_plans_take_what_was_measured_beside_their_own_collectives() -> None:
+    own = ShardedTimes(slowdown=Slowdown(matmul=1.2))
+    network = on("nvlink", slowdown=Slowdown(matmul=1.5), sharded=own)
+    assert slowdown_of(on_gpu(), network).factor == 1.5
+    assert slowdown_of(on_gpu(), network, sharded=True).factor == 1.2
+    assert slowdown_of(on_gpu(), on("nvlink", slowdown=Slowdown(matmul=1.5)), sharded=True).factor == 1.5
 
 
 def test_nothing_slows_down_where_nobody_says_what_carries_messages() -> None:

@@ -23,7 +23,7 @@ def test_both_ways_differ_in_groups_alone() -> None:
     found = both_ways(bb.Profile.load("densenet121-b64-bf16-h200"), bb.Network.load("100gbe"))
     made = {choice.name: plan for choice, plan, _ in found}
     times = {choice.name: prediction.iteration_s for choice, _, prediction in found}
-    for name in ("optimal", "decoupled"):
+    for name in ("optimal", "halves"):
         few, many = made[f"{name}, few"], made[f"{name}, many"]
         assert 10 * len(few.buckets) < len(many.buckets)
         assert sorted(n for g in few.buckets for n in g.gradients) == sorted(

@@ -16,7 +16,9 @@ from typing import Any
 import msgspec
 
 from backbeat.errors import InputError
-from backbeat.layouts import CONVENTIONS, MODELS, Conventions, Layout, Transformer, predict
+from backbeat.layouts import Conventions, Layout, Transformer, predict
+from backbeat.layouts.architectures import BUNDLED as MODELS
+from backbeat.layouts.conventions import CONVENTIONS
 from backbeat.model import CollectiveTimes, Fabric, Network
 from backbeat.model.network import WorkersRow
 from backbeat.model.specification import Specification

@@ -7,7 +7,7 @@
 
 The two are predicted to take the same time: what differs is what no prediction knows, the host's time for each bucket
 and what a slower link does to a plan without slack. Profiles are replayed, or a model is really trained, without
-`decoupled`, which is not run; plans take turns in one run. FILE is a list of rows and is added to. Needs root; with
+`halves`, which is not run; plans take turns in one run. FILE is a list of rows and is added to. Needs root; with
 --backend nccl a GPU. `--count` only plans: every bundled bf16 profile on every bundled network, 8 to 512 workers.
 """
 
@@ -27,8 +27,8 @@ from backbeat.lab.setting import Setting
 from backbeat.model import Network, Plan, Prediction, Profile
 from backbeat.model.files import bundled, write
 from backbeat.planners import plan as make_plan
-from backbeat.planners.decoupled import earliest
 from backbeat.planners.draft import Draft
+from backbeat.planners.halves import earliest
 from backbeat.planners.optimal import best_ends
 from backbeat.simulate import predict
 from backbeat.units import format_rate, format_seconds, parse_duration, parse_rate
@@ -42,14 +42,14 @@ Made = list[tuple[Choice, Plan, Prediction]]
 
 
 def both_ways(profile: Profile, network: Network) -> Made:
-    """Stock DDP's buckets, and `optimal` and `decoupled` in few buckets and in many."""
+    """Stock DDP's buckets, and `optimal` and `halves` in few buckets and in many."""
     workers = network.workers
     plans = {
         "ddp": make_plan(profile, network, "ddp"),
         "optimal, few": make_plan(profile, network, "optimal"),
         "optimal, many": Draft(best_ends(profile, network.cost)).named(profile, "optimal", workers),
-        "decoupled, few": make_plan(profile, network, "decoupled"),
-        "decoupled, many": earliest(profile, network).named(profile, "decoupled", workers),
+        "halves, few": make_plan(profile, network, "halves"),
+        "halves, many": earliest(profile, network).named(profile, "halves", workers),
     }
     return [
         (Choice(name=name, strategy=plan.strategy), plan, predict(profile, network, plan, broadcast_buffers=False))
@@ -58,7 +58,7 @@ def both_ways(profile: Profile, network: Network) -> Made:
 
 
 def calibrated(session: Session, setting: Setting, profile: Profile, budget_s: float) -> CalibratedLab:
-    choices = [Choice(name=name, strategy=name) for name in ("ddp", "optimal", "decoupled")]
+    choices = [Choice(name=name, strategy=name) for name in ("ddp", "optimal", "halves")]
     return experiment.calibrate(session, setting, choices, budget_s=budget_s, largest_bytes=profile.total_bytes)
 
 
@@ -85,7 +85,7 @@ def rows_of(results: list[MeasuredPlan], facts: dict[str, Any]) -> list[dict[str
 
 def count() -> None:
     """How many buckets there are either way."""
-    names = ("optimal", "decoupled")
+    names = ("optimal", "halves")
     few: dict[str, list[int]] = {name: [] for name in names}
     many: dict[str, list[int]] = {name: [] for name in names}
     longer = 0.0
@@ -155,7 +155,7 @@ def main() -> None:
         if options.train is not None:
             profile = experiment.profile_training(session, options.train, options.batch_size, seconds)
             network = calibrated(session, setting, profile, budget).network
-            made = [one for one in both_ways(profile, network) if not one[1].decoupled]
+            made = [one for one in both_ways(profile, network) if not one[1].in_halves]
             results, _ = experiment.train(session, options.train, options.batch_size, made, seconds)
             found += rows_of(results, facts | {"model": options.train, "how": "trained"})
             write(options.file, json.dumps(found, indent=1).encode() + b"\n")

@@ -1,8 +1,8 @@
-"""What it would gain if scatters of a decoupled plan could overtake each other and large ones were sent in parts.
+"""What it would gain if scatters of a plan in halves could overtake each other and large ones were sent in parts.
 
     python validation/planners/overtaking.py
 
-Plans of `decoupled` scatter in ready order and gather in the order of forward. Here the link instead takes the bucket
+Plans of `halves` scatter in ready order and gather in the order of forward. Here the link instead takes the bucket
 that became ready last, in parts of up to a cap where that helps; once backward has ended, each gather in the order of
 forward follows what of it has not been scattered yet. That serves due times in their order, and is the best that
 priorities can do. Every bundled bf16 profile, every bundled network, 8 to 512 workers, and again with forward made
@@ -24,7 +24,7 @@ import numpy as np
 
 import backbeat as bb
 from backbeat.model.files import bundled
-from backbeat.planners.decoupled import gather_programme
+from backbeat.planners.halves import gather_programme
 from backbeat.planners.optimal import queue_programme
 from backbeat.simulate.decoupled_step import Halves, Layers
 from backbeat.simulate.schedule import capped

@@ -8,7 +8,8 @@ computes the blocks' times again (`mpt_blocks.json`), which takes minutes and to
 
 Zero-shot: one block's analytic times, repeated, on links as specified; nothing measured. Calibrated: the same compute,
 scaled so that the 8-GPU row of the same model, sequence length, GPU and precision comes out as measured; rows on
-several nodes are then predicted.
+several nodes are then predicted. Attention of 2023: zero-shot, with attention as long as the kernels of that time took,
+one factor a GPU from the half to develop on.
 """
 
 from __future__ import annotations
@@ -40,6 +41,13 @@ BLOCKS = HERE / "mpt_blocks.json"
 VOCAB = 50368
 UPDATE_BYTES = 100
 """Memory traffic per element of Composer's AdamW, a loop of single kernels over fp32 (88), and of clipping by norm."""
+ATTENTION_2023 = {"a100": 1.9, "h100": 3.7}
+"""How many times as long the runs' attention (flash attention in Triton) takes as torch 2.11's on an H200 does by its
+share of peak: the factors with the least median error over the half to develop on."""
+ATTENTION_BACKWARD = 2.5
+"""Arithmetic of attention's backward over its forward's."""
+H100_NETWORKS = ("dgx-h100", "azure-nd-h100-v5", "aws-p5", "gcp-a3-mega")
+"""The first is taken where nothing else is said."""
 GPUS = {"a100_40gb": ("a100", 1555.0), "a100_80gb": ("a100", 2039.0), "h100_80gb": ("h100", 3350.0)}
 """The accelerator, and its memory's GB/s."""
 REPEATS = 0.05
@@ -81,6 +89,11 @@ class Run:
         return self.model, self.sequence, self.gpu, self.precision
 
     @property
+    def tokens(self) -> int:
+        """Of one GPU in one step."""
+        return self.sequence * self.micro_batch * self.accumulation
+
+    @property
     def large_scale(self) -> bool:
         """Of January 2024, with Composer 0.17; the others are of 2023."""
         return "Large Scale" in self.section
@@ -109,6 +122,13 @@ class BlockTimes(msgspec.Struct, frozen=True, kw_only=True):
     rest_forward_s: float
     rest_backward_s: float
     shares: ComputeShares
+    """Of a model with two blocks."""
+
+    @property
+    def attention_s(self) -> float:
+        """Of one block, forward and backward."""
+        rest_s = self.rest_forward_s + self.rest_backward_s
+        return self.shares.attention * (self.forward_s + self.backward_s + rest_s / 2)
 
 
 def runs() -> list[Run]:
@@ -143,12 +163,16 @@ def block_times() -> dict[str, BlockTimes]:
     return msgspec.json.decode(BLOCKS.read_bytes(), type=dict[str, BlockTimes])
 
 
-def profile_of(run: Run, compute: float = 1.0) -> Profile:
-    """One flat gradient a unit, as FSDP1 sends them. With `compute`, forward and backward take so many times as
-    long."""
+def profile_of(run: Run, compute: float = 1.0, attention: float = 1.0) -> Profile:
+    """One flat gradient a unit, as FSDP1 sends them. All of forward and backward takes `compute` times as long, and
+    attention `attention` times."""
     block = block_times()[run.block_key]
+    more_s = (attention - 1) * block.attention_s
+    again = 1.0 if run.recompute else 0.0
+    share = 1 / (1 + again + ATTENTION_BACKWARD)
     update = operator_model(GPUS[run.gpu][0], "bf16", gbps=GPUS[run.gpu][1])
-    forward, backward = block.forward_s * compute, block.backward_s * compute
+    forward = compute * (block.forward_s + share * more_s)
+    backward = compute * (block.backward_s + (1 - share) * more_s)
     first_s, rest_s = block.rest_backward_s * compute, block.rest_forward_s * compute
     gradients = [Gradient(name="norm.weight", bytes=8 * run.hidden, ready_s=first_s, forward_s=rest_s)]
     for done, layer in enumerate(reversed(range(run.layers)), start=1):
@@ -202,10 +226,10 @@ def plan_of(run: Run) -> Plan:
 
 
 @cache
-def network_of(gpu: str, gpus: int) -> Network:
-    """A100: 1600 Gbit/s of RoCE a node, as stated. H100: nothing is stated, so NVIDIA's own design is assumed."""
+def network_of(gpu: str, gpus: int, h100: str) -> Network:
+    """A100: 1600 Gbit/s of RoCE a node, as stated, by rails, which is assumed. H100: nothing is stated."""
     if gpu.startswith("h100"):
-        return bb.Network.load("dgx-h100").at(workers=gpus)
+        return bb.Network.load(h100).at(workers=gpus)
     sheet = Specification(
         gpus_per_node=8,
         inside=reached_inside(300e9, 8),
@@ -217,21 +241,21 @@ def network_of(gpu: str, gpus: int) -> Network:
     return sheet.network("8 A100 and 8 x 200 Gbit/s a node", [1, 2, 4, 8, 16]).at(workers=gpus)
 
 
-def predicted(run: Run, compute: float = 1.0) -> Prediction:
-    return predict(profile_of(run, compute), network_of(run.gpu, run.gpus), plan_of(run), accumulation=run.accumulation)
+def predicted(run: Run, compute: float = 1.0, attention: float = 1.0, h100: str = H100_NETWORKS[0]) -> Prediction:
+    network = network_of(run.gpu, run.gpus, h100)
+    return predict(profile_of(run, compute, attention), network, plan_of(run), accumulation=run.accumulation)
 
 
-def matched(run: Run) -> float:
+def matched(run: Run, h100: str = H100_NETWORKS[0]) -> float:
     """The factor of compute with which a run comes out as measured."""
     low, high = 0.2, 5.0
     while high / low > 1.0005:
         middle = math.sqrt(low * high)
-        low, high = (low, middle) if predicted(run, middle).iteration_s > run.measured_s else (middle, high)
+        low, high = (low, middle) if predicted(run, middle, h100=h100).iteration_s > run.measured_s else (middle, high)
     return low
 
 
-def judged(run: Run, margin: float, compute: float = 1.0) -> dict[str, Any]:
-    found = predicted(run, compute)
+def judged(run: Run, found: Prediction, margin: float) -> dict[str, Any]:
     band = found.network_band
     quiet, busy = (band.quiet_s, band.busy_s) if band is not None else (found.iteration_s, found.iteration_s)
     return {
@@ -243,24 +267,45 @@ def judged(run: Run, margin: float, compute: float = 1.0) -> dict[str, Any]:
     }
 
 
-def zero_shot(rows: Sequence[Run]) -> dict[str, dict[str, Any]]:
-    return {run.identity: judged(run, COMPUTE_ERROR) for run in rows}
+def zero_shot(rows: Sequence[Run], attention: dict[str, float] | None = None) -> dict[str, dict[str, Any]]:
+    return {
+        run.identity: judged(
+            run, predicted(run, attention=attention[GPUS[run.gpu][0]] if attention else 1.0), COMPUTE_ERROR
+        )
+        for run in rows
+    }
 
 
-def calibrated(rows: Sequence[Run], every: Sequence[Run]) -> dict[str, dict[str, Any]]:
-    """Rows on several nodes, with compute from the 8-GPU row that is most like them."""
+def calibrating(run: Run, every: Sequence[Run]) -> Run | None:
+    """The 8-GPU row of the same model, sequence length, GPU and precision; of several the one most like the run."""
+    alike = [one for one in every if one.gpus == 8 and one.family == run.family]
+    if run.gpus == 8 or not alike:
+        return None
+    return min(
+        alike, key=lambda one: (one.recompute != run.recompute, abs(math.log(one.micro_batch / run.micro_batch)))
+    )
+
+
+def calibrated(rows: Sequence[Run], every: Sequence[Run], h100: str = H100_NETWORKS[0]) -> dict[str, dict[str, Any]]:
+    """Rows on several nodes, with compute from 8 GPUs."""
     results = {}
     factors: dict[str, float] = {}
     for run in rows:
-        alike = [one for one in every if one.gpus == 8 and one.family == run.family]
-        if run.gpus == 8 or not alike:
-            continue
-        nearest = min(
-            alike, key=lambda one: (one.recompute != run.recompute, abs(math.log(one.micro_batch / run.micro_batch)))
-        )
-        if nearest.identity not in factors:
-            factors[nearest.identity] = matched(nearest)
-        results[run.identity] = judged(run, REPEATS, factors[nearest.identity])
+        if (known := calibrating(run, every)) is not None:
+            if known.identity not in factors:
+                factors[known.identity] = matched(known, h100)
+            results[run.identity] = judged(run, predicted(run, factors[known.identity], h100=h100), REPEATS)
+    return results
+
+
+def perfect_scaling(rows: Sequence[Run], every: Sequence[Run]) -> dict[str, dict[str, Any]]:
+    """What a prediction has to beat: every GPU as many tokens a second as on 8 GPUs."""
+    results = {}
+    for run in rows:
+        if (known := calibrating(run, every)) is not None:
+            seconds = known.measured_s * run.tokens / known.tokens
+            error = round(seconds / run.measured_s - 1, 4)
+            results[run.identity] = {"error": error, "inside": abs(error) <= REPEATS}
     return results
 
 
@@ -290,11 +335,17 @@ def judge(half: str) -> dict[str, Any]:
     halves = json.loads((HERE / "mpt_split.json").read_text())["rows"]
     every = runs()
     rows = [run for run in every if halves[run.identity] == half]
+    one_node = [run for run in rows if run.gpus == 8]
     routes = {
-        "8 GPUs, zero-shot": zero_shot([run for run in rows if run.gpus == 8]),
         "several nodes, calibrated": calibrated(rows, every),
+        "several nodes, as many tokens as on 8 GPUs": perfect_scaling(rows, every),
+        "8 GPUs, zero-shot": zero_shot(one_node),
+        "8 GPUs, attention of 2023": zero_shot(one_node, ATTENTION_2023),
         "several nodes, zero-shot": zero_shot([run for run in rows if run.gpus > 8]),
     }
+    of_h100 = [run for run in rows if run.gpu.startswith("h100")]
+    for network in H100_NETWORKS[1:]:
+        routes[f"several nodes, calibrated, {network}"] = calibrated(of_h100, every, network)
     return {name: {"summary": summary(results, rows), "rows": results} for name, results in routes.items()}
 
 

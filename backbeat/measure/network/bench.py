@@ -66,7 +66,7 @@ class Bench:
         with explained(str(case)):
             launch = self._launcher(case)
             if self.device.type == "cuda":
-                return self._sample_cuda(launch, case.messages)
+                return self._sample_cuda(launch, case.messages * (2 if case.paired else 1))
             # Gradients are written just before they leave: without this, what the cache holds depends on the last case.
             self._buffer[: max(1, case.bytes * case.messages // _ELEMENT_BYTES)].fill_(0.0)
             for _ in range(_ALIGN):
@@ -121,6 +121,8 @@ class Bench:
     def _launcher(self, case: Case) -> Callable[[], list[Any]]:
         elements = max(1, math.ceil(case.bytes / _ELEMENT_BYTES))
         communicators = self._communicators[: case.communicators]
+        if case.paired:
+            return self._pair_launcher(math.ceil(elements / self.workers), case.messages, communicators)
         if case.collective in ("all_gather", "reduce_scatter"):
             per_rank = math.ceil(elements / self.workers)
             whole, shard = self._room(per_rank * self.workers), self._shard_room(per_rank)
@@ -134,6 +136,22 @@ class Bench:
         return lambda: [
             communicators[index % case.communicators].all_reduce(piece) for index, piece in enumerate(pieces)
         ]
+
+    def _pair_launcher(
+        self, per_rank: int, messages: int, communicators: Sequence[Communicator]
+    ) -> Callable[[], list[Any]]:
+        """All-gathers on the first communicator and reduce-scatters on the last, in turn, in memory of their own."""
+        whole = per_rank * self.workers
+        room, shards = self._room(2 * whole), self._shard_room(2 * per_rank)
+
+        def launch() -> list[Any]:
+            works = []
+            for _ in range(messages):
+                works.append(communicators[0].all_gather(room[:whole], shards[:per_rank]))
+                works.append(communicators[-1].reduce_scatter(shards[per_rank:], room[whole:]))
+            return works
+
+        return launch
 
     def _room(self, elements: int) -> torch.Tensor:
         if self._buffer.numel() < elements:

@@ -1,8 +1,8 @@
-"""How much longer computation takes beside an all-reduce of this cluster: the real thing, on GPUs.
+"""How much longer computation takes beside collectives of this cluster: the real thing, on GPUs.
 
-Each kind of work runs alone and beside all-reduces in a row, in turns, on every rank at once. The slowdown is the
-median over pairs, of the rank that is slowed down most: a synchronous step waits for it. Nothing of the host counts:
-launches queue behind a spin.
+Each kind of work runs alone and beside collectives in a row (all-reduces, or all-gathers and reduce-scatters), in
+turns, on every rank at once. The slowdown is the median over pairs, of the rank that is slowed down most: a synchronous
+step waits for it. Nothing of the host counts: launches queue behind a spin.
 """
 
 from __future__ import annotations
@@ -44,12 +44,16 @@ def shared_devices(group: Any, device: torch.device) -> bool:
     return len(set(found)) < len(found)
 
 
-def measure_slowdown(communicator: Communicator, device: torch.device, message_s: float, timeout_s: float) -> Slowdown:
-    """Collective: every rank calls it alike. `message_s` is what an all-reduce of `MESSAGE_BYTES` takes."""
+def measure_slowdown(
+    communicator: Communicator, device: torch.device, message_s: float, timeout_s: float, *, workers: int | None = None
+) -> Slowdown:
+    """Collective: every rank calls it alike. `message_s` is what one message of `MESSAGE_BYTES` takes: an all-reduce,
+    or with `workers` an all-gather and a reduce-scatter."""
     message = torch.zeros(MESSAGE_BYTES // 4, device=device)
+    send = _all_reduces(communicator, message) if workers is None else _pairs_of(communicator, message, workers)
     factors = torch.ones(3, dtype=torch.float64, device=device)
     for place, work in enumerate(_works(device)):
-        run = _Timed(work, communicator, message, timeout_s)
+        run = _Timed(work, communicator, message, send, timeout_s)
         run.seconds(3, 0)
         (once_s,) = _largest(communicator, [run.seconds(3, 0) / 3], device, timeout_s)
         count = max(1, min(200, round(_SAMPLE_S / once_s)))
@@ -61,7 +65,7 @@ def measure_slowdown(communicator: Communicator, device: torch.device, message_s
 
 
 def messages_beside(work_s: float, message_s: float) -> int:
-    """How many all-reduces in a row last longer than the work beside them.
+    """How many messages in a row last longer than the work beside them.
 
     >>> messages_beside(5e-3, 1e-3)
     25
@@ -70,23 +74,29 @@ def messages_beside(work_s: float, message_s: float) -> int:
 
 
 class _Timed:
-    """Runs one kind of work on the current stream, alone or beside all-reduces."""
+    """Runs one kind of work on the current stream, alone or beside collectives."""
 
     def __init__(
-        self, work: Callable[[], object], communicator: Communicator, message: torch.Tensor, timeout_s: float
+        self,
+        work: Callable[[], object],
+        communicator: Communicator,
+        message: torch.Tensor,
+        send: Callable[[], list[Any]],
+        timeout_s: float,
     ) -> None:
         self.work = work
+        self.send = send
         self.communicator = communicator
         self.message = message
         self.timeout_s = timeout_s
         self.begin, self.end, self.done = (cuda.Event(enable_timing=True) for _ in range(3))
 
     def seconds(self, count: int, messages: int) -> float:
-        """Of `count` runs, while that many all-reduces pass."""
+        """Of `count` runs, while that many messages pass."""
         # Lines the ranks up: all-reduces last as long as the last rank to join takes.
         self.communicator.all_reduce(self.message[:1]).wait()
-        # Behind the spin the host is ahead, and the all-reduces are under way when the work begins.
-        sent = [self.communicator.all_reduce(self.message) for _ in range(messages)]
+        # Behind the spin the host is ahead, and the collectives are under way when the work begins.
+        sent = [one for _ in range(messages) for one in self.send()]
         cuda._sleep(_LEAD_CYCLES)
         self.begin.record()
         for _ in range(count):
@@ -97,6 +107,17 @@ class _Timed:
         self.done.record()
         until(self.done, self.timeout_s)
         return float(self.begin.elapsed_time(self.end)) * 1e-3
+
+
+def _all_reduces(communicator: Communicator, message: torch.Tensor) -> Callable[[], list[Any]]:
+    return lambda: [communicator.all_reduce(message)]
+
+
+def _pairs_of(communicator: Communicator, message: torch.Tensor, workers: int) -> Callable[[], list[Any]]:
+    """An all-gather and a reduce-scatter, as sharded steps send them."""
+    each = message.numel() // workers
+    whole, shard = message[: each * workers], torch.zeros(each, device=message.device)
+    return lambda: [communicator.all_gather(whole, shard), communicator.reduce_scatter(shard, whole)]
 
 
 def _works(device: torch.device) -> list[Callable[[], object]]:

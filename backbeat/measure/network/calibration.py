@@ -33,11 +33,13 @@ from backbeat.measure.network.findings import (
 )
 from backbeat.measure.network.jumps import SHARE, closer
 from backbeat.measure.network.sampling import Progress, measure
+from backbeat.model.sharded_times import ShardedTimes
 from backbeat.model.source import Source
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from backbeat.comm.communicators import Communicator
     from backbeat.cost.collectives import Collective
     from backbeat.model.network import Network
 
@@ -70,8 +72,8 @@ def measure_cluster(
     """As `calibrate`, with the repeats and spread of every case.
 
     `sharded` spends most of the budget on all-gather and reduce-scatter.
-    `slowdown` measures on GPUs how much longer computation takes beside an all-reduce; where two ranks
-    share a GPU, as in the lab, it is left out.
+    `slowdown` measures on GPUs how much longer computation takes beside an all-reduce, and beside all-gathers and
+    reduce-scatters; where two ranks share a GPU, as in the lab, it is left out.
 
     `settle` is for gloo ranks that share too few cores: see `comm.gloo.settle_gloo`.
     """
@@ -119,15 +121,25 @@ def measure_cluster(
     )
     network = msgspec.structs.replace(network, notes=(*network.notes, *misfits(network), *sharing_unknown(network)))
     if slowdown and where.type == "cuda" and not shared_devices(group, where):
-        show("computation beside all-reduces", 1.0)
-        message_s = float(network.all_reduce.curve.time(MESSAGE_BYTES))
-        with explained("computation beside all-reduces"):
-            beside = measure_slowdown(links[0], where, message_s, timeout_s)
-        network = msgspec.structs.replace(network, slowdown=beside)
+        show("computation beside collectives", 1.0)
+        with explained("computation beside collectives"):
+            network = _with_slowdowns(network, links[0], where, timeout_s)
     # Only after success: taking down a communicator whose peer is gone can wait for ever.
     links.close()
     measured = tuple(case for case in held_out if case in outcome.timings)
     return MeasuredCluster(network=network, outcome=outcome, held_out=measured)
+
+
+def _with_slowdowns(network: Network, link: Communicator, where: torch.device, timeout_s: float) -> Network:
+    """Beside all-reduces, and beside all-gathers and reduce-scatters where these were measured."""
+    message_s = network.all_reduce.curve.at(MESSAGE_BYTES)
+    network = msgspec.structs.replace(network, slowdown=measure_slowdown(link, where, message_s, timeout_s))
+    if network.all_gather is None or network.reduce_scatter is None:
+        return network
+    pair_s = network.all_gather.curve.at(MESSAGE_BYTES) + network.reduce_scatter.curve.at(MESSAGE_BYTES)
+    beside = measure_slowdown(link, where, pair_s, timeout_s, workers=network.workers)
+    known = network.sharded or ShardedTimes()
+    return msgspec.structs.replace(network, sharded=msgspec.structs.replace(known, slowdown=beside))
 
 
 @dataclass(frozen=True, slots=True)

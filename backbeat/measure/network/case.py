@@ -24,9 +24,11 @@ class Case:
     """The whole buffer: what all-gather ends with and reduce-scatter starts from."""
     messages: int = 1
     communicators: int = 1
+    paired: bool = False
+    """A reduce-scatter follows each all-gather: on the same communicator, or on a second one."""
 
     def __str__(self) -> str:
-        name = f"{self.collective} {format_bytes(self.bytes)}"
+        name = f"{self.collective}{' and reduce_scatter' if self.paired else ''} {format_bytes(self.bytes)}"
         return name if self.messages == 1 else f"{name} × {self.messages} on {self.communicators}"
 
 
@@ -62,11 +64,17 @@ BATCH_SIZES = tuple(doubling(2**10, 2**24))
 SHARING_SIZES = BATCH_SIZES[::2]
 """On several: fewer, since two numbers are fitted to all of them."""
 MESSAGES = 8
+UNIT_SIZES = tuple(3 << power for power in range(20, 27))
+"""From 3 to 192 MiB, beside the octaves: what units of sharded models have."""
+PAIR_SIZES = tuple(doubling(2**20, 2**26))
+"""All-gathers and reduce-scatters together: what units of sharded models have, and little of latency."""
+PAIRS = 3
 
-# Shares of the budget: the all-reduce, between the sizes of its curve, several at once, the other collectives. The
-# all-reduce curve is what every prediction stands on; for sharded plans it is those of its halves.
-_SHARES = (0.4, 0.05, 0.35, 0.2)
-_SHARDED_SHARES = (0.2, 0.05, 0.1, 0.65)
+# Shares of the budget: the all-reduce, between the sizes of its curve, several at once, the other collectives,
+# all-gathers and reduce-scatters together. The all-reduce curve is what every prediction stands on; for sharded plans
+# it is those of its halves.
+_SHARES = (0.4, 0.05, 0.3, 0.2, 0.05)
+_SHARDED_SHARES = (0.2, 0.05, 0.1, 0.55, 0.1)
 _ALL_REDUCE_ROUND_S = 12e-3
 
 
@@ -89,12 +97,14 @@ def series_of(
     sharded: bool = False,
 ) -> list[Series]:
     """What calibration measures, the most important first."""
-    share, held_out_share, batch_share, others_share = _SHARDED_SHARES if sharded else _SHARES
+    share, held_out_share, batch_share, others_share, pairs_share = _SHARDED_SHARES if sharded else _SHARES
     octaves = [size for size in sizes if size & (size - 1) == 0]
 
     def isolated(collective: Collective) -> tuple[Case, ...]:
         # What every prediction stands on is measured more closely than the rest.
         chosen = sizes if collective == "all_reduce" or len(octaves) < 2 else octaves
+        if sharded and collective in ("all_gather", "reduce_scatter"):
+            chosen = sorted({*chosen, *(size for size in UNIT_SIZES if sizes[0] <= size <= sizes[-1])})
         return tuple(Case(collective=collective, bytes=size) for size in chosen)
 
     batch_sizes = [size for size in BATCH_SIZES if sizes[0] <= size <= sizes[-1]] or [sizes[0], sizes[-1]]
@@ -104,10 +114,19 @@ def series_of(
         for count in counts
         if count == 1 or size not in BATCH_SIZES or size in SHARING_SIZES
     )
+    together = {"all_gather", "reduce_scatter"} <= set(collectives)
+    pair_sizes = [size for size in PAIR_SIZES if sizes[0] <= size <= sizes[-1]] if together else []
+    pairs = tuple(
+        Case(collective="all_gather", bytes=size, messages=PAIRS, communicators=count, paired=True)
+        for size in pair_sizes
+        for count in (1, 2)
+        if count in counts
+    )
     others = [collective for collective in COLLECTIVES if collective in collectives and collective != "all_reduce"]
     return [
         Series(cases=isolated("all_reduce"), share=share, least=2, round_s=_ALL_REDUCE_ROUND_S),
         Series(cases=held_out, share=held_out_share, round_s=_ALL_REDUCE_ROUND_S),
         Series(cases=batches, share=batch_share),
         *(Series(cases=isolated(one), share=others_share / len(others), least=2 if sharded else 0) for one in others),
+        Series(cases=pairs, share=pairs_share),
     ]

@@ -17,11 +17,12 @@ from backbeat.measure.network.sampling import FEWEST_REPEATS, REPEATS
 from backbeat.measure.network.verdict import MISFIT, verdict
 from backbeat.model.collective_times import CollectiveTimes, ConcurrencyPoint
 from backbeat.model.network import Network
+from backbeat.model.sharded_times import CollectivePair, ShardedTimes
 from backbeat.model.topology import Topology
 from backbeat.units import format_bytes, format_rate, format_seconds
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from backbeat.cost.collectives import Collective
     from backbeat.measure.network.sampling import SamplingOutcome
@@ -63,8 +64,9 @@ def network_from(
             bytes=case.bytes, messages=case.messages, communicators=case.communicators, seconds=timing.median_s
         )
         for case, timing in timings.items()
-        if case.messages > 1
+        if case.messages > 1 and not case.paired
     ]
+    pairs = tuple(_pairs(timings, curves["all_gather"], curves["reduce_scatter"]))
     return Network(
         name=name,
         workers=workers,
@@ -72,6 +74,7 @@ def network_from(
         all_gather=curves["all_gather"],
         reduce_scatter=curves["reduce_scatter"],
         broadcast=curves["broadcast"],
+        sharded=ShardedTimes(pairs=pairs) if pairs else None,
         concurrency=tuple(sorted(rows, key=lambda row: (row.communicators, row.bytes))),
         # gloo's all-reduce is a ring at every size; NCCL and MPI libraries choose by size.
         topology=Topology(algorithm="ring" if backend == "gloo" else "auto", gpus_per_node=per_node),
@@ -79,6 +82,20 @@ def network_from(
         source=source,
         notes=tuple(notes),
     )
+
+
+def _pairs(
+    timings: dict[Case, Timing], gather: CollectiveTimes | None, scatter: CollectiveTimes | None
+) -> Iterator[CollectivePair]:
+    """All-gathers and reduce-scatters together, where each was measured alone."""
+    if gather is None or scatter is None:
+        return
+    for case, timing in sorted(timings.items(), key=lambda pair: (pair[0].communicators, pair[0].bytes)):
+        alone = case.messages * (gather.curve.at(case.bytes) + scatter.curve.at(case.bytes)) if case.paired else 0.0
+        if alone > 0 and timing.median_s > 0:
+            yield CollectivePair(
+                bytes=case.bytes, communicators=case.communicators, seconds=timing.median_s, alone_s=alone
+            )
 
 
 def _curve(timings: dict[Case, Timing], collective: Collective) -> CollectiveTimes | None:
@@ -250,6 +267,12 @@ def summary_of(calibration: MeasuredCluster) -> dict[str, Any]:
         "concurrency": rows,
         "held_out": held_out,
         "slowdown": None if network.slowdown is None else msgspec.to_builtins(network.slowdown),
+        "sharded": None if network.sharded is None else msgspec.to_builtins(network.sharded),
+        "pair_speed": {
+            str(count): speed
+            for count in (1, 2)
+            if network.sharded is not None and (speed := network.sharded.speed(count)) is not None
+        },
         "workers_per_host": network.topology.gpus_per_node,
         "sharing_unknown": bool(sharing_unknown(network)),
         "warnings": [*warnings(calibration.outcome), *misfits(network), *sharing_unknown(network)],
@@ -300,6 +323,13 @@ def summary_lines(summary: dict[str, Any]) -> list[str]:
     if summary["slowdown"] is not None:
         kinds = ", ".join(f"{kind} × {factor:.2f}" for kind, factor in summary["slowdown"].items())
         text += ["", f"  computation beside an all-reduce takes longer: {kinds}"]
+    ways = {"1": "in turn on one communicator", "2": "beside each other on two"}
+    if summary["pair_speed"]:
+        found = ", ".join(f"{1 / speed:.0%} {ways[count]}" for count, speed in summary["pair_speed"].items())
+        text += ["", f"  all-gathers and reduce-scatters together take, of their times alone: {found}"]
+    if summary["sharded"] and (slower := summary["sharded"].get("slowdown")):
+        kinds = ", ".join(f"{kind} × {factor:.2f}" for kind, factor in slower.items())
+        text += [f"  computation beside them takes longer: {kinds}"]
     return text
 
 

@@ -115,7 +115,7 @@ def _first(sampler: Sampler, case: Case, limit_s: float) -> float:
 
 
 def _volume(case: Case) -> float:
-    return float(case.bytes * case.messages)
+    return float(case.bytes * case.messages * (2 if case.paired else 1))
 
 
 def _rounds(

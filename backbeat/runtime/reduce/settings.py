@@ -164,8 +164,8 @@ def resolve_plan(plan: Plan | str | os.PathLike[str] | None) -> tuple[Plan | Non
     strategy: str | None
     if plan is None or isinstance(plan, Plan):
         found, strategy = plan, None
-    elif plan == "decoupled":
-        raise _decoupled()
+    elif plan == "halves":
+        raise _in_halves()
     elif plan == "compressed":
         raise InputError(
             "plan='compressed' cannot be chosen while training runs, since it changes what the optimizer sees: make "
@@ -187,8 +187,8 @@ def resolve_plan(plan: Plan | str | os.PathLike[str] | None) -> tuple[Plan | Non
         found, strategy = Plan.load(plan), None
     if found is not None:
         found.need_buckets("DistributedDataParallel")
-    if found is not None and found.decoupled:
-        raise _decoupled()
+    if found is not None and found.in_halves:
+        raise _in_halves()
     if found is not None and found.dynamic is not None:
         raise InputError(
             f"the plan's strategy {found.strategy!r} forms buckets at run time, which fixed buckets cannot run: "
@@ -197,10 +197,10 @@ def resolve_plan(plan: Plan | str | os.PathLike[str] | None) -> tuple[Plan | Non
     return found, strategy
 
 
-def _decoupled() -> InputError:
+def _in_halves() -> InputError:
     return InputError(
-        "a decoupled plan is predicted (`backbeat plan`) and replayed (`backbeat lab`), not run: "
-        "make a plan of strategy best or optimal instead"
+        "a plan in halves is predicted (`backbeat plan`) and replayed (`backbeat lab`), not run: make a plan of "
+        "strategy best or optimal, or of decoupled, which `fully_shard` of backbeat.runtime runs"
     )
 
 
@@ -208,7 +208,7 @@ def strategies() -> set[str]:
     """Names that plan fixed buckets."""
     from backbeat.planners import STRATEGIES
 
-    return set(STRATEGIES) - {"horovod", "decoupled", "compressed"} - sharded_strategies()
+    return set(STRATEGIES) - {"horovod", "halves", "compressed"} - sharded_strategies()
 
 
 def sharded_strategies() -> frozenset[str]:

@@ -31,6 +31,12 @@ class Paper:
         self.sending_until = max(self.sending_until, self.now) + MESSAGE_S * (message.numel() > 1)
         return self
 
+    def all_gather(self, whole: torch.Tensor, shard: torch.Tensor) -> Paper:
+        return self.all_reduce(whole)
+
+    def reduce_scatter(self, shard: torch.Tensor, whole: torch.Tensor) -> Paper:
+        return self.all_reduce(whole)
+
     def all_reduce_max(self, message: torch.Tensor) -> Paper:
         return self
 
@@ -60,14 +66,17 @@ class PaperEvent:
         return (other.at - self.at) * 1e3
 
 
+@pytest.mark.parametrize("workers", [None, 4], ids=["all-reduces", "gathers and scatters"])
 @pytest.mark.parametrize("slowdown", [1.0, 1.25, 2.5])
-def test_the_slowdown_of_the_device_is_found(slowdown: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_slowdown_of_the_device_is_found(
+    slowdown: float, workers: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     paper = Paper(slowdown)
     monkeypatch.setattr(beside_compute, "cuda", PaperCuda(paper))
     works = [lambda seconds=seconds: paper.compute(seconds) for seconds in (3e-4, 7e-3, 1e-5)]
     monkeypatch.setattr(beside_compute, "_works", lambda device: works)
     communicator: Communicator = paper  # type: ignore[assignment]
-    found = measure_slowdown(communicator, torch.device("cpu"), MESSAGE_S, 1.0)
+    found = measure_slowdown(communicator, torch.device("cpu"), MESSAGE_S, 1.0, workers=workers)
     assert [found.matmul, found.attention, found.memory] == [pytest.approx(slowdown)] * 3
 
 

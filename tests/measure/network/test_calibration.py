@@ -174,7 +174,8 @@ def test_sharded_plans_stand_on_the_halves_of_an_all_reduce() -> None:
         assert sum(series.share for series in found) == pytest.approx(1.0)
         spent = sum(series.share for series in found if series.cases[:1] and series.cases[0].collective in halves)
         assert (spent > 0.5) == sharded
-        least = {series.cases[0].collective: series.least for series in found if series.cases}
+        alone = [series for series in found if series.cases and not series.cases[0].paired]
+        least = {series.cases[0].collective: series.least for series in alone}
         assert (least["all_gather"] == least["reduce_scatter"] == 2) == sharded
 
 
@@ -220,3 +221,37 @@ def test_a_series_keeps_its_least() -> None:
         Cluster(lambda _: 5.0), [Series(cases=(case,), share=1.0, least=1)], 1.0, lambda what, share: None
     )
     assert isinstance(outcome.timings[case], Timing)
+
+
+def together(speed: float) -> Callable[[Case], float]:
+    """An all-gather and a reduce-scatter take as long as an all-reduce of half the bytes each; on two communicators
+    they are that much faster."""
+
+    def cost(case: Case) -> float:
+        alone = affine(1e-5, 1e-9)(Case(bytes=case.bytes // 2)) * case.messages * (2 if case.paired else 1)
+        return alone / (speed if case.communicators == 2 else 1.0)
+
+    return cost
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_gathers_and_scatters_are_measured_together(sharded: bool) -> None:
+    halves = ("all_reduce", "all_gather", "reduce_scatter")
+    cases = series_of(list(SIZES), [1, 2], halves, sharded=sharded)
+    outcome = measure(Cluster(together(1.25)), cases, 60.0, lambda what, share: None)
+    network = fitted(outcome)
+    assert network.sharded is not None
+    assert network.sharded.speed(1) == pytest.approx(1.0)
+    assert network.sharded.speed(2) == pytest.approx(1.25)
+    assert {row.communicators for row in network.sharded.pairs} == {1, 2}
+    # They are neither points of a curve nor all-reduces at once.
+    assert all(row.bytes in BATCH_SIZES for row in network.concurrency)
+    assert network.all_gather is not None
+    measured = [size for size, _ in network.all_gather.points or ()]
+    assert (3 << 22 in measured) == sharded
+
+
+def test_without_two_communicators_they_are_measured_in_turn_alone() -> None:
+    cases = series_of(list(SIZES), [1], ("all_reduce", "all_gather", "reduce_scatter"))
+    assert {case.communicators for one in cases for case in one.cases if case.paired} == {1}
+    assert not [case for one in series_of(list(SIZES), [1, 2], ("all_gather",)) for case in one.cases if case.paired]

@@ -120,6 +120,20 @@ def test_ranks_write_one_network(count: int, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [tmp_path / "net.json"]
 
 
+def test_sharded_ranks_measure_gathers_and_scatters_together(tmp_path: Path) -> None:
+    small = ("--backend", "gloo", "--budget", "4s", "--sizes", "256KiB..2MiB", "--communicators", "1,2", "--sharded")
+    results = ranks(2, "-o", "net.json", *small, folder=tmp_path)
+    assert [result.returncode for result in results] == [0, 0], results[0].stderr
+    network = Network.load(tmp_path / "net.json")
+    assert network.all_gather is not None
+    assert network.reduce_scatter is not None
+    if network.sharded is None:
+        assert any("did not fit" in note for note in network.notes)
+    else:
+        assert {row.bytes for row in network.sharded.pairs} <= {2**20, 2**21}
+        assert "all-gathers and reduce-scatters together take" in results[0].stdout
+
+
 @pytest.mark.parametrize("dies_at", [1, 40])
 def test_a_rank_that_dies_stops_the_others(dies_at: int, tmp_path: Path) -> None:
     small = ("--backend", "gloo", "--budget", "20s", "--sizes", "1KiB..1MiB")

@@ -1,4 +1,4 @@
-"""`decoupled`: buckets for the two halves of an all-reduce, chosen separately and exactly.
+"""`halves`: buckets for the two halves of an all-reduce, chosen separately and exactly.
 
 The scatters behind backward are the one-communicator programme of `optimal` on the reduce-scatter's cost: an earlier
 end of the last one never hurts what follows.
@@ -70,22 +70,20 @@ class Halved:
         )
 
 
-def decoupled(profile: Profile, network: Network, options: StrategyOptions) -> Halved:
+def halves(profile: Profile, network: Network, options: StrategyOptions) -> Halved:
     """Reduce-scatter buckets in ready order, then all-gather buckets in the order of the next forward."""
     if options.communicators not in (None, 1):
         raise InputError(
-            f"communicators is {options.communicators}: decoupled plans use one communicator; leave it out"
+            f"communicators is {options.communicators}: plans in halves use one communicator; leave it out"
         )
     early = earliest(profile, network)
-    halves, layers = Halves.of(network), Layers.of(profile)
-    scatters = [
-        Conditions.behind_backward(profile, cost) for cost in possible_costs(LinkCost(halves.scatter, None, {}))
-    ]
+    costs, layers = Halves.of(network), Layers.of(profile)
+    scatters = [Conditions.behind_backward(profile, cost) for cost in possible_costs(LinkCost(costs.scatter, None, {}))]
     gathers = [
         _behind_forward(
             layers, cost, early.gather_ends, conditions.finishes(early.scatter_ends)[-1] - profile.backward_s
         )
-        for cost, conditions in zip(possible_costs(LinkCost(halves.gather, None, {})), scatters, strict=True)
+        for cost, conditions in zip(possible_costs(LinkCost(costs.gather, None, {})), scatters, strict=True)
     ]
     return replace(
         early, scatter_ends=merged(early.scatter_ends, scatters), gather_ends=merged(early.gather_ends, gathers)

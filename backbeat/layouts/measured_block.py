@@ -1,0 +1,58 @@
+"""A measured profile of a model's layers in place of the operator model's word for how fast they compute."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from backbeat.cost.accelerators import accelerator
+from backbeat.errors import InputError
+from backbeat.layouts.layout import Job, Layout, Precision
+from backbeat.layouts.stage_times import StageTimer
+from backbeat.model.profile import DTYPE_BYTES, Profile
+
+if TYPE_CHECKING:
+    import os
+
+    from backbeat.cost.operator_model import OperatorModel
+    from backbeat.layouts.cluster import GpuCluster
+    from backbeat.layouts.conventions import Conventions
+    from backbeat.layouts.transformer import Transformer
+
+_ALIKE = 0.05
+"""How far the parameters of a profile may be from whole layers of the model."""
+
+
+def block_factor(
+    block: Profile | str | os.PathLike[str],
+    model: Transformer,
+    cluster: GpuCluster,
+    operators: OperatorModel,
+    conventions: Conventions,
+    precision: Precision,
+) -> float:
+    """How many times as long the profiled layers take as the operator model says.
+
+    The profile is of one dense layer of the model or of several, without embedding and head, on one GPU of the cluster.
+    """
+    profile = block if isinstance(block, Profile) else Profile.load(block)
+    if profile.sequence_length is None:
+        raise InputError(f"profile {profile.name!r} does not say its sequence length: profile the block again")
+    device = accelerator(profile.device)
+    if device is None or device.name != cluster.accelerator.name:
+        raise InputError(
+            f"profile {profile.name!r} was measured on {profile.device}, the cluster has {cluster.accelerator.name}: "
+            "measure the block on one of its GPUs"
+        )
+    each = model.attention_parameters + model.mlp_parameters(model.ffn)
+    held = sum(gradient.bytes for gradient in profile.gradients) / DTYPE_BYTES[profile.gradient_dtype]
+    layers = max(1, round(held / each))
+    if abs(held / (layers * each) - 1) > _ALIKE:
+        raise InputError(
+            f"profile {profile.name!r} has {held / 1e6:.1f}M parameters, a layer of {model.name} {each / 1e6:.1f}M: "
+            "profile one dense layer, or several, without embedding and head"
+        )
+    job = Job(global_batch=profile.batch_size, sequence=profile.sequence_length, precision=precision)
+    alone = Layout(micro_batch=profile.batch_size)
+    timer = StageTimer(model, alone, job, cluster, operators, conventions)
+    predicted = layers * timer.layer(sparse=False).total_s
+    return (profile.forward_s + profile.backward_s) / predicted

@@ -1,0 +1,55 @@
+"""What sharded steps do to a network: all-gathers and reduce-scatters in turn or beside each other, and computation
+beside them."""
+
+from __future__ import annotations
+
+from statistics import median
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+from msgspec.structs import force_setattr
+
+from backbeat.errors import InputError
+from backbeat.model.slowdown import Slowdown
+
+
+class CollectivePair(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """As many all-gathers as reduce-scatters, of `bytes` each, issued at once: in turn on one communicator, or each
+    kind on one of two."""
+
+    bytes: Annotated[int, Meta(ge=1)]
+    communicators: Annotated[int, Meta(ge=1, le=2)]
+    seconds: Annotated[float, Meta(gt=0)]
+    """Until all are done."""
+    alone_s: Annotated[float, Meta(gt=0)]
+    """What they take one by one."""
+
+    def __post_init__(self) -> None:
+        if not (self.seconds > 0 and self.alone_s > 0):
+            raise InputError(
+                f"seconds is {self.seconds} and alone_s {self.alone_s}: both must be above 0; measure again"
+            )
+
+
+class ShardedTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Measured at the network's own number of workers; ratios are taken to hold at others."""
+
+    pairs: tuple[CollectivePair, ...] = ()
+    slowdown: Slowdown | None = None
+    """How much longer computation takes beside all-gathers and reduce-scatters."""
+
+    def __post_init__(self) -> None:
+        force_setattr(self, "pairs", tuple(self.pairs))
+
+    def speed(self, communicators: int) -> float | None:
+        """Seconds of work that all-gathers and reduce-scatters together do a second, from the larger half of the sizes:
+        smaller ones are mostly latency. None where it was not measured.
+
+        >>> pair = CollectivePair(bytes=2**24, communicators=2, seconds=8e-3, alone_s=10e-3)
+        >>> ShardedTimes(pairs=(pair,)).speed(2)
+        1.25
+        """
+        rows = sorted((row for row in self.pairs if row.communicators == communicators), key=lambda row: row.bytes)
+        large = rows[len(rows) // 2 :]
+        return median(row.alone_s / row.seconds for row in large) if large else None
