@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 KINDS = ("stock", "buckets", "units", "compressed")
 """From the simplest to the one that changes most."""
-UNITS = ("zero2", "hsdp", "fsdp", "sharded")
+UNITS = ("zero2", "hsdp", "fsdp", "decoupled", "sharded")
 EQUAL = 0.01
 """Times that differ by no more than this share are equal."""
 
