@@ -31,6 +31,7 @@ VERBS = {
     "calibrate": Verb("calibrate", "calibrate", "Measure a cluster's collectives, under torchrun."),
     "profile": Verb("profile", "profile", "Measure a model's computation and gradients."),
     "import": Verb("imports", "app", "Read files of other tools."),
+    "watch": Verb("watch", "watch", "A running job in the terminal: exposed time, straggler, drift."),
     "lab": Verb("lab", "lab", "A virtual cluster on this machine, measured beside predicted."),
 }
 

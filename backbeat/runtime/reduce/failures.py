@@ -156,6 +156,18 @@ class Monitor:
         self._stop.set()
         mine = self.standing()
         store = self._own if threading.current_thread() is self._thread else self._store
+        found: list[str] = []
+        asking = threading.Thread(
+            target=lambda: found.append(self._ask(store, mine)), name="backbeat-blame", daemon=True
+        )
+        asking.start()
+        # The store's calls keep to no timeout while the process that keeps it stands still.
+        asking.join(2 * ANSWER_S)
+        if found:
+            return found[0]
+        return "the job's store does not answer either: the rank that keeps it hangs, or its machine is unreachable"
+
+    def _ask(self, store: Any, mine: Standing | None) -> str:
         try:
             store.set("fault/alarm", str(self._rank))
             self._answer(store)

@@ -54,6 +54,8 @@ class Reducer:
         self.memory: Any = None
         """The handle of the memory plan in force on the model, if any."""
         self.budget_watch: BudgetWatch | None = None
+        self.watch: weakref.WeakMethod[Callable[[], None]] | None = None
+        """Called after each step, last: `runtime/watch.py`."""
         self._comm_hook: tuple[Any, Hook] | None = None
         self._warns_of_scaling = self.compressed
         self._runner: StepRunner | None = None
@@ -63,7 +65,7 @@ class Reducer:
         return {name: self.__dict__[name] for name in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _runner=None)
+        self.__dict__.update(state, watch=None, _runner=None)
 
     def adopt(self, module: Module, ignored: Set[str], process_group: ProcessGroup, device: torch.device) -> None:
         """Reduce this model's gradients over these ranks, once built."""
@@ -187,6 +189,9 @@ class Reducer:
             self.time_steps(following <= SAMPLED_FIRST or following % SAMPLED_EVERY == 0)
         if self.budget_watch is not None:
             self.budget_watch.after_step()
+        watch = self.watch() if self.watch is not None else None
+        if watch is not None:
+            watch()
 
     def time_steps(self, timed: bool) -> None:
         """Time the steps from the next one on, or stop it."""

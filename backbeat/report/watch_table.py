@@ -1,0 +1,61 @@
+"""The samples of a running job as a table of 80 columns, with its alerts in words."""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from backbeat.errors import InputError
+from backbeat.report.drift import StepSample
+from backbeat.units import format_seconds, printable
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+COLUMNS = 80
+_HEADING = "     step  iteration  predicted    exposed  predicted  overlap  straggler"
+_decoder = msgspec.json.Decoder(StepSample)
+
+
+def read_samples(file: Path) -> list[StepSample]:
+    """The lines of a `watch.jsonl`; a last one that is still being written is left for later."""
+    try:
+        text = file.read_bytes()
+    except OSError as error:
+        raise InputError(f"{file}: {error.strerror}. Give the file that the job writes: Watch(model, log=…)") from error
+    lines = text.split(b"\n")[:-1]
+    try:
+        return [_decoder.decode(line) for line in lines if line]
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise InputError(f"{file} is no log of a watched job: {error}. Give the file of Watch(model, log=…)") from error
+
+
+def watch_table(samples: Sequence[StepSample], rows: int = 12, alerts: int = 6) -> str:
+    """The newest samples, the last at the bottom, and the newest alerts of all."""
+    if not samples:
+        return "no sample yet: the first comes after as many steps as Watch(every=…) says"
+    lines = [_HEADING, *(_row(sample) for sample in samples[-rows:])]
+    told = [f"step {sample.step}: {alert}" for sample in samples for alert in sample.alerts]
+    if len(told) > alerts:
+        lines.append(f"{len(told) - alerts} earlier alerts")
+    for alert in told[-alerts:]:
+        lines += textwrap.wrap(printable(alert), COLUMNS - 2, initial_indent="! ", subsequent_indent="  ")
+    if not told:
+        lines.append("no drift")
+    return "\n".join(lines)
+
+
+def _row(sample: StepSample) -> str:
+    behind = f"{sample.behind * 100:+.0f} %" if sample.behind < 10 else f"×{sample.behind + 1:.0f}"
+    straggler = f"rank {sample.straggler} {behind}" if len(sample.own_s) > 1 else "one rank"
+    return (
+        f"{sample.step:9d}  {_time(sample.iteration_s)}  {_time(sample.predicted_iteration_s)}  "
+        f"{_time(sample.exposed_s)}  {_time(sample.predicted_exposed_s)}  {sample.overlap * 100:5.0f} %  {straggler}"
+    )
+
+
+def _time(seconds: float | None) -> str:
+    return f"{'–' if seconds is None else format_seconds(seconds):>9s}"

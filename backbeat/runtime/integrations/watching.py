@@ -1,0 +1,97 @@
+"""A watched job in the tools that people look at. Each library is imported only where it is used.
+
+Watch(model, to=[to_tensorboard(writer), to_wandb(run)])
+Trainer(callbacks=[lightning_watch(log="watch.jsonl")])        # Lightning
+watch_trainer(trainer, log="watch.jsonl")                      # Hugging Face, before trainer.train()
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from backbeat.errors import MissingPartError
+from backbeat.runtime.watch import Watch
+
+if TYPE_CHECKING:
+    from backbeat.report.drift import StepSample
+
+PACKAGES = ("lightning.pytorch", "pytorch_lightning")
+
+
+def scalars(sample: StepSample) -> dict[str, float]:
+    """What a dashboard draws; a prediction only where there is one."""
+    found = {
+        "backbeat/iteration_s": sample.iteration_s,
+        "backbeat/exposed_s": sample.exposed_s,
+        "backbeat/overlap": sample.overlap,
+        "backbeat/straggler_rank": float(sample.straggler),
+        "backbeat/straggler_behind": sample.behind,
+        "backbeat/predicted_iteration_s": sample.predicted_iteration_s,
+        "backbeat/predicted_exposed_s": sample.predicted_exposed_s,
+    }
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def to_tensorboard(writer: Any) -> Callable[[StepSample], None]:
+    """Into a `SummaryWriter`; alerts as text."""
+
+    def tell(sample: StepSample) -> None:
+        for name, value in scalars(sample).items():
+            writer.add_scalar(name, value, sample.step)
+        for alert in sample.alerts:
+            writer.add_text("backbeat/alert", alert, sample.step)
+
+    return tell
+
+
+def to_wandb(run: Any) -> Callable[[StepSample], None]:
+    """Into a run of Weights & Biases, with the wrapper's step as `backbeat/step`; alerts as its alerts."""
+
+    def tell(sample: StepSample) -> None:
+        # Without `step=`: W&B drops what comes with a smaller step than the loop's own.
+        run.log({"backbeat/step": sample.step, **scalars(sample)})
+        for alert in sample.alerts:
+            run.alert(title="backbeat", text=f"step {sample.step}: {alert}")
+
+    return tell
+
+
+def lightning_watch(package: str | None = None, **options: Any) -> Any:
+    """A callback for Lightning's Trainer with `strategy="backbeat"`; samples go to its loggers too. Takes `Watch`'s
+    options."""
+    names = [package] if package else [name for name in PACKAGES if importlib.util.find_spec(name.split(".")[0])]
+    if not names:
+        raise MissingPartError("lightning_watch needs Lightning: pip install lightning")
+    base: Any = importlib.import_module(f"{names[0]}.callbacks").Callback
+
+    class WatchCallback(base):  # type: ignore[misc]
+        def on_train_start(self, trainer: Any, module: Any) -> None:
+            def tell(sample: StepSample) -> None:
+                for logger in trainer.loggers:
+                    logger.log_metrics(scalars(sample), step=sample.step)
+
+            self.watch = Watch(trainer.strategy.model, **{**options, "to": [*options.get("to", ()), tell]})
+
+    return WatchCallback()
+
+
+def watch_trainer(trainer: Any, **options: Any) -> None:
+    """Watch what a Hugging Face Trainer trains within `planned(…)`; samples go into its logs too. Takes `Watch`'s
+    options."""
+    base: Any = importlib.import_module("transformers").TrainerCallback
+
+    def tell(sample: StepSample) -> None:
+        trainer.log(scalars(sample))
+
+    class TrainerWatch(base):  # type: ignore[misc]
+        watch: Watch | None = None
+
+        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            # The Trainer has wrapped the model only now.
+            if self.watch is None:
+                self.watch = Watch(trainer.model_wrapped, **{**options, "to": [*options.get("to", ()), tell]})
+
+    trainer.add_callback(TrainerWatch())

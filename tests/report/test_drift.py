@@ -1,0 +1,132 @@
+"""Drift: silent on stationary noise, told where a level moves, with the rank's name; the table has 80 columns."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from backbeat.errors import InputError
+from backbeat.report.drift import IN_A_ROW, LEARNT, Drift, StepSample
+from backbeat.report.watch_table import read_samples, watch_table
+
+NOISE = st.floats(0.0, 0.02)
+EVERY = 50
+
+
+def job(
+    seed: int,
+    noise: float,
+    *,
+    ranks: int = 6,
+    samples: int = 60,
+    slow: dict[int, float] | None = None,
+    since: int = 30,
+    link: float = 1.0,
+    predicted: bool = True,
+) -> list[StepSample]:
+    """A job whose ranks `slow` take longer, and whose link gives the share `link`, from a sample on."""
+    chance = random.Random(seed)
+
+    def noisy(value: float) -> float:
+        return value * max(chance.gauss(1.0, noise), 0.1)
+
+    made = []
+    for index in range(samples):
+        late = index >= since
+        factors = [(slow or {}).get(rank, 1.0) if late else 1.0 for rank in range(ranks)]
+        own = tuple(noisy(0.1 * factor) for factor in factors)
+        made.append(
+            StepSample(
+                step=(index + 1) * EVERY,
+                own_s=own,
+                iteration_s=max(own) + 0.01,
+                exposed_s=0.01,
+                span_s=0.05,
+                transfer_s=noisy(0.06 / (link if late else 1.0)),
+                predicted_transfer_s=0.06 if predicted else None,
+                predicted_iteration_s=0.11,
+            )
+        )
+    return made
+
+
+def alerts(samples: list[StepSample]) -> list[str]:
+    drift = Drift()
+    return [alert for sample in samples for alert in drift.after(sample)]
+
+
+@given(st.integers(0, 10**6), NOISE, st.integers(1, 9))
+@settings(deadline=None)
+def test_stationary_noise_is_no_drift(seed: int, noise: float, ranks: int) -> None:
+    assert alerts(job(seed, noise, ranks=ranks)) == []
+
+
+@given(st.integers(0, 10**6), NOISE, st.integers(2, 9), st.floats(1.25, 5.0), st.data())
+@settings(deadline=None)
+def test_a_slower_rank_is_named_with_its_step(
+    seed: int, noise: float, ranks: int, factor: float, data: st.DataObject
+) -> None:
+    rank = data.draw(st.integers(0, ranks - 1))
+    (found,) = alerts(job(seed, noise, ranks=ranks, slow={rank: factor}))
+    assert found.startswith(f"rank {rank} is ")
+    assert found.endswith(f"slower since step {31 * EVERY}")
+
+
+def test_the_words() -> None:
+    assert alerts(job(0, 0.0, slow={5: 1.08}, since=23)) == ["rank 5 is 8 % slower since step 1200"]
+    assert alerts(job(0, 0.0, link=0.6, since=23)) == ["the link gives 60 % of what was calibrated since step 1200"]
+    assert alerts(job(0, 0.0, link=0.6, predicted=False)) == [
+        "the link gives 60 % of what it gave before since step 1550"
+    ]
+    everyone = dict.fromkeys(range(6), 1.5)
+    assert alerts(job(0, 0.0, slow=everyone)) == ["every rank computes 50 % slower since step 1550"]
+
+
+def test_the_way_back_is_told_too() -> None:
+    again = [msgspec.structs.replace(one, step=one.step + 3000) for one in job(0, 0.0)]
+    found = alerts([*job(0, 0.0, slow={2: 1.3}), *again])
+    assert found == ["rank 2 is 30 % slower since step 1550", "rank 2 is as fast as the others again since step 3050"]
+
+
+def test_a_few_slow_samples_are_no_drift() -> None:
+    samples = job(0, 0.01)
+    outlier = samples[40]
+    own = (*outlier.own_s[:-1], 9.0)
+    for at in range(40, 40 + IN_A_ROW - 1):
+        samples[at] = msgspec.structs.replace(samples[at], own_s=own)
+    assert alerts(samples) == []
+
+
+def test_a_wrong_prediction_is_told_once() -> None:
+    samples = [msgspec.structs.replace(one, predicted_iteration_s=0.08) for one in job(0, 0.0)]
+    assert alerts(samples) == ["an iteration takes 110 ms, 38 % longer than the 80.0 ms predicted"]
+    assert alerts(samples[: LEARNT - 1]) == []
+
+
+def test_the_table_fits_a_terminal_and_reads_its_own_log(tmp_path: Path) -> None:
+    samples = [
+        msgspec.structs.replace(one, alerts=("rank 5 is 8 % slower since step 1200, " * 4,) if index > 50 else ())
+        for index, one in enumerate(job(1, 0.02, slow={5: 1234.0}))
+    ]
+    text = watch_table([msgspec.structs.replace(one, step=one.step * 10**5) for one in samples])
+    assert max(map(len, text.splitlines())) <= 80
+    assert "rank 5 ×12" in text
+    assert "3 earlier alerts" in text
+    log = tmp_path / "watch.jsonl"
+    log.write_bytes(b"\n".join(map(msgspec.json.encode, samples)) + b'\n{"step": 12')
+    assert read_samples(log) == samples
+    assert "no sample yet" in watch_table([])
+    assert "no drift" in watch_table(job(1, 0.0))
+
+
+def test_other_files_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="No such file"):
+        read_samples(tmp_path / "none.jsonl")
+    (tmp_path / "other.jsonl").write_text('{"a": 1}\n')
+    with pytest.raises(InputError, match="no log of a watched job"):
+        read_samples(tmp_path / "other.jsonl")

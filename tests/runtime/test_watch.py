@@ -1,0 +1,153 @@
+"""A watched job: samples on two ranks, its log, the command that shows it, and the tools it is told to."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from backbeat.errors import InputError
+from backbeat.report.drift import StepSample
+from backbeat.runtime import DistributedDataParallel
+from backbeat.runtime.integrations.watching import lightning_watch, scalars, to_tensorboard, to_wandb, watch_trainer
+from backbeat.runtime.watch import Watch
+
+JOB = """
+import sys, time
+import torch, torch.distributed as dist
+from torch import nn
+from backbeat.runtime import DistributedDataParallel
+from backbeat.runtime.watch import Watch
+
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+model = DistributedDataParallel(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)))
+watch = Watch(model, every=10, log=sys.argv[1])
+for step in range(40):
+    if dist.get_rank() == 1:
+        time.sleep(0.02)
+    model(torch.ones(2, 8)).sum().backward()
+dist.destroy_process_group()
+"""
+SAMPLE = StepSample(
+    step=100,
+    own_s=(0.1, 0.2),
+    iteration_s=0.25,
+    exposed_s=0.01,
+    span_s=0.04,
+    predicted_iteration_s=0.2,
+    alerts=("slow",),
+)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Any:
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    yield DistributedDataParallel(nn.Linear(4, 2))
+    dist.destroy_process_group()
+
+
+def test_two_ranks_name_the_straggler_in_a_log_that_the_command_shows(tmp_path: Path) -> None:
+    script, log = tmp_path / "job.py", tmp_path / "watch.jsonl"
+    script.write_text(JOB)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "COLUMNS": "80"}
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    subprocess.run([*torchrun, str(script), str(log)], env=environment, timeout=120, check=True, capture_output=True)
+    rows = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [row["step"] for row in rows] == [10, 20, 30, 40]
+    for row in rows:
+        assert row["own_s"][1] > 0.02
+        assert row["exposed_s"] <= row["iteration_s"]
+        assert row["transfer_s"] > 0
+    shown = subprocess.run(
+        [sys.executable, "-m", "backbeat", "watch", str(log)], env=environment, timeout=60, check=True,
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert re.search(r"^ +40 .*rank 1 [+×]", shown.stdout, re.MULTILINE)
+    assert max(map(len, shown.stdout.splitlines())) <= 80
+
+
+def test_samples_come_at_their_steps_and_nothing_is_timed_between(model: Any) -> None:
+    told: list[StepSample] = []
+    watch = Watch(model, every=20, to=[told.append])
+    timed = []
+    for _ in range(60):
+        timed.append(model.reducer.runner.context.recorder is not None)
+        model(torch.ones(2, 4)).sum().backward()
+    assert [sample.step for sample in told] == [20, 40, 60]
+    assert watch.last is told[-1]
+    assert [step for step, on in enumerate(timed, start=1) if on] == [*range(1, 9), 18, 19, 20, 38, 39, 40, 58, 59, 60]
+    del watch
+    model(torch.ones(2, 4)).sum().backward()
+    assert len(told) == 3
+
+
+def test_what_only_shows_the_job_does_not_end_it(model: Any, caplog: pytest.LogCaptureFixture) -> None:
+    def broken(_: StepSample) -> None:
+        raise OSError("no space left")
+
+    watch = Watch(model, every=10, to=[broken])
+    for _ in range(10):
+        model(torch.ones(2, 4)).sum().backward()
+    assert watch.last is not None
+    assert "step 10 is not shown: OSError: no space left" in caplog.text
+
+
+def test_what_cannot_be_watched_is_refused(model: Any) -> None:
+    with pytest.raises(InputError, match="Linear cannot be watched"):
+        Watch(nn.Linear(2, 2))
+    with pytest.raises(InputError, match="every is 3"):
+        Watch(model, every=3)
+
+
+def test_dashboards_get_figures_and_alerts() -> None:
+    wrote: list[Any] = []
+    writer = SimpleNamespace(
+        add_scalar=lambda name, value, step: wrote.append((name, value, step)),
+        add_text=lambda name, text, step: wrote.append((name, text, step)),
+    )
+    to_tensorboard(writer)(SAMPLE)
+    assert ("backbeat/straggler_rank", 1.0, 100) in wrote
+    assert ("backbeat/overlap", 0.75, 100) in wrote
+    assert wrote[-1] == ("backbeat/alert", "slow", 100)
+    logged: list[Any] = []
+    run = SimpleNamespace(log=logged.append, alert=lambda title, text: logged.append(text))
+    to_wandb(run)(SAMPLE)
+    assert logged == [{"backbeat/step": 100, **scalars(SAMPLE)}, "step 100: slow"]
+    assert "backbeat/predicted_exposed_s" not in scalars(SAMPLE)
+
+
+def test_lightning_gets_a_callback(model: Any) -> None:
+    pytest.importorskip("pytorch_lightning")
+    logged: list[Any] = []
+    logger = SimpleNamespace(log_metrics=lambda figures, step: logged.append((step, figures)))
+    callback = lightning_watch("pytorch_lightning", every=10)
+    trainer = SimpleNamespace(strategy=SimpleNamespace(model=model), loggers=[logger])
+    callback.on_train_start(trainer, model.module)
+    for _ in range(10):
+        model(torch.ones(2, 4)).sum().backward()
+    ((step, figures),) = logged
+    assert step == 10
+    assert figures["backbeat/iteration_s"] > 0
+
+
+def test_the_hugging_face_trainer_gets_a_callback(model: Any) -> None:
+    pytest.importorskip("transformers")
+    callbacks: list[Any] = []
+    logged: list[Any] = []
+    trainer = SimpleNamespace(model_wrapped=model, add_callback=callbacks.append, log=logged.append)
+    watch_trainer(trainer, every=10)
+    for _ in range(10):
+        callbacks[0].on_step_begin(None, None, None)
+        model(torch.ones(2, 4)).sum().backward()
+    assert [figures["backbeat/straggler_rank"] for figures in logged] == [0.0]
