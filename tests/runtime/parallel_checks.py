@@ -171,7 +171,7 @@ def a_candidate_that_fails_on_one_rank_is_dropped_on_all(ctx: Context) -> str:
     with mock.patch.dict(trials.TIMEOUT_S, gloo=5.0):
         taken = searched(ctx, ctx.build(Chain), loss)
     ((name, why),) = taken.dropped.items()
-    assert "of sharded" in name
+    assert "unit" in name
     assert why.startswith("rank ")
     assert any("rank 1 is full" in text for text in gathered(ctx, why))
     assert "was dropped" in taken.words

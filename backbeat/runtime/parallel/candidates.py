@@ -11,6 +11,7 @@ import torch
 from backbeat.errors import BackbeatError, InputError
 from backbeat.model import Plan
 from backbeat.model.files import decode, encode
+from backbeat.planners import BUDGETED
 from backbeat.planners import plan as make_plan
 from backbeat.units import format_seconds
 
@@ -88,11 +89,11 @@ def predicted_candidates(
 
     add("stock", "ddp", memory_bytes=memory_bytes)
     add("buckets", "best", communicators=communicators, memory_bytes=memory_bytes)
+    version = _release(torch.__version__)
     for strategy in UNITS:
-        budget = {"memory_bytes": memory_bytes} if strategy == "sharded" else {}
-        version = {"torch_version": _release(torch.__version__)} if strategy == "sharded" else {}
+        choices = {"memory_bytes": memory_bytes, "torch_version": version} if strategy in BUDGETED else {}
         if strategy != "hsdp" or 1 < network.topology.gpus_per_node < network.workers:
-            add("units", strategy, **budget, **version)
+            add("units", strategy, **choices)
     if compression:
         add("compressed", "compressed", communicators=communicators, memory_bytes=memory_bytes)
     fitting = [_plain(one) for one in found if _fits(one, memory_bytes) and _differs(one)]
