@@ -6,8 +6,8 @@ docs/how-to/predict.md. The rest follows the frameworks' documentation:
 - In backward Megatron hides the reduce-scatter (or all-reduce) of a column-parallel matrix's input gradient behind its
   weight gradient, and the gather of its input behind the input gradient (`tensor_overlap="backward"`). With
   --tp-comm-overlap all of them run in slices behind the products ("all"), as torchtitan's async TP does.
-- nanotron and DeepSpeed leave memory-bound operators to PyTorch, one kernel each. How much more these move (`unfused`)
-  is chosen on published rows of nanotron, and assumed of DeepSpeed; torchtitan compiles its layers.
+- nanotron, DeepSpeed and torchtitan (not compiled) leave memory-bound operators to PyTorch, one kernel each. How much
+  more these move (`unfused`) is chosen on published rows of nanotron, and assumed of the others.
 - `megatron-2021` is what the papers of 2021 and 2022 ran: no flash attention, no sequence parallelism or distributed
   optimizer unless the layout says so, gradients reduced after the last backward.
 """
@@ -39,6 +39,9 @@ class Conventions:
     """Where each updates its share (ZeRO 1 and more)."""
     tensor_overlap: TensorOverlap = "backward"
     flash_attention: bool = True
+    attention_share: float = 1.0
+    """Of the rate that torch's attention kernels reach: FlashAttention-2 has 35 % of an H100's peak (Shah et al.,
+    2024), where torch's newer kernels were measured at 60 %."""
     gradient_bytes: int = 4
     """Held on the device for each parameter."""
     accumulate_bytes: int = 0
@@ -112,6 +115,7 @@ CONVENTIONS = {
             replicated=REDUCTIONS["nanotron-zero0"],
             sharded=REDUCTIONS["nanotron"],
             tensor_overlap="none",
+            attention_share=0.6,
             unfused=4.0,
             gradient_bytes=6,
             accumulate_bytes=10,
@@ -138,7 +142,8 @@ CONVENTIONS = {
             replicated=REDUCTIONS["torch-ddp"],
             sharded=_FSDP,
             tensor_overlap="none",
-            gradient_bytes=4,
+            attention_share=0.6,
+            unfused=4.0,
             accumulate_bytes=12,
         ),
     )

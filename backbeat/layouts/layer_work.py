@@ -39,6 +39,9 @@ class PhaseSeconds:
             self.waiting + other.waiting,
         )
 
+    def slower_attention(self, share: float) -> PhaseSeconds:
+        return self if share == 1 else replace(self, attention=self.attention / share)
+
     def times(self, factor: float) -> PhaseSeconds:
         return PhaseSeconds(self.matmul * factor, self.attention * factor, self.memory * factor, self.waiting * factor)
 

@@ -14,6 +14,7 @@ from backbeat.layouts.transformer import Transformer
 
 if TYPE_CHECKING:
     from backbeat.cost.operator_model import OperatorModel
+    from backbeat.cost.operators import Work
     from backbeat.layouts.cluster import GpuCluster, Kind
     from backbeat.layouts.conventions import Conventions
     from backbeat.layouts.layout import Job, Layout
@@ -133,9 +134,8 @@ class StageTimer:
         recompute = self.layout.recompute
         again = forward if recompute == "full" else PhaseSeconds()
         if recompute == "selective":
-            again = seconds_of(work.core, self.operators).times(self.compute_factor)
-        matrices = forward.matmul
-        tensor = self._tensor(seconds_of(work.behind, self.operators).matmul * self.compute_factor, matrices, sparse)
+            again = self._seconds(work.core)
+        tensor = self._tensor(self._seconds(work.behind).matmul, forward.matmul, sparse)
         context = self._context(forward.attention, inputs.attention)
         expert = self._expert() if sparse else 0.0
         twice = 2 if recompute == "full" else 1
@@ -181,12 +181,15 @@ class StageTimer:
         return StageTimes(forward_s, input_s, weights.total, parts)
 
     def _compute(self, work: LayerWork) -> tuple[PhaseSeconds, PhaseSeconds, PhaseSeconds]:
-        factor = self.compute_factor
         return (
-            seconds_of(work.forward, self.operators, parameters=work.parameters).times(factor),
-            seconds_of(work.input, self.operators, backward=True, parameters=work.parameters).times(factor),
-            seconds_of(work.weight, self.operators, backward=True).times(factor),
+            self._seconds(work.forward, parameters=work.parameters),
+            self._seconds(work.input, backward=True, parameters=work.parameters),
+            self._seconds(work.weight, backward=True),
         )
+
+    def _seconds(self, works: list[Work], *, backward: bool = False, parameters: int = 0) -> PhaseSeconds:
+        found = seconds_of(works, self.operators, backward=backward, parameters=parameters)
+        return found.slower_attention(self.conventions.attention_share).times(self.compute_factor)
 
     def _group(self, kind: Kind, size: float) -> float:
         return self.cluster.waited_s(kind, size, self.layout.tp)

@@ -56,6 +56,18 @@ class NetworkBand(msgspec.Struct, frozen=True, kw_only=True):
     """T(N) on a busy cluster."""
     quiet_scaling_factor: float
     busy_scaling_factor: float
+    margin: float = 0.0
+    """How far iterations may lie beyond either edge for reasons other than the network, as a share."""
+
+    @property
+    def shortest_s(self) -> float:
+        """T(N) that a job may reach on a quiet cluster."""
+        return self.quiet_s * (1 - self.margin)
+
+    @property
+    def longest_s(self) -> float:
+        """T(N) to expect on a busy cluster."""
+        return self.busy_s * (1 + self.margin)
 
 
 class Prediction(msgspec.Struct, frozen=True, kw_only=True):

@@ -59,7 +59,9 @@ def units_line(
     if tokens is not None:
         rate = f"{format_count(tokens)} tokens/s"
     share = utilisation(prediction, profile)
-    parts = [f"{format_seconds(prediction.iteration_s)} a step", rate]
+    band = prediction.network_band
+    reach = f" ({format_seconds(band.shortest_s)} to {format_seconds(band.longest_s)})" if band is not None else ""
+    parts = [f"{format_seconds(prediction.iteration_s)} a step{reach}", rate]
     if price is not None:
         prices = costs(prediction, profile, price, epoch_samples)
         parts.extend(f"{format_money(money)} per {name}" for name, money in prices.items())

@@ -1,4 +1,5 @@
-"""The plan, running: a drop-in `DistributedDataParallel`, and sharded plans on torch's own `fully_shard`."""
+"""The plan, running: a drop-in `DistributedDataParallel`, sharded plans on torch's own `fully_shard`, and `parallelize`
+for whichever is faster."""
 
 from __future__ import annotations
 
@@ -22,6 +23,7 @@ from backbeat.runtime.reduce.wrapper import DistributedDataParallel
 from backbeat.runtime.watch import Watch
 
 if TYPE_CHECKING:
+    from backbeat.runtime.parallel.prepare import parallelize
     from backbeat.runtime.sharded.full_state import full_state_dict, load_full_state_dict
     from backbeat.runtime.sharded.shard import fully_shard
 
@@ -34,13 +36,19 @@ __all__ = [
     "full_state_dict",
     "fully_shard",
     "load_full_state_dict",
+    "parallelize",
 ]
 
-_SHARDED = {"fully_shard": "shard", "full_state_dict": "full_state", "load_full_state_dict": "full_state"}
+_LATER = {
+    "fully_shard": "sharded.shard",
+    "full_state_dict": "sharded.full_state",
+    "load_full_state_dict": "sharded.full_state",
+    "parallelize": "parallel.prepare",
+}
 
 
 def __getattr__(name: str) -> Any:
-    """What needs FSDP2 is imported when it is asked for: torch takes a second for that."""
-    if name not in _SHARDED:
+    """What needs FSDP2 or the planners is imported when it is asked for: torch takes a second for the first."""
+    if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.sharded.{_SHARDED[name]}"), name)
+    return getattr(importlib.import_module(f"{__name__}.{_LATER[name]}"), name)

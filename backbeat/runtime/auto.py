@@ -38,6 +38,8 @@ DRIFT = 0.5
 """Exposed time may move by this share of itself before the tuner plans anew."""
 DRIFT_FLOOR = 0.02
 """And by this share of an iteration, below which drift is noise."""
+WORTH_TELLING = 0.03
+"""Units are mentioned where they are predicted to save more than this share of an iteration."""
 WATCH_EVERY = 200
 CALIBRATE_S = 2.0
 CALIBRATE_BYTES = (4096, 65536, 524288, 2**20, 4 * 2**20, 16 * 2**20)
@@ -118,6 +120,8 @@ class Tuner:
             return
         profile = self._profile(timed, iteration)
         network = self._measure_network()
+        if self._auto and self._plans == 0:
+            self._tell_of_units(profile, network, iteration)
         text = share(reducer.communicators, f"plan/{self._plans}", self._make(profile, network))
         self._plans += 1
         if text.startswith("error: "):
@@ -263,6 +267,29 @@ class Tuner:
             return encode(made).decode()
         except BackbeatError as error:
             return f"error: {error}"
+
+    def _tell_of_units(self, profile: Profile, network: Network, iteration: float) -> None:
+        """What sharding may gain, which no change of buckets does; silent where it is not known or not much.
+
+        The update is left out: what is measured as such here may be a data loader's, which no sharding shortens.
+        """
+        if self._reducer.communicators.rank != 0:
+            return
+        from backbeat.planners import plan as make_plan
+
+        bare = msgspec.structs.replace(profile, update_s=0.0)
+        try:
+            now, units = (make_plan(bare, network, strategy).predicted for strategy in ("ddp", "zero2"))
+        except BackbeatError:
+            return
+        if now is None or units is None or not now.iteration_s or not units.iteration_s:
+            return
+        gain_s = now.iteration_s - units.iteration_s
+        if gain_s > WORTH_TELLING * iteration:
+            self._say(
+                f"sharded units are predicted to save {gain_s * 1e3:.2f} of {iteration * 1e3:.2f} ms an iteration: "
+                "parallelize(model, plan='auto', example=(batch, loss)) tries them"
+            )
 
     def _present_plan(self, profile: Profile, network: Network) -> Plan:
         """The buckets that run now as a plan, with their prediction."""

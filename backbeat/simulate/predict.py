@@ -22,6 +22,10 @@ from backbeat.units import format_bytes
 if TYPE_CHECKING:
     from backbeat.model import Network, Plan, Profile, Reduction
 
+_REPEATS = 0.05
+"""Runs of one job on other people's clusters differ by about this much, whatever the network does."""
+_ANALYTIC = 0.15
+"""How far compute may be off that is computed from shapes. validation/published says where both come from."""
 _NEGLIGIBLE = 0.02
 """Exposed time below this share of T(1) is not called a bottleneck."""
 
@@ -58,6 +62,7 @@ def predict(
             busy_s=busy_s,
             quiet_scaling_factor=found.single_s / quiet_s if quiet_s > 0 else 1.0,
             busy_scaling_factor=found.single_s / busy_s if busy_s > 0 else 1.0,
+            margin=_ANALYTIC if profile.analytic else _REPEATS,
         ),
     )
 

@@ -39,7 +39,9 @@ def take(browser: Any, address: str, name: str, height: int) -> None:
     page.goto(address)
     page.locator(".plot .main-svg").first.wait_for()
     page.wait_for_load_state("networkidle")
-    page.wait_for_timeout(2000)  # for the search of `best`, which the page starts when nothing moves
+    # The what-if page searches for `best` when nothing moves.
+    page.wait_for_function("() => !document.getElementById('controls') || document.body.dataset.thorough === 'true'")
+    page.wait_for_timeout(2000)
     page.screenshot(path=IMAGES / name)
     page.close()
     print(IMAGES / name)

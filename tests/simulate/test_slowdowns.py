@@ -76,10 +76,10 @@ def test_other_accelerators_by_their_shares_as_an_assumption() -> None:
     assert "scaled to the A100 by assumption" in found.notes[0]
 
 
-def test_one_node_of_a_cluster_talks_over_nvlink() -> None:
+def test_one_node_of_a_cluster_talks_over_its_switch() -> None:
     network = bb.Network.load("dgx-h100")
     assert "infiniband" in slowdown_of(on_gpu(), network.at(workers=64)).notes[0]
-    assert "nvlink" in slowdown_of(on_gpu(), network.at(workers=8)).notes[0]
+    assert "nvls" in slowdown_of(on_gpu(), network.at(workers=8)).notes[0]
 
 
 @given(st.floats(0, 1), st.floats(0, 1), st.floats(0, 1), shares)

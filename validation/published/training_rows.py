@@ -39,11 +39,10 @@ from validation.published.decoders import Shape
 
 HERE = Path(__file__).resolve().parent
 REPEATS = 0.05
-"""Repeats of one layout differ by some 4 % in the median on the cluster of the nanotron rows (26 % at the 90th
-percentile): a band of the network alone cannot hold what does not communicate. Added to either side of it."""
+"""The margin of a band where compute was measured, as predictions have it. Repeats of one layout differ by some 4 % in
+the median on the cluster of the nanotron rows (26 % at the 90th percentile)."""
 COMPUTE_ERROR = 0.15
-"""How far analytic compute may be off: added in its place where compute was not measured. On one node it was 6 to 18 %
-too fast in the half to develop on."""
+"""The margin where compute is analytic. On one node it was 6 to 18 % too fast in the half to develop on."""
 
 _LLAMA_1B = Shape(layers=16, hidden=2048, heads=32, ffn=8192, vocab=131072, sequence=4096, llama=True)
 SHAPES = {"nanotron/llama-1B": _LLAMA_1B, "nanotron/llama-3B": replace(_LLAMA_1B, layers=28, hidden=3072)}

@@ -1,10 +1,11 @@
 """Published FSDP training runs of MPT models, predicted from specifications and from their own 8-GPU runs.
 
-    python validation/sharded/published_mpt.py [--reported] [--blocks]
+    python validation/sharded/published_mpt.py [--reported] [--attention] [--blocks]
 
 The rows are MosaicML's benchmark tables (`validation/published/mosaicml_mpt_fsdp.csv`). Without `--reported` the half
 that `mpt_split.json` sets aside is not judged; with it, results are written to `published_mpt.json`. `--blocks`
-computes the blocks' times again (`mpt_blocks.json`), which takes minutes and torch.
+computes the blocks' times again (`mpt_blocks.json`), which takes minutes and torch; `--attention` finds the factors of
+the old attention on the half to develop on.
 
 Zero-shot: one block's analytic times, repeated, on links as specified; nothing measured. Calibrated: the same compute,
 scaled so that the 8-GPU row of the same model, sequence length, GPU and precision comes out as measured; rows on
@@ -18,7 +19,7 @@ import argparse
 import csv
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -132,9 +133,9 @@ class BlockTimes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def runs() -> list[Run]:
-    shapes = {row["model"]: row for row in csv.DictReader((PUBLISHED / "mosaicml_mpt_shapes.csv").open())}
+    shapes = {row["model"]: row for row in _table("mosaicml_mpt_shapes.csv")}
     found = []
-    for row in csv.DictReader((PUBLISHED / "mosaicml_mpt_fsdp.csv").open()):
+    for row in _table("mosaicml_mpt_fsdp.csv"):
         shape = shapes[row["model"]]
         found.append(
             Run(
@@ -156,6 +157,11 @@ def runs() -> list[Run]:
             )
         )
     return found
+
+
+def _table(name: str) -> Iterator[dict[str, str]]:
+    with (PUBLISHED / name).open() as lines:
+        yield from csv.DictReader(lines)
 
 
 @cache
@@ -331,10 +337,25 @@ def summary(results: dict[str, dict[str, Any]], rows: Sequence[Run]) -> list[dic
     return lines
 
 
-def judge(half: str) -> dict[str, Any]:
+def half_of(every: Sequence[Run], half: str) -> list[Run]:
     halves = json.loads((HERE / "mpt_split.json").read_text())["rows"]
+    return [run for run in every if halves[run.identity] == half]
+
+
+def old_attention(gpu: str) -> float:
+    """The factor with the least median error over the developed half's 8-GPU rows in bf16."""
+    rows = [run for run in half_of(runs(), "development") if run.gpus == 8 and run.precision != "amp_fp8"]
+    rows = [run for run in rows if GPUS[run.gpu][0] == gpu]
+
+    def off(factor: float) -> float:
+        return median(abs(predicted(run, attention=factor).iteration_s / run.measured_s - 1) for run in rows)
+
+    return min((tenths / 10 for tenths in range(10, 61)), key=off)
+
+
+def judge(half: str) -> dict[str, Any]:
     every = runs()
-    rows = [run for run in every if halves[run.identity] == half]
+    rows = half_of(every, half)
     one_node = [run for run in rows if run.gpus == 8]
     routes = {
         "several nodes, calibrated": calibrated(rows, every),
@@ -352,12 +373,15 @@ def judge(half: str) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--reported", action="store_true", help="judge the half that is set aside, and write results")
+    parser.add_argument("--attention", action="store_true", help="find the factors of the old attention")
     parser.add_argument("--blocks", action="store_true", help="compute the blocks' times again")
     given = parser.parse_args()
     if given.blocks:
         from validation.sharded.mpt_blocks import compute_blocks
 
         compute_blocks(runs(), BLOCKS)
+    if given.attention:
+        print({gpu: old_attention(gpu) for gpu in ATTENTION_2023})
     document = {}
     for half in ("development", "reported") if given.reported else ("development",):
         document[half] = judge(half)

@@ -1,0 +1,68 @@
+"""A plan of either kind on a plain model: buckets in the DDP wrapper, units by `fully_shard`."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from backbeat.errors import InputError
+from backbeat.runtime.reduce.settings import TorchDDP, check_model
+from backbeat.runtime.reduce.wrapper import DistributedDataParallel
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from backbeat.model import Plan
+
+NOTE = "parallelize "
+"""A plan that `parallelize` made has a note that begins so, and goes on with what it was made for."""
+_SHARDED = frozenset({"FullyShardedDataParallel", "FSDPModule"})
+
+
+def apply_plan(model: nn.Module, plan: Plan, *, group: Any = None, mesh: DeviceMesh | None = None) -> nn.Module:
+    """The model, running as the plan says. A model that is sharded is changed in place, one with buckets is wrapped."""
+    if plan.sharding is not None:
+        # torch takes a second to import it.
+        from backbeat.runtime.sharded.shard import fully_shard
+
+        return fully_shard(model, plan, mesh)
+    wrapped: nn.Module
+    if is_stock(plan):
+        wrapped = DistributedDataParallel(model, reducer="ddp", process_group=group)
+    else:
+        wrapped = DistributedDataParallel(model, plan=plan, process_group=group)
+    return wrapped
+
+
+def is_stock(plan: Plan) -> bool:
+    """Whether `parallelize` found torch's own DDP best: the plan is then only its prediction."""
+    return plan.strategy == "ddp" and plan.memory is None and made_for(plan) is not None
+
+
+def made_for(plan: Plan) -> dict[str, Any] | None:
+    """What `parallelize` made the plan for; None where it did not make it."""
+    note = next((note for note in plan.notes if note.startswith(NOTE)), None)
+    if note is None:
+        return None
+    found: dict[str, Any] = json.loads(note.removeprefix(NOTE))
+    return found
+
+
+def check_plain(model: nn.Module) -> None:
+    """Refuse a model that runs in parallel already."""
+    if not isinstance(model, nn.Module):
+        raise InputError(f"the model is a {type(model).__name__}: it must be a torch.nn.Module")
+    for name, module in model.named_modules():
+        place = f"module {name!r}" if name else "the model"
+        if isinstance(module, TorchDDP):
+            raise InputError(
+                f"{place} is wrapped in {type(module).__name__} already: give the plain model (model.module), before "
+                "its optimizer is made"
+            )
+        if any(base.__name__ in _SHARDED for base in type(module).__mro__):
+            raise InputError(f"{place} is sharded by FSDP already: parallelize takes a plain model, once")
+    check_model(model)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise InputError("no parameter of the model has requires_grad: there is nothing to train; unfreeze some")

@@ -1,0 +1,189 @@
+"""What could run a model in parallel, predicted; and which of those that were tried to take."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import msgspec
+import torch
+
+from backbeat.errors import BackbeatError, InputError
+from backbeat.model import Plan
+from backbeat.model.files import decode, encode
+from backbeat.planners import plan as make_plan
+from backbeat.units import format_seconds
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from typing import Any
+
+    from backbeat.model import Network, Profile
+
+KINDS = ("stock", "buckets", "units", "compressed")
+"""From the simplest to the one that changes most."""
+UNITS = ("zero2", "hsdp", "fsdp", "decoupled", "sharded")
+EQUAL = 0.01
+"""Times that differ by no more than this share are equal."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Candidate:
+    """A plan that may be taken."""
+
+    kind: str
+    plan: Plan
+
+    @property
+    def predicted_s(self) -> float:
+        predicted = self.plan.predicted
+        return (predicted.iteration_s if predicted is not None else None) or 0.0
+
+    @property
+    def bound_s(self) -> float:
+        predicted = self.plan.predicted
+        return (predicted.bound_s if predicted is not None else None) or 0.0
+
+    @property
+    def name(self) -> str:
+        """In words."""
+        plan = self.plan
+        if self.kind == "stock":
+            return "stock DDP"
+        recomputed = plan.memory is not None and any(one.action != "keep" for one in plan.memory.segments)
+        ending = " within the memory budget" if recomputed else ""
+        if plan.sharding is not None:
+            return f"{_count(len(plan.sharding.units), 'unit')} of {plan.strategy} on {plan.sharding.mesh}{ending}"
+        compressed = ", some compressed," if plan.compressed else ""
+        on = _count(plan.communicators, "communicator")
+        return f"{_count(len(plan.buckets), 'bucket')}{compressed} of {plan.strategy} on {on}{ending}"
+
+    def to_text(self) -> dict[str, Any]:
+        return {"kind": self.kind, "plan": encode(self.plan).decode()}
+
+    @classmethod
+    def from_text(cls, text: Mapping[str, Any]) -> Candidate:
+        return cls(kind=text["kind"], plan=decode(text["plan"].encode(), Plan, where="rank 0's plan"))
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def predicted_candidates(
+    profile: Profile, network: Network, *, memory_bytes: int | None, compression: bool, communicators: int | None
+) -> list[Candidate]:
+    """The best by prediction of each kind, stock DDP first. Raises where nothing fits the memory.
+
+    Kinds differ in what a prediction may have wrong, so that the best two of one kind say less than the best of two.
+    """
+    found: list[Candidate] = []
+    why: dict[str, str] = {}
+
+    def add(kind: str, strategy: str, **choices: Any) -> None:
+        try:
+            found.append(Candidate(kind=kind, plan=make_plan(profile, network, strategy, **choices)))
+        except BackbeatError as error:
+            why[strategy] = str(error)
+
+    add("stock", "ddp", memory_bytes=memory_bytes)
+    add("buckets", "best", communicators=communicators, memory_bytes=memory_bytes)
+    for strategy in UNITS:
+        budget = {"memory_bytes": memory_bytes} if strategy == "sharded" else {}
+        version = {"torch_version": _release(torch.__version__)} if strategy == "sharded" else {}
+        if strategy != "hsdp" or 1 < network.topology.gpus_per_node < network.workers:
+            add("units", strategy, **budget, **version)
+    if compression:
+        add("compressed", "compressed", communicators=communicators, memory_bytes=memory_bytes)
+    fitting = [_plain(one) for one in found if _fits(one, memory_bytes) and _differs(one)]
+    if not fitting:
+        raise InputError(
+            "; ".join(f"{strategy}: {why[strategy]}" for strategy in ("best", "sharded") if strategy in why)
+        )
+    best = {kind: min((one for one in fitting if one.kind == kind), key=_seconds, default=None) for kind in KINDS}
+    stock, planned = best["stock"], best["buckets"]
+    if stock is not None and planned is not None and stock.plan.buckets == planned.plan.buckets:
+        best["buckets"] = None
+    return [one for one in best.values() if one is not None]
+
+
+def _release(version: str) -> str:
+    """
+    >>> _release("2.13.0a0+git12")
+    '2.13'
+    """
+    return ".".join(version.split(".")[:2])
+
+
+def _seconds(candidate: Candidate) -> float:
+    return candidate.predicted_s
+
+
+def _fits(candidate: Candidate, memory_bytes: int | None) -> bool:
+    """Whether it keeps to the budget; stock DDP does only where all activations may be kept."""
+    plan = candidate.plan
+    if memory_bytes is None:
+        return True
+    if candidate.kind == "stock":
+        return plan.memory is None or all(one.action == "keep" for one in plan.memory.segments)
+    peak = plan.predicted.peak_bytes if plan.predicted is not None else None
+    return peak is None or peak <= memory_bytes
+
+
+def _plain(candidate: Candidate) -> Candidate:
+    """Stock DDP runs without a memory plan."""
+    if candidate.kind != "stock" or candidate.plan.memory is None:
+        return candidate
+    return Candidate(kind="stock", plan=msgspec.structs.replace(candidate.plan, memory=None))
+
+
+def _differs(candidate: Candidate) -> bool:
+    """Whether a plan that may compress does."""
+    return candidate.kind != "compressed" or candidate.plan.compressed
+
+
+def worth_trying(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Stock DDP and what may beat it; stock DDP alone where the bound leaves nothing to gain.
+
+    A plan that is predicted a little slower may still measure faster, so it is tried where there is anything to gain.
+    """
+    stock = next((one for one in candidates if one.kind == "stock"), None)
+    if stock is None:
+        return list(candidates)
+    others = [one for one in candidates if one is not stock]
+    gains = any(one.predicted_s < stock.predicted_s * (1 - EQUAL) for one in others)
+    if not gains and stock.predicted_s <= stock.bound_s * (1 + EQUAL):
+        return [stock]
+    return [stock, *(one for one in others if one.predicted_s < stock.predicted_s * (1 + 5 * EQUAL))]
+
+
+def simplest(candidates: Sequence[Candidate], seconds: Mapping[str, float], tolerance: float) -> Candidate:
+    """The simplest of those that are as fast as the fastest, within the tolerance."""
+    known = [one for one in candidates if one.name in seconds]
+    limit = min(seconds[one.name] for one in known) * (1 + max(tolerance, EQUAL))
+    equal = [one for one in known if seconds[one.name] <= limit]
+    return min(equal, key=lambda one: (KINDS.index(one.kind), seconds[one.name]))
+
+
+def in_words(taken: Candidate, seconds: Mapping[str, float], tolerance: float, how: str) -> str:
+    """The line that is printed: what was taken, what it gains over stock DDP, how far that is from the bound.
+
+    `seconds` of candidates, measured or predicted as `how` says.
+    """
+    found_s, stock_s = seconds[taken.name], seconds.get("stock DDP")
+    text = f"{taken.name}, {format_seconds(found_s)} a step {how}"
+    if taken.kind == "stock":
+        others = [name for name in seconds if name != taken.name]
+        best = min(others, key=lambda name: seconds[name], default=None)
+        if best is not None:
+            text += f"; {best} takes {format_seconds(seconds[best])}, no gain beyond {max(tolerance, EQUAL):.1%}"
+    elif stock_s is not None:
+        text += f", {stock_s / found_s:.2f} times as fast as stock DDP ({format_seconds(stock_s)})"
+    else:
+        text += "; stock DDP does not run here"
+    if taken.bound_s <= 0:
+        return text
+    over = found_s / taken.bound_s - 1
+    if taken.kind == "stock" and len(seconds) == 1 and over <= EQUAL:
+        return f"{text}; the bound leaves nothing to gain"
+    return f"{text}; {over:.0%} over the bound of {format_seconds(taken.bound_s)}"

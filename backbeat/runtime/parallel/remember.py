@@ -1,0 +1,117 @@
+"""The plan file that `plan="auto:FILE"` writes and reads: what its plan was made for, and whether that still holds."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import torch
+
+from backbeat.comm.clock import clock_for
+from backbeat.comm.machine import device_name
+from backbeat.errors import BackbeatError, InputError
+from backbeat.measure.model.batches import tensors_in
+from backbeat.model import Plan
+from backbeat.model.files import encode
+from backbeat.runtime.parallel.apply_plan import NOTE, made_for
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from backbeat.model import Network
+    from backbeat.runtime.parallel.together import Together
+    from backbeat.runtime.parallel.trials import ExampleStep
+
+logger = logging.getLogger("backbeat.runtime")
+
+PROBE_BYTES = 2**20
+PROBES = 9
+NETWORK_FACTOR = 2.0
+"""A message that takes so many times as long as it did, or as much less, says that the network is another."""
+
+
+def conditions(
+    model: nn.Module, example: ExampleStep, together: Together, network: Network | None, options: dict[str, Any]
+) -> dict[str, Any]:
+    """What a plan depends on, the same on every rank: rank 0's where ranks differ. Collective."""
+    return dict(
+        together.first(
+            {
+                "ranks": together.size,
+                "model": _digest(
+                    [type(model).__name__]
+                    + [
+                        f"{name} {tuple(one.shape)} {one.dtype} {one.requires_grad}"
+                        for name, one in model.named_parameters()
+                    ]
+                ),
+                "batch": _digest([f"{tuple(one.shape)} {one.dtype}" for one in tensors_in(example.batch)]),
+                "network": together.communicators.backend if network is None else _digest([encode(network).decode()]),
+                "device": device_name(example.device),
+                "torch": str(torch.__version__),
+                **options,
+            }
+        )
+    ) | {"message_s": _probe(together) if network is None else None}
+
+
+def remembered(path: str, now: dict[str, Any]) -> tuple[Plan | None, str]:
+    """The plan in the file, if it was made for the same; otherwise None and why. For rank 0."""
+    if not Path(path).exists():
+        return None, ""
+    try:
+        plan = Plan.load(path)
+    except BackbeatError as error:
+        return None, f"{path} cannot be read ({error})"
+    then = made_for(plan)
+    if then is None:
+        raise InputError(
+            f"{path} is a plan that parallelize did not make, and plan='auto:{path}' would write over it: name another "
+            f"file, or give plan={path!r} to run it"
+        )
+    differs = [key for key in now if key != "message_s" and now[key] != then.get(key)]
+    if differs:
+        return None, f"another {', '.join(differs)} than when {path} was made"
+    was, is_now = then.get("message_s"), now["message_s"]
+    if was and is_now and not 1 / NETWORK_FACTOR <= is_now / was <= NETWORK_FACTOR:
+        return None, f"another network than when {path} was made: a message takes {is_now / was:.2g} times as long"
+    return plan, ""
+
+
+def with_note(plan: Plan, now: dict[str, Any]) -> Plan:
+    """The plan, saying what it was made for."""
+    return msgspec.structs.replace(plan, notes=(*plan.notes, NOTE + json.dumps(now)))
+
+
+def save(plan: Plan, path: str) -> None:
+    """Write the plan; a run that cannot keep it goes on, and plans again next time."""
+    try:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        plan.save(path)
+    except (OSError, BackbeatError) as error:
+        logger.warning("the plan could not be written to %s, the next run makes it again: %s", path, error)
+
+
+def _digest(lines: list[str]) -> str:
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+
+def _probe(together: Together) -> float:
+    """What one message takes, the least of a few: enough to tell one network from another."""
+    clock, communicator = clock_for(together.device), together.communicators[0]
+    message = torch.zeros(PROBE_BYTES // 4, device=together.device)
+    communicator.all_reduce(message).wait()
+    seconds = []
+    for _ in range(PROBES):
+        clock.reserve(2)
+        begin = clock.mark()
+        communicator.all_reduce(message).wait()
+        end = clock.mark()
+        clock.synchronize()
+        seconds.append(clock.between(begin, end))
+    return float(median(together.every(min(seconds))))

@@ -1,0 +1,246 @@
+"""Candidates tried for some steps each, on copies of the model, taking turns.
+
+One candidate lives at a time, on process groups of its own. One that fails on any rank is dropped on all.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from backbeat.comm.clock import clock_for
+from backbeat.measure.model.optimizers import make_optimizer
+from backbeat.measure.model.precision import scaler_for
+from backbeat.measure.model.training_step import Loss, Training, where_raised
+from backbeat.runtime.parallel.apply_plan import apply_plan
+from backbeat.runtime.parallel.untouched import copy_of, free
+from backbeat.runtime.reduce.wrapper import DistributedDataParallel
+from backbeat.units import format_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import nn
+
+    from backbeat.model import Plan, Profile
+    from backbeat.runtime.parallel.candidates import Candidate
+    from backbeat.runtime.parallel.together import Together
+
+TURNS = 2
+WARMUP = 3
+"""Steps of a turn that are not timed: DDP forms its buckets anew after the first."""
+LEAST_STEPS, MOST_STEPS = 3, 10
+TIMEOUT_S = {"gloo": 10.0}
+"""A collective of a trial is given up after this long, or after twenty steps: what a failure on another rank costs
+where nothing else tells of it. NCCL has to be told (`Together.released`), and ends the process after this long."""
+_ANOTHER_TIMEOUT_S = 120.0
+
+MakeOptimizer = str | Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExampleStep:
+    """A training step to time."""
+
+    batch: Any
+    loss: Loss
+    optimizer: MakeOptimizer
+    precision: str
+    device: torch.device
+
+    def training(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Training:
+        return Training(
+            model=model,
+            batch=self.batch,
+            loss=self.loss,
+            optimizer=optimizer,
+            device=self.device,
+            precision=self.precision,
+            accumulation=1,
+            scaler=scaler_for(self.precision, self.device),
+            clock=clock_for(self.device),
+        )
+
+    def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        return make_optimizer(self.optimizer, trained) if isinstance(self.optimizer, str) else self.optimizer(trained)
+
+
+@dataclass(slots=True)
+class Trials:
+    """What came of trying, the same on every rank."""
+
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+    """A step of each candidate, one figure a turn."""
+    dropped: dict[str, str] = field(default_factory=dict)
+    """Why a candidate did not run."""
+
+    @property
+    def measured(self) -> dict[str, float]:
+        return {name: min(found) for name, found in self.seconds.items()}
+
+    @property
+    def repeatability(self) -> float:
+        """How far two turns of one candidate were apart, as a share: the median over candidates."""
+        apart = [max(found) / min(found) - 1 for found in self.seconds.values() if len(found) > 1]
+        return median(apart) if apart else 0.0
+
+
+def take_turns(
+    model: nn.Module,
+    candidates: Sequence[Candidate],
+    example: ExampleStep,
+    together: Together,
+    deadline_s: float,
+    say: Callable[[str], None],
+) -> Trials:
+    """Try every candidate, forwards and then backwards; rank 0 ends it when the time is over."""
+    trials = Trials()
+    for turn in range(TURNS):
+        order = [one for one in candidates if one.name not in trials.dropped]
+        rounds_left = len(order) * (TURNS - turn)
+        for place, candidate in enumerate(order if turn % 2 == 0 else order[::-1]):
+            left_s = deadline_s - time.monotonic()
+            steps = together.first(_steps(left_s / (rounds_left - place), candidate.predicted_s))
+            if steps == 0:
+                return trials
+            say(f"trying {candidate.name}, turn {turn + 1} of {TURNS}")
+            found = try_plan(model, candidate.plan, example, together, steps, candidate.predicted_s)
+            if isinstance(found, str):
+                trials.dropped[candidate.name] = found
+                trials.seconds.pop(candidate.name, None)
+                say(f"{candidate.name} is dropped: {found}")
+            else:
+                trials.seconds.setdefault(candidate.name, []).append(found)
+    return trials
+
+
+def _steps(seconds: float, step_s: float) -> int:
+    """How many steps fit after warming up; 0 where too few do. Preparing a copy is counted as two more.
+
+    >>> _steps(10.0, 0.1), _steps(1.2, 0.1), _steps(0.1, 0.1)
+    (10, 7, 0)
+    """
+    fitting = int(seconds / max(step_s, 1e-6) + 1e-9) - WARMUP - 2
+    return min(fitting, MOST_STEPS) if fitting >= LEAST_STEPS else 0
+
+
+def try_plan(
+    model: nn.Module, plan: Plan, example: ExampleStep, together: Together, steps: int, step_s: float = 0.0
+) -> float | str:
+    """Seconds of a step under the plan, the slowest rank's; or why it did not run, on one rank or all.
+
+    `step_s` is what a step was predicted to take.
+    """
+    copied: Any = None
+    error: str | None = None
+    try:
+        copied = copy_of(model)
+    except Exception as raised:
+        error = where_raised(raised)
+    found = together.failure(error)
+    seconds, order = 0.0, 0
+    if found is None:
+        timeout_s = max(TIMEOUT_S.get(together.communicators.backend, _ANOTHER_TIMEOUT_S), 20 * step_s)
+        groups = TrialGroups(plan, together.device, timedelta(seconds=timeout_s))
+        with together.released(groups.backends) as alarm:
+            try:
+                seconds = _train(copied, plan, example, steps, groups)
+            except Exception as raised:
+                error, order = where_raised(raised), alarm()
+                # What was raised holds the frames, and these the wrapper with its connections.
+                raised.__traceback__ = None
+            copied = None
+            if error is not None:
+                groups.close()
+            free(together.device)
+            found = together.failure(error, order)
+        groups.close()
+    copied = None
+    free(together.device)
+    return found if found is not None else float(max(together.every(seconds)))
+
+
+def _train(model: nn.Module, plan: Plan, example: ExampleStep, steps: int, groups: TrialGroups) -> float:
+    wrapped: Any = apply_plan(model, plan, group=groups.whole, mesh=groups.mesh)
+    if isinstance(wrapped, DistributedDataParallel):
+        groups.backends += wrapped.reducer.communicators.backends()
+    optimizer = example.make_optimizer(wrapped)
+    if plan.compressed:
+        wrapped.attach(optimizer, max_grad_norm=None)
+    training = example.training(wrapped, optimizer)
+    for _ in range(WARMUP):
+        training.iterate()
+    clock = training.clock
+    clock.reserve(5 * steps + 1)
+    marks = [*(training.iterate().begin for _ in range(steps)), clock.mark()]
+    clock.synchronize()
+    return median(clock.between(*pair) for pair in pairwise(marks))
+
+
+class TrialGroups:
+    """The process groups of one trial: a failure ends them, and not the job's."""
+
+    def __init__(self, plan: Plan, device: torch.device, timeout: timedelta) -> None:
+        self.whole: Any = None
+        self.mesh: DeviceMesh | None = None
+        mesh = plan.sharding.mesh if plan.sharding is not None else None
+        if mesh is not None and mesh.replicate > 1:
+            ranks = torch.arange(mesh.replicate * mesh.shard).view(mesh.replicate, mesh.shard)
+            self._groups = [
+                dist.new_subgroups_by_enumeration(one.tolist(), timeout=timeout)[0] for one in (ranks.t(), ranks)
+            ]
+            self.mesh = DeviceMesh.from_group(
+                self._groups, device.type, mesh=ranks, mesh_dim_names=("replicate", "shard")
+            )
+        else:
+            self.whole = dist.new_group(timeout=timeout)
+            self._groups = [self.whole]
+            if mesh is not None:
+                self.mesh = DeviceMesh.from_group(self.whole, device.type, mesh_dim_names=("shard",))
+        self.backends: list[Any] = [group._get_backend(device) for group in self._groups]
+        """The libraries' own objects."""
+
+    def close(self) -> None:
+        """Take the groups down, once; on gloo, ranks that still use them then raise."""
+        # Connections end with the last that holds them.
+        self.backends.clear()
+        self.whole = self.mesh = None
+        while self._groups:
+            dist.destroy_process_group(self._groups.pop())
+
+
+def room_for(profile: Profile, device: torch.device) -> str | None:
+    """Why there is no memory for a trained copy beside the model; None where there is."""
+    if profile.memory is None:
+        return None
+    need = profile.memory.peak_bytes or 2 * profile.memory.steady_bytes
+    have = _free_bytes(device)
+    if have is None or need * 1.1 <= have:
+        return None
+    return f"a copy in training takes {format_bytes(need)}, and {format_bytes(have)} are free"
+
+
+def _free_bytes(device: torch.device) -> int | None:
+    """Memory that this rank may take; None where the machine does not say."""
+    if device.type == "cuda":
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0]) + unused
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    kilobytes = next((int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")), None)
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+    return None if kilobytes is None else kilobytes * 1024 // ranks

@@ -1,0 +1,45 @@
+"""What measuring leaves as it was, beside the model, of which only copies are trained."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import random
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import nn
+
+
+@contextlib.contextmanager
+def untouched(device: torch.device) -> Iterator[None]:
+    """The random generators of Python, numpy, torch and the device leave as they came; memory goes back."""
+    python, numpy = random.getstate(), np.random.get_state()
+    devices = [device.index or 0] if device.type == "cuda" else []
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        free(device)
+
+
+def copy_of(model: nn.Module) -> nn.Module:
+    """A copy to train, without gradients."""
+    made = copy.deepcopy(model)
+    made.zero_grad(set_to_none=True)
+    return made
+
+
+def free(device: torch.device) -> None:
+    """Hand back what nobody holds any more."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

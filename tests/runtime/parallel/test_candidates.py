@@ -1,0 +1,100 @@
+"""Which candidate is taken, and what is said of it."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import backbeat as bb
+from backbeat.model import Bucket, Mesh, Plan, PlanPrediction, Sharding, ShardUnit
+from backbeat.runtime.parallel.candidates import KINDS, Candidate, predicted_candidates, simplest, worth_trying
+from backbeat.runtime.parallel.prepare import decide
+from backbeat.runtime.parallel.trials import Trials
+
+SHARDING = Sharding(
+    mesh=Mesh(replicate=1, shard=2),
+    param_dtype="fp32",
+    reduce_dtype="fp32",
+    reduce_scatter_buffers=1,
+    separate_reduce_scatter=False,
+    units=(ShardUnit(modules=("a",), reshard=True, prefetch=0),),
+)
+
+
+def candidate(kind: str, seconds: float = 1.0, bound_s: float = 0.5) -> Candidate:
+    predicted = PlanPrediction(iteration_s=seconds, bound_s=bound_s)
+    if kind == "units":
+        return Candidate(kind=kind, plan=Plan(strategy="fsdp", model="m", sharding=SHARDING, predicted=predicted))
+    bucket = Bucket(gradients=("a",), communicator=0)
+    plan = Plan(strategy=kind, model="m", communicators=1, buckets=(bucket,), predicted=predicted)
+    return Candidate(kind=kind, plan=plan)
+
+
+ALL = [candidate(kind) for kind in KINDS]
+
+
+@given(st.lists(st.floats(1e-3, 10), min_size=len(ALL), max_size=len(ALL)), st.floats(0, 0.5))
+def test_the_simplest_of_the_fastest(times: list[float], tolerance: float) -> None:
+    seconds = {one.name: time for one, time in zip(ALL, times, strict=True)}
+    taken = simplest(ALL, seconds, tolerance)
+    limit = min(times) * (1 + max(tolerance, 0.01))
+    assert seconds[taken.name] <= limit
+    assert all(seconds[one.name] > limit for one in ALL[: KINDS.index(taken.kind)])
+
+
+def test_nothing_is_tried_where_the_bound_leaves_nothing() -> None:
+    stock = candidate("stock", 1.0, bound_s=0.995)
+    assert worth_trying([stock, candidate("buckets", 0.995), candidate("units", 1.2)]) == [stock]
+    said = decide([stock], Trials(), None)
+    assert "the bound leaves nothing to gain" in said["words"]
+    # A shorter update is not in the bound of buckets.
+    units = candidate("units", 0.9)
+    assert worth_trying([stock, units]) == [stock, units]
+
+
+def test_measured_decides_over_predicted() -> None:
+    stock, buckets = candidate("stock", 1.0), candidate("buckets", 0.5)
+    trials = Trials(seconds={stock.name: [1.0, 1.02], buckets.name: [1.1, 1.1]})
+    said = decide([stock, buckets], trials, None)
+    assert said["words"].startswith("stock DDP, 1.00 s a step measured")
+    trials = Trials(seconds={stock.name: [1.0, 1.02], buckets.name: [0.8, 0.8]})
+    assert "1.25 times as fast as stock DDP (1.00 s)" in decide([stock, buckets], trials, None)["words"]
+
+
+def test_turns_that_differ_are_no_gain() -> None:
+    stock, buckets = candidate("stock"), candidate("buckets")
+    trials = Trials(seconds={stock.name: [1.0, 1.2], buckets.name: [0.9, 1.05]})
+    assert decide([stock, buckets], trials, None)["words"].startswith("stock DDP")
+
+
+def test_predictions_decide_where_not_all_were_tried() -> None:
+    stock, units = candidate("stock", 1.0), candidate("units", 0.5)
+    said = decide([stock, units], Trials(seconds={stock.name: [1.0]}), None)
+    assert "predicted (no time was left" in said["words"]
+    assert said["words"].startswith("1 unit of fsdp")
+    assert "predicted (full)" in decide([stock, units], Trials(), "full")["words"]
+
+
+def test_what_was_dropped_is_said() -> None:
+    stock, units = candidate("stock"), candidate("units")
+    trials = Trials(seconds={units.name: [1.0, 1.0]}, dropped={stock.name: "rank 1: full"})
+    words = decide([stock, units], trials, None)["words"]
+    assert "stock DDP does not run here" in words
+    assert "stock DDP was dropped, rank 1: full" in words
+    none = decide([stock], Trials(dropped={stock.name: "rank 1: full"}), None)
+    assert "nothing ran: stock DDP: rank 1: full" in none["error"]
+
+
+@pytest.mark.parametrize("memory_bytes", [None, 7 * 10**9])
+def test_the_best_of_each_kind(memory_bytes: int | None) -> None:
+    profile = bb.Profile.load("gpt2-b8-bf16-h200")
+    network = bb.Network.load("10gbe").at(workers=8)
+    found = predicted_candidates(profile, network, memory_bytes=memory_bytes, compression=True, communicators=None)
+    kinds = [one.kind for one in found]
+    assert kinds == [kind for kind in KINDS if kind in kinds]
+    assert "units" in kinds
+    assert ("stock" in kinds) == (memory_bytes is None)
+    assert all(Candidate.from_text(one.to_text()) == one for one in found)
+    if memory_bytes is not None:
+        assert all((one.plan.predicted.peak_bytes or 0) <= memory_bytes for one in found if one.plan.predicted)

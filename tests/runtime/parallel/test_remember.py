@@ -1,0 +1,68 @@
+"""A plan file that is read again, or made anew."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from test_candidates import candidate
+
+from backbeat.errors import InputError
+from backbeat.runtime.parallel.apply_plan import is_stock
+from backbeat.runtime.parallel.remember import remembered, save, with_note
+
+NOW: dict[str, Any] = {"ranks": 2, "model": "ab", "batch": "cd", "network": "gloo", "message_s": 1e-3}
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> str:
+    return str(tmp_path / "plans" / "run1.json")
+
+
+def test_read_again(path: str) -> None:
+    plan = with_note(candidate("buckets").plan, NOW)
+    save(plan, path)
+    assert remembered(path, {**NOW, "message_s": 1.5e-3}) == (plan, "")
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("ranks", 4, "another ranks"),
+        ("model", "xy", "another model"),
+        ("batch", "xy", "another batch"),
+        ("network", "nccl", "another network"),
+        ("message_s", 3e-3, "a message takes 3 times as long"),
+        ("message_s", 3e-4, "a message takes 0.3 times as long"),
+    ],
+)
+def test_made_anew(path: str, field: str, value: Any, said: str) -> None:
+    save(with_note(candidate("units").plan, NOW), path)
+    found, why = remembered(path, {**NOW, field: value})
+    assert found is None
+    assert said in why
+
+
+def test_no_file_a_broken_one_and_somebodys_own(path: str) -> None:
+    assert remembered(path, NOW) == (None, "")
+    save(candidate("buckets").plan, path)
+    with pytest.raises(InputError, match="did not make"):
+        remembered(path, NOW)
+    Path(path).write_text("{")
+    found, why = remembered(path, NOW)
+    assert found is None
+    assert "cannot be read" in why
+
+
+def test_a_file_that_cannot_be_written_is_no_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").write_text("")
+    save(candidate("buckets").plan, str(tmp_path / "file" / "plan.json"))
+    assert "could not be written" in caplog.text
+
+
+def test_stock_ddp_is_what_parallelize_found() -> None:
+    plan = msgspec.structs.replace(candidate("stock").plan, strategy="ddp")
+    assert not is_stock(plan)
+    assert is_stock(with_note(plan, NOW))

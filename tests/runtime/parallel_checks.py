@@ -1,0 +1,264 @@
+"""`parallelize` on several ranks: plans of either kind, what `auto` leaves as it was, and candidates that fail."""
+
+from __future__ import annotations
+
+import copy
+import random
+import tempfile
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from rank_asserts import raises
+from scenario_rig import Context, registry, small_plan
+from sharded_checks import Chain, loss_of, plan_of, tokens
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+from backbeat.comm.communicators import Communicators
+from backbeat.errors import InputError
+from backbeat.model import CollectiveTimes, Network
+from backbeat.runtime import DistributedDataParallel, fully_shard, parallelize
+from backbeat.runtime.parallel import candidates, prepare, remember, trials
+from backbeat.runtime.parallel.candidates import Candidate
+from backbeat.runtime.parallel.together import Together
+from backbeat.runtime.parallel.trials import ExampleStep, try_plan
+from backbeat.runtime.reduce import failures
+
+CHECKS, check = registry("parallelize_")
+
+
+def slow(ctx: Context) -> Network:
+    """So slow that every kind of plan is predicted to gain over stock DDP."""
+    times = CollectiveTimes(alpha_s=1e-3, beta_s_per_byte=1e-6)
+    return Network(name="slow", workers=ctx.size, all_reduce=times, backend="gloo")
+
+
+class Noisy(Chain):
+    """Draws from every generator, has buffers, and counts its forwards."""
+
+    def __init__(self) -> None:
+        super().__init__(norm=True)
+        self.forwards = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.forwards += 1
+        scale = 1 + 1e-3 * (random.random() + float(np.random.rand()))
+        return nn.functional.dropout(super().forward(x), 0.1) * scale
+
+
+def searched(ctx: Context, model: nn.Module, loss: Any = loss_of, **options: Any) -> prepare.Taken:
+    """Every kind is tried, whatever is predicted."""
+    chosen = {"path": "", "memory_bytes": None, "compression": False, "network": slow(ctx), "budget_s": 20.0}
+    with mock.patch.object(prepare, "worth_trying", list):
+        return prepare.ParallelSearch(model, example(ctx, loss), **{**chosen, **options}).run()
+
+
+def example(ctx: Context, loss: Any = loss_of) -> ExampleStep:
+    batch = tokens(ctx, 0)
+    return ExampleStep(batch=batch, loss=loss, optimizer="sgd", precision="fp32", device=ctx.device)
+
+
+def gathered(ctx: Context, value: Any) -> list[Any]:
+    found: list[Any] = [None] * ctx.size
+    dist.all_gather_object(found, value)
+    return found
+
+
+def losses(ctx: Context, model: nn.Module, steps: int = 4) -> list[float]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = []
+    for step in range(steps):
+        loss = loss_of(model, tokens(ctx, step))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found
+
+
+@check
+def takes_a_file_of_either_kind(ctx: Context) -> None:
+    plain = ctx.build(Chain)
+    stock = losses(ctx, TorchDDP(copy.deepcopy(plain)))
+    with tempfile.TemporaryDirectory() as folder:
+        small_plan(plain).save(Path(folder) / "buckets.json")
+        model = parallelize(copy.deepcopy(plain), str(Path(folder) / "buckets.json"))
+        assert isinstance(model, DistributedDataParallel)
+        assert losses(ctx, model) == stock
+        plan_of(ctx).save(Path(folder) / "units.json")
+        model = parallelize(copy.deepcopy(plain), Path(folder) / "units.json")
+        assert isinstance(model, FSDPModule)
+        torch.testing.assert_close(losses(ctx, model), stock)
+
+
+@check
+def auto_leaves_everything_as_it_was(ctx: Context) -> str:
+    model: Any = ctx.build(Noisy)
+    loss_of(model, tokens(ctx, 9)).backward()
+    forwards = model.forwards
+    torch.manual_seed(ctx.rank)
+    before = copy.deepcopy((model.state_dict(), [one.grad for one in model.parameters()]))
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    taken = searched(ctx, model)
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert random.getstate() == states[1]
+    for now, then in zip(np.random.get_state(), states[2], strict=True):
+        assert np.array_equal(now, then)
+    after = (model.state_dict(), [one.grad for one in model.parameters()])
+    torch.testing.assert_close(after, before, rtol=0, atol=0)
+    assert model.forwards == forwards
+    assert type(model) is Noisy
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    assert len(set(gathered(ctx, (taken.plan, taken.words)))) == 1
+    return taken.words
+
+
+@check
+def auto_trains_as_stock_ddp(ctx: Context) -> str:
+    """With buckets of whatever kind, bit for bit."""
+    plain = ctx.build(Chain)
+    stock = losses(ctx, TorchDDP(copy.deepcopy(plain)))
+    # The network itself, measured.
+    model = parallelize(plain, "auto", example=(tokens(ctx, 0), loss_of), optimizer="sgd", budget_s=8.0)
+    found = losses(ctx, model)
+    if isinstance(model, FSDPModule):
+        torch.testing.assert_close(found, stock)
+    else:
+        assert found == stock
+    return type(model).__name__
+
+
+@check
+def auto_keeps_its_plan(ctx: Context) -> None:
+    model = ctx.build(Chain)
+    with tempfile.TemporaryDirectory() as folder:
+        path = str(Path(gathered(ctx, folder)[0]) / "plans" / "run1.json")
+        with mock.patch.object(remember, "NETWORK_FACTOR", 1e9), mock.patch.object(trials, "TURNS", 1):
+            first = searched(ctx, model, path=path, network=None, budget_s=8.0)
+            again = mock.Mock(side_effect=AssertionError("measured again"))
+            with mock.patch.object(prepare, "measure", again):
+                second = searched(ctx, model, path=path, network=None)
+                assert second.plan == first.plan
+                assert "as " in second.words
+                said = raises(InputError, lambda: searched(ctx, ctx.build(lambda: Chain(5)), path=path, network=None))
+                assert "measured again" in said
+                # A file that cannot be read is made again, one that is somebody's own is not written over.
+                dist.barrier()
+                Path(path).write_text("{")
+                dist.barrier()
+                said = raises(InputError, lambda: searched(ctx, model, path=path, network=None))
+                assert "measured again" in said
+                dist.barrier()
+                small_plan(model).save(path)
+                dist.barrier()
+                raises(InputError, lambda: searched(ctx, model, path=path), "did not make")
+        dist.barrier()
+
+
+@check
+def a_candidate_that_fails_on_one_rank_is_dropped_on_all(ctx: Context) -> str:
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        found = loss_of(model, batch)
+        if isinstance(model, FSDPModule) and ctx.rank == 1:
+            raise MemoryError("rank 1 is full")
+        return found
+
+    with mock.patch.dict(trials.TIMEOUT_S, gloo=5.0):
+        taken = searched(ctx, ctx.build(Chain), loss)
+    ((name, why),) = taken.dropped.items()
+    assert "of sharded" in name
+    assert why.startswith("rank ")
+    assert any("rank 1 is full" in text for text in gathered(ctx, why))
+    assert "was dropped" in taken.words
+    assert taken.plan.sharding is None
+    assert len(set(gathered(ctx, (taken.plan, taken.words)))) == 1
+    return taken.words
+
+
+@check
+def a_backward_that_fails_ends_the_trial(ctx: Context) -> str:
+    """In the wrapper, while the other rank waits for buckets; a later trial runs."""
+    fail = [True]
+
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        found = loss_of(model, batch)
+        if fail[0] and ctx.rank == 0:
+            found.register_hook(_raise)
+        return found
+
+    model = ctx.build(Chain)
+    world: Any = dist.group.WORLD
+    together = Together(Communicators(world, ctx.device, 1))
+    # The rank whose trial ended does not answer: it is not waited for long.
+    with mock.patch.multiple(failures, POLL_S=0.2, ANSWER_S=1.0), mock.patch.dict(trials.TIMEOUT_S, gloo=4.0):
+        said = try_plan(model, small_plan(model), example(ctx, loss), together, 3)
+    assert isinstance(said, str)
+    fail[0] = False
+    for plan in (small_plan(model), plan_of(ctx, replicate=ctx.size)):
+        assert isinstance(try_plan(model, plan, example(ctx, loss), together, 3), float)
+    return said
+
+
+def _raise(_: torch.Tensor) -> None:
+    raise ValueError("backward broke")
+
+
+@check
+def without_room_it_goes_by_prediction(ctx: Context) -> str:
+    full = "there is no room" if ctx.rank == 1 else None
+    with mock.patch.object(prepare, "room_for", return_value=full):
+        taken = searched(ctx, ctx.build(Chain))
+    assert "predicted (rank 1: there is no room)" in taken.words, taken.words
+    return taken.words
+
+
+@check
+def within_memory_and_compressed(ctx: Context) -> str:
+    model = ctx.build(Chain)
+    raises(InputError, lambda: searched(ctx, model, memory_bytes=1000), "too small")
+    with mock.patch.object(prepare, "room_for", return_value="full"):
+        taken = searched(ctx, model, memory_bytes=10**9, compression=True)
+    assert "stock DDP" in taken.words
+    parallelized: Any = prepare.apply_plan(model, taken.plan)
+    if taken.plan.sharding is None:
+        parallelized.attach(torch.optim.SGD(parallelized.parameters(), lr=0.1), max_grad_norm=None)
+    return taken.words
+
+
+@check
+def an_example_that_fails_on_one_rank_raises_on_all(ctx: Context) -> None:
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        if ctx.rank == 1:
+            raise ValueError("no such batch")
+        return loss_of(model, batch)
+
+    said = raises(InputError, lambda: searched(ctx, ctx.build(Chain), loss), "rank 1: ")
+    assert "no such batch" in said
+
+
+@check
+def refusals(ctx: Context) -> None:
+    plain = ctx.build(Chain)
+    sharded = fully_shard(ctx.build(Chain), plan_of(ctx))
+    pair = (tokens(ctx, 0), loss_of)
+    for given, options, match in (
+        (TorchDDP(ctx.build(Chain)), {}, "wrapped in DistributedDataParallel already"),
+        (nn.Sequential(TorchDDP(ctx.build(Chain))), {}, "module '0' is wrapped"),
+        (sharded, {}, "sharded by FSDP already"),
+        (ctx.build(Chain).requires_grad_(False), {}, "requires_grad"),
+        (plain, {}, "give example=(batch, loss)"),
+        (plain, {"example": tokens(ctx, 0)}, "give example=(batch, loss)"),
+        (plain, {"plan": "auto:", "example": pair}, "without a file"),
+        (plain, {"plan": "fsdp"}, "is a strategy"),
+        (plain, {"plan": "outo"}, "did you mean 'auto'"),
+        (plain, {"example": pair, "compression": "yes"}, "must be 'allow'"),
+        (plain, {"example": pair, "budget_s": 0}, "above zero"),
+        (plain, {"example": pair, "memory": "0GB"}, "above zero"),
+    ):
+        raises(InputError, lambda given=given, options=options: parallelize(given, **options), match)
+    assert candidates.KINDS[0] == Candidate(kind="stock", plan=small_plan(plain)).kind
