@@ -265,7 +265,11 @@ class Faults:
             file.write_bytes(good.replace(b".weight", b".kernel"))
         try:
             rank, words = self.kill()
-            return rank, [*self._named("plan"), *words]
+            # On every rank, before the file is good again: ranks that read different ones would not agree.
+            self._job.until(
+                lambda: len(self._job.said("plan")) >= len(self._job.agents), "every rank's word on the plan"
+            )
+            return rank, [*self._job.said("plan"), *words]
         finally:
             file.write_bytes(good)
 
@@ -478,6 +482,7 @@ def main() -> int:
     parser.add_argument("--step-ms", type=float, default=15, help="Computing that a step stands for.")
     parser.add_argument("--patience", type=float, default=180, help="Seconds without progress that count as a hang.")
     parser.add_argument("-o", "--output", type=Path, default=Path("build/soak"))
+    torch.set_num_threads(1)
     return soak(parser.parse_args())
 
 
