@@ -161,14 +161,16 @@ def _show(
     reduce_dtype: str | None,
     accumulation: int | None,
 ) -> None:
+    from textwrap import indent
+
     import msgspec
 
     from backbeat.api import predict
     from backbeat.cli.common import console, print_json, prose, say
     from backbeat.cli.predict_output import doubts
     from backbeat.report.device_memory import device_fit
-    from backbeat.report.sharding_answer import indented, lines_to_write
     from backbeat.report.tables import describe, over_bound, plan_table, scaling_range
+    from backbeat.report.ways import lines_to_write
     from backbeat.units import format_seconds
 
     if output is not None:
@@ -209,7 +211,7 @@ def _show(
         prose(out, line)
     if made.sharding is not None:
         out.print()
-        prose(out, f"In the training script:\n{indented(lines_to_write(str(output or 'plan.json')))}")
+        prose(out, f"In the training script:\n{indent(lines_to_write(str(output or 'plan.json')), '  ')}")
 
 
 def _show_sharding(out: Console, one: Profile, made: Plan, result: Prediction, accumulation: int | None) -> None:

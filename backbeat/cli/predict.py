@@ -65,10 +65,11 @@ def predict(
     """Predict how the job scales, what limits it and what it costs, and say what to do."""
     from backbeat.cli.common import console, load_network, plan_options, print_json, size, split
     from backbeat.cli.predict_output import Asked, content, show
-    from backbeat.cli.predict_sharded import is_sharded, sharded_strategies, sharding_answer, show_sharded, with_peaks
+    from backbeat.cli.predict_sharded import at_most_workers, is_sharded, sharded_strategies, show_sharded, ways_of
     from backbeat.model import Plan, Profile
     from backbeat.model.reduction import reduction_named
     from backbeat.planners import BUCKETED
+    from backbeat.report.ways import work_headline
     from backbeat.simulate import strong_scaling
     from backbeat.units import parse_price, parse_workers
 
@@ -138,7 +139,7 @@ def predict(
     if json:
         data = content(one, cluster, rows, asked, schedules)
         if sharded:
-            data["headline"] = sharding_answer(one, with_peaks(one, rows, schedules, asked)).headline()
+            data["headline"] = work_headline(at_most_workers(ways_of(one, rows, schedules, asked)))
         print_json(data)
     elif sharded and not wide and not frameworks:
         show_sharded(console(), one, cluster, rows, schedules, asked)

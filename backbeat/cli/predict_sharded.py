@@ -5,18 +5,16 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from backbeat.cli.common import prose
 from backbeat.cli.predict_output import command_for, doubts, fits_of, sent_by, title_of
 from backbeat.cost.accelerators import accelerator
 from backbeat.model import Plan
 from backbeat.planners import SHARDED
-from backbeat.report.device_memory import device_fit
+from backbeat.report.device_memory import DeviceFit, device_fit
 from backbeat.report.limits import limit
 from backbeat.report.running_cost import units_line
-from backbeat.report.sharding_answer import ShardingAnswer, at_most_workers
 from backbeat.report.sharding_tables import strategies_table
+from backbeat.report.ways import Way, chosen_way, way_decision, way_sentences, work_headline
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -41,25 +39,22 @@ def sharded_strategies(profile: Profile, network: Network, counts: list[int]) ->
     return ["fsdp", *([f"hsdp:{node}"] if groups else []), "sharded"]
 
 
-def with_peaks(profile: Profile, rows: list[Prediction], schedules: list[Schedule], asked: Asked) -> list[Prediction]:
+def ways_of(profile: Profile, rows: list[Prediction], schedules: list[Schedule], asked: Asked) -> list[Way]:
     """Every row with what it takes of the device's memory; under DDP that does not depend on the workers."""
-    fits = fits_of(profile, asked, schedules, rows)
-    return [
-        row
-        if row.peak_bytes is not None or row.strategy not in fits
-        else msgspec.structs.replace(row, peak_bytes=fits[row.strategy].peak_bytes)
-        for row in rows
-    ]
+    device, fits = accelerator(profile.device), fits_of(profile, asked, schedules, rows)
+    plans = {schedule.strategy: schedule for schedule in schedules if isinstance(schedule, Plan)}
+
+    def fit(row: Prediction) -> DeviceFit | None:
+        if device is None or row.peak_bytes is None:
+            return fits.get(row.strategy)
+        return DeviceFit(peak_bytes=row.peak_bytes, device=device.name, device_bytes=device.memory_bytes)
+
+    return [Way(label=row.strategy, plan=plans.get(row.strategy), prediction=row, fit=fit(row)) for row in rows]
 
 
-def sharding_answer(profile: Profile, rows: list[Prediction]) -> ShardingAnswer:
-    """At the largest number of workers."""
-    device = accelerator(profile.device)
-    return ShardingAnswer(
-        rows=at_most_workers(rows),
-        device=device.name if device else None,
-        device_bytes=device.memory_bytes if device else None,
-    )
+def at_most_workers(ways: list[Way]) -> list[Way]:
+    most = max(way.prediction.workers for way in ways)
+    return [way for way in ways if way.prediction.workers == most]
 
 
 def show_sharded(
@@ -71,20 +66,21 @@ def show_sharded(
     asked: Asked,
 ) -> None:
     """The answer in 80 columns, which ends in a decision and the lines to write."""
-    rows = with_peaks(profile, rows, schedules, asked)
-    answer = sharding_answer(profile, rows)
-    chosen = answer.chosen
+    every = ways_of(profile, rows, schedules, asked)
+    ways = at_most_workers(every)
+    taken = chosen_way(ways)
     prose(out, title_of(profile, network, asked))
     out.print()
-    prose(out, answer.headline())
+    prose(out, work_headline(ways))
     out.print()
-    out.print(strategies_table(rows, answer.fits))
+    out.print(strategies_table(every))
     out.print()
-    if chosen is not None:
+    if taken is not None:
+        chosen = taken.prediction
         figures = units_line(chosen, profile, price=asked.price, epoch_samples=asked.epoch_samples)
         prose(out, f"At {chosen.workers} GPU{'' if chosen.workers == 1 else 's'} with {chosen.strategy}: {figures}.")
         prose(out, f"Limit: {limit(chosen, sent_by(profile, asked), reduce_dtype=asked.reduce_dtype)}")
-        for line in (*answer.compared(), *doubts(chosen, network, profile)):
+        for line in (*way_sentences(ways), *doubts(chosen, network, profile)):
             prose(out, line)
         out.print()
-    prose(out, answer.decision(partial(command_for, profile, asked)))
+    prose(out, way_decision(ways, partial(command_for, profile, asked)))

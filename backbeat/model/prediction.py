@@ -14,6 +14,10 @@ class Span(msgspec.Struct, frozen=True):
     end_s: float
     bytes: int = 0
 
+    @property
+    def carries_gradients(self) -> bool:
+        return self.lane != "compute" and self.name != "buffers"
+
 
 class Breakdown(msgspec.Struct, frozen=True, kw_only=True):
     """Where the exposed time comes from. The parts add up to it."""

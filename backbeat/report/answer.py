@@ -12,7 +12,7 @@ from backbeat.report.limits import limit
 from backbeat.report.running_cost import units_line
 from backbeat.report.study import STOCK, Study
 from backbeat.report.tables import fastest, format_number, gpu_hours, over_bound, scaling_range, work_range
-from backbeat.report.ways import chosen_way, way_code, way_headline, way_words
+from backbeat.report.ways import chosen_way, lines_to_write, way_headline, way_sentences
 from backbeat.simulate.sweep import knee
 from backbeat.units import format_seconds
 
@@ -332,10 +332,14 @@ def _all_actions(
         gradients = (_KEEP,)
     if not study.ways:
         return gradients
+    code = ""
+    if taken is not None and taken.sharded:
+        made = f"# once, on any machine:\n{way_command(taken.label)}"
+        code = f"{made}\n\n# in the training script:\n{lines_to_write('plan.json')}"
     holding = Action(
         title=f"DDP, FSDP or HSDP? {way_headline(study.ways)}",
-        text=way_words(study.ways),
-        code=way_code(taken, way_command(taken.label)) if taken is not None and taken.sharded else "",
+        text=" ".join(way_sentences(study.ways)),
+        code=code,
     )
     return (*gradients, holding)
 

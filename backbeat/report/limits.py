@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from backbeat.model import Gradient, Prediction, Profile
-from backbeat.report.figures.timeline import carries_gradients
 from backbeat.simulate.sweep import knee
 from backbeat.units import format_bytes
 
@@ -58,7 +57,7 @@ def limit(prediction: Prediction, profile: Profile, *, reduce_dtype: str | None 
 
 def late_tensor(prediction: Prediction, profile: Profile) -> Gradient | None:
     """The one gradient that is ready last and makes up most of what is sent last."""
-    sent = [span for span in prediction.timeline if carries_gradients(span)]
+    sent = [span for span in prediction.timeline if span.carries_gradients]
     if not sent:
         return None
     after = (1 - _LAST) * profile.gradients[-1].ready_s

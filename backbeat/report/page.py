@@ -60,7 +60,7 @@ def timelines(study: Study, *, most: int = _FEWER_BARS[0]) -> list[Timeline]:
     its own prediction."""
     found = [study.timeline(label, most=most) for label, prediction in study.at_top.items() if prediction.timeline]
     for way in study.ways:
-        if way.label not in study.curves:
+        if way.plan is not None and way.label not in study.curves:
             found.append(timeline(way.label, by_collective(way.prediction.timeline, way.plan), most=most))
     for one, how, spans in study.seen():
         found.append(timeline(f"{one.origin}: {one.label}, {how}", spans, one.buckets, most=most))

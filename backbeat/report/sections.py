@@ -13,7 +13,7 @@ from backbeat.report.figures.exposed import PARTS
 from backbeat.report.limits import knee_sentence
 from backbeat.report.study import STOCK, Study
 from backbeat.report.tables import gpu_hours, over_bound, scaling_range
-from backbeat.report.ways import Way, way_headline, way_words
+from backbeat.report.ways import Way, way_headline, way_sentences
 from backbeat.simulate.sharded_course import memory_course
 from backbeat.units import format_bytes, format_seconds
 
@@ -168,7 +168,7 @@ def ways_section(study: Study) -> Section | None:
         for way in study.ways
     ]
     headings = ["strategy", "way", "fits", "peak", "iteration", "scaling", "samples/s", "exposed", "limited by"]
-    words = f"{way_headline(study.ways)} {way_words(study.ways)}"
+    words = " ".join([way_headline(study.ways), *way_sentences(study.ways)])
     return Section(
         anchor="sharding",
         title="DDP, FSDP or HSDP?",
@@ -213,6 +213,8 @@ def step_memories(study: Study, budget: int | None = None) -> list[StepMemory]:
     network = study.network.at(workers=study.top)
 
     def of(way: Way) -> StepMemory | None:
+        if way.plan is None:
+            return None
         levels = memory_course(study.profile, network, way.plan, micro_batches=study.profile.accumulation)
         limit = budget or (way.fit.device_bytes if way.fit is not None else None)
         return figures.step_memory(way.label, levels, limit) if levels else None

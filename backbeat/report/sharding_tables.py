@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 from typing import NamedTuple
 
 from rich.table import Table
 
-from backbeat.model import Plan, Prediction, Profile
+from backbeat.model import Plan, Profile
 from backbeat.model.sharding import DTYPE_BYTES
 from backbeat.report.tables import plain_table, scaling_range
+from backbeat.report.ways import Way
 from backbeat.simulate.sharded_memory import ShardedMemory
 from backbeat.simulate.sharded_units import ROOT, chain_of
 from backbeat.units import format_bytes, format_seconds, printable
@@ -81,23 +82,24 @@ def memory_table(held: ShardedMemory) -> Table:
     return table
 
 
-def strategies_table(rows: Sequence[Prediction], fits: Callable[[Prediction], bool]) -> Table:
+def strategies_table(ways: Sequence[Way]) -> Table:
     """One row for each strategy and number of GPUs. Where the network has a band, it takes the place of samples/s."""
     table = plain_table()
-    ranged = any(map(scaling_range, rows))
+    ranged = any(scaling_range(way.prediction) for way in ways)
     rate = "busy–quiet" if ranged else "samples/s"
     for heading in ("GPUs", "strategy", "step", "scaling", rate, "memory", "fits", "limited by"):
         table.add_column(heading, justify="left" if heading in ("strategy", "fits", "limited by") else "right")
     before = None
-    for row in rows:
+    for way in ways:
+        row = way.prediction
         table.add_row(
             "" if row.workers == before else f"{row.workers}{'*' if row.extrapolated else ''}",
             printable(row.strategy),
             format_seconds(row.iteration_s),
             f"{row.scaling_factor:.1%}",
             scaling_range(row) if ranged else f"{row.samples_per_s:,.0f}",
-            "" if row.peak_bytes is None else format_bytes(row.peak_bytes),
-            "" if row.peak_bytes is None else "yes" if fits(row) else "no",
+            "" if way.peak_bytes is None else format_bytes(way.peak_bytes),
+            "" if way.peak_bytes is None else "yes" if way.fits else "no",
             row.bottleneck,
         )
         before = row.workers

@@ -11,7 +11,6 @@ from rich.table import Table
 
 from backbeat.model import Network, Plan, Prediction, Profile
 from backbeat.model.source import Source
-from backbeat.report.figures.timeline import carries_gradients
 from backbeat.units import format_bytes, format_seconds, printable
 
 SAME = 5e-4
@@ -219,7 +218,7 @@ def _broken(name: str) -> str:
 
 def plan_table(plan: Plan, result: Prediction) -> Table:
     """The buckets of a plan with when they travel."""
-    spans = [span for span in result.timeline if carries_gradients(span)]
+    spans = [span for span in result.timeline if span.carries_gradients]
     count = len(plan.buckets)
     title = f"{count} bucket{'' if count == 1 else 's'} in launch order"
     if plan.sharding is not None:

@@ -1,22 +1,35 @@
-"""DDP, FSDP or HSDP? The ways to hold a model on many GPUs: which of them fit, how fast each is, which one to take."""
+"""DDP, FSDP or HSDP? The ways to hold a model on many GPUs: which of them fit, how fast each is, which one to take and
+what to write for it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from textwrap import indent
 
 from backbeat.errors import InputError
 from backbeat.model import Network, Plan, Prediction, Profile
-from backbeat.planners import propose
+from backbeat.planners import SHARDED, propose
+from backbeat.planners.best import SIMPLER_WITHIN
 from backbeat.report.device_memory import DeviceFit, device_fit
+from backbeat.report.tables import SAME, work_range
 from backbeat.simulate import predict
 from backbeat.simulate.sharded_units import ModelPieces, repeated
 from backbeat.units import format_bytes, format_seconds
 
-SIMPLER_WITHIN = 0.01
-"""Of two ways whose times are closer than this, the simpler one."""
 _MOST_PLANNED = 128
 """Units; for more the planner takes too long to be run unasked."""
+_WORDS = {
+    "ddp": "DDP",
+    "best": "DDP with planned buckets",
+    "fsdp": "FSDP",
+    "hsdp": "HSDP",
+    "zero1": "ZeRO-1",
+    "zero2": "ZeRO-2",
+    "decoupled": "planned ZeRO-2",
+    "sharded": "planned sharding",
+}
+"""What people call each strategy, the simplest first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +37,9 @@ class Way:
     """One way, at one number of workers."""
 
     label: str
-    plan: Plan
+    """The strategy's name, or a plan's."""
+    plan: Plan | None
+    """None where only its prediction is at hand."""
     prediction: Prediction
     fit: DeviceFit | None
     """None where nobody knows the profile's memory or the device's."""
@@ -34,24 +49,37 @@ class Way:
         return self.fit is None or self.fit.fits
 
     @property
+    def peak_bytes(self) -> int | None:
+        return self.prediction.peak_bytes if self.fit is None else self.fit.peak_bytes
+
+    @property
     def sharded(self) -> bool:
-        return self.plan.sharding is not None
+        return self._kind in SHARDED if self.plan is None else self.plan.sharding is not None
 
     @property
     def name(self) -> str:
-        """What people call it."""
-        if self.plan.sharding is None:
-            return "DDP"
-        mesh = self.plan.sharding.mesh
-        copies = f"HSDP ({mesh.shard} shards, {mesh.replicate} copies)"
-        kind = self.label.partition(":")[0]
-        whole = "FSDP" if mesh.replicate == 1 else copies
-        return {"zero1": "ZeRO-1", "zero2": "ZeRO-2", "sharded": f"planned {whole}"}.get(kind, whole)
+        """What people call it; a plan with a name of its own keeps that."""
+        shards = self.label.partition(":")[2]
+        if self._kind not in _WORDS or not (shards or "0").isdecimal():
+            return self.label
+        if self.plan is not None and self.plan.sharding is not None and self.plan.sharding.mesh.replicate > 1:
+            shards = str(self.plan.sharding.mesh.shard)
+        return _WORDS[self._kind] + (f" in groups of {shards}" if shards else "")
+
+    @property
+    def simplicity(self) -> int:
+        """The less, the simpler; buckets planned by any name are like those of `best`."""
+        like = "sharded" if self.sharded else "best"
+        return list(_WORDS).index(self._kind if self._kind in _WORDS else like)
+
+    @property
+    def _kind(self) -> str:
+        return self.label.partition(":")[0]
 
 
 def way_labels(profile: Profile, network: Network) -> list[str]:
-    """The strategies to weigh on this network, the simplest first. HSDP is that of whole nodes. A model without
-    repeated blocks has no units: then there is nothing to weigh."""
+    """The strategies to weigh on this network. HSDP is that of whole nodes. A model without repeated blocks has no
+    units: then there is nothing to weigh."""
     units = len(repeated([piece.name for piece in ModelPieces.of(profile).pieces if piece.elements]))
     if not units:
         return []
@@ -84,69 +112,105 @@ def find_ways(
 
 
 def chosen_way(ways: Sequence[Way]) -> Way | None:
-    """The simplest within 1 % of the fastest that fits; None where none does."""
+    """The simplest within 1 % of the fastest that fits, of two as simple the faster; None where none fits."""
     fitting = [way for way in ways if way.fits]
-    least = min((way.prediction.iteration_s for way in fitting), default=0.0)
-    return next((way for way in fitting if way.prediction.iteration_s <= least * (1 + SIMPLER_WITHIN)), None)
+    limit = min((way.prediction.iteration_s for way in fitting), default=0.0) * (1 + SIMPLER_WITHIN)
+    close = [way for way in fitting if way.prediction.iteration_s <= limit]
+    return min(close, key=lambda way: (way.simplicity, way.prediction.iteration_s), default=None)
 
 
 def way_headline(ways: Sequence[Way]) -> str:
     """DDP, FSDP or HSDP, in one line."""
     taken = chosen_way(ways)
-    if taken is None:
-        return "None of them fits: recompute or offload activations, shard over more GPUs or take a smaller batch."
-    return f"{_capital(taken.name)}: {_figures(taken)}."
+    return _nothing_fits(ways) if taken is None else f"{_capital(taken.name)}: {_step(taken)}{_memory(taken)}."
 
 
-def way_words(ways: Sequence[Way]) -> str:
-    """Why, each way in a sentence."""
+def work_headline(ways: Sequence[Way]) -> str:
+    """What does not fit, and how many GPUs' work is done with the way taken."""
     taken = chosen_way(ways)
-    sentences = []
-    for way in ways:
-        if way is taken:
-            continue
-        if not way.fits:
-            sentences.append(f"{_capital(way.name)} does not fit: it needs {_needs(way)}.")
-            continue
-        against = "" if taken is None else _against(way, taken)
-        sentences.append(f"{_capital(way.name)} takes {_figures(way)}{against}.")
-    if ways and ways[0].fit is None:
-        sentences.append("Whether they fit is not known: the profile or the device's entry has no memory figures.")
-    return " ".join(sentences)
+    if taken is None:
+        return _nothing_fits(ways)
+    large = [way.name for way in ways if not way.fits]
+    said = f"{' and '.join(large)} {'do' if len(large) > 1 else 'does'} not fit. " if large else ""
+    low, high = work_range(taken.prediction)
+    work = f"{low} to {high}, from a busy cluster to a quiet one" if low != high else low
+    do = "does" if taken.prediction.workers == 1 else "do"
+    memory = f",{_memory(taken)}" if taken.peak_bytes else ""
+    return f"{said}With {taken.name}, {_gpus(taken)} {do} the work of {work}{memory}."
 
 
-def way_code(way: Way, command: str, plan_file: str = "plan.json") -> str:
-    """The lines to write. `command` makes the plan; empty where it is there already."""
-    if not way.sharded:
-        return "model = torch.nn.parallel.DistributedDataParallel(model)"
-    made = f"# once, on any machine:\n{command}\n\n" if command else ""
+def way_sentences(ways: Sequence[Way]) -> list[str]:
+    """Why: every other way beside the one taken."""
+    taken = chosen_way(ways)
+    said = [_against(way, taken) for way in ways if way is not taken]
+    if ways and all(way.fit is None for way in ways):
+        said.append("Whether they fit is not known: the profile or the device's entry has no memory figures.")
+    return said
+
+
+def way_decision(ways: Sequence[Way], command: Callable[[Prediction], str], file: str = "plan.json") -> str:
+    """What to do, with the lines to write; `command` makes the plan."""
+    taken = chosen_way(ways)
+    if taken is None:
+        return "Decision: make it fit first."
+    stock = next((way for way in ways if way.label == "fsdp" and way.fits), None)
+    more = 0.0 if stock is None else _slower(stock, taken)
+    gain = f", {more:.1%} faster than FSDP with a unit for each block" if more >= SAME else ""
+    if taken.label == "ddp":
+        return f"Decision: no need to shard: keep stock DDP{gain}."
+    made = indent(command(taken.prediction), "  ")
+    if not taken.sharded:
+        return f"Decision: no need to shard: run {taken.name}{gain}.\n{made}"
     return (
-        f"{made}# in the training script, before the optimizer is made:\n"
-        "from backbeat.runtime import fully_shard\n"
-        f'fully_shard(model, plan="{plan_file}")   # torch\'s own FSDP2, unit by unit'
+        f"Decision: {taken.name} on {_gpus(taken)}{gain}. Write the plan, then in the training script:\n"
+        f"{made}\n{indent(lines_to_write(file), '  ')}"
     )
 
 
-def _figures(way: Way) -> str:
-    took = f"{format_seconds(way.prediction.iteration_s)} a step"
-    return took if way.fit is None else f"{took} in {_memory(way)}"
+def lines_to_write(file: str) -> str:
+    """How a sharded plan is run."""
+    return (
+        "from backbeat.runtime import fully_shard\n"
+        f'fully_shard(model, plan="{file}")\n'
+        "optimizer = torch.optim.AdamW(model.parameters())    # after sharding"
+    )
+
+
+def _nothing_fits(ways: Sequence[Way]) -> str:
+    least = min(ways, key=lambda way: way.peak_bytes or 0)
+    assert least.fit is not None
+    return (
+        f"Nothing fits one {least.fit.device} of {format_bytes(least.fit.device_bytes)}: {least.name} takes least, "
+        f"{format_bytes(least.fit.peak_bytes)}. Take more GPUs, a smaller batch, or `backbeat plan --strategy sharded "
+        "--memory`, which recomputes."
+    )
+
+
+def _against(way: Way, taken: Way | None) -> str:
+    name = _capital(way.name)
+    if taken is None or not way.fits:
+        return f"{name} needs{_memory(way).removeprefix(' in')}: too much."
+    slower = _slower(way, taken)
+    pace = f"{abs(slower):.1%} {'slower' if slower > 0 else 'faster, for more to set up'}"
+    fits = "" if way.fit is None else "fits and "
+    return f"{name} {fits}is {'as fast' if abs(slower) < SAME else pace} ({_step(way)})."
+
+
+def _slower(way: Way, than: Way) -> float:
+    return way.prediction.iteration_s / than.prediction.iteration_s - 1
+
+
+def _step(way: Way) -> str:
+    return f"{format_seconds(way.prediction.iteration_s)} a step"
 
 
 def _memory(way: Way) -> str:
-    assert way.fit is not None
-    return f"{format_bytes(way.fit.peak_bytes)} of {format_bytes(way.fit.device_bytes)}"
+    whole = "" if way.fit is None else f" of the {format_bytes(way.fit.device_bytes)} of one {way.fit.device}"
+    return f" in {format_bytes(way.peak_bytes)}{whole}" if way.peak_bytes else ""
 
 
-def _needs(way: Way) -> str:
-    assert way.fit is not None
-    return f"{format_bytes(way.fit.peak_bytes)} and there are {format_bytes(way.fit.device_bytes)}"
-
-
-def _against(way: Way, taken: Way) -> str:
-    change = way.prediction.iteration_s / taken.prediction.iteration_s - 1
-    if abs(change) < 5e-4:
-        return ", as long"
-    return f", {abs(change):.1%} {'longer' if change > 0 else 'less, for more to set up'}"
+def _gpus(way: Way) -> str:
+    return f"{way.prediction.workers} GPU{'' if way.prediction.workers == 1 else 's'}"
 
 
 def _capital(name: str) -> str:

@@ -19,7 +19,7 @@ from backbeat.report.draw_timeline import timeline_parts
 from backbeat.report.page import timelines
 from backbeat.report.sections import step_memories
 from backbeat.report.study import STOCK, Study, instead_of_ddp, labelled_study
-from backbeat.report.ways import chosen_way, way_headline, way_words
+from backbeat.report.ways import chosen_way, way_headline, way_sentences
 from backbeat.report.whatif_inputs import scaled_network
 from backbeat.simulate import at_batch
 from backbeat.simulate.batch import sibling
@@ -133,7 +133,7 @@ def respond(state: State, library: Library, *, thorough: bool = False) -> dict[s
         ],
         "figures": drawings,
         "timelines": timeline_parts(shown),
-        "ways": f"{way_headline(study.ways)} {way_words(study.ways)}" if study.ways else "",
+        "ways": " ".join([way_headline(study.ways), *way_sentences(study.ways)]) if study.ways else "",
         "memories": {one.label: draw_sharded.step_memory(one) for one in memories},
         "way": taken.label if taken is not None and taken.sharded else memories[0].label if memories else "",
         "pair": [STOCK, study.best_label if study.best_label != STOCK else shown[-1].label],

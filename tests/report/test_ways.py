@@ -4,18 +4,33 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import backbeat as bb
+from backbeat.planners.best import SIMPLER_WITHIN
 from backbeat.report.answer import answer
 from backbeat.report.device_memory import DeviceFit
 from backbeat.report.page import PageSettings, report
 from backbeat.report.sections import sections, step_memories
 from backbeat.report.study import Study, study
-from backbeat.report.ways import Way, chosen_way, find_ways, way_code, way_headline, way_labels, way_words
+from backbeat.report.ways import (
+    Way,
+    chosen_way,
+    find_ways,
+    lines_to_write,
+    way_decision,
+    way_headline,
+    way_labels,
+    way_sentences,
+    work_headline,
+)
 from tests.problems import affine, make_profile
 
 LABELS = ["ddp", "fsdp", "hsdp:8", "zero2"]
+SIMPLEST_FIRST = ["ddp", "best", "fsdp", "hsdp:8", "zero1", "zero2", "decoupled", "sharded"]
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +55,15 @@ def test_each_way_is_what_predict_says(ways: tuple[Way, ...]) -> None:
     assert [way.label for way in ways] == LABELS
     for way in ways:
         assert way.prediction.iteration_s == bb.predict(profile, network, way.label).iteration_s
-    assert [way.name for way in ways] == ["DDP", "FSDP", "HSDP (8 shards, 8 copies)", "ZeRO-2"]
+    assert [way.name for way in ways] == ["DDP", "FSDP", "HSDP in groups of 8", "ZeRO-2"]
+
+
+def test_a_plan_of_a_file_keeps_its_name_and_shards_as_it_says(ways: tuple[Way, ...]) -> None:
+    for label in ("mine", "hsdp:8 (plan.json)", "fsdp (C:/plan.json)"):
+        named = [replace(way, label=label) for way in ways]
+        assert {way.name for way in named} == {label}
+        assert [way.sharded for way in named] == [way.sharded for way in ways]
+    assert [replace(way, plan=None).name for way in ways] == [way.name for way in ways]
 
 
 def test_the_fastest_that_fits_is_taken_and_the_simpler_of_two_alike(ways: tuple[Way, ...]) -> None:
@@ -54,21 +77,51 @@ def test_the_fastest_that_fits_is_taken_and_the_simpler_of_two_alike(ways: tuple
     assert chosen_way([needing(way, 101) for way in ways]) is None
 
 
+@given(
+    times=st.lists(st.floats(1.0, 1.03), min_size=len(SIMPLEST_FIRST), max_size=len(SIMPLEST_FIRST)),
+    peaks=st.lists(st.sampled_from([99, 101]), min_size=len(SIMPLEST_FIRST), max_size=len(SIMPLEST_FIRST)),
+    order=st.permutations(range(len(SIMPLEST_FIRST))),
+)
+def test_the_choice_is_the_simplest_within_1_percent_however_they_are_listed(
+    ways: tuple[Way, ...], times: list[float], peaks: list[int], order: list[int]
+) -> None:
+    row = ways[0].prediction
+    listed = [
+        needing(Way(label=label, plan=None, prediction=msgspec.structs.replace(row, iteration_s=time), fit=None), peak)
+        for label, time, peak in zip(SIMPLEST_FIRST, times, peaks, strict=True)
+    ]
+    fitting = [way for way in listed if way.fits]
+    limit = min((way.prediction.iteration_s for way in fitting), default=0.0) * (1 + SIMPLER_WITHIN)
+    expected = next((way for way in fitting if way.prediction.iteration_s <= limit), None)
+    assert chosen_way([listed[place] for place in order]) is expected
+
+
 def test_the_words_name_what_does_not_fit_and_how_much_longer_others_take(ways: tuple[Way, ...]) -> None:
     one = [needing(ways[0], 182), *(needing(way, 40) for way in ways[1:])]
-    assert way_headline(one).endswith("in 40 B of 100 B.")
-    assert "DDP does not fit: it needs 182 B and there are 100 B." in way_words(one)
-    assert way_words(one).count(" longer.") == 2
-    assert way_headline([needing(way, 101) for way in ways]).startswith("None of them fits")
+    assert way_headline(one).endswith("in 40 B of the 100 B of one H200.")
+    assert work_headline(one).startswith("DDP does not fit. With HSDP in groups of 8, 64 GPUs do the work of ")
+    assert work_headline(one).endswith(", in 40 B of the 100 B of one H200.")
+    assert "DDP needs 182 B of the 100 B of one H200: too much." in way_sentences(one)
+    assert sum(" slower (" in said for said in way_sentences(one)) == 2
+    large = [needing(way, 101 + place) for place, way in enumerate(ways)]
+    assert way_headline(large).startswith("Nothing fits one H200 of 100 B: DDP takes least, 101 B.")
+    assert work_headline(large) == way_headline(large)
     unknown = [replace(way, fit=None) for way in ways]
-    assert "Whether they fit is not known" in way_words(unknown)
+    assert "Whether they fit is not known" in way_sentences(unknown)[-1]
+    assert not any("fits and" in said for said in way_sentences(unknown))
 
 
 def test_the_lines_to_write(ways: tuple[Way, ...]) -> None:
-    assert way_code(ways[0], "") == "model = torch.nn.parallel.DistributedDataParallel(model)"
-    code = way_code(ways[2], "backbeat plan A B --strategy hsdp:8 -o plan.json")
-    assert "backbeat plan A B --strategy hsdp:8 -o plan.json" in code
-    assert 'fully_shard(model, plan="plan.json")' in code
+    def command(row: bb.Prediction) -> str:
+        return f"backbeat plan A B --strategy {row.strategy} -o plan.json"
+
+    assert 'fully_shard(model, plan="mine.json")' in lines_to_write("mine.json")
+    assert way_decision(ways[:1], command) == "Decision: no need to shard: keep stock DDP."
+    assert way_decision([needing(ways[0], 101)], command) == "Decision: make it fit first."
+    said = way_decision([replace(ways[2], plan=None)], command)
+    assert said.startswith("Decision: HSDP in groups of 8 on 64 GPUs. Write the plan, then in the training script:\n")
+    assert "\n  backbeat plan A B --strategy hsdp:8 -o plan.json\n" in said
+    assert '\n  fully_shard(model, plan="plan.json")\n' in said
 
 
 def test_hsdp_is_weighed_where_nodes_are_whole_and_nothing_where_nothing_repeats() -> None:
@@ -87,7 +140,7 @@ def test_where_ddp_does_not_fit_fsdp_is_compared_and_advised(llama: Study) -> No
     assert "stock DDP does not fit" in said.headline
     assert [action.title.partition("?")[0] for action in said.actions] == ["DDP, FSDP or HSDP"]
     assert "fully_shard(model" in said.actions[0].code
-    assert "DDP does not fit" in said.actions[0].text
+    assert "DDP needs 182 GB of the 141 GB of one H200: too much." in said.actions[0].text
     assert {one.label for one in said.worth} == {"fsdp"}
 
 

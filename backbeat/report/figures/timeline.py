@@ -126,16 +126,12 @@ def lane_order(lane: str) -> tuple[int, int, str]:
     return 2, int(number) if number.isdecimal() else 10**6, lane
 
 
-def carries_gradients(span: Span) -> bool:
-    return span.lane != "compute" and span.name != "buffers"
-
-
 def with_gradients(spans: Sequence[Span], buckets: Sequence[Sequence[str]]) -> Iterator[tuple[Span, Sequence[str]]]:
     """Each span with the gradients it carries; with none where `buckets` are not of these spans."""
-    known = len(buckets) == sum(carries_gradients(span) for span in spans)
+    known = len(buckets) == sum(span.carries_gradients for span in spans)
     names = iter(buckets if known else ())
     for span in spans:
-        yield span, next(names, ()) if carries_gradients(span) else ()
+        yield span, next(names, ()) if span.carries_gradients else ()
 
 
 def describe_names(names: Sequence[str]) -> str:
