@@ -83,4 +83,6 @@ def show_sharded(
         for line in (*way_sentences(ways), *doubts(chosen, network, profile)):
             prose(out, line)
         out.print()
-    prose(out, way_decision(ways, partial(command_for, profile, asked)))
+    file = asked.plan_files.get(taken.prediction.strategy) if taken is not None and taken.sharded else None
+    command = partial(command_for, profile, asked) if file is None else lambda chosen: ""
+    prose(out, way_decision(ways, command, file or "plan.json"))

@@ -73,7 +73,7 @@ def sharded(profile: Profile, network: Network, options: StrategyOptions) -> Sha
     >>> gpt2, slow = Profile.load("gpt2-b8-bf16-h200"), Network.load("25gbe").at(workers=8)
     >>> sharding = sharded(gpt2, slow, StrategyOptions()).named(gpt2, "sharded", 8).sharding
     >>> [(len(unit.modules), unit.reshard) for unit in sharding.units]
-    []
+    [(4, False), (4, False), (3, False), (1, False)]
     """
     return _chosen(profile, network, options, whole=False)
 

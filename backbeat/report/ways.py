@@ -149,7 +149,7 @@ def way_sentences(ways: Sequence[Way]) -> list[str]:
 
 
 def way_decision(ways: Sequence[Way], command: Callable[[Prediction], str], file: str = "plan.json") -> str:
-    """What to do, with the lines to write; `command` makes the plan."""
+    """What to do, with the lines to write; `command` makes the plan, or is empty where `file` has it already."""
     taken = chosen_way(ways)
     if taken is None:
         return "Decision: make it fit first."
@@ -161,10 +161,8 @@ def way_decision(ways: Sequence[Way], command: Callable[[Prediction], str], file
     made = indent(command(taken.prediction), "  ")
     if not taken.sharded:
         return f"Decision: no need to shard: run {taken.name}{gain}.\n{made}"
-    return (
-        f"Decision: {taken.name} on {_gpus(taken)}{gain}. Write the plan, then in the training script:\n"
-        f"{made}\n{indent(lines_to_write(file), '  ')}"
-    )
+    first = f"Write the plan, then in the training script:\n{made}" if made else "In the training script:"
+    return f"Decision: {taken.name} on {_gpus(taken)}{gain}. {first}\n{indent(lines_to_write(file), '  ')}"
 
 
 def lines_to_write(file: str) -> str:

@@ -280,7 +280,7 @@ def test_a_sharded_report_shows_units_and_memory_over_the_step(browser: Any, tmp
     path.write_text(report(made), encoding="utf-8")
     with opened(browser, path.as_uri(), viewport={"width": width, "height": 800}) as page:
         assert page.evaluate("document.documentElement.scrollWidth") <= width
-        assert page.locator("#headline").text_content().endswith("stock DDP does not fit.")
+        assert page.locator("#headline").text_content().endswith("stock DDP does not fit the memory.")
         assert "fully_shard(model" in page.locator("#answer pre").first.text_content()
         lanes = page.locator("#plot-timeline .yaxislayer-above .ytick text").all_text_contents()
         assert {"fsdp · compute", "fsdp · all-gather", "fsdp · reduce-scatter"} <= set(lanes)

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from backbeat.comm.agreement import agree
 from backbeat.comm.communicators import Communicators
+from backbeat.comm.nccl import set_nccl_launch_order
 from backbeat.errors import BackbeatError, InputError
 from backbeat.measure.model.batches import to_device
 from backbeat.measure.model.inputs import device_of
@@ -173,7 +174,10 @@ class ParallelSearch:
         world: Any = dist.group.WORLD
         self.model, self.example, self.path, self.network = model, example, path, network
         self.memory_bytes, self.compression, self.budget_s = memory_bytes, compression, budget_s
-        self.together = Together(Communicators(world, example.device, 1))
+        # Before the first of them exists: a plan on two communicators may be taken.
+        set_nccl_launch_order(world, example.device)
+        communicators = Communicators(world, example.device, 1)
+        self.together = Together(communicators)
         self._began = time.monotonic()
 
     def run(self) -> Taken:

@@ -289,7 +289,7 @@ def test_a_factory_without_layers_cannot_be_composed() -> None:
         (("both", "--from-layers", "2"), "give two different numbers of layers, like 2,4"),
         (("both", "--from-layers", "4,4"), "give two different numbers of layers, like 2,4"),
         (("both", "--from-layers", "2,4"), "takes no layers"),
-        (("both", "--analytic", "h100", "--optimizer", "adamw"), "are for measuring: drop them, or --analytic"),
+        (("both", "--analytic", "h100", "--from-layers", "2,4"), "is for measuring: drop it, or --analytic"),
     ],
 )
 def test_options_that_do_not_go_together_are_refused(module: str, words: tuple[str, ...], message: str) -> None:
