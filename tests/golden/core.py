@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +29,20 @@ MEMORY_OPTIONS = {"memory_bytes": "memory_bytes", "residuals": "residuals"}
 
 
 def zoo_profiles() -> list[str]:
-    return sorted(bundled(Profile))
+    """Those on record: with SGD."""
+    return sorted(name for name in bundled(Profile) if "-adamw" not in name)
+
+
+@cache
+def measured() -> dict[str, Any]:
+    return json.loads((HERE / "measured.json").read_text())  # type: ignore[no-any-return]
 
 
 def network_of(name: str, workers: int) -> Network:
     """A bundled network, or one of `measured.json`."""
-    measured = json.loads((HERE / "measured.json").read_text())
-    if name not in measured:
+    if name not in measured():
         return Network.load(name).at(workers=workers)
-    one = measured[name]
+    one = measured()[name]
     times = {
         kind: CollectiveTimes(points=tuple((size, seconds) for size, seconds in one[kind]))
         for kind in ("all_reduce", "all_gather", "reduce_scatter")
