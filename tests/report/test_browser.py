@@ -299,7 +299,7 @@ def test_the_what_if_page_weighs_ddp_fsdp_and_hsdp(browser: Any, server: str) ->
         page.wait_for_function("() => document.body.dataset.thorough === 'true'")
         words = page.locator("#ways").text_content()
         assert "DDP" in words
-        assert "HSDP (8 shards, 2 copies)" in words
+        assert "HSDP in groups of 8" in words
         ways = page.locator("#way option").all_text_contents()
         assert set(ways) == {"fsdp", "hsdp:8", "zero2", "sharded"}
         drawn = int(page.locator("#plot-step-memory").get_attribute("data-drawn"))
