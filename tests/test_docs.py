@@ -96,6 +96,21 @@ def test_examples_in_python_parse(page: Path) -> None:
         ast.parse(text)
 
 
+def test_examples_that_need_no_torch_run(tmp_path: Path) -> None:
+    """Those that begin by importing backbeat, on the network file that their page has just made."""
+    import backbeat as bb
+
+    bb.Network.load("aws-p5").save(tmp_path / "network.json")
+    texts = [text for page in DOCS for text in blocks(page, "python")]
+    whole = [
+        text for text in texts if re.match(r"(import msgspec\n+)?(import backbeat as bb|from backbeat import)", text)
+    ]
+    assert len(whole) >= 4
+    for text in whole:
+        done = subprocess.run([sys.executable, "-c", text], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, f"{text}\n{done.stderr}"
+
+
 @each_page
 def test_commands_exist(page: Path) -> None:
     """Each `backbeat …` in a code block names a verb that there is, and options that it takes."""

@@ -143,19 +143,20 @@ def impossible(model: Transformer, layout: Layout, job: Job, gpus: int | None = 
             f"choose factors whose product is {gpus}"
         )
     stages, names = pp * layout.chunks, f"pp({pp}) * chunks({layout.chunks})"
+    micro = layout.micro_batch
     rules = (
-        (model.heads, "heads", tp, "tp"),
-        (model.ffn, "ffn", tp, "tp"),
-        (model.shared_ffn, "shared_ffn", tp, "tp"),
-        (model.experts or ep, "experts", ep, "ep"),
-        (tp * cp * dp, f"tp({tp}) * cp({cp}) * dp({dp}) = tp * cp * dp", ep, "ep"),
-        (job.global_batch, "global_batch", dp * layout.micro_batch, f"dp({dp}) * micro_batch({layout.micro_batch}) = "),
-        (job.sequence, "sequence", cp * 2 if cp > 1 else 1, "2 * cp" if cp > 1 else "1"),
-        (job.sequence, "sequence", cp * tp if layout.shards_sequence else 1, "cp * tp"),
+        (f"heads({model.heads})", model.heads, f"tp({tp})", tp),
+        (f"ffn({model.ffn})", model.ffn, f"tp({tp})", tp),
+        (f"shared_ffn({model.shared_ffn})", model.shared_ffn, f"tp({tp})", tp),
+        (f"experts({model.experts})", model.experts or ep, f"ep({ep})", ep),
+        (f"(tp({tp}) * cp({cp}) * dp({dp}))", tp * cp * dp, f"ep({ep})", ep),
+        (f"global_batch({job.global_batch})", job.global_batch, f"(dp({dp}) * micro_batch({micro}))", dp * micro),
+        (f"sequence({job.sequence})", job.sequence, f"(2 * cp({cp}))", cp * 2 if cp > 1 else 1),
+        (f"sequence({job.sequence})", job.sequence, f"(cp({cp}) * tp({tp}))", cp * tp if layout.shards_sequence else 1),
     )
-    for value, name, divisor, by in rules:
+    for whole, value, parts, divisor in rules:
         if value % divisor:
-            return f"{name}({value}) % {by}({divisor}) != 0: choose {by.split('(')[0].strip()} that divides it"
+            return f"{whole} % {parts} = {value % divisor} != 0: choose a divisor of {value}"
     if stages > model.layers:
         return f"layers({model.layers}) < {names} = {stages}: a stage needs a layer; choose fewer stages or chunks"
     if model.key_heads % tp and tp % model.key_heads:

@@ -32,7 +32,7 @@ def cluster(nic: float = 50e9, inside: float = 450e9) -> bb.Network:
         ({"dp": 2, "tp": 3}, r"dp\(2\) \* tp\(3\) \* pp\(1\) \* cp\(1\) = 6 != gpus\(8\)"),
         ({"tp": 8, "dp": 1, "ep": 2}, r"ep\(2\) > 1, but llama-3-8b has no experts"),
         ({"pp": 8, "chunks": 5}, r"layers\(32\) < pp\(8\) \* chunks\(5\) = 40"),
-        ({"dp": 8, "micro_batch": 3}, r"global_batch\(64\) % dp\(8\) \* micro_batch\(3\) = \(24\) != 0"),
+        ({"dp": 8, "micro_batch": 3}, r"global_batch\(64\) % \(dp\(8\) \* micro_batch\(3\)\) = 16 != 0"),
         ({"pp": 8, "chunks": 2, "global_batch": 12}, r"micro-batches\(12\) % pp\(8\) != 0"),
         ({"dp": 8, "chunks": 2}, "chunks"),
         ({"dp": 8, "zero": 4}, "zero"),
