@@ -155,6 +155,25 @@ def test_experts_cost_more_the_less_balanced_they_are() -> None:
     assert there.exchange_s(1e8, 8) < there.exchange_s(1e8, 16) < there.exchange_s(1e8, 8, 8)
 
 
+@pytest.mark.parametrize(
+    ("model", "fields", "link", "part"),
+    [
+        ("llama-3-8b", {"tp": 8, "pp": 2}, {"nic": 1e9}, "bubble"),
+        ("llama-3-8b", {"tp": 8, "cp": 2}, {"nic": 1e9}, "context"),
+        ("llama-3-8b", {"tp": 16}, {"nic": 1e9}, "tensor"),
+        ("llama-3-8b", {"dp": 16}, {"nic": 1e9}, "reduce"),
+        ("mixtral-8x7b", {"dp": 8, "ep": 8}, {"inside": 9e9}, "expert"),
+    ],
+)
+def test_what_travels_is_paid_for(model: str, fields: dict[str, int], link: dict[str, float], part: str) -> None:
+    fast, slow = (
+        layouts.predict(model, there, accelerator="h100", band=False, **{"dp": 1, **fields}, **JOB)
+        for there in (cluster(), cluster(**link))
+    )
+    assert slow.breakdown.parts[part] > fast.breakdown.parts[part]
+    assert slow.step_s > fast.step_s * 1.01
+
+
 def test_groups_that_share_a_node_share_its_network() -> None:
     there = layouts.cluster_of("dgx-h100")
     alone = there.collective_s("all_reduce", 1e9, 32, 1)

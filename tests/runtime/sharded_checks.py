@@ -209,6 +209,10 @@ def pairs_of_blocks_kept_whole(ctx: Context) -> None:
     )
     first, second = ours.layers[0], ours.layers[1]
     assert first._get_fsdp_state() is second._get_fsdp_state(), "two blocks are one unit"
+    for model, gathered in ((ours, True), (twice(ctx, Chain, plan_of(ctx), by_hand)[0], False)):
+        loss_of(model, tokens(ctx, 0))
+        held = [not isinstance(one, DTensor) for layer in model.layers for one in layer.parameters()]
+        assert held == [gathered] * len(held), "after forward a unit is whole, unless it is resharded"
 
 
 @check

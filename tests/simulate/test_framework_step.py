@@ -54,6 +54,23 @@ def test_parts_add_up_and_the_bound_holds(
     assert all(span.start_s >= 0 for span in found.timeline)
 
 
+def test_every_micro_batch_pays_for_its_reduction() -> None:
+    """On a slow link each backward waits for its own messages, or only the last one does."""
+    profile = ready(make_profile([10**6, 10**6], [1e-3, 2e-3], forward=1e-3))
+    network = affine(1e-4, 1e-8, workers=4)
+    last = REDUCTIONS["torch-ddp"]
+    every = msgspec.structs.replace(last, name="every", overlap="every")
+
+    def added_s(reduction: Reduction) -> float:
+        one, two = (bb.predict(profile, network, framework=reduction, accumulation=count) for count in (1, 2))
+        return two.iteration_s - one.iteration_s
+
+    assert added_s(last) == pytest.approx(profile.forward_s + profile.backward_s)
+    alone = bb.predict(profile, network, framework=last, accumulation=1)
+    assert added_s(every) == pytest.approx(alone.iteration_s - profile.update_s)
+    assert added_s(every) > 2 * added_s(last)
+
+
 @settings(max_examples=60)
 @given(profiles(), networks(), st.integers(1, 3))
 def test_less_overlap_never_helps(profile: Profile, network: Network, accumulation: int) -> None:

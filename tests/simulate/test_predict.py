@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import backbeat as bb
-from backbeat.model import CollectiveTimes, Fabric, LoadBand, Network, Profile, Topology, WorkersRow
+from backbeat.model import CollectiveTimes, Fabric, LoadBand, Network, Profile, Source, Topology, WorkersRow
 from backbeat.planners import SHARDED, STRATEGIES
 from backbeat.simulate.batch import at_batch
 from backbeat.simulate.sweep import knee
@@ -233,6 +233,15 @@ def test_the_band_of_a_network_reaches_the_prediction(profile: Profile, quiet: f
     on_busy = found.on_busy
     assert on_busy.samples_per_s == pytest.approx(there.samples_per_s)
     assert on_busy.exposed_s == pytest.approx(there.exposed_s)
+
+
+def test_a_step_may_lie_beyond_the_band_and_further_where_compute_is_computed() -> None:
+    network = affine(1e-4, 1e-9, band=LoadBand(quiet=1.5, busy=0.5))
+    for origin, margin in (("measured", 0.05), ("analytic", 0.15)):
+        band = bb.predict(msgspec.structs.replace(TWO, source=Source(method=origin)), network, "ddp").network_band
+        assert band is not None
+        assert band.shortest_s == pytest.approx(band.quiet_s * (1 - margin))
+        assert band.longest_s == pytest.approx(band.busy_s * (1 + margin))
 
 
 def test_a_fabric_gives_a_band_between_nodes_alone() -> None:
