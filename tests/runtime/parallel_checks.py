@@ -200,7 +200,8 @@ def a_backward_that_fails_ends_the_trial(ctx: Context) -> str:
     assert isinstance(said, str)
     fail[0] = False
     for plan in (small_plan(model), plan_of(ctx, replicate=ctx.size)):
-        assert isinstance(try_plan(model, plan, example(ctx, loss), together, 3), float)
+        found = try_plan(model, plan, example(ctx, loss), together, 3)
+        assert isinstance(found, float), found
     return said
 
 
