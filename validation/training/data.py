@@ -21,18 +21,19 @@ CLASSES = 10
 def source_text(most_bytes: int) -> torch.Tensor:
     """The standard library's modules, one after the other, as bytes."""
     found = bytearray()
-    for path in sorted(Path(sysconfig.get_path("stdlib")).rglob("*.py")):
-        if "site-packages" not in path.parts:
-            found += path.read_bytes()
+    folder = Path(sysconfig.get_path("stdlib"))
+    for path in (*sorted(folder.glob("*.py")), *sorted(folder.glob("[a-z]*/*.py"))):
         if len(found) >= most_bytes:
             break
+        if "-packages" not in path.parent.name:
+            found += path.read_bytes()
     return torch.frombuffer(found[:most_bytes], dtype=torch.uint8)
 
 
 class Text(IterableDataset[torch.Tensor]):
     """Windows of the sources."""
 
-    def __init__(self, length: int, seed: int, most_bytes: int = 20_000_000) -> None:
+    def __init__(self, length: int, seed: int, most_bytes: int = 10_000_000) -> None:
         self.text, self.length, self.seed = source_text(most_bytes), length, seed
 
     def __iter__(self) -> Iterator[torch.Tensor]:

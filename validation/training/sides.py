@@ -3,7 +3,7 @@
 A *side* is a way to train: `ddp` (torch's own), `tuned` (the same with the bucket size that was fastest of some),
 `fsdp2` (torch's `fully_shard` on each layer, as its tutorial has it), `auto` (`parallelize(plan="auto")`), a strategy,
 or a sharded strategy with the dtypes of its all-gathers and reduce-scatters, like `decoupled:fp32:fp32`. `memory` is
-`best` within a share of the memory that the model takes.
+`best` within a budget that holds a share of the activations.
 
 `auto` comes first, in a process that has trained nothing. All sides are predicted from the profile and the network that
 it measured.
@@ -50,7 +50,8 @@ LEAST_STEPS, MOST_STEPS = 2, 10
 CAPS_MB = (1, 5, 10, 50, 100)
 """Bucket sizes that `tuned` tries beside DDP's own 25."""
 TUNING_STEPS = 4
-MEMORY_SHARE = 0.7
+MEMORY_SHARE = 0.6
+"""Of what activations take, for `memory`."""
 OWN = ("ddp", "tuned", "fsdp2", "auto", "memory")
 """Sides that no strategy names."""
 
@@ -178,9 +179,13 @@ def ddp(model: nn.Module, cap_mb: int | None = None) -> nn.Module:
 def planned(name: str, profile: Profile, network: Network) -> Plan:
     """The plan of a strategy, with the dtypes that the side names."""
     if name == "memory":
-        if profile.memory is None or not profile.memory.peak_bytes:
+        held = profile.memory
+        if held is None or not held.peak_bytes:
             raise InputError(f"{profile.name} has no peak of memory: there is no budget to plan for")
-        return make_plan(profile, network, "best", memory_bytes=int(MEMORY_SHARE * profile.memory.peak_bytes))
+        # The wrapper's buckets hold every gradient all the time.
+        whole = held.steady_bytes + profile.total_bytes
+        budget = whole + MEMORY_SHARE * (held.peak_bytes - held.steady_bytes)
+        return make_plan(profile, network, "best", memory_bytes=int(budget))
     strategy, *dtypes = name.split(":")
     choices: dict[str, Any] = {}
     if strategy in ("decoupled", "sharded"):

@@ -215,7 +215,7 @@ def run(given: argparse.Namespace) -> None:
         record |= session.ask("describe", 60)[0]
         session.ask("call", PREPARE_S, function="to_loss:prepare", arguments=arguments)
         round_s = 0.0
-        while time.monotonic() + round_s < ends:
+        while not round_s or time.monotonic() + round_s < ends:
             began = time.monotonic()
             asked = {"function": "to_loss:advance", "arguments": {"steps": given.block}}
             record["sides"] = session.ask("call", max(10 * round_s, PREPARE_S), **asked)[0]
@@ -254,7 +254,7 @@ def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--block", type=int, default=10, help="steps of one turn")
     parser.add_argument("--window", type=int, default=20, help="steps that a loss is averaged over")
     parser.add_argument("--budget", default="50s", help="of `auto`")
-    parser.add_argument("--limit", default="10min", help="begin no round that would pass it")
+    parser.add_argument("--limit", default="10min", help="begin no round but the first that would pass it")
     given = parser.parse_args(arguments)
     given.sides = given.sides.split(",")
     unknown = [side for side in given.sides if side not in SIDES]

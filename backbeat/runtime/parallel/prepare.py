@@ -344,18 +344,23 @@ class ParallelSearch:
 
 
 def decide(tried: Sequence[Candidate], trials: Trials, short: str | None) -> dict[str, str]:
-    """By what was measured; by prediction where not all that run were tried, for want of time or, as `short` says, of
+    """By what was measured; by prediction where fewer than two were tried, for want of time or, as `short` says, of
     memory."""
     left = [one for one in tried if one.name not in trials.dropped]
     if not left:
         return {"error": "parallelize: nothing ran: " + "; ".join(f"{k}: {v}" for k, v in trials.dropped.items())}
     seconds, tolerance, how = trials.measured, trials.repeatability, "measured"
-    if any(one.name not in seconds for one in left):
+    untried = [one.name for one in left if one.name not in seconds]
+    if untried and len(seconds) > 1:
+        left = [one for one in left if one.name in seconds]
+    elif untried:
         seconds, tolerance = {one.name: one.predicted_s for one in left}, 0.0
         why = "" if len(tried) == 1 else f" ({short or 'no time was left to try all; budget_s= gives more'})"
         how = f"predicted{why}"
     taken = simplest(left, seconds, tolerance)
     words = in_words(taken, seconds, tolerance, how)
+    if how == "measured" and untried:
+        words += f"; no time was left to try {' and '.join(untried)}; budget_s= gives more"
     for name, why in trials.dropped.items():
         words += f"; {name} was dropped, {why}"
     return {"plan": encode(taken.plan).decode(), "words": words}

@@ -10,7 +10,7 @@ import backbeat as bb
 from backbeat.model import Bucket, Mesh, Plan, PlanPrediction, Sharding, ShardUnit
 from backbeat.runtime.parallel.candidates import KINDS, Candidate, predicted_candidates, simplest, worth_trying
 from backbeat.runtime.parallel.prepare import decide
-from backbeat.runtime.parallel.trials import Trials
+from backbeat.runtime.parallel.trials import Trials, affordable
 
 SHARDING = Sharding(
     mesh=Mesh(replicate=1, shard=2),
@@ -74,6 +74,26 @@ def test_predictions_decide_where_not_all_were_tried() -> None:
     assert "predicted (no time was left" in said["words"]
     assert said["words"].startswith("1 unit of fsdp")
     assert "predicted (full)" in decide([stock, units], Trials(), "full")["words"]
+
+
+def test_two_that_were_tried_decide_and_the_rest_is_named() -> None:
+    stock, buckets, units = candidate("stock", 1.0), candidate("buckets", 0.9), candidate("units", 0.95)
+    trials = Trials(seconds={stock.name: [1.0], buckets.name: [1.1]})
+    words = decide([stock, buckets, units], trials, None)["words"]
+    assert words.startswith("stock DDP, 1.00 s a step measured")
+    assert words.endswith("no time was left to try 1 unit of fsdp on replicate(1) * shard(2); budget_s= gives more")
+    # Of one turn nobody knows how well it repeats.
+    trials = Trials(seconds={stock.name: [1.0], buckets.name: [0.98]})
+    assert decide([stock, buckets], trials, None)["words"].startswith("stock DDP")
+
+
+def test_slow_steps_are_tried_in_one_turn_or_only_the_best() -> None:
+    stock, buckets, units = found = candidate("stock", 1.0), candidate("buckets", 0.9), candidate("units", 0.8)
+    assert affordable(found, 60) == ([stock.name, units.name, buckets.name], 2)
+    assert affordable(found, 30) == ([stock.name, units.name, buckets.name], 1)
+    assert affordable(found, 20) == ([stock.name, units.name], 1)
+    assert affordable(found, 10) == ([], 0)
+    assert affordable([units, buckets], 20) == ([units.name, buckets.name], 1)
 
 
 def test_what_was_dropped_is_said() -> None:
