@@ -244,8 +244,10 @@ ELECTRA_TINY = {
     "intermediate_size": 768,
 }  # fmt: skip
 
+# Transformers and others by turns: a time limit leaves some of each.
 LIBRARY = {
     "swin_t": _vision("swin_t", 64, r"features\.[1357]\.\d+", transformer=True),
+    "mobilenet_v3_large": _vision("mobilenet_v3_large", 128, r"features\.\d+"),
     "electra_base": Model(
         build=partial(
             of_transformers, "ElectraForPreTraining", embedding_size=768, hidden_size=768, num_hidden_layers=12,
@@ -254,13 +256,12 @@ LIBRARY = {
         batch=partial(replaced, length=128, vocabulary=30522), loss=own_loss, batch_size=64,
         blocks=r"electra\.encoder\.layer\.\d+", transformer=True,
     ),
+    "efficientnet_v2_s": _vision("efficientnet_v2_s", 64, r"features\.[1-6]\.\d+"),
     "opt_125m": Model(
         build=partial(of_transformers, "OPTForCausalLM"),
         batch=partial(causal, length=512, vocabulary=50272), loss=own_loss, batch_size=8,
         blocks=r"model\.decoder\.layers\.\d+", transformer=True,
     ),
-    "mobilenet_v3_large": _vision("mobilenet_v3_large", 128, r"features\.\d+"),
-    "efficientnet_v2_s": _vision("efficientnet_v2_s", 64, r"features\.[1-6]\.\d+"),
     "wide_resnet50_2": _vision("wide_resnet50_2", 64, r"layer\d\.\d+"),
 }  # fmt: skip
 SMALL = {
@@ -268,22 +269,22 @@ SMALL = {
         build=partial(Decoder, 192, 4, 4, 64), batch=partial(tokens, length=65, vocabulary=256), loss=next_token,
         batch_size=8, blocks=r"layers\.\d+", transformer=True,
     ),
+    "residuals": Model(
+        build=partial(Residuals, 24, 2), batch=SMALL_IMAGES, loss=classified, batch_size=16,
+        blocks=r"blocks\.\d+", transformer=False,
+    ),
     "electra_tiny": Model(
         build=partial(of_transformers, "ElectraForPreTraining", **ELECTRA_TINY),
         batch=partial(replaced, length=64, vocabulary=4000), loss=own_loss, batch_size=8,
         blocks=r"electra\.encoder\.layer\.\d+", transformer=True,
     ),
-    "patches": Model(
-        build=partial(Patches, 192, 4), batch=SMALL_IMAGES, loss=classified, batch_size=32,
-        blocks=r"layers\.\d+", transformer=True,
-    ),
-    "residuals": Model(
-        build=partial(Residuals, 24, 2), batch=SMALL_IMAGES, loss=classified, batch_size=16,
-        blocks=r"blocks\.\d+", transformer=False,
-    ),
     "unet": Model(
         build=partial(UNet, 24), batch=maps, loss=classified, batch_size=16, blocks=r"(down|up)\.\d+",
         transformer=False,
+    ),
+    "patches": Model(
+        build=partial(Patches, 192, 4), batch=SMALL_IMAGES, loss=classified, batch_size=32,
+        blocks=r"layers\.\d+", transformer=True,
     ),
     "mixer": Model(
         build=partial(Patches, 192, 6, mixing=True), batch=SMALL_IMAGES, loss=classified, batch_size=32,

@@ -85,8 +85,8 @@ def _residuals(width: int, depth: int, pixels: int, batch_size: int) -> tuple[Mo
 TASKS = {
     ("text", "small"): _decoder(128, 4, 64, 16),
     ("text", "100M"): _decoder(768, 14, 512, 16),
-    ("images", "small"): _residuals(16, 1, 32, 16),
-    ("images", "45M"): _residuals(128, 4, 64, 64),
+    ("images", "small"): _residuals(32, 1, 32, 16),
+    ("images", "40M"): _residuals(96, 3, 64, 64),
 }
 
 
