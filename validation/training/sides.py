@@ -223,8 +223,10 @@ def measure(
     budget_s: float,
 ) -> dict[str, Any] | None:
     """All sides of one model: what rank 0 knows; None from the others."""
-    rig = Rig(node, MODELS[model], batch_size, precision)
+    # What an earlier model left: wrapped models hold themselves.
+    free(node.device)
     began = time.monotonic()
+    rig = Rig(node, MODELS[model], batch_size, precision)
     trained, seen, search_s = rig.auto(budget_s)
     profile, network = _shared(rig.together, seen.profile, Profile), _shared(rig.together, seen.network, Network)
     plan = seen.taken.plan
@@ -251,12 +253,6 @@ def measure(
             one.found["loss"] = sum(rig.together.every(float(one.training.plain_loss()))) / rig.together.size
     cases = [_case(one, turns.get(one.name, []), profile, network) for one in built if one.name in sides]
     rig.together.communicators.close()
-    for one in built:
-        one.training = None
-    built.clear()
-    running.clear()
-    del rig
-    free(node.device)
     if node.start.node != 0:
         return None
     return {
