@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 TURNS = 2
 WARMUP = 3
 """Steps of a turn that are not timed: DDP forms its buckets anew after the first."""
+FAR_BEHIND = 1.5
 ONE_TURN = 0.03
 """What is taken for repeatability where there was time for one turn."""
 LEAST_STEPS, MOST_STEPS = 3, 10
@@ -98,6 +99,13 @@ class Trials:
         apart = [max(found) / min(found) - 1 for found in self.seconds.values() if len(found) > 1]
         return median(apart) if apart else ONE_TURN
 
+    def far_behind(self, candidate: Candidate) -> bool:
+        """Whether another turn would change nothing: the time is better spent on the others."""
+        found = self.measured
+        return candidate.kind != "stock" and found.get(candidate.name, 0.0) > FAR_BEHIND * min(
+            found.values(), default=0.0
+        )
+
 
 def take_turns(
     model: nn.Module,
@@ -107,18 +115,19 @@ def take_turns(
     deadline_s: float,
     say: Callable[[str], None],
 ) -> Trials:
-    """Try candidates, forwards and then backwards; rank 0 ends it when the time is over."""
+    """Try candidates, forwards and then backwards, as far as rank 0 has time."""
     trials = Trials()
     names, turns = together.first(affordable(candidates, deadline_s - time.monotonic()))
     tried = [one for name in names for one in candidates if one.name == name]
     for turn in range(turns):
-        order = [one for one in tried if one.name not in trials.dropped]
+        order = [one for one in tried if one.name not in trials.dropped and not trials.far_behind(one)]
         rounds_left = len(order) * (turns - turn)
         for place, candidate in enumerate(order if turn % 2 == 0 else order[::-1]):
             left_s = deadline_s - time.monotonic()
-            steps = together.first(_steps(left_s / (rounds_left - place), candidate.predicted_s))
+            step_s = max(candidate.predicted_s, *trials.seconds.get(candidate.name, [0.0]))
+            steps = together.first(_steps(left_s / (rounds_left - place), step_s))
             if steps == 0:
-                return trials
+                continue
             say(f"trying {candidate.name}, turn {turn + 1} of {turns}")
             found = try_plan(model, candidate.plan, example, together, steps, candidate.predicted_s)
             if isinstance(found, str):

@@ -96,6 +96,15 @@ def test_slow_steps_are_tried_in_one_turn_or_only_the_best() -> None:
     assert affordable([units, buckets], 20) == ([units.name, buckets.name], 1)
 
 
+def test_what_is_far_behind_has_no_second_turn_but_stock_ddp_has() -> None:
+    stock, buckets, units = candidate("stock"), candidate("buckets"), candidate("units")
+    trials = Trials(seconds={stock.name: [2.0], units.name: [1.6]})
+    assert [trials.far_behind(one) for one in (stock, buckets, units)] == [False, False, False]
+    trials.seconds[buckets.name] = [1.0]
+    assert [trials.far_behind(one) for one in (stock, buckets, units)] == [False, False, True]
+    assert not Trials().far_behind(units)
+
+
 def test_what_was_dropped_is_said() -> None:
     stock, units = candidate("stock"), candidate("units")
     trials = Trials(seconds={units.name: [1.0, 1.0]}, dropped={stock.name: "rank 1: full"})
