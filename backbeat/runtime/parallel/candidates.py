@@ -177,7 +177,8 @@ def in_words(taken: Candidate, seconds: Mapping[str, float], tolerance: float, h
         others = [name for name in seconds if name != taken.name]
         best = min(others, key=lambda name: seconds[name], default=None)
         if best is not None:
-            gain = f"the {tolerance:.1%} that turns differ by" if tolerance > EQUAL else f"{EQUAL:.0%}"
+            why = "turns differ by" if how == "measured" else "predictions may be off by"
+            gain = f"the {tolerance:.1%} that {why}" if tolerance > EQUAL else f"{EQUAL:.0%}"
             text += f"; {format_seconds(seconds[best])} with {best}, no gain beyond {gain}"
     elif stock_s is not None:
         text += f", {stock_s / found_s:.2f} times as fast as stock DDP ({format_seconds(stock_s)})"

@@ -49,6 +49,8 @@ if TYPE_CHECKING:
     from backbeat.measure.model.training_step import Loss
 
 BUDGET_S = 50.0
+PREDICTED = 0.05
+"""A gain that is only predicted counts beyond this: predictions of different kinds are off by so much."""
 CALIBRATE_SHARE, PROFILE_SHARE = 0.12, 0.2
 """Of the budget; trials have the rest."""
 
@@ -213,7 +215,7 @@ class ParallelSearch:
             if short is None:
                 deadline_s = self._began + self.budget_s
                 trials = take_turns(self.model, tried, self.example, self.together, deadline_s, self._say)
-        taken = self.together.first(decide(tried, trials, short))
+        taken = self.together.first(decide(tried, trials, short, self.together.communicators.backend))
         if "error" in taken:
             raise InputError(taken["error"])
         plan = decode(taken["plan"].encode(), Plan, where="rank 0's plan")
@@ -343,9 +345,13 @@ class ParallelSearch:
         print(f"{lead}parallelize: {text}", end=end, file=sys.stderr, flush=True)
 
 
-def decide(tried: Sequence[Candidate], trials: Trials, short: str | None) -> dict[str, str]:
+def decide(tried: Sequence[Candidate], trials: Trials, short: str | None, backend: str = "") -> dict[str, str]:
     """By what was measured; by prediction where fewer than two were tried, for want of time or, as `short` says, of
-    memory."""
+    memory.
+
+    On gloo FSDP2 communicates while nothing computes, which predictions do not know: units are not taken by prediction
+    where anything else runs.
+    """
     left = [one for one in tried if one.name not in trials.dropped]
     if not left:
         return {"error": "parallelize: nothing ran: " + "; ".join(f"{k}: {v}" for k, v in trials.dropped.items())}
@@ -354,7 +360,9 @@ def decide(tried: Sequence[Candidate], trials: Trials, short: str | None) -> dic
     if untried and len(seconds) > 1:
         left = [one for one in left if one.name in seconds]
     elif untried:
-        seconds, tolerance = {one.name: one.predicted_s for one in left}, 0.0
+        if backend == "gloo":
+            left = [one for one in left if one.kind != "units"] or left
+        seconds, tolerance = {one.name: one.predicted_s for one in left}, PREDICTED
         why = "" if len(tried) == 1 else f" ({short or 'no time was left to try all; budget_s= gives more'})"
         how = f"predicted{why}"
     taken = simplest(left, seconds, tolerance)

@@ -102,9 +102,8 @@ class Trials:
     def far_behind(self, candidate: Candidate) -> bool:
         """Whether another turn would change nothing: the time is better spent on the others."""
         found = self.measured
-        return candidate.kind != "stock" and found.get(candidate.name, 0.0) > FAR_BEHIND * min(
-            found.values(), default=0.0
-        )
+        fastest = min(found.values(), default=0.0)
+        return candidate.kind != "stock" and found.get(candidate.name, 0.0) > FAR_BEHIND * fastest
 
 
 def take_turns(

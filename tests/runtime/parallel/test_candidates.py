@@ -74,6 +74,16 @@ def test_predictions_decide_where_not_all_were_tried() -> None:
     assert "predicted (no time was left" in said["words"]
     assert said["words"].startswith("1 unit of fsdp")
     assert "predicted (full)" in decide([stock, units], Trials(), "full")["words"]
+    little = decide([stock, candidate("buckets", 0.97)], Trials(), "full")["words"]
+    assert little.startswith("stock DDP, 1.00 s a step predicted (full); 970 ms with 1 bucket")
+    assert "no gain beyond the 5.0% that predictions may be off by" in little
+
+
+def test_units_are_not_taken_by_prediction_on_gloo() -> None:
+    stock, units = candidate("stock", 1.0), candidate("units", 0.5)
+    assert decide([stock, units], Trials(), None, "gloo")["words"].startswith("stock DDP")
+    assert decide([stock, units], Trials(), None, "nccl")["words"].startswith("1 unit of fsdp")
+    assert decide([units], Trials(), None, "gloo")["words"].startswith("1 unit of fsdp")
 
 
 def test_two_that_were_tried_decide_and_the_rest_is_named() -> None:
