@@ -86,7 +86,7 @@ def test_plans_take_the_dtypes_that_a_side_names(scripts: dict[str, ModuleType])
         assert (sharding.param_dtype, sharding.reduce_dtype) == dtypes
         assert not any(unit.reshard for unit in sharding.units)
     names = [f"transformer.h.{layer}" for layer in range(12)]
-    tutorial = scripts["sides"].tutorial_plan(names, gpt2, network())
+    tutorial = scripts["sides"].tutorial_plan(names, "bf16", gpt2, network())
     assert [unit.modules for unit in tutorial.sharding.units] == [(name,) for name in names]
     assert predict(gpt2, network(), tutorial).iteration_s > 0
 

@@ -83,7 +83,7 @@ def run(given: argparse.Namespace) -> bool:
         if given.removed is not None:
             for case in removed(record["cases"], setting, given, ends):
                 save(path, record)
-                print(setting.name, case["model"], "under the removed runtime:", case["removed"], flush=True)
+                print(setting.name, case["model"], line_of(setting.name, case)[-1].strip(), flush=True)
     return fine
 
 

@@ -25,6 +25,7 @@ from models import MODELS, Model
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from backbeat.comm.communicators import Communicators
 from backbeat.errors import BackbeatError, InputError
@@ -136,9 +137,15 @@ class Rig:
             )
         return trained, seen, time.monotonic() - began
 
+    @property
+    def tutorial_dtype(self) -> str:
+        """What FSDP2 gathers. With BatchNorm it raises in bf16, and autocast alone is left."""
+        norms = any(isinstance(one, _BatchNorm) for one in self.plain.modules())
+        return "bf16" if self.precision == "bf16" and not norms else "fp32"
+
     def fsdp2(self, model: nn.Module) -> nn.Module:
         """As torch's tutorial: each layer, then the model; mixed precision where training has it."""
-        low = self.precision == "bf16"
+        low = self.tutorial_dtype == "bf16"
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if low else MixedPrecisionPolicy()
         for name in self.model.block_names(model):
             torch_fully_shard(model.get_submodule(name), mp_policy=policy)
@@ -198,12 +205,11 @@ def planned(name: str, profile: Profile, network: Network) -> Plan:
     return msgspec.structs.replace(plan, sharding=sharding, predicted=None)
 
 
-def tutorial_plan(names: Sequence[str], profile: Profile, network: Network) -> Plan:
-    """What FSDP2's tutorial does, as a plan: a unit a layer, resharded after forward."""
-    low = profile.precision == "bf16"
+def tutorial_plan(names: Sequence[str], dtype: Any, profile: Profile, network: Network) -> Plan:
+    """What FSDP2's tutorial does, as a plan: a unit a layer, gathered in this dtype and resharded after forward."""
     sharding = Sharding(
         mesh=Mesh(replicate=1, shard=network.workers),
-        param_dtype="bf16" if low else "fp32",
+        param_dtype=dtype,
         reduce_dtype="fp32",
         reduce_scatter_buffers=1,
         separate_reduce_scatter=False,
@@ -276,7 +282,7 @@ def _side(name: str, rig: Rig, profile: Profile, network: Network) -> Side:
         plan = make_plan(profile, network, "ddp", bucket_bytes=best * 2**20)
         return Side(name=name, plan=plan, build=lambda model: ddp(model, best), found={"caps_s": caps, "cap_mb": best})
     if name == "fsdp2":
-        plan = tutorial_plan(rig.model.block_names(rig.plain), profile, network)
+        plan = tutorial_plan(rig.model.block_names(rig.plain), rig.tutorial_dtype, profile, network)
         return Side(name=name, plan=plan, build=rig.fsdp2)
     own = _with_memory(rig) if name == "memory" else None
     text, error = None, None
