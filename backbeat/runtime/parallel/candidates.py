@@ -177,9 +177,11 @@ def in_words(taken: Candidate, seconds: Mapping[str, float], tolerance: float, h
         others = [name for name in seconds if name != taken.name]
         best = min(others, key=lambda name: seconds[name], default=None)
         if best is not None:
+            text += f"; {format_seconds(seconds[best])} with {best}"
+        if best is not None and seconds[best] < found_s:
             why = "turns differ by" if how == "measured" else "predictions may be off by"
             gain = f"the {tolerance:.1%} that {why}" if tolerance > EQUAL else f"{EQUAL:.0%}"
-            text += f"; {format_seconds(seconds[best])} with {best}, no gain beyond {gain}"
+            text += f", no gain beyond {gain}"
     elif stock_s is not None:
         text += f", {stock_s / found_s:.2f} times as fast as stock DDP ({format_seconds(stock_s)})"
     else:
@@ -189,4 +191,7 @@ def in_words(taken: Candidate, seconds: Mapping[str, float], tolerance: float, h
     over = found_s / taken.bound_s - 1
     if taken.kind == "stock" and len(seconds) == 1 and over <= EQUAL:
         return f"{text}; the bound leaves nothing to gain"
-    return f"{text}; {over:.0%} over the bound of {format_seconds(taken.bound_s)}"
+    bound = f"the bound of {format_seconds(taken.bound_s)}"
+    if over < -EQUAL:
+        return f"{text}; less than {bound}: steps were slower while the example was timed"
+    return f"{text}; {max(over, 0):.0%} over {bound}"

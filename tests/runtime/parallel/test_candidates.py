@@ -62,6 +62,16 @@ def test_measured_decides_over_predicted() -> None:
     assert "1.25 times as fast as stock DDP (1.00 s)" in decide([stock, buckets], trials, None)["words"]
 
 
+def test_words_say_only_what_holds() -> None:
+    stock, buckets = candidate("stock", bound_s=1.2), candidate("buckets", bound_s=0.5)
+    trials = Trials(seconds={stock.name: [1.0, 1.02], buckets.name: [1.1, 1.1]})
+    words = decide([stock, buckets], trials, None)["words"]
+    assert words.startswith(
+        "stock DDP, 1.00 s a step measured; 1.10 s with 1 bucket of buckets on 1 communicator; less"
+    )
+    assert words.endswith("less than the bound of 1.20 s: steps were slower while the example was timed")
+
+
 def test_turns_that_differ_are_no_gain() -> None:
     stock, buckets = candidate("stock"), candidate("buckets")
     trials = Trials(seconds={stock.name: [1.0, 1.2], buckets.name: [0.9, 1.05]})
