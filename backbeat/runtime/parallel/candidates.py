@@ -179,7 +179,7 @@ def in_words(taken: Candidate, seconds: Mapping[str, float], tolerance: float, h
         if best is not None:
             text += f"; {format_seconds(seconds[best])} with {best}"
         if best is not None and seconds[best] < found_s:
-            why = "turns differ by" if how == "measured" else "predictions may be off by"
+            why = "turns may differ by" if how == "measured" else "predictions may be off by"
             gain = f"the {tolerance:.1%} that {why}" if tolerance > EQUAL else f"{EQUAL:.0%}"
             text += f", no gain beyond {gain}"
     elif stock_s is not None:
