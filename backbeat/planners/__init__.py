@@ -13,7 +13,7 @@ from backbeat.planners.adaptive import adaptive
 from backbeat.planners.baselines import ddp, horovod, single, wfbp
 from backbeat.planners.best import best
 from backbeat.planners.compressed_or_dense import compressed
-from backbeat.planners.draft import Draft, StrategyOptions, StrategyResult
+from backbeat.planners.draft import Draft, StrategyOptions
 from backbeat.planners.halves import halves
 from backbeat.planners.memory_and_schedule import within
 from backbeat.planners.mgwfbp import asc_wfbp, mg_wfbp
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = ["SHARDED", "STRATEGIES", "Draft", "StrategyOptions", "plan", "propose"]
 
-STRATEGIES: dict[str, Callable[[Profile, Network, StrategyOptions], StrategyResult]] = {
+STRATEGIES: dict[str, Callable[[Profile, Network, StrategyOptions], Draft | Plan]] = {
     "wfbp": wfbp,
     "single": single,
     "ddp": ddp,
@@ -96,7 +96,10 @@ def propose(profile: Profile, network: Network, strategy: str = "best", **choice
     _check_reserve(reserve, memory_bytes)
 
     def schedule(of: Profile) -> Plan:
-        return STRATEGIES[name](of, network, options).named(of, strategy, network.workers)
+        made = STRATEGIES[name](of, network, options)
+        if isinstance(made, Draft):
+            return made.named(of, strategy, network.workers)
+        return msgspec.structs.replace(made, strategy=strategy)
 
     if name in BUDGETED or (memory_bytes is None and residuals is None):
         return schedule(profile)

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from backbeat.errors import InputError
 from backbeat.model.compression import Compression
 from backbeat.model.plan import Bucket, Plan
 from backbeat.planners.optimal import best_ends, quadratic_programme
@@ -57,7 +56,6 @@ class Mixed:
     compression: Compression
     early: int | None = None
     """After this bucket the small tensors that wait leave in a bucket of their own; None: at the end."""
-    notes: tuple[str, ...] = ()
 
     def members(self, profile: Profile) -> list[tuple[list[int], bool]]:
         """(gradients, compressed) of each bucket as it is sent, in launch order: small gradients move from compressed
@@ -94,9 +92,9 @@ class Mixed:
         ]
         return travel(pieces, profile, network, cost).end_s
 
-    def named(self, profile: Profile, strategy: str, workers: int) -> Plan:
+    def plan(self, profile: Profile, workers: int, note: str) -> Plan:
         return Plan(
-            strategy=strategy,
+            strategy="compressed",
             model=profile.model,
             workers=workers,
             communicators=1,
@@ -108,23 +106,20 @@ class Mixed:
                 )
                 for inside, compressed in self.members(profile)
             ),
-            notes=self.notes,
+            notes=(note,),
         )
 
 
-def compressed(profile: Profile, network: Network, options: StrategyOptions) -> Mixed:
+def compressed(profile: Profile, network: Network, options: StrategyOptions) -> Plan:
     """Top-k at the asked density where it is predicted to pay."""
     density = DEFAULT_DENSITY if options.density is None else options.density
     compression = Compression(density=density)
-    if options.communicators is not None and options.communicators != 1:
-        raise InputError(
-            f"communicators is {options.communicators}: compressed plans use one communicator; leave it out"
-        )
+    options.need_one_communicator("compressed plans")
     ends = best_ends(profile, network.cost)
     cost = CompressedCost.of(network)
     dense = Mixed(ends, [False] * len(ends), compression)
     if network.workers == 1:
-        return Mixed(ends, dense.compressed, compression, notes=("one worker: nothing travels, nothing is compressed",))
+        return dense.plan(profile, 1, "one worker: nothing travels, nothing is compressed")
     whole = compressed_ends(profile, network, cost, compression)
     candidates = [dense, Mixed(ends, [True] * len(ends), compression), Mixed(whole, [True] * len(whole), compression)]
     scored = [(mixed.end_s(profile, network, cost), mixed) for mixed in candidates]
@@ -143,7 +138,7 @@ def compressed(profile: Profile, network: Network, options: StrategyOptions) -> 
         note = f"compressed: all buckets dense, sending {density:.3g} of the elements would not be faster"
     else:
         note = f"compressed: {count} of {len(buckets)} buckets send {density:.3g} of their elements, the others all"
-    return replace(chosen, notes=(note,))
+    return chosen.plan(profile, network.workers, note)
 
 
 def compressed_ends(profile: Profile, network: Network, cost: CompressedCost, compression: Compression) -> list[int]:

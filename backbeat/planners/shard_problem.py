@@ -75,8 +75,10 @@ class ShardProblem:
         self.micro_batches = options.accumulation or profile.accumulation
         self.slowdown = slowdown_of(profile, network, sharded=True).factor
         self.pieces = ModelPieces.of(profile)
-        self.usual = fsdp(profile, network, options).sharding
-        self.stock = [unit.modules[0] for unit in self.usual.units]
+        usual = fsdp(profile, network, options).sharding
+        assert usual is not None
+        self.usual = usual
+        self.stock = [unit.modules[0] for unit in usual.units]
         self.names = [*self.stock, *_behind(self.pieces, self.stock, profile.index)]
         self._costs: dict[int, ShardedCost] = {}
         self._times: dict[ShardChoice, float] = {}
@@ -123,9 +125,9 @@ class ShardProblem:
         names = [block.name for block in self.profile.blocks if block.name in again]
         return MemoryPlan(segments=tuple(Segment(blocks=(name,), action="recompute") for name in names))
 
-    def plan(self, choice: ShardChoice, strategy: str = "sharded") -> Plan:
+    def plan(self, choice: ShardChoice) -> Plan:
         return Plan(
-            strategy=strategy,
+            strategy="sharded",
             model=self.profile.model,
             workers=self.network.workers,
             sharding=self.sharding(choice),
