@@ -38,7 +38,7 @@ class Choice:
 
     def widest(self, backend: str) -> int:
         """The most communicators its plan can have."""
-        if self.strategy == "ddp" and backend == "gloo":
+        if self.stock(backend):
             return 1
         return self.communicators or (2 if self.strategy in _SEVERAL else 1)
 

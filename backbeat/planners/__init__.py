@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 from typing import TYPE_CHECKING, Literal, TypedDict, Unpack
 
 import msgspec
 
-from backbeat.errors import InputError
+from backbeat.errors import InputError, did_you_mean
 from backbeat.model.plan import PlanPrediction
 from backbeat.planners.adaptive import adaptive
 from backbeat.planners.baselines import ddp, horovod, single, wfbp
@@ -84,16 +83,13 @@ def propose(profile: Profile, network: Network, strategy: str = "best", **choice
     """
     name, shards = _shards(strategy)
     if name not in STRATEGIES:
-        close = difflib.get_close_matches(strategy, STRATEGIES, n=1)
-        hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(STRATEGIES)}."
-        raise InputError(f"{strategy!r} is not a strategy: {hint}")
+        raise InputError(f"{strategy!r} is not a strategy: {did_you_mean(strategy, STRATEGIES)}")
     residuals = choices.pop("residuals", None)
     options = StrategyOptions(**choices, shards=shards)  # type: ignore[misc, arg-type]
-    memory_bytes, reserve = options.memory_bytes, options.reserve
     if options.density is not None and strategy == "best":
         name = strategy = "compressed"
-    _check(strategy, options, memory_bytes, residuals)
-    _check_reserve(reserve, memory_bytes)
+    _check(strategy, options, residuals)
+    _check_memory(strategy, options.memory_bytes, options.reserve)
 
     def schedule(of: Profile) -> Plan:
         made = STRATEGIES[name](of, network, options)
@@ -101,9 +97,9 @@ def propose(profile: Profile, network: Network, strategy: str = "best", **choice
             return made.named(of, strategy, network.workers)
         return msgspec.structs.replace(made, strategy=strategy)
 
-    if name in BUDGETED or (memory_bytes is None and residuals is None):
+    if name in BUDGETED or (options.memory_bytes is None and residuals is None):
         return schedule(profile)
-    return within(profile, network, schedule, memory_bytes, residuals, reserve)
+    return within(profile, network, schedule, options.memory_bytes, residuals, options.reserve)
 
 
 def _shards(strategy: str) -> tuple[str, int | None]:
@@ -117,7 +113,7 @@ def _shards(strategy: str) -> tuple[str, int | None]:
     return name, int(count)
 
 
-def _check(strategy: str, options: StrategyOptions, memory_bytes: int | None, residuals: str | None) -> None:
+def _check(strategy: str, options: StrategyOptions, residuals: str | None) -> None:
     for name in ("communicators", "bucket_bytes", "cycle_s"):
         value = getattr(options, name)
         if value is not None and value <= 0:
@@ -127,13 +123,6 @@ def _check(strategy: str, options: StrategyOptions, memory_bytes: int | None, re
             f"bucket_bytes is {options.bucket_bytes}, but {strategy!r} chooses its buckets itself: leave it out, or "
             "use ddp or horovod"
         )
-    if strategy.partition(":")[0] in SHARDED - BUDGETED and memory_bytes is not None:
-        raise InputError(
-            f"memory_bytes is {memory_bytes}, but {strategy!r} keeps all activations: leave it out, and compare the "
-            "peak that is predicted with what the device has"
-        )
-    if memory_bytes is not None and memory_bytes <= 0:
-        raise InputError(f"memory_bytes is {memory_bytes}: it must be above zero")
     if options.density is not None:
         if strategy != "compressed":
             raise InputError(f"density is {options.density}, but {strategy!r} sends every element: use compressed")
@@ -145,12 +134,19 @@ def _check(strategy: str, options: StrategyOptions, memory_bytes: int | None, re
         raise InputError(f"residuals is {residuals!r}, but {strategy!r} has none: use compressed")
 
 
-def _check_reserve(reserve: float | None, memory_bytes: int | None) -> None:
-    if reserve is None:
-        return
+def _check_memory(strategy: str, memory_bytes: int | None, reserve: float | None) -> None:
     if memory_bytes is None:
-        raise InputError(f"reserve is {reserve}, but there is no memory budget to leave it from: give memory_bytes")
-    if not 0 <= reserve < memory_bytes:
+        if reserve is not None:
+            raise InputError(f"reserve is {reserve}, but there is no memory budget to leave it from: give memory_bytes")
+        return
+    if strategy.partition(":")[0] in SHARDED - BUDGETED:
+        raise InputError(
+            f"memory_bytes is {memory_bytes}, but {strategy!r} keeps all activations: leave it out, and compare the "
+            "peak that is predicted with what the device has"
+        )
+    if memory_bytes <= 0:
+        raise InputError(f"memory_bytes is {memory_bytes}: it must be above zero")
+    if reserve is not None and not 0 <= reserve < memory_bytes:
         raise InputError(
             f"reserve is {reserve}: it must be a share from 0 to below 1, or bytes below the budget of {memory_bytes}"
         )

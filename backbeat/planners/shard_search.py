@@ -178,8 +178,7 @@ class ShardSearch:
                 unit_ends(atoms, cost, reshard=not base.kept, buffers=base.buffers, most=self.labels, longest=longest)
                 for longest in self.lengths
             )
-            found = sorted((one for one in made if one is not None), key=lambda one: one.seconds)
-            self._units[key] = [tuple(one.ends) for one in found]
+            self._units[key] = [tuple(one.ends) for one in sorted(made, key=lambda one: one.seconds)]
         return self._units[key]
 
     def _fitting(self, choices: Iterable[ShardChoice]) -> list[Scored]:

@@ -37,10 +37,7 @@ class Fusion:
         self._last: set[int] = set()
         self._unwritten: dict[int, tuple[StorageWeakRef, int]] = {}
 
-    def add(
-        self, works: tuple[Work, ...], inputs: Iterable[torch.Tensor], outputs: Iterable[torch.Tensor]
-    ) -> tuple[Work, ...]:
-        inputs, outputs = list(inputs), list(outputs)
+    def add(self, works: tuple[Work, ...], inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> tuple[Work, ...]:
         if len(works) != 1 or not isinstance(works[0], Traffic) or works[0].kind in _ALONE:
             written = sum(self._unwritten.pop(place)[1] for place in _places(inputs) if place in self._unwritten)
             return (*self.flush(), *([Traffic("pointwise", written)] if written else []), *_padded(works))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -105,16 +105,9 @@ class SavedTensors:
 
 def _optimizer_bytes(optimizer: torch.optim.Optimizer, device: torch.device) -> int:
     """Of the state on the device, without scalars: step counters often live on the host."""
-    tensors = (tensor for state in optimizer.state.values() for tensor in _tensors(state))
-    return storage_bytes(tensor for tensor in tensors if tensor.device.type == device.type and tensor.dim() > 0)
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    return [tensor for item in value for tensor in _tensors(item)] if isinstance(value, (list, tuple)) else []
+    return storage_bytes(
+        tensor for tensor in tensors_in(optimizer.state) if tensor.device.type == device.type and tensor.dim() > 0
+    )
 
 
 def storage_key(tensor: torch.Tensor) -> int | None:

@@ -45,7 +45,7 @@ def measure_factory(
     except OutOfMemoryError as error:
         message = str(error)
     # Outside the handler, so that the traceback no longer holds the tensors that did not fit.
-    _release(where)
+    release(where)
     if size is None:
         raise OutOfMemoryError(f"{message}. {factory.spec} takes no batch_size, so no smaller one was tried")
     fitting = _largest_fitting(factory, size // 2, where, options)
@@ -97,7 +97,7 @@ def compose_factory(factory: Factory, from_layers: tuple[int, int], **options: A
     measured = []
     for count in sorted(from_layers):
         measured.append(measure_factory(factory.with_layers(count), **options).profile)
-        _release(_device(options.get("device")))
+        release(_device(options.get("device")))
     return compose(measured[0], measured[1], layers, name=name)
 
 
@@ -119,7 +119,7 @@ def _largest_fitting(factory: Factory, size: int, device: torch.device, options:
             return size
         except OutOfMemoryError:
             pass
-        _release(device)
+        release(device)
         size //= 2
     return None
 
@@ -128,7 +128,8 @@ def _device(given: str | None) -> torch.device:
     return parse_device(given or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
-def _release(device: torch.device) -> None:
+def release(device: torch.device) -> None:
+    """Models may hold themselves: what is gone should not count to what comes next."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

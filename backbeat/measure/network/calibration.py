@@ -9,7 +9,7 @@ import datetime
 import os
 import platform
 import socket
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -87,13 +87,13 @@ def measure_cluster(
     backend, where = _backend_and_device(group, device)
     if where.type == "cuda":
         torch.cuda.set_device(where)
-    shared = _share_facts(group, why_one(backend))
+    date, why_only_one, hosts = _share_facts(group, why_one(backend))
     timeout_s = max(_LEAST_TIMEOUT_S, budget_s)
-    counts = set(communicators) if shared.why_one is None else {1}
+    counts = set(communicators) if why_only_one is None else {1}
     with explained("opening communicators"):
         links = Communicators(group, where, max(counts), timeout=datetime.timedelta(seconds=timeout_s))
     counts = {min(count, len(links)) for count in counts}
-    notes = [f"only one communicator was measured: {shared.why_one}"] if shared.why_one else []
+    notes = [f"only one communicator was measured: {why_only_one}"] if why_only_one else []
     if settle and backend == "gloo":
         done = settle_gloo()
         notes.append(f"gloo's socket threads {'ran at idle priority' if done else 'could not be settled here'}")
@@ -107,7 +107,7 @@ def measure_cluster(
     further = closer(bench, curve, budget_s, show)
     (elapsed_s,) = bench.agree([bench.elapsed()])
     outcome = replace(outcome, timings={**outcome.timings, **further}, elapsed_s=elapsed_s)
-    notes += notes_of(outcome, budget_s, backend, shared.hosts, workers)
+    notes += notes_of(outcome, budget_s, backend, hosts, workers)
     if bench.timed:
         notes.append(host_note(bench.pace_s, bench.late, bench.timed))
     network = network_from(
@@ -115,8 +115,8 @@ def measure_cluster(
         name=name or f"{backend}-{workers}",
         workers=workers,
         backend=backend,
-        per_node=max(shared.hosts),
-        source=_source(shared.date, where, len(shared.hosts), workers),
+        per_node=max(hosts),
+        source=_source(date, where, len(hosts), workers),
         notes=notes,
     )
     network = msgspec.structs.replace(network, notes=(*network.notes, *misfits(network), *sharing_unknown(network)))
@@ -142,27 +142,15 @@ def _with_slowdowns(network: Network, link: Communicator, where: torch.device, t
     return msgspec.structs.replace(network, sharded=msgspec.structs.replace(known, slowdown=beside))
 
 
-@dataclass(frozen=True, slots=True)
-class _SharedFacts:
-    """What all ranks must hold alike before the first sample."""
-
-    date: str
-    why_one: str | None
-    """Why some rank may use only one communicator."""
-    hosts: tuple[int, ...]
-    """Ranks on each host."""
-
-
-def _share_facts(group: Any, reason: str | None) -> _SharedFacts:
+def _share_facts(group: Any, why_one: str | None) -> tuple[str, str | None, tuple[int, ...]]:
+    """What all ranks must hold alike before the first sample: the date, why some rank may use only one communicator,
+    and the ranks on each host."""
     facts: list[Any] = [None] * dist.get_world_size(group)
     with explained("the first exchange"):
-        dist.all_gather_object(facts, (today(), reason, _host()), group=group)
+        dist.all_gather_object(facts, (today(), why_one, _host()), group=group)
     dates, reasons, hosts = zip(*facts, strict=True)
-    return _SharedFacts(
-        date=dates[0],
-        why_one=next((why for why in reasons if why), None),
-        hosts=tuple(hosts.count(host) for host in dict.fromkeys(hosts)),
-    )
+    ranks = tuple(hosts.count(host) for host in dict.fromkeys(hosts))
+    return dates[0], next((why for why in reasons if why), None), ranks
 
 
 def _host() -> str:

@@ -236,10 +236,7 @@ def summary_of(calibration: MeasuredCluster) -> dict[str, Any]:
         )
     rows = [
         {
-            "bytes": row.bytes,
-            "messages": row.messages,
-            "communicators": row.communicators,
-            "seconds": row.seconds,
+            **msgspec.to_builtins(row),
             "model_error": cost.batch_s(row.bytes, row.messages, row.communicators) / row.seconds - 1,
         }
         for row in network.concurrency

@@ -42,7 +42,7 @@ def jumps(times: Mapping[int, float], doubts: Mapping[int, float] | None = None)
     if len(times) < 2:
         return []
     rising = sorted(times.items())
-    link = Curve.through(tuple(_rising(rising))).gradient_s_per_byte
+    link = Curve.through(rising).gradient_s_per_byte
     found = []
     for (small, before), (large, after) in pairwise(rising):
         rise, carried = after - before, link * (large - small)
@@ -79,12 +79,3 @@ def closer(sampler: Sampler, timings: Mapping[Case, Timing], budget_s: float, pr
             times[size] = found[case].median_s
             low, high = (low, size) if times[size] - times[low] > times[high] - times[size] else (size, high)
     return found
-
-
-def _rising(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
-    reached = 0.0
-    rising = []
-    for size, seconds in points:
-        reached = max(reached, seconds)
-        rising.append((size, reached))
-    return rising
