@@ -32,6 +32,8 @@ from backbeat.simulate.compressed_cost import (
 from backbeat.simulate.schedule import running_sums
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from numpy.typing import NDArray
 
     from backbeat.model import Network, Profile
@@ -122,16 +124,19 @@ def compressed(profile: Profile, network: Network, options: StrategyOptions) -> 
         return dense.plan(profile, 1, "one worker: nothing travels, nothing is compressed")
     whole = compressed_ends(profile, network, cost, compression)
     candidates = [dense, Mixed(ends, [True] * len(ends), compression), Mixed(whole, [True] * len(whole), compression)]
-    scored = [(mixed.end_s(profile, network, cost), mixed) for mixed in candidates]
-    least = scored[0]
-    for end, mixed in scored:
-        found = _flipped(end, mixed, profile, network, cost)
+
+    def end_s(mixed: Mixed) -> float:
+        return mixed.end_s(profile, network, cost)
+
+    least = end_s(dense), dense
+    for mixed in candidates:
+        found = _flipped(mixed, end_s)
         if found[0] < least[0] * (1 - _ROUNDING):
             least = found
-    chosen = _merged(*least, profile, network, cost)
+    chosen = _merged(*least, end_s)
     if any(chosen.compressed):
         places = [chosen, *(replace(chosen, early=place) for place in range(len(chosen.ends) - 1))]
-        chosen = min(places, key=lambda mixed: mixed.end_s(profile, network, cost))
+        chosen = min(places, key=end_s)
     buckets = chosen.members(profile)
     count = sum(compressed for _, compressed in buckets)
     if count == 0:
@@ -160,7 +165,7 @@ def compressed_ends(profile: Profile, network: Network, cost: CompressedCost, co
     return quadratic_programme(profile.sizes, finishes)
 
 
-def _merged(end: float, mixed: Mixed, profile: Profile, network: Network, cost: CompressedCost) -> Mixed:
+def _merged(end: float, mixed: Mixed, end_s: Callable[[Mixed], float]) -> Mixed:
     """Neighbours of one kind merged where the predicted end stays: every bucket costs the host a launch."""
     place = len(mixed.ends) - 2
     while place >= 0:
@@ -170,15 +175,15 @@ def _merged(end: float, mixed: Mixed, profile: Profile, network: Network, cost: 
                 [*mixed.compressed[:place], *mixed.compressed[place + 1 :]],
                 mixed.compression,
             )
-            if fewer.end_s(profile, network, cost) <= end * (1 + _ROUNDING):
+            if end_s(fewer) <= end * (1 + _ROUNDING):
                 mixed = fewer
         place -= 1
     return mixed
 
 
-def _flipped(end: float, mixed: Mixed, profile: Profile, network: Network, cost: CompressedCost) -> tuple[float, Mixed]:
+def _flipped(mixed: Mixed, end_s: Callable[[Mixed], float]) -> tuple[float, Mixed]:
     """Single buckets changed between dense and compressed, from the last, as long as the end falls."""
-    left = _FLIPS
+    end, left = end_s(mixed), _FLIPS
     improved = True
     while improved and left > 0:
         improved = False
@@ -188,7 +193,7 @@ def _flipped(end: float, mixed: Mixed, profile: Profile, network: Network, cost:
                 break
             flags = [*mixed.compressed[:place], not mixed.compressed[place], *mixed.compressed[place + 1 :]]
             changed = Mixed(mixed.ends, flags, mixed.compression)
-            found = changed.end_s(profile, network, cost)
+            found = end_s(changed)
             if found < end * (1 - _BETTER):
                 end, mixed, improved = found, changed, True
     return end, mixed
