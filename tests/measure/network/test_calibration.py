@@ -14,10 +14,11 @@ pytest.importorskip("torch")
 from backbeat.cost.samples import Timing, summarise
 from backbeat.errors import InputError, MeasurementError
 from backbeat.measure.network.calibration import calibrate
-from backbeat.measure.network.case import BATCH_SIZES, SIZES, Case, Series, doubling, held_out_cases, series_of
+from backbeat.measure.network.case import BATCH_SIZES, SIZES, Case, Series, held_out_cases, series_of
 from backbeat.measure.network.findings import misfits, network_from, warnings
 from backbeat.measure.network.sampling import FEWEST_REPEATS, REPEATS, SamplingOutcome, measure
 from backbeat.model import Network
+from backbeat.units import doubling
 
 
 def affine(alpha: float, beta: float) -> Callable[[Case], float]:
