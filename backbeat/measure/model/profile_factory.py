@@ -9,7 +9,6 @@ import torch
 
 from backbeat.comm.machine import short_name
 from backbeat.errors import InputError
-from backbeat.measure.model.batches import samples_in
 from backbeat.measure.model.compose import compose
 from backbeat.measure.model.inputs import parse_device
 from backbeat.measure.model.profiler import MeasuredModel, measure
@@ -41,7 +40,7 @@ def measure_factory(
     where = _device(device)
     size = factory.batch_size(batch_size)
     try:
-        return _build_and_measure(factory, size, batch_size, where, name, options)
+        return _build_and_measure(factory, batch_size, where, name, options)
     except OutOfMemoryError as error:
         message = str(error)
     # Outside the handler, so that the traceback no longer holds the tensors that did not fit.
@@ -54,24 +53,11 @@ def measure_factory(
 
 
 def _build_and_measure(
-    factory: Factory,
-    size: int | None,
-    wanted: int | None,
-    device: torch.device,
-    name: str | None,
-    options: dict[str, Any],
+    factory: Factory, batch_size: int | None, device: torch.device, name: str | None, options: dict[str, Any]
 ) -> MeasuredModel:
-    workload = factory.build(size, device)
-    found = samples_in(workload.batch)
-    if size is None and wanted is not None and wanted != found:
-        raise InputError(
-            f"{factory.spec} takes no batch_size and its batch holds {found} samples, not {wanted}: "
-            "drop --batch-size, or let the factory take batch_size"
-        )
+    workload = factory.build(factory.batch_size(batch_size), device)
     optimizer = options.get("optimizer")
-    if optimizer is not None and workload.optimizer is not None:
-        raise InputError(f"{factory.spec} returns an optimizer of its own: drop --optimizer {optimizer}")
-    samples = size or found
+    samples = factory.samples(workload, batch_size, optimizer)
     notes = (f"{factory.spec}: {factory.description}",) if factory.description else ()
     return measure(
         workload.model,
@@ -115,7 +101,7 @@ def _largest_fitting(factory: Factory, size: int, device: torch.device, options:
     quick = {**options, "iterations": 1, "warmup": 1}
     while size >= 1:
         try:
-            _build_and_measure(factory, size, None, device, None, quick)
+            _build_and_measure(factory, size, device, None, quick)
             return size
         except OutOfMemoryError:
             pass
