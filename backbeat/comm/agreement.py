@@ -5,15 +5,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from itertools import zip_longest
-from typing import TYPE_CHECKING
 
 import torch
 from torch.distributed import DistStoreError
 
+from backbeat.comm.communicators import Communicators
 from backbeat.errors import CommunicationError, InputError
-
-if TYPE_CHECKING:
-    from backbeat.comm.communicators import Communicators
 
 
 def agree(communicators: Communicators, topic: str, lines: Sequence[str], what: str) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, TypedDict, Unpack
+from collections.abc import Callable
+from typing import Literal, TypedDict, Unpack
 
 import msgspec
 
 from backbeat.errors import InputError, did_you_mean
+from backbeat.model import Network, Plan, Profile
 from backbeat.model.plan import PlanPrediction
 from backbeat.planners.adaptive import adaptive
 from backbeat.planners.baselines import ddp, horovod, single, wfbp
@@ -20,11 +22,6 @@ from backbeat.planners.optimal import optimal
 from backbeat.planners.sharded import decoupled, sharded
 from backbeat.planners.sharded_baselines import fsdp, hsdp, zero1, zero2
 from backbeat.simulate.predict import predict
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from backbeat.model import Network, Plan, Profile
 
 __all__ = ["SHARDED", "STRATEGIES", "Draft", "StrategyOptions", "plan", "propose"]
 

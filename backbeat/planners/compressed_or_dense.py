@@ -13,13 +13,16 @@ to them. Beside compressed neighbours they wait for the next dense bucket, or le
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
+from backbeat.model import Network, Profile
 from backbeat.model.compression import Compression
 from backbeat.model.plan import Bucket, Plan
+from backbeat.planners.draft import StrategyOptions
 from backbeat.planners.optimal import best_ends, quadratic_programme
 from backbeat.simulate.compressed_cost import (
     ELEMENT_BYTES,
@@ -30,14 +33,6 @@ from backbeat.simulate.compressed_cost import (
     travel,
 )
 from backbeat.simulate.schedule import running_sums
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from numpy.typing import NDArray
-
-    from backbeat.model import Network, Profile
-    from backbeat.planners.draft import StrategyOptions
 
 DEFAULT_DENSITY = 0.01
 SMALL_BYTES = 2**16

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
+from backbeat.cost import LinkCost
 from backbeat.errors import InputError
+from backbeat.model import Profile
 from backbeat.model.plan import Bucket, DynamicFusion, Plan
 from backbeat.model.sharding import Dtype
 from backbeat.simulate.iteration import communicate, communicate_beside
 from backbeat.simulate.schedule import Schedule
-
-if TYPE_CHECKING:
-    from backbeat.cost import LinkCost
-    from backbeat.model import Profile
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

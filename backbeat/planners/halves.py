@@ -19,24 +19,20 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
-from backbeat.cost import LinkCost
+from backbeat.cost import Curve, LinkCost
+from backbeat.model import Network, Profile
 from backbeat.model.plan import Bucket, Plan
 from backbeat.planners.draft import StrategyOptions
 from backbeat.planners.merge_buckets import Conditions, merged, possible_costs
 from backbeat.planners.optimal import quadratic_programme, queue_programme
 from backbeat.simulate.decoupled_step import Halves, Layers
 from backbeat.simulate.schedule import running_sums
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from backbeat.cost import Curve
-    from backbeat.model import Network, Profile
 
 _PRECISION = 1e-6
 """Of the least forward end, relative."""

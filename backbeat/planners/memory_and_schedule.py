@@ -6,20 +6,17 @@ device memory from activations.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Callable
+from typing import Literal
 
 import msgspec
 
 from backbeat.errors import InputError
+from backbeat.model import Network, Plan, Profile
 from backbeat.model.blocks import MemoryPlan
 from backbeat.planners.memory_plan import memory_plan, reserve_for, usable
 from backbeat.simulate.memory_timeline import memory_timeline
 from backbeat.simulate.predict import predict
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from backbeat.model import Network, Plan, Profile
 
 
 def within(

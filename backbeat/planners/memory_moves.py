@@ -6,16 +6,11 @@ segment recomputed together.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import random
+from collections.abc import Iterator
 
-from backbeat.simulate.actions import FETCH, KEEP, OFFLOAD, RECOMPUTE
-
-if TYPE_CHECKING:
-    import random
-    from collections.abc import Iterator
-
-    from backbeat.simulate.actions import Unit
-    from backbeat.simulate.memory_timeline import Chain
+from backbeat.simulate.actions import FETCH, KEEP, OFFLOAD, RECOMPUTE, Unit
+from backbeat.simulate.memory_timeline import Chain
 
 
 def uniform(chain: Chain) -> dict[str, tuple[Unit, ...]]:

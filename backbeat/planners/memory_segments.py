@@ -13,17 +13,13 @@ which a front cannot represent. The price stands for that: several are tried, an
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from backbeat.simulate.actions import FETCH, KEEP, OFFLOAD, RECOMPUTE
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from backbeat.simulate.actions import Unit
-    from backbeat.simulate.memory_timeline import Chain
+from backbeat.simulate.actions import FETCH, KEEP, OFFLOAD, RECOMPUTE, Unit
+from backbeat.simulate.memory_timeline import Chain
 
 _FRONT = 128
 """Pairs kept for each block; a longer front is thinned."""

@@ -13,12 +13,8 @@ the published algorithm finds by recomputing every tau_c after every merge.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from backbeat.model import Network, Profile
 from backbeat.planners.draft import Draft, StrategyOptions
-
-if TYPE_CHECKING:
-    from backbeat.model import Network, Profile
 
 
 def mg_wfbp(profile: Profile, network: Network, options: StrategyOptions) -> Draft:

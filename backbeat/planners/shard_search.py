@@ -6,20 +6,15 @@ every limit counts evaluations: the same problem gives the same choices.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from itertools import pairwise, product
-from typing import TYPE_CHECKING
 
 from backbeat.planners.best import SIMPLER_WITHIN
-from backbeat.planners.shard_problem import Scored, ShardChoice, ShardProblem
+from backbeat.planners.shard_problem import Between, Scored, ShardChoice, ShardProblem
 from backbeat.planners.unit_programme import unit_ends
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
-
-    from backbeat.planners.shard_problem import Between
-
-    Ends = tuple[int, ...]
+Ends = tuple[int, ...]
 
 _LABELS = ((12, 4000), (50, 100), (200, 24))
 """Up to so many atoms, so many labels of the programme."""

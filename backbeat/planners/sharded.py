@@ -19,22 +19,18 @@ all-gather behind the next forward, as DeAR does. Only its units are chosen.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import msgspec
 
 from backbeat.cost.accelerators import accelerator
 from backbeat.errors import InputError
+from backbeat.model import Network, Plan, Profile
 from backbeat.model.blocks import MemoryPlan
 from backbeat.planners.best import SIMPLER_WITHIN
+from backbeat.planners.draft import StrategyOptions
 from backbeat.planners.memory_plan import needed, reserve_for, usable
 from backbeat.planners.shard_problem import ShardChoice, ShardProblem
 from backbeat.planners.shard_search import ShardSearch
 from backbeat.units import format_bytes, format_seconds
-
-if TYPE_CHECKING:
-    from backbeat.model import Network, Plan, Profile
-    from backbeat.planners.draft import StrategyOptions
 
 NEWER_TORCH = "2.13"
 """Holds several reduce-scatter inputs, and has a communicator for reduce-scatters."""

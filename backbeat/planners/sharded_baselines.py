@@ -6,16 +6,12 @@ the root's, which also keeps tied weights in one unit.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from backbeat.errors import InputError
+from backbeat.model import Network, Profile
 from backbeat.model.plan import Plan
 from backbeat.model.sharding import Dtype, Mesh, Sharding, ShardUnit
+from backbeat.planners.draft import StrategyOptions
 from backbeat.simulate.sharded_units import ModelPieces, repeated
-
-if TYPE_CHECKING:
-    from backbeat.model import Network, Profile
-    from backbeat.planners.draft import StrategyOptions
 
 
 def fsdp(profile: Profile, network: Network, options: StrategyOptions) -> Plan:

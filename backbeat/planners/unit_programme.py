@@ -22,19 +22,16 @@ too, and the result says so.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from backbeat.cost import LinkCost
+from backbeat.simulate.sharded_cost import ShardedCost
 from backbeat.simulate.sharded_units import UnitContent
 
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from backbeat.simulate.sharded_cost import ShardedCost
-
-    Floats = NDArray[np.float64]
+Floats = NDArray[np.float64]
 
 _COMPUTE, _LINK, _COPY, _COPIED, _OUT, _RHO, _CI, _ACROSS, _IN, _GATHER, _HELD = range(11)
 """Columns of a label: four of the head, four of the tail, two of the last unit, then one for each input held."""

@@ -8,8 +8,9 @@ host has submitted them. The hooks and marks are the measured profile's own, rea
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import torch
@@ -28,9 +29,6 @@ from backbeat.measure.model.optimizers import describe_optimizer, make_optimizer
 from backbeat.measure.model.precision import PRECISIONS
 from backbeat.measure.model.training_step import Marks, Observer, Training, where_raised
 from backbeat.model import ComputeShares, Profile, Source
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 ANALYTIC_PRECISIONS = (*PRECISIONS, "fp8")
 _CPU = torch.device("cpu")

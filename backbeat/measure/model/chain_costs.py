@@ -9,23 +9,19 @@ the next one's begins.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
-from typing import TYPE_CHECKING
 
 import torch
 
+from backbeat.comm.clock import Clock, Mark
 from backbeat.measure.model.batches import tensors_in
 from backbeat.measure.model.block_bytes import BlockBytes, block_parameters
 from backbeat.measure.model.chain import BlockCall, Borders, find_blocks
 from backbeat.measure.model.host_link import measure_host_link
+from backbeat.measure.model.training_step import Training
 from backbeat.model import Block, HostLink
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from backbeat.comm.clock import Clock, Mark
-    from backbeat.measure.model.training_step import Training
 
 _TIMED = {"cpu": 3, "cuda": 5}
 _DIGITS = 8

@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from backbeat.comm.clock import Clock
-from backbeat.cost.operators import Traffic, family_of
+from backbeat.comm.clock import Clock, Mark
+from backbeat.cost.operator_model import OperatorModel
+from backbeat.cost.operators import Traffic, Work, family_of
 from backbeat.measure.model.chain import in_backward, tensors_of
 from backbeat.measure.model.kernel_fusion import Fusion
 from backbeat.measure.model.operator_work import in_fp8, work_of
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from backbeat.comm.clock import Mark
-    from backbeat.cost.operator_model import OperatorModel
-    from backbeat.cost.operators import Work
 
 
 class VirtualClock(Clock):

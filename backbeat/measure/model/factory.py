@@ -5,19 +5,17 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from backbeat.errors import BackbeatError, InputError
 from backbeat.measure.model.batches import samples_in
 from backbeat.measure.model.training_step import Loss, OutOfMemoryError, is_out_of_memory, where_raised
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 DEFAULT_BATCH_SIZE = 64
 

@@ -8,19 +8,13 @@ from, which takes as much reading. Operands of a product whose rows begin at odd
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
+import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from backbeat.cost.operators import Product, Traffic, element_bytes
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    import torch
-
-    from backbeat.cost.operators import Work
+from backbeat.cost.operators import Product, Traffic, Work, element_bytes
 
 _ALIGNED = 16
 # Reductions across rows, sorting and scattering are kernels of their own.

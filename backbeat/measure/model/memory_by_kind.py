@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from backbeat.measure.model.batches import tensors_in
 from backbeat.measure.model.chain import untraced
+from backbeat.measure.model.hooks import Owner
+from backbeat.measure.model.ready_gradients import Gradients
+from backbeat.measure.model.training_step import Training
 from backbeat.model import Memory
-
-if TYPE_CHECKING:
-    from backbeat.measure.model.hooks import Owner
-    from backbeat.measure.model.ready_gradients import Gradients
-    from backbeat.measure.model.training_step import Training
 
 
 def weigh(training: Training, gradients: Gradients, owners: list[Owner]) -> tuple[Memory, dict[int, int]]:

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import gc
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
 from backbeat.comm.machine import short_name
 from backbeat.errors import InputError
 from backbeat.measure.model.compose import compose
+from backbeat.measure.model.factory import Factory
 from backbeat.measure.model.inputs import parse_device
 from backbeat.measure.model.profiler import MeasuredModel, measure
 from backbeat.measure.model.training_step import OutOfMemoryError
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from backbeat.measure.model.factory import Factory
-    from backbeat.model import Profile
+from backbeat.model import Profile
 
 
 def measure_factory(

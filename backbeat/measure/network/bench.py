@@ -10,19 +10,16 @@ import math
 import statistics
 import time
 from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from backbeat.comm.communicators import Communicator
 from backbeat.comm.spin import SpinRate, spin_rate, until
 from backbeat.errors import MeasurementError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from backbeat.comm.communicators import Communicator
-    from backbeat.measure.network.case import Case
+from backbeat.measure.network.case import Case
 
 _ELEMENT_BYTES = 4
 # The first of them lines the ranks up, the others bring all to the same state: threads awake, links warm.

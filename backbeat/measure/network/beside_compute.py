@@ -8,20 +8,17 @@ step waits for it. Nothing of the host counts: launches queue behind a spin.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as functional
 
+from backbeat.comm.communicators import Communicator
 from backbeat.comm.spin import until
 from backbeat.model.slowdown import Slowdown
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from backbeat.comm.communicators import Communicator
 
 cuda: Any = torch.cuda  # untyped in parts
 

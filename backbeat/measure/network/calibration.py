@@ -9,16 +9,18 @@ import datetime
 import os
 import platform
 import socket
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import torch
 import torch.distributed as dist
 
-from backbeat.comm.communicators import Communicators, backend_of, why_one
+from backbeat.comm.communicators import Communicator, Communicators, backend_of, why_one
 from backbeat.comm.gloo import settle_gloo
 from backbeat.comm.machine import today, versions
+from backbeat.cost.collectives import Collective
 from backbeat.errors import InputError, MeasurementError
 from backbeat.measure.network.bench import Bench, explained
 from backbeat.measure.network.beside_compute import MESSAGE_BYTES, measure_slowdown, shared_devices
@@ -33,15 +35,9 @@ from backbeat.measure.network.findings import (
 )
 from backbeat.measure.network.jumps import SHARE, closer
 from backbeat.measure.network.sampling import Progress, measure
+from backbeat.model.network import Network
 from backbeat.model.sharded_times import ShardedTimes
 from backbeat.model.source import Source
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from backbeat.comm.communicators import Communicator
-    from backbeat.cost.collectives import Collective
-    from backbeat.model.network import Network
 
 _LEAST_TIMEOUT_S = 30.0
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, get_args
+from typing import get_args
 
 from backbeat.cost.collectives import Collective
 from backbeat.units import doubling, format_bytes
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
 

@@ -6,18 +6,13 @@ the interval; each further point about halves the interval in which it can be.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 from backbeat.cost.curve import Curve
 from backbeat.cost.samples import Timing, summarise
 from backbeat.measure.network.case import Case
-from backbeat.measure.network.sampling import FEWEST_REPEATS
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from backbeat.measure.network.sampling import Progress, Sampler
+from backbeat.measure.network.sampling import FEWEST_REPEATS, Progress, Sampler
 
 _STEEP = 2.5
 """Times the link's seconds per byte; what rises faster than this is no transfer."""
