@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import combinations, product
 
 from backbeat.cost import LinkCost
@@ -134,14 +134,13 @@ def _every(count: int, communicators: int) -> Iterator[Draft]:
                 yield Draft([*inner, count], communicators, list(assignment), notes=(_EXHAUSTIVE_NOTE,))
 
 
+@dataclass
 class _Search:
-    """Local search over one problem, with the number of engine runs it may still spend."""
+    """Local search over one problem, until a deadline."""
 
-    def __init__(self, profile: Profile, cost: LinkCost, deadline: float) -> None:
-        self.profile = profile
-        self.cost = cost
-        self.deadline = deadline
-        self.left = _EVALUATIONS
+    profile: Profile
+    cost: LinkCost
+    deadline: float
 
     def score(self, draft: Draft) -> tuple[float, Draft]:
         return draft.end_s(self.profile, self.cost), draft
@@ -171,16 +170,16 @@ class _Search:
 
     def improve(self, end: float, draft: Draft) -> tuple[float, Draft]:
         """Take every change that lowers the end, in sweeps from the tail, with strides that halve."""
-        self.left = _EVALUATIONS
+        left = _EVALUATIONS
         stride = max(len(self.profile.gradients) // 8, 1)
         while stride >= 1:
             improved = True
             while improved:
                 improved = False
                 for candidate in _neighbours(draft, stride):
-                    if self.left <= 0 or time.monotonic() > self.deadline:
+                    if left <= 0 or time.monotonic() > self.deadline:
                         return end, draft
-                    self.left -= 1
+                    left -= 1
                     found, _ = self.score(candidate)
                     if found < end * (1 - 1e-9):
                         end, draft, improved = found, candidate, True

@@ -18,11 +18,13 @@ import json
 import statistics
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from backbeat.lab import experiment
+from backbeat.lab.experiment import CalibratedLab, MeasuredPlan
 from backbeat.lab.plans import Choice
 from backbeat.lab.requirements import check
+from backbeat.lab.session import Session
 from backbeat.lab.setting import Setting
 from backbeat.model import Network, Plan, Prediction, Profile
 from backbeat.model.files import bundled, write
@@ -32,10 +34,6 @@ from backbeat.planners.halves import earliest, plan_in_halves
 from backbeat.planners.optimal import best_ends
 from backbeat.simulate import predict
 from backbeat.units import format_rate, format_seconds, parse_duration, parse_rate
-
-if TYPE_CHECKING:
-    from backbeat.lab.experiment import CalibratedLab, MeasuredPlan
-    from backbeat.lab.session import Session
 
 WORKERS = (8, 64, 512)
 Made = list[tuple[Choice, Plan, Prediction]]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
@@ -70,22 +71,17 @@ def messages_beside(work_s: float, message_s: float) -> int:
     return 1 + math.ceil((_LEAD_S + _COVERED * work_s) / max(message_s, 1e-5))
 
 
+@dataclass
 class _Timed:
     """Runs one kind of work on the current stream, alone or beside collectives."""
 
-    def __init__(
-        self,
-        work: Callable[[], object],
-        communicator: Communicator,
-        message: torch.Tensor,
-        send: Callable[[], list[Any]],
-        timeout_s: float,
-    ) -> None:
-        self.work = work
-        self.send = send
-        self.communicator = communicator
-        self.message = message
-        self.timeout_s = timeout_s
+    work: Callable[[], object]
+    communicator: Communicator
+    message: torch.Tensor
+    send: Callable[[], list[Any]]
+    timeout_s: float
+
+    def __post_init__(self) -> None:
         self.begin, self.end, self.done = (cuda.Event(enable_timing=True) for _ in range(3))
 
     def seconds(self, count: int, messages: int) -> float:
