@@ -4,11 +4,11 @@ Of plans whose predicted iterations differ by less than 1 % the simplest is best
 buckets. So the exact one-communicator optimum is taken wherever several communicators cannot gain more, by the bound or
 by search.
 
-Candidates are every other strategy, the one-communicator optimum and the programme for plenty of communicators, on each
-communicator count allowed. The most promising are improved by moving, merging and splitting bucket boundaries, each
-step scored by the engine. A handful of gradients is searched exhaustively instead, and the plan says so. In the end
-buckets are merged as far as the 1 % allows: what the model has no price for, a host has. Nothing is random: the same
-input gives the same plan, unless a time budget cuts the search short.
+Candidates are `wfbp`, `single`, `ddp`, `mg-wfbp`, `asc-wfbp` and `adaptive`, the one-communicator optimum and the
+programme for plenty of communicators, on each communicator count allowed. The most promising are improved by moving,
+merging and splitting bucket boundaries, each step scored by the engine. A handful of gradients is searched exhaustively
+instead, and the plan says so. In the end buckets are merged as far as the 1 % allows: what the model has no price for,
+a host has. Nothing is random: the same input gives the same plan, unless a time budget cuts the search short.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from backbeat.simulate.slowdowns import slowdown_of
 SIMPLER_WITHIN = 0.01
 """Of two plans whose predicted iterations differ by no more than this share, the simpler is taken."""
 _EVALUATIONS = 600
-"""Engine runs spent on improving; a plan of ten buckets takes some 50 µs each."""
+"""Engine runs spent on improving one candidate; a plan of ten buckets takes some 50 µs each."""
 _IMPROVED = 3
 """How many of the best candidates are improved."""
 _PLENTY_GRADIENTS = 2000
