@@ -49,9 +49,8 @@ def halves(profile: Profile, network: Network, options: StrategyOptions) -> Plan
         for cost, conditions in zip(possible_costs(LinkCost(costs.gather, None, {})), scatters, strict=True)
     ]
     plan = plan_in_halves(profile, merged(scatter_ends, scatters), merged(gather_ends, gathers), network.workers)
-    return (
-        msgspec.structs.replace(plan, notes=("forward times are guessed from backward's",)) if layers.guessed else plan
-    )
+    notes = ("forward times are guessed from backward's",) if layers.guessed else ()
+    return msgspec.structs.replace(plan, notes=notes)
 
 
 def plan_in_halves(
