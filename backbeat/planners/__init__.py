@@ -81,11 +81,10 @@ def propose(profile: Profile, network: Network, strategy: str = "best", **choice
     name, shards = _shards(strategy)
     if name not in STRATEGIES:
         raise InputError(f"{strategy!r} is not a strategy: {did_you_mean(strategy, STRATEGIES)}")
-    residuals = choices.pop("residuals", None)
-    options = StrategyOptions(**choices, shards=shards)  # type: ignore[misc, arg-type]
+    options = StrategyOptions(**choices, shards=shards)  # type: ignore[arg-type]
     if options.density is not None and strategy == "best":
         name = strategy = "compressed"
-    _check(strategy, options, residuals)
+    _check(strategy, options)
     _check_memory(strategy, options.memory_bytes, options.reserve)
 
     def schedule(of: Profile) -> Plan:
@@ -94,9 +93,9 @@ def propose(profile: Profile, network: Network, strategy: str = "best", **choice
             return made.named(of, strategy, network.workers)
         return msgspec.structs.replace(made, strategy=strategy)
 
-    if name in BUDGETED or (options.memory_bytes is None and residuals is None):
+    if name in BUDGETED or (options.memory_bytes is None and options.residuals is None):
         return schedule(profile)
-    return within(profile, network, schedule, options.memory_bytes, residuals, options.reserve)
+    return within(profile, network, schedule, options)
 
 
 def _shards(strategy: str) -> tuple[str, int | None]:
@@ -110,7 +109,7 @@ def _shards(strategy: str) -> tuple[str, int | None]:
     return name, int(count)
 
 
-def _check(strategy: str, options: StrategyOptions, residuals: str | None) -> None:
+def _check(strategy: str, options: StrategyOptions) -> None:
     for name in ("communicators", "bucket_bytes", "cycle_s"):
         value = getattr(options, name)
         if value is not None and value <= 0:
@@ -127,8 +126,8 @@ def _check(strategy: str, options: StrategyOptions, residuals: str | None) -> No
             raise InputError(
                 f"density is {options.density}: it is the share of elements to send, above 0 and at most 1, e.g. 0.01"
             )
-    if residuals is not None and strategy != "compressed":
-        raise InputError(f"residuals is {residuals!r}, but {strategy!r} has none: use compressed")
+    if options.residuals is not None and strategy != "compressed":
+        raise InputError(f"residuals is {options.residuals!r}, but {strategy!r} has none: use compressed")
 
 
 def _check_memory(strategy: str, memory_bytes: int | None, reserve: float | None) -> None:

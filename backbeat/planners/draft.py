@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from backbeat.cost import LinkCost
 from backbeat.errors import InputError
@@ -31,6 +32,8 @@ class StrategyOptions:
     """Device memory that an iteration may take; for `sharded`, the device's own where None."""
     reserve: float | None = None
     """Of `memory_bytes`, left to what a profile cannot know: below 1 a share of it, otherwise bytes."""
+    residuals: Literal["device", "host"] | None = None
+    """`compressed`: where residuals live; the device where None, unless nothing fits there."""
     accumulation: int | None = None
     """Sharded strategies: micro-batches of an iteration; the profile's where None."""
     reduce_dtype: Dtype | None = None
