@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from backbeat.errors import InputError, MeasurementError, MissingPartError
-from backbeat.units import parse_bytes, parse_duration
+from backbeat.units import doubling, parse_bytes, parse_duration
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -81,10 +81,7 @@ def parse_sizes(text: str) -> list[int]:
         low, high = parse_bytes(first.strip()), parse_bytes((last if dots else first).strip())
         if low < 1 or high < low:
             raise InputError(f"{part.strip()!r} is not a range of sizes: it must rise from above zero, like 1KB..256MB")
-        while low < high:
-            found.add(low)
-            low *= 2
-        found.add(high)
+        found.update(doubling(low, high))
     if len(found) < 2:
         raise InputError(f"--sizes is {text!r}: a curve needs two sizes or more, like 1KB..256MB")
     return sorted(found)
