@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
+
+from rich.console import Console
 
 from backbeat.cli.common import prose
-from backbeat.cli.predict_output import command_for, doubts, fits_of, sent_by, title_of
+from backbeat.cli.predict_output import Asked, Schedule, command_for, doubts, fits_of, sent_by, title_of
 from backbeat.cost.accelerators import accelerator
-from backbeat.model import Plan
+from backbeat.model import Network, Plan, Prediction, Profile
 from backbeat.planners import SHARDED
 from backbeat.report.device_memory import DeviceFit, device_fit
 from backbeat.report.limits import limit
 from backbeat.report.running_cost import units_line
 from backbeat.report.sharding_tables import strategies_table
 from backbeat.report.ways import Way, chosen_way, way_decision, way_sentences, work_headline
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from backbeat.cli.predict_output import Asked, Schedule
-    from backbeat.model import Network, Prediction, Profile
 
 
 def is_sharded(schedule: Schedule) -> bool:
