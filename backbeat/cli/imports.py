@@ -10,7 +10,7 @@ import typer
 from backbeat.cli.common import console, say
 from backbeat.importers import chakra, kineto, nccl_tests
 from backbeat.model import Network, Profile
-from backbeat.report.unit_tables import units_table
+from backbeat.report.sharding_tables import measured_units_table
 
 app = typer.Typer(help="Read files of other tools.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -53,7 +53,7 @@ def from_kineto(
     alike = Profile.load(like) if like is not None else None
     trace = kineto.load(file, batch_size=batch_size, model=model, name=name, like=alike)
     if trace.units:
-        console().print(units_table(trace.units))
+        console().print(measured_units_table(trace.units))
     _save(trace.profile, output)
 
 

@@ -49,7 +49,7 @@ from backbeat.simulate.batch import same_blocks, sibling
 from backbeat.simulate.memory_timeline import Chain, memory_timeline
 from backbeat.simulate.resident_memory import ResidentMemory
 from backbeat.simulate.sharded_memory import sharded_memory
-from backbeat.units import format_bytes, format_seconds, parse_duration, printable
+from backbeat.units import counted, format_bytes, format_seconds, parse_duration, printable
 
 
 def plan(
@@ -194,7 +194,7 @@ def _show(
     edges = scaling_range(result)
     prose(
         out,
-        f"{made.strategy} at {result.workers} worker{'' if result.workers == 1 else 's'}: "
+        f"{made.strategy} at {counted(result.workers, 'worker')}: "
         f"{format_seconds(result.iteration_s)} per iteration, scaling "
         f"{result.scaling_factor:.1%}{f' ({edges} from a busy to a quiet cluster)' if edges else ''}, "
         f"{format_seconds(result.exposed_s)} exposed, {over_bound(result):+.1%} over the "

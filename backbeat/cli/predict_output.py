@@ -20,7 +20,7 @@ from backbeat.report.limits import knee_sentence, limit
 from backbeat.report.running_cost import costs, format_money, per_billion, tokens_per_s, unit, units_line, utilisation
 from backbeat.report.study import PLANNED, STOCK
 from backbeat.simulate.sweep import knee
-from backbeat.units import format_bytes
+from backbeat.units import counted, format_bytes
 
 Schedule = str | Plan | Reduction
 """A strategy by name, a plan, or what a framework does."""
@@ -142,7 +142,7 @@ def show(
     out.print()
     figures = units_line(best, profile, price=price, epoch_samples=asked.epoch_samples)
     chosen = f" with {best.strategy}" if wide and len(curves) > 1 else ""
-    prose(out, f"At {best.workers} GPU{'s' if best.workers > 1 else ''}{chosen}: {figures}.")
+    prose(out, f"At {counted(best.workers, 'GPU')}{chosen}: {figures}.")
     if best.workers > 1:
         prose(out, f"Limit: {limit(best, sent_by(profile, asked), reduce_dtype=asked.reduce_dtype)}")
     if wide:

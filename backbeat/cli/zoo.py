@@ -66,11 +66,9 @@ def zoo(
         f"{first.name}. Measured on {', '.join(devices)}.",
     )
     out.print()
-    joined_rows = [
-        (one.name, str(one.topology.gpus_per_node), *bus_rates(row_at(one, _SHOWN)), what(one)) for one in networks
-    ]
+    rows = [(one.name, str(one.topology.gpus_per_node), *bus_rates(row_at(one, _SHOWN)), what(one)) for one in networks]
     title = f"{len(networks)} networks: GPUs a node, all-reduce bus bandwidth on {_SHOWN} GPUs"
-    out.print(zoo_table(title, ("name", "a node", "GB/s", "busy–quiet", "what"), joined_rows))
+    out.print(zoo_table(title, ("name", "a node", "GB/s", "busy–quiet", "what"), rows))
     prose(out, "Computed from specifications or published, none measured. In full, with sources: backbeat zoo NAME.")
 
 

@@ -11,8 +11,10 @@ from rich.table import Table
 
 from backbeat.model import Network, Plan, Prediction, Profile
 from backbeat.model.source import Source
-from backbeat.units import format_bytes, format_seconds, printable
+from backbeat.units import counted, format_bytes, format_seconds, printable
 
+WINNER = "bold green"
+"""The style of the row to take."""
 SAME = 5e-4
 """Two times closer than this share are called equal: they print alike, and no measurement tells them apart."""
 
@@ -110,7 +112,7 @@ def _scaling_table(predictions: Sequence[Prediction], rows: _Alike, headings: Se
             winner = len(alike) > 1 and best[count] in ones
             names = ", ".join(printable(one.strategy) for one in ones) + (" ◀" if winner else "")
             shown = cells[first : first + len(headings)]
-            table.add_row("" if row_place else str(count), names, *shown, style="bold green" if winner else None)
+            table.add_row("" if row_place else str(count), names, *shown, style=WINNER if winner else None)
     return table
 
 
@@ -219,37 +221,27 @@ def _broken(name: str) -> str:
 def plan_table(plan: Plan, result: Prediction) -> Table:
     """The buckets of a plan with when they travel."""
     spans = [span for span in result.timeline if span.carries_gradients]
-    count = len(plan.buckets)
-    title = f"{count} bucket{'' if count == 1 else 's'} in launch order"
-    if plan.sharding is not None:
-        title = f"{len(spans)} collectives of {len(plan.sharding.units)} units and the root, in launch order"
-    table = plain_table(title)
-    several = plan.communicators > 1
-    for heading in ("bucket", *(["communicator"] if several else []), "gradients", "bytes", "starts", "ends"):
-        table.add_column(heading, justify="left" if heading == "gradients" else "right")
-    for number, span in enumerate(spans):
-        table.add_row(
+    rows = [
+        (
             str(number),
-            *([span.lane.removeprefix("communicator ")] if several else []),
+            span.lane.removeprefix("communicator ") if plan.communicators > 1 else "",
             printable(span.name),
             format_bytes(span.bytes),
             format_seconds(span.start_s),
             format_seconds(span.end_s),
         )
-    return table
+        for number, span in enumerate(spans)
+    ]
+    headings = ("bucket", "communicator", "gradients", "bytes", "starts", "ends")
+    return table_of(headings, rows, f"{counted(len(plan.buckets), 'bucket')} in launch order", left={"gradients"})
 
 
 def network_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     """What an all-reduce does at each number of GPUs."""
-    ranged = any(row["busy_bus_bytes_per_s"] < row["quiet_bus_bytes_per_s"] for row in rows)
-    table = plain_table("all-reduce of 256 MiB")
-    for heading in ("GPUs", "nodes", "latency", "bus GB/s", *(["busy–quiet"] if ranged else [])):
-        table.add_column(heading, justify="right")
-    for row in rows:
-        typical, edges = bus_rates(row)
-        latency = format_seconds(row["latency_s"])
-        table.add_row(str(row["workers"]), str(row["nodes"]), latency, typical, *([edges] if ranged else []))
-    return table
+    cells = [
+        (str(row["workers"]), str(row["nodes"]), format_seconds(row["latency_s"]), *bus_rates(row)) for row in rows
+    ]
+    return table_of(("GPUs", "nodes", "latency", "bus GB/s", "busy–quiet"), cells, "all-reduce of 256 MiB")
 
 
 def bus_rates(row: Mapping[str, Any]) -> tuple[str, str]:
@@ -261,13 +253,10 @@ def bus_rates(row: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def zoo_table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    table = plain_table(title)
-    for heading in headings:
-        right = heading in ("tokens", "a node", "GB/s", "busy–quiet")
-        # The name is what one copies.
-        table.add_column(heading, justify="right" if right else "left", no_wrap=heading == headings[0])
-    for row in rows:
-        table.add_row(*map(printable, row))
+    left = set(headings) - {"tokens", "a node", "GB/s", "busy–quiet"}
+    table = table_of(headings, [list(map(printable, row)) for row in rows], title, left=left)
+    # The name is what one copies.
+    table.columns[0].no_wrap = True
     table.width = min(natural_width(table), _SCREEN)
     return table
 
@@ -316,10 +305,27 @@ def named(network: Network) -> str:
     return f"{name}, inside one node" if network.one_node else name
 
 
-def plain_table(title: str | None = None) -> Table:
-    return Table(
-        title=title, title_justify="left", header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False
-    )
+def table_of(
+    headings: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    title: str | None = None,
+    *,
+    left: Set[str] = frozenset(),
+    frame: bool = False,
+) -> Table:
+    """Figures stand to the right, what is in `left` to the left. A column with nothing in it is left out."""
+    table = plain_table(title, frame=frame)
+    shown = [place for place, cells in enumerate(zip(*rows, strict=True)) if any(cells)]
+    for place in shown:
+        table.add_column(headings[place], justify="left" if headings[place] in left else "right")
+    for row in rows:
+        table.add_row(*(row[place] for place in shown))
+    return table
+
+
+def plain_table(title: str | None = None, *, frame: bool = False) -> Table:
+    lines = box.HEAVY_HEAD if frame else box.SIMPLE_HEAD
+    return Table(title=title, title_justify="left", header_style="bold", box=lines, pad_edge=frame, show_edge=frame)
 
 
 def _three_figures(value: float) -> str:

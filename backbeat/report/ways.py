@@ -15,7 +15,7 @@ from backbeat.report.device_memory import DeviceFit, device_fit
 from backbeat.report.tables import SAME, work_range
 from backbeat.simulate import predict
 from backbeat.simulate.sharded_units import ModelPieces, repeated
-from backbeat.units import format_bytes, format_seconds
+from backbeat.units import counted, format_bytes, format_seconds
 
 _MOST_PLANNED = 128
 """Units; for more the planner takes too long to be run unasked."""
@@ -208,7 +208,7 @@ def _memory(way: Way) -> str:
 
 
 def _gpus(way: Way) -> str:
-    return f"{way.prediction.workers} GPU{'' if way.prediction.workers == 1 else 's'}"
+    return counted(way.prediction.workers, "GPU")
 
 
 def _capital(name: str) -> str:
