@@ -90,12 +90,7 @@ def way_labels(profile: Profile, network: Network) -> list[str]:
 
 
 def find_ways(
-    profile: Profile,
-    network: Network,
-    labels: Iterable[str],
-    *,
-    budget_bytes: int | None = None,
-    accumulation: int | None = None,
+    profile: Profile, network: Network, labels: Iterable[str], *, budget_bytes: int | None = None
 ) -> tuple[Way, ...]:
     """Each strategy at the network's workers. A strategy that finds no plan that fits is left out; a budget takes the
     place of the device's memory."""
@@ -106,8 +101,7 @@ def find_ways(
         except InputError:
             continue
         fit = device_fit(profile, plan, network.workers, budget_bytes=budget_bytes)
-        prediction = predict(profile, network, plan, accumulation=accumulation)
-        found.append(Way(label=label, plan=plan, prediction=prediction, fit=fit))
+        found.append(Way(label=label, plan=plan, prediction=predict(profile, network, plan), fit=fit))
     return tuple(found)
 
 
