@@ -21,6 +21,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from backbeat.cost.collectives import Collective, traffic
 from backbeat.cost.protocols import (
     INFINIBAND_HOP_S,
@@ -80,7 +82,7 @@ def parse(text: str, *, where: str, gpus_per_node: int, hop_s: float = INFINIBAN
         rows=tuple(row for row in rows if row is not own),
         source=Source(method="imported", reference=f"table of bus bandwidths {Path(where).name}"),
         notes=tuple(notes),
-        **{field: getattr(own, field) for field in WorkersRow.__struct_fields__},
+        **msgspec.structs.asdict(own),
     )
 
 

@@ -19,7 +19,7 @@ SAME = 5e-4
 """Two times closer than this share are called equal: they print alike, and no measurement tells them apart."""
 
 
-def gpu_hours(prediction: Prediction, samples: int) -> float:
+def gpu_hours(prediction: Prediction, samples: float) -> float:
     """Worker-hours to train on this many samples."""
     if prediction.samples_per_s <= 0:
         return float("inf")
