@@ -10,6 +10,7 @@ from rich.table import Table
 from backbeat.importers.fsdp_units import MeasuredUnit
 from backbeat.model import Plan, Profile
 from backbeat.model.sharding import DTYPE_BYTES
+from backbeat.report.figures.sharded_memory_use import SHARDED_KINDS
 from backbeat.report.tables import scaling_range, table_of
 from backbeat.report.ways import Way
 from backbeat.simulate.sharded_memory import ShardedMemory
@@ -69,20 +70,10 @@ def measured_units_table(units: Sequence[MeasuredUnit]) -> Table:
 def memory_table(held: ShardedMemory) -> Table:
     """The peak by kind, largest first; kinds below a thousandth are left out."""
     place = "at the loss" if held.phase == "loss" else f"in the {held.phase} of {held.where}"
-    kinds = {
-        "activations": held.activation_bytes,
-        "parameter shards": held.parameter_bytes,
-        "optimizer state shards": held.optimizer_bytes,
-        "gradient shards": held.gradient_bytes,
-        "gathered parameters": held.gathered_bytes,
-        "all-gather buffers": held.gather_buffer_bytes,
-        "whole gradients": held.whole_gradient_bytes,
-        "reduce-scatter inputs": held.scatter_input_bytes,
-        "buffers, batch, workspaces": held.other_bytes,
-    }
+    kinds = [(words, int(getattr(held, f"{kind}_bytes"))) for kind, words in SHARDED_KINDS.items()]
     rows = [
-        (kind, format_bytes(size))
-        for kind, size in sorted(kinds.items(), key=lambda item: -item[1])
+        (words, format_bytes(size))
+        for words, size in sorted(kinds, key=lambda kind: -kind[1])
         if size * 1000 >= held.peak_bytes
     ]
     return table_of(("kind", "bytes"), rows, f"{format_bytes(held.peak_bytes)} at the peak, {place}", left={"kind"})

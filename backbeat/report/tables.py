@@ -31,20 +31,23 @@ def over_bound(prediction: Prediction) -> float:
     return max(prediction.gap, 0.0)
 
 
-def scaling_range(prediction: Prediction, digits: int = 0) -> str:
-    """Scaling from a busy cluster to a quiet one; empty where the network has no band, or it does not show."""
+def load_range(prediction: Prediction) -> tuple[float, float]:
+    """Scaling on a busy cluster and on a quiet one; the same twice where the network has no band."""
     band = prediction.network_band
     if band is None:
-        return ""
-    low, high = (f"{100 * share:.{digits}f}" for share in (band.busy_scaling_factor, band.quiet_scaling_factor))
+        return prediction.scaling_factor, prediction.scaling_factor
+    return band.busy_scaling_factor, band.quiet_scaling_factor
+
+
+def scaling_range(prediction: Prediction, digits: int = 0) -> str:
+    """Scaling from a busy cluster to a quiet one; empty where the network has no band, or it does not show."""
+    low, high = (f"{100 * share:.{digits}f}" for share in load_range(prediction))
     return f"{low}–{high}%" if low != high else ""
 
 
 def work_range(prediction: Prediction) -> tuple[str, str]:
     """How many GPUs' work it does, on a busy cluster and on a quiet one; the same twice without a band."""
-    band, single = prediction.network_band, prediction.scaling_factor
-    shares = (single, single) if band is None else (band.busy_scaling_factor, band.quiet_scaling_factor)
-    low, high = (format_number(prediction.workers * share) for share in shares)
+    low, high = (format_number(prediction.workers * share) for share in load_range(prediction))
     return low, high
 
 

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from backbeat.model import Memory
 
-KINDS = ("parameters", "gradients", "optimizer", "buffers", "activations")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryUse:
@@ -23,15 +21,14 @@ class MemoryUse:
 
 
 def memory_use(memory: Memory, budget_bytes: int | None = None) -> MemoryUse:
-    counted = (
-        memory.parameter_bytes,
-        memory.gradient_bytes,
-        memory.optimizer_bytes,
-        memory.buffer_bytes,
-        memory.activation_bytes,
-    )
-    kinds = [(kind, size) for kind, size in zip(KINDS, counted, strict=True) if size > 0]
-    beyond = memory.peak_bytes - sum(counted)
-    if beyond > 0:
-        kinds.append(("workspace", beyond))
-    return MemoryUse(kinds=tuple(kinds), peak_bytes=memory.peak_bytes or sum(counted), budget_bytes=budget_bytes)
+    counted = {
+        "parameters": memory.parameter_bytes,
+        "gradients": memory.gradient_bytes,
+        "optimizer": memory.optimizer_bytes,
+        "buffers": memory.buffer_bytes,
+        "activations": memory.activation_bytes,
+    }
+    known = sum(counted.values())
+    kinds = {**counted, "workspace": memory.peak_bytes - known}
+    present = tuple((kind, size) for kind, size in kinds.items() if size > 0)
+    return MemoryUse(kinds=present, peak_bytes=memory.peak_bytes or known, budget_bytes=budget_bytes)

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from backbeat.simulate.sharded_course import MemoryLevel
 
 SHARDED_KINDS = {
-    "parameter": "shards of parameters",
-    "optimizer": "optimizer state",
+    "parameter": "parameter shards",
+    "optimizer": "optimizer state shards",
     "other": "buffers, batch, workspaces",
-    "gradient": "shards of gradients",
+    "gradient": "gradient shards",
     "activation": "activations",
     "gathered": "gathered parameters",
     "gather_buffer": "all-gather buffers",
@@ -32,10 +32,6 @@ class StepMemory:
     peak_bytes: int
     peak_s: float
     limit_bytes: int | None
-
-    @property
-    def fits(self) -> bool | None:
-        return None if self.limit_bytes is None else self.peak_bytes <= self.limit_bytes
 
 
 def step_memory(label: str, levels: Sequence[MemoryLevel], limit_bytes: int | None = None) -> StepMemory:
