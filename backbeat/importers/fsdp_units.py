@@ -51,8 +51,6 @@ class MeasuredUnit:
     """Share of its communication behind computation."""
     forward_s: float | None
     """From its parameters' copy-out to its end; not known of the root, which runs between others."""
-    stream: int | None
-    """On which the device gathered it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +92,6 @@ def measured_units(
                 exposed_s=None if exposed is None else exposed / max(iterations, 1),
                 overlap=None if exposed is None or talking <= 0 else 1 - exposed / talking,
                 forward_s=_median(_forward_times(marks, name, computing)) if name != ROOT_UNIT else None,
-                stream=Counter(one.stream for one in gathers).most_common(1)[0][0] if gathers else None,
             )
         )
     return tuple(found)

@@ -48,7 +48,6 @@ class Transfer:
     workers: int | None
     correlation: int = -1
     """With the call that launched it; -1 where there is none."""
-    stream: int | None = None
 
     @property
     def kind(self) -> str:
@@ -172,7 +171,6 @@ def _nccl(name: str, args: dict[str, Any], start: float, end: float) -> Transfer
         bytes=elements * each if elements >= 0 and each else None,
         workers=workers if workers > 0 else None,
         correlation=_integer(args.get("correlation"), -1),
-        stream=stream if (stream := _integer(args.get("stream"), -1)) >= 0 else None,
     )
 
 

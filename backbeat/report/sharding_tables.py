@@ -10,7 +10,7 @@ from rich.table import Table
 from backbeat.importers.fsdp_units import MeasuredUnit
 from backbeat.model import Plan, Profile
 from backbeat.model.sharding import DTYPE_BYTES
-from backbeat.report.figures.sharded_memory_use import SHARDED_KINDS
+from backbeat.report.figures.memory_use import SHARDED_KINDS
 from backbeat.report.tables import scaling_range, table_of
 from backbeat.report.ways import Way
 from backbeat.simulate.sharded_memory import ShardedMemory
