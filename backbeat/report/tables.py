@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Set
+from itertools import groupby
 from typing import Any
 
 import msgspec
 from rich import box
+from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 
 from backbeat.model import Network, Plan, Prediction, Profile
@@ -85,82 +88,63 @@ def fastest(predictions: Sequence[Prediction]) -> dict[int, Prediction]:
 def scaling_tables(predictions: Sequence[Prediction], *, samples: int, width: int) -> list[Table]:
     """Every (workers, strategy) in a row, the fastest of each worker count marked; two tables of half the columns each
     where one is wider than `width`."""
-    banded = any(prediction.band for prediction in predictions)
-    ranged = any(map(scaling_range, predictions))
-    headings = ["scaling", *(["busy–quiet"] if ranged else []), "iteration", *(["p10–p90"] if banded else [])]
-    rest = ["exposed", "over bound", f"GPU-h/{_count(samples)}", "samples/s", "limited by"]
-    rows = _by_workers(predictions, samples, banded, ranged)
-    whole = _scaling_table(predictions, rows, [*headings, *rest], 0)
+    headings = ["scaling", "busy–quiet", "iteration", "p10–p90", "exposed", "over bound", f"GPU-h/{_count(samples)}"]
+    headings += ["samples/s", "limited by"]
+    # Strategies that print alike share a row.
+    alike: _Alike = {}
+    for one in predictions:
+        alike.setdefault(one.workers, {}).setdefault(_cells(one, samples), []).append(one)
+    half = headings.index("exposed")
+    whole = _scaling_table(alike, headings)
     if natural_width(whole) <= width:
         return [whole]
-    return [_scaling_table(predictions, rows, headings, 0), _scaling_table(predictions, rows, rest, len(headings))]
+    return [_scaling_table(alike, headings[:half]), _scaling_table(alike, headings[half:], half)]
 
 
-_Alike = dict[int, list[tuple[list[str], list[Prediction]]]]
+_Alike = dict[int, dict[tuple[str, ...], list[Prediction]]]
 """For each number of workers the cells of a row, and those that share it."""
 
 
-def _scaling_table(predictions: Sequence[Prediction], rows: _Alike, headings: Sequence[str], first: int) -> Table:
-    """The columns under these headings, whose cells stand from `first` on."""
+def _scaling_table(alike: _Alike, headings: Sequence[str], first: int = 0) -> Table:
+    """The columns under these headings, whose cells stand from `first` on, as far as they hold anything."""
+    every = [cells for rows in alike.values() for cells in rows]
+    places = [place for place in range(first, first + len(headings)) if any(cells[place] for cells in every)]
     table = plain_table()
-    for heading in ("GPUs", "strategy", *headings):
+    for heading in ("GPUs", "strategy", *(headings[place - first] for place in places)):
         left = heading in ("strategy", "limited by")
         table.add_column(heading, justify="left" if left else "right", no_wrap=heading != "strategy", overflow="fold")
-    best = fastest(predictions)
-    for place, (count, alike) in enumerate(rows.items()):
-        if place:
-            table.add_section()
-        for row_place, (cells, ones) in enumerate(alike):
+    for count, rows in alike.items():
+        best = fastest([one for ones in rows.values() for one in ones])[count]
+        for row_place, (cells, ones) in enumerate(rows.items()):
             # Where all are equal nobody has won.
-            winner = len(alike) > 1 and best[count] in ones
+            winner = len(rows) > 1 and best in ones
             names = ", ".join(printable(one.strategy) for one in ones) + (" ◀" if winner else "")
-            shown = cells[first : first + len(headings)]
+            shown = (cells[place] for place in places)
             table.add_row("" if row_place else str(count), names, *shown, style=WINNER if winner else None)
+        table.add_section()
     return table
 
 
 def natural_width(table: Table) -> int:
     """The columns of a terminal that it takes without wrapping."""
-    from rich.console import Console
-    from rich.measure import Measurement
-
     # Without a height rich takes a dumb terminal's 80 columns.
     console = Console(width=1000, height=25)
     return Measurement.get(console, console.options, table).maximum
 
 
-def _by_workers(predictions: Sequence[Prediction], samples: int, banded: bool, ranged: bool) -> _Alike:
-    """Strategies that print alike share a row."""
-    found: _Alike = {}
-    for prediction in predictions:
-        rows = found.setdefault(prediction.workers, [])
-        cells = _cells(prediction, samples, banded, ranged)
-        for known, ones in rows:
-            if known == cells:
-                ones.append(prediction)
-                break
-        else:
-            rows.append((cells, [prediction]))
-    return found
-
-
-def _cells(prediction: Prediction, samples: int, banded: bool, ranged: bool) -> list[str]:
-    cells = [
+def _cells(prediction: Prediction, samples: int) -> tuple[str, ...]:
+    band = prediction.band
+    return (
         f"{prediction.scaling_factor:.1%}",
-        *([scaling_range(prediction, 1)] if ranged else []),
+        scaling_range(prediction, 1),
         format_seconds(prediction.iteration_s) + ("*" if prediction.extrapolated else ""),
-    ]
-    if banded:
-        band = prediction.band
-        cells.append(f"{band.p10_s * 1e3:.1f}–{band.p90_s * 1e3:.1f} ms" if band else "")
-    return [
-        *cells,
+        f"{band.p10_s * 1e3:.1f}–{band.p90_s * 1e3:.1f} ms" if band else "",
         format_seconds(prediction.exposed_s),
         f"{over_bound(prediction):+.1%}",
         _three_figures(gpu_hours(prediction, samples)),
         f"{prediction.samples_per_s:,.0f}",
         prediction.bottleneck,
-    ]
+    )
 
 
 _NO_GAIN = 5e-4
@@ -186,33 +170,30 @@ def answer_table(
     """
     others = [label for label in curves if label != stock]
     compared = stock not in too_big and not too_big >= set(others)
-    table = plain_table()
-    names = ["planned"] if others == ["best"] else [_broken(printable(label)) for label in others]
-    best = fastest([point for label, curve in curves.items() for point in curve if label not in too_big])
-    ranged = any(map(scaling_range, best.values()))
-    first = "DDP" if stock == "ddp" else _broken(stock)
-    headings = ["GPUs", first, *names, *(["gain"] if compared else []), *(["busy–quiet"] if ranged else [])]
-    for heading in (*headings, *([cost[0]] if cost else []), "limited by"):
-        table.add_column(heading, justify="left" if heading == "limited by" else "right", vertical="bottom")
     at = {label: {point.workers: point for point in curve} for label, curve in curves.items()}
-    rows: list[tuple[list[int], list[str]]] = []
-    for count in sorted(best):
-        winner = best[count]
-        cells = [
-            "too big" if label in too_big else f"{at[label][count].scaling_factor:.1%}" for label in (stock, *others)
-        ]
+    best = fastest([point for label, curve in curves.items() for point in curve if label not in too_big])
+
+    def cells_at(count: int) -> tuple[str, ...]:
+        winner, gain = best[count], ""
         if compared:
             shortest = min(at[label][count].iteration_s for label in others if label not in too_big)
-            gain = at[stock][count].iteration_s / shortest - 1 if shortest > 0 else 0.0
-            cells.append("none" if abs(gain) < _NO_GAIN else f"{gain:+.1%}")
-        cells += [*([scaling_range(winner)] if ranged else []), *([cost[1](winner)] if cost else []), winner.bottleneck]
+            more = at[stock][count].iteration_s / shortest - 1 if shortest > 0 else 0.0
+            gain = "none" if abs(more) < _NO_GAIN else f"{more:+.1%}"
+        shares = (
+            "too big" if label in too_big else f"{at[label][count].scaling_factor:.1%}" for label in (stock, *others)
+        )
         mark = "*" if winner.extrapolated else ""
-        if rows and rows[-1][1] == [mark, *cells]:
-            rows[-1][0].append(count)
-        else:
-            rows.append(([count], [mark, *cells]))
-    for counts, (mark, *cells) in rows:
-        table.add_row(("" if len(counts) == 1 else f"{counts[0]}..") + f"{counts[-1]}{mark}", *cells)
+        return (mark, *shares, gain, scaling_range(winner), cost[1](winner) if cost else "", winner.bottleneck)
+
+    rows = []
+    for (mark, *cells), alike in groupby(sorted(best), key=cells_at):
+        counts = list(alike)
+        rows.append((("" if len(counts) == 1 else f"{counts[0]}..") + f"{counts[-1]}{mark}", *cells))
+    names = ["planned"] if others == ["best"] else [_broken(printable(label)) for label in others]
+    headings = ["GPUs", "DDP" if stock == "ddp" else _broken(stock), *names, "gain", "busy–quiet"]
+    table = table_of([*headings, cost[0] if cost else "", "limited by"], rows, left={"limited by"})
+    for column in table.columns:
+        column.vertical = "bottom"
     return table
 
 
@@ -276,20 +257,17 @@ def describe(
     device = profile.device.removesuffix(f" ({profile.origin})")
     micro_batches = accumulation or profile.accumulation
     tokens = "" if profile.sequence_length is None else f" of {profile.sequence_length} tokens"
-    batch = f"batch {profile.batch_size}{tokens} per GPU"
+    batch, scaling = f"batch {profile.batch_size}{tokens} per GPU", "weak"
+    alone_s = micro_batches * (profile.forward_s + profile.backward_s) + profile.update_s
+    alone = f"{format_seconds(alone_s)} per iteration alone, "
+    if global_batch is not None:
+        batch, scaling, alone = f"global batch {global_batch}{tokens} shared by the workers", "strong", ""
     if micro_batches > 1:
         batch += f", {micro_batches} micro-batches a step"
-    kind = "(weak scaling)"
-    alone = f": {format_seconds(micro_batches * (profile.forward_s + profile.backward_s) + profile.update_s)} per "
-    alone += "iteration alone, "
-    if global_batch is not None:
-        batch = f"global batch {global_batch}{tokens} shared by the workers"
-        batch += f", {micro_batches} micro-batches a step" if micro_batches > 1 else ""
-        kind, alone = "(strong scaling)", ": "
+    kind = f" ({scaling} scaling)" if network is not None else ""
     sent = f" sent as {reduce_dtype}" if reduce_dtype is not None else ""
-    text = f"{profile.model}, {batch} {kind}, " if network is not None else f"{profile.model}, {batch}, "
-    text += (
-        f"{profile.precision} on {device} ({profile.origin}){alone}"
+    text = (
+        f"{profile.model}, {batch}{kind}, {profile.precision} on {device} ({profile.origin}): {alone}"
         f"{len(profile.gradients)} gradients, {format_bytes(profile.total_bytes)}{sent}"
     )
     return text if network is None else f"{text}; network {named(network)}{_nodes(network)}"
