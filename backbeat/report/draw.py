@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from backbeat.report import canvas
 from backbeat.report.canvas import COLOURS, Drawing, axis, bar, curve, dots, drawn, mark, ms, translucent, upright
 from backbeat.report.figures import Compared, CostCurve, Exposed, GradientSizes, MemoryUse, Scaling, ScalingLine
-from backbeat.report.figures.compared import PARTS
+from backbeat.report.figures.exposed import PARTS
 from backbeat.units import format_bytes, format_seconds
 
 PART_COLOURS = {

@@ -9,7 +9,7 @@ from backbeat.report import draw, draw_sharded, figures
 from backbeat.report.answer import frontier
 from backbeat.report.canvas import Drawing
 from backbeat.report.figures import StepMemory, Timeline
-from backbeat.report.figures.compared import PARTS
+from backbeat.report.figures.exposed import PARTS
 from backbeat.report.limits import knee_sentence
 from backbeat.report.study import STOCK, Study
 from backbeat.report.tables import gpu_hours, over_bound, scaling_range

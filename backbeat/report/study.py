@@ -83,20 +83,14 @@ class Study:
 
     def iterations(self, labels: Iterable[str]) -> list[Iteration]:
         """These predictions, then what was measured beside its own prediction."""
-        return [
-            *(
-                (
-                    f"predicted: {label}, {self.top} workers",
-                    by_collective(self.curves[label][-1].timeline, self.plans[label]),
-                    buckets_of(self.plans[label], self.profile),
-                )
-                for label in labels
-            ),
-            *(
-                (f"{how}: {one.origin} {one.label}, {one.workers} workers", spans, one.buckets)
-                for one, how, spans in self.seen()
-            ),
-        ]
+        found: list[Iteration] = []
+        for label in labels:
+            plan = self.plans[label]
+            spans = by_collective(self.curves[label][-1].timeline, plan)
+            found.append((f"predicted: {label}, {self.top} workers", spans, buckets_of(plan, self.profile)))
+        for one, how, spans in self.seen():
+            found.append((f"{how}: {one.origin} {one.label}, {one.workers} workers", spans, one.buckets))
+        return found
 
     def seen(self) -> Iterator[tuple[Measured, str, Sequence[Span]]]:
         """What was measured, each after its own prediction, as far as their spans are known."""

@@ -8,7 +8,7 @@ import pytest
 import backbeat as bb
 from backbeat.errors import InputError
 from backbeat.report.answer import answer, unmeasured
-from backbeat.report.figures.compared import PARTS
+from backbeat.report.figures.exposed import PARTS
 from backbeat.report.limits import LIMITS
 from backbeat.report.study import study
 from tests.problems import affine, make_profile

@@ -1,0 +1,39 @@
+"""Where the exposed time comes from, for each strategy at one number of workers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from backbeat.model import Prediction
+
+PARTS = {
+    "bandwidth": "the link is too slow for the bytes",
+    "latency": "latency of messages",
+    "waiting": "held back by late gradients",
+    "stragglers": "waiting for the slowest worker",
+    "buffers": "broadcasting buffers",
+    "contention": "computation slowed down by communication",
+    "gather": "gathering updated parameters",
+    "copies": "copying into and out of collectives' buffers",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exposed:
+    single_s: float
+    labels: tuple[str, ...]
+    parts: Mapping[str, tuple[float, ...]]
+    """Seconds of each part, one for each label. Parts that are nowhere present are left out."""
+    totals: tuple[float, ...]
+
+
+def exposed(predictions: Mapping[str, Prediction]) -> Exposed:
+    rows = list(predictions.values())
+    parts = {name: tuple(float(getattr(row.breakdown, f"{name}_s")) for row in rows) for name in PARTS}
+    return Exposed(
+        single_s=rows[0].single_s,
+        labels=tuple(predictions),
+        parts={name: values for name, values in parts.items() if any(value > 0 for value in values)},
+        totals=tuple(row.exposed_s for row in rows),
+    )
