@@ -131,6 +131,14 @@ def printable(text: str) -> str:
     return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
+def counted(number: int, noun: str) -> str:
+    """
+    >>> counted(1, "GPU"), counted(8, "GPU")
+    ('1 GPU', '8 GPUs')
+    """
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def format_bytes(count: float) -> str:
     """
     >>> format_bytes(102_400_000), format_bytes(4000), format_bytes(12)
