@@ -20,6 +20,7 @@ from backbeat.planners.mgwfbp import asc_wfbp, mg_wfbp
 from backbeat.planners.optimal import optimal
 from backbeat.planners.sharded import decoupled, sharded
 from backbeat.planners.sharded_baselines import fsdp, hsdp, zero1, zero2
+from backbeat.simulate.host_lane import device_alone
 from backbeat.simulate.predict import predict
 
 if TYPE_CHECKING:
@@ -96,7 +97,9 @@ def propose(profile: Profile, network: Network, strategy: str = "best", **choice
     _check_reserve(reserve, memory_bytes)
 
     def schedule(of: Profile) -> Plan:
-        return STRATEGIES[name](of, network, options).named(of, strategy, network.workers)
+        # Waiting for the host is no time to hide communication behind: it does not wait for the network.
+        own = device_alone(of)
+        return STRATEGIES[name](own, network, options).named(own, strategy, network.workers)
 
     if name in BUDGETED or (memory_bytes is None and residuals is None):
         return schedule(profile)

@@ -1,9 +1,9 @@
 """A model as a chain of blocks, measured: what each keeps for backward, how long it takes, how high memory rises in it.
 
-Three kinds of iterations, none of which disturbs the others: one under saved-tensor hooks says what is saved and how
-the blocks are chained; some with a mark at every border give the times; on a GPU, one reads the allocator's level
-and peak at every border. Backward's borders are the gradients of the blocks' outputs: a block's backward lasts until
-the next one's begins.
+Kinds of iterations, none of which disturbs the others: one under saved-tensor hooks says what is saved and how the
+blocks are chained; some with a mark at every border give the times; on a GPU, one reads the allocator's level and peak
+at every border, and some read the host's clock there. Backward's borders are the gradients of the blocks' outputs: a
+block's backward lasts until the next one's begins.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from backbeat.comm.clock import HostClock
 from backbeat.measure.model.batches import tensors_in
 from backbeat.measure.model.block_bytes import BlockBytes, block_parameters
 from backbeat.measure.model.chain import BlockCall, Borders, find_blocks
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from backbeat.measure.model.training_step import Training
 
 _TIMED = {"cpu": 3, "cuda": 5}
+_HOST_TIMED = 3
 _DIGITS = 8
 
 
@@ -59,6 +61,7 @@ def measure_blocks(training: Training) -> MeasuredChain:
         return MeasuredChain((), None, 0, 0, ())
     blocks = {name: found[name] for name in links}
     forward_s, backward_s = _times(training, blocks)
+    host_forward_s, host_backward_s = _host_times(training, blocks) if training.clock.asynchronous else ({}, {})
     sizes = weights.sizes
     parameters = block_parameters(blocks)
     notes = _notes(links)
@@ -91,6 +94,8 @@ def measure_blocks(training: Training) -> MeasuredChain:
                 parameter_dtype=parameters[name].dtype,
                 changes_input=link.changes_input,
                 chained=link.chained,
+                host_forward_s=_rounded(host_forward_s.get(name)),
+                host_backward_s=_rounded(host_backward_s.get(name)),
             )
             for name, link in links.items()
         ),
@@ -106,6 +111,10 @@ def _notes(links: dict[str, BlockCall]) -> tuple[str, ...]:
     if not several:
         return ()
     return (f"blocks: called several times in a forward, the figures are sums: {', '.join(several)}",)
+
+
+def _rounded(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, _DIGITS)
 
 
 def _gradient_bytes(module: torch.nn.Module) -> int:
@@ -158,6 +167,27 @@ def _times(training: Training, blocks: dict[str, torch.nn.Module]) -> tuple[dict
         {name: median(values) for name, values in forward.items()},
         {name: median(values) for name, values in backward.items()},
     )
+
+
+def _host_times(training: Training, blocks: dict[str, torch.nn.Module]) -> tuple[dict[str, float], dict[str, float]]:
+    """The least seconds in which the host issued each block's forward and backward, each begun with an idle device:
+    within the launch queue, and what disturbs a host makes it slower, never faster."""
+    clock = training.clock
+    forward: dict[str, float] = {}
+    backward: dict[str, float] = {}
+    borders: list[tuple[str, str, Mark]] = []
+    with BackwardBorders(blocks, lambda what, name: borders.append((what, name, clock.host_s()))):
+        for _ in range(_HOST_TIMED):
+            borders.clear()
+            clock.synchronize()
+            loss = training.forward()
+            clock.synchronize()
+            loss.backward()  # type: ignore[no-untyped-call]
+            found = _spans(borders, [clock.host_s()], HostClock())
+            training.optimizer.zero_grad(set_to_none=True)
+            for least, spans in zip((forward, backward), found, strict=True):
+                least.update({name: min(seconds, least.get(name, seconds)) for name, seconds in spans.items()})
+    return forward, backward
 
 
 def _spans(

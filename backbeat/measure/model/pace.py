@@ -29,6 +29,7 @@ CLOSE = 0.6
 WAITS = 1.05
 """Plain forward and backward over the device's own, from which on the device is said to wait for the host."""
 _PROBES = 3
+_MOST_PINNED_BYTES = 4 << 30
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,8 @@ class Pace:
     """Forward and backward as the device does them when the host is ahead; unknown where it always is."""
     recompute_s: float | None = None
     """How much longer the host takes for a micro-batch of which every block is recomputed."""
+    fetch_s: float | None = None
+    """The same where the input of every block waits on the host."""
 
 
 def probe(training: Training) -> Host:
@@ -100,12 +103,19 @@ ApplyMemory = Callable[[torch.nn.Module, MemoryPlan], AppliedMemory]
 """`backbeat.runtime.memory.apply`: measuring knows no runtime, so callers that have one hand it in."""
 
 
-def recomputation(training: Training, blocks: Sequence[Block], plain: Host, apply_memory: ApplyMemory) -> float | None:
-    """How much longer the host takes for a micro-batch when every block is recomputed; None where that cannot be."""
-    if not blocks:
+def recomputation(
+    training: Training,
+    blocks: Sequence[Block],
+    plain: Host,
+    apply_memory: ApplyMemory,
+    inputs: Literal["keep", "offload"] = "keep",
+) -> float | None:
+    """How much longer the host takes for a micro-batch when every block is recomputed; None where that cannot be, or
+    where `inputs` to offload are so large that pinning memory for them takes seconds."""
+    if not blocks or (inputs == "offload" and sum(block.input_bytes for block in blocks) > _MOST_PINNED_BYTES):
         return None
     try:
-        handle = apply_memory(training.model, MemoryPlan(segments=_one_by_one(blocks)))
+        handle = apply_memory(training.model, MemoryPlan(segments=_one_by_one(blocks, inputs)))
         try:
             training.iterate()
             host = probe(training)
@@ -118,7 +128,7 @@ def recomputation(training: Training, blocks: Sequence[Block], plain: Host, appl
     return max(host.forward_s + host.backward_s - plain.forward_s - plain.backward_s, 0.0)
 
 
-def _one_by_one(blocks: Sequence[Block]) -> tuple[Segment, ...]:
+def _one_by_one(blocks: Sequence[Block], inputs: Literal["keep", "offload"] = "keep") -> tuple[Segment, ...]:
     """Each block a recomputed segment of its own; one that writes into its input goes with the one before it."""
     segments: list[list[str]] = []
     for block in blocks:
@@ -126,7 +136,7 @@ def _one_by_one(blocks: Sequence[Block]) -> tuple[Segment, ...]:
             segments.append([block.name])
         elif segments and block.chained:
             segments[-1].append(block.name)
-    return tuple(Segment(blocks=tuple(names), action="recompute") for names in segments)
+    return tuple(Segment(blocks=tuple(names), action="recompute", input=inputs) for names in segments)
 
 
 def needs_head_start(host: Host, iteration_s: float) -> bool:
@@ -134,7 +144,12 @@ def needs_head_start(host: Host, iteration_s: float) -> bool:
 
 
 def judge(
-    host: Host, iteration_s: float, plain_s: float, device_s: float | None, recompute_s: float | None = None
+    host: Host,
+    iteration_s: float,
+    plain_s: float,
+    device_s: float | None,
+    recompute_s: float | None = None,
+    fetch_s: float | None = None,
 ) -> Pace:
     """`plain_s` is forward and backward in plain iterations, `device_s` the same with the host ahead.
 
@@ -153,4 +168,4 @@ def judge(
         kind = "launch-bound"
     else:
         kind = "close to launch-bound"
-    return Pace(kind, host.iteration_s, iteration_s, device_s, recompute_s)
+    return Pace(kind, host.iteration_s, iteration_s, device_s, recompute_s, fetch_s)
