@@ -11,7 +11,7 @@ So what one step hands to the next goes round one of three ways, and steps that 
 |---|---|
 | device | computation, copies and communication, as if the host were always ahead: what the other modules simulate |
 | host | issuing the whole step |
-| status | reading the status, issuing backward, and the communication that ends after it |
+| status | reading the status, backward as the host issues it to an idle device, the communication that ends after it |
 
 A model that waits for its host has time to communicate: what is exposed on the first way costs nothing as long as the
 second is longer.
@@ -30,6 +30,8 @@ import msgspec
 from backbeat.simulate.actions import FETCH, KEEP, OFFLOAD, RECOMPUTE
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from backbeat.model import Profile
 
 BUCKET_S = 120e-6
@@ -47,7 +49,7 @@ class HostLane:
     micro_batch_s: float = 0.0
     """Forward and backward of one micro-batch."""
     backward_s: float = 0.0
-    """Backward's part of it."""
+    """From the moment when the host begins to issue backward until an idle device has done it."""
     update_s: float = 0.0
     by_block: bool = False
     """The profile says what the host takes for each block. Only then `backward_s` is known, and what the wrapper adds
@@ -63,19 +65,20 @@ class HostLane:
         waits = profile.device_s is not None and longer_of(profile.device_s, whole) > profile.device_s
         ahead = 0.0 if waits else max(profile.single_s - profile.host_s, 0.0) / profile.accumulation
         forward = sum(block.host_forward_s or 0.0 for block in profile.blocks)
-        backward = sum(block.host_backward_s or 0.0 for block in profile.blocks)
-        share = backward / (forward + backward) if backward > 0 else 0.0
+        backward = [block.host_backward_s or 0.0 for block in reversed(profile.blocks)]
+        share = (whole - ahead) / ((forward + sum(backward)) or 1.0)
         return cls(
             micro_batch_s=whole - ahead,
-            backward_s=(whole - ahead) * share,
+            backward_s=done_s(
+                [share * seconds for seconds in backward],
+                [block.backward_s for block in reversed(device_alone(profile).blocks)],
+            ),
             update_s=profile.update_s,
-            by_block=backward > 0,
+            by_block=sum(backward) > 0,
         )
 
     def longer(self, seconds: float) -> HostLane:
         """With so much more to issue in backward, for blocks that a memory plan does not keep."""
-        if not self.by_block:
-            return replace(self, micro_batch_s=self.micro_batch_s + seconds)
         return replace(self, micro_batch_s=self.micro_batch_s + seconds, backward_s=self.backward_s + seconds)
 
     def step_s(self, micro_batches: int, *, collectives: int = 0, gradients: int = 0) -> float:
@@ -83,13 +86,19 @@ class HostLane:
         return micro_batches * self.micro_batch_s + self.update_s + self._added_s(collectives, gradients)
 
     def paced(
-        self, step_s: float, micro_batches: int, *, collectives: int = 0, gradients: int = 0, tail_s: float = 0.0
+        self,
+        step_s: float,
+        micro_batches: int,
+        *,
+        collectives: int = 0,
+        gradients: int = 0,
+        tail_s: float | None = None,
     ) -> float:
-        """How long a step takes that takes `step_s` where the host is ahead, and whose communication ends `tail_s`
-        after backward.
+        """How long a step takes that takes `step_s` where the host is ahead; communication ends `tail_s` after backward
+        and with it a status message, unless that is None.
 
-        A step of 10 s that the host issues in 8 takes 10, and 12 where the host takes 12. If backward is 9 of these,
-        communication that ends 4 s after it delays the next.
+        A step of 10 s that the host issues in 8 takes 10, and 12 where the host takes 12. Where backward takes 9 from
+        its issue on, communication that ends 4 s after it delays the next step.
 
         >>> [HostLane(micro_batch_s=host).paced(10.0, 1) for host in (8.0, 12.0)]
         [10.0, 12.0]
@@ -97,12 +106,28 @@ class HostLane:
         13.0
         """
         longest = self.step_s(micro_batches, collectives=collectives, gradients=gradients)
-        if self.by_block:
-            longest = max(longest, self.backward_s + self._added_s(collectives, gradients) + tail_s)
+        if self.by_block and tail_s is not None:
+            earlier = (micro_batches - 1) * self.micro_batch_s
+            longest = max(longest, earlier + self.backward_s + self._added_s(collectives, gradients) + tail_s)
         return longer_of(step_s, longest)
 
     def _added_s(self, collectives: int, gradients: int) -> float:
         return collectives * BUCKET_S + gradients * GRADIENT_S if self.by_block else 0.0
+
+
+def done_s(host_s: Sequence[float], device_s: Sequence[float]) -> float:
+    """When an idle device has done works that the host issues from now on, one after the other.
+
+    Works of 1 and 3 s, each issued in 2 s: they begin at 2 and 4 s.
+
+    >>> done_s([2.0, 2.0], [1.0, 3.0])
+    7.0
+    """
+    issued = done = 0.0
+    for host, device in zip(host_s, device_s, strict=True):
+        issued += host
+        done = max(done, issued) + device
+    return done
 
 
 def longer_of(device_s: float, host_s: float) -> float:

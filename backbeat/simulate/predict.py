@@ -165,7 +165,7 @@ def _at_host_pace(
         micro_batches,
         collectives=sum(span.lane.startswith("communicator") for span in step.timeline),
         gradients=0 if sharded else len(profile.gradients),
-        tail_s=0.0 if sharded or plan.in_halves else parts.latency_s + parts.bandwidth_s + parts.waiting_s,
+        tail_s=None if sharded or plan.in_halves else parts.latency_s + parts.bandwidth_s + parts.waiting_s,
     )
 
 

@@ -210,13 +210,13 @@ def _document(
         host_link=figures.chain.host_link,
         compression_s_per_byte=s_per_byte,
         compression_s_per_bucket=s_per_bucket,
-        **{} if pace is None else _host(pace),
+        **{} if pace is None else host_fields(pace),
     )
     return MeasuredModel(document, figures.overhead, figures.pace)
 
 
-def _host(pace: Pace) -> dict[str, float]:
-    """As far as it is known."""
+def host_fields(pace: Pace) -> dict[str, float]:
+    """What a profile says of the host, and of the device without waiting for it, as far as they are known."""
     found = {
         "device_s": pace.device_s if pace.kind == "launch-bound" else None,
         "host_s": pace.host_s,
