@@ -11,7 +11,10 @@ from backbeat.cli.common import AcrossOption, JsonOption, LinksOption, NetworkAr
 if TYPE_CHECKING:
     from backbeat.layouts import LayoutPrediction
 
-_FRAMEWORKS = "megatron, megatron-tp-overlap, megatron-no-overlap, megatron-2021, nanotron, deepspeed, torchtitan"
+FRAMEWORK_NAMES = (
+    "megatron, megatron-tp-overlap, megatron-deepep, megatron-no-overlap, megatron-2021, megatron-deepspeed, nanotron, "
+    "deepspeed, torchtitan"
+)
 
 
 def layout(
@@ -30,7 +33,7 @@ def layout(
     ] = None,
     accelerator: Annotated[str | None, typer.Option(help="The GPUs, like h100. Default: the network's own.")] = None,
     precision: Annotated[str, typer.Option(help="Of the matrix products: bf16, fp16 or fp8.")] = "bf16",
-    framework: Annotated[str, typer.Option(help=f"Whose overlap and kernels: {_FRAMEWORKS}.")] = "megatron",
+    framework: Annotated[str, typer.Option(help=f"Whose overlap and kernels: {FRAMEWORK_NAMES}.")] = "megatron",
     zero: Annotated[str, typer.Option(help="ZeRO stages to try, comma-separated.")] = "1",
     imbalance: Annotated[
         float, typer.Option(help="Tokens of the busiest expert rank over the average.", min=1.0)
@@ -145,6 +148,7 @@ def _nothing_fits(model: str, network: Any, gpus: int, zero: tuple[int, ...], jo
         cluster_of(network, job["accelerator"]),
         job_of(job["global_batch"], job["sequence"], job["precision"]),
         conventions_named(job["framework"]),
+        job["imbalance"],
     )
     least = least_memory(predictor, gpus, zero)
     if least is None:
