@@ -66,6 +66,13 @@ class HostLink(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     to_host_bytes_per_s: Annotated[float, Meta(gt=0)]
     to_device_bytes_per_s: Annotated[float, Meta(gt=0)]
 
+    def shared_by(self, count: int) -> HostLink:
+        """What each of `count` processes on the device has of it while all copy."""
+        return HostLink(
+            to_host_bytes_per_s=self.to_host_bytes_per_s / count,
+            to_device_bytes_per_s=self.to_device_bytes_per_s / count,
+        )
+
 
 class Segment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """Consecutive blocks that are treated alike."""
