@@ -160,6 +160,8 @@ def _at_host_pace(
     """The step with the host in. Only the wrapper that reduces buckets has a hook for each gradient and a status
     message, which waits for all of them."""
     sharded, parts = plan.sharding is not None, step.breakdown
+    if not lane.by_block:
+        return lane.paced(device_s, micro_batches)
     return lane.paced(
         device_s,
         micro_batches,
