@@ -117,13 +117,16 @@ def _predicted(
         waits = straggling(profile.iteration_s, network.workers, micro_batches / profile.accumulation)
     wait = waits.wait_s if waits else 0.0
     device = buffers + step.steady_s
-    steady = single if network.workers == 1 else _at_host_pace(lane, device, step, plan, profile, micro_batches)
+    steady = single
+    if network.workers > 1:
+        wrapped = not sharded and reduction is None
+        steady = _at_host_pace(lane, device, step, plan, len(profile.gradients) if wrapped else None, micro_batches)
     iteration = steady + wait
     notes, extrapolated = _notes(measured, network, plan, step.largest_bytes, waits)
     if steady > device:
         notes.append(
-            f"the host takes {format_seconds(steady)} to issue a step that the device would do in "
-            f"{format_seconds(device)}: the host sets the pace"
+            f"the host sets the pace: a step takes {format_seconds(steady)} that would take {format_seconds(device)} "
+            "if the device never waited for work"
         )
     breakdown = msgspec.structs.replace(
         step.breakdown, stragglers_s=wait, buffers_s=buffers, host_s=(steady - device) - (single - device_single)
@@ -155,20 +158,16 @@ def _predicted(
 
 
 def _at_host_pace(
-    lane: HostLane, device_s: float, step: Iteration, plan: Plan, profile: Profile, micro_batches: int
+    lane: HostLane, device_s: float, step: Iteration, plan: Plan, gradients: int | None, micro_batches: int
 ) -> float:
-    """The step with the host in. Only the wrapper that reduces buckets has a hook for each gradient and a status
-    message, which waits for all of them."""
-    sharded, parts = plan.sharding is not None, step.breakdown
+    """The step with the host in. The wrapper has a hook for each of its `gradients`, None where it does not run the
+    plan, and a status message behind the last bucket."""
     if not lane.by_block:
         return lane.paced(device_s, micro_batches)
-    return lane.paced(
-        device_s,
-        micro_batches,
-        collectives=sum(span.lane.startswith("communicator") for span in step.timeline),
-        gradients=0 if sharded else len(profile.gradients),
-        tail_s=None if sharded or plan.in_halves else parts.latency_s + parts.bandwidth_s + parts.waiting_s,
-    )
+    parts = step.breakdown
+    tail = None if gradients is None or plan.in_halves else parts.latency_s + parts.bandwidth_s + parts.waiting_s
+    sent = sum(span.lane.startswith("communicator") for span in step.timeline)
+    return lane.paced(device_s, micro_batches, collectives=sent, gradients=gradients or 0, tail_s=tail)
 
 
 def _shifted(timeline: tuple[Span, ...], buffers: float, size: int) -> tuple[Span, ...]:
