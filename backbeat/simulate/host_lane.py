@@ -34,10 +34,10 @@ if TYPE_CHECKING:
 
     from backbeat.model import Profile
 
-BUCKET_S = 120e-6
-"""What a collective costs the host, on the hosts of the H200s that were measured."""
+COLLECTIVE_S = 80e-6
+"""What queueing a collective costs the host, on the hosts of H200s."""
 GRADIENT_S = 3e-6
-"""What the wrapper's hook of one gradient costs there. Both are from validation/runtime/h200-overhead.json."""
+"""What the wrapper's hook of one gradient costs there. validation/runtime/README.md says where both come from."""
 _EVEN = 1e-9
 """Host and device are even, but for rounding."""
 
@@ -112,7 +112,7 @@ class HostLane:
         return longer_of(step_s, longest)
 
     def _added_s(self, collectives: int, gradients: int) -> float:
-        return collectives * BUCKET_S + gradients * GRADIENT_S if self.by_block else 0.0
+        return collectives * COLLECTIVE_S + gradients * GRADIENT_S if self.by_block else 0.0
 
 
 def done_s(host_s: Sequence[float], device_s: Sequence[float]) -> float:
