@@ -20,7 +20,7 @@ from backbeat.planners.mgwfbp import asc_wfbp, mg_wfbp
 from backbeat.planners.optimal import optimal
 from backbeat.planners.sharded import decoupled, sharded
 from backbeat.planners.sharded_baselines import fsdp, hsdp, zero1, zero2
-from backbeat.simulate.host_lane import device_alone
+from backbeat.simulate.host_lane import HostLane, device_alone
 from backbeat.simulate.predict import predict
 
 if TYPE_CHECKING:
@@ -99,7 +99,12 @@ def propose(profile: Profile, network: Network, strategy: str = "best", **choice
     def schedule(of: Profile) -> Plan:
         # Waiting for the host is no time to hide communication behind: it does not wait for the network.
         own = device_alone(of)
-        return STRATEGIES[name](own, network, options).named(own, strategy, network.workers)
+        made = STRATEGIES[name](own, network, options).named(own, strategy, network.workers)
+        if name != "best" or not HostLane.of(of).by_block:
+            return made
+        # More buckets are more for the host to issue.
+        stock = ddp(own, network, StrategyOptions()).named(own, strategy, network.workers)
+        return min((made, stock), key=lambda one: predict(of, network, one).iteration_s)
 
     if name in BUDGETED or (memory_bytes is None and residuals is None):
         return schedule(profile)

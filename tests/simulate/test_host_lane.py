@@ -13,7 +13,7 @@ from backbeat.report.limits import limit
 from backbeat.simulate.batch import at_batch
 from backbeat.simulate.host_lane import COLLECTIVE_S, GRADIENT_S, HostLane, device_alone, done_s
 from tests.chains import chains, resnet152
-from tests.problems import affine
+from tests.problems import affine, networks, profiles
 
 FAST, SLOW = affine(1e-5, 1e-12), affine(1e-3, 1e-9)
 SECONDS = st.floats(0.0, 10.0)
@@ -114,6 +114,19 @@ def test_alone_a_launch_bound_model_takes_what_was_measured(profile: Profile, de
     )
     assert device_alone(own) is own
     assert device_alone(profile) is profile
+
+
+@settings(max_examples=25)
+@given(profiles(most=12), networks(), st.floats(0.2, 1.0))
+def test_the_best_plan_is_no_slower_than_stock_ddp_where_the_host_issues_every_bucket(
+    profile: Profile, network: bb.Network, device: float
+) -> None:
+    block = four().blocks[0]
+    known = hosted(msgspec.structs.replace(profile, blocks=(block,)), 1.0, device)
+    found, stock = (bb.plan(known, network, strategy).predicted for strategy in ("best", "ddp"))
+    assert found is not None
+    assert stock is not None
+    assert found.iteration_s <= stock.iteration_s * (1 + 1e-9)
 
 
 def four() -> Profile:
