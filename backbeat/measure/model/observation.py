@@ -202,8 +202,9 @@ def _observe(
     if clock.asynchronous:
         host = probe(training)
         if apply_memory is not None:
-            again_s = recomputation(training, chain.blocks, host, apply_memory)
-            fetch_s = recomputation(training, chain.blocks, host, apply_memory, "offload")
+            usual = probe(training, median)
+            again_s = recomputation(training, chain.blocks, usual, apply_memory)
+            fetch_s = recomputation(training, chain.blocks, usual, apply_memory, "offload")
         clock.synchronize()
         if needs_head_start(host, _iteration_s(plain, training)):
             ahead = observed = hooked(host)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from statistics import median
 from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
@@ -18,7 +19,7 @@ from backbeat.errors import InputError
 from backbeat.model import Block, MemoryPlan, Segment
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from backbeat.measure.model.training_step import Training
 
@@ -28,7 +29,7 @@ CLOSE = 0.6
 """The share of an iteration that the host may take before hooks could make the device wait for it."""
 WAITS = 1.05
 """Plain forward and backward over the device's own, from which on the device is said to wait for the host."""
-_PROBES = 3
+_PROBES = 5
 _MOST_PINNED_BYTES = 4 << 30
 
 
@@ -62,8 +63,8 @@ class Pace:
     """The same where the input of every block waits on the host."""
 
 
-def probe(training: Training) -> Host:
-    """The quickest of a few submissions: what disturbs a host makes it slower, never faster.
+def probe(training: Training, of: Callable[[Iterable[float]], float] = min) -> Host:
+    """The quickest of a few submissions, since what disturbs a host makes it slower, never faster; or their median.
 
     Waiting for the device between the parts keeps each of them within the launch queue, which lets the host get about
     a thousand kernels ahead before it blocks.
@@ -89,7 +90,7 @@ def probe(training: Training) -> Host:
         training.update()
         update_s = clock.host_s() - started
         probes.append((forward_s, backward_s, earlier_s + update_s))
-    forward_s, backward_s, rest_s = (min(part) for part in zip(*probes, strict=True))
+    forward_s, backward_s, rest_s = (of(part) for part in zip(*probes, strict=True))
     return Host(forward_s, backward_s, rest_s)
 
 
@@ -110,15 +111,18 @@ def recomputation(
     apply_memory: ApplyMemory,
     inputs: Literal["keep", "offload"] = "keep",
 ) -> float | None:
-    """How much longer the host takes for a micro-batch when every block is recomputed; None where that cannot be, or
-    where `inputs` to offload are so large that pinning memory for them takes seconds."""
+    """How much longer than `plain` the host takes for a micro-batch when every block is recomputed; None where that
+    cannot be, or where `inputs` to offload are so large that pinning memory for them takes seconds.
+
+    Both are medians: where the host sets the pace, what disturbs it is in every few steps.
+    """
     if not blocks or (inputs == "offload" and sum(block.input_bytes for block in blocks) > _MOST_PINNED_BYTES):
         return None
     try:
         handle = apply_memory(training.model, MemoryPlan(segments=_one_by_one(blocks, inputs)))
         try:
             training.iterate()
-            host = probe(training)
+            host = probe(training, median)
         finally:
             handle.remove()
     except (InputError, RuntimeError):
