@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 
@@ -38,9 +39,19 @@ class Trained:
 
 
 def profile_here(
-    spec: str, device: torch.device, batch_size: int | None, seconds: float, precision: str = "fp32"
+    spec: str,
+    device: torch.device,
+    batch_size: int | None,
+    seconds: float,
+    precision: str = "fp32",
+    *,
+    sharing: int = 1,
 ) -> bytes:
-    """This node's own compute, measured while all other nodes measure theirs: that is how they will train."""
+    """This node's own compute, measured while all other nodes measure theirs: that is how they will train.
+
+    The link to the host takes so short to measure that each node finds it free. In training `sharing` of them copy over
+    it at once.
+    """
     from backbeat.model.files import encode
     from backbeat.runtime.compressed.topk_speed import measure_topk
     from backbeat.runtime.memory import apply
@@ -58,7 +69,8 @@ def profile_here(
         apply_memory=apply,
     )
     release(device)
-    return encode(found.profile)
+    link = found.profile.host_link
+    return encode(msgspec.structs.replace(found.profile, host_link=link and link.shared_by(sharing)))
 
 
 def train(

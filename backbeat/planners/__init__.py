@@ -21,6 +21,7 @@ from backbeat.planners.mgwfbp import asc_wfbp, mg_wfbp
 from backbeat.planners.optimal import optimal
 from backbeat.planners.sharded import decoupled, sharded
 from backbeat.planners.sharded_baselines import fsdp, hsdp, zero1, zero2
+from backbeat.simulate.host_lane import HostLane, device_alone
 from backbeat.simulate.predict import predict
 
 __all__ = ["SHARDED", "STRATEGIES", "Draft", "StrategyOptions", "plan", "propose"]
@@ -88,10 +89,17 @@ def propose(profile: Profile, network: Network, strategy: str = "best", **choice
     _check_memory(strategy, options.memory_bytes, options.reserve)
 
     def schedule(of: Profile) -> Plan:
-        made = STRATEGIES[name](of, network, options)
-        if isinstance(made, Draft):
-            return made.named(of, strategy, network.workers)
-        return msgspec.structs.replace(made, strategy=strategy)
+        # Waiting for the host is no time to hide communication behind: it does not wait for the network.
+        own = device_alone(of)
+        made = STRATEGIES[name](own, network, options)
+        if not isinstance(made, Draft):
+            return msgspec.structs.replace(made, strategy=strategy)
+        planned = made.named(own, strategy, network.workers)
+        if name != "best" or not HostLane.of(of).by_block:
+            return planned
+        # More buckets are more for the host to issue.
+        stock = ddp(own, network, StrategyOptions()).named(own, strategy, network.workers)
+        return min((planned, stock), key=lambda one: predict(of, network, one).iteration_s)
 
     if name in BUDGETED or (options.memory_bytes is None and options.residuals is None):
         return schedule(profile)

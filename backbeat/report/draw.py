@@ -23,6 +23,7 @@ PART_COLOURS = {
     "contention": canvas.ROSE,
     "gather": "#9a8b2f",
     "copies": "#4f7f8b",
+    "host": "#5aa9c9",
 }
 
 

@@ -180,20 +180,15 @@ def finished_spans(profile: Profile, plan: Plan, finishes_s: Sequence[float]) ->
 
 
 def scaled(profile: Profile, factor: float) -> Profile:
-    """What a lab replays: compute that takes `factor` times as long, with neither measured iterations nor buffers."""
+    """What a lab replays: compute that takes `factor` times as long, with neither measured iterations nor buffers nor
+    a host that could be late."""
     return msgspec.structs.replace(
-        profile,
-        forward_s=profile.forward_s * factor,
-        backward_s=profile.backward_s * factor,
+        profile.slower(factor),
         update_s=profile.update_s * factor,
-        gradients=tuple(msgspec.structs.replace(one, ready_s=one.ready_s * factor) for one in profile.gradients),
-        blocks=tuple(
-            msgspec.structs.replace(one, forward_s=one.forward_s * factor, backward_s=one.backward_s * factor)
-            for one in profile.blocks
-        ),
         iteration_s=(),
         buffer_bytes=0,
         accumulation=1,
+        host_s=None,
     )
 
 

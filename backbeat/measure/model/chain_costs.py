@@ -1,9 +1,9 @@
 """A model as a chain of blocks, measured: what each keeps for backward, how long it takes, how high memory rises in it.
 
-Three kinds of iterations, none of which disturbs the others: one under saved-tensor hooks says what is saved and how
-the blocks are chained; some with a mark at every border give the times; on a GPU, one reads the allocator's level
-and peak at every border. Backward's borders are the gradients of the blocks' outputs: a block's backward lasts until
-the next one's begins.
+Kinds of iterations, none of which disturbs the others: one under saved-tensor hooks says what is saved and how the
+blocks are chained; some with a mark at every border give the times; on a GPU, one reads the allocator's level and peak
+at every border, and some read the host's clock there. Backward's borders are the gradients of the blocks' outputs: a
+block's backward lasts until the next one's begins.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from backbeat.measure.model.training_step import Training
 from backbeat.model import Block, HostLink
 
 _TIMED = {"cpu": 3, "cuda": 5}
+_HOST_TIMED = 3
 _DIGITS = 8
 
 
@@ -56,6 +57,7 @@ def measure_blocks(training: Training) -> MeasuredChain:
         return MeasuredChain((), None, 0, 0, ())
     blocks = {name: found[name] for name in links}
     seconds = _times(training, blocks)
+    host_s = _host_times(training, blocks) if training.clock.asynchronous else {}
     sizes = weights.sizes
     parameters = block_parameters(blocks)
     notes = _notes(links)
@@ -89,6 +91,8 @@ def measure_blocks(training: Training) -> MeasuredChain:
                 parameter_dtype=parameters[name].dtype,
                 changes_input=link.changes_input,
                 chained=link.chained,
+                host_forward_s=_rounded(host_s.get(("forward", name))),
+                host_backward_s=_rounded(host_s.get(("backward", name))),
             )
             for name, link in links.items()
         ),
@@ -104,6 +108,10 @@ def _notes(links: dict[str, BlockCall]) -> tuple[str, ...]:
     if not several:
         return ()
     return (f"blocks: called several times in a forward, the figures are sums: {', '.join(several)}",)
+
+
+def _rounded(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, _DIGITS)
 
 
 def _gradient_bytes(module: torch.nn.Module) -> int:
@@ -149,6 +157,25 @@ def _times(training: Training, blocks: dict[str, torch.nn.Module]) -> dict[tuple
         for key, seconds in _spans(borders, end, clock).items():
             seen[key].append(seconds / training.accumulation)
     return {key: median(values) for key, values in seen.items()}
+
+
+def _host_times(training: Training, blocks: dict[str, torch.nn.Module]) -> dict[tuple[str, str], float]:
+    """The least seconds in which the host issued each block's forward and backward, each begun with an idle device:
+    within the launch queue, and what disturbs a host makes it slower, never faster."""
+    clock = training.clock
+    least: dict[tuple[str, str], float] = {}
+    borders: list[tuple[str, str, Mark]] = []
+    with BackwardBorders(blocks, lambda what, name: borders.append((what, name, clock.host_s()))):
+        for _ in range(_HOST_TIMED):
+            borders.clear()
+            clock.synchronize()
+            loss = training.forward()
+            clock.synchronize()
+            loss.backward()  # type: ignore[no-untyped-call]
+            found = _spans(borders, [clock.host_s()], Clock())
+            training.optimizer.zero_grad(set_to_none=True)
+            least.update({key: min(seconds, least.get(key, seconds)) for key, seconds in found.items()})
+    return least
 
 
 def _spans(borders: list[tuple[str, str, Mark]], ends: list[Mark], clock: Clock) -> dict[tuple[str, str], float]:

@@ -40,8 +40,10 @@ def compose(shallow: Profile, deep: Profile, layers: int, *, name: str | None = 
         memory=_memory(shallow.memory, deep.memory, growth),
         buffer_bytes=round(growth.value(shallow.buffer_bytes, deep.buffer_bytes)),
         blocks=_blocks(deep.blocks, stack, growth.more),
-        host_s=growth.optional(shallow.host_s, deep.host_s),
-        host_recompute_s=growth.optional(shallow.host_recompute_s, deep.host_recompute_s),
+        **{
+            field: growth.optional(getattr(shallow, field), getattr(deep, field))
+            for field in ("device_s", "host_s", "host_recompute_s", "host_fetch_s")
+        },
         source=replace(deep.source, method="composed") if isinstance(deep.source, Source) else deep.source,
         flops_per_sample=growth.optional(shallow.flops_per_sample, deep.flops_per_sample),
         notes=(
