@@ -19,7 +19,7 @@ from backbeat.errors import InputError, MeasurementError, MissingPartError
 from backbeat.measure.network.case import SIZES
 from backbeat.measure.network.findings import MeasuredCluster, summary_lines, summary_of
 from backbeat.measure.network.sampling import Progress
-from backbeat.units import parse_bytes, parse_duration
+from backbeat.units import doubling, parse_bytes, parse_duration
 
 _BACKENDS = ("gloo", "nccl", "mpi")
 _MOST_COMMUNICATORS = 16
@@ -87,10 +87,7 @@ def parse_sizes(text: str) -> list[int]:
         low, high = parse_bytes(first.strip()), parse_bytes((last if dots else first).strip())
         if low < 1 or high < low:
             raise InputError(f"{part.strip()!r} is not a range of sizes: it must rise from above zero, like 1KB..256MB")
-        while low < high:
-            found.add(low)
-            low *= 2
-        found.add(high)
+        found.update(doubling(low, high))
     if len(found) < 2:
         raise InputError(f"--sizes is {text!r}: a curve needs two sizes or more, like 1KB..256MB")
     return sorted(found)

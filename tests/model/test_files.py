@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import gzip
 import json
 import os
@@ -19,7 +18,7 @@ from hypothesis import strategies as st
 import backbeat as bb
 from backbeat.model import DynamicFusion
 from backbeat.model.files import ZOO, bundled, decode, write
-from tests.problems import make_profile, networks, profiles
+from tests.problems import make_profile, networks, profiles, put
 
 PROFILE: dict[str, Any] = {
     "schema": "backbeat.profile/1",
@@ -50,21 +49,6 @@ PLAN: dict[str, Any] = {
     "buckets": [{"gradients": ["fc.bias", "fc.weight"], "communicator": 0}],
 }
 KINDS = {"profile": (PROFILE, bb.Profile), "network": (NETWORK, bb.Network), "plan": (PLAN, bb.Plan)}
-
-
-def put(data: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
-    """A copy with the field at `a.0.b` set, or removed where the value is `...`."""
-    data = copy.deepcopy(data)
-    *parents, last = path.split(".")
-    place: Any = data
-    for part in parents:
-        place = place[int(part)] if part.isdigit() else place[part]
-    key: Any = int(last) if last.isdigit() else last
-    if value is ...:
-        del place[key]
-    else:
-        place[key] = value
-    return data
 
 
 def refusal(tmp_path: Path, kind: str, text: str | bytes) -> str:

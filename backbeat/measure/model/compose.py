@@ -10,15 +10,11 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
 from backbeat.errors import InputError, MeasurementError
-from backbeat.model import Source
-
-if TYPE_CHECKING:
-    from backbeat.model import Block, Gradient, Memory, Profile
+from backbeat.model import Block, Gradient, Memory, Profile, Source
 
 _ALIKE = ("model", "batch_size", "precision", "device", "accumulation", "optimizer", "compiled")
 _KINDS = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "buffer_bytes", "activation_bytes", "steady_bytes")

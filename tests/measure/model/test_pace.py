@@ -13,6 +13,7 @@ from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 from torch import nn  # noqa: E402
 
+from backbeat.comm.clock import Clock  # noqa: E402
 from backbeat.measure.model.observation import Figures, take  # noqa: E402
 from backbeat.measure.model.pace import Pace, _one_by_one  # noqa: E402
 from backbeat.measure.model.profiler import _pace_note  # noqa: E402
@@ -23,7 +24,7 @@ from backbeat.runtime.memory import apply  # noqa: E402
 CPU = torch.device("cpu")
 
 
-class MadeUpDevice:
+class MadeUpDevice(Clock):
     """A clock whose host and device times are counted, not measured."""
 
     asynchronous = True
@@ -45,18 +46,12 @@ class MadeUpDevice:
         self.device = max(self.device, self.host) + device_s
         self._pending.append(self.device)
 
-    def reserve(self, marks: int) -> None:
-        pass
-
     def mark(self) -> float:
         self.work(self._mark_s, 0.0)
         return self.device
 
     def synchronize(self) -> None:
         self.host = max(self.host, self.device)
-
-    def between(self, first: float, last: float) -> float:
-        return last - first
 
     def host_s(self) -> float:
         return self.host
