@@ -143,7 +143,6 @@ def summary(profile: Profile) -> str:
     """A few lines a person can check the measurement by."""
     first, last = profile.gradients[0], profile.gradients[-1]
     rows = [
-        (profile.name, f"{profile.model}, batch {profile.batch_size}, {profile.precision}, {profile.device}"),
         ("forward", format_seconds(profile.forward_s)),
         ("backward", format_seconds(profile.backward_s)),
         ("update", format_seconds(profile.update_s) + (f", {profile.optimizer}" if profile.optimizer else "")),
@@ -153,14 +152,10 @@ def summary(profile: Profile) -> str:
     rate = profile.batch_size * profile.accumulation / profile.single_s if profile.single_s else 0.0
     rows.append(("iteration", f"{format_seconds(profile.single_s)}, {rate:,.0f} samples/s"))
     if profile.iteration_s:
-        low, high = band(profile.iteration_s)
-        rows.append(
-            (
-                "as measured",
-                f"median {format_seconds(median(profile.iteration_s))} of {len(profile.iteration_s)} iterations, "
-                f"10 to 90 %: {format_seconds(low)} to {format_seconds(high)}",
-            )
-        )
+        times = profile.iteration_s
+        low, high = map(format_seconds, band(times))
+        middle = f"median {format_seconds(median(times))} of {len(times)} iterations"
+        rows.append(("as measured", f"{middle}, 10 to 90 %: {low} to {high}"))
     rows += [
         ("gradients", f"{len(profile.gradients)}, {format_bytes(profile.total_bytes)}"),
         ("first ready", f"{first.name} after {format_seconds(first.ready_s)}"),
@@ -171,21 +166,16 @@ def summary(profile: Profile) -> str:
         rows.append(("arithmetic", f"{profile.flops_per_sample / 1e9:.4g} GFLOP per sample{tokens}"))
     elif tokens:
         rows.append(("samples", tokens.removeprefix(" ")))
-    if profile.memory is not None:
-        memory = profile.memory
-        rows.append(
-            (
-                "memory",
-                f"peak {format_bytes(memory.peak_bytes)}, between iterations {format_bytes(memory.steady_bytes)}, "
-                f"activations {format_bytes(memory.activation_bytes)}",
-            )
-        )
+    if (memory := profile.memory) is not None:
+        peak, steady = format_bytes(memory.peak_bytes), format_bytes(memory.steady_bytes)
+        activations = format_bytes(memory.activation_bytes)
+        rows.append(("memory", f"peak {peak}, between iterations {steady}, activations {activations}"))
     if profile.blocks:
         rows.append(("blocks", _blocks(profile)))
     rows += [("note", note if len(note) <= 300 else note[:299] + "…") for note in profile.notes]
-    width = max(len(label) for label, _ in rows[1:]) + 2
-    title = f"{rows[0][0]}: {rows[0][1]}"
-    return "\n".join([title, *(f"  {label:<{width}}{text}" for label, text in rows[1:])])
+    width = max(len(label) for label, _ in rows) + 2
+    title = f"{profile.name}: {profile.model}, batch {profile.batch_size}, {profile.precision}, {profile.device}"
+    return "\n".join([title, *(f"  {label:<{width}}{text}" for label, text in rows)])
 
 
 def _blocks(profile: Profile) -> str:

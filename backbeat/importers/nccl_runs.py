@@ -69,9 +69,8 @@ def text_runs(text: str) -> list[NcclRun]:
         elif _is_header(tokens):
             if run.rows:
                 # Several tables under one list of devices: another type, operation or program.
-                devices, program, blocking = run.devices, run.program, run.blocking
-                run = next_run()
-                run.devices, run.program, run.blocking = devices, program, blocking
+                runs.append(run)
+                run = NcclRun(devices=run.devices, program=run.program, blocking=run.blocking)
             header = tokens
             run.host_times = "cputime" in tokens
         elif header and (row := _row(tokens, header, run)) is not None:

@@ -167,15 +167,8 @@ def finished_spans(profile: Profile, plan: Plan, finishes_s: Sequence[float]) ->
         start = min(max(max(one.ready_s for one in members), free.get(bucket.communicator, 0.0)), finish)
         free[bucket.communicator] = finish
         label = bucket.gradients[0] if len(members) == 1 else f"{bucket.gradients[0]} … {bucket.gradients[-1]}"
-        spans.append(
-            Span(
-                f"communicator {bucket.communicator}",
-                label,
-                forward + start,
-                forward + finish,
-                sum(one.bytes for one in members),
-            )
-        )
+        size = sum(one.bytes for one in members)
+        spans.append(Span(f"communicator {bucket.communicator}", label, forward + start, forward + finish, size))
     return tuple(spans)
 
 

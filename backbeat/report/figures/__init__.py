@@ -6,10 +6,9 @@ from backbeat.report.figures.exposed import Exposed, exposed
 from backbeat.report.figures.gradients import GradientSizes, gradient_sizes
 from backbeat.report.figures.memory_use import MemoryUse, StepMemory, memory_use, step_memory
 from backbeat.report.figures.scaling_curve import Scaling, ScalingLine, scaling
-from backbeat.report.figures.timeline import Bar, Timeline, timeline
+from backbeat.report.figures.timeline import Timeline, timeline
 
 __all__ = [
-    "Bar",
     "Compared",
     "CostCurve",
     "Exposed",
