@@ -113,7 +113,9 @@ def predict(
     )
     if plot is not None:
         plots.check(plot)
-    other = Profile.load(other_batch) if other_batch and global_batch is not None else None
+    if other_batch is not None and global_batch is None:
+        raise InputError("--other-batch goes with --global-batch: add it, or leave this out")
+    other = Profile.load(other_batch) if other_batch is not None else None
     # Refused before anything is planned: the largest number of workers is where a network ends.
     clusters = {count: cluster.at(workers=count) for count in counts}
     rows: list[Prediction] = []

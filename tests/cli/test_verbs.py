@@ -78,6 +78,8 @@ def test_strong_scaling_between_two_batch_sizes(profile: Path) -> None:
     refused = run(*words)
     assert refused.returncode == 2
     assert "--other-batch" in refused.stderr
+    alone = run("predict", str(profile), "10gbe", "--other-batch", other)
+    assert "goes with --global-batch" in alone.stderr
     uneven = run("predict", str(profile), "10gbe", "-n", "5", "--global-batch", "32", "--other-batch", other)
     assert uneven.returncode == 2
     assert "does not divide by 5 workers" in uneven.stderr
