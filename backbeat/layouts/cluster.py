@@ -18,7 +18,7 @@ from backbeat.cost.accelerators import ACCELERATORS, Accelerator, accelerator, n
 from backbeat.cost.collectives import traffic
 from backbeat.errors import InputError
 from backbeat.model import Network
-from backbeat.simulate.decoupled_step import Halves
+from backbeat.simulate.gather_scatter import Halves
 
 if TYPE_CHECKING:
     import os
