@@ -41,6 +41,14 @@ def layout(
     block: Annotated[
         str | None, typer.Option(metavar="PROFILE", help="A measured profile of one dense layer, on one of these GPUs.")
     ] = None,
+    straggler: Annotated[
+        list[str] | None,
+        typer.Option(help="A slow GPU or node: rank=13,slowdown=1.3 or node=3,slowdown=1.3. May be repeated."),
+    ] = None,
+    contention: Annotated[
+        bool | None,
+        typer.Option(help="Computation takes longer beside communication. Default: with --block only."),
+    ] = None,
     family: Annotated[str, typer.Option(help="With --layout: events, or closed-form.")] = "events",
     most: Annotated[int, typer.Option(help="Layouts to show.", min=1)] = 10,
     across: AcrossOption = None,
@@ -64,6 +72,8 @@ def layout(
         "imbalance": imbalance,
         "compute_factor": compute_factor,
         "block": block,
+        "stragglers": slow_ranks(straggler or [], network.topology.gpus_per_node),
+        "contention": contention,
     }
     if layout_text is not None:
         count = None if gpus is None else _one(parse_workers(gpus))
@@ -107,6 +117,25 @@ def _one(counts: list[int]) -> int:
     return counts[0]
 
 
+def slow_ranks(texts: list[str], per_node: int) -> dict[int, float]:
+    """
+    >>> slow_ranks(["rank=5,slowdown=1.2", "node=1,slowdown=1.3"], 2)
+    {5: 1.2, 2: 1.3, 3: 1.3}
+    """
+    from backbeat.errors import InputError
+
+    found: dict[int, float] = {}
+    for text in texts:
+        parts = dict(part.strip().split("=", 1) for part in text.split(",") if "=" in part)
+        (place, number), slowdown = next(iter(parts.items()), ("", "")), parts.get("slowdown", "")
+        plain = slowdown.replace(".", "", 1)
+        if set(parts) not in ({"rank", "slowdown"}, {"node", "slowdown"}) or not (number + plain).isdecimal():
+            raise InputError(f"--straggler {text}: write it like rank=13,slowdown=1.3 or node=3,slowdown=1.3")
+        first, count = (int(number), 1) if place == "rank" else (int(number) * per_node, per_node)
+        found |= dict.fromkeys(range(first, first + count), float(slowdown))
+    return found
+
+
 def _stages(zero: str) -> tuple[int, ...]:
     from backbeat.errors import InputError
 
@@ -132,19 +161,17 @@ def _show(found: LayoutPrediction, drawn: LayoutPrediction) -> None:
 
 
 def _nothing_fits(model: str, network: Any, gpus: int, zero: tuple[int, ...], job: dict[str, Any]) -> str:
-    from backbeat.layouts.architectures import transformer
-    from backbeat.layouts.cluster import cluster_of
-    from backbeat.layouts.conventions import conventions_named
     from backbeat.layouts.layout import job_of
     from backbeat.layouts.layout_search import least_memory
-    from backbeat.layouts.predict_layout import LayoutPredictor
+    from backbeat.layouts.predict_layout import predictor_of
     from backbeat.units import format_bytes
 
-    predictor = LayoutPredictor(
-        transformer(model),
-        cluster_of(network, job["accelerator"]),
+    predictor = predictor_of(
+        model,
+        network,
         job_of(job["global_batch"], job["sequence"], job["precision"]),
-        conventions_named(job["framework"]),
+        framework=job["framework"],
+        accelerator=job["accelerator"],
     )
     least = least_memory(predictor, gpus, zero)
     if least is None:

@@ -27,11 +27,13 @@ PART_WORDS = {
     "tensor": "tensor-parallel collectives",
     "context": "context-parallel ring",
     "expert": "all-to-alls of experts",
+    "contention": "computing beside communication",
     "parameters": "sharded parameters",
     "bubble": "pipeline bubble and sends",
     "reduce": "reducing gradients",
     "update": "update",
     "gather": "gathering parameters",
+    "stragglers": "waiting for slow ranks",
 }
 HELP = {
     "compute": "Arithmetic: it runs as fast as the matrix products allow. Only fewer or cheaper FLOPs help (fp8).",
@@ -43,12 +45,15 @@ HELP = {
     "products (framework megatron-tp-overlap).",
     "context": "The ring of keys and values: a smaller cp helps.",
     "expert": "All-to-alls between experts: an ep inside one node helps.",
+    "contention": "Communication, which takes multiprocessors and memory bandwidth from the computation beside it: "
+    "fewer bytes help, or fewer of NCCL's channels (NCCL_MAX_CTAS).",
     "parameters": "Gathering and scattering sharded parameters in every pass: a lower zero helps where memory allows.",
     "bubble": "The pipeline's bubble: more micro-batches a step help (a larger global batch, fewer replicas), or "
     "interleaved stages.",
     "reduce": "Reducing gradients: more micro-batches a step help, or a framework that overlaps them.",
     "update": "The update of parameters: sharding it (zero=1) helps.",
     "gather": "Gathering updated parameters: gathering them behind the next forward helps.",
+    "stragglers": "Ranks that compute more slowly than others: everybody waits for them. Replacing them helps.",
 }
 
 
