@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -9,7 +10,10 @@ import typer
 from backbeat.cli.common import AcrossOption, JsonOption, LinksOption, NetworkArgument
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     from backbeat.layouts import LayoutPrediction
+    from backbeat.model import Network
 
 _FRAMEWORKS = "megatron, megatron-tp-overlap, megatron-no-overlap, megatron-2021, nanotron, deepspeed, torchtitan"
 
@@ -53,13 +57,17 @@ def layout(
     most: Annotated[int, typer.Option(help="Layouts to show.", min=1)] = 10,
     across: AcrossOption = None,
     nics_per_node: LinksOption = 1,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", metavar="FILE", help="Write a page instead, like layout.html."),
+    ] = None,
     json: JsonOption = False,
 ) -> None:
     """Rank the layouts of a language model on a cluster, or show one in full."""
     from backbeat import layouts
     from backbeat.cli.common import console, load_network, print_json, prose
     from backbeat.errors import InputError
-    from backbeat.report.layout_tables import answer, ranked_table
+    from backbeat.report.layout_tables import answer, drawn_batch, nothing_fits, ranked_table
     from backbeat.units import parse_workers
 
     network = load_network(cluster, across, nics_per_node)
@@ -81,12 +89,10 @@ def layout(
         if json:
             print_json(found.data())
             return
-        # A step of many micro-batches is all alike in the middle: fewer show its ends.
-        few = 2 * found.layout.pp * found.layout.dp * found.layout.micro_batch
-        drawn = found
-        if few < global_batch:
-            drawn = layouts.predict(model, network, found.layout, **{**job, "global_batch": few})
-        _show(found, drawn)
+        if output is None:
+            _show(found, layouts.predict(model, network, found.layout, **{**job, "global_batch": drawn_batch(found)}))
+        else:
+            _write(output, model, network, {found.gpus: [found]}, job)
         return
     if gpus is None:
         raise InputError("--gpus is missing: say how many, like --gpus 64, or give one --layout")
@@ -97,6 +103,9 @@ def layout(
         answers = [[one.data() for one in rows] for rows in ranked]
         print_json(answers if len(counts) > 1 else answers[0])
         return
+    if output is not None:
+        _write(output, model, network, dict(zip(counts, ranked, strict=True)), job, stages)
+        return
     out = console()
     missing = [count for count, rows in zip(counts, ranked, strict=True) if not rows]
     shown = ranked[0] if len(counts) == 1 else [rows[0] for rows in ranked if rows]
@@ -104,7 +113,7 @@ def layout(
         title = f"{shown[0].model} on {shown[0].cluster}: {global_batch} x {sequence} tokens, {precision}, {framework}"
         out.print(ranked_table(shown, title=title, counts=len(counts) > 1))
     for count in missing:
-        prose(out, _nothing_fits(model, network, count, stages, job))
+        prose(out, nothing_fits(model, network, count, job, stages)[1])
     if shown:
         prose(out, answer(shown if len(counts) == 1 else [min(shown, key=lambda one: one.step_s * one.gpus)]))
 
@@ -144,39 +153,42 @@ def _stages(zero: str) -> tuple[int, ...]:
     return tuple(int(part) for part in zero.split(","))
 
 
+def _write(
+    output: Path,
+    model: str,
+    network: Network,
+    ranked: Mapping[int, Sequence[LayoutPrediction]],
+    job: dict[str, Any],
+    zero: tuple[int, ...] = (1,),
+) -> None:
+    from backbeat.cli.common import say
+    from backbeat.layouts import transformer
+    from backbeat.model import files
+    from backbeat.report.layout_page import layout_content, layout_report
+    from backbeat.units import format_bytes
+
+    content = {count: layout_content(model, network, count, found, job, zero) for count, found in ranked.items()}
+    page = layout_report(content, f"{transformer(model).name} on {network.name}").encode()
+    files.write(output, page)
+    say(f"wrote {output} ({format_bytes(len(page))})")
+
+
 def _show(found: LayoutPrediction, drawn: LayoutPrediction) -> None:
     from backbeat.cli.common import console, prose
     from backbeat.report.layout_tables import answer, breakdown_table, memory_table, stage_lines
+    from backbeat.units import format_seconds
 
     out = console()
     out.print(breakdown_table(found))
     out.print(memory_table(found))
-    if drawn is not found:
-        out.print(f"The stages in a step of {2 * drawn.layout.pp} micro-batches:")
+    count = drawn.job.global_batch // (drawn.layout.dp * drawn.layout.micro_batch)
+    if drawn.job != found.job:
+        out.print(f"The stages in a step of {count} micro-batches:")
     for line in stage_lines(drawn.timeline):
         out.print(line)
     for note in found.notes:
         prose(out, f"* {note}")
+    if found.spread_s is not None:
+        low, high = (format_seconds(edge) for edge in found.spread_s)
+        prose(out, f"Single steps vary from {low} to {high} (10th to 90th percentile).")
     prose(out, answer([found]) if found.fits else "It does not fit: recompute more, shard more (zero), or add stages.")
-
-
-def _nothing_fits(model: str, network: Any, gpus: int, zero: tuple[int, ...], job: dict[str, Any]) -> str:
-    from backbeat.layouts.layout import job_of
-    from backbeat.layouts.layout_search import least_memory
-    from backbeat.layouts.predict_layout import predictor_of
-    from backbeat.units import format_bytes
-
-    predictor = predictor_of(
-        model,
-        network,
-        job_of(job["global_batch"], job["sequence"], job["precision"]),
-        framework=job["framework"],
-        accelerator=job["accelerator"],
-    )
-    least = least_memory(predictor, gpus, zero)
-    if least is None:
-        return f"No layout of {gpus} GPUs can be: their factors divide neither heads, layers nor batch."
-    return (
-        f"No layout fits on {gpus} GPUs: {least.layout.label} takes least, {format_bytes(least.memory_bytes)} of "
-        f"{format_bytes(least.limit_bytes)}. Take more GPUs, or shard parameters as well (--zero 3)."
-    )

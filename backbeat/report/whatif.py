@@ -20,7 +20,7 @@ from backbeat.report.page import timelines
 from backbeat.report.sections import step_memories
 from backbeat.report.study import STOCK, Study, instead_of_ddp, labelled_study
 from backbeat.report.ways import chosen_way, way_headline, way_sentences
-from backbeat.report.whatif_inputs import scaled_network
+from backbeat.report.whatif_inputs import read_state, scaled_network
 from backbeat.simulate import at_batch
 from backbeat.simulate.batch import sibling
 from backbeat.units import format_bytes, format_rate, format_seconds, parse_workers
@@ -57,16 +57,8 @@ class State:
 
     @classmethod
     def parse(cls, fields: Mapping[str, str]) -> State:
-        """From the address; values out of range and fields nobody defined are refused by name."""
-        known: dict[str, Any] = {}
-        for name, text in fields.items():
-            if name not in cls.__dataclass_fields__:
-                raise InputError(f"{name[:40]!r} is not a control: there are {', '.join(cls.__dataclass_fields__)}")
-            if name in ("profile", "network"):
-                known[name] = text[:300]
-            elif text != "":
-                known[name] = _number(name, text)
-        return cls(**known)
+        """From the address."""
+        return read_state(cls, fields, _LIMITS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,18 +160,3 @@ def _bundled(kind: type[Any], name: str) -> Any:
     if name not in bundled(kind):
         raise InputError(f"there is no {kind.__name__.lower()} {name[:80]!r}: choose one, or upload it again")
     return kind.load(bundled(kind)[name])
-
-
-def _number(name: str, text: str) -> float | int:
-    low, high = _LIMITS[name]
-    try:
-        value = float(text)
-    except ValueError:
-        raise InputError(f"{name} is {text[:40]!r}: it must be a number from {low} to {high}") from None
-    if not low <= value <= high:
-        raise InputError(f"{name} is {text[:40]}: it must be from {low} to {high}")
-    if name in ("bandwidth", "latency", "budget"):
-        return value
-    if value != int(value):
-        raise InputError(f"{name} is {text[:40]}: it must be a whole number")
-    return int(value)
