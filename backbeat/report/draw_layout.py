@@ -62,7 +62,7 @@ def stage_timeline(one: LayoutPrediction) -> Drawing:
                 f"{unit}<extra></extra>",
                 "marker": {
                     "color": _WORK.get(work, canvas.GREY),
-                    "line": {"width": 0 if work == _WAITS else 0.5, "color": "rgba(255,255,255,.6)"},
+                    "line": {"width": (0.5 if numbered else 0.2) * (work != _WAITS), "color": "rgba(255,255,255,.6)"},
                     **({"pattern": _HATCHED} if work == _WAITS else {}),
                 },
                 **({"text": which, "textposition": "inside", "insidetextanchor": "middle"} if numbered else {}),

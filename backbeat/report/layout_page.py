@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, get_args
 
 from backbeat import layouts
 from backbeat.errors import InputError, nearest
 from backbeat.layouts import LayoutPrediction
 from backbeat.layouts.architectures import BUNDLED as MODELS
 from backbeat.layouts.conventions import CONVENTIONS
+from backbeat.layouts.layout import Precision
 from backbeat.model import Network
 from backbeat.model.files import bundled
 from backbeat.report.draw_layout import memory_bars, stage_timeline, step_bars
@@ -95,21 +96,24 @@ def layout_report(questions: Mapping[int, Mapping[str, Any]], title: str) -> str
 def layout_tab() -> str:
     """The tab of the page that is served; it asks for its content."""
     with_gpus = [name for name, path in bundled(Network).items() if Network.load(path).accelerator is not None]
-    choices = {"model": list(MODELS), "cluster": with_gpus, "precision": ["bf16", "fp16", "fp8"]}
-    return _rendered(
-        "what if",
-        choices={**choices, "framework": list(CONVENTIONS)},
-        numbers=_LIMITS,
-        state=asdict(LayoutState()),
-        data=script_json(asdict(LayoutState())),
-    )
+    controls = {
+        "model": ("Model", list(MODELS)),
+        "cluster": ("Cluster", with_gpus),
+        "gpus": ("GPUs", _LIMITS["gpus"]),
+        "global_batch": ("Global batch, sequences", _LIMITS["global_batch"]),
+        "sequence": ("Sequence, tokens", _LIMITS["sequence"]),
+        "precision": ("Precision", list(get_args(Precision))),
+        "framework": ("Framework", list(CONVENTIONS)),
+    }
+    state = asdict(LayoutState())
+    return _rendered("what if", controls=controls, state=state, data=script_json(state))
 
 
 def _rendered(title: str, **parts: Any) -> str:
     from backbeat import __version__
 
     template = environment().get_template("layout.html.j2")
-    common = {"plotly": "", "choices": {}, "numbers": {}, "state": {}}
+    common = {"plotly": "", "controls": {}, "state": {}}
     page: str = template.render(
         **{**common, **parts},
         title=title,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import msgspec
@@ -16,7 +16,7 @@ from backbeat.planners import propose
 from backbeat.report import draw, draw_sharded, figures
 from backbeat.report.answer import answer
 from backbeat.report.draw_timeline import timeline_parts
-from backbeat.report.page import timelines
+from backbeat.report.page import PageSettings, command_line, timelines
 from backbeat.report.sections import step_memories
 from backbeat.report.study import STOCK, Study, instead_of_ddp, labelled_study
 from backbeat.report.ways import chosen_way, way_headline, way_sentences
@@ -101,7 +101,7 @@ def respond(state: State, library: Library, *, thorough: bool = False) -> dict[s
     """What the page shows for a state."""
     original = library.profile(state.profile)
     study = study_of(state, library, thorough=thorough)
-    words = answer(study)
+    words = answer(study, way_command=partial(_plan_command, state, library))
     best = study.best
     shown = timelines(study, most=200)
     memories = step_memories(study, _budget(state))
@@ -137,6 +137,15 @@ def respond(state: State, library: Library, *, thorough: bool = False) -> dict[s
         "notes": [*words.caveats, *(note for note in study.profile.notes if note not in original.notes)],
         "thorough": thorough,
     }
+
+
+def _plan_command(state: State, library: Library, strategy: str) -> str:
+    """What makes a plan of this strategy; empty where files that were uploaded or changed here are in no command."""
+    uploaded = state.profile in library.profiles or state.network in library.networks
+    if uploaded or (state.bandwidth, state.latency, state.batch) != (1.0, 1.0, None):
+        return ""
+    settings = PageSettings(profile_argument=state.profile, network_argument=state.network)
+    return command_line("plan", settings, state.workers, "plan.json", strategy)
 
 
 def _budget(state: State) -> int | None:

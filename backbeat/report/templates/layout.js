@@ -13,9 +13,12 @@
     return made;
   }
 
+  // A layout breaks behind its commas where it has to.
+  const breaking = (text) => text.split(/(?<=,)/).flatMap((part) => [part, document.createElement("wbr")]);
+
   async function show(answer) {
     latest = answer;
-    element("headline").textContent = answer.headline;
+    element("headline").replaceChildren(...breaking(answer.headline));
     element("verdict").textContent = answer.verdict;
     element("verdict").className = `verdict ${answer.verdict === "fits" ? "yes" : "no"}`;
     element("limit").textContent = answer.limit;
@@ -25,7 +28,7 @@
     element("table-layouts").tBodies[0].replaceChildren(...answer.rows.map((row, place) => {
       const line = filled("tr", ...row.map((cell) => {
         const [text, key] = Array.isArray(cell) ? cell : [cell, cell];
-        const made = filled("td", text);
+        const made = filled("td", ...breaking(text));
         made.dataset.key = key;
         if (Array.isArray(cell)) made.dataset.raw = key; else made.className = "text";
         return made;
