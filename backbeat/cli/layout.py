@@ -15,7 +15,10 @@ if TYPE_CHECKING:
     from backbeat.layouts import LayoutPrediction
     from backbeat.model import Network
 
-_FRAMEWORKS = "megatron, megatron-tp-overlap, megatron-no-overlap, megatron-2021, nanotron, deepspeed, torchtitan"
+FRAMEWORK_NAMES = (
+    "megatron, megatron-tp-overlap, megatron-deepep, megatron-no-overlap, megatron-2021, megatron-deepspeed, nanotron, "
+    "deepspeed, torchtitan"
+)
 
 
 def layout(
@@ -34,7 +37,7 @@ def layout(
     ] = None,
     accelerator: Annotated[str | None, typer.Option(help="The GPUs, like h100. Default: the network's own.")] = None,
     precision: Annotated[str, typer.Option(help="Of the matrix products: bf16, fp16 or fp8.")] = "bf16",
-    framework: Annotated[str, typer.Option(help=f"Whose overlap and kernels: {_FRAMEWORKS}.")] = "megatron",
+    framework: Annotated[str, typer.Option(help=f"Whose overlap and kernels: {FRAMEWORK_NAMES}.")] = "megatron",
     zero: Annotated[str, typer.Option(help="ZeRO stages to try, comma-separated.")] = "1",
     imbalance: Annotated[
         float, typer.Option(help="Tokens of the busiest expert rank over the average.", min=1.0)

@@ -192,7 +192,9 @@ def _notes(
     if plan.workers is not None and plan.workers != network.workers:
         notes.append(f"the plan was made for {plan.workers} workers, this is {network.workers}")
     if plan.dynamic is None and (left := plan.missing(profile)):
-        notes.append(f"{len(left)} gradients are not in the plan and travel in one bucket behind it, from {left[0]}")
+        notes.append(
+            f"{len(left)} gradients are not in the plan and are taken to travel in one bucket after it, from {left[0]}"
+        )
     if network.moved_from is not None and network.workers > 1:
         used = network.moved_from.used
         if len(used) == 1:

@@ -12,6 +12,8 @@ import pytest
 
 import backbeat as bb
 from backbeat.cli.common import STRATEGY_NAMES
+from backbeat.cli.layout import FRAMEWORK_NAMES
+from backbeat.layouts.conventions import CONVENTIONS
 from backbeat.planners import STRATEGIES
 from tests.cli.terminal import WIDE, answer, run
 from tests.problems import make_profile
@@ -123,6 +125,10 @@ def test_version_zoo_and_completion() -> None:
 
 def test_help_names_every_strategy() -> None:
     assert ", ".join(STRATEGIES) == STRATEGY_NAMES
+
+
+def test_help_names_every_framework_of_layouts() -> None:
+    assert ", ".join(CONVENTIONS) == FRAMEWORK_NAMES
 
 
 def test_demo_tells_the_whole_story(tmp_path: Path) -> None:
