@@ -168,10 +168,13 @@ def _write(
     from backbeat.layouts import transformer
     from backbeat.model import files
     from backbeat.report.layout_page import layout_content, layout_report
+    from backbeat.report.page import MOST_BYTES
     from backbeat.units import format_bytes
 
     content = {count: layout_content(model, network, count, found, job, zero) for count, found in ranked.items()}
     page = layout_report(content, f"{transformer(model).name} on {network.name}").encode()
+    if len(page) > MOST_BYTES:
+        say(f"note: the page is {format_bytes(len(page))}; fewer numbers of GPUs or a smaller --most make it smaller")
     files.write(output, page)
     say(f"wrote {output} ({format_bytes(len(page))})")
 

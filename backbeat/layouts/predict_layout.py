@@ -62,7 +62,8 @@ def predict(
     ep=1, micro_batch=1, recompute="selective", schedule="1f1b", chunks=1, zero=1. `imbalance` is the busiest expert
     rank's tokens over the average's. `compute_factor` is how many times as long computation takes as the operator model
     says: a measured step of one layout gives it, or `block`, a measured profile of one of the model's dense layers.
-    `stragglers` are ranks that compute more slowly, with their slowdown: {13: 1.3}.
+    `stragglers` are ranks that compute more slowly, with their slowdown: {13: 1.3}. `contention` counts what
+    computation loses beside communication; by default only with a `block`, since other rates hold it already.
 
     >>> found = predict("llama-3-8b", "dgx-h100", dp=8, tp=2, global_batch=256, sequence=8192, recompute="full")
     >>> found.fits, 0.3 < found.mfu < 0.6
@@ -245,7 +246,7 @@ class LayoutPredictor:
         stages = [sum(course.times[stage::pp], StageTimes()) for stage in range(pp)]
         busiest = max(stages, key=lambda each: sum(each.parts))
         parts = {name: count * part for name, part in zip(PARTS, busiest.parts, strict=True)}
-        sharded = count * (busiest.total_s - sum(busiest.parts))
+        sharded = count * (busiest.total_s - sum(busiest.parts)) if layout.zero >= 2 else 0.0
         idle = passes.seconds - count * busiest.total_s
         last = max(range(pp), key=lambda stage: passes.end_s[stage] + course.afters[stage].reduce.total_s)
         reducing = course.reduced_s - passes.seconds

@@ -26,7 +26,7 @@ _HATCHED = {"shape": "/", "fillmode": "replace", "size": 6, "solidity": 0.3}
 _MOST_NUMBERED = 200
 """Bars that have their micro-batch's number inside; of more, each is too short for it."""
 _SHOWN = 1e-4
-"""Waits below this share of the step are rounding."""
+"""Less than this share of a step is not drawn."""
 _PART_COLOURS = (
     canvas.BLUE, "#5aa9c9", "#4f7f8b", "#a3a9b2", "#8fd0c4", canvas.ORANGE, "#d9b48b", "#9a8b2f",
     canvas.ROSE, "#e0a3b3", canvas.GREY, canvas.PURPLE, canvas.GREEN, "#b9a3c9", "#4a3d9e",
@@ -86,7 +86,8 @@ def stage_timeline(one: LayoutPrediction) -> Drawing:
 def step_bars(found: Sequence[LayoutPrediction]) -> Drawing:
     """Where the step of each layout goes."""
     parts = {PART_WORDS[name]: [one.breakdown.parts[name] for one in found] for name in PART_WORDS}
-    shown = {words: seconds for words, seconds in parts.items() if max(seconds) > 0}
+    least = _SHOWN * min(one.step_s for one in found)
+    shown = {words: seconds for words, seconds in parts.items() if max(seconds) > least}
     words = {name: [format_seconds(each) for each in seconds] for name, seconds in shown.items()}
     colours = {name: colour for name, colour in zip(parts, _PART_COLOURS, strict=True) if name in shown}
     return drawn(_stacked(shown, words, colours), **_ranked(found, "seconds of one step"))
@@ -127,7 +128,15 @@ def _ranked(found: Sequence[LayoutPrediction], title: str) -> Drawing:
         "xaxis": axis(title, rangemode="tozero"),
         "yaxis": axis("rank", type="category", autorange="reversed"),
         "height": 270 + 26 * len(found),
-        "legend": {"orientation": "h", "x": 0, "y": -0.3, "yanchor": "top", "traceorder": "normal"},
+        # Below the axis and its title, however high the bars are.
+        "legend": {
+            "orientation": "h",
+            "x": 0,
+            "y": 0,
+            "yref": "container",
+            "yanchor": "bottom",
+            "traceorder": "normal",
+        },
     }
 
 

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 _COLUMNS = 64
 """Of a drawn timeline."""
-_MANY_CHUNKS = 32
-"""Of all stages: with more, one round of micro-batches is drawn instead of two."""
+_MANY_PASSES = 1500
+"""With more, one round of micro-batches through the pipeline is drawn instead of two."""
 _LETTERS = {"forward": "F", "backward": "B", "weight": "W", "reduce": "r", "update": "u", "gather": "g"}
 
 PART_WORDS = {
@@ -145,7 +145,8 @@ def _spread(done: list[dict[str, float]], letter: str, start: float, end: float)
 def drawn_batch(one: LayoutPrediction) -> int:
     """The global batch of a step worth drawing: of many micro-batches the middle is all alike, fewer show the ends."""
     layout = one.layout
-    rounds = 1 if layout.pp * layout.chunks > _MANY_CHUNKS else 2
+    passes = 2 * layout.pp * layout.pp * layout.chunks
+    rounds = 1 if 2 * passes > _MANY_PASSES else 2
     return min(one.job.global_batch, rounds * layout.pp * layout.dp * layout.micro_batch)
 
 

@@ -14,7 +14,7 @@
   }
 
   // A layout breaks behind its commas where it has to.
-  const breaking = (text) => text.split(/(?<=,)/).flatMap((part) => [part, document.createElement("wbr")]);
+  const breaking = (text) => text.split(/(?<=,)(?=[a-z])/).flatMap((part) => [part, document.createElement("wbr")]);
 
   async function show(answer) {
     latest = answer;
