@@ -8,16 +8,14 @@ Hierarchical clusters pay the inside of a node once and scale only what crosses 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from backbeat.cost.collectives import Collective, Shape, steps, traffic
 from backbeat.cost.curve import Curve
 from backbeat.errors import InputError
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 Algorithm = Literal["ring", "tree", "auto", "halving-doubling", "hierarchical", "nvls", "sharp"]
 Across = Literal["auto", "ring", "tree", "halving-doubling", "sharp"]

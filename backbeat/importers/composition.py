@@ -72,7 +72,7 @@ def compose(
         sharded=next((one.sharded for one in measured if one.sharded is not None), None),
         source=Source(method="imported", reference="; ".join(dict.fromkeys(map(_origin, measured)))),
         notes=tuple(dict.fromkeys(note for one in measured for note in one.notes)),
-        **{field: getattr(first, field) for field in WorkersRow.__struct_fields__},
+        **msgspec.structs.asdict(first),
     )
 
 

@@ -180,5 +180,5 @@ def gpu_named(text: str) -> Accelerator:
         return found
     if any(one.short_name == text.lower() for one in ACCELERATORS):
         return named(text)
-    known = ", ".join(one.short_name for one in ACCELERATORS)
+    known = ", ".join(dict.fromkeys(one.short_name for one in ACCELERATORS))
     raise InputError(f"{text!r} is no accelerator known here: there are {known}")

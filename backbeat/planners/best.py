@@ -14,10 +14,12 @@ a host has. Nothing is random: the same input gives the same plan, unless a time
 from __future__ import annotations
 
 import time
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from itertools import combinations, product
-from typing import TYPE_CHECKING
 
+from backbeat.cost import LinkCost
+from backbeat.model import Network, Profile
 from backbeat.planners.adaptive import adaptive
 from backbeat.planners.baselines import ddp, single, wfbp
 from backbeat.planners.draft import Draft, StrategyOptions
@@ -27,12 +29,6 @@ from backbeat.planners.mgwfbp import asc_wfbp, mg_wfbp
 from backbeat.planners.optimal import best_ends, merged_ends, plenty_ends
 from backbeat.simulate.bound import communication_bound
 from backbeat.simulate.slowdowns import slowdown_of
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from backbeat.cost import LinkCost
-    from backbeat.model import Network, Profile
 
 SIMPLER_WITHIN = 0.01
 """Of two plans whose predicted iterations differ by no more than this share, the simpler is taken."""
@@ -138,13 +134,13 @@ def _every(count: int, communicators: int) -> Iterator[Draft]:
                 yield Draft([*inner, count], communicators, list(assignment), notes=(_EXHAUSTIVE_NOTE,))
 
 
+@dataclass
 class _Search:
-    """Local search over one problem."""
+    """Local search over one problem, until a deadline."""
 
-    def __init__(self, profile: Profile, cost: LinkCost, deadline: float) -> None:
-        self.profile = profile
-        self.cost = cost
-        self.deadline = deadline
+    profile: Profile
+    cost: LinkCost
+    deadline: float
 
     def score(self, draft: Draft) -> tuple[float, Draft]:
         return draft.end_s(self.profile, self.cost), draft

@@ -25,6 +25,8 @@ LIMITS = {
     "not help; keeping parameters after forward (zero2) copies them out once instead of twice.",
     "buffers": "Broadcasting buffers before every forward pass. `broadcast_buffers=False` removes it, "
     "where the statistics in them may differ between workers.",
+    "host": "The host, which issues work slower than the GPU does it. Compiling (torch.compile), a larger batch or a "
+    "faster CPU help; a faster network or other buckets do not.",
     "contention": "Communication slows computation down: it takes multiprocessors and memory bandwidth from it. What "
     "helps is fewer bytes (--reduce-dtype bf16) or fewer channels (NCCL_MAX_CTAS); other buckets help little.",
     "gather": "Gathering updated parameters, which the sharded optimizer needs before every forward. Gathering them "

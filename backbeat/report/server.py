@@ -169,17 +169,14 @@ def _json(data: Any, status: int = 200) -> Response:
 def _page() -> str:
     from backbeat import __version__
 
-    page: str = (
-        environment()
-        .get_template("serve.html.j2")
-        .render(
-            css=asset("page.css"),
-            script=asset("page.js"),
-            serve_script=asset("serve.js"),
-            profiles=list(bundled(Profile)),
-            networks=list(bundled(Network)),
-            defaults=script_json(msgspec.to_builtins(State())),
-            version=__version__,
-        )
+    template = environment().get_template("serve.html.j2")
+    page: str = template.render(
+        css=asset("page.css"),
+        script=asset("page.js"),
+        serve_script=asset("serve.js"),
+        profiles=list(bundled(Profile)),
+        networks=list(bundled(Network)),
+        defaults=script_json(msgspec.to_builtins(State())),
+        version=__version__,
     )
     return page

@@ -11,9 +11,9 @@ import msgspec
 import pytest
 
 import backbeat as bb
-from backbeat.cli.common import STRATEGY_NAMES
 from backbeat.cli.layout import FRAMEWORK_NAMES
 from backbeat.layouts.conventions import CONVENTIONS
+from backbeat.model.reduction import REDUCTIONS
 from backbeat.planners import STRATEGIES
 from tests.cli.terminal import WIDE, answer, run
 from tests.problems import make_profile
@@ -123,8 +123,10 @@ def test_version_zoo_and_completion() -> None:
     assert "--show-completion" in run("--help").stdout
 
 
-def test_help_names_every_strategy() -> None:
-    assert ", ".join(STRATEGIES) == STRATEGY_NAMES
+def test_help_names_every_strategy_and_framework() -> None:
+    text = " ".join(run("predict", "--help").stdout.split())
+    assert ", ".join(STRATEGIES) in text
+    assert ", ".join(REDUCTIONS) in text.replace("- ", "-")
 
 
 def test_help_names_every_framework_of_layouts() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from backbeat.lab import runs
-from tests.lab.cases import profile
+from tests.lab.cases import NEEDS_NAMESPACES, profile
 
 pytest.importorskip("torch", reason="the lab's workers need torch")
 pytest.importorskip("pyroute2", reason="the lab needs pyroute2")
 pytestmark = [
     pytest.mark.alone,
-    pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="network namespaces need Linux and root"),
+    NEEDS_NAMESPACES,
 ]
 
 RATE_BITS = 1e8

@@ -8,6 +8,7 @@ import pytest
 import backbeat as bb
 from backbeat.errors import InputError
 from backbeat.report.answer import answer, unmeasured
+from backbeat.report.draw import PART_COLOURS
 from backbeat.report.figures.exposed import PARTS
 from backbeat.report.limits import LIMITS, limit
 from backbeat.report.study import study
@@ -20,6 +21,7 @@ def many_small() -> bb.Profile:
 
 def test_every_bottleneck_has_words() -> None:
     assert set(LIMITS) == {"compute", *PARTS}
+    assert set(PART_COLOURS) == set(PARTS)
 
 
 def test_a_job_that_scales_well_is_worth_it_and_needs_no_change() -> None:
