@@ -31,7 +31,8 @@ from backbeat.model.plan import Bucket, Plan
 from backbeat.planners.draft import StrategyOptions
 from backbeat.planners.merge_buckets import Conditions, merged, possible_costs
 from backbeat.planners.optimal import quadratic_programme, queue_programme
-from backbeat.simulate.decoupled_step import Halves, Layers
+from backbeat.simulate.gather_scatter import Halves
+from backbeat.simulate.halves_step import Layers
 from backbeat.simulate.schedule import running_sums
 
 _PRECISION = 1e-6

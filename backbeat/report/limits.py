@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from backbeat.model import Gradient, Prediction, Profile
+from backbeat.planners import SHARDED
 from backbeat.simulate.sweep import knee
 from backbeat.units import format_bytes
 
@@ -42,6 +44,8 @@ def limit(prediction: Prediction, profile: Profile, *, reduce_dtype: str | None 
     sentence = LIMITS[kind]
     if reduce_dtype is not None:
         sentence = sentence.replace("fewer bytes (--reduce-dtype bf16)", "smaller gradients (compression)")
+    if re.split("[: ]", prediction.strategy)[0] in SHARDED:
+        return sentence.replace("; other buckets help little", "").replace("buckets", "units")
     if kind not in ("latency", "waiting") or prediction.gap >= _BUCKETS_HELP:
         return sentence
     fewer = "fewer bytes (--reduce-dtype bf16)" if reduce_dtype is None else "a faster network"

@@ -14,7 +14,7 @@ import backbeat as bb
 from backbeat.model import CollectiveTimes, Network, Profile
 from backbeat.model.plan import Bucket, Plan
 from backbeat.planners.halves import plan_in_halves
-from backbeat.simulate.decoupled_step import period
+from backbeat.simulate.halves_step import period
 from tests.problems import affine, curve, make_profile, networks, profiles
 
 

@@ -18,7 +18,7 @@ from backbeat.planners.halves import earliest, plan_in_halves
 from backbeat.planners.merge_buckets import SLOWER, Conditions, iteration_s, merged, possible_costs
 from backbeat.planners.merge_concurrent import simplified
 from backbeat.planners.optimal import best_ends, merged_ends, plenty_ends
-from backbeat.simulate import decoupled_step as simulated
+from backbeat.simulate import halves_step as simulated
 from tests.problems import affine, curve, make_profile, networks, profiles
 
 

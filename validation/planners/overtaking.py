@@ -27,7 +27,8 @@ from backbeat.cost import Curve
 from backbeat.model.files import bundled
 from backbeat.planners.halves import gather_programme
 from backbeat.planners.optimal import queue_programme
-from backbeat.simulate.decoupled_step import Halves, Layers
+from backbeat.simulate.gather_scatter import Halves
+from backbeat.simulate.halves_step import Layers
 from backbeat.simulate.schedule import capped
 
 WORKERS = (8, 64, 512)
