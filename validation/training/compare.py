@@ -48,7 +48,7 @@ from backbeat.units import parse_duration, parse_rate
 HERE = Path(__file__).resolve().parent
 SIDES = "ddp,tuned,fsdp2,auto"
 COMMUNICATORS = 2
-SLACK_S = 600.0
+SLACK_S = {"gloo": 600.0, "nccl": 180.0}
 """What training may take beyond `auto` before nodes are taken for dead."""
 
 
@@ -101,7 +101,7 @@ def measured(nodes: experiment.Nodes, name: str, given: argparse.Namespace, reco
     try:
         session |= nodes.do(lambda one: one.ask("describe", 60))[0]
         found: dict[str, Any] = nodes.do(
-            lambda one: one.ask("call", 3 * given.budget + SLACK_S, function="sides:measure", arguments=arguments)
+            lambda one: one.ask("call", 3 * given.budget + SLACK_S[given.backend], function="sides:measure", arguments=arguments)
         )[0]
     except MeasurementError as error:
         found = {"model": name, "error": str(error), "logs": "\n".join(getattr(error, "__notes__", []))}
