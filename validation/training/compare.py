@@ -100,9 +100,9 @@ def measured(nodes: experiment.Nodes, name: str, given: argparse.Namespace, reco
     session = {"command": shlex.join(["python", *sys.argv])}
     try:
         session |= nodes.do(lambda one: one.ask("describe", 60))[0]
-        found: dict[str, Any] = nodes.do(
-            lambda one: one.ask("call", 3 * given.budget + SLACK_S[given.backend], function="sides:measure", arguments=arguments)
-        )[0]
+        timeout_s = 3 * given.budget + SLACK_S[given.backend]
+        asked = {"function": "sides:measure", "arguments": arguments}
+        found: dict[str, Any] = nodes.do(lambda one: one.ask("call", timeout_s, **asked))[0]
     except MeasurementError as error:
         found = {"model": name, "error": str(error), "logs": "\n".join(getattr(error, "__notes__", []))}
     if not record["sessions"] or record["sessions"][-1] != session:
