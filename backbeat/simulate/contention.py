@@ -3,7 +3,7 @@
 NCCL's kernels take multiprocessors and memory bandwidth away from whatever runs beside them, from a message's launch to
 its end. So gradients become ready later the more of their backward pass overlaps with communication, which moves the
 communication, and so on. What happens until some moment depends on nothing after it: running the buckets again with the
-ready times that the last run gave sets one more busy period right each time, and ends where nothing changes.
+ready times that the last run gave sets one more message right every time or two, and ends where nothing changes.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def beside(
     if slowdown == 1 or not len(ready):
         return flow, clock
     moments = ready
-    for _ in range(len(ready) + 1):
+    for _ in range(4 * len(ready) + 4):
         clock = _clock(flow, clock, slowdown)
         later = clock.when(ready)
         same = float(np.abs(later - moments).max()) <= _SAME * float(later.max())
