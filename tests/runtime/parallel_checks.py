@@ -258,6 +258,7 @@ def refusals(ctx: Context) -> None:
         (plain, {"plan": "fsdp"}, "is a strategy"),
         (plain, {"plan": "outo"}, "did you mean 'auto'"),
         (plain, {"example": pair, "compression": "yes"}, "must be 'allow'"),
+        (plain, {"example": pair, "compression": "allow", "precision": "fp16"}, "train in bf16"),
         (plain, {"example": pair, "budget_s": 0}, "above zero"),
         (plain, {"example": pair, "memory": "0GB"}, "above zero"),
     ):

@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from backbeat.errors import InputError
 from backbeat.model import MemoryPlan, Plan, Segment
-from backbeat.runtime import full_state_dict, load_full_state_dict, parallelize
+from backbeat.runtime import full_state_dict, load_full_state_dict, no_sync, parallelize
 from backbeat.runtime.parallel.apply_plan import NOTE, apply_plan
 
 CHECKS, check = registry("recipe_")
@@ -95,10 +95,7 @@ def adamw(ctx: Context, model: Any, clip: float | None = None, steps: int = STEP
     found = []
     for step in range(steps):
         for micro in range(accumulate):
-            last = micro == accumulate - 1
-            if hasattr(model, "set_requires_gradient_sync"):
-                model.set_requires_gradient_sync(last)
-            with model.no_sync() if hasattr(model, "no_sync") and not last else nullcontext():
+            with nullcontext() if micro == accumulate - 1 else no_sync(model):
                 loss = loss_of(model, tokens(ctx, step * accumulate + micro))
                 (loss / accumulate).backward()
             found.append(loss.item())
