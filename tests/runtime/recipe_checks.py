@@ -6,6 +6,7 @@ A recipe is a training script: it is given a model that is parallel already, and
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -23,8 +24,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from backbeat.errors import InputError
-from backbeat.model import MemoryPlan, Plan, Segment
-from backbeat.runtime import full_state_dict, load_full_state_dict, no_sync, parallelize
+from backbeat.model import MemoryPlan, Plan, PlanPrediction, Segment
+from backbeat.report.drift import StepSample
+from backbeat.report.watch_table import watch_table
+from backbeat.runtime import Watch, full_state_dict, load_full_state_dict, no_sync, parallelize
 from backbeat.runtime.parallel.apply_plan import NOTE, apply_plan
 
 CHECKS, check = registry("recipe_")
@@ -223,3 +226,38 @@ def sub_mesh(ctx: Context, plan: Plan) -> DeviceMesh | None:
     names = ("part", "replicate", "shard")
     found = DeviceMesh(ctx.device.type, whole, mesh_dim_names=names)
     return found["replicate", "shard"] if mesh.replicate > 1 else found["shard"]
+
+
+@check
+def watched(ctx: Context) -> str:
+    """Under every kind the rank that takes longer is known by its own time, in forward as in backward."""
+    late_s = 0.005
+
+    def late(_: Any) -> None:
+        if ctx.rank == 1:
+            time.sleep(late_s)
+
+    predicted = PlanPrediction(iteration_s=0.5, exposed_s=0.1)
+    shown = []
+    for kind, plan in plans(ctx).items():
+        model: Any = parallelize(ctx.build(Chain), replace(plan, workers=ctx.size, predicted=predicted))
+        optimizer = optimizer_of(model)
+        told: list[StepSample] = []
+        watch = Watch(model, every=10, to=[told.append])
+        for step in range(10):
+            loss = loss_of(model, tokens(ctx, step))
+            late(None)
+            loss.register_hook(late)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert [sample.step for sample in told] == ([10] if ctx.rank == 0 else []), kind
+        for sample in told:
+            assert sample.own_s[1] >= 2 * late_s, f"{kind}: a rank's own time was taken for waiting: {sample}"
+            assert 0 < sample.exposed_s <= sample.iteration_s, f"{kind}: {sample}"
+            assert sample.predicted_iteration_s == predicted.iteration_s, kind
+            assert (sample.overlap is None) == (kind == "stock" or plan.sharding is not None), kind
+        shown.append(f"{kind} {watch_table(told).splitlines()[-2]}" if told else kind)
+        del watch
+        assert not any(module._forward_pre_hooks for module in unwrapped(model).layers) or plan.sharding is not None
+    return "; ".join(shown)
