@@ -148,9 +148,10 @@ class HookedSteps:
 
         add = self._hooks.append
         add(model.register_forward_hook(_weakly(self._forward_done), prepend=True))
-        for module in model.modules():
+        units: list[Any] = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        for module in units:
             # What is compiled would be compiled anew for a hook: its waits count as its own time.
-            if isinstance(module, FSDPModule) and module._compiled_call_impl is None:  # type: ignore[attr-defined]
+            if module._compiled_call_impl is None:
                 add(module.register_forward_pre_hook(_weakly(self._before_unit), prepend=True, with_kwargs=True))
                 add(module.register_forward_pre_hook(_weakly(self._in_unit), with_kwargs=True))
                 add(module.register_forward_hook(_weakly(self._after_unit), prepend=True))

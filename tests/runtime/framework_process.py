@@ -204,6 +204,9 @@ def main() -> None:
             compare(f"{loop.__name__} with {kind}", plan, found, expected)
         if plan.sharding is None and kind != "stock":
             compare(f"lightning wrapping {kind}", plan, *lightning_wraps(plan))
+    from pytorch_lightning.strategies import StrategyRegistry
+
+    assert {"backbeat", "backbeat_parallelize"} <= set(StrategyRegistry.available_strategies())
     for kind in ("stock", "buckets"):
         wrapped_twice_is_refused(plans(ctx)[kind])
     dist.destroy_process_group()
