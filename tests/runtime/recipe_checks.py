@@ -195,7 +195,10 @@ def resumed_by_other_ranks(ctx: Context) -> None:
         expected = steps(ctx, model, optimizer, 2)
         plan = after[following]
         again: Any = apply_plan(Chain().to(ctx.device), plan, group=part, mesh=sub_mesh(half, plan))
-        load_full_state_dict(again, saved[0])
+        # As read from a file by every rank.
+        known = [saved[0]]
+        dist.broadcast_object_list(known)
+        load_full_state_dict(again, known[0])
         other = optimizer_of(again)
         set_optimizer_state_dict(again, other, saved[1], options=received)
         found = steps(ctx, again, other, 2)

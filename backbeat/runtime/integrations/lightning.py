@@ -16,12 +16,20 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 
 from backbeat.errors import MissingPartError
 from backbeat.runtime.parallel.accumulate import no_sync
 from backbeat.runtime.reduce.settings import split_options
 from backbeat.runtime.reduce.wrapper import DistributedDataParallel
+from backbeat.runtime.sharded.full_state import load_full_state_dict
 
+_GATHERED = StateDictOptions(full_state_dict=True, cpu_offload=True)
+_SPREAD = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 
 
@@ -64,17 +72,28 @@ def parallelize_strategy_class(package: str) -> type[Any]:
         """Lightning's strategy for modules that are parallel by themselves, over all ranks.
 
         While it accumulates it sends nothing, which Lightning's own does: a plan with an attached optimizer would
-        update in every backward.
+        update in every backward. A checkpoint is one file, which any kind of plan on any number of ranks takes.
         """
 
         strategy_name = "backbeat_parallelize"
 
         def __init__(self, **kwargs: Any) -> None:
-            super().__init__(**{"tensor_parallel_size": 1, **kwargs})
+            super().__init__(**{"tensor_parallel_size": 1, "save_distributed_checkpoint": False, **kwargs})
 
         def setup_environment(self) -> None:
             self._data_parallel_size = self.num_nodes * self.num_processes
             super().setup_environment()
+
+        def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+            plain = getattr(optimizer, "_optimizer", optimizer)
+            return dict(get_optimizer_state_dict(self.model, plain, options=_GATHERED))
+
+        def load_checkpoint(self, checkpoint_path: Any, **kwargs: Any) -> dict[str, Any]:
+            found: dict[str, Any] = strategies.Strategy.load_checkpoint(self, self.broadcast(checkpoint_path), **kwargs)
+            load_full_state_dict(self.model, found.pop("state_dict"))
+            for optimizer, state in zip(self.optimizers, found["optimizer_states"], strict=True):
+                set_optimizer_state_dict(self.model, optimizer, state if self.is_global_zero else {}, options=_SPREAD)
+            return found
 
         @contextmanager
         def block_backward_sync(self) -> Iterator[None]:
