@@ -194,6 +194,17 @@ def wrapped_twice_is_refused(plan: Plan) -> None:
     raises(InputError, lambda: model(torch.ones(5, dtype=torch.long)), "wrapped twice")
 
 
+def accelerate_does_not_save_units(plan: Plan) -> None:
+    """Rank 0 would write; `full_state_dict` does it."""
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare_model(parallelize(Chain(), plan), evaluation_mode=True)
+    if accelerator.is_main_process:
+        with tempfile.TemporaryDirectory() as folder:
+            raises(RuntimeError, lambda: accelerator.save_state(folder))
+
+
 def seeded(loop: Callable[..., list[float]], *arguments: Any, **options: Any) -> list[float]:
     torch.manual_seed(7)
     return loop(*arguments, **options)
@@ -227,6 +238,8 @@ def main() -> None:
     assert {"backbeat", "backbeat_parallelize"} <= set(StrategyRegistry.available_strategies())
     for kind in ("stock", "buckets"):
         wrapped_twice_is_refused(known[kind])
+    accelerate_does_not_save_units(known["fsdp"])
+    dist.barrier()
     dist.destroy_process_group()
 
 
