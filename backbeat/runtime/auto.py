@@ -41,7 +41,10 @@ DRIFT_FLOOR = 0.02
 WORTH_TELLING = 0.03
 """Units are mentioned where they are predicted to save more than this share of an iteration."""
 WATCH_EVERY = 200
-CALIBRATE_S = 2.0
+CALIBRATE_S = (0.25, 2.0)
+"""Training stands still while the network is measured: so long at least and at most."""
+CALIBRATE_STEPS = 3.0
+"""And for as long as so many iterations: 0.6 % of the first 500."""
 CALIBRATE_BYTES = (4096, 65536, 524288, 2**20, 4 * 2**20, 16 * 2**20)
 
 
@@ -125,7 +128,7 @@ class Tuner:
             self._settle("one worker: there is nothing to send", iteration, timed)
             return
         profile = self._profile(timed, iteration)
-        network = self._measure_network()
+        network = self._measure_network(iteration)
         if self._auto and self._plans == 0:
             self._tell_of_units(profile, network, iteration)
         text = share(reducer.communicators, f"plan/{self._plans}", self._make(profile, network))
@@ -258,7 +261,7 @@ class Tuner:
             ),
         )
 
-    def _measure_network(self) -> Network:
+    def _measure_network(self, iteration: float) -> Network:
         communicators = self._reducer.communicators
         if self._network is not None and self._given:
             fits = self._network.workers == communicators.size
@@ -270,7 +273,7 @@ class Tuner:
         self._network = calibrate(
             group=communicators.process_group,
             device=communicators.device,
-            budget_s=CALIBRATE_S,
+            budget_s=min(max(CALIBRATE_STEPS * iteration, CALIBRATE_S[0]), CALIBRATE_S[1]),
             sizes=CALIBRATE_BYTES,
             communicators=counts,
             collectives=("all_reduce",),
