@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from backbeat.model import Plan, Profile
-from backbeat.simulate.decoupled_step import Layers
+from backbeat.simulate.halves_step import Layers
 from backbeat.simulate.schedule import Schedule
 from backbeat.simulate.sharded_units import ModelPiece, ModelPieces
 
