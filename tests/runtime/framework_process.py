@@ -105,11 +105,12 @@ def lightning_wraps(plan: Plan) -> tuple[list[float], list[float]]:
 
 def lightning_resumes(before: Plan, after: Plan) -> tuple[list[float], list[float]]:
     """A second epoch from a checkpoint of the first, under a plan of another kind; and both under the first."""
-    folder = [tempfile.mkdtemp()]
-    dist.broadcast_object_list(folder)
-    path = f"{folder[0]}/epoch.ckpt"
-    seeded(lightning, lambda model: parallelize(model, before), save=path)
-    found = seeded(lightning, lambda model: parallelize(model, after), epochs=2, resume=path)
+    with tempfile.TemporaryDirectory() as folder:
+        paths = [f"{folder}/epoch.ckpt"]
+        dist.broadcast_object_list(paths)
+        seeded(lightning, lambda model: parallelize(model, before), save=paths[0])
+        found = seeded(lightning, lambda model: parallelize(model, after), epochs=2, resume=paths[0])
+        dist.barrier()
     return found, seeded(lightning, lambda model: parallelize(model, before), epochs=2)[MICRO_BATCHES:]
 
 

@@ -31,6 +31,7 @@ from backbeat.runtime.reduce.settings import (
     bind,
     check_supported,
     process_group_of,
+    refuse_inside,
     settings_of,
     split_options,
 )
@@ -230,7 +231,7 @@ class DistributedDataParallel(TorchDDP):  # type: ignore[misc]
     @disable_dynamo  # type: ignore[untyped-decorator]
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
         if TorchDDP._active_ddp_module is not None:
-            _refuse_inside(TorchDDP._active_ddp_module, self)
+            refuse_inside(TorchDDP._active_ddp_module, self)
         if torch.is_grad_enabled():
             self.reducer.forward_begins(self.require_backward_grad_sync)
         work = Join.notify_join_context(self)
@@ -411,7 +412,7 @@ class StockDistributedDataParallel(TorchDDP):  # type: ignore[misc]
     @disable_dynamo  # type: ignore[untyped-decorator]
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         if TorchDDP._active_ddp_module is not None:
-            _refuse_inside(TorchDDP._active_ddp_module, self)
+            refuse_inside(TorchDDP._active_ddp_module, self)
         if self._budget_watch is not None and torch.is_grad_enabled():
             self._budget_watch.after_step()
         return super()._pre_forward(*inputs, **kwargs)
@@ -422,16 +423,6 @@ class StockDistributedDataParallel(TorchDDP):  # type: ignore[misc]
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         ends_with(self, self.memory)
-
-
-def _refuse_inside(outer: Any, wrapper: Any) -> None:
-    """A framework that wraps once more would send every gradient twice, and nothing would tell."""
-    if any(module is wrapper for module in outer.modules()):
-        raise InputError(
-            f"the model is wrapped twice: a {type(outer).__name__} holds backbeat's, and would send every gradient "
-            "again. Give one of them the plain model; to Accelerate, what is wrapped already goes by "
-            "accelerator.prepare_model(model, evaluation_mode=True)"
-        )
 
 
 def _caps(plan: Plan, module: torch.nn.Module) -> dict[str, Any]:
