@@ -105,6 +105,11 @@ def parallelize(
         raise InputError(f"budget_s is {budget_s}: it must be above zero, like 50")
     if compression not in (None, "allow"):
         raise InputError(f"compression is {compression!r}: it must be 'allow', or left out")
+    if compression is not None and precision == "fp16":
+        raise InputError(
+            "compression='allow' with precision='fp16': training in fp16 scales its loss, and what a compressed bucket "
+            "keeps for later steps cannot follow the scale; train in bf16, or leave compression out"
+        )
     batch, loss = _checked(example)
     device = device_of(model, None)
     step = ExampleStep(

@@ -5,6 +5,7 @@ One candidate lives at a time, on process groups of its own. One that fails on a
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable
@@ -44,9 +45,10 @@ FAR_BEHIND = 1.5
 ONE_TURN = 0.03
 """What is taken for repeatability where there was time for one turn."""
 LEAST_STEPS, MOST_STEPS = 3, 10
-TIMEOUT_S = {"gloo": 10.0}
+TIMEOUT_S = {"gloo": 30.0}
 """A collective of a trial is given up after this long, or after twenty steps: what a failure on another rank costs
-where nothing else tells of it. NCCL has to be told (`Together.released`), and ends the process after this long."""
+where nothing else tells of it. On gloo closed connections mostly tell (`TrialGroups.close`), and a busy machine may
+hold a healthy rank up for seconds. NCCL has to be told (`Together.released`), and ends the process after this long."""
 _ANOTHER_TIMEOUT_S = 120.0
 
 MakeOptimizer = str | Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
@@ -246,9 +248,19 @@ class TrialGroups:
         """Take the groups down, once; on gloo, ranks that still use them then raise."""
         # Connections end with the last that holds them.
         self.backends.clear()
+        if self.mesh is not None:
+            _forget_meshes()
         self.whole = self.mesh = None
         while self._groups:
             dist.destroy_process_group(self._groups.pop())
+
+
+def _forget_meshes() -> None:
+    """torch remembers how operators on sharded tensors are placed, and with it meshes and their connections."""
+    with contextlib.suppress(ImportError, AttributeError):
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache as clear
+
+        clear()
 
 
 def room_for(profile: Profile, device: torch.device) -> str | None:

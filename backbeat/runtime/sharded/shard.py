@@ -88,6 +88,9 @@ def fully_shard(model: nn.Module, plan: Plan | str | os.PathLike[str], mesh: Dev
             _tell_loop(sharding)
     _set_prefetch(units)
     set_knobs(model, sharding)
+    sharded: Any = model
+    # A `Watch` compares its prediction.
+    sharded.backbeat_plan = loaded
     return model
 
 
