@@ -38,6 +38,9 @@ class Conventions:
     sharded: Reduction
     """Where each updates its share (ZeRO 1 and more)."""
     tensor_overlap: TensorOverlap = "backward"
+    gathers_again: bool = True
+    """With sequence parallelism, backward gathers a column-parallel matrix's input once more, as it keeps each rank's
+    part. DTensor keeps all of it."""
     flash_attention: bool = True
     attention_share: float = 1.0
     """Of the rate that torch's attention kernels reach: FlashAttention-2 has 35 % of an H100's peak (Shah et al.,
@@ -142,6 +145,7 @@ CONVENTIONS = {
             replicated=REDUCTIONS["torch-ddp"],
             sharded=_FSDP,
             tensor_overlap="none",
+            gathers_again=False,
             attention_share=0.6,
             unfused=4.0,
             accumulate_bytes=12,

@@ -6,7 +6,8 @@ forward, `B` backward; zero-bubble splits backward into `B` (the input's gradien
 
 Closed forms, for p stages, m micro-batches and stages of equal time t = F + B and no sends:
 GPipe and 1F1B (m + p - 1)·t; interleaved with v chunks m·t + (p - 1)·t/v; zero-bubble m·t + (p - 1)·max(0, F + B - 2W)
-with B whole, of which W is the weights' part.
+with B whole, of which W is the weights' part. A transfer starts when both ends have posted it, so that schedules differ
+in how many of their sends the step waits for (`_exposed_sends`).
 """
 
 from __future__ import annotations
@@ -83,86 +84,182 @@ def _interleaved(place: int, stages: int, chunks: int) -> tuple[int, int]:
     return rounds * stages + micro, chunk
 
 
+Transfer = tuple[str, int, int]
+"""What a chunk waits for, by the operation that takes it: its kind, micro-batch and place among all chunks."""
+
+
+class Act(NamedTuple):
+    """One thing that a stage does next: wait for transfers, compute, or post sends and receives."""
+
+    verb: str
+    operation: Operation | None = None
+    sends: tuple[Transfer, ...] = ()
+    receives: tuple[Transfer, ...] = ()
+
+
+def program(schedule: PipelineSchedule, stage: int, stages: int, count: int, chunks: int) -> list[Act]:
+    """A stage's operations with what it posts and waits for between them, as torch's schedules and Megatron's do it.
+
+    GPipe posts a receive when it has nothing else to do, and waits for it. 1F1B does so too, and where it goes from
+    forward to backward or back, it swaps an activation for a gradient with its neighbour and waits for both. The other
+    schedules have posted their receives before; they wait for what they need alone.
+
+    >>> [act.verb for act in program("1f1b", 0, 2, 2, 1)]
+    ['do', 'post', 'do', 'wait', 'post', 'wait', 'do', 'post', 'wait', 'do']
+    """
+    last = stages * chunks - 1
+    operations = order(schedule, stage, stages, count, chunks)
+    inputs = [_input(each, stage, stages, last) for each in operations]
+    outputs = [_output(each, stage, stages, last) for each in operations]
+    ahead = schedule in ("interleaved", "zero-bubble")
+    acts: list[Act] = []
+    unsent: tuple[Transfer, ...] = ()
+    sent: tuple[Transfer, ...] = ()
+    for place, operation in enumerate(operations):
+        turns = place + 1 < len(operations) and operations[place + 1].kind != operation.kind
+        if not ahead:
+            acts.append(Act("post", sends=unsent, receives=inputs[place]))
+        acts += [Act("wait", sends=unsent, receives=inputs[place]), Act("do", operation)]
+        unsent = ()
+        if schedule == "1f1b":
+            acts.append(Act("wait", sends=sent))
+            sent = ()
+        if schedule == "1f1b" and turns:
+            unsent = outputs[place]
+        else:
+            acts.append(Act("post", sends=outputs[place]))
+            sent = outputs[place]
+    return [act for act in (*acts, Act("wait", sends=sent)) if act.operation or act.sends or act.receives]
+
+
+def _input(operation: Operation, stage: int, stages: int, last: int) -> tuple[Transfer, ...]:
+    """What an operation waits for from another stage."""
+    kind, micro, chunk = operation
+    place = chunk * stages + stage
+    return ((kind, micro, place),) if stages > 1 and (place > 0 if kind == "F" else place < last) else ()
+
+
+def _output(operation: Operation, stage: int, stages: int, last: int) -> tuple[Transfer, ...]:
+    """What it sends to another."""
+    kind, micro, chunk = operation
+    after = chunk * stages + stage + (1 if kind == "F" else -1)
+    return ((kind, micro, after),) if stages > 1 and 0 <= after <= last else ()
+
+
 def run(schedule: PipelineSchedule, stages: int, count: int, times: Sequence[StageTimes], send_s: float) -> PipelineRun:
     """The step as events. `times` are of every chunk in the order of layers: chunk c of stage s is c·stages + s."""
     chunks = len(times) // stages
-    split = schedule == "zero-bubble" and stages > 1
-    queues = [deque(order(schedule, stage, stages, count, chunks)) for stage in range(stages)]
-    held: list[deque[Operation]] = [deque() for _ in range(stages)]
-    last = len(times) - 1
-    ready: dict[tuple[str, int, int], float] = {("F", micro, 0): 0.0 for micro in range(count)}
-    free = [0.0] * stages
-    done: list[Performed] = []
-    last_backward = [0.0] * stages
+    played = _Played(schedule, stages, times, send_s)
+    programs = [deque(program(schedule, stage, stages, count, chunks)) for stage in range(stages)]
     going = True
     while going:
         going = False
-        for stage in range(stages):
-            queue = queues[stage]
-            while queue:
-                operation = queue[0]
-                place = operation.chunk * stages + stage
-                kind, micro = operation.kind, operation.micro_batch
-                there = ready.get((kind, micro, place))
-                if there is None:
-                    break
+        for stage, acts in enumerate(programs):
+            while acts and played.act(stage, acts[0]):
+                acts.popleft()
                 going = True
-                # Where a stage would wait, it computes gradients of weights it has put off, if one fits.
-                while split and held[stage] and free[stage] + 0.5 * times[place].weight_s <= there:
-                    _perform(held[stage].popleft(), stage, free, times[stage].weight_s, free[stage], done)
-                queue.popleft()
-                one = times[place]
-                seconds = one.forward_s if kind == "F" else one.input_s if split else one.backward_s
-                if kind == "B" and micro == count - 1:
-                    last_backward[stage] = max(there, free[stage])
-                _perform(operation, stage, free, seconds, there, done)
-                if split and kind == "B":
-                    held[stage].append(Operation("W", micro, operation.chunk))
-                _release(ready, kind, micro, place, last, free[stage], send_s)
-    if any(queues):
+    if any(programs):
         raise BackbeatError(f"schedule {schedule} with {stages} stages and {count} micro-batches cannot go on")
     for stage in range(stages):
-        while held[stage]:
-            _perform(held[stage].popleft(), stage, free, times[stage].weight_s, free[stage], done)
-    return PipelineRun(tuple(free), tuple(last_backward), tuple(done))
+        played.catch_up(stage, float("inf"))
+    starts = [
+        [each.start_s for each in played.done if each.stage == stage and each.operation[:2] == ("B", count - 1)]
+        for stage in range(stages)
+    ]
+    return PipelineRun(tuple(played.free), tuple(max(each) for each in starts), tuple(played.done))
 
 
-def _perform(
-    operation: Operation, stage: int, free: list[float], seconds: float, there: float, done: list[Performed]
-) -> None:
-    start = max(there, free[stage])
-    free[stage] = start + seconds
-    done.append(Performed(stage, operation, start, free[stage]))
+class _Played:
+    """What stages have done so far, and when."""
 
+    def __init__(
+        self, schedule: PipelineSchedule, stages: int, times: Sequence[StageTimes], send_s: float
+    ) -> None:
+        self._stages, self._times, self._send_s = stages, times, send_s
+        self._split = schedule == "zero-bubble" and stages > 1
+        self._ahead = schedule in ("interleaved", "zero-bubble")
+        self._posted: dict[Transfer, float] = {}
+        self._arrived: dict[Transfer, float] = {}
+        self._link_free: dict[tuple[str, int], float] = {}
+        self._put_off: list[deque[Operation]] = [deque() for _ in range(stages)]
+        self.free = [0.0] * stages
+        self.done: list[Performed] = []
 
-def _release(
-    ready: dict[tuple[str, int, int], float], kind: str, micro: int, place: int, last: int, now: float, send_s: float
-) -> None:
-    """What can start once this is done: the next chunk, or backward where there is none."""
-    if kind == "F" and place == last:
-        ready["B", micro, place] = now
-    elif kind == "F":
-        ready["F", micro, place + 1] = now + send_s
-    elif place > 0:
-        ready["B", micro, place - 1] = now + send_s
+    def act(self, stage: int, act: Act) -> bool:
+        """Do it, unless it waits for something that is not yet under way."""
+        if act.verb == "do":
+            assert act.operation is not None
+            self._do(stage, act.operation)
+            return True
+        transfers = (*act.sends, *act.receives)
+        if act.verb == "post":
+            for transfer in transfers:
+                self._post(stage, transfer)
+            return True
+        if not all(transfer in self._arrived for transfer in transfers):
+            return False
+        there = max(self._arrived[transfer] for transfer in transfers)
+        self.catch_up(stage, there)
+        self.free[stage] = max(self.free[stage], there)
+        return True
+
+    def catch_up(self, stage: int, until_s: float) -> None:
+        """Where a stage would wait, it computes gradients of weights that it has put off, if one fits."""
+        put_off = self._put_off[stage]
+        weight_s = self._times[stage].weight_s
+        while put_off and self.free[stage] + 0.5 * weight_s <= until_s:
+            self._perform(stage, put_off.popleft(), weight_s)
+
+    def _do(self, stage: int, operation: Operation) -> None:
+        times = self._times[operation.chunk * self._stages + stage]
+        if operation.kind == "F":
+            self._perform(stage, operation, times.forward_s)
+        elif self._split:
+            self._perform(stage, operation, times.input_s)
+            self._put_off[stage].append(Operation("W", operation.micro_batch, operation.chunk))
+        else:
+            self._perform(stage, operation, times.backward_s)
+
+    def _perform(self, stage: int, operation: Operation, seconds: float) -> None:
+        start = self.free[stage]
+        self.free[stage] = start + seconds
+        self.done.append(Performed(stage, operation, start, self.free[stage]))
+
+    def _post(self, stage: int, transfer: Transfer) -> None:
+        """A transfer starts when both ends have posted it and the link between them is free."""
+        if not self._ahead and transfer not in self._posted:
+            self._posted[transfer] = self.free[stage]
+            return
+        link = (transfer[0], transfer[2] % self._stages)
+        start = max(self.free[stage], self._posted.get(transfer, 0.0), self._link_free.get(link, 0.0))
+        self._arrived[transfer] = self._link_free[link] = start + self._send_s
 
 
 def closed_form(
     schedule: PipelineSchedule, stages: int, count: int, times: Sequence[StageTimes], send_s: float
 ) -> PipelineRun:
-    """The slowest stage sets the pace; the others fill and drain once. Sends delay each round trip."""
+    """The slowest stage sets the pace; the others fill and drain once."""
     chunks = len(times) // stages
     totals = [sum(one.total_s for one in times[stage::stages]) for stage in range(stages)]
     slowest = max(totals)
     if stages == 1:
         return _uniform(stages, count * slowest, times)
     fill = (sum(totals) - slowest) / chunks
-    trips = 2 * send_s * (stages - 1)
     if schedule == "zero-bubble":
         weight = sum(one.weight_s for one in times) / stages
         fill = max(0.0, fill - 2 * weight * (stages - 1))
-    steady = 0.0 if schedule in ("gpipe", "interleaved") else 2 * send_s * (stages - 1) / stages
-    return _uniform(stages, count * (slowest + steady) + fill + trips - steady, times)
+    return _uniform(stages, count * slowest + fill + _exposed_sends(schedule, stages, count, chunks) * send_s, times)
+
+
+def _exposed_sends(schedule: PipelineSchedule, stages: int, count: int, chunks: int) -> float:
+    """Sends that lengthen a step of equal stages, where one takes less than a pass of computation."""
+    if schedule == "gpipe":
+        return 2 * (count + stages - 2)
+    if schedule == "1f1b":
+        return count + 1 if stages == 2 else 2 * (count + stages) - 5
+    if schedule == "interleaved":
+        return 2 * (stages * chunks - 1)
+    return 2 * (stages - 1) * (1 + (count - 1) / stages)
 
 
 def _uniform(stages: int, seconds: float, times: Sequence[StageTimes]) -> PipelineRun:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from backbeat.layouts.transformer import Transformer
     from backbeat.model import Network, Profile
 
+_PREDICTED = ("closed-form", "events")
 _NAMES = {"F": "forward", "B": "backward", "W": "weight gradients"}
 
 
@@ -65,8 +66,8 @@ def predict(
         layout = Layout.parse(layout)
     if layout is None or fields:
         layout = _changed(layout or Layout(), fields)
-    if family not in get_args(Family):
-        raise InputError(f"family is {family!r}: there are {' and '.join(get_args(Family))}")
+    if family not in _PREDICTED:
+        raise InputError(f"family is {family!r}: predicted are {' and '.join(_PREDICTED)}; `backbeat lab` executes")
     job = job_of(global_batch, sequence, precision)
     check(shapes, layout, job, gpus)
     there = cluster_of(cluster, accelerator)

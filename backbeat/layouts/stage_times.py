@@ -120,7 +120,10 @@ class StageTimer:
         kinds = split_layers(self.model, self.layout)
         dense = self.layer(sparse=False) if any(kind.dense for kind in kinds) else StageTimes()
         sparse = self.layer(sparse=True) if any(kind.sparse for kind in kinds) else StageTimes()
-        ends = (self._ends(self.builder.embedding()), self._ends(self.builder.head()))
+        ends = (
+            self._ends(self.builder.embedding(), "reduce_scatter", "all_gather"),
+            self._ends(self.builder.head(), "all_gather", "reduce_scatter"),
+        )
         found = []
         for kind in kinds:
             total = dense.times(kind.dense) + sparse.times(kind.sparse)
@@ -153,18 +156,21 @@ class StageTimer:
             (1 + twice) * expert,
         )
 
-    def _ends(self, work: LayerWork) -> StageTimes:
+    def _ends(self, work: LayerWork, forward_kind: Kind, backward_kind: Kind) -> StageTimes:
         """Embedding and head: each with the collective that its sharded vocabulary takes, in either direction."""
         forward, inputs, weights = self._compute(work)
         size = 2 * self.builder.tokens * self.model.hidden
-        tensor = self._group("all_gather" if self.layout.shards_sequence else "all_reduce", size)
+        kinds: tuple[Kind, Kind] = ("all_reduce", "all_reduce")
+        if self.layout.shards_sequence:
+            kinds = (forward_kind, backward_kind)
+        tensor = [self._group(kind, size) for kind in kinds]
         return self._made(
-            forward.total + tensor,
-            inputs.total + tensor,
+            forward.total + tensor[0],
+            inputs.total + tensor[1],
             weights,
             forward + inputs + weights,
             0.0,
-            2 * tensor,
+            sum(tensor),
             0.0,
             0.0,
         )
@@ -210,7 +216,7 @@ class StageTimer:
                 # behind the other.
                 return forward, gather + max(0.0, scatter - behind_s) + max(0.0, gather - behind_s)
             if overlap == "none":
-                return forward, forward + gather
+                return forward, forward + (gather if self.conventions.gathers_again else 0.0)
         else:
             forward = pairs * self._group("all_reduce", size)
             if overlap == "backward":

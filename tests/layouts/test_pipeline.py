@@ -40,6 +40,23 @@ def test_interleaving_divides_the_bubble_by_the_chunks(
     assert closed_form("interleaved", stages, count, times, 0.0).seconds == pytest.approx(simulated)
 
 
+@given(
+    st.sampled_from([("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3)]),
+    st.integers(2, 6),
+    st.integers(1, 4),
+    seconds,
+    st.floats(0, 1),
+)
+def test_a_step_waits_for_as_many_sends_as_the_closed_form_says(
+    schedule: tuple[str, int], stages: int, rounds: int, each: float, share: float
+) -> None:
+    name, chunks = schedule
+    times = equal(stages, each, each, each, chunks)
+    send = share * each / chunks / 4
+    found = run(name, stages, rounds * stages, times, send).seconds  # type: ignore[arg-type]
+    assert closed_form(name, stages, rounds * stages, times, send).seconds == pytest.approx(found)  # type: ignore[arg-type]
+
+
 @given(st.integers(2, 5), st.integers(2, 10), seconds, seconds, seconds, st.floats(0, 1))
 def test_zero_bubble_is_never_slower_and_never_beats_the_work(
     stages: int, count: int, forward: float, inputs: float, weights: float, send: float

@@ -1,0 +1,124 @@
+"""What nodes are told to run of a layout: stages with the seconds they compute for and the bytes they exchange.
+
+A chunk of a stage is a row of pieces. Under tensor parallelism a piece is what lies between two collectives: half a
+layer, the embedding or the head. Without it a chunk is one piece.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from backbeat.errors import InputError
+from backbeat.layouts.layout import Layout, micro_batches
+from backbeat.layouts.stage_times import StageTimer, split_layers
+
+if TYPE_CHECKING:
+    from backbeat.layouts.cluster import GpuCluster
+    from backbeat.layouts.predict_layout import LayoutPredictor
+
+TransferKind = Literal["send", "all_gather", "reduce_scatter"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkJob:
+    """One chunk of a stage, for one micro-batch."""
+
+    forward_s: float
+    input_s: float
+    """Backward until the chunk before can go on."""
+    weight_s: float
+    layers: int
+    first: bool
+    last: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayoutJob:
+    """One training step under a layout of tensor and pipeline parallelism."""
+
+    layout: Layout
+    micro_batches: int
+    rows: int
+    """Tokens of a micro-batch."""
+    row_bytes: int
+    """Of one token's activation."""
+    chunks: tuple[ChunkJob, ...]
+    """Of all stages, in the order of layers: chunk c of stage s is c · pp + s."""
+    update_s: float
+
+    @property
+    def activation_bytes(self) -> int:
+        """Of a micro-batch, over all ranks that share it."""
+        return self.rows * self.row_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferJob:
+    """One collective or send by itself, as torch's pipelining and DTensor run it."""
+
+    kind: TransferKind
+    bytes: int
+    """What an all-gather ends with, a reduce-scatter starts from, a send carries."""
+    workers: int
+    """Ranks of a group; groups of neighbours run side by side. A send goes from the first rank of two to the second."""
+
+
+def layout_job(predictor: LayoutPredictor, layout: Layout, free: GpuCluster, update_s: float) -> LayoutJob:
+    """What the predictor says a layout computes; `free` is a cluster whose links take no time."""
+    runnable(layout)
+    model, job = predictor.model, predictor.job
+    timer = StageTimer(
+        model, layout, job, free, predictor.operators, predictor.conventions, compute_factor=predictor.compute_factor
+    )
+    chunks = tuple(
+        ChunkJob(
+            forward_s=times.forward_s,
+            input_s=times.input_s,
+            weight_s=times.weight_s,
+            layers=held.layers,
+            first=held.first,
+            last=held.last,
+        )
+        for times, held in zip(timer.stages(), split_layers(model, layout), strict=True)
+    )
+    return LayoutJob(
+        layout=layout,
+        micro_batches=micro_batches(layout, job),
+        rows=layout.micro_batch * job.sequence,
+        row_bytes=2 * model.hidden,
+        chunks=chunks,
+        update_s=update_s,
+    )
+
+
+def runnable(layout: Layout) -> None:
+    """Refuse what the lab does not run."""
+    for name in ("dp", "cp", "ep"):
+        if getattr(layout, name) > 1:
+            raise InputError(f"--layout {layout.label}: the lab runs tp and pp; leave {name} out")
+    if layout.tp > 1 and not layout.sequence_parallel:
+        raise InputError(f"--layout {layout.label}: the lab runs tp with sequence parallelism only")
+    if layout.recompute != "none":
+        raise InputError(f"--layout {layout.label}: the lab does not recompute; leave recompute out")
+    if layout.gpus < 2:
+        raise InputError(f"--layout {layout.label} is one GPU: the lab compares communication, give tp or pp")
+
+
+def transfers(jobs: tuple[LayoutJob, ...], nodes: int) -> tuple[TransferJob, ...]:
+    """What has to be timed to predict these: each collective and send at half, one and two times the sizes sent."""
+    wanted: dict[tuple[TransferKind, int], list[int]] = {}
+    for job in jobs:
+        tp, pp = job.layout.tp, job.layout.pp
+        if tp > 1:
+            for kind in ("all_gather", "reduce_scatter"):
+                wanted.setdefault((kind, tp), []).append(job.activation_bytes)
+        if pp > 1:
+            wanted.setdefault(("send", 2), []).append(job.activation_bytes // tp)
+    found = []
+    for (kind, workers), sizes in wanted.items():
+        if nodes % workers:
+            raise InputError(f"{kind} among {workers} of {nodes} nodes: nodes must be a multiple of {workers}")
+        for size in sorted({half for size in sizes for half in (size // 2, size, 2 * size)}):
+            found.append(TransferJob(kind=kind, bytes=max(size, 4 * workers), workers=workers))
+    return tuple(found)
