@@ -115,10 +115,10 @@ def transfers(jobs: tuple[LayoutJob, ...], nodes: int) -> tuple[TransferJob, ...
                 wanted.setdefault((kind, tp), []).append(job.activation_bytes)
         if pp > 1:
             wanted.setdefault(("send", 2), []).append(job.activation_bytes // tp)
-    found = []
+    found: list[TransferJob] = []
     for (kind, workers), sizes in wanted.items():
         if nodes % workers:
             raise InputError(f"{kind} among {workers} of {nodes} nodes: nodes must be a multiple of {workers}")
-        for size in sorted({half for size in sizes for half in (size // 2, size, 2 * size)}):
-            found.append(TransferJob(kind=kind, bytes=max(size, 4 * workers), workers=workers))
+        around = sorted({near for size in sizes for near in (size // 2, size, 2 * size)})
+        found += [TransferJob(kind=kind, bytes=max(size, 4 * workers), workers=workers) for size in around]
     return tuple(found)

@@ -9,7 +9,7 @@ zero-bubble schedules can put them off.
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -87,29 +87,28 @@ class LayoutStep:
 
 
 class TransferStep:
-    """One collective or send."""
+    """One collective or send. Sends go from even ranks to the next."""
 
     def __init__(self, job: TransferJob, device: torch.device) -> None:
         self._job = job
-        workers, rank = job.workers, dist.get_rank()
-        self._mesh = _mesh(device.type, dist.get_world_size() // workers, workers)["tp"]
-        rows = max(1, job.bytes // _ELEMENT_BYTES // workers)
+        elements = max(1, job.bytes // _ELEMENT_BYTES // job.workers)
         if job.kind == "send":
-            self._whole = torch.zeros(job.bytes // _ELEMENT_BYTES, device=device)
-            self._peer = rank ^ 1
-        else:
-            # As a stage holds it: a part of the rows before a gather, all of them before a scatter.
-            self._whole = torch.zeros(rows if job.kind == "all_gather" else rows * workers, 1, device=device)
+            self._tensor = torch.zeros(job.bytes // _ELEMENT_BYTES, device=device)
+            return
+        self._mesh = _mesh(device.type, dist.get_world_size() // job.workers, job.workers)["tp"]
+        # As a stage holds it: its part before a gather, all of it before a scatter.
+        self._tensor = torch.zeros(elements * (1 if job.kind == "all_gather" else job.workers), 1, device=device)
 
     def run(self, compute: Compute) -> None:
         if self._job.kind == "send":
-            act = dist.irecv if dist.get_rank() & 1 else dist.isend
-            for work in dist.batch_isend_irecv([dist.P2POp(act, self._whole, self._peer)]):
+            rank = dist.get_rank()
+            act = dist.irecv if rank % 2 else dist.isend
+            for work in dist.batch_isend_irecv([dist.P2POp(act, self._tensor, rank ^ 1)]):
                 work.wait()
         elif self._job.kind == "all_gather":
-            _gathered(self._whole, self._mesh)
+            _gathered(self._tensor, self._mesh)
         else:
-            _scattered(self._whole, self._mesh)
+            _scattered(self._tensor, self._mesh)
 
 
 class _Chunk(nn.Module):
@@ -144,7 +143,7 @@ class _Chunk(nn.Module):
         return x
 
 
-@lru_cache(maxsize=None)
+@cache
 def _mesh(kind: str, pp: int, tp: int) -> DeviceMesh:
     """Ranks count first through tp, then through pp. A mesh of one dimension has the job's own process group, one of
     two makes communicators."""

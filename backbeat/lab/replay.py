@@ -37,8 +37,8 @@ cuda: Any = torch.cuda  # untyped in parts
 _PR_SET_TIMERSLACK = 29
 # The host queues this much ahead of the GPU before an iteration begins, as it does in training.
 _LEAD_S = 400e-6
-# Before a step that torch runs, as long as the slowest host takes to queue all of it, and this much longer: the host of a
-# training loop is an iteration ahead.
+# Before a step that torch runs, as long as the slowest host takes to queue all of it, and this much longer: the host of
+# a training loop is an iteration ahead.
 _LEAD_MARGIN = 1.5
 _WARM_UP = 2
 _WAIT_S = 120.0

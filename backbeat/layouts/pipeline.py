@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from backbeat.errors import BackbeatError
 
@@ -58,7 +58,7 @@ class PipelineRun:
 
 
 def order(schedule: PipelineSchedule, stage: int, stages: int, count: int, chunks: int) -> list[Operation]:
-    """What a stage does, first to last.
+    """What a stage computes, first to last.
 
     >>> " ".join(f"{each.kind}{each.micro_batch}" for each in order("1f1b", 0, 2, 3, 1))
     'F0 F1 B0 F2 B1 B2'
@@ -74,7 +74,25 @@ def order(schedule: PipelineSchedule, stage: int, stages: int, count: int, chunk
     found = [Operation("F", *each) for each in forward[:ahead]]
     for place in range(ahead, len(forward)):
         found += [Operation("F", *forward[place]), Operation("B", *backward[place - ahead])]
-    return found + [Operation("B", *each) for each in backward[len(forward) - ahead :]]
+    found += [Operation("B", *each) for each in backward[len(forward) - ahead :]]
+    return _split(found, stage) if schedule == "zero-bubble" and stages > 1 else found
+
+
+def _split(operations: list[Operation], stage: int) -> list[Operation]:
+    """Stage s computes the gradient of weights s backward passes later, as ZB-H1 does (Qi et al., 2024).
+
+    >>> " ".join(f"{each.kind}{each.micro_batch}" for each in order("zero-bubble", 1, 2, 3, 1))
+    'F0 B0 F1 B1 W0 F2 B2 W1 W2'
+    """
+    found = []
+    put_off: deque[Operation] = deque()
+    for operation in operations:
+        found.append(operation)
+        if operation.kind == "B":
+            put_off.append(Operation("W", operation.micro_batch, operation.chunk))
+            if len(put_off) > stage:
+                found.append(put_off.popleft())
+    return [*found, *put_off]
 
 
 def _interleaved(place: int, stages: int, chunks: int) -> tuple[int, int]:
@@ -91,10 +109,8 @@ Transfer = tuple[str, int, int]
 class Act(NamedTuple):
     """One thing that a stage does next: wait for transfers, compute, or post sends and receives."""
 
-    verb: str
-    operation: Operation | None = None
-    sends: tuple[Transfer, ...] = ()
-    receives: tuple[Transfer, ...] = ()
+    verb: Literal["wait", "do", "post"]
+    what: tuple[Transfer, ...] | Operation
 
 
 def program(schedule: PipelineSchedule, stage: int, stages: int, count: int, chunks: int) -> list[Act]:
@@ -113,37 +129,38 @@ def program(schedule: PipelineSchedule, stage: int, stages: int, count: int, chu
     outputs = [_output(each, stage, stages, last) for each in operations]
     ahead = schedule in ("interleaved", "zero-bubble")
     acts: list[Act] = []
+    # Not yet posted, to be swapped for the next input; posted, and waited for before the next is.
     unsent: tuple[Transfer, ...] = ()
     sent: tuple[Transfer, ...] = ()
     for place, operation in enumerate(operations):
-        turns = place + 1 < len(operations) and operations[place + 1].kind != operation.kind
         if not ahead:
-            acts.append(Act("post", sends=unsent, receives=inputs[place]))
-        acts += [Act("wait", sends=unsent, receives=inputs[place]), Act("do", operation)]
+            acts.append(Act("post", unsent + inputs[place]))
+        acts += [Act("wait", unsent + inputs[place]), Act("do", operation)]
         unsent = ()
         if schedule == "1f1b":
-            acts.append(Act("wait", sends=sent))
+            acts.append(Act("wait", sent))
             sent = ()
-        if schedule == "1f1b" and turns:
-            unsent = outputs[place]
-        else:
-            acts.append(Act("post", sends=outputs[place]))
-            sent = outputs[place]
-    return [act for act in (*acts, Act("wait", sends=sent)) if act.operation or act.sends or act.receives]
+            if place + 1 < len(operations) and operations[place + 1].kind != operation.kind:
+                unsent = outputs[place]
+                continue
+        acts.append(Act("post", outputs[place]))
+        sent = outputs[place]
+    return [act for act in (*acts, Act("wait", sent)) if act.what]
 
 
 def _input(operation: Operation, stage: int, stages: int, last: int) -> tuple[Transfer, ...]:
     """What an operation waits for from another stage."""
     kind, micro, chunk = operation
     place = chunk * stages + stage
-    return ((kind, micro, place),) if stages > 1 and (place > 0 if kind == "F" else place < last) else ()
+    waits = stages > 1 and {"F": place > 0, "B": place < last, "W": False}[kind]
+    return ((kind, micro, place),) if waits else ()
 
 
 def _output(operation: Operation, stage: int, stages: int, last: int) -> tuple[Transfer, ...]:
     """What it sends to another."""
     kind, micro, chunk = operation
     after = chunk * stages + stage + (1 if kind == "F" else -1)
-    return ((kind, micro, after),) if stages > 1 and 0 <= after <= last else ()
+    return ((kind, micro, after),) if stages > 1 and kind != "W" and 0 <= after <= last else ()
 
 
 def run(schedule: PipelineSchedule, stages: int, count: int, times: Sequence[StageTimes], send_s: float) -> PipelineRun:
@@ -160,69 +177,41 @@ def run(schedule: PipelineSchedule, stages: int, count: int, times: Sequence[Sta
                 going = True
     if any(programs):
         raise BackbeatError(f"schedule {schedule} with {stages} stages and {count} micro-batches cannot go on")
-    for stage in range(stages):
-        played.catch_up(stage, float("inf"))
-    starts = [
-        [each.start_s for each in played.done if each.stage == stage and each.operation[:2] == ("B", count - 1)]
-        for stage in range(stages)
-    ]
-    return PipelineRun(tuple(played.free), tuple(max(each) for each in starts), tuple(played.done))
+    last = {each.stage: each.start_s for each in played.done if each.operation[:2] == ("B", count - 1)}
+    return PipelineRun(tuple(played.free), tuple(last[stage] for stage in range(stages)), tuple(played.done))
 
 
 class _Played:
     """What stages have done so far, and when."""
 
-    def __init__(
-        self, schedule: PipelineSchedule, stages: int, times: Sequence[StageTimes], send_s: float
-    ) -> None:
+    def __init__(self, schedule: PipelineSchedule, stages: int, times: Sequence[StageTimes], send_s: float) -> None:
         self._stages, self._times, self._send_s = stages, times, send_s
         self._split = schedule == "zero-bubble" and stages > 1
         self._ahead = schedule in ("interleaved", "zero-bubble")
         self._posted: dict[Transfer, float] = {}
         self._arrived: dict[Transfer, float] = {}
         self._link_free: dict[tuple[str, int], float] = {}
-        self._put_off: list[deque[Operation]] = [deque() for _ in range(stages)]
         self.free = [0.0] * stages
         self.done: list[Performed] = []
 
     def act(self, stage: int, act: Act) -> bool:
         """Do it, unless it waits for something that is not yet under way."""
-        if act.verb == "do":
-            assert act.operation is not None
-            self._do(stage, act.operation)
-            return True
-        transfers = (*act.sends, *act.receives)
-        if act.verb == "post":
-            for transfer in transfers:
+        if isinstance(act.what, Operation):
+            self._do(stage, act.what)
+        elif act.verb == "post":
+            for transfer in act.what:
                 self._post(stage, transfer)
-            return True
-        if not all(transfer in self._arrived for transfer in transfers):
+        elif not all(transfer in self._arrived for transfer in act.what):
             return False
-        there = max(self._arrived[transfer] for transfer in transfers)
-        self.catch_up(stage, there)
-        self.free[stage] = max(self.free[stage], there)
+        else:
+            self.free[stage] = max(self.free[stage], *(self._arrived[transfer] for transfer in act.what))
         return True
-
-    def catch_up(self, stage: int, until_s: float) -> None:
-        """Where a stage would wait, it computes gradients of weights that it has put off, if one fits."""
-        put_off = self._put_off[stage]
-        weight_s = self._times[stage].weight_s
-        while put_off and self.free[stage] + 0.5 * weight_s <= until_s:
-            self._perform(stage, put_off.popleft(), weight_s)
 
     def _do(self, stage: int, operation: Operation) -> None:
         times = self._times[operation.chunk * self._stages + stage]
-        if operation.kind == "F":
-            self._perform(stage, operation, times.forward_s)
-        elif self._split:
-            self._perform(stage, operation, times.input_s)
-            self._put_off[stage].append(Operation("W", operation.micro_batch, operation.chunk))
-        else:
-            self._perform(stage, operation, times.backward_s)
-
-    def _perform(self, stage: int, operation: Operation, seconds: float) -> None:
+        backward_s = times.input_s if self._split else times.backward_s
         start = self.free[stage]
-        self.free[stage] = start + seconds
+        self.free[stage] += {"F": times.forward_s, "B": backward_s, "W": times.weight_s}[operation.kind]
         self.done.append(Performed(stage, operation, start, self.free[stage]))
 
     def _post(self, stage: int, transfer: Transfer) -> None:
@@ -251,15 +240,15 @@ def closed_form(
     return _uniform(stages, count * slowest + fill + _exposed_sends(schedule, stages, count, chunks) * send_s, times)
 
 
-def _exposed_sends(schedule: PipelineSchedule, stages: int, count: int, chunks: int) -> float:
-    """Sends that lengthen a step of equal stages, where one takes less than a pass of computation."""
+def _exposed_sends(schedule: PipelineSchedule, stages: int, count: int, chunks: int) -> int:
+    """Sends that lengthen a step of equal stages and many micro-batches, where one takes less than a pass."""
     if schedule == "gpipe":
         return 2 * (count + stages - 2)
     if schedule == "1f1b":
         return count + 1 if stages == 2 else 2 * (count + stages) - 5
     if schedule == "interleaved":
         return 2 * (stages * chunks - 1)
-    return 2 * (stages - 1) * (1 + (count - 1) / stages)
+    return 4 * (stages - 1)
 
 
 def _uniform(stages: int, seconds: float, times: Sequence[StageTimes]) -> PipelineRun:

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from backbeat.layouts.transformer import Transformer
     from backbeat.model import Network, Profile
 
-_PREDICTED = ("closed-form", "events")
+PREDICTED: tuple[Family, ...] = ("closed-form", "events")
+"""The families that `predict` answers in."""
 _NAMES = {"F": "forward", "B": "backward", "W": "weight gradients"}
 
 
@@ -66,8 +67,8 @@ def predict(
         layout = Layout.parse(layout)
     if layout is None or fields:
         layout = _changed(layout or Layout(), fields)
-    if family not in _PREDICTED:
-        raise InputError(f"family is {family!r}: predicted are {' and '.join(_PREDICTED)}; `backbeat lab` executes")
+    if family not in PREDICTED:
+        raise InputError(f"family is {family!r}: predicted are {' and '.join(PREDICTED)}; `backbeat lab` executes")
     job = job_of(global_batch, sequence, precision)
     check(shapes, layout, job, gpus)
     there = cluster_of(cluster, accelerator)

@@ -41,9 +41,9 @@ def test_interleaving_divides_the_bubble_by_the_chunks(
 
 
 @given(
-    st.sampled_from([("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3)]),
+    st.sampled_from([("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zero-bubble", 1)]),
     st.integers(2, 6),
-    st.integers(1, 4),
+    st.integers(2, 4),
     seconds,
     st.floats(0, 1),
 )
