@@ -66,10 +66,10 @@ def run_layouts(
         facts = session.ask("describe", 60)[0]
         say(f"timing sends and collectives, {format_seconds(budget_s)}")
         timed = layout_lab.time_links(session, [case.run_job(setting) for case in cases], setting, budget_s)
-        curves = layout_lab.curves_of(timed)
-        predicted = [layout_lab.predicted_layout(case, setting, curves)[0]["events"].step_s for case in cases]
+        links = layout_lab.links_of(timed, setting, facts["versions"]["torch"])
+        predicted = [layout_lab.predicted_layout(case, setting, links)[0]["events"].step_s for case in cases]
         say(f"running {len(cases)} layouts, about {format_seconds(seconds_of(predicted, seconds_each))}")
-        results = layout_lab.measure_layouts(session, cases, setting, curves, seconds_each)
+        results = layout_lab.measure_layouts(session, cases, setting, links, seconds_each)
     answer: dict[str, Any] = {
         "nodes": setting.nodes,
         "backend": setting.backend,

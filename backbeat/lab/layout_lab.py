@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from itertools import chain
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -21,30 +21,42 @@ from backbeat.cost.samples import quantile
 from backbeat.lab.experiment import SPARE_S, slowest
 from backbeat.lab.jobs import ReplayJob, SpunJob, seconds_of, turns
 from backbeat.lab.layout_jobs import LayoutJob, TransferKind, layout_job, runnable, transfers
+from backbeat.lab.setting import Setting
 from backbeat.layouts.cluster import GpuCluster, Kind
 from backbeat.layouts.conventions import conventions_named
 from backbeat.layouts.layout import Layout, check
 from backbeat.layouts.layout_prediction import COMPUTE, Family, LayoutPrediction
+from backbeat.layouts.pipeline import Streams
 from backbeat.layouts.predict_layout import PREDICTED, LayoutPredictor
 from backbeat.model import CollectiveTimes, Network
 
 if TYPE_CHECKING:
     from backbeat.lab.session import Session
-    from backbeat.lab.setting import Setting
     from backbeat.layouts.layout import Job
     from backbeat.layouts.transformer import Transformer
 
 FRAMEWORK = "torchtitan"
 """What torch's pipelining and DTensor do is what it does."""
-Curves = Mapping[tuple[TransferKind, int], Curve]
-"""By kind and ranks of a group."""
+
+
+@dataclass(frozen=True, slots=True)
+class TimedLinks:
+    """What is known of the lab's links before a layout is run."""
+
+    curves: Mapping[tuple[TransferKind, int], Curve]
+    """What a transfer takes by itself, by its kind and the ranks of a group."""
+    streams: Streams = "direction"
+
+
+FREE = TimedLinks({})
+"""Links that take no time."""
 
 
 @dataclass(frozen=True)
 class LabCluster(GpuCluster):
-    """GPUs on the lab's links, which take what was timed; before anything is timed, nothing."""
+    """GPUs on the lab's links, which take what was timed."""
 
-    curves: Curves = field(default_factory=dict)
+    links: TimedLinks = FREE
 
     def collective_s(self, kind: Kind, size: float, workers: int, stride: int = 1) -> float:
         return self._timed(kind, size, workers) if workers > 1 else 0.0  # type: ignore[arg-type]
@@ -56,7 +68,7 @@ class LabCluster(GpuCluster):
         return self._timed("send", size, 2)
 
     def _timed(self, kind: TransferKind, size: float, workers: int) -> float:
-        return self.curves[kind, workers].at(size) if self.curves else 0.0
+        return self.links.curves[kind, workers].at(size) if self.links is not FREE else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,18 +85,18 @@ class LayoutCase:
         check(self.model, self.layout, self.job)
         runnable(self.layout)
 
-    def predictor(self, setting: Setting, curves: Curves) -> LayoutPredictor:
+    def predictor(self, setting: Setting, links: TimedLinks) -> LayoutPredictor:
         network = Network(
             name=setting.name,
             workers=setting.ranks,
             all_reduce=CollectiveTimes(alpha_s=0.0, beta_s_per_byte=8 / setting.rate_bits),
         )
-        cluster = LabCluster(network, self.accelerator, curves=curves)
-        conventions = conventions_named(FRAMEWORK)
+        cluster = LabCluster(network, self.accelerator, links=links)
+        conventions = replace(conventions_named(FRAMEWORK), streams=links.streams)
         return LayoutPredictor(self.model, cluster, self.job, conventions, compute_factor=self.dilation)
 
     def run_job(self, setting: Setting) -> LayoutJob:
-        free = self.predictor(setting, {})
+        free = self.predictor(setting, FREE)
         update_s = free.predict(self.layout, "closed-form").breakdown.update
         return layout_job(free, self.layout, free.cluster, update_s)
 
@@ -149,7 +161,7 @@ def row_of(found: ExecutedLayout) -> dict[str, Any]:
 
 
 def time_links(session: Session, jobs: Sequence[LayoutJob], setting: Setting, budget_s: float) -> list[dict[str, Any]]:
-    """What each transfer of these jobs takes by itself, at half, one and two times its size; `curves_of` reads it."""
+    """What each transfer of these jobs takes by itself, at half, one and two times its size; `links_of` reads it."""
     timed = transfers(tuple(jobs), setting.ranks)
     expected = [2 * job.bytes * 8 / setting.rate_bits for job in timed]
     found = _played(session, timed, expected, budget_s / len(timed))
@@ -159,36 +171,49 @@ def time_links(session: Session, jobs: Sequence[LayoutJob], setting: Setting, bu
     ]
 
 
-def curves_of(rows: Sequence[Mapping[str, Any]]) -> Curves:
+def links_of(rows: Sequence[Mapping[str, Any]], setting: Setting, torch_version: str) -> TimedLinks:
     """
     >>> rows = [{"kind": "send", "workers": 2, "bytes": size, "seconds": [size * 1e-6] * 3} for size in (1000, 2000)]
-    >>> curves_of(rows)["send", 2].at(1500)
+    >>> links_of(rows, Setting(nodes=2, rate_bits=1e9), "2.13.0").curves["send", 2].at(1500)
     0.0015
     """
     points: dict[tuple[TransferKind, int], list[tuple[float, float]]] = {}
     for row in sorted(rows, key=lambda row: float(row["bytes"])):
         points.setdefault((row["kind"], row["workers"]), []).append((row["bytes"], median(row["seconds"])))
-    return {which: Curve.through(each) for which, each in points.items()}
+    curves = {which: Curve.through(each) for which, each in points.items()}
+    return TimedLinks(curves, streams_of(setting.backend, torch_version))
+
+
+def streams_of(backend: str, torch_version: str) -> Streams:
+    """Before 2.13 torch sends everything through one communicator; since, through one for each pair of ranks.
+
+    >>> streams_of("nccl", "2.11.0+cu130"), streams_of("nccl", "2.13.0"), streams_of("gloo", "2.11.0")
+    ('rank', 'pair', 'direction')
+    """
+    if backend != "nccl":
+        return "direction"
+    major, minor = (int(part) for part in torch_version.split(".")[:2])
+    return "pair" if (major, minor) >= (2, 13) else "rank"
 
 
 def measure_layouts(
-    session: Session, cases: Sequence[LayoutCase], setting: Setting, curves: Curves, seconds_each: float
+    session: Session, cases: Sequence[LayoutCase], setting: Setting, links: TimedLinks, seconds_each: float
 ) -> list[ExecutedLayout]:
     """Run the layouts by turns, each beside what is predicted of it."""
     jobs = [case.run_job(setting) for case in cases]
-    predicted = [predicted_layout(case, setting, curves) for case in cases]
+    predicted = [predicted_layout(case, setting, links) for case in cases]
     expected = [answers["events"].step_s for answers, _ in predicted]
     found = _played(session, jobs, expected, seconds_each)
     return [executed(*both, series) for both, series in zip(predicted, found, strict=True)]
 
 
 def predicted_layout(
-    case: LayoutCase, setting: Setting, curves: Curves
+    case: LayoutCase, setting: Setting, links: TimedLinks
 ) -> tuple[dict[Family, LayoutPrediction], dict[Family, float]]:
     """In closed form and as events; and the seconds that each took."""
     answers: dict[Family, LayoutPrediction] = {}
     cost: dict[Family, float] = {}
-    predictor = case.predictor(setting, curves)
+    predictor = case.predictor(setting, links)
     for family in PREDICTED:
         begun = time.perf_counter()
         answers[family] = predictor.predict(case.layout, family)

@@ -21,6 +21,7 @@ from typing import Literal
 import msgspec
 
 from backbeat.errors import InputError
+from backbeat.layouts.pipeline import Streams
 from backbeat.model.profile import DTYPE_BYTES
 from backbeat.model.reduction import REDUCTIONS, Reduction
 
@@ -59,6 +60,8 @@ class Conventions:
     """What a micro-batch costs a stage beside its operators: bookkeeping and waits of the framework."""
     sends_once: bool = False
     """A token travels once to each rank that holds one of its experts (DeepEP, HybridEP), not once to each expert."""
+    streams: Streams = "direction"
+    """Which sends and receives between stages wait for each other."""
     context_exchange: ContextExchange = "ring"
     """Context parallelism passes keys and values round, or swaps sequence for heads before and after attention."""
 
@@ -111,7 +114,7 @@ CONVENTIONS = {
             name="megatron-deepspeed",
             flash_attention=False,
             loss_bytes=(26, 12),
-            pass_s=10e-3,
+            pass_s=8e-3,
         ),
         Conventions(
             name="nanotron",

@@ -1,36 +1,32 @@
 """Pipeline schedules, as events and in closed form.
 
-A stage runs its operations in the order its schedule says, each once the stage is free and its input has come. `F` is
-forward, `B` backward; zero-bubble splits backward into `B` (the input's gradient, which the stage before waits for) and
-`W` (gradients of weights, which fill the waiting).
+A stage does what its program says (`stage_programs`). A transfer starts when both of its ends have posted it and their
+streams are free, so that schedules differ in how many of their sends a step waits for.
 
 Closed forms, for p stages, m micro-batches and stages of equal time t = F + B and no sends:
 GPipe and 1F1B (m + p - 1)·t; interleaved with v chunks m·t + (p - 1)·t/v; zero-bubble m·t + (p - 1)·max(0, F + B - 2W)
-with B whole, of which W is the weights' part. A transfer starts when both ends have posted it, so that schedules differ
-in how many of their sends the step waits for (`_exposed_sends`).
+with B whole, of which W is the weights' part. Sends add to it (`_exposed_sends`).
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from backbeat.errors import BackbeatError
+from backbeat.layouts.stage_programs import Act, Operation, Transfer, programs
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Hashable, Sequence
 
     from backbeat.layouts.layout import PipelineSchedule
     from backbeat.layouts.stage_times import StageTimes
 
-
-class Operation(NamedTuple):
-    """Forward or backward of one micro-batch through one chunk."""
-
-    kind: str
-    micro_batch: int
-    chunk: int
+Streams = Literal["direction", "pair", "rank"]
+"""Which transfers of a stage run one after the other, in the order they were posted: those to or from one neighbour
+(gloo, and frameworks that give each its own communicator), all with one neighbour (NCCL in torch 2.13), or all of them
+(NCCL in torch before)."""
 
 
 class Performed(NamedTuple):
@@ -57,140 +53,36 @@ class PipelineRun:
         return max(self.end_s)
 
 
-def order(schedule: PipelineSchedule, stage: int, stages: int, count: int, chunks: int) -> list[Operation]:
-    """What a stage computes, first to last.
-
-    >>> " ".join(f"{each.kind}{each.micro_batch}" for each in order("1f1b", 0, 2, 3, 1))
-    'F0 F1 B0 F2 B1 B2'
-    """
-    if schedule == "interleaved" and stages > 1:
-        total = count * chunks
-        ahead = min((stages - stage - 1) * 2 + (chunks - 1) * stages, total)
-        forward = [_interleaved(place, stages, chunks) for place in range(total)]
-        backward = [(micro, chunks - 1 - chunk) for micro, chunk in forward]
-    else:
-        ahead = count if schedule == "gpipe" else min(stages - stage - 1, count)
-        forward = backward = [(micro, 0) for micro in range(count)]
-    found = [Operation("F", *each) for each in forward[:ahead]]
-    for place in range(ahead, len(forward)):
-        found += [Operation("F", *forward[place]), Operation("B", *backward[place - ahead])]
-    found += [Operation("B", *each) for each in backward[len(forward) - ahead :]]
-    return _split(found, stage) if schedule == "zero-bubble" and stages > 1 else found
-
-
-def _split(operations: list[Operation], stage: int) -> list[Operation]:
-    """Stage s computes the gradient of weights s backward passes later, as ZB-H1 does (Qi et al., 2024).
-
-    >>> " ".join(f"{each.kind}{each.micro_batch}" for each in order("zero-bubble", 1, 2, 3, 1))
-    'F0 B0 F1 B1 W0 F2 B2 W1 W2'
-    """
-    found = []
-    put_off: deque[Operation] = deque()
-    for operation in operations:
-        found.append(operation)
-        if operation.kind == "B":
-            put_off.append(Operation("W", operation.micro_batch, operation.chunk))
-            if len(put_off) > stage:
-                found.append(put_off.popleft())
-    return [*found, *put_off]
-
-
-def _interleaved(place: int, stages: int, chunks: int) -> tuple[int, int]:
-    """Rounds of `stages` micro-batches go through every chunk before the next round starts."""
-    rounds, within = divmod(place, stages * chunks)
-    chunk, micro = divmod(within, stages)
-    return rounds * stages + micro, chunk
-
-
-Transfer = tuple[str, int, int]
-"""What a chunk waits for, by the operation that takes it: its kind, micro-batch and place among all chunks."""
-
-
-class Act(NamedTuple):
-    """One thing that a stage does next: wait for transfers, compute, or post sends and receives."""
-
-    verb: Literal["wait", "do", "post"]
-    what: tuple[Transfer, ...] | Operation
-
-
-def program(schedule: PipelineSchedule, stage: int, stages: int, count: int, chunks: int) -> list[Act]:
-    """A stage's operations with what it posts and waits for between them, as torch's schedules and Megatron's do it.
-
-    GPipe posts a receive when it has nothing else to do, and waits for it. 1F1B does so too, and where it goes from
-    forward to backward or back, it swaps an activation for a gradient with its neighbour and waits for both. The other
-    schedules have posted their receives before; they wait for what they need alone.
-
-    >>> [act.verb for act in program("1f1b", 0, 2, 2, 1)]
-    ['do', 'post', 'do', 'wait', 'post', 'wait', 'do', 'post', 'wait', 'do']
-    """
-    last = stages * chunks - 1
-    operations = order(schedule, stage, stages, count, chunks)
-    inputs = [_input(each, stage, stages, last) for each in operations]
-    outputs = [_output(each, stage, stages, last) for each in operations]
-    ahead = schedule in ("interleaved", "zero-bubble")
-    acts: list[Act] = []
-    # Not yet posted, to be swapped for the next input; posted, and waited for before the next is.
-    unsent: tuple[Transfer, ...] = ()
-    sent: tuple[Transfer, ...] = ()
-    for place, operation in enumerate(operations):
-        if not ahead:
-            acts.append(Act("post", unsent + inputs[place]))
-        acts += [Act("wait", unsent + inputs[place]), Act("do", operation)]
-        unsent = ()
-        if schedule == "1f1b":
-            acts.append(Act("wait", sent))
-            sent = ()
-            if place + 1 < len(operations) and operations[place + 1].kind != operation.kind:
-                unsent = outputs[place]
-                continue
-        acts.append(Act("post", outputs[place]))
-        sent = outputs[place]
-    return [act for act in (*acts, Act("wait", sent)) if act.what]
-
-
-def _input(operation: Operation, stage: int, stages: int, last: int) -> tuple[Transfer, ...]:
-    """What an operation waits for from another stage."""
-    kind, micro, chunk = operation
-    place = chunk * stages + stage
-    waits = stages > 1 and {"F": place > 0, "B": place < last, "W": False}[kind]
-    return ((kind, micro, place),) if waits else ()
-
-
-def _output(operation: Operation, stage: int, stages: int, last: int) -> tuple[Transfer, ...]:
-    """What it sends to another."""
-    kind, micro, chunk = operation
-    after = chunk * stages + stage + (1 if kind == "F" else -1)
-    return ((kind, micro, after),) if stages > 1 and kind != "W" and 0 <= after <= last else ()
-
-
-def run(schedule: PipelineSchedule, stages: int, count: int, times: Sequence[StageTimes], send_s: float) -> PipelineRun:
+def run(
+    schedule: PipelineSchedule,
+    stages: int,
+    count: int,
+    times: Sequence[StageTimes],
+    send_s: float,
+    streams: Streams = "direction",
+) -> PipelineRun:
     """The step as events. `times` are of every chunk in the order of layers: chunk c of stage s is c·stages + s."""
-    chunks = len(times) // stages
-    played = _Played(schedule, stages, times, send_s)
-    programs = [deque(program(schedule, stage, stages, count, chunks)) for stage in range(stages)]
+    split = schedule == "zero-bubble" and stages > 1
+    played = _Played(stages, times, split, _Transfers(stages, send_s, streams))
+    left = [deque(each) for each in programs(schedule, stages, count, len(times) // stages)]
     going = True
     while going:
         going = False
-        for stage, acts in enumerate(programs):
+        for stage, acts in enumerate(left):
             while acts and played.act(stage, acts[0]):
                 acts.popleft()
                 going = True
-    if any(programs):
+    if any(left):
         raise BackbeatError(f"schedule {schedule} with {stages} stages and {count} micro-batches cannot go on")
     last = {each.stage: each.start_s for each in played.done if each.operation[:2] == ("B", count - 1)}
     return PipelineRun(tuple(played.free), tuple(last[stage] for stage in range(stages)), tuple(played.done))
 
 
 class _Played:
-    """What stages have done so far, and when."""
+    """What stages have computed so far, and when."""
 
-    def __init__(self, schedule: PipelineSchedule, stages: int, times: Sequence[StageTimes], send_s: float) -> None:
-        self._stages, self._times, self._send_s = stages, times, send_s
-        self._split = schedule == "zero-bubble" and stages > 1
-        self._ahead = schedule in ("interleaved", "zero-bubble")
-        self._posted: dict[Transfer, float] = {}
-        self._arrived: dict[Transfer, float] = {}
-        self._link_free: dict[tuple[str, int], float] = {}
+    def __init__(self, stages: int, times: Sequence[StageTimes], split: bool, transfers: _Transfers) -> None:
+        self._stages, self._times, self._split, self._transfers = stages, times, split, transfers
         self.free = [0.0] * stages
         self.done: list[Performed] = []
 
@@ -199,12 +91,11 @@ class _Played:
         if isinstance(act.what, Operation):
             self._do(stage, act.what)
         elif act.verb == "post":
-            for transfer in act.what:
-                self._post(stage, transfer)
-        elif not all(transfer in self._arrived for transfer in act.what):
+            self._transfers.post(stage, act.what, self.free[stage])
+        elif not all(transfer in self._transfers.ends for transfer in act.what):
             return False
         else:
-            self.free[stage] = max(self.free[stage], *(self._arrived[transfer] for transfer in act.what))
+            self.free[stage] = max(self.free[stage], *(self._transfers.ends[transfer] for transfer in act.what))
         return True
 
     def _do(self, stage: int, operation: Operation) -> None:
@@ -214,14 +105,65 @@ class _Played:
         self.free[stage] += {"F": times.forward_s, "B": backward_s, "W": times.weight_s}[operation.kind]
         self.done.append(Performed(stage, operation, start, self.free[stage]))
 
-    def _post(self, stage: int, transfer: Transfer) -> None:
-        """A transfer starts when both ends have posted it and the link between them is free."""
-        if not self._ahead and transfer not in self._posted:
-            self._posted[transfer] = self.free[stage]
-            return
-        link = (transfer[0], transfer[2] % self._stages)
-        start = max(self.free[stage], self._posted.get(transfer, 0.0), self._link_free.get(link, 0.0))
-        self._arrived[transfer] = self._link_free[link] = start + self._send_s
+
+@dataclass(slots=True)
+class _Batch:
+    """Transfers that one end has posted together, and that run together."""
+
+    posted_s: float
+    left: list[Transfer]
+    end_s: float = 0.0
+
+
+class _Transfers:
+    """Sends and receives on their way. A transfer starts when its batch is the first in the queue of either end."""
+
+    def __init__(self, stages: int, send_s: float, streams: Streams) -> None:
+        self._stages, self._send_s, self._streams = stages, send_s, streams
+        self._queues: defaultdict[Hashable, deque[_Batch]] = defaultdict(deque)
+        self._free_s: defaultdict[Hashable, float] = defaultdict(float)
+        """When the batch before was done."""
+        self.ends: dict[Transfer, float] = {}
+
+    def post(self, stage: int, transfers: tuple[Transfer, ...], now: float) -> None:
+        batches: dict[Hashable, _Batch] = {}
+        for transfer in transfers:
+            batches.setdefault(self._queue(transfer, stage), _Batch(now, [])).left.append(transfer)
+        for queue, batch in batches.items():
+            self._queues[queue].append(batch)
+            self._advance(queue)
+
+    def _ends(self, transfer: Transfer) -> tuple[int, int]:
+        to = transfer[2] % self._stages
+        return (to + (-1 if transfer[0] == "F" else 1)) % self._stages, to
+
+    def _queue(self, transfer: Transfer, stage: int) -> Hashable:
+        origin, to = self._ends(transfer)
+        peer = origin if stage == to else to
+        return {"rank": stage, "pair": (stage, peer), "direction": (stage, peer, stage == to)}[self._streams]
+
+    def _advance(self, queue: Hashable) -> None:
+        """Start what is first at both ends, and what that makes first."""
+        changed = [queue]
+        while changed:
+            waiting = self._queues[changed.pop()]
+            for transfer in tuple(waiting[0].left) if waiting else ():
+                queues = [self._queue(transfer, end) for end in self._ends(transfer)]
+                if all(self._queues[each] and transfer in self._queues[each][0].left for each in queues):
+                    start = max(max(self._free_s[each], self._queues[each][0].posted_s) for each in queues)
+                    self.ends[transfer] = start + self._send_s
+                    changed += [each for each in queues if self._ended(each, transfer)]
+
+    def _ended(self, queue: Hashable, transfer: Transfer) -> bool:
+        """Whether the next batch is first now."""
+        batch = self._queues[queue][0]
+        batch.left.remove(transfer)
+        batch.end_s = max(batch.end_s, self.ends[transfer])
+        if batch.left:
+            return False
+        self._free_s[queue] = batch.end_s
+        self._queues[queue].popleft()
+        return True
 
 
 def closed_form(

@@ -160,7 +160,10 @@ class LayoutPredictor:
         own = [_with_pass(each, self.conventions.pass_s / layout.chunks) for each in timer.stages()]
         times = [replicas.sharded_passes(each, kind) for each, kind in zip(own, kinds, strict=True)]
         send = self._send_s(layout, timer)
-        passes = (run if family == "events" else closed_form)(layout.schedule, layout.pp, count, times, send)
+        if family == "events":
+            passes = run(layout.schedule, layout.pp, count, times, send, self.conventions.streams)
+        else:
+            passes = closed_form(layout.schedule, layout.pp, count, times, send)
         afters = []
         for stage in range(layout.pp):
             held = [rank_parameters(self.model, layout, kind) for kind in kinds[stage :: layout.pp]]

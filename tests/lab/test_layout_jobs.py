@@ -8,7 +8,7 @@ from backbeat.cost import Curve
 from backbeat.cost.accelerators import named
 from backbeat.errors import InputError
 from backbeat.lab.layout_jobs import transfers
-from backbeat.lab.layout_lab import LayoutCase, communicators, executed, predicted_layout, row_of
+from backbeat.lab.layout_lab import LayoutCase, TimedLinks, communicators, executed, predicted_layout, row_of
 from backbeat.lab.setting import Setting
 from backbeat.layouts.layout import Layout, job_of
 from backbeat.layouts.layout_prediction import COMPUTE
@@ -18,11 +18,13 @@ from backbeat.layouts.transformer import Transformer
 
 SMALL = Transformer(name="small", layers=8, hidden=256, heads=8, ffn=1024, vocab=1024)
 FOUR = Setting(nodes=4, rate_bits=1e9)
-CURVES = {
-    ("send", 2): Curve.affine(1e-3, 8e-9),
-    ("all_gather", 4): Curve.affine(1e-3, 6e-9),
-    ("reduce_scatter", 4): Curve.affine(2e-3, 12e-9),
-}
+LINKS = TimedLinks(
+    {
+        ("send", 2): Curve.affine(1e-3, 8e-9),
+        ("all_gather", 4): Curve.affine(1e-3, 6e-9),
+        ("reduce_scatter", 4): Curve.affine(2e-3, 12e-9),
+    }
+)
 
 
 def case(text: str, dilation: float = 10.0) -> LayoutCase:
@@ -36,20 +38,20 @@ def test_a_pipeline_is_predicted_from_what_its_stages_are_told_to_compute(text: 
     told = case(text).run_job(FOUR)
     assert (told.micro_batches, told.activation_bytes) == (8, 512 * 256 * 2)
     times = [StageTimes(chunk.forward_s, chunk.input_s, chunk.weight_s) for chunk in told.chunks]
-    send_s = CURVES["send", 2].at(told.activation_bytes)
+    send_s = LINKS.curves["send", 2].at(told.activation_bytes)
     layout = told.layout
-    events = predicted_layout(case(text), FOUR, CURVES)[0]["events"]
+    events = predicted_layout(case(text), FOUR, LINKS)[0]["events"]
     assert events.step_s == pytest.approx(run(layout.schedule, 4, 8, times, send_s).seconds + told.update_s)
 
 
 def test_tensor_parallelism_waits_for_every_collective_that_dtensor_runs() -> None:
     told = case("tp=4").run_job(FOUR)
-    gather, scatter = (CURVES[kind, 4].at(told.activation_bytes) for kind in ("all_gather", "reduce_scatter"))
+    gather, scatter = (LINKS.curves[kind, 4].at(told.activation_bytes) for kind in ("all_gather", "reduce_scatter"))
     (chunk,) = told.chunks
     # Two of each in every layer and direction; the embedding and the head have one of each between them.
     waited = (4 * chunk.layers + 2) * (gather + scatter)
     computed = chunk.forward_s + chunk.input_s + chunk.weight_s
-    for answer in predicted_layout(case("tp=4"), FOUR, CURVES)[0].values():
+    for answer in predicted_layout(case("tp=4"), FOUR, LINKS)[0].values():
         assert answer.step_s == pytest.approx(told.micro_batches * (computed + waited) + told.update_s)
         assert answer.breakdown.tensor == pytest.approx(told.micro_batches * waited)
 
@@ -73,7 +75,7 @@ def test_each_transfer_is_timed_once_around_its_size() -> None:
 
 @pytest.mark.parametrize("text", ["pp=4", "tp=4"])
 def test_what_was_run_is_an_answer_like_the_others(text: str) -> None:
-    answers, cost = predicted_layout(case(text), FOUR, CURVES)
+    answers, cost = predicted_layout(case(text), FOUR, LINKS)
     slow = 1.25 * answers["events"].step_s
     found = executed(answers, cost, ([slow, slow], [slow, 1.1 * slow]))
     ran = found.answers["execution"]

@@ -19,7 +19,7 @@ from torch.distributed.tensor.debug import CommDebugMode  # noqa: E402
 from backbeat.lab.layout_jobs import ChunkJob, LayoutJob  # noqa: E402
 from backbeat.lab.layout_steps import SCHEDULES, LayoutStep  # noqa: E402
 from backbeat.layouts.layout import Layout  # noqa: E402
-from backbeat.layouts.pipeline import order  # noqa: E402
+from backbeat.layouts.stage_programs import Act, order, programs  # noqa: E402
 
 CPU = torch.device("cpu")
 RANKS = 4
@@ -39,23 +39,41 @@ def ranks() -> Iterator[None]:
     ("schedule", "chunks"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zero-bubble", 1)]
 )
 @pytest.mark.parametrize("count", [4, 8])
-def test_stages_compute_in_the_order_of_torchs_schedules(schedule: Any, chunks: int, count: int) -> None:
+def test_stages_compute_and_post_in_the_order_of_torchs_schedules(schedule: Any, chunks: int, count: int) -> None:
     stages = [
         pipelining.PipelineStage(torch.nn.Identity(), chunk * RANKS, RANKS * chunks, CPU) for chunk in range(chunks)
     ]
     single = schedule in ("gpipe", "1f1b")
     made = SCHEDULES[schedule](stages[0] if single else stages, count, loss_fn=lambda output, target: output)
     for rank, actions in made.pipeline_order.items():
-        theirs = [
-            (KINDS[action.computation_type.name], action.microbatch_index, action.stage_index // RANKS)
-            for action in actions
-            if action is not None and action.computation_type.name in KINDS
-        ]
+        theirs = [tuple(_operation(action)) for action in actions if action and action.computation_type.name in KINDS]
         ours = [tuple(each) for each in order(schedule, rank, RANKS, count, chunks)]
         if schedule == "1f1b":
             # Torch draws this schedule with the micro-batches renumbered; it runs them from the first.
             ours, theirs = [each[0] for each in ours], [each[0] for each in theirs]
         assert ours == theirs
+    if not single:
+        for rank, acts in enumerate(programs(schedule, RANKS, count, chunks)):
+            posted = [each for act in acts if act.verb != "wait" for each in _operations_or_transfers(act)]
+            actions = made.pipeline_order_with_comms[rank]
+            assert posted == [found for action in actions if (found := _operation(action) or _transfer(action))]
+
+
+def _operation(action: Any) -> tuple[Any, ...] | None:
+    kind = KINDS.get(action.computation_type.name)
+    return kind and (kind, action.microbatch_index, action.stage_index // RANKS)
+
+
+def _transfer(action: Any) -> tuple[Any, ...] | None:
+    verb, _, kind = action.computation_type.name.partition("_")
+    if verb not in ("SEND", "RECV"):
+        return None
+    forth = {"F": 1, "B": -1}[kind] if verb == "SEND" else 0
+    return "transfer", kind, action.microbatch_index, action.stage_index + forth
+
+
+def _operations_or_transfers(act: Act) -> list[tuple[Any, ...]]:
+    return [tuple(act.what)] if act.verb == "do" else [("transfer", *transfer) for transfer in act.what]
 
 
 def collectives(act: Any) -> dict[str, int]:

@@ -28,11 +28,11 @@ from backbeat.cost.samples import quantile
 from backbeat.errors import BackbeatError
 from backbeat.lab import experiment
 from backbeat.lab.layout_lab import (
-    Curves,
     LayoutCase,
+    TimedLinks,
     communicators,
-    curves_of,
     executed,
+    links_of,
     measure_layouts,
     predicted_layout,
     row_of,
@@ -57,7 +57,7 @@ def model_of(hidden: int) -> Any:
     return transformer({"name": f"{LAYERS} layers of {hidden}", **shape})
 
 
-def nominal(setting: Setting) -> Curves:
+def nominal(setting: Setting) -> TimedLinks:
     """What transfers take by their bytes alone: all that is known before anything is timed."""
     byte_s = 8 / setting.rate_bits
     found = {("send", 2): Curve.affine(0.0, byte_s)}
@@ -67,7 +67,11 @@ def nominal(setting: Setting) -> Curves:
         found["all_gather", workers] = Curve.affine(0.0, share * byte_s)
         scatter = 2 * share if setting.backend == "gloo" else share
         found["reduce_scatter", workers] = Curve.affine(0.0, scatter * byte_s)
-    return found  # type: ignore[return-value]
+    return TimedLinks(found)  # type: ignore[arg-type]
+
+
+def timed(session: dict[str, Any], setting: Setting) -> TimedLinks:
+    return links_of(session["transfers"], setting, session["facts"]["versions"]["torch"])
 
 
 def case_of(record: dict[str, Any]) -> LayoutCase:
@@ -125,8 +129,8 @@ def measure(arguments: argparse.Namespace) -> None:
                 for record, case in zip(missing, cases, strict=True):
                     if time.monotonic() - begun > limit:
                         break
-                    seconds, curves = parse_duration(arguments.seconds), curves_of(one["transfers"])
-                    (found,) = measure_layouts(session, [case], setting, curves, seconds)
+                    seconds, links = parse_duration(arguments.seconds), timed(one, setting)
+                    (found,) = measure_layouts(session, [case], setting, links, seconds)
                     one["rows"].append({"case": record, **row_of(found)})
                     path.write_text(json.dumps(kept, indent=1) + "\n")
                     print(_line(one["rows"][-1]), flush=True)
@@ -146,7 +150,7 @@ def judge(arguments: argparse.Namespace) -> None:
     for one in json.loads(Path(arguments.file).read_text())["sessions"]:
         setting = Setting(nodes=one["nodes"], rate_bits=one["rate_bits"], backend=one["backend"])
         for row in one["rows"]:
-            both = predicted_layout(case_of(row["case"]), setting, curves_of(one["transfers"]))
+            both = predicted_layout(case_of(row["case"]), setting, timed(one, setting))
             rows.append({"nodes": one["nodes"], **row_of(executed(*both, tuple(row["series_s"])))})
     print("| layout | nodes | measured | repeats | waiting | events | closed form |\n|---|---|---|---|---|---|---|")
     for row in rows:
