@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from backbeat.layouts.cluster import GpuCluster
     from backbeat.layouts.predict_layout import LayoutPredictor
 
-TransferKind = Literal["send", "all_gather", "reduce_scatter"]
+TransferKind = Literal["send", "swap", "all_gather", "reduce_scatter"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +61,8 @@ class TransferJob:
     bytes: int
     """What an all-gather ends with, a reduce-scatter starts from, a send carries."""
     workers: int
-    """Ranks of a group; groups of neighbours run side by side. A send goes from the first rank of two to the second."""
+    """Ranks of a group; groups of neighbours run side by side. A send goes from the first rank of two to the second, in
+    a swap both send."""
 
 
 def layout_job(predictor: LayoutPredictor, layout: Layout, free: GpuCluster, update_s: float) -> LayoutJob:
@@ -114,7 +115,9 @@ def transfers(jobs: tuple[LayoutJob, ...], nodes: int) -> tuple[TransferJob, ...
             for kind in ("all_gather", "reduce_scatter"):
                 wanted.setdefault((kind, tp), []).append(job.activation_bytes)
         if pp > 1:
-            wanted.setdefault(("send", 2), []).append(job.activation_bytes // tp)
+            # Predictions need the send alone; what a swap takes says whether links work both ways at once.
+            for kind in ("send", "swap"):
+                wanted.setdefault((kind, 2), []).append(job.activation_bytes // tp)
     found: list[TransferJob] = []
     for (kind, workers), sizes in wanted.items():
         if nodes % workers:

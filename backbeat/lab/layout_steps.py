@@ -92,18 +92,20 @@ class TransferStep:
     def __init__(self, job: TransferJob, device: torch.device) -> None:
         self._job = job
         elements = max(1, job.bytes // _ELEMENT_BYTES // job.workers)
-        if job.kind == "send":
+        if job.kind in ("send", "swap"):
             self._tensor = torch.zeros(job.bytes // _ELEMENT_BYTES, device=device)
+            self._other = torch.zeros_like(self._tensor)
             return
         self._mesh = _mesh(device.type, dist.get_world_size() // job.workers, job.workers)["tp"]
         # As a stage holds it: its part before a gather, all of it before a scatter.
         self._tensor = torch.zeros(elements * (1 if job.kind == "all_gather" else job.workers), 1, device=device)
 
     def run(self, compute: Compute) -> None:
-        if self._job.kind == "send":
+        if self._job.kind in ("send", "swap"):
             rank = dist.get_rank()
-            act = dist.irecv if rank % 2 else dist.isend
-            for work in dist.batch_isend_irecv([dist.P2POp(act, self._tensor, rank ^ 1)]):
+            both = [dist.P2POp(dist.isend, self._tensor, rank ^ 1), dist.P2POp(dist.irecv, self._other, rank ^ 1)]
+            ops = both if self._job.kind == "swap" else both[rank % 2 :][:1]
+            for work in dist.batch_isend_irecv(ops):
                 work.wait()
         elif self._job.kind == "all_gather":
             _gathered(self._tensor, self._mesh)

@@ -10,6 +10,7 @@ with B whole, of which W is the weights' part. Sends add to it (`_exposed_sends`
 
 from __future__ import annotations
 
+import heapq
 from collections import defaultdict, deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple
@@ -23,10 +24,11 @@ if TYPE_CHECKING:
     from backbeat.layouts.layout import PipelineSchedule
     from backbeat.layouts.stage_times import StageTimes
 
-Streams = Literal["direction", "pair", "rank"]
-"""Which transfers of a stage run one after the other, in the order they were posted: those to or from one neighbour
-(gloo, and frameworks that give each its own communicator), all with one neighbour (NCCL in torch 2.13), or all of them
-(NCCL in torch before)."""
+Streams = Literal["direction", "connection", "pair", "rank"]
+"""Which transfers of a stage run one after the other. In the order they were posted: those to or from one neighbour
+(`direction`, where each has a communicator), all with one neighbour (`pair`: NCCL in torch 2.13), or all of them
+(`rank`: NCCL in torch before). `connection`: as `direction`, and two stages send one thing at a time, whichever is
+ready first (gloo)."""
 
 
 class Performed(NamedTuple):
@@ -65,13 +67,19 @@ def run(
     split = schedule == "zero-bubble" and stages > 1
     played = _Played(stages, times, split, _Transfers(stages, send_s, streams))
     left = [deque(each) for each in programs(schedule, stages, count, len(times) // stages)]
-    going = True
-    while going:
-        going = False
-        for stage, acts in enumerate(left):
-            while acts and played.act(stage, acts[0]):
-                acts.popleft()
-                going = True
+    # What happens first is looked at first, so that transfers get a connection in the order they are ready.
+    turns = [(0.0, stage) for stage in range(stages)]
+    while turns:
+        now, stage = heapq.heappop(turns)
+        while left[stage] and played.free[stage] <= now:
+            if not played.act(stage, left[stage][0]):
+                break
+            left[stage].popleft()
+        else:
+            if left[stage]:
+                heapq.heappush(turns, (played.free[stage], stage))
+        for woken in played.woken():
+            heapq.heappush(turns, (max(now, played.free[woken]), woken))
     if any(left):
         raise BackbeatError(f"schedule {schedule} with {stages} stages and {count} micro-batches cannot go on")
     last = {each.stage: each.start_s for each in played.done if each.operation[:2] == ("B", count - 1)}
@@ -83,6 +91,7 @@ class _Played:
 
     def __init__(self, stages: int, times: Sequence[StageTimes], split: bool, transfers: _Transfers) -> None:
         self._stages, self._times, self._split, self._transfers = stages, times, split, transfers
+        self._waiting: dict[int, tuple[Transfer, ...]] = {}
         self.free = [0.0] * stages
         self.done: list[Performed] = []
 
@@ -92,11 +101,22 @@ class _Played:
             self._do(stage, act.what)
         elif act.verb == "post":
             self._transfers.post(stage, act.what, self.free[stage])
-        elif not all(transfer in self._transfers.ends for transfer in act.what):
+        elif not self._transfers.ends.keys() >= set(act.what):
+            self._waiting[stage] = act.what
             return False
         else:
             self.free[stage] = max(self.free[stage], *(self._transfers.ends[transfer] for transfer in act.what))
         return True
+
+    def woken(self) -> list[int]:
+        """Stages that no longer have to wait for something to be posted."""
+        found = []
+        for stage in self._transfers.touched:
+            if stage in self._waiting and self._transfers.ends.keys() >= set(self._waiting[stage]):
+                del self._waiting[stage]
+                found.append(stage)
+        self._transfers.touched.clear()
+        return found
 
     def _do(self, stage: int, operation: Operation) -> None:
         times = self._times[operation.chunk * self._stages + stage]
@@ -110,60 +130,84 @@ class _Played:
 class _Batch:
     """Transfers that one end has posted together, and that run together."""
 
+    queue: Hashable
     posted_s: float
     left: list[Transfer]
+    """What is still to come."""
     end_s: float = 0.0
 
 
 class _Transfers:
-    """Sends and receives on their way. A transfer starts when its batch is the first in the queue of either end."""
+    """Sends and receives on their way.
+
+    A transfer starts when its batch is the first in the queue of either end, and the sender's way out and the
+    receiver's way in are free: whatever two neighbours send crosses the same NIC.
+    """
 
     def __init__(self, stages: int, send_s: float, streams: Streams) -> None:
         self._stages, self._send_s, self._streams = stages, send_s, streams
         self._queues: defaultdict[Hashable, deque[_Batch]] = defaultdict(deque)
         self._free_s: defaultdict[Hashable, float] = defaultdict(float)
-        """When the batch before was done."""
+        """When a queue's batch before was done, or the last transfer through a NIC or a connection."""
+        self._posted: defaultdict[Transfer, list[_Batch]] = defaultdict(list)
         self.ends: dict[Transfer, float] = {}
+        self.touched: list[int] = []
+        """Stages whose transfers have started since this was last cleared."""
 
     def post(self, stage: int, transfers: tuple[Transfer, ...], now: float) -> None:
         batches: dict[Hashable, _Batch] = {}
         for transfer in transfers:
-            batches.setdefault(self._queue(transfer, stage), _Batch(now, [])).left.append(transfer)
+            queue = self._queue(transfer, stage)
+            batch = batches.setdefault(queue, _Batch(queue, now, []))
+            batch.left.append(transfer)
+            self._posted[transfer].append(batch)
         for queue, batch in batches.items():
             self._queues[queue].append(batch)
-            self._advance(queue)
+            self._start(batch)
 
     def _ends(self, transfer: Transfer) -> tuple[int, int]:
         to = transfer[2] % self._stages
         return (to + (-1 if transfer[0] == "F" else 1)) % self._stages, to
 
     def _queue(self, transfer: Transfer, stage: int) -> Hashable:
+        if self._streams == "rank":
+            return stage
         origin, to = self._ends(transfer)
         peer = origin if stage == to else to
-        return {"rank": stage, "pair": (stage, peer), "direction": (stage, peer, stage == to)}[self._streams]
+        return (stage, peer) if self._streams == "pair" else (stage, peer, stage == to)
 
-    def _advance(self, queue: Hashable) -> None:
-        """Start what is first at both ends, and what that makes first."""
-        changed = [queue]
-        while changed:
-            waiting = self._queues[changed.pop()]
-            for transfer in tuple(waiting[0].left) if waiting else ():
-                queues = [self._queue(transfer, end) for end in self._ends(transfer)]
-                if all(self._queues[each] and transfer in self._queues[each][0].left for each in queues):
-                    start = max(max(self._free_s[each], self._queues[each][0].posted_s) for each in queues)
-                    self.ends[transfer] = start + self._send_s
-                    changed += [each for each in queues if self._ended(each, transfer)]
+    def _start(self, batch: _Batch) -> None:
+        """Start what of it can, and what that makes first."""
+        first = [batch]
+        while first:
+            looked_at = first.pop()
+            for transfer in tuple(looked_at.left):
+                posted = self._posted[transfer]
+                if len(posted) == 2 and all(self._queues[each.queue][0] is each for each in posted):
+                    self._carry(transfer, max(max(each.posted_s, self._free_s[each.queue]) for each in posted))
+                    first += [found for each in posted if (found := self._next(each, transfer))]
 
-    def _ended(self, queue: Hashable, transfer: Transfer) -> bool:
-        """Whether the next batch is first now."""
-        batch = self._queues[queue][0]
+    def _carry(self, transfer: Transfer, start: float) -> None:
+        origin, to = self._ends(transfer)
+        through: list[Hashable] = [("out", origin), ("in", to)]
+        if self._streams == "connection":
+            through.append(frozenset((origin, to)))
+        start = max(start, *(self._free_s[each] for each in through))
+        self.ends[transfer] = start + self._send_s
+        for each in through:
+            self._free_s[each] = self.ends[transfer]
+        self.touched += (origin, to)
+
+    def _next(self, batch: _Batch, transfer: Transfer) -> _Batch | None:
+        """The batch that is first once this transfer is done."""
         batch.left.remove(transfer)
         batch.end_s = max(batch.end_s, self.ends[transfer])
         if batch.left:
-            return False
-        self._free_s[queue] = batch.end_s
-        self._queues[queue].popleft()
-        return True
+            return None
+        self._free_s[batch.queue] = batch.end_s
+        queue = self._queues[batch.queue]
+        queue.popleft()
+        return queue[0] if queue else None
 
 
 def closed_form(

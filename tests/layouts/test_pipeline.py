@@ -53,7 +53,7 @@ def test_a_step_waits_for_as_many_sends_as_the_closed_form_says(
 ) -> None:
     name, chunks = schedule
     times = equal(stages, each, each, each, chunks)
-    send = share * each / chunks / 4
+    send = share * each / chunks / 8
     found = run(name, stages, rounds * stages, times, send).seconds  # type: ignore[arg-type]
     assert closed_form(name, stages, rounds * stages, times, send).seconds == pytest.approx(found)  # type: ignore[arg-type]
 
