@@ -11,7 +11,7 @@ with B whole, of which W is the weights' part. Sends add to it (`_exposed_sends`
 from __future__ import annotations
 
 import heapq
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 Streams = Literal["direction", "connection", "pair", "rank"]
 """Which transfers of a stage run one after the other. In the order they were posted: those to or from one neighbour
 (`direction`, where each has a communicator), all with one neighbour (`pair`: NCCL in torch 2.13), or all of them
-(`rank`: NCCL in torch before). `connection`: as `direction`, and two stages send one thing at a time, whichever is
-ready first (gloo)."""
+(`rank`: NCCL in torch before). `connection`: as `direction`, and a stage tells its neighbour that it is ready to
+receive behind what it is sending to it, so that a swap takes two sends (gloo)."""
 
 
 class Performed(NamedTuple):
@@ -38,6 +38,10 @@ class Performed(NamedTuple):
     operation: Operation
     start_s: float
     end_s: float
+
+
+_NOTHING_S = 1e-12
+"""What is left of transfers that end together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,21 +69,25 @@ def run(
 ) -> PipelineRun:
     """The step as events. `times` are of every chunk in the order of layers: chunk c of stage s is c·stages + s."""
     split = schedule == "zero-bubble" and stages > 1
-    played = _Played(stages, times, split, _Transfers(stages, send_s, streams))
+    transfers = _Transfers(stages, send_s, streams)
+    played = _Played(stages, times, split, transfers)
     left = [deque(each) for each in programs(schedule, stages, count, len(times) // stages)]
-    # What happens first is looked at first, so that transfers get a connection in the order they are ready.
     turns = [(0.0, stage) for stage in range(stages)]
-    while turns:
+    while turns or transfers.next_s < float("inf"):
+        if not turns or transfers.next_s <= turns[0][0]:
+            now = transfers.next_s
+            for stage in transfers.finish():
+                if played.waiting[stage]:
+                    played.waiting[stage] = False
+                    heapq.heappush(turns, (now, stage))
+            continue
         now, stage = heapq.heappop(turns)
-        while left[stage] and played.free[stage] <= now:
-            if not played.act(stage, left[stage][0]):
-                break
+        played.free[stage] = now
+        # Time stands still while a stage posts; what it computes makes it free later.
+        while left[stage] and played.free[stage] == now and played.act(stage, left[stage][0]):
             left[stage].popleft()
-        else:
-            if left[stage]:
-                heapq.heappush(turns, (played.free[stage], stage))
-        for woken in played.woken():
-            heapq.heappush(turns, (max(now, played.free[woken]), woken))
+        if left[stage] and not played.waiting[stage]:
+            heapq.heappush(turns, (played.free[stage], stage))
     if any(left):
         raise BackbeatError(f"schedule {schedule} with {stages} stages and {count} micro-batches cannot go on")
     last = {each.stage: each.start_s for each in played.done if each.operation[:2] == ("B", count - 1)}
@@ -91,32 +99,19 @@ class _Played:
 
     def __init__(self, stages: int, times: Sequence[StageTimes], split: bool, transfers: _Transfers) -> None:
         self._stages, self._times, self._split, self._transfers = stages, times, split, transfers
-        self._waiting: dict[int, tuple[Transfer, ...]] = {}
         self.free = [0.0] * stages
+        self.waiting = [False] * stages
         self.done: list[Performed] = []
 
     def act(self, stage: int, act: Act) -> bool:
-        """Do it, unless it waits for something that is not yet under way."""
+        """Do it, unless it waits for something that has not come."""
         if isinstance(act.what, Operation):
             self._do(stage, act.what)
         elif act.verb == "post":
             self._transfers.post(stage, act.what, self.free[stage])
-        elif not self._transfers.ends.keys() >= set(act.what):
-            self._waiting[stage] = act.what
-            return False
         else:
-            self.free[stage] = max(self.free[stage], *(self._transfers.ends[transfer] for transfer in act.what))
-        return True
-
-    def woken(self) -> list[int]:
-        """Stages that no longer have to wait for something to be posted."""
-        found = []
-        for stage in self._transfers.touched:
-            if stage in self._waiting and self._transfers.ends.keys() >= set(self._waiting[stage]):
-                del self._waiting[stage]
-                found.append(stage)
-        self._transfers.touched.clear()
-        return found
+            self.waiting[stage] = not self._transfers.done.issuperset(act.what)
+        return not self.waiting[stage]
 
     def _do(self, stage: int, operation: Operation) -> None:
         times = self._times[operation.chunk * self._stages + stage]
@@ -131,39 +126,71 @@ class _Batch:
     """Transfers that one end has posted together, and that run together."""
 
     queue: Hashable
-    posted_s: float
     left: list[Transfer]
     """What is still to come."""
-    end_s: float = 0.0
 
 
 class _Transfers:
     """Sends and receives on their way.
 
-    A transfer starts when its batch is the first in the queue of either end, and the sender's way out and the
-    receiver's way in are free: whatever two neighbours send crosses the same NIC.
+    A transfer starts when its batch is the first in the queue of either end. Whatever leaves a stage at the same time
+    shares its NIC, and so does what comes in.
     """
 
     def __init__(self, stages: int, send_s: float, streams: Streams) -> None:
         self._stages, self._send_s, self._streams = stages, send_s, streams
         self._queues: defaultdict[Hashable, deque[_Batch]] = defaultdict(deque)
-        self._free_s: defaultdict[Hashable, float] = defaultdict(float)
-        """When a queue's batch before was done, or the last transfer through a NIC or a connection."""
         self._posted: defaultdict[Transfer, list[_Batch]] = defaultdict(list)
-        self.ends: dict[Transfer, float] = {}
-        self.touched: list[int] = []
-        """Stages whose transfers have started since this was last cleared."""
+        self._moving: dict[Transfer, float] = {}
+        """Seconds that each would still take alone."""
+        self._unheard: dict[Transfer, Transfer] = {}
+        """Receives of which the sender does not know yet, and what the receiver sends it before it tells."""
+        self._shares: Counter[tuple[int, bool]] = Counter()
+        """Transfers out of a stage, and into it."""
+        self._now = 0.0
+        self.next_s = float("inf")
+        """When the next is done."""
+        self.done: set[Transfer] = set()
 
     def post(self, stage: int, transfers: tuple[Transfer, ...], now: float) -> None:
         batches: dict[Hashable, _Batch] = {}
         for transfer in transfers:
             queue = self._queue(transfer, stage)
-            batch = batches.setdefault(queue, _Batch(queue, now, []))
+            batch = batches.setdefault(queue, _Batch(queue, []))
             batch.left.append(transfer)
             self._posted[transfer].append(batch)
         for queue, batch in batches.items():
             self._queues[queue].append(batch)
-            self._start(batch)
+            if self._streams == "connection":
+                self._tell(batch, stage)
+            self._start(batch, now)
+
+    def finish(self) -> set[int]:
+        """Let the next be done; the stages that it joined."""
+        now = self.next_s
+        self._move(now)
+        touched: set[int] = set()
+        # The next is done by definition: times are sums of shares, and what is left of it may not be quite zero.
+        nothing = max(_NOTHING_S, min(self._moving.values()))
+        for transfer in [one for one, left_s in self._moving.items() if left_s <= nothing]:
+            origin, to = self._ends(transfer)
+            touched |= {origin, to}
+            del self._moving[transfer]
+            self._shares[origin, True] -= 1
+            self._shares[to, False] -= 1
+            self.done.add(transfer)
+            for heard in [one for one, before in self._unheard.items() if before == transfer]:
+                del self._unheard[heard]
+                self._start(self._posted[heard][0], now)
+            for batch in self._posted.pop(transfer):
+                batch.left.remove(transfer)
+                queue = self._queues[batch.queue]
+                if not batch.left:
+                    queue.popleft()
+                    if queue:
+                        self._start(queue[0], now)
+        self._look_ahead()
+        return touched
 
     def _ends(self, transfer: Transfer) -> tuple[int, int]:
         to = transfer[2] % self._stages
@@ -176,38 +203,40 @@ class _Transfers:
         peer = origin if stage == to else to
         return (stage, peer) if self._streams == "pair" else (stage, peer, stage == to)
 
-    def _start(self, batch: _Batch) -> None:
-        """Start what of it can, and what that makes first."""
-        first = [batch]
-        while first:
-            looked_at = first.pop()
-            for transfer in tuple(looked_at.left):
-                posted = self._posted[transfer]
-                if len(posted) == 2 and all(self._queues[each.queue][0] is each for each in posted):
-                    self._carry(transfer, max(max(each.posted_s, self._free_s[each.queue]) for each in posted))
-                    first += [found for each in posted if (found := self._next(each, transfer))]
+    def _start(self, batch: _Batch, now: float) -> None:
+        """Start what is first at both ends."""
+        for transfer in batch.left:
+            posted = self._posted[transfer]
+            if len(posted) < 2 or transfer in self._unheard or transfer in self._moving:
+                continue
+            if all(self._queues[each.queue][0] is each for each in posted):
+                self._move(now)
+                origin, to = self._ends(transfer)
+                self._moving[transfer] = self._send_s
+                self._shares[origin, True] += 1
+                self._shares[to, False] += 1
+                self._look_ahead()
 
-    def _carry(self, transfer: Transfer, start: float) -> None:
+    def _tell(self, batch: _Batch, stage: int) -> None:
+        """A receiver tells the sender that it is ready, behind what it is sending to it."""
+        for transfer in batch.left:
+            origin, to = self._ends(transfer)
+            before = [one for one in self._moving if self._ends(one) == (to, origin)]
+            if stage == to and before:
+                self._unheard[transfer] = before[0]
+
+    def _slowed(self, transfer: Transfer) -> int:
         origin, to = self._ends(transfer)
-        through: list[Hashable] = [("out", origin), ("in", to)]
-        if self._streams == "connection":
-            through.append(frozenset((origin, to)))
-        start = max(start, *(self._free_s[each] for each in through))
-        self.ends[transfer] = start + self._send_s
-        for each in through:
-            self._free_s[each] = self.ends[transfer]
-        self.touched += (origin, to)
+        return max(self._shares[origin, True], self._shares[to, False])
 
-    def _next(self, batch: _Batch, transfer: Transfer) -> _Batch | None:
-        """The batch that is first once this transfer is done."""
-        batch.left.remove(transfer)
-        batch.end_s = max(batch.end_s, self.ends[transfer])
-        if batch.left:
-            return None
-        self._free_s[batch.queue] = batch.end_s
-        queue = self._queues[batch.queue]
-        queue.popleft()
-        return queue[0] if queue else None
+    def _move(self, now: float) -> None:
+        for transfer, left_s in self._moving.items():
+            self._moving[transfer] = left_s - (now - self._now) / self._slowed(transfer)
+        self._now = now
+
+    def _look_ahead(self) -> None:
+        ends = [left_s * self._slowed(transfer) for transfer, left_s in self._moving.items()]
+        self.next_s = self._now + max(0.0, min(ends)) if ends else float("inf")
 
 
 def closed_form(

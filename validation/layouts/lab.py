@@ -91,7 +91,7 @@ def planned(setting: Setting, hidden: int, sequence: int) -> list[dict[str, Any]
         for text in LAYOUTS[setting.nodes]:
             record: dict[str, Any] = {"text": text, "hidden": hidden, "sequence": sequence, "waiting_wanted": share}
             layout = Layout.parse(text)
-            record["batch"] = 2 * layout.pp if layout.tp > 1 else 8
+            record["batch"] = layout.pp if layout.tp > 1 else 8
             low, high = 0.01, 1e5
             for _ in range(30):
                 record["dilation"] = float(f"{(low * high) ** 0.5:.4g}")
