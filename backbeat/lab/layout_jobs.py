@@ -14,6 +14,8 @@ from backbeat.layouts.layout import Layout, micro_batches
 from backbeat.layouts.stage_times import StageTimer, split_layers
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from backbeat.layouts.cluster import GpuCluster
     from backbeat.layouts.predict_layout import LayoutPredictor
 
@@ -106,22 +108,21 @@ def runnable(layout: Layout) -> None:
         raise InputError(f"--layout {layout.label} is one GPU: the lab compares communication, give tp or pp")
 
 
-def transfers(jobs: tuple[LayoutJob, ...], nodes: int) -> tuple[TransferJob, ...]:
+def transfers(jobs: Sequence[LayoutJob]) -> tuple[TransferJob, ...]:
     """What has to be timed to predict these: each collective and send at half, one and two times the sizes sent."""
-    wanted: dict[tuple[TransferKind, int], list[int]] = {}
+    wanted: dict[tuple[TransferKind, int], set[int]] = {}
     for job in jobs:
-        tp, pp = job.layout.tp, job.layout.pp
+        tp, pp, size = job.layout.tp, job.layout.pp, job.activation_bytes
+        groups: list[tuple[TransferKind, int, int]] = []
         if tp > 1:
-            for kind in ("all_gather", "reduce_scatter"):
-                wanted.setdefault((kind, tp), []).append(job.activation_bytes)
+            groups += [("all_gather", tp, size), ("reduce_scatter", tp, size)]
         if pp > 1:
             # Predictions need the send alone; what a swap takes says whether links work both ways at once.
-            for kind in ("send", "swap"):
-                wanted.setdefault((kind, 2), []).append(job.activation_bytes // tp)
-    found: list[TransferJob] = []
-    for (kind, workers), sizes in wanted.items():
-        if nodes % workers:
-            raise InputError(f"{kind} among {workers} of {nodes} nodes: nodes must be a multiple of {workers}")
-        around = sorted({near for size in sizes for near in (size // 2, size, 2 * size)})
-        found += [TransferJob(kind=kind, bytes=max(size, 4 * workers), workers=workers) for size in around]
-    return tuple(found)
+            groups += [("send", 2, size // tp), ("swap", 2, size // tp)]
+        for kind, workers, sent in groups:
+            wanted.setdefault((kind, workers), set()).update((sent // 2, sent, 2 * sent))
+    return tuple(
+        TransferJob(kind=kind, bytes=max(size, 4 * workers), workers=workers)
+        for (kind, workers), sizes in wanted.items()
+        for size in sorted(sizes)
+    )

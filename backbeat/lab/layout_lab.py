@@ -162,7 +162,7 @@ def row_of(found: ExecutedLayout) -> dict[str, Any]:
 
 def time_links(session: Session, jobs: Sequence[LayoutJob], setting: Setting, budget_s: float) -> list[dict[str, Any]]:
     """What each transfer of these jobs takes by itself, at half, one and two times its size; `links_of` reads it."""
-    timed = transfers(tuple(jobs), setting.ranks)
+    timed = transfers(jobs)
     expected = [2 * job.bytes * 8 / setting.rate_bits for job in timed]
     found = _played(session, timed, expected, budget_s / len(timed))
     return [

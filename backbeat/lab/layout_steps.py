@@ -105,7 +105,8 @@ class TransferStep:
             rank = dist.get_rank()
             both = [dist.P2POp(dist.isend, self._tensor, rank ^ 1), dist.P2POp(dist.irecv, self._other, rank ^ 1)]
             ops = both if self._job.kind == "swap" else both[rank % 2 :][:1]
-            for work in dist.batch_isend_irecv(ops):
+            # Of an odd number the last has nobody to send to.
+            for work in dist.batch_isend_irecv(ops) if rank ^ 1 < dist.get_world_size() else ():
                 work.wait()
         elif self._job.kind == "all_gather":
             _gathered(self._tensor, self._mesh)

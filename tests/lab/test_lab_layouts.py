@@ -32,19 +32,19 @@ def model(tmp_path: Path) -> str:
 def test_layouts_are_run_beside_both_predictions(model: str, tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "backbeat", "lab", "--nodes", "2", "--bandwidth", "200mbit", "--layout", "pp=2",
-         "--layout", "pp=2,vp=2", "--layout", "tp=2", "--model", model, "--global-batch", "2", "--sequence", "128",
+         "--layout", "tp=2", "--model", model, "--global-batch", "2", "--sequence", "128",
          "--dilation", "2", "--seconds", "0.1s", "--budget", "0.5s", "--json", "-o", str(tmp_path / "all.json")],
         capture_output=True, text=True, timeout=240, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     shown = json.loads(done.stdout)
-    assert [row["layout"] for row in shown["rows"]] == ["pp=2,micro=1", "pp=2,micro=1,vp=2", "tp=2,micro=1"]
+    assert [row["layout"] for row in shown["rows"]] == ["pp=2,micro=1", "tp=2,micro=1"]
     for row in shown["rows"]:
         assert row["measured_s"] > 0
         assert set(row["predicted_s"]) == set(row["error"]) == {"events", "closed-form"}
         assert set(row["cost_s"]) == {"events", "closed-form", "execution"}
     kept = json.loads((tmp_path / "all.json").read_text())
-    assert {row["kind"] for row in kept["transfers"]} == {"send", "all_gather", "reduce_scatter"}
+    assert {row["kind"] for row in kept["transfers"]} == {"send", "swap", "all_gather", "reduce_scatter"}
 
 
 @pytest.mark.parametrize(
