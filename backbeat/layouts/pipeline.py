@@ -40,6 +40,8 @@ class Performed(NamedTuple):
     end_s: float
 
 
+_SIMULATED_ROUNDS = 8
+"""Of as many micro-batches as stages."""
 _NOTHING_S = 1e-12
 """What is left of transfers that end together."""
 
@@ -67,7 +69,34 @@ def run(
     send_s: float,
     streams: Streams = "direction",
 ) -> PipelineRun:
-    """The step as events. `times` are of every chunk in the order of layers: chunk c of stage s is c·stages + s."""
+    """The step as events. `times` are of every chunk in the order of layers: chunk c of stage s is c·stages + s.
+
+    Of a step of many micro-batches the ends are simulated, and what repeats in the middle is repeated.
+    """
+    rounds = count // stages - _SIMULATED_ROUNDS
+    if schedule == "gpipe" or stages == 1 or rounds <= 0:
+        return _simulated(schedule, stages, count, times, send_s, streams)
+    short = _simulated(schedule, stages, count - rounds * stages, times, send_s, streams)
+    begins = {each.operation: each.start_s for each in short.performed if each.stage == 0}
+    middle = range(_SIMULATED_ROUNDS // 2 * stages, (_SIMULATED_ROUNDS // 2 + 1) * stages)
+    period_s = begins[Operation("F", middle.stop, 0)] - begins[Operation("F", middle.start, 0)]
+    performed: list[Performed] = []
+    for each in short.performed:
+        micro = each.operation.micro_batch
+        later = range(rounds + 1) if micro in middle else (0,) if micro < middle.start else (rounds,)
+        for turn in later:
+            operation = each.operation._replace(micro_batch=micro + turn * stages)
+            shift_s = turn * period_s
+            performed.append(Performed(each.stage, operation, each.start_s + shift_s, each.end_s + shift_s))
+    ends, last = (
+        tuple(moment + rounds * period_s for moment in moments) for moments in (short.end_s, short.last_backward_s)
+    )
+    return PipelineRun(ends, last, tuple(sorted(performed, key=lambda each: each.start_s)))
+
+
+def _simulated(
+    schedule: PipelineSchedule, stages: int, count: int, times: Sequence[StageTimes], send_s: float, streams: Streams
+) -> PipelineRun:
     split = schedule == "zero-bubble" and stages > 1
     transfers = _Transfers(stages, send_s, streams)
     played = _Played(stages, times, split, transfers)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from backbeat.layouts.pipeline import closed_form, in_flight, run
+from backbeat.layouts.pipeline import _simulated, closed_form, in_flight, run
 from backbeat.layouts.stage_programs import order
 from backbeat.layouts.stage_times import StageTimes
 
@@ -93,6 +93,26 @@ def test_every_schedule_keeps_order_and_does_all_work(
         own = sorted((each.start_s, each.end_s) for each in found.performed if each.stage == stage)
         assert all(after >= before - 1e-9 for (_, before), (after, _) in itertools.pairwise(own))
         assert sum(end - start for start, end in own) == pytest.approx(count * times[stage].total_s)
+
+
+@given(
+    st.sampled_from([("1f1b", 1), ("interleaved", 2), ("zero-bubble", 1)]),
+    st.lists(st.tuples(seconds, seconds, seconds), min_size=2, max_size=3),
+    st.integers(10, 12),
+    st.floats(0, 0.05),
+)
+@settings(max_examples=30)
+def test_the_middle_of_a_long_step_is_simulated_once(
+    schedule: tuple[str, int], shapes: list[tuple[float, float, float]], rounds: int, send: float
+) -> None:
+    name, chunks = schedule
+    times = [StageTimes(*shape) for shape in shapes] * chunks
+    stages = len(shapes)
+    found = run(name, stages, rounds * stages, times, send)  # type: ignore[arg-type]
+    whole = _simulated(name, stages, rounds * stages, times, send, "direction")  # type: ignore[arg-type]
+    assert found.seconds == pytest.approx(whole.seconds, rel=0.01)
+    assert {each[:2] for each in found.performed} == {each[:2] for each in whole.performed}
+    assert len(found.performed) == len(whole.performed)
 
 
 @given(st.integers(2, 8), seconds, st.floats(0.01, 0.2))
