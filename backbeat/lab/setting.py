@@ -36,6 +36,8 @@ class Setting:
     """How far each iteration's compute strays, as a share of it."""
     dilation: float = 1.0
     """Compute takes this many times as long as the profile says."""
+    busy: bool = False
+    """Other work takes this machine's cores: gloo's socket threads keep their priority, or they would starve."""
 
     def __post_init__(self) -> None:
         if not 2 <= self.nodes <= MOST_NODES:
@@ -85,7 +87,7 @@ class Setting:
     @property
     def settle(self) -> bool:
         """gloo's socket threads take cores from its workers where there are fewer than three for each node."""
-        return self.backend == "gloo" and (os.cpu_count() or 1) < 3 * self.ranks
+        return self.backend == "gloo" and not self.busy and (os.cpu_count() or 1) < 3 * self.ranks
 
     @property
     def name(self) -> str:

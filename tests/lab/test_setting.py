@@ -99,3 +99,8 @@ def test_dilated_blocks_take_longer_too():
     )  # fmt: skip
     (found,) = scaled(msgspec.structs.replace(profile(), blocks=(block,)), 3.0).blocks
     assert (found.forward_s, found.backward_s) == pytest.approx((0.012, 0.03))
+
+
+def test_on_a_busy_machine_socket_threads_keep_their_priority() -> None:
+    assert not Setting(nodes=250, rate_bits=1e9, busy=True).settle
+    assert Setting(nodes=250, rate_bits=1e9).settle

@@ -1,6 +1,6 @@
 """Layouts run in the lab, beside both predictions: which family errs by how much, and what its answer costs.
 
-    python validation/layouts/lab.py measure FILE --backend gloo --bandwidth 500mbit --limit 20min
+    python validation/layouts/lab.py measure FILE --backend gloo --bandwidth 200mbit --limit 20min
     python validation/layouts/lab.py measure FILE --backend nccl --bandwidth 10gbit --hidden 2048 --sequence 2048
     python validation/layouts/lab.py judge FILE
 
@@ -108,7 +108,9 @@ def measure(arguments: argparse.Namespace) -> None:
     limit = parse_duration(arguments.limit)
     kept = json.loads(path.read_text()) if path.exists() else {"command": " ".join(sys.argv), "sessions": []}
     for nodes in (int(part) for part in arguments.nodes.split(",")):
-        setting = Setting(nodes=nodes, rate_bits=parse_rate(arguments.bandwidth), backend=arguments.backend)
+        setting = Setting(
+            nodes=nodes, rate_bits=parse_rate(arguments.bandwidth), backend=arguments.backend, busy=arguments.busy
+        )
         done = [row["case"] for one in kept["sessions"] if one["setting"] == setting.name for row in one["rows"]]
         missing = [case for case in planned(setting, arguments.hidden, arguments.sequence) if case not in done]
         if arguments.only:
@@ -182,7 +184,7 @@ def main() -> None:
     measuring.add_argument("file")
     for option, default in (
         ("--backend", "gloo"),
-        ("--bandwidth", "500mbit"),
+        ("--bandwidth", "200mbit"),
         ("--nodes", "4,2"),
         ("--limit", "9min"),
         ("--seconds", "8s"),
@@ -190,8 +192,9 @@ def main() -> None:
         ("--only", ""),
     ):
         measuring.add_argument(option, default=default)
-    measuring.add_argument("--hidden", type=int, default=512)
-    measuring.add_argument("--sequence", type=int, default=512)
+    measuring.add_argument("--busy", action="store_true", help="other work takes this machine's cores")
+    measuring.add_argument("--hidden", type=int, default=1024)
+    measuring.add_argument("--sequence", type=int, default=1024)
     judging = commands.add_parser("judge")
     judging.set_defaults(act=judge)
     judging.add_argument("file")
