@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 CORE   := $(VENV)/.core
 DEV    := $(VENV)/.dev
 PYTEST := $(BIN)/python -m pytest -q
-SPREAD := -n logical --maxprocesses 4 --dist loadfile
+SPREAD := -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .PHONY: demo check lint test docs install system schemas format bench clean

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Unpack
 import msgspec
 
 from backbeat.errors import InputError
-from backbeat.model import Plan, PlanPrediction
+from backbeat.model import Network, Plan, PlanPrediction, Profile
 from backbeat.model.reduction import reduction_named
 from backbeat.planners import SHARDED, propose
 from backbeat.planners import plan as planned
@@ -16,7 +16,7 @@ from backbeat.simulate import predict as simulated
 from backbeat.simulate import strong_scaling
 
 if TYPE_CHECKING:
-    from backbeat.model import Network, Prediction, Profile, Reduction
+    from backbeat.model import Prediction, Reduction
     from backbeat.planners import Choices
 
 
@@ -34,6 +34,7 @@ def plan(
     Buckets are the same for any number of micro-batches; `accumulation` is what the prediction is made for. With
     `reduce_dtype` ("bf16" or "fp16") fp32 gradients are sent in two bytes each; give the wrapper the same.
     """
+    _need_loaded(profile, network)
     if reduce_dtype is None or strategy.partition(":")[0] in SHARDED:
         return planned(profile, network, strategy, accumulation=accumulation, reduce_dtype=reduce_dtype, **choices)
     sent = _sent(profile, reduce_dtype, compressed=strategy == "compressed" or choices.get("density") is not None)
@@ -79,6 +80,7 @@ def predict(
     >>> round(predict(profile, network.at(workers=8), "single", reduce_dtype="bf16").scaling_factor, 2)
     0.27
     """
+    _need_loaded(profile, network)
     if global_batch is not None:
         profile = strong_scaling(profile, global_batch, network.workers, accumulation=accumulation, other=other)
     if framework is not None:
@@ -109,6 +111,14 @@ def predict(
         bucketed = _bucketed(profile, sent, plan)
         plan = propose(bucketed, network, plan, accumulation=accumulation, reduce_dtype=reduce_dtype, **choices)
     return simulated(sent, network, plan, accumulation=accumulation, broadcast_buffers=broadcast_buffers)
+
+
+def _need_loaded(profile: Profile, network: Network) -> None:
+    for name, given, kind in (("profile", profile, Profile), ("network", network, Network)):
+        if not isinstance(given, kind):
+            raise InputError(
+                f"{name} is {given!r}: give a {kind.__name__}; {kind.__name__}.load reads a file or a bundled name"
+            )
 
 
 def _sent(profile: Profile, reduce_dtype: str, *, compressed: bool) -> Profile:

@@ -106,11 +106,20 @@ def parse_workers(text: str) -> list[int]:
             raise InputError(f"{text!r} is not a number of workers: write 64, 4..2048 or 8,16,48") from None
         if low < 1 or high < low:
             raise InputError(f"{part.strip()!r} is not a range of workers: it must rise from 1 or more, like 4..2048")
-        while low < high:
-            workers.append(low)
-            low *= 2
-        workers.append(high)
+        workers += doubling(low, high)
     return list(dict.fromkeys(workers))
+
+
+def doubling(smallest: int, largest: int) -> list[int]:
+    """
+    >>> doubling(1024, 10000)
+    [1024, 2048, 4096, 8192, 10000]
+    """
+    found = []
+    while smallest < largest:
+        found.append(smallest)
+        smallest *= 2
+    return [*found, largest]
 
 
 def printable(text: str) -> str:
@@ -120,6 +129,14 @@ def printable(text: str) -> str:
     'fc.weight é\\\\x1b[31m\\\\n'
     """
     return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+def counted(number: int, noun: str) -> str:
+    """
+    >>> counted(1, "GPU"), counted(8, "GPU")
+    ('1 GPU', '8 GPUs')
+    """
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def format_bytes(count: float) -> str:

@@ -366,8 +366,8 @@ def main() -> None:
     for name in given.models.split(","):
         if given.batch:
             BATCH[name] = given.batch
-        if given.group_mib:
-            BUCKET_BYTES[name] = ROOMY_BYTES[name] = given.group_mib * 2**20
+        if given.bucket_mib:
+            BUCKET_BYTES[name] = ROOMY_BYTES[name] = given.bucket_mib * 2**20
         with one_rank(given.device):
             table = Table(given.folder, name, given.device)
             model, data, loss, optimizer = setup(name, given.device, BATCH[name])

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -23,6 +24,30 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 settings.load_profile("backbeat")
+
+LONGEST = (
+    "tests/golden/test_golden.py",
+    "tests/runtime/test_frameworks.py",
+    "tests/validation/test_lab_errors.py",
+    "tests/measure/network/test_calibration_ranks.py",
+    "tests/report/test_browser.py",
+    "tests/cli/test_memory_verb.py",
+    "tests/runtime/compressed/test_convergence.py",
+    "tests/test_docs.py",
+    "tests/planners/test_planners.py",
+    "tests/measure/model/test_analytic.py",
+    "tests/measure/model/test_profile_example.py",
+    "tests/simulate/test_bound.py",
+    "tests/lab/test_lab_sharded.py",
+    "tests/validation/test_soak.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files that take long come first, then those of many tests: at the end every core has something left to do."""
+    counts = Counter(item.location[0] for item in items)
+    first = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: (first.get(item.location[0], len(first)), -counts[item.location[0]], item.location[0]))
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+from typing import Any
+
 from hypothesis import strategies as st
 
 from backbeat.model import CollectiveTimes, ConcurrencyPoint, Gradient, Network, Profile
@@ -80,3 +83,18 @@ def networks(draw: st.DrawFn, *, busy: bool | None = None) -> Network:
     noise = draw(st.lists(st.sampled_from([0.7, 1.0, 1.4]), min_size=len(sizes), max_size=len(sizes)))
     points = [(size, (alpha + beta * size) * factor) for size, factor in zip(sizes, noise, strict=True)]
     return curve(points, concurrency=tuple(rows))
+
+
+def put(data: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
+    """A copy with the field at `a.0.b` set, or removed where the value is `...`."""
+    data = copy.deepcopy(data)
+    *parents, last = path.split(".")
+    place: Any = data
+    for part in parents:
+        place = place[int(part)] if part.isdigit() else place[part]
+    key: Any = int(last) if last.isdigit() else last
+    if value is ...:
+        del place[key]
+    else:
+        place[key] = value
+    return data

@@ -1,6 +1,7 @@
-"""The command line: one thin module per verb, each a typed function that imports what it needs when it runs.
+"""The command line: one thin module per verb, each a typed function, imported when its verb runs.
 
-Nothing here may import numpy, torch or rich at module level: `backbeat --help` must cost no more than typer itself.
+Neither this module nor `verbs` may import numpy, rich or msgspec: `backbeat --help` must cost no more than typer
+itself. Verbs import torch inside functions, so that their own help does not wait for it.
 """
 
 from __future__ import annotations

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
+from rich import progress as bars
+from rich.console import Console
 
+from backbeat.cli.common import check_writable, need_torch, print_json, say
 from backbeat.errors import InputError, MeasurementError, MissingPartError
-from backbeat.units import parse_bytes, parse_duration
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from backbeat.measure.network.sampling import Progress
+from backbeat.measure.network.case import SIZES
+from backbeat.measure.network.findings import MeasuredCluster, summary_lines, summary_of
+from backbeat.measure.network.sampling import Progress
+from backbeat.units import doubling, parse_bytes, parse_duration
 
 _BACKENDS = ("gloo", "nccl", "mpi")
 _MOST_COMMUNICATORS = 16
@@ -45,18 +48,21 @@ def calibrate(
     json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
 ) -> None:
     """Measure collectives between the workers that torchrun starts, and write a network file."""
-    from backbeat.measure.network.case import SIZES
-
     rank, world = _place()
     try:
-        wanted_sizes = list(SIZES) if sizes is None else parse_sizes(sizes)
-        wanted_communicators = _parse_communicators(communicators)
-        budget_s = parse_duration(budget)
-        if not budget_s > 0:
+        options: dict[str, Any] = {
+            "sizes": list(SIZES) if sizes is None else parse_sizes(sizes),
+            "communicators": _parse_communicators(communicators),
+            "budget_s": parse_duration(budget),
+            "name": name,
+            "settle": settle,
+            "sharded": sharded,
+        }
+        if not options["budget_s"] > 0:
             raise InputError(f"--budget is {budget!r}: it must be above zero, like 60s")
         chosen = _backend(backend)
         if rank == 0:
-            _check_writable(output)
+            check_writable(output)
         if world < 2:
             raise InputError(
                 "calibrate measures what lies between workers, and there is one: start two or more, like "
@@ -67,7 +73,7 @@ def calibrate(
         if rank == 0:
             raise
         raise typer.Exit(error.exit_code) from None
-    _run(output, chosen, budget_s, wanted_sizes, wanted_communicators, name, settle, sharded, json)
+    _run(rank, chosen, options, output, as_json=json)
 
 
 def parse_sizes(text: str) -> list[int]:
@@ -81,10 +87,7 @@ def parse_sizes(text: str) -> list[int]:
         low, high = parse_bytes(first.strip()), parse_bytes((last if dots else first).strip())
         if low < 1 or high < low:
             raise InputError(f"{part.strip()!r} is not a range of sizes: it must rise from above zero, like 1KB..256MB")
-        while low < high:
-            found.add(low)
-            low *= 2
-        found.add(high)
+        found.update(doubling(low, high))
     if len(found) < 2:
         raise InputError(f"--sizes is {text!r}: a curve needs two sizes or more, like 1KB..256MB")
     return sorted(found)
@@ -108,11 +111,10 @@ def _place() -> tuple[int, int]:
 
 
 def _backend(name: str | None) -> str:
-    try:
-        import torch
-        import torch.distributed as dist
-    except ImportError:
-        raise MissingPartError("calibrate needs PyTorch: pip install 'backbeat[torch]'") from None
+    need_torch("calibrate")
+    import torch
+    import torch.distributed as dist
+
     if name is None:
         return "nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
     if name not in _BACKENDS:
@@ -124,27 +126,7 @@ def _backend(name: str | None) -> str:
     return name
 
 
-def _check_writable(output: Path) -> None:
-    """Before the measurement, not after it."""
-    if output.is_dir():
-        raise InputError(f"{output} is a folder: give a file name to write")
-    if not os.access(output.parent, os.W_OK):
-        raise InputError(f"{output}: cannot be written, {output.parent} is missing or not writable")
-
-
-def _run(
-    output: Path,
-    backend: str,
-    budget_s: float,
-    sizes: list[int],
-    communicators: list[int],
-    name: str | None,
-    settle: bool,
-    sharded: bool,
-    as_json: bool,
-) -> None:
-    from datetime import timedelta
-
+def _run(rank: int, backend: str, options: dict[str, Any], output: Path, *, as_json: bool) -> None:
     import torch
     import torch.distributed as dist
 
@@ -152,50 +134,36 @@ def _run(
     from backbeat.measure.network.bench import explained
     from backbeat.measure.network.calibration import measure_cluster
 
-    rank = int(os.environ.get("RANK", "0"))
-    options: dict[str, Any] = {"timeout": timedelta(seconds=_START_S)}
+    joining: dict[str, Any] = {"timeout": timedelta(seconds=_START_S)}
     if backend == "nccl":
         set_nccl_launch_order()
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
         torch.cuda.set_device(device)
-        options["device_id"] = device
+        joining["device_id"] = device
     try:
         with explained("joining the workers"):
-            dist.init_process_group(backend, **options)
-        with _progress(rank, budget_s) as progress:
-            calibration = measure_cluster(
-                budget_s=budget_s,
-                sizes=sizes,
-                communicators=communicators,
-                name=name,
-                settle=settle,
-                sharded=sharded,
-                slowdown=True,
-                progress=progress,
-            )
+            dist.init_process_group(backend, **joining)
+        with _progress(rank, options["budget_s"]) as progress:
+            calibration = measure_cluster(**options, slowdown=True, progress=progress)
     except MeasurementError as error:
         # Leaving as usual would take the communicators down in order, which waits for the worker that is gone.
         print(f"backbeat: worker {rank}: {error}", file=sys.stderr, flush=True)
         os._exit(error.exit_code)
     if rank == 0:
         calibration.network.save(output)
-        _show(calibration, output, as_json)
+        _show(calibration, as_json=as_json)
+        say(f"backbeat: wrote {output}")
     dist.destroy_process_group()
 
 
-def _show(calibration: Any, output: Path, as_json: bool) -> None:
-    import msgspec
-
-    from backbeat.measure.network.findings import summary_lines, summary_of
-
+def _show(calibration: MeasuredCluster, *, as_json: bool) -> None:
     summary = summary_of(calibration)
     if as_json:
-        print(msgspec.json.format(msgspec.json.encode(summary)).decode())
+        print_json(summary)
     else:
         print("\n".join(summary_lines(summary)))
     for note in summary["notes"]:
-        print(f"backbeat: note: {note}", file=sys.stderr)
-    print(f"backbeat: wrote {output}", file=sys.stderr)
+        say(f"backbeat: note: {note}")
 
 
 @contextmanager
@@ -204,16 +172,13 @@ def _progress(rank: int, budget_s: float) -> Iterator[Progress]:
     if rank != 0:
         yield lambda what, share: None
     elif not sys.stderr.isatty():
-        yield progress_lines(lambda line: print(line, file=sys.stderr, flush=True))
+        yield progress_lines(say)
     else:
-        from rich.console import Console
-        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-        with Progress(
-            TextColumn("calibrating"),
-            BarColumn(),
-            TimeElapsedColumn(),
-            TextColumn(f"of {budget_s:.0f} s  {{task.description}}"),
+        with bars.Progress(
+            bars.TextColumn("calibrating"),
+            bars.BarColumn(),
+            bars.TimeElapsedColumn(),
+            bars.TextColumn(f"of {budget_s:.0f} s  {{task.description}}"),
             console=Console(stderr=True),
             transient=True,
         ) as bar:

@@ -2,52 +2,52 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 import textwrap
+from collections.abc import Iterable
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
+import msgspec
 import typer
+from rich.console import Console
 
-from backbeat.errors import InputError
+from backbeat.errors import InputError, MissingPartError
+from backbeat.model import Network, Profile
+from backbeat.model.files import bundled
+from backbeat.model.reduction import REDUCTIONS
+from backbeat.planners import STRATEGIES
 from backbeat.units import parse_bytes, parse_workers, printable
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from backbeat.model import Network
 
 _FEWEST_BYTES = 2**16
 """Sizes below this are believed only with a unit."""
 
 
 def _profile_names(incomplete: str) -> list[str]:
-    return _names("profiles", incomplete)
+    return _starting(incomplete, bundled(Profile))
 
 
 def _network_names(incomplete: str) -> list[str]:
-    return _names("networks", incomplete)
+    return _starting(incomplete, bundled(Network))
 
 
 def bundled_names(incomplete: str) -> list[str]:
-    return [*_names("networks", incomplete), *_names("profiles", incomplete)]
+    return [*_network_names(incomplete), *_profile_names(incomplete)]
 
 
-def _strategy_names(incomplete: str) -> list[str]:
-    from backbeat.planners import STRATEGIES
-
-    return [name for name in STRATEGIES if name.startswith(incomplete)]
+def strategy_names(incomplete: str) -> list[str]:
+    return _starting(incomplete, STRATEGIES)
 
 
 def _framework_names(incomplete: str) -> list[str]:
-    return [name for name in FRAMEWORK_NAMES.split(", ") if name.startswith(incomplete)]
+    return _starting(incomplete, REDUCTIONS)
 
 
-def _names(folder: str, incomplete: str) -> list[str]:
-    zoo = Path(__file__).resolve().parent.parent / "zoo" / folder
-    names = (file.name.removesuffix(".gz").removesuffix(".json") for file in zoo.glob("*.json*"))
-    return sorted(name for name in names if name.startswith(incomplete))
+def _starting(incomplete: str, names: Iterable[str]) -> list[str]:
+    return [name for name in names if name.startswith(incomplete)]
 
 
 ProfileArgument = Annotated[
@@ -58,36 +58,36 @@ NetworkArgument = Annotated[
     str,
     typer.Argument(metavar="NETWORK", help="A network file, or a bundled name.", autocompletion=_network_names),
 ]
-STRATEGY_NAMES = (
-    "wfbp, single, ddp, horovod, mg-wfbp, asc-wfbp, adaptive, optimal, best, halves, compressed, "
-    "fsdp, hsdp, zero1, zero2, decoupled, sharded"
-)
-"""Written out, since help must not wait for the planners to be imported."""
 StrategyOption = Annotated[
     list[str] | None,
-    typer.Option("--strategy", "-s", help=f"Comma-separated, of {STRATEGY_NAMES}.", autocompletion=_strategy_names),
+    typer.Option(
+        "--strategy", "-s", help=f"Comma-separated, of {', '.join(STRATEGIES)}.", autocompletion=strategy_names
+    ),
 ]
 LabStrategyOption = Annotated[
     list[str] | None,
     typer.Option(
-        "--strategy", "-s", help="Comma-separated, like wfbp,ddp:5MB,random:8,best/2.", autocompletion=_strategy_names
+        "--strategy", "-s", help="Comma-separated, like wfbp,ddp:5MB,random:8,best/2.", autocompletion=strategy_names
     ),
 ]
-FRAMEWORK_NAMES = (
-    "torch-ddp, megatron, megatron-no-overlap, megatron-distributed-optimizer, "
-    "deepspeed-zero1, nanotron, nanotron-zero0"
-)
 FrameworkOption = Annotated[
     list[str] | None,
     typer.Option(
         "--framework",
-        help=f"What the job runs today, comma-separated, of {FRAMEWORK_NAMES}.",
+        help=f"What the job runs today, comma-separated, of {', '.join(REDUCTIONS)}.",
         autocompletion=_framework_names,
     ),
 ]
 OneCountOption = Annotated[
     str | None, typer.Option("--workers", "-n", help="One number, like 64. Default: the network's own.")
 ]
+PlanFilesOption = Annotated[list[str] | None, typer.Option("--plan", help="Plan files to compare, comma-separated.")]
+TraceFilesOption = Annotated[
+    list[str] | None, typer.Option("--trace", help="Kineto traces of the real job, comma-separated.")
+]
+AccumulationOption = Annotated[int | None, typer.Option(help="Micro-batches per iteration.")]
+CommunicatorsOption = Annotated[int | None, typer.Option(help="Communicators to use (for best: at most).")]
+BucketOption = Annotated[str | None, typer.Option(help="Bucket or fusion buffer size for ddp and horovod, like 25MB.")]
 AcrossOption = Annotated[
     str | None,
     typer.Option(help="What joins the nodes, where NETWORK was measured inside one: a network file or a bundled name."),
@@ -119,9 +119,20 @@ def size(option: str, text: str) -> int:
     return count
 
 
-def load_network(name: str, across: str | None, links: int = 1) -> Network:
-    from backbeat.model import Network
+def need_torch(verb: str) -> None:
+    if find_spec("torch") is None:
+        raise MissingPartError(f"`backbeat {verb}` needs PyTorch: pip install 'backbeat[torch]'")
 
+
+def check_writable(output: Path) -> None:
+    """Before a measurement, not after it."""
+    if output.is_dir():
+        raise InputError(f"{output} is a folder: give a file name to write")
+    if not os.access(output.parent, os.W_OK):
+        raise InputError(f"{output}: cannot be written, {output.parent} is missing or not writable")
+
+
+def load_network(name: str, across: str | None, links: int = 1) -> Network:
     network = Network.load(name)
     if across is None and links > 1:
         raise InputError(f"--nics-per-node {links} counts the links of --across: name what joins the nodes with it")
@@ -157,8 +168,6 @@ def split(values: list[str] | None) -> list[str]:
 
 def console() -> Console:
     """Answers go to stdout; a pipe gets the whole width of a table. Names are never read as rich's markup."""
-    from rich.console import Console
-
     return Console(width=None if sys.stdout.isatty() else 160, highlight=False, markup=False, emoji=False)
 
 
@@ -168,6 +177,4 @@ def say(text: str) -> None:
 
 
 def print_json(data: Any) -> None:
-    import msgspec
-
     typer.echo(msgspec.json.format(msgspec.json.encode(data), indent=1).decode())

@@ -5,9 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
+import msgspec
 import typer
 
-from backbeat.cli.common import JsonOption
+from backbeat import api
+from backbeat.cli.common import JsonOption, console, print_json, say
+from backbeat.cli.plan import plan
+from backbeat.cli.predict import predict
+from backbeat.cli.predict_output import Asked, content
+from backbeat.cli.report import report
+from backbeat.model import Network, Profile
+from backbeat.units import parse_workers
 
 MODEL, NETWORK, WORKERS = "resnet50-b64-bf16-h200", "100gbe", "4..2048"
 QUESTIONS = (
@@ -27,11 +35,6 @@ def demo(
     if json:
         _as_data(output, page)
         return
-    from backbeat.cli.common import console
-    from backbeat.cli.plan import plan
-    from backbeat.cli.predict import predict
-    from backbeat.cli.report import report
-
     out = console()
     for model, network, workers in QUESTIONS:
         out.print(f"$ backbeat predict {model} {network} --workers {workers}", style="bold")
@@ -47,23 +50,13 @@ def demo(
 
 def _as_data(output: Path, page: Path) -> None:
     """The same predictions, plan and files, with one JSON object in place of the tables."""
-    import msgspec
-
-    from backbeat.api import predict
-    from backbeat.cli.common import print_json, say
-    from backbeat.cli.predict_output import Asked, content
-    from backbeat.cli.report import report
-    from backbeat.model import Network, Profile
-    from backbeat.planners import plan as make_plan
-    from backbeat.units import parse_workers
-
     tables = []
     for model, cluster, counts in QUESTIONS:
         profile, network = Profile.load(model), Network.load(cluster)
         sizes = [network.at(workers=count) for count in parse_workers(counts)]
-        rows = [predict(profile, size, strategy) for size in sizes for strategy in STRATEGIES]
+        rows = [api.predict(profile, size, strategy) for size in sizes for strategy in STRATEGIES]
         tables.append(content(profile, network, rows, Asked(), STRATEGIES))
-    made = make_plan(Profile.load(MODEL), Network.load(NETWORK).at(workers=64))
+    made = api.plan(Profile.load(MODEL), Network.load(NETWORK).at(workers=64))
     made.save(output)
     say(f"wrote {output}")
     report(MODEL, NETWORK, workers="64", output=page)

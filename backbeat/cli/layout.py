@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -9,9 +10,15 @@ import typer
 from backbeat.cli.common import AcrossOption, JsonOption, LinksOption, NetworkArgument
 
 if TYPE_CHECKING:
-    from backbeat.layouts import LayoutPrediction
+    from collections.abc import Mapping, Sequence
 
-_FRAMEWORKS = "megatron, megatron-tp-overlap, megatron-no-overlap, megatron-2021, nanotron, deepspeed, torchtitan"
+    from backbeat.layouts import LayoutPrediction
+    from backbeat.model import Network
+
+FRAMEWORK_NAMES = (
+    "megatron, megatron-tp-overlap, megatron-deepep, megatron-no-overlap, megatron-2021, megatron-deepspeed, nanotron, "
+    "deepspeed, torchtitan"
+)
 
 
 def layout(
@@ -30,7 +37,7 @@ def layout(
     ] = None,
     accelerator: Annotated[str | None, typer.Option(help="The GPUs, like h100. Default: the network's own.")] = None,
     precision: Annotated[str, typer.Option(help="Of the matrix products: bf16, fp16 or fp8.")] = "bf16",
-    framework: Annotated[str, typer.Option(help=f"Whose overlap and kernels: {_FRAMEWORKS}.")] = "megatron",
+    framework: Annotated[str, typer.Option(help=f"Whose overlap and kernels: {FRAMEWORK_NAMES}.")] = "megatron",
     zero: Annotated[str, typer.Option(help="ZeRO stages to try, comma-separated.")] = "1",
     imbalance: Annotated[
         float, typer.Option(help="Tokens of the busiest expert rank over the average.", min=1.0)
@@ -41,17 +48,29 @@ def layout(
     block: Annotated[
         str | None, typer.Option(metavar="PROFILE", help="A measured profile of one dense layer, on one of these GPUs.")
     ] = None,
+    straggler: Annotated[
+        list[str] | None,
+        typer.Option(help="A slow GPU or node: rank=13,slowdown=1.3 or node=3,slowdown=1.3. May be repeated."),
+    ] = None,
+    contention: Annotated[
+        bool | None,
+        typer.Option(help="Computation takes longer beside communication. Default: with --block only."),
+    ] = None,
     family: Annotated[str, typer.Option(help="With --layout: events, or closed-form.")] = "events",
     most: Annotated[int, typer.Option(help="Layouts to show.", min=1)] = 10,
     across: AcrossOption = None,
     nics_per_node: LinksOption = 1,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", metavar="FILE", help="Write a page instead, like layout.html."),
+    ] = None,
     json: JsonOption = False,
 ) -> None:
     """Rank the layouts of a language model on a cluster, or show one in full."""
     from backbeat import layouts
     from backbeat.cli.common import console, load_network, print_json, prose
     from backbeat.errors import InputError
-    from backbeat.report.layout_tables import answer, ranked_table
+    from backbeat.report.layout_tables import answer, drawn_batch, nothing_fits, ranked_table
     from backbeat.units import parse_workers
 
     network = load_network(cluster, across, nics_per_node)
@@ -64,6 +83,8 @@ def layout(
         "imbalance": imbalance,
         "compute_factor": compute_factor,
         "block": block,
+        "stragglers": slow_ranks(straggler or [], network.topology.gpus_per_node),
+        "contention": contention,
     }
     if layout_text is not None:
         count = None if gpus is None else _one(parse_workers(gpus))
@@ -71,12 +92,10 @@ def layout(
         if json:
             print_json(found.data())
             return
-        # A step of many micro-batches is all alike in the middle: fewer show its ends.
-        few = 2 * found.layout.pp * found.layout.dp * found.layout.micro_batch
-        drawn = found
-        if few < global_batch:
-            drawn = layouts.predict(model, network, found.layout, **{**job, "global_batch": few})
-        _show(found, drawn)
+        if output is None:
+            _show(found, layouts.predict(model, network, found.layout, **{**job, "global_batch": drawn_batch(found)}))
+        else:
+            _write(output, model, network, {found.gpus: [found]}, job)
         return
     if gpus is None:
         raise InputError("--gpus is missing: say how many, like --gpus 64, or give one --layout")
@@ -87,6 +106,9 @@ def layout(
         answers = [[one.data() for one in rows] for rows in ranked]
         print_json(answers if len(counts) > 1 else answers[0])
         return
+    if output is not None:
+        _write(output, model, network, dict(zip(counts, ranked, strict=True)), job, stages)
+        return
     out = console()
     missing = [count for count, rows in zip(counts, ranked, strict=True) if not rows]
     shown = ranked[0] if len(counts) == 1 else [rows[0] for rows in ranked if rows]
@@ -94,7 +116,7 @@ def layout(
         title = f"{shown[0].model} on {shown[0].cluster}: {global_batch} x {sequence} tokens, {precision}, {framework}"
         out.print(ranked_table(shown, title=title, counts=len(counts) > 1))
     for count in missing:
-        prose(out, _nothing_fits(model, network, count, stages, job))
+        prose(out, nothing_fits(model, network, count, job, stages)[1])
     if shown:
         prose(out, answer(shown if len(counts) == 1 else [min(shown, key=lambda one: one.step_s * one.gpus)]))
 
@@ -107,6 +129,25 @@ def _one(counts: list[int]) -> int:
     return counts[0]
 
 
+def slow_ranks(texts: list[str], per_node: int) -> dict[int, float]:
+    """
+    >>> slow_ranks(["rank=5,slowdown=1.2", "node=1,slowdown=1.3"], 2)
+    {5: 1.2, 2: 1.3, 3: 1.3}
+    """
+    from backbeat.errors import InputError
+
+    found: dict[int, float] = {}
+    for text in texts:
+        parts = dict(part.strip().split("=", 1) for part in text.split(",") if "=" in part)
+        (place, number), slowdown = next(iter(parts.items()), ("", "")), parts.get("slowdown", "")
+        plain = slowdown.replace(".", "", 1)
+        if set(parts) not in ({"rank", "slowdown"}, {"node", "slowdown"}) or not (number + plain).isdecimal():
+            raise InputError(f"--straggler {text}: write it like rank=13,slowdown=1.3 or node=3,slowdown=1.3")
+        first, count = (int(number), 1) if place == "rank" else (int(number) * per_node, per_node)
+        found |= dict.fromkeys(range(first, first + count), float(slowdown))
+    return found
+
+
 def _stages(zero: str) -> tuple[int, ...]:
     from backbeat.errors import InputError
 
@@ -115,41 +156,45 @@ def _stages(zero: str) -> tuple[int, ...]:
     return tuple(int(part) for part in zero.split(","))
 
 
+def _write(
+    output: Path,
+    model: str,
+    network: Network,
+    ranked: Mapping[int, Sequence[LayoutPrediction]],
+    job: dict[str, Any],
+    zero: tuple[int, ...] = (1,),
+) -> None:
+    from backbeat.cli.common import say
+    from backbeat.layouts import transformer
+    from backbeat.model import files
+    from backbeat.report.layout_page import layout_content, layout_report
+    from backbeat.report.page import MOST_BYTES
+    from backbeat.units import format_bytes
+
+    content = {count: layout_content(model, network, count, found, job, zero) for count, found in ranked.items()}
+    page = layout_report(content, f"{transformer(model).name} on {network.name}").encode()
+    if len(page) > MOST_BYTES:
+        say(f"note: the page is {format_bytes(len(page))}; fewer numbers of GPUs or a smaller --most make it smaller")
+    files.write(output, page)
+    say(f"wrote {output} ({format_bytes(len(page))})")
+
+
 def _show(found: LayoutPrediction, drawn: LayoutPrediction) -> None:
     from backbeat.cli.common import console, prose
     from backbeat.report.layout_tables import answer, breakdown_table, memory_table, stage_lines
+    from backbeat.units import format_seconds
 
     out = console()
     out.print(breakdown_table(found))
     out.print(memory_table(found))
-    if drawn is not found:
-        out.print(f"The stages in a step of {2 * drawn.layout.pp} micro-batches:")
+    count = drawn.job.global_batch // (drawn.layout.dp * drawn.layout.micro_batch)
+    if drawn.job != found.job:
+        out.print(f"The stages in a step of {count} micro-batches:")
     for line in stage_lines(drawn.timeline):
         out.print(line)
     for note in found.notes:
         prose(out, f"* {note}")
+    if found.spread_s is not None:
+        low, high = (format_seconds(edge) for edge in found.spread_s)
+        prose(out, f"Single steps vary from {low} to {high} (10th to 90th percentile).")
     prose(out, answer([found]) if found.fits else "It does not fit: recompute more, shard more (zero), or add stages.")
-
-
-def _nothing_fits(model: str, network: Any, gpus: int, zero: tuple[int, ...], job: dict[str, Any]) -> str:
-    from backbeat.layouts.architectures import transformer
-    from backbeat.layouts.cluster import cluster_of
-    from backbeat.layouts.conventions import conventions_named
-    from backbeat.layouts.layout import job_of
-    from backbeat.layouts.layout_search import least_memory
-    from backbeat.layouts.predict_layout import LayoutPredictor
-    from backbeat.units import format_bytes
-
-    predictor = LayoutPredictor(
-        transformer(model),
-        cluster_of(network, job["accelerator"]),
-        job_of(job["global_batch"], job["sequence"], job["precision"]),
-        conventions_named(job["framework"]),
-    )
-    least = least_memory(predictor, gpus, zero)
-    if least is None:
-        return f"No layout of {gpus} GPUs can be: their factors divide neither heads, layers nor batch."
-    return (
-        f"No layout fits on {gpus} GPUs: {least.layout.label} takes least, {format_bytes(least.memory_bytes)} of "
-        f"{format_bytes(least.limit_bytes)}. Take more GPUs, or shard parameters as well (--zero 3)."
-    )

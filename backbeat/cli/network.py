@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_args
+from typing import Annotated, Any, get_args
 
+import msgspec
 import typer
 
-from backbeat.cli.common import JsonOption
+from backbeat.cli.common import JsonOption, console, print_json, prose, say, split
+from backbeat.cost.collectives import bus_bandwidth
+from backbeat.cost.fabric import Kind
+from backbeat.cost.protocols import NicLatency
 from backbeat.errors import InputError
-
-if TYPE_CHECKING:
-    from backbeat.model import CollectiveTimes, Fabric, Network
-    from backbeat.model.slowdown import Transport
+from backbeat.importers.composition import compose, read
+from backbeat.model import CollectiveTimes, Fabric, Network, Source
+from backbeat.model.slowdown import CHANNELS, Transport
+from backbeat.model.specification import Specification, reached_inside
+from backbeat.report.tables import network_table
+from backbeat.units import format_seconds, parse_duration, parse_rate, parse_workers
 
 _SHOWN_BYTES = 2**28
 _LATENCY_BYTES = 8
@@ -70,11 +77,6 @@ def network(
     """Describe a cluster that you cannot measure. From specifications: --gpus-per-node, --inside, --nic and
     --nics-per-node. From measurements, also other people's: --inside and --across with files. Or from both: --inside
     with a file, --nic for what joins the nodes."""
-    from backbeat.cli.common import console, print_json, prose, say
-    from backbeat.cost.protocols import NicLatency
-    from backbeat.model.specification import Specification
-    from backbeat.units import format_seconds, parse_duration, parse_rate, parse_workers
-
     hop_s = parse_duration(latency)
     if hop_s >= _LONGEST_HOP_S:
         raise InputError(f"--latency {latency} is {format_seconds(hop_s)} from node to node: did you mean {hop_s:g}us?")
@@ -112,14 +114,11 @@ def network(
     if json:
         print_json({"network": made.name, "source": made.source, "notes": made.notes, "rows": rows})
     else:
-        from backbeat.report.tables import network_table
-
         out = console()
         out.print(network_table(rows))
         out.print()
-        source = made.source
-        if source is not None and not isinstance(source, str) and source.reference:
-            prose(out, f"From: {source.reference}.")
+        if isinstance(made.source, Source) and made.source.reference:
+            prose(out, f"From: {made.source.reference}.")
         for note in made.notes:
             prose(out, f"* {note}")
     if output is not None:
@@ -127,16 +126,10 @@ def network(
 
 
 def _noted(network: Network, note: str) -> Network:
-    import msgspec
-
     return msgspec.structs.replace(network, notes=(*network.notes, note))
 
 
 def _carried_by(network: Network, transport: str) -> Network:
-    import msgspec
-
-    from backbeat.model.slowdown import CHANNELS
-
     known = _one_of("--transport", transport, tuple(CHANNELS))
     topology = msgspec.structs.replace(network.topology, transport=known)
     return msgspec.structs.replace(network, topology=topology)
@@ -147,27 +140,18 @@ def _fabric(kind: str | None, oversubscription: float) -> Fabric | None:
         if oversubscription > 1:
             raise InputError("--oversubscription needs --fabric: fat-tree, rail-optimised or cloud")
         return None
-    from backbeat.cost.fabric import Kind
-    from backbeat.model import Fabric
-
     return Fabric(kind=_one_of("--fabric", kind, get_args(Kind)), oversubscription=oversubscription)
 
 
-def _one_of(option: str, given: str | None, known: tuple[str, ...]) -> Any:
-    if given is None or given in known:
+def _one_of(option: str, given: str, known: tuple[str, ...]) -> Any:
+    if given in known:
         return given
-    import difflib
-
     close = difflib.get_close_matches(given, known, n=1) or known
     raise InputError(f"{option} is {given!r}: did you mean {' or '.join(close)}?")
 
 
 def _inside(inside: str | None, gpus_per_node: int | None, *, nvls: bool) -> tuple[float | CollectiveTimes, int]:
     """What an all-reduce reaches inside a node, in bytes a second, or as measured; and the GPUs of a node."""
-    from backbeat.importers.composition import read
-    from backbeat.model.specification import reached_inside
-    from backbeat.units import parse_rate
-
     per_node = gpus_per_node or 1
     if inside is None:
         if per_node > 1:
@@ -194,9 +178,6 @@ def _is_rate(text: str) -> bool:
 def _composed(
     name: str, inside: str | None, across: list[str], gpus_per_node: int | None, hop_s: float, fabric: Fabric | None
 ) -> Network:
-    from backbeat.cli.common import split
-    from backbeat.importers.composition import compose, read
-
     if inside is not None and _is_rate(inside):
         raise InputError("--inside is a bandwidth and nothing says what joins the nodes: give --nic, like 400gbit")
     paths = [*([inside] if inside is not None else []), *split(across)]
@@ -216,8 +197,6 @@ def _composed(
 
 def row_at(network: Network, workers: int) -> dict[str, Any]:
     """What an all-reduce does on this many GPUs."""
-    from backbeat.cost.collectives import bus_bandwidth
-
     there = network.at(workers=workers)
     quiet, busy = there.edges or (there, there)
     quiet_rate, rate, busy_rate = (

@@ -2,31 +2,54 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from textwrap import indent
+from typing import Annotated, Any, Literal, cast
 
+import msgspec
 import typer
+from rich.console import Console
 
+from backbeat.api import plan as make_plan
+from backbeat.api import predict
 from backbeat.cli.common import (
-    STRATEGY_NAMES,
+    AccumulationOption,
     AcrossOption,
+    BucketOption,
+    CommunicatorsOption,
     JsonOption,
     LinksOption,
     NetworkArgument,
     OneCountOption,
     ProfileArgument,
     ReduceOption,
-    _strategy_names,
+    console,
+    load_network,
     one_count,
+    print_json,
+    prose,
+    say,
+    size,
+    strategy_names,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from rich.console import Console
-
-    from backbeat.model import Network, Plan, Prediction, Profile
-    from backbeat.report.memory_tables import Policy
+from backbeat.cli.predict_output import doubts
+from backbeat.errors import InputError
+from backbeat.model import MemoryPlan, Network, Plan, Prediction, Profile
+from backbeat.planners import SHARDED, STRATEGIES
+from backbeat.planners.max_batch import Point, growth, largest_looked_at
+from backbeat.planners.memory_moves import uniform
+from backbeat.report.device_memory import device_fit
+from backbeat.report.memory_tables import Policy, growth_table, mixture, peak_line, policies_table, segments_table
+from backbeat.report.sharding_tables import memory_table, units_table
+from backbeat.report.tables import describe, over_bound, plan_table, scaling_range
+from backbeat.report.ways import lines_to_write
+from backbeat.simulate.actions import plan_of
+from backbeat.simulate.batch import same_blocks, sibling
+from backbeat.simulate.memory_timeline import Chain, memory_timeline
+from backbeat.simulate.resident_memory import ResidentMemory
+from backbeat.simulate.sharded_memory import sharded_memory
+from backbeat.units import counted, format_bytes, format_seconds, parse_duration, printable
 
 
 def plan(
@@ -38,16 +61,14 @@ def plan(
         typer.Option(
             "--strategy",
             "-s",
-            help=f"One of {STRATEGY_NAMES}. Default: best; with --density compressed.",
-            autocompletion=_strategy_names,
+            help=f"One of {', '.join(STRATEGIES)}. Default: best; with --density compressed.",
+            autocompletion=strategy_names,
         ),
     ] = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the plan here.")] = None,
-    accumulation: Annotated[int | None, typer.Option(help="Micro-batches per iteration.")] = None,
-    communicators: Annotated[int | None, typer.Option(help="Communicators to use (for best: at most).")] = None,
-    bucket: Annotated[
-        str | None, typer.Option(help="Bucket or fusion buffer size for ddp and horovod, like 25MB.")
-    ] = None,
+    accumulation: AccumulationOption = None,
+    communicators: CommunicatorsOption = None,
+    bucket: BucketOption = None,
     budget: Annotated[str | None, typer.Option(help="Stop improving after this long, like 2s (best only).")] = None,
     memory: Annotated[
         str | None,
@@ -82,13 +103,6 @@ def plan(
     json: JsonOption = False,
 ) -> None:
     """Choose which gradients travel together, in which order and on which communicator, and what memory is spent on."""
-    from backbeat.api import plan as make_plan
-    from backbeat.cli.common import load_network, size
-    from backbeat.errors import InputError
-    from backbeat.model import Profile
-    from backbeat.planners import SHARDED
-    from backbeat.units import parse_duration
-
     memory_bytes = size("--memory", memory) if memory is not None else None
     if reserve is not None and memory_bytes is None:
         raise InputError("--reserve goes with --memory: add it, or leave this out")
@@ -100,7 +114,6 @@ def plan(
     chosen = strategy or ("best" if density is None else "compressed")
     if residuals not in (None, "device", "host"):
         raise InputError(f"--residuals is {residuals!r}: it must be device or host")
-    where: Literal["device", "host"] | None = "host" if residuals == "host" else "device" if residuals else None
     if other_batch is not None and not max_batch:
         raise InputError("--other-batch goes with --max-batch: add it, or leave this out")
     one, cluster = Profile.load(profile), load_network(network, across, nics_per_node)
@@ -120,7 +133,7 @@ def plan(
             density=density,
             memory_bytes=memory_bytes,
             reserve=left,
-            residuals=where,
+            residuals=cast('Literal["device", "host"] | None', residuals),
             torch_version=torch,
         )
 
@@ -138,9 +151,6 @@ def plan(
 
 def _reserve(text: str) -> float:
     """A share of the budget, below 1, or bytes."""
-    from backbeat.cli.common import size
-    from backbeat.errors import InputError
-
     if not text.strip().endswith("%"):
         return size("--reserve", text)
     try:
@@ -161,18 +171,6 @@ def _show(
     reduce_dtype: str | None,
     accumulation: int | None,
 ) -> None:
-    from textwrap import indent
-
-    import msgspec
-
-    from backbeat.api import predict
-    from backbeat.cli.common import console, print_json, prose, say
-    from backbeat.cli.predict_output import doubts
-    from backbeat.report.device_memory import device_fit
-    from backbeat.report.tables import describe, over_bound, plan_table, scaling_range
-    from backbeat.report.ways import lines_to_write
-    from backbeat.units import format_seconds
-
     if output is not None:
         made.save(output)
         say(f"wrote {output}")
@@ -188,7 +186,7 @@ def _show(
     if result.workers == 1:
         out.print("One worker sends nothing: the plan's buckets never leave.")
     elif made.sharding is not None:
-        _show_sharding(out, one, made, result, accumulation)
+        _show_sharding(out, one, made, accumulation)
     else:
         out.print(plan_table(made, result))
     if made.memory is not None and one.blocks and made.sharding is None:
@@ -196,7 +194,7 @@ def _show(
     edges = scaling_range(result)
     prose(
         out,
-        f"{made.strategy} at {result.workers} worker{'' if result.workers == 1 else 's'}: "
+        f"{made.strategy} at {counted(result.workers, 'worker')}: "
         f"{format_seconds(result.iteration_s)} per iteration, scaling "
         f"{result.scaling_factor:.1%}{f' ({edges} from a busy to a quiet cluster)' if edges else ''}, "
         f"{format_seconds(result.exposed_s)} exposed, {over_bound(result):+.1%} over the "
@@ -214,12 +212,7 @@ def _show(
         prose(out, f"In the training script:\n{indent(lines_to_write(str(output or 'plan.json')), '  ')}")
 
 
-def _show_sharding(out: Console, one: Profile, made: Plan, result: Prediction, accumulation: int | None) -> None:
-    from backbeat.cli.common import prose
-    from backbeat.report.sharding_tables import memory_table, units_table
-    from backbeat.simulate.sharded_memory import sharded_memory
-    from backbeat.units import format_bytes
-
+def _show_sharding(out: Console, one: Profile, made: Plan, accumulation: int | None) -> None:
     sharding = made.sharding
     assert sharding is not None
     out.print(units_table(one, made))
@@ -244,13 +237,8 @@ def _show_sharding(out: Console, one: Profile, made: Plan, result: Prediction, a
 def _show_memory(
     out: Console, one: Profile, cluster: Network, made: Plan, result: Prediction, accumulation: int | None
 ) -> None:
-    from backbeat.report.memory_tables import peak_line, policies_table, segments_table
-    from backbeat.simulate.memory_timeline import memory_timeline
-    from backbeat.units import printable
-
     memory = made.memory
-    if memory is None:
-        return
+    assert memory is not None
     if memory.segments:
         out.print(segments_table(one, memory))
     else:
@@ -263,16 +251,6 @@ def _show_memory(
 
 def _policies(one: Profile, cluster: Network, made: Plan, result: Prediction, accumulation: int | None) -> list[Policy]:
     """The plan, and the same schedule with every block treated alike."""
-    import msgspec
-
-    from backbeat.model import MemoryPlan
-    from backbeat.planners.memory_moves import uniform
-    from backbeat.report.memory_tables import Policy
-    from backbeat.simulate import predict
-    from backbeat.simulate.actions import plan_of
-    from backbeat.simulate.memory_timeline import Chain
-    from backbeat.simulate.resident_memory import ResidentMemory
-
     residuals = made.memory.residuals if made.memory else "device"
     chain = Chain.of(one, ResidentMemory.of(one, made, residuals, cluster.workers))
     rows = [Policy("this plan", result.peak_bytes or 0, result.iteration_s)]
@@ -292,14 +270,6 @@ def _show_growth(
     make: Callable[[Profile], Plan],
     json: bool,
 ) -> None:
-    from backbeat.cli.common import console, print_json
-    from backbeat.model import Profile
-    from backbeat.planners.max_batch import growth, largest_looked_at
-    from backbeat.report.memory_tables import growth_table, mixture
-    from backbeat.report.tables import describe
-    from backbeat.simulate.batch import same_blocks, sibling
-    from backbeat.units import format_bytes, printable
-
     two = Profile.load(other) if other else sibling(one)
     if not other and two is not None and not (one.blocks and same_blocks(one, two)):
         two = None
@@ -307,21 +277,6 @@ def _show_growth(
     capped = points[-1].batch_size >= largest_looked_at(one)
     basis = f"batch {one.batch_size} in proportion" if two is None else f"batch {one.batch_size} and {two.batch_size}"
     if json:
-        rows = []
-        for point in points:
-            kept, recomputed, offloaded = mixture(point.plan.memory)
-            rows.append(
-                {
-                    "batch_size": point.batch_size,
-                    "everything_kept": point.kept,
-                    "blocks_kept": len(one.blocks) if point.kept else kept,
-                    "blocks_recomputed": recomputed,
-                    "offloaded": offloaded,
-                    "peak_bytes": point.prediction.peak_bytes,
-                    "iteration_s": point.prediction.iteration_s,
-                    "samples_per_s": point.prediction.samples_per_s,
-                }
-            )
         print_json(
             {
                 "profile": one.name,
@@ -330,7 +285,7 @@ def _show_growth(
                 "memory_bytes": memory_bytes,
                 "extrapolated_from": [one.batch_size] + ([two.batch_size] if two else []),
                 "search_ended_at_its_limit": capped,
-                "rows": rows,
+                "rows": [_growth_row(one, point) for point in points],
             }
         )
         return
@@ -357,3 +312,17 @@ def _show_growth(
             soft_wrap=True,
         )
     out.print(f"* sizes and times of other batches are extrapolated from {basis}", soft_wrap=True)
+
+
+def _growth_row(profile: Profile, point: Point) -> dict[str, Any]:
+    kept, recomputed, offloaded = mixture(point.plan.memory)
+    return {
+        "batch_size": point.batch_size,
+        "everything_kept": point.kept,
+        "blocks_kept": len(profile.blocks) if point.kept else kept,
+        "blocks_recomputed": recomputed,
+        "offloaded": offloaded,
+        "peak_bytes": point.prediction.peak_bytes,
+        "iteration_s": point.prediction.iteration_s,
+        "samples_per_s": point.prediction.samples_per_s,
+    }

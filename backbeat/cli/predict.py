@@ -3,32 +3,47 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
+import msgspec
 import typer
 
+from backbeat.api import predict as predict_sent
 from backbeat.cli.common import (
+    AccumulationOption,
     AcrossOption,
+    BucketOption,
+    CommunicatorsOption,
     EpochOption,
     FrameworkOption,
     JsonOption,
     LinksOption,
     NetworkArgument,
+    PlanFilesOption,
     PriceOption,
     ProfileArgument,
     ReduceOption,
     StrategyOption,
+    console,
+    load_network,
+    plan_options,
+    print_json,
+    say,
+    size,
+    split,
 )
+from backbeat.cli.predict_output import Asked, Schedule, content, curves_of, show
+from backbeat.cli.predict_sharded import at_most_workers, is_sharded, sharded_strategies, show_sharded, ways_of
 from backbeat.errors import InputError
-
-if TYPE_CHECKING:
-    from backbeat.cli.predict_output import Asked, Schedule
-    from backbeat.model import Network, Plan, Prediction, Profile
-
-STOCK = "ddp"
-PLANNED = "best"
-DEFAULT_STRATEGIES = (STOCK, "mg-wfbp", "optimal", "best")
-"""For --wide and --json."""
+from backbeat.model import Network, Plan, Prediction, Profile, Reduction
+from backbeat.model.reduction import reduction_named
+from backbeat.planners import BUCKETED
+from backbeat.report import plot as plots
+from backbeat.report.figures import scaling
+from backbeat.report.study import PLANNED, STOCK, STRATEGIES
+from backbeat.report.ways import work_headline
+from backbeat.simulate import strong_scaling
+from backbeat.units import parse_price, parse_workers
 
 
 def predict(
@@ -40,18 +55,16 @@ def predict(
     ] = None,
     strategy: StrategyOption = None,
     framework: FrameworkOption = None,
-    plan: Annotated[list[str] | None, typer.Option("--plan", help="Plan files to predict, comma-separated.")] = None,
-    accumulation: Annotated[int | None, typer.Option(help="Micro-batches per iteration.")] = None,
+    plan: PlanFilesOption = None,
+    accumulation: AccumulationOption = None,
     global_batch: Annotated[
         int | None, typer.Option(help="Strong scaling: this many samples per iteration over all workers.")
     ] = None,
     other_batch: Annotated[
         str | None, typer.Option(help="With --global-batch: a second profile of the model, at another batch size.")
     ] = None,
-    communicators: Annotated[int | None, typer.Option(help="Communicators to use (for best: at most).")] = None,
-    bucket: Annotated[
-        str | None, typer.Option(help="Bucket or fusion buffer size for ddp and horovod, like 25MB.")
-    ] = None,
+    communicators: CommunicatorsOption = None,
+    bucket: BucketOption = None,
     reduce_dtype: ReduceOption = None,
     price: PriceOption = None,
     epoch_samples: EpochOption = None,
@@ -63,26 +76,14 @@ def predict(
     json: JsonOption = False,
 ) -> None:
     """Predict how the job scales, what limits it and what it costs, and say what to do."""
-    from backbeat.cli.common import console, load_network, plan_options, print_json, size, split
-    from backbeat.cli.predict_output import Asked, content, show
-    from backbeat.cli.predict_sharded import at_most_workers, is_sharded, sharded_strategies, show_sharded, ways_of
-    from backbeat.model import Plan, Profile
-    from backbeat.model.reduction import reduction_named
-    from backbeat.planners import BUCKETED
-    from backbeat.report.ways import work_headline
-    from backbeat.simulate import strong_scaling
-    from backbeat.units import parse_price, parse_workers
-
     one, cluster = Profile.load(profile), load_network(network, across, nics_per_node)
     counts = parse_workers(workers) if workers else [cluster.workers]
     files = split(plan)
     every = wide or json
     names = named = list(dict.fromkeys(split(strategy)))
     frameworks = [reduction_named(name) for name in split(framework)]
-    if not names and every:
-        names = [] if files else list(DEFAULT_STRATEGIES)
-    elif not names:
-        names = [] if files else [PLANNED]
+    if not names and not files:
+        names = list(STRATEGIES) if every else [PLANNED]
     offered: list[str] = []
     if not named and not files and not frameworks and global_batch is None:
         # With a job that DDP cannot hold, sharding is compared in place of buckets.
@@ -111,10 +112,10 @@ def predict(
         plan_files={made.strategy: file for made, file in zip(plans, files, strict=True)},
     )
     if plot is not None:
-        from backbeat.report.plot import check
-
-        check(plot)
-    other = Profile.load(other_batch) if other_batch and global_batch is not None else None
+        plots.check(plot)
+    if other_batch is not None and global_batch is None:
+        raise InputError("--other-batch goes with --global-batch: add it, or leave this out")
+    other = Profile.load(other_batch) if other_batch is not None else None
     # Refused before anything is planned: the largest number of workers is where a network ends.
     clusters = {count: cluster.at(workers=count) for count in counts}
     rows: list[Prediction] = []
@@ -134,7 +135,8 @@ def predict(
                 continue
             rows.append(row if here is one else _at_another_batch(row, here.notes[-1]))
     if plot is not None:
-        _plot(rows, plot, one, cluster)
+        plots.save_scaling(scaling(curves_of(rows)), plot, title=f"{one.name} on {cluster.name}")
+        say(f"wrote {plot}")
     sharded = any(map(is_sharded, schedules))
     if json:
         data = content(one, cluster, rows, asked, schedules)
@@ -149,8 +151,6 @@ def predict(
 
 def _named_apart(plans: list[Plan], files: list[str], names: list[str]) -> list[Plan]:
     """Plans of the same strategy as another row carry their file's name, or nobody could tell them apart."""
-    import msgspec
-
     strategies = [*names, *(plan.strategy for plan in plans)]
     return [
         msgspec.structs.replace(plan, strategy=f"{plan.strategy} ({file})")
@@ -161,10 +161,6 @@ def _named_apart(plans: list[Plan], files: list[str], names: list[str]) -> list[
 
 
 def _predict(profile: Profile, network: Network, schedule: Schedule, asked: Asked) -> Prediction:
-    from backbeat.api import predict as predict_sent
-    from backbeat.model import Reduction
-    from backbeat.planners import BUCKETED
-
     choices: dict[str, Any] = {}
     if isinstance(schedule, Reduction):
         return predict_sent(profile, network, framework=schedule, accumulation=asked.accumulation)
@@ -179,18 +175,6 @@ def _predict(profile: Profile, network: Network, schedule: Schedule, asked: Aske
 
 def _at_another_batch(row: Prediction, note: str) -> Prediction:
     """The prediction with what is to be known of its batch size."""
-    import msgspec
-
     return msgspec.structs.replace(
         row, notes=(*row.notes, note), extrapolated=row.extrapolated or "extrapolated" in note
     )
-
-
-def _plot(rows: list[Prediction], path: Path, profile: Profile, network: Network) -> None:
-    from backbeat.cli.common import say
-    from backbeat.cli.predict_output import curves_of
-    from backbeat.report.figures import scaling
-    from backbeat.report.plot import save_scaling
-
-    save_scaling(scaling(curves_of(rows)), path, title=f"{profile.name} on {network.name}")
-    say(f"wrote {path}")

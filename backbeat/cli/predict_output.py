@@ -3,29 +3,24 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich.console import Console
 
 from backbeat.api import predict as predict_sent
 from backbeat.cli.common import prose
-from backbeat.model import Plan, Reduction
+from backbeat.model import Network, Plan, Prediction, Profile, Reduction
 from backbeat.report import tables
 from backbeat.report.answer import decision, frontier, judged, stock_name, unmeasured
-from backbeat.report.device_memory import device_fit
+from backbeat.report.device_memory import DeviceFit, device_fit
 from backbeat.report.limits import knee_sentence, limit
 from backbeat.report.running_cost import costs, format_money, per_billion, tokens_per_s, unit, units_line, utilisation
 from backbeat.report.study import PLANNED, STOCK
 from backbeat.simulate.sweep import knee
-from backbeat.units import format_bytes
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence, Set
-
-    from rich.console import Console
-
-    from backbeat.model import Network, Prediction, Profile
-    from backbeat.report.device_memory import DeviceFit
+from backbeat.units import counted, format_bytes
 
 Schedule = str | Plan | Reduction
 """A strategy by name, a plan, or what a framework does."""
@@ -147,7 +142,7 @@ def show(
     out.print()
     figures = units_line(best, profile, price=price, epoch_samples=asked.epoch_samples)
     chosen = f" with {best.strategy}" if wide and len(curves) > 1 else ""
-    prose(out, f"At {best.workers} GPU{'s' if best.workers > 1 else ''}{chosen}: {figures}.")
+    prose(out, f"At {counted(best.workers, 'GPU')}{chosen}: {figures}.")
     if best.workers > 1:
         prose(out, f"Limit: {limit(best, sent_by(profile, asked), reduce_dtype=asked.reduce_dtype)}")
     if wide:

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
+
+from rich.console import Console
 
 from backbeat.cli.common import prose
-from backbeat.cli.predict_output import command_for, doubts, fits_of, sent_by, title_of
+from backbeat.cli.predict_output import Asked, Schedule, command_for, doubts, fits_of, sent_by, title_of
 from backbeat.cost.accelerators import accelerator
-from backbeat.model import Plan
+from backbeat.model import Network, Plan, Prediction, Profile
 from backbeat.planners import SHARDED
 from backbeat.report.device_memory import DeviceFit, device_fit
 from backbeat.report.limits import limit
 from backbeat.report.running_cost import units_line
 from backbeat.report.sharding_tables import strategies_table
 from backbeat.report.ways import Way, chosen_way, way_decision, way_sentences, work_headline
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from backbeat.cli.predict_output import Asked, Schedule
-    from backbeat.model import Network, Prediction, Profile
+from backbeat.units import counted
 
 
 def is_sharded(schedule: Schedule) -> bool:
@@ -78,7 +74,7 @@ def show_sharded(
     if taken is not None:
         chosen = taken.prediction
         figures = units_line(chosen, profile, price=asked.price, epoch_samples=asked.epoch_samples)
-        prose(out, f"At {chosen.workers} GPU{'' if chosen.workers == 1 else 's'} with {chosen.strategy}: {figures}.")
+        prose(out, f"At {counted(chosen.workers, 'GPU')} with {chosen.strategy}: {figures}.")
         prose(out, f"Limit: {limit(chosen, sent_by(profile, asked), reduce_dtype=asked.reduce_dtype)}")
         for line in (*way_sentences(ways), *doubts(chosen, network, profile)):
             prose(out, line)

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+import shlex
+import sys
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any
 
 import typer
 
-if TYPE_CHECKING:
-    from backbeat.model import Profile
+from backbeat.cli.common import check_writable, need_torch, say
+from backbeat.errors import InputError
+from backbeat.measure.model.noise import band
+from backbeat.model import Profile
+from backbeat.model.files import encode
+from backbeat.units import format_bytes, format_seconds, parse_duration
 
 
 def profile(
@@ -60,25 +68,26 @@ def profile(
     ] = True,
     name: Annotated[str | None, typer.Option(help="The profile's name.")] = None,
     output: Annotated[
-        str | None, typer.Option("--output", "-o", help="Write the profile here (.json or .json.gz).")
+        Path | None, typer.Option("--output", "-o", help="Write the profile here (.json or .json.gz).")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the profile's file instead of a summary.")] = False,
 ) -> None:
     """Measure how long a model computes and when each of its gradients is ready."""
-    import sys
-    from pathlib import Path
-
-    from backbeat.errors import InputError
-    from backbeat.model.files import encode
-    from backbeat.units import parse_duration
-
     limit_s = None if time_limit is None else parse_duration(time_limit)
-    if output and not Path(output).parent.is_dir():
-        raise InputError(f"{output}: its folder does not exist: make it, or choose another")
-    _need_torch()
+    if output is not None:
+        check_writable(output)
+    need_torch("profile")
     from backbeat.measure.model.factory import load
 
-    command = command_line(sys.argv)
+    options: dict[str, Any] = {
+        "batch_size": batch_size,
+        "precision": precision,
+        "accumulation": accumulation,
+        "optimizer": optimizer,
+        "name": name,
+        # As it was given, with the program's name rather than its path.
+        "command": shlex.join(["backbeat", *sys.argv[1:]]),
+    }
     if analytic is not None or tflops is not None or gbps is not None:
         if from_layers is not None:
             raise InputError("--from-layers is for measuring: drop it, or --analytic")
@@ -91,14 +100,9 @@ def profile(
             gpu=analytic,
             tflops=tflops,
             gbps=gbps,
-            batch_size=batch_size,
-            precision=precision,
-            accumulation=accumulation,
-            optimizer=optimizer,
             compiled=compile_blocks,
             launch_overhead=launch_overhead,
-            name=name,
-            command=command,
+            **options,
         )
     else:
         if not launch_overhead:
@@ -107,20 +111,14 @@ def profile(
         from backbeat.runtime.compressed.topk_speed import measure_topk
         from backbeat.runtime.memory import apply
 
-        typer.echo(f"profiling {factory} …", err=True)
-        options: dict[str, Any] = {
-            "batch_size": batch_size,
+        say(f"profiling {factory} …")
+        options |= {
             "device": device,
-            "precision": precision,
-            "optimizer": optimizer,
             "compile_blocks": compile_blocks,
             "iterations": iterations,
             "warmup": warmup,
-            "accumulation": accumulation,
             "time_limit_s": limit_s,
             "accept_noise": accept_noise,
-            "name": name,
-            "command": command,
             "topk_speed": measure_topk,
             "apply_memory": apply,
         }
@@ -128,38 +126,23 @@ def profile(
             result = measure_factory(load(factory), **options).profile
         else:
             result = compose_factory(load(factory), _two_counts(from_layers), **options)
-    if output:
+    if output is not None:
         result.save(output)
-        typer.echo(f"wrote {output}", err=True)
+        say(f"wrote {output}")
     typer.echo(encode(result).decode() if as_json else summary(result), nl=not as_json)
 
 
 def _two_counts(text: str) -> tuple[int, int]:
-    from backbeat.errors import InputError
-
     parts = text.split(",")
     if len(parts) != 2 or not all(part.strip().isdigit() for part in parts) or int(parts[0]) == int(parts[1]):
         raise InputError(f"--from-layers is {text!r}: give two different numbers of layers, like 2,4")
     return int(parts[0]), int(parts[1])
 
 
-def command_line(arguments: list[str]) -> str:
-    """The command as it was given, with the program's name rather than its path."""
-    import shlex
-
-    return shlex.join(["backbeat", *arguments[1:]])
-
-
 def summary(profile: Profile) -> str:
     """A few lines a person can check the measurement by."""
-    from statistics import median
-
-    from backbeat.measure.model.noise import band
-    from backbeat.units import format_bytes, format_seconds
-
     first, last = profile.gradients[0], profile.gradients[-1]
     rows = [
-        (profile.name, f"{profile.model}, batch {profile.batch_size}, {profile.precision}, {profile.device}"),
         ("forward", format_seconds(profile.forward_s)),
         ("backward", format_seconds(profile.backward_s)),
         ("update", format_seconds(profile.update_s) + (f", {profile.optimizer}" if profile.optimizer else "")),
@@ -169,14 +152,10 @@ def summary(profile: Profile) -> str:
     rate = profile.batch_size * profile.accumulation / profile.single_s if profile.single_s else 0.0
     rows.append(("iteration", f"{format_seconds(profile.single_s)}, {rate:,.0f} samples/s"))
     if profile.iteration_s:
-        low, high = band(profile.iteration_s)
-        rows.append(
-            (
-                "as measured",
-                f"median {format_seconds(median(profile.iteration_s))} of {len(profile.iteration_s)} iterations, "
-                f"10 to 90 %: {format_seconds(low)} to {format_seconds(high)}",
-            )
-        )
+        times = profile.iteration_s
+        low, high = map(format_seconds, band(times))
+        middle = f"median {format_seconds(median(times))} of {len(times)} iterations"
+        rows.append(("as measured", f"{middle}, 10 to 90 %: {low} to {high}"))
     rows += [
         ("gradients", f"{len(profile.gradients)}, {format_bytes(profile.total_bytes)}"),
         ("first ready", f"{first.name} after {format_seconds(first.ready_s)}"),
@@ -187,26 +166,19 @@ def summary(profile: Profile) -> str:
         rows.append(("arithmetic", f"{profile.flops_per_sample / 1e9:.4g} GFLOP per sample{tokens}"))
     elif tokens:
         rows.append(("samples", tokens.removeprefix(" ")))
-    if profile.memory is not None:
-        memory = profile.memory
-        rows.append(
-            (
-                "memory",
-                f"peak {format_bytes(memory.peak_bytes)}, between iterations {format_bytes(memory.steady_bytes)}, "
-                f"activations {format_bytes(memory.activation_bytes)}",
-            )
-        )
+    if (memory := profile.memory) is not None:
+        peak, steady = format_bytes(memory.peak_bytes), format_bytes(memory.steady_bytes)
+        activations = format_bytes(memory.activation_bytes)
+        rows.append(("memory", f"peak {peak}, between iterations {steady}, activations {activations}"))
     if profile.blocks:
         rows.append(("blocks", _blocks(profile)))
     rows += [("note", note if len(note) <= 300 else note[:299] + "…") for note in profile.notes]
-    width = max(len(label) for label, _ in rows[1:]) + 2
-    title = f"{rows[0][0]}: {rows[0][1]}"
-    return "\n".join([title, *(f"  {label:<{width}}{text}" for label, text in rows[1:])])
+    width = max(len(label) for label, _ in rows) + 2
+    title = f"{profile.name}: {profile.model}, batch {profile.batch_size}, {profile.precision}, {profile.device}"
+    return "\n".join([title, *(f"  {label:<{width}}{text}" for label, text in rows)])
 
 
 def _blocks(profile: Profile) -> str:
-    from backbeat.units import format_bytes
-
     saved = sum(block.saved_bytes for block in profile.blocks)
     text = f"{len(profile.blocks)}, {format_bytes(saved)} saved inside them"
     if profile.host_link is None:
@@ -216,12 +188,3 @@ def _blocks(profile: Profile) -> str:
         f"{text}; host link {format_bytes(round(link.to_host_bytes_per_s))}/s out, "
         f"{format_bytes(round(link.to_device_bytes_per_s))}/s in"
     )
-
-
-def _need_torch() -> None:
-    from importlib.util import find_spec
-
-    if find_spec("torch") is None:
-        from backbeat.errors import MissingPartError
-
-        raise MissingPartError("`backbeat profile` needs PyTorch: pip install 'backbeat[torch]'")

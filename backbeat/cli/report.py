@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -12,26 +12,29 @@ from backbeat.cli.common import (
     EpochOption,
     LinksOption,
     NetworkArgument,
+    PlanFilesOption,
     PriceOption,
     ProfileArgument,
     ReduceOption,
     StrategyOption,
+    TraceFilesOption,
     load_network,
     plan_options,
     say,
     size,
     split,
 )
+from backbeat.model import Plan, Profile, files
+from backbeat.report import redact as redact_names
+from backbeat.report.measured import read_lab, read_trace
+from backbeat.report.page import MOST_BYTES, PageSettings
+from backbeat.report.page import report as make_page
+from backbeat.report.study import Study, curve_workers, study
 from backbeat.units import format_bytes, parse_price, parse_workers
-
-if TYPE_CHECKING:
-    from backbeat.model import Plan
-    from backbeat.report.study import Study
 
 LabOption = Annotated[
     list[str] | None, typer.Option("--lab", help="Results that `backbeat lab -o` wrote, comma-separated.")
 ]
-PlanOption = Annotated[list[str] | None, typer.Option("--plan", help="Plan files to compare, comma-separated.")]
 RedactOption = Annotated[bool, typer.Option("--redact", help="Leave out model, parameter, file and host names.")]
 
 
@@ -43,11 +46,9 @@ def report(
         typer.Option("--workers", "-n", help="64 (a curve from 4 to it), 4..2048 or 8,16,48. Default: the network's."),
     ] = None,
     strategy: StrategyOption = None,
-    plan: PlanOption = None,
+    plan: PlanFilesOption = None,
     lab: LabOption = None,
-    trace: Annotated[
-        list[str] | None, typer.Option("--trace", help="Kineto traces of the real job, comma-separated.")
-    ] = None,
+    trace: TraceFilesOption = None,
     reduce_dtype: ReduceOption = None,
     price: PriceOption = None,
     epoch_samples: EpochOption = None,
@@ -61,10 +62,6 @@ def report(
     output: Annotated[Path, typer.Option("--output", "-o", help="The file to write.")] = Path("report.html"),
 ) -> None:
     """Write one HTML file that says how the job scales, what limits it, what to do and what that is worth."""
-    from backbeat.model import Plan, files
-    from backbeat.report.page import MOST_BYTES, PageSettings
-    from backbeat.report.page import report as make_page
-
     budget = size("--memory-budget", memory_budget) if memory_budget else None
     made = gather(
         profile,
@@ -114,11 +111,6 @@ def gather(
     memory_budget: int | None = None,
 ) -> Study:
     """Read everything that was named, and predict; without `curve` at the last number of workers only."""
-    from backbeat.model import Plan, Profile
-    from backbeat.report import redact as redact_names
-    from backbeat.report.measured import read_lab, read_trace
-    from backbeat.report.study import curve_workers, study
-
     one, cluster = Profile.load(profile), load_network(network, across, nics_per_node)
     asked = parse_workers(workers) if workers else [cluster.workers]
     counts = curve_workers(asked) if curve else [asked[-1]]

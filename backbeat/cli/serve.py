@@ -16,7 +16,7 @@ _HOST = "127.0.0.1"
 def serve(
     port: Annotated[int, typer.Option(help="Port on 127.0.0.1; 0 takes a free one.", min=0, max=65535)] = 8321,
 ) -> None:
-    """Serve a page on this machine with sliders for GPUs, bandwidth, latency, batch, bucket and communicators."""
+    """Serve a page on this machine: sliders for GPUs, bandwidth, latency, batch and buckets, and a tab for layouts."""
     try:
         import uvicorn
 

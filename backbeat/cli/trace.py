@@ -7,8 +7,21 @@ from typing import Annotated
 
 import typer
 
-from backbeat.cli.common import NetworkArgument, OneCountOption, ProfileArgument, StrategyOption, one_count, say, split
-from backbeat.cli.report import LabOption, PlanOption, RedactOption, gather
+from backbeat.cli.common import (
+    NetworkArgument,
+    OneCountOption,
+    PlanFilesOption,
+    ProfileArgument,
+    StrategyOption,
+    TraceFilesOption,
+    one_count,
+    say,
+    split,
+)
+from backbeat.cli.report import LabOption, RedactOption, gather
+from backbeat.model import files
+from backbeat.report import perfetto
+from backbeat.report.study import STOCK
 
 
 def trace(
@@ -16,19 +29,13 @@ def trace(
     network: NetworkArgument,
     workers: OneCountOption = None,
     strategy: StrategyOption = None,
-    plan: PlanOption = None,
+    plan: PlanFilesOption = None,
     lab: LabOption = None,
-    kineto: Annotated[
-        list[str] | None, typer.Option("--trace", help="Kineto traces to put beside, comma-separated.")
-    ] = None,
+    kineto: TraceFilesOption = None,
     redact: RedactOption = False,
     output: Annotated[Path, typer.Option("--output", "-o", help="The file to write.")] = Path("trace.json"),
 ) -> None:
     """Write predicted iterations, and measured ones beside them, as a trace for ui.perfetto.dev or chrome://tracing."""
-    from backbeat.model import files
-    from backbeat.report import perfetto
-    from backbeat.report.study import STOCK
-
     strategies, plans = split(strategy), split(plan)
     chosen = strategies or ([] if plans else [STOCK, "best"])
     made = gather(

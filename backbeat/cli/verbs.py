@@ -37,25 +37,23 @@ VERBS = {
 
 
 class Verbs(TyperGroup):
-    """The table's verbs, beside any that are registered on the app itself."""
+    """The table's verbs."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        return [*VERBS, *(name for name in super().list_commands(ctx) if name not in VERBS)]
+        return list(VERBS)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        return super().get_command(ctx, cmd_name) if cmd_name not in VERBS else load(cmd_name)
+        return load(cmd_name) if cmd_name in VERBS else None
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         # For a name that is no verb, typer suggests near ones among the commands it holds: only then load them all.
-        if args and args[0] not in VERBS and args[0] not in self.commands:
+        if args and args[0] not in VERBS:
             self.commands.update({name: load(name) for name in VERBS})
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        rows = [(name, verb.help) for name, verb in VERBS.items()]
-        rows += [(name, one.get_short_help_str()) for name, one in self.commands.items() if name not in VERBS]
         with formatter.section("Commands"):
-            formatter.write_dl(rows)
+            formatter.write_dl([(name, verb.help) for name, verb in VERBS.items()])
 
 
 def load(name: str) -> Any:

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Sequence
+from typing import Annotated, Any
 
 import typer
 
-from backbeat.cli.common import JsonOption, bundled_names
+from backbeat.cli.common import JsonOption, bundled_names, console, print_json, prose
 from backbeat.cli.network import row_at
 from backbeat.errors import InputError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from backbeat.model import Network, Profile
-
+from backbeat.model import Network, Profile, Source
+from backbeat.model.files import bundled
+from backbeat.report.tables import bus_rates, describe, network_table, zoo_table
 
 _SHOWN = 256
 """GPUs that networks are compared at."""
@@ -30,37 +28,19 @@ def zoo(
 ) -> None:
     """List the bundled models with their variants, and the networks; or one by its NAME, with where its figures come
     from."""
-    from backbeat.cli.common import console, print_json, prose
-    from backbeat.model import Network, Profile
-    from backbeat.model.files import bundled
-    from backbeat.report.tables import bus_rates, zoo_table
-
     if name is not None:
         _one(name, json=json)
         return
     profiles = [Profile.load(name) for name in bundled(Profile)]
     networks = [Network.load(name) for name in bundled(Network)]
     if json:
-        data = {
-            "profiles": [
-                {
-                    "name": one.name,
-                    "model": one.model,
-                    "batch_size": one.batch_size,
-                    "precision": one.precision,
-                    "sequence_length": one.sequence_length,
-                    "optimizer": one.optimizer,
-                    "compiled": one.compiled,
-                    "source": one.source,
-                }
-                for one in profiles
-            ],
-            "networks": [
-                {"name": one.name, "workers": one.workers, "source": one.source, "all_reduce": row_at(one, _SHOWN)}
-                for one in networks
-            ],
-        }
-        print_json(data)
+        shown = ("name", "model", "batch_size", "precision", "sequence_length", "optimizer", "compiled", "source")
+        joined = [
+            {"name": one.name, "workers": one.workers, "source": one.source, "all_reduce": row_at(one, _SHOWN)}
+            for one in networks
+        ]
+        profiled = [{field: getattr(one, field) for field in shown} for one in profiles]
+        print_json({"profiles": profiled, "networks": joined})
         return
 
     models: dict[tuple[str, str], list[Profile]] = {}
@@ -86,21 +66,14 @@ def zoo(
         f"{first.name}. Measured on {', '.join(devices)}.",
     )
     out.print()
-    joined = [
-        (one.name, str(one.topology.gpus_per_node), *bus_rates(row_at(one, _SHOWN)), what(one)) for one in networks
-    ]
+    rows = [(one.name, str(one.topology.gpus_per_node), *bus_rates(row_at(one, _SHOWN)), what(one)) for one in networks]
     title = f"{len(networks)} networks: GPUs a node, all-reduce bus bandwidth on {_SHOWN} GPUs"
-    out.print(zoo_table(title, ("name", "a node", "GB/s", "busy–quiet", "what"), joined))
+    out.print(zoo_table(title, ("name", "a node", "GB/s", "busy–quiet", "what"), rows))
     prose(out, "Computed from specifications or published, none measured. In full, with sources: backbeat zoo NAME.")
 
 
 def _one(name: str, *, json: bool) -> None:
     """All that is known of one of them."""
-    from backbeat.cli.common import console, print_json, prose
-    from backbeat.model import Network, Profile, Source
-    from backbeat.model.files import bundled
-    from backbeat.report.tables import describe, network_table
-
     if name not in {**bundled(Network), **bundled(Profile)}:
         raise InputError(f"{name!r} is not in the zoo: `backbeat zoo` lists what is")
     if name in bundled(Network):
@@ -138,8 +111,6 @@ def _one(name: str, *, json: bool) -> None:
 
 def what(network: Network) -> str:
     """What joins the nodes, in a phrase."""
-    from backbeat.model import Source
-
     fabric, transport = network.topology.fabric, network.topology.transport
     parts = [part for part in (fabric.kind if fabric is not None else None, transport) if part is not None]
     return ", ".join(parts) or (network.source.method if isinstance(network.source, Source) else "")

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from itertools import zip_longest
 
 import torch
 from torch.distributed import DistStoreError
 
+from backbeat.comm.communicators import Communicators
 from backbeat.errors import CommunicationError, InputError
-
-if TYPE_CHECKING:
-    from backbeat.comm.communicators import Communicators
 
 
 def agree(communicators: Communicators, topic: str, lines: Sequence[str], what: str) -> None:
@@ -62,13 +60,12 @@ def first_difference(theirs: Sequence[str], mine: Sequence[str], rank: int) -> s
     >>> first_difference(["a"], ["a", "c"], rank=3)
     "line 2 is missing on rank 0 and 'c' on rank 3"
     """
-    for index in range(max(len(theirs), len(mine))):
-        there = repr(_short(theirs[index])) if index < len(theirs) else "missing"
-        here = repr(_short(mine[index])) if index < len(mine) else "missing"
-        if index >= len(theirs) or index >= len(mine) or theirs[index] != mine[index]:
+    for number, (their, my) in enumerate(zip_longest(theirs, mine), start=1):
+        if their != my:
+            there, here = ("missing" if line is None else repr(_short(line)) for line in (their, my))
             if there == here:
-                there, here = _around(theirs[index], mine[index])
-            return f"line {index + 1} is {there} on rank 0 and {here} on rank {rank}"
+                there, here = _around(their, my)
+            return f"line {number} is {there} on rank 0 and {here} on rank {rank}"
     return "nothing differs"
 
 

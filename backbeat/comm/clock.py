@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from statistics import median
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 import torch
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 Mark = Any
 
@@ -19,54 +17,33 @@ _SPIN_CYCLES = 2_000_000
 _LONGEST_DELAY_S = 0.25
 
 
-class Clock(Protocol):
-    """Marks in the order of the work between them."""
+class Clock:
+    """The host's, for a CPU: work is done when the call returns. Marks are in the order of the work between them."""
 
-    asynchronous: bool
+    asynchronous = False
     """Whether the device works behind the host's back, so that either may have to wait for the other."""
 
     def reserve(self, marks: int) -> None:
         """Get ready to hand out this many marks without creating anything on the way; earlier marks become void."""
 
-    def mark(self) -> Mark: ...
-
-    def synchronize(self) -> None:
-        """Wait until everything marked has happened; only then can marks be compared."""
-
-    def between(self, first: Mark, last: Mark) -> float: ...
-
-    def host_s(self) -> float:
-        """The host's own time, whatever the device is doing."""
-
-    def delay(self, seconds: float) -> None:
-        """Occupy the device for about so long without occupying the host, which gets ahead meanwhile."""
-
-
-class HostClock:
-    """On a CPU work is done when the call returns."""
-
-    asynchronous = False
-
-    def reserve(self, marks: int) -> None:
-        pass
-
     def mark(self) -> Mark:
         return time.perf_counter()
 
     def synchronize(self) -> None:
-        pass
+        """Wait until everything marked has happened; only then can marks be compared."""
 
     def between(self, first: Mark, last: Mark) -> float:
         return float(last - first)
 
     def host_s(self) -> float:
+        """The host's own time, whatever the device is doing."""
         return time.perf_counter()
 
     def delay(self, seconds: float) -> None:
-        pass
+        """Occupy the device for about so long without occupying the host, which gets ahead meanwhile."""
 
 
-class EventClock:
+class EventClock(Clock):
     """CUDA events on whatever stream is current where the mark is made.
 
     Hooks run in autograd's own thread, which has made the stream of the gradient's kernels current: an event recorded
@@ -111,9 +88,6 @@ class EventClock:
     def between(self, first: Mark, last: Mark) -> float:
         return float(first.elapsed_time(last)) * 1e-3
 
-    def host_s(self) -> float:
-        return time.perf_counter()
-
     def delay(self, seconds: float) -> None:
         if self._cycles_per_s is None:
             self._cycles_per_s = self._calibrated()
@@ -136,7 +110,7 @@ class EventClock:
 
 
 def clock_for(device: torch.device) -> Clock:
-    return EventClock(device) if device.type == "cuda" else HostClock()
+    return EventClock(device) if device.type == "cuda" else Clock()
 
 
 def _spin(cycles: int) -> None:

@@ -10,21 +10,18 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Iterator
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 from torch._C._distributed_c10d import PrefixStore
+from torch.distributed import ProcessGroup
 
 from backbeat.comm import gloo, nccl
 from backbeat.errors import InputError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from torch.distributed import ProcessGroup
 
 logger = logging.getLogger("backbeat.runtime")
 

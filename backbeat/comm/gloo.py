@@ -28,7 +28,10 @@ def make_gloo(store: Any, rank: int, size: int, timeout: timedelta, devices: lis
     options._timeout = timeout
     options._threads = 1
     options._devices = devices
-    return _gloo(store, rank, size, options)
+    group = _gloo(store, rank, size, options)
+    # A rank that is connected and closes again fails one that is still connecting.
+    group.barrier().wait()
+    return group
 
 
 def gloo_devices(process_group: Any, device: torch.device) -> list[Any]:

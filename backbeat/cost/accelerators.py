@@ -20,7 +20,7 @@ class Accelerator:
     name: str
     """What the driver's name contains."""
     memory_gb: int
-    """The largest on sale under this name; a driver's name that says another size is right."""
+    """A driver's name that says another size is right; one that says none means the first of this name."""
     memory_gbps: float
     """Bandwidth of that memory, 10⁹ bytes a second."""
     half_tflops: float
@@ -69,6 +69,7 @@ ACCELERATORS = (
     Accelerator("A30", 24, 933, 165, 82, 10.3, None, 56),
     Accelerator("A40", 48, 696, 149.7, 74.8, 37.4, None, 84),
     Accelerator("A100", 80, 2039, 312, 156, 19.5, None, 108),
+    Accelerator("A100", 40, 1555, 312, 156, 19.5, None, 108),
     Accelerator("L4", 24, 300, 121, 60, 30.3, 242, 58),
     Accelerator("L40", 48, 864, 181, 90.5, 90.5, 362, 142),
     Accelerator("L40S", 48, 864, 362, 183, 91.6, 733, 142),
@@ -94,17 +95,20 @@ ACCELERATORS = (
 def accelerator(device: str) -> Accelerator | None:
     """The accelerator that a profile's `device` names; the most specific where several names fit.
 
-    >>> accelerator("NVIDIA A100-SXM4-40GB").memory_gb, accelerator("NVIDIA H100 PCIe").half_tflops
-    (40, 756)
+    >>> accelerator("NVIDIA A100-SXM4-40GB").memory_gbps, accelerator("NVIDIA A100").memory_gbps
+    (1555, 2039)
+    >>> accelerator("NVIDIA H100 PCIe").half_tflops, accelerator("Tesla V100-SXM2-16GB").memory_gb
+    (756, 16)
     >>> accelerator("Intel(R) Xeon(R) CPU") is None
     True
     """
     found = [one for one in ACCELERATORS if re.search(rf"(?<![A-Za-z0-9]){one.name}(?![A-Za-z0-9])", device)]
     if not found:
         return None
-    chosen = max(found, key=lambda one: len(one.name))
     stated = _STATED.search(device)
-    return replace(chosen, memory_gb=int(stated[1])) if stated else chosen
+    memory_gb = int(stated[1]) if stated else 0
+    chosen = max(found, key=lambda one: (len(one.name), one.memory_gb == memory_gb))
+    return replace(chosen, memory_gb=memory_gb) if memory_gb else chosen
 
 
 def named(short_name: str) -> Accelerator:
@@ -112,5 +116,5 @@ def named(short_name: str) -> Accelerator:
     for one in ACCELERATORS:
         if one.short_name == short_name.lower():
             return one
-    known = ", ".join(one.short_name for one in ACCELERATORS)
+    known = ", ".join(dict.fromkeys(one.short_name for one in ACCELERATORS))
     raise InputError(f"--analytic {short_name}: known are {known}; for others give --tflops and --gbps instead")

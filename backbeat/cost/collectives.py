@@ -10,6 +10,7 @@ each worker holds after an all-reduce or all-gather, or before a reduce-scatter.
 | halving-doubling all-reduce | 2·log2 N | 2(N-1)/N |
 | ring all-gather, reduce-scatter | N-1 | (N-1)/N |
 | halving-doubling of those | log2 N | (N-1)/N |
+| tree of those (NCCL's PAT) | log2 N | 1 |
 | broadcast, pipelined ring / tree | N-1 / log2 N | 1 |
 | NVLS all-reduce (NVLink SHARP, inside a node) | 2 | (N+1)/N |
 | SHARP all-reduce (InfiniBand switches, across nodes) | 1 | 1 |
@@ -21,7 +22,7 @@ that share out again, and every share in; 1 + 1/N each way. On 8 H100 NCCL's rin
 NVLS 480 (github.com/NVIDIA/nccl-tests/issues/212); 5 to 8 GPUs with NVLS all come to 307 to 310 GB/s on the link by
 this form (github.com/NVIDIA/nccl/issues/1455). With SHARP a node sends its vector up once and receives the sum once;
 NCCL's own model counts one network latency for it, whatever the number of nodes (CollNet in its src/graph/tuning.cc).
-Neither changes what an all-gather, a reduce-scatter or a broadcast moves.
+Neither changes what an all-gather, a reduce-scatter or a broadcast moves; under SHARP these are rings.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def steps(collective: Collective, shape: Shape, workers: int) -> float:
     if workers <= 1:
         return 0.0
     if shape == "sharp":
-        return 1.0
+        return 1.0 if collective == "all_reduce" else workers - 1.0
     one_way = {"ring": workers - 1.0, "nvls": 1.0}.get(shape, math.log2(workers))
     return 2 * one_way if collective == "all_reduce" else one_way
 

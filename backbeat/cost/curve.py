@@ -7,17 +7,13 @@ seconds per byte · G seconds per byte of link time · s(M) = max(0, T(M) - G·M
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
 from backbeat.cost.fit import relative_line
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from numpy.typing import ArrayLike, NDArray
 
 _BANDWIDTH_BOUND_BYTES = 2**20
 """G is fitted to points of this size and more: below, latency hides the slope."""

@@ -7,18 +7,14 @@ ideally overlap; on hosts with few cores each takes u(n) times as long instead.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
 from backbeat.cost.curve import Curve
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from numpy.typing import ArrayLike, NDArray
-
 
 _LITTLE_LATENCY = 0.1
 """Of a batch's work; with less than this in latencies it is nearly all link work."""

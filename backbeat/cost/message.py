@@ -10,12 +10,9 @@ Values are fp32, and a message is a whole number of 32-bit words.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import numpy as np
-
-if TYPE_CHECKING:
-    from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike, NDArray
 
 BLOCK = 2**16
 """Elements whose places fit 16 bits."""

@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 from backbeat.cost.accelerators import Accelerator, named
 from backbeat.cost.operator_curves import OperatorCurves, operator_curves
 from backbeat.cost.operator_grid import Grid
-from backbeat.cost.operators import Attention, Convolution, Product, Traffic, roofline_s
+from backbeat.cost.operators import Attention, Convolution, Product, Traffic, Work, roofline_s
 from backbeat.errors import InputError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from backbeat.cost.operators import Work
 
 _FEW_CHANNELS = 16
 """Tensor cores take channels by so many."""

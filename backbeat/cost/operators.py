@@ -16,12 +16,9 @@ longer) over an efficiency. Efficiencies are measured once, on one GPU, over gri
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from backbeat.cost.accelerators import Accelerator
 from backbeat.errors import InputError
-
-if TYPE_CHECKING:
-    from backbeat.cost.accelerators import Accelerator
 
 DIRECTIONS = ("forward", "input", "weight")
 """Of a convolution: itself, and the gradients of its input and of its weight."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 Line = tuple[float, float]
 """(latency in seconds, share of the bandwidth)"""
@@ -46,13 +46,7 @@ class NicLatency:
         0.00045
         """
         factor = hop_s / INFINIBAND_HOP_S
-        return cls(
-            small_s=INFINIBAND.small_s * factor,
-            doubling_s=INFINIBAND.doubling_s * factor,
-            middle_s=INFINIBAND.middle_s * factor,
-            ring_step_s=INFINIBAND.ring_step_s * factor,
-            small_step_s=INFINIBAND.small_step_s * factor,
-        )
+        return cls(**{name: seconds * factor for name, seconds in asdict(INFINIBAND).items()})
 
 
 INFINIBAND_HOP_S = 5e-6

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 # Half-width of a 95 % confidence interval, in standard deviations of a coin-flip count.
 _NORMAL_95 = 1.96

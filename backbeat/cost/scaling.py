@@ -8,16 +8,14 @@ Hierarchical clusters pay the inside of a node once and scale only what crosses 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from backbeat.cost.collectives import Collective, Shape, steps, traffic
 from backbeat.cost.curve import Curve
 from backbeat.errors import InputError
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 Algorithm = Literal["ring", "tree", "auto", "halving-doubling", "hierarchical", "nvls", "sharp"]
 Across = Literal["auto", "ring", "tree", "halving-doubling", "sharp"]
@@ -78,9 +76,11 @@ def moved(
     if inner is not None and collective == "all_reduce":
         return _moved_across(curve, inner, old, new, layout, slowdown)
     shapes: tuple[Shape, ...] = ("ring", "tree")
+    if collective in ("all_gather", "reduce_scatter") and layout.per_node > 1:
+        # One ring through all GPUs. NCCL has trees for these (PAT) only where a node has one GPU.
+        shapes = ("ring",)
     if layout.algorithm != "auto" and layout.algorithm != "hierarchical":
         shapes = (layout.algorithm,)
-    # An all-gather or a reduce-scatter is one ring through all GPUs, whatever the nodes.
     there = _cheapest([_stretch(collective, shape, shapes[0], old, new, slowdown) for shape in shapes], curve)
     if inner is None:
         return there

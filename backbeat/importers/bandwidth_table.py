@@ -21,6 +21,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from backbeat.cost.collectives import Collective, traffic
 from backbeat.cost.protocols import (
     INFINIBAND_HOP_S,
@@ -47,13 +49,9 @@ _Key = tuple[int, Collective, int]
 
 def load(path: str | Path, *, gpus_per_node: int, hop_s: float = INFINIBAND_HOP_S, name: str | None = None) -> Network:
     """Read a table. Where it has one size, others are guessed with `hop_s`, one message from node to node."""
-    where = Path(path)
-    if not where.is_file():
-        raise InputError(f"{where}: no such file: give a table of bus bandwidths as CSV")
-    return parse(
-        files.read(where).decode("utf-8-sig", errors="replace"),
-        where=str(where), gpus_per_node=gpus_per_node, hop_s=hop_s, name=name or where.stem,
-    )  # fmt: skip
+    where = files.existing(path, "a table of bus bandwidths as CSV")
+    text = files.read(where).decode("utf-8-sig", errors="replace")
+    return parse(text, where=str(where), gpus_per_node=gpus_per_node, hop_s=hop_s, name=name or where.stem)
 
 
 def parse(text: str, *, where: str, gpus_per_node: int, hop_s: float = INFINIBAND_HOP_S, name: str) -> Network:
@@ -61,9 +59,11 @@ def parse(text: str, *, where: str, gpus_per_node: int, hop_s: float = INFINIBAN
     reader.fieldnames = [heading.strip().lower() for heading in reader.fieldnames or ()]
     found: dict[_Key, dict[str, float]] = {}
     for line, cells in enumerate(reader, start=2):
-        for workers, figure, value in _figures(cells, f"{where}, line {line}", gpus_per_node):
-            size = _size(cells, f"{where}, line {line}")
-            found.setdefault((workers, _collective(cells, f"{where}, line {line}"), size), {})[figure] = value
+        try:
+            for workers, figure, value in _figures(cells, gpus_per_node):
+                found.setdefault((workers, _collective(cells), _size(cells)), {})[figure] = value
+        except InputError as error:
+            raise InputError(f"{where}, line {line}: {error}") from None
     counts = sorted({workers for workers, collective, _ in found if collective == "all_reduce" and workers > 1})
     if not counts:
         raise InputError(
@@ -80,7 +80,7 @@ def parse(text: str, *, where: str, gpus_per_node: int, hop_s: float = INFINIBAN
         rows=tuple(row for row in rows if row is not own),
         source=Source(method="imported", reference=f"table of bus bandwidths {Path(where).name}"),
         notes=tuple(notes),
-        **{field: getattr(own, field) for field in WorkersRow.__struct_fields__},
+        **msgspec.structs.asdict(own),
     )
 
 
@@ -117,7 +117,7 @@ def _one_point(
     return CollectiveTimes(points=tuple((one, fastest_s(lines, sent * one, rate)) for one in sizes))
 
 
-def _figures(cells: dict[str, str], where: str, per_node: int) -> Iterator[tuple[int, str, float]]:
+def _figures(cells: dict[str, str], per_node: int) -> Iterator[tuple[int, str, float]]:
     """(workers, kind of figure, GB/s) of a line."""
     wide = [(match, value) for key, value in cells.items() if key and (match := _WIDE.fullmatch(key)) and value]
     if wide:
@@ -125,43 +125,40 @@ def _figures(cells: dict[str, str], where: str, per_node: int) -> Iterator[tuple
         named = re.match(r"p(5|95)(?![0-9])", metric.strip().lower())
         for match, value in wide:
             count = int(match[2]) * (per_node if match[1] == "nodes" else 1)
-            yield count, named[0] if named else "bus_bandwidth", _number(value, where)
+            yield count, named[0] if named else "bus_bandwidth", _number(value)
         return
     given = cells.get("workers") or cells.get("nodes")
     if not given or not given.strip().isdigit() or int(given) < 1:
-        raise InputError(f"{where}: nodes is {given!r}: give the number of nodes, or of GPUs in a column workers")
+        raise InputError(f"nodes is {given!r}: give the number of nodes, or of GPUs in a column workers")
     count = int(given) * (1 if cells.get("workers") else per_node)
     for figure in _FIGURES:
         if cells.get(figure):
-            yield count, figure, _number(cells[figure], where)
+            yield count, figure, _number(cells[figure])
 
 
-def _number(text: str, where: str) -> float:
+def _number(text: str) -> float:
     try:
         value = float(text)
     except ValueError:
         value = math.nan
     if not 0 < value < 1e9:
-        raise InputError(f"{where}: {text!r} is not a bus bandwidth: write GB/s, above zero")
+        raise InputError(f"{text!r} is not a bus bandwidth: write GB/s, above zero")
     return value
 
 
-def _size(cells: dict[str, str], where: str) -> int:
+def _size(cells: dict[str, str]) -> int:
     text = cells.get("size") or ""
-    try:
-        size = parse_bytes(text)
-    except InputError as error:
-        raise InputError(f"{where}: {error}") from None
+    size = parse_bytes(text)
     if size < 1:
-        raise InputError(f"{where}: size is {text!r}: a message has at least one byte")
+        raise InputError(f"size is {text!r}: a message has at least one byte")
     return size
 
 
-def _collective(cells: dict[str, str], where: str) -> Collective:
+def _collective(cells: dict[str, str]) -> Collective:
     """However it is written: AllReduce, all-reduce, all_reduce_perf."""
     text = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", (cells.get("collective") or "all_reduce").strip()).lower()
     text = text.replace("-", "_").replace(" ", "_").removesuffix("_perf")
     for collective in COLLECTIVES:
         if text == collective:
             return collective
-    raise InputError(f"{where}: collective is {text!r}: it is one of {', '.join(COLLECTIVES)}")
+    raise InputError(f"collective is {text!r}: it is one of {', '.join(COLLECTIVES)}")

@@ -68,9 +68,11 @@ def compose(
         rows=tuple(row for count, (_, row) in sorted(rows.items()) if count != own_count),
         slowdown=next((one.slowdown for one in measured if one.slowdown is not None), None),
         backend=next((one.backend for one in measured if one.backend is not None), None),
+        accelerator=next((one.accelerator for one in measured if one.accelerator is not None), None),
+        sharded=next((one.sharded for one in measured if one.sharded is not None), None),
         source=Source(method="imported", reference="; ".join(dict.fromkeys(map(_origin, measured)))),
         notes=tuple(dict.fromkeys(note for one in measured for note in one.notes)),
-        **{field: getattr(first, field) for field in WorkersRow.__struct_fields__},
+        **msgspec.structs.asdict(first),
     )
 
 

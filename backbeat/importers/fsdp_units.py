@@ -12,7 +12,7 @@ import re
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 
 import numpy as np
@@ -25,6 +25,7 @@ from backbeat.units import format_seconds
 ROOT_UNIT = "root"
 _MARK = re.compile(r"FSDP::(\w+)(?: \((.*)\))?(?: \[pg=\d+\])?$")
 _ISSUES = {"all_gather": "all_gather", "post_backward_reduce": "reduce_scatter"}
+_KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,8 +51,6 @@ class MeasuredUnit:
     """Share of its communication behind computation."""
     forward_s: float | None
     """From its parameters' copy-out to its end; not known of the root, which runs between others."""
-    stream: int | None
-    """On which the device gathered it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,13 +92,9 @@ def measured_units(
                 exposed_s=None if exposed is None else exposed / max(iterations, 1),
                 overlap=None if exposed is None or talking <= 0 else 1 - exposed / talking,
                 forward_s=_median(_forward_times(marks, name, computing)) if name != ROOT_UNIT else None,
-                stream=Counter(one.stream for one in gathers).most_common(1)[0][0] if gathers else None,
             )
         )
     return tuple(found)
-
-
-_KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 
 
 def fsdp_marks(marks: Iterable[Mark]) -> list[tuple[str, str, Mark]]:
@@ -228,16 +223,10 @@ def _by_order(transfers: Sequence[Transfer], issues: Sequence[tuple[str, Mark, s
         each, over = divmod(len(sent), len(issued)) if issued else (0, 1)
         if not over:
             found += [
-                UnitCollective(issued[place // each], _as(one, kind, place % each)) for place, one in enumerate(sent)
+                UnitCollective(issued[place // each], replace(one, name="all_reduce" if place % each else kind))
+                for place, one in enumerate(sent)
             ]
     return sorted(found, key=lambda one: one.transfer.start)
-
-
-def _as(transfer: Transfer, kind: str, place: int) -> Transfer:
-    known = kind if place == 0 else "all_reduce"
-    return Transfer(
-        known, transfer.start, transfer.end, transfer.bytes, transfer.workers, transfer.correlation, transfer.stream
-    )
 
 
 def _exposed(transfers: Sequence[Transfer], clock: DeviceClock) -> float:

@@ -16,6 +16,8 @@ _RANK = re.compile(r"Rank\s+([0-9]{1,7})\s+(?:Group\s+([0-9]{1,7})\s+)?Pid\s+[0-
 _TAG = re.compile(r"^\s*\[\d+,\d+\]<std(?:out|err)>:\s?")
 _BLOCKING = "Blocking Enabled"
 _TIMES = ("time", "cputime")
+_JSON_NAMES = {"time": "time", "cputime": "cpu_time", "algbw": "alg_bw", "busbw": "bus_bw", "wrong": "nwrong"}
+"""What JSON calls the columns of a table."""
 _MOST_BYTES = 2**50
 """A larger size is damage, not a message."""
 
@@ -67,9 +69,8 @@ def text_runs(text: str) -> list[NcclRun]:
         elif _is_header(tokens):
             if run.rows:
                 # Several tables under one list of devices: another type, operation or program.
-                devices, program, blocking = run.devices, run.program, run.blocking
-                run = next_run()
-                run.devices, run.program, run.blocking = devices, program, blocking
+                runs.append(run)
+                run = NcclRun(devices=run.devices, program=run.program, blocking=run.blocking)
             header = tokens
             run.host_times = "cputime" in tokens
         elif header and (row := _row(tokens, header, run)) is not None:
@@ -201,10 +202,4 @@ def _json_half(half: object, run: NcclRun) -> dict[str, float | None]:
     if not isinstance(half, dict):
         return {}
     run.host_times |= "cpu_time" in half
-    return {
-        "time": _number(half.get("time")),
-        "cputime": _number(half.get("cpu_time")),
-        "algbw": _number(half.get("alg_bw")),
-        "busbw": _number(half.get("bus_bw")),
-        "wrong": _number(half.get("nwrong")),
-    }
+    return {column: _number(half.get(name)) for column, name in _JSON_NAMES.items()}

@@ -15,21 +15,16 @@ from backbeat.errors import InputError
 from backbeat.importers.nccl_runs import PROGRAM, NcclRun, json_runs, text_runs
 from backbeat.model import files
 from backbeat.model.collective_times import CollectiveTimes
-from backbeat.model.network import Network
+from backbeat.model.network import COLLECTIVES, Network
 from backbeat.model.source import Source
 from backbeat.model.topology import Topology
 from backbeat.units import format_bytes
 
 Placement = Literal["in-place", "out-of-place"]
-_COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
 
 
 def load(
-    path: str | Path,
-    *,
-    workers: int | None = None,
-    name: str | None = None,
-    placement: Placement = "in-place",
+    path: str | Path, *, workers: int | None = None, name: str | None = None, placement: Placement = "in-place"
 ) -> Network:
     """Read a file that nccl-tests wrote. `workers` chooses among runs, or says what the file does not."""
     where = files.existing(path, "the output of nccl-tests, as text or as its -J JSON")
@@ -62,7 +57,7 @@ def parse(
     wrong = sum(run.wrong for run in chosen)
     if wrong:
         notes.append(f"missing: {wrong} rows with wrong results were left out")
-    gone = [one for one in _COLLECTIVES if one not in curves]
+    gone = [one for one in COLLECTIVES if one not in curves]
     notes.append(
         f"missing: several communicators at once{', ' + ', '.join(gone) if gone else ''}: "
         "the nccl-tests run did not cover them"
@@ -145,7 +140,7 @@ def _curves(
     fallbacks = 0
     for run in runs:
         collective = _collective(run, workers, filename, notes)
-        if collective not in _COLLECTIVES:
+        if collective not in COLLECTIVES:
             other.append(collective)
             continue
         for row in run.rows:

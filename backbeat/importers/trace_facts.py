@@ -48,7 +48,6 @@ class Transfer:
     workers: int | None
     correlation: int = -1
     """With the call that launched it; -1 where there is none."""
-    stream: int | None = None
 
     @property
     def kind(self) -> str:
@@ -172,14 +171,7 @@ def _nccl(name: str, args: dict[str, Any], start: float, end: float) -> Transfer
         bytes=elements * each if elements >= 0 and each else None,
         workers=workers if workers > 0 else None,
         correlation=_integer(args.get("correlation"), -1),
-        stream=stream if (stream := _integer(args.get("stream"), -1)) >= 0 else None,
     )
-
-
-def _first_type(args: dict[str, Any]) -> str | None:
-    types = args.get("Input type")
-    first = types[0] if isinstance(types, list) and types else None
-    return first if isinstance(first, str) else None
 
 
 def _bytes(args: dict[str, Any]) -> int | None:
@@ -193,19 +185,17 @@ def _bytes(args: dict[str, Any]) -> int | None:
 
 
 def _element_bytes(args: dict[str, Any]) -> int | None:
-    return _DTYPE_BYTES.get((_first_type(args) or "float").lower())
+    types = args.get("Input type")
+    first = types[0] if isinstance(types, list) and types else None
+    return _DTYPE_BYTES.get(first.lower() if isinstance(first, str) and first else "float")
 
 
 def _shape(args: dict[str, Any], place: int) -> Sequence[int] | None:
     shapes = args.get("Input Dims")
-    if not isinstance(shapes, list) or len(shapes) <= place:
+    shape = shapes[place] if isinstance(shapes, list) and len(shapes) > place else None
+    if not isinstance(shape, list) or len(shape) > 16:
         return None
-    shape = shapes[place]
-    if not isinstance(shape, list):
-        return None
-    if len(shape) > 16 or not all(isinstance(one, int) and 0 <= one <= _LARGEST for one in shape):
-        return None
-    return shape
+    return shape if all(isinstance(one, int) and 0 <= one <= _LARGEST for one in shape) else None
 
 
 def _number(value: object) -> float | None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from backbeat.lab.layout_jobs import LayoutJob, TransferJob
 from backbeat.model import Plan, Profile
-from backbeat.simulate.decoupled_step import Layers
+from backbeat.simulate.halves_step import Layers
 from backbeat.simulate.schedule import Schedule
 from backbeat.simulate.sharded_units import ModelPiece, ModelPieces
 

@@ -93,7 +93,9 @@ class LayoutCase:
         )
         cluster = LabCluster(network, self.accelerator, links=links)
         conventions = replace(conventions_named(FRAMEWORK), streams=links.streams)
-        return LayoutPredictor(self.model, cluster, self.job, conventions, compute_factor=self.dilation)
+        return LayoutPredictor(
+            model=self.model, cluster=cluster, job=self.job, conventions=conventions, compute_factor=self.dilation
+        )
 
     def run_job(self, setting: Setting) -> LayoutJob:
         free = self.predictor(setting, FREE)

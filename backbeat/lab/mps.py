@@ -14,7 +14,7 @@ import subprocess
 import time
 from pathlib import Path
 
-from backbeat.errors import MeasurementError, MissingPartError
+from backbeat.errors import MeasurementError
 
 CONTROL = "nvidia-cuda-mps-control"
 _QUIT_S = 10.0
@@ -31,18 +31,12 @@ def environment(folder: Path) -> dict[str, str]:
 
 
 def start_daemon(folder: Path) -> dict[str, str]:
-    """Start the daemon; returns the environment of its clients."""
-    control = find_control()
-    if control is None:
-        raise MissingPartError(
-            f"{CONTROL} is not installed: nodes that share a GPU need CUDA MPS (it comes with the NVIDIA driver); "
-            "--backend gloo works without it"
-        )
+    """Start the daemon, which `requirements` has found; returns the environment of its clients."""
     for name in ("pipe", "log"):
         (folder / name).mkdir(parents=True, exist_ok=True)
     variables = environment(folder)
     done = subprocess.run(
-        [control, "-d"],
+        [find_control() or CONTROL, "-d"],
         env={**os.environ, **variables},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,

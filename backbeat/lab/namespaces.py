@@ -81,12 +81,11 @@ class Cluster:
 
     def __init__(self, run: LabRun, links: Sequence[Link], inside: Sequence[Link] = ()) -> None:
         """`links` of the nodes; `inside`, those of each node's ranks, where a node has several."""
-        ranks = len(links) * max(len(inside), 1)
-        if not 2 <= ranks <= MOST_NODES:
-            raise InputError(f"nodes is {ranks}: a lab has 2 to {MOST_NODES}")
         self.run = run
         self.links = tuple(links)
         self.inside = tuple(inside)
+        if not 2 <= self.ranks <= MOST_NODES:
+            raise InputError(f"nodes is {self.ranks}: a lab has 2 to {MOST_NODES}")
 
     @property
     def ranks(self) -> int:

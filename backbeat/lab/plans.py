@@ -18,7 +18,7 @@ from backbeat.errors import InputError
 from backbeat.model import Network, Plan, Profile
 from backbeat.planners import BUCKETED, SHARDED, STRATEGIES, Draft
 from backbeat.planners import plan as make
-from backbeat.planners.halves import Halved
+from backbeat.planners.halves import plan_in_halves
 from backbeat.units import parse_bytes
 
 BUCKETINGS = ("random", "equal")
@@ -38,7 +38,7 @@ class Choice:
 
     def widest(self, backend: str) -> int:
         """The most communicators its plan can have."""
-        if self.strategy == "ddp" and backend == "gloo":
+        if self.stock(backend):
             return 1
         return self.communicators or (2 if self.strategy in _SEVERAL else 1)
 
@@ -154,8 +154,7 @@ def from_shorthand(
     """The plan that `shorthand` described."""
     if any(len(row) > 2 for row in buckets):
         scatter, gather = ([row[0] for row in buckets if row[2] == phase] for phase in (0, 1))
-        halved = Halved(np.cumsum(scatter).tolist(), np.cumsum(gather).tolist(), False)
-        return halved.named(profile, name, workers)
+        return plan_in_halves(profile, np.cumsum(scatter).tolist(), np.cumsum(gather).tolist(), workers, name)
     ends = np.cumsum([count for count, _ in buckets]).tolist()
     draft = Draft(ends, communicators, [communicator for _, communicator in buckets])
     return draft.named(profile, name, workers)

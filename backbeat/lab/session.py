@@ -147,9 +147,9 @@ class Session:
             error.add_note(f"--- node {one}\n" + "\n".join(lines))
         return error
 
-    def _log_end(self, node: int, count: int = 60) -> list[str]:
+    def _log_end(self, node: int) -> list[str]:
         try:
             with open(self._log(node), errors="replace") as file:
-                return [line.rstrip() for line in file if line.strip()][-count:]
+                return [line.rstrip() for line in file if line.strip()][-60:]
         except OSError:
             return []

@@ -7,18 +7,19 @@ the same random numbers, so that their losses can be compared; nodes see differe
 from __future__ import annotations
 
 import functools
-import gc
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 
 from backbeat.lab.jobs import Turn
 from backbeat.measure.model.factory import Factory, Workload, load
 from backbeat.measure.model.precision import autocast, tensor_cores
+from backbeat.measure.model.profile_factory import measure_factory, release
 from backbeat.model import Plan
 
 WARM_UP = 3
@@ -38,10 +39,19 @@ class Trained:
 
 
 def profile_here(
-    spec: str, device: torch.device, batch_size: int | None, seconds: float, precision: str = "fp32"
+    spec: str,
+    device: torch.device,
+    batch_size: int | None,
+    seconds: float,
+    precision: str = "fp32",
+    *,
+    sharing: int = 1,
 ) -> bytes:
-    """This node's own compute, measured while all other nodes measure theirs: that is how they will train."""
-    from backbeat.measure.model.profile_factory import measure_factory
+    """This node's own compute, measured while all other nodes measure theirs: that is how they will train.
+
+    The link to the host takes so short to measure that each node finds it free. In training `sharing` of them copy over
+    it at once.
+    """
     from backbeat.model.files import encode
     from backbeat.runtime.compressed.topk_speed import measure_topk
     from backbeat.runtime.memory import apply
@@ -58,8 +68,9 @@ def profile_here(
         topk_speed=measure_topk,
         apply_memory=apply,
     )
-    _release(device)
-    return encode(found.profile)
+    release(device)
+    link = found.profile.host_link
+    return encode(msgspec.structs.replace(found.profile, host_link=link and link.shared_by(sharing)))
 
 
 def train(
@@ -72,10 +83,10 @@ def train(
     precision: str = "fp32",
 ) -> list[Trained]:
     """Train one variant per plan (None: stock DDP), in the precision and with the optimizer that `profile_here` has."""
-    _release(device)
+    release(device)
     with tensor_cores(precision, device):
         results = _take_turns([_Variant(spec, device, rank, batch_size, plan, precision) for plan in plans], turns)
-    _release(device)
+    release(device)
     return results
 
 
@@ -116,13 +127,6 @@ def _with_optimizer(factory: Factory) -> Factory:
 
 def _optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=_LEARNING_RATE)
-
-
-def _release(device: torch.device) -> None:
-    """Wrapped models hold themselves: what is gone should not count to what comes next."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
 
 
 class _Variant:

@@ -174,7 +174,8 @@ class Node:
     def profile(self, *, spec: str, batch_size: int | None, seconds: float, precision: str) -> bytes:
         from backbeat.lab.train import profile_here
 
-        return profile_here(spec, self.device, batch_size, seconds, precision)
+        sharing = self.start.setting.ranks if self.device.type == "cuda" else 1
+        return profile_here(spec, self.device, batch_size, seconds, precision, sharing=sharing)
 
     def train(
         self, *, spec: str, batch_size: int | None, plans: Sequence[Plan | None], turns: Sequence[Turn], precision: str

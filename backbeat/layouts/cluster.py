@@ -10,7 +10,7 @@ one takes as long as a message so many times as large, in a group that has the n
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
@@ -18,13 +18,16 @@ from backbeat.cost.accelerators import ACCELERATORS, Accelerator, accelerator, n
 from backbeat.cost.collectives import traffic
 from backbeat.errors import InputError
 from backbeat.model import Network
-from backbeat.simulate.decoupled_step import Halves
+from backbeat.model.profile import ComputeShares
+from backbeat.simulate.gather_scatter import Halves
+from backbeat.simulate.slowdowns import slowdown_on
 
 if TYPE_CHECKING:
     import os
 
     from backbeat.cost import Curve
     from backbeat.cost.fabric import Load
+    from backbeat.model.slowdown import Slowdown
 
 CALL_S, RANK_S = 25e-6, 8.5e-6
 """What a small collective takes inside a node that a layer waits for: at least, and for each further rank. All-reduces
@@ -40,7 +43,12 @@ class GpuCluster:
     network: Network
     accelerator: Accelerator
     load: Load = "typical"
-    _curves: dict[tuple[str, int], Curve] = field(default_factory=dict, repr=False, compare=False)
+    contention: bool = False
+    """Whether computation takes longer beside communication: as the network says, or its transport lets assume."""
+    _curves: dict[tuple[str, int], Curve] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _slowdowns: dict[int, tuple[Slowdown, str] | None] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     @property
     def per_node(self) -> int:
@@ -56,18 +64,15 @@ class GpuCluster:
         fabric = self.network.topology.fabric
         if self.load != "typical" or (fabric is None and self.network.band is None):
             return None
-        return GpuCluster(self.network, self.accelerator, "quiet"), GpuCluster(self.network, self.accelerator, "busy")
+        return replace(self, load="quiet"), replace(self, load="busy")
 
     def collective_s(self, kind: Kind, size: float, workers: int, stride: int = 1) -> float:
         """Of `size` bytes in all, in groups of `workers` ranks that are `stride` apart, all groups at once."""
         if workers == 1 or size <= 0:
             return 0.0
-        span = workers * stride
-        if span <= self.per_node:
-            return self._curve(kind, workers).at(size)
-        sharing = min(stride, self.per_node)
-        nodes = -(-span // self.per_node)
-        return self._curve(kind, nodes * self.per_node).at(size * sharing)
+        count = self._filled(workers, stride)
+        sharing = 1 if count <= self.per_node else min(stride, self.per_node)
+        return self._curve(kind, count).at(size * sharing)
 
     def waited_s(self, kind: Kind, size: float, workers: int, stride: int = 1) -> float:
         """The same where every rank waits for it, in the middle of a layer."""
@@ -97,9 +102,40 @@ class GpuCluster:
         latency, rate = self._link(inside=False, sharing=self.per_node)
         return max(seconds, latency * (workers - near) / max(workers / 8, 1) + size * (workers - near) / workers / rate)
 
+    def slowdown(
+        self, workers: int, stride: int = 1, *, matmul: float = 0.0, attention: float = 0.0, memory: float = 0.0
+    ) -> float:
+        """How many times as long work that spends these shares of its time in each kind takes beside collectives of
+        such groups. What the shares leave of 1 is not computation, and takes as long as it does."""
+        count = self._filled(workers, stride)
+        if workers == 1 or not self.contention:
+            return 1.0
+        if count not in self._slowdowns:
+            there = self.network.at(workers=count, load=self.load)
+            self._slowdowns[count] = slowdown_on(there, self.accelerator, sharded=True)
+        found = self._slowdowns[count]
+        computing = matmul + attention + memory
+        if found is None or computing <= 0:
+            return 1.0
+        shares = ComputeShares(matmul=matmul / computing, attention=attention / computing, memory=memory / computing)
+        return 1 + (found[0].of(shares) - 1) * computing
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Where the slowdowns that were asked for come from."""
+        origins = dict.fromkeys(found[1] for found in self._slowdowns.values() if found is not None)
+        return tuple(f"computation beside communication takes longer, {origin}" for origin in origins)
+
+    def _filled(self, workers: int, stride: int) -> int:
+        """The GPUs of as many whole nodes as a group touches; of a group inside one node, its own."""
+        span = workers * stride
+        return workers if span <= self.per_node else -(-span // self.per_node) * self.per_node
+
     def _link(self, *, inside: bool, sharing: int) -> tuple[float, float]:
-        """Latency of one message, and bytes a second from each GPU where so many of a node send."""
-        count = 2 if inside and self.per_node > 1 else 2 * self.per_node
+        """Latency of one message, and bytes a second from each GPU where so many of a node send: those of a ring that
+        fills a node, or two. A part of a node is no measure of it: where the switch adds up, its collectives take as
+        long to start as the whole node's."""
+        count = self.per_node if inside and self.per_node > 1 else 2 * self.per_node
         curve = self._curve("all_gather", count)
         per_byte = max(curve.gradient_s_per_byte, 1e-15)
         rate = traffic("all_gather", "ring", count) / per_byte
@@ -144,5 +180,5 @@ def gpu_named(text: str) -> Accelerator:
         return found
     if any(one.short_name == text.lower() for one in ACCELERATORS):
         return named(text)
-    known = ", ".join(one.short_name for one in ACCELERATORS)
+    known = ", ".join(dict.fromkeys(one.short_name for one in ACCELERATORS))
     raise InputError(f"{text!r} is no accelerator known here: there are {known}")

@@ -14,13 +14,12 @@ docs/how-to/predict.md. The rest follows the frameworks' documentation:
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass, replace
 from typing import Literal
 
 import msgspec
 
-from backbeat.errors import InputError
+from backbeat.errors import InputError, did_you_mean
 from backbeat.layouts.pipeline import Streams
 from backbeat.model.profile import DTYPE_BYTES
 from backbeat.model.reduction import REDUCTIONS, Reduction
@@ -166,7 +165,6 @@ def conventions_named(framework: str | Conventions) -> Conventions:
     if isinstance(framework, Conventions):
         return framework
     if framework not in CONVENTIONS:
-        close = difflib.get_close_matches(str(framework), CONVENTIONS, n=1)
-        hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(CONVENTIONS)}."
+        hint = did_you_mean(framework, CONVENTIONS)
         raise InputError(f"{framework!r} is no framework that layouts know: {hint}")
     return CONVENTIONS[framework]

@@ -31,6 +31,8 @@ class StepBreakdown(msgspec.Struct, frozen=True, kw_only=True):
     """Exposed collectives of tensor parallelism; likewise of context and expert parallelism."""
     context: float = 0.0
     expert: float = 0.0
+    contention: float = 0.0
+    """Computation that takes longer beside communication."""
     parameters: float = 0.0
     """Waiting for sharded parameters and gradients in each pass (ZeRO 2 and 3)."""
     bubble: float = 0.0
@@ -40,6 +42,8 @@ class StepBreakdown(msgspec.Struct, frozen=True, kw_only=True):
     update: float = 0.0
     gather: float = 0.0
     """Exposed gathering of updated parameters."""
+    stragglers: float = 0.0
+    """Waiting for ranks that compute more slowly than others."""
 
     @property
     def parts(self) -> dict[str, float]:
@@ -74,6 +78,8 @@ class LayoutPrediction(msgspec.Struct, frozen=True, kw_only=True):
     """Of the pipeline's time, what the average stage does nothing in."""
     band_s: tuple[float, float] | None = None
     """The step on a quiet and on a busy cluster, where the network says how far these are apart."""
+    spread_s: tuple[float, float] | None = None
+    """The 10th and the 90th percentile of single steps, where a measured block says how much these vary."""
     timeline: tuple[Span, ...] = ()
     """One lane a stage; empty in closed form."""
     notes: tuple[str, ...] = ()

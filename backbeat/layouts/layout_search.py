@@ -6,24 +6,25 @@ does not fit without.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from backbeat.errors import InputError
-from backbeat.layouts.architectures import transformer
-from backbeat.layouts.cluster import GpuCluster, cluster_of
-from backbeat.layouts.conventions import Conventions, conventions_named
 from backbeat.layouts.layout import Job, Layout, Recompute, impossible, job_of, micro_batches
-from backbeat.layouts.predict_layout import LayoutPredictor
+from backbeat.layouts.predict_layout import LayoutPredictor, predictor_of
+from backbeat.layouts.slow_ranks import check_stragglers
 
 if TYPE_CHECKING:
     import os
+    from collections.abc import Mapping
 
+    from backbeat.layouts.conventions import Conventions
     from backbeat.layouts.layout_prediction import LayoutPrediction
+    from backbeat.layouts.predict_layout import ClusterInput, ModelInput
     from backbeat.layouts.transformer import Transformer
-    from backbeat.model import Network, Profile
+    from backbeat.model import Profile
 
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 _SIMULATED = 16
@@ -33,8 +34,8 @@ _MOST_CHUNKS = 8
 
 
 def search(
-    model: Transformer | str | os.PathLike[str] | Mapping[str, Any],
-    cluster: GpuCluster | Network | str | os.PathLike[str],
+    model: ModelInput,
+    cluster: ClusterInput,
     *,
     gpus: int,
     global_batch: int,
@@ -46,6 +47,8 @@ def search(
     imbalance: float = 1.0,
     compute_factor: float = 1.0,
     block: Profile | str | os.PathLike[str] | None = None,
+    stragglers: Mapping[int, float] | None = None,
+    contention: bool | None = None,
     most: int = 10,
 ) -> list[LayoutPrediction]:
     """The `most` best layouts that fit, fastest first; ties go to the simpler one. An empty list: none fits.
@@ -56,17 +59,19 @@ def search(
     """
     if gpus < 1:
         raise InputError(f"gpus is {gpus}: a job has at least one")
-    job = job_of(global_batch, sequence, precision)
-    predictor = LayoutPredictor(
-        transformer(model),
-        cluster_of(cluster, accelerator),
-        job,
-        conventions_named(framework),
-        imbalance,
-        compute_factor,
+    predictor = predictor_of(
+        model,
+        cluster,
+        job_of(global_batch, sequence, precision),
+        framework=framework,
+        accelerator=accelerator,
+        imbalance=imbalance,
+        compute_factor=compute_factor,
+        block=block,
+        stragglers=stragglers,
+        contention=contention,
     )
-    if block is not None:
-        predictor = predictor.with_block(block)
+    check_stragglers(predictor.stragglers, gpus)
     weighed = []
     for base in _candidates(predictor, gpus, zero):
         # Less recomputation is faster: the first that fits is the best of its kind.

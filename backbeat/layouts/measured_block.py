@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from backbeat.cost.accelerators import accelerator
@@ -22,18 +23,26 @@ _ALIKE = 0.05
 """How far the parameters of a profile may be from whole layers of the model."""
 
 
-def block_factor(
+@dataclass(frozen=True, slots=True)
+class MeasuredBlock:
+    """What a profile of layers says."""
+
+    factor: float
+    """How many times as long they take as the operator model says."""
+    layers: int
+    iteration_s: tuple[float, ...]
+    """One by one: how much they vary."""
+
+
+def measured_block(
     block: Profile | str | os.PathLike[str],
     model: Transformer,
     cluster: GpuCluster,
     operators: OperatorModel,
     conventions: Conventions,
     precision: Precision,
-) -> float:
-    """How many times as long the profiled layers take as the operator model says.
-
-    The profile is of one dense layer of the model or of several, without embedding and head, on one GPU of the cluster.
-    """
+) -> MeasuredBlock:
+    """Of one dense layer of the model or of several, without embedding and head, on one GPU of the cluster."""
     profile = block if isinstance(block, Profile) else Profile.load(block)
     if profile.sequence_length is None:
         raise InputError(f"profile {profile.name!r} does not say its sequence length: profile the block again")
@@ -55,4 +64,4 @@ def block_factor(
     alone = Layout(micro_batch=profile.batch_size)
     timer = StageTimer(model, alone, job, cluster, operators, conventions)
     predicted = layers * timer.layer(sparse=False).total_s
-    return (profile.forward_s + profile.backward_s) / predicted
+    return MeasuredBlock((profile.forward_s + profile.backward_s) / predicted, layers, profile.iteration_s)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -14,10 +15,11 @@ from backbeat.layouts.cluster import GpuCluster, cluster_of
 from backbeat.layouts.conventions import Conventions, conventions_named
 from backbeat.layouts.layout import Job, Layout, check, job_of, micro_batches
 from backbeat.layouts.layout_memory import MemoryByKind, memory
-from backbeat.layouts.layout_prediction import Family, LayoutPrediction, StepBreakdown
-from backbeat.layouts.measured_block import block_factor
+from backbeat.layouts.layout_prediction import COMPUTE, Family, LayoutPrediction, StepBreakdown
+from backbeat.layouts.measured_block import MeasuredBlock, measured_block
 from backbeat.layouts.pipeline import PipelineRun, closed_form, run
 from backbeat.layouts.replicas import RankParameters, ReplicaTimer, ReplicaTimes, rank_parameters
+from backbeat.layouts.slow_ranks import check_stragglers, slow_pipelines, step_wait
 from backbeat.layouts.stage_times import PARTS, StageTimer, StageTimes, split_layers
 from backbeat.model.prediction import Span
 
@@ -28,14 +30,17 @@ if TYPE_CHECKING:
     from backbeat.layouts.transformer import Transformer
     from backbeat.model import Network, Profile
 
+    ModelInput = Transformer | str | os.PathLike[str] | Mapping[str, Any]
+    ClusterInput = GpuCluster | Network | str | os.PathLike[str]
+
 PREDICTED: tuple[Family, ...] = ("closed-form", "events")
 """The families that `predict` answers in."""
 _NAMES = {"F": "forward", "B": "backward", "W": "weight gradients"}
 
 
 def predict(
-    model: Transformer | str | os.PathLike[str] | Mapping[str, Any],
-    cluster: GpuCluster | Network | str | os.PathLike[str],
+    model: ModelInput,
+    cluster: ClusterInput,
     layout: Layout | str | None = None,
     *,
     global_batch: int,
@@ -48,6 +53,8 @@ def predict(
     imbalance: float = 1.0,
     compute_factor: float = 1.0,
     block: Profile | str | os.PathLike[str] | None = None,
+    stragglers: Mapping[int, float] | None = None,
+    contention: bool | None = None,
     band: bool = True,
     **fields: Any,
 ) -> LayoutPrediction:
@@ -57,24 +64,33 @@ def predict(
     ep=1, micro_batch=1, recompute="selective", schedule="1f1b", chunks=1, zero=1. `imbalance` is the busiest expert
     rank's tokens over the average's. `compute_factor` is how many times as long computation takes as the operator model
     says: a measured step of one layout gives it, or `block`, a measured profile of one of the model's dense layers.
+    `stragglers` are ranks that compute more slowly, with their slowdown: {13: 1.3}. `contention` counts what
+    computation loses beside communication; by default only with a `block`, since other rates hold it already.
 
     >>> found = predict("llama-3-8b", "dgx-h100", dp=8, tp=2, global_batch=256, sequence=8192, recompute="full")
     >>> found.fits, 0.3 < found.mfu < 0.6
     (True, True)
     """
-    shapes = transformer(model)
     if isinstance(layout, str):
         layout = Layout.parse(layout)
     if layout is None or fields:
         layout = _changed(layout or Layout(), fields)
     if family not in PREDICTED:
         raise InputError(f"family is {family!r}: predicted are {' and '.join(PREDICTED)}; `backbeat lab` executes")
-    job = job_of(global_batch, sequence, precision)
-    check(shapes, layout, job, gpus)
-    there = cluster_of(cluster, accelerator)
-    predictor = LayoutPredictor(shapes, there, job, conventions_named(framework), imbalance, compute_factor)
-    if block is not None:
-        predictor = predictor.with_block(block)
+    predictor = predictor_of(
+        model,
+        cluster,
+        job_of(global_batch, sequence, precision),
+        framework=framework,
+        accelerator=accelerator,
+        imbalance=imbalance,
+        compute_factor=compute_factor,
+        block=block,
+        stragglers=stragglers,
+        contention=contention,
+    )
+    check(predictor.model, layout, predictor.job, gpus)
+    check_stragglers(predictor.stragglers, layout.gpus)
     found = predictor.predict(layout, family)
     return predictor.banded(found) if band else found
 
@@ -89,41 +105,68 @@ def _changed(layout: Layout, fields: dict[str, Any]) -> Layout:
         raise InputError(f"the layout: {error}") from None
 
 
+def predictor_of(
+    model: ModelInput,
+    cluster: ClusterInput,
+    job: Job,
+    *,
+    framework: str | Conventions = "megatron",
+    accelerator: str | None = None,
+    imbalance: float = 1.0,
+    compute_factor: float = 1.0,
+    block: Profile | str | os.PathLike[str] | None = None,
+    stragglers: Mapping[int, float] | None = None,
+    contention: bool | None = None,
+) -> LayoutPredictor:
+    """What predicts layouts of this job, from what `predict` and `search` are given."""
+    there = cluster_of(cluster, accelerator)
+    # Rates fitted to whole published steps hold what computation loses beside communication; a block's do not.
+    counted = block is not None if contention is None else contention
+    if counted != there.contention:
+        there = replace(there, contention=counted)
+    found = LayoutPredictor(
+        model=transformer(model),
+        cluster=there,
+        job=job,
+        conventions=conventions_named(framework),
+        imbalance=imbalance,
+        compute_factor=compute_factor,
+        stragglers=stragglers or {},
+    )
+    if block is None:
+        return found
+    measured = measured_block(block, found.model, there, found.operators, found.conventions, job.precision)
+    return replace(found, block=measured)
+
+
 @lru_cache(maxsize=32)
 def _operators(short_name: str, precision: str) -> OperatorModel:
     return operator_model(short_name, precision)
 
 
+@dataclass(frozen=True, kw_only=True)
 class LayoutPredictor:
-    """Predicts layouts of one job on one cluster; layouts share what is computed of operators."""
+    """Predicts layouts of one job on one cluster."""
 
-    def __init__(
-        self,
-        model: Transformer,
-        cluster: GpuCluster,
-        job: Job,
-        conventions: Conventions,
-        imbalance: float = 1.0,
-        compute_factor: float = 1.0,
-    ) -> None:
-        if not 1 <= imbalance < float("inf"):
-            raise InputError(f"imbalance is {imbalance}: the busiest rank has at least the average, 1 or more")
-        if not 0 < compute_factor < float("inf"):
-            raise InputError(f"compute_factor is {compute_factor}: it is measured over predicted time, above zero")
-        self.model, self.cluster, self.job, self.conventions = model, cluster, job, conventions
-        self.imbalance, self.compute_factor = imbalance, compute_factor
-        self.operators = _operators(cluster.accelerator.short_name, job.precision)
+    model: Transformer
+    cluster: GpuCluster
+    job: Job
+    conventions: Conventions
+    imbalance: float = 1.0
+    compute_factor: float = 1.0
+    """Without the block's."""
+    block: MeasuredBlock | None = None
+    stragglers: Mapping[int, float] = field(default_factory=dict)
 
-    def on(self, cluster: GpuCluster) -> LayoutPredictor:
-        return LayoutPredictor(self.model, cluster, self.job, self.conventions, self.imbalance, self.compute_factor)
+    def __post_init__(self) -> None:
+        if not 1 <= self.imbalance < float("inf"):
+            raise InputError(f"imbalance is {self.imbalance}: the busiest rank has at least the average, 1 or more")
+        if not 0 < self.compute_factor < float("inf"):
+            raise InputError(f"compute_factor is {self.compute_factor}: it is measured over predicted time, above zero")
 
-    def with_block(self, block: Profile | str | os.PathLike[str]) -> LayoutPredictor:
-        """Computation as fast as a measured profile of the model's layers says."""
-        precision = self.job.precision
-        factor = block_factor(block, self.model, self.cluster, self.operators, self.conventions, precision)
-        return LayoutPredictor(
-            self.model, self.cluster, self.job, self.conventions, self.imbalance, self.compute_factor * factor
-        )
+    @cached_property
+    def operators(self) -> OperatorModel:
+        return _operators(self.cluster.accelerator.short_name, self.job.precision)
 
     def memory(self, layout: Layout) -> MemoryByKind:
         """Of one GPU, which takes no time to say: what does not fit need not be timed."""
@@ -138,28 +181,42 @@ class LayoutPredictor:
         if self.cluster.edges is None:
             return found
         middle, quiet, busy = (
-            self.on(each).predict(found.layout, "closed-form").step_s for each in (self.cluster, *self.cluster.edges)
+            replace(self, cluster=each).predict(found.layout, "closed-form").step_s
+            for each in (self.cluster, *self.cluster.edges)
         )
         return msgspec.structs.replace(found, band_s=(found.step_s * quiet / middle, found.step_s * busy / middle))
 
     def predict(self, layout: Layout, family: Family = "events") -> LayoutPrediction:
         """A layout that can be; whoever calls has checked it."""
-        count = micro_batches(layout, self.job)
+        even = self._course(layout, family, (1.0,) * layout.pp)
+        found = self._assembled(layout, family, even)
+        if self.stragglers:
+            found = self._with_slow_ranks(found, even)
+        return found if self.block is None else self._with_waits(found, self.block)
+
+    def _course(self, layout: Layout, family: Family, slowdowns: Sequence[float]) -> _Course:
+        """One pipeline, whose stages compute so many times as long as they should."""
         kinds = split_layers(self.model, layout)
         replicas = ReplicaTimer(self.model, layout, self.cluster, self.operators, self.conventions)
-        timer = StageTimer(
-            self.model,
-            layout,
-            self.job,
-            self.cluster,
-            self.operators,
-            self.conventions,
-            imbalance=self.imbalance,
-            compute_factor=self.compute_factor,
-        )
-        own = [_with_pass(each, self.conventions.pass_s / layout.chunks) for each in timer.stages()]
+        timers = {
+            slowdown: StageTimer(
+                self.model,
+                layout,
+                self.job,
+                self.cluster,
+                self.operators,
+                self.conventions,
+                imbalance=self.imbalance,
+                compute_factor=self._factor * slowdown,
+            )
+            for slowdown in slowdowns
+        }
+        every = {slowdown: timer.stages() for slowdown, timer in timers.items()}
+        chosen = [every[slowdowns[place % layout.pp]][place] for place in range(len(kinds))]
+        own = [_with_pass(each, self.conventions.pass_s / layout.chunks) for each in chosen]
         times = [replicas.sharded_passes(each, kind) for each, kind in zip(own, kinds, strict=True)]
-        send = self._send_s(layout, timer)
+        send = self._send_s(layout, timers[slowdowns[0]])
+        count = micro_batches(layout, self.job)
         if family == "events":
             passes = run(layout.schedule, layout.pp, count, times, send, self.conventions.streams)
         else:
@@ -169,9 +226,13 @@ class LayoutPredictor:
             held = [rank_parameters(self.model, layout, kind) for kind in kinds[stage :: layout.pp]]
             total = RankParameters(sum(each.dense for each in held), sum(each.expert for each in held))
             window = passes.end_s[stage] - passes.last_backward_s[stage]
-            forward = sum(each.forward_s for each in times[stage :: layout.pp])
-            afters.append(replicas.after(total, window, forward))
-        return self._assembled(layout, family, count, own, times, passes, afters)
+            afters.append(replicas.after(total, window, sum(times[stage :: layout.pp], StageTimes())))
+        updates = [each.update_s * self._factor * slow for each, slow in zip(afters, slowdowns, strict=True)]
+        return _Course(times, passes, afters, max(updates), max(each.gather.total_s for each in afters))
+
+    @property
+    def _factor(self) -> float:
+        return self.compute_factor * (self.block.factor if self.block else 1.0)
 
     def _send_s(self, layout: Layout, timer: StageTimer) -> float:
         """Activations of a micro-batch to the next stage; without sequence parallelism Megatron scatters and gathers
@@ -185,36 +246,26 @@ class LayoutPredictor:
             sent += self.cluster.collective_s("all_gather", size, layout.tp)
         return sent
 
-    def _assembled(
-        self,
-        layout: Layout,
-        family: Family,
-        count: int,
-        own: Sequence[StageTimes],
-        times: Sequence[StageTimes],
-        passes: PipelineRun,
-        afters: Sequence[ReplicaTimes],
-    ) -> LayoutPrediction:
-        pp = layout.pp
-        # All stages wait for the norm of all gradients before they update.
-        reduced = max(end + after.reduce_s for end, after in zip(passes.end_s, afters, strict=True))
-        update, gather = max(each.update_s for each in afters), max(each.gather_s for each in afters)
-        update *= self.compute_factor
-        step = reduced + update + gather
-        works = [sum(each.total_s for each in own[stage::pp]) for stage in range(pp)]
-        busiest = max(range(pp), key=lambda stage: works[stage])
-        parts = [count * sum(each.parts[place] for each in own[busiest::pp]) for place in range(len(PARTS))]
-        sharded = count * (sum(each.total_s for each in times[busiest::pp]) - works[busiest])
-        idle = passes.seconds - sum(parts) - sharded
+    def _assembled(self, layout: Layout, family: Family, course: _Course) -> LayoutPrediction:
+        pp, count, passes = layout.pp, micro_batches(layout, self.job), course.passes
+        stages = [sum(course.times[stage::pp], StageTimes()) for stage in range(pp)]
+        busiest = max(stages, key=lambda each: sum(each.parts))
+        parts = {name: count * part for name, part in zip(PARTS, busiest.parts, strict=True)}
+        sharded = count * (busiest.total_s - sum(busiest.parts)) if layout.zero >= 2 else 0.0
+        idle = passes.seconds - count * busiest.total_s
+        last = max(range(pp), key=lambda stage: passes.end_s[stage] + course.afters[stage].reduce.total_s)
+        reducing = course.reduced_s - passes.seconds
+        slower = min(course.afters[last].reduce.slower_s, reducing)
+        gather = max(course.afters, key=lambda each: each.gather.total_s).gather
+        parts["contention"] += slower + gather.slower_s
         breakdown = StepBreakdown(
-            **dict(zip(PARTS, parts, strict=True)),
+            **parts,
             parameters=sharded,
             bubble=max(0.0, idle) if pp > 1 else 0.0,
-            reduce=reduced - passes.seconds,
-            update=update,
-            gather=gather,
+            reduce=reducing - slower,
+            update=course.update_s,
+            gather=gather.exposed_s,
         )
-        busy = count * sum(each.total_s for each in times) / pp
         peak = self.cluster.accelerator.peak_flops(self.job.precision) or 0.0
         flops = self.model.flops_per_token(self.job.sequence) * self.job.tokens
         return LayoutPrediction(
@@ -224,15 +275,102 @@ class LayoutPredictor:
             job=self.job,
             gpus=layout.gpus,
             family=family,
-            step_s=step,
-            mfu=flops / (step * layout.gpus * peak),
+            step_s=course.step_s,
+            mfu=flops / (course.step_s * layout.gpus * peak),
             memory=self.memory(layout),
             limit_bytes=self.cluster.accelerator.memory_bytes,
             breakdown=breakdown,
-            bubble_share=max(0.0, 1 - busy / passes.seconds),
-            timeline=_spans(passes, afters, step, update, gather),
-            notes=(f"compute: {self.operators.origin}",),
+            bubble_share=course.idle_share(count),
+            timeline=course.spans(),
+            notes=(f"compute: {self.operators.origin}", *(self.cluster.notes if breakdown.contention else ())),
         )
+
+    def _with_slow_ranks(self, found: LayoutPrediction, even: _Course) -> LayoutPrediction:
+        """Everybody waits for the pipeline that ends last."""
+        layout = found.layout
+        courses = [
+            # What the others hide behind their forward is theirs to wait for: a slow rank does not make it less.
+            replace(self._course(layout, found.family, factors), gather_s=even.gather_s)
+            for factors in slow_pipelines(layout, self.stragglers)
+        ]
+        # Where weight gradients fill the waiting, a slower stage may fill it better; nobody can count on that.
+        slowest = max([even, *courses], key=lambda each: each.step_s)
+        if slowest.step_s == even.step_s:
+            return found
+        later = _later(found, slowest.step_s - even.step_s)
+        count = micro_batches(layout, self.job)
+        return msgspec.structs.replace(later, bubble_share=slowest.idle_share(count), timeline=slowest.spans())
+
+    def _with_waits(self, found: LayoutPrediction, block: MeasuredBlock) -> LayoutPrediction:
+        """Ranks are slow in turn, as the measured block's iterations differ."""
+        layout = found.layout
+        computed = sum(found.breakdown.parts[name] for name in COMPUTE if name != "update")
+        draws = micro_batches(layout, self.job) * self.model.layers / layout.pp / block.layers
+        waits = step_wait(block, layout, computed, draws)
+        if waits is None:
+            return found
+        spread = (found.step_s + waits.p10_s, found.step_s + waits.p90_s)
+        notes = found.notes
+        if waits.extrapolated:
+            notes += (
+                f"the slowest of {layout.gpus} GPUs is extrapolated from {len(block.iteration_s)} times of a block",
+            )
+        return msgspec.structs.replace(_later(found, waits.mean_s), spread_s=spread, notes=notes)
+
+
+@dataclass(frozen=True)
+class _Course:
+    """A step of one pipeline."""
+
+    times: Sequence[StageTimes]
+    passes: PipelineRun
+    afters: Sequence[ReplicaTimes]
+    update_s: float
+    gather_s: float
+
+    @property
+    def reduced_s(self) -> float:
+        """All stages wait for the norm of all gradients before they update."""
+        ends = zip(self.passes.end_s, self.afters, strict=True)
+        return max(end + after.reduce.total_s for end, after in ends)
+
+    @property
+    def step_s(self) -> float:
+        return self.reduced_s + self.update_s + self.gather_s
+
+    def idle_share(self, count: int) -> float:
+        busy = count * sum(each.total_s for each in self.times) / len(self.afters)
+        return max(0.0, 1 - busy / self.passes.seconds)
+
+    def spans(self) -> tuple[Span, ...]:
+        passes, update, gather = self.passes, self.update_s, self.gather_s
+        if not passes.performed:
+            return ()
+        spans = [
+            Span(
+                f"stage {each.stage}",
+                f"{_NAMES[each.operation.kind]} {each.operation.micro_batch}"
+                + (f" chunk {each.operation.chunk}" if each.operation.chunk else ""),
+                each.start_s,
+                each.end_s,
+            )
+            for each in passes.performed
+        ]
+        end = self.step_s - gather
+        for stage, (done, after) in enumerate(zip(passes.end_s, self.afters, strict=True)):
+            if after.reduce.total_s:
+                spans.append(Span(f"stage {stage}", "reduce gradients", done, done + after.reduce.total_s))
+            spans.append(Span(f"stage {stage}", "update", end - update, end))
+            if gather:
+                spans.append(Span(f"stage {stage}", "gather parameters", end, self.step_s))
+        return tuple(spans)
+
+
+def _later(found: LayoutPrediction, wait_s: float) -> LayoutPrediction:
+    """The same with so much more waiting for slow ranks."""
+    step = found.step_s + wait_s
+    waited = msgspec.structs.replace(found.breakdown, stragglers=found.breakdown.stragglers + wait_s)
+    return msgspec.structs.replace(found, step_s=step, mfu=found.mfu * found.step_s / step, breakdown=waited)
 
 
 def _with_pass(times: StageTimes, pass_s: float) -> StageTimes:
@@ -242,28 +380,3 @@ def _with_pass(times: StageTimes, pass_s: float) -> StageTimes:
     host = PARTS.index("host")
     parts = tuple(part + (pass_s if place == host else 0.0) for place, part in enumerate(times.parts))
     return StageTimes(times.forward_s + pass_s / 2, times.input_s + pass_s / 2, times.weight_s, parts)
-
-
-def _spans(
-    passes: PipelineRun, afters: Sequence[ReplicaTimes], step_s: float, update_s: float, gather_s: float
-) -> tuple[Span, ...]:
-    if not passes.performed:
-        return ()
-    spans = [
-        Span(
-            f"stage {each.stage}",
-            f"{_NAMES[each.operation.kind]} {each.operation.micro_batch}"
-            + (f" chunk {each.operation.chunk}" if each.operation.chunk else ""),
-            each.start_s,
-            each.end_s,
-        )
-        for each in passes.performed
-    ]
-    end = step_s - gather_s
-    for stage, (done, after) in enumerate(zip(passes.end_s, afters, strict=True)):
-        if after.reduce_s:
-            spans.append(Span(f"stage {stage}", "reduce gradients", done, done + after.reduce_s))
-        spans.append(Span(f"stage {stage}", "update", end - update_s, end))
-        if gather_s:
-            spans.append(Span(f"stage {stage}", "gather parameters", end, step_s))
-    return tuple(spans)

@@ -2,7 +2,7 @@
 
 Replicas of a dense parameter are dp · cp ranks, tp apart. Those of an expert are the tp · cp · dp ranks of a stage over
 ep, ep apart. With accumulation only the backward pass of the last micro-batch can hide a reduction, unless gradients
-are sharded (ZeRO 2 and 3): then each micro-batch reduces its own.
+are sharded (ZeRO 2 and 3): then each micro-batch reduces its own. Computation takes longer beside either.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from backbeat.cost.operators import Traffic
-from backbeat.layouts.stage_times import StageLayers, StageTimes
+from backbeat.layouts.stage_times import PARTS, Added, StageLayers, StageTimes
+from backbeat.simulate.contention import together_s
 
 if TYPE_CHECKING:
     from backbeat.cost.operator_model import OperatorModel
@@ -66,11 +67,11 @@ def rank_parameters(model: Transformer, layout: Layout, stage: StageLayers) -> R
 class ReplicaTimes:
     """Beside a stage's own passes."""
 
-    reduce_s: float
-    """Of reducing gradients, what nothing hides."""
+    reduce: Added
+    """By reducing gradients."""
     update_s: float
-    gather_s: float
-    """Of gathering parameters, what nothing hides."""
+    gather: Added
+    """By gathering parameters."""
 
 
 class ReplicaTimer:
@@ -100,25 +101,42 @@ class ReplicaTimer:
         held = rank_parameters(self.model, self.layout, stage)
         gather = self._layerwise("all_gather", held, 2, stage.layers) if zero == 3 else 0.0
         scatter = self._layerwise("reduce_scatter", held, self.conventions.reduced_bytes(zero), stage.layers)
-        forward = max(times.forward_s, gather) + gather / stage.layers
-        travelling = gather + scatter
-        backward = max(times.backward_s, travelling) + scatter / stage.layers
-        return replace(times, forward_s=forward, input_s=times.input_s + backward - times.backward_s)
+        slowdown = self._slowdown(times)
+        forward = Added.behind(times.forward_s, gather, slowdown).plus(gather / stage.layers)
+        backward = Added.behind(times.backward_s, gather + scatter, slowdown).plus(scatter / stage.layers)
+        slower = forward.slower_s + backward.slower_s
+        return replace(
+            times,
+            forward_s=times.forward_s + forward.total_s,
+            input_s=times.input_s + backward.total_s,
+            parts=(*times.parts[:-1], times.parts[-1] + slower),
+        )
 
-    def after(self, held: RankParameters, window_s: float, forward_s: float) -> ReplicaTimes:
-        """Of a stage that holds these, whose last backward takes `window_s`, and its first forward `forward_s`."""
+    def _slowdown(self, times: StageTimes) -> float:
+        """Of a stage's passes beside collectives of its replicas."""
+        spent = dict(zip(PARTS, (part / times.total_s for part in times.parts), strict=True))
+        return self.cluster.slowdown(
+            *self._dense,
+            matmul=spent["matmul"] + spent["recompute"],
+            attention=spent["attention"],
+            memory=spent["memory"],
+        )
+
+    def after(self, held: RankParameters, window_s: float, passes: StageTimes) -> ReplicaTimes:
+        """Of a stage that holds these, whose last backward takes `window_s`."""
         zero = self.layout.zero
-        reduce = gather = 0.0
+        reduce = gather = Added()
+        slowdown = self._slowdown(passes)
         if zero < 2:
             kind: Kind = self.reduction.collective
             width = self.conventions.reduced_bytes(zero)
-            reduce = self._reduce(kind, held, width, window_s)
+            reduce = self._reduce(kind, held, width, window_s, slowdown)
         if zero in (1, 2) and self.reduction.gather_dtype is not None:
-            gather = self._gather(held, forward_s)
+            gather = self._gather(held, passes.forward_s, slowdown)
         return ReplicaTimes(reduce, self._update(held), gather)
 
-    def _reduce(self, kind: Kind, held: RankParameters, width: int, window_s: float) -> float:
-        exposed = 0.0
+    def _reduce(self, kind: Kind, held: RankParameters, width: int, window_s: float, slowdown: float) -> Added:
+        found = Added()
         cap = self.reduction.bucket_elements
         if cap is None and self.reduction.bucket_bytes:
             cap = self.reduction.bucket_bytes[-1] // 2
@@ -129,14 +147,18 @@ class ReplicaTimer:
             buckets = max(1, round(elements / most))
             each = self.cluster.collective_s(kind, elements * width / buckets, workers, stride)
             if self.reduction.overlap == "none":
-                exposed += buckets * each
+                found = found.plus(buckets * each)
             else:
-                # Equal buckets, ready at equal distances: either the first and all after it, or the last alone.
-                end = max(window_s / buckets + buckets * each, window_s + each)
-                exposed += end - window_s
-        return exposed
+                # Equal buckets, ready at equal distances: one travels while backward makes the next.
+                ready = window_s / buckets
+                alone, beside = (
+                    ready + (buckets - 1) * together_s(ready, each, factor) + each - window_s
+                    for factor in (1.0, slowdown)
+                )
+                found = found.plus(alone, beside - alone)
+        return found
 
-    def _gather(self, held: RankParameters, forward_s: float) -> float:
+    def _gather(self, held: RankParameters, forward_s: float, slowdown: float) -> Added:
         total = first = 0.0
         for elements, (workers, stride) in ((held.dense, self._dense), (held.expert, self._expert)):
             cap = self.reduction.gather_elements
@@ -145,7 +167,10 @@ class ReplicaTimer:
             if buckets:
                 each = self.cluster.collective_s("all_gather", 2 * elements / buckets, workers, stride)
                 total, first = total + buckets * each, max(first, each)
-        return max(first, total - forward_s) if self.reduction.gather_overlap else total
+        if not self.reduction.gather_overlap:
+            return Added(total)
+        # Forward starts with the first bucket; the others travel beside it.
+        return Added.behind(forward_s, total - first, slowdown).plus(first)
 
     def _layerwise(self, kind: Kind, held: RankParameters, width: int, layers: int) -> float:
         """All layers of a stage, each in a collective of its own."""

@@ -1,16 +1,17 @@
 """What each stage of a pipeline takes for one micro-batch: its layers' computation, and communication inside them.
 
 Tensor, context and expert parallelism communicate within every layer. What of it computation hides depends on the
-framework (`conventions`); the rest adds to the stage's time, here.
+framework (`conventions`); the rest adds to the stage's time, here. So does what computation takes longer beside it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from backbeat.layouts.layer_work import LayerBuilder, LayerWork, PhaseSeconds, seconds_of
 from backbeat.layouts.transformer import Transformer
+from backbeat.simulate.contention import together_s
 
 if TYPE_CHECKING:
     from backbeat.cost.operator_model import OperatorModel
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from backbeat.layouts.conventions import Conventions
     from backbeat.layouts.layout import Job, Layout
 
-PARTS = ("matmul", "attention", "memory", "host", "recompute", "tensor", "context", "expert")
+PARTS = ("matmul", "attention", "memory", "host", "recompute", "tensor", "context", "expert", "contention")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,31 @@ class StageTimes:
             self.weight_s * count,
             tuple(part * count for part in self.parts),
         )
+
+
+class Added(NamedTuple):
+    """What communication adds to one pass."""
+
+    exposed_s: float = 0.0
+    slower_s: float = 0.0
+    """Computation that takes longer beside it."""
+
+    @classmethod
+    def behind(cls, compute_s: float, communication_s: float, slowdown: float) -> Added:
+        """Communication that starts with computation and needs none of it.
+
+        >>> Added.behind(3.0, 2.0, 2.0), Added.behind(1.0, 2.0, 1.0)
+        (Added(exposed_s=0.0, slower_s=1.0), Added(exposed_s=1.0, slower_s=0.0))
+        """
+        alone = max(compute_s, communication_s)
+        return cls(alone - compute_s, together_s(compute_s, communication_s, slowdown) - alone)
+
+    def plus(self, exposed_s: float, slower_s: float = 0.0) -> Added:
+        return Added(self.exposed_s + exposed_s, self.slower_s + slower_s)
+
+    @property
+    def total_s(self) -> float:
+        return self.exposed_s + self.slower_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,18 +168,19 @@ class StageTimer:
         context = self._context(forward.attention, inputs.attention)
         expert = self._expert() if sparse else 0.0
         twice = 2 if recompute == "full" else 1
-        forward_s = forward.total + tensor[0] + context[0] + expert
-        backward_s = inputs.total + again.total + tensor[1] + context[1] + expert
-        backward_s += (twice - 1) * (tensor[0] + context[0] + expert)
+        first = tensor[0].total_s + context[0].total_s + expert
+        forward_s = forward.total + first
+        backward_s = inputs.total + again.total + tensor[1].total_s + context[1].total_s + expert + (twice - 1) * first
         return self._made(
             forward_s,
             backward_s,
             weights,
             forward + inputs + weights,
             again.total,
-            twice * tensor[0] + tensor[1],
-            twice * context[0] + context[1],
+            twice * tensor[0].exposed_s + tensor[1].exposed_s,
+            twice * context[0].exposed_s + context[1].exposed_s,
             (1 + twice) * expert,
+            twice * (tensor[0].slower_s + context[0].slower_s) + tensor[1].slower_s + context[1].slower_s,
         )
 
     def _ends(self, work: LayerWork, forward_kind: Kind, backward_kind: Kind) -> StageTimes:
@@ -171,6 +198,7 @@ class StageTimer:
             forward + inputs + weights,
             0.0,
             sum(tensor),
+            0.0,
             0.0,
             0.0,
         )
@@ -200,52 +228,55 @@ class StageTimer:
     def _group(self, kind: Kind, size: float) -> float:
         return self.cluster.waited_s(kind, size, self.layout.tp)
 
-    def _tensor(self, behind_s: float, matrices_s: float, sparse: bool) -> tuple[float, float]:
-        """Exposed in forward and in backward: a gather and a scatter around attention, and around a dense MLP."""
+    def _tensor(self, behind_s: float, matrices_s: float, sparse: bool) -> tuple[Added, Added]:
+        """Of forward and of backward: a gather and a scatter around attention, and around a dense MLP."""
         if self.layout.tp == 1:
-            return 0.0, 0.0
+            return Added(), Added()
         # Experts take each rank's own tokens; only an MLP that all tokens take is shared.
         pairs = 1 if sparse and not self.model.shared_ffn else 2
         size = 2 * self.builder.tokens * self.model.hidden
         overlap = self.conventions.tensor_overlap
+        slowdown = self.cluster.slowdown(self.layout.tp, matmul=1.0)
         if self.layout.sequence_parallel:
             gather, scatter = pairs * self._group("all_gather", size), pairs * self._group("reduce_scatter", size)
             forward = gather + scatter
             if overlap == "backward":
                 # The gradient is gathered for all to wait; the input again behind one product, its gradient scattered
                 # behind the other.
-                return forward, gather + max(0.0, scatter - behind_s) + max(0.0, gather - behind_s)
+                hidden = Added.behind(behind_s, scatter, slowdown).plus(*Added.behind(behind_s, gather, slowdown))
+                return Added(forward), hidden.plus(gather)
             if overlap == "none":
-                return forward, forward + (gather if self.conventions.gathers_again else 0.0)
+                return Added(forward), Added(forward + (gather if self.conventions.gathers_again else 0.0))
         else:
             forward = pairs * self._group("all_reduce", size)
             if overlap == "backward":
-                return forward, max(0.0, forward - behind_s)
+                return Added(forward), Added.behind(behind_s, forward, slowdown)
         if overlap == "all":
+            # The first slice has nothing to hide behind.
             slices = forward / self.layout.tp
-            return max(slices, forward - matrices_s), max(slices, forward - 2 * matrices_s)
-        return forward, forward
+            once, again = (Added.behind(each * matrices_s, forward - slices, slowdown) for each in (1, 2))
+            return once.plus(slices), again.plus(slices)
+        return Added(forward), Added(forward)
 
-    def _context(self, forward_s: float, backward_s: float) -> tuple[float, float]:
+    def _context(self, forward_s: float, backward_s: float) -> tuple[Added, Added]:
         """Keys and values go round a ring while attention works on those that have come; in backward, their gradients
         too."""
-        cp = self.layout.cp
+        cp, tp = self.layout.cp, self.layout.tp
         if cp == 1:
-            return 0.0, 0.0
+            return Added(), Added()
         if self.conventions.context_exchange == "all-to-all":
             # Queries, keys and values in one go, then what attention makes of them; backward likewise.
             heads = self.model.heads + self.model.key_heads
-            widths = heads * (self.model.width + self.model.out_width) / self.layout.tp
-            exposed = self.cluster.exchange_s(2 * self.builder.tokens * widths, cp, self.layout.tp)
-            return exposed, exposed
-        each = (
-            self.model.key_heads * (self.model.width + self.model.out_width) / min(self.layout.tp, self.model.key_heads)
-        )
-        send = self.cluster.send_s(2 * self.builder.tokens * each, cp, self.layout.tp)
+            widths = heads * (self.model.width + self.model.out_width) / tp
+            exposed = self.cluster.exchange_s(2 * self.builder.tokens * widths, cp, tp)
+            return Added(exposed), Added(exposed)
+        each = self.model.key_heads * (self.model.width + self.model.out_width) / min(tp, self.model.key_heads)
+        send = self.cluster.send_s(2 * self.builder.tokens * each, cp, tp)
         hidden = (cp - 1) / cp
+        slowdown = self.cluster.slowdown(cp, tp, attention=1.0)
         return (
-            max(0.0, (cp - 1) * send - forward_s * hidden),
-            max(0.0, 2 * (cp - 1) * send - backward_s * hidden),
+            Added.behind(forward_s * hidden, (cp - 1) * send, slowdown),
+            Added.behind(backward_s * hidden, 2 * (cp - 1) * send, slowdown),
         )
 
     def _expert(self) -> float:

@@ -47,11 +47,15 @@ class Block(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """It writes into its input (an in-place activation): no recomputed segment can begin here."""
     chained: bool = True
     """Its input is the output of the block before it, and nothing else happens in between."""
+    host_forward_s: Seconds | None = None
+    """What the host takes to issue its forward to an idle device; unknown where the host is the device."""
+    host_backward_s: Seconds | None = None
+    """The same of its backward."""
 
     def __post_init__(self) -> None:
         for field in (
             "forward_s", "backward_s", "input_bytes", "output_bytes", "saved_bytes", "forward_peak_bytes",
-            "backward_peak_bytes", "parameter_bytes",
+            "backward_peak_bytes", "parameter_bytes", "host_forward_s", "host_backward_s",
         ):  # fmt: skip
             not_negative(field, getattr(self, field))
 
@@ -61,6 +65,13 @@ class HostLink(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     to_host_bytes_per_s: Annotated[float, Meta(gt=0)]
     to_device_bytes_per_s: Annotated[float, Meta(gt=0)]
+
+    def shared_by(self, count: int) -> HostLink:
+        """What each of `count` processes on the device has of it while all copy."""
+        return HostLink(
+            to_host_bytes_per_s=self.to_host_bytes_per_s / count,
+            to_device_bytes_per_s=self.to_device_bytes_per_s / count,
+        )
 
 
 class Segment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):

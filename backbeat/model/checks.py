@@ -11,14 +11,14 @@ _MOST = 1e18
 """Seconds or bytes beyond this are a slip, and their sums and products could overflow."""
 
 
-def not_negative(place: str, value: float | None, *, advice: str = "measure it again") -> None:
+def not_negative(place: str, value: float | None) -> None:
     """The value is finite, zero or more, and small enough to calculate with (or absent)."""
     if value is None:
         return
     if not math.isfinite(value):
-        raise InputError(f"{place} is {value}: it must be a finite number; {advice}")
+        raise InputError(f"{place} is {value}: it must be a finite number; measure it again")
     if value < 0:
-        raise InputError(f"{place} is {value}: it must not be negative; {advice}")
+        raise InputError(f"{place} is {value}: it must not be negative; measure it again")
     if value > _MOST:
         raise InputError(f"{place} is {value}: it must be {_MOST:.0e} or less; check its unit")
 

@@ -134,7 +134,7 @@ def decode(raw: bytes, kind: type[T], where: str) -> T:
     try:
         return msgspec.convert(data, kind, strict=True)
     except msgspec.ValidationError as error:
-        raise InputError(f"{where}: {_place(str(error))}") from None
+        raise InputError(f"{where}: {_place(str(error), kind)}") from None
 
 
 def encode(document: Document) -> bytes:
@@ -223,7 +223,7 @@ def _json(raw: bytes, where: str, wanted: str) -> Any:
         raise InputError(f"{where}, line {line} column {column}: {why}") from None
 
 
-def _place(message: str) -> str:
+def _place(message: str, kind: type[Document]) -> str:
     """msgspec's `what - at `$.place`` as `place: what`, with advice where the rule is known."""
     what, _, place = message.partition(" - at `")
     place = place.rstrip("`").removeprefix("$").removeprefix(".")
@@ -232,10 +232,17 @@ def _place(message: str) -> str:
     elif "contains unknown field" in what:
         what += ": remove it, or check its spelling"
     elif "Invalid enum value" in what:
-        what += ": the JSON Schemas in backbeat/model/schemas list the values allowed"
+        what += f": it must be {' or '.join(_allowed(place.rpartition('.')[2], kind))}"
     elif "Expected" in what:
         what += ": correct it, or write the file again"
     return f"{place}: {what}" if place else what
+
+
+def _allowed(field: str, kind: type[Document]) -> list[str]:
+    """The few values that a field takes."""
+    declared = [one["properties"].get(field, {}) for one in msgspec.json.schema(kind)["$defs"].values()]
+    forms = [form for one in declared for form in (one, *one.get("anyOf", ()))]
+    return next(form["enum"] for form in forms if "enum" in form)
 
 
 def _schema_advice(found: object, wanted: str) -> str:

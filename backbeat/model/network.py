@@ -184,6 +184,7 @@ class Network(Document, frozen=True, kw_only=True):
                 transport=between.topology.transport,
             ),
             backend=base.backend,
+            accelerator=base.accelerator,
             source=between.source,
             notes=(
                 *base.notes,

@@ -40,6 +40,9 @@ class Breakdown(msgspec.Struct, frozen=True, kw_only=True):
     """Sharded plans: parameters copied out of gathered buffers, gradients copied into reduce-scatter inputs."""
     sharding_s: float = 0.0
     """What a sharded update takes less than a whole one: zero or negative."""
+    host_s: float = 0.0
+    """The device waiting for the host to issue work, beyond what it does on one worker; negative where it waits for
+    communication instead, which then costs that much less."""
 
 
 class Band(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,7 +99,7 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     breakdown: Breakdown
     bottleneck: str
     """`compute`, or the largest part of the breakdown: `latency`, `bandwidth`, `waiting`, `stragglers`, `buffers`,
-    `contention`, `gather`, `copies`."""
+    `contention`, `gather`, `copies`; or `host`, where it issues work slower than the device does it."""
     band: Band | None = None
     network_band: NetworkBand | None = None
     """Where the network says how far a quiet and a busy cluster are apart; `iteration_s` is a typical one."""

@@ -133,11 +133,16 @@ class Profile(Document, frozen=True, kw_only=True):
     """Device time per gradient byte of selecting what to send, and of putting together what came."""
     compression_s_per_bucket: Seconds | None = None
     """What that takes of a bucket however small, in launches: the longer of the host's time and the device's."""
+    device_s: Seconds | None = None
+    """Forward and backward of one micro-batch as the device does them with the host ahead; less than `forward_s` and
+    `backward_s` together where these hold waiting for the host."""
     host_s: Seconds | None = None
-    """What the host takes to submit one iteration, all micro-batches included; as long as that is less than the
+    """What the host takes to issue one iteration, all micro-batches included; as long as that is less than the
     iteration the device sets the pace."""
     host_recompute_s: Seconds | None = None
     """How much longer the host takes for a micro-batch of which every block is recomputed."""
+    host_fetch_s: Seconds | None = None
+    """The same where the input of every recomputed block waits on the host."""
     sequence_length: Annotated[int, Meta(ge=1)] | None = None
     """Tokens in one sample, where samples are sequences."""
     flops_per_sample: Annotated[float, Meta(gt=0)] | None = None
@@ -170,8 +175,8 @@ class Profile(Document, frozen=True, kw_only=True):
         not_negative("flops_per_sample", self.flops_per_sample)
         not_negative("compression_s_per_byte", self.compression_s_per_byte)
         not_negative("compression_s_per_bucket", self.compression_s_per_bucket)
-        not_negative("host_s", self.host_s)
-        not_negative("host_recompute_s", self.host_recompute_s)
+        for field in ("device_s", "host_s", "host_recompute_s", "host_fetch_s"):
+            not_negative(field, getattr(self, field))
         self._check_ready_order()
 
     def _check_ready_order(self) -> None:
@@ -216,6 +221,27 @@ class Profile(Document, frozen=True, kw_only=True):
     def single_s(self) -> float:
         """T(1): one iteration on one worker, all micro-batches included."""
         return self.accumulation * (self.forward_s + self.backward_s) + self.update_s
+
+    def slower(self, factor: float) -> Profile:
+        """Forward and backward take `factor` times as long; the update, the host and the iterations measured stay."""
+        replace = msgspec.structs.replace
+        return replace(
+            self,
+            forward_s=self.forward_s * factor,
+            backward_s=self.backward_s * factor,
+            gradients=tuple(
+                replace(
+                    one,
+                    ready_s=one.ready_s * factor,
+                    forward_s=None if one.forward_s is None else one.forward_s * factor,
+                )
+                for one in self.gradients
+            ),
+            blocks=tuple(
+                replace(one, forward_s=one.forward_s * factor, backward_s=one.backward_s * factor)
+                for one in self.blocks
+            ),
+        )
 
     def with_reduce_dtype(self, reduce_dtype: str) -> Profile:
         """The same iteration with fp32 gradients sent in two bytes each, as the wrapper's `reduce_dtype=` does.

@@ -7,13 +7,12 @@ repository and commit, stand in docs/how-to/predict.md.
 
 from __future__ import annotations
 
-import difflib
 from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 
-from backbeat.errors import InputError
+from backbeat.errors import InputError, did_you_mean
 from backbeat.model.checks import at_least
 from backbeat.model.profile import DTYPE_BYTES, Dtype, Profile
 
@@ -183,7 +182,6 @@ def reduction_named(framework: str | Reduction) -> Reduction:
     if isinstance(framework, Reduction):
         return framework
     if framework not in REDUCTIONS:
-        close = difflib.get_close_matches(str(framework), REDUCTIONS, n=1)
-        hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(REDUCTIONS)}; others as a Reduction."
+        hint = did_you_mean(framework, REDUCTIONS, "; others as a Reduction")
         raise InputError(f"{framework!r} is not a framework: {hint}")
     return REDUCTIONS[framework]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable
 from typing import Annotated, Literal
 
@@ -10,7 +9,7 @@ import msgspec
 from msgspec import Meta
 from msgspec.structs import force_setattr
 
-from backbeat.errors import InputError
+from backbeat.errors import InputError, nearest
 from backbeat.model.checks import at_least
 
 Dtype = Literal["fp32", "bf16", "fp16"]
@@ -114,9 +113,7 @@ def check_modules(sharding: Sharding, names: Iterable[str], model: str) -> None:
     for index, unit in enumerate(sharding.units):
         for name in unit.modules:
             if name not in known:
-                close = difflib.get_close_matches(name, known, n=1)
                 raise InputError(
-                    f"units[{index}] names {name!r}, which is not in the profile"
-                    + (f" (nearest: {close[0]!r})" if close else "")
-                    + f": the plan was made for {model!r}; make one for this profile with `backbeat plan`"
+                    f"units[{index}] names {name!r}, which is not in the profile{nearest(name, known)}: the plan was "
+                    f"made for {model!r}; make one for this profile with `backbeat plan`"
                 )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, NamedTuple
+from typing import Annotated, ClassVar, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -13,9 +14,6 @@ from backbeat.errors import InputError
 from backbeat.model.files import Document
 from backbeat.model.profile import ComputeShares
 from backbeat.model.source import Source
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 Transport = Literal["nvlink", "nvls", "infiniband", "efa", "sockets"]
 Factor = Annotated[float, Meta(ge=1)]

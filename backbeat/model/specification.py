@@ -11,6 +11,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from backbeat.cost.collectives import Collective, traffic
 from backbeat.cost.protocols import INFINIBAND, NicLatency, all_reduce_lines, fastest_s, ring_lines
 from backbeat.errors import InputError
@@ -105,7 +107,7 @@ class Specification:
             rows=tuple(self._row(count) for count in counts if count != own),
             backend="nccl",
             source=Source(method="assumed", reference=reference or self.sentence),
-            **{field: getattr(first, field) for field in WorkersRow.__struct_fields__},
+            **msgspec.structs.asdict(first),
         )
 
     @property

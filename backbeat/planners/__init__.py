@@ -2,34 +2,31 @@
 
 from __future__ import annotations
 
-import difflib
-from typing import TYPE_CHECKING, Literal, TypedDict, Unpack
+from collections.abc import Callable
+from typing import Literal, TypedDict, Unpack
 
 import msgspec
 
-from backbeat.errors import InputError
+from backbeat.errors import InputError, did_you_mean
+from backbeat.model import Network, Plan, Profile
 from backbeat.model.plan import PlanPrediction
 from backbeat.planners.adaptive import adaptive
 from backbeat.planners.baselines import ddp, horovod, single, wfbp
 from backbeat.planners.best import best
 from backbeat.planners.compressed_or_dense import compressed
-from backbeat.planners.draft import Draft, StrategyOptions, StrategyResult
+from backbeat.planners.draft import Draft, StrategyOptions
 from backbeat.planners.halves import halves
 from backbeat.planners.memory_and_schedule import within
 from backbeat.planners.mgwfbp import asc_wfbp, mg_wfbp
 from backbeat.planners.optimal import optimal
 from backbeat.planners.sharded import decoupled, sharded
 from backbeat.planners.sharded_baselines import fsdp, hsdp, zero1, zero2
+from backbeat.simulate.host_lane import HostLane, device_alone
 from backbeat.simulate.predict import predict
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from backbeat.model import Network, Plan, Profile
 
 __all__ = ["SHARDED", "STRATEGIES", "Draft", "StrategyOptions", "plan", "propose"]
 
-STRATEGIES: dict[str, Callable[[Profile, Network, StrategyOptions], StrategyResult]] = {
+STRATEGIES: dict[str, Callable[[Profile, Network, StrategyOptions], Draft | Plan]] = {
     "wfbp": wfbp,
     "single": single,
     "ddp": ddp,
@@ -84,23 +81,29 @@ def propose(profile: Profile, network: Network, strategy: str = "best", **choice
     """
     name, shards = _shards(strategy)
     if name not in STRATEGIES:
-        close = difflib.get_close_matches(strategy, STRATEGIES, n=1)
-        hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(STRATEGIES)}."
-        raise InputError(f"{strategy!r} is not a strategy: {hint}")
-    residuals = choices.pop("residuals", None)
-    options = StrategyOptions(**choices, shards=shards)  # type: ignore[misc, arg-type]
-    memory_bytes, reserve = options.memory_bytes, options.reserve
+        raise InputError(f"{strategy!r} is not a strategy: {did_you_mean(strategy, STRATEGIES)}")
+    options = StrategyOptions(**choices, shards=shards)  # type: ignore[arg-type]
     if options.density is not None and strategy == "best":
         name = strategy = "compressed"
-    _check(strategy, options, memory_bytes, residuals)
-    _check_reserve(reserve, memory_bytes)
+    _check(strategy, options)
+    _check_memory(strategy, options.memory_bytes, options.reserve)
 
     def schedule(of: Profile) -> Plan:
-        return STRATEGIES[name](of, network, options).named(of, strategy, network.workers)
+        # Waiting for the host is no time to hide communication behind: it does not wait for the network.
+        own = device_alone(of)
+        made = STRATEGIES[name](own, network, options)
+        if not isinstance(made, Draft):
+            return msgspec.structs.replace(made, strategy=strategy)
+        planned = made.named(own, strategy, network.workers)
+        if name != "best" or not HostLane.of(of).by_block:
+            return planned
+        # More buckets are more for the host to issue.
+        stock = ddp(own, network, StrategyOptions()).named(own, strategy, network.workers)
+        return min((planned, stock), key=lambda one: predict(of, network, one).iteration_s)
 
-    if name in BUDGETED or (memory_bytes is None and residuals is None):
+    if name in BUDGETED or (options.memory_bytes is None and options.residuals is None):
         return schedule(profile)
-    return within(profile, network, schedule, memory_bytes, residuals, reserve)
+    return within(profile, network, schedule, options)
 
 
 def _shards(strategy: str) -> tuple[str, int | None]:
@@ -114,7 +117,7 @@ def _shards(strategy: str) -> tuple[str, int | None]:
     return name, int(count)
 
 
-def _check(strategy: str, options: StrategyOptions, memory_bytes: int | None, residuals: str | None) -> None:
+def _check(strategy: str, options: StrategyOptions) -> None:
     for name in ("communicators", "bucket_bytes", "cycle_s"):
         value = getattr(options, name)
         if value is not None and value <= 0:
@@ -124,30 +127,25 @@ def _check(strategy: str, options: StrategyOptions, memory_bytes: int | None, re
             f"bucket_bytes is {options.bucket_bytes}, but {strategy!r} chooses its buckets itself: leave it out, or "
             "use ddp or horovod"
         )
-    if strategy.partition(":")[0] in SHARDED - BUDGETED and memory_bytes is not None:
+    if options.density is not None and strategy != "compressed":
+        raise InputError(f"density is {options.density}, but {strategy!r} sends every element: use compressed")
+    if options.residuals is not None and strategy != "compressed":
+        raise InputError(f"residuals is {options.residuals!r}, but {strategy!r} has none: use compressed")
+
+
+def _check_memory(strategy: str, memory_bytes: int | None, reserve: float | None) -> None:
+    if memory_bytes is None:
+        if reserve is not None:
+            raise InputError(f"reserve is {reserve}, but there is no memory budget to leave it from: give memory_bytes")
+        return
+    if strategy.partition(":")[0] in SHARDED - BUDGETED:
         raise InputError(
             f"memory_bytes is {memory_bytes}, but {strategy!r} keeps all activations: leave it out, and compare the "
             "peak that is predicted with what the device has"
         )
-    if memory_bytes is not None and memory_bytes <= 0:
+    if memory_bytes <= 0:
         raise InputError(f"memory_bytes is {memory_bytes}: it must be above zero")
-    if options.density is not None:
-        if strategy != "compressed":
-            raise InputError(f"density is {options.density}, but {strategy!r} sends every element: use compressed")
-        if not 0 < options.density <= 1:
-            raise InputError(
-                f"density is {options.density}: it is the share of elements to send, above 0 and at most 1, e.g. 0.01"
-            )
-    if residuals is not None and strategy != "compressed":
-        raise InputError(f"residuals is {residuals!r}, but {strategy!r} has none: use compressed")
-
-
-def _check_reserve(reserve: float | None, memory_bytes: int | None) -> None:
-    if reserve is None:
-        return
-    if memory_bytes is None:
-        raise InputError(f"reserve is {reserve}, but there is no memory budget to leave it from: give memory_bytes")
-    if not 0 <= reserve < memory_bytes:
+    if reserve is not None and not 0 <= reserve < memory_bytes:
         raise InputError(
             f"reserve is {reserve}: it must be a share from 0 to below 1, or bytes below the budget of {memory_bytes}"
         )

@@ -9,23 +9,18 @@ smaller buckets at the tail are tried too, and kept where they are predicted to 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
+from backbeat.cost import LinkCost
+from backbeat.model import Network, Profile
 from backbeat.planners.baselines import DDP_BUCKET_BYTES, DDP_FIRST_BUCKET_BYTES
 from backbeat.planners.draft import Draft, StrategyOptions
 from backbeat.simulate.schedule import capped, running_sums
 from backbeat.units import format_bytes
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from numpy.typing import NDArray
-
-    from backbeat.cost import LinkCost
-    from backbeat.model import Network, Profile
 
 _EXACT_GRADIENTS = 1000
 """With more gradients than this, buffers grow by strides instead of visiting every bucketing."""

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from backbeat.model import Network, Profile
 from backbeat.model.plan import DynamicFusion
 from backbeat.planners.draft import Draft, StrategyOptions
 from backbeat.simulate.contention import beside
 from backbeat.simulate.dynamic import fuse
 from backbeat.simulate.schedule import capped
 from backbeat.simulate.slowdowns import slowdown_of
-
-if TYPE_CHECKING:
-    from backbeat.model import Network, Profile
 
 DDP_FIRST_BUCKET_BYTES = 2**20
 DDP_BUCKET_BYTES = 25 * 2**20

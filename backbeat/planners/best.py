@@ -4,20 +4,22 @@ Of plans whose predicted iterations differ by less than 1 % the simplest is best
 buckets. So the exact one-communicator optimum is taken wherever several communicators cannot gain more, by the bound or
 by search.
 
-Candidates are every other strategy, the one-communicator optimum and the programme for plenty of communicators, on each
-communicator count allowed. The most promising are improved by moving, merging and splitting bucket boundaries, each
-step scored by the engine. A handful of gradients is searched exhaustively instead, and the plan says so. In the end
-buckets are merged as far as the 1 % allows: what the model has no price for, a host has. Nothing is random: the same
-input gives the same plan, unless a time budget cuts the search short.
+Candidates are `wfbp`, `single`, `ddp`, `mg-wfbp`, `asc-wfbp` and `adaptive`, the one-communicator optimum and the
+programme for plenty of communicators, on each communicator count allowed. The most promising are improved by moving,
+merging and splitting bucket boundaries, each step scored by the engine. A handful of gradients is searched exhaustively
+instead, and the plan says so. In the end buckets are merged as far as the 1 % allows: what the model has no price for,
+a host has. Nothing is random: the same input gives the same plan, unless a time budget cuts the search short.
 """
 
 from __future__ import annotations
 
 import time
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from itertools import combinations, product
-from typing import TYPE_CHECKING
 
+from backbeat.cost import LinkCost
+from backbeat.model import Network, Profile
 from backbeat.planners.adaptive import adaptive
 from backbeat.planners.baselines import ddp, single, wfbp
 from backbeat.planners.draft import Draft, StrategyOptions
@@ -28,16 +30,10 @@ from backbeat.planners.optimal import best_ends, merged_ends, plenty_ends
 from backbeat.simulate.bound import communication_bound
 from backbeat.simulate.slowdowns import slowdown_of
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from backbeat.cost import LinkCost
-    from backbeat.model import Network, Profile
-
 SIMPLER_WITHIN = 0.01
 """Of two plans whose predicted iterations differ by no more than this share, the simpler is taken."""
 _EVALUATIONS = 600
-"""Engine runs spent on improving; a plan of ten buckets takes some 50 µs each."""
+"""Engine runs spent on improving one candidate; a plan of ten buckets takes some 50 µs each."""
 _IMPROVED = 3
 """How many of the best candidates are improved."""
 _PLENTY_GRADIENTS = 2000
@@ -138,14 +134,13 @@ def _every(count: int, communicators: int) -> Iterator[Draft]:
                 yield Draft([*inner, count], communicators, list(assignment), notes=(_EXHAUSTIVE_NOTE,))
 
 
+@dataclass
 class _Search:
-    """Local search over one problem, with the number of engine runs it may still spend."""
+    """Local search over one problem, until a deadline."""
 
-    def __init__(self, profile: Profile, cost: LinkCost, deadline: float) -> None:
-        self.profile = profile
-        self.cost = cost
-        self.deadline = deadline
-        self.left = _EVALUATIONS
+    profile: Profile
+    cost: LinkCost
+    deadline: float
 
     def score(self, draft: Draft) -> tuple[float, Draft]:
         return draft.end_s(self.profile, self.cost), draft
@@ -175,16 +170,16 @@ class _Search:
 
     def improve(self, end: float, draft: Draft) -> tuple[float, Draft]:
         """Take every change that lowers the end, in sweeps from the tail, with strides that halve."""
-        self.left = _EVALUATIONS
+        left = _EVALUATIONS
         stride = max(len(self.profile.gradients) // 8, 1)
         while stride >= 1:
             improved = True
             while improved:
                 improved = False
                 for candidate in _neighbours(draft, stride):
-                    if self.left <= 0 or time.monotonic() > self.deadline:
+                    if left <= 0 or time.monotonic() > self.deadline:
                         return end, draft
-                    self.left -= 1
+                    left -= 1
                     found, _ = self.score(candidate)
                     if found < end * (1 - 1e-9):
                         end, draft, improved = found, candidate, True

@@ -13,14 +13,16 @@ to them. Beside compressed neighbours they wait for the next dense bucket, or le
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
-from backbeat.errors import InputError
+from backbeat.model import Network, Profile
 from backbeat.model.compression import Compression
 from backbeat.model.plan import Bucket, Plan
+from backbeat.planners.draft import StrategyOptions
 from backbeat.planners.optimal import best_ends, quadratic_programme
 from backbeat.simulate.compressed_cost import (
     ELEMENT_BYTES,
@@ -31,12 +33,6 @@ from backbeat.simulate.compressed_cost import (
     travel,
 )
 from backbeat.simulate.schedule import running_sums
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from backbeat.model import Network, Profile
-    from backbeat.planners.draft import StrategyOptions
 
 DEFAULT_DENSITY = 0.01
 SMALL_BYTES = 2**16
@@ -57,7 +53,6 @@ class Mixed:
     compression: Compression
     early: int | None = None
     """After this bucket the small tensors that wait leave in a bucket of their own; None: at the end."""
-    notes: tuple[str, ...] = ()
 
     def members(self, profile: Profile) -> list[tuple[list[int], bool]]:
         """(gradients, compressed) of each bucket as it is sent, in launch order: small gradients move from compressed
@@ -94,9 +89,9 @@ class Mixed:
         ]
         return travel(pieces, profile, network, cost).end_s
 
-    def named(self, profile: Profile, strategy: str, workers: int) -> Plan:
+    def plan(self, profile: Profile, workers: int, note: str) -> Plan:
         return Plan(
-            strategy=strategy,
+            strategy="compressed",
             model=profile.model,
             workers=workers,
             communicators=1,
@@ -108,42 +103,42 @@ class Mixed:
                 )
                 for inside, compressed in self.members(profile)
             ),
-            notes=self.notes,
+            notes=(note,),
         )
 
 
-def compressed(profile: Profile, network: Network, options: StrategyOptions) -> Mixed:
+def compressed(profile: Profile, network: Network, options: StrategyOptions) -> Plan:
     """Top-k at the asked density where it is predicted to pay."""
     density = DEFAULT_DENSITY if options.density is None else options.density
     compression = Compression(density=density)
-    if options.communicators is not None and options.communicators != 1:
-        raise InputError(
-            f"communicators is {options.communicators}: compressed plans use one communicator; leave it out"
-        )
+    options.need_one_communicator("compressed plans")
     ends = best_ends(profile, network.cost)
     cost = CompressedCost.of(network)
     dense = Mixed(ends, [False] * len(ends), compression)
     if network.workers == 1:
-        return Mixed(ends, dense.compressed, compression, notes=("one worker: nothing travels, nothing is compressed",))
+        return dense.plan(profile, 1, "one worker: nothing travels, nothing is compressed")
     whole = compressed_ends(profile, network, cost, compression)
     candidates = [dense, Mixed(ends, [True] * len(ends), compression), Mixed(whole, [True] * len(whole), compression)]
-    scored = [(mixed.end_s(profile, network, cost), mixed) for mixed in candidates]
-    least = scored[0]
-    for end, mixed in scored:
-        found = _flipped(end, mixed, profile, network, cost)
+
+    def end_s(mixed: Mixed) -> float:
+        return mixed.end_s(profile, network, cost)
+
+    least = end_s(dense), dense
+    for mixed in candidates:
+        found = _flipped(mixed, end_s)
         if found[0] < least[0] * (1 - _ROUNDING):
             least = found
-    chosen = _merged(*least, profile, network, cost)
+    chosen = _merged(*least, end_s)
     if any(chosen.compressed):
         places = [chosen, *(replace(chosen, early=place) for place in range(len(chosen.ends) - 1))]
-        chosen = min(places, key=lambda mixed: mixed.end_s(profile, network, cost))
+        chosen = min(places, key=end_s)
     buckets = chosen.members(profile)
     count = sum(compressed for _, compressed in buckets)
     if count == 0:
         note = f"compressed: all buckets dense, sending {density:.3g} of the elements would not be faster"
     else:
         note = f"compressed: {count} of {len(buckets)} buckets send {density:.3g} of their elements, the others all"
-    return replace(chosen, notes=(note,))
+    return chosen.plan(profile, network.workers, note)
 
 
 def compressed_ends(profile: Profile, network: Network, cost: CompressedCost, compression: Compression) -> list[int]:
@@ -165,7 +160,7 @@ def compressed_ends(profile: Profile, network: Network, cost: CompressedCost, co
     return quadratic_programme(profile.sizes, finishes)
 
 
-def _merged(end: float, mixed: Mixed, profile: Profile, network: Network, cost: CompressedCost) -> Mixed:
+def _merged(end: float, mixed: Mixed, end_s: Callable[[Mixed], float]) -> Mixed:
     """Neighbours of one kind merged where the predicted end stays: every bucket costs the host a launch."""
     place = len(mixed.ends) - 2
     while place >= 0:
@@ -175,15 +170,15 @@ def _merged(end: float, mixed: Mixed, profile: Profile, network: Network, cost: 
                 [*mixed.compressed[:place], *mixed.compressed[place + 1 :]],
                 mixed.compression,
             )
-            if fewer.end_s(profile, network, cost) <= end * (1 + _ROUNDING):
+            if end_s(fewer) <= end * (1 + _ROUNDING):
                 mixed = fewer
         place -= 1
     return mixed
 
 
-def _flipped(end: float, mixed: Mixed, profile: Profile, network: Network, cost: CompressedCost) -> tuple[float, Mixed]:
+def _flipped(mixed: Mixed, end_s: Callable[[Mixed], float]) -> tuple[float, Mixed]:
     """Single buckets changed between dense and compressed, from the last, as long as the end falls."""
-    left = _FLIPS
+    end, left = end_s(mixed), _FLIPS
     improved = True
     while improved and left > 0:
         improved = False
@@ -193,7 +188,7 @@ def _flipped(end: float, mixed: Mixed, profile: Profile, network: Network, cost:
                 break
             flags = [*mixed.compressed[:place], not mixed.compressed[place], *mixed.compressed[place + 1 :]]
             changed = Mixed(mixed.ends, flags, mixed.compression)
-            found = changed.end_s(profile, network, cost)
+            found = end_s(changed)
             if found < end * (1 - _BETTER):
                 end, mixed, improved = found, changed, True
     return end, mixed

@@ -1,20 +1,17 @@
-"""What a strategy decides, before it has names: where buckets end in ready order, and their communicators."""
+"""What strategies are given, and what most of them decide: where buckets end in ready order, on which communicators."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import Literal
 
+from backbeat.cost import LinkCost
+from backbeat.errors import InputError
+from backbeat.model import Profile
 from backbeat.model.plan import Bucket, DynamicFusion, Plan
 from backbeat.model.sharding import Dtype
 from backbeat.simulate.iteration import communicate, communicate_beside
 from backbeat.simulate.schedule import Schedule
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from backbeat.cost import LinkCost
-    from backbeat.model import Network, Profile
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,6 +32,8 @@ class StrategyOptions:
     """Device memory that an iteration may take; for `sharded`, the device's own where None."""
     reserve: float | None = None
     """Of `memory_bytes`, left to what a profile cannot know: below 1 a share of it, otherwise bytes."""
+    residuals: Literal["device", "host"] | None = None
+    """`compressed`: where residuals live; the device where None, unless nothing fits there."""
     accumulation: int | None = None
     """Sharded strategies: micro-batches of an iteration; the profile's where None."""
     reduce_dtype: Dtype | None = None
@@ -43,6 +42,10 @@ class StrategyOptions:
     """`sharded`: what the plan will run on, like 2.13; what came after 2.6 is not chosen where None."""
     budget_s: float | None = None
     """`best`: stop improving after this long. None makes the search depend on the problem alone, not on the clock."""
+
+    def need_one_communicator(self, plans: str) -> None:
+        if self.communicators not in (None, 1):
+            raise InputError(f"communicators is {self.communicators}: {plans} use one communicator; leave it out")
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,13 +91,3 @@ class Draft:
             dynamic=self.dynamic,
             notes=self.notes,
         )
-
-
-class StrategyResult(Protocol):
-    """What a strategy decides, of whatever kind."""
-
-    def named(self, profile: Profile, strategy: str, workers: int) -> Plan: ...
-
-
-if TYPE_CHECKING:
-    Strategy = Callable[[Profile, Network, StrategyOptions], Draft]

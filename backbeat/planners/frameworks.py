@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from backbeat.model import Network, Plan, Profile, Reduction
 from backbeat.model.profile import DTYPE_BYTES
 from backbeat.planners.draft import Draft
 from backbeat.simulate.schedule import capped
-
-if TYPE_CHECKING:
-    from backbeat.model import Network, Plan, Profile, Reduction
 
 
 def framework_plan(profile: Profile, network: Network, reduction: Reduction) -> Plan:

@@ -17,86 +17,72 @@ half ends later.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
+import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
-from backbeat.cost import LinkCost
-from backbeat.errors import InputError
+from backbeat.cost import Curve, LinkCost
+from backbeat.model import Network, Profile
 from backbeat.model.plan import Bucket, Plan
 from backbeat.planners.draft import StrategyOptions
 from backbeat.planners.merge_buckets import Conditions, merged, possible_costs
 from backbeat.planners.optimal import quadratic_programme, queue_programme
-from backbeat.simulate.decoupled_step import Halves, Layers
+from backbeat.simulate.gather_scatter import Halves
+from backbeat.simulate.halves_step import Layers
 from backbeat.simulate.schedule import running_sums
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from backbeat.cost import Curve
-    from backbeat.model import Network, Profile
 
 _PRECISION = 1e-6
 """Of the least forward end, relative."""
 
 
-@dataclass(frozen=True, slots=True)
-class Halved:
-    """Where the buckets of both halves end: scatters in ready order, gathers in the order of the next forward."""
-
-    scatter_ends: list[int]
-    gather_ends: list[int]
-    guessed: bool
-
-    def named(self, profile: Profile, strategy: str, workers: int) -> Plan:
-        names = [gradient.name for gradient in profile.gradients]
-        halves: tuple[tuple[Literal["reduce_scatter", "all_gather"], list[str], list[int]], ...] = (
-            ("reduce_scatter", names, self.scatter_ends),
-            ("all_gather", names[::-1], self.gather_ends),
-        )
-        return Plan(
-            strategy=strategy,
-            model=profile.model,
-            workers=workers,
-            communicators=1,
-            buckets=tuple(
-                Bucket(gradients=tuple(order[first:last]), communicator=0, phase=phase)
-                for phase, order, ends in halves
-                for first, last in pairwise([0, *ends])
-            ),
-            notes=("forward times are guessed from backward's",) if self.guessed else (),
-        )
-
-
-def halves(profile: Profile, network: Network, options: StrategyOptions) -> Halved:
+def halves(profile: Profile, network: Network, options: StrategyOptions) -> Plan:
     """Reduce-scatter buckets in ready order, then all-gather buckets in the order of the next forward."""
-    if options.communicators not in (None, 1):
-        raise InputError(
-            f"communicators is {options.communicators}: plans in halves use one communicator; leave it out"
-        )
-    early = earliest(profile, network)
+    options.need_one_communicator("plans in halves")
+    scatter_ends, gather_ends = earliest(profile, network)
     costs, layers = Halves.of(network), Layers.of(profile)
     scatters = [Conditions.behind_backward(profile, cost) for cost in possible_costs(LinkCost(costs.scatter, None, {}))]
     gathers = [
-        _behind_forward(
-            layers, cost, early.gather_ends, conditions.finishes(early.scatter_ends)[-1] - profile.backward_s
-        )
+        _behind_forward(layers, cost, gather_ends, conditions.finishes(scatter_ends)[-1] - profile.backward_s)
         for cost, conditions in zip(possible_costs(LinkCost(costs.gather, None, {})), scatters, strict=True)
     ]
-    return replace(
-        early, scatter_ends=merged(early.scatter_ends, scatters), gather_ends=merged(early.gather_ends, gathers)
+    plan = plan_in_halves(profile, merged(scatter_ends, scatters), merged(gather_ends, gathers), network.workers)
+    notes = ("forward times are guessed from backward's",) if layers.guessed else ()
+    return msgspec.structs.replace(plan, notes=notes)
+
+
+def plan_in_halves(
+    profile: Profile, scatter_ends: list[int], gather_ends: list[int], workers: int, strategy: str = "halves"
+) -> Plan:
+    """Scatters end there in ready order, gathers in the order of the next forward."""
+    names = [gradient.name for gradient in profile.gradients]
+    halves: tuple[tuple[Literal["reduce_scatter", "all_gather"], list[str], list[int]], ...] = (
+        ("reduce_scatter", names, scatter_ends),
+        ("all_gather", names[::-1], gather_ends),
+    )
+    return Plan(
+        strategy=strategy,
+        model=profile.model,
+        workers=workers,
+        communicators=1,
+        buckets=tuple(
+            Bucket(gradients=tuple(order[first:last]), communicator=0, phase=phase)
+            for phase, order, ends in halves
+            for first, last in pairwise([0, *ends])
+        ),
     )
 
 
-def earliest(profile: Profile, network: Network) -> Halved:
-    """The buckets of the two programmes, before any are merged."""
+def earliest(profile: Profile, network: Network) -> tuple[list[int], list[int]]:
+    """Where scatters and gathers end in the two programmes, before any are merged."""
     halves, layers = Halves.of(network), Layers.of(profile)
     scatter_ends = queue_programme(profile.ready.tolist(), profile.sizes.tolist(), halves.scatter)
     scatters = Conditions.behind_backward(profile, LinkCost(halves.scatter, None, {}))
     free_s = scatters.finishes(scatter_ends)[-1] - profile.backward_s
-    return Halved(scatter_ends, gather_programme(layers, halves.gather, free_s), layers.guessed)
+    return scatter_ends, gather_programme(layers, halves.gather, free_s)
 
 
 def _behind_forward(layers: Layers, cost: LinkCost, ends: list[int], free_s: float) -> Conditions:

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from backbeat.errors import InputError
+from backbeat.model import Network, Plan, Prediction, Profile
 from backbeat.planners.memory_moves import uniform
 from backbeat.planners.memory_plan import Search, reserve_for, too_small, usable
+from backbeat.simulate.actions import Unit
 from backbeat.simulate.batch import at_batch, same_blocks
 from backbeat.simulate.memory_timeline import Chain
 from backbeat.simulate.predict import predict
 from backbeat.simulate.resident_memory import ResidentMemory
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from backbeat.model import Network, Plan, Prediction, Profile
-    from backbeat.simulate.actions import Unit
 
 _STEP = 8
 """Larger batches are multiples of this, as devices like them."""

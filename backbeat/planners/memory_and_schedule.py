@@ -6,41 +6,32 @@ device memory from activations.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Callable
+from typing import Literal
 
 import msgspec
 
 from backbeat.errors import InputError
+from backbeat.model import Network, Plan, Profile
 from backbeat.model.blocks import MemoryPlan
+from backbeat.planners.draft import StrategyOptions
 from backbeat.planners.memory_plan import memory_plan, reserve_for, usable
 from backbeat.simulate.memory_timeline import memory_timeline
 from backbeat.simulate.predict import predict
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
-    from backbeat.model import Network, Plan, Profile
-
-
-def within(
-    profile: Profile,
-    network: Network,
-    schedule: Callable[[Profile], Plan],
-    memory_bytes: int | None,
-    residuals: Literal["device", "host"] | None,
-    reserve: float | None = None,
-) -> Plan:
+def within(profile: Profile, network: Network, schedule: Callable[[Profile], Plan], options: StrategyOptions) -> Plan:
     """The schedule with a memory plan that fits the budget.
 
     First a schedule for the profile as it is, then a memory plan beside it, then a second schedule for the later ready
     times. Of the two schedules the faster that fits is taken. Residuals go to the host where asked for, or where
     nothing fits otherwise.
     """
-    reserve = reserve_for(profile, reserve)
     first = schedule(profile)
-    if memory_bytes is None:
-        return _with(first, MemoryPlan(residuals=residuals or "device"))
-    memory = _fitting(profile, first, memory_bytes, residuals, network.workers, reserve)
+    if options.memory_bytes is None:
+        return _with(first, MemoryPlan(residuals=options.residuals or "device"))
+    memory = _fitting(profile, first, options.memory_bytes, network.workers, options)
+    room = usable(options.memory_bytes, reserve_for(profile, options.reserve))
     plans = [_with(first, memory)]
     if memory.segments:
         changed = memory_timeline(profile, memory, first, workers=network.workers).profile
@@ -48,26 +39,22 @@ def within(
     fitting = []
     for place, plan in enumerate(plans):
         peak = memory_timeline(profile, memory, plan, workers=network.workers).peak_bytes
-        if peak <= usable(memory_bytes, reserve):
+        if peak <= room:
             made = _with(plan, msgspec.structs.replace(memory, peak_bytes=peak))
             fitting.append((predict(profile, network, made).iteration_s, place, made))
     return min(fitting)[2]
 
 
-def _fitting(
-    profile: Profile,
-    plan: Plan,
-    budget: int,
-    residuals: Literal["device", "host"] | None,
-    workers: int,
-    reserve: float | None,
-) -> MemoryPlan:
+def _fitting(profile: Profile, plan: Plan, budget: int, workers: int, options: StrategyOptions) -> MemoryPlan:
+    def planned(residuals: Literal["device", "host"]) -> MemoryPlan:
+        return memory_plan(profile, budget, plan, residuals=residuals, workers=workers, reserve=options.reserve)
+
     try:
-        return memory_plan(profile, budget, plan, residuals=residuals or "device", workers=workers, reserve=reserve)
+        return planned(options.residuals or "device")
     except InputError:
-        if residuals is not None or not plan.compressed or profile.host_link is None:
+        if options.residuals is not None or not plan.compressed or profile.host_link is None:
             raise
-    return memory_plan(profile, budget, plan, residuals="host", workers=workers, reserve=reserve)
+    return planned("host")
 
 
 def _with(plan: Plan, memory: MemoryPlan) -> Plan:

@@ -6,17 +6,11 @@ segment recomputed together.
 
 from __future__ import annotations
 
-from functools import cache
-from typing import TYPE_CHECKING
+import random
+from collections.abc import Iterator
 
-from backbeat.simulate.actions import FETCH, KEEP, OFFLOAD, RECOMPUTE
-
-if TYPE_CHECKING:
-    import random
-    from collections.abc import Iterator
-
-    from backbeat.simulate.actions import Unit
-    from backbeat.simulate.memory_timeline import Chain
+from backbeat.simulate.actions import FETCH, KEEP, OFFLOAD, RECOMPUTE, Unit
+from backbeat.simulate.memory_timeline import Chain
 
 
 def uniform(chain: Chain) -> dict[str, tuple[Unit, ...]]:
@@ -30,16 +24,10 @@ def uniform(chain: Chain) -> dict[str, tuple[Unit, ...]]:
 
 def count(chain: Chain) -> int:
     """How many plans there are for the chain."""
-
-    @cache
-    def from_block(first: int) -> int:
-        if first == chain.count:
-            return 1
-        return sum(from_block(last) for _, last, _ in _units_from(chain, first))
-
-    for first in range(chain.count, -1, -1):
-        from_block(first)
-    return from_block(0)
+    from_block = [1] * (chain.count + 1)
+    for first in reversed(range(chain.count)):
+        from_block[first] = sum(from_block[last] for _, last, _ in _units_from(chain, first))
+    return from_block[0]
 
 
 def every(chain: Chain, first: int = 0) -> Iterator[tuple[Unit, ...]]:

@@ -13,25 +13,19 @@ which a front cannot represent. The price stands for that: several are tried, an
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from backbeat.simulate.actions import FETCH, KEEP, OFFLOAD, RECOMPUTE
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from backbeat.simulate.actions import Unit
-    from backbeat.simulate.memory_timeline import Chain
+from backbeat.simulate.actions import FETCH, KEEP, OFFLOAD, RECOMPUTE, Unit
+from backbeat.simulate.memory_timeline import Chain
 
 _FRONT = 128
 """Pairs kept for each block; a longer front is thinned."""
 
 
-@dataclass(frozen=True)
-class _Front:
+class _Front(NamedTuple):
     """Pairs for the blocks up to one, and the unit that led to each."""
 
     held: NDArray[np.float64]
@@ -77,7 +71,7 @@ class Segmenter:
 
     def _extend(self, fronts: list[_Front], k: int, room: float, price: float, ahead: float) -> _Front:
         chain = self.chain
-        parts: list[tuple[NDArray[np.float64], NDArray[np.float64], int, int, NDArray[np.intp]]] = []
+        parts: list[_Front] = []
 
         def offer(first: int, own: float, need: float, seconds: float, action: int) -> None:
             front = fronts[first]
@@ -85,7 +79,8 @@ class Segmenter:
                 return
             fits = np.flatnonzero(front.held <= room - own - need)
             if fits.size:
-                parts.append((front.held[fits] + own, front.seconds[fits] + seconds, first, action, fits))
+                starts, actions = np.full((2, len(fits)), [[first], [action]], dtype=np.intp)
+                parts.append(_Front(front.held[fits] + own, front.seconds[fits] + seconds, starts, actions, fits))
 
         block = k - 1
         entering = chain.input[block] if chain.saves_input[block] else 0
@@ -138,20 +133,16 @@ class Segmenter:
         return needs
 
 
-def _undominated(parts: list[tuple[NDArray[np.float64], NDArray[np.float64], int, int, NDArray[np.intp]]]) -> _Front:
+def _undominated(parts: list[_Front]) -> _Front:
     if not parts:
         return _Front(np.zeros(0), np.zeros(0), *(np.zeros(0, dtype=np.intp) for _ in range(3)))
-    held = np.concatenate([part[0] for part in parts])
-    seconds = np.concatenate([part[1] for part in parts])
-    lengths = [len(part[0]) for part in parts]
-    start = np.repeat(np.array([part[2] for part in parts], dtype=np.intp), lengths)
-    action = np.repeat(np.array([part[3] for part in parts], dtype=np.intp), lengths)
-    parent = np.concatenate([part[4] for part in parts])
-    order = np.lexsort((seconds, held))
-    least = np.minimum.accumulate(seconds[order])
+    pairs = _Front(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
+    order = np.lexsort((pairs.seconds, pairs.held))
+    seconds = pairs.seconds[order]
     better = np.ones(len(order), dtype=bool)
-    better[1:] = seconds[order][1:] < least[:-1]
+    better[1:] = seconds[1:] < np.minimum.accumulate(seconds)[:-1]
     chosen = order[better]
     if len(chosen) > _FRONT:
         chosen = chosen[np.unique(np.linspace(0, len(chosen) - 1, _FRONT).round().astype(np.intp))]
-    return _Front(held[chosen], seconds[chosen], start[chosen], action[chosen], parent[chosen])
+    columns: list[Any] = [column[chosen] for column in pairs]
+    return _Front(*columns)

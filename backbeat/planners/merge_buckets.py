@@ -14,18 +14,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
+from backbeat.cost import LinkCost
+from backbeat.model import Profile
 from backbeat.planners.baselines import DDP_BUCKET_BYTES
 from backbeat.simulate.schedule import running_sums
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from backbeat.cost import LinkCost
-    from backbeat.model import Profile
 
 SLOWER = 1.25
 """Times as long as predicted."""

@@ -7,21 +7,17 @@ up to a size. Then single boundaries are dropped: many neighbouring ones at once
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
+import numpy as np
+from numpy.typing import NDArray
+
+from backbeat.cost import LinkCost
+from backbeat.model import Profile
 from backbeat.planners.draft import Draft
 from backbeat.planners.merge_buckets import largest_allowed, latest_end, possible_costs
 from backbeat.simulate.schedule import running_sums
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    import numpy as np
-    from numpy.typing import NDArray
-
-    from backbeat.cost import LinkCost
-    from backbeat.model import Profile
 
 _RUNS = 600
 """Engine runs to spend."""

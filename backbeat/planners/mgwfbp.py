@@ -13,23 +13,20 @@ the published algorithm finds by recomputing every tau_c after every merge.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from backbeat.model import Network, Profile
 from backbeat.planners.draft import Draft, StrategyOptions
-
-if TYPE_CHECKING:
-    from backbeat.model import Network, Profile
 
 
 def mg_wfbp(profile: Profile, network: Network, options: StrategyOptions) -> Draft:
     alpha, beta = network.cost.isolated.line
-    return Draft(_sweep(profile, alpha, beta, patience_s=alpha), options.communicators or 1)
+    ends = merge_sweep(profile.ready.tolist(), profile.sizes.tolist(), alpha, beta, patience_s=alpha)
+    return Draft(ends, options.communicators or 1)
 
 
 def asc_wfbp(profile: Profile, network: Network, options: StrategyOptions) -> Draft:
     """Two streams, as published. Its bucketing ignores that they share the link; the prediction does not."""
-    alpha, beta = network.cost.isolated.line
-    return Draft(_sweep(profile, alpha, beta, patience_s=None), options.communicators or 2)
+    ends = merge_sweep(profile.ready.tolist(), profile.sizes.tolist(), *network.cost.isolated.line, patience_s=None)
+    return Draft(ends, options.communicators or 2)
 
 
 def merge_sweep(
@@ -67,7 +64,3 @@ def merge_sweep(
             size = sizes[index]
     ends.append(len(ready))
     return ends
-
-
-def _sweep(profile: Profile, alpha: float, beta: float, patience_s: float | None) -> list[int]:
-    return merge_sweep(profile.ready.tolist(), profile.sizes.tolist(), alpha, beta, patience_s)

@@ -21,21 +21,17 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
+from backbeat.cost import Curve, LinkCost
+from backbeat.model import Network, Profile
 from backbeat.planners.draft import Draft, StrategyOptions
 from backbeat.planners.merge_buckets import Conditions, latest_end, merged, possible_costs
 from backbeat.simulate.schedule import running_sums
 
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from backbeat.cost import Curve, LinkCost
-    from backbeat.model import Network, Profile
-
-    Finishes = Callable[[int, NDArray[np.float64], NDArray[np.float64]], NDArray[np.float64]]
+Finishes = Callable[[int, NDArray[np.float64], NDArray[np.float64]], NDArray[np.float64]]
 
 
 def optimal(profile: Profile, network: Network, options: StrategyOptions) -> Draft:

@@ -8,17 +8,20 @@ part with as many elements of its own has its own weight. What else there is bel
 from __future__ import annotations
 
 import math
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 import numpy as np
 
+from backbeat.model import Network, Profile, Sharding
 from backbeat.model.blocks import MemoryPlan, Segment
 from backbeat.model.plan import Plan
 from backbeat.model.sharding import Mesh, ShardUnit
+from backbeat.planners.draft import StrategyOptions
 from backbeat.planners.sharded_baselines import fsdp
 from backbeat.planners.unit_programme import Atoms
 from backbeat.simulate.sharded_cost import ShardedCost
@@ -26,13 +29,6 @@ from backbeat.simulate.sharded_memory import sharded_memory
 from backbeat.simulate.sharded_step import run_step
 from backbeat.simulate.sharded_units import ModelPieces, ShardedChain
 from backbeat.simulate.slowdowns import slowdown_of
-
-if TYPE_CHECKING:
-    from collections.abc import Container, Sequence
-
-    from backbeat.model import Network, Profile, Sharding
-    from backbeat.planners.draft import StrategyOptions
-
 
 Between = Literal["reshard", "whole", "last"]
 """What happens between micro-batches."""
@@ -75,8 +71,10 @@ class ShardProblem:
         self.micro_batches = options.accumulation or profile.accumulation
         self.slowdown = slowdown_of(profile, network, sharded=True).factor
         self.pieces = ModelPieces.of(profile)
-        self.usual = fsdp(profile, network, options).sharding
-        self.stock = [unit.modules[0] for unit in self.usual.units]
+        usual = fsdp(profile, network, options).sharding
+        assert usual is not None
+        self.usual = usual
+        self.stock = [unit.modules[0] for unit in usual.units]
         self.names = [*self.stock, *_behind(self.pieces, self.stock, profile.index)]
         self._costs: dict[int, ShardedCost] = {}
         self._times: dict[ShardChoice, float] = {}
@@ -123,9 +121,9 @@ class ShardProblem:
         names = [block.name for block in self.profile.blocks if block.name in again]
         return MemoryPlan(segments=tuple(Segment(blocks=(name,), action="recompute") for name in names))
 
-    def plan(self, choice: ShardChoice, strategy: str = "sharded") -> Plan:
+    def plan(self, choice: ShardChoice) -> Plan:
         return Plan(
-            strategy=strategy,
+            strategy="sharded",
             model=self.profile.model,
             workers=self.network.workers,
             sharding=self.sharding(choice),

@@ -6,20 +6,15 @@ every limit counts evaluations: the same problem gives the same choices.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from itertools import pairwise, product
-from typing import TYPE_CHECKING
 
 from backbeat.planners.best import SIMPLER_WITHIN
-from backbeat.planners.shard_problem import Scored, ShardChoice, ShardProblem
+from backbeat.planners.shard_problem import Between, Scored, ShardChoice, ShardProblem
 from backbeat.planners.unit_programme import unit_ends
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
-
-    from backbeat.planners.shard_problem import Between
-
-    Ends = tuple[int, ...]
+Ends = tuple[int, ...]
 
 _LABELS = ((12, 4000), (50, 100), (200, 24))
 """Up to so many atoms, so many labels of the programme."""
@@ -178,8 +173,7 @@ class ShardSearch:
                 unit_ends(atoms, cost, reshard=not base.kept, buffers=base.buffers, most=self.labels, longest=longest)
                 for longest in self.lengths
             )
-            found = sorted((one for one in made if one is not None), key=lambda one: one.seconds)
-            self._units[key] = [tuple(one.ends) for one in found]
+            self._units[key] = [tuple(one.ends) for one in sorted(made, key=lambda one: one.seconds)]
         return self._units[key]
 
     def _fitting(self, choices: Iterable[ShardChoice]) -> list[Scored]:

@@ -19,48 +19,24 @@ all-gather behind the next forward, as DeAR does. Only its units are chosen.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
 import msgspec
 
 from backbeat.cost.accelerators import accelerator
 from backbeat.errors import InputError
+from backbeat.model import Network, Plan, Profile
 from backbeat.model.blocks import MemoryPlan
 from backbeat.planners.best import SIMPLER_WITHIN
+from backbeat.planners.draft import StrategyOptions
 from backbeat.planners.memory_plan import needed, reserve_for, usable
-from backbeat.planners.shard_problem import Scored, ShardChoice, ShardProblem
+from backbeat.planners.shard_problem import ShardChoice, ShardProblem
 from backbeat.planners.shard_search import ShardSearch
 from backbeat.units import format_bytes, format_seconds
-
-if TYPE_CHECKING:
-    from backbeat.model import Network, Plan, Profile
-    from backbeat.planners.draft import StrategyOptions
 
 NEWER_TORCH = "2.13"
 """Holds several reduce-scatter inputs, and has a communicator for reduce-scatters."""
 
 
-@dataclass(frozen=True, slots=True)
-class ShardedPlan:
-    """What was chosen."""
-
-    problem: ShardProblem
-    best: Scored
-    budget_bytes: int | None
-    notes: tuple[str, ...] = ()
-
-    def named(self, profile: Profile, strategy: str, workers: int) -> Plan:
-        plan = self.problem.plan(self.best.choice, strategy)
-        memory = plan.memory
-        if self.budget_bytes is not None:
-            memory = msgspec.structs.replace(
-                memory or MemoryPlan(), budget_bytes=self.budget_bytes, peak_bytes=self.best.peak_bytes
-            )
-        return msgspec.structs.replace(plan, memory=memory, notes=(*self.problem.pieces.notes, *self.notes))
-
-
-def sharded(profile: Profile, network: Network, options: StrategyOptions) -> ShardedPlan:
+def sharded(profile: Profile, network: Network, options: StrategyOptions) -> Plan:
     """The plan with the fewest changes from `fsdp` within 1 % of the fastest found that fits.
 
     Without a budget it fits the device, where the profile says what memory it takes and its device is known.
@@ -71,19 +47,19 @@ def sharded(profile: Profile, network: Network, options: StrategyOptions) -> Sha
     >>> from backbeat.model import Network, Profile
     >>> from backbeat.planners.draft import StrategyOptions
     >>> gpt2, slow = Profile.load("gpt2-b8-bf16-h200"), Network.load("25gbe").at(workers=8)
-    >>> sharding = sharded(gpt2, slow, StrategyOptions()).named(gpt2, "sharded", 8).sharding
-    >>> [(len(unit.modules), unit.reshard) for unit in sharding.units]
+    >>> made = sharded(gpt2, slow, StrategyOptions())
+    >>> [(len(unit.modules), unit.reshard) for unit in made.sharding.units]
     [(4, False), (4, False), (3, False), (1, False)]
     """
     return _chosen(profile, network, options, whole=False)
 
 
-def decoupled(profile: Profile, network: Network, options: StrategyOptions) -> ShardedPlan:
+def decoupled(profile: Profile, network: Network, options: StrategyOptions) -> Plan:
     """Units that stay whole after forward, on one mesh over all workers."""
     return _chosen(profile, network, options, whole=True)
 
 
-def _chosen(profile: Profile, network: Network, options: StrategyOptions, *, whole: bool) -> ShardedPlan:
+def _chosen(profile: Profile, network: Network, options: StrategyOptions, *, whole: bool) -> Plan:
     problem = ShardProblem(profile, network, options)
     reserve = reserve_for(profile, options.reserve)
     budget = options.memory_bytes
@@ -102,13 +78,16 @@ def _chosen(profile: Profile, network: Network, options: StrategyOptions, *, who
     knobs = search.with_knobs(found)
     best = search.simplest([*found, *knobs] if newer else found)
     gained = best if newer else search.simplest([*found, *knobs])
-    notes = []
+    plan = problem.plan(best.choice)
+    notes, memory = list(problem.pieces.notes), plan.memory
     if gained.seconds < best.seconds * (1 - SIMPLER_WITHIN):
         notes.append(
             f"with torch {NEWER_TORCH}, {_knob_words(gained.choice)} would make it {format_seconds(gained.seconds)} a "
             f"step instead of {format_seconds(best.seconds)}: plan with --torch {NEWER_TORCH} where that is installed"
         )
-    return ShardedPlan(problem, best, budget, tuple(notes))
+    if budget is not None:
+        memory = msgspec.structs.replace(memory or MemoryPlan(), budget_bytes=budget, peak_bytes=best.peak_bytes)
+    return msgspec.structs.replace(plan, memory=memory, notes=tuple(notes))
 
 
 def _has_knobs(version: str | None) -> bool:

@@ -6,31 +6,15 @@ the root's, which also keeps tied weights in one unit.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
 from backbeat.errors import InputError
+from backbeat.model import Network, Profile
 from backbeat.model.plan import Plan
 from backbeat.model.sharding import Dtype, Mesh, Sharding, ShardUnit
+from backbeat.planners.draft import StrategyOptions
 from backbeat.simulate.sharded_units import ModelPieces, repeated
 
-if TYPE_CHECKING:
-    from backbeat.model import Network, Profile
-    from backbeat.planners.draft import StrategyOptions
 
-
-@dataclass(frozen=True, slots=True)
-class Sharded:
-    """What a sharded strategy decides."""
-
-    sharding: Sharding
-    notes: tuple[str, ...] = ()
-
-    def named(self, profile: Profile, strategy: str, workers: int) -> Plan:
-        return Plan(strategy=strategy, model=profile.model, workers=workers, sharding=self.sharding, notes=self.notes)
-
-
-def fsdp(profile: Profile, network: Network, options: StrategyOptions) -> Sharded:
+def fsdp(profile: Profile, network: Network, options: StrategyOptions) -> Plan:
     """FSDP2 over all workers, a unit for each repeated block, resharded after forward (ZeRO-3).
 
     >>> from backbeat.model import Network, Profile
@@ -39,10 +23,10 @@ def fsdp(profile: Profile, network: Network, options: StrategyOptions) -> Sharde
     >>> len(made.sharding.units), made.sharding.units[0].modules, str(made.sharding.mesh)
     (12, ('transformer.h.0',), 'replicate(1) * shard(8)')
     """
-    return _one_a_block(profile, network, network.workers, options, reshard=True)
+    return _one_a_block("fsdp", profile, network, network.workers, options, reshard=True)
 
 
-def hsdp(profile: Profile, network: Network, options: StrategyOptions) -> Sharded:
+def hsdp(profile: Profile, network: Network, options: StrategyOptions) -> Plan:
     """FSDP2 within groups of `shards` workers, gradients all-reduced between the groups."""
     shards = options.shards or network.topology.gpus_per_node
     if options.shards is None and shards < 2:
@@ -55,22 +39,23 @@ def hsdp(profile: Profile, network: Network, options: StrategyOptions) -> Sharde
             f"hsdp:{shards} needs a multiple of {shards} workers, and there are {network.workers}: choose another "
             "number of workers or shards"
         )
-    return _one_a_block(profile, network, shards, options, reshard=True)
+    return _one_a_block("hsdp", profile, network, shards, options, reshard=True)
 
 
-def zero1(profile: Profile, network: Network, options: StrategyOptions) -> Sharded:
+def zero1(profile: Profile, network: Network, options: StrategyOptions) -> Plan:
     """Only the optimizer's state is sharded: parameters are gathered once a step, gradients added up whole over
     micro-batches and reduced once. Without accumulation it runs as `zero2`."""
-    return _one_a_block(profile, network, network.workers, options, reshard=False, sync_every=False)
+    return _one_a_block("zero1", profile, network, network.workers, options, reshard=False, sync_every=False)
 
 
-def zero2(profile: Profile, network: Network, options: StrategyOptions) -> Sharded:
+def zero2(profile: Profile, network: Network, options: StrategyOptions) -> Plan:
     """Optimizer state and gradients are sharded: parameters are gathered once a step, gradients reduced in every
     micro-batch."""
-    return _one_a_block(profile, network, network.workers, options, reshard=False)
+    return _one_a_block("zero2", profile, network, network.workers, options, reshard=False)
 
 
 def _one_a_block(
+    strategy: str,
     profile: Profile,
     network: Network,
     shards: int,
@@ -78,21 +63,19 @@ def _one_a_block(
     *,
     reshard: bool,
     sync_every: bool = True,
-) -> Sharded:
+) -> Plan:
     pieces = ModelPieces.of(profile)
     units = repeated([piece.name for piece in pieces.pieces if piece.elements])
     # fp32 sums, as under DDP with autocast; parameters travel as they are computed with.
     dtypes: dict[str, Dtype] = {"bf16": "bf16", "fp16": "fp16"}
-    return Sharded(
-        Sharding(
-            mesh=Mesh(replicate=network.workers // shards, shard=shards),
-            param_dtype=dtypes.get(profile.precision, "fp32"),
-            reduce_dtype=options.reduce_dtype or "fp32",
-            reduce_scatter_buffers=1,
-            separate_reduce_scatter=False,
-            units=tuple(ShardUnit(modules=(name,), reshard=reshard, prefetch=0) for name in units),
-            gradient_sync="every" if sync_every else "last",
-            reshard_after_backward=reshard,
-        ),
-        pieces.notes,
+    sharding = Sharding(
+        mesh=Mesh(replicate=network.workers // shards, shard=shards),
+        param_dtype=dtypes.get(profile.precision, "fp32"),
+        reduce_dtype=options.reduce_dtype or "fp32",
+        reduce_scatter_buffers=1,
+        separate_reduce_scatter=False,
+        units=tuple(ShardUnit(modules=(name,), reshard=reshard, prefetch=0) for name in units),
+        gradient_sync="every" if sync_every else "last",
+        reshard_after_backward=reshard,
     )
+    return Plan(strategy=strategy, model=profile.model, workers=network.workers, sharding=sharding, notes=pieces.notes)

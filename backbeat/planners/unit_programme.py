@@ -16,25 +16,22 @@ A further unit maps labels to labels by sums and maxima, so a label that is no l
 earlier, and is dropped. The step's time joins the head and the tail of all atoms.
 
 **Exact** as long as no more than `most` labels are left at any cut; otherwise those that promise least are dropped
-too, and the result says so. Labels that cannot beat a known step are dropped in any case.
+too, and the result says so.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from backbeat.cost import LinkCost
+from backbeat.simulate.sharded_cost import ShardedCost
 from backbeat.simulate.sharded_units import UnitContent
 
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from backbeat.simulate.sharded_cost import ShardedCost
-
-    Floats = NDArray[np.float64]
+Floats = NDArray[np.float64]
 
 _COMPUTE, _LINK, _COPY, _COPIED, _OUT, _RHO, _CI, _ACROSS, _IN, _GATHER, _HELD = range(11)
 """Columns of a label: four of the head, four of the tail, two of the last unit, then one for each input held."""
@@ -94,14 +91,10 @@ def unit_ends(
     *,
     reshard: bool,
     buffers: int = 1,
-    largest: float = np.inf,
-    known_s: float = np.inf,
     most: int = 4000,
     longest: int | None = None,
-) -> UnitEnds | None:
-    """The units of the shortest step; None where it is no shorter than `known_s`, or an atom is above `largest`.
-
-    `largest` limits the elements of a unit, `longest` its atoms.
+) -> UnitEnds:
+    """The units of the shortest step; `longest` limits the atoms of a unit.
 
     Two atoms of one byte and one second of forward and of backward each; a collective takes half a second and one more
     for every byte. As one unit: gathered at 2.5 s, forward until 4.5, backward until 6.5, scattered at 9. As two: the
@@ -117,24 +110,12 @@ def unit_ends(
     >>> unit_ends(two, cost, reshard=False)
     UnitEnds(ends=[1, 2], seconds=8.0, exact=True)
     """
-    programme = _Programme(atoms, cost, reshard=reshard, buffers=buffers, largest=largest, longest=longest)
-    return programme.solve(known_s, most)
+    return _Programme(atoms, cost, reshard, buffers, longest or len(atoms.elements)).solve(most)
 
 
 class _Programme:
-    def __init__(
-        self,
-        atoms: Atoms,
-        cost: ShardedCost,
-        *,
-        reshard: bool,
-        buffers: int,
-        largest: float,
-        longest: int | None,
-    ) -> None:
-        self.atoms, self.cost, self.reshard, self.buffers = atoms, cost, reshard, buffers
-        self.largest = largest
-        self.longest = longest or len(atoms.elements)
+    def __init__(self, atoms: Atoms, cost: ShardedCost, reshard: bool, buffers: int, longest: int) -> None:
+        self.atoms, self.cost, self.reshard, self.buffers, self.longest = atoms, cost, reshard, buffers, longest
         self.sums = np.concatenate([[0.0], np.cumsum(atoms.elements)])
         # Computation of the root inside a unit is the unit's.
         self.forward = np.concatenate([[0.0], np.cumsum(atoms.forward_s + atoms.gap_forward_s[:-1])])
@@ -150,24 +131,19 @@ class _Programme:
         self.link_s_per_element = (2 if reshard else 1) * gather + scatter
         self.copies = (2 if reshard else 1) * self._out_s(self.sums) + self._scatter_in_s(self.sums)
 
-    def solve(self, known_s: float, most: int) -> UnitEnds | None:
+    def solve(self, most: int) -> UnitEnds:
         count = len(self.atoms.elements)
         cuts = [self._start()]
         exact = True
         for end in range(1, count + 1):
             labels = self._reach(end, cuts)
-            if labels is None:
-                return None
             least, total = self._promise(labels.rows, end)
             order = np.lexsort((total, least))
-            order = order[least[order] < known_s * (1 + 1e-12)]
             if end < count:
                 cut = order[: 4 * most]
                 whole = len(cut) == len(order)
                 order = cut[_undominated(labels.rows[cut], most)]
                 exact = exact and whole and len(order) < most
-            if not len(order):
-                return None
             cuts.append(_Labels(labels.rows[order], labels.parents[order], labels.begins[order]))
         seconds = self._join(cuts[-1].rows)
         best = int(np.argmin(seconds))
@@ -191,13 +167,10 @@ class _Programme:
         row[0, _COMPUTE] += self.atoms.gap_forward_s[0]
         return _Labels(row, np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64))
 
-    def _reach(self, end: int, cuts: list[_Labels]) -> _Labels | None:
+    def _reach(self, end: int, cuts: list[_Labels]) -> _Labels:
         """All labels of units that end here."""
         begins = np.arange(max(0, end - self.longest), end)
-        fits = (self.broken[begins] == self.broken[end - 1]) & (self.sums[end] - self.sums[begins] <= self.largest)
-        begins = begins[fits]
-        if not len(begins):
-            return None
+        begins = begins[self.broken[begins] == self.broken[end - 1]]
         counts = [len(cuts[begin].rows) for begin in begins]
         rows = np.concatenate([cuts[begin].rows for begin in begins])
         parents = np.arange(len(rows)) - np.repeat(np.cumsum([0, *counts[:-1]]), counts)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from backbeat.model import Network, Prediction, Profile, Source
+from backbeat.planners.best import SIMPLER_WITHIN
 from backbeat.report.device_memory import DeviceFit
 from backbeat.report.limits import limit
 from backbeat.report.running_cost import units_line
@@ -24,8 +25,6 @@ _HALF = 0.5
 """From this scaling factor on, an added GPU brings at least half of its own work."""
 _WORTH_SAYING = 1e-3
 """Savings below this share of a run are not called savings."""
-_WORTH_CHANGING = 0.01
-"""Gains below this share are within what a measurement could tell apart: no change is advised for them."""
 
 _DAY_S = 86400
 
@@ -87,14 +86,14 @@ def answer(
     samples: int | None = None,
     price: float | None = None,
     epoch_samples: int | None = None,
-    command: str = "backbeat plan PROFILE NETWORK --workers N -o plan.json",
+    command: str = "",
     plan_file: str = "plan.json",
-    way_command: Callable[[str], str] = "backbeat plan PROFILE NETWORK --workers N --strategy {} -o plan.json".format,
+    way_command: Callable[[str], str] = lambda _: "",
 ) -> Answer:
     """`samples` is the run to price, otherwise what stock DDP does in a day; `price` is money per GPU-hour.
 
-    `command` makes the plan that is advised, as `plan_file`; it is empty where that file is there already.
-    `way_command` makes that of a strategy, for the way to hold the model.
+    `command` makes the plan that is advised, as `plan_file`; it is empty where that file is there already, or no
+    command can make it. `way_command` makes that of a strategy, for the way to hold the model.
     """
     stock, best = study.stock, study.best
     # Where stock DDP does not fit, nothing can be compared with it.
@@ -160,7 +159,7 @@ def judged(
     best = curve[-1]
     top = best.workers
     if fit is not None and not fit.fits:
-        return "memory", f"Does not fit: {fit}."
+        return "memory", f"Does not fit: {fit.too_much()}."
     if top == 1:
         return "alone", "One GPU works alone: nothing is communicated."
     worth = f"{_plural(top)} do the work of {_work(best)}"
@@ -228,7 +227,7 @@ def decision(
             if alone
             else _run(stock, plain, chosen, command, too_big=stock in too_big)
         )
-    if halved is not None and verdict != "memory" and _gain(best, halved) >= _WORTH_CHANGING:
+    if halved is not None and verdict != "memory" and _gain(best, halved) >= SIMPLER_WITHIN:
         lines.append(
             f"With gradients sent as bf16, if training bears it, stock DDP alone is {_percent(_gain(best, halved))} "
             f"faster than this: {_plural(best.workers)} do the work of "
@@ -242,7 +241,7 @@ def _run(
 ) -> str:
     """What to run in place of `plain`, if anything."""
     gain = _gain(plain, chosen)
-    if not too_big and gain < _WORTH_CHANGING:
+    if not too_big and gain < SIMPLER_WITHIN:
         return f"Keep {stock_name(stock)}: no plan is 1 % faster."
     made = command(chosen)
     what = "the plan" if made else chosen.strategy
@@ -334,8 +333,8 @@ def _all_actions(
         return gradients
     code = ""
     if taken is not None and taken.sharded:
-        made = f"# once, on any machine:\n{way_command(taken.label)}"
-        code = f"{made}\n\n# in the training script:\n{lines_to_write('plan.json')}"
+        made = way_command(taken.label)
+        code = f"{_MAKE.format(command=made) if made else ''}# in the training script:\n{lines_to_write('plan.json')}"
     holding = Action(
         title=f"DDP, FSDP or HSDP? {way_headline(study.ways)}",
         text=" ".join(way_sentences(study.ways)),
@@ -349,7 +348,7 @@ def _actions(study: Study, stock: Prediction, best: Prediction, command: str, pl
         return ()
     found = []
     gain = _gain(stock, best)
-    if study.best_label != STOCK and study.plans[study.best_label].sharding is None and gain >= _WORTH_CHANGING:
+    if study.best_label != STOCK and study.plans[study.best_label].sharding is None and gain >= SIMPLER_WITHIN:
         communicators = f" on {best.communicators} communicators" if best.communicators > 1 else ""
         runs = not study.plans[study.best_label].in_halves
         sent = f', reduce_dtype="{study.reduce_dtype}"' if study.reduce_dtype else ""
@@ -372,7 +371,7 @@ def _actions(study: Study, stock: Prediction, best: Prediction, command: str, pl
         )
     # The smallest bucket where several are equally fast.
     size, prediction = min(study.buckets, key=lambda pair: pair[1].iteration_s, default=(25, stock))
-    if _gain(stock, prediction) >= _WORTH_CHANGING:
+    if _gain(stock, prediction) >= SIMPLER_WITHIN:
         found.append(
             Action(
                 title=f"{'Or change' if found else 'Change'} one argument of stock DDP: "

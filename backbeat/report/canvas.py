@@ -55,8 +55,16 @@ def curve(name: str, x: Sequence[float], y: Sequence[float], colour: str, **more
     }
 
 
-def bar(name: str, labels: Sequence[str], values: Sequence[float], colour: str, **more: Any) -> Drawing:
-    """Lying bars, one for each label."""
+def dots(name: str, x: Sequence[float], y: Sequence[Any], marker: Drawing, **more: Any) -> Drawing:
+    return {"type": "scatter", "mode": "markers", "name": name, "x": x, "y": y, "marker": marker, **more}
+
+
+def translucent(colour: str, opacity: float) -> str:
+    return f"rgba({','.join(map(str, _rgb(colour)))},{opacity})"
+
+
+def bar(name: str, labels: Sequence[str], values: Sequence[float], colour: str | Sequence[str], **more: Any) -> Drawing:
+    """Lying bars, one for each label, all of a colour or each of its own."""
     marker = {"color": colour}
     return {"type": "bar", "orientation": "h", "name": name, "y": labels, "x": values, "marker": marker, **more}
 
@@ -75,11 +83,13 @@ def shade(share: float) -> str:
     place = min(max(share, 0.0), 1.0) * (len(SIZES) - 1)
     below = min(int(place), len(SIZES) - 2)
     part = place - below
-    mixed = [round(one + part * (two - one)) for one, two in zip(rgb(SIZES[below]), rgb(SIZES[below + 1]), strict=True)]
+    mixed = [
+        round(one + part * (two - one)) for one, two in zip(_rgb(SIZES[below]), _rgb(SIZES[below + 1]), strict=True)
+    ]
     return "#" + "".join(f"{value:02x}" for value in mixed)
 
 
-def rgb(colour: str) -> list[int]:
+def _rgb(colour: str) -> list[int]:
     return [int(colour[place : place + 2], 16) for place in (1, 3, 5)]
 
 

@@ -25,12 +25,20 @@ class DeviceFit:
         return self.peak_bytes <= self.device_bytes
 
     def __str__(self) -> str:
-        peak, whole = format_bytes(self.peak_bytes), format_bytes(self.device_bytes)
-        given = f" (optimizer: {self.optimizer})" if self.optimizer else ""
         if self.fits:
-            return f"{peak} of the {whole} of one {self.device}: fits{given}"
+            whole = format_bytes(self.device_bytes)
+            return f"{format_bytes(self.peak_bytes)} of the {whole} of one {self.device}: fits{self._given}"
+        return self.too_much(": does not fit")
+
+    def too_much(self, verdict: str = "") -> str:
+        """What it needs where that is more than there is, and what to do."""
+        peak, whole = format_bytes(self.peak_bytes), format_bytes(self.device_bytes)
         advice = "shard it (FSDP), or keep less (plan --memory)"
-        return f"{peak} on one {self.device} of {whole}: does not fit{given}; {advice}"
+        return f"{peak} on one {self.device} of {whole}{verdict}{self._given}; {advice}"
+
+    @property
+    def _given(self) -> str:
+        return f" (optimizer: {self.optimizer})" if self.optimizer else ""
 
 
 def device_fit(

@@ -9,7 +9,7 @@ import html
 from collections.abc import Sequence
 
 from backbeat.report import canvas
-from backbeat.report.canvas import COLOURS, Drawing, axis, bar, curve, drawn, mark, ms, rgb, upright
+from backbeat.report.canvas import COLOURS, Drawing, axis, bar, curve, dots, drawn, mark, ms, translucent, upright
 from backbeat.report.figures import Compared, CostCurve, Exposed, GradientSizes, MemoryUse, Scaling, ScalingLine
 from backbeat.report.figures.exposed import PARTS
 from backbeat.units import format_bytes, format_seconds
@@ -23,6 +23,7 @@ PART_COLOURS = {
     "contention": canvas.ROSE,
     "gather": "#9a8b2f",
     "copies": "#4f7f8b",
+    "host": "#5aa9c9",
 }
 
 
@@ -99,19 +100,17 @@ def gradient_sizes(data: GradientSizes) -> Drawing:
         hover = f"%{{y:.3s}}B {did} after %{{x:.1f}} ms<extra></extra>"
         return curve(name, ms(seconds), sizes, colour, mode="lines", line=stroke, yaxis="y2", hovertemplate=hover)
 
-    traces: list[Drawing] = [
-        {
-            "type": "scatter",
-            "mode": "markers",
-            "name": "one gradient",
-            "x": ms([one.ready_s for one in data.drawn]),
-            "y": [one.bytes for one in data.drawn],
-            "marker": {"color": canvas.BLUE, "size": 6, "opacity": 0.7},
-            "customdata": [
+    traces = [
+        dots(
+            "one gradient",
+            ms([one.ready_s for one in data.drawn]),
+            [one.bytes for one in data.drawn],
+            {"color": canvas.BLUE, "size": 6, "opacity": 0.7},
+            customdata=[
                 [html.escape(one.name), format_bytes(one.bytes), format_seconds(one.ready_s)] for one in data.drawn
             ],
-            "hovertemplate": "<b>%{customdata[0]}</b><br>%{customdata[1]}, ready after %{customdata[2]}<extra></extra>",
-        },
+            hovertemplate="<b>%{customdata[0]}</b><br>%{customdata[1]}, ready after %{customdata[2]}<extra></extra>",
+        ),
         bytes_over_time("bytes ready", data.ready, canvas.ORANGE, "ready"),
     ]
     if data.sent:
@@ -150,16 +149,14 @@ def cost_curve(data: CostCurve) -> Drawing:
         return drawn(traces, xaxis=xaxis, yaxis=yaxis, height=400)
     sizes = [size for size, _ in data.points]
     traces += [
-        {
-            "type": "scatter",
-            "mode": "markers",
-            "name": f"measured on {data.measured_workers}",
-            "x": sizes,
-            "y": ms([seconds for _, seconds in data.points]),
-            "marker": {"color": canvas.ORANGE, "size": 8, "symbol": "circle-open", "line": {"width": 2}},
-            "customdata": shown(data.points),
-            "hovertemplate": "%{customdata[0]}: measured %{customdata[1]}<extra></extra>",
-        },
+        dots(
+            f"measured on {data.measured_workers}",
+            sizes,
+            ms([seconds for _, seconds in data.points]),
+            {"color": canvas.ORANGE, "size": 8, "symbol": "circle-open", "line": {"width": 2}},
+            customdata=shown(data.points),
+            hovertemplate="%{customdata[0]}: measured %{customdata[1]}<extra></extra>",
+        ),
         {
             "type": "bar",
             "name": "straight line against measured",
@@ -202,35 +199,29 @@ def memory_use(data: MemoryUse) -> Drawing:
 
 
 def measured(rows: Sequence[Compared]) -> Drawing:
+    labels = [html.escape(row.label) for row in rows]
     common: Drawing = {
-        "type": "scatter",
-        "mode": "markers",
-        "y": [html.escape(row.label) for row in rows],
         "customdata": [
             [format_seconds(row.predicted_s), format_seconds(row.measured_s), f"{row.error:+.1%}"] for row in rows
         ],
         "hovertemplate": "<b>%{y}</b><br>measured %{customdata[1]}<br>predicted %{customdata[0]} "
         "(%{customdata[2]})<extra></extra>",
     }
-    dots = {
-        "name": "measured, 10th to 90th percentile",
-        "x": ms([row.measured_s for row in rows]),
-        "marker": {"color": canvas.ORANGE, "size": 11},
-        "error_x": {
-            "type": "data",
-            "symmetric": False,
-            "array": ms([row.high_s - row.measured_s for row in rows]),
-            "arrayminus": ms([row.measured_s - row.low_s for row in rows]),
-            "color": canvas.ORANGE,
-        },
+    spread = {
+        "type": "data",
+        "symmetric": False,
+        "array": ms([row.high_s - row.measured_s for row in rows]),
+        "arrayminus": ms([row.measured_s - row.low_s for row in rows]),
+        "color": canvas.ORANGE,
     }
-    ticks = {
-        "name": "predicted",
-        "x": ms([row.predicted_s for row in rows]),
-        "marker": {"color": canvas.BLUE, "size": 13, "symbol": "line-ns-open", "line": {"width": 3}},
-    }
+    seen, said = ms([row.measured_s for row in rows]), ms([row.predicted_s for row in rows])
+    dot = {"color": canvas.ORANGE, "size": 11}
+    tick = {"color": canvas.BLUE, "size": 13, "symbol": "line-ns-open", "line": {"width": 3}}
     return drawn(
-        [common | dots, common | ticks],
+        [
+            dots("measured, 10th to 90th percentile", seen, labels, dot, error_x=spread, **common),
+            dots("predicted", said, labels, tick, **common),
+        ],
         xaxis=axis("milliseconds per iteration", rangemode="tozero"),
         yaxis={"type": "category", "autorange": "reversed"},
         height=190 + 32 * len(rows),
@@ -247,7 +238,7 @@ def _band(line: ScalingLine, colour: str, alone_per_s: float | None) -> Drawing:
         "x": [count for count, _ in outline],
         "y": [100 * share if alone_per_s is None else share * count * alone_per_s for count, share in outline],
         "fill": "toself",
-        "fillcolor": f"rgba({','.join(map(str, rgb(colour)))},.18)",
+        "fillcolor": translucent(colour, 0.18),
         "line": {"width": 0},
         "mode": "lines",
         "hoverinfo": "skip",
@@ -255,15 +246,14 @@ def _band(line: ScalingLine, colour: str, alone_per_s: float | None) -> Drawing:
 
 
 def _knee(workers: int, value: float, colour: str) -> Drawing:
-    return {
-        "type": "scatter",
-        "mode": "markers+text",
-        "name": "knee",
-        "x": [workers],
-        "y": [value],
-        "text": ["knee"],
-        "textposition": "top right",
-        "marker": {"symbol": "diamond", "size": 12, "color": colour, "line": {"width": 2, "color": "#fff"}},
-        "hovertemplate": "knee: beyond %{x} GPUs an added one brings less than half of its own work<extra></extra>",
-        "showlegend": False,
-    }
+    return dots(
+        "knee",
+        [workers],
+        [value],
+        {"symbol": "diamond", "size": 12, "color": colour, "line": {"width": 2, "color": "#fff"}},
+        mode="markers+text",
+        text=["knee"],
+        textposition="top right",
+        hovertemplate="knee: beyond %{x} GPUs an added one brings less than half of its own work<extra></extra>",
+        showlegend=False,
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 
 from backbeat.report import canvas
-from backbeat.report.canvas import COLOURS, Drawing, axis, bar, drawn, mark, ms, rgb, upright
+from backbeat.report.canvas import COLOURS, Drawing, axis, bar, drawn, mark, ms, translucent, upright
 from backbeat.report.figures import StepMemory, WayBars
 from backbeat.units import format_bytes, format_seconds
 
@@ -19,31 +19,18 @@ def way_bars(data: WayBars) -> Drawing:
         canvas.GREEN if place == data.chosen else canvas.BLUE if fits else canvas.GREY
         for place, fits in enumerate(data.fits)
     ]
-    hover = "<b>%{y}</b>: %{customdata}<extra></extra>"
-    times: Drawing = {
-        **bar("iteration", labels, ms(data.iteration_s), canvas.BLUE, hovertemplate=hover),
-        "customdata": [format_seconds(one) for one in data.iteration_s],
-        "text": [
-            format_seconds(seconds) + ("" if fits else ", does not fit")
-            for seconds, fits in zip(data.iteration_s, data.fits, strict=True)
-        ],
-        "textposition": "auto",
-        "marker": {"color": colours},
-    }
+    seconds, sizes = [format_seconds(one) for one in data.iteration_s], [format_bytes(size) for size in data.peak_bytes]
+    texts = [one + ("" if fits else ", does not fit") for one, fits in zip(seconds, data.fits, strict=True)]
+    common = {"hovertemplate": "<b>%{y}</b>: %{customdata}<extra></extra>", "textposition": "auto"}
+    times = bar("iteration", labels, ms(data.iteration_s), colours, customdata=seconds, text=texts, **common)
     rows = 26 * len(labels)
     category = {"type": "category", "autorange": "reversed"}
     if not data.peak_bytes:
         xaxis = axis("milliseconds per iteration", rangemode="tozero")
         return drawn([times], xaxis=xaxis, yaxis=category, height=110 + rows, showlegend=False)
-    peaks: Drawing = {
-        **bar("peak", labels, [size / 1e9 for size in data.peak_bytes], canvas.BLUE, hovertemplate=hover),
-        "customdata": [format_bytes(size) for size in data.peak_bytes],
-        "text": [format_bytes(size) for size in data.peak_bytes],
-        "textposition": "auto",
-        "marker": {"color": colours},
-        "xaxis": "x2",
-        "yaxis": "y2",
-    }
+    gigabytes = [size / 1e9 for size in data.peak_bytes]
+    below = {"xaxis": "x2", "yaxis": "y2"}
+    peaks = bar("peak", labels, gigabytes, colours, customdata=sizes, text=sizes, **common, **below)
     limit = data.limit_bytes or 0
     line = upright(limit / 1e9) | {"xref": "x2", "yref": "paper", "y0": 0, "y1": 0.42}
     word = mark(limit / 1e9, f"limit {format_bytes(limit)}") | {"xref": "x2", "y": 0.42, "xanchor": "right"}
@@ -74,7 +61,7 @@ def step_memory(data: StepMemory) -> Drawing:
                 "x": times,
                 "y": [round(size / 1e9, 3) for size in sizes],
                 "line": {"width": 0.5, "color": colour},
-                "fillcolor": f"rgba({','.join(map(str, rgb(colour)))},.75)",
+                "fillcolor": translucent(colour, 0.75),
                 "hovertemplate": "%{y:.2f} GB",
             }
         )

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from backbeat.report.canvas import GREY, Drawing, axis, drawn, shade
 from backbeat.report.figures import Timeline
 from backbeat.report.figures.timeline import Bar, SizeScale, size_scale
-from backbeat.units import format_bytes, format_seconds
+from backbeat.units import counted, format_bytes, format_seconds
 
 _LABEL_WIDTH = 56
 _MOST_NAMED = 12
@@ -123,5 +123,5 @@ def _cargo(bar: Bar) -> str:
     """What a bucket carries, in words."""
     parts = [f"{bar.buckets} buckets"] if bar.buckets > 1 else []
     if bar.gradients:
-        parts.append(f"{bar.gradients} gradient" + ("s" if bar.gradients != 1 else ""))
+        parts.append(counted(bar.gradients, "gradient"))
     return ", ".join([*parts, format_bytes(bar.bytes)])

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from rich.table import Table
 
+from backbeat.layouts.layout import job_of
 from backbeat.layouts.layout_prediction import LayoutPrediction
+from backbeat.layouts.layout_search import least_memory
+from backbeat.layouts.predict_layout import predictor_of
 from backbeat.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
+    from backbeat.model import Network
     from backbeat.model.prediction import Span
 
 _COLUMNS = 64
 """Of a drawn timeline."""
+_MANY_PASSES = 1500
+"""With more, one round of micro-batches through the pipeline is drawn instead of two."""
 _LETTERS = {"forward": "F", "backward": "B", "weight": "W", "reduce": "r", "update": "u", "gather": "g"}
 
 PART_WORDS = {
@@ -27,11 +33,13 @@ PART_WORDS = {
     "tensor": "tensor-parallel collectives",
     "context": "context-parallel ring",
     "expert": "all-to-alls of experts",
+    "contention": "computing beside communication",
     "parameters": "sharded parameters",
     "bubble": "pipeline bubble and sends",
     "reduce": "reducing gradients",
     "update": "update",
     "gather": "gathering parameters",
+    "stragglers": "waiting for slow ranks",
 }
 HELP = {
     "compute": "Arithmetic: it runs as fast as the matrix products allow. Only fewer or cheaper FLOPs help (fp8).",
@@ -43,12 +51,15 @@ HELP = {
     "products (framework megatron-tp-overlap).",
     "context": "The ring of keys and values: a smaller cp helps.",
     "expert": "All-to-alls between experts: an ep inside one node helps.",
+    "contention": "Communication, which takes multiprocessors and memory bandwidth from the computation beside it: "
+    "fewer bytes help, or fewer of NCCL's channels (NCCL_MAX_CTAS).",
     "parameters": "Gathering and scattering sharded parameters in every pass: a lower zero helps where memory allows.",
     "bubble": "The pipeline's bubble: more micro-batches a step help (a larger global batch, fewer replicas), or "
     "interleaved stages.",
     "reduce": "Reducing gradients: more micro-batches a step help, or a framework that overlaps them.",
     "update": "The update of parameters: sharding it (zero=1) helps.",
     "gather": "Gathering updated parameters: gathering them behind the next forward helps.",
+    "stragglers": "Ranks that compute more slowly than others: everybody waits for them. Replacing them helps.",
 }
 
 
@@ -131,6 +142,29 @@ def _spread(done: list[dict[str, float]], letter: str, start: float, end: float)
         done[place][letter] += max(0.0, min(end, high) - max(start, low))
 
 
+def drawn_batch(one: LayoutPrediction) -> int:
+    """The global batch of a step worth drawing: of many micro-batches the middle is all alike, fewer show the ends."""
+    layout = one.layout
+    passes = 2 * layout.pp * layout.pp * layout.chunks
+    rounds = 1 if 2 * passes > _MANY_PASSES else 2
+    return min(one.job.global_batch, rounds * layout.pp * layout.dp * layout.micro_batch)
+
+
+def nothing_fits(
+    model: Any, network: Network, gpus: int, job: Mapping[str, Any], zero: Sequence[int] = (1,)
+) -> tuple[LayoutPrediction | None, str]:
+    """The layout that takes least, and what to do, where none fits. `job` is as `layouts.search` takes it."""
+    known = {name: job[name] for name in ("framework", "accelerator", "imbalance") if name in job}
+    asked = job_of(job["global_batch"], job["sequence"], job["precision"])
+    least = least_memory(predictor_of(model, network, asked, **known), gpus, zero)
+    if least is None:
+        return None, f"No layout of {gpus} GPUs can be: their factors divide neither heads, layers nor batch."
+    return least, (
+        f"No layout fits on {gpus} GPUs: {least.layout.label} takes least, {format_bytes(least.memory_bytes)} of "
+        f"{format_bytes(least.limit_bytes)}. Take more GPUs, or shard parameters as well (--zero 3)."
+    )
+
+
 def answer(found: Sequence[LayoutPrediction]) -> str:
     """What to do, in words."""
     best = found[0]
@@ -138,8 +172,13 @@ def answer(found: Sequence[LayoutPrediction]) -> str:
         f"Use {best.layout.label}: {format_seconds(best.step_s)} a step, {best.tokens_per_s:,.0f} tokens/s on "
         f"{best.gpus} GPUs, {best.mfu:.0%} MFU, {format_bytes(best.memory_bytes)} of {format_bytes(best.limit_bytes)}."
     )
-    limit = HELP[best.limited_by]
-    return f"{text}\nLimited by {limit[0].lower()}{limit[1:]}"
+    return f"{text}\n{limit_line(best)}"
+
+
+def limit_line(one: LayoutPrediction) -> str:
+    """What holds it back and what helps."""
+    limit = HELP[one.limited_by]
+    return f"Limited by {limit[0].lower()}{limit[1:]}"
 
 
 def _plain(title: str) -> Table:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from backbeat.model import Gradient, Prediction, Profile
+from backbeat.planners import SHARDED
 from backbeat.simulate.sweep import knee
 from backbeat.units import format_bytes
 
@@ -23,6 +25,8 @@ LIMITS = {
     "not help; keeping parameters after forward (zero2) copies them out once instead of twice.",
     "buffers": "Broadcasting buffers before every forward pass. `broadcast_buffers=False` removes it, "
     "where the statistics in them may differ between workers.",
+    "host": "The host, which issues work slower than the GPU does it. Compiling (torch.compile), a larger batch or a "
+    "faster CPU help; a faster network or other buckets do not.",
     "contention": "Communication slows computation down: it takes multiprocessors and memory bandwidth from it. What "
     "helps is fewer bytes (--reduce-dtype bf16) or fewer channels (NCCL_MAX_CTAS); other buckets help little.",
     "gather": "Gathering updated parameters, which the sharded optimizer needs before every forward. Gathering them "
@@ -40,6 +44,8 @@ def limit(prediction: Prediction, profile: Profile, *, reduce_dtype: str | None 
     sentence = LIMITS[kind]
     if reduce_dtype is not None:
         sentence = sentence.replace("fewer bytes (--reduce-dtype bf16)", "smaller gradients (compression)")
+    if re.split("[: ]", prediction.strategy)[0] in SHARDED:
+        return sentence.replace("; other buckets help little", "").replace("buckets", "units")
     if kind not in ("latency", "waiting") or prediction.gap >= _BUCKETS_HELP:
         return sentence
     fewer = "fewer bytes (--reduce-dtype bf16)" if reduce_dtype is None else "a faster network"

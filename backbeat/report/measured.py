@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 import numpy as np
@@ -18,10 +18,8 @@ from backbeat.importers.trace_events import TraceReader
 from backbeat.importers.trace_facts import Mark, collect
 from backbeat.model import Bucket, Network, Plan, Profile, Span
 from backbeat.model import files as model_files
-from backbeat.planners import STRATEGIES, propose
 from backbeat.simulate import predict
 
-LAB_SCHEMA = "backbeat.lab/1"
 _JOIN_S = 20e-6
 """Kernels with a smaller gap than this between them are drawn as one."""
 
@@ -52,38 +50,32 @@ class _Row(msgspec.Struct, frozen=True):
     strategy: str
     plan: str
     communicators: int
-    buckets: int
     measured_s: float
     predicted_s: float
+    launches: list[list[int]]
+    """[number of gradients, communicator] of each bucket, in launch order; other figures of halves and units."""
+    units: int | None = None
+    """Of a sharded plan."""
     series_s: list[list[float]] = []
     finishes_s: list[float] = []
-    launches: list[list[int]] = []
-    """[number of gradients, communicator] of each bucket, in launch order."""
 
 
-class _Lab(msgspec.Struct, frozen=True):
+class _Lab(model_files.Document, frozen=True, kw_only=True, forbid_unknown_fields=False):
+    SCHEMA: ClassVar[str] = "backbeat.lab/1"
+    FOLDER: ClassVar[str] = "lab"
+
     nodes: int
     profile: str
     network: dict[str, Any]
     rows: list[_Row]
     dilation: float = 1.0
-    stragglers: dict[str, float] = {}
+    stragglers: dict[str, float] = msgspec.field(default_factory=dict)
 
 
 def read_lab(path: str | Path, profile: Profile) -> list[Measured]:
     """The rows of a file that `backbeat lab -o` wrote. Timelines are rebuilt where the profile is the one replayed."""
     where = model_files.existing(path, "what `backbeat lab -o` wrote")
-    try:
-        data = msgspec.json.decode(model_files.read(where))
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise InputError(f"{where}: not JSON ({error}): give what `backbeat lab -o` wrote") from None
-    if not isinstance(data, dict) or data.get("schema") != LAB_SCHEMA:
-        found = data.get("schema") if isinstance(data, dict) else type(data).__name__
-        raise InputError(f"{where}: schema is {found!r}, not {LAB_SCHEMA!r}: give what `backbeat lab -o` wrote")
-    try:
-        lab = msgspec.convert(data, _Lab)
-    except msgspec.ValidationError as error:
-        raise InputError(f"{where}: {error}") from None
+    lab = model_files.decode(model_files.read(where), _Lab, where=str(where))
     network = model_files.decode(msgspec.json.encode(lab.network), Network, where=f"{where}: network")
     return [_of_row(row, lab, network, profile) for row in lab.rows]
 
@@ -141,7 +133,7 @@ def _of_row(row: _Row, lab: _Lab, network: Network, profile: Profile) -> Measure
     samples = sorted(sample for series in row.series_s for sample in series)
     # The nodes' compute was dilated, and all waited for the slowest of them.
     replayed = scaled(profile, lab.dilation * max([1.0, *lab.stragglers.values()]))
-    plan = _plan(row, replayed, network) if profile.name == lab.profile else None
+    plan = _plan(row, replayed) if profile.name == lab.profile else None
     return Measured(
         label=row.plan,
         origin="lab",
@@ -175,53 +167,40 @@ def finished_spans(profile: Profile, plan: Plan, finishes_s: Sequence[float]) ->
         start = min(max(max(one.ready_s for one in members), free.get(bucket.communicator, 0.0)), finish)
         free[bucket.communicator] = finish
         label = bucket.gradients[0] if len(members) == 1 else f"{bucket.gradients[0]} … {bucket.gradients[-1]}"
-        spans.append(
-            Span(
-                f"communicator {bucket.communicator}",
-                label,
-                forward + start,
-                forward + finish,
-                sum(one.bytes for one in members),
-            )
-        )
+        size = sum(one.bytes for one in members)
+        spans.append(Span(f"communicator {bucket.communicator}", label, forward + start, forward + finish, size))
     return tuple(spans)
 
 
 def scaled(profile: Profile, factor: float) -> Profile:
-    """What a lab replays: compute that takes `factor` times as long, with neither measured iterations nor buffers."""
+    """What a lab replays: compute that takes `factor` times as long, with neither measured iterations nor buffers nor
+    a host that could be late."""
     return msgspec.structs.replace(
-        profile,
-        forward_s=profile.forward_s * factor,
-        backward_s=profile.backward_s * factor,
+        profile.slower(factor),
         update_s=profile.update_s * factor,
-        gradients=tuple(msgspec.structs.replace(one, ready_s=one.ready_s * factor) for one in profile.gradients),
-        blocks=tuple(
-            msgspec.structs.replace(one, forward_s=one.forward_s * factor, backward_s=one.backward_s * factor)
-            for one in profile.blocks
-        ),
         iteration_s=(),
         buffer_bytes=0,
         accumulation=1,
+        host_s=None,
     )
 
 
-def _plan(row: _Row, profile: Profile, network: Network) -> Plan | None:
-    """The row's plan: from its own launches, otherwise made again; None where that gives another number of buckets."""
-    if row.launches and sum(count for count, _ in row.launches) == len(profile.gradients):
-        names = iter([gradient.name for gradient in profile.gradients])
-        return Plan(
-            strategy=row.strategy,
-            model=profile.model,
-            communicators=row.communicators,
-            buckets=tuple(
-                Bucket(gradients=tuple(next(names) for _ in range(count)), communicator=communicator)
-                for count, communicator in row.launches
-            ),
-        )
-    if row.strategy not in STRATEGIES or row.plan.partition("/")[0] != row.strategy:
+def _plan(row: _Row, profile: Profile) -> Plan | None:
+    """The plan that ran; None where it has no buckets of this profile's gradients: units, halves, another model."""
+    if row.units is not None or any(len(launch) != 2 for launch in row.launches):
         return None
-    made = propose(profile, network, row.strategy, communicators=row.communicators)
-    return made if len(made.buckets) == row.buckets and made.dynamic is None else None
+    if sum(count for count, _ in row.launches) != len(profile.gradients):
+        return None
+    names = iter([gradient.name for gradient in profile.gradients])
+    return Plan(
+        strategy=row.strategy,
+        model=profile.model,
+        communicators=row.communicators,
+        buckets=tuple(
+            Bucket(gradients=tuple(next(names) for _ in range(count)), communicator=communicator)
+            for count, communicator in row.launches
+        ),
+    )
 
 
 def _percentile(rising: Sequence[float], percent: int) -> float | None:

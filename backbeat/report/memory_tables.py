@@ -10,8 +10,9 @@ from rich.table import Table
 
 from backbeat.model import MemoryPlan, Profile, Segment
 from backbeat.planners.max_batch import Point
+from backbeat.report.tables import WINNER, table_of
 from backbeat.simulate.memory_timeline import MemoryTimeline
-from backbeat.units import format_bytes, format_seconds, printable
+from backbeat.units import counted, format_bytes, format_seconds, printable
 
 
 class Policy(NamedTuple):
@@ -25,61 +26,46 @@ class Policy(NamedTuple):
 def segments_table(profile: Profile, memory: MemoryPlan) -> Table:
     """The plan's segments in the order of forward; alike neighbours share a row."""
     blocks = {block.name: block for block in profile.blocks}
-    title = f"{len(profile.blocks)} blocks in {_count(len(memory.segments), 'segment')}"
-    table = Table(title=title, title_justify="left", header_style="bold")
-    for heading in ("blocks", "what", "segments", "saved by autograd", "computed again"):
-        table.add_column(heading, justify="left" if heading in ("blocks", "what") else "right")
-    for _, alike in groupby(memory.segments, key=lambda segment: (_what(segment), len(segment.blocks))):
+    rows = []
+    for (what, size), alike in groupby(memory.segments, key=lambda segment: (_what(segment), len(segment.blocks))):
         run = list(alike)
         names = [name for segment in run for name in segment.blocks]
+        saved = sum(blocks[name].saved_bytes for name in names)
         again = sum(blocks[name].forward_s for name in names) if run[0].action == "recompute" else 0.0
-        size = len(run[0].blocks)
-        shown = "" if run[0].action == "keep" else f"{len(run)}" + (f" of {size} blocks" if size > 1 else "")
-        table.add_row(
-            printable(names[0] if len(names) == 1 else f"{names[0]} … {names[-1]} ({len(names)})"),
-            _what(run[0]),
-            shown,
-            format_bytes(sum(blocks[name].saved_bytes for name in names)),
-            format_seconds(again) if again else "",
-        )
-    return table
+        shown = printable(names[0] if len(names) == 1 else f"{names[0]} … {names[-1]} ({len(names)})")
+        count = "" if what == "keep" else f"{len(run)}" + (f" of {size} blocks" if size > 1 else "")
+        rows.append((shown, what, count, format_bytes(saved), format_seconds(again) if again else ""))
+    headings = ("blocks", "what", "segments", "saved by autograd", "computed again")
+    title = f"{len(profile.blocks)} blocks in {counted(len(memory.segments), 'segment')}"
+    return table_of(headings, rows, title, left={"blocks", "what"}, frame=True)
 
 
 def policies_table(policies: Sequence[Policy], budget: int) -> Table:
-    """The plan and what treating every block alike would give."""
-    table = Table(header_style="bold")
-    for heading in ("policy", "peak", "iteration", "in the budget"):
-        table.add_column(heading, justify="left" if heading == "policy" else "right")
-    for place, policy in enumerate(policies):
-        fits = policy.peak_bytes <= budget
-        table.add_row(
-            policy.name,
-            format_bytes(policy.peak_bytes),
-            format_seconds(policy.iteration_s),
-            "yes" if fits else "no",
-            style="bold green" if place == 0 else None,
-        )
+    """The plan, and then what treating every block alike would give."""
+    rows = [
+        (name, format_bytes(peak), format_seconds(iteration_s), "yes" if peak <= budget else "no")
+        for name, peak, iteration_s in policies
+    ]
+    table = table_of(("policy", "peak", "iteration", "in the budget"), rows, left={"policy"}, frame=True)
+    table.rows[0].style = WINNER
     return table
 
 
 def growth_table(points: Sequence[Point]) -> Table:
     """Batch sizes with what each takes and gives."""
-    table = Table(header_style="bold")
-    for heading in ("batch", "kept", "recomputed", "offloaded", "peak", "iteration", "samples/s"):
-        table.add_column(heading, justify="right")
     best = max(points, key=lambda point: point.prediction.samples_per_s)
-    for point in points:
-        kept, again, away = mixture(point.plan.memory)
-        table.add_row(
+    rows = [
+        (
             str(point.batch_size),
-            "all" if point.kept else str(kept),
-            "" if point.kept else str(again),
-            "" if point.kept else str(away),
+            *(("all", "", "") if point.kept else map(str, mixture(point.plan.memory))),
             format_bytes(point.prediction.peak_bytes or 0),
             format_seconds(point.prediction.iteration_s),
             f"{point.prediction.samples_per_s:,.0f}" + (" ◀" if point is best else ""),
-            style="bold green" if point is best else None,
         )
+        for point in points
+    ]
+    table = table_of(("batch", "kept", "recomputed", "offloaded", "peak", "iteration", "samples/s"), rows, frame=True)
+    table.rows[points.index(best)].style = WINNER
     return table
 
 
@@ -112,7 +98,3 @@ def _what(segment: Segment) -> str:
     if segment.action == "recompute":
         return "recompute, input on the host" if segment.input == "offload" else "recompute"
     return segment.action
-
-
-def _count(number: int, word: str) -> str:
-    return f"{number} {word}" + ("" if number == 1 else "s")

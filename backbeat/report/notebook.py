@@ -11,7 +11,7 @@ from backbeat.model import Prediction
 from backbeat.report import canvas, draw_timeline, plot
 from backbeat.report.figures import timeline
 from backbeat.report.tables import over_bound, scaling_range
-from backbeat.units import format_seconds
+from backbeat.units import counted, format_seconds
 
 _MOST_BARS = 300
 
@@ -25,8 +25,7 @@ def prediction_html(prediction: Prediction) -> str:
         "samples/s": f"{prediction.samples_per_s:,.0f}",
         "exposed": f"{format_seconds(prediction.exposed_s)}, limited by {prediction.bottleneck}",
         "over bound": f"{over_bound(prediction):.1%}",
-        "buckets": f"{prediction.buckets} on {prediction.communicators} "
-        f"communicator{'s' if prediction.communicators != 1 else ''}",
+        "buckets": f"{prediction.buckets} on {counted(prediction.communicators, 'communicator')}",
     }
     cells = "".join(f"<tr><th>{name}</th><td>{html.escape(text)}</td></tr>" for name, text in rows.items())
     title = f"{prediction.strategy} on {prediction.workers} workers"

@@ -124,7 +124,7 @@ def _page(study: Study, settings: PageSettings, bars: int) -> str:
         tiles=_tiles(study, answered, settings),
         data=script_json({"figures": drawings, "timelines": shown, "pair": pair}),
         trace=script_json(msgspec.json.decode(trace)) if len(trace) <= _MOST_TRACE_BYTES else "",
-        trace_command=_command("trace", settings, study.top, "trace.json"),
+        trace_command=command_line("trace", settings, study.top, "trace.json"),
         css=asset("page.css"),
         script=asset("page.js"),
         plotly=plotly_source(),
@@ -146,13 +146,13 @@ def _answer(study: Study, settings: PageSettings) -> Answer:
         samples=settings.samples,
         price=settings.price,
         epoch_samples=settings.epoch_samples,
-        command="" if given else _command("plan", settings, study.top, "plan.json", study.best_label),
+        command="" if given else command_line("plan", settings, study.top, "plan.json", study.best_label),
         plan_file=given or "plan.json",
-        way_command=lambda label: _command("plan", settings, study.top, "plan.json", label),
+        way_command=lambda label: command_line("plan", settings, study.top, "plan.json", label),
     )
 
 
-def _command(verb: str, settings: PageSettings, workers: int, output: str, strategy: str | None = None) -> str:
+def command_line(verb: str, settings: PageSettings, workers: int, output: str, strategy: str | None = None) -> str:
     names = " ".join(shlex.quote(name) for name in (settings.profile_argument, settings.network_argument))
     chosen = f" --strategy {shlex.quote(strategy)}" if strategy not in (None, "best", STOCK) else ""
     if verb == "plan" and settings.plan_options:

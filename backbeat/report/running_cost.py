@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from backbeat.cost.accelerators import accelerator
 from backbeat.model import Prediction, Profile
+from backbeat.report.tables import gpu_hours
 from backbeat.units import format_seconds
 
 
@@ -23,20 +24,13 @@ def utilisation(prediction: Prediction, profile: Profile) -> float | str:
     return profile.flops_per_sample * prediction.samples_per_s / prediction.workers / peak
 
 
-def per_samples(prediction: Prediction, price: float, samples: float) -> float:
-    """Money to train on this many samples."""
-    if prediction.samples_per_s <= 0:
-        return float("inf")
-    return price * prediction.workers * samples / prediction.samples_per_s / 3600
-
-
 def unit(profile: Profile) -> str:
     return "samples" if profile.sequence_length is None else "tokens"
 
 
 def per_billion(prediction: Prediction, profile: Profile, price: float) -> float:
     """Money for a billion tokens, or samples where these are no sequences."""
-    return per_samples(prediction, price, 10**9 / (profile.sequence_length or 1))
+    return price * gpu_hours(prediction, 10**9 / (profile.sequence_length or 1))
 
 
 def costs(prediction: Prediction, profile: Profile, price: float, epoch_samples: int | None) -> dict[str, float]:
@@ -46,7 +40,7 @@ def costs(prediction: Prediction, profile: Profile, price: float, epoch_samples:
         f"billion {unit(profile)}": per_billion(prediction, profile, price),
     }
     if epoch_samples is not None:
-        found["epoch"] = per_samples(prediction, price, epoch_samples)
+        found["epoch"] = price * gpu_hours(prediction, epoch_samples)
     return found
 
 

@@ -21,6 +21,7 @@ from backbeat.errors import BackbeatError, InputError
 from backbeat.model import Network, Profile
 from backbeat.model.files import bundled, decode
 from backbeat.report import perfetto
+from backbeat.report.layout_page import LayoutState, layout_tab, respond_layouts
 from backbeat.report.page import asset, environment, full_trace, plotly_source, script_json
 from backbeat.report.whatif import MOST_GRADIENTS, Library, State, respond, study_of
 
@@ -55,6 +56,13 @@ def make_app() -> Starlette:
         state = State.parse(fields)
         return _json(await run_in_threadpool(respond, state, library, thorough=thorough))
 
+    async def tab(request: Request) -> Response:
+        return HTMLResponse(await run_in_threadpool(layout_tab))
+
+    async def reply_layouts(request: Request) -> Response:
+        state = LayoutState.parse(dict(request.query_params))
+        return _json(await run_in_threadpool(respond_layouts, state, library.network(state.cluster)))
+
     async def trace(request: Request) -> Response:
         state = State.parse(dict(request.query_params))
         study = await run_in_threadpool(study_of, state, library, thorough=True)
@@ -71,6 +79,8 @@ def make_app() -> Starlette:
             Route("/", page),
             Route("/plotly.min.js", plotly_js),
             Route("/api/answer", reply),
+            Route("/layout", tab),
+            Route("/api/layout", reply_layouts),
             Route("/api/trace", trace),
             Route("/api/upload", upload, methods=["POST"]),
         ],
@@ -159,17 +169,14 @@ def _json(data: Any, status: int = 200) -> Response:
 def _page() -> str:
     from backbeat import __version__
 
-    page: str = (
-        environment()
-        .get_template("serve.html.j2")
-        .render(
-            css=asset("page.css"),
-            script=asset("page.js"),
-            serve_script=asset("serve.js"),
-            profiles=list(bundled(Profile)),
-            networks=list(bundled(Network)),
-            defaults=script_json(msgspec.to_builtins(State())),
-            version=__version__,
-        )
+    template = environment().get_template("serve.html.j2")
+    page: str = template.render(
+        css=asset("page.css"),
+        script=asset("page.js"),
+        serve_script=asset("serve.js"),
+        profiles=list(bundled(Profile)),
+        networks=list(bundled(Network)),
+        defaults=script_json(msgspec.to_builtins(State())),
+        version=__version__,
     )
     return page

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain, count
 from typing import Any
 
@@ -83,20 +83,14 @@ class Study:
 
     def iterations(self, labels: Iterable[str]) -> list[Iteration]:
         """These predictions, then what was measured beside its own prediction."""
-        return [
-            *(
-                (
-                    f"predicted: {label}, {self.top} workers",
-                    by_collective(self.curves[label][-1].timeline, self.plans[label]),
-                    buckets_of(self.plans[label], self.profile),
-                )
-                for label in labels
-            ),
-            *(
-                (f"{how}: {one.origin} {one.label}, {one.workers} workers", spans, one.buckets)
-                for one, how, spans in self.seen()
-            ),
-        ]
+        found: list[Iteration] = []
+        for label in labels:
+            plan = self.plans[label]
+            spans = by_collective(self.curves[label][-1].timeline, plan)
+            found.append((f"predicted: {label}, {self.top} workers", spans, buckets_of(plan, self.profile)))
+        for one, how, spans in self.seen():
+            found.append((f"{how}: {one.origin} {one.label}, {one.workers} workers", spans, one.buckets))
+        return found
 
     def seen(self) -> Iterator[tuple[Measured, str, Sequence[Span]]]:
         """What was measured, each after its own prediction, as far as their spans are known."""
@@ -127,28 +121,22 @@ def study(
     if strategies is None:
         strategies = [*STRATEGIES, *(instead_of_ddp(profile, memory_budget) if reduce_dtype is None else ())]
     asked = {name: {"strategy": name} for name in (STOCK, *strategies)}
-    counts = tuple(sorted(set(workers)))
-    if reduce_dtype is None:
-        return labelled_study(
-            profile, network, counts, asked, plans or {}, measured=measured, sweep=sweep, memory_budget=memory_budget
-        )
-    for name in asked:
+    for name in asked if reduce_dtype is not None else ():
         if name.partition(":")[0] in SHARDED or name == "compressed":
             raise InputError(
                 f"reduce_dtype is {reduce_dtype!r}, but a report does not have {name!r} with it: leave one of them out"
             )
-    made = labelled_study(
-        profile.with_reduce_dtype(reduce_dtype),
+    return labelled_study(
+        profile,
         network,
-        counts,
+        tuple(sorted(set(workers))),
         asked,
         plans or {},
         measured=measured,
         sweep=sweep,
         memory_budget=memory_budget,
-        on_device=profile,
+        reduce_dtype=reduce_dtype,
     )
-    return replace(made, reduce_dtype=reduce_dtype)
 
 
 def labelled_study(
@@ -161,16 +149,20 @@ def labelled_study(
     measured: Sequence[Measured] = (),
     sweep: bool = True,
     memory_budget: int | None = None,
-    on_device: Profile | None = None,
+    reduce_dtype: str | None = None,
 ) -> Study:
     """`asked` has what to propose with for each label, STOCK among them, anew at each number of workers; `plans` are
-    followed as they are. `sweep` tries DDP's bucket sizes, and the sharded planner among the ways, too. Where gradients
-    are sent in fewer bytes than they have `on_device`, DDP closes its buckets by the latter, and no ways are found."""
+    followed as they are. `sweep` tries DDP's bucket sizes, and the sharded planner among the ways, too. With
+    `reduce_dtype` gradients are sent in fewer bytes than they have on the device: DDP closes its buckets by the latter,
+    and no ways are found."""
+    on_device = profile
+    if reduce_dtype is not None:
+        profile = profile.with_reduce_dtype(reduce_dtype)
     moved = [network.at(workers=number) for number in workers]
     curves: dict[str, tuple[Prediction, ...]] = {}
     last: dict[str, Plan] = {}
     for label, options in asked.items():
-        bucketed = on_device if on_device is not None and options["strategy"] == STOCK else profile
+        bucketed = on_device if options["strategy"] == STOCK else profile
         made = [propose(bucketed, one, **options) for one in moved]
         curves[label] = tuple(predict(profile, one, plan) for one, plan in zip(moved, made, strict=True))
         last[label] = made[-1]
@@ -178,26 +170,22 @@ def labelled_study(
         free = _free(label, curves)
         curves[free] = tuple(predict(profile, one, plan) for one in moved)
         last[free] = plan
-    weighed = way_labels(profile, moved[-1])
+    weighed = way_labels(profile, moved[-1]) if reduce_dtype is None else []
+    if not sweep and "sharded" in weighed:
+        weighed.remove("sharded")
     return Study(
         profile=profile,
         network=network,
         workers=workers,
         curves=curves,
         plans=last,
-        buckets=bucket_sweep(profile, moved[-1], on_device or profile) if sweep else (),
+        buckets=bucket_sweep(profile, moved[-1], on_device) if sweep else (),
         fits={
             label: device_fit(profile, plan, workers[-1], budget_bytes=memory_budget) for label, plan in last.items()
         },
-        ways=find_ways(
-            profile,
-            moved[-1],
-            weighed if sweep else [label for label in weighed if label != "sharded"],
-            budget_bytes=memory_budget,
-        )
-        if on_device is None
-        else (),
+        ways=find_ways(profile, moved[-1], weighed, budget_bytes=memory_budget),
         measured=tuple(measured),
+        reduce_dtype=reduce_dtype,
     )
 
 

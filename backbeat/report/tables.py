@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Set
+from itertools import groupby
 from typing import Any
 
 import msgspec
 from rich import box
+from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 
 from backbeat.model import Network, Plan, Prediction, Profile
 from backbeat.model.source import Source
-from backbeat.units import format_bytes, format_seconds, printable
+from backbeat.units import counted, format_bytes, format_seconds, printable
 
+WINNER = "bold green"
+"""The style of the row to take."""
 SAME = 5e-4
 """Two times closer than this share are called equal: they print alike, and no measurement tells them apart."""
 
 
-def gpu_hours(prediction: Prediction, samples: int) -> float:
+def gpu_hours(prediction: Prediction, samples: float) -> float:
     """Worker-hours to train on this many samples."""
     if prediction.samples_per_s <= 0:
         return float("inf")
@@ -29,20 +34,23 @@ def over_bound(prediction: Prediction) -> float:
     return max(prediction.gap, 0.0)
 
 
-def scaling_range(prediction: Prediction, digits: int = 0) -> str:
-    """Scaling from a busy cluster to a quiet one; empty where the network has no band, or it does not show."""
+def load_range(prediction: Prediction) -> tuple[float, float]:
+    """Scaling on a busy cluster and on a quiet one; the same twice where the network has no band."""
     band = prediction.network_band
     if band is None:
-        return ""
-    low, high = (f"{100 * share:.{digits}f}" for share in (band.busy_scaling_factor, band.quiet_scaling_factor))
+        return prediction.scaling_factor, prediction.scaling_factor
+    return band.busy_scaling_factor, band.quiet_scaling_factor
+
+
+def scaling_range(prediction: Prediction, digits: int = 0) -> str:
+    """Scaling from a busy cluster to a quiet one; empty where the network has no band, or it does not show."""
+    low, high = (f"{100 * share:.{digits}f}" for share in load_range(prediction))
     return f"{low}–{high}%" if low != high else ""
 
 
 def work_range(prediction: Prediction) -> tuple[str, str]:
     """How many GPUs' work it does, on a busy cluster and on a quiet one; the same twice without a band."""
-    band, single = prediction.network_band, prediction.scaling_factor
-    shares = (single, single) if band is None else (band.busy_scaling_factor, band.quiet_scaling_factor)
-    low, high = (format_number(prediction.workers * share) for share in shares)
+    low, high = (format_number(prediction.workers * share) for share in load_range(prediction))
     return low, high
 
 
@@ -80,82 +88,63 @@ def fastest(predictions: Sequence[Prediction]) -> dict[int, Prediction]:
 def scaling_tables(predictions: Sequence[Prediction], *, samples: int, width: int) -> list[Table]:
     """Every (workers, strategy) in a row, the fastest of each worker count marked; two tables of half the columns each
     where one is wider than `width`."""
-    banded = any(prediction.band for prediction in predictions)
-    ranged = any(map(scaling_range, predictions))
-    headings = ["scaling", *(["busy–quiet"] if ranged else []), "iteration", *(["p10–p90"] if banded else [])]
-    rest = ["exposed", "over bound", f"GPU-h/{_count(samples)}", "samples/s", "limited by"]
-    rows = _by_workers(predictions, samples, banded, ranged)
-    whole = _scaling_table(predictions, rows, [*headings, *rest], 0)
+    headings = ["scaling", "busy–quiet", "iteration", "p10–p90", "exposed", "over bound", f"GPU-h/{_count(samples)}"]
+    headings += ["samples/s", "limited by"]
+    # Strategies that print alike share a row.
+    alike: _Alike = {}
+    for one in predictions:
+        alike.setdefault(one.workers, {}).setdefault(_cells(one, samples), []).append(one)
+    half = headings.index("exposed")
+    whole = _scaling_table(alike, headings)
     if natural_width(whole) <= width:
         return [whole]
-    return [_scaling_table(predictions, rows, headings, 0), _scaling_table(predictions, rows, rest, len(headings))]
+    return [_scaling_table(alike, headings[:half]), _scaling_table(alike, headings[half:], half)]
 
 
-_Alike = dict[int, list[tuple[list[str], list[Prediction]]]]
+_Alike = dict[int, dict[tuple[str, ...], list[Prediction]]]
 """For each number of workers the cells of a row, and those that share it."""
 
 
-def _scaling_table(predictions: Sequence[Prediction], rows: _Alike, headings: Sequence[str], first: int) -> Table:
-    """The columns under these headings, whose cells stand from `first` on."""
+def _scaling_table(alike: _Alike, headings: Sequence[str], first: int = 0) -> Table:
+    """The columns under these headings, whose cells stand from `first` on, as far as they hold anything."""
+    every = [cells for rows in alike.values() for cells in rows]
+    places = [place for place in range(first, first + len(headings)) if any(cells[place] for cells in every)]
     table = plain_table()
-    for heading in ("GPUs", "strategy", *headings):
+    for heading in ("GPUs", "strategy", *(headings[place - first] for place in places)):
         left = heading in ("strategy", "limited by")
         table.add_column(heading, justify="left" if left else "right", no_wrap=heading != "strategy", overflow="fold")
-    best = fastest(predictions)
-    for place, (count, alike) in enumerate(rows.items()):
-        if place:
-            table.add_section()
-        for row_place, (cells, ones) in enumerate(alike):
+    for count, rows in alike.items():
+        best = fastest([one for ones in rows.values() for one in ones])[count]
+        for row_place, (cells, ones) in enumerate(rows.items()):
             # Where all are equal nobody has won.
-            winner = len(alike) > 1 and best[count] in ones
+            winner = len(rows) > 1 and best in ones
             names = ", ".join(printable(one.strategy) for one in ones) + (" ◀" if winner else "")
-            shown = cells[first : first + len(headings)]
-            table.add_row("" if row_place else str(count), names, *shown, style="bold green" if winner else None)
+            shown = (cells[place] for place in places)
+            table.add_row("" if row_place else str(count), names, *shown, style=WINNER if winner else None)
+        table.add_section()
     return table
 
 
 def natural_width(table: Table) -> int:
     """The columns of a terminal that it takes without wrapping."""
-    from rich.console import Console
-    from rich.measure import Measurement
-
     # Without a height rich takes a dumb terminal's 80 columns.
     console = Console(width=1000, height=25)
     return Measurement.get(console, console.options, table).maximum
 
 
-def _by_workers(predictions: Sequence[Prediction], samples: int, banded: bool, ranged: bool) -> _Alike:
-    """Strategies that print alike share a row."""
-    found: _Alike = {}
-    for prediction in predictions:
-        rows = found.setdefault(prediction.workers, [])
-        cells = _cells(prediction, samples, banded, ranged)
-        for known, ones in rows:
-            if known == cells:
-                ones.append(prediction)
-                break
-        else:
-            rows.append((cells, [prediction]))
-    return found
-
-
-def _cells(prediction: Prediction, samples: int, banded: bool, ranged: bool) -> list[str]:
-    cells = [
+def _cells(prediction: Prediction, samples: int) -> tuple[str, ...]:
+    band = prediction.band
+    return (
         f"{prediction.scaling_factor:.1%}",
-        *([scaling_range(prediction, 1)] if ranged else []),
+        scaling_range(prediction, 1),
         format_seconds(prediction.iteration_s) + ("*" if prediction.extrapolated else ""),
-    ]
-    if banded:
-        band = prediction.band
-        cells.append(f"{band.p10_s * 1e3:.1f}–{band.p90_s * 1e3:.1f} ms" if band else "")
-    return [
-        *cells,
+        f"{band.p10_s * 1e3:.1f}–{band.p90_s * 1e3:.1f} ms" if band else "",
         format_seconds(prediction.exposed_s),
         f"{over_bound(prediction):+.1%}",
         _three_figures(gpu_hours(prediction, samples)),
         f"{prediction.samples_per_s:,.0f}",
         prediction.bottleneck,
-    ]
+    )
 
 
 _NO_GAIN = 5e-4
@@ -181,33 +170,30 @@ def answer_table(
     """
     others = [label for label in curves if label != stock]
     compared = stock not in too_big and not too_big >= set(others)
-    table = plain_table()
-    names = ["planned"] if others == ["best"] else [_broken(printable(label)) for label in others]
-    best = fastest([point for label, curve in curves.items() for point in curve if label not in too_big])
-    ranged = any(map(scaling_range, best.values()))
-    first = "DDP" if stock == "ddp" else _broken(stock)
-    headings = ["GPUs", first, *names, *(["gain"] if compared else []), *(["busy–quiet"] if ranged else [])]
-    for heading in (*headings, *([cost[0]] if cost else []), "limited by"):
-        table.add_column(heading, justify="left" if heading == "limited by" else "right", vertical="bottom")
     at = {label: {point.workers: point for point in curve} for label, curve in curves.items()}
-    rows: list[tuple[list[int], list[str]]] = []
-    for count in sorted(best):
-        winner = best[count]
-        cells = [
-            "too big" if label in too_big else f"{at[label][count].scaling_factor:.1%}" for label in (stock, *others)
-        ]
+    best = fastest([point for label, curve in curves.items() for point in curve if label not in too_big])
+
+    def cells_at(count: int) -> tuple[str, ...]:
+        winner, gain = best[count], ""
         if compared:
             shortest = min(at[label][count].iteration_s for label in others if label not in too_big)
-            gain = at[stock][count].iteration_s / shortest - 1 if shortest > 0 else 0.0
-            cells.append("none" if abs(gain) < _NO_GAIN else f"{gain:+.1%}")
-        cells += [*([scaling_range(winner)] if ranged else []), *([cost[1](winner)] if cost else []), winner.bottleneck]
+            more = at[stock][count].iteration_s / shortest - 1 if shortest > 0 else 0.0
+            gain = "none" if abs(more) < _NO_GAIN else f"{more:+.1%}"
+        shares = (
+            "too big" if label in too_big else f"{at[label][count].scaling_factor:.1%}" for label in (stock, *others)
+        )
         mark = "*" if winner.extrapolated else ""
-        if rows and rows[-1][1] == [mark, *cells]:
-            rows[-1][0].append(count)
-        else:
-            rows.append(([count], [mark, *cells]))
-    for counts, (mark, *cells) in rows:
-        table.add_row(("" if len(counts) == 1 else f"{counts[0]}..") + f"{counts[-1]}{mark}", *cells)
+        return (mark, *shares, gain, scaling_range(winner), cost[1](winner) if cost else "", winner.bottleneck)
+
+    rows = []
+    for (mark, *cells), alike in groupby(sorted(best), key=cells_at):
+        counts = list(alike)
+        rows.append((("" if len(counts) == 1 else f"{counts[0]}..") + f"{counts[-1]}{mark}", *cells))
+    names = ["planned"] if others == ["best"] else [_broken(printable(label)) for label in others]
+    headings = ["GPUs", "DDP" if stock == "ddp" else _broken(stock), *names, "gain", "busy–quiet"]
+    table = table_of([*headings, cost[0] if cost else "", "limited by"], rows, left={"limited by"})
+    for column in table.columns:
+        column.vertical = "bottom"
     return table
 
 
@@ -219,37 +205,27 @@ def _broken(name: str) -> str:
 def plan_table(plan: Plan, result: Prediction) -> Table:
     """The buckets of a plan with when they travel."""
     spans = [span for span in result.timeline if span.carries_gradients]
-    count = len(plan.buckets)
-    title = f"{count} bucket{'' if count == 1 else 's'} in launch order"
-    if plan.sharding is not None:
-        title = f"{len(spans)} collectives of {len(plan.sharding.units)} units and the root, in launch order"
-    table = plain_table(title)
-    several = plan.communicators > 1
-    for heading in ("bucket", *(["communicator"] if several else []), "gradients", "bytes", "starts", "ends"):
-        table.add_column(heading, justify="left" if heading == "gradients" else "right")
-    for number, span in enumerate(spans):
-        table.add_row(
+    rows = [
+        (
             str(number),
-            *([span.lane.removeprefix("communicator ")] if several else []),
+            span.lane.removeprefix("communicator ") if plan.communicators > 1 else "",
             printable(span.name),
             format_bytes(span.bytes),
             format_seconds(span.start_s),
             format_seconds(span.end_s),
         )
-    return table
+        for number, span in enumerate(spans)
+    ]
+    headings = ("bucket", "communicator", "gradients", "bytes", "starts", "ends")
+    return table_of(headings, rows, f"{counted(len(plan.buckets), 'bucket')} in launch order", left={"gradients"})
 
 
 def network_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     """What an all-reduce does at each number of GPUs."""
-    ranged = any(row["busy_bus_bytes_per_s"] < row["quiet_bus_bytes_per_s"] for row in rows)
-    table = plain_table("all-reduce of 256 MiB")
-    for heading in ("GPUs", "nodes", "latency", "bus GB/s", *(["busy–quiet"] if ranged else [])):
-        table.add_column(heading, justify="right")
-    for row in rows:
-        typical, edges = bus_rates(row)
-        latency = format_seconds(row["latency_s"])
-        table.add_row(str(row["workers"]), str(row["nodes"]), latency, typical, *([edges] if ranged else []))
-    return table
+    cells = [
+        (str(row["workers"]), str(row["nodes"]), format_seconds(row["latency_s"]), *bus_rates(row)) for row in rows
+    ]
+    return table_of(("GPUs", "nodes", "latency", "bus GB/s", "busy–quiet"), cells, "all-reduce of 256 MiB")
 
 
 def bus_rates(row: Mapping[str, Any]) -> tuple[str, str]:
@@ -261,13 +237,10 @@ def bus_rates(row: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def zoo_table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    table = plain_table(title)
-    for heading in headings:
-        right = heading in ("tokens", "a node", "GB/s", "busy–quiet")
-        # The name is what one copies.
-        table.add_column(heading, justify="right" if right else "left", no_wrap=heading == headings[0])
-    for row in rows:
-        table.add_row(*map(printable, row))
+    left = set(headings) - {"tokens", "a node", "GB/s", "busy–quiet"}
+    table = table_of(headings, [list(map(printable, row)) for row in rows], title, left=left)
+    # The name is what one copies.
+    table.columns[0].no_wrap = True
     table.width = min(natural_width(table), _SCREEN)
     return table
 
@@ -284,20 +257,17 @@ def describe(
     device = profile.device.removesuffix(f" ({profile.origin})")
     micro_batches = accumulation or profile.accumulation
     tokens = "" if profile.sequence_length is None else f" of {profile.sequence_length} tokens"
-    batch = f"batch {profile.batch_size}{tokens} per GPU"
+    batch, scaling = f"batch {profile.batch_size}{tokens} per GPU", "weak"
+    alone_s = micro_batches * (profile.forward_s + profile.backward_s) + profile.update_s
+    alone = f"{format_seconds(alone_s)} per iteration alone, "
+    if global_batch is not None:
+        batch, scaling, alone = f"global batch {global_batch}{tokens} shared by the workers", "strong", ""
     if micro_batches > 1:
         batch += f", {micro_batches} micro-batches a step"
-    kind = "(weak scaling)"
-    alone = f": {format_seconds(micro_batches * (profile.forward_s + profile.backward_s) + profile.update_s)} per "
-    alone += "iteration alone, "
-    if global_batch is not None:
-        batch = f"global batch {global_batch}{tokens} shared by the workers"
-        batch += f", {micro_batches} micro-batches a step" if micro_batches > 1 else ""
-        kind, alone = "(strong scaling)", ": "
+    kind = f" ({scaling} scaling)" if network is not None else ""
     sent = f" sent as {reduce_dtype}" if reduce_dtype is not None else ""
-    text = f"{profile.model}, {batch} {kind}, " if network is not None else f"{profile.model}, {batch}, "
-    text += (
-        f"{profile.precision} on {device} ({profile.origin}){alone}"
+    text = (
+        f"{profile.model}, {batch}{kind}, {profile.precision} on {device} ({profile.origin}): {alone}"
         f"{len(profile.gradients)} gradients, {format_bytes(profile.total_bytes)}{sent}"
     )
     return text if network is None else f"{text}; network {named(network)}{_nodes(network)}"
@@ -316,10 +286,27 @@ def named(network: Network) -> str:
     return f"{name}, inside one node" if network.one_node else name
 
 
-def plain_table(title: str | None = None) -> Table:
-    return Table(
-        title=title, title_justify="left", header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False
-    )
+def table_of(
+    headings: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    title: str | None = None,
+    *,
+    left: Set[str] = frozenset(),
+    frame: bool = False,
+) -> Table:
+    """Figures stand to the right, what is in `left` to the left. A column with nothing in it is left out."""
+    table = plain_table(title, frame=frame)
+    shown = [place for place, cells in enumerate(zip(*rows, strict=True)) if any(cells)]
+    for place in shown:
+        table.add_column(headings[place], justify="left" if headings[place] in left else "right")
+    for row in rows:
+        table.add_row(*(row[place] for place in shown))
+    return table
+
+
+def plain_table(title: str | None = None, *, frame: bool = False) -> Table:
+    lines = box.HEAVY_HEAD if frame else box.SIMPLE_HEAD
+    return Table(title=title, title_justify="left", header_style="bold", box=lines, pad_edge=frame, show_edge=frame)
 
 
 def _three_figures(value: float) -> str:

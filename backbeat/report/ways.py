@@ -15,7 +15,7 @@ from backbeat.report.device_memory import DeviceFit, device_fit
 from backbeat.report.tables import SAME, work_range
 from backbeat.simulate import predict
 from backbeat.simulate.sharded_units import ModelPieces, repeated
-from backbeat.units import format_bytes, format_seconds
+from backbeat.units import counted, format_bytes, format_seconds
 
 _MOST_PLANNED = 128
 """Units; for more the planner takes too long to be run unasked."""
@@ -90,12 +90,7 @@ def way_labels(profile: Profile, network: Network) -> list[str]:
 
 
 def find_ways(
-    profile: Profile,
-    network: Network,
-    labels: Iterable[str],
-    *,
-    budget_bytes: int | None = None,
-    accumulation: int | None = None,
+    profile: Profile, network: Network, labels: Iterable[str], *, budget_bytes: int | None = None
 ) -> tuple[Way, ...]:
     """Each strategy at the network's workers. A strategy that finds no plan that fits is left out; a budget takes the
     place of the device's memory."""
@@ -106,8 +101,7 @@ def find_ways(
         except InputError:
             continue
         fit = device_fit(profile, plan, network.workers, budget_bytes=budget_bytes)
-        prediction = predict(profile, network, plan, accumulation=accumulation)
-        found.append(Way(label=label, plan=plan, prediction=prediction, fit=fit))
+        found.append(Way(label=label, plan=plan, prediction=predict(profile, network, plan), fit=fit))
     return tuple(found)
 
 
@@ -208,7 +202,7 @@ def _memory(way: Way) -> str:
 
 
 def _gpus(way: Way) -> str:
-    return f"{way.prediction.workers} GPU{'' if way.prediction.workers == 1 else 's'}"
+    return counted(way.prediction.workers, "GPU")
 
 
 def _capital(name: str) -> str:

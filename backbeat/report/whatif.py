@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import msgspec
@@ -16,11 +16,11 @@ from backbeat.planners import propose
 from backbeat.report import draw, draw_sharded, figures
 from backbeat.report.answer import answer
 from backbeat.report.draw_timeline import timeline_parts
-from backbeat.report.page import timelines
+from backbeat.report.page import PageSettings, command_line, timelines
 from backbeat.report.sections import step_memories
 from backbeat.report.study import STOCK, Study, instead_of_ddp, labelled_study
 from backbeat.report.ways import chosen_way, way_headline, way_sentences
-from backbeat.report.whatif_inputs import scaled_network
+from backbeat.report.whatif_inputs import read_state, scaled_network
 from backbeat.simulate import at_batch
 from backbeat.simulate.batch import sibling
 from backbeat.units import format_bytes, format_rate, format_seconds, parse_workers
@@ -57,16 +57,8 @@ class State:
 
     @classmethod
     def parse(cls, fields: Mapping[str, str]) -> State:
-        """From the address; values out of range and fields nobody defined are refused by name."""
-        known: dict[str, Any] = {}
-        for name, text in fields.items():
-            if name not in cls.__dataclass_fields__:
-                raise InputError(f"{name[:40]!r} is not a control: there are {', '.join(cls.__dataclass_fields__)}")
-            if name in ("profile", "network"):
-                known[name] = text[:300]
-            elif text != "":
-                known[name] = _number(name, text)
-        return cls(**known)
+        """From the address."""
+        return read_state(cls, fields, _LIMITS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +101,7 @@ def respond(state: State, library: Library, *, thorough: bool = False) -> dict[s
     """What the page shows for a state."""
     original = library.profile(state.profile)
     study = study_of(state, library, thorough=thorough)
-    words = answer(study)
+    words = answer(study, way_command=partial(_plan_command, state, library))
     best = study.best
     shown = timelines(study, most=200)
     memories = step_memories(study, _budget(state))
@@ -147,6 +139,15 @@ def respond(state: State, library: Library, *, thorough: bool = False) -> dict[s
     }
 
 
+def _plan_command(state: State, library: Library, strategy: str) -> str:
+    """What makes a plan of this strategy; empty where files that were uploaded or changed here are in no command."""
+    uploaded = state.profile in library.profiles or state.network in library.networks
+    if uploaded or (state.bandwidth, state.latency, state.batch) != (1.0, 1.0, None):
+        return ""
+    settings = PageSettings(profile_argument=state.profile, network_argument=state.network)
+    return command_line("plan", settings, state.workers, "plan.json", strategy)
+
+
 def _budget(state: State) -> int | None:
     return round(state.budget * 1e9) if state.budget else None
 
@@ -168,18 +169,3 @@ def _bundled(kind: type[Any], name: str) -> Any:
     if name not in bundled(kind):
         raise InputError(f"there is no {kind.__name__.lower()} {name[:80]!r}: choose one, or upload it again")
     return kind.load(bundled(kind)[name])
-
-
-def _number(name: str, text: str) -> float | int:
-    low, high = _LIMITS[name]
-    try:
-        value = float(text)
-    except ValueError:
-        raise InputError(f"{name} is {text[:40]!r}: it must be a number from {low} to {high}") from None
-    if not low <= value <= high:
-        raise InputError(f"{name} is {text[:40]}: it must be from {low} to {high}")
-    if name in ("bandwidth", "latency", "budget"):
-        return value
-    if value != int(value):
-        raise InputError(f"{name} is {text[:40]}: it must be a whole number")
-    return int(value)

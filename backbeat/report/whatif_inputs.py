@@ -1,15 +1,52 @@
-"""A network with more or less bandwidth and latency: what a what-if asks for."""
+"""What a what-if asks for: a state of its controls, read from an address, and a network with more or less bandwidth and
+latency."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import fields as fields_of
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
 
 from backbeat.cost import Curve
+from backbeat.errors import InputError
 from backbeat.model import CollectiveTimes, Network, Topology
 from backbeat.model.network import COLLECTIVES
+
+_MOST_TEXT = 300
+
+S = TypeVar("S")
+
+
+def read_state(kind: type[S], given: Mapping[str, str], limits: Mapping[str, tuple[float, float]]) -> S:
+    """A dataclass of controls from the fields of an address. Those with limits are numbers, whole ones unless their
+    default is a fraction; values out of range and fields nobody defined are refused by name."""
+    defaults = {one.name: one.default for one in fields_of(kind)}  # type: ignore[arg-type]
+    known: dict[str, Any] = {}
+    for name, text in given.items():
+        if name not in defaults:
+            raise InputError(f"{name[:40]!r} is not a control: there are {', '.join(defaults)}")
+        if name not in limits:
+            known[name] = text[:_MOST_TEXT]
+        elif text != "":
+            value = _number(name, text, limits[name])
+            if not isinstance(defaults[name], float) and value != int(value):
+                raise InputError(f"{name} is {text[:40]}: it must be a whole number")
+            known[name] = value if isinstance(defaults[name], float) else int(value)
+    return kind(**known)
+
+
+def _number(name: str, text: str, limits: tuple[float, float]) -> float:
+    low, high = limits
+    try:
+        value = float(text)
+    except ValueError:
+        raise InputError(f"{name} is {text[:40]!r}: it must be a number from {low} to {high}") from None
+    if not low <= value <= high:
+        raise InputError(f"{name} is {text[:40]}: it must be from {low} to {high}")
+    return value
 
 
 def scaled_network(network: Network, *, bandwidth: float = 1.0, latency: float = 1.0) -> Network:

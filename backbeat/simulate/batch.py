@@ -11,6 +11,7 @@ import msgspec
 from backbeat.errors import InputError
 from backbeat.model import Gradient, Memory, Profile
 from backbeat.model.files import bundled
+from backbeat.simulate.host_lane import device_alone
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,7 +28,8 @@ def at_batch(profile: Profile, batch_size: int, other: Profile | None = None) ->
 
     With a second profile of the model every time and size is a fixed part and one that grows with the batch, through
     both; outside the two it is extrapolated. Blocks and memory are kept only where both profiles have the same blocks.
-    With one profile all of each grows with the batch, which overstates a larger one wherever some part is fixed.
+    With one profile all of each grows with the batch, which overstates a larger one wherever some part is fixed; but
+    waiting for the host does not grow, where the profile says what the device takes without.
 
     >>> small = Profile(
     ...     name="small", model="m", batch_size=1, precision="fp32", device="cpu", forward_s=1.0, backward_s=2.0,
@@ -139,6 +141,9 @@ def _through(one: Profile, two: Profile, batch_size: int) -> Profile:
     if not min(one.batch_size, two.batch_size) <= batch_size <= max(one.batch_size, two.batch_size):
         note = f"batch {batch_size} is extrapolated from batch {one.batch_size} and {two.batch_size}"
     scale = between(one.single_s, two.single_s) / near.single_s if near.single_s > 0 else 1.0
+    device_s = None
+    if one.device_s is not None or two.device_s is not None:
+        device_s = between(*(device_alone(side).forward_s + device_alone(side).backward_s for side in (one, two)))
     alike = same_blocks(one, two)
     return msgspec.structs.replace(
         near,
@@ -147,6 +152,7 @@ def _through(one: Profile, two: Profile, batch_size: int) -> Profile:
         forward_s=between(one.forward_s, two.forward_s),
         backward_s=backward,
         update_s=between(one.update_s, two.update_s),
+        device_s=device_s,
         iteration_s=tuple(seconds * scale for seconds in near.iteration_s),
         gradients=tuple(gradients),
         blocks=tuple(_block(*pair, between) for pair in zip(one.blocks, two.blocks, strict=True)) if alike else (),
@@ -174,12 +180,15 @@ def _memory(one: Memory | None, two: Memory | None, between: Callable[[float, fl
 
 
 def _proportional(one: Profile, batch_size: int) -> Profile:
-    factor = batch_size / one.batch_size
+    factor = slower = batch_size / one.batch_size
+    whole = one.forward_s + one.backward_s
+    if one.device_s is not None and one.device_s < whole:
+        slower = max(one.device_s * factor / whole, 1.0)
 
     def larger(block: Block) -> Block:
         return msgspec.structs.replace(
             block,
-            **{name: getattr(block, name) * factor for name in _TIMES},
+            **{name: getattr(block, name) * slower for name in _TIMES},
             **{name: round(getattr(block, name) * factor) for name in _SIZES},
         )
 
@@ -194,18 +203,19 @@ def _proportional(one: Profile, batch_size: int) -> Profile:
             peak_bytes=0,
             **{name: round(getattr(memory, name) * factor) for name in _GROWING},
         )
-    backward = one.backward_s * factor
+    backward = one.backward_s * slower
     before = one.single_s
-    after = one.accumulation * (one.forward_s + one.backward_s) * factor + one.update_s
+    after = one.accumulation * whole * slower + one.update_s
     return msgspec.structs.replace(
         one,
         name=f"{one.name} at batch {batch_size}",
         batch_size=batch_size,
-        forward_s=one.forward_s * factor,
+        forward_s=one.forward_s * slower,
         backward_s=backward,
+        device_s=None if one.device_s is None else one.device_s * factor,
         iteration_s=tuple(seconds * after / before for seconds in one.iteration_s) if before > 0 else (),
         gradients=tuple(
-            msgspec.structs.replace(gradient, ready_s=min(gradient.ready_s * factor, backward))
+            msgspec.structs.replace(gradient, ready_s=min(gradient.ready_s * slower, backward))
             for gradient in one.gradients
         ),
         blocks=tuple(larger(block) for block in one.blocks),

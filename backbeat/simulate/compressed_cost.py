@@ -17,7 +17,7 @@ import numpy as np
 from backbeat.cost.message import block_width, message_bytes, sent_elements
 from backbeat.model.prediction import Breakdown, Span
 from backbeat.simulate.contention import beside
-from backbeat.simulate.decoupled_step import Halves
+from backbeat.simulate.gather_scatter import Halves
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

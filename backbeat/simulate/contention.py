@@ -101,6 +101,17 @@ def least_s(compute_s: float, in_flight_s: float, slowdown: float) -> float:
     return compute_s + (1 - 1 / slowdown) * in_flight_s
 
 
+def together_s(compute_s: float, in_flight_s: float, slowdown: float = 1.0) -> float:
+    """Computation and one message, or messages without a pause, that start together: until both are done.
+
+    3 s of each, computation beside messages taking twice as long: after 3 s half of it is left.
+
+    >>> together_s(3.0, 3.0, 2.0), together_s(3.0, 3.0), together_s(1.0, 3.0, 2.0)
+    (4.5, 3.0, 3.0)
+    """
+    return max(in_flight_s, least_s(compute_s, in_flight_s, slowdown))
+
+
 def _clock(flow: Messages, before: ComputeClock, slowdown: float) -> ComputeClock:
     """Computation beside these messages. A busy period begins after as much computation as it did before: what made
     its first message ready."""

@@ -19,7 +19,8 @@ from backbeat.model.prediction import Breakdown, Span
 from backbeat.model.profile import DTYPE_BYTES
 from backbeat.simulate.bound import communication_bound
 from backbeat.simulate.contention import UNDISTURBED, least_s
-from backbeat.simulate.decoupled_step import Halves, Layers
+from backbeat.simulate.gather_scatter import Halves
+from backbeat.simulate.halves_step import Layers
 from backbeat.simulate.iteration import (
     Iteration,
     communicate,

@@ -12,9 +12,9 @@ from backbeat.model.prediction import Breakdown, Span
 from backbeat.simulate.bound import communication_bound
 from backbeat.simulate.compressed_cost import CompressedCost, exposed_parts, pieces_of, spans, travel
 from backbeat.simulate.contention import ComputeClock, beside, least_s
-from backbeat.simulate.decoupled_step import decoupled_bound, link_s, period
 from backbeat.simulate.dynamic import fuse
 from backbeat.simulate.engine import simulate
+from backbeat.simulate.halves_step import halves_bound, link_s, period
 from backbeat.simulate.recursion import one_communicator
 from backbeat.simulate.schedule import Flow, Schedule
 
@@ -120,7 +120,7 @@ def across_iterations(
             largest = max(largest, size)
     return Iteration(
         before + steady.forward_end_s,
-        before + max(decoupled_bound(profile, network), least_s(compute, link, slowdown)),
+        before + max(halves_bound(profile, network), least_s(compute, link, slowdown)),
         Breakdown(
             bandwidth_s=bandwidth,
             waiting_s=steady.stalled_s - bandwidth,

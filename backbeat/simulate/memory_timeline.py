@@ -13,9 +13,8 @@ computation, copies to the host, copies to the device.
 
 What lies outside the blocks (the loss, a head that is no block) is taken to run between forward and backward.
 
-The host submits all of it. A profile that says what that takes, plain and with every block recomputed, sets a floor:
-no iteration is shorter than the host's time. Recomputation costs the host in proportion to the blocks' forward; what an
-offloaded block costs it is not measured and taken as much. Where the floor is reached, all of backward is stretched.
+Times are the device's own. What the host takes to issue all of it stands beside them (`host_lane`): no iteration is
+shorter.
 """
 
 from __future__ import annotations
@@ -28,6 +27,7 @@ import msgspec
 
 from backbeat.errors import InputError
 from backbeat.simulate.actions import FETCH, KEEP, OFFLOAD, RECOMPUTE, Unit, units_of
+from backbeat.simulate.host_lane import HostLane, device_alone, longer_of, memory_costs
 from backbeat.simulate.resident_memory import ResidentMemory
 
 if TYPE_CHECKING:
@@ -49,6 +49,7 @@ class ChainRun(NamedTuple):
     """Where the peak is."""
     phase: Phase
     forward_s: float
+    """On the device, as is `backward_s`."""
     backward_s: float
     starts: list[float]
     """When each block's own backward starts, after backward starts."""
@@ -59,12 +60,13 @@ class ChainRun(NamedTuple):
     to_host_bytes: int
     to_device_bytes: int
     stalled_s: float
-    stretched: float = 1.0
-    """How much longer backward takes than the device would need: the host sets its pace."""
+    host_s: float = 0.0
+    """What the host takes to issue it."""
 
     @property
     def time_s(self) -> float:
-        return self.forward_s + self.backward_s
+        """Forward and backward, at the pace of the slower of host and device."""
+        return longer_of(self.forward_s + self.backward_s, self.host_s)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,9 +85,11 @@ class MemoryTimeline:
     to_device_bytes: int
     stalled_s: float
     """Computation waiting for copies."""
+    host_more_s: float
+    """What the host takes to issue forward and backward beyond keeping every block."""
     holdings: ResidentMemory
     profile: Profile
-    """The profile with these times and the gradients ready when they are now; it has no blocks."""
+    """The profile with these times and the gradients ready when they are now; it has no blocks and no host."""
     notes: tuple[str, ...] = ()
 
 
@@ -135,6 +139,8 @@ class Chain:
     """A profile's blocks as plain lists, with what is on the device whatever the plan."""
 
     def __init__(self, profile: Profile, holdings: ResidentMemory) -> None:
+        self.host_plain, self.host_more = HostLane.of(profile).micro_batch_s, memory_costs(profile)
+        profile = device_alone(profile)
         blocks = profile.blocks
         self.names = [block.name for block in blocks]
         self.count = len(blocks)
@@ -167,7 +173,6 @@ class Chain:
         self.has_host = link is not None
         self.to_host = link.to_host_bytes_per_s if link else 1.0
         self.to_device = link.to_device_bytes_per_s if link else 1.0
-        self.host_plain, self.host_again = _host(profile, self.forward)
 
     @classmethod
     def of(cls, profile: Profile, holdings: ResidentMemory) -> Chain:
@@ -203,13 +208,6 @@ class Chain:
             tally.wait(forward_s + max((to_device + streamed) / self.to_device, streamed / self.to_host))
         backward_s = tally.now - forward_s
         starts = [start - forward_s for start in starts]
-        submitted_s = self.host_plain + sum(self.host_again[k] for k, what in enumerate(action) if what != KEEP)
-        stretched = 1.0
-        # Not by the last bit: where blocks add up to the iteration, host and device are even.
-        if backward_s > 0 and submitted_s > tally.now * (1 + 1e-9):
-            stretched = (submitted_s - forward_s) / backward_s
-            starts = [start * stretched for start in starts]
-            backward_s *= stretched
         return ChainRun(
             tally.peak,
             tally.block,
@@ -222,7 +220,7 @@ class Chain:
             to_host,
             to_device,
             tally.stalled,
-            stretched,
+            self.host_plain + sum(self.host_more[what][k] for k, what in enumerate(action)),
         )
 
     def _between(
@@ -361,12 +359,16 @@ class Chain:
             to_host_bytes=run.to_host_bytes,
             to_device_bytes=run.to_device_bytes,
             stalled_s=run.stalled_s,
+            host_more_s=run.host_s - self.host_plain,
             holdings=self.holdings,
             profile=self.changed(profile, run),
         )
 
     def changed(self, profile: Profile, run: ChainRun) -> Profile:
         """Every gradient keeps its place within the backward of its block, which now starts at another time."""
+        before = profile.forward_s + profile.backward_s + profile.update_s
+        factor = (run.time_s + profile.update_s) / before if before > 0 else 1.0
+        profile = device_alone(profile)
         edges = [self.loss_backward]
         for seconds in reversed(self.backward):
             edges.append(edges[-1] + seconds)
@@ -377,11 +379,9 @@ class Chain:
         for gradient in profile.gradients:
             # Rounding must neither break the order nor pass the end of backward.
             part = min(bisect_left(edges, gradient.ready_s), self.count)
-            ready = begins[part] + (gradient.ready_s - began[part]) * run.stretched
+            ready = begins[part] + (gradient.ready_s - began[part])
             reached = min(max(ready, reached), run.backward_s)
             gradients.append(msgspec.structs.replace(gradient, ready_s=reached))
-        before = profile.forward_s + profile.backward_s + profile.update_s
-        factor = (run.time_s + profile.update_s) / before if before > 0 else 1.0
         return msgspec.structs.replace(
             profile,
             forward_s=run.forward_s,
@@ -390,19 +390,4 @@ class Chain:
             iteration_s=tuple(seconds * factor for seconds in profile.iteration_s),
             blocks=(),
             host_s=None,
-            host_recompute_s=None,
         )
-
-
-def _host(profile: Profile, forward: Sequence[float]) -> tuple[float, list[float]]:
-    """The host's time for a micro-batch, plain, and how much longer it takes for each block that is not kept.
-
-    Submitted apart, with the device idle, an iteration can take the host longer than iterations took in a row: then
-    these are its pace.
-    """
-    whole = sum(forward)
-    if profile.host_s is None or profile.host_recompute_s is None or whole <= 0:
-        return 0.0, [0.0] * len(forward)
-    ahead = max(profile.single_s - profile.host_s, 0.0) / profile.accumulation
-    plain = profile.forward_s + profile.backward_s - ahead
-    return plain, [profile.host_recompute_s * seconds / whole for seconds in forward]

@@ -11,13 +11,14 @@ from backbeat.errors import InputError
 from backbeat.model.prediction import Band, Breakdown, NetworkBand, Prediction, Span
 from backbeat.simulate.compressed_cost import remarks
 from backbeat.simulate.framework_step import framework_iteration
-from backbeat.simulate.iteration import across_iterations, alone, compressed_iteration, within_iteration
+from backbeat.simulate.host_lane import HostLane, device_alone
+from backbeat.simulate.iteration import Iteration, across_iterations, alone, compressed_iteration, within_iteration
 from backbeat.simulate.memory_timeline import memory_timeline
 from backbeat.simulate.sharded_memory import sharded_memory
 from backbeat.simulate.sharded_step import sharded_iteration, sharded_remarks
 from backbeat.simulate.slowdowns import slowdown_of
 from backbeat.simulate.stragglers import Straggling, straggling
-from backbeat.units import format_bytes
+from backbeat.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from backbeat.model import Network, Plan, Profile, Reduction
@@ -78,16 +79,19 @@ def _predicted(
 ) -> Prediction:
     peak = None
     memory_notes: tuple[str, ...] = ()
-    measured = profile
+    measured, lane = profile, HostLane.of(profile)
+    profile = own = device_alone(profile)
     if plan.memory is not None and (profile.blocks or plan.memory.segments):
         plan.check(profile)
-        kept = memory_timeline(profile, plan.memory, plan, workers=network.workers)
+        kept = memory_timeline(measured, plan.memory, plan, workers=network.workers)
         profile, peak, memory_notes = kept.profile, kept.peak_bytes, kept.notes
+        lane = lane.longer(kept.host_more_s)
     micro_batches = profile.accumulation if accumulation is None else accumulation
     if micro_batches < 1:
         raise InputError(f"accumulation is {micro_batches}: an iteration has at least one micro-batch")
     before = (micro_batches - 1) * (profile.forward_s + profile.backward_s)
-    single = before + profile.forward_s + profile.backward_s + profile.update_s
+    device_single = before + profile.forward_s + profile.backward_s + profile.update_s
+    single = lane.paced(device_single, micro_batches)
     sharded = plan.sharding is not None
     beside = slowdown_of(profile, network, sharded=sharded)
     if sharded:
@@ -98,7 +102,7 @@ def _predicted(
     elif reduction is not None:
         step = framework_iteration(profile, network, plan, reduction, micro_batches, beside.factor)
     elif sharded:
-        step = sharded_iteration(measured, network, plan, micro_batches=micro_batches, slowdown=beside.factor)
+        step = sharded_iteration(own, network, plan, micro_batches=micro_batches, slowdown=beside.factor)
     elif plan.in_halves:
         step = across_iterations(profile, network, plan, before, beside.factor)
     elif plan.compressed:
@@ -112,10 +116,21 @@ def _predicted(
     if network.workers > 1:
         waits = straggling(profile.iteration_s, network.workers, micro_batches / profile.accumulation)
     wait = waits.wait_s if waits else 0.0
-    steady = buffers + step.steady_s
+    device = buffers + step.steady_s
+    steady = single
+    if network.workers > 1:
+        wrapped = not sharded and reduction is None
+        steady = _at_host_pace(lane, device, step, plan, len(profile.gradients) if wrapped else None, micro_batches)
     iteration = steady + wait
     notes, extrapolated = _notes(measured, network, plan, step.largest_bytes, waits)
-    breakdown = msgspec.structs.replace(step.breakdown, stragglers_s=wait, buffers_s=buffers)
+    if steady > device:
+        notes.append(
+            f"the host sets the pace: a step takes {format_seconds(steady)} that would take {format_seconds(device)} "
+            "if the device never waited for work"
+        )
+    breakdown = msgspec.structs.replace(
+        step.breakdown, stragglers_s=wait, buffers_s=buffers, host_s=(steady - device) - (single - device_single)
+    )
     return Prediction(
         strategy=plan.strategy,
         workers=network.workers,
@@ -125,18 +140,34 @@ def _predicted(
         single_s=single,
         scaling_factor=single / iteration if iteration > 0 else 1.0,
         exposed_s=iteration - single,
-        bound_s=step.bound_s + buffers + wait,
+        bound_s=lane.paced(step.bound_s + buffers, micro_batches) + wait,
         samples_per_s=network.workers * profile.batch_size * micro_batches / iteration if iteration > 0 else 0.0,
         breakdown=breakdown,
-        bottleneck=_bottleneck(breakdown, single),
+        bottleneck="host" if steady > device else _bottleneck(breakdown, single),
         band=Band(p10_s=steady + waits.p10_s, p90_s=steady + waits.p90_s, extrapolated=waits.extrapolated)
         if waits
         else None,
         peak_bytes=peak,
         extrapolated=extrapolated,
-        timeline=_shifted(step.timeline, buffers, profile.buffer_bytes),
+        timeline=(
+            *_shifted(step.timeline, buffers, profile.buffer_bytes),
+            *((Span("compute", "waiting for the host", device, steady),) if steady > device else ()),
+        ),
         notes=(*memory_notes, *notes, *beside.notes),
     )
+
+
+def _at_host_pace(
+    lane: HostLane, device_s: float, step: Iteration, plan: Plan, gradients: int | None, micro_batches: int
+) -> float:
+    """The step with the host in. The wrapper has a hook for each of its `gradients`, None where it does not run the
+    plan, and a status message behind the last bucket."""
+    if not lane.by_block:
+        return lane.paced(device_s, micro_batches)
+    parts = step.breakdown
+    tail = None if gradients is None or plan.in_halves else parts.latency_s + parts.bandwidth_s + parts.waiting_s
+    sent = sum(span.lane.startswith("communicator") for span in step.timeline)
+    return lane.paced(device_s, micro_batches, collectives=sent, gradients=gradients or 0, tail_s=tail)
 
 
 def _shifted(timeline: tuple[Span, ...], buffers: float, size: int) -> tuple[Span, ...]:
@@ -172,7 +203,8 @@ def _bottleneck(breakdown: Breakdown, single: float) -> str:
         "gather": breakdown.gather_s,
         "copies": breakdown.copies_s,
     }
-    if sum(parts.values()) < _NEGLIGIBLE * single:
+    # What waits for communication in place of the host costs nothing.
+    if sum(parts.values()) + breakdown.host_s < _NEGLIGIBLE * single:
         return "compute"
     return max(parts, key=lambda part: parts[part])
 
@@ -192,7 +224,9 @@ def _notes(
     if plan.workers is not None and plan.workers != network.workers:
         notes.append(f"the plan was made for {plan.workers} workers, this is {network.workers}")
     if plan.dynamic is None and (left := plan.missing(profile)):
-        notes.append(f"{len(left)} gradients are not in the plan and travel in one bucket behind it, from {left[0]}")
+        notes.append(
+            f"{len(left)} gradients are not in the plan and are taken to travel in one bucket after it, from {left[0]}"
+        )
     if network.moved_from is not None and network.workers > 1:
         used = network.moved_from.used
         if len(used) == 1:

@@ -65,8 +65,10 @@ class Schedule:
 
     @classmethod
     def of_plan(cls, profile: Profile, plan: Plan) -> tuple[Schedule, list[tuple[str, ...]]]:
-        """The plan's buckets, and behind them what it does not name, as the drop-in sends it; and each bucket's
-        names."""
+        """The plan's buckets, and after them one of what it does not name; and each bucket's names.
+
+        In training that last one is split at 25 MiB.
+        """
         plan.need_buckets("this schedule")
         plan.check(profile)
         buckets = [(bucket.gradients, bucket.communicator) for bucket in plan.buckets]

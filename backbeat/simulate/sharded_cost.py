@@ -18,7 +18,7 @@ from backbeat.cost.curve import Curve
 from backbeat.cost.link import LinkCost
 from backbeat.errors import InputError
 from backbeat.model.sharding import DTYPE_BYTES
-from backbeat.simulate.decoupled_step import Halves
+from backbeat.simulate.gather_scatter import Halves
 from backbeat.simulate.sharded_units import ELEMENT_BYTES
 
 if TYPE_CHECKING:

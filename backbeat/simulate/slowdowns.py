@@ -12,8 +12,9 @@ from backbeat.model.files import ZOO
 from backbeat.model.slowdown import CHANNELS, Contention
 
 if TYPE_CHECKING:
+    from backbeat.cost.accelerators import Accelerator
     from backbeat.model import Network, Profile
-    from backbeat.model.slowdown import Transport
+    from backbeat.model.slowdown import Slowdown, Transport
 
 EMULATED = ZOO / "accelerators" / "h200-contention.json"
 _WORTH_SAYING = 1.005
@@ -37,26 +38,31 @@ def slowdown_of(profile: Profile, network: Network, *, sharded: bool = False) ->
     take there, which is an assumption. It is 1 where the network does not name a transport or the profile's device is
     no accelerator of the table.
     """
+    found = slowdown_on(network, accelerator(profile.device), sharded=sharded)
+    return Beside() if found is None else _said(found[0].of(profile.compute_shares), found[1])
+
+
+def slowdown_on(network: Network, device: Accelerator | None, *, sharded: bool = False) -> tuple[Slowdown, str] | None:
+    """The slowdown of each kind of work on such a device beside this network's collectives, and where it is from; None
+    where nobody knows."""
     if network.workers == 1:
-        return Beside()
-    shares = profile.compute_shares
+        return None
     measured = network.slowdown
     if sharded and network.sharded is not None and network.sharded.slowdown is not None:
         measured = network.sharded.slowdown
     if measured is not None:
-        return _said(measured.of(shares), "as measured on this cluster")
-    transport, device = _transport(network), accelerator(profile.device)
+        return measured, "as measured on this cluster"
+    transport = _transport(network)
     if transport is None or device is None:
-        return Beside()
+        return None
     data = emulated()
     channels = CHANNELS[transport]
     slope = network.cost.isolated.gradient_s_per_byte
     bus = traffic("all_reduce", "ring", network.workers) / slope if slope > 0 else 0.0
     moved = min(channels.memory * bus / device.bytes_per_s, 1.0)
-    found = data.slowdown(min(channels.sms / device.multiprocessors, 1.0), moved)
     same = device.name == data.accelerator
     where = f"emulated on an {data.accelerator}" + ("" if same else f", scaled to the {device.name} by assumption")
-    return _said(found.of(shares), f"{where} for {transport}")
+    return data.slowdown(min(channels.sms / device.multiprocessors, 1.0), moved), f"{where} for {transport}"
 
 
 def _transport(network: Network) -> Transport | None:

@@ -30,6 +30,7 @@ def main() -> None:
             assert server.stderr is not None
             address = next(line.split()[0] for line in server.stderr if line.startswith("http"))
             take(browser, f"{address}/?{WHAT_IF}", "whatif.png", height=1850)
+            take(browser, f"{address}/layout", "layout.png", height=1600)
             server.terminate()
         browser.close()
 
@@ -40,7 +41,7 @@ def take(browser: Any, address: str, name: str, height: int) -> None:
     page.locator(".plot .main-svg").first.wait_for()
     page.wait_for_load_state("networkidle")
     # The what-if page searches for `best` when nothing moves.
-    page.wait_for_function("() => !document.getElementById('controls') || document.body.dataset.thorough === 'true'")
+    page.wait_for_function("() => !document.getElementById('upload') || document.body.dataset.thorough === 'true'")
     page.wait_for_timeout(2000)
     page.screenshot(path=IMAGES / name)
     page.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -42,6 +43,29 @@ def test_one_layout_is_shown_in_full() -> None:
     assert data["gpus"] == 64
 
 
+def test_slow_ranks_are_named_by_rank_or_node() -> None:
+    words = ("llama-3-8b", "dgx-h100", "--layout", "dp=8,tp=2,micro=1", "--global-batch", "64", "--json")
+    plain, rank, node = (
+        json.loads(run(*words, *more))
+        for more in ((), ("--straggler", "rank=3,slowdown=1.3"), ("--straggler", "node=1,slowdown=1.3"))
+    )
+    assert plain["breakdown"]["stragglers"] == 0
+    assert rank["step_s"] == node["step_s"] > plain["step_s"]
+    text = run(*words[:-1], "--straggler", "rank=3,slowdown=1.3")
+    assert "waiting for slow ranks" in text
+
+
+def test_a_page_is_written_instead(tmp_path: Path) -> None:
+    page = tmp_path / "layout.html"
+    words = ("llama-3.2-1b", "dgx-h100", "--global-batch", "32", "-o", str(page))
+    assert f"wrote {page}" in run(*words, "--gpus", "8,16")
+    text = page.read_text()
+    assert '"8":{"headline":"Use ' in text
+    assert '"16":{"headline":"Use ' in text
+    run(*words, "--layout", "dp=4,tp=2,micro=1")
+    assert '"8":{"headline":"Use dp=4,tp=2,micro=1' in page.read_text()
+
+
 def test_what_does_not_fit_says_what_would_take_least() -> None:
     text = run("llama-3-405b", "dgx-h100", "--gpus", "8", "--global-batch", "16")
     assert "No layout fits on 8 GPUs" in text
@@ -54,6 +78,9 @@ def test_what_does_not_fit_says_what_would_take_least() -> None:
         (["llama-3-8b", "dgx-h100", "--gpus", "8", "--layout", "dp=2,tp=3"], "dp(2) * tp(3)"),
         (["llama-3-8b", "dgx-h100", "--layout", "dp=2,tq=3"], "'tq=3'"),
         (["llama-3-8b", "dgx-h100", "--gpus", "8", "--zero", "5"], "ZeRO stages"),
+        (["llama-3-8b", "dgx-h100", "--gpus", "8", "--straggler", "rank=8,slowdown=1.3"], "ranks of 8 GPUs are 0 to 7"),
+        (["llama-3-8b", "dgx-h100", "--gpus", "8", "--straggler", "slow=8"], "write it like rank=13,slowdown=1.3"),
+        (["llama-3-8b", "dgx-h100", "--gpus", "8", "--straggler", "rank=,slowdown="], "write it like rank=13"),
     ],
 )
 def test_bad_input_is_said_in_one_line(words: list[str], why: str) -> None:

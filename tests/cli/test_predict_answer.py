@@ -119,7 +119,7 @@ def test_a_job_that_does_not_fit_says_so_everywhere(tmp_path: Path) -> None:
     assert "DDP needs 32.2 GB of the 24.0 GB of one L4: too much." in text
     assert "Decision: planned sharding on 16 GPUs" in text
     alone = joined(run("predict", file, "nvlink-ib400", "-n", "16", "-s", "ddp,best"))
-    said = "32.2 GB on one L4 of 24.0 GB: does not fit (optimizer: SGD with momentum); shard it (FSDP), or keep less"
+    said = "32.2 GB on one L4 of 24.0 GB (optimizer: SGD with momentum); shard it (FSDP), or keep less"
     assert f"Does not fit: {said}" in alone
     assert "Decision: make it fit first" in alone
     assert "does not fit" in joined(run("plan", file, "nvlink-ib400", "-n", "16"))
@@ -253,7 +253,8 @@ def test_tokens_utilisation_and_money() -> None:
 
 def test_memory_says_which_optimizer_it_was_measured_with() -> None:
     adamw = run("predict", "llama-8b-b1-bf16-adamw-h200", "aws-p5en", "-n", "64", "-s", "ddp")
-    assert "does not fit (optimizer: AdamW, fused); shard it (FSDP)" in joined(adamw)
+    assert "of 141 GB (optimizer: AdamW, fused); shard it (FSDP)" in joined(adamw)
+    assert joined(adamw).lower().count("does not fit") == 1
     assert "of one H200: fits (optimizer: SGD with momentum)." in joined(run("predict", RESNET, "10gbe"))
 
 
@@ -451,7 +452,7 @@ def test_every_figure_fits_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     from rich.console import Console
 
     narrow = Console(file=io.StringIO(), width=80, height=25)
-    monkeypatch.setattr("backbeat.cli.common.console", lambda: narrow)
+    monkeypatch.setattr("backbeat.cli.predict.console", lambda: narrow)
     run("predict", LLAMA, "aws-p5", "-n", "64,256", "--wide")
     assert isinstance(narrow.file, io.StringIO)
     lines = narrow.file.getvalue().splitlines()

@@ -11,7 +11,9 @@ import msgspec
 import pytest
 
 import backbeat as bb
-from backbeat.cli.common import STRATEGY_NAMES
+from backbeat.cli.layout import FRAMEWORK_NAMES
+from backbeat.layouts.conventions import CONVENTIONS
+from backbeat.model.reduction import REDUCTIONS
 from backbeat.planners import STRATEGIES
 from tests.cli.terminal import WIDE, answer, run
 from tests.problems import make_profile
@@ -76,6 +78,8 @@ def test_strong_scaling_between_two_batch_sizes(profile: Path) -> None:
     refused = run(*words)
     assert refused.returncode == 2
     assert "--other-batch" in refused.stderr
+    alone = run("predict", str(profile), "10gbe", "--other-batch", other)
+    assert "goes with --global-batch" in alone.stderr
     uneven = run("predict", str(profile), "10gbe", "-n", "5", "--global-batch", "32", "--other-batch", other)
     assert uneven.returncode == 2
     assert "does not divide by 5 workers" in uneven.stderr
@@ -121,8 +125,14 @@ def test_version_zoo_and_completion() -> None:
     assert "--show-completion" in run("--help").stdout
 
 
-def test_help_names_every_strategy() -> None:
-    assert ", ".join(STRATEGIES) == STRATEGY_NAMES
+def test_help_names_every_strategy_and_framework() -> None:
+    text = " ".join(run("predict", "--help").stdout.split())
+    assert ", ".join(STRATEGIES) in text
+    assert ", ".join(REDUCTIONS) in text.replace("- ", "-")
+
+
+def test_help_names_every_framework_of_layouts() -> None:
+    assert ", ".join(CONVENTIONS) == FRAMEWORK_NAMES
 
 
 def test_demo_tells_the_whole_story(tmp_path: Path) -> None:

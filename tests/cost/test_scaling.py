@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -56,6 +57,16 @@ def test_a_cluster_of_nodes_scales_only_what_crosses_them() -> None:
     assert float(four_nodes.time(size)) == pytest.approx(across[0] + min(across[1:]), rel=1e-3)
     assert float(base.at(workers=8).cost.time(size)) == pytest.approx(2e-5 + 5e-12 * size)
     assert float(base.at(workers=4).cost.time(size)) == pytest.approx(2e-5 * 3 / 7 + 5e-12 * 0.75 / 0.875 * size)
+
+
+def test_gathers_among_nodes_of_several_gpus_are_rings() -> None:
+    inside = CollectiveTimes(alpha_s=2e-5, beta_s_per_byte=5e-12)
+    topology = Topology(algorithm="hierarchical", gpus_per_node=8, inside=inside)
+    gathers = CollectiveTimes(alpha_s=4e-5, beta_s_per_byte=1e-10)
+    base = msgspec.structs.replace(affine(5e-5, 1e-10, workers=64, topology=topology), all_gather=gathers)
+    there = base.at(workers=2048).all_gather
+    assert there is not None
+    assert float(there.curve.time(1)) == pytest.approx(4e-5 * 2047 / 63, rel=1e-3)
 
 
 def test_a_node_joined_by_a_network_pays_both() -> None:

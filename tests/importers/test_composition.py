@@ -111,7 +111,7 @@ def test_calibrations_of_one_cluster_are_joined(tmp_path: Path) -> None:
     for workers in (16, 32):
         topology = Topology(gpus_per_node=8, transport="infiniband")
         slowdown = Slowdown(matmul=1.2) if workers == 32 else None
-        one = affine(1e-4, workers * 1e-11, workers=workers, topology=topology, slowdown=slowdown)
+        one = affine(1e-4, workers * 1e-11, workers=workers, topology=topology, slowdown=slowdown, accelerator="h100")
         one.save(tmp_path / f"{workers}.json")
     network = compose("both", [read(str(tmp_path / f"{workers}.json")) for workers in (32, 16)])
     assert network.workers == 16
@@ -119,6 +119,7 @@ def test_calibrations_of_one_cluster_are_joined(tmp_path: Path) -> None:
     assert network.topology.algorithm == "auto"
     assert network.topology.transport == "infiniband"
     assert network.slowdown == Slowdown(matmul=1.2)
+    assert network.accelerator == "h100"
     with pytest.raises(InputError, match="both have 16 workers"):
         compose("twice", [network, network.at(workers=64)])
 

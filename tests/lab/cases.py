@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import sys
+
+import pytest
+
 from backbeat.model import CollectiveTimes, Gradient, Network, Profile
+
+NEEDS_NAMESPACES = pytest.mark.skipif(
+    sys.platform != "linux" or os.geteuid() != 0, reason="network namespaces need Linux and root"
+)
 
 
 def profile(gradients: int = 6, *, size: int = 250_000, name: str = "small") -> Profile:

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.cli.terminal import run
-from tests.lab.cases import profile
+from tests.lab.cases import NEEDS_NAMESPACES, profile
 
 pytest.importorskip("torch", reason="the lab's workers need torch")
 pytest.importorskip("pyroute2", reason="the lab needs pyroute2")
-pytestmark = pytest.mark.skipif(
-    sys.platform != "linux" or os.geteuid() != 0, reason="network namespaces need Linux and root"
-)
+pytestmark = NEEDS_NAMESPACES
 
 
 @pytest.mark.parametrize(

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.lab.cases import profile
+from tests.lab.cases import NEEDS_NAMESPACES, profile
 
 pytest.importorskip("torch", reason="the lab's workers need torch")
 pytest.importorskip("pyroute2", reason="the lab needs pyroute2")
-pytestmark = pytest.mark.skipif(
-    sys.platform != "linux" or os.geteuid() != 0, reason="network namespaces need Linux and root"
-)
+pytestmark = NEEDS_NAMESPACES
 
 
 def test_sharded_plans_are_run_beside_their_prediction(tmp_path: Path) -> None:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.lab.cases import NEEDS_NAMESPACES
+
 pytest.importorskip("pyroute2", reason="the lab needs pyroute2")
-pytestmark = pytest.mark.skipif(
-    sys.platform != "linux" or os.geteuid() != 0, reason="network namespaces need Linux and root"
-)
+pytestmark = NEEDS_NAMESPACES
 
 MODEL = """
 import torch

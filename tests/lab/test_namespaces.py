@@ -12,10 +12,9 @@ from backbeat.errors import InputError, MissingPartError
 from backbeat.lab import runs
 from backbeat.lab.namespaces import Cluster, Link
 from backbeat.lab.runs import LabRun
+from tests.lab.cases import NEEDS_NAMESPACES
 
-pytestmark = pytest.mark.skipif(
-    sys.platform != "linux" or os.geteuid() != 0, reason="network namespaces need Linux and root"
-)
+pytestmark = NEEDS_NAMESPACES
 pytest.importorskip("pyroute2", reason="the lab needs pyroute2")
 
 LINK = Link(rate_bits=1e8)

@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch", reason="needs PyTorch")
 
 from backbeat.lab.jobs import Turn  # noqa: E402
 from backbeat.lab.train import WARM_UP, profile_here, train  # noqa: E402
-from backbeat.model import Bucket, MemoryPlan, Plan, Profile, Segment  # noqa: E402
+from backbeat.model import Bucket, HostLink, MemoryPlan, Plan, Profile, Segment  # noqa: E402
 from backbeat.model.files import decode  # noqa: E402
 
 HERE = torch.device("cpu")
@@ -112,3 +112,11 @@ def test_the_profile_has_blocks_and_the_optimizer_that_trains() -> None:
     assert profile.memory.optimizer_bytes == 0
     assert profile.batch_size == 4
     assert seen["model"]() is None
+
+
+def test_nodes_on_one_gpu_share_its_link_to_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    link = HostLink(to_host_bytes_per_s=40e9, to_device_bytes_per_s=48e9)
+    monkeypatch.setattr("backbeat.measure.model.chain_costs.measure_host_link", lambda *given: link)
+    for sharing, expected in ((1, link), (4, HostLink(to_host_bytes_per_s=10e9, to_device_bytes_per_s=12e9))):
+        profile = decode(profile_here(SPEC, HERE, 4, 0.01, sharing=sharing), Profile, where="test")
+        assert profile.host_link == expected

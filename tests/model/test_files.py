@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import gzip
 import json
 import os
@@ -19,7 +18,7 @@ from hypothesis import strategies as st
 import backbeat as bb
 from backbeat.model import DynamicFusion
 from backbeat.model.files import ZOO, bundled, decode, write
-from tests.problems import make_profile, networks, profiles
+from tests.problems import make_profile, networks, profiles, put
 
 PROFILE: dict[str, Any] = {
     "schema": "backbeat.profile/1",
@@ -50,21 +49,6 @@ PLAN: dict[str, Any] = {
     "buckets": [{"gradients": ["fc.bias", "fc.weight"], "communicator": 0}],
 }
 KINDS = {"profile": (PROFILE, bb.Profile), "network": (NETWORK, bb.Network), "plan": (PLAN, bb.Plan)}
-
-
-def put(data: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
-    """A copy with the field at `a.0.b` set, or removed where the value is `...`."""
-    data = copy.deepcopy(data)
-    *parents, last = path.split(".")
-    place: Any = data
-    for part in parents:
-        place = place[int(part)] if part.isdigit() else place[part]
-    key: Any = int(last) if last.isdigit() else last
-    if value is ...:
-        del place[key]
-    else:
-        place[key] = value
-    return data
 
 
 def refusal(tmp_path: Path, kind: str, text: str | bytes) -> str:
@@ -123,7 +107,8 @@ def test_the_required_fields_alone_load(tmp_path: Path, kind: str) -> None:
         ("network", "all_reduce.points", [[1024, 0.1]], ["points has 1", "two sizes or more"]),
         ("network", "all_reduce.points", [[2048, 0.1], [1024, 0.2]], ["points[1]", "sizes must rise"]),
         ("network", "all_reduce.points.0.1", -0.1, ["points[0][1]", ">= 0"]),
-        ("network", "topology", {"algorithm": "star"}, ["topology.algorithm", "star"]),
+        ("network", "topology", {"algorithm": "star"}, ["topology.algorithm", "star", "auto or halving-doubling"]),
+        ("network", "backend", "ib", ["backend", "'ib'", "it must be gloo or mpi or nccl"]),
         ("network", "topology", {"algorithm": "hierarchical"}, ["topology", "needs inside"]),
         ("plan", "buckets", [], ["buckets", "length >= 1"]),
         ("plan", "buckets.0.gradients", [], ["buckets[0].gradients", "length >= 1"]),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import backbeat as bb
 import backbeat.model.schemas
 from backbeat.model import Bucket, Mesh, ShardUnit
 from backbeat.simulate.schedule import Schedule
+from tests.problems import put
 
 PLAN: dict[str, Any] = {
     "schema": "backbeat.plan/2",
@@ -34,21 +34,6 @@ PLAN: dict[str, Any] = {
 }
 
 
-def changed(path: str, value: Any) -> dict[str, Any]:
-    """The plan with one field set, or removed where the value is `...`."""
-    data = copy.deepcopy(PLAN)
-    *parents, last = path.split(".")
-    place: Any = data
-    for part in parents:
-        place = place[int(part) if isinstance(place, list) else part]
-    key: Any = int(last) if isinstance(place, list) else last
-    if value is ...:
-        del place[key]
-    else:
-        place[key] = value
-    return data
-
-
 def load(tmp_path: Path, data: dict[str, Any]) -> bb.Plan:
     file = tmp_path / "plan.json"
     file.write_text(json.dumps(data))
@@ -67,7 +52,7 @@ def test_a_file_with_the_fields_of_the_format_loads_and_is_written_with_them_alo
 
 
 def test_communicators_follow_from_the_sharding(tmp_path: Path) -> None:
-    data = changed("sharding.mesh", {"replicate": 2, "shard": 4})
+    data = put(PLAN, "sharding.mesh", {"replicate": 2, "shard": 4})
     data["sharding"]["separate_reduce_scatter"] = True
     assert load(tmp_path, data).communicators == 3
 
@@ -96,7 +81,7 @@ def test_communicators_follow_from_the_sharding(tmp_path: Path) -> None:
 )
 def test_what_is_wrong_is_refused_with_what_to_do(tmp_path: Path, path: str, value: Any, words: list[str]) -> None:
     with pytest.raises(bb.InputError) as refused:
-        load(tmp_path, changed(path, value))
+        load(tmp_path, put(PLAN, path, value))
     for word in words:
         assert word in str(refused.value)
 
@@ -110,7 +95,7 @@ def test_the_schema_asks_for_one_of_the_two_forms() -> None:
     schema = json.loads((Path(backbeat.model.schemas.__file__).parent / "plan.json").read_text())
     jsonschema.validate(PLAN, schema)
     buckets = {"communicators": 1, "buckets": [{"gradients": ["a"], "communicator": 0}]}
-    for wrong in ({**PLAN, **buckets}, changed("sharding", ...)):
+    for wrong in ({**PLAN, **buckets}, put(PLAN, "sharding", ...)):
         with pytest.raises(jsonschema.ValidationError):
             jsonschema.validate(wrong, schema)
 

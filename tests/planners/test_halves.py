@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 import backbeat as bb
 from backbeat.model import CollectiveTimes, Network, Profile
 from backbeat.model.plan import Bucket, Plan
-from backbeat.planners.halves import Halved
-from backbeat.simulate.decoupled_step import period
+from backbeat.planners.halves import plan_in_halves
+from backbeat.simulate.halves_step import period
 from tests.problems import affine, curve, make_profile, networks, profiles
 
 
@@ -39,7 +39,7 @@ def decoupled_profiles(draw: st.DrawFn, most: int = 12) -> Profile:
 def test_a_period_by_hand() -> None:
     # Backward: g1 at 1 ms, g0's layer at 2 ms. Halves take 0.5 ms + 0.5 ns/byte: 1 ms each.
     profile = with_forward(make_profile([10**6, 10**6], [1e-3, 2e-3]), [3e-3, 3e-3])
-    plan = Halved([1, 2], [1, 2], False).named(profile, "halves", 8)
+    plan = plan_in_halves(profile, [1, 2], [1, 2], 8)
     found = period(profile, plan, affine(1e-3, 1e-9))
     assert found.scatters == [pytest.approx((1e-3, 2e-3)), pytest.approx((2e-3, 3e-3))]
     assert found.gathers == [pytest.approx((3e-3, 4e-3)), pytest.approx((4e-3, 5e-3))]
@@ -68,7 +68,7 @@ def test_no_pair_of_groupings_does_better(profile: Profile, network: Network) ->
     count = len(profile.gradients)
     partitions = [[*cuts, count] for size in range(count) for cuts in combinations(range(1, count), size)]
     least = min(
-        period(profile, Halved(scatter, gather, False).named(profile, "x", 8), network).forward_end_s
+        period(profile, plan_in_halves(profile, scatter, gather, 8), network).forward_end_s
         for scatter in partitions
         for gather in partitions
     )

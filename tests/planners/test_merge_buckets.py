@@ -14,11 +14,11 @@ from backbeat.cost import Curve, LinkCost
 from backbeat.model import Network, Profile
 from backbeat.planners.baselines import DDP_BUCKET_BYTES
 from backbeat.planners.draft import Draft
-from backbeat.planners.halves import earliest
+from backbeat.planners.halves import earliest, plan_in_halves
 from backbeat.planners.merge_buckets import SLOWER, Conditions, iteration_s, merged, possible_costs
 from backbeat.planners.merge_concurrent import simplified
 from backbeat.planners.optimal import best_ends, merged_ends, plenty_ends
-from backbeat.simulate import decoupled_step as simulated
+from backbeat.simulate import halves_step as simulated
 from tests.problems import affine, curve, make_profile, networks, profiles
 
 
@@ -141,7 +141,7 @@ def test_slack_is_a_share_of_the_iteration(profile: Profile, network: Network, s
 @given(profiles(most=25), networks())
 def test_the_halves_of_a_decoupled_plan_keep_slack(profile: Profile, network: Network) -> None:
     few = bb.plan(profile, network, "halves")
-    many = earliest(profile, network).named(profile, "halves", network.workers)
+    many = plan_in_halves(profile, *earliest(profile, network), network.workers)
     half = simulated._half
     for factor in (1.0, SLOWER):
         with pytest.MonkeyPatch.context() as patch:

@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 
 import backbeat as bb
+from backbeat import layouts
 from backbeat.model import files
+from backbeat.report.layout_page import layout_content, layout_report
 from backbeat.report.page import report
 from backbeat.report.study import study
 from backbeat.units import format_bytes, format_seconds
@@ -44,7 +46,7 @@ def opened(browser: Any, address: str, **options: Any) -> Iterator[Any]:
     complaints: list[str] = []
     page.on("console", lambda message: complaints.append(f"{message.type}: {message.text}"))
     page.on("pageerror", lambda error: complaints.append(str(error)))
-    own = address.split("?")[0].removesuffix("report.html")
+    own = address.split("?")[0].removesuffix("report.html").removesuffix("/layout")
     page.on(
         "request",
         lambda request: complaints.append(request.url) if not request.url.startswith((own, "blob:", "data:")) else None,
@@ -312,3 +314,45 @@ def test_the_what_if_page_weighs_ddp_fsdp_and_hsdp(browser: Any, server: str) ->
             "() => [...document.querySelectorAll('#plot-timeline .ytick text')]"
             ".some(one => one.textContent === 'hsdp:8 · all-reduce')"
         )
+
+
+@pytest.fixture(scope="module")
+def ranked(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[int, Any]]:
+    network, job = bb.Network.load("dgx-h100"), {"global_batch": 32, "sequence": 2048, "precision": "bf16"}
+    found = {gpus: layouts.search("llama-3.2-1b", network, gpus=gpus, **job) for gpus in (8, 16)}
+    content = {gpus: layout_content("llama-3.2-1b", network, gpus, rows, job) for gpus, rows in found.items()}
+    path = tmp_path_factory.mktemp("layouts") / "layout.html"
+    path.write_text(layout_report(content, "llama-3.2-1b"), encoding="utf-8")
+    return path.as_uri(), content
+
+
+@pytest.mark.parametrize("width", [1280, 400])
+def test_a_page_of_layouts_shows_any_of_them(browser: Any, ranked: tuple[str, dict[int, Any]], width: int) -> None:
+    address, content = ranked
+    with opened(browser, address, viewport={"width": width, "height": 800}) as page:
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        assert page.locator("#headline").text_content() == content[8]["headline"]
+        assert page.locator("#table-layouts tbody tr").count() == len(content[8]["rows"])
+        assert "limit 80.0 GB" in page.locator("#plot-memory .annotation").all_text_contents()
+        told = "([id, text]) => document.getElementById(id).textContent === text"
+        page.locator("[data-layout]").last.click()
+        page.wait_for_function(told, arg=["shown", content[8]["steps"][-1]])
+        page.select_option("[name=gpus]", "16")
+        page.wait_for_function(told, arg=["headline", content[16]["headline"]])
+        page.wait_for_function("() => document.body.dataset.answered === '2'")
+        lanes = page.locator("#plot-timeline .yaxislayer-above .ytick text").all_text_contents()
+        assert lanes[0] == "stage 0"
+
+
+def test_the_layout_tab_follows_its_controls_and_its_address(browser: Any, server: str) -> None:
+    with opened(browser, f"{server}/layout?model=llama-3.2-1b&gpus=8&global_batch=32&sequence=2048") as page:
+        page.wait_for_function("() => document.body.dataset.answered === '1'")
+        first = page.locator("#headline").text_content()
+        assert first.endswith("on 8 GPUs")
+        page.fill("[name=gpus]", "16")
+        page.locator("[name=gpus]").dispatch_event("change")
+        page.wait_for_function("() => document.body.dataset.answered === '2'")
+        assert page.locator("#headline").text_content().endswith("on 16 GPUs")
+        assert "gpus=16" in page.url
+        assert "model=llama-3.2-1b" in page.url
+        assert page.locator(".tabs a[aria-current]").text_content() == "Layout"

@@ -36,6 +36,7 @@ def lab_file(path: Path, profile: bb.Profile) -> Path:
                 "plan": strategy,
                 "communicators": plan.communicators,
                 "buckets": len(plan.buckets),
+                "launches": [[len(bucket.gradients), bucket.communicator] for bucket in plan.buckets],
                 "measured_s": result.iteration_s,
                 "predicted_s": result.iteration_s,
                 "single_s": result.single_s,
@@ -86,13 +87,28 @@ def test_another_profile_keeps_the_numbers_and_draws_no_timeline(tmp_path: Path,
 def test_launches_name_the_groups_exactly(tmp_path: Path, profile: bb.Profile) -> None:
     path = lab_file(tmp_path / "lab.json", profile)
     data = json.loads(path.read_text())
-    data["rows"] = [{**data["rows"][0], "plan": "equal:2", "launches": [[2, 0], [4, 1]], "communicators": 2,
-                     "buckets": 2, "finishes_s": [5e-3, 8e-3]}]  # fmt: skip
+    row = {"plan": "equal:2", "launches": [[2, 0], [4, 1]], "communicators": 2, "finishes_s": [5e-3, 8e-3]}
+    data["rows"] = [{**data["rows"][0], **row}]
     path.write_text(json.dumps(data))
     (row,) = read_lab(path, profile)
     assert row.buckets == (("g0", "g1"), ("g2", "g3", "g4", "g5"))
     assert [span.lane for span in row.measured_spans[3:]] == ["communicator 0", "communicator 1"]
     assert row.measured_spans[3].start_s == pytest.approx(3e-3 + 2e-3)
+
+
+@pytest.mark.parametrize("other", [{"units": 2, "launches": [[3, 1], [3, 0]]}, {"launches": [[6, 0, 0], [6, 0, 1]]}])
+def test_units_and_halves_keep_the_numbers_and_draw_no_timeline(
+    tmp_path: Path, profile: bb.Profile, other: dict[str, Any]
+) -> None:
+    path = lab_file(tmp_path / "lab.json", profile)
+    data = json.loads(path.read_text())
+    del data["rows"][1]["buckets"]
+    data["rows"][1] |= other
+    path.write_text(json.dumps(data))
+    buckets, without = read_lab(path, profile)
+    assert buckets.measured_spans
+    assert not without.measured_spans
+    assert without.predicted_s == pytest.approx(without.iteration_s)
 
 
 def test_finishes_that_do_not_fit_the_plan_draw_nothing(profile: bb.Profile) -> None:
@@ -103,8 +119,9 @@ def test_finishes_that_do_not_fit_the_plan_draw_nothing(profile: bb.Profile) -> 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "not JSON"),
-        ("[1]", "schema is 'list'"),
+        ("", "the file is empty"),
+        ("{", "cut short"),
+        ("[1]", "one JSON object, this holds a list"),
         ('{"schema": "backbeat.plan/1"}', "schema is 'backbeat.plan/1'"),
         ('{"schema": "backbeat.lab/1", "nodes": 2}', "missing required field"),
         ('{"schema": "backbeat.lab/1", "nodes": 2, "profile": "x", "rows": [], "network": {}}', "network"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -13,9 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import backbeat as bb
-from backbeat.model import Plan
+from backbeat.model import Plan, Span
+from backbeat.report.measured import Measured
 from backbeat.report.page import MOST_BYTES, PageSettings, plotly_source, report, script_json
-from backbeat.report.redact import redacted_network, redacted_plans, redacted_profile
+from backbeat.report.redact import redacted_measured, redacted_network, redacted_plans, redacted_profile
 from backbeat.report.study import study
 from tests.problems import affine, make_profile
 from tests.report.hostile import MARKUP, NAMES, hostile_network, hostile_profile
@@ -129,10 +131,17 @@ def test_redacted_reports_hold_no_names() -> None:
     network = msgspec.structs.replace(bb.Network.load("10gbe"), name="secret-cluster")
     plan = msgspec.structs.replace(bb.plan(profile, network, "optimal"), strategy="secret-strategy")
     plans = redacted_plans({"secret.json": plan}, profile)
-    made = study(redacted_profile(profile), redacted_network(network), [8], strategies=["optimal"], plans=plans)
+    gradient = profile.gradients[0].name
+    times = dict.fromkeys(("iteration_s", "low_s", "high_s", "predicted_s"), 1e-3)
+    spans = (Span("communicator 0", gradient, 0.0, 1e-3, 4),)
+    ran = Measured(label="secret", origin="lab", workers=2, iterations=9, measured_spans=spans, **times)
+    measured = redacted_measured([ran, replace(ran, predicted_spans=spans, buckets=((gradient,),))], profile)
+    there = redacted_network(network)
+    made = study(redacted_profile(profile), there, [8], strategies=["optimal"], plans=plans, measured=measured)
     assert made.at_top["plan 1"].iteration_s == pytest.approx(bb.predict(profile, network, plan).iteration_s)
     page = report(made).replace(plotly_source(), "")
-    for name in ("secret", "vgg", "classifier", "features", profile.gradients[0].name):
+    assert "lab 2, measured" in page
+    for name in ("secret", "vgg", "classifier", "features", gradient):
         assert name not in page
 
 

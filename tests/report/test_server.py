@@ -57,6 +57,20 @@ def test_answers_and_traces(address: str) -> None:
     assert "attachment" in headers["Content-Disposition"]
 
 
+def test_layouts_are_served(address: str) -> None:
+    status, body, _ = ask(f"{address}/layout")
+    assert status == 200
+    assert b'name="global_batch"' in body
+    question = "model=llama-3.2-1b&gpus=8&global_batch=16&sequence=1024"
+    status, body, _ = ask(f"{address}/api/layout?{question}")
+    assert status == 200
+    assert json.loads(body)["rows"]
+    for wrong, why in (("model=../config.json", "there is no model"), ("cluster=10gbe", "does not say what GPUs")):
+        status, body, _ = ask(f"{address}/api/layout?{wrong}")
+        assert status == 400
+        assert why in json.loads(body)["error"]
+
+
 def test_a_refusal_is_one_line(address: str) -> None:
     status, body, _ = ask(f"{address}/api/answer?workers=lots")
     assert status == 400

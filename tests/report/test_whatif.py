@@ -129,3 +129,15 @@ def test_a_network_on_which_small_messages_take_no_time_can_be_scaled() -> None:
     network = curve([(1, 0.0), (2**20, 1e-3), (2**22, 4e-3)], concurrency=rows)
     faster = scaled_network(network, bandwidth=2.0, latency=0.5).cost
     assert float(faster.time(2**22)) == pytest.approx(float(network.cost.time(2**22)) / 2, rel=0.01)
+
+
+def test_commands_name_what_was_chosen_or_are_left_out() -> None:
+    def advised(**changes: str) -> str:
+        fields = {"profile": "llama-8b-b1-bf16-adamw-h200", "network": "dgx-h100", "workers": "16", **changes}
+        return "".join(action["code"] for action in respond(State.parse(fields), library())["answer"]["actions"])
+
+    said = advised()
+    assert "backbeat plan llama-8b-b1-bf16-adamw-h200 dgx-h100 --workers 16 --strategy " in said
+    changed = advised(bandwidth="2")
+    assert "fully_shard(model" in changed
+    assert "backbeat plan" not in changed

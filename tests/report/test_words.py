@@ -8,8 +8,9 @@ import pytest
 import backbeat as bb
 from backbeat.errors import InputError
 from backbeat.report.answer import answer, unmeasured
+from backbeat.report.draw import PART_COLOURS
 from backbeat.report.figures.exposed import PARTS
-from backbeat.report.limits import LIMITS
+from backbeat.report.limits import LIMITS, limit
 from backbeat.report.study import study
 from tests.problems import affine, make_profile
 
@@ -20,6 +21,7 @@ def many_small() -> bb.Profile:
 
 def test_every_bottleneck_has_words() -> None:
     assert set(LIMITS) == {"compute", *PARTS}
+    assert set(PART_COLOURS) == set(PARTS)
 
 
 def test_a_job_that_scales_well_is_worth_it_and_needs_no_change() -> None:
@@ -131,3 +133,12 @@ def test_a_network_without_a_transport_says_what_that_leaves_out() -> None:
     profile = bb.Profile.load("llama-1b-b4-bf16-adamw-h200")
     assert "names no transport" in " ".join(unmeasured(profile, bb.Network.load("nvlink-ib400")))
     assert "names no transport" not in " ".join(unmeasured(profile, bb.Network.load("dgx-h100")))
+
+
+def test_of_sharded_plans_units_are_spoken_of() -> None:
+    profile, network = bb.Profile.load("llama-8b-b1-bf16-adamw-h200"), bb.Network.load("100gbe").at(workers=16)
+    found = bb.predict(profile, network, "fsdp")
+    for kind in ("bandwidth", "latency", "waiting", "contention"):
+        said = limit(msgspec.structs.replace(found, bottleneck=kind), profile)
+        assert "bucket" not in said
+        assert "bucket" in limit(msgspec.structs.replace(found, bottleneck=kind, strategy="ddp"), profile)

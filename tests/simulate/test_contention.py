@@ -14,7 +14,7 @@ from backbeat.cost import LinkCost
 from backbeat.model import Network, Plan, Profile
 from backbeat.simulate.bound import communication_bound
 from backbeat.simulate.contention import UNDISTURBED, ComputeClock
-from backbeat.simulate.decoupled_step import period
+from backbeat.simulate.halves_step import period
 from backbeat.simulate.iteration import across_iterations, communicate_beside, compressed_iteration, within_iteration
 from backbeat.simulate.schedule import Flow, Schedule
 from tests.problems import affine, make_profile, networks, profiles

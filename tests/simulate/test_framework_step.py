@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import backbeat as bb
-from backbeat.cli.common import FRAMEWORK_NAMES
 from backbeat.errors import InputError
 from backbeat.model import Memory, Network, Profile, Reduction
 from backbeat.model.reduction import REDUCTIONS
@@ -185,7 +184,3 @@ def test_a_framework_stands_in_place_of_a_plan() -> None:
         bb.predict(profile, network, framework="nanotron", reduce_dtype="bf16")
     with pytest.raises(InputError, match="nothing to predict"):
         bb.predict(profile, network)
-
-
-def test_the_command_line_knows_every_framework() -> None:
-    assert FRAMEWORK_NAMES.split(", ") == list(REDUCTIONS)

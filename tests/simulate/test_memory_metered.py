@@ -104,7 +104,7 @@ class Metered:
         blocks = tuple(
             msgspec.structs.replace(
                 block,
-                forward_peak_bytes=rises["begin", block.name],
+                forward_peak_bytes=rises["forward", block.name],
                 backward_peak_bytes=rises.get(("backward", block.name), 0),
             )
             for block in measured.blocks

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import runpy
 import subprocess
 import sys
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import backbeat as bb
+from tests.lab.cases import NEEDS_NAMESPACES
 
 pytest.importorskip("torch", reason="the lab's workers need torch")
 pytest.importorskip("pyroute2", reason="the lab needs pyroute2")
@@ -44,7 +44,7 @@ def test_without_a_file_it_says_what_is_missing() -> None:
     assert "FILE is missing" in done.stderr
 
 
-@pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="network namespaces need Linux and root")
+@NEEDS_NAMESPACES
 def test_a_file_that_was_cut_short_is_named_and_kept(tmp_path: Path) -> None:
     file = tmp_path / "rows.json"
     file.write_text('[{"model": "res')

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import runpy
 import subprocess
 import sys
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from backbeat.errors import InputError
+from tests.lab.cases import NEEDS_NAMESPACES
 
 pytest.importorskip("torch", reason="the lab's workers need torch")
 pytest.importorskip("pyroute2", reason="the lab needs pyroute2")
@@ -31,7 +31,7 @@ def layers(batch_size: int = 4):
 
 
 @pytest.mark.alone
-@pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="network namespaces need Linux and root")
+@NEEDS_NAMESPACES
 def test_rows_are_trained_one_by_one(tmp_path: Path) -> None:
     (tmp_path / "row_model.py").write_text(MODEL)
     out = tmp_path / "out"

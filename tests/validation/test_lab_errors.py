@@ -17,7 +17,7 @@ pytest.importorskip("matplotlib", reason="the scripts need matplotlib")
 
 from backbeat.lab.plans import parse  # noqa: E402
 from backbeat.lab.setting import Setting  # noqa: E402
-from tests.lab.cases import profile  # noqa: E402
+from tests.lab.cases import NEEDS_NAMESPACES, profile  # noqa: E402
 
 VALIDATION = Path(__file__).parents[2] / "validation"
 ERRORS, MEASURE = VALIDATION / "lab" / "errors.py", VALIDATION / "lab" / "measure.py"
@@ -82,7 +82,7 @@ def test_two_channels_on_many_nccl_nodes_are_left_out_where_cores_are_few(
     assert measure["affordable"](choices, eight) == choices[:1]
 
 
-@pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="network namespaces need Linux and root")
+@NEEDS_NAMESPACES
 def test_a_matrix_is_measured_once_and_judged(tmp_path: Path) -> None:
     pytest.importorskip("torch", reason="the lab's workers need torch")
     pytest.importorskip("pyroute2", reason="the lab needs pyroute2")

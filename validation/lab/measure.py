@@ -17,27 +17,24 @@ import os
 import shlex
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 from errors import SCHEMA, Record
 
 from backbeat.errors import InputError, MeasurementError
 from backbeat.lab import experiment
+from backbeat.lab.experiment import MeasuredPlan
 from backbeat.lab.health import change
 from backbeat.lab.jobs import seconds_of
 from backbeat.lab.plans import Choice, parse, shorthand
 from backbeat.lab.requirements import check
+from backbeat.lab.session import Session
 from backbeat.lab.setting import Setting
 from backbeat.model import Profile, files
 from backbeat.units import format_seconds, parse_duration, parse_rate, parse_workers
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from backbeat.lab.experiment import MeasuredPlan
-    from backbeat.lab.session import Session
 
 PLANS = "wfbp,single,ddp,horovod,mg-wfbp,adaptive,optimal,random:8,random:32,asc-wfbp/2,best/2"
 # From 21 to 438 MB of gradients, from 161 to 604 of them; larger ones differ little from plan to plan here.

@@ -46,6 +46,8 @@ class Row:
     framework: Conventions
     measured_s: float = field(repr=False)
     measured_bytes: float | None = field(default=None, repr=False)
+    contention: bool | None = None
+    """Whether computation takes longer beside communication; None leaves it to `predict`."""
 
     @property
     def place(self) -> str:

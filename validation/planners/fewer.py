@@ -18,24 +18,22 @@ import json
 import statistics
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from backbeat.lab import experiment
+from backbeat.lab.experiment import CalibratedLab, MeasuredPlan
 from backbeat.lab.plans import Choice
 from backbeat.lab.requirements import check
+from backbeat.lab.session import Session
 from backbeat.lab.setting import Setting
 from backbeat.model import Network, Plan, Prediction, Profile
 from backbeat.model.files import bundled, write
 from backbeat.planners import plan as make_plan
 from backbeat.planners.draft import Draft
-from backbeat.planners.halves import earliest
+from backbeat.planners.halves import earliest, plan_in_halves
 from backbeat.planners.optimal import best_ends
 from backbeat.simulate import predict
 from backbeat.units import format_rate, format_seconds, parse_duration, parse_rate
-
-if TYPE_CHECKING:
-    from backbeat.lab.experiment import CalibratedLab, MeasuredPlan
-    from backbeat.lab.session import Session
 
 WORKERS = (8, 64, 512)
 Made = list[tuple[Choice, Plan, Prediction]]
@@ -49,7 +47,7 @@ def both_ways(profile: Profile, network: Network) -> Made:
         "optimal, few": make_plan(profile, network, "optimal"),
         "optimal, many": Draft(best_ends(profile, network.cost)).named(profile, "optimal", workers),
         "halves, few": make_plan(profile, network, "halves"),
-        "halves, many": earliest(profile, network).named(profile, "halves", workers),
+        "halves, many": plan_in_halves(profile, *earliest(profile, network), workers),
     }
     return [
         (Choice(name=name, strategy=plan.strategy), plan, predict(profile, network, plan, broadcast_buffers=False))

@@ -17,20 +17,19 @@ import statistics
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
 import backbeat as bb
+from backbeat.cost import Curve
 from backbeat.model.files import bundled
 from backbeat.planners.halves import gather_programme
 from backbeat.planners.optimal import queue_programme
-from backbeat.simulate.decoupled_step import Halves, Layers
+from backbeat.simulate.gather_scatter import Halves
+from backbeat.simulate.halves_step import Layers
 from backbeat.simulate.schedule import capped
-
-if TYPE_CHECKING:
-    from backbeat.cost import Curve
 
 WORKERS = (8, 64, 512)
 STRETCHED = (1, 2, 4, 8)

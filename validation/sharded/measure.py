@@ -27,7 +27,6 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 from errors import SCHEMA, Record, show
@@ -38,6 +37,7 @@ from backbeat.lab.health import change
 from backbeat.lab.jobs import seconds_of
 from backbeat.lab.plans import Choice
 from backbeat.lab.requirements import check
+from backbeat.lab.session import Session
 from backbeat.lab.setting import Setting
 from backbeat.model import Gradient, Network, Plan, Profile, Sharding, ShardUnit
 from backbeat.model.files import encode, write
@@ -45,9 +45,6 @@ from backbeat.planners import STRATEGIES
 from backbeat.planners import plan as make
 from backbeat.simulate import predict
 from backbeat.units import format_seconds, parse_duration, parse_rate
-
-if TYPE_CHECKING:
-    from backbeat.lab.session import Session
 
 LABS = "4:16gbit,8:10gbit,4:5gbit"
 # From 21 to 498 MB of fp32 gradients; batches large enough that compute can hide a part of them.

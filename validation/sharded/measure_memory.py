@@ -12,7 +12,6 @@ row.
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import time
 import traceback
@@ -33,6 +32,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import backbeat as bb
 from backbeat.measure import profile as measure
 from backbeat.measure.model.precision import autocast
+from backbeat.measure.model.profile_factory import release
 from backbeat.model import MemoryPlan, Plan, Profile, Segment
 from backbeat.simulate.sharded_memory import sharded_memory
 from backbeat.zoo import models
@@ -142,14 +142,8 @@ def peak_of(
             optimizer.zero_grad()
         found = torch.cuda.max_memory_allocated() if device == "cuda" else 0
         del model, batch, optimizer
-    clean(device)
+    release(torch.device(device))
     return found
-
-
-def clean(device: str) -> None:
-    gc.collect()
-    if device == "cuda":
-        torch.cuda.empty_cache()
 
 
 def plan_for(profile: Profile, case: tuple[Any, ...]) -> Plan:
@@ -189,13 +183,13 @@ def main() -> None:
                 )  # fmt: skip
                 profile.save(options.output.with_name(f"{name}-{precision}.profile.json.gz"))
                 del model, batch
-                clean(device)
+                release(torch.device(device))
             except Exception as error:
                 rows.append(
                     {"model": name, "precision": precision, "error": f"{error}", "trace": traceback.format_exc()}
                 )
                 options.output.write_text(json.dumps(answer, indent=1))
-                clean(device)
+                release(torch.device(device))
                 continue
             for case in CASES:
                 if time.monotonic() > end:
@@ -220,7 +214,7 @@ def main() -> None:
                 except Exception as error:
                     row["failed"] = f"{type(error).__name__}: {error}"
                     row["trace"] = traceback.format_exc()
-                    clean(device)
+                    release(torch.device(device))
                 rows.append(row)
                 options.output.write_text(json.dumps(answer, indent=1))
                 print({key: value for key, value in row.items() if key not in ("kinds", "trace")}, flush=True)

@@ -18,7 +18,7 @@ import shlex
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 from measure import setting_of
@@ -28,14 +28,12 @@ from backbeat.lab import experiment
 from backbeat.lab.jobs import seconds_of
 from backbeat.lab.plans import build, parse
 from backbeat.lab.requirements import check
+from backbeat.lab.session import Session
+from backbeat.lab.setting import Setting
 from backbeat.model.files import encode, write
 from backbeat.planners import STRATEGIES
 from backbeat.simulate import predict
 from backbeat.units import format_bytes, parse_duration
-
-if TYPE_CHECKING:
-    from backbeat.lab.session import Session
-    from backbeat.lab.setting import Setting
 
 MODELS = "backbeat.zoo.models:gpt2=4,backbeat.zoo.models:bert_base=16,backbeat.zoo.models:vit_b=32"
 PROFILE_S = 3.0

@@ -12,7 +12,6 @@ bound by the device, close to launch-bound and launch-bound, each apart.
 from __future__ import annotations
 
 import argparse
-import gc
 import sys
 import time
 from pathlib import Path
@@ -24,7 +23,7 @@ import torch
 from backbeat.errors import BackbeatError
 from backbeat.measure.model.factory import Workload, load
 from backbeat.measure.model.precision import autocast, tensor_cores
-from backbeat.measure.model.profile_factory import profile_name
+from backbeat.measure.model.profile_factory import profile_name, release
 from backbeat.measure.model.profiler import MeasuredModel, measure
 from backbeat.runtime.compressed.topk_speed import measure_topk
 from backbeat.runtime.memory import apply
@@ -114,7 +113,7 @@ def _measure_model(
         for precision in precisions:
             path = _path(out, model, batch_size, precision, device, options)
             started = time.monotonic()
-            _release(device)
+            release(device)
             try:
                 result = measure(
                     workload.model,
@@ -148,7 +147,7 @@ def _measure_model(
         print(f"FAILED {model.factory} b{batch_size}: {type(error).__name__}: {error}", flush=True)
     # Outside the handler: while it runs, the error's traceback holds every tensor of the model.
     workload = None  # type: ignore[assignment]
-    _release(device)
+    release(device)
     return failures
 
 
@@ -228,7 +227,7 @@ def _trace_all(
         except Exception as error:
             print(f"FAILED {path.name}: {type(error).__name__}: {error}", flush=True)
         workload = None  # type: ignore[assignment]
-        _release(device)
+        release(device)
     return traced
 
 
@@ -286,12 +285,6 @@ def _command(model: Model, batch_size: int, precision: str, device: torch.device
         f"backbeat profile backbeat.zoo.models:{model.factory} --batch-size {batch_size} --precision {precision} "
         f"--device {device.type}{optimizer}{' --compile' if options.compile else ''}"
     )
-
-
-def _release(device: torch.device) -> None:
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
 
 
 def _arguments() -> argparse.Namespace:

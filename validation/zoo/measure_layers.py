@@ -8,13 +8,12 @@ One file each (OUT/llama-8b-2-layers.json.gz), saved as it is taken.
 from __future__ import annotations
 
 import argparse
-import gc
 from pathlib import Path
 
 import torch
 
 from backbeat.measure.model.factory import load
-from backbeat.measure.model.profile_factory import measure_factory
+from backbeat.measure.model.profile_factory import measure_factory, release
 from backbeat.runtime.compressed.topk_speed import measure_topk
 from backbeat.runtime.memory import apply
 
@@ -36,9 +35,7 @@ def main() -> None:
                     take(model, layers, path, options)
                 except Exception as error:
                     print(f"FAILED {path.name}: {type(error).__name__}: {error}", flush=True)
-            gc.collect()
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
+            release(torch.device(options.device))
 
 
 def take(model: str, layers: int, path: Path, options: argparse.Namespace) -> None:

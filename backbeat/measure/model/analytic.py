@@ -8,8 +8,9 @@ host has submitted them. The hooks and marks are the measured profile's own, rea
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import torch
@@ -19,7 +20,7 @@ from backbeat.comm.machine import today, versions
 from backbeat.cost.operator_model import OperatorModel, operator_model
 from backbeat.cost.operators import Traffic
 from backbeat.errors import BackbeatError, InputError
-from backbeat.measure.model.batches import map_batch, samples_in
+from backbeat.measure.model.batches import map_batch
 from backbeat.measure.model.estimator import Estimator, VirtualClock
 from backbeat.measure.model.factory import Factory, Workload
 from backbeat.measure.model.gpu_operators import gpu_operators, unpacked_sequences
@@ -28,9 +29,6 @@ from backbeat.measure.model.optimizers import describe_optimizer, make_optimizer
 from backbeat.measure.model.precision import PRECISIONS
 from backbeat.measure.model.training_step import Marks, Observer, Training, where_raised
 from backbeat.model import ComputeShares, Profile, Source
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 ANALYTIC_PRECISIONS = (*PRECISIONS, "fp8")
 _CPU = torch.device("cpu")
@@ -64,23 +62,18 @@ def analytic_profile(
     if accumulation < 1:
         raise InputError(f"accumulation is {accumulation}: it must be 1 or more")
     model = operator_model(gpu, precision, tflops=tflops, gbps=gbps, launch_overhead=launch_overhead)
-    size = factory.batch_size(batch_size)
-    workload = build_without_data(factory, size)
+    workload = build_without_data(factory, factory.batch_size(batch_size))
     if workload.optimizer is not None and not isinstance(workload.optimizer, torch.optim.Optimizer):
         raise InputError(
             f"the optimizer of {factory.spec} is a {type(workload.optimizer).__name__}, no torch.optim.Optimizer: its "
             "work cannot be computed from shapes; measure the model, or return no optimizer"
         )
-    samples = size or samples_in(workload.batch)
+    samples = factory.samples(workload, batch_size, optimizer)
     if samples is None:
         raise InputError(f"the batch of {factory.spec} holds no tensor to count samples in")
-    if batch_size is not None and samples != batch_size:
-        raise InputError(f"{factory.spec} takes no batch_size and its batch holds {samples} samples, not {batch_size}")
-    if workload.optimizer is None:
-        trainable = [parameter for parameter in workload.model.parameters() if parameter.requires_grad]
-        workload = replace(workload, optimizer=make_optimizer(optimizer or "sgd", trainable)) if trainable else workload
-    elif optimizer is not None:
-        raise InputError(f"{factory.spec} returns an optimizer of its own: drop --optimizer {optimizer}")
+    trainable = [parameter for parameter in workload.model.parameters() if parameter.requires_grad]
+    if workload.optimizer is None and trainable:
+        workload = replace(workload, optimizer=make_optimizer(optimizer or "sgd", trainable))
     figures, estimated = analytic_figures(workload, model, precision, accumulation, compiled)
     title = name or f"{factory.title}-b{samples}-{precision}-{model.accelerator.short_name}"
     if compiled and name is None:

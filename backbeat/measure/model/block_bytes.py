@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from backbeat.measure.model.chain import ChainWatch, untraced
 from backbeat.measure.model.memory_by_kind import storage_bytes, storage_key, storage_size
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 
 @dataclass

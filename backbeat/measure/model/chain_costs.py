@@ -1,32 +1,30 @@
 """A model as a chain of blocks, measured: what each keeps for backward, how long it takes, how high memory rises in it.
 
-Three kinds of iterations, none of which disturbs the others: one under saved-tensor hooks says what is saved and how
-the blocks are chained; some with a mark at every border give the times; on a GPU, one reads the allocator's level
-and peak at every border. Backward's borders are the gradients of the blocks' outputs: a block's backward lasts until
-the next one's begins.
+Kinds of iterations, none of which disturbs the others: one under saved-tensor hooks says what is saved and how the
+blocks are chained; some with a mark at every border give the times; on a GPU, one reads the allocator's level and peak
+at every border, and some read the host's clock there. Backward's borders are the gradients of the blocks' outputs: a
+block's backward lasts until the next one's begins.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
-from typing import TYPE_CHECKING
 
 import torch
 
+from backbeat.comm.clock import Clock, Mark
 from backbeat.measure.model.batches import tensors_in
 from backbeat.measure.model.block_bytes import BlockBytes, block_parameters
 from backbeat.measure.model.chain import BlockCall, Borders, find_blocks
 from backbeat.measure.model.host_link import measure_host_link
+from backbeat.measure.model.training_step import Training
 from backbeat.model import Block, HostLink
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from backbeat.comm.clock import Clock, Mark
-    from backbeat.measure.model.training_step import Training
-
 _TIMED = {"cpu": 3, "cuda": 5}
+_HOST_TIMED = 3
 _DIGITS = 8
 
 
@@ -58,17 +56,19 @@ def measure_blocks(training: Training) -> MeasuredChain:
     if len(links) < 2:
         return MeasuredChain((), None, 0, 0, ())
     blocks = {name: found[name] for name in links}
-    forward_s, backward_s = _times(training, blocks)
+    seconds = _times(training, blocks)
+    host_s = _host_times(training, blocks) if training.clock.asynchronous else {}
     sizes = weights.sizes
     parameters = block_parameters(blocks)
     notes = _notes(links)
     if training.device.type == "cuda":
         levels = _levels(training, blocks)
-        forward_peaks, backward_peaks, head = levels.forward, levels.backward, levels.head
+        peaks, head = levels.rises, levels.head
     else:
-        forward_peaks = {name: size.output + size.saved for name, size in sizes.items()}
-        backward_peaks = {name: size.input + size.saved + _gradient_bytes(blocks[name]) for name, size in sizes.items()}
-        head = 2 * weights.head_saved
+        peaks, head = {}, 2 * weights.head_saved
+        for name, size in sizes.items():
+            peaks["forward", name] = size.output + size.saved
+            peaks["backward", name] = size.input + size.saved + _gradient_bytes(blocks[name])
         notes = (
             *notes,
             "blocks: peaks within a block are not measured on a CPU: forward's is taken as output and saved tensors, "
@@ -78,19 +78,21 @@ def measure_blocks(training: Training) -> MeasuredChain:
         blocks=tuple(
             Block(
                 name=name,
-                forward_s=round(forward_s.get(name, 0.0), _DIGITS),
-                backward_s=round(backward_s.get(name, 0.0), _DIGITS),
+                forward_s=round(seconds.get(("forward", name), 0.0), _DIGITS),
+                backward_s=round(seconds.get(("backward", name), 0.0), _DIGITS),
                 input_bytes=sizes[name].input,
                 output_bytes=sizes[name].output,
                 saved_bytes=sizes[name].saved,
-                forward_peak_bytes=forward_peaks.get(name, 0),
-                backward_peak_bytes=backward_peaks.get(name, 0),
+                forward_peak_bytes=peaks.get(("forward", name), 0),
+                backward_peak_bytes=peaks.get(("backward", name), 0),
                 saves_input=sizes[name].saves_input,
                 saves_output=sizes[name].saves_output,
                 parameter_bytes=parameters[name].bytes,
                 parameter_dtype=parameters[name].dtype,
                 changes_input=link.changes_input,
                 chained=link.chained,
+                host_forward_s=_rounded(host_s.get(("forward", name))),
+                host_backward_s=_rounded(host_s.get(("backward", name))),
             )
             for name, link in links.items()
         ),
@@ -108,6 +110,10 @@ def _notes(links: dict[str, BlockCall]) -> tuple[str, ...]:
     return (f"blocks: called several times in a forward, the figures are sums: {', '.join(several)}",)
 
 
+def _rounded(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, _DIGITS)
+
+
 def _gradient_bytes(module: torch.nn.Module) -> int:
     return sum(
         parameter.numel() * parameter.element_size() for parameter in module.parameters() if parameter.requires_grad
@@ -115,14 +121,14 @@ def _gradient_bytes(module: torch.nn.Module) -> int:
 
 
 class BackwardBorders(Borders):
-    """Calls back at every border: the begin and end of each block's forward, and the begin of its backward."""
+    """Calls back where each block's `forward` begins and has its `end`, and where its `backward` begins."""
 
     def __init__(self, blocks: dict[str, torch.nn.Module], at: Callable[[str, str], None]) -> None:
         super().__init__(blocks)
         self._at = at
 
     def begin(self, name: str, inputs: list[torch.Tensor]) -> None:
-        self._at("begin", name)
+        self._at("forward", name)
 
     def end(self, name: str, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
         for output in outputs:
@@ -132,8 +138,8 @@ class BackwardBorders(Borders):
         self._at("end", name)
 
 
-def _times(training: Training, blocks: dict[str, torch.nn.Module]) -> tuple[dict[str, float], dict[str, float]]:
-    """Median seconds of each block's forward and backward."""
+def _times(training: Training, blocks: dict[str, torch.nn.Module]) -> dict[tuple[str, str], float]:
+    """Median seconds of each block's forward and backward, by (`forward` or `backward`, name)."""
     clock = training.clock
     count = _TIMED.get(training.device.type, 3)
     clock.reserve((count + 1) * (3 * len(blocks) + 16) * 2)
@@ -146,46 +152,55 @@ def _times(training: Training, blocks: dict[str, torch.nn.Module]) -> tuple[dict
             marks = training.iterate()
             ends.append([micro_batch.backward_end for micro_batch in marks.micro_batches])
     clock.synchronize()
-    forward: dict[str, list[float]] = {}
-    backward: dict[str, list[float]] = {}
+    seen: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
     for borders, end in zip(passes[1:], ends[1:], strict=True):
-        one, other = _spans(borders, end, clock)
-        for name, seconds in one.items():
-            forward.setdefault(name, []).append(seconds / training.accumulation)
-        for name, seconds in other.items():
-            backward.setdefault(name, []).append(seconds / training.accumulation)
-    return (
-        {name: median(values) for name, values in forward.items()},
-        {name: median(values) for name, values in backward.items()},
-    )
+        for key, seconds in _spans(borders, end, clock).items():
+            seen[key].append(seconds / training.accumulation)
+    return {key: median(values) for key, values in seen.items()}
 
 
-def _spans(
-    borders: list[tuple[str, str, Mark]], ends: list[Mark], clock: Clock
-) -> tuple[dict[str, float], dict[str, float]]:
+def _host_times(training: Training, blocks: dict[str, torch.nn.Module]) -> dict[tuple[str, str], float]:
+    """The least seconds in which the host issued each block's forward and backward, each begun with an idle device:
+    within the launch queue, and what disturbs a host makes it slower, never faster."""
+    clock = training.clock
+    least: dict[tuple[str, str], float] = {}
+    borders: list[tuple[str, str, Mark]] = []
+    with BackwardBorders(blocks, lambda what, name: borders.append((what, name, clock.host_s()))):
+        for _ in range(_HOST_TIMED):
+            borders.clear()
+            clock.synchronize()
+            loss = training.forward()
+            clock.synchronize()
+            loss.backward()  # type: ignore[no-untyped-call]
+            found = _spans(borders, [clock.host_s()], Clock())
+            training.optimizer.zero_grad(set_to_none=True)
+            least.update({key: min(seconds, least.get(key, seconds)) for key, seconds in found.items()})
+    return least
+
+
+def _spans(borders: list[tuple[str, str, Mark]], ends: list[Mark], clock: Clock) -> dict[tuple[str, str], float]:
     """Seconds of each block in one iteration, all its calls and micro-batches together."""
-    forward: dict[str, float] = {}
-    backward: dict[str, float] = {}
+    spans: defaultdict[tuple[str, str], float] = defaultdict(float)
     begun: dict[str, Mark] = {}
     remaining = iter(ends)
     for (what, name, mark), following in zip(borders, [*borders[1:], None], strict=True):
-        if what == "begin":
+        if what == "forward":
             begun[name] = mark
         elif what == "end":
-            forward[name] = forward.get(name, 0.0) + clock.between(begun[name], mark)
+            spans["forward", name] += clock.between(begun[name], mark)
         else:
             goes_on = following is not None and following[0] == "backward"
             until = following[2] if following is not None and goes_on else next(remaining)
-            backward[name] = backward.get(name, 0.0) + clock.between(mark, until)
-    return forward, backward
+            spans["backward", name] += clock.between(mark, until)
+    return spans
 
 
 class _Levels:
     """Reads the allocator at every border: what was reached since the last one, above the level there."""
 
     def __init__(self, device: torch.device) -> None:
-        self.forward: dict[str, int] = {}
-        self.backward: dict[str, int] = {}
+        self.rises: dict[tuple[str, str], int] = {}
+        """By (`forward` or `backward`, name)."""
         self.head = 0
         self._device = device
         self._phase: tuple[str, str] = ("", "")
@@ -199,13 +214,10 @@ class _Levels:
         torch.cuda.reset_peak_memory_stats(self._device)
 
     def close(self) -> None:
-        what, name = self._phase
         rise = max(torch.cuda.max_memory_allocated(self._device) - self._level, 0)
-        if what == "begin":
-            self.forward[name] = max(self.forward.get(name, 0), rise)
-        elif what == "backward":
-            self.backward[name] = max(self.backward.get(name, 0), rise)
-        elif what == "end":
+        if self._phase[0] in ("forward", "backward"):
+            self.rises[self._phase] = max(self.rises.get(self._phase, 0), rise)
+        elif self._phase[0] == "end":
             # Only the last block's end stays: what comes between the others' is part of the chain's own level.
             self.head = rise
         self._phase = ("", "")

@@ -8,18 +8,15 @@ compiled model at its buckets to overlap them. Hooks of blocks run between the g
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from backbeat.errors import InputError
 from backbeat.measure.model.chain import find_blocks
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from backbeat.measure.model.training_step import Training
+from backbeat.measure.model.training_step import Training
 
 NOTE = (
     "torch.compile: each block a graph of its own, and so is what lies between; a block's forward time and activations "

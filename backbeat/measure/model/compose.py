@@ -10,15 +10,11 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
 from backbeat.errors import InputError, MeasurementError
-from backbeat.model import Source
-
-if TYPE_CHECKING:
-    from backbeat.model import Block, Gradient, Memory, Profile
+from backbeat.model import Block, Gradient, Memory, Profile, Source
 
 _ALIKE = ("model", "batch_size", "precision", "device", "accumulation", "optimizer", "compiled")
 _KINDS = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "buffer_bytes", "activation_bytes", "steady_bytes")
@@ -44,8 +40,10 @@ def compose(shallow: Profile, deep: Profile, layers: int, *, name: str | None = 
         memory=_memory(shallow.memory, deep.memory, growth),
         buffer_bytes=round(growth.value(shallow.buffer_bytes, deep.buffer_bytes)),
         blocks=_blocks(deep.blocks, stack, growth.more),
-        host_s=growth.optional(shallow.host_s, deep.host_s),
-        host_recompute_s=growth.optional(shallow.host_recompute_s, deep.host_recompute_s),
+        **{
+            field: growth.optional(getattr(shallow, field), getattr(deep, field))
+            for field in ("device_s", "host_s", "host_recompute_s", "host_fetch_s")
+        },
         source=replace(deep.source, method="composed") if isinstance(deep.source, Source) else deep.source,
         flops_per_sample=growth.optional(shallow.flops_per_sample, deep.flops_per_sample),
         notes=(

@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from backbeat.comm.clock import HostClock
-from backbeat.cost.operators import Traffic, family_of
-from backbeat.measure.model.chain import in_backward
+from backbeat.comm.clock import Clock, Mark
+from backbeat.cost.operator_model import OperatorModel
+from backbeat.cost.operators import Traffic, Work, family_of
+from backbeat.measure.model.chain import in_backward, tensors_of
 from backbeat.measure.model.kernel_fusion import Fusion
 from backbeat.measure.model.operator_work import in_fp8, work_of
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
-    from backbeat.comm.clock import Mark
-    from backbeat.cost.operator_model import OperatorModel
-    from backbeat.cost.operators import Work
-
-
-class VirtualClock(HostClock):
+class VirtualClock(Clock):
     """Two clocks that stand still until they are told how long something took."""
 
     def __init__(self) -> None:
@@ -75,11 +69,7 @@ class Estimator(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self.precision == "fp8":
             works = in_fp8(works)
         if self.fusion is not None:
-            inputs, outputs = (
-                [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
-                for tree in ((args, kwargs), result)
-            )
-            works = self.fusion.add(works, inputs, outputs) if works else ()
+            works = self.fusion.add(works, tensors_of((args, kwargs)), tensors_of(result)) if works else ()
         self.submit(works)
         return result
 

@@ -5,18 +5,17 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from backbeat.errors import BackbeatError, InputError
+from backbeat.measure.model.batches import samples_in
 from backbeat.measure.model.training_step import Loss, OutOfMemoryError, is_out_of_memory, where_raised
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 DEFAULT_BATCH_SIZE = 64
 
@@ -86,6 +85,18 @@ class Factory:
                 raise OutOfMemoryError(f"{self.spec} ran out of memory while building the model") from None
             raise InputError(f"{self.spec} raised {where_raised(error)}") from error
         return _workload(made, self.spec)
+
+    def samples(self, workload: Workload, batch_size: int | None, optimizer: str | None) -> int | None:
+        """How many its batch holds. Refuses a batch size or an optimizer that was asked for and that it cannot have."""
+        found = self.batch_size(batch_size) or samples_in(workload.batch)
+        if batch_size is not None and batch_size != found:
+            raise InputError(
+                f"{self.spec} takes no batch_size and its batch holds {found} samples, not {batch_size}: "
+                "drop --batch-size, or let the factory take batch_size"
+            )
+        if optimizer is not None and workload.optimizer is not None:
+            raise InputError(f"{self.spec} returns an optimizer of its own: drop --optimizer {optimizer}")
+        return found
 
 
 def load(spec: str) -> Factory:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
@@ -13,9 +14,6 @@ from backbeat.measure.model.batches import tensors_in
 from backbeat.measure.model.chain import in_backward
 from backbeat.measure.model.operator_work import attention_flops, is_attention
 from backbeat.measure.model.training_step import Training, is_out_of_memory
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]

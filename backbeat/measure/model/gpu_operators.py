@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from contextlib import AbstractContextManager
 
 _aten = torch.ops.aten
 _WIDE_UNDER_AUTOCAST = (

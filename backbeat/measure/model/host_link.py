@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from statistics import median
-from typing import TYPE_CHECKING
 
 import torch
 
+from backbeat.comm.clock import Clock
 from backbeat.model import HostLink
-
-if TYPE_CHECKING:
-    from backbeat.comm.clock import Clock
 
 _BYTES = {"cpu": 16 << 20, "cuda": 128 << 20}
 _COPIES = 3

@@ -8,19 +8,13 @@ from, which takes as much reading. Operands of a product whose rows begin at odd
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
+import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from backbeat.cost.operators import Product, Traffic, element_bytes
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    import torch
-
-    from backbeat.cost.operators import Work
+from backbeat.cost.operators import Product, Traffic, Work, element_bytes
 
 _ALIGNED = 16
 # Reductions across rows, sorting and scattering are kernels of their own.
@@ -37,10 +31,7 @@ class Fusion:
         self._last: set[int] = set()
         self._unwritten: dict[int, tuple[StorageWeakRef, int]] = {}
 
-    def add(
-        self, works: tuple[Work, ...], inputs: Iterable[torch.Tensor], outputs: Iterable[torch.Tensor]
-    ) -> tuple[Work, ...]:
-        inputs, outputs = list(inputs), list(outputs)
+    def add(self, works: tuple[Work, ...], inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> tuple[Work, ...]:
         if len(works) != 1 or not isinstance(works[0], Traffic) or works[0].kind in _ALONE:
             written = sum(self._unwritten.pop(place)[1] for place in _places(inputs) if place in self._unwritten)
             return (*self.flush(), *([Traffic("pointwise", written)] if written else []), *_padded(works))

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 
 from backbeat.measure.model.batches import tensors_in
 from backbeat.measure.model.chain import untraced
+from backbeat.measure.model.hooks import Owner
+from backbeat.measure.model.ready_gradients import Gradients
+from backbeat.measure.model.training_step import Training
 from backbeat.model import Memory
-
-if TYPE_CHECKING:
-    from backbeat.measure.model.hooks import Owner
-    from backbeat.measure.model.ready_gradients import Gradients
-    from backbeat.measure.model.training_step import Training
 
 
 def weigh(training: Training, gradients: Gradients, owners: list[Owner]) -> tuple[Memory, dict[int, int]]:
@@ -105,16 +103,9 @@ class SavedTensors:
 
 def _optimizer_bytes(optimizer: torch.optim.Optimizer, device: torch.device) -> int:
     """Of the state on the device, without scalars: step counters often live on the host."""
-    tensors = (tensor for state in optimizer.state.values() for tensor in _tensors(state))
-    return storage_bytes(tensor for tensor in tensors if tensor.device.type == device.type and tensor.dim() > 0)
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    return [tensor for item in value for tensor in _tensors(item)] if isinstance(value, (list, tuple)) else []
+    return storage_bytes(
+        tensor for tensor in tensors_in(optimizer.state) if tensor.device.type == device.type and tensor.dim() > 0
+    )
 
 
 def storage_key(tensor: torch.Tensor) -> int | None:

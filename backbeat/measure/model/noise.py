@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from backbeat.units import format_seconds
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 MOST_HOOKED = 1.5
 """With hooks, forward and backward take at most this many times the plain ones, and at least the inverse. Profiles of

@@ -198,10 +198,13 @@ def _observe(
     # Plain halves before and after the hooked iterations: a device that slows down as it warms does so to both.
     plain = _block(training, (iterations + 1) // 2)
     clock.synchronize()
-    host, again_s, ahead, observed = None, None, None, None
+    host, again_s, fetch_s, ahead, observed = None, None, None, None, None
     if clock.asynchronous:
         host = probe(training)
-        again_s = None if apply_memory is None else recomputation(training, chain.blocks, host, apply_memory)
+        if apply_memory is not None:
+            usual = probe(training, median)
+            again_s = recomputation(training, chain.blocks, usual, apply_memory)
+            fetch_s = recomputation(training, chain.blocks, usual, apply_memory, "offload")
         clock.synchronize()
         if needs_head_start(host, _iteration_s(plain, training)):
             ahead = observed = hooked(host)
@@ -214,7 +217,7 @@ def _observe(
     pace = None
     if host is not None:
         device_s = None if ahead is None else ahead.forward_s + ahead.backward_s
-        pace = judge(host, _iteration_s(plain, training), forward_s + backward_s, device_s, again_s)
+        pace = judge(host, _iteration_s(plain, training), forward_s + backward_s, device_s, again_s, fetch_s)
         if pace.kind == "launch-bound":
             # Plain iterations wait for the host, and so must those that say when each gradient is ready.
             observed = hooked(None)

@@ -7,9 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from backbeat.cost.operators import Attention, Convolution, Product, Traffic, Work
+from backbeat.measure.model.chain import tensors_of
 
 _ATTENTION = "_scaled_dot_product"
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
@@ -57,8 +57,7 @@ def work_of(func: Any, args: Any, kwargs: Any, result: Any, precision: str) -> t
     if is_view(func):
         return ()
     name = func._schema.name.removeprefix("aten::")
-    inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-    outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+    inputs, outputs = tensors_of((args, kwargs)), tensors_of(result)
     if not outputs or name in _FREE or func.namespace != "aten":
         return ()
     given = _given(func, args, kwargs)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import torch
 
 from backbeat.errors import InputError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 OPTIMIZERS = ("sgd", "adam", "adamw")
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from statistics import median
 from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
@@ -18,7 +19,7 @@ from backbeat.errors import InputError
 from backbeat.model import Block, MemoryPlan, Segment
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from backbeat.measure.model.training_step import Training
 
@@ -28,7 +29,8 @@ CLOSE = 0.6
 """The share of an iteration that the host may take before hooks could make the device wait for it."""
 WAITS = 1.05
 """Plain forward and backward over the device's own, from which on the device is said to wait for the host."""
-_PROBES = 3
+_PROBES = 5
+_MOST_PINNED_BYTES = 4 << 30
 
 
 @dataclass(frozen=True)
@@ -57,10 +59,12 @@ class Pace:
     """Forward and backward as the device does them when the host is ahead; unknown where it always is."""
     recompute_s: float | None = None
     """How much longer the host takes for a micro-batch of which every block is recomputed."""
+    fetch_s: float | None = None
+    """The same where the input of every block waits on the host."""
 
 
-def probe(training: Training) -> Host:
-    """The quickest of a few submissions: what disturbs a host makes it slower, never faster.
+def probe(training: Training, of: Callable[[Iterable[float]], float] = min) -> Host:
+    """The quickest of a few submissions, since what disturbs a host makes it slower, never faster; or their median.
 
     Waiting for the device between the parts keeps each of them within the launch queue, which lets the host get about
     a thousand kernels ahead before it blocks.
@@ -86,7 +90,7 @@ def probe(training: Training) -> Host:
         training.update()
         update_s = clock.host_s() - started
         probes.append((forward_s, backward_s, earlier_s + update_s))
-    forward_s, backward_s, rest_s = (min(part) for part in zip(*probes, strict=True))
+    forward_s, backward_s, rest_s = (of(part) for part in zip(*probes, strict=True))
     return Host(forward_s, backward_s, rest_s)
 
 
@@ -100,15 +104,25 @@ ApplyMemory = Callable[[torch.nn.Module, MemoryPlan], AppliedMemory]
 """`backbeat.runtime.memory.apply`: measuring knows no runtime, so callers that have one hand it in."""
 
 
-def recomputation(training: Training, blocks: Sequence[Block], plain: Host, apply_memory: ApplyMemory) -> float | None:
-    """How much longer the host takes for a micro-batch when every block is recomputed; None where that cannot be."""
-    if not blocks:
+def recomputation(
+    training: Training,
+    blocks: Sequence[Block],
+    plain: Host,
+    apply_memory: ApplyMemory,
+    inputs: Literal["keep", "offload"] = "keep",
+) -> float | None:
+    """How much longer than `plain` the host takes for a micro-batch when every block is recomputed; None where that
+    cannot be, or where `inputs` to offload are so large that pinning memory for them takes seconds.
+
+    Both are medians: where the host sets the pace, what disturbs it is in every few steps.
+    """
+    if not blocks or (inputs == "offload" and sum(block.input_bytes for block in blocks) > _MOST_PINNED_BYTES):
         return None
     try:
-        handle = apply_memory(training.model, MemoryPlan(segments=_one_by_one(blocks)))
+        handle = apply_memory(training.model, MemoryPlan(segments=_one_by_one(blocks, inputs)))
         try:
             training.iterate()
-            host = probe(training)
+            host = probe(training, median)
         finally:
             handle.remove()
     except (InputError, RuntimeError):
@@ -118,7 +132,7 @@ def recomputation(training: Training, blocks: Sequence[Block], plain: Host, appl
     return max(host.forward_s + host.backward_s - plain.forward_s - plain.backward_s, 0.0)
 
 
-def _one_by_one(blocks: Sequence[Block]) -> tuple[Segment, ...]:
+def _one_by_one(blocks: Sequence[Block], inputs: Literal["keep", "offload"] = "keep") -> tuple[Segment, ...]:
     """Each block a recomputed segment of its own; one that writes into its input goes with the one before it."""
     segments: list[list[str]] = []
     for block in blocks:
@@ -126,7 +140,7 @@ def _one_by_one(blocks: Sequence[Block]) -> tuple[Segment, ...]:
             segments.append([block.name])
         elif segments and block.chained:
             segments[-1].append(block.name)
-    return tuple(Segment(blocks=tuple(names), action="recompute") for names in segments)
+    return tuple(Segment(blocks=tuple(names), action="recompute", input=inputs) for names in segments)
 
 
 def needs_head_start(host: Host, iteration_s: float) -> bool:
@@ -134,7 +148,12 @@ def needs_head_start(host: Host, iteration_s: float) -> bool:
 
 
 def judge(
-    host: Host, iteration_s: float, plain_s: float, device_s: float | None, recompute_s: float | None = None
+    host: Host,
+    iteration_s: float,
+    plain_s: float,
+    device_s: float | None,
+    recompute_s: float | None = None,
+    fetch_s: float | None = None,
 ) -> Pace:
     """`plain_s` is forward and backward in plain iterations, `device_s` the same with the host ahead.
 
@@ -153,4 +172,4 @@ def judge(
         kind = "launch-bound"
     else:
         kind = "close to launch-bound"
-    return Pace(kind, host.iteration_s, iteration_s, device_s, recompute_s)
+    return Pace(kind, host.iteration_s, iteration_s, device_s, recompute_s, fetch_s)

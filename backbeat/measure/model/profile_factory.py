@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import gc
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
 from backbeat.comm.machine import short_name
 from backbeat.errors import InputError
-from backbeat.measure.model.batches import samples_in
 from backbeat.measure.model.compose import compose
+from backbeat.measure.model.factory import Factory
 from backbeat.measure.model.inputs import parse_device
 from backbeat.measure.model.profiler import MeasuredModel, measure
 from backbeat.measure.model.training_step import OutOfMemoryError
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from backbeat.measure.model.factory import Factory
-    from backbeat.model import Profile
+from backbeat.model import Profile
 
 
 def measure_factory(
@@ -41,11 +37,11 @@ def measure_factory(
     where = _device(device)
     size = factory.batch_size(batch_size)
     try:
-        return _build_and_measure(factory, size, batch_size, where, name, options)
+        return _build_and_measure(factory, batch_size, where, name, options)
     except OutOfMemoryError as error:
         message = str(error)
     # Outside the handler, so that the traceback no longer holds the tensors that did not fit.
-    _release(where)
+    release(where)
     if size is None:
         raise OutOfMemoryError(f"{message}. {factory.spec} takes no batch_size, so no smaller one was tried")
     fitting = _largest_fitting(factory, size // 2, where, options)
@@ -54,24 +50,11 @@ def measure_factory(
 
 
 def _build_and_measure(
-    factory: Factory,
-    size: int | None,
-    wanted: int | None,
-    device: torch.device,
-    name: str | None,
-    options: dict[str, Any],
+    factory: Factory, batch_size: int | None, device: torch.device, name: str | None, options: dict[str, Any]
 ) -> MeasuredModel:
-    workload = factory.build(size, device)
-    found = samples_in(workload.batch)
-    if size is None and wanted is not None and wanted != found:
-        raise InputError(
-            f"{factory.spec} takes no batch_size and its batch holds {found} samples, not {wanted}: "
-            "drop --batch-size, or let the factory take batch_size"
-        )
+    workload = factory.build(factory.batch_size(batch_size), device)
     optimizer = options.get("optimizer")
-    if optimizer is not None and workload.optimizer is not None:
-        raise InputError(f"{factory.spec} returns an optimizer of its own: drop --optimizer {optimizer}")
-    samples = size or found
+    samples = factory.samples(workload, batch_size, optimizer)
     notes = (f"{factory.spec}: {factory.description}",) if factory.description else ()
     return measure(
         workload.model,
@@ -97,7 +80,7 @@ def compose_factory(factory: Factory, from_layers: tuple[int, int], **options: A
     measured = []
     for count in sorted(from_layers):
         measured.append(measure_factory(factory.with_layers(count), **options).profile)
-        _release(_device(options.get("device")))
+        release(_device(options.get("device")))
     return compose(measured[0], measured[1], layers, name=name)
 
 
@@ -115,11 +98,11 @@ def _largest_fitting(factory: Factory, size: int, device: torch.device, options:
     quick = {**options, "iterations": 1, "warmup": 1}
     while size >= 1:
         try:
-            _build_and_measure(factory, size, None, device, None, quick)
+            _build_and_measure(factory, size, device, None, quick)
             return size
         except OutOfMemoryError:
             pass
-        _release(device)
+        release(device)
         size //= 2
     return None
 
@@ -128,7 +111,8 @@ def _device(given: str | None) -> torch.device:
     return parse_device(given or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
-def _release(device: torch.device) -> None:
+def release(device: torch.device) -> None:
+    """Models may hold themselves: what is gone should not count to what comes next."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

@@ -210,10 +210,20 @@ def _document(
         host_link=figures.chain.host_link,
         compression_s_per_byte=s_per_byte,
         compression_s_per_bucket=s_per_bucket,
-        host_s=None if pace is None else rounded(pace.host_s),
-        host_recompute_s=None if pace is None or pace.recompute_s is None else rounded(pace.recompute_s),
+        **{} if pace is None else host_fields(pace),
     )
     return MeasuredModel(document, figures.overhead, figures.pace)
+
+
+def host_fields(pace: Pace) -> dict[str, float]:
+    """What a profile says of the host, and of the device without waiting for it, as far as they are known."""
+    found = {
+        "device_s": pace.device_s if pace.kind == "launch-bound" else None,
+        "host_s": pace.host_s,
+        "host_recompute_s": pace.recompute_s,
+        "host_fetch_s": pace.fetch_s,
+    }
+    return {field: rounded(seconds) for field, seconds in found.items() if seconds is not None}
 
 
 def _notes(training: Training, figures: Figures) -> list[str]:

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from backbeat.errors import InputError, MeasurementError
 from backbeat.measure.model.inputs import check_loss
 from backbeat.measure.model.training_step import Training, is_out_of_memory, where_raised
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from backbeat.model.profile import Dtype
+from backbeat.model.profile import Dtype
 
 _DTYPES: dict[torch.dtype, Dtype] = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 

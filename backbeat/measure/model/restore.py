@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import torch
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 
 @contextlib.contextmanager

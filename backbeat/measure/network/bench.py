@@ -10,19 +10,16 @@ import math
 import statistics
 import time
 from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from backbeat.comm.communicators import Communicator
 from backbeat.comm.spin import SpinRate, spin_rate, until
 from backbeat.errors import MeasurementError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from backbeat.comm.communicators import Communicator
-    from backbeat.measure.network.case import Case
+from backbeat.measure.network.case import Case
 
 _ELEMENT_BYTES = 4
 # The first of them lines the ranks up, the others bring all to the same state: threads awake, links warm.
@@ -50,8 +47,7 @@ class Bench:
         self._communicators = communicators
         self._timeout_s = timeout_s
         self._tiny = torch.zeros(1, device=device)
-        self._buffer = torch.zeros(0, device=device)
-        self._shard = torch.zeros(0, device=device)
+        self._rooms = {kind: torch.zeros(0, device=device) for kind in ("whole", "shard")}
         self._begun = time.perf_counter()
         self._paces: deque[float] = deque(maxlen=_PACE_SAMPLES)
         self.pace_s = _FIRST_PACE_S
@@ -68,7 +64,7 @@ class Bench:
             if self.device.type == "cuda":
                 return self._sample_cuda(launch, case.messages * (2 if case.paired else 1))
             # Gradients are written just before they leave: without this, what the cache holds depends on the last case.
-            self._buffer[: max(1, case.bytes * case.messages // _ELEMENT_BYTES)].fill_(0.0)
+            self._rooms["whole"][: max(1, case.bytes * case.messages // _ELEMENT_BYTES)].fill_(0.0)
             for _ in range(_ALIGN):
                 self._communicators[0].all_reduce(self._tiny).wait()
             start = time.perf_counter()
@@ -125,7 +121,7 @@ class Bench:
             return self._pair_launcher(math.ceil(elements / self.workers), case.messages, communicators)
         if case.collective in ("all_gather", "reduce_scatter"):
             per_rank = math.ceil(elements / self.workers)
-            whole, shard = self._room(per_rank * self.workers), self._shard_room(per_rank)
+            whole, shard = self._room(per_rank * self.workers), self._room(per_rank, "shard")
             if case.collective == "all_gather":
                 return lambda: [communicators[0].all_gather(whole, shard)]
             return lambda: [communicators[0].reduce_scatter(shard, whole)]
@@ -142,7 +138,7 @@ class Bench:
     ) -> Callable[[], list[Any]]:
         """All-gathers on the first communicator and reduce-scatters on the last, in turn, in memory of their own."""
         whole = per_rank * self.workers
-        room, shards = self._room(2 * whole), self._shard_room(2 * per_rank)
+        room, shards = self._room(2 * whole), self._room(2 * per_rank, "shard")
 
         def launch() -> list[Any]:
             works = []
@@ -153,16 +149,11 @@ class Bench:
 
         return launch
 
-    def _room(self, elements: int) -> torch.Tensor:
-        if self._buffer.numel() < elements:
+    def _room(self, elements: int, kind: str = "whole") -> torch.Tensor:
+        if self._rooms[kind].numel() < elements:
             # Written once, so that no sample pays for the first touch of a page; zeros, so that sums stay finite.
-            self._buffer = torch.empty(elements, device=self.device).fill_(0.0)
-        return self._buffer[:elements]
-
-    def _shard_room(self, elements: int) -> torch.Tensor:
-        if self._shard.numel() < elements:
-            self._shard = torch.empty(elements, device=self.device).fill_(0.0)
-        return self._shard[:elements]
+            self._rooms[kind] = torch.empty(elements, device=self.device).fill_(0.0)
+        return self._rooms[kind][:elements]
 
 
 @contextmanager

@@ -8,20 +8,18 @@ step waits for it. Nothing of the host counts: launches queue behind a spin.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as functional
 
+from backbeat.comm.communicators import Communicator
 from backbeat.comm.spin import until
 from backbeat.model.slowdown import Slowdown
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from backbeat.comm.communicators import Communicator
 
 cuda: Any = torch.cuda  # untyped in parts
 
@@ -73,22 +71,17 @@ def messages_beside(work_s: float, message_s: float) -> int:
     return 1 + math.ceil((_LEAD_S + _COVERED * work_s) / max(message_s, 1e-5))
 
 
+@dataclass
 class _Timed:
     """Runs one kind of work on the current stream, alone or beside collectives."""
 
-    def __init__(
-        self,
-        work: Callable[[], object],
-        communicator: Communicator,
-        message: torch.Tensor,
-        send: Callable[[], list[Any]],
-        timeout_s: float,
-    ) -> None:
-        self.work = work
-        self.send = send
-        self.communicator = communicator
-        self.message = message
-        self.timeout_s = timeout_s
+    work: Callable[[], object]
+    communicator: Communicator
+    message: torch.Tensor
+    send: Callable[[], list[Any]]
+    timeout_s: float
+
+    def __post_init__(self) -> None:
         self.begin, self.end, self.done = (cuda.Event(enable_timing=True) for _ in range(3))
 
     def seconds(self, count: int, messages: int) -> float:

@@ -9,16 +9,18 @@ import datetime
 import os
 import platform
 import socket
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import msgspec
 import torch
 import torch.distributed as dist
 
-from backbeat.comm.communicators import Communicators, backend_of, why_one
+from backbeat.comm.communicators import Communicator, Communicators, backend_of, why_one
 from backbeat.comm.gloo import settle_gloo
 from backbeat.comm.machine import today, versions
+from backbeat.cost.collectives import Collective
 from backbeat.errors import InputError, MeasurementError
 from backbeat.measure.network.bench import Bench, explained
 from backbeat.measure.network.beside_compute import MESSAGE_BYTES, measure_slowdown, shared_devices
@@ -33,15 +35,9 @@ from backbeat.measure.network.findings import (
 )
 from backbeat.measure.network.jumps import SHARE, closer
 from backbeat.measure.network.sampling import Progress, measure
+from backbeat.model.network import Network
 from backbeat.model.sharded_times import ShardedTimes
 from backbeat.model.source import Source
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from backbeat.comm.communicators import Communicator
-    from backbeat.cost.collectives import Collective
-    from backbeat.model.network import Network
 
 _LEAST_TIMEOUT_S = 30.0
 
@@ -87,13 +83,13 @@ def measure_cluster(
     backend, where = _backend_and_device(group, device)
     if where.type == "cuda":
         torch.cuda.set_device(where)
-    shared = _share_facts(group, why_one(backend))
+    date, why_only_one, hosts = _share_facts(group, why_one(backend))
     timeout_s = max(_LEAST_TIMEOUT_S, budget_s)
-    counts = set(communicators) if shared.why_one is None else {1}
+    counts = set(communicators) if why_only_one is None else {1}
     with explained("opening communicators"):
         links = Communicators(group, where, max(counts), timeout=datetime.timedelta(seconds=timeout_s))
     counts = {min(count, len(links)) for count in counts}
-    notes = [f"only one communicator was measured: {shared.why_one}"] if shared.why_one else []
+    notes = [f"only one communicator was measured: {why_only_one}"] if why_only_one else []
     if settle and backend == "gloo":
         done = settle_gloo()
         notes.append(f"gloo's socket threads {'ran at idle priority' if done else 'could not be settled here'}")
@@ -107,7 +103,7 @@ def measure_cluster(
     further = closer(bench, curve, budget_s, show)
     (elapsed_s,) = bench.agree([bench.elapsed()])
     outcome = replace(outcome, timings={**outcome.timings, **further}, elapsed_s=elapsed_s)
-    notes += notes_of(outcome, budget_s, backend, shared.hosts, workers)
+    notes += notes_of(outcome, budget_s, backend, hosts, workers)
     if bench.timed:
         notes.append(host_note(bench.pace_s, bench.late, bench.timed))
     network = network_from(
@@ -115,8 +111,8 @@ def measure_cluster(
         name=name or f"{backend}-{workers}",
         workers=workers,
         backend=backend,
-        per_node=max(shared.hosts),
-        source=_source(shared.date, where, len(shared.hosts), workers),
+        per_node=max(hosts),
+        source=_source(date, where, len(hosts), workers),
         notes=notes,
     )
     network = msgspec.structs.replace(network, notes=(*network.notes, *misfits(network), *sharing_unknown(network)))
@@ -142,27 +138,15 @@ def _with_slowdowns(network: Network, link: Communicator, where: torch.device, t
     return msgspec.structs.replace(network, sharded=msgspec.structs.replace(known, slowdown=beside))
 
 
-@dataclass(frozen=True, slots=True)
-class _SharedFacts:
-    """What all ranks must hold alike before the first sample."""
-
-    date: str
-    why_one: str | None
-    """Why some rank may use only one communicator."""
-    hosts: tuple[int, ...]
-    """Ranks on each host."""
-
-
-def _share_facts(group: Any, reason: str | None) -> _SharedFacts:
+def _share_facts(group: Any, why_one: str | None) -> tuple[str, str | None, tuple[int, ...]]:
+    """What all ranks must hold alike before the first sample: the date, why some rank may use only one communicator,
+    and the ranks on each host."""
     facts: list[Any] = [None] * dist.get_world_size(group)
     with explained("the first exchange"):
-        dist.all_gather_object(facts, (today(), reason, _host()), group=group)
+        dist.all_gather_object(facts, (today(), why_one, _host()), group=group)
     dates, reasons, hosts = zip(*facts, strict=True)
-    return _SharedFacts(
-        date=dates[0],
-        why_one=next((why for why in reasons if why), None),
-        hosts=tuple(hosts.count(host) for host in dict.fromkeys(hosts)),
-    )
+    ranks = tuple(hosts.count(host) for host in dict.fromkeys(hosts))
+    return dates[0], next((why for why in reasons if why), None), ranks
 
 
 def _host() -> str:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, get_args
+from typing import get_args
 
 from backbeat.cost.collectives import Collective
-from backbeat.units import format_bytes
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+from backbeat.units import doubling, format_bytes
 
 COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
 
@@ -42,18 +40,6 @@ class Series:
     """This many cases are measured whatever they cost."""
     round_s: float = 2e-3
     """In each round a case is repeated until about this much time went into it."""
-
-
-def doubling(smallest: int, largest: int) -> list[int]:
-    """
-    >>> doubling(1024, 10000)
-    [1024, 2048, 4096, 8192, 10000]
-    """
-    found = []
-    while smallest < largest:
-        found.append(smallest)
-        smallest *= 2
-    return [*found, largest]
 
 
 SIZES = tuple(sorted({*doubling(2**10, 2**28), *(3 << power for power in range(13, 21))}))

@@ -4,29 +4,25 @@ from __future__ import annotations
 
 import itertools
 import textwrap
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
+from backbeat.cost.collectives import Collective
 from backbeat.cost.link import Batch, unshown
 from backbeat.cost.samples import Timing, monotone
 from backbeat.errors import MeasurementError
 from backbeat.measure.network.case import COLLECTIVES, Case
-from backbeat.measure.network.sampling import FEWEST_REPEATS, REPEATS
+from backbeat.measure.network.sampling import FEWEST_REPEATS, REPEATS, SamplingOutcome
 from backbeat.measure.network.verdict import MISFIT, verdict
 from backbeat.model.collective_times import CollectiveTimes, ConcurrencyPoint
 from backbeat.model.network import Network
 from backbeat.model.sharded_times import CollectivePair, ShardedTimes
+from backbeat.model.source import Source
 from backbeat.model.topology import Topology
 from backbeat.units import format_bytes, format_rate, format_seconds
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from backbeat.cost.collectives import Collective
-    from backbeat.measure.network.sampling import SamplingOutcome
-    from backbeat.model.source import Source
 
 JITTER = 0.2
 """Above this the network is not what the model assumes; a note says so."""
@@ -236,10 +232,7 @@ def summary_of(calibration: MeasuredCluster) -> dict[str, Any]:
         )
     rows = [
         {
-            "bytes": row.bytes,
-            "messages": row.messages,
-            "communicators": row.communicators,
-            "seconds": row.seconds,
+            **msgspec.to_builtins(row),
             "model_error": cost.batch_s(row.bytes, row.messages, row.communicators) / row.seconds - 1,
         }
         for row in network.concurrency

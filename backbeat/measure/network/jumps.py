@@ -6,18 +6,13 @@ the interval; each further point about halves the interval in which it can be.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 from backbeat.cost.curve import Curve
 from backbeat.cost.samples import Timing, summarise
 from backbeat.measure.network.case import Case
-from backbeat.measure.network.sampling import FEWEST_REPEATS
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from backbeat.measure.network.sampling import Progress, Sampler
+from backbeat.measure.network.sampling import FEWEST_REPEATS, Progress, Sampler
 
 _STEEP = 2.5
 """Times the link's seconds per byte; what rises faster than this is no transfer."""
@@ -42,7 +37,7 @@ def jumps(times: Mapping[int, float], doubts: Mapping[int, float] | None = None)
     if len(times) < 2:
         return []
     rising = sorted(times.items())
-    link = Curve.through(tuple(_rising(rising))).gradient_s_per_byte
+    link = Curve.through(rising).gradient_s_per_byte
     found = []
     for (small, before), (large, after) in pairwise(rising):
         rise, carried = after - before, link * (large - small)
@@ -79,12 +74,3 @@ def closer(sampler: Sampler, timings: Mapping[Case, Timing], budget_s: float, pr
             times[size] = found[case].median_s
             low, high = (low, size) if times[size] - times[low] > times[high] - times[size] else (size, high)
     return found
-
-
-def _rising(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
-    reached = 0.0
-    rising = []
-    for size, seconds in points:
-        reached = max(reached, seconds)
-        rising.append((size, reached))
-    return rising

@@ -10,12 +10,10 @@ import gc
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from backbeat.cost.samples import Timing, summarise
-
-if TYPE_CHECKING:
-    from backbeat.measure.network.case import Case, Series
+from backbeat.measure.network.case import Case, Series
 
 REPEATS = 8
 FEWEST_REPEATS = 5

@@ -16,6 +16,7 @@ PARTS = {
     "contention": "computation slowed down by communication",
     "gather": "gathering updated parameters",
     "copies": "copying into and out of collectives' buffers",
+    "host": "waiting for the host to issue work",
 }
 
 
@@ -30,7 +31,8 @@ class Exposed:
 
 def exposed(predictions: Mapping[str, Prediction]) -> Exposed:
     rows = list(predictions.values())
-    parts = {name: tuple(float(getattr(row.breakdown, f"{name}_s")) for row in rows) for name in PARTS}
+    # The host's is negative where communication takes the place of waiting for it.
+    parts = {name: tuple(max(getattr(row.breakdown, f"{name}_s"), 0.0) for row in rows) for name in PARTS}
     return Exposed(
         single_s=rows[0].single_s,
         labels=tuple(predictions),

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from backbeat.model import Prediction
+from backbeat.report.tables import load_range
 from backbeat.simulate.sweep import knee
 
 
@@ -27,13 +28,7 @@ class ScalingLine:
         """(workers, scaling at the lower edge, at the upper one): from a busy cluster to a quiet one where the network
         has a band; otherwise of a slow and a fast iteration, p90 and p10, where the profile has iteration times."""
         if self.load_band:
-            edges = [(point.workers, point.network_band or point.scaling_factor) for point in self.points]
-            return [
-                (count, edge, edge)
-                if isinstance(edge, float)
-                else (count, edge.busy_scaling_factor, edge.quiet_scaling_factor)
-                for count, edge in edges
-            ]
+            return [(point.workers, *load_range(point)) for point in self.points]
         return [
             (point.workers, point.single_s / point.band.p90_s, point.single_s / point.band.p10_s)
             for point in self.points

@@ -106,14 +106,12 @@ def by_collective(spans: Sequence[Span], plan: Plan) -> Sequence[Span]:
     """The spans of a sharded step: each collective on its own lane, named after its unit. Others stay as they are."""
     if plan.sharding is None:
         return spans
-    return [_on_own_lane(span) for span in spans]
-
-
-def _on_own_lane(span: Span) -> Span:
-    lane, _, unit = span.name.partition(" ")
-    if span.lane == "compute" or lane not in SHARDED_LANES:
-        return span
-    return Span(lane, unit, span.start_s, span.end_s, span.bytes)
+    moved = []
+    for span in spans:
+        lane, _, unit = span.name.partition(" ")
+        own = span.lane != "compute" and lane in SHARDED_LANES
+        moved.append(Span(lane, unit, span.start_s, span.end_s, span.bytes) if own else span)
+    return moved
 
 
 def lane_order(lane: str) -> tuple[int, int, str]:

@@ -81,8 +81,9 @@ def parallelize(
     plan: a `Plan` or the path of one: buckets run in `DistributedDataParallel`, units by `fully_shard`. "auto" measures
         and takes the fastest of stock DDP, planned buckets and planned units; "auto:FILE" also writes the plan, and
         reads it next time unless the ranks, the model, the batch or the network are others.
-    example: for "auto": a batch of this rank, and `loss(model, batch)`, which returns what backward starts from. Only
-        copies of the model are trained: weights, buffers and random generators are as before afterwards.
+    example: for "auto": a batch of this rank, and `loss(model, batch)`, which returns what backward starts from.
+        Copies of the model are trained; where memory has no room for one, the model itself, put back from the host.
+        Weights, buffers and random generators are as before afterwards.
     optimizer: for "auto": what to try with: `sgd`, `adam` or `adamw`, or a function of a list of parameters.
     memory: for "auto": what an iteration may take on the device, in bytes or like "6GB".
     compression: for "auto": "allow" lets it take compressed buckets. Then also call `model.attach(optimizer,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import torch
 
+from backbeat import __version__
 from backbeat.comm.clock import clock_for
 from backbeat.comm.machine import device_name
 from backbeat.errors import BackbeatError, InputError
@@ -54,6 +55,7 @@ def conditions(
                 "network": together.communicators.backend if network is None else _digest([encode(network).decode()]),
                 "device": device_name(example.device),
                 "torch": str(torch.__version__),
+                "backbeat": __version__,
                 **options,
             }
         )

@@ -156,23 +156,27 @@ def try_plan(
         groups = TrialGroups(plan, together.device, timedelta(seconds=timeout_s))
         with together.released(groups.backends) as alarm:
             try:
-                seconds = _train(copied, plan, example, steps, groups)
+                copied, seconds = _train(copied, plan, example, steps, groups)
             except Exception as raised:
                 error, order = where_raised(raised), alarm()
                 # What was raised holds the frames, and these the wrapper with its connections.
                 raised.__traceback__ = None
-            copied = None
             if error is not None:
+                # Its connections end, and so do the collectives in which the other ranks wait.
+                copied = None
                 groups.close()
-            free(together.device)
+                free(together.device)
+            # A rank that is done keeps its connections until all are.
             found = together.failure(error, order)
+        copied = None
         groups.close()
     copied = None
     free(together.device)
     return found if found is not None else float(max(together.every(seconds)))
 
 
-def _train(model: nn.Module, plan: Plan, example: ExampleStep, steps: int, groups: TrialGroups) -> float:
+def _train(model: nn.Module, plan: Plan, example: ExampleStep, steps: int, groups: TrialGroups) -> tuple[Any, float]:
+    """The model as it was trained, and seconds of a step."""
     wrapped: Any = apply_plan(model, plan, group=groups.whole, mesh=groups.mesh)
     if isinstance(wrapped, DistributedDataParallel):
         groups.backends += wrapped.reducer.communicators.backends()
@@ -186,7 +190,7 @@ def _train(model: nn.Module, plan: Plan, example: ExampleStep, steps: int, group
     clock.reserve(5 * steps + 1)
     marks = [*(training.iterate().begin for _ in range(steps)), clock.mark()]
     clock.synchronize()
-    return median(clock.between(*pair) for pair in pairwise(marks))
+    return wrapped, median(clock.between(*pair) for pair in pairwise(marks))
 
 
 class TrialGroups:

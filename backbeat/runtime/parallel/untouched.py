@@ -1,4 +1,4 @@
-"""What measuring leaves as it was, beside the model, of which only copies are trained."""
+"""What measuring leaves as it was, beside the model: random generators, memory; and copies to train in its place."""
 
 from __future__ import annotations
 

@@ -286,7 +286,7 @@ class Reducer:
         self._comm_hook = (state, hook)
 
     def move_to(self, process_group: ProcessGroup) -> None:
-        """Go on with another set of ranks: new communicators, and stock buckets until a plan fits again."""
+        """Go on with another set of ranks: new communicators, and buckets as in the first step."""
         self.remove_hooks()
         self.process_group = process_group
         self.build()

@@ -6,7 +6,8 @@ All-reduced with the gradients, each becomes a sum that every rank reads alike: 
 graph was not the plain one (every parameter once), `late` if some gradient came after its bucket had left, a stamp is
 what that rank alone wrote (negative if its backward was broken off), a fault the number of a parameter, from 1, whose
 gradient was not finite on that rank, `used` counts the ranks that used a parameter. The numbers are small integers, so
-that bf16 and fp16 carry them as well. Only compressed plans have faults; their status message travels alone, in fp32.
+that bf16 and fp16 carry them as well: `used` is exact up to 256 ranks in bf16; beyond, no step counts as regular and
+each waits for the device. Only compressed plans have faults; their status message travels alone, in fp32.
 
 It is read when it has arrived, or, where the host should not wait for the device, when the next step opens. Until then
 a guard stands for it: on the device, in the stream's own order, the numbers are compared with what they must be, and

@@ -39,7 +39,7 @@ class StepState(Enum):
     FINISHING = "finishing"
     """The graph is done: the rest leaves, every bucket is waited for, the status message is read."""
     BROKEN = "broken"
-    """Autograd raised. The next forward or backward finds it so, and tells the other ranks."""
+    """Autograd had raised: a later forward or backward has found it so, and tells the other ranks."""
 
 
 TRANSITIONS: dict[StepState, frozenset[StepState]] = {

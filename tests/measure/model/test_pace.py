@@ -13,9 +13,10 @@ from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 from torch import nn  # noqa: E402
 
+from backbeat.comm.clock import Clock  # noqa: E402
 from backbeat.measure.model.observation import Figures, take  # noqa: E402
 from backbeat.measure.model.pace import Pace, _one_by_one  # noqa: E402
-from backbeat.measure.model.profiler import _pace_note  # noqa: E402
+from backbeat.measure.model.profiler import _pace_note, host_fields  # noqa: E402
 from backbeat.measure.model.training_step import Training  # noqa: E402
 from backbeat.model import Block  # noqa: E402
 from backbeat.runtime.memory import apply  # noqa: E402
@@ -23,7 +24,7 @@ from backbeat.runtime.memory import apply  # noqa: E402
 CPU = torch.device("cpu")
 
 
-class MadeUpDevice:
+class MadeUpDevice(Clock):
     """A clock whose host and device times are counted, not measured."""
 
     asynchronous = True
@@ -45,18 +46,12 @@ class MadeUpDevice:
         self.device = max(self.device, self.host) + device_s
         self._pending.append(self.device)
 
-    def reserve(self, marks: int) -> None:
-        pass
-
     def mark(self) -> float:
         self.work(self._mark_s, 0.0)
         return self.device
 
     def synchronize(self) -> None:
         self.host = max(self.host, self.device)
-
-    def between(self, first: float, last: float) -> float:
-        return last - first
 
     def host_s(self) -> float:
         return self.host
@@ -217,8 +212,28 @@ def test_recomputing_every_block_is_timed_on_the_host(monkeypatch: pytest.Monkey
     monkeypatch.setitem(globals(), "Layer", Saving)
     figures = take_figures(MadeUpDevice(mark_s=0.3), 0.8, layers, accumulation)
     assert figures.pace is not None
-    # Each forward is submitted once more, and nothing else.
+    # Each forward is submitted once more, and nothing else; copies take this host no time.
     assert figures.pace.recompute_s == pytest.approx(0.8 * len(layers))
+    assert figures.pace.fetch_s == pytest.approx(0.8 * len(layers))
+    for block in figures.chain.blocks:
+        assert (block.host_forward_s, block.host_backward_s) == pytest.approx((0.8, 1.6))
+
+
+def test_inputs_that_would_take_long_to_pin_are_not_offloaded_to_be_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "Layer", Saving)
+    monkeypatch.setattr("backbeat.measure.model.pace._MOST_PINNED_BYTES", 8)
+    figures = take_figures(MadeUpDevice(mark_s=0.3), 0.8, [1.0, 1.5, 0.5])
+    assert figures.pace is not None
+    assert figures.pace.recompute_s is not None
+    assert figures.pace.fetch_s is None
+
+
+def test_only_a_launch_bound_profile_says_what_the_device_takes_alone() -> None:
+    for kind, device_s in (("launch-bound", 0.7), ("close to launch-bound", None)):
+        pace = Pace(kind, host_s=1.0, iteration_s=1.1, device_s=0.7, recompute_s=0.2)  # type: ignore[arg-type]
+        assert host_fields(pace).get("device_s") == device_s
+        assert host_fields(pace)["host_recompute_s"] == 0.2
+        assert "host_fetch_s" not in host_fields(pace)
 
 
 class Counting(Saving):

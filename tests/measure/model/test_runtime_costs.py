@@ -39,7 +39,8 @@ def test_the_cost_of_topk_is_measured() -> None:
     assert found.compression_s_per_bucket is not None
     assert found.compression_s_per_bucket > 0
     # The host is the device here.
-    assert (found.host_s, found.host_recompute_s) == (None, None)
+    assert (found.host_s, found.device_s, found.host_recompute_s, found.host_fetch_s) == (None, None, None, None)
+    assert {block.host_forward_s for block in found.blocks} == {None}
 
 
 def test_without_the_runtime_the_profile_does_not_say() -> None:
@@ -63,3 +64,5 @@ def test_on_a_gpu(precision: str) -> None:
     assert result.host_s is not None
     assert result.host_s > 0
     assert result.host_recompute_s is not None
+    assert result.host_fetch_s is not None
+    assert all(block.host_forward_s and block.host_backward_s is not None for block in result.blocks)

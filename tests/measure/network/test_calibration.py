@@ -2,45 +2,23 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Sequence
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from known_cluster import Cluster
 
 pytest.importorskip("torch")
 
 from backbeat.cost.samples import Timing, summarise
 from backbeat.errors import InputError, MeasurementError
 from backbeat.measure.network.calibration import calibrate
-from backbeat.measure.network.case import BATCH_SIZES, SIZES, Case, Series, doubling, held_out_cases, series_of
+from backbeat.measure.network.case import BATCH_SIZES, SIZES, Case, Series, held_out_cases, series_of
 from backbeat.measure.network.findings import misfits, network_from, warnings
 from backbeat.measure.network.sampling import FEWEST_REPEATS, REPEATS, SamplingOutcome, measure
 from backbeat.model import Network
-
-
-class Cluster:
-    """A cluster with a known cost and a clock of its own; many ranks would see the same numbers as this one."""
-
-    def __init__(self, cost: Callable[[Case], float], noise: float = 0.0, seed: int = 0) -> None:
-        self.cost = cost
-        self.noise = noise
-        self.now = 0.0
-        self.taken: list[Case] = []
-        self._draw = random.Random(seed)
-
-    def sample(self, case: Case) -> float:
-        seconds = self.cost(case) * (1 + self.noise * abs(self._draw.gauss(0, 1)))
-        self.now += seconds
-        self.taken.append(case)
-        return seconds
-
-    def agree(self, values: Sequence[float]) -> list[float]:
-        return list(values)
-
-    def elapsed(self) -> float:
-        return self.now
+from backbeat.units import doubling
 
 
 def affine(alpha: float, beta: float) -> Callable[[Case], float]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from known_cluster import Cluster
 
 from backbeat.cost.curve import Curve
 from backbeat.cost.samples import summarise
@@ -15,26 +16,6 @@ from backbeat.measure.network.jumps import SHARE, closer, jumps
 BUDGET_S = 20.0
 
 
-class Cluster:
-    """A cost that is known, and a clock."""
-
-    def __init__(self, cost: Callable[[int], float]) -> None:
-        self.cost = cost
-        self.now = 0.0
-        self.taken: list[int] = []
-
-    def sample(self, case: Case) -> float:
-        self.now += self.cost(case.bytes)
-        self.taken.append(case.bytes)
-        return self.cost(case.bytes)
-
-    def agree(self, values: Sequence[float]) -> list[float]:
-        return list(values)
-
-    def elapsed(self) -> float:
-        return self.now
-
-
 def stepped(alpha: float, beta: float, at: int, height: float) -> Callable[[int], float]:
     return lambda size: (alpha if size < at else alpha * height) + beta * size
 
@@ -42,7 +23,7 @@ def stepped(alpha: float, beta: float, at: int, height: float) -> Callable[[int]
 def refined(cost: Callable[[int], float]) -> tuple[Curve, Curve, Cluster]:
     """The curve through the usual sizes, the one with what was added, and the cluster."""
     before = {Case(bytes=size): summarise([cost(size)] * 8) for size in SIZES}
-    cluster = Cluster(cost)
+    cluster = Cluster(lambda case: cost(case.bytes))
     after = {**before, **closer(cluster, before, BUDGET_S, lambda what, share: None)}
     curves = [
         Curve.through(sorted((case.bytes, one.median_s) for case, one in timings.items()))
@@ -84,7 +65,7 @@ def test_whatever_was_measured_the_share_is_kept_and_sizes_are_new(times: dict[i
     """Times in any order, equal ones, none at all, sizes that are no multiple of four."""
     before = {Case(bytes=size): summarise([seconds] * 8) for size, seconds in times.items()}
     steps = sorted(times)
-    cluster = Cluster(lambda size: max([times[step] for step in steps if step <= size], default=0.0))
+    cluster = Cluster(lambda case: max([times[step] for step in steps if step <= case.bytes], default=0.0))
     # Where a smaller size took longer, no limit was foreseen.
     rising = [times[step] for step in steps] == sorted(times.values())
     found = closer(cluster, before, budget_s, lambda what, share: None)

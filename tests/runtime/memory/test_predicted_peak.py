@@ -61,7 +61,7 @@ def measured():
     blocks = tuple(
         msgspec.structs.replace(
             block,
-            forward_peak_bytes=rises[f"border begin {block.name}"],
+            forward_peak_bytes=rises[f"border forward {block.name}"],
             backward_peak_bytes=rises[f"border backward {block.name}"],
         )
         for block in result.blocks

@@ -1,4 +1,4 @@
-"""All-reduce in two halves: reduce-scatter behind backward, all-gather behind the next forward (as DeAR does).
+"""All-reduce in two halves: reduce-scatter hidden by backward, all-gather by the next forward (as DeAR does).
 
 One steady period, from the start of backward to the start of the next. Reduce-scatters run in ready order as buckets
 are complete; all-gathers follow in plan order, which is the order in which the next forward needs them. A layer's
@@ -9,35 +9,21 @@ communicator.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from backbeat.cost.collectives import steps, traffic
 from backbeat.cost.curve import Curve
 from backbeat.cost.link import LinkCost
 from backbeat.simulate.bound import communication_bound
 from backbeat.simulate.contention import beside
+from backbeat.simulate.gather_scatter import Halves
 from backbeat.simulate.schedule import Flow
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from backbeat.cost.collectives import Shape
-    from backbeat.model import CollectiveTimes, Network, Plan, Profile
-
-
-@dataclass(frozen=True)
-class Halves:
-    """What the two halves cost. Where a network has not measured them, each is half of its all-reduce, or more where
-    switches reduce: they spare the all-reduce bytes that the halves do send."""
-
-    scatter: Curve
-    gather: Curve
-
-    @classmethod
-    def of(cls, network: Network) -> Halves:
-        return cls(_half(network.reduce_scatter, network), _half(network.all_gather, network))
+    from backbeat.model import Network, Plan, Profile
 
 
 @dataclass(frozen=True)
@@ -76,7 +62,7 @@ class Period:
 
 
 def period(profile: Profile, plan: Plan, network: Network, slowdown: float = 1.0) -> Period:
-    """Run a decoupled plan until it repeats; computation takes `slowdown` times as long beside communication."""
+    """Run a plan in halves until it repeats; computation takes `slowdown` times as long beside communication."""
     place = profile.index
     halves = Halves.of(network)
     scatter_buckets = [
@@ -117,7 +103,7 @@ def period(profile: Profile, plan: Plan, network: Network, slowdown: float = 1.0
     return Period(scatters, gathers, backward_end, now, stalled)
 
 
-def decoupled_bound(profile: Profile, network: Network) -> float:
+def halves_bound(profile: Profile, network: Network) -> float:
     """A period holds all of the computation, all of the link's work, and the two in an order that nothing escapes.
 
     Gathers follow the last scatter, and that ends no earlier than any plan's communication could. Of the first j layers
@@ -141,36 +127,3 @@ def link_s(profile: Profile, network: Network) -> float:
 def _cheapest(half: Curve, profile: Profile) -> tuple[float, float]:
     """(least latency, least link time per byte) over the bucket sizes possible."""
     return LinkCost(half, None, {}).cheapest(float(profile.sizes.min()), float(profile.sizes.sum()))
-
-
-def _half(times: CollectiveTimes | None, network: Network) -> Curve:
-    """Never less than its time on the link: an isolated message may be let through faster where a shaped link was idle,
-    but most halves follow each other without a gap."""
-    if times is not None:
-        alone = times.curve
-    else:
-        whole = network.cost.isolated
-        alone = whole.slower(0.5)
-        if (parts := _parts(network)) is not None:
-            latency, work = parts
-            times_s = latency * whole.latency(whole.sizes) + work * whole.work(whole.sizes)
-            alone = Curve(whole.sizes, times_s, work * whole.gradient_s_per_byte)
-    return Curve(
-        alone.sizes, np.maximum(alone.times, alone.gradient_s_per_byte * alone.sizes), alone.gradient_s_per_byte
-    )
-
-
-def _parts(network: Network) -> tuple[float, float] | None:
-    """Of an all-reduce's latency and link time, what a half takes where switches reduce; None elsewhere."""
-    topology, workers = network.topology, network.workers
-    shape: Shape | Literal["auto", "hierarchical"] = topology.algorithm
-    if shape == "hierarchical":
-        shape = topology.inside_algorithm
-        if workers > topology.gpus_per_node:
-            shape, workers = topology.across_algorithm, network.nodes
-    if (shape != "nvls" and shape != "sharp") or workers == 1:
-        return None
-    return (
-        steps("all_gather", shape, workers) / steps("all_reduce", shape, workers),
-        traffic("all_gather", shape, workers) / traffic("all_reduce", shape, workers),
-    )

@@ -1,0 +1,86 @@
+"""Ranks that compute more slowly than others, always or now and then, and who waits for them.
+
+Ranks that share a layer wait for each other in every layer: those of `tp` and `cp`, those that exchange experts'
+tokens, and all of a stage where replicas gather parameters or scatter gradients in every pass (ZeRO 2 and 3). Such a
+group is as slow as its slowest rank. Stages wait along the pipeline; replicas at the end of the step, to reduce
+gradients.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from typing import TYPE_CHECKING, NamedTuple
+
+from backbeat.errors import InputError
+from backbeat.simulate.stragglers import straggling
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from backbeat.layouts.layout import Layout
+    from backbeat.layouts.measured_block import MeasuredBlock
+
+
+def check_stragglers(stragglers: Mapping[int, float], gpus: int) -> None:
+    for rank, slowdown in stragglers.items():
+        if not 0 <= rank < gpus:
+            raise InputError(f"straggler rank {rank} is not there: ranks of {gpus} GPUs are 0 to {gpus - 1}")
+        if not 1 <= slowdown < math.inf:
+            raise InputError(f"straggler rank {rank} has slowdown {slowdown}: it is 1 or more, like 1.3")
+
+
+def group_size(layout: Layout) -> int:
+    """Consecutive ranks of a stage that wait for each other in every layer.
+
+    >>> from backbeat.layouts.layout import Layout
+    >>> group_size(Layout(dp=4, tp=2)), group_size(Layout(dp=4, tp=2, ep=4)), group_size(Layout(dp=4, tp=2, zero=3))
+    (2, 4, 8)
+    """
+    stage = layout.tp * layout.cp * layout.dp
+    return stage if layout.zero >= 2 else math.lcm(layout.tp * layout.cp, layout.ep)
+
+
+def slow_pipelines(layout: Layout, stragglers: Mapping[int, float]) -> list[tuple[float, ...]]:
+    """How many times as long each stage computes, for every pipeline that holds a slow rank, without repetitions.
+
+    >>> from backbeat.layouts.layout import Layout
+    >>> slow_pipelines(Layout(dp=2, tp=2, pp=2), {5: 1.3})
+    [(1.0, 1.3)]
+    """
+    stage_ranks, group = layout.tp * layout.cp * layout.dp, group_size(layout)
+    found: dict[int, list[float]] = {}
+    for rank, slowdown in stragglers.items():
+        stage, place = divmod(rank, stage_ranks)
+        factors = found.setdefault(place // group, [1.0] * layout.pp)
+        factors[stage] = max(factors[stage], slowdown)
+    return sorted({tuple(factors) for factors in found.values()})
+
+
+class StepWait(NamedTuple):
+    """What a step waits for ranks that are slow now and then."""
+
+    mean_s: float
+    p10_s: float
+    p90_s: float
+    extrapolated: bool
+    """More groups than measured iterations: the tail is fitted, not seen."""
+
+
+def step_wait(block: MeasuredBlock, layout: Layout, compute_s: float, draws: float) -> StepWait | None:
+    """Of a rank that computes for `compute_s` in a step: as long as `draws` blocks. Each is taken to vary as the
+    block's own iterations do; None where these do not say.
+
+    In every block a group waits for its slowest rank; at the end of the step all wait for the slowest group, whose
+    blocks are late and early in turn.
+    """
+    group = group_size(layout)
+    inside = straggling(block.iteration_s, group)
+    between = straggling(block.iteration_s, layout.gpus // group, draws)
+    if inside is None or between is None:
+        return None
+    # A block takes so many times as long here as where it was measured.
+    each = compute_s / draws / statistics.fmean(block.iteration_s)
+    always = draws * inside.wait_s
+    mean, low, high = ((always + one) * each for one in (between.wait_s, between.p10_s, between.p90_s))
+    return StepWait(mean, low, high, inside.extrapolated or between.extrapolated)

@@ -1,0 +1,203 @@
+"""What slows a layout down beside its own work: slow ranks, times that vary, computation beside communication."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import backbeat as bb
+from backbeat import layouts
+from backbeat.layouts import Layout
+from backbeat.layouts.conventions import conventions_named
+from backbeat.layouts.slow_ranks import slow_pipelines
+from backbeat.model import Gradient
+from backbeat.model.slowdown import Slowdown
+from backbeat.simulate.contention import beside, together_s
+from backbeat.simulate.schedule import Flow
+
+H100 = {each: replace(layouts.cluster_of("dgx-h100"), contention=each) for each in (False, True)}
+"""Shared, so that each of its collectives is looked up once."""
+JOB: dict[str, Any] = {"global_batch": 32, "sequence": 4096, "band": False}
+SIZES = st.sampled_from([1, 2, 4])
+SCHEDULES = st.sampled_from(["1f1b", "gpipe", "zero-bubble", "interleaved"])
+
+
+@st.composite
+def some_layouts(draw: st.DrawFn) -> Layout:
+    schedule = draw(SCHEDULES)
+    pp = draw(st.sampled_from([2, 4] if schedule == "interleaved" else [1, 2, 4]))
+    return Layout(
+        dp=draw(SIZES),
+        tp=draw(SIZES),
+        cp=draw(st.sampled_from([1, 2])),
+        pp=pp,
+        schedule=schedule,
+        chunks=2 if schedule == "interleaved" else 1,
+        zero=draw(st.sampled_from([0, 1, 2, 3])),
+    )
+
+
+FAMILIES = st.sampled_from(["events", "closed-form"])
+FRAMEWORKS = st.sampled_from(["megatron", "megatron-tp-overlap", "megatron-no-overlap", "nanotron", "torchtitan"])
+
+
+@settings(max_examples=30, deadline=None)
+@given(some_layouts(), FAMILIES, FRAMEWORKS, st.data(), st.floats(1.0, 3.0))
+def test_nothing_gets_faster_with_a_straggler(
+    layout: Layout, family: Any, framework: str, data: st.DataObject, slowdown: float
+) -> None:
+    rank = data.draw(st.integers(0, layout.gpus - 1))
+    fields: dict[str, Any] = {**JOB, "family": family, "framework": framework, "contention": True}
+    plain, one, slow, worse = (
+        layouts.predict("llama-3-8b", H100[True], layout, stragglers=stragglers, **fields)
+        for stragglers in ({}, {rank: 1.0}, {rank: slowdown}, {rank: slowdown + 0.5})
+    )
+    assert one == plain
+    assert plain.step_s <= slow.step_s <= worse.step_s * (1 + 1e-12)
+    assert slow.step_s <= plain.step_s * slowdown * (1 + 1e-9)
+    assert sum(slow.breakdown.parts.values()) == pytest.approx(slow.step_s, rel=1e-6)
+    assert slow.breakdown.stragglers == pytest.approx(slow.step_s - plain.step_s, abs=1e-9)
+    if slow.timeline:
+        assert max(span.end_s for span in slow.timeline) == pytest.approx(slow.step_s)
+
+
+def test_whoever_shares_a_layer_waits_for_its_slowest_rank() -> None:
+    even = Layout(dp=2, tp=2, cp=2, pp=2)
+    assert slow_pipelines(even, {}) == []
+    for rank in range(4):
+        assert slow_pipelines(even, {rank: 1.5}) == [(1.5, 1.0)]
+        assert slow_pipelines(even, {8: 1.2, 9: 1.1, 8 + rank: 1.5}) == [(1.0, 1.5)]
+    # Two pipelines, each with a slow stage of its own, and one with both.
+    assert slow_pipelines(even, {0: 1.2, 12: 1.3}) == [(1.0, 1.3), (1.2, 1.0)]
+    assert slow_pipelines(even, {0: 1.2, 8: 1.3}) == [(1.2, 1.3)]
+    # Replicas that gather parameters in every pass wait in every pass, and so do those that share experts.
+    assert slow_pipelines(msgspec.structs.replace(even, zero=3), {0: 1.2, 12: 1.3}) == [(1.2, 1.3)]
+    assert slow_pipelines(msgspec.structs.replace(even, ep=8), {0: 1.2, 12: 1.3}) == [(1.2, 1.3)]
+
+
+def test_slow_stages_of_different_pipelines_cost_less_than_of_one() -> None:
+    fields: dict[str, Any] = {**JOB, "dp": 2, "pp": 2, "tp": 2}
+    apart, together = (
+        layouts.predict("llama-3-8b", H100[False], stragglers=slow, **fields).step_s
+        for slow in ({0: 1.3, 6: 1.3}, {0: 1.3, 4: 1.3})
+    )
+    assert apart < together
+
+
+@pytest.mark.parametrize(
+    ("stragglers", "why"),
+    [({8: 1.3}, "ranks of 8 GPUs are 0 to 7"), ({0: 0.5}, "it is 1 or more"), ({0: float("nan")}, "it is 1 or more")],
+)
+def test_stragglers_that_cannot_be_are_refused(stragglers: dict[int, float], why: str) -> None:
+    with pytest.raises(bb.InputError, match=why):
+        layouts.predict("llama-3-8b", H100[False], dp=8, stragglers=stragglers, **JOB)
+    with pytest.raises(bb.InputError, match=why):
+        layouts.search("llama-3-8b", H100[False], gpus=8, stragglers=stragglers, global_batch=8, sequence=1024)
+
+
+ALONE = replace(
+    conventions_named("megatron-no-overlap"),
+    name="alone",
+    tensor_overlap="none",
+    context_exchange="all-to-all",
+)
+"""Nothing of its communication runs beside computation."""
+
+
+@settings(max_examples=30, deadline=None)
+@given(some_layouts(), FAMILIES, FRAMEWORKS)
+def test_contention_is_only_where_computation_and_communication_overlap(
+    layout: Layout, family: Any, framework: str
+) -> None:
+    fields: dict[str, Any] = {**JOB, "family": family}
+    off, on = (
+        layouts.predict("llama-3-8b", H100[each], layout, framework=framework, contention=each, **fields)
+        for each in (False, True)
+    )
+    assert off.breakdown.contention == 0
+    assert on.step_s >= off.step_s * (1 - 1e-12)
+    assert sum(on.breakdown.parts.values()) == pytest.approx(on.step_s, rel=1e-6)
+    if framework == "megatron-tp-overlap" and layout.tp > 1:
+        assert on.breakdown.contention > 0
+        assert any("beside communication" in note for note in on.notes)
+    if layout.zero < 2:
+        alone = [
+            layouts.predict("llama-3-8b", H100[each], layout, framework=ALONE, contention=each, **fields)
+            for each in (False, True)
+        ]
+        assert alone[0] == alone[1]
+    if layout.gpus == 1:
+        assert on == off
+
+
+def test_what_a_network_measured_comes_first_and_without_a_transport_nothing_is_assumed() -> None:
+    silent = bb.Network.load("gcp-a3-high")
+    assert silent.topology.transport is None
+    fields: dict[str, Any] = {**JOB, "dp": 8}
+    off, on = (layouts.predict("llama-3-8b", silent, contention=each, **fields) for each in (False, True))
+    assert on == off
+    measured = msgspec.structs.replace(silent, slowdown=Slowdown(matmul=1.5))
+    slow = layouts.predict("llama-3-8b", measured, contention=True, **fields)
+    assert slow.breakdown.contention > 0
+    assert any("as measured on this cluster" in note for note in slow.notes)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 12), st.floats(0.01, 10.0), st.floats(0.01, 10.0), st.floats(1.0, 2.0))
+def test_equal_buckets_take_what_the_simulation_of_buckets_says(
+    buckets: int, window: float, each: float, slowdown: float
+) -> None:
+    """`replicas` has the closed form of what `simulate.contention` runs for data parallelism."""
+
+    def one_by_one(ready: Any) -> Flow:
+        starts, free = [], 0.0
+        for moment in ready:
+            starts.append(max(float(moment), free))
+            free = starts[-1] + each
+        return Flow(np.array(starts), np.array(starts), np.array(starts) + each)
+
+    spacing = window / buckets
+    flow, _ = beside(one_by_one, spacing * np.arange(1, buckets + 1), slowdown)
+    closed = spacing + (buckets - 1) * together_s(spacing, each, slowdown) + each
+    assert flow.finishes[-1] == pytest.approx(closed, rel=1e-6)
+
+
+def block(*iteration_s: float) -> bb.Profile:
+    model = layouts.transformer("llama-3-8b")
+    each = model.attention_parameters + model.mlp_parameters(model.ffn)
+    return bb.Profile(
+        name="block", model="layer", batch_size=1, precision="bf16", device="NVIDIA H100 80GB HBM3", forward_s=0.01,
+        backward_s=0.02, update_s=0.0, gradients=(Gradient(name="all", bytes=2 * each, ready_s=0.01),),
+        gradient_dtype="bf16", sequence_length=4096, iteration_s=iteration_s,
+    )  # fmt: skip
+
+
+def test_steps_vary_as_the_measured_block_does() -> None:
+    fields: dict[str, Any] = {**JOB, "dp": 4, "tp": 2}
+    steady = layouts.predict("llama-3-8b", H100[False], block=block(*[0.03] * 20), **fields)
+    assert steady.spread_s is None
+    assert steady.breakdown.stragglers == 0
+    times = [0.03 * (1 + 0.01 * (place % 7)) for place in range(40)]
+    varied = layouts.predict("llama-3-8b", H100[False], block=block(*times), **fields)
+    assert varied.step_s > steady.step_s
+    assert varied.breakdown.stragglers == pytest.approx(varied.step_s - steady.step_s)
+    assert varied.spread_s is not None
+    assert steady.step_s < varied.spread_s[0] < varied.step_s < varied.spread_s[1]
+    # Ranks that wait for each other in every layer wait longer than those that do at the end of the step.
+    apart = layouts.predict("llama-3-8b", H100[False], block=block(*times), **{**fields, "dp": 8, "tp": 1})
+    assert apart.breakdown.stragglers / apart.step_s < varied.breakdown.stragglers / varied.step_s
+
+
+def test_contention_counts_where_rates_were_measured_alone() -> None:
+    fields: dict[str, Any] = {**JOB, "dp": 8}
+    assert layouts.predict("llama-3-8b", H100[False], **fields).breakdown.contention == 0
+    measured = block(*[0.03] * 20)
+    assert layouts.predict("llama-3-8b", H100[False], block=measured, **fields).breakdown.contention > 0
+    off = layouts.predict("llama-3-8b", H100[False], block=measured, contention=False, **fields)
+    assert off.breakdown.contention == 0
