@@ -58,6 +58,19 @@ def lab(
         ),
     ] = None,
     batch_size: Annotated[int | None, typer.Option(help="Of each node, for --train.")] = None,
+    layout: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FIELDS",
+            help="Run this layout of --model instead, like pp=4,schedule=1f1b or tp=2,pp=2. May be repeated.",
+        ),
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="For --layout: a Hugging Face config.json, or a bundled name like gpt3-1.3b.")
+    ] = None,
+    global_batch: Annotated[int, typer.Option(help="Sequences of one step, for --layout.", min=1)] = 8,
+    sequence: Annotated[int, typer.Option(help="Tokens of one sequence, for --layout.", min=1)] = 2048,
+    accelerator: Annotated[str, typer.Option(help="Whose compute time --layout spins, before --dilation.")] = "h100",
     seconds: Annotated[str, typer.Option(help="Time to measure each plan for.")] = f"{_SECONDS_EACH:.0f}s",
     budget: Annotated[str, typer.Option(help="Time to calibrate the lab's network for.")] = f"{_BUDGET_S:.0f}s",
     output: Annotated[
@@ -69,6 +82,7 @@ def lab(
 
     Needs root and Linux; leaves nothing behind.
     """
+    from backbeat.cli import lab_layouts
     from backbeat.lab import plans
     from backbeat.lab.requirements import check
     from backbeat.lab.setting import Setting, parse_delay, parse_links, parse_share, parse_stragglers
@@ -88,16 +102,23 @@ def lab(
         jitter=parse_share(jitter),
         dilation=dilation,
     )
+    seconds_each, budget_s = parse_duration(seconds), parse_duration(budget)
+    if layout:
+        if profile is not None or train is not None or strategy is not None:
+            raise InputError("--layout runs a model's layouts: leave --profile, --train and --strategy out")
+        cases = lab_layouts.cases_of(layout, setting, model, global_batch, sequence, accelerator)
+        check(backend)
+        lab_layouts.run_layouts(setting, cases, seconds_each, budget_s, output, json)
+        return
     choices = plans.parse(split(strategy) or _STRATEGIES, _counts(communicators))
     if train is not None:
         _check_training(setting, choices, profile)
     elif profile is None:
         raise InputError(
             "what should the nodes compute? Give --profile, a file or a bundled name (`backbeat zoo`), "
-            "or --train PACKAGE.MODULE:FACTORY"
+            "--train PACKAGE.MODULE:FACTORY, or --layout with --model"
         )
     replayed = Profile.load(profile) if profile is not None else None
-    seconds_each, budget_s = parse_duration(seconds), parse_duration(budget)
     check(backend)
     ran = _run(setting, choices, replayed, train or "", batch_size, seconds_each, budget_s)
     answer = _answer(setting, ran)

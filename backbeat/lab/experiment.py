@@ -31,7 +31,7 @@ from backbeat.model.network import WorkersRow
 from backbeat.simulate import predict
 
 T = TypeVar("T")
-_SPARE_S = 90.0
+SPARE_S = 90.0
 """Nodes may take this much longer than planned before they are taken for dead."""
 
 
@@ -136,7 +136,7 @@ def calibrate(
     sizes = [size for size in SIZES if size < 2 * largest_bytes]
     network, inside, timings = session.ask(
         "calibrate",
-        budget_s * 3 + _SPARE_S,
+        budget_s * 3 + SPARE_S,
         budget_s=budget_s,
         communicators=list(range(1, communicators + 1)),
         sizes=sizes,
@@ -187,16 +187,16 @@ def measure(
     expected = [*(prediction.iteration_s for _, _, prediction in plans), compute.single_s]
     answers = session.ask(
         "replay",
-        3 * seconds_of(expected, seconds_each) + _SPARE_S,
+        3 * seconds_of(expected, seconds_each) + SPARE_S,
         jobs=jobs,
         turns=turns(expected, seconds_each),
     )
     *seen, alone = zip(*answers, strict=True)
     results = [
-        MeasuredPlan(*planned, series=_slowest(nodes), finishes=nodes[0].finishes)
+        MeasuredPlan(*planned, series=slowest(nodes), finishes=nodes[0].finishes)
         for planned, nodes in zip(plans, seen, strict=True)
     ]
-    return results, quantile(sorted(chain(*_slowest(alone))), 0.5)
+    return results, quantile(sorted(chain(*slowest(alone))), 0.5)
 
 
 def profile_training(
@@ -205,7 +205,7 @@ def profile_training(
     """The compute of a real model, measured on all nodes at once; node 0's counts."""
     answers = session.ask(
         "profile",
-        10 * seconds + 2 * _SPARE_S,
+        10 * seconds + 2 * SPARE_S,
         spec=spec,
         batch_size=batch_size,
         seconds=seconds,
@@ -230,7 +230,7 @@ def train(
     expected = [max(prediction.iteration_s for _, _, prediction in plans)] * len(plans)
     answers = session.ask(
         "train",
-        5 * seconds_of(expected, seconds_each) + 2 * _SPARE_S,
+        5 * seconds_of(expected, seconds_each) + 2 * SPARE_S,
         spec=spec,
         batch_size=batch_size,
         plans=[None if choice.name == "ddp" else plan for choice, plan, _ in plans],
@@ -240,7 +240,7 @@ def train(
     results = []
     for planned, nodes in zip(plans, zip(*answers, strict=True), strict=True):
         peak = max((one.peak_bytes for one in nodes if one.peak_bytes is not None), default=None)
-        results.append(MeasuredPlan(*planned, series=_slowest(nodes), finishes=[], peak_bytes=peak))
+        results.append(MeasuredPlan(*planned, series=slowest(nodes), finishes=[], peak_bytes=peak))
     return results, [one.losses for one in answers[0]]
 
 
@@ -250,7 +250,7 @@ def _alone(expected_s: float, seconds_each: float) -> list[Turn]:
     return [Turn(0, steps // 2, 0), Turn(0, steps - steps // 2, 1)]
 
 
-def _slowest(seen: Sequence[Replayed | Trained]) -> tuple[list[float], list[float]]:
+def slowest(seen: Sequence[Replayed | Trained]) -> tuple[list[float], list[float]]:
     """Both series of a job, with the slowest node of each iteration."""
     even, odd = (
         [max(nodes) for nodes in zip(*series, strict=True)]

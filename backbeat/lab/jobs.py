@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from backbeat.lab.layout_jobs import LayoutJob, TransferJob
 from backbeat.model import Plan, Profile
 from backbeat.simulate.halves_step import Layers
 from backbeat.simulate.schedule import Schedule
@@ -49,6 +50,10 @@ class ShardedJob:
     """Of this rank's shards."""
 
 
+SpunJob = ShardedJob | LayoutJob | TransferJob
+"""What torch runs itself, around computation that is spun or slept."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayJob:
     """One iteration to replay."""
@@ -64,13 +69,18 @@ class ReplayJob:
     """Bytes of each all-gather in launch order, where the plan is in halves; `messages` are then reduce-scattered."""
     layers: tuple[Layer, ...] = ()
     """The next forward, where the plan is in halves; it takes the place of `forward_s` and `update_s`."""
-    sharded: ShardedJob | None = None
-    """Takes the place of all else, where the plan is sharded."""
+    spun: SpunJob | None = None
+    """Takes the place of all else, where the plan is sharded or a layout is run."""
 
     @classmethod
     def of(cls, profile: Profile, **more: Any) -> ReplayJob:
         """The profile's compute, alone unless `more` says otherwise."""
         return cls(forward_s=profile.forward_s, backward_s=profile.backward_s, update_s=profile.update_s, **more)
+
+    @classmethod
+    def run(cls, job: SpunJob) -> ReplayJob:
+        """A job that torch runs, and nothing beside it."""
+        return cls(forward_s=0.0, backward_s=0.0, update_s=0.0, spun=job)
 
     @property
     def in_halves(self) -> bool:
@@ -104,7 +114,7 @@ def job_of(profile: Profile, plan: Plan, *, stock: bool = False) -> ReplayJob:
         whole = ModelPieces.of(profile)
         update_s = profile.update_s / plan.sharding.mesh.shard
         job = ShardedJob(plan=plan, pieces=whole.pieces, loose=whole.loose, update_s=update_s)
-        return ReplayJob.of(profile, sharded=job)
+        return ReplayJob.of(profile, spun=job)
     schedule, _ = Schedule.of_plan(profile, plan)
     rows = zip(schedule.ready.tolist(), schedule.sizes.tolist(), schedule.communicators, strict=True)
     return ReplayJob.of(

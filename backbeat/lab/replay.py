@@ -7,7 +7,8 @@ gradients is ready. Nothing else of training is replayed: no copies into buckets
 A plan in halves is replayed from the start of one backward to the start of the next. Gathers are queued behind the
 scatters when backward ends, as the drop-in does it, and each stretch of forward waits for its own.
 
-A sharded plan is not replayed but run: `spun_model` trains, and only its computation is spun or slept.
+A sharded plan is not replayed but run: `spun_model` trains, and only its computation is spun or slept. So are layouts
+of tensor and pipeline parallelism (`layout_steps`).
 """
 
 from __future__ import annotations
@@ -22,11 +23,13 @@ import torch
 
 from backbeat.comm.communicators import Communicator
 from backbeat.comm.spin import SpinRate, spin_rate, until
-from backbeat.lab.jobs import Replayed, ReplayJob, ShardedJob, Turn
+from backbeat.lab.jobs import Replayed, ReplayJob, SpunJob, Turn
+from backbeat.lab.layout_jobs import LayoutJob, TransferJob
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+    from backbeat.lab.layout_steps import LayoutStep, TransferStep
     from backbeat.lab.spun_model import SpunStep
 
 cuda: Any = torch.cuda  # untyped in parts
@@ -34,8 +37,8 @@ cuda: Any = torch.cuda  # untyped in parts
 _PR_SET_TIMERSLACK = 29
 # The host queues this much ahead of the GPU before an iteration begins, as it does in training.
 _LEAD_S = 400e-6
-# Before a sharded step, as long as the slowest host takes to queue all of it, and this much longer: the host of a
-# training loop is an iteration ahead.
+# Before a step that torch runs, as long as the slowest host takes to queue all of it, and this much longer: the host of
+# a training loop is an iteration ahead.
 _LEAD_MARGIN = 1.5
 _WARM_UP = 2
 _WAIT_S = 120.0
@@ -73,25 +76,34 @@ def replay(
 
 
 class SpunSteps:
-    """The sharded models of a node's jobs, made when they are first played."""
+    """The models of a node's jobs that torch runs, made when they are first played."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._steps: dict[ShardedJob, SpunStep] = {}
+        self._steps: dict[SpunJob, SpunStep | LayoutStep | TransferStep] = {}
         self._meshes: dict[tuple[int, ...], DeviceMesh] = {}
 
-    def of(self, job: ShardedJob) -> SpunStep:
+    def of(self, job: SpunJob) -> SpunStep | LayoutStep | TransferStep:
+        if job not in self._steps:
+            self._steps[job] = self._made(job)
+        return self._steps[job]
+
+    def _made(self, job: SpunJob) -> SpunStep | LayoutStep | TransferStep:
+        from backbeat.lab.layout_steps import LayoutStep, TransferStep
+
+        if isinstance(job, LayoutJob):
+            return LayoutStep(job, self._device)
+        if isinstance(job, TransferJob):
+            return TransferStep(job, self._device)
         from backbeat.lab.spun_model import SpunStep
         from backbeat.runtime.sharded.meshes import mesh_of
 
-        if job not in self._steps:
-            assert job.plan.sharding is not None
-            sizes = (job.plan.sharding.mesh.replicate, job.plan.sharding.mesh.shard)
-            # Every mesh of two dimensions makes communicators of its own.
-            if sizes not in self._meshes:
-                self._meshes[sizes] = mesh_of(job.plan, job.plan.sharding, None)
-            self._steps[job] = SpunStep(job, self._device, self._meshes[sizes])
-        return self._steps[job]
+        assert job.plan.sharding is not None
+        sizes = (job.plan.sharding.mesh.replicate, job.plan.sharding.mesh.shard)
+        # Every mesh of two dimensions makes communicators of its own.
+        if sizes not in self._meshes:
+            self._meshes[sizes] = mesh_of(job.plan, job.plan.sharding, None)
+        return SpunStep(job, self._device, self._meshes[sizes])
 
     def forget(self) -> None:
         self._steps.clear()
@@ -145,8 +157,8 @@ class SleepingPlayer:
     def play(self, job: ReplayJob, factor: float, finishes: list[float] | None = None) -> float:
         if job.in_halves:
             return self._play_in_halves(job, factor)
-        if job.sharded is not None:
-            return self._play_sharded(job.sharded, factor)
+        if job.spun is not None:
+            return self._play_spun(job.spun, factor)
         views = self._buffers.cut(job)
         self._communicators[0].all_reduce(self._tiny).wait()
         start = time.perf_counter()
@@ -183,7 +195,7 @@ class SleepingPlayer:
             _sleep_until(reached)
         return time.perf_counter() - start
 
-    def _play_sharded(self, job: ShardedJob, factor: float) -> float:
+    def _play_spun(self, job: SpunJob, factor: float) -> float:
         step = self._steps.of(job)
         self._communicators[0].all_reduce(self._tiny).wait()
         start = reached = time.perf_counter()
@@ -215,7 +227,7 @@ class SpinningPlayer:
         self._buffers = Buffers(device)
         self._tiny = torch.zeros(1, device=device)
         self._steps = SpunSteps(device)
-        self._leads: dict[ShardedJob, float] = {}
+        self._leads: dict[SpunJob, float] = {}
         self._probe = cuda.Stream(device)
         self._start, self._end = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
         self.rate = spin_rate()
@@ -223,8 +235,8 @@ class SpinningPlayer:
     def play(self, job: ReplayJob, factor: float, finishes: list[float] | None = None) -> float:
         if job.in_halves:
             return self._play_in_halves(job, factor, finishes)
-        if job.sharded is not None:
-            return self._play_sharded(job.sharded, factor)
+        if job.spun is not None:
+            return self._play_spun(job.spun, factor)
         views = self._buffers.cut(job)
         spin = self._begin()
         spin.until(job.forward_s * factor)
@@ -260,7 +272,7 @@ class SpinningPlayer:
             spin.until(computed)
         return self._ended(finishes, seen, 0.0)
 
-    def _play_sharded(self, job: ShardedJob, factor: float) -> float:
+    def _play_spun(self, job: SpunJob, factor: float) -> float:
         step = self._steps.of(job)
         known = job in self._leads
         # The first steps set streams up and learn the order of units.

@@ -36,8 +36,8 @@ class Setting:
     """How far each iteration's compute strays, as a share of it."""
     dilation: float = 1.0
     """Compute takes this many times as long as the profile says."""
-    computing: bool = False
-    """Nodes keep their cores busy for as long as a program of one's own runs on them (`Node.call`)."""
+    busy: bool = False
+    """The cores are taken, by other work on this machine or by a program of one's own on the nodes (`Node.call`)."""
 
     def __post_init__(self) -> None:
         if not 2 <= self.nodes <= MOST_NODES:
@@ -88,7 +88,7 @@ class Setting:
     def settle(self) -> bool:
         """gloo's socket threads take cores from its workers where there are fewer than three for each node. Settled
         beside threads that compute all the time, they would hardly ever run."""
-        return self.backend == "gloo" and not self.computing and (os.cpu_count() or 1) < 3 * self.ranks
+        return self.backend == "gloo" and not self.busy and (os.cpu_count() or 1) < 3 * self.ranks
 
     @property
     def name(self) -> str:

@@ -20,6 +20,7 @@ from typing import Literal
 import msgspec
 
 from backbeat.errors import InputError, did_you_mean
+from backbeat.layouts.pipeline import Streams
 from backbeat.model.profile import DTYPE_BYTES
 from backbeat.model.reduction import REDUCTIONS, Reduction
 
@@ -37,6 +38,9 @@ class Conventions:
     sharded: Reduction
     """Where each updates its share (ZeRO 1 and more)."""
     tensor_overlap: TensorOverlap = "backward"
+    gathers_again: bool = True
+    """With sequence parallelism, backward gathers a column-parallel matrix's input once more, as it keeps each rank's
+    part. DTensor keeps all of it."""
     flash_attention: bool = True
     attention_share: float = 1.0
     """Of the rate that torch's attention kernels reach: FlashAttention-2 has 35 % of an H100's peak (Shah et al.,
@@ -55,6 +59,8 @@ class Conventions:
     """What a micro-batch costs a stage beside its operators: bookkeeping and waits of the framework."""
     sends_once: bool = False
     """A token travels once to each rank that holds one of its experts (DeepEP, HybridEP), not once to each expert."""
+    streams: Streams = "direction"
+    """Which sends and receives between stages wait for each other."""
     context_exchange: ContextExchange = "ring"
     """Context parallelism passes keys and values round, or swaps sequence for heads before and after attention."""
 
@@ -107,7 +113,7 @@ CONVENTIONS = {
             name="megatron-deepspeed",
             flash_attention=False,
             loss_bytes=(26, 12),
-            pass_s=10e-3,
+            pass_s=8e-3,
         ),
         Conventions(
             name="nanotron",
@@ -141,6 +147,7 @@ CONVENTIONS = {
             replicated=REDUCTIONS["torch-ddp"],
             sharded=_FSDP,
             tensor_overlap="none",
+            gathers_again=False,
             attention_share=0.6,
             unfused=4.0,
             accumulate_bytes=12,

@@ -10,7 +10,8 @@ from backbeat.layouts.layout import Job, Layout
 from backbeat.layouts.layout_memory import MemoryByKind
 from backbeat.model.prediction import Span
 
-Family = Literal["closed-form", "events"]
+Family = Literal["closed-form", "events", "execution"]
+"""How a step was found: by formula, by simulating its events, or by running it in the lab."""
 
 COMPUTE = ("matmul", "attention", "memory", "host", "recompute", "update")
 """The parts of a step that are computation; the rest is waiting for others."""

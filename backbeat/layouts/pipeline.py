@@ -1,35 +1,34 @@
 """Pipeline schedules, as events and in closed form.
 
-A stage runs its operations in the order its schedule says, each once the stage is free and its input has come. `F` is
-forward, `B` backward; zero-bubble splits backward into `B` (the input's gradient, which the stage before waits for) and
-`W` (gradients of weights, which fill the waiting).
+A stage does what its program says (`stage_programs`). A transfer starts when both of its ends have posted it and their
+streams are free, so that schedules differ in how many of their sends a step waits for.
 
 Closed forms, for p stages, m micro-batches and stages of equal time t = F + B and no sends:
 GPipe and 1F1B (m + p - 1)·t; interleaved with v chunks m·t + (p - 1)·t/v; zero-bubble m·t + (p - 1)·max(0, F + B - 2W)
-with B whole, of which W is the weights' part.
+with B whole, of which W is the weights' part. Sends add to it (`_exposed_sends`).
 """
 
 from __future__ import annotations
 
-from collections import deque
+import heapq
+from collections import Counter, defaultdict, deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from backbeat.errors import BackbeatError
+from backbeat.layouts.stage_programs import Act, Operation, Transfer, programs
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Hashable, Sequence
 
     from backbeat.layouts.layout import PipelineSchedule
     from backbeat.layouts.stage_times import StageTimes
 
-
-class Operation(NamedTuple):
-    """Forward or backward of one micro-batch through one chunk."""
-
-    kind: str
-    micro_batch: int
-    chunk: int
+Streams = Literal["direction", "connection", "pair", "rank"]
+"""Which transfers of a stage run one after the other. In the order they were posted: those to or from one neighbour
+(`direction`, where each has a communicator), all with one neighbour (`pair`: NCCL in torch 2.13), or all of them
+(`rank`: NCCL in torch before). `connection`: as `direction`, and a stage tells its neighbour that it is ready to
+receive behind what it is sending to it, so that a swap takes two sends (gloo)."""
 
 
 class Performed(NamedTuple):
@@ -39,6 +38,12 @@ class Performed(NamedTuple):
     operation: Operation
     start_s: float
     end_s: float
+
+
+_SIMULATED_ROUNDS = 8
+"""Of as many micro-batches as stages."""
+_NOTHING_S = 1e-12
+"""What is left of transfers that end together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,113 +61,238 @@ class PipelineRun:
         return max(self.end_s)
 
 
-def order(schedule: PipelineSchedule, stage: int, stages: int, count: int, chunks: int) -> list[Operation]:
-    """What a stage does, first to last.
+def run(
+    schedule: PipelineSchedule,
+    stages: int,
+    count: int,
+    times: Sequence[StageTimes],
+    send_s: float,
+    streams: Streams = "direction",
+) -> PipelineRun:
+    """The step as events. `times` are of every chunk in the order of layers: chunk c of stage s is c·stages + s.
 
-    >>> " ".join(f"{each.kind}{each.micro_batch}" for each in order("1f1b", 0, 2, 3, 1))
-    'F0 F1 B0 F2 B1 B2'
+    Of a step of many micro-batches the ends are simulated, and what repeats in the middle is repeated.
     """
-    if schedule == "interleaved" and stages > 1:
-        total = count * chunks
-        ahead = min((stages - stage - 1) * 2 + (chunks - 1) * stages, total)
-        forward = [_interleaved(place, stages, chunks) for place in range(total)]
-        backward = [(micro, chunks - 1 - chunk) for micro, chunk in forward]
-    else:
-        ahead = count if schedule == "gpipe" else min(stages - stage - 1, count)
-        forward = backward = [(micro, 0) for micro in range(count)]
-    found = [Operation("F", *each) for each in forward[:ahead]]
-    for place in range(ahead, len(forward)):
-        found += [Operation("F", *forward[place]), Operation("B", *backward[place - ahead])]
-    return found + [Operation("B", *each) for each in backward[len(forward) - ahead :]]
+    rounds = count // stages - _SIMULATED_ROUNDS
+    if schedule == "gpipe" or stages == 1 or rounds <= 0:
+        return _simulated(schedule, stages, count, times, send_s, streams)
+    short = _simulated(schedule, stages, count - rounds * stages, times, send_s, streams)
+    begins = {each.operation: each.start_s for each in short.performed if each.stage == 0}
+    middle = range(_SIMULATED_ROUNDS // 2 * stages, (_SIMULATED_ROUNDS // 2 + 1) * stages)
+    period_s = begins[Operation("F", middle.stop, 0)] - begins[Operation("F", middle.start, 0)]
+    performed: list[Performed] = []
+    for each in short.performed:
+        micro = each.operation.micro_batch
+        later = range(rounds + 1) if micro in middle else (0,) if micro < middle.start else (rounds,)
+        for turn in later:
+            operation = each.operation._replace(micro_batch=micro + turn * stages)
+            shift_s = turn * period_s
+            performed.append(Performed(each.stage, operation, each.start_s + shift_s, each.end_s + shift_s))
+    ends, last = (
+        tuple(moment + rounds * period_s for moment in moments) for moments in (short.end_s, short.last_backward_s)
+    )
+    return PipelineRun(ends, last, tuple(sorted(performed, key=lambda each: each.start_s)))
 
 
-def _interleaved(place: int, stages: int, chunks: int) -> tuple[int, int]:
-    """Rounds of `stages` micro-batches go through every chunk before the next round starts."""
-    rounds, within = divmod(place, stages * chunks)
-    chunk, micro = divmod(within, stages)
-    return rounds * stages + micro, chunk
-
-
-def run(schedule: PipelineSchedule, stages: int, count: int, times: Sequence[StageTimes], send_s: float) -> PipelineRun:
-    """The step as events. `times` are of every chunk in the order of layers: chunk c of stage s is c·stages + s."""
-    chunks = len(times) // stages
+def _simulated(
+    schedule: PipelineSchedule, stages: int, count: int, times: Sequence[StageTimes], send_s: float, streams: Streams
+) -> PipelineRun:
     split = schedule == "zero-bubble" and stages > 1
-    queues = [deque(order(schedule, stage, stages, count, chunks)) for stage in range(stages)]
-    held: list[deque[Operation]] = [deque() for _ in range(stages)]
-    last = len(times) - 1
-    ready: dict[tuple[str, int, int], float] = {("F", micro, 0): 0.0 for micro in range(count)}
-    free = [0.0] * stages
-    done: list[Performed] = []
-    last_backward = [0.0] * stages
-    going = True
-    while going:
-        going = False
-        for stage in range(stages):
-            queue = queues[stage]
-            while queue:
-                operation = queue[0]
-                place = operation.chunk * stages + stage
-                kind, micro = operation.kind, operation.micro_batch
-                there = ready.get((kind, micro, place))
-                if there is None:
-                    break
-                going = True
-                # Where a stage would wait, it computes gradients of weights it has put off, if one fits.
-                while split and held[stage] and free[stage] + 0.5 * times[place].weight_s <= there:
-                    _perform(held[stage].popleft(), stage, free, times[stage].weight_s, free[stage], done)
-                queue.popleft()
-                one = times[place]
-                seconds = one.forward_s if kind == "F" else one.input_s if split else one.backward_s
-                if kind == "B" and micro == count - 1:
-                    last_backward[stage] = max(there, free[stage])
-                _perform(operation, stage, free, seconds, there, done)
-                if split and kind == "B":
-                    held[stage].append(Operation("W", micro, operation.chunk))
-                _release(ready, kind, micro, place, last, free[stage], send_s)
-    if any(queues):
+    transfers = _Transfers(stages, send_s, streams)
+    played = _Played(stages, times, split, transfers)
+    left = [deque(each) for each in programs(schedule, stages, count, len(times) // stages)]
+    turns = [(0.0, stage) for stage in range(stages)]
+    while turns or transfers.next_s < float("inf"):
+        if not turns or transfers.next_s <= turns[0][0]:
+            now = transfers.next_s
+            for stage in transfers.finish():
+                if played.waiting[stage]:
+                    played.waiting[stage] = False
+                    heapq.heappush(turns, (now, stage))
+            continue
+        now, stage = heapq.heappop(turns)
+        played.free[stage] = now
+        # Time stands still while a stage posts; what it computes makes it free later.
+        while left[stage] and played.free[stage] == now and played.act(stage, left[stage][0]):
+            left[stage].popleft()
+        if left[stage] and not played.waiting[stage]:
+            heapq.heappush(turns, (played.free[stage], stage))
+    if any(left):
         raise BackbeatError(f"schedule {schedule} with {stages} stages and {count} micro-batches cannot go on")
-    for stage in range(stages):
-        while held[stage]:
-            _perform(held[stage].popleft(), stage, free, times[stage].weight_s, free[stage], done)
-    return PipelineRun(tuple(free), tuple(last_backward), tuple(done))
+    last = {each.stage: each.start_s for each in played.done if each.operation[:2] == ("B", count - 1)}
+    return PipelineRun(tuple(played.free), tuple(last[stage] for stage in range(stages)), tuple(played.done))
 
 
-def _perform(
-    operation: Operation, stage: int, free: list[float], seconds: float, there: float, done: list[Performed]
-) -> None:
-    start = max(there, free[stage])
-    free[stage] = start + seconds
-    done.append(Performed(stage, operation, start, free[stage]))
+class _Played:
+    """What stages have computed so far, and when."""
+
+    def __init__(self, stages: int, times: Sequence[StageTimes], split: bool, transfers: _Transfers) -> None:
+        self._stages, self._times, self._split, self._transfers = stages, times, split, transfers
+        self.free = [0.0] * stages
+        self.waiting = [False] * stages
+        self.done: list[Performed] = []
+
+    def act(self, stage: int, act: Act) -> bool:
+        """Do it, unless it waits for something that has not come."""
+        if isinstance(act.what, Operation):
+            self._do(stage, act.what)
+        elif act.verb == "post":
+            self._transfers.post(stage, act.what, self.free[stage])
+        else:
+            self.waiting[stage] = not self._transfers.done.issuperset(act.what)
+        return not self.waiting[stage]
+
+    def _do(self, stage: int, operation: Operation) -> None:
+        times = self._times[operation.chunk * self._stages + stage]
+        backward_s = times.input_s if self._split else times.backward_s
+        start = self.free[stage]
+        self.free[stage] += {"F": times.forward_s, "B": backward_s, "W": times.weight_s}[operation.kind]
+        self.done.append(Performed(stage, operation, start, self.free[stage]))
 
 
-def _release(
-    ready: dict[tuple[str, int, int], float], kind: str, micro: int, place: int, last: int, now: float, send_s: float
-) -> None:
-    """What can start once this is done: the next chunk, or backward where there is none."""
-    if kind == "F" and place == last:
-        ready["B", micro, place] = now
-    elif kind == "F":
-        ready["F", micro, place + 1] = now + send_s
-    elif place > 0:
-        ready["B", micro, place - 1] = now + send_s
+@dataclass(slots=True)
+class _Batch:
+    """Transfers that one end has posted together, and that run together."""
+
+    queue: Hashable
+    left: list[Transfer]
+    """What is still to come."""
+
+
+class _Transfers:
+    """Sends and receives on their way.
+
+    A transfer starts when its batch is the first in the queue of either end. Whatever leaves a stage at the same time
+    shares its NIC, and so does what comes in.
+    """
+
+    def __init__(self, stages: int, send_s: float, streams: Streams) -> None:
+        self._stages, self._send_s, self._streams = stages, send_s, streams
+        self._queues: defaultdict[Hashable, deque[_Batch]] = defaultdict(deque)
+        self._posted: defaultdict[Transfer, list[_Batch]] = defaultdict(list)
+        self._moving: dict[Transfer, float] = {}
+        """Seconds that each would still take alone."""
+        self._unheard: dict[Transfer, Transfer] = {}
+        """Receives of which the sender does not know yet, and what the receiver sends it before it tells."""
+        self._shares: Counter[tuple[int, bool]] = Counter()
+        """Transfers out of a stage, and into it."""
+        self._now = 0.0
+        self.next_s = float("inf")
+        """When the next is done."""
+        self.done: set[Transfer] = set()
+
+    def post(self, stage: int, transfers: tuple[Transfer, ...], now: float) -> None:
+        batches: dict[Hashable, _Batch] = {}
+        for transfer in transfers:
+            queue = self._queue(transfer, stage)
+            batch = batches.setdefault(queue, _Batch(queue, []))
+            batch.left.append(transfer)
+            self._posted[transfer].append(batch)
+        for queue, batch in batches.items():
+            self._queues[queue].append(batch)
+            if self._streams == "connection":
+                self._tell(batch, stage)
+            self._start(batch, now)
+
+    def finish(self) -> set[int]:
+        """Let the next be done; the stages that it joined."""
+        now = self.next_s
+        self._move(now)
+        touched: set[int] = set()
+        # The next is done by definition: times are sums of shares, and what is left of it may not be quite zero.
+        nothing = max(_NOTHING_S, min(self._moving.values()))
+        for transfer in [one for one, left_s in self._moving.items() if left_s <= nothing]:
+            origin, to = self._ends(transfer)
+            touched |= {origin, to}
+            del self._moving[transfer]
+            self._shares[origin, True] -= 1
+            self._shares[to, False] -= 1
+            self.done.add(transfer)
+            for heard in [one for one, before in self._unheard.items() if before == transfer]:
+                del self._unheard[heard]
+                self._start(self._posted[heard][0], now)
+            for batch in self._posted.pop(transfer):
+                batch.left.remove(transfer)
+                queue = self._queues[batch.queue]
+                if not batch.left:
+                    queue.popleft()
+                    if queue:
+                        self._start(queue[0], now)
+        self._look_ahead()
+        return touched
+
+    def _ends(self, transfer: Transfer) -> tuple[int, int]:
+        to = transfer[2] % self._stages
+        return (to + (-1 if transfer[0] == "F" else 1)) % self._stages, to
+
+    def _queue(self, transfer: Transfer, stage: int) -> Hashable:
+        if self._streams == "rank":
+            return stage
+        origin, to = self._ends(transfer)
+        peer = origin if stage == to else to
+        return (stage, peer) if self._streams == "pair" else (stage, peer, stage == to)
+
+    def _start(self, batch: _Batch, now: float) -> None:
+        """Start what is first at both ends."""
+        for transfer in batch.left:
+            posted = self._posted[transfer]
+            if len(posted) < 2 or transfer in self._unheard or transfer in self._moving:
+                continue
+            if all(self._queues[each.queue][0] is each for each in posted):
+                self._move(now)
+                origin, to = self._ends(transfer)
+                self._moving[transfer] = self._send_s
+                self._shares[origin, True] += 1
+                self._shares[to, False] += 1
+                self._look_ahead()
+
+    def _tell(self, batch: _Batch, stage: int) -> None:
+        """A receiver tells the sender that it is ready, behind what it is sending to it."""
+        for transfer in batch.left:
+            origin, to = self._ends(transfer)
+            before = [one for one in self._moving if self._ends(one) == (to, origin)]
+            if stage == to and before:
+                self._unheard[transfer] = before[0]
+
+    def _slowed(self, transfer: Transfer) -> int:
+        origin, to = self._ends(transfer)
+        return max(self._shares[origin, True], self._shares[to, False])
+
+    def _move(self, now: float) -> None:
+        for transfer, left_s in self._moving.items():
+            self._moving[transfer] = left_s - (now - self._now) / self._slowed(transfer)
+        self._now = now
+
+    def _look_ahead(self) -> None:
+        ends = [left_s * self._slowed(transfer) for transfer, left_s in self._moving.items()]
+        self.next_s = self._now + max(0.0, min(ends)) if ends else float("inf")
 
 
 def closed_form(
     schedule: PipelineSchedule, stages: int, count: int, times: Sequence[StageTimes], send_s: float
 ) -> PipelineRun:
-    """The slowest stage sets the pace; the others fill and drain once. Sends delay each round trip."""
+    """The slowest stage sets the pace; the others fill and drain once."""
     chunks = len(times) // stages
     totals = [sum(one.total_s for one in times[stage::stages]) for stage in range(stages)]
     slowest = max(totals)
     if stages == 1:
         return _uniform(stages, count * slowest, times)
     fill = (sum(totals) - slowest) / chunks
-    trips = 2 * send_s * (stages - 1)
     if schedule == "zero-bubble":
         weight = sum(one.weight_s for one in times) / stages
         fill = max(0.0, fill - 2 * weight * (stages - 1))
-    steady = 0.0 if schedule in ("gpipe", "interleaved") else 2 * send_s * (stages - 1) / stages
-    return _uniform(stages, count * (slowest + steady) + fill + trips - steady, times)
+    return _uniform(stages, count * slowest + fill + _exposed_sends(schedule, stages, count, chunks) * send_s, times)
+
+
+def _exposed_sends(schedule: PipelineSchedule, stages: int, count: int, chunks: int) -> int:
+    """Sends that lengthen a step of equal stages and many micro-batches, where one takes less than a pass."""
+    if schedule == "gpipe":
+        return 2 * (count + stages - 2)
+    if schedule == "1f1b":
+        return count + 1 if stages == 2 else 2 * (count + stages) - 5
+    if schedule == "interleaved":
+        return 2 * (stages * chunks - 1)
+    return 4 * (stages - 1)
 
 
 def _uniform(stages: int, seconds: float, times: Sequence[StageTimes]) -> PipelineRun:

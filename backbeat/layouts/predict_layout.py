@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     ModelInput = Transformer | str | os.PathLike[str] | Mapping[str, Any]
     ClusterInput = GpuCluster | Network | str | os.PathLike[str]
 
+PREDICTED: tuple[Family, ...] = ("closed-form", "events")
+"""The families that `predict` answers in."""
 _NAMES = {"F": "forward", "B": "backward", "W": "weight gradients"}
 
 
@@ -73,8 +75,8 @@ def predict(
         layout = Layout.parse(layout)
     if layout is None or fields:
         layout = _changed(layout or Layout(), fields)
-    if family not in get_args(Family):
-        raise InputError(f"family is {family!r}: there are {' and '.join(get_args(Family))}")
+    if family not in PREDICTED:
+        raise InputError(f"family is {family!r}: predicted are {' and '.join(PREDICTED)}; `backbeat lab` executes")
     predictor = predictor_of(
         model,
         cluster,
@@ -215,7 +217,10 @@ class LayoutPredictor:
         times = [replicas.sharded_passes(each, kind) for each, kind in zip(own, kinds, strict=True)]
         send = self._send_s(layout, timers[slowdowns[0]])
         count = micro_batches(layout, self.job)
-        passes = (run if family == "events" else closed_form)(layout.schedule, layout.pp, count, times, send)
+        if family == "events":
+            passes = run(layout.schedule, layout.pp, count, times, send, self.conventions.streams)
+        else:
+            passes = closed_form(layout.schedule, layout.pp, count, times, send)
         afters = []
         for stage in range(layout.pp):
             held = [rank_parameters(self.model, layout, kind) for kind in kinds[stage :: layout.pp]]

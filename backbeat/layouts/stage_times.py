@@ -146,7 +146,10 @@ class StageTimer:
         kinds = split_layers(self.model, self.layout)
         dense = self.layer(sparse=False) if any(kind.dense for kind in kinds) else StageTimes()
         sparse = self.layer(sparse=True) if any(kind.sparse for kind in kinds) else StageTimes()
-        ends = (self._ends(self.builder.embedding()), self._ends(self.builder.head()))
+        ends = (
+            self._ends(self.builder.embedding(), "reduce_scatter", "all_gather"),
+            self._ends(self.builder.head(), "all_gather", "reduce_scatter"),
+        )
         found = []
         for kind in kinds:
             total = dense.times(kind.dense) + sparse.times(kind.sparse)
@@ -180,18 +183,21 @@ class StageTimer:
             twice * (tensor[0].slower_s + context[0].slower_s) + tensor[1].slower_s + context[1].slower_s,
         )
 
-    def _ends(self, work: LayerWork) -> StageTimes:
+    def _ends(self, work: LayerWork, forward_kind: Kind, backward_kind: Kind) -> StageTimes:
         """Embedding and head: each with the collective that its sharded vocabulary takes, in either direction."""
         forward, inputs, weights = self._compute(work)
         size = 2 * self.builder.tokens * self.model.hidden
-        tensor = self._group("all_gather" if self.layout.shards_sequence else "all_reduce", size)
+        kinds: tuple[Kind, Kind] = ("all_reduce", "all_reduce")
+        if self.layout.shards_sequence:
+            kinds = (forward_kind, backward_kind)
+        tensor = [self._group(kind, size) for kind in kinds]
         return self._made(
-            forward.total + tensor,
-            inputs.total + tensor,
+            forward.total + tensor[0],
+            inputs.total + tensor[1],
             weights,
             forward + inputs + weights,
             0.0,
-            2 * tensor,
+            sum(tensor),
             0.0,
             0.0,
             0.0,
@@ -240,7 +246,7 @@ class StageTimer:
                 hidden = Added.behind(behind_s, scatter, slowdown).plus(*Added.behind(behind_s, gather, slowdown))
                 return Added(forward), hidden.plus(gather)
             if overlap == "none":
-                return Added(forward), Added(forward + gather)
+                return Added(forward), Added(forward + (gather if self.conventions.gathers_again else 0.0))
         else:
             forward = pairs * self._group("all_reduce", size)
             if overlap == "backward":

@@ -27,7 +27,7 @@ def test_ranks_of_a_node_share_its_link_and_its_slowdown():
 
 def test_sockets_are_not_settled_beside_ranks_that_compute():
     assert Setting(nodes=200, rate_bits=1e9).settle
-    assert not Setting(nodes=200, rate_bits=1e9, computing=True).settle
+    assert not Setting(nodes=200, rate_bits=1e9, busy=True).settle
 
 
 def test_the_burst_is_a_short_time_of_the_rate_and_never_less_than_some_packets():
@@ -104,3 +104,8 @@ def test_dilated_blocks_take_longer_too():
     )  # fmt: skip
     (found,) = scaled(msgspec.structs.replace(profile(), blocks=(block,)), 3.0).blocks
     assert (found.forward_s, found.backward_s) == pytest.approx((0.012, 0.03))
+
+
+def test_on_a_busy_machine_socket_threads_keep_their_priority() -> None:
+    assert not Setting(nodes=250, rate_bits=1e9, busy=True).settle
+    assert Setting(nodes=250, rate_bits=1e9).settle

@@ -49,8 +49,8 @@ def job(profile: Profile, memory: MemoryPlan | None = None) -> ShardedJob:
             reduce_scatter_buffers=1, separate_reduce_scatter=False,
         ),
     )  # fmt: skip
-    found = job_of(profile, plan).sharded
-    assert found is not None
+    found = job_of(profile, plan).spun
+    assert isinstance(found, ShardedJob)
     return found
 
 

@@ -57,7 +57,7 @@ def run(given: argparse.Namespace) -> bool:
     ends = time.monotonic() + given.limit
     fine, slowest_s = True, 0.0
     for rate in given.bandwidth:
-        setting = Setting(nodes=given.nodes, rate_bits=rate, backend=given.backend, computing=True)
+        setting = Setting(nodes=given.nodes, rate_bits=rate, backend=given.backend, busy=True)
         path = given.folder / f"{setting.name}.json"
         record = opened(path, setting)
         with experiment.Nodes(setting, COMMUNICATORS) as nodes:

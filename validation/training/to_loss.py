@@ -202,7 +202,7 @@ def curves_of(sides: dict[str, Any], block: int) -> dict[str, Curve]:
 
 def run(given: argparse.Namespace) -> None:
     ends = time.monotonic() + given.limit
-    setting = Setting(nodes=given.nodes, rate_bits=given.bandwidth, backend=given.backend, computing=True)
+    setting = Setting(nodes=given.nodes, rate_bits=given.bandwidth, backend=given.backend, busy=True)
     path = given.folder / f"{given.task}-{given.size}-{setting.name}.json"
     arguments = {
         "task": given.task, "size": given.size, "batch_size": given.batch_size, "precision": given.precision,

@@ -1,0 +1,128 @@
+"""What nodes are told to run of a layout: stages with the seconds they compute for and the bytes they exchange.
+
+A chunk of a stage is a row of pieces. Under tensor parallelism a piece is what lies between two collectives: half a
+layer, the embedding or the head. Without it a chunk is one piece.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from backbeat.errors import InputError
+from backbeat.layouts.layout import Layout, micro_batches
+from backbeat.layouts.stage_times import StageTimer, split_layers
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from backbeat.layouts.cluster import GpuCluster
+    from backbeat.layouts.predict_layout import LayoutPredictor
+
+TransferKind = Literal["send", "swap", "all_gather", "reduce_scatter"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkJob:
+    """One chunk of a stage, for one micro-batch."""
+
+    forward_s: float
+    input_s: float
+    """Backward until the chunk before can go on."""
+    weight_s: float
+    layers: int
+    first: bool
+    last: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayoutJob:
+    """One training step under a layout of tensor and pipeline parallelism."""
+
+    layout: Layout
+    micro_batches: int
+    rows: int
+    """Tokens of a micro-batch."""
+    row_bytes: int
+    """Of one token's activation."""
+    chunks: tuple[ChunkJob, ...]
+    """Of all stages, in the order of layers: chunk c of stage s is c · pp + s."""
+    update_s: float
+
+    @property
+    def activation_bytes(self) -> int:
+        """Of a micro-batch, over all ranks that share it."""
+        return self.rows * self.row_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferJob:
+    """One collective or send by itself, as torch's pipelining and DTensor run it."""
+
+    kind: TransferKind
+    bytes: int
+    """What an all-gather ends with, a reduce-scatter starts from, a send carries."""
+    workers: int
+    """Ranks of a group; groups of neighbours run side by side. A send goes from the first rank of two to the second, in
+    a swap both send."""
+
+
+def layout_job(predictor: LayoutPredictor, layout: Layout, free: GpuCluster, update_s: float) -> LayoutJob:
+    """What the predictor says a layout computes; `free` is a cluster whose links take no time."""
+    runnable(layout)
+    model, job = predictor.model, predictor.job
+    timer = StageTimer(
+        model, layout, job, free, predictor.operators, predictor.conventions, compute_factor=predictor.compute_factor
+    )
+    chunks = tuple(
+        ChunkJob(
+            forward_s=times.forward_s,
+            input_s=times.input_s,
+            weight_s=times.weight_s,
+            layers=held.layers,
+            first=held.first,
+            last=held.last,
+        )
+        for times, held in zip(timer.stages(), split_layers(model, layout), strict=True)
+    )
+    return LayoutJob(
+        layout=layout,
+        micro_batches=micro_batches(layout, job),
+        rows=layout.micro_batch * job.sequence,
+        row_bytes=2 * model.hidden,
+        chunks=chunks,
+        update_s=update_s,
+    )
+
+
+def runnable(layout: Layout) -> None:
+    """Refuse what the lab does not run."""
+    for name in ("dp", "cp", "ep"):
+        if getattr(layout, name) > 1:
+            raise InputError(f"--layout {layout.label}: the lab runs tp and pp; leave {name} out")
+    if layout.tp > 1 and not layout.sequence_parallel:
+        raise InputError(f"--layout {layout.label}: the lab runs tp with sequence parallelism only")
+    if layout.recompute != "none":
+        raise InputError(f"--layout {layout.label}: the lab does not recompute; leave recompute out")
+    if layout.gpus < 2:
+        raise InputError(f"--layout {layout.label} is one GPU: the lab compares communication, give tp or pp")
+
+
+def transfers(jobs: Sequence[LayoutJob]) -> tuple[TransferJob, ...]:
+    """What has to be timed to predict these: each collective and send at half, one and two times the sizes sent."""
+    wanted: dict[tuple[TransferKind, int], set[int]] = {}
+    for job in jobs:
+        tp, pp, size = job.layout.tp, job.layout.pp, job.activation_bytes
+        groups: list[tuple[TransferKind, int, int]] = []
+        if tp > 1:
+            groups += [("all_gather", tp, size), ("reduce_scatter", tp, size)]
+        if pp > 1:
+            # Predictions need the send alone; what a swap takes says whether links work both ways at once.
+            groups += [("send", 2, size // tp), ("swap", 2, size // tp)]
+        for kind, workers, sent in groups:
+            wanted.setdefault((kind, workers), set()).update((sent // 2, sent, 2 * sent))
+    return tuple(
+        TransferJob(kind=kind, bytes=max(size, 4 * workers), workers=workers)
+        for (kind, workers), sizes in wanted.items()
+        for size in sorted(sizes)
+    )

@@ -1,0 +1,265 @@
+"""Layouts on the lab's nodes: the third family of predictors, beside the closed form and the simulation of events.
+
+Each layout is run by torch (`layout_steps`), and predicted in closed form and as events from what the same links take
+for a send, an all-gather and a reduce-scatter by themselves. All three answers are a `LayoutPrediction`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from backbeat.cost import Curve
+from backbeat.cost.accelerators import Accelerator
+from backbeat.cost.samples import quantile
+from backbeat.lab.experiment import SPARE_S, slowest
+from backbeat.lab.jobs import ReplayJob, SpunJob, seconds_of, turns
+from backbeat.lab.layout_jobs import LayoutJob, TransferKind, layout_job, runnable, transfers
+from backbeat.lab.setting import Setting
+from backbeat.layouts.cluster import GpuCluster, Kind
+from backbeat.layouts.conventions import conventions_named
+from backbeat.layouts.layout import Layout, check
+from backbeat.layouts.layout_prediction import COMPUTE, Family, LayoutPrediction
+from backbeat.layouts.pipeline import Streams
+from backbeat.layouts.predict_layout import PREDICTED, LayoutPredictor
+from backbeat.model import CollectiveTimes, Network
+
+if TYPE_CHECKING:
+    from backbeat.lab.session import Session
+    from backbeat.layouts.layout import Job
+    from backbeat.layouts.transformer import Transformer
+
+FRAMEWORK = "torchtitan"
+"""What torch's pipelining and DTensor do is what it does."""
+
+
+@dataclass(frozen=True, slots=True)
+class TimedLinks:
+    """What is known of the lab's links before a layout is run."""
+
+    curves: Mapping[tuple[TransferKind, int], Curve]
+    """What a transfer takes by itself, by its kind and the ranks of a group."""
+    streams: Streams = "direction"
+
+
+FREE = TimedLinks({})
+"""Links that take no time."""
+
+
+@dataclass(frozen=True)
+class LabCluster(GpuCluster):
+    """GPUs on the lab's links, which take what was timed."""
+
+    links: TimedLinks = FREE
+
+    def collective_s(self, kind: Kind, size: float, workers: int, stride: int = 1) -> float:
+        return self._timed(kind, size, workers) if workers > 1 else 0.0  # type: ignore[arg-type]
+
+    def waited_s(self, kind: Kind, size: float, workers: int, stride: int = 1) -> float:
+        return self.collective_s(kind, size, workers, stride)
+
+    def send_s(self, size: float, workers: int, stride: int) -> float:
+        return self._timed("send", size, 2)
+
+    def _timed(self, kind: TransferKind, size: float, workers: int) -> float:
+        return self.links.curves[kind, workers].at(size) if self.links is not FREE else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayoutCase:
+    """What is run under a layout: a model's computation on a GPU, so many times as long."""
+
+    model: Transformer
+    job: Job
+    layout: Layout
+    accelerator: Accelerator
+    dilation: float
+
+    def __post_init__(self) -> None:
+        check(self.model, self.layout, self.job)
+        runnable(self.layout)
+
+    def predictor(self, setting: Setting, links: TimedLinks) -> LayoutPredictor:
+        network = Network(
+            name=setting.name,
+            workers=setting.ranks,
+            all_reduce=CollectiveTimes(alpha_s=0.0, beta_s_per_byte=8 / setting.rate_bits),
+        )
+        cluster = LabCluster(network, self.accelerator, links=links)
+        conventions = replace(conventions_named(FRAMEWORK), streams=links.streams)
+        return LayoutPredictor(
+            model=self.model, cluster=cluster, job=self.job, conventions=conventions, compute_factor=self.dilation
+        )
+
+    def run_job(self, setting: Setting) -> LayoutJob:
+        free = self.predictor(setting, FREE)
+        update_s = free.predict(self.layout, "closed-form").breakdown.update
+        return layout_job(free, self.layout, free.cluster, update_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExecutedLayout:
+    """One layout, by all three families."""
+
+    answers: dict[Family, LayoutPrediction]
+    cost_s: dict[Family, float]
+    """What each answer took to find; of execution, its own steps alone, without starting nodes and timing links."""
+    series: tuple[list[float], list[float]]
+    """Steps of two interleaved series, the slowest node of each."""
+
+    @property
+    def measured_s(self) -> float:
+        return self.answers["execution"].step_s
+
+    @property
+    def repeat(self) -> float:
+        """How far the medians of the two series lie apart, as a share."""
+        return abs(median(self.series[0]) - median(self.series[1])) / self.measured_s
+
+    @property
+    def spread_s(self) -> float:
+        """From the 10th to the 90th percentile."""
+        samples = sorted(chain(*self.series))
+        return quantile(samples, 0.9) - quantile(samples, 0.1)
+
+    @property
+    def waiting(self) -> float:
+        """Of the measured step, what the stage with most to do does not compute: communication and bubbles."""
+        parts = self.answers["execution"].breakdown.parts
+        return 1 - sum(parts[name] for name in COMPUTE) / self.measured_s
+
+    def error(self, family: Family) -> float:
+        """Predicted over measured, less one."""
+        return self.answers[family].step_s / self.measured_s - 1
+
+
+def communicators(cases: Sequence[LayoutCase]) -> int:
+    """As `experiment.opened` takes it: layouts of two dimensions use several, which NCCL has to launch in one order."""
+    return 2 if any(case.layout.tp > 1 and case.layout.pp > 1 for case in cases) else 1
+
+
+def row_of(found: ExecutedLayout) -> dict[str, Any]:
+    """A layout as data, every step included."""
+    ran = found.answers["execution"]
+    return {
+        "layout": ran.layout.label,
+        "parallelism": "pipeline" if ran.layout.tp == 1 else "tensor" if ran.layout.pp == 1 else "tensor and pipeline",
+        "schedule": ran.layout.schedule if ran.layout.pp > 1 else None,
+        "measured_s": found.measured_s,
+        "repeat": found.repeat,
+        "spread_s": found.spread_s,
+        "waiting": found.waiting,
+        "predicted_s": {family: found.answers[family].step_s for family in PREDICTED},
+        "error": {family: found.error(family) for family in PREDICTED},
+        "cost_s": found.cost_s,
+        "series_s": found.series,
+    }
+
+
+def time_links(session: Session, jobs: Sequence[LayoutJob], setting: Setting, budget_s: float) -> list[dict[str, Any]]:
+    """What each transfer of these jobs takes by itself, at half, one and two times its size; `links_of` reads it."""
+    timed = transfers(jobs)
+    expected = [2 * job.bytes * 8 / setting.rate_bits for job in timed]
+    found = _played(session, timed, expected, budget_s / len(timed))
+    return [
+        {"kind": job.kind, "bytes": job.bytes, "workers": job.workers, "seconds": sorted(chain(*series))}
+        for job, series in zip(timed, found, strict=True)
+    ]
+
+
+def links_of(rows: Sequence[Mapping[str, Any]], setting: Setting, torch_version: str) -> TimedLinks:
+    """
+    >>> rows = [{"kind": "send", "workers": 2, "bytes": size, "seconds": [size * 1e-6] * 3} for size in (1000, 2000)]
+    >>> links_of(rows, Setting(nodes=2, rate_bits=1e9), "2.13.0").curves["send", 2].at(1500)
+    0.0015
+    """
+    points: dict[tuple[TransferKind, int], list[tuple[float, float]]] = {}
+    for row in sorted(rows, key=lambda row: float(row["bytes"])):
+        points.setdefault((row["kind"], row["workers"]), []).append((row["bytes"], median(row["seconds"])))
+    curves = {which: Curve.through(each) for which, each in points.items()}
+    return TimedLinks(curves, streams_of(setting.backend, torch_version))
+
+
+def streams_of(backend: str, torch_version: str) -> Streams:
+    """Before 2.13 torch sends everything through one communicator; since, through one for each pair of ranks. Gloo has
+    one connection for each pair, on which a rank says that it is ready to receive behind what it sends.
+
+    >>> streams_of("nccl", "2.11.0+cu130"), streams_of("nccl", "2.13.0"), streams_of("gloo", "2.11.0")
+    ('rank', 'pair', 'connection')
+    """
+    if backend != "nccl":
+        return "connection"
+    major, minor = (int(part) for part in torch_version.split(".")[:2])
+    return "pair" if (major, minor) >= (2, 13) else "rank"
+
+
+def measure_layouts(
+    session: Session, cases: Sequence[LayoutCase], setting: Setting, links: TimedLinks, seconds_each: float
+) -> list[ExecutedLayout]:
+    """Run the layouts by turns, each beside what is predicted of it."""
+    jobs = [case.run_job(setting) for case in cases]
+    predicted = [predicted_layout(case, setting, links) for case in cases]
+    expected = [answers["events"].step_s for answers, _ in predicted]
+    found = _played(session, jobs, expected, seconds_each)
+    return [executed(*both, series) for both, series in zip(predicted, found, strict=True)]
+
+
+def predicted_layout(
+    case: LayoutCase, setting: Setting, links: TimedLinks
+) -> tuple[dict[Family, LayoutPrediction], dict[Family, float]]:
+    """In closed form and as events; and the seconds that each took."""
+    answers: dict[Family, LayoutPrediction] = {}
+    cost: dict[Family, float] = {}
+    predictor = case.predictor(setting, links)
+    for family in PREDICTED:
+        begun = time.perf_counter()
+        answers[family] = predictor.predict(case.layout, family)
+        cost[family] = time.perf_counter() - begun
+    return answers, cost
+
+
+def executed(
+    answers: Mapping[Family, LayoutPrediction],
+    cost_s: Mapping[Family, float],
+    series: tuple[list[float], list[float]],
+) -> ExecutedLayout:
+    """With what was measured as the third answer. Of its parts computation is known; the rest is waiting, which counts
+    as a bubble in a pipeline and to tensor parallelism elsewhere."""
+    events = answers["events"]
+    step_s = quantile(sorted(chain(*series)), 0.5)
+    rest = step_s - events.step_s
+    part = "bubble" if events.layout.pp > 1 else "tensor"
+    parts = events.breakdown.parts
+    ratio = events.step_s / step_s
+    found = msgspec.structs.replace(
+        events,
+        family="execution",
+        step_s=step_s,
+        mfu=events.mfu * ratio,
+        breakdown=msgspec.structs.replace(events.breakdown, **{part: max(0.0, parts[part] + rest)}),
+        bubble_share=max(0.0, 1 - (1 - events.bubble_share) * ratio) if events.layout.pp > 1 else 0.0,
+        timeline=(),
+        notes=(*events.notes, "run in the lab; computation is spun"),
+    )
+    return ExecutedLayout(
+        answers={**answers, "execution": found}, cost_s={**cost_s, "execution": sum(chain(*series))}, series=series
+    )
+
+
+def _played(
+    session: Session, jobs: Sequence[SpunJob], expected_s: Sequence[float], seconds_each: float
+) -> list[tuple[list[float], list[float]]]:
+    """Both series of each job, the slowest node of each iteration."""
+    answers = session.ask(
+        "replay",
+        5 * seconds_of(expected_s, seconds_each) + SPARE_S,
+        jobs=[ReplayJob.run(job) for job in jobs],
+        turns=turns(expected_s, seconds_each),
+    )
+    return [slowest(nodes) for nodes in zip(*answers, strict=True)]

@@ -1,0 +1,210 @@
+"""A layout's training step on the nodes: torch's own pipeline schedules and DTensor around computation that is spun.
+
+Stages are `torch.distributed.pipelining`'s, with its schedules, buffers, sends and receives. Under tensor parallelism
+each piece gathers the sequence before it computes and scatters the sum after it, by DTensor's `redistribute`: what
+ColwiseParallel, RowwiseParallel and SequenceParallel come down to in a transformer block, forward and backward. Only
+computation is not real: it takes the job's seconds. Gradients of weights are a stage's own `dw_builder`, so that
+zero-bubble schedules can put them off.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import pipelining
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from backbeat.lab.spun_model import Compute, SpunPace
+
+if TYPE_CHECKING:
+    from backbeat.lab.layout_jobs import ChunkJob, LayoutJob, TransferJob
+
+_ELEMENT_BYTES = 4
+SCHEDULES: dict[str, Any] = {
+    "gpipe": pipelining.ScheduleGPipe,
+    "1f1b": pipelining.Schedule1F1B,
+    "interleaved": pipelining.ScheduleInterleaved1F1B,
+    "zero-bubble": pipelining.ScheduleInterleavedZeroBubble,
+}
+"""Torch's schedules by the layout's names. The last two take a list of stages."""
+
+
+class LayoutStep:
+    """The chunks that this rank holds, and the step that trains them."""
+
+    def __init__(self, job: LayoutJob, device: torch.device) -> None:
+        self._job, self._device = job, device
+        self._pace = SpunPace()
+        tp, pp = job.layout.tp, job.layout.pp
+        mesh = _mesh(device.type, pp, tp)
+        held = range(dist.get_rank() // tp, len(job.chunks), pp)
+        modules = [_Chunk(job, job.chunks[place], self._pace, mesh["tp"] if tp > 1 else None) for place in held]
+        self._schedule: Any = None
+        self._only: nn.Module | None = None
+        if pp == 1:
+            self._only = modules[0].to(device)
+            return
+        stages = [
+            pipelining.PipelineStage(
+                module.to(device),
+                place,
+                len(job.chunks),
+                device,
+                group=mesh["pp"].get_group(),
+                dw_builder=module.weight_gradients,
+            )
+            for place, module in zip(held, modules, strict=True)
+        ]
+        single = job.layout.schedule in ("gpipe", "1f1b")
+        self._schedule = SCHEDULES[job.layout.schedule](
+            stages[0] if single else stages, job.micro_batches, loss_fn=lambda output, target: output.sum()
+        )
+        self._first, self._last = stages[0].is_first, stages[-1].is_last
+
+    def run(self, compute: Compute) -> None:
+        """Queue one step."""
+        self._pace.compute = compute
+        # What goes in and what comes out is one number a micro-batch: splitting and merging them costs nothing.
+        batch = torch.zeros(self._job.micro_batches, 1, device=self._device)
+        if self._schedule is None:
+            for micro_batch in batch.split(1):
+                self._run_alone(micro_batch)
+        else:
+            arguments = (batch,) if self._first else ()
+            self._schedule.step(*arguments, **({"target": batch} if self._last else {}))
+        compute(self._job.update_s)
+
+    def _run_alone(self, batch: torch.Tensor) -> None:
+        """One micro-batch where there is one stage."""
+        assert isinstance(self._only, _Chunk)
+        self._only(batch).sum().backward()
+        self._only.weight_gradients()()
+
+
+class TransferStep:
+    """One collective or send. Sends go from even ranks to the next."""
+
+    def __init__(self, job: TransferJob, device: torch.device) -> None:
+        self._job = job
+        elements = max(1, job.bytes // _ELEMENT_BYTES // job.workers)
+        if job.kind in ("send", "swap"):
+            self._tensor = torch.zeros(job.bytes // _ELEMENT_BYTES, device=device)
+            self._other = torch.zeros_like(self._tensor)
+            return
+        self._mesh = _mesh(device.type, dist.get_world_size() // job.workers, job.workers)["tp"]
+        # As a stage holds it: its part before a gather, all of it before a scatter.
+        self._tensor = torch.zeros(elements * (1 if job.kind == "all_gather" else job.workers), 1, device=device)
+
+    def run(self, compute: Compute) -> None:
+        if self._job.kind in ("send", "swap"):
+            rank = dist.get_rank()
+            both = [dist.P2POp(dist.isend, self._tensor, rank ^ 1), dist.P2POp(dist.irecv, self._other, rank ^ 1)]
+            ops = both if self._job.kind == "swap" else both[rank % 2 :][:1]
+            # Of an odd number the last has nobody to send to.
+            for work in dist.batch_isend_irecv(ops) if rank ^ 1 < dist.get_world_size() else ():
+                work.wait()
+        elif self._job.kind == "all_gather":
+            _gathered(self._tensor, self._mesh)
+        else:
+            _scattered(self._tensor, self._mesh)
+
+
+class _Chunk(nn.Module):
+    """Consecutive layers of a stage."""
+
+    def __init__(self, job: LayoutJob, chunk: ChunkJob, pace: SpunPace, mesh: DeviceMesh | None) -> None:
+        super().__init__()
+        self._job, self._chunk, self._pace, self._mesh = job, chunk, pace, mesh
+        # Makes the first stage's output require a gradient.
+        self.anchor = nn.Parameter(torch.zeros(1))
+
+    def weight_gradients(self) -> Any:
+        """What torch calls after the input's gradient, or later, once a micro-batch."""
+        return lambda: self._pace.compute(self._chunk.weight_s)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        chunk, job = self._chunk, self._job
+        pieces = 1 if self._mesh is None else 2 * chunk.layers + chunk.first + chunk.last
+        forward_s, backward_s = chunk.forward_s / pieces, chunk.input_s / pieces
+        for piece in range(pieces):
+            first, last = chunk.first and piece == 0, chunk.last and piece == pieces - 1
+            if first:
+                rows = job.rows if self._mesh is not None else job.rows // job.layout.tp
+                x = _filled(self.anchor, rows, job.row_bytes // _ELEMENT_BYTES)
+            elif self._mesh is not None:
+                x = _gathered(x, self._mesh)
+            x = _spun_piece(x, self._pace, forward_s, backward_s)
+            if self._mesh is not None and not last:
+                x = _scattered(x, self._mesh)
+            if last:
+                x = _loss(x)
+        return x
+
+
+@cache
+def _mesh(kind: str, pp: int, tp: int) -> DeviceMesh:
+    """Ranks count first through tp, then through pp. A mesh of one dimension has the job's own process group, one of
+    two makes communicators."""
+    sizes = {name: size for name, size in (("pp", pp), ("tp", tp)) if size > 1}
+    return init_device_mesh(kind, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
+
+def _gathered(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    """The whole sequence; in backward each rank's part of the sum of gradients."""
+    part = DTensor.from_local(x, mesh, [Shard(0)], run_check=False)
+    return part.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+
+
+def _scattered(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    """This rank's part of the sum; in backward the whole sequence's gradient."""
+    return DTensor.from_local(x, mesh, [Partial()], run_check=False).redistribute(placements=[Shard(0)]).to_local()
+
+
+class _SpunPiece(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, x: torch.Tensor, pace: SpunPace, forward_s: float, backward_s: float
+    ) -> torch.Tensor:
+        ctx.pace, ctx.backward_s = pace, backward_s
+        pace.compute(forward_s)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        ctx.pace.compute(ctx.backward_s)
+        return gradients[0], None, None, None
+
+
+class _Filled(torch.autograd.Function):
+    """An activation from nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, rows: int, width: int) -> torch.Tensor:  # type: ignore[override]
+        return anchor.new_zeros(rows, width)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return gradients[0].new_zeros(1), None, None
+
+
+class _Loss(torch.autograd.Function):
+    """One number of an activation."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        ctx.shape = x.shape
+        return x.new_zeros(1, 1)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return gradients[0].new_zeros(ctx.shape)
+
+
+_spun_piece: Any = _SpunPiece.apply
+_filled: Any = _Filled.apply
+_loss: Any = _Loss.apply

@@ -1,0 +1,108 @@
+"""What the lab tells its nodes of a layout, and what becomes of their answers; nothing is run here."""
+
+from __future__ import annotations
+
+import pytest
+
+from backbeat.cost import Curve
+from backbeat.cost.accelerators import named
+from backbeat.errors import InputError
+from backbeat.lab.layout_jobs import transfers
+from backbeat.lab.layout_lab import LayoutCase, TimedLinks, communicators, executed, predicted_layout, row_of
+from backbeat.lab.setting import Setting
+from backbeat.layouts.layout import Layout, job_of
+from backbeat.layouts.layout_prediction import COMPUTE
+from backbeat.layouts.pipeline import run
+from backbeat.layouts.stage_times import StageTimes
+from backbeat.layouts.transformer import Transformer
+
+SMALL = Transformer(name="small", layers=8, hidden=256, heads=8, ffn=1024, vocab=1024)
+FOUR = Setting(nodes=4, rate_bits=1e9)
+LINKS = TimedLinks(
+    {
+        ("send", 2): Curve.affine(1e-3, 8e-9),
+        ("all_gather", 4): Curve.affine(1e-3, 6e-9),
+        ("reduce_scatter", 4): Curve.affine(2e-3, 12e-9),
+    }
+)
+
+
+def case(text: str, dilation: float = 10.0) -> LayoutCase:
+    return LayoutCase(
+        model=SMALL, job=job_of(8, 512), layout=Layout.parse(text), accelerator=named("h100"), dilation=dilation
+    )
+
+
+@pytest.mark.parametrize("text", ["pp=4,schedule=gpipe", "pp=4", "pp=4,vp=2", "pp=4,schedule=zero-bubble"])
+def test_a_pipeline_is_predicted_from_what_its_stages_are_told_to_compute(text: str) -> None:
+    told = case(text).run_job(FOUR)
+    assert (told.micro_batches, told.activation_bytes) == (8, 512 * 256 * 2)
+    times = [StageTimes(chunk.forward_s, chunk.input_s, chunk.weight_s) for chunk in told.chunks]
+    send_s = LINKS.curves["send", 2].at(told.activation_bytes)
+    layout = told.layout
+    events = predicted_layout(case(text), FOUR, LINKS)[0]["events"]
+    assert events.step_s == pytest.approx(run(layout.schedule, 4, 8, times, send_s).seconds + told.update_s)
+
+
+def test_tensor_parallelism_waits_for_every_collective_that_dtensor_runs() -> None:
+    told = case("tp=4").run_job(FOUR)
+    gather, scatter = (LINKS.curves[kind, 4].at(told.activation_bytes) for kind in ("all_gather", "reduce_scatter"))
+    (chunk,) = told.chunks
+    # Two of each in every layer and direction; the embedding and the head have one of each between them.
+    waited = (4 * chunk.layers + 2) * (gather + scatter)
+    computed = chunk.forward_s + chunk.input_s + chunk.weight_s
+    for answer in predicted_layout(case("tp=4"), FOUR, LINKS)[0].values():
+        assert answer.step_s == pytest.approx(told.micro_batches * (computed + waited) + told.update_s)
+        assert answer.breakdown.tensor == pytest.approx(told.micro_batches * waited)
+
+
+def test_dilation_stretches_computation_alone() -> None:
+    one, ten = (case("pp=4", dilation).run_job(FOUR) for dilation in (1, 10))
+    assert ten.chunks[1].forward_s == pytest.approx(10 * one.chunks[1].forward_s)
+    assert ten.update_s == pytest.approx(10 * one.update_s)
+    assert ten.activation_bytes == one.activation_bytes
+
+
+def test_each_transfer_is_timed_once_around_its_size() -> None:
+    jobs = tuple(case(text).run_job(FOUR) for text in ("pp=4", "pp=4,vp=2", "tp=2,pp=2"))
+    found = {(one.kind, one.workers, one.bytes) for one in transfers(jobs)}
+    whole = 512 * 256 * 2
+    sends = {(kind, 2, size) for kind in ("send", "swap") for size in (whole // 4, whole // 2, whole, 2 * whole)}
+    gathers = {(kind, 2, size) for kind in ("all_gather", "reduce_scatter") for size in (whole // 2, whole, 2 * whole)}
+    assert found == sends | gathers
+    assert len(transfers(jobs)) == len(found)
+
+
+@pytest.mark.parametrize("text", ["pp=4", "tp=4"])
+def test_what_was_run_is_an_answer_like_the_others(text: str) -> None:
+    answers, cost = predicted_layout(case(text), FOUR, LINKS)
+    slow = 1.25 * answers["events"].step_s
+    found = executed(answers, cost, ([slow, slow], [slow, 1.1 * slow]))
+    ran = found.answers["execution"]
+    assert ran.family == "execution"
+    assert ran.step_s == pytest.approx(slow)
+    assert sum(ran.breakdown.parts.values()) == pytest.approx(slow)
+    assert found.error("events") == pytest.approx(-0.2)
+    computed = sum(ran.breakdown.parts[name] for name in COMPUTE)
+    assert found.waiting == pytest.approx(1 - computed / slow)
+    assert row_of(found)["cost_s"]["execution"] == pytest.approx(4.1 * slow)
+
+
+def test_layouts_of_two_dimensions_need_ordered_launches() -> None:
+    assert communicators([case("pp=4"), case("tp=4")]) == 1
+    assert communicators([case("pp=4"), case("tp=2,pp=2")]) == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("dp=2,pp=2", "leave dp out"),
+        ("tp=4,sp=false", "with sequence parallelism only"),
+        ("pp=4,recompute=full", "does not recompute"),
+        ("micro=1", "is one GPU"),
+        ("tp=3", "heads"),
+    ],
+)
+def test_what_the_lab_does_not_run_is_refused(text: str, said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        case(text)
