@@ -24,6 +24,10 @@ if TYPE_CHECKING:
 KINDS = ("stock", "buckets", "units", "compressed")
 """From the simplest to the one that changes most."""
 UNITS = ("zero2", "hsdp", "fsdp", "decoupled", "sharded")
+FARTHEST = 16
+"""Times that a message may be larger than those measured."""
+LARGE_BYTES = 64 * 2**20
+"""Beyond this, a message's time is its bytes by the link's rate."""
 EQUAL = 0.01
 """Times that differ by no more than this share are equal."""
 
@@ -141,6 +145,15 @@ def _plain(candidate: Candidate) -> Candidate:
 def _differs(candidate: Candidate) -> bool:
     """Whether a plan that may compress does."""
     return candidate.kind != "compressed" or candidate.plan.compressed
+
+
+def reaches(network: Network, profile: Profile) -> bool:
+    """Whether the network was measured with messages of about the size that the model sends.
+
+    On a slow link the time ends before: what a token bucket or a buffer lets through at once is then taken for speed.
+    """
+    points = network.all_reduce.points
+    return not points or points[-1][0] * FARTHEST >= min(profile.total_bytes, LARGE_BYTES)
 
 
 def worth_trying(candidates: Sequence[Candidate]) -> list[Candidate]:

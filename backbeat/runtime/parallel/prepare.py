@@ -35,7 +35,14 @@ from backbeat.runtime.compressed.topk_speed import measure_topk
 from backbeat.runtime.memory.activations import apply as apply_memory
 from backbeat.runtime.memory.budget import budget_size
 from backbeat.runtime.parallel.apply_plan import apply_plan, check_plain, is_stock
-from backbeat.runtime.parallel.candidates import Candidate, in_words, predicted_candidates, simplest, worth_trying
+from backbeat.runtime.parallel.candidates import (
+    Candidate,
+    in_words,
+    predicted_candidates,
+    reaches,
+    simplest,
+    worth_trying,
+)
 from backbeat.runtime.parallel.remember import conditions, remembered, save, with_note
 from backbeat.runtime.parallel.together import Together
 from backbeat.runtime.parallel.trials import ExampleStep, MakeOptimizer, Trials, room_for, take_turns
@@ -214,7 +221,9 @@ class ParallelSearch:
         profile = self._profile()
         network = self._network()
         candidates = self._candidates(profile, network, now)
-        tried = worth_trying(candidates)
+        # A prediction that rests on small messages alone excludes nothing.
+        grounded = self.together.first(reaches(network, profile))
+        tried = worth_trying(candidates) if grounded else candidates
         trials, short = Trials(), None
         if len(tried) > 1:
             short = self.together.failure(room_for(profile, self.example.device))

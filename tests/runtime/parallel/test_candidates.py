@@ -7,8 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import backbeat as bb
-from backbeat.model import Bucket, Mesh, Plan, PlanPrediction, Sharding, ShardUnit
-from backbeat.runtime.parallel.candidates import KINDS, Candidate, predicted_candidates, simplest, worth_trying
+from backbeat.model import Bucket, CollectiveTimes, Mesh, Plan, PlanPrediction, Sharding, ShardUnit
+from backbeat.runtime.parallel.candidates import (
+    KINDS,
+    Candidate,
+    predicted_candidates,
+    reaches,
+    simplest,
+    worth_trying,
+)
 from backbeat.runtime.parallel.prepare import decide
 from backbeat.runtime.parallel.trials import Trials, affordable
 
@@ -51,6 +58,15 @@ def test_nothing_is_tried_where_the_bound_leaves_nothing() -> None:
     # A shorter update is not in the bound of buckets.
     units = candidate("units", 0.9)
     assert worth_trying([stock, units]) == [stock, units]
+
+
+def test_small_messages_say_little_of_a_large_model() -> None:
+    gpt2 = bb.Profile.load("gpt2-b8-bf16-h200")
+    for largest, enough in ((65_536, False), (64 * 2**20, True)):
+        points = ((4096, 1e-3), (largest, 2e-3))
+        network = bb.Network(name="slow", workers=2, all_reduce=CollectiveTimes(points=points))
+        assert reaches(network, gpt2) is enough
+    assert reaches(bb.Network(name="l", workers=2, all_reduce=CollectiveTimes(alpha_s=1, beta_s_per_byte=1)), gpt2)
 
 
 def test_measured_decides_over_predicted() -> None:
