@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import json
+import threading
 from typing import Any
 from unittest import mock
 
@@ -19,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from backbeat.errors import InputError
 from backbeat.model import Bucket, Plan, PlanPrediction
 from backbeat.runtime import DistributedDataParallel
-from backbeat.runtime.reduce import settings
+from backbeat.runtime.reduce import failures, settings
 
 CHECKS, check = registry()
 
@@ -321,3 +322,12 @@ def nothing_grows(ctx: Context) -> None:
     run(50)
     before = run(50)
     assert abs(run(300) - before) < 50, "objects pile up"
+
+
+@check
+def nobody_listens_when_the_process_ends(ctx: Context) -> None:
+    """A thread in a call of the store would abort the interpreter's end."""
+    wrapped = DistributedDataParallel(ctx.build(mlp))
+    failures.end_monitors()
+    assert not any(thread.name == "backbeat-monitor" for thread in threading.enumerate())
+    wrapped(ctx.data(3, 6, step=0, rank=ctx.rank)).sum().backward()

@@ -7,6 +7,7 @@ the rank that failed can say which one is missing, behind, or gone on without th
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import logging
@@ -190,6 +191,17 @@ class Monitor:
                 continue
             found[rank] = json.loads(store.get(key))
         return found
+
+
+@atexit.register
+def end_monitors() -> None:
+    """A thread that comes back from the store while the interpreter ends would abort the process."""
+    listening = list(_monitors)
+    for monitor in listening:
+        monitor.stop()
+    for monitor in listening:
+        if monitor._thread is not None:
+            monitor._thread.join(POLL_S)
 
 
 def describe(rank: int, mine: Standing | None, standings: dict[int, Standing], size: int) -> str:
