@@ -42,7 +42,7 @@ class Performed(NamedTuple):
     end_s: float
 
 
-_SIMULATED_ROUNDS = 8
+_SIMULATED_ROUNDS = 4
 """Of as many micro-batches as stages."""
 _NOTHING_S = 1e-12
 """What is left of transfers that end together."""

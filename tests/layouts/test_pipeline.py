@@ -98,7 +98,7 @@ def test_every_schedule_keeps_order_and_does_all_work(
 @given(
     st.sampled_from([("1f1b", 1), ("interleaved", 2), ("zero-bubble", 1)]),
     st.lists(st.tuples(seconds, seconds, seconds), min_size=2, max_size=3),
-    st.integers(10, 12),
+    st.integers(6, 12),
     st.floats(0, 0.05),
 )
 @settings(max_examples=30)
