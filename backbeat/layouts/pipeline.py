@@ -42,7 +42,7 @@ class Performed(NamedTuple):
     end_s: float
 
 
-_SIMULATED_ROUNDS = 4
+_SIMULATED_ROUNDS = 6
 """Of as many micro-batches as stages."""
 _NOTHING_S = 1e-12
 """What is left of transfers that end together."""
@@ -79,9 +79,13 @@ def run(
     if schedule == "gpipe" or stages == 1 or rounds <= 0:
         return _simulated(schedule, stages, count, times, send_s, streams)
     short = _simulated(schedule, stages, count - rounds * stages, times, send_s, streams)
-    begins = {each.operation: each.start_s for each in short.performed if each.stage == 0}
+    begins = {(each.stage, each.operation): each.start_s for each in short.performed}
     middle = range(_SIMULATED_ROUNDS // 2 * stages, (_SIMULATED_ROUNDS // 2 + 1) * stages)
-    period_s = begins[Operation("F", middle.stop, 0)] - begins[Operation("F", middle.start, 0)]
+    # The slowest stage sets the pace; others may still be ahead of it.
+    period_s = max(
+        begins[stage, Operation("F", middle.stop, 0)] - begins[stage, Operation("F", middle.start, 0)]
+        for stage in range(stages)
+    )
     performed: list[Performed] = []
     for each in short.performed:
         micro = each.operation.micro_batch
