@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from backbeat.comm.gloo import PRIMITIVE
 from backbeat.cost.samples import quantile
+from backbeat.errors import MeasurementError
 from backbeat.lab.jobs import ROUNDS, Replayed, ReplayJob, Turn, job_of, per_round, seconds_of, turns
 from backbeat.lab.mps import start_daemon
 from backbeat.lab.namespaces import Cluster
@@ -29,6 +30,7 @@ from backbeat.model.files import decode
 from backbeat.model.network import WorkersRow
 from backbeat.simulate import predict
 
+T = TypeVar("T")
 SPARE_S = 90.0
 """Nodes may take this much longer than planned before they are taken for dead."""
 
@@ -92,6 +94,32 @@ def opened(setting: Setting, communicators: int) -> Iterator[Session]:
         daemon = start_daemon(run.folder / "mps") if setting.backend == "nccl" else {}
         with Session(cluster, setting, communicators, daemon) as session:
             yield session
+
+
+class Nodes:
+    """The nodes of a setting, opened when first asked. After a failure they are built again: the others may wait for
+    ever for a lost one."""
+
+    def __init__(self, setting: Setting, communicators: int) -> None:
+        self._setting, self._communicators = setting, communicators
+        self._stack = contextlib.ExitStack()
+        self._session: Session | None = None
+
+    def __enter__(self) -> Nodes:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._session = None
+        self._stack.close()
+
+    def do(self, what: Callable[[Session], T]) -> T:
+        if self._session is None:
+            self._session = self._stack.enter_context(opened(self._setting, self._communicators))
+        try:
+            return what(self._session)
+        except MeasurementError:
+            self.__exit__()
+            raise
 
 
 def calibrate(

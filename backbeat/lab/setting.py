@@ -37,7 +37,7 @@ class Setting:
     dilation: float = 1.0
     """Compute takes this many times as long as the profile says."""
     busy: bool = False
-    """Other work takes this machine's cores: gloo's socket threads keep their priority, or they would starve."""
+    """The cores are taken, by other work on this machine or by a program of one's own on the nodes (`Node.call`)."""
 
     def __post_init__(self) -> None:
         if not 2 <= self.nodes <= MOST_NODES:
@@ -86,7 +86,8 @@ class Setting:
 
     @property
     def settle(self) -> bool:
-        """gloo's socket threads take cores from its workers where there are fewer than three for each node."""
+        """gloo's socket threads take cores from its workers where there are fewer than three for each node. Settled
+        beside threads that compute all the time, they would hardly ever run."""
         return self.backend == "gloo" and not self.busy and (os.cpu_count() or 1) < 3 * self.ranks
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import datetime
+import importlib
 import os
 import platform
 import signal
@@ -183,6 +184,11 @@ class Node:
         from backbeat.lab.train import train
 
         return train(spec, self.device, self.start.node, batch_size, plans, turns, precision)
+
+    def call(self, *, function: str, arguments: dict[str, Any]) -> Any:
+        """A function of one's own, `PACKAGE.MODULE:NAME`, called with this node before its arguments."""
+        module, _, name = function.partition(":")
+        return getattr(importlib.import_module(module), name)(self, **arguments)
 
 
 _SHOWN = ("NCCL_", "GLOO_", "TORCH_NCCL", "CUDA_DEVICE", "OMP_")

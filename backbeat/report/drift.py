@@ -39,9 +39,10 @@ class StepSample(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """By rank: an iteration without the wait for communication. The largest is the straggler's."""
     iteration_s: float
     exposed_s: float
-    """Communication left after the last gradient, on the rank that waits least: the others wait for it too."""
-    span_s: float
-    """From the first bucket's launch to the end of the step, on that rank."""
+    """Communication left after the last gradient, on the rank that waits least: the others wait for it too. With units,
+    all waits in forward and backward."""
+    span_s: float | None = None
+    """From the first bucket's launch to the end of the step, on that rank; None where torch alone knows it."""
     transfer_s: float | None = None
     """All buckets' transfers, on the rank that waits least."""
     predicted_iteration_s: float | None = None
@@ -50,8 +51,10 @@ class StepSample(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     alerts: tuple[str, ...] = ()
 
     @property
-    def overlap(self) -> float:
-        """The share of communication that is hidden behind backward."""
+    def overlap(self) -> float | None:
+        """The share of communication that is hidden behind backward; None where it is not known."""
+        if self.span_s is None:
+            return None
         return 1.0 - min(self.exposed_s / self.span_s, 1.0) if self.span_s > 0 else 1.0
 
     @property

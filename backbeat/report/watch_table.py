@@ -51,9 +51,10 @@ def watch_table(samples: Sequence[StepSample], rows: int = 12, alerts: int = 6) 
 def _row(sample: StepSample) -> str:
     behind = f"{sample.behind * 100:+.0f} %" if sample.behind < 10 else f"×{sample.behind + 1:.0f}"
     straggler = f"rank {sample.straggler} {behind}" if len(sample.own_s) > 1 else "one rank"
+    overlap = "–" if sample.overlap is None else f"{sample.overlap * 100:.0f} %"
     return (
         f"{sample.step:9d}  {_time(sample.iteration_s)}  {_time(sample.predicted_iteration_s)}  "
-        f"{_time(sample.exposed_s)}  {_time(sample.predicted_exposed_s)}  {sample.overlap * 100:5.0f} %  {straggler}"
+        f"{_time(sample.exposed_s)}  {_time(sample.predicted_exposed_s)}  {overlap:>7s}  {straggler}"
     )
 
 

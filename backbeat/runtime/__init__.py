@@ -23,6 +23,7 @@ from backbeat.runtime.reduce.wrapper import DistributedDataParallel
 from backbeat.runtime.watch import Watch
 
 if TYPE_CHECKING:
+    from backbeat.runtime.parallel.accumulate import no_sync
     from backbeat.runtime.parallel.prepare import parallelize
     from backbeat.runtime.sharded.full_state import full_state_dict, load_full_state_dict
     from backbeat.runtime.sharded.shard import fully_shard
@@ -36,6 +37,7 @@ __all__ = [
     "full_state_dict",
     "fully_shard",
     "load_full_state_dict",
+    "no_sync",
     "parallelize",
 ]
 
@@ -43,6 +45,7 @@ _LATER = {
     "fully_shard": "sharded.shard",
     "full_state_dict": "sharded.full_state",
     "load_full_state_dict": "sharded.full_state",
+    "no_sync": "parallel.accumulate",
     "parallelize": "parallel.prepare",
 }
 

@@ -1,4 +1,4 @@
-"""`plan="auto"`: measure under DDP's buckets, plan, switch, and go back if that was no gain.
+"""`plan="auto"`: measure under DDP's buckets, plan, switch, measure these again, and stay with them unless it gains.
 
 Everything happens at the end of a step, in the same step on every rank: decisions come from figures summed over ranks
 or from rank 0, and a new partition is compared between ranks before it runs.
@@ -32,8 +32,8 @@ logger = logging.getLogger("backbeat.runtime")
 SETTLE_STEPS = 3
 """Steps after a change of buckets that are not measured."""
 MEASURED_STEPS = 10
-TOLERANCE = 0.02
-"""A plan may measure this much slower than DDP's buckets before it is given up."""
+TOLERANCE = 0.01
+"""A plan may measure this much slower than DDP's buckets do before or after it, and no more."""
 DRIFT = 0.5
 """Exposed time may move by this share of itself before the tuner plans anew."""
 DRIFT_FLOOR = 0.02
@@ -41,7 +41,10 @@ DRIFT_FLOOR = 0.02
 WORTH_TELLING = 0.03
 """Units are mentioned where they are predicted to save more than this share of an iteration."""
 WATCH_EVERY = 200
-CALIBRATE_S = 2.0
+CALIBRATE_S = (0.25, 2.0)
+"""Training stands still while the network is measured: so long at least and at most."""
+CALIBRATE_STEPS = 3.0
+"""And for as long as so many iterations: 0.6 % of the first 500."""
 CALIBRATE_BYTES = (4096, 65536, 524288, 2**20, 4 * 2**20, 16 * 2**20)
 
 
@@ -71,6 +74,8 @@ class Tuner:
         self._base: Any = None
         self._base_plan: Plan | None = None
         self._base_timed: list[TimedStep] = []
+        self._tried: tuple[Any, Plan | None] = (None, None)
+        """The partition and the plan that ran between the two measurements of DDP's buckets."""
         # By the number of the step, which ranks have in common, not by calls: a step may break off on some of them.
         self._due = SETTLE_STEPS + MEASURED_STEPS
 
@@ -96,6 +101,8 @@ class Tuner:
             self._plan_and_switch()
         elif self.state == "trying":
             self._judge()
+        elif self.state == "comparing":
+            self._compare()
         elif self.state == "watching":
             self._look()
 
@@ -104,7 +111,9 @@ class Tuner:
         return self._due - int(self._reducer.steps)
 
     def _measuring(self) -> bool:
-        return self.state in ("measuring", "trying") or (self.state == "watching" and self._left() <= MEASURED_STEPS)
+        return self.state in ("measuring", "trying", "comparing") or (
+            self.state == "watching" and self._left() <= MEASURED_STEPS
+        )
 
     def _begin(self, state: str, steps: int = SETTLE_STEPS + MEASURED_STEPS) -> None:
         self.state = state
@@ -119,7 +128,7 @@ class Tuner:
             self._settle("one worker: there is nothing to send", iteration, timed)
             return
         profile = self._profile(timed, iteration)
-        network = self._measure_network()
+        network = self._measure_network(iteration)
         if self._auto and self._plans == 0:
             self._tell_of_units(profile, network, iteration)
         text = share(reducer.communicators, f"plan/{self._plans}", self._make(profile, network))
@@ -148,7 +157,7 @@ class Tuner:
         self._begin("trying")
 
     def _judge(self) -> None:
-        """Keep the plan unless it measured worse than DDP's buckets; a strategy asked for by name stays in any case."""
+        """Unless the plan measured worse, DDP's buckets are measured once more; a strategy asked for by name stays."""
         timed = self._reducer.recorder.steps()
         iteration, exposed = self._iteration(timed), self._exposed(timed)
         if self._auto and iteration > self._base_s * (1 + TOLERANCE):
@@ -162,11 +171,28 @@ class Tuner:
             )
             return
         self.iteration_s, self.exposed_s, self.timed = iteration, exposed, timed
-        self._say(f"the plan runs: {iteration * 1e3:.2f} ms an iteration against {self._base_s * 1e3:.2f} ms before")
-        if self._auto:
-            self._begin("watching", self._watch_every)
-        else:
+        if not self._auto:
+            self._say(f"the plan runs: {iteration * 1e3:.2f} ms an iteration, {self._base_s * 1e3:.2f} ms before")
             self._begin("settled")
+            return
+        # The first steps of a job are slower than the rest: what came later would seem to gain.
+        self._tried, self.plan = (self._reducer.partition, self.plan), self._base_plan
+        self._reducer.switch(self._base)
+        self._begin("comparing")
+
+    def _compare(self) -> None:
+        """Keep the plan where DDP's buckets were no faster before it, nor are after it."""
+        timed = self._reducer.recorder.steps()
+        after, found = self._iteration(timed), self.iteration_s or 0.0
+        told = f"{self._base_s * 1e3:.2f} ms before and {after * 1e3:.2f} ms after"
+        if found > min(self._base_s, after) * (1 + TOLERANCE):
+            words = f"staying with DDP's buckets: they took {told}, the plan {found * 1e3:.2f} ms an iteration"
+            self._settle(words, after, timed)
+            return
+        partition, self.plan = self._tried
+        self._reducer.switch(partition)
+        self._say(f"the plan runs: {found * 1e3:.2f} ms an iteration, DDP's buckets took {told}")
+        self._begin("watching", self._watch_every)
 
     def _look(self) -> None:
         timed = self._reducer.recorder.steps()
@@ -235,7 +261,7 @@ class Tuner:
             ),
         )
 
-    def _measure_network(self) -> Network:
+    def _measure_network(self, iteration: float) -> Network:
         communicators = self._reducer.communicators
         if self._network is not None and self._given:
             fits = self._network.workers == communicators.size
@@ -247,7 +273,7 @@ class Tuner:
         self._network = calibrate(
             group=communicators.process_group,
             device=communicators.device,
-            budget_s=CALIBRATE_S,
+            budget_s=min(max(CALIBRATE_STEPS * iteration, CALIBRATE_S[0]), CALIBRATE_S[1]),
             sizes=CALIBRATE_BYTES,
             communicators=counts,
             collectives=("all_reduce",),

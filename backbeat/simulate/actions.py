@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from backbeat.errors import InputError
+from backbeat.model import Profile
 from backbeat.model.blocks import MemoryPlan, Segment
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from backbeat.model import Profile
 
 KEEP, RECOMPUTE, FETCH, OFFLOAD = range(4)
 """What is done with a unit; FETCH is a recomputed one whose input waits on the host."""

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from backbeat.errors import InputError
-from backbeat.model import Gradient, Memory, Profile
+from backbeat.model import Block, Gradient, Memory, Profile
 from backbeat.model.files import bundled
 from backbeat.simulate.host_lane import device_alone
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from backbeat.model import Block
 
 _TIMES = ("forward_s", "backward_s")
 _GROWING = ("activation_bytes", "batch_bytes", "head_bytes", "outside_bytes")

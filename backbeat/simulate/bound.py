@@ -41,19 +41,16 @@ second; what is left of 1 is added.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import lru_cache
 from itertools import combinations, pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from numpy.typing import NDArray
-
-    from backbeat.cost import LinkCost
-    from backbeat.model import Profile
+from backbeat.cost import LinkCost
+from backbeat.model import Profile
 
 _ROUNDING = 1e-9
 

@@ -9,23 +9,18 @@ together; all of it is counted before the bucket leaves. Every rank gathers ever
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
+from backbeat.cost import Curve
 from backbeat.cost.message import block_width, message_bytes, sent_elements
+from backbeat.model import Compression, Network, Plan, Profile
 from backbeat.model.prediction import Breakdown, Span
 from backbeat.simulate.contention import beside
 from backbeat.simulate.gather_scatter import Halves
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from numpy.typing import ArrayLike, NDArray
-
-    from backbeat.cost import Curve
-    from backbeat.model import Compression, Network, Plan, Profile
 
 ELEMENT_BYTES = 4
 """A profile knows bytes, not elements: gradients are taken as fp32, as autocast leaves them."""

@@ -3,20 +3,17 @@
 NCCL's kernels take multiprocessors and memory bandwidth away from whatever runs beside them, from a message's launch to
 its end. So gradients become ready later the more of their backward pass overlaps with communication, which moves the
 communication, and so on. What happens until some moment depends on nothing after it: running the buckets again with the
-ready times that the last run gave sets one more busy period right each time, and ends where nothing changes.
+ready times that the last run gave sets one more message right every time or two, and ends where nothing changes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import numpy as np
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike, NDArray
 
 _SAME = 1e-12
 """Ready times this close to those of the run before, relative to the last, are the same."""
@@ -85,7 +82,7 @@ def beside(
     if slowdown == 1 or not len(ready):
         return flow, clock
     moments = ready
-    for _ in range(len(ready) + 1):
+    for _ in range(4 * len(ready) + 4):
         clock = _clock(flow, clock, slowdown)
         later = clock.when(ready)
         same = float(np.abs(later - moments).max()) <= _SAME * float(later.max())

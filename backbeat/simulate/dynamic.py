@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
+from backbeat.cost import LinkCost
+from backbeat.model import DynamicFusion, Profile
 from backbeat.simulate.schedule import Flow
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from backbeat.cost import LinkCost
-    from backbeat.model import DynamicFusion, Profile
 
 
 @dataclass(frozen=True, slots=True)

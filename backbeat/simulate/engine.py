@@ -12,14 +12,11 @@ from __future__ import annotations
 
 from collections import deque
 from heapq import heappop, heappush
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from backbeat.cost import LinkCost
 from backbeat.simulate.schedule import Flow, Schedule
-
-if TYPE_CHECKING:
-    from backbeat.cost import LinkCost
 
 _NEVER = float("inf")
 

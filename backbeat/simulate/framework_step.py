@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
 
 from backbeat.cost.link import LinkCost
+from backbeat.model import Network, Plan, Profile, Reduction
 from backbeat.model.prediction import Breakdown, Span
 from backbeat.model.profile import DTYPE_BYTES
 from backbeat.simulate.bound import communication_bound
@@ -30,9 +30,6 @@ from backbeat.simulate.iteration import (
     travel_spans,
 )
 from backbeat.simulate.schedule import Schedule, capped, running_sums
-
-if TYPE_CHECKING:
-    from backbeat.model import Network, Plan, Profile, Reduction
 
 
 def framework_iteration(

@@ -9,21 +9,17 @@ communicator.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from backbeat.cost.curve import Curve
 from backbeat.cost.link import LinkCost
+from backbeat.model import Network, Plan, Profile
 from backbeat.simulate.bound import communication_bound
 from backbeat.simulate.contention import beside
 from backbeat.simulate.gather_scatter import Halves
 from backbeat.simulate.schedule import Flow
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from backbeat.model import Network, Plan, Profile
 
 
 @dataclass(frozen=True)

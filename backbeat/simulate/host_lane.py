@@ -22,17 +22,13 @@ waits for, like `loss.item()` or a `GradScaler`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import msgspec
 
+from backbeat.model import Profile
 from backbeat.simulate.actions import FETCH, KEEP, OFFLOAD, RECOMPUTE
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from backbeat.model import Profile
 
 COLLECTIVE_S = 80e-6
 """What queueing a collective costs the host, on the hosts of H200s."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from backbeat.cost import LinkCost
 from backbeat.errors import InputError
+from backbeat.model import Network, Plan, Profile
 from backbeat.model.prediction import Breakdown, Span
 from backbeat.simulate.bound import communication_bound
 from backbeat.simulate.compressed_cost import CompressedCost, exposed_parts, pieces_of, spans, travel
@@ -17,10 +18,6 @@ from backbeat.simulate.engine import simulate
 from backbeat.simulate.halves_step import halves_bound, link_s, period
 from backbeat.simulate.recursion import one_communicator
 from backbeat.simulate.schedule import Flow, Schedule
-
-if TYPE_CHECKING:
-    from backbeat.cost import LinkCost
-    from backbeat.model import Network, Plan, Profile
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,20 +20,17 @@ shorter.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 
 from backbeat.errors import InputError
+from backbeat.model import Gradient, MemoryPlan, Plan, Profile
 from backbeat.simulate.actions import FETCH, KEEP, OFFLOAD, RECOMPUTE, Unit, units_of
 from backbeat.simulate.host_lane import HostLane, device_alone, longer_of, memory_costs
 from backbeat.simulate.resident_memory import ResidentMemory
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from backbeat.model import Gradient, MemoryPlan, Plan, Profile
 
 Phase = Literal["forward", "loss", "recompute", "backward"]
 

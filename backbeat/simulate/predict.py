@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import msgspec
 
 from backbeat.cost.collectives import traffic
 from backbeat.errors import InputError
+from backbeat.model import Network, Plan, Profile, Reduction
 from backbeat.model.prediction import Band, Breakdown, NetworkBand, Prediction, Span
 from backbeat.simulate.compressed_cost import remarks
 from backbeat.simulate.framework_step import framework_iteration
@@ -19,9 +18,6 @@ from backbeat.simulate.sharded_step import sharded_iteration, sharded_remarks
 from backbeat.simulate.slowdowns import slowdown_of
 from backbeat.simulate.stragglers import Straggling, straggling
 from backbeat.units import format_bytes, format_seconds
-
-if TYPE_CHECKING:
-    from backbeat.model import Network, Plan, Profile, Reduction
 
 _REPEATS = 0.05
 """Runs of one job on other people's clusters differ by about this much, whatever the network does."""

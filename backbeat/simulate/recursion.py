@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
+from backbeat.cost import LinkCost
 from backbeat.simulate.schedule import Flow, Schedule
-
-if TYPE_CHECKING:
-    from backbeat.cost import LinkCost
 
 
 def one_communicator(schedule: Schedule, cost: LinkCost) -> Flow:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from backbeat.cost.message import message_bytes
 from backbeat.errors import InputError
+from backbeat.model import Block, Plan, Profile
 from backbeat.simulate.compressed_cost import ELEMENT_BYTES, kept_bytes, selection_bytes
 from backbeat.units import format_bytes
-
-if TYPE_CHECKING:
-    from backbeat.model import Block, Plan, Profile
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

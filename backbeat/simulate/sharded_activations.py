@@ -12,16 +12,11 @@ The largest parameter stands for both, since a block makes its gradients one aft
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import msgspec
 
+from backbeat.model import Profile, Sharding
 from backbeat.model.sharding import DTYPE_BYTES
-from backbeat.simulate.sharded_units import ELEMENT_BYTES, ROOT
-
-if TYPE_CHECKING:
-    from backbeat.model import Profile, Sharding
-    from backbeat.simulate.sharded_units import ShardedChain
+from backbeat.simulate.sharded_units import ELEMENT_BYTES, ROOT, ShardedChain
 
 _HALF = ("bf16", "fp16")
 

@@ -25,17 +25,12 @@ only add.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
-from backbeat.cost import LinkCost
-
-if TYPE_CHECKING:
-    from backbeat.cost import Curve
-    from backbeat.model import Sharding
-    from backbeat.simulate.sharded_cost import ShardedCost
-    from backbeat.simulate.sharded_units import ShardedChain
+from backbeat.cost import Curve, LinkCost
+from backbeat.model import Sharding
+from backbeat.simulate.sharded_cost import ShardedCost
+from backbeat.simulate.sharded_units import ShardedChain
 
 
 def sharded_bound(

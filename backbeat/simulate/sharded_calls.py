@@ -17,14 +17,11 @@ input needs no gradient, as the root's, is reduced when all of backward is done;
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from collections.abc import Iterator
+from typing import Literal, NamedTuple
 
+from backbeat.model import Plan, Profile, Sharding
 from backbeat.simulate.sharded_units import ROOT, ShardedChain, chain_of
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from backbeat.model import Plan, Profile, Sharding
 
 Event = Literal[
     "begin", "all_gather", "copy_out", "forward", "turn", "loss", "backward", "wait", "reduce_scatter", "all_reduce",

@@ -9,7 +9,6 @@ where a shard group fills a node or more; the shards of a node's ranks share wha
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -17,13 +16,10 @@ from backbeat.cost.accelerators import accelerator
 from backbeat.cost.curve import Curve
 from backbeat.cost.link import LinkCost
 from backbeat.errors import InputError
+from backbeat.model import Mesh, Network, Profile, Sharding
 from backbeat.model.sharding import DTYPE_BYTES
 from backbeat.simulate.gather_scatter import Halves
-from backbeat.simulate.sharded_units import ELEMENT_BYTES
-
-if TYPE_CHECKING:
-    from backbeat.model import Mesh, Network, Profile, Sharding
-    from backbeat.simulate.sharded_units import UnitContent
+from backbeat.simulate.sharded_units import ELEMENT_BYTES, UnitContent
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,10 @@ of the next. The highest level is the peak of `sharded_memory`.
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterator
+from typing import NamedTuple
 
+from backbeat.model import Network, Plan, Profile
 from backbeat.simulate.actions import KEEP, units_of
 from backbeat.simulate.memory_timeline import Chain, Phase, Tally
 from backbeat.simulate.resident_memory import ResidentMemory
@@ -19,11 +21,6 @@ from backbeat.simulate.sharded_step import run_step
 from backbeat.simulate.sharded_units import ShardedChain, chain_of
 from backbeat.simulate.slowdowns import slowdown_of
 from backbeat.simulate.stream_engine import COMPUTE
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from backbeat.model import Network, Plan, Profile
 
 
 class MemoryLevel(NamedTuple):

@@ -17,8 +17,9 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+from backbeat.model import Plan, Profile, Sharding
 from backbeat.model.sharding import DTYPE_BYTES
 from backbeat.simulate.actions import KEEP, Unit, units_of
 from backbeat.simulate.memory_timeline import Chain, Phase, Tally
@@ -26,9 +27,6 @@ from backbeat.simulate.resident_memory import ResidentMemory
 from backbeat.simulate.sharded_activations import sharded_activations, tied_block
 from backbeat.simulate.sharded_calls import Call, calls
 from backbeat.simulate.sharded_units import ELEMENT_BYTES, ROOT, ShardedChain, chain_of
-
-if TYPE_CHECKING:
-    from backbeat.model import Plan, Profile, Sharding
 
 MOST_MICRO_BATCHES = 3
 """Those behind the second hold what the second holds."""

@@ -27,8 +27,10 @@ reduced only once a step (`gradient_sync`). Each rank updates its own shard: the
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
+from backbeat.model import Network, Plan, Profile, Sharding
 from backbeat.model.prediction import Breakdown, Span
 from backbeat.simulate.iteration import Iteration
 from backbeat.simulate.sharded_bound import sharded_bound
@@ -36,11 +38,6 @@ from backbeat.simulate.sharded_calls import Call, call_order, calls
 from backbeat.simulate.sharded_cost import ShardedCost
 from backbeat.simulate.sharded_units import ROOT, ModelPieces, ShardedChain, chain_of
 from backbeat.simulate.stream_engine import COMPUTE, StreamTask, StreamTimes, run_streams
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from backbeat.model import Network, Plan, Profile, Sharding
 
 __all__ = ["ShardedRun", "call_order", "run_step", "sharded_iteration", "sharded_remarks"]
 

@@ -8,20 +8,16 @@ its parameters and its computation.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from backbeat.errors import InputError
+from backbeat.model import MemoryPlan, Plan, Profile, Sharding
 from backbeat.simulate.actions import FETCH, RECOMPUTE, units_of
 from backbeat.simulate.memory_timeline import Chain
 from backbeat.simulate.resident_memory import ResidentMemory
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from backbeat.model import MemoryPlan, Plan, Profile, Sharding
 
 ELEMENT_BYTES = 4
 """Profiles hold gradients in fp32."""

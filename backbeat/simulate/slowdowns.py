@@ -4,17 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
-from backbeat.cost.accelerators import accelerator
+from backbeat.cost.accelerators import Accelerator, accelerator
 from backbeat.cost.collectives import traffic
+from backbeat.model import Network, Profile
 from backbeat.model.files import ZOO
-from backbeat.model.slowdown import CHANNELS, Contention
-
-if TYPE_CHECKING:
-    from backbeat.cost.accelerators import Accelerator
-    from backbeat.model import Network, Profile
-    from backbeat.model.slowdown import Slowdown, Transport
+from backbeat.model.slowdown import CHANNELS, Contention, Slowdown, Transport
 
 EMULATED = ZOO / "accelerators" / "h200-contention.json"
 _WORTH_SAYING = 1.005

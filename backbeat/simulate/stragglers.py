@@ -9,16 +9,12 @@ samples support it, because six exceedances cannot tell a bounded tail from a he
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 import numpy as np
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from numpy.typing import NDArray
+from numpy.typing import NDArray
 
 _TAIL_SHARE = 0.2
 _SHAPE_PRIOR_SAMPLES = 30

@@ -8,11 +8,8 @@ times as long: collectives take multiprocessors and memory bandwidth from it.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
 
 COMPUTE = 0
 """The stream that computes."""

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from backbeat.errors import InputError
 from backbeat.model.prediction import Prediction
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 _WORTH_IT = 0.5
 """Past the knee an added worker brings less than this share of what one worker does alone."""

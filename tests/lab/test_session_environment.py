@@ -11,7 +11,7 @@ pytest.importorskip("pyroute2", reason="the lab needs pyroute2")
 
 from backbeat.comm.nccl import LAUNCH_ORDER
 from backbeat.lab.session import node_environment
-from backbeat.lab.worker import order_launches
+from backbeat.lab.worker import Node, order_launches
 
 
 @pytest.mark.parametrize(
@@ -33,3 +33,13 @@ def test_streams_have_as_many_queues_as_on_a_card_of_ones_own() -> None:
 
 def test_gloo_nodes_see_no_card() -> None:
     assert node_environment("gloo", 0)["CUDA_VISIBLE_DEVICES"] == ""
+
+
+def seen(node: object, value: int) -> tuple[object, int]:
+    return node, value
+
+
+def test_a_function_of_ones_own_gets_the_node() -> None:
+    node = object()
+    found = Node.call(node, function=f"{__name__}:seen", arguments={"value": 3})  # type: ignore[arg-type]
+    assert found == (node, 3)

@@ -25,6 +25,11 @@ def test_ranks_of_a_node_share_its_link_and_its_slowdown():
     assert setting.name == "gloo-2nx2-1.00gbit"
 
 
+def test_sockets_are_not_settled_beside_ranks_that_compute():
+    assert Setting(nodes=200, rate_bits=1e9).settle
+    assert not Setting(nodes=200, rate_bits=1e9, busy=True).settle
+
+
 def test_the_burst_is_a_short_time_of_the_rate_and_never_less_than_some_packets():
     assert Link(rate_bits=1e8).burst_bytes == 16 * 2**10
     assert Link(rate_bits=25e9).burst_bytes == 625_000

@@ -124,6 +124,13 @@ def test_the_table_fits_a_terminal_and_reads_its_own_log(tmp_path: Path) -> None
     assert "no drift" in watch_table(job(1, 0.0))
 
 
+def test_what_is_not_known_of_units_is_a_dash() -> None:
+    shown = watch_table([StepSample(step=50, own_s=(0.1, 0.12), iteration_s=0.13, exposed_s=0.01)])
+    assert shown.splitlines()[1].split() == [
+        "50", "130", "ms", "–", "10.0", "ms", "–", "–", "rank", "1", "+20", "%",
+    ]  # fmt: skip
+
+
 def test_other_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="No such file"):
         read_samples(tmp_path / "none.jsonl")

@@ -74,6 +74,32 @@ def auto_goes_back_if_worse(ctx: Context) -> None:
 
 
 @check
+def auto_compares_with_ddp_before_and_after(ctx: Context) -> None:
+    """What gains only over the job's first steps is not kept; what gains over later ones is."""
+    for plan_s, kept in ((1.0, False), (1e-9, True)):
+        model = ctx.build(lambda: mlp(depth=6))
+        oracle = Oracle(ctx, model)
+        wrapped = DistributedDataParallel(model, plan="auto", network=NETWORK, bucket_cap_mb=0.0004)
+        tuner, seen = wrapped.reducer.tuner, set()
+        for _ in range(60):
+            train(ctx, model, wrapped, oracle, steps=1, lr=0.01)
+            seen.add(tuner.state)
+            if tuner.state == "trying":
+                tuner._base_s = 2.0
+            if tuner.state == "comparing":
+                assert wrapped.reducer.partition.buckets == tuner._base.buckets
+                tuner.iteration_s = plan_s
+            if tuner.state in ("watching", "settled"):
+                break
+        assert "comparing" in seen, tuner.history
+        assert tuner.state == ("watching" if kept else "settled"), tuner.history
+        expected = tuner._tried[0] if kept else tuner._base
+        assert wrapped.reducer.partition.buckets == expected.buckets
+        assert ("the plan runs" if kept else "staying with DDP's buckets") in tuner.history[-1]
+        assert (wrapped.report().strategy != "ddp") == kept
+
+
+@check
 def a_strategy_by_name(ctx: Context) -> None:
     wrapped = _trains_while_tuning(ctx, "single", 32, network=NETWORK)
     assert wrapped.report().strategy == "single"

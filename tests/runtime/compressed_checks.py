@@ -9,6 +9,7 @@ import pickle
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -256,6 +257,10 @@ def accumulation_and_no_sync(ctx: Context) -> None:
             with ours.no_sync():
                 backward(ctx, ours, 30)
             raises(InputError, optimizer.step, "step() after a backward under no_sync")
+            # The backward that synchronises may be the closure's.
+            optimizer.step(partial(backward, ctx, ours, 31))
+            with ours.no_sync():
+                raises(InputError, partial(optimizer.step, partial(backward, ctx, ours, 32)), "under no_sync")
             optimizer.zero_grad()
             optimizer.step()
             same_everywhere(ctx, ours.module, "after a refused step()")

@@ -168,7 +168,7 @@ def a_candidate_that_fails_on_one_rank_is_dropped_on_all(ctx: Context) -> str:
             raise MemoryError("rank 1 is full")
         return found
 
-    with mock.patch.dict(trials.TIMEOUT_S, gloo=5.0):
+    with mock.patch.dict(trials.TIMEOUT_S, gloo=60.0):
         taken = searched(ctx, ctx.build(Chain), loss)
     ((name, why),) = taken.dropped.items()
     assert "unit" in name
@@ -194,15 +194,26 @@ def a_backward_that_fails_ends_the_trial(ctx: Context) -> str:
     model = ctx.build(Chain)
     world: Any = dist.group.WORLD
     together = Together(Communicators(world, ctx.device, 1))
+    before = gloo_threads()
+    kinds = (small_plan(model), plan_of(ctx), plan_of(ctx, replicate=ctx.size))
     # The rank whose trial ended does not answer: it is not waited for long.
-    with mock.patch.multiple(failures, POLL_S=0.2, ANSWER_S=1.0), mock.patch.dict(trials.TIMEOUT_S, gloo=4.0):
-        said = try_plan(model, small_plan(model), example(ctx, loss), together, 3)
-    assert isinstance(said, str)
+    with mock.patch.multiple(failures, POLL_S=0.2, ANSWER_S=1.0):
+        said = [try_plan(model, plan, example(ctx, loss), together, 3) for plan in kinds]
+    assert all("rank 0: ValueError: backward broke" in str(one) for one in said), said
+    assert gloo_threads() == before, "a trial that failed left its connections open: the others wait for the timeout"
     fail[0] = False
-    for plan in (small_plan(model), plan_of(ctx, replicate=ctx.size)):
-        found = try_plan(model, plan, example(ctx, loss), together, 3)
-        assert isinstance(found, float), found
-    return said
+    # Only a hang fails here, however busy the machine is.
+    with mock.patch.dict(trials.TIMEOUT_S, gloo=100.0):
+        for plan in kinds:
+            found = try_plan(model, plan, example(ctx, loss), together, 3)
+            assert isinstance(found, float), found
+    return str(said[0])
+
+
+def gloo_threads() -> int:
+    """How many threads of gloo's this process has, where that can be seen."""
+    names = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
+    return sum(name.startswith("gloo_tcp_loop") for name in names)
 
 
 def _raise(_: torch.Tensor) -> None:
@@ -258,6 +269,7 @@ def refusals(ctx: Context) -> None:
         (plain, {"plan": "fsdp"}, "is a strategy"),
         (plain, {"plan": "outo"}, "did you mean 'auto'"),
         (plain, {"example": pair, "compression": "yes"}, "must be 'allow'"),
+        (plain, {"example": pair, "compression": "allow", "precision": "fp16"}, "train in bf16"),
         (plain, {"example": pair, "budget_s": 0}, "above zero"),
         (plain, {"example": pair, "memory": "0GB"}, "above zero"),
     ):

@@ -44,6 +44,7 @@ def _outcome(request: dict[str, Any]) -> dict[str, Any]:
     import compressed_faults
     import parallel_checks
     import rank_faults
+    import recipe_checks
     import runtime_checks
     import runtime_scenarios
     import scenario_rig
@@ -87,6 +88,7 @@ def _outcome(request: dict[str, Any]) -> dict[str, Any]:
             **compressed_faults.CHECKS,
             **change_checks.CHECKS,
             **parallel_checks.CHECKS,
+            **recipe_checks.CHECKS,
             **sharded_checks.CHECKS,
             **sharded_order_checks.CHECKS,
         }
@@ -164,6 +166,7 @@ def main() -> None:
     """Argument: for each rank the descriptor it reads from, the one it writes to, and its environment."""
     # Imported here, before any fork: what the ranks and their children would each load again.
     import parallel_checks
+    import recipe_checks
     import runtime_checks
     import sharded_checks
     import sharded_order_checks
@@ -174,7 +177,7 @@ def main() -> None:
 
     assert backbeat.planners, backbeat.measure.network.calibration
     assert runtime_checks, torch._dynamo
-    assert sharded_checks, (sharded_order_checks, parallel_checks)
+    assert sharded_checks, (sharded_order_checks, parallel_checks, recipe_checks)
     # What is imported stays: collecting garbage need not look at it, nor touch memory shared with the children.
     gc.freeze()
     ranks = json.loads(sys.argv[1])

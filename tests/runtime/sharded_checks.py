@@ -198,6 +198,22 @@ def halves(ctx: Context) -> int:
 
 
 @check
+def batch_norm_runs_in_bf16_with_its_statistics_in_fp32(ctx: Context) -> None:
+    torch.manual_seed(0)
+    model = Chain(norm=True).to(ctx.device)
+    before = {name: value.dtype for name, value in model.state_dict().items()}
+    fully_shard(model, plan_of(ctx, param_dtype="bf16"))
+    torch.manual_seed(0)
+    plain = Chain(norm=True).to(ctx.device)
+    fully_shard(plain, plan_of(ctx))
+    low, high = train(ctx, model), train(ctx, plain)
+    assert max(abs(a - b) for a, b in zip(low, high, strict=True)) < 0.1, (low, high)
+    assert isinstance(model.norm.weight, DTensor)
+    assert {name: value.dtype for name, value in model.state_dict().items()} == before
+    assert model.norm.running_mean.abs().sum() > 0
+
+
+@check
 def one_unit_a_block(ctx: Context) -> None:
     twice(ctx, Chain, plan_of(ctx), by_hand)
 

@@ -1,8 +1,9 @@
-"""What `DistributedDataParallel(plan="auto")` says of `parallelize`."""
+"""What `DistributedDataParallel(plan="auto")` says of `parallelize`, and how long it holds training up."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 
@@ -18,3 +19,15 @@ def test_units_are_mentioned_where_they_gain(network: str, told: bool) -> None:
     profile = bb.Profile.load("gpt2-b8-bf16-h200")
     tuner._tell_of_units(profile, bb.Network.load(network).at(workers=8), profile.forward_s + profile.backward_s)
     assert any("parallelize(model" in line for line in tuner.history) == told
+
+
+@pytest.mark.parametrize(("iteration_s", "budget_s"), [(0.001, 0.25), (0.2, 0.6), (5.0, 2.0)])
+def test_the_network_is_measured_for_a_small_share_of_the_first_steps(iteration_s: float, budget_s: float) -> None:
+    tuner = object.__new__(Tuner)
+    tuner._network, tuner._communicators = None, None
+    communicators = SimpleNamespace(size=2, limit=2, process_group=None, device=None)
+    tuner._reducer = SimpleNamespace(communicators=communicators)
+    with mock.patch("backbeat.measure.network.calibration.calibrate") as calibrate:
+        tuner._measure_network(iteration_s)
+    assert calibrate.call_args.kwargs["budget_s"] == pytest.approx(budget_s)
+    assert budget_s <= 0.01 * 500 * iteration_s or iteration_s < 0.05

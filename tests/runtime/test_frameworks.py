@@ -19,7 +19,7 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="run on CPU ranks")
 
 
-def run(command: list[str], **environment: str) -> str:
+def run(command: list[str], limit_s: float = 100, **environment: str) -> str:
     process = subprocess.Popen(
         command,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", **environment},
@@ -29,7 +29,7 @@ def run(command: list[str], **environment: str) -> str:
         start_new_session=True,
     )
     try:
-        out, _ = process.communicate(timeout=100)
+        out, _ = process.communicate(timeout=limit_s)
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -37,9 +37,9 @@ def run(command: list[str], **environment: str) -> str:
     return out
 
 
-def torchrun(*arguments: str, ranks: int = 2, **environment: str) -> str:
+def torchrun(*arguments: str, ranks: int = 2, limit_s: float = 100, **environment: str) -> str:
     options = ["--standalone", "--nproc-per-node", str(ranks), *arguments]
-    return run([sys.executable, "-m", "torch.distributed.run", *options], **environment)
+    return run([sys.executable, "-m", "torch.distributed.run", *options], limit_s, **environment)
 
 
 def losses(text: str) -> dict[int, float]:
@@ -81,11 +81,8 @@ def test_another_world_size_continues_to_the_same_losses(undisturbed: dict[int, 
 
 
 @pytest.mark.skipif(importlib.util.find_spec("pytorch_lightning") is None, reason="Lightning is not installed")
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_lightning(accumulate: int) -> None:
-    out = run(
-        [sys.executable, str(EXAMPLES / "lightning_trainer.py"), "--devices", "2", "--accumulate", str(accumulate)]
-    )
+def test_lightning() -> None:
+    out = run([sys.executable, str(EXAMPLES / "lightning_trainer.py"), "--devices", "2"])
     assert len(set(sums(out))) == 1
     assert len(sums(out)) == 2, out
     assert out.count("wrapper backbeat.runtime.reduce.wrapper") == 2, out
@@ -115,3 +112,12 @@ def test_hugging_face_trainer() -> None:
     out = torchrun(str(EXAMPLES / "hf_trainer.py"))
     assert out.count("backbeat True") == 2, out
     assert len(set(sums(out))) == 1
+
+
+@pytest.mark.skipif(
+    not all(importlib.util.find_spec(name) for name in ("pytorch_lightning", "accelerate", "transformers")),
+    reason="needs Lightning, Accelerate and transformers",
+)
+def test_every_kind_of_plan_trains_as_its_counterpart() -> None:
+    out = torchrun(str(Path(__file__).parent / "framework_process.py"), limit_s=400)
+    assert out.count("as its counterpart") == 2 * (3 * 9 + 4 + 3), out

@@ -45,6 +45,25 @@ def test_fsdp2_and_dtensor_are_refused_by_name(one_rank: None) -> None:
         DistributedDataParallel(distribute_module(nn.Linear(4, 4), mesh))
 
 
+@pytest.mark.parametrize("reducer", ["backbeat", "ddp"])
+def test_a_model_that_is_wrapped_once_more_is_refused(reducer: str, one_rank: None) -> None:
+    class Taught(nn.Module):
+        """Asks another wrapped model, which is no part of it."""
+
+        def __init__(self, teacher: nn.Module) -> None:
+            super().__init__()
+            self.own, self.teachers = nn.Linear(2, 2), [teacher]
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.own(x) + self.teachers[0](x)
+
+    wrapped = DistributedDataParallel(nn.Linear(2, 2), reducer=reducer)
+    twice = nn.parallel.DistributedDataParallel(nn.Sequential(wrapped))
+    with pytest.raises(InputError, match=r"wrapped twice: .*evaluation_mode=True"):
+        twice(torch.ones(1, 2))
+    nn.parallel.DistributedDataParallel(Taught(wrapped))(torch.ones(1, 2)).sum().backward()
+
+
 def test_pipeline_stages_are_refused_by_name() -> None:
     class PipelineStage(nn.Module):
         pass

@@ -103,6 +103,73 @@ def test_what_only_shows_the_job_does_not_end_it(model: Any, caplog: pytest.LogC
     assert "step 10 is not shown: OSError: no space left" in caplog.text
 
 
+@pytest.fixture
+def units(model: Any) -> Any:
+    """A model of units on the one rank."""
+    from torch.distributed.fsdp import fully_shard
+
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    fully_shard(net[0])
+    return fully_shard(net)
+
+
+def train_units(units: Any, optimizer: torch.optim.Optimizer, steps: int) -> list[int]:
+    """How many hooks there were before each step."""
+    counts = []
+    for _ in range(steps):
+        counts.append(sum(len(module._forward_hooks) for module in units.modules()))
+        units(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+    return counts
+
+
+def test_units_are_timed_from_outside_and_only_in_the_steps_of_a_sample(units: Any) -> None:
+    told: list[StepSample] = []
+    watch = Watch(units, every=20, to=[told.append])
+    other = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+    optimizer = sgd(units)
+    hooks = train_units(units, optimizer, 40)
+    other.step()
+    assert [sample.step for sample in told] == [20, 40]
+    assert all(sample.overlap is None for sample in told)
+    assert [step for step, count in enumerate(hooks, start=1) if count > hooks[0]] == [18, 19, 20, 38, 39, 40]
+    train_units(units, optimizer, 18)
+    del watch
+    assert train_units(units, optimizer, 22) == [hooks[0]] * 22
+    assert len(told) == 2
+
+
+def test_a_backward_that_raises_in_a_timed_step_is_left_out(units: Any) -> None:
+    told: list[StepSample] = []
+    watch = Watch(units, every=6, to=[told.append])
+    optimizer = sgd(units)
+    train_units(units, optimizer, 4)
+    loss = units(torch.ones(2, 4)).sum()
+    loss.register_hook(lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        loss.backward()
+    train_units(units, optimizer, 2)
+    assert watch.last is told[0]
+    assert 0 < told[0].exposed_s < told[0].iteration_s
+
+
+def test_compiled_blocks_get_no_hooks(units: Any) -> None:
+    watch = Watch(units, every=6)
+    # As block.compile() leaves it; a hook would have the compiler run anew.
+    units[0]._compiled_call_impl = units[0]._call_impl
+    count = len(units[0]._forward_hooks)
+    optimizer = sgd(units)
+    for _ in range(6):
+        assert len(units[0]._forward_hooks) == count
+        train_units(units, optimizer, 1)
+    assert watch.last is not None
+    # As torch.compile(model) leaves it.
+    compiled = nn.Module()
+    compiled._orig_mod = units
+    with pytest.raises(InputError, match="compiled as one cannot be watched"):
+        Watch(compiled)
+
+
 def test_what_cannot_be_watched_is_refused(model: Any) -> None:
     with pytest.raises(InputError, match="Linear cannot be watched"):
         Watch(nn.Linear(2, 2))
@@ -127,27 +194,35 @@ def test_dashboards_get_figures_and_alerts() -> None:
     assert "backbeat/predicted_exposed_s" not in scalars(SAMPLE)
 
 
-def test_lightning_gets_a_callback(model: Any) -> None:
+def test_lightning_gets_a_callback(model: Any, units: Any) -> None:
     pytest.importorskip("pytorch_lightning")
-    logged: list[Any] = []
-    logger = SimpleNamespace(log_metrics=lambda figures, step: logged.append((step, figures)))
-    callback = lightning_watch("pytorch_lightning", every=10)
-    trainer = SimpleNamespace(strategy=SimpleNamespace(model=model), loggers=[logger])
-    callback.on_train_start(trainer, model.module)
-    for _ in range(10):
-        model(torch.ones(2, 4)).sum().backward()
-    ((step, figures),) = logged
-    assert step == 10
-    assert figures["backbeat/iteration_s"] > 0
+    # `strategy="backbeat"` wraps the LightningModule; with "backbeat_parallelize" this holds what is parallel.
+    for strategy_model in (model, nn.ModuleDict({"net": units})):
+        logged: list[Any] = []
+        logger = SimpleNamespace(log_metrics=lambda figures, step, logged=logged: logged.append((step, figures)))
+        callback = lightning_watch("pytorch_lightning", every=10)
+        trainer = SimpleNamespace(strategy=SimpleNamespace(model=strategy_model), loggers=[logger])
+        callback.on_train_start(trainer, None)
+        trained = model if strategy_model is model else units
+        train_units(trained, sgd(trained), 10)
+        ((step, figures),) = logged
+        assert step == 10
+        assert figures["backbeat/iteration_s"] > 0
 
 
-def test_the_hugging_face_trainer_gets_a_callback(model: Any) -> None:
+def test_the_hugging_face_trainer_gets_a_callback(model: Any, units: Any) -> None:
     pytest.importorskip("transformers")
-    callbacks: list[Any] = []
-    logged: list[Any] = []
-    trainer = SimpleNamespace(model_wrapped=model, add_callback=callbacks.append, log=logged.append)
-    watch_trainer(trainer, every=10)
-    for _ in range(10):
-        callbacks[0].on_step_begin(None, None, None)
-        model(torch.ones(2, 4)).sum().backward()
-    assert [figures["backbeat/straggler_rank"] for figures in logged] == [0.0]
+    for wrapped in (model, units):
+        callbacks: list[Any] = []
+        logged: list[Any] = []
+        trainer = SimpleNamespace(model_wrapped=wrapped, add_callback=callbacks.append, log=logged.append)
+        watch_trainer(trainer, every=10)
+        optimizer = sgd(wrapped)
+        for _ in range(10):
+            callbacks[0].on_step_begin(None, None, None)
+            train_units(wrapped, optimizer, 1)
+        assert [figures["backbeat/straggler_rank"] for figures in logged] == [0.0]
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)

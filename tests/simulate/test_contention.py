@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import backbeat as bb
 from backbeat.cost import LinkCost
+from backbeat.cost.curve import Curve
 from backbeat.model import Network, Plan, Profile
 from backbeat.simulate.bound import communication_bound
 from backbeat.simulate.contention import UNDISTURBED, ComputeClock
@@ -64,6 +65,13 @@ def test_one_communicator_is_the_recursion_followed_by_hand(
     finishes, at, done = by_hand(schedule, cost, slowdown)
     assert flow.finishes.tolist() == pytest.approx(finishes, rel=1e-9, abs=1e-12)
     assert float(clock.when(done)) == pytest.approx(at, rel=1e-9, abs=1e-12)
+
+
+def test_messages_that_only_cost_time_in_a_row_are_followed_to_the_end() -> None:
+    ready, free, queued = np.array([0.0, 0.0, 1e-4, 2e-4, 3e-4, 4e-4]), Curve.affine(0.0, 0.0), Curve.affine(2e-3, 0.0)
+    cost = LinkCost(free, queued, {})
+    flow, _ = communicate_beside(Schedule(ready, np.full(6, 4.0), [0] * 6), cost, 1, 100.0)
+    assert flow.finishes.tolist() == pytest.approx([0.0, 2e-3, 4e-3, 6e-3, 8e-3, 1e-2])
 
 
 @settings(max_examples=60)

@@ -38,7 +38,7 @@ def test_rows_are_trained_one_by_one(tmp_path: Path) -> None:
     # Weights and gradients take 1.8 MB, top-k's residuals and scratch 2 MB more, and all of batch 512 would take 5 MB.
     done = subprocess.run(
         [sys.executable, str(SCRIPT), str(out), "--nodes", "2", "--bandwidth", "200mbit", "--train", "row_model:layers",
-         "--memory", "4.1MB", "--batches", "4,512,7,4", "--seconds", "0.05s", "--budget", "3s",
+         "--memory", "4.1MB", "--batches", "4,512,7,4", "--seconds", "0.05s", "--budget", "6s",
          "--profile-seconds", "0.05s", "--rows", "dense,memory,compressed,both,ddp"],
         cwd=tmp_path, timeout=240, check=False, capture_output=True, text=True,
     )  # fmt: skip

@@ -32,7 +32,6 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -44,7 +43,6 @@ from backbeat.lab import experiment
 from backbeat.lab.jobs import ROUNDS, per_round
 from backbeat.lab.plans import Choice
 from backbeat.lab.requirements import check
-from backbeat.lab.session import Session
 from backbeat.lab.setting import Setting
 from backbeat.model import MemoryPlan, Network, Plan, Prediction, Profile
 from backbeat.model.files import write
@@ -171,31 +169,6 @@ def _of(point: Point, remark: str | None = None) -> Planned:
     return Planned(batch_size=point.batch_size, plan=point.plan, prediction=point.prediction, remark=remark)
 
 
-class Nodes:
-    """The nodes of one bandwidth. After a failure they are built again: the others may wait for ever for a lost one."""
-
-    def __init__(self, setting: Setting) -> None:
-        self._setting = setting
-        self._stack = ExitStack()
-        self._session: Session | None = None
-
-    def __enter__(self) -> Nodes:
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        self._session = None
-        self._stack.close()
-
-    def do(self, what: Callable[[Session], T]) -> T:
-        if self._session is None:
-            self._session = self._stack.enter_context(experiment.opened(self._setting, COMMUNICATORS))
-        try:
-            return what(self._session)
-        except MeasurementError:
-            self.__exit__()
-            raise
-
-
 class Table:
     """The rows of one bandwidth, written after each."""
 
@@ -249,7 +222,7 @@ def run(given: argparse.Namespace) -> bool:
         check(setting.backend)
         table = Table(given.folder, setting, given)
         try:
-            with Nodes(setting) as nodes:
+            with experiment.Nodes(setting, COMMUNICATORS) as nodes:
                 profiles = _setting(nodes, setting, table, profiles, given, ends)
         except BackbeatError as error:
             table.document["error"] = str(error)
@@ -261,7 +234,12 @@ def run(given: argparse.Namespace) -> bool:
 
 
 def _setting(
-    nodes: Nodes, setting: Setting, table: Table, profiles: list[Profile], given: argparse.Namespace, ends: float
+    nodes: experiment.Nodes,
+    setting: Setting,
+    table: Table,
+    profiles: list[Profile],
+    given: argparse.Namespace,
+    ends: float,
 ) -> list[Profile]:
     """One bandwidth from start to end; the profiles, for the next."""
     table.document.update(table.timed("start", lambda: nodes.do(lambda session: session.ask("describe", 60)[0])))
@@ -324,7 +302,7 @@ def _attempt(planner: Planner, key: str) -> Planned | str:
 
 
 def _row(
-    nodes: Nodes, setting: Setting, key: str, planned: Planned, given: argparse.Namespace, ends: float
+    nodes: experiment.Nodes, setting: Setting, key: str, planned: Planned, given: argparse.Namespace, ends: float
 ) -> dict[str, Any]:
     prediction = planned.prediction
     row: dict[str, Any] = {

@@ -97,9 +97,19 @@ class Updates:
                 )
         check_step = self._check_step
 
-        def before_step(*_: Any) -> None:
-            if (alive := check_step()) is not None:
+        def before_step(_: Optimizer, args: Any, kwargs: dict[str, Any]) -> Any:
+            alive = check_step()
+            closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+            if alive is None or closure is None:
+                return None if alive is None else alive()
+
+            def checked() -> Any:
+                # The backward that synchronises may run in here, as under Lightning.
+                found = closure()
                 alive()
+                return found
+
+            return args[:1], {**kwargs, "closure": checked}
 
         optimizer.register_step_pre_hook(before_step)
         self._optimizers = [*remaining, optimizer]

@@ -1,22 +1,35 @@
-"""A Lightning strategy: `import backbeat.runtime.integrations.lightning`, then `Trainer(strategy="backbeat")`.
+"""Lightning strategies: `import backbeat.runtime.integrations.lightning`, then `Trainer(strategy="backbeat")`.
 
-For options use the class: `Trainer(strategy=BackbeatStrategy(plan="auto"))`. The packages `lightning` and
-`pytorch_lightning` each have their own classes, so each one that is installed gets its own strategy.
+- "backbeat" wraps the LightningModule. For options use the class: `Trainer(strategy=BackbeatStrategy(plan="auto"))`.
+- "backbeat_parallelize" wraps nothing: call `parallelize` in `configure_model`, with a plan of any kind.
+
+The packages `lightning` and `pytorch_lightning` each have their own classes, so each one that is installed gets its own
+strategies.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 
 from backbeat.errors import MissingPartError
+from backbeat.runtime.parallel.accumulate import no_sync
 from backbeat.runtime.reduce.settings import split_options
 from backbeat.runtime.reduce.wrapper import DistributedDataParallel
+from backbeat.runtime.sharded.full_state import load_full_state_dict
 
+_GATHERED = StateDictOptions(full_state_dict=True, cpu_offload=True)
+_SPREAD = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 
 
@@ -46,13 +59,64 @@ def strategy_class(package: str) -> type[Any]:
         def register_strategies(cls, registry: Any) -> None:
             registry.register(cls.strategy_name, cls, description="DDP with backbeat's planned gradient buckets")
 
-    if "backbeat" not in strategies.StrategyRegistry:
-        BackbeatStrategy.register_strategies(strategies.StrategyRegistry)
+    _register(BackbeatStrategy, strategies)
     return BackbeatStrategy
 
 
-_found = [strategy_class(name) for name in PACKAGES if importlib.util.find_spec(name.split(".")[0]) is not None]
-if not _found:
+def parallelize_strategy_class(package: str) -> type[Any]:
+    """The strategy for modules that call `parallelize` in `configure_model`, registered as "backbeat_parallelize"."""
+    strategies = importlib.import_module(f"{package}.strategies")
+    base: Any = strategies.ModelParallelStrategy
+
+    class ParallelizeStrategy(base):  # type: ignore[misc]
+        """Lightning's strategy for modules that are parallel by themselves, over all ranks.
+
+        While it accumulates it sends nothing, which Lightning's own does: a plan with an attached optimizer would
+        update in every backward. A checkpoint is one file, which any kind of plan on any number of ranks takes.
+        """
+
+        strategy_name = "backbeat_parallelize"
+
+        def __init__(self, **kwargs: Any) -> None:
+            super().__init__(**{"tensor_parallel_size": 1, "save_distributed_checkpoint": False, **kwargs})
+
+        def setup_environment(self) -> None:
+            self._data_parallel_size = self.num_nodes * self.num_processes
+            super().setup_environment()
+
+        def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+            plain = getattr(optimizer, "_optimizer", optimizer)
+            return dict(get_optimizer_state_dict(self.model, plain, options=_GATHERED))
+
+        def load_checkpoint(self, checkpoint_path: Any, **kwargs: Any) -> dict[str, Any]:
+            found: dict[str, Any] = strategies.Strategy.load_checkpoint(self, self.broadcast(checkpoint_path), **kwargs)
+            load_full_state_dict(self.model, found.pop("state_dict"))
+            for optimizer, state in zip(self.optimizers, found["optimizer_states"], strict=True):
+                set_optimizer_state_dict(self.model, optimizer, state if self.is_global_zero else {}, options=_SPREAD)
+            return found
+
+        @contextmanager
+        def block_backward_sync(self) -> Iterator[None]:
+            with no_sync(self.model):
+                yield
+
+        @classmethod
+        def register_strategies(cls, registry: Any) -> None:
+            registry.register(cls.strategy_name, cls, description="for a model that backbeat's parallelize prepares")
+
+    _register(ParallelizeStrategy, strategies)
+    return ParallelizeStrategy
+
+
+def _register(strategy: Any, strategies: Any) -> None:
+    if strategy.strategy_name not in strategies.StrategyRegistry:
+        strategy.register_strategies(strategies.StrategyRegistry)
+
+
+_packages = [name for name in PACKAGES if importlib.util.find_spec(name.split(".")[0]) is not None]
+if not _packages:
     raise MissingPartError("backbeat.runtime.integrations.lightning needs Lightning: pip install lightning")
-BackbeatStrategy = _found[0]
-"""The strategy of the first package found; `strategy_class(package)` gives another's."""
+_found = [(strategy_class(name), parallelize_strategy_class(name)) for name in _packages]
+BackbeatStrategy, ParallelizeStrategy = _found[0]
+"""The strategies of the first package found; `strategy_class(package)` and `parallelize_strategy_class(package)` give
+another's."""

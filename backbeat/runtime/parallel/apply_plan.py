@@ -28,12 +28,15 @@ def apply_plan(model: nn.Module, plan: Plan, *, group: Any = None, mesh: DeviceM
         from backbeat.runtime.sharded.shard import fully_shard
 
         return fully_shard(model, plan, mesh)
-    wrapped: nn.Module
+    wrapped: Any
     if is_stock(plan):
         wrapped = DistributedDataParallel(model, reducer="ddp", process_group=group)
+        # A `Watch` compares its prediction.
+        wrapped.backbeat_plan = plan
     else:
         wrapped = DistributedDataParallel(model, plan=plan, process_group=group)
-    return wrapped
+    parallel: nn.Module = wrapped
+    return parallel
 
 
 def is_stock(plan: Plan) -> bool:

@@ -24,6 +24,10 @@ if TYPE_CHECKING:
 KINDS = ("stock", "buckets", "units", "compressed")
 """From the simplest to the one that changes most."""
 UNITS = ("zero2", "hsdp", "fsdp", "decoupled", "sharded")
+FARTHEST = 16
+"""Times that a message may be larger than those measured."""
+LARGE_BYTES = 64 * 2**20
+"""Beyond this, a message's time is its bytes by the link's rate."""
 EQUAL = 0.01
 """Times that differ by no more than this share are equal."""
 
@@ -143,6 +147,15 @@ def _differs(candidate: Candidate) -> bool:
     return candidate.kind != "compressed" or candidate.plan.compressed
 
 
+def reaches(network: Network, profile: Profile) -> bool:
+    """Whether the network was measured with messages of about the size that the model sends.
+
+    On a slow link the time ends before: what a token bucket or a buffer lets through at once is then taken for speed.
+    """
+    points = network.all_reduce.points
+    return not points or points[-1][0] * FARTHEST >= min(profile.total_bytes, LARGE_BYTES)
+
+
 def worth_trying(candidates: Sequence[Candidate]) -> list[Candidate]:
     """Stock DDP and what may beat it; stock DDP alone where the bound leaves nothing to gain.
 
@@ -177,7 +190,11 @@ def in_words(taken: Candidate, seconds: Mapping[str, float], tolerance: float, h
         others = [name for name in seconds if name != taken.name]
         best = min(others, key=lambda name: seconds[name], default=None)
         if best is not None:
-            text += f"; {best} takes {format_seconds(seconds[best])}, no gain beyond {max(tolerance, EQUAL):.1%}"
+            text += f"; {format_seconds(seconds[best])} with {best}"
+        if best is not None and seconds[best] < found_s:
+            why = "turns may differ by" if how == "measured" else "predictions may be off by"
+            gain = f"the {tolerance:.1%} that {why}" if tolerance > EQUAL else f"{EQUAL:.0%}"
+            text += f", no gain beyond {gain}"
     elif stock_s is not None:
         text += f", {stock_s / found_s:.2f} times as fast as stock DDP ({format_seconds(stock_s)})"
     else:
@@ -187,4 +204,7 @@ def in_words(taken: Candidate, seconds: Mapping[str, float], tolerance: float, h
     over = found_s / taken.bound_s - 1
     if taken.kind == "stock" and len(seconds) == 1 and over <= EQUAL:
         return f"{text}; the bound leaves nothing to gain"
-    return f"{text}; {over:.0%} over the bound of {format_seconds(taken.bound_s)}"
+    bound = f"the bound of {format_seconds(taken.bound_s)}"
+    if over < -EQUAL:
+        return f"{text}; less than {bound}: steps were slower while the example was timed"
+    return f"{text}; {max(over, 0):.0%} over {bound}"

@@ -35,7 +35,14 @@ from backbeat.runtime.compressed.topk_speed import measure_topk
 from backbeat.runtime.memory.activations import apply as apply_memory
 from backbeat.runtime.memory.budget import budget_size
 from backbeat.runtime.parallel.apply_plan import apply_plan, check_plain, is_stock
-from backbeat.runtime.parallel.candidates import Candidate, in_words, predicted_candidates, simplest, worth_trying
+from backbeat.runtime.parallel.candidates import (
+    Candidate,
+    in_words,
+    predicted_candidates,
+    reaches,
+    simplest,
+    worth_trying,
+)
 from backbeat.runtime.parallel.remember import conditions, remembered, save, with_note
 from backbeat.runtime.parallel.together import Together
 from backbeat.runtime.parallel.trials import ExampleStep, MakeOptimizer, Trials, room_for, take_turns
@@ -49,6 +56,8 @@ if TYPE_CHECKING:
     from backbeat.measure.model.training_step import Loss
 
 BUDGET_S = 50.0
+PREDICTED = 0.05
+"""A gain that is only predicted counts beyond this: predictions of different kinds are off by so much."""
 CALIBRATE_SHARE, PROFILE_SHARE = 0.12, 0.2
 """Of the budget; trials have the rest."""
 
@@ -103,6 +112,11 @@ def parallelize(
         raise InputError(f"budget_s is {budget_s}: it must be above zero, like 50")
     if compression not in (None, "allow"):
         raise InputError(f"compression is {compression!r}: it must be 'allow', or left out")
+    if compression is not None and precision == "fp16":
+        raise InputError(
+            "compression='allow' with precision='fp16': training in fp16 scales its loss, and what a compressed bucket "
+            "keeps for later steps cannot follow the scale; train in bf16, or leave compression out"
+        )
     batch, loss = _checked(example)
     device = device_of(model, None)
     step = ExampleStep(
@@ -207,14 +221,16 @@ class ParallelSearch:
         profile = self._profile()
         network = self._network()
         candidates = self._candidates(profile, network, now)
-        tried = worth_trying(candidates)
+        # A prediction that rests on small messages alone excludes nothing.
+        grounded = self.together.first(reaches(network, profile))
+        tried = worth_trying(candidates) if grounded else candidates
         trials, short = Trials(), None
         if len(tried) > 1:
             short = self.together.failure(room_for(profile, self.example.device))
             if short is None:
                 deadline_s = self._began + self.budget_s
                 trials = take_turns(self.model, tried, self.example, self.together, deadline_s, self._say)
-        taken = self.together.first(decide(tried, trials, short))
+        taken = self.together.first(decide(tried, trials, short, self.together.communicators.backend))
         if "error" in taken:
             raise InputError(taken["error"])
         plan = decode(taken["plan"].encode(), Plan, where="rank 0's plan")
@@ -344,19 +360,30 @@ class ParallelSearch:
         print(f"{lead}parallelize: {text}", end=end, file=sys.stderr, flush=True)
 
 
-def decide(tried: Sequence[Candidate], trials: Trials, short: str | None) -> dict[str, str]:
-    """By what was measured; by prediction where not all that run were tried, for want of time or, as `short` says, of
-    memory."""
+def decide(tried: Sequence[Candidate], trials: Trials, short: str | None, backend: str = "") -> dict[str, str]:
+    """By what was measured; by prediction where fewer than two were tried, for want of time or, as `short` says, of
+    memory.
+
+    On gloo FSDP2 communicates while nothing computes, which predictions do not know: units are not taken by prediction
+    where anything else runs.
+    """
     left = [one for one in tried if one.name not in trials.dropped]
     if not left:
         return {"error": "parallelize: nothing ran: " + "; ".join(f"{k}: {v}" for k, v in trials.dropped.items())}
     seconds, tolerance, how = trials.measured, trials.repeatability, "measured"
-    if any(one.name not in seconds for one in left):
-        seconds, tolerance = {one.name: one.predicted_s for one in left}, 0.0
+    untried = [one.name for one in left if one.name not in seconds]
+    if untried and len(seconds) > 1:
+        left = [one for one in left if one.name in seconds]
+    elif untried:
+        if backend == "gloo":
+            left = [one for one in left if one.kind != "units"] or left
+        seconds, tolerance = {one.name: one.predicted_s for one in left}, PREDICTED
         why = "" if len(tried) == 1 else f" ({short or 'no time was left to try all; budget_s= gives more'})"
         how = f"predicted{why}"
     taken = simplest(left, seconds, tolerance)
     words = in_words(taken, seconds, tolerance, how)
+    if how == "measured" and untried:
+        words += f"; no time was left to try {' and '.join(untried)}; budget_s= gives more"
     for name, why in trials.dropped.items():
         words += f"; {name} was dropped, {why}"
     return {"plan": encode(taken.plan).decode(), "words": words}

@@ -5,6 +5,7 @@ One candidate lives at a time, on process groups of its own. One that fails on a
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable
@@ -40,10 +41,14 @@ if TYPE_CHECKING:
 TURNS = 2
 WARMUP = 3
 """Steps of a turn that are not timed: DDP forms its buckets anew after the first."""
+FAR_BEHIND = 1.5
+ONE_TURN = 0.03
+"""What is taken for repeatability where there was time for one turn."""
 LEAST_STEPS, MOST_STEPS = 3, 10
-TIMEOUT_S = {"gloo": 10.0}
+TIMEOUT_S = {"gloo": 30.0}
 """A collective of a trial is given up after this long, or after twenty steps: what a failure on another rank costs
-where nothing else tells of it. NCCL has to be told (`Together.released`), and ends the process after this long."""
+where nothing else tells of it. On gloo closed connections mostly tell (`TrialGroups.close`), and a busy machine may
+hold a healthy rank up for seconds. NCCL has to be told (`Together.released`), and ends the process after this long."""
 _ANOTHER_TIMEOUT_S = 120.0
 
 MakeOptimizer = str | Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
@@ -94,7 +99,13 @@ class Trials:
     def repeatability(self) -> float:
         """How far two turns of one candidate were apart, as a share: the median over candidates."""
         apart = [max(found) / min(found) - 1 for found in self.seconds.values() if len(found) > 1]
-        return median(apart) if apart else 0.0
+        return median(apart) if apart else ONE_TURN
+
+    def far_behind(self, candidate: Candidate) -> bool:
+        """Whether another turn would change nothing: the time is better spent on the others."""
+        found = self.measured
+        fastest = min(found.values(), default=0.0)
+        return candidate.kind != "stock" and found.get(candidate.name, 0.0) > FAR_BEHIND * fastest
 
 
 def take_turns(
@@ -105,17 +116,20 @@ def take_turns(
     deadline_s: float,
     say: Callable[[str], None],
 ) -> Trials:
-    """Try every candidate, forwards and then backwards; rank 0 ends it when the time is over."""
+    """Try candidates, forwards and then backwards, as far as rank 0 has time."""
     trials = Trials()
-    for turn in range(TURNS):
-        order = [one for one in candidates if one.name not in trials.dropped]
-        rounds_left = len(order) * (TURNS - turn)
+    names, turns = together.first(affordable(candidates, deadline_s - time.monotonic()))
+    tried = [one for name in names for one in candidates if one.name == name]
+    for turn in range(turns):
+        order = [one for one in tried if one.name not in trials.dropped and not trials.far_behind(one)]
+        rounds_left = len(order) * (turns - turn)
         for place, candidate in enumerate(order if turn % 2 == 0 else order[::-1]):
             left_s = deadline_s - time.monotonic()
-            steps = together.first(_steps(left_s / (rounds_left - place), candidate.predicted_s))
+            step_s = max(candidate.predicted_s, *trials.seconds.get(candidate.name, [0.0]))
+            steps = together.first(_steps(left_s / (rounds_left - place), step_s))
             if steps == 0:
-                return trials
-            say(f"trying {candidate.name}, turn {turn + 1} of {TURNS}")
+                continue
+            say(f"trying {candidate.name}, turn {turn + 1} of {turns}")
             found = try_plan(model, candidate.plan, example, together, steps, candidate.predicted_s)
             if isinstance(found, str):
                 trials.dropped[candidate.name] = found
@@ -124,6 +138,20 @@ def take_turns(
             else:
                 trials.seconds.setdefault(candidate.name, []).append(found)
     return trials
+
+
+def affordable(candidates: Sequence[Candidate], seconds: float) -> tuple[list[str], int]:
+    """The names of those that there is time to try, in which order, and in how many turns.
+
+    All in two turns or in one; else stock DDP and what is predicted to be fastest, in one; else none. Stock DDP comes
+    first and the others by prediction, so that what comes last is what matters least.
+    """
+    ordered = sorted(candidates, key=lambda one: (one.kind != "stock", one.predicted_s))
+    for tried, turns in ((ordered, TURNS), (ordered, 1), (ordered[:2], 1)):
+        share_s = seconds / max(len(tried) * turns, 1)
+        if all(_steps(share_s, one.predicted_s) for one in tried):
+            return [one.name for one in tried], turns
+    return [], 0
 
 
 def _steps(seconds: float, step_s: float) -> int:
@@ -220,9 +248,19 @@ class TrialGroups:
         """Take the groups down, once; on gloo, ranks that still use them then raise."""
         # Connections end with the last that holds them.
         self.backends.clear()
+        if self.mesh is not None:
+            _forget_meshes()
         self.whole = self.mesh = None
         while self._groups:
             dist.destroy_process_group(self._groups.pop())
+
+
+def _forget_meshes() -> None:
+    """torch remembers how operators on sharded tensors are placed, and with it meshes and their connections."""
+    with contextlib.suppress(ImportError, AttributeError):
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache as clear
+
+        clear()
 
 
 def room_for(profile: Profile, device: torch.device) -> str | None:

@@ -278,3 +278,13 @@ def check_model(module: Module) -> None:
             )
         if isinstance(parameter, UninitializedParameter):
             raise InputError(f"parameter {name!r} is uninitialized: run one forward pass before wrapping the model")
+
+
+def refuse_inside(outer: Any, wrapper: Any) -> None:
+    """A framework that wraps once more would send every gradient twice, and nothing would tell."""
+    if any(module is wrapper for module in outer.modules()):
+        raise InputError(
+            f"the model is wrapped twice: a {type(outer).__name__} holds backbeat's, and would send every gradient "
+            "again. Give one of them the plain model; to Accelerate, what is wrapped already goes by "
+            "accelerator.prepare_model(model, evaluation_mode=True)"
+        )

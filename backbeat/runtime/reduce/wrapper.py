@@ -31,6 +31,7 @@ from backbeat.runtime.reduce.settings import (
     bind,
     check_supported,
     process_group_of,
+    refuse_inside,
     settings_of,
     split_options,
 )
@@ -229,6 +230,8 @@ class DistributedDataParallel(TorchDDP):  # type: ignore[misc]
 
     @disable_dynamo  # type: ignore[untyped-decorator]
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
+        if TorchDDP._active_ddp_module is not None:
+            refuse_inside(TorchDDP._active_ddp_module, self)
         if torch.is_grad_enabled():
             self.reducer.forward_begins(self.require_backward_grad_sync)
         work = Join.notify_join_context(self)
@@ -408,6 +411,8 @@ class StockDistributedDataParallel(TorchDDP):  # type: ignore[misc]
 
     @disable_dynamo  # type: ignore[untyped-decorator]
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        if TorchDDP._active_ddp_module is not None:
+            refuse_inside(TorchDDP._active_ddp_module, self)
         if self._budget_watch is not None and torch.is_grad_enabled():
             self._budget_watch.after_step()
         return super()._pre_forward(*inputs, **kwargs)

@@ -1,4 +1,5 @@
-"""A sharded plan on a model: torch's own `fully_shard`, unit by unit. Nothing of ours runs in a training step.
+"""A sharded plan on a model: torch's own `fully_shard`, unit by unit. Nothing of ours runs in a training step, but for
+BatchNorm in lower precision (`batch_norm`).
 
     from backbeat.runtime import fully_shard
 
@@ -39,6 +40,7 @@ from backbeat.errors import InputError
 from backbeat.model import Plan
 from backbeat.model.files import encode
 from backbeat.runtime.reduce.settings import TorchDDP, check_model
+from backbeat.runtime.sharded.batch_norm import keep_statistics_dtype
 from backbeat.runtime.sharded.meshes import all_ranks, device_of, mesh_of
 from backbeat.runtime.sharded.torch_fsdp import check_knobs, mixed_precision, set_knobs
 from backbeat.runtime.sharded.unit_modules import UnitModules, check_module, find_units
@@ -76,13 +78,19 @@ def fully_shard(model: nn.Module, plan: Plan | str | os.PathLike[str], mesh: Dev
             modules = unit.modules if len(unit.modules) > 1 else unit.modules[0]
             policy = mixed_precision(sharding, unit.modules)
             torch_fully_shard(modules, mesh=mesh, reshard_after_forward=unit.reshard, mp_policy=policy)
+            keep_statistics_dtype(unit.modules, policy.param_dtype)
         # The root takes what is left.
         _synchronise([model], group, device_of(mesh))
-        torch_fully_shard(model, mesh=mesh, mp_policy=mixed_precision(sharding, [model]))
+        policy = mixed_precision(sharding, [model])
+        torch_fully_shard(model, mesh=mesh, mp_policy=policy)
+        keep_statistics_dtype([model], policy.param_dtype)
         if dist.get_rank(group) == 0:
             _tell_loop(sharding)
     _set_prefetch(units)
     set_knobs(model, sharding)
+    sharded: Any = model
+    # A `Watch` compares its prediction.
+    sharded.backbeat_plan = loaded
     return model
 
 

@@ -7,10 +7,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import backbeat as bb
-from backbeat.model import Bucket, Mesh, Plan, PlanPrediction, Sharding, ShardUnit
-from backbeat.runtime.parallel.candidates import KINDS, Candidate, predicted_candidates, simplest, worth_trying
+from backbeat.model import Bucket, CollectiveTimes, Mesh, Plan, PlanPrediction, Sharding, ShardUnit
+from backbeat.runtime.parallel.candidates import (
+    KINDS,
+    Candidate,
+    predicted_candidates,
+    reaches,
+    simplest,
+    worth_trying,
+)
 from backbeat.runtime.parallel.prepare import decide
-from backbeat.runtime.parallel.trials import Trials
+from backbeat.runtime.parallel.trials import Trials, affordable
 
 SHARDING = Sharding(
     mesh=Mesh(replicate=1, shard=2),
@@ -53,6 +60,15 @@ def test_nothing_is_tried_where_the_bound_leaves_nothing() -> None:
     assert worth_trying([stock, units]) == [stock, units]
 
 
+def test_small_messages_say_little_of_a_large_model() -> None:
+    gpt2 = bb.Profile.load("gpt2-b8-bf16-h200")
+    for largest, enough in ((65_536, False), (64 * 2**20, True)):
+        points = ((4096, 1e-3), (largest, 2e-3))
+        network = bb.Network(name="slow", workers=2, all_reduce=CollectiveTimes(points=points))
+        assert reaches(network, gpt2) is enough
+    assert reaches(bb.Network(name="l", workers=2, all_reduce=CollectiveTimes(alpha_s=1, beta_s_per_byte=1)), gpt2)
+
+
 def test_measured_decides_over_predicted() -> None:
     stock, buckets = candidate("stock", 1.0), candidate("buckets", 0.5)
     trials = Trials(seconds={stock.name: [1.0, 1.02], buckets.name: [1.1, 1.1]})
@@ -60,6 +76,16 @@ def test_measured_decides_over_predicted() -> None:
     assert said["words"].startswith("stock DDP, 1.00 s a step measured")
     trials = Trials(seconds={stock.name: [1.0, 1.02], buckets.name: [0.8, 0.8]})
     assert "1.25 times as fast as stock DDP (1.00 s)" in decide([stock, buckets], trials, None)["words"]
+
+
+def test_words_say_only_what_holds() -> None:
+    stock, buckets = candidate("stock", bound_s=1.2), candidate("buckets", bound_s=0.5)
+    trials = Trials(seconds={stock.name: [1.0, 1.02], buckets.name: [1.1, 1.1]})
+    words = decide([stock, buckets], trials, None)["words"]
+    assert words.startswith(
+        "stock DDP, 1.00 s a step measured; 1.10 s with 1 bucket of buckets on 1 communicator; less"
+    )
+    assert words.endswith("less than the bound of 1.20 s: steps were slower while the example was timed")
 
 
 def test_turns_that_differ_are_no_gain() -> None:
@@ -74,6 +100,45 @@ def test_predictions_decide_where_not_all_were_tried() -> None:
     assert "predicted (no time was left" in said["words"]
     assert said["words"].startswith("1 unit of fsdp")
     assert "predicted (full)" in decide([stock, units], Trials(), "full")["words"]
+    little = decide([stock, candidate("buckets", 0.97)], Trials(), "full")["words"]
+    assert little.startswith("stock DDP, 1.00 s a step predicted (full); 970 ms with 1 bucket")
+    assert "no gain beyond the 5.0% that predictions may be off by" in little
+
+
+def test_units_are_not_taken_by_prediction_on_gloo() -> None:
+    stock, units = candidate("stock", 1.0), candidate("units", 0.5)
+    assert decide([stock, units], Trials(), None, "gloo")["words"].startswith("stock DDP")
+    assert decide([stock, units], Trials(), None, "nccl")["words"].startswith("1 unit of fsdp")
+    assert decide([units], Trials(), None, "gloo")["words"].startswith("1 unit of fsdp")
+
+
+def test_two_that_were_tried_decide_and_the_rest_is_named() -> None:
+    stock, buckets, units = candidate("stock", 1.0), candidate("buckets", 0.9), candidate("units", 0.95)
+    trials = Trials(seconds={stock.name: [1.0], buckets.name: [1.1]})
+    words = decide([stock, buckets, units], trials, None)["words"]
+    assert words.startswith("stock DDP, 1.00 s a step measured")
+    assert words.endswith("no time was left to try 1 unit of fsdp on replicate(1) * shard(2); budget_s= gives more")
+    # Of one turn nobody knows how well it repeats.
+    trials = Trials(seconds={stock.name: [1.0], buckets.name: [0.98]})
+    assert decide([stock, buckets], trials, None)["words"].startswith("stock DDP")
+
+
+def test_slow_steps_are_tried_in_one_turn_or_only_the_best() -> None:
+    stock, buckets, units = found = candidate("stock", 1.0), candidate("buckets", 0.9), candidate("units", 0.8)
+    assert affordable(found, 60) == ([stock.name, units.name, buckets.name], 2)
+    assert affordable(found, 30) == ([stock.name, units.name, buckets.name], 1)
+    assert affordable(found, 20) == ([stock.name, units.name], 1)
+    assert affordable(found, 10) == ([], 0)
+    assert affordable([units, buckets], 20) == ([units.name, buckets.name], 1)
+
+
+def test_what_is_far_behind_has_no_second_turn_but_stock_ddp_has() -> None:
+    stock, buckets, units = candidate("stock"), candidate("buckets"), candidate("units")
+    trials = Trials(seconds={stock.name: [2.0], units.name: [1.6]})
+    assert [trials.far_behind(one) for one in (stock, buckets, units)] == [False, False, False]
+    trials.seconds[buckets.name] = [1.0]
+    assert [trials.far_behind(one) for one in (stock, buckets, units)] == [False, False, True]
+    assert not Trials().far_behind(units)
 
 
 def test_what_was_dropped_is_said() -> None:

@@ -1,0 +1,46 @@
+"""BatchNorm in units that are gathered in a lower dtype than its running statistics.
+
+FSDP2 casts parameters and leaves buffers alone, and torch's BatchNorm wants its scale and shift in the dtype of its
+running statistics. So they are cast to it for each forward, as autocast leaves them under DDP.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    import torch
+
+_CAST = ("weight", "bias")
+
+
+def keep_statistics_dtype(modules: Iterable[nn.Module], gathered: torch.dtype | None) -> None:
+    """Let the BatchNorms among these modules and theirs run, where parameters are gathered in this dtype."""
+    for module in modules:
+        for norm in module.modules():
+            statistics = norm.running_mean if isinstance(norm, _BatchNorm) and norm.affine else None
+            if gathered is None or statistics is None or statistics.dtype == gathered or _is_cast(norm):
+                continue
+            norm.register_forward_pre_hook(_cast)
+            norm.register_forward_hook(_uncast, always_call=True)
+
+
+def _is_cast(norm: nn.Module) -> bool:
+    """Whether a unit inside this one has seen to it."""
+    return _cast in norm._forward_pre_hooks.values()
+
+
+def _cast(norm: Any, inputs: Any) -> None:
+    for name in _CAST:
+        # An attribute hides the parameter of its name, which stays as FSDP2 has it.
+        norm.__dict__[name] = norm._parameters[name].to(norm.running_mean.dtype)
+
+
+def _uncast(norm: Any, inputs: Any, outputs: Any) -> None:
+    for name in _CAST:
+        norm.__dict__.pop(name, None)

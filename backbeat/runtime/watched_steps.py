@@ -1,0 +1,289 @@
+"""Some steps of a model in training, timed now and then on every rank: what a `Watch` samples.
+
+`WrapperSteps` asks backbeat's reducer. `HookedSteps` times what torch runs by itself, units and stock DDP, from
+outside: hooks on modules and tensors around those of FSDP2, and callbacks at the end of backward. They are there only
+while a step is timed.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.autograd import Variable
+from torch.nn.parallel.distributed import _find_tensors
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from backbeat.comm.clock import Mark, clock_for
+from backbeat.comm.communicators import Communicators
+from backbeat.errors import InputError
+from backbeat.runtime.reduce.settings import TorchDDP
+from backbeat.runtime.reduce.timing import Recorder, median
+from backbeat.runtime.reduce.wrapper import DistributedDataParallel
+
+if TYPE_CHECKING:
+    from backbeat.model import Plan
+    from backbeat.runtime.reduce.timing import TimedStep
+
+TOGETHER = 3
+"""Steps timed for one sample, the last ones before it is taken."""
+FIGURES = 5
+"""What a rank tells of its steps: own, iteration, exposed, span, transfer."""
+Sample = Callable[[int, Sequence[float]], None]
+
+
+def watched_steps(model: Any, every: int, sample: Sample) -> WrapperSteps | HookedSteps:
+    """The steps of the model; `sample`, a method, is called at every `every`th, with this rank's figures."""
+    part = _parallel_part(model)
+    if isinstance(part, DistributedDataParallel):
+        return WrapperSteps(part.reducer, every, sample)
+    return HookedSteps(part, every, sample)
+
+
+class WrapperSteps:
+    """Steps of backbeat's wrapper."""
+
+    def __init__(self, reducer: Any, every: int, sample: Sample) -> None:
+        self._reducer: Any = weakref.proxy(reducer)
+        self._every, self._sample = every, _weakly(sample)
+        self._recorder = Recorder(reducer.device, keep=TOGETHER)
+        reducer.watch = weakref.WeakMethod(self._after_step)
+
+    @property
+    def communicators(self) -> Communicators:
+        found: Communicators = self._reducer.communicators
+        return found
+
+    def _after_step(self) -> None:
+        """At the end of each synchronised backward, on every rank alike."""
+        reducer = self._reducer
+        if reducer.steps % self._every == 0:
+            timed = self._recorder.steps()
+            self._recorder.clear()
+            self._sample(reducer.steps, _figures([one for one in timed if one.iteration_s is not None]))
+        context = reducer.runner.context
+        if -(reducer.steps + 1) % self._every < TOGETHER and context.recorder is None:
+            # Nobody else times the next step.
+            self._recorder.follows()
+            context.recorder = self._recorder
+
+    def predicted(self) -> dict[str, float | None]:
+        """What the plan promised for this number of ranks."""
+        reducer = self._reducer
+        plan: Plan | None = reducer.tuner.plan if reducer.tuner is not None else reducer.settings.plan
+        found = _promised(plan, reducer.communicators.size)
+        if plan is None or plan.predicted is None or not found:
+            return {}
+        spans = [done - launch for launch, done in zip(plan.predicted.launch_s, plan.predicted.done_s, strict=False)]
+        if len(spans) != len(reducer.buckets):
+            return found
+        return {**found, "predicted_transfer_s": sum(spans) if reducer.device.type == "cpu" else spans[-1]}
+
+
+class HookedSteps:
+    """Steps of units or of stock DDP. A step ends with `step()` of the first optimizer that has the model's parameters.
+
+    A rank waits where torch's hooks do: for a unit's parameters before its forward and its backward, after its
+    backward, and for the last gradients at the end. What travels meanwhile is not seen, so that overlap is not known.
+    """
+
+    def __init__(self, model: Any, every: int, sample: Sample) -> None:
+        self._model = weakref.ref(model)
+        self._every, self._sample = every, _weakly(sample)
+        parameters = list(model.parameters())
+        self._parameters = {id(one) for one in parameters}
+        self.communicators = Communicators(_group_of(model), parameters[0].device, 1)
+        self._clock = clock_for(parameters[0].device)
+        self._optimizer: Callable[[], Any] = lambda: None
+        self.steps = 0
+        self._timed: list[tuple[Mark, Mark, list[tuple[Mark, Mark]]]] = []
+        self._before: Mark = None
+        self._waits: list[tuple[Mark, Mark]] = []
+        self._opened: dict[tuple[str, int], Mark] = {}
+        """When waits began, by their kind and module."""
+        self._hooks: list[Any] = []
+        handle = register_optimizer_step_post_hook(_weakly(self._stepped))
+        weakref.finalize(self, _remove, handle, self._hooks)
+
+    def predicted(self) -> dict[str, float | None]:
+        return _promised(getattr(self._model(), "backbeat_plan", None), self.communicators.size)
+
+    def _stepped(self, optimizer: Any, *_: Any) -> None:
+        """At the end of each optimizer step, on every rank alike."""
+        if self._optimizer() is None and any(
+            id(one) in self._parameters for group in optimizer.param_groups for one in group["params"]
+        ):
+            self._optimizer = weakref.ref(optimizer)
+        if self._optimizer() is not optimizer:
+            return
+        self.steps += 1
+        if self._hooks:
+            self._timed.append((self._before, self._clock.mark(), self._waits))
+        if self.steps % self._every == 0:
+            _unhook(self._hooks)
+            self._clock.synchronize()
+            figures = self._figures()
+            self._timed.clear()
+            self._clock.reserve(0)
+            self._sample(self.steps, figures)
+        if -(self.steps + 1) % self._every < TOGETHER:
+            if not self._hooks:
+                self._hook(self._model())
+            self._before, self._waits = self._clock.mark(), []
+
+    def _figures(self) -> list[float]:
+        if not self._timed:
+            return [0.0] * FIGURES
+        iteration = [self._clock.between(before, end) for before, end, _ in self._timed]
+        waited = [sum(self._clock.between(*pair) for pair in waits) for _, _, waits in self._timed]
+        own = [whole - wait for whole, wait in zip(iteration, waited, strict=True)]
+        return [*((median(values) or 0.0) for values in (own, iteration, waited)), 0.0, 0.0]
+
+    def _hook(self, model: Any) -> None:
+        """FSDP2 puts its own hook before all others in front of a forward, and after those there are behind it."""
+        from torch.distributed.fsdp import FSDPModule
+
+        add = self._hooks.append
+        add(model.register_forward_hook(_weakly(self._forward_done), prepend=True))
+        units: list[Any] = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        for module in units:
+            # What is compiled would be compiled anew for a hook: its waits count as its own time.
+            if module._compiled_call_impl is None:
+                add(module.register_forward_pre_hook(_weakly(self._before_unit), prepend=True, with_kwargs=True))
+                add(module.register_forward_pre_hook(_weakly(self._in_unit), with_kwargs=True))
+                add(module.register_forward_hook(_weakly(self._after_unit), prepend=True))
+                add(module.register_forward_hook(_weakly(self._behind_unit)))
+
+    def _before_unit(self, module: Any, args: Any, kwargs: Any) -> None:
+        for kind in ("unit's backward", "backward's end"):
+            self._opened.pop((kind, id(module)), None)
+        self._open("forward", module)
+        self._on(_inputs(args, kwargs), self._close, "backward's end", module)
+
+    def _in_unit(self, module: Any, args: Any, kwargs: Any) -> None:
+        self._close("forward", module)
+        self._on(_inputs(args, kwargs), self._open, "backward's end", module)
+
+    def _after_unit(self, module: Any, args: Any, output: Any) -> None:
+        self._on(_find_tensors(output), self._open, "unit's backward", module)
+
+    def _behind_unit(self, module: Any, args: Any, output: Any) -> None:
+        self._on(_find_tensors(output), self._close, "unit's backward", module)
+
+    def _forward_done(self, module: Any, args: Any, output: Any) -> None:
+        self._opened.pop(("graph", id(module)), None)
+        self._on(_find_tensors(output), self._backward_begins, "graph", module)
+
+    def _backward_begins(self, kind: str, module: Any) -> None:
+        if (kind, id(module)) not in self._opened:
+            self._open(kind, module)
+            done = _weakly(self._graph_done)
+            # Before torch's own, which waits for the last gradients.
+            Variable._execution_engine.queue_callback(lambda: done(kind, module))
+
+    def _graph_done(self, kind: str, module: Any) -> None:
+        self._open(kind, module)
+        close = _weakly(self._close)
+        Variable._execution_engine.queue_callback(lambda: close(kind, module))
+
+    def _on(self, tensors: Any, call: Callable[[str, Any], None], kind: str, module: Any) -> None:
+        """Call when the gradient of any of these is known."""
+        weak = _weakly(call)
+        for tensor in tensors:
+            if tensor.grad_fn is not None:
+                tensor.register_hook(lambda _: weak(kind, module))
+
+    def _open(self, kind: str, module: Any) -> None:
+        if self._hooks:
+            self._opened[kind, id(module)] = self._clock.mark()
+
+    def _close(self, kind: str, module: Any) -> None:
+        opened = self._opened.pop((kind, id(module)), None)
+        if opened is not None and self._hooks:
+            self._waits.append((opened, self._clock.mark()))
+
+
+def _parallel_part(model: Any) -> Any:
+    """The wrapped model or the outermost sharded one, which may be a part of the model given."""
+    # torch takes a second to import it.
+    from torch.distributed.fsdp import FSDPModule
+
+    modules = model.modules() if isinstance(model, torch.nn.Module) else ()
+    found: Any = next((module for module in modules if isinstance(module, (TorchDDP, FSDPModule))), None)
+    if found is None or (isinstance(found, DistributedDataParallel) and not found.reducer.built):
+        raise InputError(
+            f"a {type(model).__name__} cannot be watched: give what parallelize or fully_shard returned, or a "
+            "DistributedDataParallel, backbeat's or torch's; a copy of backbeat's after its first forward"
+        )
+    if found is getattr(model, "_orig_mod", None) and not isinstance(found, DistributedDataParallel):
+        raise InputError(
+            "a model that is compiled as one cannot be watched, since hooks would have it compiled anew: compile its "
+            "blocks (block.compile())"
+        )
+    return found
+
+
+def _group_of(model: Any) -> Any:
+    if isinstance(model, TorchDDP):
+        return model.process_group
+    mesh = next(one.device_mesh for one in model.parameters() if hasattr(one, "device_mesh"))
+    if mesh.ndim == 1:
+        return mesh.get_group()
+    if mesh.size() != dist.get_world_size():
+        raise InputError(f"the model is sharded over {mesh.size()} of {dist.get_world_size()} ranks: watch a whole job")
+    return dist.group.WORLD
+
+
+def _inputs(args: Any, kwargs: Any) -> list[torch.Tensor]:
+    return [*_find_tensors(args), *_find_tensors(kwargs)]
+
+
+def _figures(timed: Sequence[TimedStep]) -> list[float]:
+    if not timed:
+        return [0.0] * FIGURES
+    found = (
+        median((one.iteration_s or 0.0) - one.exposed_s for one in timed),
+        median(one.iteration_s for one in timed),
+        median(one.exposed_s for one in timed),
+        median(one.ended_s - min(one.launched_s.values(), default=one.ended_s) for one in timed),
+        median(_transfer_s(one) for one in timed),
+    )
+    return [value or 0.0 for value in found]
+
+
+def _transfer_s(step: TimedStep) -> float:
+    """All transfers where the end of each is known, otherwise, on a GPU, the last one."""
+    if len(step.done_s) == len(step.launched_s):
+        return sum(step.done_s[index] - launched for index, launched in step.launched_s.items())
+    return step.ended_s - max(step.launched_s.values(), default=step.ended_s)
+
+
+def _promised(plan: Plan | None, ranks: int) -> dict[str, float | None]:
+    """What a plan for this number of ranks says of a step."""
+    if plan is None or plan.predicted is None or plan.workers not in (None, ranks):
+        return {}
+    return {"predicted_iteration_s": plan.predicted.iteration_s, "predicted_exposed_s": plan.predicted.exposed_s}
+
+
+def _weakly(method: Any) -> Callable[..., Any]:
+    """Calls the method for as long as somebody keeps its object."""
+    alive = weakref.WeakMethod(method)
+
+    def call(*arguments: Any) -> Any:
+        found = alive()
+        return None if found is None else found(*arguments)
+
+    return call
+
+
+def _remove(handle: Any, hooks: list[Any]) -> None:
+    handle.remove()
+    _unhook(hooks)
+
+
+def _unhook(hooks: list[Any]) -> None:
+    while hooks:
+        hooks.pop().remove()

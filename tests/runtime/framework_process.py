@@ -1,0 +1,248 @@
+"""A framework's own training loop under every kind of plan, against the same loop with stock DDP or `fully_shard`.
+
+torchrun --nproc-per-node 2 tests/runtime/framework_process.py
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import torch
+import torch.distributed as dist
+from msgspec.structs import replace
+from rank_asserts import raises
+from recipe_checks import counterpart, plans
+from scenario_rig import Context
+from sharded_checks import Chain, loss_of
+from torch import nn
+
+from backbeat.errors import InputError
+from backbeat.model import Plan
+from backbeat.runtime import parallelize
+
+Parallel = Callable[[nn.Module], Any]
+"""Makes a plain model parallel."""
+MICRO_BATCHES, ACCUMULATE, CLIP = 6, 2, 0.2
+
+
+def data(ranks: int) -> torch.utils.data.Dataset[Any]:
+    """As many batches of five tokens for every rank."""
+    generator = torch.Generator().manual_seed(1)
+    return torch.utils.data.TensorDataset(torch.randint(11, (5 * ranks * MICRO_BATCHES,), generator=generator))
+
+
+def optimizer_of(model: Any, trained: Any = None) -> torch.optim.Optimizer:
+    """Clipped inside backward where buckets are compressed."""
+    optimizer = torch.optim.AdamW(list((trained or model).parameters()), lr=0.05)
+    if getattr(model, "compressed", False):
+        model.attach(optimizer, max_grad_norm=CLIP)
+    return optimizer
+
+
+def lightning(
+    parallel: Parallel, strategy: Any = None, *, epochs: int = 1, save: str | None = None, resume: str | None = None
+) -> list[float]:
+    """`parallelize` in `configure_model`, with a strategy that wraps nothing; or a strategy that wraps by itself."""
+    import pytorch_lightning as pl
+
+    from backbeat.runtime.integrations.lightning import parallelize_strategy_class
+
+    class Module(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net: Any = Chain()
+            self.losses: list[float] = []
+            self.made = False
+
+        def configure_model(self) -> None:
+            if not self.made:
+                self.net, self.made = parallel(self.net), True
+
+        def training_step(self, batch: list[torch.Tensor], index: int) -> torch.Tensor:
+            loss = loss_of(self.net, batch[0])
+            self.losses.append(loss.item())
+            return loss
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return optimizer_of(self.net if strategy is None else self.trainer.strategy.model)
+
+    size = dist.get_world_size()
+    trainer = pl.Trainer(
+        strategy=strategy or parallelize_strategy_class("pytorch_lightning")(process_group_backend="gloo"),
+        accelerator="cpu",
+        devices=size,
+        max_epochs=epochs,
+        accumulate_grad_batches=ACCUMULATE,
+        gradient_clip_val=CLIP,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    module = Module()
+    trainer.fit(module, torch.utils.data.DataLoader(data(size), batch_size=5), ckpt_path=resume)
+    if save is not None:
+        trainer.save_checkpoint(save)
+    return module.losses
+
+
+def lightning_wraps(plan: Plan) -> tuple[list[float], list[float]]:
+    """`strategy="backbeat"` beside `strategy="ddp"`."""
+    from pytorch_lightning.strategies import DDPStrategy
+
+    from backbeat.runtime.integrations.lightning import strategy_class
+
+    ours = strategy_class("pytorch_lightning")(plan=_below("net.", plan), process_group_backend="gloo")
+    stock = DDPStrategy(process_group_backend="gloo")
+    return seeded(lightning, lambda model: model, ours), seeded(lightning, lambda model: model, stock)
+
+
+def lightning_resumes(before: Plan, after: Plan) -> tuple[list[float], list[float]]:
+    """A second epoch from a checkpoint of the first, under a plan of another kind; and both under the first."""
+    with tempfile.TemporaryDirectory() as folder:
+        paths = [f"{folder}/epoch.ckpt"]
+        dist.broadcast_object_list(paths)
+        seeded(lightning, lambda model: parallelize(model, before), save=paths[0])
+        found = seeded(lightning, lambda model: parallelize(model, after), epochs=2, resume=paths[0])
+        dist.barrier()
+    return found, seeded(lightning, lambda model: parallelize(model, before), epochs=2)[MICRO_BATCHES:]
+
+
+def _below(prefix: str, plan: Plan) -> Plan:
+    """The plan for a model that holds the plan's own."""
+    buckets = [replace(one, gradients=tuple(prefix + name for name in one.gradients)) for one in plan.buckets]
+    memory = plan.memory
+    if memory is not None:
+        segments = [replace(one, blocks=tuple(prefix + name for name in one.blocks)) for one in memory.segments]
+        memory = replace(memory, segments=tuple(segments))
+    return replace(plan, buckets=tuple(buckets), memory=memory)
+
+
+def accelerate(parallel: Parallel) -> list[float]:
+    """`parallelize` first; `evaluation_mode` asks for mixed precision and no wrapper of Accelerate's own."""
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=ACCUMULATE)
+    model = parallel(Chain())
+    optimizer: Any = optimizer_of(model)
+    model = accelerator.prepare_model(model, evaluation_mode=True)
+    loader = torch.utils.data.DataLoader(data(accelerator.num_processes), batch_size=5)
+    optimizer, loader = accelerator.prepare(optimizer, loader)
+    losses = []
+    for (batch,) in loader:
+        with accelerator.accumulate(model):
+            loss = loss_of(model, batch)
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), CLIP)
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def trainer(parallel: Parallel) -> list[float]:
+    """`parallelize` first; the Trainer holds the plain model, and takes what is parallel as wrapped already."""
+    from transformers import Trainer, TrainingArguments
+
+    losses: list[float] = []
+
+    class Recorded(Trainer):
+        def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> torch.Tensor:
+            loss = loss_of(model, inputs["batch"])
+            losses.append(loss.item())
+            return loss
+
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = TrainingArguments(
+            output_dir=folder,
+            use_cpu=True,
+            ddp_backend="gloo",
+            per_device_train_batch_size=5,
+            gradient_accumulation_steps=ACCUMULATE,
+            max_grad_norm=CLIP,
+            num_train_epochs=1,
+            lr_scheduler_type="constant",
+            remove_unused_columns=False,
+            save_strategy="no",
+            report_to=[],
+            disable_tqdm=True,
+        )
+        model = parallel(Chain())
+        plain = getattr(model, "module", model)
+        found = Recorded(
+            model=plain,
+            args=arguments,
+            train_dataset=data(arguments.world_size),
+            data_collator=lambda rows: {"batch": torch.stack([one for (one,) in rows])},
+            optimizers=(optimizer_of(model), None),
+        )
+        found.model_wrapped = found.accelerator.prepare_model(model, evaluation_mode=True)
+        found.train()
+    return losses
+
+
+def wrapped_twice_is_refused(plan: Plan) -> None:
+    from accelerate import Accelerator
+
+    model = Accelerator(cpu=True).prepare(parallelize(Chain(), plan))
+    raises(InputError, lambda: model(torch.ones(5, dtype=torch.long)), "wrapped twice")
+
+
+def accelerate_does_not_save_units(plan: Plan) -> None:
+    """Rank 0 would write; `full_state_dict` does it."""
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare_model(parallelize(Chain(), plan), evaluation_mode=True)
+    if accelerator.is_main_process:
+        with tempfile.TemporaryDirectory() as folder:
+            raises(RuntimeError, lambda: accelerator.save_state(folder))
+
+
+def seeded(loop: Callable[..., list[float]], *arguments: Any, **options: Any) -> list[float]:
+    torch.manual_seed(7)
+    return loop(*arguments, **options)
+
+
+def compare(what: str, plan: Plan, found: list[float], expected: list[float]) -> None:
+    """The same bits, unless buckets are compressed."""
+    assert len(found) == MICRO_BATCHES, found
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6, msg=lambda text: f"{what}: {text}")
+    assert plan.compressed or found == expected or "resuming" in what, f"{what}: {found} {expected}"
+    print(f"{what} as its counterpart", flush=True)
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    ctx = Context(dist.get_rank(), dist.get_world_size(), "cpu", "backbeat")
+    for kind, plan in plans(ctx).items():
+        for loop in (lightning, accelerate, trainer):
+            found = seeded(loop, lambda model, plan=plan: parallelize(model, plan))
+            expected = seeded(loop, lambda model, plan=plan: counterpart(ctx, plan, model))
+            compare(f"{loop.__name__} with {kind}", plan, found, expected)
+        if plan.sharding is None and kind != "stock":
+            compare(f"lightning wrapping {kind}", plan, *lightning_wraps(plan))
+    known = plans(ctx)
+    for kind, following in (("stock", "fsdp"), ("hsdp", "compressed"), ("compressed", "memory")):
+        found, expected = lightning_resumes(known[kind], known[following])
+        compare(f"lightning resuming {kind} with {following}", known[kind], found, expected)
+    from pytorch_lightning.strategies import StrategyRegistry
+
+    assert {"backbeat", "backbeat_parallelize"} <= set(StrategyRegistry.available_strategies())
+    for kind in ("stock", "buckets"):
+        wrapped_twice_is_refused(known[kind])
+    accelerate_does_not_save_units(known["fsdp"])
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,272 @@
+"""Recipes under every kind of plan that `parallelize` takes, against stock DDP or a `fully_shard` written by hand.
+
+A recipe is a training script: it is given a model that is parallel already, and does not know by which plan.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from compressed_rig import ALL, compressed
+from msgspec.structs import replace
+from rank_asserts import raises
+from scenario_rig import Context, registry, small_plan
+from sharded_checks import LAYERS, PAIRS, Chain, by_hand, loss_of, mesh_of, plan_of, same, tokens, whole
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from torch.utils.checkpoint import CheckpointError
+
+from backbeat.errors import InputError
+from backbeat.model import MemoryPlan, Plan, PlanPrediction, Segment
+from backbeat.report.drift import StepSample
+from backbeat.report.watch_table import watch_table
+from backbeat.runtime import Watch, full_state_dict, load_full_state_dict, no_sync, parallelize
+from backbeat.runtime.parallel.apply_plan import NOTE, apply_plan
+
+CHECKS, check = registry("recipe_")
+Recipe = Callable[[Context, Any], list[float]]
+STEPS = 3
+RECOMPUTED = MemoryPlan(segments=tuple(Segment(blocks=names, action="recompute") for names in LAYERS[1:3]))
+OFFLOADED = MemoryPlan(
+    segments=(Segment(blocks=LAYERS[1], action="recompute"), Segment(blocks=LAYERS[2], action="offload"))
+)
+
+
+def plans(ctx: Context) -> dict[str, Plan]:
+    """One of every kind, for `Chain`."""
+    small = small_plan(Chain())
+    return {
+        "stock": replace(small, strategy="ddp", notes=(f"{NOTE}{{}}",)),
+        "buckets": small,
+        "two communicators": small_plan(Chain(), communicators=2),
+        "memory": replace(small, memory=OFFLOADED),
+        "compressed": compressed(Chain(), ALL, every=2),
+        "zero2": plan_of(ctx, PAIRS, reshard=False, prefetch=1),
+        "fsdp": plan_of(ctx),
+        "hsdp": plan_of(ctx, replicate=2),
+        "units and memory": plan_of(ctx, memory=RECOMPUTED),
+    }
+
+
+def counterpart(ctx: Context, plan: Plan, model: nn.Module) -> Any:
+    """What a stranger would write by hand."""
+    if plan.sharding is None:
+        return TorchDDP(model)
+    replicate = plan.sharding.mesh.replicate
+    units = [unit.modules for unit in plan.sharding.units]
+    return by_hand(model, mesh_of(ctx, replicate), units, plan.sharding.units[0].reshard)
+
+
+def follow(
+    ctx: Context, recipe: Recipe, *, build: Callable[[], nn.Module] = Chain, leave_out: tuple[str, ...] = ()
+) -> None:
+    """The recipe's losses and weights are the counterpart's; the same bits, unless buckets are compressed."""
+    for kind, plan in plans(ctx).items():
+        if kind in leave_out:
+            continue
+        ours: Any = parallelize(ctx.build(build), plan)
+        theirs = counterpart(ctx, plan, ctx.build(Chain))
+        found = recipe(ctx, ours)
+        expected = recipe(ctx, theirs)
+        if plan.compressed:
+            torch.testing.assert_close(found, expected, msg=lambda text, kind=kind: f"{kind}: {text}")
+        else:
+            assert found == expected, f"{kind}: {found} {expected}"
+            same(whole(unwrapped(theirs)), whole(unwrapped(ours)))
+
+
+def unwrapped(model: Any) -> Any:
+    return getattr(model, "module", model)
+
+
+def adamw(ctx: Context, model: Any, clip: float | None = None, steps: int = STEPS, accumulate: int = 1) -> list[float]:
+    """With a schedule and weight decay for some parameters; as one script for every kind."""
+    decayed = [one for one in model.parameters() if one.dim() > 1]
+    others = [one for one in model.parameters() if one.dim() <= 1]
+    optimizer = torch.optim.AdamW([{"params": decayed}, {"params": others, "weight_decay": 0.0}], lr=0.05)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    attached = getattr(model, "compressed", False)
+    if attached:
+        model.attach(optimizer, max_grad_norm=clip)
+    found = []
+    for step in range(steps):
+        for micro in range(accumulate):
+            with nullcontext() if micro == accumulate - 1 else no_sync(model):
+                loss = loss_of(model, tokens(ctx, step * accumulate + micro))
+                (loss / accumulate).backward()
+            found.append(loss.item())
+        if clip is not None and not attached:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+    return found
+
+
+@check
+def adamw_clipped_and_accumulated(ctx: Context) -> None:
+    """By the global norm; an attached optimizer clips inside backward, and hands out no norm."""
+    follow(ctx, lambda ctx, model: adamw(ctx, model, clip=0.2, accumulate=2))
+
+
+@check
+def grad_scaler(ctx: Context) -> None:
+    """An overflow on one rank skips the step on all; compressed buckets refuse a scaler."""
+
+    def scaled(ctx: Context, model: Any) -> list[float]:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+        scaler = torch.amp.GradScaler(ctx.device.type, init_scale=16.0)
+        found = []
+        for step in range(STEPS):
+            loss = loss_of(model, tokens(ctx, step))
+            overflows = step == 1 and ctx.rank == 1
+            scaler.scale(loss * float("inf") if overflows else loss).backward()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.2)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            found += [loss.item(), scaler.get_scale()]
+        assert found[-1] == 8.0, "the overflow was not seen"
+        return found
+
+    follow(ctx, scaled, leave_out=("compressed",))
+    model: Any = parallelize(ctx.build(Chain), plans(ctx)["compressed"])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    scaler = torch.amp.GradScaler(ctx.device.type)
+    raises(InputError, lambda: model.attach(optimizer, max_grad_norm=None, grad_scaler=scaler), "train in bf16")
+
+
+@check
+def compiled_blocks(ctx: Context) -> None:
+    """Compiled in place before the model is made parallel, which also a plan that recomputes them takes."""
+
+    def build() -> nn.Module:
+        model = Chain()
+        for layer in model.layers:
+            layer.compile(backend="aot_eager")
+        return model
+
+    # Two communicators and torch's reducer are tried with the compiler in `scenarios_wrapper`.
+    follow(ctx, lambda ctx, model: adamw(ctx, model, steps=2), build=build, leave_out=("stock", "two communicators"))
+    torch._dynamo.reset()
+
+
+@check
+def compiled_as_one(ctx: Context) -> None:
+    """Afterwards; where a plan recomputes units, torch says that it cannot."""
+    for kind in ("memory", "fsdp"):
+        plan = plans(ctx)[kind]
+        ours: Any = torch.compile(parallelize(ctx.build(Chain), plan), backend="aot_eager")
+        found, expected = adamw(ctx, ours, steps=2), adamw(ctx, counterpart(ctx, plan, ctx.build(Chain)), steps=2)
+        assert found == expected, f"{kind}: {found} {expected}"
+        torch._dynamo.reset()
+    # torch's own checkpointing, which sharded plans recompute with, cannot.
+    ours = torch.compile(parallelize(ctx.build(Chain), plans(ctx)["units and memory"]), backend="aot_eager")
+    raises(CheckpointError, lambda: adamw(ctx, ours, steps=1), "different metadata")
+    torch._dynamo.reset()
+
+
+@check
+def resumed_by_other_ranks(ctx: Context) -> None:
+    """Trained by all ranks under one kind of plan, gone on with by half of them under the next kind."""
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    received = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    half = Context(ctx.rank, ctx.size // 2, ctx.device.type, ctx.route)
+    part = dist.new_subgroups(half.size)[0]
+    # What two communicators and recomputed units hold is what the kinds beside them do.
+    kinds = [kind for kind in plans(ctx) if kind not in ("two communicators", "units and memory")]
+    before, after = plans(ctx), plans(half)
+    for kind, following in zip(kinds, kinds[1:] + kinds[:1], strict=True):
+        model: Any = parallelize(ctx.build(Chain), before[kind])
+        optimizer = optimizer_of(model)
+        steps(ctx, model, optimizer, 0)
+        # Of wrapped models on a CPU, torch hands out the tensors in use.
+        saved = copy.deepcopy((full_state_dict(model), get_optimizer_state_dict(model, optimizer, options=options)))
+        assert set(saved[0]) == (set(Chain().state_dict()) if ctx.rank == 0 else set())
+        expected = steps(ctx, model, optimizer, 2)
+        plan = after[following]
+        again: Any = apply_plan(Chain().to(ctx.device), plan, group=part, mesh=sub_mesh(half, plan))
+        # As read from a file by every rank.
+        known = [saved[0]]
+        dist.broadcast_object_list(known)
+        load_full_state_dict(again, known[0])
+        other = optimizer_of(again)
+        set_optimizer_state_dict(again, other, saved[1], options=received)
+        found = steps(ctx, again, other, 2)
+        torch.testing.assert_close(
+            found, expected, rtol=1e-5, atol=1e-6, msg=lambda t, k=kind, f=following: f"{k} to {f}: {t}"
+        )
+
+
+def optimizer_of(model: Any) -> torch.optim.Optimizer:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    if getattr(model, "compressed", False):
+        model.attach(optimizer, max_grad_norm=None)
+    return optimizer
+
+
+def steps(ctx: Context, model: Any, optimizer: torch.optim.Optimizer, first: int) -> list[float]:
+    """Two of them; every rank has the same batch, so that the number of ranks does not change the mean."""
+    found = []
+    for step in range(first, first + 2):
+        loss = loss_of(model, tokens(ctx, step, rank=0))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found
+
+
+def sub_mesh(ctx: Context, plan: Plan) -> DeviceMesh | None:
+    """Of the ranks that go on together."""
+    if plan.sharding is None:
+        return None
+    mesh = plan.sharding.mesh
+    whole = torch.arange(dist.get_world_size()).view(-1, mesh.replicate, mesh.shard)
+    names = ("part", "replicate", "shard")
+    found = DeviceMesh(ctx.device.type, whole, mesh_dim_names=names)
+    return found["replicate", "shard"] if mesh.replicate > 1 else found["shard"]
+
+
+@check
+def watched(ctx: Context) -> str:
+    """Under every kind the rank that takes longer is known by its own time, in forward as in backward."""
+    late_s = 0.005
+
+    def late(_: Any) -> None:
+        if ctx.rank == 1:
+            time.sleep(late_s)
+
+    predicted = PlanPrediction(iteration_s=0.5, exposed_s=0.1)
+    shown = []
+    for kind, plan in plans(ctx).items():
+        model: Any = parallelize(ctx.build(Chain), replace(plan, workers=ctx.size, predicted=predicted))
+        optimizer = optimizer_of(model)
+        told: list[StepSample] = []
+        watch = Watch(model, every=10, to=[told.append])
+        for step in range(10):
+            loss = loss_of(model, tokens(ctx, step))
+            late(None)
+            loss.register_hook(late)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert [sample.step for sample in told] == ([10] if ctx.rank == 0 else []), kind
+        for sample in told:
+            assert sample.own_s[1] >= 2 * late_s, f"{kind}: a rank's own time was taken for waiting: {sample}"
+            assert 0 < sample.exposed_s <= sample.iteration_s, f"{kind}: {sample}"
+            assert sample.predicted_iteration_s == predicted.iteration_s, kind
+            assert (sample.overlap is None) == (kind == "stock" or plan.sharding is not None), kind
+        shown.append(f"{kind} {watch_table(told).splitlines()[-2]}" if told else kind)
+        del watch
+        assert not any(module._forward_pre_hooks for module in unwrapped(model).layers) or plan.sharding is not None
+    return "; ".join(shown)

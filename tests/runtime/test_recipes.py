@@ -1,0 +1,20 @@
+"""Recipes under every kind of plan, on 2 ranks; and gone on with by 2 of 4."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from rank_answers import all_right
+from rank_pool import SIZES, RankPool
+from recipe_checks import CHECKS
+
+ON_FOUR = {"recipe_resumed_by_other_ranks"}
+
+
+@pytest.mark.parametrize("name", sorted(CHECKS))
+def test_recipe(name: str, ranks: Callable[[int], RankPool]) -> None:
+    size = 4 if name in ON_FOUR else 2
+    if size not in SIZES:
+        pytest.skip(f"needs {size} ranks")
+    all_right(ranks(size).run(name, "backbeat"))

@@ -1,0 +1,153 @@
+"""The scripts that compare ways to train: what they refuse, and what they make of measurements. Nothing is trained."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import msgspec
+import pytest
+
+pytest.importorskip("torch", reason="the scripts train with torch")
+pytest.importorskip("pyroute2", reason="the lab needs pyroute2")
+
+import torch
+
+from backbeat.errors import InputError
+from backbeat.model import Profile
+from backbeat.model.files import encode, write
+from backbeat.planners import plan as make
+from backbeat.simulate import predict
+from tests.lab.cases import network, profile
+
+SCRIPTS = Path(__file__).resolve().parents[2] / "validation" / "training"
+NAMES = ("errors", "losses", "models", "data", "sides", "compare", "to_loss")
+
+
+@pytest.fixture(scope="module")
+def scripts() -> Iterator[dict[str, ModuleType]]:
+    """By name; other folders have scripts of the same names."""
+    kept = {name: sys.modules.pop(name, None) for name in NAMES}
+    sys.path.insert(0, str(SCRIPTS))
+    try:
+        yield {name: importlib.import_module(name) for name in NAMES}
+    finally:
+        sys.path.remove(str(SCRIPTS))
+        for name, module in kept.items():
+            sys.modules.pop(name)
+            if module is not None:
+                sys.modules[name] = module
+
+
+def test_examples(scripts: dict[str, ModuleType]) -> None:
+    for name in ("errors", "losses"):
+        found = doctest.testmod(scripts[name])
+        assert (found.failed, found.attempted > 0) == (0, True)
+
+
+def test_what_is_no_side_model_or_task_is_refused(scripts: dict[str, ModuleType]) -> None:
+    for arguments, words in (
+        (["--sides", "ddp,zero9"], "zero9"),
+        (["--sides", "best:fp32:fp32"], "best:fp32:fp32"),
+        (["--models", "resnet51"], "resnet51"),
+    ):
+        with pytest.raises(InputError, match=words):
+            scripts["compare"].parsed(["folder", *arguments])
+    with pytest.raises(InputError, match="there are text small"):
+        scripts["to_loss"].parsed(["folder", "--size", "huge"])
+    given = scripts["compare"].parsed(["folder", "--sides", "ddp,decoupled:fp32:fp32", "--bandwidth", "5gbit,25gbit"])
+    assert given.bandwidth == [5e9, 25e9]
+    assert len(given.models) == 6
+
+
+def test_half_of_the_models_are_transformers_and_have_layers(scripts: dict[str, ModuleType]) -> None:
+    models = scripts["models"]
+    for six in (models.LIBRARY, models.SMALL):
+        assert [one.transformer for one in six.values()].count(True) == 3
+        assert len(six) == 6
+    for name in ("decoder", "patches", "residuals", "unet", "mixer"):
+        model = models.SMALL[name]
+        with torch.device("meta"):
+            built = model.build()
+        assert len(model.block_names(built)) >= 4
+        assert model.loss(built, model.batch(2, torch.device("meta"))).shape == ()
+
+
+def test_plans_take_the_dtypes_that_a_side_names(scripts: dict[str, ModuleType]) -> None:
+    planned = scripts["sides"].planned
+    gpt2 = Profile.load("gpt2-b8-bf16-h200")
+    for name, dtypes in (("decoupled", ("bf16", "fp32")), ("decoupled:fp32:bf16", ("fp32", "bf16"))):
+        sharding = planned(name, gpt2, network()).sharding
+        assert (sharding.param_dtype, sharding.reduce_dtype) == dtypes
+        assert not any(unit.reshard for unit in sharding.units)
+    names = [f"transformer.h.{layer}" for layer in range(12)]
+    tutorial = scripts["sides"].tutorial_plan(names, "bf16", gpt2, network())
+    assert [unit.modules for unit in tutorial.sharding.units] == [(name,) for name in names]
+    assert predict(gpt2, network(), tutorial).iteration_s > 0
+
+
+def test_errors_and_auto_against_the_best_of_stock_and_tuned(
+    scripts: dict[str, ModuleType], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    errors = scripts["errors"]
+    plan = make(profile(), network(), "ddp")
+    predicted_s = predict(profile(), network(), plan).iteration_s
+
+    def side(name: str, factor: float, repeat: float = 0.0) -> dict[str, object]:
+        turns = [predicted_s * factor * (1 + repeat * (turn % 2)) for turn in range(4)]
+        return {"side": name, "plan": msgspec.to_builtins(plan), "turns_s": turns}
+
+    cases = []
+    for model, auto in (("kept", 1.0), ("slower", 1.2)):
+        sides = [side("ddp", 1.25), side("tuned", 1.0), side("auto", auto)]
+        facts = {"model": model, "batch_size": 4, "precision": "fp32", "took_s": 1.0, "profile": "p"}
+        cases.append(facts | {"network": msgspec.to_builtins(network()), "sides": sides})
+    cases.append({"model": "broken", "error": "node 1 is gone"})
+    record = {"schema": errors.SCHEMA, "lab": "two", "cases": cases}
+    (tmp_path / "two.json").write_text(json.dumps(record))
+    (tmp_path / "profiles").mkdir()
+    write(tmp_path / "profiles" / "p.json.gz", encode(profile()))
+    errors.show(tmp_path)
+    out = capsys.readouterr().out
+    assert "two broken: node 1 is gone" in out
+    assert "two kept: auto keeps up, 1.000 times as fast as tuned" in out
+    assert "two slower: auto is slower, 0.833 times as fast as tuned" in out
+    assert "buckets: 6 cases: median 8.3%" in out
+    # What repeats within 25 % is not slower for 20 %.
+    found = [
+        {"lab": "l", "model": "m", "side": name, "measured_s": seconds, "repeat": 0.25}
+        for name, seconds in (("ddp", 1.0), ("auto", 1.2))
+    ]
+    assert errors.against_best(found)[0]["keeps_up"]
+
+
+def test_the_time_to_a_loss_is_of_training_with_and_without_what_came_before(scripts: dict[str, ModuleType]) -> None:
+    sides = {
+        "ddp": {"block_s": [2.0, 2.0], "losses": [4.0, 3.0, 2.0, 1.0], "prepared_s": 0.0},
+        "auto": {"block_s": [1.0, 1.0], "losses": [4.0, 3.0, 2.0, 1.5], "prepared_s": 3.0},
+    }
+    curves = scripts["to_loss"].curves_of(sides, 2)
+    assert curves["ddp"].seconds == [1.0, 2.0, 3.0, 4.0]
+    rows = {row["side"]: row for row in scripts["losses"].table(curves, 1)}
+    assert [rows[name]["loss"] for name in rows] == [1.5, 1.5]
+    assert (rows["ddp"]["training_s"], rows["auto"]["training_s"]) == (4.0, 2.0)
+    assert (rows["ddp"]["with_preparation_s"], rows["auto"]["with_preparation_s"]) == (4.0, 5.0)
+    assert rows["auto"]["step_s"] == 0.5
+
+
+def test_data_depends_on_the_seed_alone(scripts: dict[str, ModuleType]) -> None:
+    data = scripts["data"]
+    one, same, other = (next(iter(data.Text(16, seed, 100_000))) for seed in (0, 0, 1))
+    assert torch.equal(one, same)
+    assert not torch.equal(one, other)
+    assert one.shape == (17,)
+    picture, label = next(iter(data.Gratings(8, 3)))
+    again, _ = next(iter(data.Gratings(8, 3)))
+    assert picture.shape == (3, 8, 8)
+    assert 0 <= label < data.CLASSES
+    assert torch.equal(picture, again)

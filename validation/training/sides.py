@@ -1,0 +1,349 @@
+"""What runs on every rank: one model trained in each way, by turns.
+
+A *side* is a way to train: `ddp` (torch's own), `tuned` (the same with the bucket size that was fastest of some),
+`fsdp2` (torch's `fully_shard` on each layer, as its tutorial has it), `auto` (`parallelize(plan="auto")`), a strategy,
+or a sharded strategy with the dtypes of its all-gathers and reduce-scatters, like `decoupled:fp32:fp32`. `memory` is
+`best` within a budget that holds a share of the activations.
+
+`auto` comes first, in a process that has trained nothing. All sides are predicted from the profile and the network that
+it measured.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+import msgspec
+import torch
+from models import MODELS, Model
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from backbeat.comm.communicators import Communicators
+from backbeat.errors import BackbeatError, InputError
+from backbeat.measure.model.profiler import measure as measure_profile
+from backbeat.measure.model.training_step import Training, where_raised
+from backbeat.model import Mesh, Network, Plan, Profile, Sharding, ShardUnit
+from backbeat.model.files import decode, encode
+from backbeat.planners import SHARDED, STRATEGIES
+from backbeat.planners import plan as make_plan
+from backbeat.runtime import parallelize
+from backbeat.runtime.memory.activations import apply as apply_memory
+from backbeat.runtime.parallel import prepare
+from backbeat.runtime.parallel.apply_plan import apply_plan
+from backbeat.runtime.parallel.together import Together
+from backbeat.runtime.parallel.trials import ExampleStep
+from backbeat.runtime.parallel.untouched import free
+from backbeat.simulate import predict
+
+OPTIMIZER = "adamw"
+WARM_UP = 3
+ROUNDS = 4
+LEAST_STEPS, MOST_STEPS = 2, 10
+CAPS_MB = (1, 5, 10, 50, 100)
+"""Bucket sizes that `tuned` tries beside DDP's own 25."""
+TUNING_STEPS = 4
+MEMORY_SHARE = 0.6
+"""Of what activations take, for `memory`."""
+OWN = ("ddp", "tuned", "fsdp2", "auto", "memory")
+"""Sides that no strategy names."""
+
+
+def check_side(name: str) -> None:
+    strategy, *dtypes = name.split(":")
+    if name in OWN or (strategy in STRATEGIES and not dtypes):
+        return
+    if strategy not in SHARDED or len(dtypes) != 2:
+        raise InputError(f"{name!r} is no side: there are {', '.join(OWN)}, strategies, and strategies that shard with "
+                         "two dtypes, like decoupled:bf16:fp32")  # fmt: skip
+
+
+@dataclass(kw_only=True)
+class Side:
+    """One way to train, as built."""
+
+    name: str
+    plan: Plan | None
+    """What it is predicted by; None where that is not known."""
+    build: Callable[[nn.Module], nn.Module]
+    profile: Profile | None = None
+    """Where it is predicted from another than the others' profile."""
+    training: Training | None = None
+    found: dict[str, Any] = field(default_factory=dict)
+
+
+class AutoSeen:
+    """What `parallelize(plan="auto")` measured and took, kept for predictions."""
+
+    def __init__(self) -> None:
+        self.profile: Profile | None = None
+        self.network: Network | None = None
+        self.taken: Any = None
+
+    def __enter__(self) -> AutoSeen:
+        seen = self
+        self._kept = prepare.ParallelSearch
+
+        class Search(prepare.ParallelSearch):
+            def _candidates(self, profile: Profile, network: Network, now: dict[str, Any]) -> Any:
+                seen.profile, seen.network = profile, network
+                return super()._candidates(profile, network, now)
+
+            def run(self) -> Any:
+                seen.taken = super().run()
+                return seen.taken
+
+        prepare.ParallelSearch = Search  # type: ignore[misc]
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        prepare.ParallelSearch = self._kept  # type: ignore[misc]
+
+
+class Rig:
+    """One model on this rank, and the ways to train it."""
+
+    def __init__(self, node: Any, model: Model, batch_size: int | None, precision: str) -> None:
+        self.model, self.device, self.precision = model, node.device, precision
+        world: Any = torch.distributed.group.WORLD
+        self.together = Together(Communicators(world, node.device, 1))
+        # The same weights on every rank, and a batch of its own.
+        torch.manual_seed(0)
+        self.plain = model.build().to(node.device)
+        torch.manual_seed(1 + node.start.node)
+        batch = model.batch(batch_size or model.batch_size, node.device)
+        self.step = ExampleStep(
+            batch=batch, loss=model.loss, optimizer=OPTIMIZER, precision=precision, device=node.device
+        )
+
+    def auto(self, budget_s: float) -> tuple[nn.Module, AutoSeen, float]:
+        began = time.monotonic()
+        with AutoSeen() as seen:
+            trained = parallelize(
+                copy.deepcopy(self.plain),
+                plan="auto",
+                example=(self.step.batch, self.step.loss),
+                optimizer=OPTIMIZER,
+                precision=self.precision,
+                budget_s=budget_s,
+            )
+        return trained, seen, time.monotonic() - began
+
+    @property
+    def tutorial_dtype(self) -> str:
+        """What FSDP2 gathers. With BatchNorm it raises in bf16, and autocast alone is left."""
+        norms = any(isinstance(one, _BatchNorm) for one in self.plain.modules())
+        return "bf16" if self.precision == "bf16" and not norms else "fp32"
+
+    def fsdp2(self, model: nn.Module) -> nn.Module:
+        """As torch's tutorial: each layer, then the model; mixed precision where training has it."""
+        low = self.tutorial_dtype == "bf16"
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if low else MixedPrecisionPolicy()
+        for name in self.model.block_names(model):
+            torch_fully_shard(model.get_submodule(name), mp_policy=policy)
+        torch_fully_shard(model, mp_policy=policy)
+        return model
+
+    def training(self, trained: nn.Module) -> Training:
+        return self.step.training(trained, self.step.make_optimizer(trained))
+
+    def seconds(self, training: Training, steps: int) -> list[float]:
+        """From the beginning of each step to that of the next, without waiting in between: as training runs."""
+        clock = training.clock
+        clock.reserve(5 * steps + 1)
+        marks = [*(training.iterate().begin for _ in range(steps)), clock.mark()]
+        clock.synchronize()
+        return [clock.between(*pair) for pair in pairwise(marks)]
+
+    def slowest(self, seconds: list[float]) -> float:
+        """The median step of the slowest rank."""
+        return float(max(self.together.every(median(seconds))))
+
+    def tuned(self, caps: Sequence[int]) -> dict[str, float]:
+        """A step of torch's DDP with each bucket size, in MiB."""
+        found = {}
+        for cap in caps:
+            training = self.training(ddp(copy.deepcopy(self.plain), cap))
+            self.seconds(training, WARM_UP)
+            found[str(cap)] = self.slowest(self.seconds(training, TUNING_STEPS))
+            del training
+            free(self.device)
+        return found
+
+
+def ddp(model: nn.Module, cap_mb: int | None = None) -> nn.Module:
+    return torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb=cap_mb)
+
+
+def planned(name: str, profile: Profile, network: Network) -> Plan:
+    """The plan of a strategy, with the dtypes that the side names."""
+    if name == "memory":
+        held = profile.memory
+        if held is None or not held.peak_bytes:
+            raise InputError(f"{profile.name} has no peak of memory: there is no budget to plan for")
+        # The wrapper's buckets hold every gradient all the time.
+        whole = held.steady_bytes + profile.total_bytes
+        budget = whole + MEMORY_SHARE * (held.peak_bytes - held.steady_bytes)
+        return make_plan(profile, network, "best", memory_bytes=int(budget))
+    strategy, *dtypes = name.split(":")
+    choices: dict[str, Any] = {}
+    if strategy in ("decoupled", "sharded"):
+        choices["torch_version"] = ".".join(torch.__version__.split(".")[:2])
+    if not dtypes:
+        return make_plan(profile, network, strategy, **choices)
+    plan = make_plan(profile, network, strategy, reduce_dtype=dtypes[1], **choices)
+    assert plan.sharding is not None
+    sharding = msgspec.structs.replace(plan.sharding, param_dtype=dtypes[0])
+    return msgspec.structs.replace(plan, sharding=sharding, predicted=None)
+
+
+def tutorial_plan(names: Sequence[str], dtype: Any, profile: Profile, network: Network) -> Plan:
+    """What FSDP2's tutorial does, as a plan: a unit a layer, gathered in this dtype and resharded after forward."""
+    sharding = Sharding(
+        mesh=Mesh(replicate=1, shard=network.workers),
+        param_dtype=dtype,
+        reduce_dtype="fp32",
+        reduce_scatter_buffers=1,
+        separate_reduce_scatter=False,
+        units=tuple(ShardUnit(modules=(name,), reshard=True, prefetch=0) for name in names),
+    )
+    return msgspec.structs.replace(make_plan(profile, network, "fsdp"), sharding=sharding, predicted=None)
+
+
+def measure(
+    node: Any,
+    *,
+    model: str,
+    batch_size: int | None,
+    precision: str,
+    sides: Sequence[str],
+    seconds: float,
+    budget_s: float,
+) -> dict[str, Any] | None:
+    """All sides of one model: what rank 0 knows; None from the others."""
+    # What an earlier model left: wrapped models hold themselves.
+    free(node.device)
+    began = time.monotonic()
+    rig = Rig(node, MODELS[model], batch_size, precision)
+    trained, seen, search_s = rig.auto(budget_s)
+    profile, network = _shared(rig.together, seen.profile, Profile), _shared(rig.together, seen.network, Network)
+    plan = seen.taken.plan
+    told = {"search_s": search_s, "words": seen.taken.words}
+    built = [Side(name="auto", plan=plan, build=lambda _: trained, found=told)]
+    for name in sides:
+        if name != "auto":
+            built.append(_side(name, rig, profile, network))
+    running = [one for one in built if _started(one, rig)]
+    if "auto" not in sides:
+        running = [one for one in running if one.name != "auto"]
+    expected_s = {one.name: rig.slowest(rig.seconds(one.training, 2)) for one in running if one.training is not None}
+    turns: dict[str, list[float]] = {one.name: [] for one in running}
+    for turn in range(ROUNDS):
+        for one in running if turn % 2 == 0 else running[::-1]:
+            assert one.training is not None
+            steps = _steps(seconds, expected_s[one.name])
+            # Not timed: the first step after another side's.
+            taken = rig.seconds(one.training, steps + 1)[1:]
+            turns[one.name].append(rig.slowest(taken))
+    for one in running:
+        assert one.training is not None
+        with torch.no_grad():
+            one.found["loss"] = sum(rig.together.every(float(one.training.plain_loss()))) / rig.together.size
+    cases = [_case(one, turns.get(one.name, []), profile, network) for one in built if one.name in sides]
+    rig.together.communicators.close()
+    if node.start.node != 0:
+        return None
+    return {
+        "model": model,
+        "batch_size": batch_size or MODELS[model].batch_size,
+        "precision": precision,
+        "took_s": time.monotonic() - began,
+        "profile": encode(profile),
+        "network": msgspec.to_builtins(network),
+        "sides": cases,
+    }
+
+
+def _side(name: str, rig: Rig, profile: Profile, network: Network) -> Side:
+    """Not yet built; with its error where there is no plan."""
+    if name == "ddp":
+        return Side(name=name, plan=make_plan(profile, network, "ddp"), build=ddp)
+    if name == "tuned":
+        caps = rig.tuned(sorted({*CAPS_MB, 25}))
+        best = int(min(caps, key=lambda cap: caps[cap]))
+        plan = make_plan(profile, network, "ddp", bucket_bytes=best * 2**20)
+        return Side(name=name, plan=plan, build=lambda model: ddp(model, best), found={"caps_s": caps, "cap_mb": best})
+    if name == "fsdp2":
+        plan = tutorial_plan(rig.model.block_names(rig.plain), rig.tutorial_dtype, profile, network)
+        return Side(name=name, plan=plan, build=rig.fsdp2)
+    own = _with_memory(rig) if name == "memory" else None
+    text, error = None, None
+    if rig.together.rank == 0:
+        try:
+            text = encode(planned(name, own or profile, network)).decode()
+        except BackbeatError as raised:
+            error = str(raised)
+    text, error = rig.together.first([text, error])
+    if text is None:
+        return Side(name=name, plan=None, build=ddp, found={"error": error})
+    made = decode(text.encode(), Plan, where="rank 0's plan")
+    return Side(name=name, plan=made, profile=own, build=lambda model: apply_plan(model, made))
+
+
+def _with_memory(rig: Rig) -> Profile:
+    """A profile with what recomputing and offloading cost."""
+    model = copy.deepcopy(rig.plain)
+    found = measure_profile(
+        model, rig.step.batch, rig.step.loss, rig.step.make_optimizer(model), precision=rig.precision, iterations=8,
+        warmup=3, time_limit_s=5.0, accept_noise=True, apply_memory=apply_memory,
+    ).profile  # fmt: skip
+    return _shared(rig.together, found, Profile)
+
+
+def _started(side: Side, rig: Rig) -> bool:
+    """Build it and warm it up; what fails on one rank is left out on all."""
+    if "error" in side.found:
+        return False
+    error = None
+    try:
+        side.training = rig.training(side.build(copy.deepcopy(rig.plain)))
+        rig.seconds(side.training, WARM_UP)
+    except Exception as raised:
+        error = where_raised(raised)
+    found = rig.together.failure(error)
+    if found is not None:
+        side.found["error"], side.training = found, None
+        free(rig.device)
+    return found is None
+
+
+def _steps(seconds: float, step_s: float) -> int:
+    """Of one turn."""
+    return min(max(round(seconds / ROUNDS / max(step_s, 1e-6)), LEAST_STEPS), MOST_STEPS)
+
+
+def _case(side: Side, turns: list[float], profile: Profile, network: Network) -> dict[str, Any]:
+    case: dict[str, Any] = {"side": side.name, **side.found, "turns_s": turns}
+    if side.plan is None:
+        return case
+    case["plan"] = msgspec.to_builtins(side.plan)
+    try:
+        prediction = predict(side.profile or profile, network, side.plan)
+        case |= {"predicted_s": prediction.iteration_s, "bound_s": prediction.bound_s}
+    except BackbeatError as error:
+        case["not_predicted"] = str(error)
+    return case
+
+
+def _shared(together: Together, value: Any, kind: Any) -> Any:
+    """Rank 0's."""
+    text = together.first(encode(value).decode() if together.rank == 0 else None)
+    return decode(text.encode(), kind, where="rank 0's")
