@@ -25,10 +25,12 @@ if TYPE_CHECKING:
     from backbeat.layouts.stage_times import StageTimes
 
 Streams = Literal["direction", "connection", "pair", "rank"]
-"""Which transfers of a stage run one after the other. In the order they were posted: those to or from one neighbour
-(`direction`, where each has a communicator), all with one neighbour (`pair`: NCCL in torch 2.13), or all of them
-(`rank`: NCCL in torch before). `connection`: as `direction`, and a stage tells its neighbour that it is ready to
-receive behind what it is sending to it, so that a swap takes two sends (gloo)."""
+"""Which transfers of a stage run one after the other, in the order they were posted.
+
+`direction`: those to one neighbour, and those from it, each on a NIC of its own, with receives posted early: nothing
+holds up what is ready, which meets published rows of Megatron's best. The others are torch's, and share a NIC.
+`connection`: the same, but a stage tells its neighbour that it is ready to receive behind what it is sending to it, so
+that a swap takes two sends (gloo). `pair`: all with one neighbour (NCCL in torch 2.13). `rank`: all (NCCL before)."""
 
 
 class Performed(NamedTuple):
@@ -40,7 +42,7 @@ class Performed(NamedTuple):
     end_s: float
 
 
-_SIMULATED_ROUNDS = 8
+_SIMULATED_ROUNDS = 6
 """Of as many micro-batches as stages."""
 _NOTHING_S = 1e-12
 """What is left of transfers that end together."""
@@ -77,9 +79,13 @@ def run(
     if schedule == "gpipe" or stages == 1 or rounds <= 0:
         return _simulated(schedule, stages, count, times, send_s, streams)
     short = _simulated(schedule, stages, count - rounds * stages, times, send_s, streams)
-    begins = {each.operation: each.start_s for each in short.performed if each.stage == 0}
+    begins = {(each.stage, each.operation): each.start_s for each in short.performed}
     middle = range(_SIMULATED_ROUNDS // 2 * stages, (_SIMULATED_ROUNDS // 2 + 1) * stages)
-    period_s = begins[Operation("F", middle.stop, 0)] - begins[Operation("F", middle.start, 0)]
+    # The slowest stage sets the pace; others may still be ahead of it.
+    period_s = max(
+        begins[stage, Operation("F", middle.stop, 0)] - begins[stage, Operation("F", middle.start, 0)]
+        for stage in range(stages)
+    )
     performed: list[Performed] = []
     for each in short.performed:
         micro = each.operation.micro_batch
@@ -100,7 +106,8 @@ def _simulated(
     split = schedule == "zero-bubble" and stages > 1
     transfers = _Transfers(stages, send_s, streams)
     played = _Played(stages, times, split, transfers)
-    left = [deque(each) for each in programs(schedule, stages, count, len(times) // stages)]
+    chunks = len(times) // stages
+    left = [deque(each) for each in programs(schedule, stages, count, chunks, early=streams == "direction")]
     turns = [(0.0, stage) for stage in range(stages)]
     while turns or transfers.next_s < float("inf"):
         if not turns or transfers.next_s <= turns[0][0]:
@@ -163,7 +170,7 @@ class _Transfers:
     """Sends and receives on their way.
 
     A transfer starts when its batch is the first in the queue of either end. Whatever leaves a stage at the same time
-    shares its NIC, and so does what comes in.
+    shares its NIC, and so does what comes in; only `direction` has one for each.
     """
 
     def __init__(self, stages: int, send_s: float, streams: Streams) -> None:
@@ -255,6 +262,8 @@ class _Transfers:
                 self._unheard[transfer] = before[0]
 
     def _slowed(self, transfer: Transfer) -> int:
+        if self._streams == "direction":
+            return 1
         origin, to = self._ends(transfer)
         return max(self._shares[origin, True], self._shares[to, False])
 

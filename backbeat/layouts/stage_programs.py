@@ -78,15 +78,18 @@ class Act(NamedTuple):
     what: tuple[Transfer, ...] | Operation
 
 
-def programs(schedule: PipelineSchedule, stages: int, count: int, chunks: int) -> list[list[Act]]:
-    """Of all stages."""
+def programs(
+    schedule: PipelineSchedule, stages: int, count: int, chunks: int, *, early: bool = False
+) -> list[list[Act]]:
+    """Of all stages. `early`: interleaved and zero-bubble schedules post every receive before it could hold up a send,
+    as Megatron does; torch posts them later."""
     orders = [order(schedule, stage, stages, count, chunks) for stage in range(stages)]
     if stages == 1:
         return [[Act("do", operation) for operation in orders[0]]]
     last = stages * chunks - 1
     if schedule in ("gpipe", "1f1b"):
         return [_in_turn(each, stage, last, swaps=schedule == "1f1b") for stage, each in enumerate(orders)]
-    return _ahead(orders, last)
+    return _ahead(orders, last, early=early)
 
 
 def _in_turn(operations: list[Operation], stage: int, last: int, *, swaps: bool) -> list[Act]:
@@ -116,16 +119,17 @@ def _in_turn(operations: list[Operation], stage: int, last: int, *, swaps: bool)
     return [act for act in (*acts, Act("wait", sent)) if act.what]
 
 
-def _ahead(orders: list[list[Operation]], last: int) -> list[list[Act]]:
+def _ahead(orders: list[list[Operation]], last: int, *, early: bool) -> list[list[Act]]:
     """Receives are posted before they are needed: where their sends stand if all operations took the same time.
 
     In each round every stage in turn takes its next operation, unless the input has not been sent. A send is posted
     there and at the receiver, behind all that the receiver has taken so far. Behind a chunk's last backward pass torch
-    has two more acts, which communicate with nobody here.
+    has two more acts, which communicate with nobody here. Where receives are `early` they stand before everything else.
     """
     stages = len(orders)
     queues = [deque(each) for each in orders]
     acts: list[list[Act]] = [[] for _ in orders]
+    before: list[list[Act]] = [[] for _ in orders]
     sent: set[Transfer] = set()
     resting = [0] * stages
     final = orders[0][-1].micro_batch
@@ -141,9 +145,9 @@ def _ahead(orders: list[list[Operation]], last: int) -> list[list[Act]]:
             acts[stage] += [Act("wait", needed), Act("do", operation)]
             for transfer in _output(operation, stage, last, stages):
                 sent.add(transfer)
-                for end in (stage, transfer[2] % stages):
-                    acts[end].append(Act("post", (transfer,)))
-    return [[act for act in each if act.what] for each in acts]
+                acts[stage].append(Act("post", (transfer,)))
+                (before if early else acts)[transfer[2] % stages].append(Act("post", (transfer,)))
+    return [[act for act in each if act.what] for each in map(list.__add__, before, acts)]
 
 
 def _input(operation: Operation, stage: int, last: int, stages: int = 0) -> tuple[Transfer, ...]:

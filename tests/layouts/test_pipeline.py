@@ -98,10 +98,10 @@ def test_every_schedule_keeps_order_and_does_all_work(
 @given(
     st.sampled_from([("1f1b", 1), ("interleaved", 2), ("zero-bubble", 1)]),
     st.lists(st.tuples(seconds, seconds, seconds), min_size=2, max_size=3),
-    st.integers(10, 12),
+    st.integers(8, 12),
     st.floats(0, 0.05),
 )
-@settings(max_examples=30)
+@settings(max_examples=60)
 def test_the_middle_of_a_long_step_is_simulated_once(
     schedule: tuple[str, int], shapes: list[tuple[float, float, float]], rounds: int, send: float
 ) -> None:
@@ -111,6 +111,7 @@ def test_the_middle_of_a_long_step_is_simulated_once(
     found = run(name, stages, rounds * stages, times, send)  # type: ignore[arg-type]
     whole = _simulated(name, stages, rounds * stages, times, send, "direction")  # type: ignore[arg-type]
     assert found.seconds == pytest.approx(whole.seconds, rel=0.01)
+    assert found.seconds >= rounds * stages * max(one.total_s for one in times) * chunks * (1 - 1e-9)
     assert {each[:2] for each in found.performed} == {each[:2] for each in whole.performed}
     assert len(found.performed) == len(whole.performed)
 
@@ -130,9 +131,9 @@ def test_on_one_stream_a_receive_holds_up_the_sends_behind_it() -> None:
 
 
 def test_an_activation_and_a_gradient_that_leave_at_once_share_a_nic() -> None:
-    times = equal(4, 1.0, 0.5, 0.5, chunks=2)
-    few, many = (run("interleaved", 4, 16, times, send).seconds for send in (0.0, 0.5))
-    assert many - few > closed_form("interleaved", 4, 16, times, 0.5).seconds - few
+    times = equal(4, 1.0, 0.7, 0.3, chunks=2)
+    apart, shared = (run("interleaved", 4, 16, times, 0.8, streams).seconds for streams in ("direction", "pair"))
+    assert shared > 1.05 * apart
 
 
 def test_unequal_stages_wait_for_the_slowest() -> None:
