@@ -9,10 +9,10 @@ themselves: the first communicator is the process group, further ones are proces
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -25,8 +25,9 @@ from backbeat.errors import InputError
 
 logger = logging.getLogger("backbeat.runtime")
 
-# Ranks open communicators on one process group in one order, so counting gives each the same name everywhere.
-_opened: Counter[str] = Counter()
+# Ranks open communicators on one process group in one order, so counting gives each the same name everywhere. By the
+# object: names come again after `destroy_process_group`, and what ranks did before may differ.
+_opened: WeakKeyDictionary[ProcessGroup, int] = WeakKeyDictionary()
 
 
 class Communicator:
@@ -89,9 +90,8 @@ class Communicators:
         self.device = device
         self.timeout = timeout or timeout_of(process_group, device)
         """After this long a collective is given up."""
-        group_name = process_group.group_name
-        _opened[group_name] += 1
-        self.key = f"backbeat/{group_name}/{_opened[group_name]}"
+        _opened[process_group] = _opened.get(process_group, 0) + 1
+        self.key = f"backbeat/{process_group.group_name}/{_opened[process_group]}"
         self.store = PrefixStore(self.key, dist.distributed_c10d._get_default_store())
         self._communicators: list[Communicator] = []
         self._why_one = why_one(self.backend)

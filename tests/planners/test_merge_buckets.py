@@ -18,7 +18,8 @@ from backbeat.planners.halves import earliest, plan_in_halves
 from backbeat.planners.merge_buckets import SLOWER, Conditions, iteration_s, merged, possible_costs
 from backbeat.planners.merge_concurrent import simplified
 from backbeat.planners.optimal import best_ends, merged_ends, plenty_ends
-from backbeat.simulate import halves_step as simulated
+from backbeat.simulate import gather_scatter
+from backbeat.simulate.halves_step import period
 from tests.problems import affine, curve, make_profile, networks, profiles
 
 
@@ -142,11 +143,13 @@ def test_slack_is_a_share_of_the_iteration(profile: Profile, network: Network, s
 def test_the_halves_of_a_decoupled_plan_keep_slack(profile: Profile, network: Network) -> None:
     few = bb.plan(profile, network, "halves")
     many = plan_in_halves(profile, *earliest(profile, network), network.workers)
-    half = simulated._half
+    half = gather_scatter._half
     for factor in (1.0, SLOWER):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(simulated, "_half", lambda times, network, factor=factor: half(times, network).slower(factor))
-            found, early = (simulated.period(profile, plan, network) for plan in (few, many))
+            patch.setattr(
+                gather_scatter, "_half", lambda times, network, factor=factor: half(times, network).slower(factor)
+            )
+            found, early = (period(profile, plan, network) for plan in (few, many))
         assert found.forward_end_s <= early.forward_end_s * (1 + 1e-9)
         assert found.scatters[-1][1] <= early.scatters[-1][1] * (1 + 1e-9)
 

@@ -113,6 +113,11 @@ def serve(requests: int, answers: int) -> None:
             elif dist.is_initialized():
                 # Not before: nobody closes a connection that another still uses.
                 gc.collect()
+                # What torch remembers of sharded tensors holds the meshes of groups that are gone.
+                with contextlib.suppress(ImportError, AttributeError):
+                    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+                    _clear_sharding_prop_cache()
                 dist.destroy_process_group()
 
 
