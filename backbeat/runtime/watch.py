@@ -9,24 +9,28 @@ Hugging Face Trainer. Alerts go to the logger `backbeat.runtime` too.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import statistics
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import torch
+from torch.distributed import DistStoreError
 
 from backbeat.errors import InputError
 from backbeat.report.drift import Drift, StepSample
-from backbeat.runtime.watched_steps import FIGURES, TOGETHER, watched_steps
+from backbeat.runtime.watched_steps import TOGETHER, watched_steps
 
 logger = logging.getLogger("backbeat.runtime")
 
 EVERY = 50
 FEWEST = 2 * TOGETHER
+PATIENCE_S = 10.0
+"""Rank 0 waits so long for the others' figures of a sample, and does without it otherwise."""
 
 
 class Watch:
@@ -51,14 +55,25 @@ class Watch:
         self._steps = watched_steps(model, every, self._sample)
 
     def _sample(self, step: int, own: Sequence[float]) -> None:
-        """Exchange every rank's figures; rank 0 tells."""
+        """Every rank leaves its figures at the job's store; rank 0 tells.
+
+        No collective: ranks that count their steps differently would wait for each other for ever.
+        """
         communicators = self._steps.communicators
-        figures = torch.zeros(communicators.size, FIGURES, dtype=torch.float64, device=communicators.device)
-        figures[communicators.rank] = torch.tensor(own, dtype=torch.float64)
-        communicators[0].all_reduce(figures).wait()
-        rows: list[list[float]] = figures.tolist()
+        keys = [f"watch/{step}/{rank}" for rank in range(communicators.size)]
+        communicators.store.set(keys[communicators.rank], json.dumps(list(own)))
+        if communicators.rank != 0:
+            return
+        try:
+            communicators.store.wait(keys, timedelta(seconds=PATIENCE_S))
+        except DistStoreError:
+            logger.warning("step %d is not shown: some rank has not come to it in %g s", step, PATIENCE_S)
+            return
+        rows: list[list[float]] = [json.loads(communicators.store.get(key)) for key in keys]
+        for key in keys:
+            communicators.store.delete_key(key)
         # A rank that ran out of data, or timed nothing, has no time of its own.
-        if communicators.rank != 0 or any(row[0] <= 0 for row in rows):
+        if any(row[0] <= 0 for row in rows):
             return
         sample = _over_ranks(step, rows)
         sample = msgspec.structs.replace(sample, **self._steps.predicted())

@@ -93,11 +93,13 @@ class HookedSteps:
     def __init__(self, model: Any, every: int, sample: Sample) -> None:
         self._model = weakref.ref(model)
         self._every, self._sample = every, _weakly(sample)
+        _reshard(model)
         parameters = list(model.parameters())
         self._parameters = {id(one) for one in parameters}
         self.communicators = Communicators(_group_of(model), parameters[0].device, 1)
         self._clock = clock_for(parameters[0].device)
-        self._optimizer: Callable[[], Any] = lambda: None
+        self._counted: int | None = None
+        """The parameter whose optimizer's steps are counted."""
         self.steps = 0
         self._timed: list[tuple[Mark, Mark, list[tuple[Mark, Mark]]]] = []
         self._before: Mark = None
@@ -113,11 +115,10 @@ class HookedSteps:
 
     def _stepped(self, optimizer: Any, *_: Any) -> None:
         """At the end of each optimizer step, on every rank alike."""
-        if self._optimizer() is None and any(
-            id(one) in self._parameters for group in optimizer.param_groups for one in group["params"]
-        ):
-            self._optimizer = weakref.ref(optimizer)
-        if self._optimizer() is not optimizer:
+        held = [id(one) for group in optimizer.param_groups for one in group["params"]]
+        if self._counted is None:
+            self._counted = next((one for one in held if one in self._parameters), None)
+        if self._counted is None or self._counted not in held:
             return
         self.steps += 1
         if self._hooks:
@@ -226,10 +227,21 @@ def _parallel_part(model: Any) -> Any:
     return found
 
 
+def _reshard(model: Any) -> None:
+    """After a forward without gradients, units may hold whole parameters, which are not those of the optimizer."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def _group_of(model: Any) -> Any:
     if isinstance(model, TorchDDP):
         return model.process_group
-    mesh = next(one.device_mesh for one in model.parameters() if hasattr(one, "device_mesh"))
+    mesh = next((one.device_mesh for one in model.parameters() if hasattr(one, "device_mesh")), None)
+    if mesh is None:
+        raise InputError(f"no parameter of this {type(model).__name__} is sharded: there is nothing to watch")
     if mesh.ndim == 1:
         return mesh.get_group()
     if mesh.size() != dist.get_world_size():

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -29,6 +30,7 @@ from backbeat.model import MemoryPlan, Plan, PlanPrediction, Segment
 from backbeat.report.drift import StepSample
 from backbeat.report.watch_table import watch_table
 from backbeat.runtime import Watch, full_state_dict, load_full_state_dict, no_sync, parallelize
+from backbeat.runtime import watch as watching
 from backbeat.runtime.parallel.apply_plan import NOTE, apply_plan
 
 CHECKS, check = registry("recipe_")
@@ -270,3 +272,46 @@ def watched(ctx: Context) -> str:
         del watch
         assert not any(module._forward_pre_hooks for module in unwrapped(model).layers) or plan.sharding is not None
     return "; ".join(shown)
+
+
+@check
+def a_state_that_does_not_fit_raises_on_every_rank(ctx: Context) -> None:
+    for kind in ("buckets", "fsdp"):
+        model = parallelize(ctx.build(Chain), plans(ctx)[kind])
+        state = full_state_dict(model)
+        first = next(iter(Chain().state_dict()))
+        for given in (
+            {name: value for name, value in state.items() if name != first},
+            {**state, "more": torch.ones(1)},
+        ):
+            raises(InputError, lambda model=model, given=given: load_full_state_dict(model, given), "does not fit")
+        load_full_state_dict(model, state)
+
+
+@check
+def no_sync_leaves_what_it_found(ctx: Context) -> None:
+    model: Any = parallelize(ctx.build(Chain), plans(ctx)["fsdp"])
+    with no_sync(model):
+        with no_sync(model):
+            loss_of(model, tokens(ctx, 0)).backward()
+        loss_of(model, tokens(ctx, 1)).backward()
+        # Whole gradients wait in the units; the sharded ones come with the reduction.
+        assert all(one.grad is None for one in model.parameters())
+    loss_of(model, tokens(ctx, 2)).backward()
+    assert all(one.grad is not None for one in model.parameters())
+
+
+@check
+def watching_does_not_wait_for_a_rank_that_steps_less(ctx: Context) -> None:
+    shown: list[StepSample] = []
+    with mock.patch.object(watching, "PATIENCE_S", 1.0):
+        model: Any = parallelize(ctx.build(Chain), plans(ctx)["stock"])
+        watch = Watch(model, every=6, to=[shown.append])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for step in range(13):
+            loss_of(model, tokens(ctx, step)).backward()
+            if ctx.rank == 0 or step != 3:
+                optimizer.step()
+            optimizer.zero_grad()
+        dist.barrier()
+    del watch

@@ -100,7 +100,7 @@ class Updates:
         def before_step(_: Optimizer, args: Any, kwargs: dict[str, Any]) -> Any:
             alive = check_step()
             closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-            if alive is None or closure is None:
+            if alive is None or not callable(closure):
                 return None if alive is None else alive()
 
             def checked() -> Any:
@@ -109,7 +109,9 @@ class Updates:
                 alive()
                 return found
 
-            return args[:1], {**kwargs, "closure": checked}
+            if "closure" in kwargs:
+                return args, {**kwargs, "closure": checked}
+            return (args[0], checked, *args[2:]), kwargs
 
         optimizer.register_step_pre_hook(before_step)
         self._optimizers = [*remaining, optimizer]

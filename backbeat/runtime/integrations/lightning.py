@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from backbeat.errors import MissingPartError
+from backbeat.errors import InputError, MissingPartError
 from backbeat.runtime.parallel.accumulate import no_sync
 from backbeat.runtime.reduce.settings import split_options
 from backbeat.runtime.reduce.wrapper import DistributedDataParallel
@@ -78,6 +78,8 @@ def parallelize_strategy_class(package: str) -> type[Any]:
         strategy_name = "backbeat_parallelize"
 
         def __init__(self, **kwargs: Any) -> None:
+            if kwargs.get("save_distributed_checkpoint"):
+                raise InputError("save_distributed_checkpoint=True: this strategy writes one file; leave it out")
             super().__init__(**{"tensor_parallel_size": 1, "save_distributed_checkpoint": False, **kwargs})
 
         def setup_environment(self) -> None:
@@ -90,9 +92,11 @@ def parallelize_strategy_class(package: str) -> type[Any]:
 
         def load_checkpoint(self, checkpoint_path: Any, **kwargs: Any) -> dict[str, Any]:
             found: dict[str, Any] = strategies.Strategy.load_checkpoint(self, self.broadcast(checkpoint_path), **kwargs)
-            load_full_state_dict(self.model, found.pop("state_dict"))
-            for optimizer, state in zip(self.optimizers, found["optimizer_states"], strict=True):
-                set_optimizer_state_dict(self.model, optimizer, state if self.is_global_zero else {}, options=_SPREAD)
+            strict = bool(self.lightning_module.strict_loading)
+            load_full_state_dict(self.model, found.pop("state_dict"), strict=strict)
+            # Evaluation has no optimizers, and a checkpoint of weights alone no states.
+            for optimizer, state in zip(self.optimizers, found.get("optimizer_states", ()), strict=False):
+                _load_optimizer(self.model, optimizer, state, rank_0=self.is_global_zero)
             return found
 
         @contextmanager
@@ -106,6 +110,21 @@ def parallelize_strategy_class(package: str) -> type[Any]:
 
     _register(ParallelizeStrategy, strategies)
     return ParallelizeStrategy
+
+
+def _load_optimizer(model: Any, optimizer: Any, state: dict[str, Any], *, rank_0: bool) -> None:
+    groups = state["param_groups"]
+    if any(isinstance(name, int) for group in groups for name in group["params"]):
+        raise InputError(
+            "the checkpoint's optimizer state is by parameter number, as other strategies write it, and would be lost: "
+            "resume with that strategy, or load the weights alone"
+        )
+    if not state["state"]:
+        # torch finds no device where no state has a tensor.
+        for own, saved in zip(optimizer.param_groups, groups, strict=True):
+            own.update({name: value for name, value in saved.items() if name != "params"})
+        return
+    set_optimizer_state_dict(model, optimizer, state if rank_0 else {}, options=_SPREAD)
 
 
 def _register(strategy: Any, strategies: Any) -> None:

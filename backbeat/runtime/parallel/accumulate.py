@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from torch.distributed.fsdp import FSDPModule
 
 from backbeat.runtime.reduce.settings import TorchDDP
+from backbeat.runtime.sharded.torch_fsdp import sends_gradients
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -32,6 +33,8 @@ def no_sync(model: nn.Module) -> Iterator[None]:
             if isinstance(module, TorchDDP):
                 stack.enter_context(module.no_sync())
             elif isinstance(module, FSDPModule):
+                reduces, all_reduces = sends_gradients(module)
+                stack.callback(module.set_requires_all_reduce, all_reduces, recurse=False)
+                stack.callback(module.set_requires_gradient_sync, reduces, recurse=False)
                 module.set_requires_gradient_sync(False, recurse=False)
-                stack.callback(module.set_requires_gradient_sync, True, recurse=False)
         yield

@@ -1,7 +1,7 @@
 """BatchNorm in units that are gathered in a lower dtype than its running statistics.
 
 FSDP2 casts parameters and leaves buffers alone, and torch's BatchNorm wants its scale and shift in the dtype of its
-running statistics. So they are cast to it for each forward, as autocast leaves them under DDP.
+running statistics. So they are cast to it for each forward: the gather has rounded them, and this widens them again.
 """
 
 from __future__ import annotations

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 
+from backbeat.errors import InputError
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -22,11 +24,27 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
     return dict(get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)))
 
 
-def load_full_state_dict(model: nn.Module, state: Mapping[str, Any]) -> None:
+def load_full_state_dict(model: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> None:
     """Load a plain state dict into a parallel model of any kind, on any number of ranks.
 
-    Every rank calls it; rank 0's counts, the others may give an empty one.
+    Every rank calls it; rank 0's counts, the others may give an empty one. Names that do not fit raise on every rank
+    before anything is loaded, unless not `strict`.
     """
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=strict)
+    if strict:
+        given: list[Any] = [list(state)]
+        dist.broadcast_object_list(given)
+        own = get_model_state_dict(model)
+        missing = [name for name in own if name not in set(given[0])]
+        unknown = [name for name in given[0] if name not in own]
+        if missing or unknown:
+            raise InputError(
+                f"the state dict does not fit the model: missing {_few(missing)}, unknown {_few(unknown)}; "
+                "give strict=False to load what fits"
+            )
     # torch takes the names of wrapped models from rank 0's alone, and finds the others' unknown.
     set_model_state_dict(model, dict(state) if dist.get_rank() == 0 else {}, options=options)
+
+
+def _few(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "") if names else "nothing"

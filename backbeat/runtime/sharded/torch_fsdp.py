@@ -84,3 +84,12 @@ def _without(plan: Plan) -> str:
         f"without it an iteration is predicted to take {format_seconds(found.older_torch_s)} instead of "
         f"{format_seconds(found.iteration_s)}; "
     )
+
+
+def sends_gradients(module: FSDPModule) -> tuple[bool, bool]:
+    """Whether backward reduces this unit's gradients among its shards, and among the copies of these."""
+    state: Any = module._get_fsdp_state()
+    # One group a unit up to torch 2.12, several since.
+    groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+    found = [group for group in groups if group is not None]
+    return all(group.reduce_grads for group in found), all(group.all_reduce_grads for group in found)
