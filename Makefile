@@ -6,7 +6,9 @@ BIN    := $(VENV)/bin
 CORE   := $(VENV)/.core
 DEV    := $(VENV)/.dev
 PYTEST := $(BIN)/python -m pytest -q
-SPREAD := -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+# One worker more than cores: some tests wait for others' processes.
+WORKERS := $(shell $(PYTHON) -c 'import os; print(min((os.cpu_count() or 1) + 1, 4))')
+SPREAD := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .PHONY: demo check lint test docs install system schemas format bench clean
