@@ -48,7 +48,7 @@ class WrapperSteps:
 
     def __init__(self, reducer: Any, every: int, sample: Sample) -> None:
         self._reducer: Any = weakref.proxy(reducer)
-        self._every, self._sample = every, _weakly(sample)
+        self._every, self._sample = every, WeakCall(sample)
         self._recorder = Recorder(reducer.device, keep=TOGETHER)
         reducer.watch = weakref.WeakMethod(self._after_step)
 
@@ -92,7 +92,7 @@ class HookedSteps:
 
     def __init__(self, model: Any, every: int, sample: Sample) -> None:
         self._model = weakref.ref(model)
-        self._every, self._sample = every, _weakly(sample)
+        self._every, self._sample = every, WeakCall(sample)
         _reshard(model)
         parameters = list(model.parameters())
         self._parameters = {id(one) for one in parameters}
@@ -107,7 +107,7 @@ class HookedSteps:
         self._opened: dict[tuple[str, int], Mark] = {}
         """When waits began, by their kind and module."""
         self._hooks: list[Any] = []
-        handle = register_optimizer_step_post_hook(_weakly(self._stepped))
+        handle = register_optimizer_step_post_hook(WeakCall(self._stepped))
         weakref.finalize(self, _remove, handle, self._hooks)
 
     def predicted(self) -> dict[str, float | None]:
@@ -148,15 +148,15 @@ class HookedSteps:
         from torch.distributed.fsdp import FSDPModule
 
         add = self._hooks.append
-        add(model.register_forward_hook(_weakly(self._forward_done), prepend=True))
+        add(model.register_forward_hook(WeakCall(self._forward_done), prepend=True))
         units: list[Any] = [module for module in model.modules() if isinstance(module, FSDPModule)]
         for module in units:
             # What is compiled would be compiled anew for a hook: its waits count as its own time.
             if module._compiled_call_impl is None:
-                add(module.register_forward_pre_hook(_weakly(self._before_unit), prepend=True, with_kwargs=True))
-                add(module.register_forward_pre_hook(_weakly(self._in_unit), with_kwargs=True))
-                add(module.register_forward_hook(_weakly(self._after_unit), prepend=True))
-                add(module.register_forward_hook(_weakly(self._behind_unit)))
+                add(module.register_forward_pre_hook(WeakCall(self._before_unit), prepend=True, with_kwargs=True))
+                add(module.register_forward_pre_hook(WeakCall(self._in_unit), with_kwargs=True))
+                add(module.register_forward_hook(WeakCall(self._after_unit), prepend=True))
+                add(module.register_forward_hook(WeakCall(self._behind_unit)))
 
     def _before_unit(self, module: Any, args: Any, kwargs: Any) -> None:
         for kind in ("unit's backward", "backward's end"):
@@ -181,18 +181,18 @@ class HookedSteps:
     def _backward_begins(self, kind: str, module: Any) -> None:
         if (kind, id(module)) not in self._opened:
             self._open(kind, module)
-            done = _weakly(self._graph_done)
+            done = WeakCall(self._graph_done)
             # Before torch's own, which waits for the last gradients.
             Variable._execution_engine.queue_callback(lambda: done(kind, module))
 
     def _graph_done(self, kind: str, module: Any) -> None:
         self._open(kind, module)
-        close = _weakly(self._close)
+        close = WeakCall(self._close)
         Variable._execution_engine.queue_callback(lambda: close(kind, module))
 
     def _on(self, tensors: Any, call: Callable[[str, Any], None], kind: str, module: Any) -> None:
         """Call when the gradient of any of these is known."""
-        weak = _weakly(call)
+        weak = WeakCall(call)
         for tensor in tensors:
             if tensor.grad_fn is not None:
                 tensor.register_hook(lambda _: weak(kind, module))
@@ -280,15 +280,27 @@ def _promised(plan: Plan | None, ranks: int) -> dict[str, float | None]:
     return {"predicted_iteration_s": plan.predicted.iteration_s, "predicted_exposed_s": plan.predicted.exposed_s}
 
 
-def _weakly(method: Any) -> Callable[..., Any]:
-    """Calls the method for as long as somebody keeps its object."""
-    alive = weakref.WeakMethod(method)
+class WeakCall:
+    """Calls the method for as long as somebody keeps its object; a model that is saved or copied meanwhile has a hook
+    that does nothing."""
 
-    def call(*arguments: Any) -> Any:
-        found = alive()
+    def __init__(self, method: Any) -> None:
+        self._alive = weakref.WeakMethod(method)
+
+    def __call__(self, *arguments: Any) -> Any:
+        found = self._alive()
         return None if found is None else found(*arguments)
 
-    return call
+    def __reduce__(self) -> Any:
+        return _nothing, ()
+
+
+def _nothing() -> Callable[..., None]:
+    return _do_nothing
+
+
+def _do_nothing(*_: Any) -> None:
+    pass
 
 
 def _remove(handle: Any, hooks: list[Any]) -> None:
