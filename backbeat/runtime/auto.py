@@ -150,11 +150,17 @@ class Tuner:
         reducer.switch(partition)
         self.plan, self.iteration_s, self.exposed_s, self.timed = plan, None, None, []
         self._say(
-            f"step {reducer.steps}: {len(self._base.buckets)} buckets of DDP took {iteration * 1e3:.2f} ms an "
+            f"step {reducer.steps}: {self._base_words} ({len(self._base.buckets)}) took {iteration * 1e3:.2f} ms an "
             f"iteration; switching to {plan.strategy}'s {len(partition.buckets)} on {partition.communicators} "
             "communicator(s)"
         )
         self._begin("trying")
+
+    @property
+    def _base_words(self) -> str:
+        """What ran before: DDP's buckets, or after a drift an earlier plan's."""
+        strategy = self._base.strategy
+        return "DDP's buckets" if strategy == "ddp" else f"{strategy}'s buckets"
 
     def _judge(self) -> None:
         """Unless the plan measured worse, DDP's buckets are measured once more; a strategy asked for by name stays."""
@@ -164,7 +170,7 @@ class Tuner:
             self._reducer.switch(self._base)
             self.plan = self._base_plan
             self._settle(
-                f"going back to DDP's buckets: the plan measured {iteration * 1e3:.2f} ms an iteration, "
+                f"going back to {self._base_words}: the plan measured {iteration * 1e3:.2f} ms an iteration, "
                 f"they took {self._base_s * 1e3:.2f} ms",
                 self._base_s,
                 self._base_timed,
@@ -186,12 +192,12 @@ class Tuner:
         after, found = self._iteration(timed), self.iteration_s or 0.0
         told = f"{self._base_s * 1e3:.2f} ms before and {after * 1e3:.2f} ms after"
         if found > min(self._base_s, after) * (1 + TOLERANCE):
-            words = f"staying with DDP's buckets: they took {told}, the plan {found * 1e3:.2f} ms an iteration"
+            words = f"staying with {self._base_words}: they took {told}, the plan {found * 1e3:.2f} ms an iteration"
             self._settle(words, after, timed)
             return
         partition, self.plan = self._tried
         self._reducer.switch(partition)
-        self._say(f"the plan runs: {found * 1e3:.2f} ms an iteration, DDP's buckets took {told}")
+        self._say(f"the plan runs: {found * 1e3:.2f} ms an iteration, {self._base_words} took {told}")
         self._begin("watching", self._watch_every)
 
     def _look(self) -> None:
