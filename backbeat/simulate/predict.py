@@ -113,15 +113,19 @@ def _predicted(
         waits = straggling(profile.iteration_s, network.workers, micro_batches / profile.accumulation)
     wait = waits.wait_s if waits else 0.0
     device = buffers + step.steady_s
-    steady = single
+    steady, issued = single, single
     if network.workers > 1:
         wrapped = not sharded and reduction is None
-        steady = _at_host_pace(lane, device, step, plan, len(profile.gradients) if wrapped else None, micro_batches)
+        steady, issued = _at_host_pace(
+            lane, device, step, plan, len(profile.gradients) if wrapped else None, micro_batches
+        )
+    host_alone = steady > device and issued >= steady
     iteration = steady + wait
     notes, extrapolated = _notes(measured, network, plan, step.largest_bytes, waits)
     if steady > device:
+        how = "sets the pace" if host_alone else "issues a backward after the last step's communication has ended"
         notes.append(
-            f"the host sets the pace: a step takes {format_seconds(steady)} that would take {format_seconds(device)} "
+            f"the host {how}: a step takes {format_seconds(steady)} that would take {format_seconds(device)} "
             "if the device never waited for work"
         )
     breakdown = msgspec.structs.replace(
@@ -139,7 +143,7 @@ def _predicted(
         bound_s=lane.paced(step.bound_s + buffers, micro_batches) + wait,
         samples_per_s=network.workers * profile.batch_size * micro_batches / iteration if iteration > 0 else 0.0,
         breakdown=breakdown,
-        bottleneck="host" if steady > device else _bottleneck(breakdown, single),
+        bottleneck="host" if host_alone else _bottleneck(breakdown, single),
         band=Band(p10_s=steady + waits.p10_s, p90_s=steady + waits.p90_s, extrapolated=waits.extrapolated)
         if waits
         else None,
@@ -155,15 +159,16 @@ def _predicted(
 
 def _at_host_pace(
     lane: HostLane, device_s: float, step: Iteration, plan: Plan, gradients: int | None, micro_batches: int
-) -> float:
-    """The step with the host in. The wrapper has a hook for each of its `gradients`, None where it does not run the
-    plan, and a status message behind the last bucket."""
+) -> tuple[float, float]:
+    """The step with the host in, and what issuing it takes. The wrapper has a hook for each of its `gradients`, None
+    where it does not run the plan, and a status message after the last bucket."""
     if not lane.by_block:
-        return lane.paced(device_s, micro_batches)
+        return lane.paced(device_s, micro_batches), lane.step_s(micro_batches)
     parts = step.breakdown
     tail = None if gradients is None or plan.in_halves else parts.latency_s + parts.bandwidth_s + parts.waiting_s
     sent = sum(span.lane.startswith("communicator") for span in step.timeline)
-    return lane.paced(device_s, micro_batches, collectives=sent, gradients=gradients or 0, tail_s=tail)
+    paced = lane.paced(device_s, micro_batches, collectives=sent, gradients=gradients or 0, tail_s=tail)
+    return paced, lane.step_s(micro_batches, collectives=sent, gradients=gradients or 0)
 
 
 def _shifted(timeline: tuple[Span, ...], buffers: float, size: int) -> tuple[Span, ...]:
@@ -198,9 +203,10 @@ def _bottleneck(breakdown: Breakdown, single: float) -> str:
         "contention": breakdown.contention_s,
         "gather": breakdown.gather_s,
         "copies": breakdown.copies_s,
+        "host": breakdown.host_s,
     }
-    # What waits for communication in place of the host costs nothing.
-    if sum(parts.values()) + breakdown.host_s < _NEGLIGIBLE * single:
+    # `host` is negative where the device waits for communication in place of the host, which costs nothing.
+    if sum(parts.values()) < _NEGLIGIBLE * single:
         return "compute"
     return max(parts, key=lambda part: parts[part])
 

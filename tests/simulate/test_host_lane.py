@@ -98,7 +98,9 @@ def test_never_shorter_than_host_or_device_and_never_shorter_for_a_slower_host(
             parts = msgspec.structs.astuple(found.breakdown)
             assert sum(parts) == pytest.approx(found.exposed_s, abs=1e-9 * found.iteration_s)
             assert found.bound_s <= found.iteration_s * (1 + 1e-9)
-            assert (found.bottleneck == "host") == (found.iteration_s > ahead.iteration_s * (1 + 1e-9))
+            slower = found.iteration_s > ahead.iteration_s * (1 + 1e-9)
+            assert slower or found.bottleneck != "host"
+            assert slower == any(note.startswith("the host ") for note in found.notes)
 
 
 @given(chains(most=6), st.floats(0.2, 1.5))
@@ -158,6 +160,9 @@ def test_what_is_exposed_is_free_as_long_as_the_host_issues() -> None:
     assert cheap.timeline[-1].name == "waiting for the host"
     # The status is read before backward is issued: 8 ms, the last block's 1 ms on the device, the message.
     assert late.iteration_s == pytest.approx(8e-3 + 1e-3 + 9e-3 + wrapper)
+    # A faster network would help there, whatever the host adds.
+    assert late.bottleneck == "latency"
+    assert any("issues a backward after the last step's communication" in note for note in late.notes)
     # Units have none: 12 ms for the host, and on the device 6 ms and what is exposed.
     units = bb.plan(profile, affine(9e-3, 0.0), "zero2")
     sharded, own = (bb.predict(each, affine(9e-3, 0.0), units) for each in (profile, device_alone(profile)))
