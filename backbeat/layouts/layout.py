@@ -15,7 +15,9 @@ Count = Annotated[int, Meta(ge=1)]
 Recompute = Literal["none", "selective", "full"]
 PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
 Precision = Literal["bf16", "fp16", "fp8"]
-_ABBREVIATIONS = {"micro": "micro_batch", "sp": "sequence_parallel", "vp": "chunks"}
+_ABBREVIATIONS = {"micro": "micro_batch", "mb": "micro_batch", "sp": "sequence_parallel", "vp": "chunks"}
+_WORDS = {"full": "recompute=full", "selective": "recompute=selective", "no sp": "sequence_parallel=false"}
+"""What tables write in short."""
 
 
 class Layout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -49,13 +51,14 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     @classmethod
     def parse(cls, text: str) -> Layout:
-        """
+        """In full, or as tables shorten it: `mb` for `micro`, `full` for `recompute=full`.
+
         >>> Layout.parse("dp=8,tp=4,pp=2,micro=1,recompute=selective,schedule=1f1b").label
         'dp=8,tp=4,pp=2,micro=1,recompute=selective'
         """
         fields: dict[str, object] = {}
         for part in text.split(","):
-            key, equals, value = part.strip().partition("=")
+            key, equals, value = _WORDS.get(part.strip(), part.strip()).partition("=")
             name = _ABBREVIATIONS.get(key, key)
             if not equals or name not in cls.__struct_fields__:
                 raise InputError(

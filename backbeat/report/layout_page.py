@@ -142,7 +142,7 @@ def _row(rank: int, one: LayoutPrediction) -> list[Cell]:
     rates = [one.job.tokens / one.gpus / seconds for seconds in (busy, quiet)]
     return [
         (str(rank), rank),
-        short(one),
+        short(one.layout),
         (format_seconds(one.step_s), one.step_s),
         (f"{one.tokens_per_s_per_gpu:,.0f}", one.tokens_per_s_per_gpu),
         *((f"{rate:,.0f}", rate) for rate in rates),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from rich.table import Table
 
-from backbeat.layouts.layout import job_of
+from backbeat.layouts.layout import Layout, job_of
 from backbeat.layouts.layout_prediction import LayoutPrediction
 from backbeat.layouts.layout_search import least_memory
 from backbeat.layouts.predict_layout import predictor_of
@@ -74,14 +74,14 @@ def ranked_table(found: Sequence[LayoutPrediction], *, title: str, counts: bool 
         table.add_column(heading, justify="left" if heading == "limit" else "right")
     for one in found:
         cells = [str(one.gpus)] if counts else []
-        cells += [short(one), f"{one.tokens_per_s_per_gpu:.0f}", *([_band(one)] if banded else [])]
+        cells += [short(one.layout), f"{one.tokens_per_s_per_gpu:.0f}", *([_band(one)] if banded else [])]
         table.add_row(*cells, f"{one.mfu:.0%}", format_bytes(one.memory_bytes), one.limited_by)
     return table
 
 
-def short(one: LayoutPrediction) -> str:
-    """The layout without what is the same in most."""
-    text = one.layout.label.replace("recompute=", "").replace("sequence_parallel=false", "no sp")
+def short(layout: Layout) -> str:
+    """In a column of a table; `--layout` reads it, too."""
+    text = layout.label.replace("recompute=", "").replace("sequence_parallel=false", "no sp")
     return text.replace("micro=", "mb=")
 
 

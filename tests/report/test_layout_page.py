@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import backbeat as bb
 from backbeat import layouts
 from backbeat.layouts import Layout
+from backbeat.layouts.layout import Recompute
 from backbeat.report.draw_layout import memory_bars, stage_timeline, step_bars
 from backbeat.report.layout_page import (
     HEADINGS,
@@ -19,7 +22,7 @@ from backbeat.report.layout_page import (
     layout_tab,
     respond_layouts,
 )
-from backbeat.report.layout_tables import drawn_batch
+from backbeat.report.layout_tables import drawn_batch, short
 from tests.report.hostile import MARKUP
 
 JOB: dict[str, Any] = {"global_batch": 32, "sequence": 2048, "precision": "bf16", "framework": "megatron"}
@@ -111,3 +114,21 @@ def test_names_are_text_in_the_page() -> None:
     assert MARKUP not in page
     assert page.count("plotly.js v") >= 1
     assert "/plotly.min.js" in layout_tab()
+
+
+@given(
+    st.fixed_dictionaries({name: st.sampled_from([1, 2, 8]) for name in ("dp", "tp", "pp", "cp", "ep", "micro_batch")}),
+    st.sampled_from(get_args(Recompute)),
+    st.sampled_from(["gpipe", "1f1b", "interleaved", "zero-bubble"]),
+    st.booleans(),
+    st.integers(0, 3),
+)
+def test_a_row_of_the_table_can_be_given_as_a_layout(
+    sizes: dict[str, int], recompute: Any, schedule: Any, sequence_parallel: bool, zero: int
+) -> None:
+    chunks = 2 if schedule == "interleaved" else 1
+    layout = Layout(
+        **sizes, recompute=recompute, schedule=schedule, chunks=chunks, sequence_parallel=sequence_parallel, zero=zero
+    )
+    for text in (layout.label, short(layout)):
+        assert Layout.parse(text).label == layout.label
