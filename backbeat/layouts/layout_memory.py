@@ -93,7 +93,7 @@ def _stage(
     layers = sum(chunk.layers for chunk in own)
     buffers = 2 * 2 * tokens * model.hidden if layout.tp > 1 else 0.0
     if zero == 3:
-        buffers += 2 * (_WEIGHT_BYTES + 4) * whole / max(layers, 1)
+        buffers += 2 * (_WEIGHT_BYTES + 4) * whole / layers
     return MemoryByKind(
         weights=_WEIGHT_BYTES * (shared if zero == 3 else whole),
         gradients=conventions.gradient_bytes * (shared if zero >= 2 else whole),

@@ -311,13 +311,14 @@ def _uniform(stages: int, seconds: float, times: Sequence[StageTimes]) -> Pipeli
 
 
 def in_flight(schedule: PipelineSchedule, stage: int, stages: int, count: int, chunks: int) -> float:
-    """Micro-batches whose activations a stage holds at most, each counted for all of its chunks.
+    """Micro-batches whose activations a stage holds at most, each counted for all of its chunks. Zero-bubble holds one
+    until the gradients of weights are done, which need nearly all of it.
 
     >>> in_flight("1f1b", 0, 4, 16, 1), in_flight("gpipe", 0, 4, 16, 1), in_flight("interleaved", 0, 4, 16, 2)
     (4.0, 16.0, 5.5)
     """
     if schedule == "gpipe":
         return float(count)
-    if schedule == "interleaved" and stages > 1:
+    if schedule == "interleaved":
         return min((stages - stage - 1) * 2 + (chunks - 1) * stages + 1, count * chunks) / chunks
-    return float(min(stages - stage, count))
+    return float(min(stages if schedule == "zero-bubble" else stages - stage, count))

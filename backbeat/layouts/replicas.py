@@ -143,7 +143,7 @@ class ReplicaTimer:
         for elements, (workers, stride) in ((held.dense, self._dense), (held.expert, self._expert)):
             if workers == 1 or elements == 0:
                 continue
-            most = elements if cap is None else max(cap, self.reduction.bucket_elements_per_worker * workers)
+            most = elements if cap is None else self.reduction.cap(cap, workers)
             buckets = max(1, round(elements / most))
             each = self.cluster.collective_s(kind, elements * width / buckets, workers, stride)
             if self.reduction.overlap == "none":
@@ -162,7 +162,7 @@ class ReplicaTimer:
         total = first = 0.0
         for elements, (workers, stride) in ((held.dense, self._dense), (held.expert, self._expert)):
             cap = self.reduction.gather_elements
-            most = elements if cap is None else max(cap, self.reduction.bucket_elements_per_worker * workers)
+            most = elements if cap is None else self.reduction.cap(cap, workers)
             buckets = max(1, round(elements / most)) if elements else 0
             if buckets:
                 each = self.cluster.collective_s("all_gather", 2 * elements / buckets, workers, stride)

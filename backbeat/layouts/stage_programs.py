@@ -28,7 +28,7 @@ def order(schedule: PipelineSchedule, stage: int, stages: int, count: int, chunk
     >>> " ".join(f"{each.kind}{each.micro_batch}" for each in order("1f1b", 0, 2, 3, 1))
     'F0 F1 B0 F2 B1 B2'
     """
-    if schedule == "interleaved" and stages > 1:
+    if schedule == "interleaved":
         total = count * chunks
         ahead = min((stages - stage - 1) * 2 + (chunks - 1) * stages, total)
         forward = [_interleaved(place, stages, chunks) for place in range(total)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -142,11 +143,15 @@ def test_unequal_stages_wait_for_the_slowest() -> None:
     assert closed_form("1f1b", 2, 10, times, 0.0).seconds == pytest.approx(63)
 
 
-def test_a_stage_holds_what_it_has_begun_and_not_ended() -> None:
-    for schedule, chunks in (("gpipe", 1), ("1f1b", 1), ("interleaved", 2)):
-        for stage in range(4):
+@pytest.mark.parametrize(("schedule", "chunks"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero-bubble", 1)])
+def test_a_stage_holds_what_it_has_begun_and_not_ended(schedule: Any, chunks: int) -> None:
+    for stages, count in ((1, 3), (2, 2), (4, 4), (4, 8)):
+        parts = chunks if stages > 1 else 1
+        for stage in range(stages):
+            done = order(schedule, stage, stages, count, parts)
+            ends = "W" if any(each.kind == "W" for each in done) else "B"
             most = open_now = 0
-            for each in order(schedule, stage, 4, 8, chunks):  # type: ignore[arg-type]
-                open_now += 1 if each.kind == "F" else -1
+            for each in done:
+                open_now += (each.kind == "F") - (each.kind == ends)
                 most = max(most, open_now)
-            assert most / chunks == in_flight(schedule, stage, 4, 8, chunks)  # type: ignore[arg-type]
+            assert most / parts == in_flight(schedule, stage, stages, count, parts)

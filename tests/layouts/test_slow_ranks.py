@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from dataclasses import replace
 from typing import Any
 
@@ -15,11 +16,13 @@ import backbeat as bb
 from backbeat import layouts
 from backbeat.layouts import Layout
 from backbeat.layouts.conventions import conventions_named
-from backbeat.layouts.slow_ranks import slow_pipelines
+from backbeat.layouts.measured_block import MeasuredBlock
+from backbeat.layouts.slow_ranks import slow_pipelines, step_wait
 from backbeat.model import Gradient
 from backbeat.model.slowdown import Slowdown
 from backbeat.simulate.contention import beside, together_s
 from backbeat.simulate.schedule import Flow
+from backbeat.simulate.stragglers import straggling
 
 H100 = {each: replace(layouts.cluster_of("dgx-h100"), contention=each) for each in (False, True)}
 """Shared, so that each of its collectives is looked up once."""
@@ -77,7 +80,8 @@ def test_whoever_shares_a_layer_waits_for_its_slowest_rank() -> None:
     assert slow_pipelines(even, {0: 1.2, 12: 1.3}) == [(1.0, 1.3), (1.2, 1.0)]
     assert slow_pipelines(even, {0: 1.2, 8: 1.3}) == [(1.2, 1.3)]
     # Replicas that gather parameters in every pass wait in every pass, and so do those that share experts.
-    assert slow_pipelines(msgspec.structs.replace(even, zero=3), {0: 1.2, 12: 1.3}) == [(1.2, 1.3)]
+    for zero in (2, 3):
+        assert slow_pipelines(msgspec.structs.replace(even, zero=zero), {0: 1.2, 12: 1.3}) == [(1.2, 1.3)]
     assert slow_pipelines(msgspec.structs.replace(even, ep=8), {0: 1.2, 12: 1.3}) == [(1.2, 1.3)]
 
 
@@ -92,7 +96,10 @@ def test_slow_stages_of_different_pipelines_cost_less_than_of_one() -> None:
 
 @pytest.mark.parametrize(
     ("stragglers", "why"),
-    [({8: 1.3}, "ranks of 8 GPUs are 0 to 7"), ({0: 0.5}, "it is 1 or more"), ({0: float("nan")}, "it is 1 or more")],
+    [
+        ({8: 1.3}, "ranks of 8 GPUs are 0 to 7"),
+        *(({0: slowdown}, "it is 1 or more") for slowdown in (0.5, float("nan"), float("inf"))),
+    ],
 )
 def test_stragglers_that_cannot_be_are_refused(stragglers: dict[int, float], why: str) -> None:
     with pytest.raises(bb.InputError, match=why):
@@ -192,6 +199,36 @@ def test_steps_vary_as_the_measured_block_does() -> None:
     # Ranks that wait for each other in every layer wait longer than those that do at the end of the step.
     apart = layouts.predict("llama-3-8b", H100[False], block=block(*times), **{**fields, "dp": 8, "tp": 1})
     assert apart.breakdown.stragglers / apart.step_s < varied.breakdown.stragglers / varied.step_s
+
+
+@pytest.mark.parametrize(
+    ("fields", "group"),
+    [({"dp": 16}, 1), ({"dp": 4, "tp": 4}, 4), ({"pp": 16}, 1), ({"dp": 16, "zero": 2}, 16)],
+)
+def test_a_group_waits_in_every_block_and_the_step_for_the_slowest_group(fields: dict[str, int], group: int) -> None:
+    """A step of 50 blocks, each twice as long as the measured ones are on average."""
+    times = tuple(0.02 + 0.001 * (place % 5) ** 2 for place in range(10))
+    layout = Layout(**fields)
+    inside, between = straggling(times, group), straggling(times, 16 // group, 50)
+    assert inside is not None
+    assert between is not None
+    found = step_wait(MeasuredBlock(1.0, 1, times), layout, 50 * 2 * statistics.fmean(times), 50)
+    assert found is not None
+    always = 50 * inside.wait_s
+    assert found.mean_s == pytest.approx(2 * (always + between.wait_s))
+    assert (found.p10_s, found.p90_s) == pytest.approx((2 * (always + between.p10_s), 2 * (always + between.p90_s)))
+    # Ten times of a block do not show the slowest of sixteen, wherever these wait for each other.
+    assert found.extrapolated == (group in (1, 16))
+
+
+def test_a_step_says_where_its_slowest_rank_was_never_seen() -> None:
+    times = [0.03 * (1 + 0.01 * (place % 7)) for place in range(10)]
+    notes = [
+        layouts.predict("llama-3-8b", H100[False], block=block(*times), contention=False, dp=dp, **JOB).notes
+        for dp in (8, 16)
+    ]
+    assert notes[1][:-1] == notes[0]
+    assert notes[1][-1] == "the slowest of 16 GPUs is extrapolated from 10 times of a block"
 
 
 def test_contention_counts_where_rates_were_measured_alone() -> None:

@@ -1,0 +1,243 @@
+"""What a layout computes and sends, counted once more from the model's shapes and the cluster's collectives."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import pytest
+
+from backbeat import layouts
+from backbeat.cost.operators import Attention, Product
+from backbeat.layouts import Layout
+from backbeat.layouts.conventions import Conventions, conventions_named
+from backbeat.layouts.layer_work import LayerBuilder
+from backbeat.layouts.layout import Job
+from backbeat.layouts.replicas import rank_parameters
+from backbeat.layouts.stage_times import split_layers
+from backbeat.layouts.transformer import Transformer
+from backbeat.model.reduction import REDUCTIONS, Reduction
+
+H100 = layouts.cluster_of("dgx-h100")
+S, H = 4096, 1024
+MODEL = Transformer(name="made", layers=4, hidden=H, heads=8, kv_heads=4, ffn=4096, vocab=32000)
+EXPERTS = Transformer(
+    name="experts", layers=4, hidden=H, heads=8, ffn=4096, vocab=32000, experts=16, experts_per_token=3,
+    expert_ffn=512, shared_ffn=512, dense_layers=1,
+)  # fmt: skip
+LATENT = Transformer(
+    name="latent", layers=2, hidden=H, heads=8, ffn=4096, vocab=32000, head_width=64, rope_width=64, value_width=128,
+    query_rank=256, latent_width=128,
+)  # fmt: skip
+APART = replace(conventions_named("megatron-no-overlap"), name="apart", tensor_overlap="none")
+"""Nothing overlaps, so that every collective shows."""
+
+
+@pytest.mark.parametrize("model", [MODEL, EXPERTS, LATENT], ids=lambda model: model.name)
+@pytest.mark.parametrize("framework", ["megatron", "megatron-2021"])
+@pytest.mark.parametrize("fields", [{}, {"tp": 4}, {"tp": 2, "cp": 2, "micro_batch": 2}, {"tp": 4, "ep": 8, "dp": 8}])
+def test_ranks_do_the_arithmetic_that_mfu_counts(model: Transformer, framework: str, fields: dict[str, int]) -> None:
+    """Flash kernels do half of attention in forward, where the mask hides the rest, and five products to two in
+    backward."""
+    layout, job = Layout(**fields), Job(global_batch=64, sequence=S)
+    builder = LayerBuilder(model, layout, job, conventions_named(framework))
+    sparse = model.layers - model.expert_layers
+    stage = [*(builder.layer(sparse=place >= sparse) for place in range(model.layers)), builder.head()]
+    ranks = layout.tp * layout.cp
+    products = attention = 0.0
+    for work in stage:
+        for each in (*work.forward, *work.input, *work.weight):
+            products += ranks * each.flops if isinstance(each, Product) else 0.0
+            attention += ranks * each.flops if isinstance(each, Attention) else 0.0
+    tokens = layout.micro_batch * S
+    scores = 6 * model.layers * model.heads * (model.width + model.out_width) * S * tokens
+    # What every rank of tp computes alike is counted once.
+    alike = 6 * sum(one.parameters for one in model.attention if one.split == "none") * model.layers * tokens
+    again = 0 if layout.shards_sequence else (layout.tp - 1) * alike
+    flash = framework == "megatron"
+    assert attention == pytest.approx(scores * (1 + 2.5) / 6 if flash else 0.0)
+    expected = model.flops_per_token(S) * tokens + again - (scores if flash else 0.0)
+    assert products == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("name", ["llama-3-70b", "gpt3-13b", "mixtral-8x7b", "deepseek-v3", "llama-3.2-1b"])
+@pytest.mark.parametrize("fields", [{}, {"tp": 4, "ep": 4}, {"pp": 4}])
+def test_ranks_hold_the_models_parameters(name: str, fields: dict[str, int]) -> None:
+    model, layout = layouts.transformer(name), Layout(**fields)
+    held = [rank_parameters(model, layout, stage) for stage in split_layers(model, layout)]
+    dense = sum(one.dense for one in held)
+    assert sum(one.expert for one in held) * layout.ep == model.expert_layers * model.expert_parameters
+    # Of a matrix that is not cut every rank has all; of a tied head on another stage there are two.
+    alike = sum(one.parameters for one in model.attention if one.split == "none") * model.layers
+    alike += model.expert_layers * model.router.parameters
+    copies = (layout.tp - 1) * alike + (model.head.parameters if model.tied and layout.pp > 1 else 0)
+    own = model.parameters - model.expert_layers * model.expert_parameters
+    assert layout.tp * dense == pytest.approx(own + copies, rel=1e-3)
+
+
+def step(model: Transformer, conventions: Conventions | str, **fields: Any) -> layouts.LayoutPrediction:
+    return layouts.predict(model, H100, framework=conventions, global_batch=16, sequence=S, band=False, **fields)
+
+
+def group(kind: Any, tokens: float = S) -> float:
+    """A collective of activations between two ranks of tp, which a layer waits for."""
+    return H100.waited_s(kind, 2 * tokens * H, 2)
+
+
+@pytest.mark.parametrize(("recompute", "twice"), [("none", 1), ("selective", 1), ("full", 2)])
+def test_tensor_parallelism_gathers_and_scatters_around_attention_and_mlp(recompute: str, twice: int) -> None:
+    fields: dict[str, Any] = {"dp": 2, "tp": 2, "recompute": recompute}
+    gather, scatter, reduce = (group(kind) for kind in ("all_gather", "reduce_scatter", "all_reduce"))
+    ends = 2 * (gather + scatter)
+    layer = 2 * (gather + scatter)
+    # Backward gathers what forward had gathered once more, unless it was kept.
+    again = step(MODEL, APART, **fields).breakdown.tensor
+    assert again == pytest.approx(8 * (4 * (twice * layer + layer + 2 * gather) + ends))
+    kept = step(MODEL, replace(APART, gathers_again=False), **fields).breakdown.tensor
+    assert kept == pytest.approx(8 * (4 * (twice * layer + layer) + ends))
+    whole = step(MODEL, APART, sequence_parallel=False, **fields).breakdown.tensor
+    assert whole == pytest.approx(8 * (4 * (twice + 1) * 2 * reduce + 4 * reduce))
+    # Tokens that go to experts are each rank's own: only attention and the MLP of all tokens are shared.
+    lone = msgspec.structs.replace(EXPERTS, shared_ffn=0)
+    for model, pairs in ((EXPERTS, 2), (lone, 1)):
+        found = step(model, replace(APART, gathers_again=False), **fields).breakdown.tensor
+        assert found == pytest.approx(8 * ((2 * 1 + pairs * 3) * (twice + 1) * (gather + scatter) + ends))
+
+
+def test_megatron_hides_what_backward_may_and_slices_hide_nearly_all() -> None:
+    """Products of a wide model take longer than what is hidden behind them."""
+    wide = msgspec.structs.replace(MODEL, hidden=8 * H, heads=64, ffn=8 * 4096)
+
+    def exposed(overlap: Any, **fields: Any) -> float:
+        return step(wide, replace(APART, tensor_overlap=overlap), dp=2, tp=2, **fields).breakdown.tensor / 8
+
+    gather, scatter, reduce = (group(kind, 8 * S) for kind in ("all_gather", "reduce_scatter", "all_reduce"))
+    both = gather + scatter
+    # Of backward one gather shows; of slices the first of two, in either direction.
+    assert exposed("backward") == pytest.approx(4 * 2 * (both + gather) + 2 * both)
+    assert exposed("all") == pytest.approx(4 * 2 * both + 2 * both)
+    assert exposed("backward", sequence_parallel=False) == pytest.approx(4 * 2 * reduce + 4 * reduce)
+    assert exposed("all", sequence_parallel=False) == pytest.approx(4 * 2 * reduce + 4 * reduce)
+
+
+def test_tokens_travel_to_their_experts_and_back_in_both_directions() -> None:
+    fields: dict[str, Any] = {"dp": 4, "tp": 2, "ep": 8}
+    rows = S / 2 * 3
+    for recompute, directions in (("none", 2), ("full", 3)):
+        found = step(EXPERTS, APART, imbalance=1.25, recompute=recompute, **fields).breakdown.expert
+        assert found == pytest.approx(4 * 3 * directions * 2 * H100.exchange_s(2 * 1.25 * rows * H, 8))
+    # Three experts of a token are on 8 · (1 - (7/8)³) ranks.
+    once = step(EXPERTS, replace(APART, sends_once=True), **fields).breakdown.expert
+    assert once == pytest.approx(4 * 3 * 4 * H100.exchange_s(2 * S / 2 * 8 * (1 - (7 / 8) ** 3) * H, 8))
+
+
+def test_context_parallelism_swaps_or_passes_keys_and_values_round() -> None:
+    swapped = step(MODEL, replace(APART, context_exchange="all-to-all"), dp=2, cp=2, tp=2).breakdown.context
+    # Of a rank's half of the tokens: queries and what becomes of them, keys and values; half of the heads.
+    widths = (2 * 8 + 2 * 4) * 128 / 2
+    assert swapped == pytest.approx(8 * 4 * 2 * H100.exchange_s(2 * S / 2 * widths, 2, 2))
+    slow = layouts.cluster_of("10gbe", "h100")
+    fields: dict[str, Any] = {"global_batch": 16, "sequence": S, "band": False, "dp": 2, "cp": 4}
+    found = layouts.predict(MODEL, slow, framework=APART, **fields).breakdown
+    # Twice as much goes round in backward, with the gradients; three of four ranks' keys hide their arrival.
+    send = slow.send_s(2 * S / 4 * 2 * 4 * 128, 4, 1)
+    assert found.context == pytest.approx(8 * 4 * (1 + 2) * 3 * send - found.attention * 3 / 4)
+
+
+def test_activations_are_sent_between_stages() -> None:
+    """Of two stages one waits for every micro-batch's activations: eight micro-batches more, as many sends."""
+    for tp, parallel in ((1, True), (2, True), (2, False)):
+        few, many = (
+            layouts.predict(
+                MODEL, H100, framework=APART, global_batch=batch, sequence=S, band=False, dp=2, pp=2, tp=tp,
+                sequence_parallel=parallel, family="closed-form",
+            ).breakdown.bubble
+            for batch in (16, 32)
+        )  # fmt: skip
+        gather = 0.0 if parallel else H100.collective_s("all_gather", 2 * S * H, 2)
+        assert many - few == pytest.approx(8 * (H100.send_s(2 * S * H / tp, 2, 2 * tp) + gather))
+
+
+def parameters(model: Transformer, layout: Layout) -> Any:
+    (stage,) = split_layers(model, layout)
+    return rank_parameters(model, layout, stage)
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_replicas_reduce_all_gradients_and_gather_what_each_updated(zero: int) -> None:
+    """Dense parameters among dp · cp ranks, tp apart; experts among tp · cp · dp / ep, ep apart."""
+    layout = Layout(dp=4, cp=2, tp=2, ep=4, zero=zero)
+    held = parameters(EXPERTS, layout)
+    found = step(EXPERTS, APART, **msgspec.structs.asdict(layout)).breakdown
+    kind: Any = "reduce_scatter" if zero else "all_reduce"
+
+    def both(kind: Any, width: int) -> float:
+        return H100.collective_s(kind, width * held.dense, 8, 2) + H100.collective_s(kind, width * held.expert, 4, 4)
+
+    assert found.reduce == pytest.approx(both(kind, 4))
+    assert found.gather == pytest.approx(both("all_gather", 2) if zero else 0.0)
+    # Adam's kernel reads and writes what it updates; a share of it takes as much less, but for its launch.
+    whole = step(EXPERTS, APART, **{**msgspec.structs.asdict(layout), "zero": 0}).breakdown.update
+    assert whole / 8 < found.update < whole / 4 if zero else found.update == whole
+
+
+def test_every_pass_gathers_parameters_and_scatters_gradients_a_layer_at_a_time() -> None:
+    """Where the network is slow all computation hides some of it; the first gather and the last scatter always show."""
+    slow = layouts.cluster_of("10gbe", "h100")
+    two, three = (
+        layouts.predict(
+            MODEL, slow, dp=8, zero=zero, framework=APART, global_batch=16, sequence=S, band=False
+        ).breakdown
+        for zero in (2, 3)
+    )
+    layer = parameters(MODEL, Layout(dp=8)).dense / 4
+    gather, scatter = slow.collective_s("all_gather", 2 * layer, 8), slow.collective_s("reduce_scatter", 4 * layer, 8)
+    computed = three.matmul + three.attention + three.memory + three.host
+    assert three.parameters == pytest.approx(2 * ((4 + 1 + 4) * gather + (4 + 1) * scatter) - computed)
+    # Parameters that stay are gathered once, after the update; their backward alone hides scatters.
+    assert 2 * 5 * scatter - computed < two.parameters < 2 * 5 * scatter - computed / 2
+    buckets = round(4 * layer / 40e6)
+    assert two.gather == pytest.approx(buckets * slow.collective_s("all_gather", 2 * 4 * layer / buckets, 8))
+    assert (two.reduce, three.reduce, three.gather) == (0, 0, 0)
+    assert two.update == three.update
+
+
+@pytest.mark.parametrize(
+    ("name", "zero", "gpus", "cap"),
+    [
+        ("megatron-distributed-optimizer", 1, 8, 40e6),
+        ("megatron-distributed-optimizer", 1, 64, 64e6),
+        ("nanotron", 1, 8, 25 * 2**20 / 2),
+        ("torch-ddp", 0, 8, 25 * 2**20 / 2),
+    ],
+)
+def test_buckets_are_as_large_as_the_framework_makes_them(name: str, zero: int, gpus: int, cap: float) -> None:
+    model, layout = msgspec.structs.replace(MODEL, layers=12), Layout(dp=gpus, zero=zero)
+    held = parameters(model, layout).dense
+    buckets = round(held / cap)
+    late = msgspec.structs.replace(REDUCTIONS[name], overlap="none", gather_overlap=False)
+    slow = layouts.cluster_of("10gbe", "h100")
+
+    def predicted(reduction: Reduction) -> Any:
+        conventions = replace(APART, replicated=reduction, sharded=reduction)
+        return layouts.predict(
+            model, slow, layout, framework=conventions, global_batch=64, sequence=S, band=False
+        ).breakdown
+
+    found = predicted(late)
+    width = {"fp32": 4, None: 2}[late.reduce_dtype]
+    each = slow.collective_s(late.collective, width * held / buckets, gpus)
+    assert found.reduce == pytest.approx(buckets * each)
+    gathers = round(held / max(40e6, 1e6 * gpus)) if late.gather_elements else 1
+    gather = slow.collective_s("all_gather", 2 * held / gathers, gpus)
+    assert found.gather == pytest.approx(gathers * gather if zero else 0.0)
+    # Behind a backward pass, which takes about two thirds of computation, all but the share of one bucket hides.
+    window = found.reduce - predicted(msgspec.structs.replace(late, overlap="last")).reduce
+    backward = window / (1 - 1 / buckets) / (found.matmul + found.attention + found.memory) * (64 / gpus)
+    assert 0.6 < backward < 0.75
+    if late.gather_elements:
+        # The first bucket is waited for, the others travel beside forward.
+        hidden = found.gather - predicted(msgspec.structs.replace(late, gather_overlap=True)).gather
+        forward = hidden / (found.matmul + found.attention + found.memory) * (64 / gpus)
+        assert 0.25 < forward < 0.4
