@@ -104,13 +104,15 @@ def split_layers(model: Transformer, layout: Layout) -> list[StageLayers]:
     has the embedding to do as well, the last the head.
 
     >>> from backbeat.layouts.layout import Layout
-    >>> small = Transformer(name="small", layers=6, hidden=64, heads=4, ffn=256, vocab=100)
-    >>> [stage.layers for stage in split_layers(small, Layout(pp=4))]
+    >>> for layers in (6, 7):
+    ...     small = Transformer(name="small", layers=layers, hidden=64, heads=4, ffn=256, vocab=100)
+    ...     print([stage.layers for stage in split_layers(small, Layout(pp=4))])
     [1, 2, 2, 1]
+    [2, 2, 2, 1]
     """
     stages = layout.pp * layout.chunks
     base, rest = divmod(model.layers, stages)
-    more = [*range(1, stages - 1), 0, stages - 1][:rest]
+    more = [*range(1, stages - 1), 0][:rest]
     found, begin = [], 0
     sparse_from = model.dense_layers if model.experts else model.layers
     for stage in range(stages):

@@ -1,4 +1,4 @@
-"""Writes the record: `python -m tests.golden.record [core] [runtime]`, from the repository's root."""
+"""Writes the record: `python -m tests.golden.record [core] [split] [runtime]`, from the repository's root."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.golden import core, runtime
+from tests.golden import core, runtime, split
 from tests.golden.files import write
 
 
@@ -23,6 +23,10 @@ def core_record() -> dict[str, Any]:
         "networks": {name: dict(core.rows(name)) for name in core.NETWORKS},
         "memory": dict(core.memory_rows()),
     }
+
+
+def split_record() -> dict[str, Any]:
+    return {"machine": core_machine(), "units": dict(split.unit_rows()), "layouts": dict(split.layout_rows())}
 
 
 def runtime_record() -> dict[str, Any]:
@@ -42,7 +46,7 @@ def runtime_record() -> dict[str, Any]:
 
 
 def main(parts: list[str]) -> None:
-    for name, make in (("core", core_record), ("runtime", runtime_record)):
+    for name, make in (("core", core_record), ("split", split_record), ("runtime", runtime_record)):
         if name in parts or not parts:
             write(name, make())
 

@@ -6,37 +6,47 @@ from typing import Any
 
 import pytest
 
-from tests.golden import core, runtime
+from tests.golden import core, runtime, split
 from tests.golden.files import read
 from tests.golden.record import core_machine
 
-CORE = read("core")
+CORE, SPLIT = read("core"), read("split")
 
 
 @pytest.mark.parametrize("network", sorted(CORE["networks"]))
 def test_plans_and_predictions(network: str) -> None:
-    _same_rows(CORE["networks"][network], dict(core.rows(network)))
+    _same_rows(CORE["machine"], CORE["columns"], CORE["networks"][network], dict(core.rows(network)))
 
 
 def test_memory_plans() -> None:
-    _same_rows(CORE["memory"], dict(core.memory_rows()))
+    _same_rows(CORE["machine"], CORE["columns"], CORE["memory"], dict(core.memory_rows()))
 
 
-def _same_rows(recorded: dict[str, list[Any]], found: dict[str, list[Any]]) -> None:
+def test_units() -> None:
+    _same_rows(SPLIT["machine"], split.UNIT_COLUMNS, SPLIT["units"], dict(split.unit_rows()))
+
+
+def test_layouts() -> None:
+    _same_rows(SPLIT["machine"], split.LAYOUT_COLUMNS, SPLIT["layouts"], dict(split.layout_rows()))
+
+
+def _same_rows(
+    machine: dict[str, str], columns: list[str], recorded: dict[str, list[Any]], found: dict[str, list[Any]]
+) -> None:
     """To the last bit where the record was made, to rounding elsewhere; there a tie may fall to another plan."""
-    exact = core_machine() == CORE["machine"]
+    exact = core_machine() == machine
     wrong = []
     for key, row in recorded.items():
         if key not in found:
             wrong.append(f"{key}: is no longer made")
             continue
-        for column, old, new in zip(CORE["columns"], row, found[key], strict=False):
+        for column, old, new in zip(columns, row, found[key], strict=False):
             if old != new and (exact or (_is_figure(old) and new != pytest.approx(old, rel=1e-9, abs=1e-12))):
                 wrong.append(f"{key}: {column} was {old!r}, is {new!r}")
     assert not wrong, f"{len(wrong)} differ from the record:\n" + "\n".join(wrong[:20])
     if not exact:
         pytest.skip(
-            f"figures agree to 1e-9; plans and last bits were not compared: recorded with {CORE['machine']}, "
+            f"figures agree to 1e-9; plans and last bits were not compared: recorded with {machine}, "
             f"this is {core_machine()}"
         )
 

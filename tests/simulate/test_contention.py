@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -14,7 +15,7 @@ from backbeat.cost import LinkCost
 from backbeat.cost.curve import Curve
 from backbeat.model import Network, Plan, Profile
 from backbeat.simulate.bound import communication_bound
-from backbeat.simulate.contention import UNDISTURBED, ComputeClock
+from backbeat.simulate.contention import UNDISTURBED, ComputeClock, _busy_periods
 from backbeat.simulate.halves_step import period
 from backbeat.simulate.iteration import across_iterations, communicate_beside, compressed_iteration, within_iteration
 from backbeat.simulate.schedule import Flow, Schedule
@@ -65,6 +66,22 @@ def test_one_communicator_is_the_recursion_followed_by_hand(
     finishes, at, done = by_hand(schedule, cost, slowdown)
     assert flow.finishes.tolist() == pytest.approx(finishes, rel=1e-9, abs=1e-12)
     assert float(clock.when(done)) == pytest.approx(at, rel=1e-9, abs=1e-12)
+
+
+@given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 5)), min_size=1, max_size=8))
+def test_busy_periods_are_when_any_message_is_in_flight(messages: list[tuple[int, int]]) -> None:
+    """Whatever the order: on several communicators a later bucket may leave first."""
+    starts, lengths = (np.array(one, dtype=np.float64) for one in zip(*messages, strict=True))
+    begins, long = _busy_periods(Flow(starts, starts, starts + lengths))
+    assert begins == sorted(begins)
+    periods = list(zip(begins, long, strict=True))
+    assert all(begin + length < after for (begin, length), (after, _) in pairwise(periods))
+
+    def within(spans: Sequence[tuple[float, float]], at: float) -> bool:
+        return any(begin < at < begin + length for begin, length in spans)
+
+    moments = np.arange(0, 26, 0.5) + 0.25
+    assert [within(periods, at) for at in moments] == [within(messages, at) for at in moments]
 
 
 def test_messages_that_only_cost_time_in_a_row_are_followed_to_the_end() -> None:

@@ -1,0 +1,88 @@
+"""What is predicted where ranks share the model: units of the bundled profiles, and layouts of transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import backbeat as bb
+from backbeat import layouts
+from backbeat.model import Network, Profile
+from tests.golden.core import digest, parts_of, spans_of
+
+UNIT_COLUMNS = ["iteration_s", "exposed_s", "bound_s", "single_s", "parts", "peak_bytes", "units", "timeline"]
+LAYOUT_COLUMNS = ["step_s", "mfu", "bubble_share", "memory_bytes", "breakdown", "memory", "band_s", "timeline"]
+
+PROFILES = ("resnet50-b64-bf16-h200", "llama-1b-b2-bf16-h200")
+SEARCHED_ON = {"decoupled": PROFILES[0], "sharded": PROFILES[1]}
+"""Strategies that search, and the profile each is tried on; the others on all."""
+NETWORKS = {"10gbe": 8, "nvlink-ib400": 64, "gcp-a3-mega": 128}
+"""And how many workers each has."""
+UNITS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("fsdp", {}),
+    ("fsdp", {"accumulation": 3}),
+    ("hsdp:4", {}),
+    ("zero1", {"accumulation": 3}),
+    ("zero2", {}),
+    ("decoupled", {}),
+    ("sharded", {}),
+)
+_JOB: dict[str, Any] = {"global_batch": 128, "sequence": 4096}
+LAYOUTS: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
+    *(("llama-3-8b", "dgx-h100", f"dp=8,zero={zero}", {"contention": True}) for zero in range(4)),
+    *(
+        ("llama-3-8b", "dgx-h100", f"dp=4,tp=2,pp=4,{schedule}", {})
+        for schedule in ("schedule=gpipe", "schedule=1f1b", "schedule=zero-bubble", "vp=2")
+    ),
+    *(
+        ("llama-3-70b", "gcp-a3-mega", "dp=4,tp=8,pp=4,cp=2,vp=5,selective", {"framework": framework})
+        for framework in ("megatron", "megatron-tp-overlap", "megatron-no-overlap", "nanotron", "torchtitan")
+    ),
+    ("llama-3-70b", "dgx-h100", "dp=4,tp=8,pp=4,mb=2,full", {"family": "closed-form", "precision": "fp8"}),
+    ("llama-3-70b", "dgx-h100", "dp=4,tp=8,pp=4", {"stragglers": {13: 1.3, 100: 1.1}}),
+    ("llama-3-8b", "10gbe", "dp=4,cp=4,no sp,tp=2", {"accelerator": "a100", "framework": "deepspeed"}),
+    ("gpt3-175b", "dgx-a100", "dp=2,tp=8,pp=8,full,no sp,zero=0", {"framework": "megatron-2021"}),
+    ("gpt3-13b", "dgx-a100", "dp=4,tp=4,pp=2,selective", {"framework": "megatron-deepspeed"}),
+    ("mixtral-8x7b", "dgx-h100", "dp=8,tp=2,ep=8", {"imbalance": 1.2}),
+    ("deepseek-v3", "dgx-b200", "dp=16,tp=2,pp=4,ep=16,full,zero=2", {"framework": "megatron-deepep"}),
+    ("qwen3-235b-a22b", "dgx-h100", "dp=16,tp=4,ep=64,zero=3", {}),
+)
+
+
+def unit_rows() -> Iterator[tuple[str, list[Any]]]:
+    for network_name, workers in NETWORKS.items():
+        network = Network.load(network_name).at(workers=workers)
+        for name in PROFILES:
+            profile = Profile.load(name)
+            for strategy, options in UNITS:
+                if SEARCHED_ON.get(strategy, name) != name:
+                    continue
+                plan = bb.plan(profile, network, strategy, **options)
+                found = bb.predict(profile, network, plan, **options)
+                assert plan.sharding is not None
+                units = [[unit.modules, unit.reshard, unit.prefetch] for unit in plan.sharding.units]
+                yield (
+                    " ".join([name, network_name, strategy, *(f"{k}={v}" for k, v in options.items())]),
+                    [
+                        *(found.iteration_s, found.exposed_s, found.bound_s, found.single_s),
+                        parts_of(found),
+                        found.peak_bytes,
+                        digest(units),
+                        digest(spans_of(found)),
+                    ],
+                )
+
+
+def layout_rows() -> Iterator[tuple[str, list[Any]]]:
+    for model, cluster, layout, options in LAYOUTS:
+        found = layouts.predict(model, cluster, layout, **_JOB, **options)
+        yield (
+            " ".join([model, cluster, layout, *(f"{k}={v}" for k, v in options.items())]),
+            [
+                *(found.step_s, found.mfu, found.bubble_share, found.memory.total),
+                found.breakdown.parts,
+                {name: getattr(found.memory, name) for name in found.memory.__struct_fields__},
+                list(found.band_s or ()),
+                digest([[span.lane, span.name, span.start_s, span.end_s] for span in found.timeline]),
+            ],
+        )
