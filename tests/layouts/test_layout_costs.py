@@ -7,15 +7,18 @@ from typing import Any
 
 import msgspec
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from backbeat import layouts
-from backbeat.cost.operators import Attention, Product
+from backbeat.cost.operator_model import operator_model
+from backbeat.cost.operators import Attention, Product, family_of
 from backbeat.layouts import Layout
 from backbeat.layouts.conventions import Conventions, conventions_named
 from backbeat.layouts.layer_work import LayerBuilder
 from backbeat.layouts.layout import Job
 from backbeat.layouts.replicas import rank_parameters
-from backbeat.layouts.stage_times import split_layers
+from backbeat.layouts.stage_times import PARTS, StageTimer, split_layers
 from backbeat.layouts.transformer import Transformer
 from backbeat.model.reduction import REDUCTIONS, Reduction
 
@@ -241,3 +244,73 @@ def test_buckets_are_as_large_as_the_framework_makes_them(name: str, zero: int, 
         hidden = found.gather - predicted(msgspec.structs.replace(late, gather_overlap=True)).gather
         forward = hidden / (found.matmul + found.attention + found.memory) * (64 / gpus)
         assert 0.25 < forward < 0.4
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.sampled_from([1, 2]),
+    st.sampled_from([1, 2]),
+    st.sampled_from([1, 2]),
+    st.sampled_from([1, 4]),
+    st.integers(0, 3),
+    st.sampled_from(["none", "selective", "full"]),
+    st.sampled_from(["megatron", "megatron-deepep", "megatron-deepspeed", "nanotron"]),
+)
+def test_parts_of_experts_steps_add_up(
+    tp: int, pp: int, cp: int, ep: int, zero: int, recompute: str, framework: str
+) -> None:
+    fields: dict[str, Any] = {"tp": tp, "pp": pp, "cp": cp, "ep": ep, "zero": zero, "recompute": recompute}
+    found = step(EXPERTS, framework, dp=4, imbalance=1.2, **fields)
+    assert sum(found.breakdown.parts.values()) == pytest.approx(found.step_s, rel=1e-9)
+    assert min(found.breakdown.parts.values()) >= 0
+
+
+@pytest.mark.parametrize("model", [MODEL, EXPERTS, LATENT], ids=lambda model: model.name)
+def test_stages_do_together_what_one_does(model: Transformer) -> None:
+    def parts(**fields: Any) -> list[float]:
+        layout = Layout(**fields)
+        operators = operator_model("h100", "bf16")
+        timer = StageTimer(model, layout, Job(global_batch=8, sequence=S), H100, operators, APART)
+        return [sum(one) for one in zip(*(stage.parts for stage in timer.stages()), strict=True)]
+
+    assert parts(pp=2) == pytest.approx(parts())
+    assert parts(pp=2, tp=2, recompute="full") == pytest.approx(parts(tp=2, recompute="full"))
+
+
+def test_what_is_computed_again_takes_as_long_as_at_first() -> None:
+    """All of forward, about a third of the arithmetic; or attention, which without flash kernels is part of it."""
+    scores = conventions_named("megatron-2021")
+    none, selective, full = (step(MODEL, scores, dp=2, recompute=each) for each in ("none", "selective", "full"))
+    for found in (selective, full):
+        assert found.step_s - none.step_s == pytest.approx(found.breakdown.recompute)
+    computed = none.breakdown.matmul + none.breakdown.memory
+    assert 0.25 < full.breakdown.recompute / computed < 0.35
+    assert 0 < selective.breakdown.recompute < full.breakdown.recompute
+
+
+def test_a_framework_may_cost_every_pass_something() -> None:
+    """8 ms a micro-batch, of whichever part of a stage."""
+    for fields in ({"dp": 2}, {"dp": 2, "pp": 2, "chunks": 2}):
+        found, bare = (
+            step(MODEL, replace(conventions_named("megatron-deepspeed"), pass_s=pass_s), **fields).breakdown
+            for pass_s in (8e-3, 0.0)
+        )
+        assert found.host - bare.host == pytest.approx(8 * 8e-3)
+
+
+def test_the_host_submits_every_operator_and_parameter() -> None:
+    """A small model waits for its host: as long as that takes, forward and backward, less what the GPU computes."""
+    operators = operator_model("h100", "bf16")
+    tiny = msgspec.structs.replace(MODEL, hidden=64, heads=2, kv_heads=2, ffn=64, vocab=64)
+    job = Job(global_batch=1, sequence=16)
+    found = StageTimer(tiny, Layout(), job, H100, operators, APART).layer(sparse=False)
+    work = LayerBuilder(tiny, Layout(), job, APART).layer(sparse=False)
+    # Four matrices and two norms; weight gradients are submitted with no module to call.
+    assert work.parameters == 6
+    passes = ((work.forward, operators.host.forward_s, 6), (work.input, operators.host.backward_s, 6))
+    submitted = sum(
+        operators.host.parameter_s * count + sum(each[family_of(one)] for one in works)
+        for works, each, count in (*passes, (work.weight, operators.host.backward_s, 0))
+    )
+    assert found.total_s == pytest.approx(submitted)
+    assert found.parts[PARTS.index("host")] > 0.5 * found.total_s
