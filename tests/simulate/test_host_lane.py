@@ -103,6 +103,21 @@ def test_never_shorter_than_host_or_device_and_never_shorter_for_a_slower_host(
             assert slower == any(note.startswith("the host ") for note in found.notes)
 
 
+@given(chains(most=4), st.floats(0.05, 2.0), st.integers(1, 4))
+def test_a_step_is_issued_in_what_the_host_took_for_it_unless_the_device_waited(
+    profile: Profile, host: float, micro_batches: int
+) -> None:
+    profile = msgspec.structs.replace(profile, accumulation=micro_batches)
+    known = hosted(profile, host)
+    found = HostLane.of(known).step_s(micro_batches)
+    assert found == pytest.approx(min(known.host_s or 0.0, profile.single_s), rel=1e-9, abs=1e-15)
+    # A device that waits takes as long as the host, whatever it takes to submit to an idle one.
+    whole = profile.forward_s + profile.backward_s
+    assert HostLane.of(hosted(profile, host, 0.5)).micro_batch_s == pytest.approx(whole)
+    # Nothing is known of the host of other profiles, and nothing counted.
+    assert HostLane.of(profile).paced(1e-9, micro_batches, collectives=9, gradients=9, tail_s=1.0) == 1e-9
+
+
 @given(chains(most=6), st.floats(0.2, 1.5))
 def test_alone_a_launch_bound_model_takes_what_was_measured(profile: Profile, device: float) -> None:
     known = hosted(profile, 1.0, device)
