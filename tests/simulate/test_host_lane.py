@@ -146,6 +146,12 @@ def test_the_best_plan_is_no_slower_than_stock_ddp_where_the_host_issues_every_b
     assert found.iteration_s <= stock.iteration_s * (1 + 1e-9)
 
 
+def test_what_a_memory_plan_adds_is_issued_in_backward() -> None:
+    lane = HostLane(micro_batch_s=12.0, backward_s=9.0, by_block=True).longer(2.0)
+    assert lane.step_s(3) == 3 * 14.0
+    assert lane.paced(11.0, 1, tail_s=4.0) == 15.0
+
+
 def four() -> Profile:
     """Four blocks of 1 ms forward and 2 ms backward at the host's pace; the device takes half of it."""
     profile = resnet152(64)
