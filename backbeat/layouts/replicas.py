@@ -32,10 +32,6 @@ class RankParameters(NamedTuple):
     dense: float
     expert: float
 
-    @property
-    def total(self) -> float:
-        return self.dense + self.expert
-
 
 def rank_parameters(model: Transformer, layout: Layout, stage: StageLayers) -> RankParameters:
     """
@@ -43,7 +39,7 @@ def rank_parameters(model: Transformer, layout: Layout, stage: StageLayers) -> R
     >>> from backbeat.layouts.layout import Layout
     >>> from backbeat.layouts.stage_times import split_layers
     >>> llama, layout = transformer("llama-3-70b"), Layout(tp=4, pp=2)
-    >>> held = [rank_parameters(llama, layout, stage).total for stage in split_layers(llama, layout)]
+    >>> held = [sum(rank_parameters(llama, layout, stage)) for stage in split_layers(llama, layout)]
     >>> round(4 * sum(held) / llama.parameters, 3)
     1.0
     """
@@ -51,9 +47,7 @@ def rank_parameters(model: Transformer, layout: Layout, stage: StageLayers) -> R
     attention = sum(each.parameters / (1 if each.split == "none" else tp) for each in model.attention)
     norms = (2 if model.rms_norm else 4) * model.hidden
     each_dense = attention + norms + model.mlp_parameters(model.ffn) / tp
-    each_sparse = attention + norms
-    if model.experts:
-        each_sparse += model.router.parameters + model.mlp_parameters(model.shared_ffn) / tp
+    each_sparse = attention + norms + model.router.parameters + model.mlp_parameters(model.shared_ffn) / tp
     dense = stage.dense * each_dense + stage.sparse * each_sparse
     if stage.first:
         dense += model.embedding_parameters / tp
@@ -96,7 +90,7 @@ class ReplicaTimer:
         """A stage's passes where each micro-batch gathers parameters (ZeRO 3) and scatters gradients (ZeRO 2 and 3): a
         layer's worth hides behind the layer before it."""
         zero = self.layout.zero
-        if zero < 2 or stage.layers == 0:
+        if zero < 2:
             return times
         held = rank_parameters(self.model, self.layout, stage)
         gather = self._layerwise("all_gather", held, 2, stage.layers) if zero == 3 else 0.0

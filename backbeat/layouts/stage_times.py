@@ -232,8 +232,6 @@ class StageTimer:
 
     def _tensor(self, behind_s: float, matrices_s: float, sparse: bool) -> tuple[Added, Added]:
         """Of forward and of backward: a gather and a scatter around attention, and around a dense MLP."""
-        if self.layout.tp == 1:
-            return Added(), Added()
         # Experts take each rank's own tokens; only an MLP that all tokens take is shared.
         pairs = 1 if sparse and not self.model.shared_ffn else 2
         size = 2 * self.builder.tokens * self.model.hidden
@@ -264,8 +262,6 @@ class StageTimer:
         """Keys and values go round a ring while attention works on those that have come; in backward, their gradients
         too."""
         cp, tp = self.layout.cp, self.layout.tp
-        if cp == 1:
-            return Added(), Added()
         if self.conventions.context_exchange == "all-to-all":
             # Queries, keys and values in one go, then what attention makes of them; backward likewise.
             heads = self.model.heads + self.model.key_heads
