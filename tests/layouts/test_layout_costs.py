@@ -345,3 +345,21 @@ def test_the_host_submits_every_operator_and_parameter() -> None:
     )
     assert found.total_s == pytest.approx(submitted)
     assert found.parts[PARTS.index("host")] > 0.5 * found.total_s
+
+
+def test_a_pass_is_slowed_by_what_its_replicas_send_as_its_kinds_of_work_are() -> None:
+    """Gradients scattered in every pass. What is recomputed counts as products; waiting for the host is not slowed."""
+    busy = replace(H100, contention=True)
+    wide = msgspec.structs.replace(MODEL, hidden=4 * H, heads=32)
+    layout = Layout(dp=8, zero=2, recompute="full")
+    found = layouts.predict(
+        wide, busy, layout, framework=APART, global_batch=64, sequence=S, band=False, contention=True
+    ).breakdown
+    shares = [
+        one / (found.matmul + found.attention + found.memory + found.host + found.recompute)
+        for one in (found.matmul + found.recompute, found.attention, found.memory)
+    ]
+    slowdown = busy.slowdown(8, **dict(zip(("matmul", "attention", "memory"), shares, strict=True)))
+    scatter = 4 * busy.collective_s("reduce_scatter", parameters(wide, layout).dense, 8)
+    assert found.contention == pytest.approx(8 * (1 - 1 / slowdown) * scatter)
+    assert found.parameters == pytest.approx(8 * scatter / 4)
