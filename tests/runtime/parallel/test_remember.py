@@ -18,13 +18,18 @@ NOW: dict[str, Any] = {"ranks": 2, "model": "ab", "batch": "cd", "network": "glo
 
 @pytest.fixture
 def path(tmp_path: Path) -> str:
-    return str(tmp_path / "plans" / "run1.json")
+    return str(tmp_path / "plans" / "of today" / "run1.json")
 
 
 def test_read_again(path: str) -> None:
     plan = with_note(candidate("buckets").plan, NOW)
     save(plan, path)
-    assert remembered(path, {**NOW, "message_s": 1.5e-3}) == (plan, "")
+    for message_s in (0.6e-3, 1.5e-3, None):
+        assert remembered(path, {**NOW, "message_s": message_s}) == (plan, "")
+    # The folder is there by now. A plan for a network that was given says nothing of messages.
+    given = with_note(plan, {**NOW, "message_s": None})
+    save(given, path)
+    assert remembered(path, NOW)[1] == ""
 
 
 @pytest.mark.parametrize(

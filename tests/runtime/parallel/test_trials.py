@@ -1,0 +1,157 @@
+"""Trials of one rank: who has which turn, when there is no room, and what a plan that is kept depends on."""
+
+from __future__ import annotations
+
+import threading
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from test_candidates import candidate
+from torch import nn
+
+import backbeat as bb
+from backbeat.runtime.parallel import trials
+from backbeat.runtime.parallel.remember import conditions
+from backbeat.runtime.parallel.together import Together, _abort_on_alarm
+from backbeat.runtime.parallel.trials import ExampleStep, room_for, take_turns
+
+ALONE: Any = SimpleNamespace(size=2, first=lambda value: value, communicators=SimpleNamespace(backend="gloo"))
+
+
+def example(batch: Any = None, optimizer: Any = "sgd") -> ExampleStep:
+    return ExampleStep(
+        batch=batch, loss=lambda *_: None, optimizer=optimizer, precision="fp32", device=torch.device("cpu")
+    )  # fmt: skip
+
+
+def turns(monkeypatch: pytest.MonkeyPatch, found: dict[str, list[Any]], seconds: float = 1e6) -> tuple[Any, list[str]]:
+    """What came of stock DDP, buckets and units, and the order in which they were tried."""
+    tried: list[str] = []
+    candidates = [candidate("stock", 1.0), candidate("buckets", 0.9), candidate("units", 0.8)]
+
+    def try_plan(model: Any, plan: Any, example: Any, together: Any, steps: int, step_s: float) -> Any:
+        kind = next(one.kind for one in candidates if one.plan is plan)
+        assert step_s == next(one.predicted_s for one in candidates if one.plan is plan)
+        assert trials.LEAST_STEPS <= steps <= trials.MOST_STEPS
+        tried.append(kind)
+        return found[kind].pop(0)
+
+    monkeypatch.setattr(trials, "try_plan", try_plan)
+    made = take_turns(nn.Linear(1, 1), candidates, example(), ALONE, time.monotonic() + seconds, lambda _: None)
+    names = {one.name: one.kind for one in candidates}
+    return (
+        SimpleNamespace(
+            seconds={names[name]: values for name, values in made.seconds.items()},
+            dropped={names[name]: why for name, why in made.dropped.items()},
+        ),
+        tried,
+    )
+
+
+def test_the_second_turn_goes_backwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, tried = turns(monkeypatch, {"stock": [1.0, 1.1], "buckets": [0.9, 0.8], "units": [1.2, 1.3]})
+    assert tried == ["stock", "units", "buckets", "buckets", "units", "stock"]
+    assert found.seconds == {"stock": [1.0, 1.1], "buckets": [0.9, 0.8], "units": [1.2, 1.3]}
+    assert found.dropped == {}
+
+
+def test_what_fails_or_is_far_behind_has_no_second_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, tried = turns(monkeypatch, {"stock": [1.0, 1.1], "buckets": ["rank 1: full"], "units": [1.6]})
+    assert tried == ["stock", "units", "buckets", "stock"]
+    assert found.seconds == {"stock": [1.0, 1.1], "units": [1.6]}
+    assert found.dropped == {"buckets": "rank 1: full"}
+
+
+def test_one_that_fails_in_its_second_turn_counts_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, _ = turns(monkeypatch, {"stock": [1.0, 1.1], "buckets": [0.9, "rank 0: gone"], "units": [1.2, 1.3]})
+    assert set(found.seconds) == {"stock", "units"}
+    assert found.dropped == {"buckets": "rank 0: gone"}
+
+
+def test_without_time_nothing_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, tried = turns(monkeypatch, {}, seconds=1.0)
+    assert (found.seconds, tried) == ({}, [])
+
+
+def test_the_optimizer_of_a_trial_has_what_is_trained() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).requires_grad_(False))
+    for optimizer in ("sgd", lambda parameters: torch.optim.SGD(parameters, lr=0.1)):
+        made = example(optimizer=optimizer).make_optimizer(model)
+        assert [id(one) for one in made.param_groups[0]["params"]] == [id(one) for one in model[0].parameters()]
+
+
+@pytest.mark.parametrize(("free", "room"), [(None, True), (1_100_000, True), (1_099_000, False)])
+def test_a_copy_in_training_needs_a_tenth_more_than_its_peak(
+    free: int | None, room: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trials, "_free_bytes", lambda device: free)
+    profile = bb.Profile.load("gpt2-b8-bf16-h200")
+    assert profile.memory is not None
+    for memory in ({"peak_bytes": 10**6}, {"peak_bytes": 0, "steady_bytes": 500_000}):
+        known = msgspec.structs.replace(profile, memory=msgspec.structs.replace(profile.memory, **memory))
+        assert (room_for(known, torch.device("cpu")) is None) == room
+    assert room_for(msgspec.structs.replace(profile, memory=None), torch.device("cpu")) is None
+
+
+def test_ranks_of_one_machine_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as torchrun says, or else as the job has."""
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 8)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    found = [trials._free_bytes(torch.device("cpu"))]
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    found.append(trials._free_bytes(torch.device("cpu")))
+    if found[0] is None:
+        pytest.skip("the machine does not say how much memory is free")
+    assert found[1] is not None
+    assert 2**20 < found[1] < found[0] / 4
+
+
+def test_a_plan_is_kept_for_the_same_model_batch_and_network() -> None:
+    def digests(model: nn.Module, batch: Any, network: str = "10gbe") -> dict[str, Any]:
+        return conditions(model, example(batch), ALONE, bb.Network.load(network), {"precision": "bf16"})
+
+    first = digests(nn.Linear(3, 2), torch.ones(4, 3))
+    assert (first["ranks"], first["precision"], first["message_s"]) == (2, "bf16", None)
+    assert digests(nn.Linear(3, 2), torch.zeros(4, 3)) == first
+    frozen = nn.Linear(3, 2)
+    frozen.bias.requires_grad_(False)
+    for model in (
+        nn.Linear(3, 4),
+        nn.Linear(3, 2).double(),
+        frozen,
+        nn.Sequential(nn.Linear(3, 2)),
+        nn.Bilinear(1, 3, 2),
+    ):
+        other = digests(model, torch.ones(4, 3))
+        assert [key for key in first if first[key] != other[key]] == ["model"]
+    for batch in (torch.ones(8, 3), torch.ones(4, 3).double(), [torch.ones(4, 3), torch.ones(1)]):
+        other = digests(nn.Linear(3, 2), batch)
+        assert [key for key in first if first[key] != other[key]] == ["batch"]
+    other = digests(nn.Linear(3, 2), torch.ones(4, 3), "25gbe")
+    assert [key for key in first if first[key] != other[key]] == ["network"]
+
+
+def test_the_error_that_came_first_is_told() -> None:
+    together = Together(SimpleNamespace(rank=0, size=3, device=None))  # type: ignore[arg-type]
+    for rows, told in (
+        ([[2, "late"], [1, "first"], [0, None]], "rank 1: first"),
+        ([[0, "same"], [0, "time"]], "rank 0: same"),
+        ([[0, None], [0, None]], None),
+    ):
+        together.every = lambda _, rows=rows: rows  # type: ignore[method-assign, misc]
+        assert together.failure(None) == told
+
+
+def test_an_alarm_ends_collectives_and_silence_does_not() -> None:
+    ended: list[str] = []
+    backends = [SimpleNamespace(abort=lambda name=name: ended.append(name)) for name in ("one", "two")]
+    done = threading.Event()
+    store = SimpleNamespace(check=lambda keys: done.set())
+    _abort_on_alarm(store, "key", backends, done)
+    assert ended == []
+    _abort_on_alarm(SimpleNamespace(check=lambda keys: keys == ["key"]), "key", backends, threading.Event())
+    assert ended == ["one", "two"]
