@@ -49,6 +49,14 @@ def test_layouts_that_cannot_be_are_refused_with_the_equation(fields: dict[str, 
         layouts.predict("llama-3-8b", "dgx-h100", gpus=8, **{**JOB, **fields})
 
 
+@pytest.mark.parametrize("given", ["dp=2,tp=2,full", Layout(dp=2, tp=2, recompute="full")])
+def test_fields_change_the_layout_that_is_given(given: Layout | str) -> None:
+    found = layouts.predict("llama-3-8b", "dgx-h100", given, zero=3, dp=4, **JOB)
+    assert found.layout == Layout(dp=4, tp=2, recompute="full", zero=3)
+    assert layouts.predict("llama-3-8b", "dgx-h100", given, **JOB).layout == Layout(dp=2, tp=2, recompute="full")
+    assert layouts.predict("llama-3-8b", "dgx-h100", **JOB).layout == Layout()
+
+
 def test_models_come_from_names_configs_and_fields(tmp_path: Path) -> None:
     config = {
         "model_type": "deepseek_v3", "hidden_size": 7168, "num_hidden_layers": 61, "num_attention_heads": 128,
