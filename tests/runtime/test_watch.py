@@ -11,16 +11,20 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from backbeat.errors import InputError
+from backbeat.model import Bucket, Plan, PlanPrediction
 from backbeat.report.drift import StepSample
 from backbeat.runtime import DistributedDataParallel
 from backbeat.runtime.integrations.watching import lightning_watch, scalars, to_tensorboard, to_wandb, watch_trainer
-from backbeat.runtime.watch import Watch
+from backbeat.runtime.reduce.timing import TimedStep
+from backbeat.runtime.watch import Watch, _over_ranks
+from backbeat.runtime.watched_steps import _figures, _promised
 
 JOB = """
 import sys, time
@@ -175,6 +179,39 @@ def test_what_cannot_be_watched_is_refused(model: Any) -> None:
         Watch(nn.Linear(2, 2))
     with pytest.raises(InputError, match="every is 3"):
         Watch(model, every=3)
+
+
+def timed(iteration_s: float, **fields: Any) -> TimedStep:
+    return TimedStep(launched_s={0: 1.0, 1: 4.0}, computed_s=5.0, ended_s=7.0, iteration_s=iteration_s, **fields)
+
+
+def test_a_rank_tells_the_medians_of_its_steps() -> None:
+    """Its own time, the iteration, what is exposed, from the first launch to the end, and all transfers: without their
+    ends, as on a GPU, the last one."""
+    steps = [timed(seconds, done_s={0: 3.0, 1: 6.0}) for seconds in (9.0, 30.0, 10.0)]
+    assert _figures(steps) == [10.0 - 2.0, 10.0, 2.0, 6.0, 2.0 + 2.0]
+    assert _figures([timed(10.0)])[-1] == 7.0 - 4.0
+    assert _figures([]) == [0.0] * 5
+
+
+def test_who_waits_least_sees_what_communication_takes() -> None:
+    rows = [[8.0, 10.0, 2.0, 6.0, 5.0], [9.5, 11.0, 0.5, 4.0, 3.0], [7.0, 10.5, 1.0, 7.0, 4.0]]
+    found = _over_ranks(50, rows)
+    assert (found.step, found.own_s, found.iteration_s) == (50, (8.0, 9.5, 7.0), 10.5)
+    assert (found.exposed_s, found.span_s, found.transfer_s) == (0.5, 4.0, 3.0)
+    units = _over_ranks(50, [[8.0, 10.0, 2.0, 0.0, 0.0]])
+    assert (units.exposed_s, units.span_s, units.transfer_s) == (2.0, None, None)
+
+
+def test_a_plan_for_other_ranks_promises_nothing() -> None:
+    predicted = PlanPrediction(iteration_s=2.0, exposed_s=0.5)
+    buckets = (Bucket(gradients=("a",), communicator=0),)
+    plan = Plan(strategy="ddp", model="m", communicators=1, buckets=buckets, predicted=predicted)
+    said = {"predicted_iteration_s": 2.0, "predicted_exposed_s": 0.5}
+    for workers, found in ((None, said), (4, said), (8, {})):
+        assert _promised(msgspec.structs.replace(plan, workers=workers), 4) == found
+    assert _promised(msgspec.structs.replace(plan, predicted=None), 4) == {}
+    assert _promised(None, 4) == {}
 
 
 def test_dashboards_get_figures_and_alerts() -> None:
