@@ -262,6 +262,8 @@ class StageTimer:
         """Keys and values go round a ring while attention works on those that have come; in backward, their gradients
         too."""
         cp, tp = self.layout.cp, self.layout.tp
+        if cp == 1:
+            return Added(), Added()
         if self.conventions.context_exchange == "all-to-all":
             # Queries, keys and values in one go, then what attention makes of them; backward likewise.
             heads = self.model.heads + self.model.key_heads
