@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,9 +27,13 @@ def example(batch: Any = None, optimizer: Any = "sgd") -> ExampleStep:
     )  # fmt: skip
 
 
-def turns(monkeypatch: pytest.MonkeyPatch, found: dict[str, list[Any]], seconds: float = 1e6) -> tuple[Any, list[str]]:
-    """What came of stock DDP, buckets and units, and the order in which they were tried."""
+def turns(
+    monkeypatch: pytest.MonkeyPatch, found: dict[str, list[Any]], seconds: float = 1e6, slower: float = 1.0
+) -> tuple[Any, list[str]]:
+    """What came of stock DDP, buckets and units, and the order in which they were tried; steps take `slower` times what
+    was predicted, and five more are spent on warming up."""
     tried: list[str] = []
+    now = [1000.0]
     candidates = [candidate("stock", 1.0), candidate("buckets", 0.9), candidate("units", 0.8)]
 
     def try_plan(model: Any, plan: Any, example: Any, together: Any, steps: int, step_s: float) -> Any:
@@ -38,10 +41,14 @@ def turns(monkeypatch: pytest.MonkeyPatch, found: dict[str, list[Any]], seconds:
         assert step_s == next(one.predicted_s for one in candidates if one.plan is plan)
         assert trials.LEAST_STEPS <= steps <= trials.MOST_STEPS
         tried.append(kind)
+        now[0] += (steps + 5) * step_s * slower
         return found[kind].pop(0)
 
     monkeypatch.setattr(trials, "try_plan", try_plan)
-    made = take_turns(nn.Linear(1, 1), candidates, example(), ALONE, time.monotonic() + seconds, lambda _: None)
+    monkeypatch.setattr(trials, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    made = take_turns(nn.Linear(1, 1), candidates, example(), ALONE, 1000.0 + seconds, lambda _: None)
+    if slower == 1:
+        assert now[0] <= 1000.0 + seconds
     names = {one.name: one.kind for one in candidates}
     return (
         SimpleNamespace(
@@ -70,6 +77,14 @@ def test_one_that_fails_in_its_second_turn_counts_for_nothing(monkeypatch: pytes
     found, _ = turns(monkeypatch, {"stock": [1.0, 1.1], "buckets": [0.9, "rank 0: gone"], "units": [1.2, 1.3]})
     assert set(found.seconds) == {"stock", "units"}
     assert found.dropped == {"buckets": "rank 0: gone"}
+
+
+def test_steps_that_take_longer_than_predicted_leave_time_for_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """100 s are two turns of all three; after a first that takes 76 of them only the last has time for its steps, once the others are skipped."""
+    times = {"stock": [1.0, 1.0], "buckets": [1.0, 1.0], "units": [1.0, 1.0]}
+    assert turns(monkeypatch, {**times}, 100.0)[1] == ["stock", "units", "buckets", "buckets", "units", "stock"]
+    slow = {"stock": [2.0, 2.0], "buckets": [1.8], "units": [1.6]}
+    assert turns(monkeypatch, slow, 100.0, slower=2.0)[1] == ["stock", "units", "buckets", "stock"]
 
 
 def test_without_time_nothing_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
