@@ -80,7 +80,8 @@ def test_one_that_fails_in_its_second_turn_counts_for_nothing(monkeypatch: pytes
 
 
 def test_steps_that_take_longer_than_predicted_leave_time_for_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """100 s are two turns of all three; after a first that takes 76 of them only the last has time for its steps, once the others are skipped."""
+    """100 s are two turns of all three. After a first that takes 76 of them only the last has time for its steps, once
+    the others are skipped."""
     times = {"stock": [1.0, 1.0], "buckets": [1.0, 1.0], "units": [1.0, 1.0]}
     assert turns(monkeypatch, {**times}, 100.0)[1] == ["stock", "units", "buckets", "buckets", "units", "stock"]
     slow = {"stock": [2.0, 2.0], "buckets": [1.8], "units": [1.6]}
