@@ -183,16 +183,16 @@ def test_computation_takes_longer_for_as_long_as_something_travels_beside_it() -
 
 def test_activations_are_sent_between_stages() -> None:
     """Of two stages one waits for every micro-batch's activations: eight micro-batches more, as many sends."""
-    for tp, parallel in ((1, True), (2, True), (2, False)):
+    for tp, cp, parallel in ((1, 1, True), (2, 1, True), (2, 1, False), (2, 2, True)):
         few, many = (
             layouts.predict(
-                MODEL, H100, framework=APART, global_batch=batch, sequence=S, band=False, dp=2, pp=2, tp=tp,
+                MODEL, H100, framework=APART, global_batch=batch, sequence=S, band=False, dp=2, pp=2, tp=tp, cp=cp,
                 sequence_parallel=parallel, family="closed-form",
             ).breakdown.bubble
             for batch in (16, 32)
         )  # fmt: skip
         gather = 0.0 if parallel else H100.collective_s("all_gather", 2 * S * H, 2)
-        assert many - few == pytest.approx(8 * (H100.send_s(2 * S * H / tp, 2, 2 * tp) + gather))
+        assert many - few == pytest.approx(8 * (H100.send_s(2 * S * H / tp / cp, 2, 2 * tp * cp) + gather))
 
 
 def parameters(model: Transformer, layout: Layout) -> Any:

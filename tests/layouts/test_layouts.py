@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 
 import backbeat as bb
 from backbeat import layouts
+from backbeat.cost.fabric import Load
 from backbeat.layouts import Layout
 from backbeat.model import Fabric, Gradient
 from backbeat.model.specification import Specification
@@ -40,6 +42,7 @@ def cluster(nic: float = 50e9, inside: float = 450e9) -> bb.Network:
         ({"dp": 8, "precision": "fp4"}, "precision"),
         ({"dp": 8, "vp": 4}, "a layout has no 'vp'"),
         ({"dp": 8, "imbalance": 0.5}, "imbalance is 0.5"),
+        ({"dp": 8, "compute_factor": 0.0}, "compute_factor is 0.0"),
         ({"dp": 8, "family": "guess"}, "family is 'guess'"),
         ({"dp": 8, "framework": "megatorn"}, "did you mean 'megatron'"),
     ],
@@ -197,6 +200,16 @@ def test_bands_hold_the_prediction_and_compute_scales() -> None:
     assert found.band_s[0] <= found.step_s <= found.band_s[1]
     slower = layouts.predict("llama-3-70b", "gcp-a3-mega", recompute="full", compute_factor=1.5, **job)
     assert found.step_s < slower.step_s < 1.5 * found.step_s + 1e-9
+    assert slower.breakdown.update == pytest.approx(1.5 * found.breakdown.update)
+    # In closed form the band is what a quiet and a busy cluster take.
+    there = layouts.cluster_of("gcp-a3-mega")
+    loads: tuple[Load, ...] = ("typical", "quiet", "busy")
+    typical, quiet, busy = (
+        layouts.predict("llama-3-70b", replace(there, load=load), recompute="full", family="closed-form", **job)
+        for load in loads
+    )
+    assert typical.band_s == pytest.approx((quiet.step_s, busy.step_s))
+    assert quiet.step_s < typical.step_s < busy.step_s
 
 
 def test_fp8_and_overlap_are_faster_and_json_holds_the_answer() -> None:
@@ -205,6 +218,9 @@ def test_fp8_and_overlap_are_faster_and_json_holds_the_answer() -> None:
     assert layouts.predict("llama-3-70b", "dgx-h100", precision="fp8", **fields).step_s < plain.step_s
     assert layouts.predict("llama-3-70b", "dgx-h100", framework="megatron-tp-overlap", **fields).step_s < plain.step_s
     assert layouts.predict("llama-3-70b", "dgx-h100", framework="nanotron", **fields).step_s > plain.step_s
+    flops = layouts.transformer("llama-3-70b").flops_per_token(4096) * 64 * 4096
+    assert plain.mfu == pytest.approx(flops / (plain.step_s * 32 * 989.4e12), rel=1e-3)
+    assert plain.tokens_per_s_per_gpu == pytest.approx(64 * 4096 / plain.step_s / 32)
     data = json.loads(msgspec.json.encode(plain.data()))
     assert data["step_s"] == plain.step_s
     assert data["fits"] == plain.fits

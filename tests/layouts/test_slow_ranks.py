@@ -85,6 +85,13 @@ def test_whoever_shares_a_layer_waits_for_its_slowest_rank() -> None:
     assert slow_pipelines(msgspec.structs.replace(even, ep=8), {0: 1.2, 12: 1.3}) == [(1.2, 1.3)]
 
 
+def test_one_slow_gpu_alone_takes_as_many_times_as_long() -> None:
+    plain, slow = (
+        layouts.predict("llama-3-8b", H100[False], Layout(), stragglers=each, **JOB).step_s for each in ({}, {0: 1.7})
+    )
+    assert slow == pytest.approx(1.7 * plain)
+
+
 def test_slow_stages_of_different_pipelines_cost_less_than_of_one() -> None:
     fields: dict[str, Any] = {**JOB, "dp": 2, "pp": 2, "tp": 2}
     apart, together = (
