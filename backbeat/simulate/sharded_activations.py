@@ -12,6 +12,8 @@ The largest parameter stands for both, since a block makes its gradients one aft
 
 from __future__ import annotations
 
+import itertools
+
 import msgspec
 
 from backbeat.model import Profile, Sharding
@@ -22,14 +24,15 @@ _HALF = ("bf16", "fp16")
 
 
 def tied_block(profile: Profile, chain: ShardedChain) -> int | None:
-    """A block behind the last unit that holds no parameters of its own, and whose backward makes the gradient of one of
-    the root's: a head tied to the embedding."""
+    """A block behind the last unit and behind all parameters, whose backward makes the gradient of one of the root's: a
+    head tied to the embedding. A pooling, which has a classifier behind it, is none."""
     last = chain.stretches[-1]
     if last.unit != ROOT or not (largest := _largest_of_root(chain)):
         return None
     element = DTYPE_BYTES.get(profile.precision, ELEMENT_BYTES)
     own = {piece.block: piece.elements for piece in chain.pieces.pieces}
-    tied = (k for k in last.blocks if not own[k] and profile.blocks[k].backward_peak_bytes >= largest * element)
+    behind = itertools.takewhile(lambda k: not own[k], reversed(last.blocks))
+    tied = (k for k in behind if profile.blocks[k].backward_peak_bytes >= largest * element)
     return next(tied, None)
 
 

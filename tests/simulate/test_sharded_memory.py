@@ -9,7 +9,10 @@ from hypothesis import strategies as st
 
 import backbeat as bb
 from backbeat.model import Block, Gradient, Memory, MemoryPlan, Plan, Profile, Segment
-from backbeat.simulate.sharded_memory import ShardedMemory, sharded_memory
+from backbeat.simulate.resident_memory import ResidentMemory
+from backbeat.simulate.sharded_activations import tied_block
+from backbeat.simulate.sharded_memory import ShardedMemory, course, sharded_memory
+from backbeat.simulate.sharded_units import ROOT, chain_of
 from tests.chains import chains
 from tests.sharded_problems import sharded_plan, sharded_plans
 
@@ -152,3 +155,41 @@ def test_more_shards_take_less_and_zero2_more_than_fsdp(name: str) -> None:
 def test_a_profile_without_memory_figures_has_no_peak() -> None:
     profile = msgspec.structs.replace(row(2), memory=None)
     assert sharded_memory(profile, one_each(profile)) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "head"),
+    [
+        ("gpt2-b8-bf16-h200", "lm_head"),
+        ("llama-1b-b2-bf16-h200", "lm_head"),
+        ("bert-base-b32-bf16-h200", None),
+        ("resnet50-b64-bf16-h200", None),
+        ("inception-v3-b64-bf16-h200", None),
+    ],
+)
+def test_a_tied_head_is_told_from_a_pooling(name: str, head: str | None) -> None:
+    profile = bb.Profile.load(name)
+    plan = bb.plan(profile, bb.Network.load("nvlink-ib400").at(workers=64), "fsdp")
+    chain = chain_of(profile, plan)
+    found = tied_block(profile, chain)
+    assert (None if found is None else profile.blocks[found].name) == head
+    # The head makes the gradient of the embedding, the largest of the root, when backward begins.
+    assert plan.sharding is not None
+    first, plain = (
+        next(one.during for one in course(chain, plan.sharding, tied=tied) if one.call.event == "backward")
+        for tied in (True, False)
+    )
+    assert first["whole_gradient"] == 2 * chain.units[ROOT].elements >= plain["whole_gradient"]
+
+
+@pytest.mark.parametrize("blocks", [True, False])
+def test_what_is_not_sharded_is_counted_whole(blocks: bool) -> None:
+    profile = bb.Profile.load("llama-1b-b2-bf16-h200")
+    profile = profile if blocks else msgspec.structs.replace(profile, blocks=())
+    memory, resident = profile.memory, ResidentMemory.of(profile)
+    assert memory is not None
+    found = held(profile, bb.plan(profile, bb.Network.load("nvlink-ib400").at(workers=64), "fsdp"))
+    assert found.other_bytes == resident.buffer_bytes + resident.batch_bytes + resident.outside_bytes
+    assert (resident.outside_bytes > 0) == blocks
+    if not blocks:
+        assert found.activation_bytes == memory.activation_bytes + resident.loss_bytes
