@@ -23,6 +23,7 @@ from sharded_checks import LAYERS, PAIRS, Chain, by_hand, loss_of, mesh_of, plan
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.checkpoint import CheckpointError
 
@@ -33,6 +34,7 @@ from backbeat.report.watch_table import watch_table
 from backbeat.runtime import Watch, full_state_dict, load_full_state_dict, no_sync, parallelize
 from backbeat.runtime import watch as watching
 from backbeat.runtime.parallel.apply_plan import NOTE, apply_plan
+from backbeat.runtime.sharded.torch_fsdp import sends_gradients
 
 CHECKS, check = registry("recipe_")
 Recipe = Callable[[Context, Any], list[float]]
@@ -300,6 +302,12 @@ def no_sync_leaves_what_it_found(ctx: Context) -> None:
         assert all(one.grad is None for one in model.parameters())
     loss_of(model, tokens(ctx, 2)).backward()
     assert all(one.grad is not None for one in model.parameters())
+    # Shards that are reduced while their copies are not stay so.
+    model.set_requires_all_reduce(False)
+    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    with no_sync(model):
+        assert {sends_gradients(unit) for unit in units} == {(False, False)}
+    assert {sends_gradients(unit) for unit in units} == {(True, False)}
 
 
 @check

@@ -193,3 +193,35 @@ def test_what_is_not_sharded_is_counted_whole(blocks: bool) -> None:
     assert (resident.outside_bytes > 0) == blocks
     if not blocks:
         assert found.activation_bytes == memory.activation_bytes + resident.loss_bytes
+
+
+@pytest.mark.parametrize(
+    ("knobs", "held_at"),
+    [
+        # Gathered parameters, whole gradients, the reduce-scatter's input, reduced shards.
+        ({}, ["2 2 0 0", "2 2 4 0.5", "2 2 4 1", "0 0 0 1.5", "2 2 0 1.5", "2 2 4 1.5", "2 2 4 1.5", "0 0 0 1.5"]),
+        (
+            {"gradient_sync": "last"},
+            ["2 2 0 0", "2 6 0 0", "2 10 0 0", "0 12 0 0", "2 14 0 0", "2 10 4 0.5", "2 6 4 1", "0 0 0 1.5"],
+        ),
+        (
+            {"gradient_sync": "last", "reshard": False, "reshard_after_backward": False},
+            ["6 2 0 0", "6 6 0 0", "6 10 0 0", "6 12 0 0", "6 14 0 0", "4 10 4 0.5", "2 6 4 1", "0 0 0 1.5"],
+        ),
+    ],
+    ids=["every", "last", "last, kept whole"],
+)
+def test_two_micro_batches_by_hand(knobs: dict[str, object], held_at: list[str]) -> None:
+    """Three units at each of their backwards and at the end, in bytes an element: parameters and gradients in bf16, 4 a
+    whole gradient that waits in fp32, an eighth of that a shard."""
+    profile = row(3)
+    plan = one_each(profile, **knobs)
+    assert plan.sharding is not None
+    moments = course(chain_of(profile, plan), plan.sharding, 2)
+    kinds = ("gathered", "whole_gradient", "scatter_input", "gradient")
+    found = [
+        " ".join(f"{one.during[kind] / ELEMENTS:g}" for kind in kinds)
+        for one in moments
+        if one.call.event in ("backward", "end")
+    ]
+    assert found == held_at

@@ -17,6 +17,7 @@ from backbeat.runtime.parallel import trials
 from backbeat.runtime.parallel.remember import conditions
 from backbeat.runtime.parallel.together import Together, _abort_on_alarm
 from backbeat.runtime.parallel.trials import ExampleStep, room_for, take_turns
+from backbeat.runtime.parallel.untouched import copy_of
 
 ALONE: Any = SimpleNamespace(size=2, first=lambda value: value, communicators=SimpleNamespace(backend="gloo"))
 
@@ -171,3 +172,12 @@ def test_an_alarm_ends_collectives_and_silence_does_not() -> None:
     assert ended == []
     _abort_on_alarm(SimpleNamespace(check=lambda keys: keys == ["key"]), "key", backends, threading.Event())
     assert ended == ["one", "two"]
+
+
+def test_a_copy_starts_without_gradients_and_leaves_the_models() -> None:
+    model = nn.Linear(2, 2)
+    model(torch.ones(1, 2)).sum().backward()
+    copied = copy_of(model)
+    assert all(one.grad is None for one in copied.parameters())
+    assert all(one.grad is not None for one in model.parameters())
+    torch.testing.assert_close(copied.state_dict(), model.state_dict())
