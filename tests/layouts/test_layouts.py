@@ -132,6 +132,25 @@ def test_parts_add_up_to_the_step_and_families_agree(tp: int, pp: int, micro: in
     assert max(span.end_s for span in events.timeline) == pytest.approx(events.step_s)
 
 
+@pytest.mark.parametrize("text", ["dp=2", "dp=2,pp=4", "dp=2,pp=2,vp=2", "dp=2,pp=4,schedule=zero-bubble"])
+def test_the_timeline_shows_every_pass_and_what_follows(text: str) -> None:
+    found = layouts.predict("llama-3-8b", "dgx-h100", text, framework="megatron-no-overlap", **JOB)
+    layout = found.layout
+    computing = [span for span in found.timeline if span.name.split()[0] in ("forward", "backward", "weight")]
+    # What stages do nothing in, until the last has done its passes.
+    busy = sum(span.end_s - span.start_s for span in computing)
+    assert found.bubble_share == pytest.approx(1 - busy / layout.pp / max(span.end_s for span in computing), abs=1e-9)
+    kinds = {"forward", "backward", *(["weight gradients"] if "zero" in text else [])}
+    passes = {
+        f"{kind} {micro}{chunk}" for kind in kinds for micro in range(32) for chunk in ("", " chunk 1")[: layout.chunks]
+    }
+    after = {"reduce gradients", "update", "gather parameters"}
+    for stage in range(layout.pp):
+        assert {span.name for span in found.timeline if span.lane == f"stage {stage}"} == passes | after
+    last = {name: max(span.end_s for span in found.timeline if span.name == name) for name in after}
+    assert last["reduce gradients"] < last["update"] < last["gather parameters"] == found.step_s
+
+
 def kinds(**fields: Any) -> Any:
     return layouts.predict("llama-3-8b", "dgx-h100", band=False, **{**JOB, "dp": 8, **fields}).memory
 

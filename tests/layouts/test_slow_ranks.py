@@ -228,6 +228,20 @@ def test_a_group_waits_in_every_block_and_the_step_for_the_slowest_group(fields:
     assert found.extrapolated == (group in (1, 16))
 
 
+def test_a_stage_varies_with_the_layers_it_has() -> None:
+    times = tuple(0.03 * (1 + 0.01 * (place % 7)) for place in range(40))
+    layout = Layout(dp=4, pp=2)
+    found = layouts.predict("llama-3-8b", H100[False], layout, block=block(*times), contention=False, **JOB)
+    parts = found.breakdown
+    computed = parts.matmul + parts.attention + parts.memory + parts.host
+    # Eight micro-batches through sixteen of 32 layers.
+    waits = step_wait(MeasuredBlock(1.0, 1, times), layout, computed, 8 * 16)
+    assert waits is not None
+    assert parts.stragglers == pytest.approx(waits.mean_s)
+    without = found.step_s - waits.mean_s
+    assert found.spread_s == pytest.approx((without + waits.p10_s, without + waits.p90_s))
+
+
 def test_a_step_says_where_its_slowest_rank_was_never_seen() -> None:
     times = [0.03 * (1 + 0.01 * (place % 7)) for place in range(10)]
     notes = [

@@ -62,6 +62,7 @@ def test_the_kinds_by_hand() -> None:
     assert found.scatter_input_bytes == 4 * ELEMENTS
     assert found.gathered_bytes in (0, 2 * ELEMENTS)
     assert found.phase == "backward"
+    assert found.where in {block.name for block in row(6).blocks}
 
 
 def test_units_that_do_not_reshard_are_all_whole_when_backward_begins() -> None:
@@ -191,27 +192,34 @@ def test_what_is_not_sharded_is_counted_whole(blocks: bool) -> None:
     found = held(profile, bb.plan(profile, bb.Network.load("nvlink-ib400").at(workers=64), "fsdp"))
     assert found.other_bytes == resident.buffer_bytes + resident.batch_bytes + resident.outside_bytes
     assert (resident.outside_bytes > 0) == blocks
+    assert (found.where, found.phase) == ("loss", "loss" if blocks else "backward")
     if not blocks:
         assert found.activation_bytes == memory.activation_bytes + resident.loss_bytes
 
 
 @pytest.mark.parametrize(
-    ("knobs", "held_at"),
+    ("knobs", "most", "held_at"),
     [
         # Gathered parameters, whole gradients, the reduce-scatter's input, reduced shards.
-        ({}, ["2 2 0 0", "2 2 4 0.5", "2 2 4 1", "0 0 0 1.5", "2 2 0 1.5", "2 2 4 1.5", "2 2 4 1.5", "0 0 0 1.5"]),
+        (
+            {},
+            11.5,
+            ["2 2 0 0", "2 2 4 0.5", "2 2 4 1", "0 0 0 1.5", "2 2 0 1.5", "2 2 4 1.5", "2 2 4 1.5", "0 0 0 1.5"],
+        ),
         (
             {"gradient_sync": "last"},
+            20,
             ["2 2 0 0", "2 6 0 0", "2 10 0 0", "0 12 0 0", "2 14 0 0", "2 10 4 0.5", "2 6 4 1", "0 0 0 1.5"],
         ),
         (
             {"gradient_sync": "last", "reshard": False, "reshard_after_backward": False},
+            22,
             ["6 2 0 0", "6 6 0 0", "6 10 0 0", "6 12 0 0", "6 14 0 0", "4 10 4 0.5", "2 6 4 1", "0 0 0 1.5"],
         ),
     ],
     ids=["every", "last", "last, kept whole"],
 )
-def test_two_micro_batches_by_hand(knobs: dict[str, object], held_at: list[str]) -> None:
+def test_two_micro_batches_by_hand(knobs: dict[str, object], most: float, held_at: list[str]) -> None:
     """Three units at each of their backwards and at the end, in bytes an element: parameters and gradients in bf16, 4 a
     whole gradient that waits in fp32, an eighth of that a shard."""
     profile = row(3)
@@ -225,3 +233,5 @@ def test_two_micro_batches_by_hand(knobs: dict[str, object], held_at: list[str])
         if one.call.event in ("backward", "end")
     ]
     assert found == held_at
+    # Before the second of the last backwards: whole gradients and the input they are copied to.
+    assert max(one.before.total() for one in moments) == most * ELEMENTS
