@@ -1,0 +1,57 @@
+"""The two halves of an all-reduce, where a network has not measured them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from backbeat.model import CollectiveTimes, Topology
+from backbeat.simulate.gather_scatter import Halves
+from tests.problems import affine
+
+ALPHA, BETA = 1e-4, 1e-9
+NODE: dict[str, Any] = {
+    "algorithm": "hierarchical",
+    "gpus_per_node": 8,
+    "inside_algorithm": "nvls",
+    "inside": CollectiveTimes(alpha_s=ALPHA, beta_s_per_byte=BETA),
+}
+
+
+@pytest.mark.parametrize(
+    ("workers", "topology", "latency", "work"),
+    [
+        (8, {"algorithm": "ring"}, 1 / 2, 1 / 2),
+        (8, {"algorithm": "auto"}, 1 / 2, 1 / 2),
+        # A switch that adds saves the all-reduce bytes: it sends 9/8 of the vector each way, a gather 7/8.
+        (8, {"algorithm": "nvls", "gpus_per_node": 8}, 1 / 2, 7 / 9),
+        (8, NODE, 1 / 2, 7 / 9),
+        # Switches between nodes take one latency and send the vector once; a gather is a ring of 4 nodes, or of 2.
+        (4, {"algorithm": "sharp"}, 3, 3 / 4),
+        (16, {**NODE, "across_algorithm": "sharp"}, 1, 1 / 2),
+        (16, {**NODE, "across_algorithm": "ring"}, 1 / 2, 1 / 2),
+    ],
+)
+def test_a_half_takes_half_unless_switches_reduce(
+    workers: int, topology: dict[str, Any], latency: float, work: float
+) -> None:
+    network = affine(ALPHA, BETA, workers=workers, topology=Topology(**topology))
+    found = Halves.of(network)
+    for size in (0.0, 1e5, 1e8, 1e10):
+        assert found.gather.at(size) == pytest.approx(latency * ALPHA + work * BETA * size)
+        assert found.scatter.at(size) == found.gather.at(size)
+
+
+def test_what_was_measured_comes_first_and_never_beats_its_link() -> None:
+    # A small message that an idle link let through: 1e6 bytes at 1 GB/s take a millisecond in a row.
+    points = ((1e3, 1e-4), (1e6, 5e-4), (1e8, 1e-1), (2e8, 2e-1))
+    network = msgspec.structs.replace(
+        affine(ALPHA, BETA, workers=8), all_gather=CollectiveTimes(points=tuple((int(x), y) for x, y in points))
+    )
+    found = Halves.of(network)
+    assert found.gather.at(1e3) == pytest.approx(1e-4)
+    assert found.gather.at(1e6) == pytest.approx(1e-3)
+    assert found.gather.at(2e8) == pytest.approx(2e-1)
+    assert found.scatter.at(1e8) == pytest.approx((ALPHA + BETA * 1e8) / 2)
