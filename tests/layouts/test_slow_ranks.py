@@ -66,6 +66,7 @@ def test_nothing_gets_faster_with_a_straggler(
     assert slow.step_s <= plain.step_s * slowdown * (1 + 1e-9)
     assert sum(slow.breakdown.parts.values()) == pytest.approx(slow.step_s, rel=1e-6)
     assert slow.breakdown.stragglers == pytest.approx(slow.step_s - plain.step_s, abs=1e-9)
+    assert slow.mfu * slow.step_s == pytest.approx(plain.mfu * plain.step_s)
     if slow.timeline:
         assert max(span.end_s for span in slow.timeline) == pytest.approx(slow.step_s)
 
