@@ -375,8 +375,6 @@ def _later(found: LayoutPrediction, wait_s: float) -> LayoutPrediction:
 
 def _with_pass(times: StageTimes, pass_s: float) -> StageTimes:
     """A stage's times with what the framework adds to a micro-batch, half of it in each direction."""
-    if not pass_s:
-        return times
     host = PARTS.index("host")
     parts = tuple(part + (pass_s if place == host else 0.0) for place, part in enumerate(times.parts))
     return StageTimes(times.forward_s + pass_s / 2, times.input_s + pass_s / 2, times.weight_s, parts)
