@@ -16,8 +16,9 @@ import backbeat as bb
 from backbeat import layouts
 from backbeat.cost.fabric import Load
 from backbeat.layouts import Layout
-from backbeat.model import Fabric, Gradient
+from backbeat.model import Fabric, Gradient, LoadBand
 from backbeat.model.specification import Specification
+from tests.problems import affine
 
 JOB: dict[str, Any] = {"global_batch": 64, "sequence": 4096}
 POWERS = st.sampled_from([1, 2, 4])
@@ -229,6 +230,11 @@ def test_bands_hold_the_prediction_and_compute_scales() -> None:
     )
     assert typical.band_s == pytest.approx((quiet.step_s, busy.step_s))
     assert quiet.step_s < typical.step_s < busy.step_s
+    assert quiet.band_s is None
+    # A network's own band needs no fabric, and without either there is none.
+    for band in (None, LoadBand(quiet=1.25, busy=0.5)):
+        own = affine(1e-4, 1e-9, accelerator="h100", band=band)
+        assert (layouts.predict("llama-3-8b", own, dp=8, **JOB).band_s is None) == (band is None)
 
 
 def test_fp8_and_overlap_are_faster_and_json_holds_the_answer() -> None:
