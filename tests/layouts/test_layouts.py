@@ -213,6 +213,47 @@ def test_groups_that_share_a_node_share_its_network() -> None:
     assert there.collective_s("all_reduce", 1e9, 8, 1) < there.collective_s("all_reduce", 1e9, 8, 8)
 
 
+def test_groups_fill_the_nodes_they_touch_and_share_their_links() -> None:
+    network = cluster()
+    there = layouts.cluster_of(network, "h100")
+    size = 1e9
+    # Inside a node only the group's own ranks count, however far they are apart.
+    inside = network.at(workers=4).all_reduce.curve.at(size)
+    assert there.collective_s("all_reduce", size, 4) == there.collective_s("all_reduce", size, 4, 2) == inside
+    assert there.collective_s("all_reduce", size, 8) == network.at(workers=8).all_reduce.curve.at(size)
+    # Across nodes as many groups share them as lie between two of a group's ranks, at most all GPUs of a node.
+    for workers, stride, filled, sharing in (
+        (16, 1, 16, 1),
+        (4, 4, 16, 4),
+        (4, 8, 32, 8),
+        (2, 16, 32, 8),
+        (3, 4, 16, 4),
+    ):
+        found = there.collective_s("all_reduce", size, workers, stride)
+        assert found == network.at(workers=filled).all_reduce.curve.at(size * sharing)
+    # Sends: 450 GB/s inside, 50 GB/s a NIC outside, of which ranks that are 8 apart have one each and a chain all.
+    assert there.send_s(size, 2, 4) == pytest.approx(size / 450e9, rel=0.2)
+    assert there.send_s(size, 2, 8) == pytest.approx(size / 50e9, rel=0.2)
+    assert there.send_s(size, 16, 1) == pytest.approx(there.send_s(size, 2, 8) / 8, rel=0.05)
+    # All-to-alls: of 8 ranks 7 parts of 8 leave, inside; of 16 half of all crosses, through each rank's own NIC.
+    assert there.exchange_s(size, 8) == pytest.approx(size * 7 / 8 / 450e9, rel=0.2)
+    assert there.exchange_s(size, 16) == pytest.approx(size / 2 / 50e9, rel=0.2)
+    assert there.exchange_s(size, 2, 8) == pytest.approx(size / 2 / 50e9, rel=0.2)
+    # Of small parts latency is left: one for each other rank, of which eight run at a time.
+    near, far = there.send_s(1.0, 2, 1), there.send_s(1.0, 16, 1)
+    assert there.exchange_s(1.0, 4) == pytest.approx(3 * near, rel=1e-3)
+    assert there.exchange_s(1.0, 8) == pytest.approx(7 * near, rel=1e-3)
+    assert there.exchange_s(1.0, 16) == pytest.approx(max(15 * near, 8 * far) / 2, rel=1e-3)
+    assert there.exchange_s(1.0, 4, 8) == pytest.approx(max(3 * near, 3 * far), rel=1e-3)
+    # What every layer waits for takes a call at least: 25 µs, and 8.5 for each further rank.
+    tiny = there.collective_s("all_gather", 1.0, 4)
+    assert tiny < 50.5e-6
+    assert there.waited_s("all_gather", size, 4) == there.collective_s("all_gather", size, 4) + (50.5e-6 - tiny)
+    for nothing in (there.collective_s("all_reduce", size, 1), there.waited_s("all_reduce", 0.0, 8)):
+        assert nothing == 0
+    assert (there.exchange_s(size, 1), there.exchange_s(0.0, 8), there.send_s(0.0, 2, 1)) == (0, 0, 0)
+
+
 def test_bands_hold_the_prediction_and_compute_scales() -> None:
     job = {**JOB, "dp": 16, "tp": 8}
     found = layouts.predict("llama-3-70b", "gcp-a3-mega", recompute="full", **job)

@@ -207,6 +207,7 @@ def a_backward_that_fails_ends_the_trial(ctx: Context) -> str:
         for plan in kinds:
             found = try_plan(model, plan, example(ctx, loss), together, 3)
             assert isinstance(found, float), found
+    assert gloo_threads() == before, "a trial that ran left its connections open"
     return str(said[0])
 
 

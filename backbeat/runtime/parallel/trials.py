@@ -11,7 +11,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
+from importlib import import_module
 from itertools import pairwise
+from operator import attrgetter
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -256,11 +258,16 @@ class TrialGroups:
 
 
 def _forget_meshes() -> None:
-    """torch remembers how operators on sharded tensors are placed, and with it meshes and their connections."""
-    with contextlib.suppress(ImportError, AttributeError):
-        from torch.distributed.tensor.debug import _clear_sharding_prop_cache as clear
-
-        clear()
+    """torch remembers how operators on sharded tensors are placed and what their redistribution costs, and with it
+    meshes and their connections. Versions differ in what they have."""
+    for module, name in (
+        ("debug", "_clear_sharding_prop_cache"),
+        ("_redistribute", "clear_redistribute_planner_cache"),
+        ("_redistribute", "_gen_transform_infos.cache_clear"),
+        ("_collective_utils", "MeshTopoInfo.build_from_mesh.cache_clear"),
+    ):
+        with contextlib.suppress(ImportError, AttributeError):
+            attrgetter(name)(import_module(f"torch.distributed.tensor.{module}"))()
 
 
 def room_for(profile: Profile, device: torch.device) -> str | None:

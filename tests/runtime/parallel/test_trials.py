@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +18,7 @@ import backbeat as bb
 from backbeat.runtime.parallel import trials
 from backbeat.runtime.parallel.remember import conditions
 from backbeat.runtime.parallel.together import Together, _abort_on_alarm
-from backbeat.runtime.parallel.trials import ExampleStep, room_for, take_turns
+from backbeat.runtime.parallel.trials import ExampleStep, room_for, take_turns, try_plan
 from backbeat.runtime.parallel.untouched import copy_of
 
 ALONE: Any = SimpleNamespace(size=2, first=lambda value: value, communicators=SimpleNamespace(backend="gloo"))
@@ -181,3 +183,42 @@ def test_a_copy_starts_without_gradients_and_leaves_the_models() -> None:
     assert all(one.grad is None for one in copied.parameters())
     assert all(one.grad is not None for one in model.parameters())
     torch.testing.assert_close(copied.state_dict(), model.state_dict())
+
+
+class Trained(nn.Linear):
+    """What a plan makes of a model."""
+
+    def attach(self, optimizer: torch.optim.Optimizer, *, max_grad_norm: None) -> None:
+        self.attached = optimizer
+
+
+@pytest.mark.parametrize("compressed", [False, True])
+def test_a_trial_warms_up_attaches_its_optimizer_and_counts_the_slowest_rank(
+    compressed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other rank takes 5 s longer."""
+    made, calls = Trained(2, 2), []
+
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        calls.append(model)
+        found: torch.Tensor = model(batch).sum()
+        return found
+
+    closed: list[bool] = []
+    groups = SimpleNamespace(whole=None, mesh=None, backends=[], close=lambda: closed.append(True))
+    monkeypatch.setattr(trials, "apply_plan", lambda model, plan, **_: made)
+    monkeypatch.setattr(trials, "TrialGroups", lambda *_: groups)
+    together: Any = SimpleNamespace(
+        communicators=SimpleNamespace(backend="gloo"),
+        device=torch.device("cpu"),
+        failure=lambda *_: None,
+        every=lambda seconds: [seconds, seconds + 5.0],
+        released=lambda backends: contextlib.nullcontext(lambda: 0),
+    )
+    step = replace(example(torch.ones(1, 2)), loss=loss)
+    found = try_plan(nn.Linear(2, 2), SimpleNamespace(compressed=compressed), step, together, 4)  # type: ignore[arg-type]
+    assert isinstance(found, float)
+    assert found > 5.0
+    assert calls == [made] * (trials.WARMUP + 4)
+    assert hasattr(made, "attached") == compressed
+    assert closed
