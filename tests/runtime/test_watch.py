@@ -24,7 +24,7 @@ from backbeat.runtime import DistributedDataParallel
 from backbeat.runtime.integrations.watching import lightning_watch, scalars, to_tensorboard, to_wandb, watch_trainer
 from backbeat.runtime.reduce.timing import TimedStep
 from backbeat.runtime.watch import Watch, _over_ranks
-from backbeat.runtime.watched_steps import _figures, _promised
+from backbeat.runtime.watched_steps import HookedSteps, _figures, _promised
 
 JOB = """
 import sys, time
@@ -141,6 +141,48 @@ def test_units_are_timed_from_outside_and_only_in_the_steps_of_a_sample(units: A
     del watch
     assert train_units(units, optimizer, 22) == [hooks[0]] * 22
     assert len(told) == 2
+
+
+def test_a_rank_waits_where_units_become_whole_or_go(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Around torch's own hooks: a wait begins before what it waits for, and ends behind it."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor
+
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2))
+    for layer in net:
+        fully_shard(layer)
+    fully_shard(net)
+    names = {net: "all", net[0]: "first", net[1]: "middle", net[2]: "last"}
+    seen: list[str] = []
+
+    def logged(what: str) -> Any:
+        real = getattr(HookedSteps, f"_{what}")
+
+        def log(self: Any, kind: str, module: Any) -> None:
+            weight = module[0].weight if module is net else module.weight
+            seen.append(f"{what} {kind} {names[module]}" + ("" if isinstance(weight, DTensor) else " whole"))
+            real(self, kind, module)
+
+        return log
+
+    for what in ("open", "close"):
+        monkeypatch.setattr(HookedSteps, f"_{what}", logged(what))
+    watch = Watch(net, every=6)
+    optimizer = sgd(net)
+    train_units(net, optimizer, 5)
+    seen.clear()
+    train_units(net, optimizer, 1)
+    assert watch.last is not None
+    assert [one for one in seen if one.split()[-1] == "middle" or "middle whole" in one] == [
+        "open forward middle",
+        "close forward middle whole",
+        "open unit's backward middle",
+        "close unit's backward middle whole",
+        "open backward's end middle whole",
+        "close backward's end middle",
+    ]
+    # The last gradients: from the end of the graph until torch has waited for them.
+    assert [one for one in seen if " graph " in one] == ["open graph all", "open graph all", "close graph all"]
 
 
 def test_a_backward_that_raises_in_a_timed_step_is_left_out(units: Any) -> None:
