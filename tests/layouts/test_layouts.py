@@ -97,6 +97,8 @@ def test_a_network_that_names_no_gpu_asks_for_one() -> None:
     with pytest.raises(bb.InputError, match="--accelerator h100"):
         layouts.predict("llama-3-8b", "10gbe", dp=8, **JOB)
     assert layouts.predict("llama-3-8b", "10gbe", dp=8, accelerator="a100", **JOB).cluster == "10gbe (A100)"
+    with pytest.raises(bb.InputError, match="'h1000' is no accelerator known here"):
+        layouts.predict("llama-3-8b", "10gbe", dp=8, accelerator="h1000", **JOB)
 
 
 @settings(max_examples=25, deadline=None)

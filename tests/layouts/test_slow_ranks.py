@@ -163,6 +163,18 @@ def test_what_a_network_measured_comes_first_and_without_a_transport_nothing_is_
     assert any("as measured on this cluster" in note for note in slow.notes)
 
 
+def test_only_what_computes_is_slowed_and_by_its_kind() -> None:
+    measured = msgspec.structs.replace(bb.Network.load("dgx-h100"), slowdown=Slowdown(matmul=1.5, memory=2.0))
+    there = replace(layouts.cluster_of(measured), contention=True)
+    assert there.slowdown(8, matmul=1.0) == pytest.approx(1.5)
+    assert there.slowdown(8, memory=1.0) == pytest.approx(2.0)
+    # Half of the time is neither.
+    assert there.slowdown(8, matmul=0.5) == pytest.approx(1.25)
+    assert there.slowdown(8, matmul=0.25, memory=0.25) == pytest.approx(1 + 0.25 * 0.5 + 0.25 * 1.0)
+    assert there.slowdown(8) == there.slowdown(1, matmul=1.0) == 1
+    assert replace(there, contention=False).slowdown(8, matmul=1.0) == 1
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 12), st.floats(0.01, 10.0), st.floats(0.01, 10.0), st.floats(1.0, 2.0))
 def test_equal_buckets_take_what_the_simulation_of_buckets_says(
