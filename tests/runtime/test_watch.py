@@ -256,6 +256,19 @@ def test_a_plan_for_other_ranks_promises_nothing() -> None:
     assert _promised(None, 4) == {}
 
 
+@pytest.mark.usefixtures("model")
+def test_a_plan_says_what_its_transfers_take() -> None:
+    """On a CPU all of them, as ranks do; nothing where they were not predicted."""
+    buckets = tuple(Bucket(gradients=(name,), communicator=0) for name in ("bias", "weight"))
+    for launch_s, done_s, transfer in (((1.0, 2.0), (1.5, 2.25), {"predicted_transfer_s": 0.75}), ((), (), {})):
+        predicted = PlanPrediction(iteration_s=2.0, exposed_s=0.5, launch_s=launch_s, done_s=done_s)
+        plan = Plan(strategy="ddp", model="m", communicators=1, workers=1, buckets=buckets, predicted=predicted)
+        wrapped = DistributedDataParallel(nn.Linear(4, 2), plan=plan)
+        watch = Watch(wrapped)
+        said = {"predicted_iteration_s": 2.0, "predicted_exposed_s": 0.5, **transfer}
+        assert watch._steps.predicted() == said
+
+
 def test_dashboards_get_figures_and_alerts() -> None:
     wrote: list[Any] = []
     writer = SimpleNamespace(
