@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
 
 import backbeat as bb
 from backbeat import layouts
+from backbeat.layouts import Layout
+from backbeat.layouts.layout import impossible, job_of
+from backbeat.layouts.layout_search import RECOMPUTE
 
 JOB: dict[str, Any] = {"global_batch": 128, "sequence": 4096}
 
@@ -28,6 +32,29 @@ def test_no_layout_that_is_tried_by_hand_beats_the_search() -> None:
     for text in ("dp=16,micro=1,recompute=full", "dp=8,tp=2,micro=1", "dp=4,tp=4,micro=2", "dp=8,pp=2,micro=1"):
         one = layouts.predict("llama-3-8b", "dgx-h100", text, **JOB)
         assert not one.fits or one.step_s >= best.step_s
+
+
+@pytest.mark.parametrize(("model", "sequence"), [("llama-3.2-1b", 8192), ("llama-3-8b", 4096)])
+def test_the_search_ranks_what_trying_everything_ranks(model: str, sequence: int) -> None:
+    """On four GPUs: every way to share them, size of a micro-batch, number of chunks and recomputation."""
+    job, there = job_of(16, sequence), layouts.cluster_of("dgx-h100")
+    known = layouts.transformer(model)
+    found = []
+    for tp, pp, cp, micro, chunks in itertools.product((1, 2, 4), (1, 2, 4), (1, 2), (1, 2, 4, 8), range(1, 9)):
+        dp = 4 // (tp * pp * cp)
+        if dp * tp * pp * cp != 4 or known.layers % (pp * chunks) or cp * 4096 > max(sequence, 4096):
+            continue
+        for recompute in RECOMPUTE:
+            layout = Layout(dp=dp, tp=tp, pp=pp, cp=cp, micro_batch=micro, chunks=chunks, recompute=recompute)
+            if impossible(known, layout, job, 4) is not None:
+                continue
+            one = layouts.predict(known, there, layout, global_batch=16, sequence=sequence, band=False)
+            if one.fits:
+                found.append(one)
+                break
+    ranked = layouts.search(known, there, gpus=4, global_batch=16, sequence=sequence, most=5)
+    best = sorted(found, key=lambda one: one.step_s)[:5]
+    assert [(one.layout, one.step_s) for one in ranked] == [(one.layout, one.step_s) for one in best]
 
 
 def test_nothing_is_ranked_where_nothing_fits() -> None:
