@@ -310,6 +310,7 @@ def test_stages_do_together_what_one_does(model: Transformer) -> None:
         return [sum(one) for one in zip(*(stage.parts for stage in timer.stages()), strict=True)]
 
     assert parts(pp=2) == pytest.approx(parts())
+    assert parts(pp=model.layers) == pytest.approx(parts())
     assert parts(pp=2, tp=2, recompute="full") == pytest.approx(parts(tp=2, recompute="full"))
 
 

@@ -187,6 +187,35 @@ def test_copies_pass_the_devices_memory() -> None:
     assert copied - alone == pytest.approx(1.0 + 1.0 + 1.0 + 0.125, rel=1e-9)
 
 
+@pytest.mark.parametrize(("param", "reduced", "gather_in"), [("fp32", "fp32", 8), ("bf16", "fp32", 4 + 2 + 4)])
+def test_parameters_that_are_gathered_narrower_are_cast_first(param: str, reduced: str, gather_in: int) -> None:
+    """The own eighth of 1000 elements, read and written for the cast and once more into the buffer."""
+    profile = row(1)
+    plan = one_each(profile, param_dtype=param, reduce_dtype=reduced)
+    assert plan.sharding is not None
+    cost = ShardedCost.of(profile, affine(0.0, 0.0), plan.sharding, copy_bytes_per_s=1000.0)
+    unit, width = chain_of(profile, plan).units[0], 4 if param == "fp32" else 2
+    assert cost.gather_in_s(unit) == pytest.approx(gather_in / 8)
+    assert cost.copy_out_s(unit) == pytest.approx(2 * width)
+    assert cost.scatter_in_s(unit) == pytest.approx(width + 4)
+
+
+def test_copies_are_reduced_on_the_shards_link_where_shards_span_nodes() -> None:
+    profile, network = row(1), bb.Network.load("dgx-h100").at(workers=64)
+    for shard, one_link in ((4, False), (8, False), (16, True)):
+        plan = one_each(profile, shard=shard, replicate=64 // shard)
+        cost = ShardedCost.of(profile, network, plan.sharding)  # type: ignore[arg-type]
+        assert cost.one_link == one_link
+        assert cost.replicate is not None
+    alone = one_each(profile, shard=64)
+    assert ShardedCost.of(profile, network, alone.sharding).replicate is None  # type: ignore[arg-type]
+    # All copies inside one node: an all-reduce of two of its GPUs, of a quarter of the unit.
+    inside = one_each(profile, shard=4, replicate=2)
+    found = ShardedCost.of(profile, network.at(workers=8), inside.sharding).replicate  # type: ignore[arg-type]
+    assert found is not None
+    assert found.at(4e8) == pytest.approx(float(network.at(workers=2).all_reduce.curve.time(1e8)))
+
+
 def test_slowed_computation_beside_a_collective() -> None:
     """A gather of 1 behind a forward of 1 that it slows down to half its pace, and so on."""
     profile = row(2)
