@@ -206,6 +206,21 @@ def accelerate_does_not_save_units(plan: Plan) -> None:
             raises(RuntimeError, lambda: accelerator.save_state(folder))
 
 
+def lightning_loads_optimizers_by_name() -> None:
+    """What other strategies write is refused; an optimizer without state has its options back."""
+    from backbeat.runtime.integrations.lightning import _load_optimizer
+
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    other = {"state": {}, "param_groups": [{"lr": 0.5, "params": [0, 1]}]}
+    raises(InputError, lambda: _load_optimizer(model, optimizer, other, rank_0=True), "by parameter number")
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    ours = {"state": {}, "param_groups": [{"lr": 0.5, "params": ["weight", "bias"]}]}
+    _load_optimizer(model, optimizer, ours, rank_0=True)
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    assert all(one is own for one, own in zip(optimizer.param_groups[0]["params"], model.parameters(), strict=True))
+
+
 def seeded(loop: Callable[..., list[float]], *arguments: Any, **options: Any) -> list[float]:
     torch.manual_seed(7)
     return loop(*arguments, **options)
@@ -240,6 +255,7 @@ def main() -> None:
     for kind in ("stock", "buckets"):
         wrapped_twice_is_refused(known[kind])
     accelerate_does_not_save_units(known["fsdp"])
+    lightning_loads_optimizers_by_name()
     dist.barrier()
     dist.destroy_process_group()
 
