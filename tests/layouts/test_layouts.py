@@ -274,6 +274,7 @@ def test_bands_hold_the_prediction_and_compute_scales() -> None:
     assert typical.band_s == pytest.approx((quiet.step_s, busy.step_s))
     assert quiet.step_s < typical.step_s < busy.step_s
     assert quiet.band_s is None
+    assert layouts.predict("llama-3-8b", cluster(), accelerator="h100", dp=16, **JOB).band_s is not None
     # A network's own band needs no fabric, and without either there is none.
     for band in (None, LoadBand(quiet=1.25, busy=0.5)):
         own = affine(1e-4, 1e-9, accelerator="h100", band=band)

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+import torch.distributed as dist
 from test_candidates import candidate
 from torch import nn
 
@@ -222,3 +223,18 @@ def test_a_trial_warms_up_attaches_its_optimizer_and_counts_the_slowest_rank(
     assert calls == [made] * (trials.WARMUP + 4)
     assert hasattr(made, "attached") == compressed
     assert closed
+
+
+@pytest.mark.parametrize("backend", ["nccl", "gloo"])
+def test_on_nccl_a_thread_looks_for_the_alarm(backend: str) -> None:
+    store, aborted = dist.HashStore(), threading.Event()
+    shared = SimpleNamespace(add=store.add, clone=lambda: store)
+    together = Together(SimpleNamespace(rank=0, size=1, device=None, backend=backend, store=shared))  # type: ignore[arg-type]
+    before = threading.active_count()
+    with together.released([SimpleNamespace(abort=aborted.set)]) as alarm:
+        assert threading.active_count() - before == (backend == "nccl")
+        assert not aborted.is_set()
+        assert (alarm(), alarm()) == (1, 2)
+        if backend == "nccl":
+            assert aborted.wait(60)
+    assert threading.active_count() == before
