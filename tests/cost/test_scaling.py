@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import backbeat as bb
 from backbeat.cost import Curve
 from backbeat.cost.collectives import bus_bandwidth, seconds, steps, traffic
-from backbeat.cost.scaling import Inside, WorkerLayout, moved
+from backbeat.cost.scaling import Inside, WorkerLayout, crowded, hindered, moved
 from backbeat.errors import InputError
 from backbeat.model import CollectiveTimes, ConcurrencyPoint, Network, Topology
 from tests.problems import affine, curve, networks
@@ -198,3 +198,14 @@ def test_a_collective_inside_a_node_is_its_part_of_the_all_reduce_there() -> Non
     alone = WorkerLayout(algorithm="hierarchical", per_node=1, inside=inside).inner("all_gather")
     assert alone is not None
     assert alone.at(1e9) == 0
+
+
+def test_slower_links_leave_latencies_and_busy_ones_only_the_smallest_messages() -> None:
+    measured = curve(POINTS).all_reduce.curve
+    sizes = np.array([size for size, _ in POINTS], dtype=float)
+    slower, crowd = hindered(measured, 3.0), crowded(measured, 3.0)
+    assert slower.time(sizes) == pytest.approx(measured.latency(sizes) + 3 * measured.work(sizes))
+    assert crowd.time(sizes) == pytest.approx(1e-4 + 3 * (measured.time(sizes) - 1e-4))
+    for found in (slower, crowd):
+        assert found.gradient_s_per_byte == pytest.approx(3 * measured.gradient_s_per_byte)
+    assert crowded(Curve.affine(1e-4, 1e-9), 3.0).line == pytest.approx((1e-4, 3e-9))
