@@ -57,6 +57,38 @@ def test_the_search_ranks_what_trying_everything_ranks(model: str, sequence: int
     assert [(one.layout, one.step_s) for one in ranked] == [(one.layout, one.step_s) for one in best]
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"framework": "nanotron"},
+        {"precision": "fp8"},
+        {"accelerator": "a100"},
+        {"compute_factor": 1.5},
+        {"imbalance": 1.5},
+        {"stragglers": {1: 1.3}},
+        {"contention": True},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_what_is_asked_of_a_prediction_is_asked_of_the_search(options: dict[str, Any]) -> None:
+    small = layouts.transformer(
+        {"layers": 4, "hidden": 1024, "heads": 8, "ffn": 4096, "vocab": 32000, "experts": 4, "experts_per_token": 2,
+         "expert_ffn": 1024}
+    )  # fmt: skip
+    job: dict[str, Any] = {"global_batch": 8, "sequence": 2048}
+    plain, best = (layouts.search(small, "dgx-h100", gpus=2, most=1, **job, **each)[0] for each in ({}, options))
+    assert best == layouts.predict(small, "dgx-h100", best.layout, **job, **options)
+    assert best.step_s != plain.step_s
+
+
+def test_stages_of_zero_are_searched_as_asked_and_one_gpu_has_one_layout_of_each_size() -> None:
+    found = layouts.search("llama-3-8b", "dgx-h100", gpus=16, zero=(2, 3), most=3, **JOB)
+    assert {one.layout.zero for one in found} <= {2, 3}
+    alone = layouts.search("llama-3.2-1b", "dgx-h100", gpus=1, global_batch=8, sequence=2048)
+    assert [one.gpus for one in alone] == [1] * len(alone)
+    assert {one.layout.micro_batch for one in alone} == {1, 2, 4, 8}
+
+
 def test_nothing_is_ranked_where_nothing_fits() -> None:
     assert layouts.search("llama-3-405b", "dgx-h100", gpus=8, **JOB) == []
     with pytest.raises(bb.InputError, match="gpus is 0"):
