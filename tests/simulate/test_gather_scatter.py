@@ -9,7 +9,7 @@ import pytest
 
 from backbeat.model import CollectiveTimes, Topology
 from backbeat.simulate.gather_scatter import Halves
-from tests.problems import affine
+from tests.problems import affine, curve
 
 ALPHA, BETA = 1e-4, 1e-9
 NODE: dict[str, Any] = {
@@ -55,3 +55,11 @@ def test_what_was_measured_comes_first_and_never_beats_its_link() -> None:
     assert found.gather.at(1e6) == pytest.approx(1e-3)
     assert found.gather.at(2e8) == pytest.approx(2e-1)
     assert found.scatter.at(1e8) == pytest.approx((ALPHA + BETA * 1e8) / 2)
+
+
+def test_of_a_measured_all_reduce_latency_and_transfer_are_taken_apart() -> None:
+    points = [(1024, 2e-5), (2**20, 4e-5), (2**26, 4e-4), (2**28, 1.5e-3)]
+    network = curve(points, topology=Topology(algorithm="nvls", gpus_per_node=8))
+    whole, found = network.cost.isolated, Halves.of(network).gather
+    for size, _ in points:
+        assert found.at(size) == pytest.approx(float(whole.latency(size) / 2 + whole.work(size) * 7 / 9))
