@@ -8,6 +8,7 @@ themselves: the first communicator is the process group, further ones are proces
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Iterator
 from datetime import timedelta
@@ -114,13 +115,9 @@ class Communicators:
         if count > self.limit:
             why = self._why_one or f"{self.limit} is the most on {self.backend}"
             advice = f"export {nccl.LAUNCH_ORDER}=1 where training starts, or " if self.backend == "nccl" else ""
-            logger.warning(
-                "%d communicators were asked for, running on %d: %s; %splan with --communicators %d",
-                count,
-                self.limit,
-                why,
-                advice,
-                self.limit,
+            _warn_once(
+                f"{count} communicators were asked for, running on {self.limit}: {why}; {advice}plan with "
+                f"--communicators {self.limit}"
             )
         return min(count, self.limit)
 
@@ -158,6 +155,11 @@ class Communicators:
             backend=self.backend,
             use_local_synchronization=True,
         )
+
+
+@functools.cache
+def _warn_once(text: str) -> None:
+    logger.warning(text)
 
 
 def why_one(backend: str) -> str | None:

@@ -287,7 +287,7 @@ class Tuner:
         from backbeat.measure.network.calibration import calibrate
 
         wanted = self._communicators or 2
-        counts = tuple(sorted({1, min(wanted, communicators.limit)}))
+        counts = tuple(sorted({1, communicators.allowed(wanted)}))
         self._network = calibrate(
             group=communicators.process_group,
             device=communicators.device,

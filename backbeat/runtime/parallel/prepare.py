@@ -325,7 +325,7 @@ class ParallelSearch:
             device=links.device,
             budget_s=self.budget_s * CALIBRATE_SHARE,
             sizes=(*CALIBRATE_BYTES, 64 * 2**20) if self.budget_s >= BUDGET_S / 2 else CALIBRATE_BYTES,
-            communicators=tuple(sorted({1, min(2, links.limit)})),
+            communicators=tuple(sorted({1, links.allowed(2)})),
             sharded=True,
             slowdown=links.device.type == "cuda",
         )
