@@ -96,7 +96,7 @@ def network(
             nvls=nvls,
             sharp=sharp,
         )
-        made = sheet.network(named, parse_workers(nodes))
+        made = sheet.network(named, parse_workers(nodes, "nodes"))
         if transport is None:
             transport = next((one for one, longest_s in _HOPS_S.items() if hop_s <= longest_s), "sockets")
             made = _noted(made, f"messages are taken to go by {transport}, from --latency; --transport says otherwise")

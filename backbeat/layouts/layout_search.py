@@ -71,7 +71,7 @@ def search(
         stragglers=stragglers,
         contention=contention,
     )
-    check_stragglers(predictor.stragglers, gpus)
+    check_stragglers(predictor.stragglers, gpus, predictor.cluster.per_node)
     weighed = []
     for base in _candidates(predictor, gpus, zero):
         # Less recomputation is faster: the first that fits is the best of its kind.

@@ -90,7 +90,7 @@ def predict(
         contention=contention,
     )
     check(predictor.model, layout, predictor.job, gpus)
-    check_stragglers(predictor.stragglers, layout.gpus)
+    check_stragglers(predictor.stragglers, layout.gpus, predictor.cluster.per_node)
     found = predictor.predict(layout, family)
     return predictor.banded(found) if band else found
 
