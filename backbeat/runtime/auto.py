@@ -51,7 +51,7 @@ CALIBRATE_BYTES = (4096, 65536, 524288, 2**20, 4 * 2**20, 16 * 2**20)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
+class MeasuredBuckets:
     """One partition: the plan that it runs, with its prediction, and what steps took under it. What is not known yet is
     None."""
 
@@ -79,7 +79,7 @@ class Tuner:
         self._plans = 0
         self.state = "measuring"
         self.history: list[str] = []
-        self.running = Measured(partition=reducer.partition)
+        self.running = MeasuredBuckets(partition=reducer.partition)
         """What runs now."""
         self._base = self._tried = self.running
         """What ran before the plan, and the plan while that is measured once more."""
@@ -88,7 +88,7 @@ class Tuner:
 
     def restart(self, why: str) -> None:
         """Measure again: the graph or the world changed."""
-        self.running = Measured(partition=self._reducer.partition)
+        self.running = MeasuredBuckets(partition=self._reducer.partition)
         self._measure_again(why)
 
     def _measure_again(self, why: str) -> None:
@@ -160,10 +160,10 @@ class Tuner:
             f"iteration; switching to {plan.strategy}'s {len(partition.buckets)} on {partition.communicators} "
             "communicator(s)"
         )
-        self._switch(Measured(partition=partition, plan=plan))
+        self._switch(MeasuredBuckets(partition=partition, plan=plan))
         self._begin("trying")
 
-    def _switch(self, to: Measured) -> None:
+    def _switch(self, to: MeasuredBuckets) -> None:
         self._reducer.switch(to.partition)
         self.running = to
 
@@ -218,19 +218,19 @@ class Tuner:
             return
         self._begin("watching", self._watch_every)
 
-    def _settle(self, why: str, on: Measured) -> None:
+    def _settle(self, why: str, on: MeasuredBuckets) -> None:
         self.running = on
         self._say(why)
         self._begin("settled")
         self._reducer.time_steps(False)
 
-    def _measured(self, plan: Plan | None) -> Measured:
+    def _measured(self, plan: Plan | None) -> MeasuredBuckets:
         """The buckets that run, of this plan, by the steps just timed.
 
         An iteration is the median time from the end of one step to the end of the next, the mean over ranks.
         """
         timed = tuple(self._reducer.recorder.steps())
-        return Measured(
+        return MeasuredBuckets(
             partition=self._reducer.partition,
             plan=plan,
             iteration_s=self._mean(median(one.iteration_s for one in timed) or 0.0),
@@ -242,7 +242,7 @@ class Tuner:
         communicators: Communicators = self._reducer.communicators
         return total(communicators, value) / communicators.size
 
-    def _profile(self, found: Measured) -> Profile:
+    def _profile(self, found: MeasuredBuckets) -> Profile:
         """What this model does, as the mean over ranks of the medians over steps."""
         reducer, timed = self._reducer, found.timed
         communicators = reducer.communicators
