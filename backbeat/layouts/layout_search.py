@@ -7,7 +7,7 @@ does not fit without.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import msgspec
 
@@ -17,14 +17,9 @@ from backbeat.layouts.predict_layout import LayoutPredictor, predictor_of
 from backbeat.layouts.slow_ranks import check_stragglers
 
 if TYPE_CHECKING:
-    import os
-    from collections.abc import Mapping
-
-    from backbeat.layouts.conventions import Conventions
     from backbeat.layouts.layout_prediction import LayoutPrediction
-    from backbeat.layouts.predict_layout import ClusterInput, ModelInput
+    from backbeat.layouts.predict_layout import ClusterInput, ModelInput, PredictorOptions
     from backbeat.layouts.transformer import Transformer
-    from backbeat.model import Profile
 
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 _SIMULATED = 16
@@ -41,15 +36,9 @@ def search(
     global_batch: int,
     sequence: int,
     precision: str = "bf16",
-    framework: str | Conventions = "megatron",
-    accelerator: str | None = None,
     zero: Sequence[int] = (1,),
-    imbalance: float = 1.0,
-    compute_factor: float = 1.0,
-    block: Profile | str | os.PathLike[str] | None = None,
-    stragglers: Mapping[int, float] | None = None,
-    contention: bool | None = None,
     most: int = 10,
+    **options: Unpack[PredictorOptions],
 ) -> list[LayoutPrediction]:
     """The `most` best layouts that fit, fastest first; ties go to the simpler one. An empty list: none fits.
 
@@ -59,18 +48,7 @@ def search(
     """
     if gpus < 1:
         raise InputError(f"gpus is {gpus}: a job has at least one")
-    predictor = predictor_of(
-        model,
-        cluster,
-        job_of(global_batch, sequence, precision),
-        framework=framework,
-        accelerator=accelerator,
-        imbalance=imbalance,
-        compute_factor=compute_factor,
-        block=block,
-        stragglers=stragglers,
-        contention=contention,
-    )
+    predictor = predictor_of(model, cluster, job_of(global_batch, sequence, precision), **options)
     check_stragglers(predictor.stragglers, gpus, predictor.cluster.per_node)
     weighed = []
     for base in _candidates(predictor, gpus, zero):

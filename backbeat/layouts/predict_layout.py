@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import msgspec
 
@@ -38,6 +38,23 @@ PREDICTED: tuple[Family, ...] = ("closed-form", "events")
 _NAMES = {"F": "forward", "B": "backward", "W": "weight gradients"}
 
 
+class PredictorOptions(TypedDict, total=False):
+    """What `predict` and `search` take beside the job; `predictor_of` has the defaults."""
+
+    framework: str | Conventions
+    accelerator: str | None
+    imbalance: float
+    """The busiest expert rank's tokens over the average's."""
+    compute_factor: float
+    """How many times as long computation takes as the operator model says; a measured step of one layout gives it."""
+    block: Profile | str | os.PathLike[str] | None
+    """Gives it too: a measured profile of one of the model's dense layers."""
+    stragglers: Mapping[int, float] | None
+    """Ranks that compute more slowly, with their slowdown: {13: 1.3}."""
+    contention: bool | None
+    """Count what computation loses beside communication. By default only with a `block`: other rates hold it."""
+
+
 def predict(
     model: ModelInput,
     cluster: ClusterInput,
@@ -47,48 +64,30 @@ def predict(
     sequence: int,
     gpus: int | None = None,
     precision: str = "bf16",
-    framework: str | Conventions = "megatron",
-    accelerator: str | None = None,
     family: Family = "events",
-    imbalance: float = 1.0,
-    compute_factor: float = 1.0,
-    block: Profile | str | os.PathLike[str] | None = None,
-    stragglers: Mapping[int, float] | None = None,
-    contention: bool | None = None,
     band: bool = True,
-    **fields: Any,
+    **given: Any,
 ) -> LayoutPrediction:
     """Predict a step.
 
     The layout is given whole (`Layout`, or text as the command line takes it) or by its fields: dp=8, tp=4, pp=2, cp=1,
-    ep=1, micro_batch=1, recompute="selective", schedule="1f1b", chunks=1, zero=1. `imbalance` is the busiest expert
-    rank's tokens over the average's. `compute_factor` is how many times as long computation takes as the operator model
-    says: a measured step of one layout gives it, or `block`, a measured profile of one of the model's dense layers.
-    `stragglers` are ranks that compute more slowly, with their slowdown: {13: 1.3}. `contention` counts what
-    computation loses beside communication; by default only with a `block`, since other rates hold it already.
+    ep=1, micro_batch=1, recompute="selective", schedule="1f1b", chunks=1, zero=1. Further options are those of
+    `PredictorOptions`: framework="megatron", accelerator="h100", imbalance=1.2, compute_factor=1.1, block="layer.json",
+    stragglers={13: 1.3}, contention=True.
 
     >>> found = predict("llama-3-8b", "dgx-h100", dp=8, tp=2, global_batch=256, sequence=8192, recompute="full")
     >>> found.fits, 0.3 < found.mfu < 0.6
     (True, True)
     """
+    options = {name: given[name] for name in PredictorOptions.__annotations__ if name in given}
+    fields = {name: value for name, value in given.items() if name not in options}
     if isinstance(layout, str):
         layout = Layout.parse(layout)
     if layout is None or fields:
         layout = _changed(layout or Layout(), fields)
     if family not in PREDICTED:
         raise InputError(f"family is {family!r}: predicted are {' and '.join(PREDICTED)}; `backbeat lab` executes")
-    predictor = predictor_of(
-        model,
-        cluster,
-        job_of(global_batch, sequence, precision),
-        framework=framework,
-        accelerator=accelerator,
-        imbalance=imbalance,
-        compute_factor=compute_factor,
-        block=block,
-        stragglers=stragglers,
-        contention=contention,
-    )
+    predictor = predictor_of(model, cluster, job_of(global_batch, sequence, precision), **options)
     check(predictor.model, layout, predictor.job, gpus)
     check_stragglers(predictor.stragglers, layout.gpus, predictor.cluster.per_node)
     found = predictor.predict(layout, family)
