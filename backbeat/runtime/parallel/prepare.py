@@ -34,6 +34,7 @@ from backbeat.runtime.auto import CALIBRATE_BYTES
 from backbeat.runtime.compressed.topk_speed import measure_topk
 from backbeat.runtime.memory.activations import apply as apply_memory
 from backbeat.runtime.memory.budget import budget_size
+from backbeat.runtime.memory.room import room_for
 from backbeat.runtime.parallel.apply_plan import apply_plan, check_plain, is_stock
 from backbeat.runtime.parallel.candidates import (
     Candidate,
@@ -45,7 +46,7 @@ from backbeat.runtime.parallel.candidates import (
 )
 from backbeat.runtime.parallel.remember import conditions, remembered, save, with_note
 from backbeat.runtime.parallel.together import Together
-from backbeat.runtime.parallel.trials import ExampleStep, MakeOptimizer, Trials, room_for, take_turns
+from backbeat.runtime.parallel.trials import ExampleStep, MakeOptimizer, Trials, take_turns
 from backbeat.runtime.parallel.untouched import copy_of, free, untouched
 
 if TYPE_CHECKING:
