@@ -20,7 +20,7 @@ from backbeat.comm.agreement import share, total
 from backbeat.errors import BackbeatError, InputError
 from backbeat.model import Bucket, Gradient, Network, Plan, PlanPrediction, Profile
 from backbeat.model.files import decode, encode
-from backbeat.runtime.reduce.partition import plan_partition
+from backbeat.runtime.reduce.partition import BUCKET_BYTES, plan_partition
 from backbeat.runtime.reduce.timing import median
 
 if TYPE_CHECKING:
@@ -47,7 +47,18 @@ CALIBRATE_S = (0.25, 2.0)
 """Training stands still while the network is measured: so long at least and at most."""
 CALIBRATE_STEPS = 3.0
 """And for as long as so many iterations: 0.6 % of the first 500."""
-CALIBRATE_BYTES = (4096, 65536, 524288, 2**20, 4 * 2**20, 16 * 2**20)
+CALIBRATE_BYTES = (4096, 65536, 524288, 2**20, 4 * 2**20, 16 * 2**20, BUCKET_BYTES, 64 * 2**20)
+"""Up to DDP's own buckets, and beyond what any latency shows in."""
+
+
+def message_sizes(model_bytes: int) -> tuple[int, ...]:
+    """What to measure a network with for a model of so many bytes: none larger than all of it.
+
+    >>> message_sizes(3 * 2**20)
+    (4096, 65536, 524288, 1048576, 3145728)
+    """
+    largest = min(max(model_bytes, CALIBRATE_BYTES[1]), CALIBRATE_BYTES[-1])
+    return (*(size for size in CALIBRATE_BYTES if size < largest), largest)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,7 +150,7 @@ class Tuner:
             return
         iteration = found.iteration_s or 0.0
         profile = self._profile(found)
-        network = self._measure_network(iteration)
+        network = self._measure_network(profile, iteration)
         if self._auto and self._plans == 0:
             self._tell_of_units(profile, network, iteration)
         text = share(reducer.communicators, f"plan/{self._plans}", self._make(profile, network))
@@ -279,7 +290,7 @@ class Tuner:
             ),
         )
 
-    def _measure_network(self, iteration: float) -> Network:
+    def _measure_network(self, profile: Profile, iteration: float) -> Network:
         communicators = self._reducer.communicators
         if self._network is not None and self._given:
             fits = self._network.workers == communicators.size
@@ -292,9 +303,10 @@ class Tuner:
             group=communicators.process_group,
             device=communicators.device,
             budget_s=min(max(CALIBRATE_STEPS * iteration, CALIBRATE_S[0]), CALIBRATE_S[1]),
-            sizes=CALIBRATE_BYTES,
+            sizes=message_sizes(profile.total_bytes),
             communicators=counts,
             collectives=("all_reduce",),
+            brief=True,
         )
         return self._network
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 KINDS = ("stock", "buckets", "units", "compressed")
 """From the simplest to the one that changes most."""
 UNITS = ("zero2", "hsdp", "fsdp", "decoupled", "sharded")
-FARTHEST = 16
+FARTHEST = 8
 """Times that a message may be larger than those measured."""
 LARGE_BYTES = 64 * 2**20
 """Beyond this, a message's time is its bytes by the link's rate."""
@@ -142,13 +142,14 @@ def _differs(candidate: Candidate) -> bool:
     return candidate.kind != "compressed" or candidate.plan.compressed
 
 
-def reaches(network: Network, profile: Profile) -> bool:
-    """Whether the network was measured with messages of about the size that the model sends.
+def extrapolation(network: Network, profile: Profile) -> float:
+    """How many times as large as any measured message those are that the model may send; 1 where none is.
 
     On a slow link the time ends before: what a token bucket or a buffer lets through at once is then taken for speed.
     """
-    points = network.all_reduce.points
-    return not points or points[-1][0] * FARTHEST >= min(profile.total_bytes, LARGE_BYTES)
+    curves = [one.points for one in (network.all_reduce, network.all_gather, network.reduce_scatter) if one is not None]
+    reached = min((points[-1][0] for points in curves if points), default=LARGE_BYTES)
+    return max(min(profile.total_bytes, LARGE_BYTES) / reached, 1.0)
 
 
 def worth_trying(candidates: Sequence[Candidate]) -> list[Candidate]:
