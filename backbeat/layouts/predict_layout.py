@@ -214,10 +214,19 @@ class LayoutPredictor:
         chosen = [every[slowdowns[place % layout.pp]][place] for place in range(len(kinds))]
         own = [_with_pass(each, self.conventions.pass_s / layout.chunks) for each in chosen]
         times = [replicas.sharded_passes(each, kind) for each, kind in zip(own, kinds, strict=True)]
-        send = self._send_s(layout, timers[slowdowns[0]])
+        sent_bytes = 2 * timers[slowdowns[0]].builder.tokens * self.model.hidden
+        send = self._send_s(layout, sent_bytes)
         count = micro_batches(layout, self.job)
         if family == "events":
-            passes = run(layout.schedule, layout.pp, count, times, send, self.conventions.streams)
+            passes = run(
+                layout.schedule,
+                layout.pp,
+                count,
+                times,
+                send,
+                self.conventions.streams,
+                self.cluster.buffered(sent_bytes / layout.tp),
+            )
         else:
             passes = closed_form(layout.schedule, layout.pp, count, times, send)
         afters = []
@@ -233,12 +242,11 @@ class LayoutPredictor:
     def _factor(self) -> float:
         return self.compute_factor * (self.block.factor if self.block else 1.0)
 
-    def _send_s(self, layout: Layout, timer: StageTimer) -> float:
+    def _send_s(self, layout: Layout, size: float) -> float:
         """Activations of a micro-batch to the next stage; without sequence parallelism Megatron scatters and gathers
         them, so that each rank sends its share."""
         if layout.pp == 1:
             return 0.0
-        size = 2 * timer.builder.tokens * self.model.hidden
         stride = layout.tp * layout.cp * layout.dp
         sent = self.cluster.send_s(size / layout.tp, layout.pp, stride)
         if layout.tp > 1 and not layout.sequence_parallel:

@@ -9,7 +9,10 @@ from __future__ import annotations
 import contextlib
 import json
 import threading
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
 
 from backbeat.errors import InputError
 
@@ -19,6 +22,8 @@ if TYPE_CHECKING:
     from backbeat.comm.communicators import Communicators
 
 _POLL_S = 0.1
+_HEAR = timedelta(seconds=10)
+"""For all ranks to hear an alarm."""
 
 
 class Together:
@@ -64,7 +69,8 @@ class Together:
         It returns how many ranks have called it.
 
         Gloo needs no telling: a rank that takes its group down closes its connections, and the others raise. NCCL would
-        wait, so on each rank a thread looks for the alarm and aborts.
+        wait, so on each rank a thread looks for the alarm and aborts. All do so at the same moment: a rank that finds
+        its peer gone before it aborts is taken down by torch, a minute later.
         """
         key = f"{self._next()}/alarm"
         done = threading.Event()
@@ -72,11 +78,18 @@ class Together:
         if self.communicators.backend == "nccl":
             # The store's calls block each other: the thread has a connection of its own.
             shared: Any = self.communicators.store
-            store = shared.clone()
-            thread = threading.Thread(target=_abort_on_alarm, args=(store, key, backends, done), daemon=True)
+            arguments = (shared.clone(), key, self.size, backends, done)
+            thread = threading.Thread(target=_abort_on_alarm, args=arguments, daemon=True)
             thread.start()
+
+        def alarm() -> int:
+            order = int(self.communicators.store.add(key, 1))
+            if thread is not None:
+                thread.join()
+            return order
+
         try:
-            yield lambda: int(self.communicators.store.add(key, 1))
+            yield alarm
         finally:
             done.set()
             if thread is not None:
@@ -87,9 +100,15 @@ class Together:
         return f"parallelize/{self._calls}"
 
 
-def _abort_on_alarm(store: Any, key: str, backends: Sequence[Any], done: threading.Event) -> None:
+def _abort_on_alarm(store: Any, key: str, ranks: int, backends: Sequence[Any], done: threading.Event) -> None:
     while not done.wait(_POLL_S):
-        if store.check([key]):
-            for backend in backends:
-                backend.abort()
-            return
+        if not store.check([key]):
+            continue
+        if store.add(f"{key}/heard", 1) == ranks:
+            store.set(f"{key}/now", "")
+        # A rank that is gone hears nothing.
+        with contextlib.suppress(dist.DistError):
+            store.wait([f"{key}/now"], _HEAR)
+        for backend in backends:
+            backend.abort()
+        return
