@@ -9,10 +9,8 @@ from __future__ import annotations
 import contextlib
 import json
 import threading
-from datetime import timedelta
+import time
 from typing import TYPE_CHECKING, Any
-
-import torch.distributed as dist
 
 from backbeat.errors import InputError
 
@@ -21,9 +19,9 @@ if TYPE_CHECKING:
 
     from backbeat.comm.communicators import Communicators
 
-_POLL_S = 0.1
-_HEAR = timedelta(seconds=10)
-"""For all ranks to hear an alarm."""
+_POLL_S = 0.05
+_HEAD_START_S = 0.5
+"""For the others to abort in."""
 
 
 class Together:
@@ -69,23 +67,26 @@ class Together:
         It returns how many ranks have called it.
 
         Gloo needs no telling: a rank that takes its group down closes its connections, and the others raise. NCCL would
-        wait, so on each rank a thread looks for the alarm and aborts. All do so at the same moment: a rank that finds
-        its peer gone before it aborts is taken down by torch, a minute later.
+        wait, so on each rank a thread looks for the alarm and aborts. The rank that gives it aborts last: one that
+        finds its peer gone before it aborts is taken down by torch, a minute later.
         """
         key = f"{self._next()}/alarm"
+        nccl = self.communicators.backend == "nccl"
         done = threading.Event()
         thread = None
-        if self.communicators.backend == "nccl":
+        if nccl:
             # The store's calls block each other: the thread has a connection of its own.
             shared: Any = self.communicators.store
-            arguments = (shared.clone(), key, self.size, backends, done)
-            thread = threading.Thread(target=_abort_on_alarm, args=arguments, daemon=True)
+            thread = threading.Thread(target=_abort_on_alarm, args=(shared.clone(), key, backends, done), daemon=True)
             thread.start()
 
         def alarm() -> int:
+            # Before the thread could hear it.
+            done.set()
             order = int(self.communicators.store.add(key, 1))
-            if thread is not None:
-                thread.join()
+            if nccl:
+                time.sleep(_HEAD_START_S)
+                _abort(backends)
             return order
 
         try:
@@ -100,15 +101,13 @@ class Together:
         return f"parallelize/{self._calls}"
 
 
-def _abort_on_alarm(store: Any, key: str, ranks: int, backends: Sequence[Any], done: threading.Event) -> None:
+def _abort_on_alarm(store: Any, key: str, backends: Sequence[Any], done: threading.Event) -> None:
     while not done.wait(_POLL_S):
-        if not store.check([key]):
-            continue
-        if store.add(f"{key}/heard", 1) == ranks:
-            store.set(f"{key}/now", "")
-        # A rank that is gone hears nothing.
-        with contextlib.suppress(dist.DistError):
-            store.wait([f"{key}/now"], _HEAR)
-        for backend in backends:
-            backend.abort()
-        return
+        if store.check([key]):
+            _abort(backends)
+            return
+
+
+def _abort(backends: Sequence[Any]) -> None:
+    for backend in backends:
+        backend.abort()
