@@ -59,6 +59,11 @@ class Conventions:
     """What a micro-batch costs a stage beside its operators: bookkeeping and waits of the framework."""
     sends_once: bool = False
     """A token travels once to each rank that holds one of its experts (DeepEP, HybridEP), not once to each expert."""
+    copies_slices: bool = False
+    """Parameters gathered under ZeRO 1 are copied into place with a launch for each tensor and replica, after two more
+    copies of all of them."""
+    stages_by_cost: bool = False
+    """Stages get equal shares of the weights, the head's among them; otherwise equal numbers of layers."""
     streams: Streams = "direction"
     """Which sends and receives between stages wait for each other."""
     context_exchange: ContextExchange = "ring"
@@ -119,7 +124,8 @@ CONVENTIONS = {
             name="nanotron",
             replicated=REDUCTIONS["nanotron-zero0"],
             sharded=REDUCTIONS["nanotron"],
-            tensor_overlap="none",
+            stages_by_cost=True,
+            copies_slices=True,
             attention_share=0.6,
             unfused=4.0,
             gradient_bytes=6,

@@ -55,7 +55,8 @@ class PipelineRun:
     end_s: tuple[float, ...]
     """When each stage has done its last."""
     last_backward_s: tuple[float, ...]
-    """When each stage starts the backward pass of its last micro-batch: from then on gradients are complete."""
+    """When each stage starts the backward pass of its last micro-batch, in the chunk that comes first: from then on
+    gradients become complete."""
     performed: tuple[Performed, ...] = ()
 
     @property
@@ -126,7 +127,8 @@ def _simulated(
             heapq.heappush(turns, (played.free[stage], stage))
     if any(left):
         raise BackbeatError(f"schedule {schedule} with {stages} stages and {count} micro-batches cannot go on")
-    last = {each.stage: each.start_s for each in played.done if each.operation[:2] == ("B", count - 1)}
+    # Of several chunks the one that comes first: the others' gradients become complete one after the other.
+    last = {each.stage: each.start_s for each in reversed(played.done) if each.operation[:2] == ("B", count - 1)}
     return PipelineRun(tuple(played.free), tuple(last[stage] for stage in range(stages)), tuple(played.done))
 
 
@@ -306,7 +308,9 @@ def _exposed_sends(schedule: PipelineSchedule, stages: int, count: int, chunks: 
 
 def _uniform(stages: int, seconds: float, times: Sequence[StageTimes]) -> PipelineRun:
     """Every stage is taken to end with the last: what it communicates then hides behind its own backward alone."""
-    last = [seconds - max(one.backward_s for one in times[stage::stages]) for stage in range(stages)]
+    between = len(times) - stages + 1
+    """Chunks that a stage takes backward from its first chunk's last micro-batch on: rounds of as many as stages."""
+    last = [seconds - between * max(one.backward_s for one in times[stage::stages]) for stage in range(stages)]
     return PipelineRun((seconds,) * stages, tuple(last))
 
 

@@ -18,7 +18,7 @@ from backbeat.layouts.layout_memory import MemoryByKind, memory
 from backbeat.layouts.layout_prediction import COMPUTE, Family, LayoutPrediction, StepBreakdown
 from backbeat.layouts.measured_block import MeasuredBlock, measured_block
 from backbeat.layouts.pipeline import PipelineRun, closed_form, run
-from backbeat.layouts.replicas import RankParameters, ReplicaTimer, ReplicaTimes, rank_parameters
+from backbeat.layouts.replicas import ReplicaTimer, ReplicaTimes
 from backbeat.layouts.slow_ranks import check_stragglers, slow_pipelines, step_wait
 from backbeat.layouts.stage_times import PARTS, StageTimer, StageTimes, split_layers
 from backbeat.model.prediction import Span
@@ -196,7 +196,7 @@ class LayoutPredictor:
 
     def _course(self, layout: Layout, family: Family, slowdowns: Sequence[float]) -> _Course:
         """One pipeline, whose stages compute so many times as long as they should."""
-        kinds = split_layers(self.model, layout)
+        kinds = split_layers(self.model, layout, by_cost=self.conventions.stages_by_cost)
         replicas = ReplicaTimer(self.model, layout, self.cluster, self.operators, self.conventions)
         timers = {
             slowdown: StageTimer(
@@ -223,10 +223,8 @@ class LayoutPredictor:
             passes = closed_form(layout.schedule, layout.pp, count, times, send)
         afters = []
         for stage in range(layout.pp):
-            held = [rank_parameters(self.model, layout, kind) for kind in kinds[stage :: layout.pp]]
-            total = RankParameters(sum(each.dense for each in held), sum(each.expert for each in held))
             window = passes.end_s[stage] - passes.last_backward_s[stage]
-            afters.append(replicas.after(total, window, sum(times[stage :: layout.pp], StageTimes())))
+            afters.append(replicas.after(kinds[stage :: layout.pp], window, sum(times[stage :: layout.pp], StageTimes())))
         updates = [each.update_s * self._factor * slow for each, slow in zip(afters, slowdowns, strict=True)]
         return _Course(times, passes, afters, max(updates), max(each.gather.total_s for each in afters))
 
