@@ -53,6 +53,8 @@ class Conventions:
     """Bytes that norms, activations and residuals move over what they move in fused kernels."""
     loss_bytes: tuple[int, int] = (12, 10)
     """Moved for each logit in forward and in backward."""
+    kept_bytes: int = 0
+    """Moved for each parameter in a step, by every replica, whatever of the update is sharded: clipping, zeroing."""
     reserve_bytes: int = 3 * 10**9
     """Of the device, for CUDA, NCCL and fragmentation. Assumed."""
     pass_s: float = 0.0
@@ -130,7 +132,8 @@ CONVENTIONS = {
             unfused=4.0,
             gradient_bytes=6,
             accumulate_bytes=10,
-            loss_bytes=(26, 12),
+            loss_bytes=(38, 14),
+            kept_bytes=16,
         ),
         Conventions(
             name="deepspeed",

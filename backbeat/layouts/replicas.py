@@ -214,4 +214,6 @@ class ReplicaTimer:
         dense, expert = held
         if self.layout.zero:
             dense, expert = dense / self._dense[0], expert / self._expert[0]
-        return self.operators.seconds(Traffic("update/fused/adam", _UPDATE_BYTES * (dense + expert)))
+        kept = Traffic("pointwise", self.conventions.kept_bytes * held.total, 4)
+        updated = Traffic("update/fused/adam", _UPDATE_BYTES * (dense + expert))
+        return self.operators.seconds(updated) + (self.operators.seconds(kept) if kept.bytes else 0.0)
