@@ -49,7 +49,8 @@ def dense_buckets(
 
     >>> from backbeat.layouts.transformer import Transformer
     >>> tiny = Transformer(name="tiny", layers=2, hidden=8, heads=1, ffn=8, vocab=100)
-    >>> [(each.elements, round(each.ready, 2)) for each in dense_buckets(tiny, 1, (StageLayers(2, 0, True, True),), 400)]
+    >>> whole = (StageLayers(2, 0, True, True),)
+    >>> [(each.elements, round(each.ready, 2)) for each in dense_buckets(tiny, 1, whole, 400)]
     [(800.0, 0.47), (464.0, 0.74), (464.0, 1.0), (808.0, 1.0)]
     """
     modules = _modules(model, tp, chunks)

@@ -224,7 +224,9 @@ class LayoutPredictor:
         afters = []
         for stage in range(layout.pp):
             window = passes.end_s[stage] - passes.last_backward_s[stage]
-            afters.append(replicas.after(kinds[stage :: layout.pp], window, sum(times[stage :: layout.pp], StageTimes())))
+            afters.append(
+                replicas.after(kinds[stage :: layout.pp], window, sum(times[stage :: layout.pp], StageTimes()))
+            )
         updates = [each.update_s * self._factor * slow for each, slow in zip(afters, slowdowns, strict=True)]
         return _Course(times, passes, afters, max(updates), max(each.gather.total_s for each in afters))
 

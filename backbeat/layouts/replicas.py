@@ -145,15 +145,16 @@ class ReplicaTimer:
 
     def _buckets(
         self, chunks: Sequence[StageLayers], expert: float, cap: int | None
-    ) -> list[tuple[tuple[int, int], Sequence[GradientBucket]]]:
+    ) -> list[tuple[tuple[int, int], tuple[GradientBucket, ...]]]:
         """Groups of ranks, and what travels in each."""
-        found: list[tuple[tuple[int, int], Sequence[GradientBucket]]] = []
-        for group, held in ((self._dense, True), (self._expert, expert > 0)):
-            if group[0] > 1 and held:
-                most = None if cap is None else max(cap, self.reduction.bucket_elements_per_worker * group[0])
-                dense = group is self._dense
-                made = dense_buckets(self.model, self.layout.tp, tuple(chunks), most) if dense else ()
-                found.append((group, made if dense else equal_buckets(expert, most)))
+        found = []
+        for group, dense in ((self._dense, True), (self._expert, False)):
+            most = None if cap is None else max(cap, self.reduction.bucket_elements_per_worker * group[0])
+            made = (
+                dense_buckets(self.model, self.layout.tp, tuple(chunks), most) if dense else equal_buckets(expert, most)
+            )
+            if group[0] > 1 and made:
+                found.append((group, made))
         return found
 
     def _reduce(self, chunks: Sequence[StageLayers], expert: float, window_s: float, slowdown: float) -> Added:
@@ -183,9 +184,7 @@ class ReplicaTimer:
         # Of two ranks each sends as much as it has: one half to add up, the other half added up.
         return self.cluster.send_s(size, 2, apart)
 
-    def _gather(
-        self, chunks: Sequence[StageLayers], held: RankParameters, forward_s: float, slowdown: float
-    ) -> Added:
+    def _gather(self, chunks: Sequence[StageLayers], held: RankParameters, forward_s: float, slowdown: float) -> Added:
         total = first = 0.0
         for (workers, stride), buckets in self._buckets(chunks, held.expert, self.reduction.gather_elements):
             each = [self.cluster.collective_s("all_gather", 2 * one.elements, workers, stride) for one in buckets]
