@@ -66,6 +66,8 @@ class Conventions:
     copies of all of them."""
     stages_by_cost: bool = False
     """Stages get equal shares of the weights, the head's among them; otherwise equal numbers of layers."""
+    interleaves: bool = True
+    """Whether it has the interleaved schedule."""
     streams: Streams = "direction"
     """Which sends and receives between stages wait for each other."""
     context_exchange: ContextExchange = "ring"
@@ -127,6 +129,7 @@ CONVENTIONS = {
             replicated=REDUCTIONS["nanotron-zero0"],
             sharded=REDUCTIONS["nanotron"],
             stages_by_cost=True,
+            interleaves=False,
             copies_slices=True,
             attention_share=0.6,
             unfused=4.0,

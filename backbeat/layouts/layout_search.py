@@ -111,7 +111,9 @@ def _candidates(predictor: LayoutPredictor, gpus: int, zero: Sequence[int]) -> I
                     continue
                 dp = gpus // tp // pp // cp
                 for ep in _divisors(tp * cp * dp) if model.experts else (1,):
-                    yield from _variants(model, job, Layout(dp=dp, tp=tp, pp=pp, cp=cp, ep=ep), zero)
+                    for one in _variants(model, job, Layout(dp=dp, tp=tp, pp=pp, cp=cp, ep=ep), zero):
+                        if one.chunks == 1 or predictor.conventions.interleaves:
+                            yield one
 
 
 def _variants(model: Transformer, job: Job, base: Layout, zero: Sequence[int]) -> Iterator[Layout]:
