@@ -200,7 +200,7 @@ class ReplicaTimer:
         """Launches of one copy for each tensor and replica, and three copies of all parameters."""
         launches = self._dense[0] * dense_tensors(self.model, self.layout.tp, chunks)
         copied = self.operators.seconds(Traffic("pointwise", 3 * 2 * 2 * dense, 2))
-        return self.operators.host.compiled_s * launches + copied if self._dense[0] > 1 else 0.0
+        return 2 * self.operators.host.view_s * launches + copied if self._dense[0] > 1 else 0.0
 
     def _layerwise(self, kind: Kind, held: RankParameters, width: int, layers: int) -> float:
         """All layers of a stage, each in a collective of its own."""
