@@ -102,6 +102,6 @@ def test_nanotron_copies_a_slice_of_every_tensor_from_every_replica() -> None:
         layouts.predict("llama-3.2-1b", "aws-p5", dp=dp, global_batch=dp, **job).breakdown.gather for dp in (8, 128)
     )
     tensors = 16 * 6 + 2
-    assert many - few > (128 - 8) * tensors * 5e-6
+    assert many - few > (128 - 8) * tensors * 4e-6
     zero = layouts.predict("llama-3.2-1b", "aws-p5", dp=128, zero=0, global_batch=128, **job)
     assert zero.breakdown.gather == 0
