@@ -51,7 +51,8 @@ def search(
     contention: bool | None = None,
     most: int = 10,
 ) -> list[LayoutPrediction]:
-    """The `most` best layouts that fit, fastest first; ties go to the simpler one. An empty list: none fits.
+    """The `most` best layouts that fit, fastest first; ties go to the simpler one. An empty list: none fits. Their
+    timelines are empty: `predict` draws one.
 
     >>> best = search("llama-3-8b", "dgx-h100", gpus=16, global_batch=64, sequence=4096)
     >>> best[0].gpus, all(one.fits for one in best), best == sorted(best, key=lambda one: one.step_s)
@@ -81,7 +82,7 @@ def search(
                 weighed.append(predictor.predict(layout, "closed-form"))
                 break
     weighed.sort(key=_rank)
-    best = [predictor.predict(one.layout) for one in weighed[: max(_SIMULATED, most)]]
+    best = [predictor.predict(one.layout, timeline=False) for one in weighed[: max(_SIMULATED, most)]]
     best.sort(key=_rank)
     return [predictor.banded(one) for one in best[:most]]
 

@@ -42,7 +42,7 @@ class Performed(NamedTuple):
     end_s: float
 
 
-_SIMULATED_ROUNDS = 6
+_SIMULATED_ROUNDS = 4
 """Of as many micro-batches as stages."""
 _NOTHING_S = 1e-12
 """What is left of transfers that end together."""
@@ -71,10 +71,13 @@ def run(
     times: Sequence[StageTimes],
     send_s: float,
     streams: Streams = "direction",
+    *,
+    listed: bool = True,
 ) -> PipelineRun:
     """The step as events. `times` are of every chunk in the order of layers: chunk c of stage s is c·stages + s.
 
-    Of a step of many micro-batches the ends are simulated, and what repeats in the middle is repeated.
+    Of a step of many micro-batches the ends are simulated, and what repeats in the middle is repeated; unless every
+    operation is to be `listed`, only in time.
     """
     rounds = count // stages - _SIMULATED_ROUNDS
     if schedule == "gpipe" or stages == 1 or rounds <= 0:
@@ -88,7 +91,7 @@ def run(
         for stage in range(stages)
     )
     performed: list[Performed] = []
-    for each in short.performed:
+    for each in short.performed if listed else ():
         micro = each.operation.micro_batch
         later = range(rounds + 1) if micro in middle else (0,) if micro < middle.start else (rounds,)
         for turn in later:

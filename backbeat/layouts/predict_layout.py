@@ -186,15 +186,16 @@ class LayoutPredictor:
         )
         return msgspec.structs.replace(found, band_s=(found.step_s * quiet / middle, found.step_s * busy / middle))
 
-    def predict(self, layout: Layout, family: Family = "events") -> LayoutPrediction:
-        """A layout that can be; whoever calls has checked it."""
-        even = self._course(layout, family, (1.0,) * layout.pp)
+    def predict(self, layout: Layout, family: Family = "events", *, timeline: bool = True) -> LayoutPrediction:
+        """A layout that can be; whoever calls has checked it. Without a `timeline` steps of many micro-batches take
+        less time."""
+        even = self._course(layout, family, (1.0,) * layout.pp, listed=timeline)
         found = self._assembled(layout, family, even)
         if self.stragglers:
             found = self._with_slow_ranks(found, even)
         return found if self.block is None else self._with_waits(found, self.block)
 
-    def _course(self, layout: Layout, family: Family, slowdowns: Sequence[float]) -> _Course:
+    def _course(self, layout: Layout, family: Family, slowdowns: Sequence[float], *, listed: bool = True) -> _Course:
         """One pipeline, whose stages compute so many times as long as they should."""
         kinds = split_layers(self.model, layout, by_cost=self.conventions.stages_by_cost)
         replicas = ReplicaTimer(self.model, layout, self.cluster, self.operators, self.conventions)
@@ -218,7 +219,8 @@ class LayoutPredictor:
         send = self._send_s(layout, timers[slowdowns[0]])
         count = micro_batches(layout, self.job)
         if family == "events":
-            passes = run(layout.schedule, layout.pp, count, times, send, self.conventions.streams)
+            passes = run(layout.schedule, layout.pp, count, times, send, self.conventions.streams, listed=listed)
+            passes = passes if listed else replace(passes, performed=())
         else:
             passes = closed_form(layout.schedule, layout.pp, count, times, send)
         afters = []
@@ -287,10 +289,10 @@ class LayoutPredictor:
 
     def _with_slow_ranks(self, found: LayoutPrediction, even: _Course) -> LayoutPrediction:
         """Everybody waits for the pipeline that ends last."""
-        layout = found.layout
+        layout, listed = found.layout, bool(even.passes.performed)
         courses = [
             # What the others hide behind their forward is theirs to wait for: a slow rank does not make it less.
-            replace(self._course(layout, found.family, factors), gather_s=even.gather_s)
+            replace(self._course(layout, found.family, factors, listed=listed), gather_s=even.gather_s)
             for factors in slow_pipelines(layout, self.stragglers)
         ]
         # Where weight gradients fill the waiting, a slower stage may fill it better; nobody can count on that.
