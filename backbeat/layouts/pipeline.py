@@ -53,7 +53,7 @@ class Performed(NamedTuple):
     end_s: float
 
 
-_SIMULATED_ROUNDS = 6
+_SIMULATED_ROUNDS = 4
 """Of as many micro-batches as stages."""
 
 
@@ -64,7 +64,8 @@ class PipelineRun:
     end_s: tuple[float, ...]
     """When each stage has done its last."""
     last_backward_s: tuple[float, ...]
-    """When each stage starts the backward pass of its last micro-batch: from then on gradients are complete."""
+    """When each stage starts the backward pass of its last micro-batch, in the chunk that comes first: from then on
+    gradients become complete."""
     performed: tuple[Performed, ...] = ()
 
     @property
@@ -80,10 +81,13 @@ def run(
     send_s: float,
     streams: Streams = "direction",
     buffered: Buffered = _UNBUFFERED,
+    *,
+    listed: bool = True,
 ) -> PipelineRun:
     """The step as events. `times` are of every chunk in the order of layers: chunk c of stage s is c·stages + s.
 
-    Of a step of many micro-batches the ends are simulated, and what repeats in the middle is repeated.
+    Of a step of many micro-batches the ends are simulated, and what repeats in the middle is repeated; unless every
+    operation is to be `listed`, only in time.
     """
     rounds = count // stages - _SIMULATED_ROUNDS
     if schedule == "gpipe" or stages == 1 or rounds <= 0:
@@ -97,7 +101,7 @@ def run(
         for stage in range(stages)
     )
     performed: list[Performed] = []
-    for each in short.performed:
+    for each in short.performed if listed else ():
         micro = each.operation.micro_batch
         later = range(rounds + 1) if micro in middle else (0,) if micro < middle.start else (rounds,)
         for turn in later:
@@ -142,7 +146,8 @@ def _simulated(
             heapq.heappush(turns, (played.free[stage], stage))
     if any(left):
         raise BackbeatError(f"schedule {schedule} with {stages} stages and {count} micro-batches cannot go on")
-    last = {each.stage: each.start_s for each in played.done if each.operation[:2] == ("B", count - 1)}
+    # Of several chunks the one that comes first: the others' gradients become complete one after the other.
+    last = {each.stage: each.start_s for each in reversed(played.done) if each.operation[:2] == ("B", count - 1)}
     return PipelineRun(tuple(played.free), tuple(last[stage] for stage in range(stages)), tuple(played.done))
 
 
@@ -358,7 +363,9 @@ def _exposed_sends(schedule: PipelineSchedule, stages: int, count: int, chunks: 
 
 def _uniform(stages: int, seconds: float, times: Sequence[StageTimes]) -> PipelineRun:
     """Every stage is taken to end with the last: what it communicates then hides behind its own backward alone."""
-    last = [seconds - max(one.backward_s for one in times[stage::stages]) for stage in range(stages)]
+    between = len(times) - stages + 1
+    """Chunks that a stage takes backward from its first chunk's last micro-batch on: rounds of as many as stages."""
+    last = [seconds - between * max(one.backward_s for one in times[stage::stages]) for stage in range(stages)]
     return PipelineRun((seconds,) * stages, tuple(last))
 
 
