@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Literal
 from backbeat.cost.accelerators import ACCELERATORS, Accelerator, accelerator, named
 from backbeat.cost.collectives import traffic
 from backbeat.errors import InputError
-from backbeat.layouts.pipeline import Buffered
 from backbeat.model import Network
 from backbeat.model.profile import ComputeShares
 from backbeat.simulate.gather_scatter import Halves
@@ -100,9 +99,10 @@ class GpuCluster:
         latency, rate = self._link(inside=inside, sharing=1 if inside else min(stride, self.per_node))
         return latency + size / rate
 
-    def buffered(self, size: float) -> Buffered:
-        """What buffers hold of a send; taken to be nothing."""
-        return Buffered()
+    def late_s(self, size: float) -> float | None:
+        """What a send still takes where its receiver is ready only when all else has come into a buffer. None: nothing
+        is sent before, which is what is assumed."""
+        return None
 
     def exchange_s(self, size: float, workers: int, stride: int = 1) -> float:
         """An all-to-all in which each rank sends `size` bytes, the same share to each of its group."""

@@ -33,17 +33,6 @@ holds up what is ready, which meets published rows of Megatron's best. The other
 that a swap takes two sends (gloo). `pair`: all with one neighbour (NCCL in torch 2.13). `rank`: all (NCCL before)."""
 
 
-class Buffered(NamedTuple):
-    """What buffers hold of a send: the last of it at its sender, which is done so much earlier than the receiver, and
-    the first of it at its receiver, where so much comes in before that one is ready."""
-
-    sender_s: float = 0.0
-    receiver_s: float = 0.0
-
-
-_UNBUFFERED = Buffered()
-
-
 class Performed(NamedTuple):
     """One operation, when it ran."""
 
@@ -80,19 +69,21 @@ def run(
     times: Sequence[StageTimes],
     send_s: float,
     streams: Streams = "direction",
-    buffered: Buffered = _UNBUFFERED,
+    late_s: float | None = None,
     *,
     listed: bool = True,
 ) -> PipelineRun:
     """The step as events. `times` are of every chunk in the order of layers: chunk c of stage s is c·stages + s.
+    `late_s` is what a send still takes where its receiver is ready only when all else has come into a buffer; None
+    where nothing is sent before a receiver is ready.
 
     Of a step of many micro-batches the ends are simulated, and what repeats in the middle is repeated; unless every
     operation is to be `listed`, only in time.
     """
     rounds = count // stages - _SIMULATED_ROUNDS
     if schedule == "gpipe" or stages == 1 or rounds <= 0:
-        return _simulated(schedule, stages, count, times, send_s, streams, buffered)
-    short = _simulated(schedule, stages, count - rounds * stages, times, send_s, streams, buffered)
+        return _simulated(schedule, stages, count, times, send_s, streams, late_s)
+    short = _simulated(schedule, stages, count - rounds * stages, times, send_s, streams, late_s)
     begins = {(each.stage, each.operation): each.start_s for each in short.performed}
     middle = range(_SIMULATED_ROUNDS // 2 * stages, (_SIMULATED_ROUNDS // 2 + 1) * stages)
     # The slowest stage sets the pace; others may still be ahead of it.
@@ -121,10 +112,10 @@ def _simulated(
     times: Sequence[StageTimes],
     send_s: float,
     streams: Streams,
-    buffered: Buffered = _UNBUFFERED,
+    late_s: float | None = None,
 ) -> PipelineRun:
     split = schedule == "zero-bubble" and stages > 1
-    transfers = _Transfers(stages, send_s, streams, buffered)
+    transfers = _Transfers(stages, send_s, streams, late_s)
     played = _Played(stages, times, split, transfers)
     chunks = len(times) // stages
     left = [deque(each) for each in programs(schedule, stages, count, chunks, early=streams == "direction")]
@@ -190,14 +181,15 @@ class _Batch:
 class _Transfers:
     """Sends and receives on their way.
 
-    A transfer starts when its batch is the first in the queue of either end; where its receiver has a buffer, in its
-    sender's. Whatever leaves a stage at the same time shares its NIC, and so does what comes in; only `direction` has
-    one for each.
+    A transfer starts when its batch is the first in the queue of either end. Where there are buffers, it starts when it
+    is the first in its sender's, which is done when all but `late_s` has come into the receiver's buffer. Whatever
+    leaves a stage at the same time shares its NIC, and so does what comes in; only `direction` has one for each.
     """
 
-    def __init__(self, stages: int, send_s: float, streams: Streams, buffered: Buffered) -> None:
+    def __init__(self, stages: int, send_s: float, streams: Streams, late_s: float | None) -> None:
         self._stages, self._send_s, self._streams = stages, send_s, streams
-        self._sender_s, self._receiver_s = (min(seconds, send_s) for seconds in buffered)
+        self._buffers = late_s is not None
+        self._late_s = min(late_s or 0.0, send_s)
         self._queues: defaultdict[Hashable, deque[_Batch]] = defaultdict(deque)
         self._posted: defaultdict[Transfer, dict[int, _Batch]] = defaultdict(dict)
         """By the ends that have posted it and are not done with it."""
@@ -236,7 +228,7 @@ class _Transfers:
         touched: set[int] = set()
         for transfer in self._stops:
             origin, to = self._ends(transfer)
-            if self._left_s[transfer] <= self._sender_s and origin in self._posted[transfer]:
+            if self._left_s[transfer] <= self._late_s and origin in self._posted[transfer]:
                 self._release(transfer, origin)
                 touched.add(origin)
             if self._left_s[transfer] <= 0 and transfer in self._received:
@@ -263,7 +255,7 @@ class _Transfers:
         """What is first at both ends; at its sender's alone where a buffer takes it."""
         for transfer in batch.left:
             sends, receives = (self._reached(transfer, end) for end in self._ends(transfer))
-            if sends and (receives or self._receiver_s) and transfer not in self._unheard:
+            if sends and (receives or self._buffers) and transfer not in self._unheard:
                 if now > self._now:
                     self._move(now)
                 self._left_s.setdefault(transfer, self._send_s)
@@ -301,13 +293,10 @@ class _Transfers:
                 self._start(batch, self._now)
 
     def _stop_s(self, transfer: Transfer) -> float | None:
-        """What is left when its sender is done, when its buffer is full or when it has arrived; None where it waits."""
-        left_s = self._left_s[transfer]
-        received = transfer in self._received
-        full_s = 0.0 if received else self._send_s - self._receiver_s
-        if self._ends(transfer)[0] in self._posted[transfer] and full_s <= self._sender_s:
-            return min(left_s, self._sender_s)
-        return full_s if received or left_s > full_s else None
+        """What is left when its sender is done or when it has arrived; None where it waits for its receiver."""
+        if self._ends(transfer)[0] in self._posted[transfer]:
+            return min(self._left_s[transfer], self._late_s)
+        return 0.0 if transfer in self._received else None
 
     def _move(self, now: float) -> None:
         for transfer, (stop_s, soon_s) in self._stops.items():

@@ -219,8 +219,8 @@ class LayoutPredictor:
         send = self._send_s(layout, sent_bytes)
         count = micro_batches(layout, self.job)
         if family == "events":
-            streams, buffered = self.conventions.streams, self.cluster.buffered(sent_bytes / layout.tp)
-            passes = run(layout.schedule, layout.pp, count, times, send, streams, buffered, listed=listed)
+            streams, late = self.conventions.streams, self.cluster.late_s(sent_bytes / layout.tp)
+            passes = run(layout.schedule, layout.pp, count, times, send, streams, late, listed=listed)
             passes = passes if listed else replace(passes, performed=())
         else:
             passes = closed_form(layout.schedule, layout.pp, count, times, send)
