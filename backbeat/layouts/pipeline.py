@@ -42,7 +42,7 @@ class Performed(NamedTuple):
     end_s: float
 
 
-_SIMULATED_ROUNDS = 4
+_SIMULATED_ROUNDS = 6
 """Of as many micro-batches as stages."""
 
 
