@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 import tempfile
+import threading
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -253,10 +254,55 @@ def an_example_that_fails_on_one_rank_raises_on_all(ctx: Context) -> None:
     assert "no such batch" in said
 
 
+class Halved(Chain):
+    """On one rank a part is left out of every step."""
+
+    def __init__(self, whole: bool) -> None:
+        super().__init__()
+        self.whole, self.rest = whole, nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = super().forward(x)
+        return found + (self.rest.weight.sum() if self.whole else 0.0)
+
+
+@check
+def stock_ddp_is_told_of_parameters_without_gradients(ctx: Context) -> None:
+    """Also where another rank than the first leaves them out, and where stock DDP needs no comparison."""
+    model = ctx.build(lambda: Halved(ctx.rank == 0))
+    with mock.patch.object(prepare, "worth_trying", lambda found: found[:1]):
+        wrapped = parallelize(
+            model, "auto", example=(tokens(ctx, 0), loss_of), optimizer="sgd", network=slow(ctx), budget_s=60.0
+        )
+    assert isinstance(wrapped, TorchDDP)
+    assert not isinstance(wrapped, DistributedDataParallel)
+    losses(ctx, wrapped, 3)
+
+
+@check
+def what_needs_no_comparison_must_run(ctx: Context) -> str:
+    """A wrapper has the model's forward and no other method of it."""
+
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        if isinstance(model, TorchDDP) and not isinstance(model, DistributedDataParallel):
+            raise AttributeError("no such method")
+        return loss_of(model, batch)
+
+    chosen = {"path": "", "memory_bytes": None, "compression": False, "network": slow(ctx), "budget_s": 60.0}
+    with mock.patch.object(prepare, "worth_trying", lambda found: found[:1]), mock.patch.object(trials, "TURNS", 1):
+        taken = prepare.ParallelSearch(ctx.build(Chain), example(ctx, loss), **chosen).run()
+    assert "no such method" in taken.dropped["stock DDP"]
+    assert taken.plan.strategy != "ddp"
+    assert "measured" in taken.words
+    return taken.words
+
+
 @check
 def refusals(ctx: Context) -> None:
     plain = ctx.build(Chain)
     sharded = fully_shard(ctx.build(Chain), plan_of(ctx))
+    locked, taken = ctx.build(Chain), DistributedDataParallel(ctx.build(Chain), reducer="ddp")
+    locked.lock = threading.Lock()
     pair = (tokens(ctx, 0), loss_of)
     for given, options, match in (
         (TorchDDP(ctx.build(Chain)), {}, "wrapped in DistributedDataParallel already"),
@@ -271,6 +317,12 @@ def refusals(ctx: Context) -> None:
         (plain, {"example": pair, "compression": "yes"}, "must be 'allow'"),
         (plain, {"example": pair, "compression": "allow", "precision": "fp16"}, "train in bf16"),
         (plain, {"example": pair, "budget_s": 0}, "above zero"),
+        (plain, {"example": pair, "budget_s": "5"}, "above zero"),
+        (plain, {"example": pair, "network": 3}, "network is a int"),
+        (plain, {"example": pair, "optimizer": 3}, "optimizer is a int"),
+        (plain, {"example": pair, "optimizer": lambda _: None}, "returned a NoneType"),
+        (locked, {"example": pair}, "copy.deepcopy(model) raises TypeError"),
+        (taken.module, {"example": pair}, "already belongs to another"),
         (plain, {"example": pair, "memory": "0GB"}, "above zero"),
     ):
         raises(InputError, lambda given=given, options=options: parallelize(given, **options), match)

@@ -35,31 +35,26 @@ from backbeat.runtime.compressed.topk_speed import measure_topk
 from backbeat.runtime.memory.activations import apply as apply_memory
 from backbeat.runtime.memory.budget import budget_size
 from backbeat.runtime.memory.room import room_for
-from backbeat.runtime.parallel.apply_plan import apply_plan, check_plain, is_stock
+from backbeat.runtime.parallel.apply_plan import UNUSED, apply_plan, check_plain, is_stock
 from backbeat.runtime.parallel.candidates import (
     FARTHEST,
     Candidate,
+    decide,
     extrapolation,
-    in_words,
     predicted_candidates,
-    simplest,
     worth_trying,
 )
 from backbeat.runtime.parallel.remember import conditions, remembered, save, with_note
 from backbeat.runtime.parallel.together import Together
-from backbeat.runtime.parallel.trials import ExampleStep, MakeOptimizer, Trials, take_turns
+from backbeat.runtime.parallel.trials import LEAST_STEPS, ExampleStep, MakeOptimizer, Trials, take_turns, try_plan
 from backbeat.runtime.parallel.untouched import copy_of, free, untouched
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from torch import nn
 
     from backbeat.measure.model.training_step import Loss
 
 BUDGET_S = 50.0
-PREDICTED = 0.05
-"""A gain that is only predicted counts beyond this: predictions of different kinds are off by so much."""
 CALIBRATE_SHARE, PROFILE_SHARE = 0.12, 0.2
 """Of the budget; trials have the rest."""
 
@@ -110,14 +105,23 @@ def parallelize(
     path = _auto_path(plan)
     if path is None:
         return apply_plan(model, _given(plan))
-    if not budget_s > 0:
-        raise InputError(f"budget_s is {budget_s}: it must be above zero, like 50")
+    if not isinstance(budget_s, (int, float)) or not budget_s > 0:
+        raise InputError(f"budget_s is {budget_s!r}: it must be seconds above zero, like 50")
     if compression not in (None, "allow"):
         raise InputError(f"compression is {compression!r}: it must be 'allow', or left out")
     if compression is not None and precision == "fp16":
         raise InputError(
             "compression='allow' with precision='fp16': training in fp16 scales its loss, and what a compressed bucket "
             "keeps for later steps cannot follow the scale; train in bf16, or leave compression out"
+        )
+    if isinstance(network, (str, os.PathLike)):
+        network = Network.load(network)
+    if network is not None and not isinstance(network, Network):
+        raise InputError(f"network is a {type(network).__name__}: it must be a Network, a name or a path")
+    if not isinstance(optimizer, str) and not callable(optimizer):
+        raise InputError(
+            f"optimizer is a {type(optimizer).__name__}: it must be sgd, adam or adamw, or a function of a list of "
+            "parameters that returns one"
         )
     batch, loss = _checked(example)
     device = device_of(model, None)
@@ -130,7 +134,7 @@ def parallelize(
         path=path,
         memory_bytes=None if memory is None else budget_size(memory),
         compression=compression == "allow",
-        network=Network.load(network) if isinstance(network, (str, os.PathLike)) else network,
+        network=network,
         budget_s=budget_s,
     )
     return apply_plan(model, search.run().plan)
@@ -220,18 +224,15 @@ class ParallelSearch:
         now = conditions(self.model, self.example, self.together, self.network, options)
         if self.path and (known := self._known(now)) is not None:
             return known
-        profile = self._profile()
+        profile, unused = self._profile()
         network = self._network(profile)
-        candidates = self._candidates(profile, network, now)
+        candidates = self._candidates(profile, network, {**now, UNUSED: unused})
         # A prediction that rests on small messages alone excludes nothing.
         beyond = self.together.first(extrapolation(network, profile))
         tried = worth_trying(candidates) if beyond <= FARTHEST else candidates
-        trials, short = Trials(), None
-        if len(tried) > 1:
-            short = self.together.failure(room_for(profile, self.example.device))
-            if short is None:
-                deadline_s = self._began + self.budget_s
-                trials = take_turns(self.model, tried, self.example, self.together, deadline_s, self._say)
+        trials, short = Trials(), self.together.failure(room_for(profile, self.example.device))
+        if short is None:
+            tried, trials = self._try(tried, candidates)
         taken = self.together.first(decide(tried, trials, short, self.together.communicators.backend, beyond))
         if "error" in taken:
             raise InputError(taken["error"])
@@ -239,6 +240,22 @@ class ParallelSearch:
         if self.path and self.together.rank == 0:
             save(plan, self.path)
         return Taken(plan=plan, words=taken["words"], dropped=trials.dropped)
+
+    def _try(self, tried: list[Candidate], candidates: list[Candidate]) -> tuple[list[Candidate], Trials]:
+        """What was tried and what came of it. One that needs no comparison must run all the same, or all are tried."""
+        deadline_s, dropped = self._began + self.budget_s, {}
+        if len(tried) == 1:
+            if self.together.first(time.monotonic() > deadline_s):
+                return tried, Trials()
+            (one,) = tried
+            found = try_plan(self.model, one.plan, self.example, self.together, LEAST_STEPS, one.predicted_s)
+            if not isinstance(found, str):
+                return tried, Trials()
+            tried, dropped = candidates, {one.name: found}
+        left = [one for one in tried if one.name not in dropped]
+        trials = take_turns(self.model, left, self.example, self.together, deadline_s, self._say)
+        trials.dropped = {**dropped, **trials.dropped}
+        return tried, trials
 
     def _alone(self) -> Taken:
         if self.memory_bytes is not None:
@@ -275,8 +292,8 @@ class ParallelSearch:
         name = Candidate(kind="stock" if is_stock(found) else "buckets", plan=found).name
         return Taken(plan=found, words=f"{name}, as {self.path} has it", dropped={})
 
-    def _profile(self) -> Profile:
-        """Rank 0's; what goes wrong on any rank is raised on all."""
+    def _profile(self) -> tuple[Profile, bool]:
+        """Rank 0's, and whether some rank's step leaves parameters without gradients; errors are raised on all."""
         self._say("timing steps of the example")
         profile, error = None, None
         try:
@@ -286,8 +303,11 @@ class ParallelSearch:
         except Exception as raised:
             error = where_raised(raised)
         self.together.raise_if_any(error, "a step of the example did not run")
+        came = set() if profile is None else {gradient.name for gradient in profile.gradients}
+        trained = {name for name, one in self.model.named_parameters() if one.requires_grad}
+        unused = any(self.together.every(bool(trained - came)))
         text = self.together.first(encode(profile).decode() if profile is not None else "")
-        return decode(text.encode(), Profile, where="rank 0's profile")
+        return decode(text.encode(), Profile, where="rank 0's profile"), unused
 
     def _measured(self) -> Profile:
         try:
@@ -367,40 +387,3 @@ class ParallelSearch:
         over = sys.stderr.isatty()
         lead, end = ("\r\x1b[K", "\n" if last else "") if over else ("", "\n")
         print(f"{lead}parallelize: {text}", end=end, file=sys.stderr, flush=True)
-
-
-def decide(
-    tried: Sequence[Candidate], trials: Trials, short: str | None, backend: str = "", beyond: float = 1.0
-) -> dict[str, str]:
-    """By what was measured; by prediction where fewer than two were tried, for want of time or, as `short` says, of
-    memory.
-
-    `beyond` is how many times as large as any measured message those are that predictions stand on.
-
-    On gloo FSDP2 communicates while nothing computes, which predictions do not know: units are not taken by prediction
-    where anything else runs.
-    """
-    left = [one for one in tried if one.name not in trials.dropped]
-    if not left:
-        return {"error": "parallelize: nothing ran: " + "; ".join(f"{k}: {v}" for k, v in trials.dropped.items())}
-    seconds, tolerance, how = trials.measured, trials.repeatability, "measured"
-    untried = [one.name for one in left if one.name not in seconds]
-    if untried and len(seconds) > 1:
-        left = [one for one in left if one.name in seconds]
-    elif untried:
-        if backend == "gloo":
-            left = [one for one in left if one.kind != "units"] or left
-        seconds, tolerance = {one.name: one.predicted_s for one in left}, PREDICTED
-        why = "" if len(tried) == 1 else f" ({short or 'no time was left to try all; budget_s= gives more'})"
-        how = f"predicted{why}"
-    taken = simplest(left, seconds, tolerance)
-    words = in_words(taken, seconds, tolerance, how)
-    if how == "measured" and untried:
-        words += f"; no time was left to try {' and '.join(untried)}; budget_s= gives more"
-    if beyond > FARTHEST:
-        words += (
-            f"; predictions are extrapolated to messages {beyond:.0f} times as large as measured, budget_s= gives more"
-        )
-    for name, why in trials.dropped.items():
-        words += f"; {name} was dropped, {why}"
-    return {"plan": encode(taken.plan).decode(), "words": words}

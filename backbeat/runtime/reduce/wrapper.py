@@ -22,7 +22,7 @@ from backbeat.runtime.compressed import checkpoint
 from backbeat.runtime.compressed.updates import check_optimizer, check_uncompressed
 from backbeat.runtime.memory.budget import apply_memory, ends_with, watch_of
 from backbeat.runtime.reduce.exchange import builtin_hook
-from backbeat.runtime.reduce.partition import FIRST_BUCKET_BYTES, check_fits
+from backbeat.runtime.reduce.partition import FIRST_BUCKET_BYTES, check_fits, claim
 from backbeat.runtime.reduce.reducer import Reducer
 from backbeat.runtime.reduce.settings import (
     TORCH_SIGNATURE,
@@ -393,6 +393,8 @@ class StockDistributedDataParallel(TorchDDP):  # type: ignore[misc]
         if plan is not None:
             check_fits(plan, {name for name, _ in module.named_parameters()})
             arguments = {**arguments, **_caps(plan, module)}
+        trained = {name: one for name, one in module.named_parameters() if one.requires_grad}
+        claim(self, list(trained), list(trained.values()))
         super().__init__(**arguments)
         count = settings.communicators or (plan.communicators if plan is not None else 1)
         if count > 1 or settings.reduce_dtype is not None:
