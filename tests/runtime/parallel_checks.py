@@ -26,6 +26,7 @@ from backbeat.model import CollectiveTimes, Network
 from backbeat.runtime import DistributedDataParallel, fully_shard, parallelize
 from backbeat.runtime.parallel import candidates, prepare, remember, trials
 from backbeat.runtime.parallel.candidates import Candidate
+from backbeat.runtime.parallel.request import ParallelRequest
 from backbeat.runtime.parallel.together import Together
 from backbeat.runtime.parallel.trials import ExampleStep, try_plan
 from backbeat.runtime.reduce import failures
@@ -54,9 +55,15 @@ class Noisy(Chain):
 
 def searched(ctx: Context, model: nn.Module, loss: Any = loss_of, **options: Any) -> prepare.Taken:
     """Every kind is tried, whatever is predicted."""
-    chosen = {"path": "", "memory_bytes": None, "compression": False, "network": slow(ctx), "budget_s": 20.0}
     with mock.patch.object(prepare, "worth_trying", list):
-        return prepare.ParallelSearch(model, example(ctx, loss), **{**chosen, **options}).run()
+        return search(ctx, model, loss, **options).run()
+
+
+def search(
+    ctx: Context, model: nn.Module, loss: Any, *, path: str = "", budget_s: float = 20.0, **options: Any
+) -> prepare.ParallelSearch:
+    wanted = {"network": slow(ctx), **options}
+    return prepare.ParallelSearch(model, path, ParallelRequest(example=example(ctx, loss), budget_s=budget_s, **wanted))
 
 
 def example(ctx: Context, loss: Any = loss_of) -> ExampleStep:
@@ -288,13 +295,31 @@ def what_needs_no_comparison_must_run(ctx: Context) -> str:
             raise AttributeError("no such method")
         return loss_of(model, batch)
 
-    chosen = {"path": "", "memory_bytes": None, "compression": False, "network": slow(ctx), "budget_s": 60.0}
     with mock.patch.object(prepare, "worth_trying", lambda found: found[:1]), mock.patch.object(trials, "TURNS", 1):
-        taken = prepare.ParallelSearch(ctx.build(Chain), example(ctx, loss), **chosen).run()
+        taken = search(ctx, ctx.build(Chain), loss, budget_s=60.0).run()
     assert "no such method" in taken.dropped["stock DDP"]
     assert taken.plan.strategy != "ddp"
     assert "measured" in taken.words
     return taken.words
+
+
+@check
+def what_is_wrong_on_one_rank_is_raised_on_all(ctx: Context) -> None:
+    """Before the others wait for it; what differs is named."""
+    here = ctx.rank == 1
+    pair = (tokens(ctx, 0), loss_of)
+    small = small_plan(Chain())
+    for options, match in (
+        ({"example": None if here else pair}, "parallelize: rank 1: plan='auto' times steps"),
+        ({"example": pair, "budget_s": -1 if here else 5}, "rank 1: budget_s is -1"),
+        ({"example": pair, "budget_s": 6 if here else 5}, "budget_s is 5 on rank 0 and 6 on rank 1"),
+        ({"example": pair, "network": slow(ctx) if here else None}, "network is None on rank 0"),
+        ({"example": pair, "plan": "auto:x.json" if here else "auto"}, "plan is 'auto' on rank 0"),
+        ({"plan": "gone.json" if here else small}, "rank 1: gone.json: no such file"),
+        ({"plan": small_plan(Chain(), size=1) if here else small}, "plan is "),
+    ):
+        raises(InputError, lambda options=options: parallelize(ctx.build(Chain), **options), match)
+    raises(InputError, lambda: parallelize(ctx.build(lambda: Chain(5 if here else 4)), small), "model is ")
 
 
 @check

@@ -8,32 +8,28 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)         # as always, 
 
 from __future__ import annotations
 
-import difflib
 import os
 import sys
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
 
 from backbeat.comm.agreement import agree
 from backbeat.comm.communicators import Communicators
 from backbeat.comm.nccl import set_nccl_launch_order
 from backbeat.errors import BackbeatError, InputError
-from backbeat.measure.model.batches import to_device
+from backbeat.measure.model.batches import samples_in
 from backbeat.measure.model.inputs import device_of
 from backbeat.measure.model.profiler import measure
 from backbeat.measure.model.training_step import OutOfMemoryError, is_out_of_memory, where_raised
 from backbeat.measure.network.calibration import calibrate
 from backbeat.model import Bucket, Network, Plan, Profile
 from backbeat.model.files import decode, encode
-from backbeat.planners import STRATEGIES
 from backbeat.runtime.auto import message_sizes
 from backbeat.runtime.compressed.topk_speed import measure_topk
 from backbeat.runtime.memory.activations import apply as apply_memory
-from backbeat.runtime.memory.budget import budget_size
 from backbeat.runtime.memory.room import room_for
 from backbeat.runtime.parallel.apply_plan import UNUSED, apply_plan, check_plain, is_stock
 from backbeat.runtime.parallel.candidates import (
@@ -44,9 +40,10 @@ from backbeat.runtime.parallel.candidates import (
     predicted_candidates,
     worth_trying,
 )
-from backbeat.runtime.parallel.remember import conditions, remembered, save, with_note
-from backbeat.runtime.parallel.together import Together
-from backbeat.runtime.parallel.trials import LEAST_STEPS, ExampleStep, MakeOptimizer, Trials, take_turns, try_plan
+from backbeat.runtime.parallel.remember import conditions, digest, model_digest, remembered, save, with_note
+from backbeat.runtime.parallel.request import ParallelRequest, auto_path, given_plan
+from backbeat.runtime.parallel.together import Together, asked_alike
+from backbeat.runtime.parallel.trials import LEAST_STEPS, MakeOptimizer, Trials, take_turns, try_plan
 from backbeat.runtime.parallel.untouched import copy_of, free, untouched
 
 if TYPE_CHECKING:
@@ -101,103 +98,41 @@ def parallelize(
     """
     if not dist.is_initialized():
         raise InputError("torch.distributed is not initialised: call init_process_group first, or run under torchrun")
-    check_plain(model)
-    path = _auto_path(plan)
-    if path is None:
-        return apply_plan(model, _given(plan))
-    if not isinstance(budget_s, (int, float)) or not budget_s > 0:
-        raise InputError(f"budget_s is {budget_s!r}: it must be seconds above zero, like 50")
-    if compression not in (None, "allow"):
-        raise InputError(f"compression is {compression!r}: it must be 'allow', or left out")
-    if compression is not None and precision == "fp16":
-        raise InputError(
-            "compression='allow' with precision='fp16': training in fp16 scales its loss, and what a compressed bucket "
-            "keeps for later steps cannot follow the scale; train in bf16, or leave compression out"
-        )
-    if isinstance(network, (str, os.PathLike)):
-        network = Network.load(network)
-    if network is not None and not isinstance(network, Network):
-        raise InputError(f"network is a {type(network).__name__}: it must be a Network, a name or a path")
-    if not isinstance(optimizer, str) and not callable(optimizer):
-        raise InputError(
-            f"optimizer is a {type(optimizer).__name__}: it must be sgd, adam or adamw, or a function of a list of "
-            "parameters that returns one"
-        )
-    batch, loss = _checked(example)
-    device = device_of(model, None)
-    step = ExampleStep(
-        batch=to_device(batch, device), loss=loss, optimizer=optimizer, precision=precision or _now(), device=device
-    )
-    search = ParallelSearch(
-        model,
-        step,
-        path=path,
-        memory_bytes=None if memory is None else budget_size(memory),
-        compression=compression == "allow",
-        network=network,
-        budget_s=budget_s,
-    )
-    return apply_plan(model, search.run().plan)
-
-
-def _auto_path(plan: Plan | str | os.PathLike[str]) -> str | None:
-    """The file to keep the plan in, empty for none; None where a plan is given."""
-    if not isinstance(plan, str) or plan.partition(":")[0] != "auto":
-        return None
-    if plan == "auto:":
-        raise InputError("plan is 'auto:' without a file: write plan='auto:plans/run1.json', or plan='auto'")
-    return plan.partition(":")[2]
-
-
-def _given(plan: Plan | str | os.PathLike[str]) -> Plan:
-    if isinstance(plan, Plan):
-        return plan
-    text = os.fspath(plan) if isinstance(plan, (str, os.PathLike)) else ""
-    if not os.path.exists(text):
-        if text.partition(":")[0] in STRATEGIES:
-            raise InputError(
-                f"plan={text!r} is a strategy: make the plan (`backbeat plan … --strategy {text} -o plan.json`) and "
-                "give its file, or plan='auto' with example=(batch, loss)"
+    with asked_alike("parallelize") as said:
+        check_plain(model)
+        said["model"] = model_digest(model)
+        path = auto_path(plan)
+        if path is None:
+            given = given_plan(plan)
+            said["plan"] = digest([encode(given).decode()])
+        else:
+            request = ParallelRequest.checked(
+                device_of(model, None),
+                example=example,
+                optimizer=optimizer,
+                memory=memory,
+                compression=compression,
+                network=network,
+                precision=precision,
+                budget_s=budget_s,
             )
-        if difflib.get_close_matches(text, ["auto"], cutoff=0.7):
-            raise InputError(f"plan={text!r} is no file: did you mean 'auto'?")
-    return Plan.load(plan)
-
-
-def _checked(example: Any) -> tuple[Any, Loss]:
-    if not isinstance(example, tuple) or len(example) != 2 or not callable(example[1]):
-        raise InputError(
-            "plan='auto' times steps of an example: give example=(batch, loss), where loss(model, batch) returns what "
-            "backward starts from"
-        )
-    return example
-
-
-def _now() -> str:
-    """What fp32 means in this process."""
-    return "tf32" if torch.cuda.is_available() and torch.backends.cuda.matmul.allow_tf32 else "fp32"
+            said |= {"plan": "auto:…" if path else "auto", **request.in_words()}
+    if path is None:
+        return apply_plan(model, given)
+    return apply_plan(model, ParallelSearch(model, path, request).run().plan)
 
 
 class ParallelSearch:
     """One search for the fastest way to train a model. Every rank makes the same calls."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        example: ExampleStep,
-        *,
-        path: str,
-        memory_bytes: int | None,
-        compression: bool,
-        network: Network | None,
-        budget_s: float,
-    ) -> None:
+    def __init__(self, model: nn.Module, path: str, request: ParallelRequest) -> None:
         world: Any = dist.group.WORLD
-        self.model, self.example, self.path, self.network = model, example, path, network
-        self.memory_bytes, self.compression, self.budget_s = memory_bytes, compression, budget_s
+        self.model, self.path, self.example = model, path, request.example
+        self.network, self.memory_bytes = request.network, request.memory_bytes
+        self.compression, self.budget_s = request.compression, request.budget_s
         # Before the first of them exists: a plan on two communicators may be taken.
-        set_nccl_launch_order(world, example.device)
-        communicators = Communicators(world, example.device, 1)
+        set_nccl_launch_order(world, self.example.device)
+        communicators = Communicators(world, self.example.device, 1)
         self.together = Together(communicators)
         self._began = time.monotonic()
 
@@ -326,6 +261,8 @@ class ParallelSearch:
             self.example.loss,
             self.example.make_optimizer(model),
             precision=self.example.precision,
+            # Of a batch that is no tensor nobody need know how many samples it has.
+            batch_size=samples_in(self.example.batch) or 1,
             iterations=10,
             warmup=3,
             time_limit_s=self.budget_s * PROFILE_SHARE,
