@@ -45,6 +45,7 @@ from backbeat.runtime.parallel.request import ParallelRequest, auto_path, given_
 from backbeat.runtime.parallel.together import Together, asked_alike
 from backbeat.runtime.parallel.trials import LEAST_STEPS, MakeOptimizer, Trials, take_turns, try_plan
 from backbeat.runtime.parallel.untouched import copy_of, free, untouched
+from backbeat.runtime.reduce.settings import refuse_optimizers
 
 if TYPE_CHECKING:
     from torch import nn
@@ -106,6 +107,7 @@ def parallelize(
             given = given_plan(plan)
             said["plan"] = digest([encode(given).decode()])
         else:
+            refuse_optimizers(model)
             request = ParallelRequest.checked(
                 device_of(model, None),
                 example=example,

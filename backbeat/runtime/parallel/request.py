@@ -112,7 +112,7 @@ def given_plan(plan: Plan | str | os.PathLike[str]) -> Plan:
                 f"plan={text!r} is a strategy: make the plan (`backbeat plan … --strategy {text} -o plan.json`) and "
                 "give its file, or plan='auto' with example=(batch, loss)"
             )
-        if difflib.get_close_matches(text, ["auto"], cutoff=0.7):
+        if difflib.get_close_matches(text.lower(), ["auto"], cutoff=0.7):
             raise InputError(f"plan={text!r} is no file: did you mean 'auto'?")
     return Plan.load(plan)
 
