@@ -106,6 +106,8 @@ def parallelize(
         if path is None:
             given = given_plan(plan)
             said["plan"] = digest([encode(given).decode()])
+            if given.sharding is not None:
+                refuse_optimizers(model)
         else:
             refuse_optimizers(model)
             request = ParallelRequest.checked(

@@ -39,7 +39,7 @@ from backbeat.comm.communicators import Communicators
 from backbeat.errors import InputError
 from backbeat.model import Plan
 from backbeat.model.files import encode
-from backbeat.runtime.reduce.settings import TorchDDP, check_model, refuse_optimizers
+from backbeat.runtime.reduce.settings import TorchDDP, check_model
 from backbeat.runtime.sharded.batch_norm import keep_statistics_dtype
 from backbeat.runtime.sharded.meshes import all_ranks, device_of, mesh_of
 from backbeat.runtime.sharded.torch_fsdp import check_knobs, mixed_precision, set_knobs
@@ -122,7 +122,6 @@ def _check(model: nn.Module) -> None:
             place = f"module {name!r}" if name else "the model"
             raise InputError(f"{place} is sharded already: fully_shard takes a plain model, once")
     check_model(model)
-    refuse_optimizers(model)
     for name, parameter in model.named_parameters():
         if parameter.dim() == 0:
             raise InputError(f"parameter {name!r} is a scalar, which FSDP2 cannot shard: give it one dimension")
