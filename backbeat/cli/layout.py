@@ -70,7 +70,7 @@ def layout(
     from backbeat import layouts
     from backbeat.cli.common import check_page, console, load_network, print_json, prose
     from backbeat.errors import InputError
-    from backbeat.report.layout_tables import answer, drawn_batch, nothing_fits, ranked_table
+    from backbeat.report.layout_tables import answer, compared, drawn_batch, nothing_fits, ranked_table
     from backbeat.units import parse_workers
 
     if output is not None:
@@ -120,7 +120,7 @@ def layout(
     for count in missing:
         prose(out, nothing_fits(model, network, count, job, stages)[1])
     if shown:
-        prose(out, answer(shown if len(counts) == 1 else [min(shown, key=lambda one: one.step_s * one.gpus)]))
+        prose(out, answer(shown) if len(counts) == 1 else compared(shown))
 
 
 def _one(counts: list[int]) -> int:

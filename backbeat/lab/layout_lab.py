@@ -26,7 +26,7 @@ from backbeat.layouts.cluster import GpuCluster, Kind
 from backbeat.layouts.conventions import conventions_named
 from backbeat.layouts.layout import Layout, check
 from backbeat.layouts.layout_prediction import COMPUTE, Family, LayoutPrediction
-from backbeat.layouts.pipeline import Streams
+from backbeat.layouts.pipeline import Buffered, Streams
 from backbeat.layouts.predict_layout import PREDICTED, LayoutPredictor
 from backbeat.model import CollectiveTimes, Network
 
@@ -44,8 +44,11 @@ class TimedLinks:
     """What is known of the lab's links before a layout is run."""
 
     curves: Mapping[tuple[TransferKind, int], Curve]
-    """What a transfer takes by itself, by its kind and the ranks of a group."""
+    """What a transfer takes by itself, by its kind and the ranks of a group: until its last rank has it; `late` once
+    the receiver is ready."""
     streams: Streams = "direction"
+    sender: Curve | None = None
+    """What a send takes its sender; where it is not known, nothing is taken to wait in buffers."""
 
 
 FREE = TimedLinks({})
@@ -66,6 +69,13 @@ class LabCluster(GpuCluster):
 
     def send_s(self, size: float, workers: int, stride: int) -> float:
         return self._timed("send", size, 2)
+
+    def buffered(self, size: float) -> Buffered:
+        if self.links.sender is None:
+            return Buffered()
+        whole_s = self._timed("send", size, 2)
+        left_s = self.links.sender.at(size), self._timed("late", size, 2)
+        return Buffered(*(max(0.0, whole_s - seconds) for seconds in left_s))
 
     def _timed(self, kind: TransferKind, size: float, workers: int) -> float:
         return self.links.curves[kind, workers].at(size) if self.links is not FREE else 0.0
@@ -164,13 +174,15 @@ def row_of(found: ExecutedLayout) -> dict[str, Any]:
 
 def time_links(session: Session, jobs: Sequence[LayoutJob], setting: Setting, budget_s: float) -> list[dict[str, Any]]:
     """What each transfer of these jobs takes by itself, at half, one and two times its size; `links_of` reads it."""
-    timed = transfers(jobs)
-    expected = [2 * job.bytes * 8 / setting.rate_bits for job in timed]
-    found = _played(session, timed, expected, budget_s / len(timed))
-    return [
-        {"kind": job.kind, "bytes": job.bytes, "workers": job.workers, "seconds": sorted(chain(*series))}
-        for job, series in zip(timed, found, strict=True)
-    ]
+    timed = transfers(jobs, 8 / setting.rate_bits)
+    expected = [job.late_s + 2 * job.bytes * 8 / setting.rate_bits for job in timed]
+    answers = _answered(session, timed, expected, budget_s / len(timed))
+    rows = []
+    for job, nodes in zip(timed, zip(*answers, strict=True), strict=True):
+        last, first = (sorted(chain(*series)) for series in (slowest(nodes), nodes[0].series))
+        rows.append({"kind": job.kind, "bytes": job.bytes, "workers": job.workers, "late_s": job.late_s}
+                    | {"seconds": last} | ({"sender_seconds": first} if job.kind == "send" else {}))  # fmt: skip
+    return rows
 
 
 def links_of(rows: Sequence[Mapping[str, Any]], setting: Setting, torch_version: str) -> TimedLinks:
@@ -180,10 +192,16 @@ def links_of(rows: Sequence[Mapping[str, Any]], setting: Setting, torch_version:
     0.0015
     """
     points: dict[tuple[TransferKind, int], list[tuple[float, float]]] = {}
+    sender: list[tuple[float, float]] = []
     for row in sorted(rows, key=lambda row: float(row["bytes"])):
-        points.setdefault((row["kind"], row["workers"]), []).append((row["bytes"], median(row["seconds"])))
+        seconds = max(0.0, median(row["seconds"]) - row.get("late_s", 0.0))
+        points.setdefault((row["kind"], row["workers"]), []).append((row["bytes"], seconds))
+        # Gloo sends nothing before the receiver says that it is ready.
+        if setting.backend == "nccl" and "sender_seconds" in row:
+            sender.append((row["bytes"], median(row["sender_seconds"])))
     curves = {which: Curve.through(each) for which, each in points.items()}
-    return TimedLinks(curves, streams_of(setting.backend, torch_version))
+    streams = streams_of(setting.backend, torch_version)
+    return TimedLinks(curves, streams, Curve.through(sender) if sender else None)
 
 
 def streams_of(backend: str, torch_version: str) -> Streams:
@@ -256,10 +274,15 @@ def _played(
     session: Session, jobs: Sequence[SpunJob], expected_s: Sequence[float], seconds_each: float
 ) -> list[tuple[list[float], list[float]]]:
     """Both series of each job, the slowest node of each iteration."""
-    answers = session.ask(
+    answers = _answered(session, jobs, expected_s, seconds_each)
+    return [slowest(nodes) for nodes in zip(*answers, strict=True)]
+
+
+def _answered(session: Session, jobs: Sequence[SpunJob], expected_s: Sequence[float], seconds_each: float) -> list[Any]:
+    """What each node saw of each job."""
+    return session.ask(
         "replay",
         5 * seconds_of(expected_s, seconds_each) + SPARE_S,
         jobs=[ReplayJob.run(job) for job in jobs],
         turns=turns(expected_s, seconds_each),
     )
-    return [slowest(nodes) for nodes in zip(*answers, strict=True)]

@@ -40,7 +40,8 @@ def search(
     most: int = 10,
     **options: Unpack[PredictorOptions],
 ) -> list[LayoutPrediction]:
-    """The `most` best layouts that fit, fastest first; ties go to the simpler one. An empty list: none fits.
+    """The `most` best layouts that fit, fastest first; ties go to the simpler one. An empty list: none fits. Their
+    timelines are empty: `predict` draws one.
 
     >>> best = search("llama-3-8b", "dgx-h100", gpus=16, global_batch=64, sequence=4096)
     >>> best[0].gpus, all(one.fits for one in best), best == sorted(best, key=lambda one: one.step_s)
@@ -59,7 +60,7 @@ def search(
                 weighed.append(predictor.predict(layout, "closed-form"))
                 break
     weighed.sort(key=_rank)
-    best = [predictor.predict(one.layout) for one in weighed[: max(_SIMULATED, most)]]
+    best = [predictor.predict(one.layout, timeline=False) for one in weighed[: max(_SIMULATED, most)]]
     best.sort(key=_rank)
     return [predictor.banded(one) for one in best[:most]]
 
@@ -89,7 +90,9 @@ def _candidates(predictor: LayoutPredictor, gpus: int, zero: Sequence[int]) -> I
                     continue
                 dp = gpus // tp // pp // cp
                 for ep in _divisors(tp * cp * dp) if model.experts else (1,):
-                    yield from _variants(model, job, Layout(dp=dp, tp=tp, pp=pp, cp=cp, ep=ep), zero)
+                    for one in _variants(model, job, Layout(dp=dp, tp=tp, pp=pp, cp=cp, ep=ep), zero):
+                        if one.chunks == 1 or predictor.conventions.interleaves:
+                            yield one
 
 
 def _variants(model: Transformer, job: Job, base: Layout, zero: Sequence[int]) -> Iterator[Layout]:

@@ -18,7 +18,7 @@ from backbeat.layouts.layout_memory import MemoryByKind, memory
 from backbeat.layouts.layout_prediction import COMPUTE, Family, LayoutPrediction, StepBreakdown
 from backbeat.layouts.measured_block import MeasuredBlock, measured_block
 from backbeat.layouts.pipeline import PipelineRun, closed_form, run
-from backbeat.layouts.replicas import RankParameters, ReplicaTimer, ReplicaTimes, rank_parameters
+from backbeat.layouts.replicas import ReplicaTimer, ReplicaTimes
 from backbeat.layouts.slow_ranks import check_stragglers, slow_pipelines, step_wait
 from backbeat.layouts.stage_times import PARTS, StageTimer, StageTimes, split_layers
 from backbeat.model.prediction import Span
@@ -185,17 +185,18 @@ class LayoutPredictor:
         )
         return msgspec.structs.replace(found, band_s=(found.step_s * quiet / middle, found.step_s * busy / middle))
 
-    def predict(self, layout: Layout, family: Family = "events") -> LayoutPrediction:
-        """A layout that can be; whoever calls has checked it."""
-        even = self._course(layout, family, (1.0,) * layout.pp)
+    def predict(self, layout: Layout, family: Family = "events", *, timeline: bool = True) -> LayoutPrediction:
+        """A layout that can be; whoever calls has checked it. Without a `timeline` steps of many micro-batches take
+        less time."""
+        even = self._course(layout, family, (1.0,) * layout.pp, listed=timeline)
         found = self._assembled(layout, family, even)
         if self.stragglers:
             found = self._with_slow_ranks(found, even)
         return found if self.block is None else self._with_waits(found, self.block)
 
-    def _course(self, layout: Layout, family: Family, slowdowns: Sequence[float]) -> _Course:
+    def _course(self, layout: Layout, family: Family, slowdowns: Sequence[float], *, listed: bool = True) -> _Course:
         """One pipeline, whose stages compute so many times as long as they should."""
-        kinds = split_layers(self.model, layout)
+        kinds = split_layers(self.model, layout, by_cost=self.conventions.stages_by_cost)
         replicas = ReplicaTimer(self.model, layout, self.cluster, self.operators, self.conventions)
         timers = {
             slowdown: StageTimer(
@@ -214,18 +215,21 @@ class LayoutPredictor:
         chosen = [every[slowdowns[place % layout.pp]][place] for place in range(len(kinds))]
         own = [_with_pass(each, self.conventions.pass_s / layout.chunks) for each in chosen]
         times = [replicas.sharded_passes(each, kind) for each, kind in zip(own, kinds, strict=True)]
-        send = self._send_s(layout, timers[slowdowns[0]])
+        sent_bytes = 2 * timers[slowdowns[0]].builder.tokens * self.model.hidden
+        send = self._send_s(layout, sent_bytes)
         count = micro_batches(layout, self.job)
         if family == "events":
-            passes = run(layout.schedule, layout.pp, count, times, send, self.conventions.streams)
+            streams, buffered = self.conventions.streams, self.cluster.buffered(sent_bytes / layout.tp)
+            passes = run(layout.schedule, layout.pp, count, times, send, streams, buffered, listed=listed)
+            passes = passes if listed else replace(passes, performed=())
         else:
             passes = closed_form(layout.schedule, layout.pp, count, times, send)
         afters = []
         for stage in range(layout.pp):
-            held = [rank_parameters(self.model, layout, kind) for kind in kinds[stage :: layout.pp]]
-            total = RankParameters(sum(each.dense for each in held), sum(each.expert for each in held))
             window = passes.end_s[stage] - passes.last_backward_s[stage]
-            afters.append(replicas.after(total, window, sum(times[stage :: layout.pp], StageTimes())))
+            afters.append(
+                replicas.after(kinds[stage :: layout.pp], window, sum(times[stage :: layout.pp], StageTimes()))
+            )
         updates = [each.update_s * self._factor * slow for each, slow in zip(afters, slowdowns, strict=True)]
         return _Course(times, passes, afters, max(updates), max(each.gather.total_s for each in afters))
 
@@ -233,12 +237,11 @@ class LayoutPredictor:
     def _factor(self) -> float:
         return self.compute_factor * (self.block.factor if self.block else 1.0)
 
-    def _send_s(self, layout: Layout, timer: StageTimer) -> float:
+    def _send_s(self, layout: Layout, size: float) -> float:
         """Activations of a micro-batch to the next stage; without sequence parallelism Megatron scatters and gathers
         them, so that each rank sends its share."""
         if layout.pp == 1:
             return 0.0
-        size = 2 * timer.builder.tokens * self.model.hidden
         stride = layout.tp * layout.cp * layout.dp
         sent = self.cluster.send_s(size / layout.tp, layout.pp, stride)
         if layout.tp > 1 and not layout.sequence_parallel:
@@ -286,10 +289,10 @@ class LayoutPredictor:
 
     def _with_slow_ranks(self, found: LayoutPrediction, even: _Course) -> LayoutPrediction:
         """Everybody waits for the pipeline that ends last."""
-        layout = found.layout
+        layout, listed = found.layout, bool(even.passes.performed)
         courses = [
             # What the others hide behind their forward is theirs to wait for: a slow rank does not make it less.
-            replace(self._course(layout, found.family, factors), gather_s=even.gather_s)
+            replace(self._course(layout, found.family, factors, listed=listed), gather_s=even.gather_s)
             for factors in slow_pipelines(layout, self.stragglers)
         ]
         # Where weight gradients fill the waiting, a slower stage may fill it better; nobody can count on that.

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from backbeat.layouts.pipeline import _simulated, closed_form, in_flight, run
+from backbeat.layouts.pipeline import Buffered, _simulated, closed_form, in_flight, run
 from backbeat.layouts.stage_programs import order
 from backbeat.layouts.stage_times import StageTimes
 
@@ -128,6 +129,33 @@ def test_on_one_stream_a_receive_holds_up_the_sends_behind_it() -> None:
     times = equal(4, 1.0, 1.0, 1.0, chunks=2)
     apart, together = (run("interleaved", 4, 8, times, 0.1, streams).seconds for streams in ("direction", "rank"))
     assert together > 1.1 * apart
+
+
+def test_buffers_let_both_ends_go_on() -> None:
+    """GPipe on one stream: between its passes a stage sends and then receives, of which buffers hide what they hold."""
+    times, send = equal(3, 1.0, 0.5, 0.5), 0.25
+    for sender, receiver in ((0.0, 0.0), (0.0, 0.1), (0.05, 0.0)):
+        found = run("gpipe", 3, 12, times, send, "rank", Buffered(sender, receiver)).seconds
+        again = run("gpipe", 3, 13, times, send, "rank", Buffered(sender, receiver)).seconds
+        # One more micro-batch: forward and backward of the stage in the middle.
+        assert again - found == pytest.approx(2 + 2 * (2 * send - sender - receiver)), (sender, receiver)
+
+
+@given(
+    st.sampled_from(["gpipe", "1f1b", "interleaved", "zero-bubble"]),
+    st.sampled_from(["direction", "connection", "pair", "rank"]),
+    st.integers(2, 4),
+    st.lists(st.floats(0, 1.5), min_size=2, max_size=2),
+)
+@settings(max_examples=60)
+def test_a_step_with_buffers_ends_and_computes_as_much(
+    schedule: Any, streams: Any, stages: int, shares: list[float]
+) -> None:
+    times = equal(stages, 1.0, 0.5, 0.5, chunks=2 if schedule == "interleaved" else 1)
+    plain = run(schedule, stages, 2 * stages, times, 0.0, streams)
+    found = run(schedule, stages, 2 * stages, times, 0.4, streams, Buffered(*(0.4 * share for share in shares)))
+    assert found.seconds >= plain.seconds - 1e-9
+    assert sorted(each[:2] for each in found.performed) == sorted(each[:2] for each in plain.performed)
 
 
 def test_an_activation_and_a_gradient_that_leave_at_once_share_a_nic() -> None:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from backbeat.comm.communicators import Communicators
     from backbeat.model import Plan
     from backbeat.runtime.parallel.candidates import Candidate
     from backbeat.runtime.parallel.together import Together
@@ -208,7 +209,8 @@ def _train(model: nn.Module, plan: Plan, example: ExampleStep, steps: int, group
     """The model as it was trained, and seconds of a step."""
     wrapped: Any = apply_plan(model, plan, group=groups.whole, mesh=groups.mesh)
     if isinstance(wrapped, DistributedDataParallel):
-        groups.backends += wrapped.reducer.communicators.backends()
+        groups.communicators = wrapped.reducer.communicators
+        groups.backends += groups.communicators.backends()
     optimizer = example.make_optimizer(wrapped)
     if plan.compressed:
         wrapped.attach(optimizer, max_grad_norm=None)
@@ -244,14 +246,18 @@ class TrialGroups:
                 self.mesh = DeviceMesh.from_group(self.whole, device.type, mesh_dim_names=("shard",))
         self.backends: list[Any] = [group._get_backend(device) for group in self._groups]
         """The libraries' own objects."""
+        self.communicators: Communicators | None = None
+        """What the wrapper made."""
 
     def close(self) -> None:
         """Take the groups down, once; on gloo, ranks that still use them then raise."""
         # Connections end with the last that holds them.
         self.backends.clear()
+        if self.communicators is not None:
+            self.communicators.close()
         if self.mesh is not None:
             _forget_meshes()
-        self.whole = self.mesh = None
+        self.whole = self.mesh = self.communicators = None
         while self._groups:
             dist.destroy_process_group(self._groups.pop())
 
