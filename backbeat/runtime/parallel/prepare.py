@@ -202,6 +202,8 @@ class ParallelSearch:
                 "there is one rank, and memory= plans for several: use DistributedDataParallel(model, memory_budget=…, "
                 "profile=…)"
             )
+        with untouched(self.example.device):
+            _, unused = self._profile()
         names = tuple(name for name, one in self.model.named_parameters() if one.requires_grad)
         one = Plan(
             strategy="ddp",
@@ -211,7 +213,7 @@ class ParallelSearch:
             buckets=(Bucket(gradients=names, communicator=0),),
         )
         self._say("stock DDP: there is one rank, and nothing to send", last=True)
-        return Taken(plan=with_note(one, {"ranks": 1}), words="", dropped={})
+        return Taken(plan=with_note(one, {"ranks": 1, UNUSED: unused}), words="", dropped={})
 
     def _known(self, now: dict[str, Any]) -> Taken | None:
         """The plan in the file, if it still holds."""
