@@ -61,7 +61,7 @@ def groups(monkeypatch: pytest.MonkeyPatch, no_launch_order: None) -> list[NcclG
     monkeypatch.setattr(dist, "new_group", new_group)
     monkeypatch.setattr(dist, "destroy_process_group", lambda group: found.remove(group))
     monkeypatch.setattr(dist, "get_rank", lambda group: 0)
-    monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
+    monkeypatch.setattr(dist, "get_world_size", lambda group=None: 2)
     monkeypatch.setattr(dist, "get_backend_config", lambda group: "cuda:nccl")
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 1])
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: dist.HashStore())

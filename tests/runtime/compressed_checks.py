@@ -425,7 +425,11 @@ def residuals_beside_a_checkpoint(ctx: Context) -> None:
         assert saved == {residual_folder.KEY: {"net": 2}}
         assert len(list(folder.iterdir())) == ctx.size, "another number of ranks left its files"
         fresh = nn.ModuleDict({"net": wrap(ctx, SOME)})
-        residual_folder.load_residuals(fresh, saved, path)
+        if ctx.rank == 0:
+            Path(path).touch()
+            Path(f"{path}.link").symlink_to(path)
+        dist.barrier()
+        residual_folder.load_residuals(fresh, saved, f"{path}.link")
         torch.testing.assert_close(owed(ctx, fresh["net"]), owed(ctx, wrapped), rtol=0, atol=0)
         other = {residual_folder.KEY: {"net": 7}}
         raises(InputError, lambda: residual_folder.load_residuals(fresh, other, path), "the checkpoint is of step 7")

@@ -80,6 +80,21 @@ def test_a_wrapped_model_that_trains_nothing_may_be_a_part(outer: Any, reducer: 
         model(torch.ones(1, 2))
 
 
+def test_torchs_reducer_does_not_lose_a_parameter_that_became_trainable(one_rank: None) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).requires_grad_(False))
+    wrapped = DistributedDataParallel(model, reducer="ddp")
+    wrapped(torch.ones(1, 2)).sum().backward()
+    model[1].requires_grad_(True)
+    with torch.no_grad():
+        wrapped(torch.ones(1, 2))
+    with pytest.raises(InputError, match=r"'1.weight' became trainable after .* wrap the model again"):
+        wrapped(torch.ones(1, 2))
+    with pytest.raises(InputError, match=r"'0.weight' already belongs to another"):
+        DistributedDataParallel(model, reducer="ddp")
+    del wrapped
+    DistributedDataParallel(model, reducer="ddp")(torch.ones(1, 2)).sum().backward()
+
+
 def test_pipeline_stages_are_refused_by_name() -> None:
     class PipelineStage(nn.Module):
         pass

@@ -30,6 +30,9 @@ class Case:
         return name if self.messages == 1 else f"{name} × {self.messages} on {self.communicators}"
 
 
+_ROUND_S, _ALL_REDUCE_ROUND_S = 2e-3, 12e-3
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Series:
     """Cases from small to large, with the share of the budget that their obligatory repeats may take."""
@@ -38,7 +41,7 @@ class Series:
     share: float
     least: int = 0
     """This many cases are measured whatever they cost."""
-    round_s: float = 2e-3
+    round_s: float = _ROUND_S
     """In each round a case is repeated until about this much time went into it."""
 
 
@@ -62,7 +65,6 @@ PAIRS = 3
 _SHARES = (0.4, 0.05, 0.3, 0.2, 0.05)
 _SHARDED_SHARES = (0.2, 0.05, 0.1, 0.55, 0.1)
 _BRIEF_SHARES = (0.35, 0.0, 0.1, 0.5, 0.05)
-_ALL_REDUCE_ROUND_S = 12e-3
 
 
 def held_out_cases(sizes: list[int]) -> tuple[Case, ...]:
@@ -114,7 +116,7 @@ def series_of(
     )
     others = [collective for collective in COLLECTIVES if collective in collectives and collective != "all_reduce"]
     found = [
-        Series(cases=isolated("all_reduce"), share=share, least=2, round_s=_ALL_REDUCE_ROUND_S),
+        Series(cases=isolated("all_reduce"), share=share, least=2, round_s=_ROUND_S if brief else _ALL_REDUCE_ROUND_S),
         Series(cases=held_out, share=held_out_share, round_s=_ALL_REDUCE_ROUND_S),
         Series(cases=batches, share=batch_share),
         *(Series(cases=isolated(one), share=others_share / len(others), least=2 if sharded else 0) for one in others),

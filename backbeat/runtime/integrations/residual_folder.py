@@ -58,7 +58,8 @@ def load_residuals(model: Any, checkpoint: Mapping[str, Any], path: str | os.Pat
     steps: Mapping[str, int] = checkpoint.get(KEY, {})
     wrappers = _compressed(model)
     for name, wrapped in wrappers.items():
-        folder = _folder(path) / name
+        # A framework may keep the last checkpoint as a link to another.
+        folder = _folder(os.path.realpath(path)) / name
         if name not in steps or not folder.is_dir():
             what = f"{folder} is not there" if name in steps else f"{path} has no residuals of compressed buckets"
             logger.warning("%s: training begins without; if there were any, %s", what, _LOST)

@@ -21,12 +21,15 @@ if TYPE_CHECKING:
     from typing import Any
 
     from backbeat.model import Network, Profile
+    from backbeat.runtime.parallel.trials import Trials
 
 KINDS = ("stock", "buckets", "units", "compressed")
 """From the simplest to the one that changes most."""
 UNITS = ("zero2", "hsdp", "fsdp", "decoupled", "sharded")
 FARTHEST = 8
 """Times that a message may be larger than those measured."""
+PREDICTED = 0.05
+"""A gain that is only predicted counts beyond this: predictions of different kinds are off by so much."""
 LARGE_BYTES = 64 * 2**20
 """Beyond this, a message's time is its bytes by the link's rate."""
 
@@ -204,3 +207,40 @@ def in_words(taken: Candidate, seconds: Mapping[str, float], tolerance: float, h
     if over < -SIMPLER_WITHIN:
         return f"{text}; less than {bound}: steps were slower while the example was timed"
     return f"{text}; {max(over, 0):.0%} over {bound}"
+
+
+def decide(
+    tried: Sequence[Candidate], trials: Trials, short: str | None, backend: str = "", beyond: float = 1.0
+) -> dict[str, str]:
+    """By what was measured; by prediction where fewer than two were tried, for want of time or, as `short` says, of
+    memory.
+
+    `beyond` is how many times as large as any measured message those are that predictions stand on.
+
+    On gloo FSDP2 communicates while nothing computes, which predictions do not know: units are not taken by prediction
+    where anything else runs.
+    """
+    left = [one for one in tried if one.name not in trials.dropped]
+    if not left:
+        return {"error": "parallelize: nothing ran: " + "; ".join(f"{k}: {v}" for k, v in trials.dropped.items())}
+    seconds, tolerance, how = trials.measured, trials.repeatability, "measured"
+    untried = [one.name for one in left if one.name not in seconds]
+    if untried and len(seconds) > 1:
+        left = [one for one in left if one.name in seconds]
+    elif untried:
+        if backend == "gloo":
+            left = [one for one in left if one.kind != "units"] or left
+        seconds, tolerance = {one.name: one.predicted_s for one in left}, PREDICTED
+        why = "" if len(tried) == 1 else f" ({short or 'no time was left to try all; budget_s= gives more'})"
+        how = f"predicted{why}"
+    taken = simplest(left, seconds, tolerance)
+    words = in_words(taken, seconds, tolerance, how)
+    if how == "measured" and untried:
+        words += f"; no time was left to try {' and '.join(untried)}; budget_s= gives more"
+    if beyond > FARTHEST:
+        words += (
+            f"; predictions are extrapolated to messages {beyond:.0f} times as large as measured, budget_s= gives more"
+        )
+    for name, why in trials.dropped.items():
+        words += f"; {name} was dropped, {why}"
+    return {"plan": encode(taken.plan).decode(), "words": words}

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from backbeat.comm.clock import clock_for
+from backbeat.errors import InputError
 from backbeat.measure.model.optimizers import make_optimizer
 from backbeat.measure.model.precision import scaler_for
 from backbeat.measure.model.training_step import Loss, Training, where_raised
@@ -77,7 +78,10 @@ class ExampleStep:
 
     def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        return make_optimizer(self.optimizer, trained) if isinstance(self.optimizer, str) else self.optimizer(trained)
+        found = make_optimizer(self.optimizer, trained) if isinstance(self.optimizer, str) else self.optimizer(trained)
+        if not isinstance(found, torch.optim.Optimizer):
+            raise InputError(f"optimizer(parameters) returned a {type(found).__name__}: it must return an optimizer")
+        return found
 
 
 @dataclass(slots=True)

@@ -98,6 +98,13 @@ class ManagedParameters:
 
 def claim(owner: object, names: Sequence[str], parameters: Sequence[Parameter]) -> None:
     """Take these parameters, or say which one is taken."""
+    check_free(names, parameters, owner)
+    for parameter in parameters:
+        _owners[parameter] = weakref.ref(owner)
+
+
+def check_free(names: Sequence[str], parameters: Sequence[Parameter], owner: object = None) -> None:
+    """Refuse parameters that another wrapper reduces, which would be sent twice."""
     if any(_other(owner, parameter) for parameter in parameters):
         # A wrapper dropped in a reference cycle lives until it is collected.
         gc.collect()
@@ -107,8 +114,6 @@ def claim(owner: object, names: Sequence[str], parameters: Sequence[Parameter]) 
                 f"parameter {name!r} already belongs to another DistributedDataParallel that is alive: "
                 "wrap a model once, or delete the first wrapper"
             )
-    for parameter in parameters:
-        _owners[parameter] = weakref.ref(owner)
 
 
 def release(owner: object, parameters: Sequence[Parameter]) -> None:

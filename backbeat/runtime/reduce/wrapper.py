@@ -22,7 +22,7 @@ from backbeat.runtime.compressed import checkpoint
 from backbeat.runtime.compressed.updates import check_optimizer, check_uncompressed
 from backbeat.runtime.memory.budget import apply_memory, ends_with, watch_of
 from backbeat.runtime.reduce.exchange import builtin_hook
-from backbeat.runtime.reduce.partition import FIRST_BUCKET_BYTES, check_fits
+from backbeat.runtime.reduce.partition import FIRST_BUCKET_BYTES, check_fits, claim
 from backbeat.runtime.reduce.reducer import Reducer
 from backbeat.runtime.reduce.settings import (
     TORCH_SIGNATURE,
@@ -393,7 +393,10 @@ class StockDistributedDataParallel(TorchDDP):  # type: ignore[misc]
         if plan is not None:
             check_fits(plan, {name for name, _ in module.named_parameters()})
             arguments = {**arguments, **_caps(plan, module)}
+        trained = {name: one for name, one in module.named_parameters() if one.requires_grad}
+        claim(self, list(trained), list(trained.values()))
         super().__init__(**arguments)
+        self._frozen = [pair for pair in module.named_parameters() if pair[0] not in trained]
         count = settings.communicators or (plan.communicators if plan is not None else 1)
         if count > 1 or settings.reduce_dtype is not None:
             set_nccl_launch_order(self.process_group, self.device)
@@ -413,9 +416,22 @@ class StockDistributedDataParallel(TorchDDP):  # type: ignore[misc]
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         if TorchDDP._active_ddp_module is not None:
             refuse_inside(TorchDDP._active_ddp_module, self)
-        if self._budget_watch is not None and torch.is_grad_enabled():
-            self._budget_watch.after_step()
+        if torch.is_grad_enabled():
+            self._refuse_thawed()
+            if self._budget_watch is not None:
+                self._budget_watch.after_step()
         return super()._pre_forward(*inputs, **kwargs)
+
+    def _refuse_thawed(self) -> None:
+        """Torch's reducer has the parameters that were trainable when it was made; ranks would part without a word."""
+        ignored = self.parameters_to_ignore
+        thawed = (name for name, one in self._frozen if one.requires_grad and name not in ignored)
+        name = next(thawed, None)
+        if name is not None:
+            raise InputError(
+                f"parameter {name!r} became trainable after the model had been wrapped, and torch's reducer does not "
+                "send its gradient: unfreeze it before, or wrap the model again; reducer='backbeat' would take it in"
+            )
 
     def report(self) -> NoReturn:
         raise InputError("report() needs backbeat's reducer: use reducer='backbeat' and run a step")

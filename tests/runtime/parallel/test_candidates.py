@@ -11,12 +11,12 @@ from backbeat.model import Bucket, CollectiveTimes, Mesh, Plan, PlanPrediction, 
 from backbeat.runtime.parallel.candidates import (
     KINDS,
     Candidate,
+    decide,
     extrapolation,
     predicted_candidates,
     simplest,
     worth_trying,
 )
-from backbeat.runtime.parallel.prepare import decide
 from backbeat.runtime.parallel.trials import Trials, affordable
 
 SHARDING = Sharding(
