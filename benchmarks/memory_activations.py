@@ -124,8 +124,8 @@ def segments(links: tuple[BlockCall, ...], length: int, where: str = "keep", sha
     }
     return MemoryPlan(
         segments=tuple(
-            Segment(blocks=tuple(names), action="recompute", input="offload" if place in spread else "keep")
-            for place, names in enumerate(buckets)
+            Segment(blocks=tuple(names), action="recompute", input="offload" if index in spread else "keep")
+            for index, names in enumerate(buckets)
         )
     )
 

@@ -24,8 +24,8 @@ def make_profile(
         backward_s=ready[-1] if backward is None else backward,
         update_s=0.0,
         gradients=tuple(
-            Gradient(name=f"g{place}", bytes=size, ready_s=time)
-            for place, (size, time) in enumerate(zip(sizes, ready, strict=True))
+            Gradient(name=f"g{index}", bytes=size, ready_s=time)
+            for index, (size, time) in enumerate(zip(sizes, ready, strict=True))
         ),
         **fields,  # type: ignore[arg-type]
     )
@@ -89,12 +89,12 @@ def put(data: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
     """A copy with the field at `a.0.b` set, or removed where the value is `...`."""
     data = copy.deepcopy(data)
     *parents, last = path.split(".")
-    place: Any = data
+    index: Any = data
     for part in parents:
-        place = place[int(part)] if part.isdigit() else place[part]
+        index = index[int(part)] if part.isdigit() else index[part]
     key: Any = int(last) if last.isdigit() else last
     if value is ...:
-        del place[key]
+        del index[key]
     else:
-        place[key] = value
+        index[key] = value
     return data

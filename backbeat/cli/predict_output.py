@@ -137,8 +137,8 @@ def show(
     else:
         wide = True
         several = tables.scaling_tables(rows, samples=asked.samples, width=out.width)
-        for place, table in enumerate(several):
-            out.print(*([""] if place else []), table, sep="\n")
+        for index, table in enumerate(several):
+            out.print(*([""] if index else []), table, sep="\n")
     out.print()
     figures = units_line(best, profile, price=price, epoch_samples=asked.epoch_samples)
     chosen = f" with {best.strategy}" if wide and len(curves) > 1 else ""

@@ -91,7 +91,7 @@ def _short(text: str) -> str:
 
 
 def _around(theirs: str, mine: str) -> tuple[str, str]:
-    """The places around the first differing character of two long lines."""
+    """The parts around the first differing character of two long lines."""
     at = next((i for i, (a, b) in enumerate(zip(theirs, mine, strict=False)) if a != b), min(len(theirs), len(mine)))
     start = max(at - 60, 0)
     return repr("…" + theirs[start : at + 60] + "…"), repr("…" + mine[start : at + 60] + "…")

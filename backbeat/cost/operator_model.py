@@ -81,7 +81,7 @@ class OperatorModel:
             (math.sqrt(self._filling), math.sqrt(self._filling), 1.0),
         )
         seconds = grid.seconds(work.m * work.batch, work.n, work.k)
-        # Rows that begin at odd places slow the arithmetic down, not what waits for memory or latency.
+        # Rows that begin at odd addresses slow the arithmetic down, not what waits for memory or latency.
         slower = self.curves.factors.get(f"alignment/{precision}/{work.layout}/{work.alignment}", 1.0)
         peak = self.accelerator.peak_flops(work.precision) or math.inf
         return max(seconds, roofline_s(work, self.accelerator), work.flops / peak * slower)

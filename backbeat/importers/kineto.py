@@ -260,7 +260,7 @@ def _named(sizes: list[int | None], like: Profile | None, where: Path, notes: li
         if unknown:
             raise InputError(f"{where}: {unknown} of {len(sizes)} gradients have no recorded shape: {_SHAPES_ADVICE}")
         notes.append("guessed: names gradient.0, gradient.1, … in ready order; --like takes them from a profile")
-        return [(f"gradient.{place}", size or 0) for place, size in enumerate(sizes)]
+        return [(f"gradient.{index}", size or 0) for index, size in enumerate(sizes)]
     if len(like.gradients) != len(sizes):
         raise InputError(
             f"{where}: has {len(sizes)} gradients, but the profile {like.name!r} has {len(like.gradients)}: "
@@ -268,11 +268,11 @@ def _named(sizes: list[int | None], like: Profile | None, where: Path, notes: li
         )
     left = list(like.gradients)
     named = []
-    for place, size in enumerate(sizes):
+    for index, size in enumerate(sizes):
         match = next((one for one in left if size is None or one.bytes == size), None)
         if match is None:
             raise InputError(
-                f"{where}: gradient {place} has {size} bytes, and no gradient of the profile {like.name!r} with this "
+                f"{where}: gradient {index} has {size} bytes, and no gradient of the profile {like.name!r} with this "
                 "size is left: give a profile of the same model"
             )
         left.remove(match)

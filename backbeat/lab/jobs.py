@@ -169,10 +169,10 @@ def turns(expected_s: Sequence[float], seconds_each: float, seed: int = 0) -> li
     """
     shuffled = random.Random(seed)
     planned: list[Turn] = []
-    for place in range(ROUNDS):
+    for index in range(ROUNDS):
         order = list(range(len(expected_s)))
         shuffled.shuffle(order)
-        planned += [Turn(job, per_round(expected_s[job], seconds_each), place % 2) for job in order]
+        planned += [Turn(job, per_round(expected_s[job], seconds_each), index % 2) for job in order]
     return planned
 
 

@@ -43,7 +43,7 @@ class LayoutStep:
         tp, pp = job.layout.tp, job.layout.pp
         mesh = _mesh(device.type, pp, tp)
         held = range(dist.get_rank() // tp, len(job.chunks), pp)
-        modules = [_Chunk(job, job.chunks[place], self._pace, mesh["tp"] if tp > 1 else None) for place in held]
+        modules = [_Chunk(job, job.chunks[index], self._pace, mesh["tp"] if tp > 1 else None) for index in held]
         self._schedule: Any = None
         self._only: nn.Module | None = None
         if pp == 1:
@@ -52,13 +52,13 @@ class LayoutStep:
         stages = [
             pipelining.PipelineStage(
                 module.to(device),
-                place,
+                index,
                 len(job.chunks),
                 device,
                 group=mesh["pp"].get_group(),
                 dw_builder=module.weight_gradients,
             )
-            for place, module in zip(held, modules, strict=True)
+            for index, module in zip(held, modules, strict=True)
         ]
         single = job.layout.schedule in ("gpipe", "1f1b")
         self._schedule = SCHEDULES[job.layout.schedule](

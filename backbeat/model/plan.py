@@ -247,8 +247,8 @@ class Plan(Document, frozen=True, kw_only=True):
             workers=workers,
             communicators=communicators,
             buckets=tuple(
-                Bucket(gradients=tuple(names), communicator=place % communicators)
-                for place, names in enumerate(buckets)
+                Bucket(gradients=tuple(names), communicator=index % communicators)
+                for index, names in enumerate(buckets)
             ),
         )
         plan.check(profile)

@@ -210,8 +210,8 @@ class Profile(Document, frozen=True, kw_only=True):
 
     @cached_property
     def index(self) -> dict[str, int]:
-        """Each gradient's place in ready order, by name."""
-        return {gradient.name: place for place, gradient in enumerate(self.gradients)}
+        """Each gradient's index in ready order, by name."""
+        return {gradient.name: index for index, gradient in enumerate(self.gradients)}
 
     @cached_property
     def total_bytes(self) -> int:

@@ -37,11 +37,11 @@ def within(profile: Profile, network: Network, schedule: Callable[[Profile], Pla
         changed = memory_timeline(profile, memory, first, workers=network.workers).profile
         plans.append(_with(schedule(changed), memory))
     fitting = []
-    for place, plan in enumerate(plans):
+    for index, plan in enumerate(plans):
         peak = memory_timeline(profile, memory, plan, workers=network.workers).peak_bytes
         if peak <= room:
             made = _with(plan, msgspec.structs.replace(memory, peak_bytes=peak))
-            fitting.append((predict(profile, network, made).iteration_s, place, made))
+            fitting.append((predict(profile, network, made).iteration_s, index, made))
     return min(fitting)[2]
 
 

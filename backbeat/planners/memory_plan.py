@@ -192,10 +192,10 @@ class Search:
 
     def _simpler(self, units: tuple[Unit, ...]) -> Chosen:
         """The plan without copies to the host that gain neither time nor a lower peak."""
-        for place, (first, last, what) in enumerate(units):
+        for index, (first, last, what) in enumerate(units):
             if what in (FETCH, OFFLOAD):
                 instead = (first, last, RECOMPUTE if what == FETCH else KEEP)
-                changed = (*units[:place], instead, *units[place + 1 :])
+                changed = (*units[:index], instead, *units[index + 1 :])
                 before, after = self.run(units), self.run(changed)
                 if after.peak_bytes <= before.peak_bytes and after.time_s <= before.time_s * (1 + 1e-9):
                     units = changed
@@ -273,10 +273,10 @@ def too_small(search: Search, budget: int, reserve: float | None = None) -> str:
             f"activations, {format_bytes(chain.base)} ({chain.holdings.described()}): "
             f"the smallest budget that fits is {least} bytes ({_up(least)})"
         )
-    place = "at the loss" if run.phase == "loss" else f"in the {run.phase} of {chain.names[run.block]}"
+    moment = "at the loss" if run.phase == "loss" else f"in the {run.phase} of {chain.names[run.block]}"
     return (
         f"a memory budget of {format_bytes(budget)} is too small: the smallest that fits is {least} bytes "
-        f"({_up(least)}). Its peak is {place}: {format_bytes(run.peak_bytes - chain.base)} of activations and "
+        f"({_up(least)}). Its peak is {moment}: {format_bytes(run.peak_bytes - chain.base)} of activations and "
         f"their gradients, beside {chain.holdings.described()}. Give that much, or a smaller batch"
     )
 

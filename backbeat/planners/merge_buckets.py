@@ -119,19 +119,19 @@ def _merged(ends: Sequence[int], conditions: Sequence[Conditions]) -> list[int]:
     latest = [case.latest(ends) for case in conditions]
     free = [case.free_s for case in conditions]
     kept: list[int] = []
-    first = place = 0
-    while place < len(ends):
-        done = [case.finish(first, ends[place], at) for case, at in zip(conditions, free, strict=True)]
-        while place + 1 < len(ends) and sums[ends[place + 1]] - sums[first] <= most:
-            longer = [case.finish(first, ends[place + 1], at) for case, at in zip(conditions, free, strict=True)]
+    first = index = 0
+    while index < len(ends):
+        done = [case.finish(first, ends[index], at) for case, at in zip(conditions, free, strict=True)]
+        while index + 1 < len(ends) and sums[ends[index + 1]] - sums[first] <= most:
+            longer = [case.finish(first, ends[index + 1], at) for case, at in zip(conditions, free, strict=True)]
             if not all(
-                case.in_time(first, finish, limits[place + 1])
+                case.in_time(first, finish, limits[index + 1])
                 for case, finish, limits in zip(conditions, longer, latest, strict=True)
             ):
                 break
-            place, done = place + 1, longer
-        kept.append(ends[place])
-        free, first, place = done, ends[place], place + 1
+            index, done = index + 1, longer
+        kept.append(ends[index])
+        free, first, index = done, ends[index], index + 1
     return kept
 
 

@@ -64,7 +64,7 @@ class UnitEnds(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Unit:
-    """What units take, one for each place where they may begin."""
+    """What units take, one for each index where they may begin."""
 
     copy_in_s: Floats
     gather_s: Floats
@@ -148,11 +148,11 @@ class _Programme:
         seconds = self._join(cuts[-1].rows)
         best = int(np.argmin(seconds))
         ends: list[int] = []
-        place, row = count, best
-        while place > 0:
-            ends.append(place)
-            labels = cuts[place]
-            place, row = int(labels.begins[row]), int(labels.parents[row])
+        index, row = count, best
+        while index > 0:
+            ends.append(index)
+            labels = cuts[index]
+            index, row = int(labels.begins[row]), int(labels.parents[row])
         return UnitEnds(ends[::-1], float(seconds[best]), exact)
 
     def _start(self) -> _Labels:
@@ -319,10 +319,10 @@ def _undominated(rows: Floats, most: int) -> NDArray[np.int64]:
     """Rows, taken in order, that no kept one is at most equal to in every column; at most so many."""
     kept: list[int] = []
     found = np.empty_like(rows)
-    for place, row in enumerate(rows):
+    for index, row in enumerate(rows):
         if not (found[: len(kept)] <= row).all(axis=1).any():
             found[len(kept)] = row
-            kept.append(place)
+            kept.append(index)
             if len(kept) == most:
                 break
     return np.array(kept, dtype=np.int64)

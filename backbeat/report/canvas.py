@@ -80,9 +80,9 @@ def mark(x: float, text: str) -> Drawing:
 
 def shade(share: float) -> str:
     """The colour of a bucket at this share of the way from the smallest to the largest."""
-    place = min(max(share, 0.0), 1.0) * (len(SIZES) - 1)
-    below = min(int(place), len(SIZES) - 2)
-    part = place - below
+    index = min(max(share, 0.0), 1.0) * (len(SIZES) - 1)
+    below = min(int(index), len(SIZES) - 2)
+    part = index - below
     mixed = [
         round(one + part * (two - one)) for one, two in zip(_rgb(SIZES[below]), _rgb(SIZES[below + 1]), strict=True)
     ]
@@ -90,7 +90,7 @@ def shade(share: float) -> str:
 
 
 def _rgb(colour: str) -> list[int]:
-    return [int(colour[place : place + 2], 16) for place in (1, 3, 5)]
+    return [int(colour[index : index + 2], 16) for index in (1, 3, 5)]
 
 
 def ms(seconds: Sequence[float]) -> list[float]:

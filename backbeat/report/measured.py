@@ -212,7 +212,7 @@ def _lanes(intervals: list[tuple[float, float]]) -> list[int]:
     ends: list[float] = []
     lanes = []
     for start, end in intervals:
-        lane = next((place for place, until in enumerate(ends) if until <= start), len(ends))
+        lane = next((index for index, until in enumerate(ends) if until <= start), len(ends))
         if lane == len(ends):
             ends.append(end)
         else:

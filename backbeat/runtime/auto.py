@@ -236,14 +236,14 @@ class Tuner:
         communicators = reducer.communicators
         count = len(reducer.managed.names)
         last = statistics.median([one.computed_s for one in timed])
-        ready = [statistics.median([one.ready_s.get(place, one.computed_s) for one in timed]) for place in range(count)]
+        ready = [statistics.median([one.ready_s.get(index, one.computed_s) for one in timed]) for index in range(count)]
         ended = statistics.median([one.ended_s for one in timed])
         forward = max((median(one.since_forward_s for one in timed) or ended) - ended, 0.0)
         figures = torch.tensor([*ready, last, forward], dtype=torch.float32, device=communicators.device)
         communicators[0].all_reduce(figures).wait()
         *ready, last, forward = (figures / communicators.size).tolist()
         exposed = self._exposed(timed)
-        order = sorted(range(count), key=lambda place: ready[place])
+        order = sorted(range(count), key=lambda index: ready[index])
         reduce_dtype = reducer.settings.reduce_dtype
         return Profile(
             name="measured",
@@ -256,14 +256,14 @@ class Tuner:
             update_s=max(iteration - forward - last - exposed, 0.0),
             gradients=tuple(
                 Gradient(
-                    name=reducer.managed.names[place],
-                    bytes=reducer.managed.parameters[place].numel()
+                    name=reducer.managed.names[index],
+                    bytes=reducer.managed.parameters[index].numel()
                     * min(
-                        reducer.managed.parameters[place].element_size(), reduce_dtype.itemsize if reduce_dtype else 16
+                        reducer.managed.parameters[index].element_size(), reduce_dtype.itemsize if reduce_dtype else 16
                     ),
-                    ready_s=ready[place],
+                    ready_s=ready[index],
                 )
-                for place in order
+                for index in order
             ),
         )
 
@@ -334,7 +334,7 @@ class Tuner:
             workers=network.workers,
             communicators=partition.communicators,
             buckets=tuple(
-                Bucket(gradients=tuple(names[place] for place in bucket.members), communicator=bucket.communicator)
+                Bucket(gradients=tuple(names[index] for index in bucket.members), communicator=bucket.communicator)
                 for bucket in partition.buckets
             ),
         )

@@ -31,7 +31,7 @@ ASSUMED_COMPRESSION_S_PER_BYTE = 5e-10
 
 def selection_bytes(elements: int, compression: Compression) -> int:
     """The most that finding the largest of a bucket takes beside the bucket, as `backbeat.runtime.compressed.topk`
-    does it: the maxima of blocks, or the candidates with their places and magnitudes."""
+    does it: the maxima of blocks, or the candidates with their indices and magnitudes."""
     if not elements:
         return 0
     sent = int(sent_elements(elements, compression.density))
@@ -42,7 +42,7 @@ def selection_bytes(elements: int, compression: Compression) -> int:
 
 
 def kept_bytes(elements: int, compression: Compression) -> int:
-    """What a bucket holds from step to step beside its residual: its message, and the places in it."""
+    """What a bucket holds from step to step beside its residual: its message, and the indices in it."""
     density = compression.density
     return int(message_bytes(elements, density)) + 4 * int(sent_elements(elements, density))
 
@@ -97,13 +97,13 @@ def travel(
     """One communicator, pieces in launch order; compression takes its turn on the compute stream as pieces become
     ready, and computation takes `slowdown` times as long beside communication."""
     rate, fixed = compression_s_per_byte(profile), compression_s_per_bucket(profile)
-    order = sorted(range(len(pieces)), key=lambda place: pieces[place].ready_s)
+    order = sorted(range(len(pieces)), key=lambda index: pieces[index].ready_s)
     ready = [0.0] * len(pieces)
     spent = 0.0
-    for place in order:
-        if pieces[place].compression is not None:
-            spent += fixed + rate * pieces[place].bytes
-        ready[place] = pieces[place].ready_s + spent
+    for index in order:
+        if pieces[index].compression is not None:
+            spent += fixed + rate * pieces[index].bytes
+        ready[index] = pieces[index].ready_s + spent
     times: list[tuple[float, float]] = []
     for piece in pieces:
         if piece.compression is None:
@@ -142,11 +142,11 @@ def pieces_of(profile: Profile, plan: Plan) -> tuple[list[Piece], list[tuple[str
     buckets = [(bucket.gradients, bucket.compression) for bucket in plan.buckets]
     if missing := plan.missing(profile):
         buckets.append((tuple(missing), None))
-    place = profile.index
+    index = profile.index
     pieces = [
         Piece(
-            max(profile.gradients[place[name]].ready_s for name in names),
-            sum(profile.gradients[place[name]].bytes for name in names),
+            max(profile.gradients[index[name]].ready_s for name in names),
+            sum(profile.gradients[index[name]].bytes for name in names),
             compression,
         )
         for names, compression in buckets

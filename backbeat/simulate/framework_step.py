@@ -117,8 +117,8 @@ def gather_before(profile: Profile, network: Network, reduction: Reduction, slow
         # Forward enters a bucket once it is there; the next one is gathered from then on.
         starts.append(0.0)
         now = begun = times[0]
-        for place, (_, compute) in enumerate(parts):
-            ahead = times[place + 1] if place + 1 < len(parts) else 0.0
+        for index, (_, compute) in enumerate(parts):
+            ahead = times[index + 1] if index + 1 < len(parts) else 0.0
             starts.append(now)
             slowed = min(compute * slowdown, compute + ahead * (1 - 1 / slowdown))
             contention += slowed - compute
@@ -131,7 +131,7 @@ def gather_before(profile: Profile, network: Network, reduction: Reduction, slow
         begun = now
         now += profile.forward_s
     spans = tuple(
-        Span("communicator 0", f"all-gather {place + 1} of {len(parts)}", start, start + seconds, int(size))
-        for place, (start, seconds, (size, _)) in enumerate(zip(starts, times, parts, strict=True))
+        Span("communicator 0", f"all-gather {index + 1} of {len(parts)}", start, start + seconds, int(size))
+        for index, (start, seconds, (size, _)) in enumerate(zip(starts, times, parts, strict=True))
     )
     return GatheredForward(begun, now, now - profile.forward_s - contention, contention, spans)

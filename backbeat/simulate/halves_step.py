@@ -59,13 +59,13 @@ class Period:
 
 def period(profile: Profile, plan: Plan, network: Network, slowdown: float = 1.0) -> Period:
     """Run a plan in halves until it repeats; computation takes `slowdown` times as long beside communication."""
-    place = profile.index
+    index = profile.index
     halves = Halves.of(network)
     scatter_buckets = [
-        [place[name] for name in bucket.gradients] for bucket in plan.buckets if bucket.phase == "reduce_scatter"
+        [index[name] for name in bucket.gradients] for bucket in plan.buckets if bucket.phase == "reduce_scatter"
     ]
     gather_buckets = [
-        [place[name] for name in bucket.gradients] for bucket in plan.buckets if bucket.phase == "all_gather"
+        [index[name] for name in bucket.gradients] for bucket in plan.buckets if bucket.phase == "all_gather"
     ]
     # Gathers are ready when they are next: a message starts behind the one before it at the earliest.
     ready = np.array([float(profile.ready[max(members)]) for members in scatter_buckets] + [0.0] * len(gather_buckets))

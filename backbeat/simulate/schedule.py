@@ -72,8 +72,8 @@ class Schedule:
         if missing:
             buckets.append((tuple(missing), 0))
         # Plain lists: most buckets are small, and a numpy call costs more than adding a few numbers.
-        place, ready, sizes = profile.index, profile.ready.tolist(), profile.sizes.tolist()
-        members = [[place[name] for name in names] for names, _ in buckets]
+        index_of, ready, sizes = profile.index, profile.ready.tolist(), profile.sizes.tolist()
+        members = [[index_of[name] for name in names] for names, _ in buckets]
         return (
             cls(
                 np.array([ready[max(indices)] for indices in members]),

@@ -85,7 +85,7 @@ def memory_course(profile: Profile, network: Network, plan: Plan, *, micro_batch
             add(now, "loss", "loss", moment.during, activations.loss_bytes)
             continue
         start, end = next(stretches)
-        blocks = list(_blocks(chain, moment.call.place, phase))
+        blocks = list(_blocks(chain, moment.call.stretch, phase))
         first = blocks[0][0] if blocks else None
         add(max(start, now), "copies", phase, moment.before, activations.between(first, phase))
         length, whole = end - start, sum(seconds for _, seconds in blocks)
@@ -97,9 +97,9 @@ def memory_course(profile: Profile, network: Network, plan: Plan, *, micro_batch
     return tuple(levels)
 
 
-def _blocks(chain: ShardedChain, place: int, phase: Phase) -> Iterator[tuple[int | None, float]]:
+def _blocks(chain: ShardedChain, index: int, phase: Phase) -> Iterator[tuple[int | None, float]]:
     """The pieces of a stretch in the order in which they run, with how long each takes."""
-    mine = set(chain.stretches[place].blocks)
+    mine = set(chain.stretches[index].blocks)
     pieces = [piece for piece in chain.pieces.pieces if piece.block in mine]
     if not pieces:
         yield None, 1.0

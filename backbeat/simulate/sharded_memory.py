@@ -152,9 +152,9 @@ def course(chain: ShardedChain, sharding: Sharding, micro_batches: int = 1, *, t
     if tied:
         gradients = [0 if one.unit == ROOT else one.elements for one in chain.stretches]
         gradients[-1] = chain.units[ROOT].elements
-    places: dict[int, list[int]] = {ROOT: []}
-    for place, stretch in enumerate(chain.stretches):
-        places.setdefault(stretch.unit, []).append(place)
+    indices: dict[int, list[int]] = {ROOT: []}
+    for index, stretch in enumerate(chain.stretches):
+        indices.setdefault(stretch.unit, []).append(index)
     held = _Held()
     moments: list[Moment] = []
     forward, number = True, 0
@@ -185,10 +185,10 @@ def course(chain: ShardedChain, sharding: Sharding, micro_batches: int = 1, *, t
         elif event == "backward":
             later = sharding.gradient_sync == "last" and number < micro_batches
             before = reduced if sharding.gradient_sync == "last" and number > 1 else 0
-            held.put("whole_gradient", call.place, gradients[call.place] * (before + param))
+            held.put("whole_gradient", call.stretch, gradients[call.stretch] * (before + param))
             moments.append(held.moment(call))
             if later:
-                held.put("whole_gradient", call.place, gradients[call.place] * reduced)
+                held.put("whole_gradient", call.stretch, gradients[call.stretch] * reduced)
             if unit not in chain.reduced_last:
                 _free(held, sharding, unit, last=number == micro_batches)
         elif event == "wait":
@@ -196,8 +196,8 @@ def course(chain: ShardedChain, sharding: Sharding, micro_batches: int = 1, *, t
         elif event == "reduce_scatter":
             _free(held, sharding, unit, last=number == micro_batches)
             held.put("scatter_input", unit, content.elements * reduced)
-            for place in places[unit]:
-                held.take("whole_gradient", place)
+            for index in indices[unit]:
+                held.take("whole_gradient", index)
             held.put("gradient", unit, -(-content.elements * ELEMENT_BYTES // sharding.mesh.shard))
         elif event == "end":
             for one in range(-1, chain.count):
@@ -245,8 +245,9 @@ def _with_blocks(blocks: Chain, actions: list[Unit], chain: ShardedChain, moment
     beside: dict[tuple[str, int], Moment] = {}
     for moment in moments:
         if moment.call.event != "end":
-            places = chain.stretches[moment.call.place].blocks if moment.call.event != "loss" else (blocks.count - 1,)
-            beside.update(((moment.call.event, block), moment) for block in places)
+            at_loss = moment.call.event == "loss"
+            ran = (blocks.count - 1,) if at_loss else chain.stretches[moment.call.stretch].blocks
+            beside.update(((moment.call.event, block), moment) for block in ran)
             continue
         tally = _ShardedTally(0, beside)
         blocks.run(actions, tally)

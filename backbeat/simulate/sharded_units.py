@@ -35,7 +35,7 @@ class ModelPiece:
     elements: tuple[int, ...]
     """Of each parameter with a gradient."""
     block: int | None = None
-    """Its place among the profile's blocks."""
+    """Its index among the profile's blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,18 +177,18 @@ def _owners(names: Sequence[str], sharding: Sharding) -> list[int]:
 def _join_gaps(owner: list[int], pieces: Sequence[ModelPiece]) -> None:
     """Pieces without parameters between two of one unit run while it is gathered."""
     last = 0
-    for place in range(1, len(owner)):
-        if owner[place] == ROOT and not pieces[place].elements:
+    for index in range(1, len(owner)):
+        if owner[index] == ROOT and not pieces[index].elements:
             continue
-        if owner[place] == owner[last] != ROOT:
-            owner[last:place] = [owner[place]] * (place - last)
-        last = place
+        if owner[index] == owner[last] != ROOT:
+            owner[last:index] = [owner[index]] * (index - last)
+        last = index
 
 
 def _check_order(stretches: Sequence[Stretch], sharding: Sharding) -> None:
     order = [stretch.unit for stretch in stretches if stretch.unit != ROOT]
     if order != list(range(len(sharding.units))):
-        broken = next((place for place, unit in enumerate(order) if unit != place), len(order))
+        broken = next((index for index, unit in enumerate(order) if unit != index), len(order))
         where = order[broken] if broken < len(order) else broken
         raise InputError(
             f"units[{where}] is not a run of consecutive blocks behind those before it: list units, and the modules "
@@ -201,13 +201,13 @@ def _elements(size: int) -> int:
 
 
 def _of_blocks(profile: Profile, memory: MemoryPlan | None) -> ModelPieces:
-    place = {block.name: number for number, block in enumerate(profile.blocks)}
+    index = {block.name: number for number, block in enumerate(profile.blocks)}
     held: list[list[int]] = [[] for _ in profile.blocks]
     loose: list[int] = []
     for gradient in profile.gradients:
         parts = gradient.name.split(".")
-        name = next((m for n in range(len(parts), 0, -1) if (m := ".".join(parts[:n])) in place), None)
-        (loose if name is None else held[place[name]]).append(_elements(gradient.bytes))
+        name = next((m for n in range(len(parts), 0, -1) if (m := ".".join(parts[:n])) in index), None)
+        (loose if name is None else held[index[name]]).append(_elements(gradient.bytes))
     forward, backward, after = _block_times(profile, memory)
     pieces = [
         ModelPiece(block.name, f, b, tuple(elements), number)

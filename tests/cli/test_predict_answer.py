@@ -47,8 +47,8 @@ def test_the_answer_fits_one_screen_and_ends_in_a_decision() -> None:
     assert headings.split("  ")[0] == "GPUs"
     for word in ("DDP", "planned", "gain", "$/B tokens", "limited by"):
         assert word in headings
-    place = next(index for index, line in enumerate(lines) if line.startswith("Worth it: 512 GPUs do the work of 48"))
-    assert place < lines.index(headings)
+    said_at = next(index for index, line in enumerate(lines) if line.startswith("Worth it: 512 GPUs do the work of 48"))
+    assert said_at < lines.index(headings)
     for word in ("tokens/s", "per step", "per billion tokens", "sent as bf16", "MFU 29."):
         assert word in joined(text)
     assert sum(line.startswith("* ") for line in lines) == 4
@@ -380,7 +380,7 @@ def edges(scaling: float, busy: float, quiet: float, workers: int) -> Prediction
 def test_the_decision_takes_a_busy_cluster_into_account(
     points: list[tuple[float, float, float]], verdict: str, said: str
 ) -> None:
-    curves = {"ddp": [edges(*point, workers=16 * (place + 1)) for place, point in enumerate(points)]}
+    curves = {"ddp": [edges(*point, workers=16 * (index + 1)) for index, point in enumerate(points)]}
     found, headline = judged(curves)
     assert found == verdict
     assert "depending on how busy the cluster is" in headline

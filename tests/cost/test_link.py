@@ -83,7 +83,7 @@ def test_efficiency_is_fitted_to_what_the_engine_would_measure(batch: tuple[int,
     messages, communicators = batch
     sharing = min(batch)
     schedule = Schedule(
-        np.zeros(messages), np.full(messages, 4.0 * MEGABYTE), [place % communicators for place in range(messages)]
+        np.zeros(messages), np.full(messages, 4.0 * MEGABYTE), [index % communicators for index in range(messages)]
     )
     truth = LinkCost(Curve.affine(1e-3, 1e-9), None, {sharing: efficiency})
     seconds = simulate(schedule, truth).end_s

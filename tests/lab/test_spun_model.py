@@ -32,8 +32,8 @@ def chain(root: bool = False) -> Profile:
         name="chain", model="chain", batch_size=1, precision="bf16", device="cpu", forward_s=0.3, backward_s=0.6,
         update_s=0.1,
         gradients=tuple(
-            Gradient(name=name, bytes=400, ready_s=ready[place], forward_s=0.1 if "layers" in name else 0.0)
-            for place, name in enumerate(names)
+            Gradient(name=name, bytes=400, ready_s=ready[index], forward_s=0.1 if "layers" in name else 0.0)
+            for index, name in enumerate(names)
         ),
     )  # fmt: skip
 

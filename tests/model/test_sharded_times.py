@@ -29,7 +29,7 @@ def test_the_larger_sizes_say_how_fast_they_are_together() -> None:
 
 @given(st.lists(st.floats(0.5, 2.0), min_size=1, max_size=8))
 def test_it_lies_between_what_was_measured(speeds: list[float]) -> None:
-    found = ShardedTimes(pairs=tuple(pair(2**20 + place, speed) for place, speed in enumerate(speeds))).speed(2)
+    found = ShardedTimes(pairs=tuple(pair(2**20 + index, speed) for index, speed in enumerate(speeds))).speed(2)
     assert found is not None
     assert min(speeds) * (1 - 1e-9) <= found <= max(speeds) * (1 + 1e-9)
 

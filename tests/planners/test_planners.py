@@ -100,8 +100,8 @@ def test_best_is_close_to_the_optimum_of_small_problems_on_two_communicators(
 def published_merge(ready: list[float], sizes: list[float], a: float, b: float, *, asc: bool) -> list[int]:
     """MG-WFBP's (or ASC-WFBP's) sweep word for word: layers in forward order, all starts recomputed after a merge."""
     layers = len(ready)
-    done = {layers - place: time for place, time in enumerate(ready)}  # tau_b + t_b of layer l, 1..L in forward order
-    size = {layers - place: float(count) for place, count in enumerate(sizes)}
+    done = {layers - index: time for index, time in enumerate(ready)}  # tau_b + t_b of layer l, 1..L in forward order
+    size = {layers - index: float(count) for index, count in enumerate(sizes)}
 
     def cost(layer: int) -> float:
         return a + b * size[layer] if size[layer] else 0.0

@@ -25,7 +25,7 @@ SECONDS = st.sampled_from([1e-4, 1e-3, 4e-3, 1e-2])
 @st.composite
 def models(draw: st.DrawFn, most: int = 6) -> Profile:
     """Repeated blocks, with an embedding before them and a head behind where drawn."""
-    names = [f"layers.{place}" for place in range(draw(st.integers(1, most)))]
+    names = [f"layers.{index}" for index in range(draw(st.integers(1, most)))]
     names = ["embed"] * draw(st.integers(0, 1)) + names + ["norm", "head"] * draw(st.integers(0, 1))
     sizes = st.sampled_from([4, 4 * 10**4, 4 * MB, 40 * MB])
     blocks, gradients, now = [], [], 0.0
@@ -198,7 +198,7 @@ def test_the_head_is_a_unit_only_where_it_has_its_own_weight() -> None:
 def test_newer_knobs_are_named_and_not_chosen() -> None:
     # A long backward (1) lies between scatters that computation waits for if one input is held.
     times = [(5, 10, 40), (5, 0.2, 4), (0.1, 10, 0.04), (0.1, 0.2, 4), (1, 0.2, 4), (5, 0.2, 40), (0.1, 0.2, 40)]
-    profile = chain([*times, (0.1, 2, 4)], ["embed", *(f"layers.{place}" for place in range(6)), "head"])
+    profile = chain([*times, (0.1, 2, 4)], ["embed", *(f"layers.{index}" for index in range(6)), "head"])
     network = Network.load("25gbe").at(workers=16)
     old = bb.plan(profile, network, "sharded", torch_version="2.11.0+cu130")
     new = bb.plan(profile, network, "sharded", torch_version="2.13")

@@ -19,7 +19,7 @@ from tests.problems import affine, make_profile
 
 @pytest.fixture
 def profile() -> bb.Profile:
-    return make_profile([10**6] * 6, [1e-3 * place for place in range(1, 7)], forward=3e-3)
+    return make_profile([10**6] * 6, [1e-3 * index for index in range(1, 7)], forward=3e-3)
 
 
 def lab_file(path: Path, profile: bb.Profile) -> Path:

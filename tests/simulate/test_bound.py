@@ -60,7 +60,7 @@ def test_no_bucketing_beats_the_bound_on_several(
 ) -> None:
     bound = communication_bound(profile, cost, communicators)
     for ends in every_partition(len(profile.gradients)):
-        in_turn = [place % communicators for place in range(len(ends))]
+        in_turn = [index % communicators for index in range(len(ends))]
         anywhere = [random.randrange(communicators) for _ in ends]
         for assignment in (in_turn, anywhere):
             schedule = Schedule.of_ends(profile, ends, assignment)

@@ -122,7 +122,7 @@ def test_no_bucketing_beats_the_bound(profile: Profile, cost: LinkCost, slowdown
     bound = communication_bound(profile, cost, communicators)
     for every in (1, 2, 3):
         ends = ends_of(profile, every)
-        schedule = Schedule.of_ends(profile, ends, [place % communicators for place in range(len(ends))])
+        schedule = Schedule.of_ends(profile, ends, [index % communicators for index in range(len(ends))])
         assert bound <= communicate_beside(schedule, cost, communicators, slowdown)[0].end_s * (1 + ROUNDING)
 
 

@@ -98,7 +98,7 @@ def test_what_travels_has_the_reduce_dtype() -> None:
 
 def test_caps_grow_with_the_workers() -> None:
     """Megatron: 40M elements a bucket, or 1M a worker where that is more."""
-    profile = make_profile([4 * 10**7] * 12, [float(place + 1) for place in range(12)])
+    profile = make_profile([4 * 10**7] * 12, [float(index + 1) for index in range(12)])
     for workers, buckets in ((8, 3), (64, 2), (1024, 1)):
         assert bb.predict(profile, affine(0.0, 1e-12, workers), framework="megatron").buckets == buckets
 

@@ -63,8 +63,8 @@ def test_steps_one_after_the_other_take_what_the_longest_way_round_takes(data: s
     host = device = communicated = 0.0
     ends = []
     for _ in range(50):
-        for place, (issuing, computing) in enumerate([*forward, *backward]):
-            if place == len(forward):
+        for index, (issuing, computing) in enumerate([*forward, *backward]):
+            if index == len(forward):
                 host = max(host, communicated)
             host += issuing
             device = max(device, host) + computing
@@ -137,8 +137,8 @@ def four() -> Profile:
     blocks = tuple(msgspec.structs.replace(block, forward_s=1e-3, backward_s=2e-3) for block in profile.blocks[-4:])
     names = [block.name for block in blocks]
     gradients = tuple(
-        Gradient(name=f"{name}.weight", bytes=1000, ready_s=2e-3 * (place + 1))
-        for place, name in enumerate(reversed(names))
+        Gradient(name=f"{name}.weight", bytes=1000, ready_s=2e-3 * (index + 1))
+        for index, name in enumerate(reversed(names))
     )
     plain = msgspec.structs.replace(
         profile, forward_s=4e-3, backward_s=8e-3, update_s=0.0, gradients=gradients, blocks=blocks, iteration_s=()

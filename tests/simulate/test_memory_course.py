@@ -40,8 +40,8 @@ def four(**fields: object) -> Profile:
 BASE = 32
 
 
-def segment(*places: int, action: str = "recompute", **fields: str) -> Segment:
-    return Segment(blocks=tuple(f"b{place}" for place in places), action=action, **fields)  # type: ignore[arg-type]
+def segment(*indices: int, action: str = "recompute", **fields: str) -> Segment:
+    return Segment(blocks=tuple(f"b{index}" for index in indices), action=action, **fields)  # type: ignore[arg-type]
 
 
 def test_everything_kept_by_hand() -> None:
@@ -54,7 +54,7 @@ def test_everything_kept_by_hand() -> None:
 
 
 def test_recomputed_one_by_one_by_hand() -> None:
-    result = memory_timeline(four(), MemoryPlan(segments=tuple(segment(place) for place in range(4))))
+    result = memory_timeline(four(), MemoryPlan(segments=tuple(segment(index) for index in range(4))))
     # Three inputs; in the last block's recomputation the gradient of its output (10) is there too.
     assert result.peak_bytes == BASE + 30 + 10 + 110 + 10
     assert result.held_bytes == 40
@@ -166,8 +166,8 @@ def test_holdings_by_how_gradients_travel() -> None:
     dense = ResidentMemory.of(profile)
     assert (dense.gradient_bytes, dense.residual_bytes, dense.total_bytes) == (16, 0, BASE)
     device = ResidentMemory.of(profile, plan)
-    # Residuals of 12 bytes; scratch: the larger bucket twice, from two workers one value, its place and padding, for
-    # the selection two magnitudes and what is sent, and the message and place that each bucket keeps.
+    # Residuals of 12 bytes; scratch: the larger bucket twice, from two workers one value, its index and padding, for
+    # the selection two magnitudes and what is sent, and the message and index that each bucket keeps.
     scratch = 2 * 8 + 2 * 8 + (2 * 4 + 12) + 2 * (8 + 4)
     assert (device.gradient_bytes, device.residual_bytes, device.scratch_bytes) == (4, 12, scratch)
     assert ResidentMemory.of(profile, plan, attached=False).gradient_bytes == 16

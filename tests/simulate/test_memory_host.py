@@ -17,7 +17,7 @@ from backbeat.simulate.resident_memory import ResidentMemory
 from tests.chains import chains, check_against_uniform, resnet152
 from tests.simulate.test_memory_course import four, segment, unit_lists
 
-EVERY = MemoryPlan(segments=tuple(segment(place) for place in range(4)))
+EVERY = MemoryPlan(segments=tuple(segment(index) for index in range(4)))
 
 
 def hosted(profile: Profile, host_s: float | None, recompute_s: float | None) -> Profile:

@@ -26,13 +26,13 @@ def row(count: int) -> Profile:
         name="row", model="row", batch_size=1, precision="bf16", device="cpu", forward_s=float(count),
         backward_s=2.0 * count, update_s=0.0,
         gradients=tuple(
-            Gradient(name=f"b.{count - 1 - place}.w", bytes=4 * ELEMENTS, ready_s=2.0 * (place + 1))
-            for place in range(count)
+            Gradient(name=f"b.{count - 1 - index}.w", bytes=4 * ELEMENTS, ready_s=2.0 * (index + 1))
+            for index in range(count)
         ),
         blocks=tuple(
-            Block(name=f"b.{place}", forward_s=1.0, backward_s=2.0, input_bytes=0, output_bytes=0, saved_bytes=SAVED,
+            Block(name=f"b.{index}", forward_s=1.0, backward_s=2.0, input_bytes=0, output_bytes=0, saved_bytes=SAVED,
                   forward_peak_bytes=SAVED, backward_peak_bytes=0, saves_input=False)
-            for place in range(count)
+            for index in range(count)
         ),
         memory=Memory(parameter_bytes=total, gradient_bytes=total, optimizer_bytes=2 * total, steady_bytes=3 * total),
     )  # fmt: skip
@@ -127,7 +127,7 @@ def test_resharding_more_units_never_takes_more(count: int, buffers: int, micro_
     for resharded in range(count):
         assert plan.sharding is not None
         units = tuple(
-            msgspec.structs.replace(unit, reshard=place < resharded) for place, unit in enumerate(plan.sharding.units)
+            msgspec.structs.replace(unit, reshard=index < resharded) for index, unit in enumerate(plan.sharding.units)
         )
         one = msgspec.structs.replace(plan, sharding=msgspec.structs.replace(plan.sharding, units=units))
         peaks.append(held(profile, one, micro_batches=micro_batches).peak_bytes)

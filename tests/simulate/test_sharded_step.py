@@ -30,13 +30,13 @@ def row(count: int, elements: int = 1000, forward: float = 1.0, backward: float 
         name="row", model="row", batch_size=1, precision="fp32", device="cpu", forward_s=count * forward,
         backward_s=count * backward, update_s=update,
         gradients=tuple(
-            Gradient(name=f"b.{count - 1 - place}.w", bytes=4 * elements, ready_s=(place + 1) * backward)
-            for place in range(count)
+            Gradient(name=f"b.{count - 1 - index}.w", bytes=4 * elements, ready_s=(index + 1) * backward)
+            for index in range(count)
         ),
         blocks=tuple(
-            Block(name=f"b.{place}", forward_s=forward, backward_s=backward, input_bytes=0, output_bytes=0,
+            Block(name=f"b.{index}", forward_s=forward, backward_s=backward, input_bytes=0, output_bytes=0,
                   saved_bytes=0, forward_peak_bytes=0, backward_peak_bytes=0)
-            for place in range(count)
+            for index in range(count)
         ),
     )  # fmt: skip
 
@@ -288,12 +288,12 @@ def test_bytes_are_conserved(profile: Profile, network: Network, data: st.DataOb
     assert total <= held < total + shards * len(profile.gradients) or held == total
     events = Counter(call_order(profile, plan, micro_batches=2))
     reductions = 1 if sharding.gradient_sync == "last" else 2
-    for place, unit in (*enumerate(chain.units[:ROOT]), (ROOT, chain.units[ROOT])):
+    for index, unit in (*enumerate(chain.units[:ROOT]), (ROOT, chain.units[ROOT])):
         if unit.elements:
-            assert events["reduce_scatter", place] == reductions
-            assert events["all_reduce", place] == (reductions if sharding.mesh.replicate > 1 else 0)
-            assert events["all_gather", place] == events["copy_out", place]
-            assert (events["all_gather", place] > 0) == (shards > 1)
+            assert events["reduce_scatter", index] == reductions
+            assert events["all_reduce", index] == (reductions if sharding.mesh.replicate > 1 else 0)
+            assert events["all_gather", index] == events["copy_out", index]
+            assert (events["all_gather", index] > 0) == (shards > 1)
     timeline = sharded_iteration(profile, network, plan, micro_batches=2).timeline
     moved = sum(one.bytes for one in timeline if one.name.startswith("reduce-scatter"))
     size = 2 if sharding.reduce_dtype == "bf16" else 4

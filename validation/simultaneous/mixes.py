@@ -98,8 +98,8 @@ def measure(rate: str) -> None:
         expected = [predicted(mix, network) + FORWARD_S for mix in mixes.values()]
         answers = session.ask("replay", 300.0, jobs=jobs, turns=turns(expected, 0.4))
     rows = {}
-    for place, (name, mix) in enumerate(mixes.items()):
-        series = [zip(*(answer[place].series[k] for answer in answers), strict=True) for k in (0, 1)]
+    for index, (name, mix) in enumerate(mixes.items()):
+        series = [zip(*(answer[index].series[k] for answer in answers), strict=True) for k in (0, 1)]
         rows[name] = {"mix": mix, "seconds": [max(nodes) - FORWARD_S for one in series for nodes in one]}
     DATA.write_text(json.dumps({"network": msgspec.to_builtins(network), "mixes": rows}) + "\n")
 

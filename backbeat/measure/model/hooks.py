@@ -39,11 +39,11 @@ def find_owners(
 
     Given blocks, these with all that they hold: modules inside a compiled block are not called one by one.
     """
-    place = {id(parameter): index for index, parameter in enumerate(gradients)}
+    index_of = {id(parameter): index for index, parameter in enumerate(gradients)}
     owners = []
     for module in model.modules() if blocks is None else blocks:
         held = module.parameters(recurse=blocks is not None)
-        mine = [place[id(parameter)] for parameter in held if id(parameter) in place]
+        mine = [index_of[id(parameter)] for parameter in held if id(parameter) in index_of]
         if mine:
             owners.append(Owner(module, mine[0]))
     return owners

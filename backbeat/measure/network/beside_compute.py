@@ -50,14 +50,14 @@ def measure_slowdown(
     message = torch.zeros(MESSAGE_BYTES // 4, device=device)
     send = _all_reduces(communicator, message) if workers is None else _pairs_of(communicator, message, workers)
     factors = torch.ones(3, dtype=torch.float64, device=device)
-    for place, work in enumerate(_works(device)):
+    for index, work in enumerate(_works(device)):
         run = _Timed(work, communicator, message, send, timeout_s)
         run.seconds(3, 0)
         (once_s,) = _largest(communicator, [run.seconds(3, 0) / 3], device, timeout_s)
         count = max(1, min(200, round(_SAMPLE_S / once_s)))
         messages = messages_beside(count * once_s, message_s)
         ratios = [run.seconds(count, messages) / alone for _ in range(_PAIRS) if (alone := run.seconds(count, 0)) > 0]
-        factors[place] = max(median(ratios), 1.0)
+        factors[index] = max(median(ratios), 1.0)
     matmul, attention, memory = _largest(communicator, factors.tolist(), device, timeout_s)
     return Slowdown(matmul=matmul, attention=attention, memory=memory)
 

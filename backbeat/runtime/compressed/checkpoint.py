@@ -159,26 +159,26 @@ class Carried:
         with torch.no_grad():
             for bucket in buckets:
                 values, velocities = bucket.held()
-                for position, place in enumerate(bucket.members):
+                for position, index in enumerate(bucket.members):
                     if bucket.touched[position] or position in bucket.frozen:
                         velocity = velocities[position] if velocities else None
-                        self._held[self._context.names[place]] = (values[position], velocity)
+                        self._held[self._context.names[index]] = (values[position], velocity)
 
     def bring_back(self, buckets: Sequence[CompressedBucket]) -> None:
         """Give the buckets what their members are owed."""
         for bucket in buckets:
-            for place in bucket.members:
-                found = self._held.pop(self._context.names[place], None)
+            for index in bucket.members:
+                found = self._held.pop(self._context.names[index], None)
                 if found is not None:
-                    bucket.put(place, *found)
+                    bucket.put(index, *found)
 
     def repay(self, bucket: BucketBuffer, arrived: Sequence[int]) -> None:
         """What a member owes from a plan that compressed it goes with its first dense gradient."""
         if not self._held or not bucket.views:
             return
-        for place, view in zip(bucket.members, bucket.views, strict=True):
-            if arrived[place]:
-                found = self._held.pop(self._context.names[place], None)
+        for index, view in zip(bucket.members, bucket.views, strict=True):
+            if arrived[index]:
+                found = self._held.pop(self._context.names[index], None)
                 if found is not None:
                     view.add_(found[0].to(view))
 
@@ -189,8 +189,8 @@ class Carried:
         residuals = {name: values for name, (values, _) in held.items()}
         velocities = {name: velocity for name, (_, velocity) in held.items() if velocity is not None}
         for bucket in buckets:
-            for place in bucket.members:
-                self._held.pop(self._context.names[place], None)
+            for index in bucket.members:
+                self._held.pop(self._context.names[index], None)
         communicators = self._context.communicators
         return state_of(residuals, velocities, rank=communicators.rank, ranks=communicators.size, step=self.step)
 

@@ -63,7 +63,7 @@ class CompressedExchange(Exchange):
         if self.updates.running:
             return
         fresh = self.context.step.arrivals.arrived_since_reduce
-        if 1 in fresh and any(fresh[place] and p.grad is not None for place, p in enumerate(self.context.parameters)):
+        if 1 in fresh and any(fresh[index] and p.grad is not None for index, p in enumerate(self.context.parameters)):
             raise InputError(
                 "step() after a backward under no_sync: the gradients are this rank's own, and replicas would part. "
                 "Call it after a synchronised backward, which applies them on every rank, or drop them with zero_grad()"
@@ -138,7 +138,7 @@ class CompressedExchange(Exchange):
     def add_to_status(self, message: torch.Tensor, layout: StatusLayout) -> None:
         """Tell the others of a gradient that was not finite; `message` will hold the sums."""
         self._status = (layout, message)
-        refused = [place for bucket in self._compressed for place in bucket.take_refused()]
+        refused = [index for bucket in self._compressed for index in bucket.take_refused()]
         # They are found beside backward, where buckets are compressed.
         self._join()
         faults = [fault for fault in (bucket.fault() for bucket in self._compressed) if fault is not None]
@@ -185,9 +185,9 @@ class CompressedExchange(Exchange):
                 if at_once:
                     self._update_dense([one], used)
             elif used is not None:
-                for place, parameter in zip(one.members, one.parameters, strict=True):
-                    if not used[place]:
-                        parameter.grad = kept.get(place)
+                for index, parameter in zip(one.members, one.parameters, strict=True):
+                    if not used[index]:
+                        parameter.grad = kept.get(index)
         if self.updates and not at_once:
             self._update_dense(self.context.bucket_set.buckets, used)
 
@@ -233,13 +233,13 @@ class CompressedExchange(Exchange):
     def keep_late(self, late: Set[int]) -> Set[int]:
         """A gradient that its compressed bucket left without waits in the residual for the next step."""
         bucket_of, buckets = self.context.bucket_set.bucket_of, self.context.bucket_set.buckets
-        found = {place: bucket for place in late if isinstance(bucket := buckets[bucket_of[place]], CompressedBucket)}
+        found = {index: bucket for index in late if isinstance(bucket := buckets[bucket_of[index]], CompressedBucket)}
         if found:
             self._join()
-        for place, bucket in found.items():
+        for index, bucket in found.items():
             if not self.context.step.contributes_nothing:
-                bucket.fold(place)
-            self.context.parameters[place].grad = None
+                bucket.fold(index)
+            self.context.parameters[index].grad = None
         return found.keys()
 
     def _gather(self, bucket: CompressedBucket, message: torch.Tensor, *, at_once: bool) -> None:
@@ -299,8 +299,8 @@ class CompressedExchange(Exchange):
         present = [
             parameter
             for bucket in buckets
-            for place, parameter in zip(bucket.members, bucket.parameters, strict=True)
-            if parameter.grad is not None and (used is None or used[place])
+            for index, parameter in zip(bucket.members, bucket.parameters, strict=True)
+            if parameter.grad is not None and (used is None or used[index])
         ]
         if present:
             with plainly(self.context.communicators.device.type):

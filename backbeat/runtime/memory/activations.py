@@ -43,12 +43,12 @@ _functorch_level: Any = torch._C._functorch.peek_interpreter_stack
 
 
 class BlockForward:
-    """Replaces one block's `forward`. `place` is the block's place in its segment, and `policy` runs its blocks."""
+    """Replaces one block's `forward`. `index` is the block's in its segment, and `policy` runs its blocks."""
 
-    def __init__(self, name: str, module: nn.Module, place: int, policy: BlockPolicy) -> None:
+    def __init__(self, name: str, module: nn.Module, index: int, policy: BlockPolicy) -> None:
         self.name = name
         self.module = module
-        self.place = place
+        self.index = index
         self.policy = policy
         compiled: Any = getattr(module, "_compiled_call_impl", None)
         self.compiled = compiled is not None
@@ -115,9 +115,9 @@ class RecomputePolicy:
     def run(self, block: BlockForward, args: Any, kwargs: Any) -> Any:
         if self._schedule is not None:
             self._schedule.begin_block()
-        current = self._latest() if self._latest is not None and block.place else None
-        if current is None or current.next_place != block.place or not current.continues(tensors_of((args, kwargs))):
-            current = SegmentRun(self._schedule, block.place)
+        current = self._latest() if self._latest is not None and block.index else None
+        if current is None or current.next_index != block.index or not current.continues(tensors_of((args, kwargs))):
+            current = SegmentRun(self._schedule, block.index)
             self._latest = weakref.ref(current)
         return current.run(block, args, kwargs, self._offload_input)
 
@@ -128,7 +128,7 @@ class OffloadPolicy:
     def __init__(self, schedule: OffloadSchedule) -> None:
         self._schedule = schedule
         self._unit = 0
-        self._next_place = 0
+        self._next_index = 0
 
     def __reduce__(self) -> Any:
         return OffloadPolicy, (self._schedule,)
@@ -136,10 +136,10 @@ class OffloadPolicy:
     def run(self, block: BlockForward, args: Any, kwargs: Any) -> Any:
         schedule = self._schedule
         schedule.begin_block()
-        if block.place == 0 or block.place != self._next_place:
+        if block.index == 0 or block.index != self._next_index:
             self._unit = schedule.begin_unit()
         unit = self._unit
-        self._next_place = block.place + 1
+        self._next_index = block.index + 1
         stays = {storage_of(tensor) for tensor in (*block.module.parameters(), *block.module.buffers())}
         # A tensor without history came with the batch or is shared by all blocks: it stays alive anyway.
         stays |= {storage_of(tensor) for tensor in tensors_of((args, kwargs)) if tensor.grad_fn is None}
@@ -208,7 +208,7 @@ def apply(model: nn.Module, memory_plan: MemoryPlan, *, lag: int = LAG, ahead: i
             policy = OffloadPolicy(schedule)
         else:
             policy = RecomputePolicy(schedule, segment.input == "offload")
-        forwards += [BlockForward(name, named[name], place, policy) for place, name in enumerate(segment.blocks)]
+        forwards += [BlockForward(name, named[name], index, policy) for index, name in enumerate(segment.blocks)]
     if schedule is not None:
         kept = KeepPolicy(schedule)
         planned = {id(inner) for forward in forwards for inner in forward.module.modules()}

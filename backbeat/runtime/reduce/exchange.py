@@ -153,9 +153,9 @@ class Sender:
             message = bucket.late_message(self._step.arrivals.late, context.scale)
             work = context.communicator(bucket.spec.communicator).all_reduce(message)
             counts = bucket.add_late(_wait(context, InFlight(index, bucket, message, work)))
-            for place, count in zip(bucket.members, counts, strict=True):
+            for member, count in zip(bucket.members, counts, strict=True):
                 if count > 0:
-                    verdict.used[place] = True
+                    verdict.used[member] = True
 
     def _span(self, what: str, index: int) -> AbstractContextManager[Any]:
         if not _profiling():
@@ -230,7 +230,7 @@ class Exchange:
     def hand_back(self, verdict: Verdict | None, *, in_place: bool) -> None:
         """Give every parameter that some rank used its mean; the others keep what they had. None: all were used.
 
-        in_place: every gradient has its place in the buffers already.
+        in_place: every gradient is its slice of the buffers already.
         """
         step = self.context.step
         if step.absent or (in_place and verdict is None):

@@ -231,9 +231,9 @@ class Reducer:
         """As stock DDP does once: buckets again, in the order in which rank 0's gradients became ready."""
         self.ready_order_known = True
         steps = self.recorder.steps()
-        arrived = sorted(steps[-1].ready_s, key=lambda place: steps[-1].ready_s[place]) if steps else []
-        text = share(self.communicators, "ready-order", ",".join(str(place) for place in arrived))
-        order = [int(place) for place in text.split(",") if place]
+        arrived = sorted(steps[-1].ready_s, key=lambda index: steps[-1].ready_s[index]) if steps else []
+        text = share(self.communicators, "ready-order", ",".join(str(index) for index in arrived))
+        order = [int(index) for index in text.split(",") if index]
         missing = sorted(set(range(len(self.managed.names))) - set(order), reverse=True)
         self.switch(stock_partition([*order, *missing], self.settings, self.managed, self.communicators))
 

@@ -153,7 +153,7 @@ class StepRunner:
         waiting = ""
         if not step.idle and sent < len(buckets):
             outstanding = self._arrivals.outstanding
-            missing = [context.names[place] for place in buckets[sent].members if outstanding[place] > 0]
+            missing = [context.names[index] for index in buckets[sent].members if outstanding[index] > 0]
             waiting = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
         return {
             "step": step.number,
@@ -193,27 +193,27 @@ class StepRunner:
 
     def _watch(self, first: int) -> list[Any]:
         slowly, sender = weakref.WeakMethod(self._arrived), weakref.ref(self._sender)
-        places = enumerate(self.context.parameters[first:], start=first)
-        return [watch(parameter, place, self._arrivals, slowly, sender) for place, parameter in places]
+        indices = enumerate(self.context.parameters[first:], start=first)
+        return [watch(parameter, index, self._arrivals, slowly, sender) for index, parameter in indices]
 
-    def _arrived(self, place: int) -> None:
+    def _arrived(self, index: int) -> None:
         """A gradient arrived, and something about it is not ordinary."""
         arrivals, recorder = self._arrivals, self.context.recorder
-        arrivals.mark(place)
+        arrivals.mark(index)
         if not self._backward.running:
             self._reach.surprised()
             self._begin(self._default_sync)
         if recorder is not None:
-            recorder.gradient(place)
-        index = arrivals.bucket_of[place]
+            recorder.gradient(index)
+        bucket = arrivals.bucket_of[index]
         if arrivals.streams is not None:
-            arrivals.streams.note(index)
+            arrivals.streams.note(bucket)
         if self.status.regular and graph_task() != arrivals.root:
-            arrivals.count_nested(place, index)
-        elif arrivals.count(place, index):
+            arrivals.count_nested(index, bucket)
+        elif arrivals.count(index, bucket):
             if self.step.state is StepState.ACCUMULATING:
-                self.context.bucket_set.keep(index)
-            elif arrivals.may_leave(index):
+                self.context.bucket_set.keep(bucket)
+            elif arrivals.may_leave(bucket):
                 self._sender.send_ready()
 
     def _begin(self, sync: bool) -> None:

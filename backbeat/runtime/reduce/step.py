@@ -172,8 +172,8 @@ class Step:
         if taken is None:
             self._whole.append(bucket)
             return
-        for place in taken.used:
-            self._used[place] = 1
+        for index in taken.used:
+            self._used[index] = 1
         self.kept.update(taken.kept)
         self._removed = self._removed or taken.removed
 
@@ -186,9 +186,9 @@ class Step:
         """The status message has left on its own."""
         self.status_in_flight = sent
 
-    def settle_late(self, places: Set[int]) -> None:
+    def settle_late(self, indices: Set[int]) -> None:
         """These late gradients need not be sent after their bucket."""
-        self.arrivals.late -= places
+        self.arrivals.late -= indices
 
     def tell(self) -> RankStatus:
         """What this rank says of the step, when its last bucket is about to leave: nothing more can happen."""
@@ -196,7 +196,7 @@ class Step:
         if not self.contributes_nothing and not self._removed and arrivals.regular():
             self.told = _REGULAR
         else:
-            late = sorted({arrivals.bucket_of[place] for place in arrivals.late})
+            late = sorted({arrivals.bucket_of[index] for index in arrivals.late})
             self.told = RankStatus(regular=False, broken=self.broken, late=late, used=self._all_used())
         return self.told
 
@@ -207,8 +207,8 @@ class Step:
 
     def _all_used(self) -> bytearray:
         for bucket in self._whole:
-            for place in bucket.members:
-                self._used[place] = 1
+            for index in bucket.members:
+                self._used[index] = 1
         return self._used
 
     def _begin_to_reduce(self, slow: bool) -> None:

@@ -119,8 +119,8 @@ def _check(model: nn.Module) -> None:
         raise InputError("the model is wrapped in DistributedDataParallel: give the model inside, model.module")
     for name, module in model.named_modules():
         if isinstance(module, FSDPModule):
-            place = f"module {name!r}" if name else "the model"
-            raise InputError(f"{place} is sharded already: fully_shard takes a plain model, once")
+            which = f"module {name!r}" if name else "the model"
+            raise InputError(f"{which} is sharded already: fully_shard takes a plain model, once")
     check_model(model)
     for name, parameter in model.named_parameters():
         if parameter.dim() == 0:
@@ -174,7 +174,7 @@ def _synchronise(modules: Sequence[nn.Module], group: Any, device: torch.device)
 
 def _set_prefetch(units: Sequence[UnitModules]) -> None:
     modules: list[Any] = [unit.modules[0] for unit in units]
-    for place, unit in enumerate(units):
-        ahead = modules[place + 1 : place + 1 + unit.prefetch]
+    for index, unit in enumerate(units):
+        ahead = modules[index + 1 : index + 1 + unit.prefetch]
         if ahead:
-            modules[place].set_modules_to_forward_prefetch(ahead)
+            modules[index].set_modules_to_forward_prefetch(ahead)

@@ -41,7 +41,7 @@ def test_a_transformer_opens_what_holds_its_layers():
     model, batch = transformer_case()
     links = observe(find_blocks(model), lambda: model(batch[0]))
     assert [link.name for link in links] == [
-        "embedding", *(f"encoder.layers.{place}" for place in range(4)), "encoder.norm", "head",
+        "embedding", *(f"encoder.layers.{index}" for index in range(4)), "encoder.norm", "head",
     ]  # fmt: skip
     assert [link.chained for link in links] == [False, True, True, True, True, True, False]
 

@@ -37,8 +37,8 @@ def chain(depth: int = 12) -> tuple[nn.Module, torch.Tensor]:
 def uniform(names: list[str], action: str, where: str, length: int = 1) -> MemoryPlan:
     return MemoryPlan(
         segments=tuple(
-            Segment(blocks=tuple(names[place : place + length]), action=action, input=where)
-            for place in range(0, len(names), length)
+            Segment(blocks=tuple(names[index : index + length]), action=action, input=where)
+            for index in range(0, len(names), length)
         )
     )
 

@@ -15,7 +15,7 @@ from backbeat.runtime.memory import apply, find_blocks  # noqa: E402
 from backbeat.simulate.memory_timeline import memory_timeline  # noqa: E402
 from tests.block_models import SmallResNet, loss_of  # noqa: E402
 
-CHAIN = [*(f"layer1.{place}" for place in range(3)), *(f"layer2.{place}" for place in range(3))]
+CHAIN = [*(f"layer1.{index}" for index in range(3)), *(f"layer2.{index}" for index in range(3))]
 
 
 def allocations(run) -> list[tuple[str, int]]:
@@ -71,7 +71,7 @@ def measured():
 
 
 def each(action: str, where: str = "keep", length: int = 1, every: int = 1) -> list[tuple[list[str], str, str]]:
-    buckets = [CHAIN[place : place + length] for place in range(0, len(CHAIN), length)]
+    buckets = [CHAIN[index : index + length] for index in range(0, len(CHAIN), length)]
     return [(names, action, where) for names in buckets[::every]]
 
 
