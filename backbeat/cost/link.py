@@ -93,7 +93,7 @@ class LinkCost:
         return self.isolated.time(sizes)
 
     def busy_time(self, sizes: ArrayLike) -> NDArray[np.float64]:
-        """Time added behind another message on the same communicator, T_busy(M)."""
+        """Time added right after another message on the same communicator, T_busy(M)."""
         return (self.busy or self.isolated).time(sizes)
 
     def work(self, sizes: ArrayLike) -> NDArray[np.float64]:
@@ -109,8 +109,8 @@ class LinkCost:
         )
 
     def split(self, sizes: ArrayLike) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
-        """(latency when isolated, latency behind another message, link work) of each message; the first is negative
-        where an idle link gives a head start."""
+        """(latency when isolated, latency right after another message, link work) of each message; the first is
+        negative where an idle link gives a head start."""
         work = self.work(sizes)
         latency = self.time(sizes) - work
         return latency, (latency if self.busy is None else self.busy.time(sizes) - work), work

@@ -32,7 +32,7 @@ class Product:
     m: float
     n: float
     k: float
-    layout: str = "nt"
+    transposition: str = "nt"
     """Whether A and B lie transposed in memory (t) or not (n): x Wᵀ is nt, g W is nn, gᵀ x is tn."""
     batch: float = 1
     alignment: int = 16

@@ -26,7 +26,7 @@ _FAR_BYTES = 2**40
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerLayout:
+class PlainTopology:
     """How the workers are joined."""
 
     algorithm: Algorithm = "auto"
@@ -51,7 +51,7 @@ class WorkerLayout:
 
 
 def moved(
-    curve: Curve, collective: Collective, old: int, new: int, layout: WorkerLayout, *, slowdown: float = 1.0
+    curve: Curve, collective: Collective, old: int, new: int, topology: PlainTopology, *, slowdown: float = 1.0
 ) -> Curve:
     """The cost on `new` workers of a collective that costs `curve` on `old`.
 
@@ -59,28 +59,28 @@ def moved(
 
     A ring of 2 becomes one of 4: three times the steps, and 3/2 bytes through each link for every byte instead of 1.
 
-    >>> ring = WorkerLayout(algorithm="ring")
+    >>> ring = PlainTopology(algorithm="ring")
     >>> moved(Curve.affine(1e-3, 1e-9), "all_reduce", 2, 4, ring).time([0, 1_000_000]).round(6).tolist()
     [0.003, 0.0045]
     """
     if new == 1:
         return Curve.affine(0.0, 0.0)
-    inner = layout.inner(collective) if layout.algorithm == "hierarchical" else None
-    if inner is not None and new <= layout.per_node:
-        shape = layout.inside_algorithm
+    inner = topology.inner(collective) if topology.algorithm == "hierarchical" else None
+    if inner is not None and new <= topology.per_node:
+        shape = topology.inside_algorithm
         return (
             inner
-            if new == layout.per_node
-            else _cheapest([_stretch(collective, shape, shape, layout.per_node, new)], inner)
+            if new == topology.per_node
+            else _cheapest([_stretch(collective, shape, shape, topology.per_node, new)], inner)
         )
     if inner is not None and collective == "all_reduce":
-        return _moved_across(curve, inner, old, new, layout, slowdown)
+        return _moved_across(curve, inner, old, new, topology, slowdown)
     shapes: tuple[Shape, ...] = ("ring", "tree")
-    if collective in ("all_gather", "reduce_scatter") and layout.per_node > 1:
+    if collective in ("all_gather", "reduce_scatter") and topology.per_node > 1:
         # One ring through all GPUs. NCCL has trees for these (PAT) only where a node has one GPU.
         shapes = ("ring",)
-    if layout.algorithm != "auto" and layout.algorithm != "hierarchical":
-        shapes = (layout.algorithm,)
+    if topology.algorithm != "auto" and topology.algorithm != "hierarchical":
+        shapes = (topology.algorithm,)
     there = _cheapest([_stretch(collective, shape, shapes[0], old, new, slowdown) for shape in shapes], curve)
     if inner is None:
         return there
@@ -184,9 +184,9 @@ def _with_crossings(
     return everywhere, [np.interp(everywhere, sizes, one), np.interp(everywhere, sizes, two)]
 
 
-def _moved_across(whole: Curve, inner: Curve, old: int, new: int, layout: WorkerLayout, slowdown: float) -> Curve:
+def _moved_across(whole: Curve, inner: Curve, old: int, new: int, topology: PlainTopology, slowdown: float) -> Curve:
     """Reduce inside the nodes, all-reduce across them, gather inside: only the middle part depends on their number."""
-    per_node = layout.per_node
+    per_node = topology.per_node
     old_nodes, new_nodes = -(-old // per_node), -(-new // per_node)
     if old_nodes < 2:
         raise InputError(
@@ -195,13 +195,14 @@ def _moved_across(whole: Curve, inner: Curve, old: int, new: int, layout: Worker
         )
     sizes = np.unique(np.concatenate([inner.sizes, whole.sizes, [2.0**20, 2.0**24, 2.0**28, float(_FAR_BYTES)]]))
     # What overlaps with the inside is not seen of it: then all of the transfer is taken to cross nodes.
-    within = inner.latency if layout.pipelined else inner.time
+    within = inner.latency if topology.pipelined else inner.time
     across = Curve(
         sizes,
         np.maximum(whole.time(sizes) - within(sizes), 0.0),
-        max(whole.gradient_s_per_byte - (0.0 if layout.pipelined else inner.gradient_s_per_byte), 0.0),
+        max(whole.gradient_s_per_byte - (0.0 if topology.pipelined else inner.gradient_s_per_byte), 0.0),
     )
-    shapes: tuple[Shape, ...] = ("ring", "tree") if layout.across_algorithm == "auto" else (layout.across_algorithm,)
+    across_algorithm = topology.across_algorithm
+    shapes: tuple[Shape, ...] = ("ring", "tree") if across_algorithm == "auto" else (across_algorithm,)
     beyond = _cheapest(
         [_stretch("all_reduce", shape, shapes[0], old_nodes, new_nodes, slowdown) for shape in shapes], across
     )

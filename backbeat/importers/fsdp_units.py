@@ -1,7 +1,7 @@
 """Units of an FSDP2 job, from the annotations that torch puts into its traces.
 
 `fully_shard` marks its work on the host by `FSDP::all_gather (layers.0)`, `FSDP::pre_forward (layers.0)`,
-`FSDP::post_backward_reduce (layers.0)` and others; the root's have no name behind them. A collective belongs to the
+`FSDP::post_backward_reduce (layers.0)` and others; the root's have no name after them. A collective belongs to the
 mark during which it was launched. Where a trace has no launches, as on a CPU, it is the order that tells: both come in
 the order of issue.
 """

@@ -188,7 +188,7 @@ def links_of(rows: Sequence[Mapping[str, Any]], setting: Setting, torch_version:
 
 def streams_of(backend: str, torch_version: str) -> Streams:
     """Before 2.13 torch sends everything through one communicator; since, through one for each pair of ranks. Gloo has
-    one connection for each pair, on which a rank says that it is ready to receive behind what it sends.
+    one connection for each pair, on which a rank says that it is ready to receive after what it sends.
 
     >>> streams_of("nccl", "2.11.0+cu130"), streams_of("nccl", "2.13.0"), streams_of("gloo", "2.11.0")
     ('rank', 'pair', 'connection')

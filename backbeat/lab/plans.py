@@ -1,7 +1,7 @@
 """Plans to compare, by name: every strategy, and bucketings that no strategy would choose, to test the model with.
 
 `ddp:5MB` is DDP with that bucket cap, `random:8` eight buckets with random ends (always the same for one profile),
-`equal:16` buckets of about equal bytes; `/2` behind any of them asks for two communicators. `hsdp:2` shards within
+`equal:16` buckets of about equal bytes; `/2` after any of them asks for two communicators. `hsdp:2` shards within
 groups of two ranks.
 """
 
@@ -75,7 +75,7 @@ def _parse(text: str, communicators: Sequence[int]) -> list[Choice]:
     if strategy not in STRATEGIES and strategy not in BUCKETINGS:
         raise InputError(f"{text!r} is no plan: use {', '.join(STRATEGIES)}, ddp:5MB, random:8 or equal:8")
     if colon and strategy not in (*BUCKETED, *BUCKETINGS, "hsdp"):
-        raise InputError(f"{text!r}: {strategy} takes nothing behind a colon; ddp:5MB, random:8, equal:8 and hsdp:2 do")
+        raise InputError(f"{text!r}: {strategy} takes nothing after a colon; ddp:5MB, random:8, equal:8 and hsdp:2 do")
     if strategy in BUCKETINGS and not (argument.isdigit() and int(argument) > 0):
         raise InputError(f"{text!r}: say how many buckets, like {strategy}:8")
     if slash and not (count.isdigit() and int(count) > 0):

@@ -268,8 +268,8 @@ class Network(Document, frozen=True, kw_only=True):
         if below and below[-1].workers == workers:
             found: CollectiveTimes = getattr(below[-1], name)
             return found, ()
-        layout = self.topology.layout
-        known_inside = workers <= layout.per_node and layout.inside is not None
+        topology = self.topology.plain
+        known_inside = workers <= topology.per_node and topology.inside is not None
         if below and above and not known_inside:
             one, two = below[-1], above[0]
             curve = mixed(getattr(one, name).curve, getattr(two, name).curve, _share(one.workers, two.workers, workers))
@@ -278,7 +278,7 @@ class Network(Document, frozen=True, kw_only=True):
         slowdown = 1.0
         if self.topology.fabric is not None:
             slowdown = self.topology.fabric.change(self._nodes_of(near.workers), self._nodes_of(workers))
-        curve = moved(getattr(near, name).curve, name, near.workers, workers, layout, slowdown=slowdown)
+        curve = moved(getattr(near, name).curve, name, near.workers, workers, topology, slowdown=slowdown)
         return CollectiveTimes.of(curve), (near.workers,)
 
     def _nearest_concurrency(self, workers: int, all_reduce: CollectiveTimes) -> tuple[ConcurrencyPoint, ...]:
@@ -334,11 +334,11 @@ class Network(Document, frozen=True, kw_only=True):
                 curve = crowded(times.curve, 1 / (band.quiet if load == "quiet" else band.busy))
             elif fabric is not None and self.nodes > 1:
                 slowdown = fabric.slowdown(self.nodes, load)
-                layout = self.topology.layout
+                topology = self.topology.plain
                 curve = (
                     crowded(times.curve, slowdown)
-                    if layout.inside is None
-                    else moved(times.curve, name, self.workers, self.workers, layout, slowdown=slowdown)
+                    if topology.inside is None
+                    else moved(times.curve, name, self.workers, self.workers, topology, slowdown=slowdown)
                 )
             else:
                 return self

@@ -146,7 +146,7 @@ def compressed_ends(profile: Profile, network: Network, cost: CompressedCost, co
 
     E[j] = min over i < j of  max(r_j + c·S_j, E[i]) + T(S_j - S_i) + f
 
-    The fixed cost of compressing a bucket, f, really delays the buckets behind it. Here it counts as transfer time:
+    The fixed cost of compressing a bucket, f, really delays the buckets after it. Here it counts as transfer time:
     that keeps buckets few, and the simulation that scores the result has it right.
     """
     sums = running_sums(profile.sizes)

@@ -46,7 +46,7 @@ def optimal(profile: Profile, network: Network, options: StrategyOptions) -> Dra
 def merged_ends(profile: Profile, cost: LinkCost, ends: list[int], slack: float | None = None) -> list[int]:
     """Fewer buckets on one communicator that end as early; or, with `slack`, with which an iteration takes no more than
     this share longer."""
-    conditions = [Conditions.behind_backward(profile, one) for one in possible_costs(cost)]
+    conditions = [Conditions.during_backward(profile, one) for one in possible_costs(cost)]
     if slack is not None:
         ends_s = [case.finishes(ends)[-1] for case in conditions]
         conditions = [

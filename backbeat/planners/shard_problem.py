@@ -75,7 +75,7 @@ class ShardProblem:
         assert usual is not None
         self.usual = usual
         self.stock = [unit.modules[0] for unit in usual.units]
-        self.names = [*self.stock, *_behind(self.pieces, self.stock, profile.index)]
+        self.names = [*self.stock, *_after_blocks(self.pieces, self.stock, profile.index)]
         self._costs: dict[int, ShardedCost] = {}
         self._times: dict[ShardChoice, float] = {}
         self._peaks: dict[ShardChoice, int] = {}
@@ -204,12 +204,12 @@ def _padded(elements: Sequence[int], shards: int) -> int:
     return sum(-(-count // shards) * shards for count in elements)
 
 
-def _behind(pieces: ModelPieces, stock: Sequence[str], parameters: Container[str]) -> list[str]:
+def _after_blocks(pieces: ModelPieces, stock: Sequence[str], parameters: Container[str]) -> list[str]:
     """What follows the last repeated block and may be a unit. A parameter of the model itself is in no module."""
     holding = [piece for piece in pieces.pieces if piece.elements]
     alike = set(stock)
     indices = [index for index, piece in enumerate(holding) if piece.name in alike]
     first, last = (indices[0], indices[-1] + 1) if indices else (0, 0)
     before = max((sum(piece.elements) for piece in holding[:first]), default=0)
-    behind = [piece for piece in holding[last:] if piece.name not in parameters]
-    return [piece.name for piece in behind] if any(sum(piece.elements) >= before for piece in behind) else []
+    after = [piece for piece in holding[last:] if piece.name not in parameters]
+    return [piece.name for piece in after] if any(sum(piece.elements) >= before for piece in after) else []

@@ -5,7 +5,7 @@ left to torch, every unit resharded or none, on a given mesh. Which consecutive 
 rules of `sharded_step` a step is then a longest path: every task starts when those it waits for are done.
 
 **The programme.** Cut a step between two units. Forward before the cut matters to the rest by when its streams are
-free: the *head*. Backward behind the cut, which runs last, matters by how long it takes from each point where it is
+free: the *head*. Backward after the cut, which runs last, matters by how long it takes from each point where it is
 entered to the end: the *tail*. So a label for the first j atoms is
 
     head   compute free, communicator free, next copy-in may begin, last copy-out done
@@ -45,7 +45,7 @@ class Atoms:
     forward_s: Floats
     backward_s: Floats
     gap_forward_s: Floats
-    """Of the root, before atom j; one more behind the last."""
+    """Of the root, before atom j; one more after the last."""
     gap_backward_s: Floats
     joined: NDArray[np.bool_]
     """Atom j may be in one unit with atom j - 1."""

@@ -342,13 +342,13 @@ def memory_section(study: Study, budget: int | None) -> Section | None:
     data = figures.memory_use(study.profile.memory, budget)
     if not data.kinds:
         return None
-    verdict = ""
+    more = ""
     if budget is not None:
-        verdict = f" That is {'within' if data.fits else 'above'} the budget of {format_bytes(budget)}."
+        more = f" That is {'within' if data.fits else 'above'} the budget of {format_bytes(budget)}."
     fit = study.fits[STOCK]
     if fit is not None:
-        verdict += f" In training, with DDP's buckets: {fit}."
-    summary = f"One worker needs {format_bytes(data.peak_bytes)} at its peak.{verdict}"
+        more += f" In training, with DDP's buckets: {fit}."
+    summary = f"One worker needs {format_bytes(data.peak_bytes)} at its peak.{more}"
     return Section(
         anchor="memory",
         title="Memory of one worker",

@@ -31,7 +31,7 @@ def units_of(profile: Profile, memory_plan: MemoryPlan) -> list[Unit]:
         last = first + len(segment.blocks)
         if [index_of[name] for name in segment.blocks] != list(range(first, last)) or first < reached:
             raise InputError(
-                f"memory.segments[{index}] is not a run of consecutive blocks behind those before it: "
+                f"memory.segments[{index}] is not a run of consecutive blocks after those before it: "
                 "list blocks and segments in the order of forward"
             )
         if segment.action == "recompute":

@@ -2,7 +2,7 @@
 computation.
 
 A bucket is compressed on the compute stream once its last gradient is ready: it leaves later by that much, and so does
-every gradient behind it. `Profile.compression_s_per_byte` and `compression_s_per_bucket` cover selecting and putting
+every gradient after it. `Profile.compression_s_per_byte` and `compression_s_per_bucket` cover selecting and putting
 together; all of it is counted before the bucket leaves. Every rank gathers everybody's message, whose size
 `backbeat.cost.message` knows. CompressedFlow plans are simulated on one communicator.
 """
@@ -115,9 +115,9 @@ def travel(
     def sent(moments: NDArray[np.float64]) -> CompressedFlow:
         starts, finishes = [], []
         free = float("-inf")
-        for moment, (alone, behind) in zip(moments.tolist(), times, strict=True):
+        for moment, (alone, busy) in zip(moments.tolist(), times, strict=True):
             starts.append(max(moment, free))
-            free = max(moment + alone, free + behind)
+            free = max(moment + alone, free + busy)
             finishes.append(free)
         return CompressedFlow(starts, finishes, computed)
 
@@ -137,7 +137,7 @@ def compression_s_per_bucket(profile: Profile) -> float:
 
 
 def pieces_of(profile: Profile, plan: Plan) -> tuple[list[Piece], list[tuple[str, ...]]]:
-    """The plan's buckets, and behind them what it does not name; and their names."""
+    """The plan's buckets, and after them what it does not name; and their names."""
     plan.check(profile)
     buckets = [(bucket.gradients, bucket.compression) for bucket in plan.buckets]
     if missing := plan.missing(profile):

@@ -33,7 +33,7 @@ F = TypeVar("F", bound=Messages)
 
 @dataclass(frozen=True, slots=True)
 class ComputeClock:
-    """How far computation is at any time: a line through corners, of full speed behind the last."""
+    """How far computation is at any time: a line through corners, of full speed after the last."""
 
     done: NDArray[np.float64]
     """Seconds of undisturbed computation at each corner."""
@@ -52,8 +52,8 @@ class ComputeClock:
     def _along(
         values: NDArray[np.float64], known: NDArray[np.float64], other: NDArray[np.float64]
     ) -> NDArray[np.float64]:
-        behind = other[-1] + (values - known[-1])
-        return np.where(values >= known[-1], behind, np.interp(values, known, other))
+        beyond = other[-1] + (values - known[-1])
+        return np.where(values >= known[-1], beyond, np.interp(values, known, other))
 
 
 UNDISTURBED = ComputeClock(np.zeros(1), np.zeros(1))

@@ -67,7 +67,7 @@ def period(profile: Profile, plan: Plan, network: Network, slowdown: float = 1.0
     gather_buckets = [
         [index[name] for name in bucket.gradients] for bucket in plan.buckets if bucket.phase == "all_gather"
     ]
-    # Gathers are ready when they are next: a message starts behind the one before it at the earliest.
+    # Gathers are ready when they are next: a message starts after the one before it at the earliest.
     ready = np.array([float(profile.ready[max(members)]) for members in scatter_buckets] + [0.0] * len(gather_buckets))
     times = [
         float(half.time(profile.sizes[members].sum()))
@@ -103,7 +103,7 @@ def halves_bound(profile: Profile, network: Network) -> float:
     """A period holds all of the computation, all of the link's work, and the two in an order that nothing escapes.
 
     Gathers follow the last scatter, and that ends no earlier than any plan's communication could. Of the first j layers
-    of forward one is gathered last, after the bytes of all j, and what it and the layers behind it compute comes after.
+    of forward one is gathered last, after the bytes of all j, and what it and the layers after it compute comes after.
     """
     layers = Layers.of(profile)
     halves = Halves.of(network)

@@ -172,7 +172,7 @@ def _at_host_pace(
 
 
 def _shifted(timeline: tuple[Span, ...], buffers: float, size: int) -> tuple[Span, ...]:
-    """The timeline behind the buffers' broadcast."""
+    """The timeline after the buffers' broadcast."""
     if not timeline or not buffers:
         return timeline
     later = (Span(span.lane, span.name, span.start_s + buffers, span.end_s + buffers, span.bytes) for span in timeline)

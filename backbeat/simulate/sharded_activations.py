@@ -22,7 +22,7 @@ _HALF = ("bf16", "fp16")
 
 
 def tied_block(profile: Profile, chain: ShardedChain) -> int | None:
-    """A block behind the last unit that holds no parameters of its own, and whose backward makes the gradient of one of
+    """A block after the last unit that holds no parameters of its own, and whose backward makes the gradient of one of
     the root's: a head tied to the embedding."""
     last = chain.stretches[-1]
     if last.unit != ROOT or not (largest := _largest_of_root(chain)):

@@ -29,7 +29,7 @@ from backbeat.simulate.sharded_calls import Call, calls
 from backbeat.simulate.sharded_units import ELEMENT_BYTES, ROOT, ShardedChain, chain_of
 
 MOST_MICRO_BATCHES = 3
-"""Those behind the second hold what the second holds."""
+"""Those after the second hold what the second holds."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

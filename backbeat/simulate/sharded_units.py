@@ -22,7 +22,7 @@ from backbeat.simulate.resident_memory import ResidentMemory
 ELEMENT_BYTES = 4
 """Profiles hold gradients in fp32."""
 ROOT = -1
-"""The root's index, behind the units."""
+"""The root's index, after the units."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +191,7 @@ def _check_order(stretches: Sequence[Stretch], sharding: Sharding) -> None:
         broken = next((index for index, unit in enumerate(order) if unit != index), len(order))
         where = order[broken] if broken < len(order) else broken
         raise InputError(
-            f"units[{where}] is not a run of consecutive blocks behind those before it: list units, and the modules "
+            f"units[{where}] is not a run of consecutive blocks after those before it: list units, and the modules "
             "of each, in the order of forward"
         )
 

@@ -340,8 +340,8 @@ def test_a_band_reaches_the_table_the_verdict_and_the_decision(tmp_path: Path) -
     assert "busy–quiet" in headings
     (last,) = (line for line in lines if line.startswith("512"))
     assert re.search(r" [0-9]+–[0-9]+% ", last)
-    verdict = joined(text)
-    assert re.search(r"512 GPUs do the work of [0-9]+ to [0-9]+, depending on how busy the cluster is", verdict)
+    said = joined(text)
+    assert re.search(r"512 GPUs do the work of [0-9]+ to [0-9]+, depending on how busy the cluster is", said)
     data = json.loads(run(*words, "--json", "-s", "ddp"))
     one, *_, many = data["rows"]
     assert one["network_band"] is None

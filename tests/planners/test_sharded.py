@@ -24,7 +24,7 @@ SECONDS = st.sampled_from([1e-4, 1e-3, 4e-3, 1e-2])
 
 @st.composite
 def models(draw: st.DrawFn, most: int = 6) -> Profile:
-    """Repeated blocks, with an embedding before them and a head behind where drawn."""
+    """Repeated blocks, with an embedding before them and a head after them where drawn."""
     names = [f"layers.{index}" for index in range(draw(st.integers(1, most)))]
     names = ["embed"] * draw(st.integers(0, 1)) + names + ["norm", "head"] * draw(st.integers(0, 1))
     sizes = st.sampled_from([4, 4 * 10**4, 4 * MB, 40 * MB])

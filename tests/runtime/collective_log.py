@@ -86,7 +86,7 @@ def recording() -> Iterator[Log]:
         replaced.append((owner, name, owner.__dict__.get(name)))
         setattr(owner, name, by)
 
-    def watched(method: Callable[..., Any], kind: str, index: int) -> Callable[..., Any]:
+    def logged(method: Callable[..., Any], kind: str, index: int) -> Callable[..., Any]:
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
             log.sends(self, kind, args[index])
             return method(self, *args, **kwargs)
@@ -96,7 +96,7 @@ def recording() -> Iterator[Log]:
     for owner in (dist.ProcessGroupGloo, dist.ProcessGroup):
         for name, (kind, index) in SENT.items():
             if hasattr(owner, name):
-                replace(owner, name, watched(getattr(owner, name), kind, index))
+                replace(owner, name, logged(getattr(owner, name), kind, index))
     check = scenario_rig.Oracle.check
 
     def checked(self: scenario_rig.Oracle, wrapped: Any, *args: Any, **kwargs: Any) -> None:

@@ -98,7 +98,7 @@ def test_more_communicators_than_gradients_are_of_no_use(profile: Profile, cost:
 @settings(max_examples=300)
 @given(profiles(most=20), networks(busy=False), st.integers(1, 3))
 def test_bytes_and_latency_are_never_counted_for_less(profile: Profile, network: Network, communicators: int) -> None:
-    """Gradients behind the i-th take the least latency and the least link time per byte."""
+    """Gradients after the i-th take the least latency and the least link time per byte."""
     cost = network.cost
     latency, per_byte = cost.cheapest(float(profile.sizes.min()), float(profile.sizes.sum()))
     remaining = np.cumsum(profile.sizes[::-1])[::-1]

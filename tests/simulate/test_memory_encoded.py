@@ -43,7 +43,7 @@ def test_encoding_delays_what_comes_after_it() -> None:
     assert result.exposed_s == pytest.approx(0.081)
     parts = result.breakdown
     assert parts.latency_s + parts.bandwidth_s + parts.waiting_s == pytest.approx(result.exposed_s)
-    # A dense bucket behind a compressed one is later too, and takes a whole all-reduce.
+    # A dense bucket after a compressed one is later too, and takes a whole all-reduce.
     assert bb.predict(profile, network, two_groups(TOPK, None)).iteration_s == pytest.approx(0.242)
 
 

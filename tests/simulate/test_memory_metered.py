@@ -35,7 +35,7 @@ class Meter(TorchDispatchMode):
         self.level = self.peak = 0
         self._alive: dict[int, Any] = {}
 
-    def watch(self, tensor: torch.Tensor) -> None:
+    def track(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
         key, size = storage._cdata, storage.nbytes()
         if key in self._alive:
@@ -53,7 +53,7 @@ class Meter(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(out):
             if isinstance(leaf, torch.Tensor):
-                self.watch(leaf)
+                self.track(leaf)
         return out
 
 
@@ -68,10 +68,10 @@ class Metered:
         self.meter = Meter()
         for parameter in self.model.parameters():
             parameter.grad = torch.zeros_like(parameter)
-            self.meter.watch(parameter)
-            self.meter.watch(parameter.grad)
+            self.meter.track(parameter)
+            self.meter.track(parameter.grad)
         for tensor in (*self.model.buffers(), *self.batch):
-            self.meter.watch(tensor)
+            self.meter.track(tensor)
         self.profile = self._weighed(measured)
 
     def iterate(self) -> None:

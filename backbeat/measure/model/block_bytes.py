@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from backbeat.measure.model.chain import ChainWatch, untraced
+from backbeat.measure.model.chain import ChainRecorder, untraced
 from backbeat.measure.model.memory_by_kind import storage_bytes, storage_key, storage_size
 
 
@@ -23,7 +23,7 @@ class BlockSizes:
     saves_output: bool = False
 
 
-class BlockBytes(ChainWatch):
+class BlockBytes(ChainRecorder):
     """A context around one forward that weighs its blocks, each storage once."""
 
     def __init__(self, blocks: dict[str, torch.nn.Module], alive: Iterable[torch.Tensor]) -> None:

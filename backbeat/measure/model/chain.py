@@ -130,7 +130,7 @@ class Borders:
         return hook
 
 
-class ChainWatch(Borders):
+class ChainRecorder(Borders):
     """Builds the links of the forward that runs inside it."""
 
     def __init__(self, blocks: dict[str, nn.Module]) -> None:
@@ -171,9 +171,9 @@ def observe(blocks: dict[str, nn.Module], forward: Callable[[], Any]) -> tuple[B
     ...     find_blocks(model), lambda: model(torch.zeros(1, 2)))]
     [('0', False, False), ('1', True, True), ('2', True, False)]
     """
-    with ChainWatch(blocks) as watch:
+    with ChainRecorder(blocks) as recorder:
         forward()
-    links: tuple[BlockCall, ...] = watch.links
+    links: tuple[BlockCall, ...] = recorder.links
     return links
 
 

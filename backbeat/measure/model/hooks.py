@@ -49,7 +49,7 @@ def find_owners(
     return owners
 
 
-class _Watch:
+class _TimedHooks:
     """A context in which observed iterations are recorded, one recording each."""
 
     def __init__(self, clock: Clock, head_start_s: float) -> None:
@@ -76,7 +76,7 @@ class _Watch:
             self._clock.delay(self._head_start_s)
 
 
-class ReadyWatch(_Watch):
+class ReadyHooks(_TimedHooks):
     """Marks each gradient's completion; with a head start, after the device has been kept busy before backward."""
 
     def __init__(self, parameters: list[torch.nn.Parameter], clock: Clock, head_start_s: float = 0.0) -> None:
@@ -85,7 +85,7 @@ class ReadyWatch(_Watch):
         self._parameters = parameters
         self._current: dict[int, Mark] | None = None
 
-    def __enter__(self) -> ReadyWatch:
+    def __enter__(self) -> ReadyHooks:
         for index, parameter in enumerate(self._parameters):
             register: Any = parameter.register_post_accumulate_grad_hook
             self._handles.append(register(self._hook(index)))
@@ -110,7 +110,7 @@ class ReadyWatch(_Watch):
         return hook
 
 
-class ForwardWatch(_Watch):
+class ForwardHooks(_TimedHooks):
     """Marks the beginning of every owning module; with a head start, after the device has been kept busy before."""
 
     def __init__(self, owners: list[Owner], clock: Clock, head_start_s: float = 0.0) -> None:
@@ -119,7 +119,7 @@ class ForwardWatch(_Watch):
         self._owners = owners
         self._current: list[tuple[int, Mark]] | None = None
 
-    def __enter__(self) -> ForwardWatch:
+    def __enter__(self) -> ForwardHooks:
         for owner in self._owners:
             self._handles.append(owner.module.register_forward_pre_hook(untraced(self._hook(owner.gradient))))
         return self

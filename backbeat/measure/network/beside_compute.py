@@ -2,7 +2,7 @@
 
 Each kind of work runs alone and beside collectives in a row (all-reduces, or all-gathers and reduce-scatters), in
 turns, on every rank at once. The slowdown is the median over pairs, of the rank that is slowed down most: a synchronous
-step waits for it. Nothing of the host counts: launches queue behind a spin.
+step waits for it. Nothing of the host counts: launches queue after a spin.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ class CompressedBucket(BucketBuffer):
         self.members = spec.members
         self.parameters = [parameters[index] for index in spec.members]
         # Members keep these slices of every buffer, whatever memory format they are given later.
-        self._layout = [
+        self._slices = [
             torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device="meta")
             for parameter in self.parameters
         ]
@@ -93,12 +93,12 @@ class CompressedBucket(BucketBuffer):
 
     def _lay_slots(self) -> None:
         """Where the decoded mean of each member is looked at as `.grad`."""
-        self._slots = views_of(self.payload, self._layout) if self._dense else []
+        self._slots = views_of(self.payload, self._slices) if self._dense else []
         self._addresses = addresses_of(self._slots)
 
     @property
     def bytes(self) -> int:
-        return topk.layout_of(self.numel, self.compressor.density).bytes
+        return topk.format_of(self.numel, self.compressor.density).bytes
 
     def take_all(self) -> bool:
         if self.frozen:
@@ -209,14 +209,14 @@ class CompressedBucket(BucketBuffer):
         if found is None:
             if len(self._known_views) > 1:
                 self._known_views.clear()
-            found = self._known_views[flat.data_ptr()] = views_of(flat, self._layout)
+            found = self._known_views[flat.data_ptr()] = views_of(flat, self._slices)
         return found
 
     def _opened(self) -> tuple[Residual, list[torch.Tensor], list[torch.Tensor]]:
         if self._views is None:
             residual = self.store.open()
-            values = views_of(residual.values, self._layout)
-            velocities = [] if residual.velocity is None else views_of(residual.velocity, self._layout)
+            values = views_of(residual.values, self._slices)
+            velocities = [] if residual.velocity is None else views_of(residual.velocity, self._slices)
             self._views = (residual, values, velocities)
         return self._views
 
@@ -289,7 +289,7 @@ class CompressedBucket(BucketBuffer):
         self.compressor.decode(self.gathered, flat, self._scale)
         self.gathered = None
         alike = self.parameters[0].dtype == self.dtype
-        views = self._views_on(flat) if alike else views_of(flat.to(self.parameters[0].dtype), self._layout)
+        views = self._views_on(flat) if alike else views_of(flat.to(self.parameters[0].dtype), self._slices)
         found = []
         for index, parameter, view in zip(self.members, self.parameters, views, strict=True):
             if used is None or used[index]:

@@ -30,7 +30,7 @@ from backbeat.runtime.compressed.updates import Updates, plainly
 from backbeat.runtime.reduce.bucket import BucketBuffer
 from backbeat.runtime.reduce.exchange import Exchange
 from backbeat.runtime.reduce.settings import CompressionOptions
-from backbeat.runtime.reduce.status import StatusLayout, Verdict, read
+from backbeat.runtime.reduce.status import StatusOffsets, SummedStatus, read
 from backbeat.runtime.reduce.step import InFlight
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class CompressedExchange(Exchange):
         self._host = host
         self._carried = Carried(context)
         self._compressed: list[CompressedBucket] = []
-        self._status: tuple[StatusLayout, torch.Tensor] | None = None
+        self._status: tuple[StatusOffsets, torch.Tensor] | None = None
         """The last status message."""
         device = context.communicators.device
         self._side: Any = _cuda.Stream(device) if device.type == "cuda" else None
@@ -135,9 +135,9 @@ class CompressedExchange(Exchange):
         self._collect(index)
         return sent
 
-    def add_to_status(self, message: torch.Tensor, layout: StatusLayout) -> None:
+    def add_to_status(self, message: torch.Tensor, offsets: StatusOffsets) -> None:
         """Tell the others of a gradient that was not finite; `message` will hold the sums."""
-        self._status = (layout, message)
+        self._status = (offsets, message)
         refused = [index for bucket in self._compressed for index in bucket.take_refused()]
         # They are found beside backward, where buckets are compressed.
         self._join()
@@ -146,7 +146,7 @@ class CompressedExchange(Exchange):
             faults.append(torch.tensor([max(refused) + 1.0], device=message.device))
         if not faults or self.context.step.broken:
             return
-        message[layout.faults_at + self.context.communicators.rank].copy_(torch.cat(faults).amax())
+        message[offsets.faults_at + self.context.communicators.rank].copy_(torch.cat(faults).amax())
 
     def receive(self, sent: InFlight) -> torch.Tensor:
         bucket = sent.bucket
@@ -164,8 +164,8 @@ class CompressedExchange(Exchange):
             self._join()
         return sent.message
 
-    def hand_back(self, verdict: Verdict | None, *, in_place: bool) -> None:
-        used = None if verdict is None else verdict.used
+    def hand_back(self, summed: SummedStatus | None, *, in_place: bool) -> None:
+        used = None if summed is None else summed.used
         at_once = self.updates.at_once
         with self._beside():
             for bucket in self._compressed:
@@ -196,8 +196,8 @@ class CompressedExchange(Exchange):
         used: Sequence[bool] | None = None
         at_once = self.updates.at_once
         if at_once and self._status is not None and any(bucket.gathered is not None for bucket in self._compressed):
-            layout, numbers = self._status
-            used = read(layout, numbers.cpu()).used
+            offsets, numbers = self._status
+            used = read(offsets, numbers.cpu()).used
         with self._beside():
             for bucket in self._compressed:
                 if at_once and not self.context.step.absent:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 DENSITY = 0.01
 _FEWEST_ELEMENTS = 2**20
 _SMALL_ELEMENTS = 2**17
-"""A small bucket whose message still has the layout of a large one's."""
+"""A small bucket whose message still has the format of a large one's."""
 _MOST_ELEMENTS = {"cpu": 2**22}
 _MOST_ELEMENTS_ELSEWHERE = 2**24
 _WARMUP, _REPEATS = 3, 7

@@ -96,7 +96,7 @@ class KeepPolicy:
 
         with saved_tensors_hooks(pack, KeptTensor.tensor):
             output = block.original(*args, **kwargs)
-        self._schedule.watch(tensors_of(output), unit)
+        self._schedule.hook_outputs(tensors_of(output), unit)
         return output
 
 
@@ -151,7 +151,7 @@ class OffloadPolicy:
 
         with without_autocast_cache(), saved_tensors_hooks(pack, lambda saved: saved.tensor()):
             output = block.original(*args, **kwargs)
-        schedule.watch(tensors_of(output), unit)
+        schedule.hook_outputs(tensors_of(output), unit)
         return output
 
 

@@ -126,7 +126,7 @@ def device_peak(device: torch.device) -> int | None:
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
 
 
-class BudgetWatch:
+class BudgetCheck:
     """Compares the device's peak with a budget, and warns once."""
 
     def __init__(self, budget_bytes: int, predicted_bytes: int | None, device: torch.device) -> None:
@@ -166,13 +166,13 @@ class BudgetWatch:
         return f"{text} Plan again with --memory {_typed(self._budget - more)}, or with --reserve {_typed(more)}"
 
 
-def watch_of(
+def budget_check_of(
     budget_bytes: int | None, memory: MemoryPlan | None, group: ProcessGroup, device: torch.device
-) -> BudgetWatch | None:
+) -> BudgetCheck | None:
     """What watches this budget; None where there is none. All ranks train alike, so rank 0 speaks for them."""
     if budget_bytes is None or dist.get_rank(group) != 0:
         return None
-    return BudgetWatch(budget_bytes, memory.peak_bytes if memory is not None else None, device)
+    return BudgetCheck(budget_bytes, memory.peak_bytes if memory is not None else None, device)
 
 
 def _typed(size: int) -> str:

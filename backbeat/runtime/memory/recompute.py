@@ -276,7 +276,7 @@ class SegmentRun:
         ]
         self.next_index += 1
         if self._schedule is not None:
-            self._schedule.watch(made, self.unit)
+            self._schedule.hook_outputs(made, self.unit)
         return output
 
     def recompute(self) -> None:

@@ -324,7 +324,7 @@ class Expectation:
         return changed
 
 
-def watch(
+def register_hook(
     parameter: Parameter,
     index: int,
     arrivals: Arrivals,
@@ -366,7 +366,7 @@ def watch(
     return parameter.register_post_accumulate_grad_hook(arrived)
 
 
-def watch_last(parameters: Sequence[Parameter], handles: list[Any]) -> None:
+def move_hooks_last(parameters: Sequence[Parameter], handles: list[Any]) -> None:
     """The user's own hooks on a gradient come before ours, which may take it away."""
     for parameter, handle in zip(parameters, handles, strict=True):
         hooks: Any = parameter._post_accumulate_grad_hooks
@@ -374,7 +374,7 @@ def watch_last(parameters: Sequence[Parameter], handles: list[Any]) -> None:
             hooks[handle.id] = hooks.pop(handle.id)
 
 
-def unwatch(handles: list[Any]) -> None:
+def remove_hooks(handles: list[Any]) -> None:
     for handle in handles:
         handle.remove()
     handles.clear()

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class BucketBuffer:
-    """One bucket's gradients, contiguous, with room for the status message behind them where it is the last bucket.
+    """One bucket's gradients, contiguous, with room for the status message after them where it is the last bucket.
 
     After a step `.grad` of each member is a view into the buffer. From when the bucket leaves until backward ends it is
     None: a gradient that autograd produces then is a tensor of its own and cannot write into a buffer in flight.
@@ -150,7 +150,7 @@ class BucketBuffer:
         return message, communicator.all_reduce(message)
 
     def message(self, scale: float, status: torch.Tensor | None) -> torch.Tensor:
-        """What goes in flight: the scaled gradients, in the reduce dtype, with the status message behind."""
+        """What goes in flight: the scaled gradients, in the reduce dtype, with the status message at the end."""
         if self.reduce_dtype is None:
             if scale != 1.0:
                 self.payload.mul_(self._factor_of(scale))
@@ -180,7 +180,7 @@ class BucketBuffer:
         return message[self.numel : self.numel + self.status_length]
 
     def late_message(self, late: Set[int], scale: float) -> torch.Tensor:
-        """Gradients that came after the bucket had left, scaled, and behind them one number a member that has one."""
+        """Gradients that came after the bucket had left, scaled, and after them one number a member that has one."""
         message = torch.zeros(self.numel + len(self.members), dtype=self.dtype, device=self.device)
         slots = views_of(message[: self.numel], self._slices)
         for position, (index, parameter) in enumerate(zip(self.members, self.parameters, strict=True)):

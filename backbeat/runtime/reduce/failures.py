@@ -259,9 +259,9 @@ def work_result(work: Any) -> str:
 class LostCollectives:
     """Finds buckets that were lost and the host was not told: on NCCL waiting for a failed collective does not raise.
 
-    Torch's own watchdog notices, writes its verdict into the communicator and into the result of the oldest work that
+    Torch's own watchdog notices, writes its error into the communicator and into the result of the oldest work that
     it has not yet ticked off, which may be a good one, and after a pause for its dumps (a minute in torch 2.11) ends
-    the process without a word on buckets or gradients. The monitor's thread reads that verdict meanwhile, says which
+    the process without a word on buckets or gradients. The monitor's thread reads that error meanwhile, says which
     bucket of which step was lost and who is to blame, and aborts the communicators, so that whatever waits for the
     device returns and the next use of the wrapper raises the same. It never judges by itself: no clock of its own, no
     guess from slowness, so it cannot stop a healthy job.
@@ -299,7 +299,7 @@ class LostCollectives:
         step = context.step
         present = _Sent(step.number, [(one.bucket_index, one.work) for one in tuple(step.in_flight)], None)
         steps = [*self._steps, present]
-        why = self._verdict(steps)
+        why = self._watchdog_error(steps)
         if not why:
             return False
         missing = ((sent.step, index) for sent in steps if (index := sent.first_missing()) is not None)
@@ -312,7 +312,7 @@ class LostCollectives:
         abort(context.communicators)
         return True
 
-    def _verdict(self, steps: Sequence[_Sent]) -> str:
+    def _watchdog_error(self, steps: Sequence[_Sent]) -> str:
         """What the watchdog has found, or nothing."""
         for backend in self._context.communicators.backends():
             found = _error_of(backend)
@@ -324,7 +324,7 @@ class LostCollectives:
 
 @dataclass(frozen=True, slots=True)
 class _Sent:
-    """What left in one step, and an event behind it on the device."""
+    """What left in one step, and an event after it on the device."""
 
     step: int
     works: list[tuple[int, Any]]

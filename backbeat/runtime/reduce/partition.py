@@ -31,7 +31,7 @@ _owners: Any = WeakIdKeyDictionary()
 
 
 class ManagedParameters:
-    """Trainable parameters in registration order, newcomers behind them, and the frozen ones."""
+    """Trainable parameters in registration order, newcomers after them, and the frozen ones."""
 
     def __init__(self, module: Module, ignored: Set[str]) -> None:
         self._sparse_ids = {

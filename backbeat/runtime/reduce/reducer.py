@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
     from backbeat.runtime.auto import Tuner
-    from backbeat.runtime.memory.budget import BudgetWatch
+    from backbeat.runtime.memory.budget import BudgetCheck
     from backbeat.runtime.reduce.bucket import BucketBuffer
     from backbeat.runtime.reduce.exchange import Hook
     from backbeat.runtime.reduce.partition import Partition
@@ -53,7 +53,7 @@ class Reducer:
         self.settings = settings
         self.memory: Any = None
         """The handle of the memory plan in force on the model, if any."""
-        self.budget_watch: BudgetWatch | None = None
+        self.budget_check: BudgetCheck | None = None
         self.watch: weakref.WeakMethod[Callable[[], None]] | None = None
         """Called after each step, last: `runtime/watch.py`."""
         self._comm_hook: tuple[Any, Hook] | None = None
@@ -61,7 +61,7 @@ class Reducer:
         self._runner: StepRunner | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = ("settings", "memory", "budget_watch", "_comm_hook", "_warns_of_scaling")
+        kept = ("settings", "memory", "budget_check", "_comm_hook", "_warns_of_scaling")
         return {name: self.__dict__[name] for name in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -187,8 +187,8 @@ class Reducer:
         else:
             following = runner.step.number + 1
             self.time_steps(following <= SAMPLED_FIRST or following % SAMPLED_EVERY == 0)
-        if self.budget_watch is not None:
-            self.budget_watch.after_step()
+        if self.budget_check is not None:
+            self.budget_check.after_step()
         watch = self.watch() if self.watch is not None else None
         if watch is not None:
             watch()
@@ -292,7 +292,7 @@ class Reducer:
         self.build()
 
     def remove_hooks(self) -> None:
-        """Stop watching the parameters."""
+        """Remove the hooks from the parameters."""
         if self._runner is not None:
             self._runner.remove_hooks()
 

@@ -24,9 +24,9 @@ from backbeat.runtime.reduce.arrivals import (
     GraphReach,
     Streams,
     graph_task,
-    unwatch,
-    watch,
-    watch_last,
+    move_hooks_last,
+    register_hook,
+    remove_hooks,
 )
 from backbeat.runtime.reduce.bucket import BucketSet
 from backbeat.runtime.reduce.exchange import Exchange, HookExchange, Sender
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from backbeat.comm.communicators import Communicators
     from backbeat.runtime.reduce.exchange import Hook
     from backbeat.runtime.reduce.partition import ManagedParameters, Partition
-    from backbeat.runtime.reduce.status import Verdict
+    from backbeat.runtime.reduce.status import SummedStatus
 
 logger = logging.getLogger("backbeat.runtime")
 
@@ -86,9 +86,9 @@ class StepRunner:
         self._backward = Backward()
         self.weak = weakref.ref(self)
         self.install(partition)
-        self._handles = self._watch(0)
+        self._handles = self._register_hooks(0)
         claim(self, self.context.names, self.context.parameters)
-        weakref.finalize(self, unwatch, self._handles)
+        weakref.finalize(self, remove_hooks, self._handles)
         self._lost = None if communicators.wait_raises else LostCollectives(self.context)
         look = None if self._lost is None else self._lost.look
         self.context.monitor = Monitor(communicators, self.standing, model=model, look=look)
@@ -131,7 +131,7 @@ class StepRunner:
         self._arrivals.add(len(parameters))
         self.status.expect_irregular()
         self.install(partition)
-        self._handles.extend(self._watch(first))
+        self._handles.extend(self._register_hooks(first))
         claim(self, names, parameters)
 
     def set_comm_hook(self, state: Any, hook: Hook) -> None:
@@ -140,8 +140,8 @@ class StepRunner:
         self._sender.exchange = HookExchange(self.context, state, hook)
 
     def remove_hooks(self) -> None:
-        """Stop watching the parameters."""
-        unwatch(self._handles)
+        """Remove the hooks from the parameters."""
+        remove_hooks(self._handles)
         release(self, self.context.parameters)
         self.context.monitor.stop()
 
@@ -168,7 +168,7 @@ class StepRunner:
         self._default_sync = sync
         self._reach.forward_begins()
         if self._handles and (self.context.recorder is not None or not self._arrivals.expectation.learned):
-            watch_last(self.context.parameters, self._handles)
+            move_hooks_last(self.context.parameters, self._handles)
         if not self.step.idle and self._backward.ended():
             self._break_off()
 
@@ -191,10 +191,10 @@ class StepRunner:
         self.read_step_before()
         self._finish()
 
-    def _watch(self, first: int) -> list[Any]:
+    def _register_hooks(self, first: int) -> list[Any]:
         slowly, sender = weakref.WeakMethod(self._arrived), weakref.ref(self._sender)
         indices = enumerate(self.context.parameters[first:], start=first)
-        return [watch(parameter, index, self._arrivals, slowly, sender) for index, parameter in indices]
+        return [register_hook(parameter, index, self._arrivals, slowly, sender) for index, parameter in indices]
 
     def _arrived(self, index: int) -> None:
         """A gradient arrived, and something about it is not ordinary."""
@@ -253,13 +253,13 @@ class StepRunner:
             if step.told is not None and step.told.regular:
                 # Most likely all will be well. This takes as long as the last bucket's thread needs to wake up.
                 placed = context.bucket_set.place_gradients()
-            verdict = self._read(self._sender.wait())
+            summed = self._read(self._sender.wait())
             context.check_not_lost()
-            if verdict is not None and verdict.late:
-                self._sender.send_late(verdict)
-            self.exchange.hand_back(verdict, in_place=placed)
-            self.status.learn(verdict)
-            step.learn(regular=verdict is None)
+            if summed is not None and summed.late:
+                self._sender.send_late(summed)
+            self.exchange.hand_back(summed, in_place=placed)
+            self.status.learn(summed)
+            step.learn(regular=summed is None)
         except BaseException as error:
             self.status.expect_irregular()
             if placed:
@@ -280,7 +280,7 @@ class StepRunner:
         if after is not None:
             after()
 
-    def _read(self, numbers: torch.Tensor) -> Verdict | None:
+    def _read(self, numbers: torch.Tensor) -> SummedStatus | None:
         step = self.step
         assert step.told is not None  # the last bucket has left
         try:

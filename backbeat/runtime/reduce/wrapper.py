@@ -20,7 +20,7 @@ from backbeat.errors import InputError
 from backbeat.model import Network, Plan, Profile
 from backbeat.runtime.compressed import checkpoint
 from backbeat.runtime.compressed.updates import check_optimizer, check_uncompressed
-from backbeat.runtime.memory.budget import apply_memory, ends_with, watch_of
+from backbeat.runtime.memory.budget import apply_memory, budget_check_of, ends_with
 from backbeat.runtime.reduce.exchange import builtin_hook
 from backbeat.runtime.reduce.partition import FIRST_BUCKET_BYTES, check_fits
 from backbeat.runtime.reduce.reducer import Reducer
@@ -125,7 +125,7 @@ class DistributedDataParallel(TorchDDP):  # type: ignore[misc]
         self.bucket_bytes_cap = max(FIRST_BUCKET_BYTES, cap)
         # Last: a wrapper that was refused must leave the model as it was.
         self.reducer.memory = apply_memory(self, module, memory)
-        self.reducer.budget_watch = watch_of(settings.budget_bytes, memory, self.process_group, self.device)
+        self.reducer.budget_check = budget_check_of(settings.budget_bytes, memory, self.process_group, self.device)
 
     _divide_by_initial_world_size = True
 
@@ -401,7 +401,7 @@ class StockDistributedDataParallel(TorchDDP):  # type: ignore[misc]
             self.register_comm_hook((communicators, settings.reduce_dtype), _spread)
         # Last: a wrapper that was refused must leave the model as it was.
         self.memory = apply_memory(self, module, memory)
-        self._budget_watch = watch_of(settings.budget_bytes, memory, self.process_group, self.device)
+        self._budget_check = budget_check_of(settings.budget_bytes, memory, self.process_group, self.device)
 
     compressed = False
 
@@ -413,8 +413,8 @@ class StockDistributedDataParallel(TorchDDP):  # type: ignore[misc]
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         if TorchDDP._active_ddp_module is not None:
             refuse_inside(TorchDDP._active_ddp_module, self)
-        if self._budget_watch is not None and torch.is_grad_enabled():
-            self._budget_watch.after_step()
+        if self._budget_check is not None and torch.is_grad_enabled():
+            self._budget_check.after_step()
         return super()._pre_forward(*inputs, **kwargs)
 
     def report(self) -> NoReturn:

@@ -221,23 +221,23 @@ def test_the_budget_given_counts_and_so_does_only_what_training_takes(
 ) -> None:
     device = Device(monkeypatch)
     device.now = 9_000
-    watch = budget.BudgetWatch(6_000, 5_000, torch.device("cuda"))
-    watch.after_step()
+    check = budget.BudgetCheck(6_000, 5_000, torch.device("cuda"))
+    check.after_step()
     assert not caplog.records, "a peak from before the model was wrapped is none of training's"
     device.now = 5_500
-    watch.after_step()
+    check.after_step()
     assert not caplog.records
     device.now = 12_000
-    watch.after_step()
+    check.after_step()
     assert "look for what is kept besides the model" in caplog.records[0].getMessage()
 
 
 def test_after_the_first_steps_the_peak_is_looked_at_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     device = Device(monkeypatch)
-    watch = budget.BudgetWatch(6_000, None, torch.device("cuda"))
+    check = budget.BudgetCheck(6_000, None, torch.device("cuda"))
     device.asked = 0
     for _ in range(budget.EVERY * 3):
-        watch.after_step()
+        check.after_step()
     assert device.asked == budget.FIRST_STEPS + 3
 
 

@@ -1,4 +1,4 @@
-"""Messages of all three layouts give back what was written into them."""
+"""Messages of all three formats give back what was written into them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch")
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
-from backbeat.runtime.compressed.topk import layout_of  # noqa: E402
+from backbeat.runtime.compressed.topk import format_of  # noqa: E402
 
 
 @given(
@@ -20,17 +20,17 @@ from backbeat.runtime.compressed.topk import layout_of  # noqa: E402
 )
 @settings(max_examples=60, deadline=None)
 def test_indices_and_values_come_back_as_they_were(numel: int, density: float, seed: int, ranks: int) -> None:
-    layout = layout_of(numel, density)
+    form = format_of(numel, density)
     rows, messages = [], []
     for rank in range(ranks):
         source = torch.Generator().manual_seed(seed + rank)
-        indices = torch.randperm(numel, generator=source)[: layout.count].sort().values
-        values = torch.randn(layout.count, generator=source)
-        message = torch.empty(layout.bytes, dtype=torch.uint8)
-        layout.write_indices(indices, message)
-        layout.values(message).copy_(values)
+        indices = torch.randperm(numel, generator=source)[: form.count].sort().values
+        values = torch.randn(form.count, generator=source)
+        message = torch.empty(form.bytes, dtype=torch.uint8)
+        form.write_indices(indices, message)
+        form.values(message).copy_(values)
         rows.append((indices, values))
         messages.append(message)
-    for (indices, values), found, numbers in zip(rows, *layout.unpack(torch.cat(messages)), strict=True):
+    for (indices, values), found, numbers in zip(rows, *form.unpack(torch.cat(messages)), strict=True):
         assert torch.equal(found, indices)
         assert torch.equal(numbers, values)
