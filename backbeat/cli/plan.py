@@ -33,7 +33,7 @@ from backbeat.cli.common import (
     size,
     strategy_names,
 )
-from backbeat.cli.predict_output import doubts
+from backbeat.cli.predict_output import caveats
 from backbeat.errors import InputError
 from backbeat.model import MemoryPlan, Network, Plan, Prediction, Profile
 from backbeat.planners import SHARDED, STRATEGIES
@@ -205,7 +205,7 @@ def _show(
     fit = device_fit(sent, made, cluster.workers)
     if fit is not None:
         prose(out, f"Memory: {fit}.")
-    for line in dict.fromkeys([*(f"* {note}" for note in made.notes), *doubts(result, cluster, one)]):
+    for line in dict.fromkeys([*(f"* {note}" for note in made.notes), *caveats(result, cluster, one)]):
         prose(out, line)
     if made.sharding is not None:
         out.print()

@@ -35,7 +35,7 @@ def agree(communicators: Communicators, topic: str, lines: Sequence[str], what: 
         )
 
 
-def meet(communicators: Communicators, topic: str, what: str) -> None:
+def wait_for_all(communicators: Communicators, topic: str, what: str) -> None:
     """Wait until every rank is here, by the store alone: ranks that are not may be sending gradients at this time, and
     a message of another size among these ends the process on gloo."""
     if communicators.size == 1:

@@ -20,9 +20,6 @@ from dataclasses import dataclass
 from backbeat.cost.accelerators import Accelerator
 from backbeat.errors import InputError
 
-DIRECTIONS = ("forward", "input", "weight")
-"""Of a convolution: itself, and the gradients of its input and of its weight."""
-
 
 @dataclass(frozen=True, slots=True)
 class Product:

@@ -102,10 +102,10 @@ def mixed(one: Curve, two: Curve, share: float) -> Curve:
     return _through(*_with_slope(sizes, times, slope))
 
 
-def hindered(curve: Curve, slowdown: float) -> Curve:
+def slower_transfer(curve: Curve, slowdown: float) -> Curve:
     """Every byte takes that many times as long; latencies stay.
 
-    >>> hindered(Curve.affine(1e-3, 1e-9), 2.0).line
+    >>> slower_transfer(Curve.affine(1e-3, 1e-9), 2.0).line
     (0.001, 2e-09)
     """
     if curve.is_affine:
@@ -115,17 +115,18 @@ def hindered(curve: Curve, slowdown: float) -> Curve:
     return _through(*_with_slope(sizes, times, curve.gradient_s_per_byte * slowdown))
 
 
-def crowded(curve: Curve, slowdown: float) -> Curve:
+def beside_traffic(curve: Curve, slowdown: float) -> Curve:
     """The same beside other traffic: all but the latency of the smallest message takes that many times as long.
 
     What a message of some megabytes takes beyond its bytes is mostly a pipeline being filled, whose parts wait for
     links as any bytes do.
 
-    >>> crowded(Curve.through([(1024, 1e-4), (2**20, 5e-4), (2**30, 3e-3)]), 2.0).time([1024, 2**20]).round(7).tolist()
+    >>> curve = Curve.through([(1024, 1e-4), (2**20, 5e-4), (2**30, 3e-3)])
+    >>> beside_traffic(curve, 2.0).time([1024, 2**20]).round(7).tolist()
     [0.0001, 0.0009]
     """
     if curve.is_affine:
-        return hindered(curve, slowdown)
+        return slower_transfer(curve, slowdown)
     latency = curve.times[0]
     times = latency + (curve.times - latency) * slowdown
     return _through(*_with_slope(curve.sizes, times, curve.gradient_s_per_byte * slowdown))

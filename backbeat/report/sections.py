@@ -14,7 +14,7 @@ from backbeat.report.limits import knee_sentence
 from backbeat.report.study import STOCK, Study
 from backbeat.report.tables import gpu_hours, over_bound, scaling_range
 from backbeat.report.ways import Way, way_headline, way_sentences
-from backbeat.simulate.sharded_course import memory_course
+from backbeat.simulate.sharded_levels import memory_levels
 from backbeat.units import format_bytes, format_seconds
 
 _MOST_ROWS = 1000
@@ -215,7 +215,7 @@ def step_memories(study: Study, budget: int | None = None) -> list[StepMemory]:
     def of(way: Way) -> StepMemory | None:
         if way.plan is None:
             return None
-        levels = memory_course(study.profile, network, way.plan, micro_batches=study.profile.accumulation)
+        levels = memory_levels(study.profile, network, way.plan, micro_batches=study.profile.accumulation)
         limit = budget or (way.fit.device_bytes if way.fit is not None else None)
         return figures.step_memory(way.label, levels, limit) if levels else None
 

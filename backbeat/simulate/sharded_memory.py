@@ -97,7 +97,7 @@ def sharded_memory(
     parameters, optimizer = (-(-size // shards) for size in (resident.parameter_bytes, resident.optimizer_bytes))
     other = resident.buffer_bytes + resident.batch_bytes + resident.outside_bytes
     tied = bool(profile.blocks) and tied_block(profile, chain) is not None
-    moments = course(chain, plan.sharding, min(micro_batches, MOST_MICRO_BATCHES), tied=tied)
+    moments = step_moments(chain, plan.sharding, min(micro_batches, MOST_MICRO_BATCHES), tied=tied)
     if profile.blocks:
         blocks = Chain(sharded_activations(profile, chain, plan.sharding), resident)
         actions = [(k, k + 1, KEEP) for k in range(blocks.count)]
@@ -145,7 +145,7 @@ class _Held:
         return Moment(call, before, self.totals.copy())
 
 
-def course(chain: ShardedChain, sharding: Sharding, micro_batches: int = 1, *, tied: bool = False) -> list[Moment]:
+def step_moments(chain: ShardedChain, sharding: Sharding, micro_batches: int, *, tied: bool) -> list[Moment]:
     """What is held at every stretch, in order of issue. `tied`: the last stretch makes all gradients of the root."""
     param, reduced = DTYPE_BYTES[sharding.param_dtype], DTYPE_BYTES[sharding.reduce_dtype]
     gradients = [stretch.elements for stretch in chain.stretches]

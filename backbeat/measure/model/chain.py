@@ -7,19 +7,16 @@ a forward, never guessed from names.
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import weakref
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 _MARK = "_backbeat_block"
 
@@ -195,17 +192,3 @@ def in_backward() -> bool:
 def version_of(tensor: torch.Tensor) -> int:
     """How often the tensor was written into; inference tensors do not count that."""
     return 0 if tensor.is_inference() else tensor._version
-
-
-@contextlib.contextmanager
-def quiet(model: nn.Module) -> Iterator[None]:
-    """A forward in here leaves buffers and the random generators as they were."""
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    devices = sorted({buffer.device.index or 0 for buffer in model.parameters() if buffer.is_cuda})
-    try:
-        with torch.random.fork_rng(devices=devices):
-            yield
-    finally:
-        with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)

@@ -15,7 +15,7 @@ from backbeat.measure.model.training_step import Training
 from backbeat.model import Memory
 
 
-def weigh(training: Training, gradients: Gradients, owners: list[Owner]) -> tuple[Memory, dict[int, int]]:
+def measure_memory(training: Training, gradients: Gradients, owners: list[Owner]) -> tuple[Memory, dict[int, int]]:
     """Memory by kind. One iteration under saved-tensor hooks for the activations, a plain one for the peak."""
     model, device = training.model, training.device
     parameters, buffers = list(model.parameters()), list(model.buffers())

@@ -21,7 +21,7 @@ from backbeat.measure.model.hooks import (
     forward_shares,
     ready_shares,
 )
-from backbeat.measure.model.memory_by_kind import weigh
+from backbeat.measure.model.memory_by_kind import measure_memory
 from backbeat.measure.model.pace import Host, Pace, judge, needs_head_start, probe, recomputation
 from backbeat.measure.model.ready_gradients import Gradients, first_iteration
 from backbeat.measure.model.training_step import Marks, Observer, Training, is_out_of_memory
@@ -181,7 +181,7 @@ def _observe(
             min(hooked_iterations, affordable // 6), min(hooked_iterations, _FEWEST_ITERATIONS // 2)
         )
 
-    memory, activations = weigh(training, gradients, owners)
+    memory, activations = measure_memory(training, gradients, owners)
     chain = _chain(training, compiled)
     memory = replace(memory, head_bytes=chain.head_bytes, outside_bytes=chain.outside_bytes)
     per_iteration = 3 * training.accumulation + 4

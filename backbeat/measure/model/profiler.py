@@ -24,7 +24,7 @@ from backbeat.measure.model.noise import noise
 from backbeat.measure.model.observation import Figures, rounded, take
 from backbeat.measure.model.optimizers import describe_optimizer, make_optimizer
 from backbeat.measure.model.precision import check_precision, scaler_for, tensor_cores
-from backbeat.measure.model.restore import kept
+from backbeat.measure.model.restore import put_back
 from backbeat.measure.model.training_step import (
     Loss,
     OutOfMemoryError,
@@ -142,7 +142,7 @@ def measure(
     )
     try:
         with _current(where), tensor_cores(precision, where):
-            with kept(model, given_optimizer, where) if keep else contextlib.nullcontext():
+            with put_back(model, given_optimizer, where) if keep else contextlib.nullcontext():
                 figures = take(training, iterations, warmup, time_limit_s, apply_memory, compile_blocks)
             found = noise(figures.iteration_s, figures.forward_s + figures.backward_s, figures.overhead)
             if found is not None and not accept_noise:

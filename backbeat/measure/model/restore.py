@@ -11,7 +11,7 @@ import torch
 
 
 @contextlib.contextmanager
-def kept(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, device: torch.device) -> Iterator[None]:
+def put_back(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, device: torch.device) -> Iterator[None]:
     """Weights, buffers, gradients, the optimizer's state and the random generators leave as they came.
 
     Copies go to the host, so that they take nothing from the memory being measured.

@@ -140,7 +140,7 @@ def _check_parts(state: Mapping[str, Any], what: str) -> None:
             raise InputError(f"{what} has no {part!r}: it is damaged; use another")
 
 
-class Carried:
+class CarriedResiduals:
     """Residuals, with velocities, of parameters that no compressed bucket has at present; and how many steps there
     were."""
 
@@ -154,7 +154,7 @@ class Carried:
         """Of all training, what came before a checkpoint included."""
         return self._context.step.number + self._steps_before
 
-    def take_out(self, buckets: Sequence[CompressedBucket]) -> None:
+    def collect(self, buckets: Sequence[CompressedBucket]) -> None:
         """Copies of every residual in the buckets."""
         with torch.no_grad():
             for bucket in buckets:
@@ -164,7 +164,7 @@ class Carried:
                         velocity = velocities[position] if velocities else None
                         self._held[self._context.names[index]] = (values[position], velocity)
 
-    def bring_back(self, buckets: Sequence[CompressedBucket]) -> None:
+    def restore(self, buckets: Sequence[CompressedBucket]) -> None:
         """Give the buckets what their members are owed."""
         for bucket in buckets:
             for index in bucket.members:
@@ -172,7 +172,7 @@ class Carried:
                 if found is not None:
                     bucket.put(index, *found)
 
-    def repay(self, bucket: BucketBuffer, arrived: Sequence[int]) -> None:
+    def add_owed(self, bucket: BucketBuffer, arrived: Sequence[int]) -> None:
         """What a member owes from a plan that compressed it goes with its first dense gradient."""
         if not self._held or not bucket.views:
             return
@@ -184,7 +184,7 @@ class Carried:
 
     def state(self, buckets: Sequence[CompressedBucket]) -> dict[str, Any]:
         """This rank's residuals by name, for a checkpoint."""
-        self.take_out(buckets)
+        self.collect(buckets)
         held = {name: self._held[name] for name in self._context.names if name in self._held}
         residuals = {name: values for name, (values, _) in held.items()}
         velocities = {name: velocity for name, (_, velocity) in held.items() if velocity is not None}
@@ -208,4 +208,4 @@ class Carried:
             )
             self._held = {name: (values, velocities.get(name)) for name, values in residuals.items()}
             self._steps_before = int(state["step"]) - context.step.number
-            self.bring_back(buckets)
+            self.restore(buckets)

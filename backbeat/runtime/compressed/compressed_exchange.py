@@ -22,7 +22,7 @@ import torch
 
 from backbeat.errors import InputError
 from backbeat.runtime.compressed import topk
-from backbeat.runtime.compressed.checkpoint import Carried
+from backbeat.runtime.compressed.checkpoint import CarriedResiduals
 from backbeat.runtime.compressed.compressed_bucket import CompressedBucket
 from backbeat.runtime.compressed.residual import Scratch, dtype_of, make_stores, numel_of
 from backbeat.runtime.compressed.topk import CudaGraphs, TopK
@@ -49,7 +49,7 @@ class CompressedExchange(Exchange):
         self.options = options
         self.updates = Updates(self._check_step, momentum_correction=options.momentum_correction)
         self._host = host
-        self._carried = Carried(context)
+        self._carried = CarriedResiduals(context)
         self._compressed: list[CompressedBucket] = []
         self._status: tuple[StatusOffsets, torch.Tensor] | None = None
         """The last status message."""
@@ -74,7 +74,7 @@ class CompressedExchange(Exchange):
         velocity, masked = self.updates.corrects_momentum, self.options.factor_masking
         self._stores = make_stores(partition, self.context, host=self._host, velocity=velocity, masked=masked)
         self._join()
-        self._carried.take_out(self._compressed)
+        self._carried.collect(self._compressed)
         self._scratch, self._gathered = Scratch(), Scratch()
         """Where one bucket is decoded; and where its gradients are widened, while another stream may be decoding."""
         self._room: torch.Tensor | None = None
@@ -102,7 +102,7 @@ class CompressedExchange(Exchange):
     def installed(self) -> None:
         buckets = self.context.bucket_set.buckets
         self._compressed = [bucket for bucket in buckets if isinstance(bucket, CompressedBucket)]
-        self._carried.bring_back(self._compressed)
+        self._carried.restore(self._compressed)
 
     def check_open(self) -> None:
         if self.updates:
@@ -120,7 +120,7 @@ class CompressedExchange(Exchange):
         step = self.context.step
         if not isinstance(bucket, CompressedBucket):
             if not step.contributes_nothing:
-                self._carried.repay(bucket, step.arrivals.arrived_since_reduce)
+                self._carried.add_owed(bucket, step.arrivals.arrived_since_reduce)
             sent = super().send(index, bucket, status)
             self._collect(index)
             return sent

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from backbeat.comm.agreement import agree, meet, share
+from backbeat.comm.agreement import agree, share, wait_for_all
 from backbeat.comm.communicators import Communicators
 from backbeat.comm.nccl import set_nccl_launch_order
 from backbeat.errors import CommunicationError, InputError
@@ -247,7 +247,7 @@ class Reducer:
         count = managed.add_thawed()
         first = len(managed.names) - count
         partition = with_newcomers(self.partition, range(first, len(managed.names)), managed.parameters, managed.sparse)
-        meet(self.communicators, f"thawed/{self._agreements}", f"{managed.names[first]!r} became trainable")
+        wait_for_all(self.communicators, f"thawed/{self._agreements}", f"{managed.names[first]!r} became trainable")
         self._agree(partition, "the set of trainable parameters")
         with torch.no_grad():
             runner.add_parameters(managed.names[first:], managed.parameters[first:], partition)

@@ -16,7 +16,7 @@ from backbeat.simulate.memory_timeline import Chain, Phase, Tally
 from backbeat.simulate.resident_memory import ResidentMemory
 from backbeat.simulate.sharded_activations import sharded_activations, tied_block
 from backbeat.simulate.sharded_cost import ShardedCost
-from backbeat.simulate.sharded_memory import MOST_MICRO_BATCHES, Kinds, course
+from backbeat.simulate.sharded_memory import MOST_MICRO_BATCHES, Kinds, step_moments
 from backbeat.simulate.sharded_step import run_step
 from backbeat.simulate.sharded_units import ShardedChain, chain_of
 from backbeat.simulate.slowdowns import slowdown_of
@@ -39,7 +39,7 @@ class MemoryLevel(NamedTuple):
         return self.held.total()
 
 
-def memory_course(profile: Profile, network: Network, plan: Plan, *, micro_batches: int = 1) -> tuple[MemoryLevel, ...]:
+def memory_levels(profile: Profile, network: Network, plan: Plan, *, micro_batches: int = 1) -> tuple[MemoryLevel, ...]:
     """Every level of the step in order; of many micro-batches the first three. Empty where the profile has no memory
     figures."""
     if profile.memory is None or plan.sharding is None or network.workers == 1:
@@ -73,7 +73,7 @@ def memory_course(profile: Profile, network: Network, plan: Plan, *, micro_batch
         levels.append(MemoryLevel(now, end, where, phase, always + held + Counter(activation=activation)))
         now = end
 
-    moments = course(chain, sharding, count, tied=tied)
+    moments = step_moments(chain, sharding, count, tied=tied)
     for moment in moments:
         event = moment.call.event
         phase: Phase = "forward" if event == "forward" else "backward"
