@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Unpack
+from typing import Unpack
 
 import msgspec
 
 from backbeat.errors import InputError
-from backbeat.model import Network, Plan, PlanPrediction, Profile
+from backbeat.model import Network, Plan, PlanPrediction, Prediction, Profile, Reduction
 from backbeat.model.reduction import reduction_named
-from backbeat.planners import SHARDED, propose
+from backbeat.planners import SHARDED, Choices, propose
 from backbeat.planners import plan as planned
 from backbeat.planners.frameworks import framework_plan
 from backbeat.simulate import predict as simulated
 from backbeat.simulate import strong_scaling
-
-if TYPE_CHECKING:
-    from backbeat.model import Prediction, Reduction
-    from backbeat.planners import Choices
 
 
 def plan(

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
@@ -21,19 +21,16 @@ from backbeat.cost.samples import quantile
 from backbeat.lab.experiment import SPARE_S, slowest
 from backbeat.lab.jobs import ReplayJob, SpunJob, seconds_of, turns
 from backbeat.lab.layout_jobs import LayoutJob, TransferKind, layout_job, runnable, transfers
+from backbeat.lab.session import Session
 from backbeat.lab.setting import Setting
 from backbeat.layouts.cluster import GpuCluster, Kind
 from backbeat.layouts.conventions import conventions_named
-from backbeat.layouts.layout import Layout, check
+from backbeat.layouts.layout import Job, Layout, check
 from backbeat.layouts.layout_prediction import COMPUTE, Family, LayoutPrediction
 from backbeat.layouts.pipeline import Streams
 from backbeat.layouts.predict_layout import PREDICTED, LayoutPredictor
+from backbeat.layouts.transformer import Transformer
 from backbeat.model import CollectiveTimes, Network
-
-if TYPE_CHECKING:
-    from backbeat.lab.session import Session
-    from backbeat.layouts.layout import Job
-    from backbeat.layouts.transformer import Transformer
 
 FRAMEWORK = "torchtitan"
 """What torch's pipelining and DTensor do is what it does."""

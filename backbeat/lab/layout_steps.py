@@ -10,7 +10,7 @@ zero-bubble schedules can put them off.
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,10 +19,8 @@ from torch.distributed import pipelining
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
+from backbeat.lab.layout_jobs import ChunkJob, LayoutJob, TransferJob
 from backbeat.lab.spun_model import Compute, SpunPace
-
-if TYPE_CHECKING:
-    from backbeat.lab.layout_jobs import ChunkJob, LayoutJob, TransferJob
 
 _ELEMENT_BYTES = 4
 SCHEDULES: dict[str, Any] = {

@@ -11,29 +11,24 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import product
-from typing import TYPE_CHECKING
+from typing import Literal
 
 from backbeat.errors import InputError
+from backbeat.model import Plan, Profile
 from backbeat.model.blocks import MemoryPlan
 from backbeat.planners.memory_moves import changes, count, every, one_by_one, random_change, uniform
 from backbeat.planners.memory_segments import Segmenter
-from backbeat.simulate.actions import FETCH, KEEP, OFFLOAD, RECOMPUTE, plan_of
+from backbeat.simulate.actions import FETCH, KEEP, OFFLOAD, RECOMPUTE, Unit, plan_of
 from backbeat.simulate.memory_timeline import Chain, ChainRun
 from backbeat.simulate.resident_memory import ResidentMemory
 from backbeat.units import format_bytes
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-    from typing import Literal
-
-    from backbeat.model import Plan, Profile
-    from backbeat.simulate.actions import Unit
-
-    Score = Callable[[ChainRun], tuple[float, ...]]
-
 __all__ = ["Chosen", "Search", "memory_plan", "too_small", "uniform"]
+
+Score = Callable[[ChainRun], tuple[float, ...]]
 
 _PRICES = (0.2, 0.3, 0.5, 1.0)
 """Of a byte copied, in units of its time on the link one way."""

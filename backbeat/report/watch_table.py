@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from backbeat.errors import InputError
 from backbeat.report.drift import StepSample
 from backbeat.units import format_seconds, printable
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 COLUMNS = 80
 _HEADING = "     step  iteration  predicted    exposed  predicted  overlap  straggler"

@@ -10,22 +10,19 @@ import logging
 import os
 import statistics
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import torch
 
 from backbeat.comm.agreement import share, total
+from backbeat.comm.communicators import Communicators
 from backbeat.errors import BackbeatError, InputError
 from backbeat.model import Bucket, Gradient, Network, Plan, PlanPrediction, Profile
 from backbeat.model.files import decode, encode
 from backbeat.runtime.reduce.partition import plan_partition
-from backbeat.runtime.reduce.timing import median
-
-if TYPE_CHECKING:
-    from backbeat.comm.communicators import Communicators
-    from backbeat.runtime.reduce.reducer import Reducer
-    from backbeat.runtime.reduce.timing import TimedStep
+from backbeat.runtime.reduce.reducer import Reducer
+from backbeat.runtime.reduce.timing import TimedStep, median
 
 logger = logging.getLogger("backbeat.runtime")
 

@@ -9,19 +9,16 @@ the whole forward.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from backbeat.comm.clock import Clock, Mark
 from backbeat.measure.model.chain import untraced
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from backbeat.comm.clock import Clock, Mark
-    from backbeat.measure.model.training_step import MicroBatch
+from backbeat.measure.model.training_step import MicroBatch
 
 
 @dataclass(frozen=True)

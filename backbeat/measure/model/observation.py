@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from statistics import median
-from typing import TYPE_CHECKING
 
 import torch
 from msgspec.structs import replace
@@ -22,15 +22,10 @@ from backbeat.measure.model.hooks import (
     ready_shares,
 )
 from backbeat.measure.model.memory_by_kind import measure_memory
-from backbeat.measure.model.pace import Host, Pace, judge, needs_head_start, probe, recomputation
+from backbeat.measure.model.pace import ApplyMemory, Host, Pace, judge, needs_head_start, probe, recomputation
 from backbeat.measure.model.ready_gradients import Gradients, first_iteration
 from backbeat.measure.model.training_step import Marks, Observer, Training, is_out_of_memory
 from backbeat.model import Gradient, Memory, Profile, Source
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from backbeat.measure.model.pace import ApplyMemory
 
 _HOOKED_ITERATIONS = 10
 _FEWEST_ITERATIONS = 8

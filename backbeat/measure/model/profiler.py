@@ -7,9 +7,9 @@ of forward. So the hooks' own cost is measured rather than contained in the figu
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import torch
@@ -23,6 +23,7 @@ from backbeat.measure.model.inputs import check_model, device_of
 from backbeat.measure.model.noise import noise
 from backbeat.measure.model.observation import Figures, rounded, take
 from backbeat.measure.model.optimizers import describe_optimizer, make_optimizer
+from backbeat.measure.model.pace import ApplyMemory, Pace
 from backbeat.measure.model.precision import check_precision, scaler_for, tensor_cores
 from backbeat.measure.model.restore import put_back
 from backbeat.measure.model.training_step import (
@@ -33,11 +34,6 @@ from backbeat.measure.model.training_step import (
     where_raised,
 )
 from backbeat.model import Profile
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from backbeat.measure.model.pace import ApplyMemory, Pace
 
 TopkSpeed = Callable[[Training, int], tuple[float, float] | None]
 """Seconds of top-k per byte and per bucket, given the bytes of all gradients; None where memory is too short.

@@ -14,17 +14,15 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from backbeat.errors import InputError, nearest
 from backbeat.model.files import write
-
-if TYPE_CHECKING:
-    from backbeat.runtime.compressed.compressed_bucket import CompressedBucket
-    from backbeat.runtime.reduce.bucket import BucketBuffer
-    from backbeat.runtime.reduce.step import ReducerContext
+from backbeat.runtime.compressed.compressed_bucket import CompressedBucket
+from backbeat.runtime.reduce.bucket import BucketBuffer
+from backbeat.runtime.reduce.step import ReducerContext
 
 SCHEMA = "backbeat.residuals/1"
 _FILE = re.compile(r"rank-(\d+)-of-(\d+)\.pt")

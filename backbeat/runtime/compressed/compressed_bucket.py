@@ -7,22 +7,18 @@ free again; what the compressor sends is subtracted. It is never anybody's `.gra
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch.nn import Parameter
 
 from backbeat.errors import InputError
 from backbeat.runtime.compressed import topk
 from backbeat.runtime.compressed.residual import Residual, Scratch, Store, accumulate, add_all, drop_infinite
+from backbeat.runtime.compressed.topk import TopK
 from backbeat.runtime.reduce.bucket import BucketBuffer, addresses_of, views_of
-from backbeat.runtime.reduce.step import TakenGradients
-
-if TYPE_CHECKING:
-    from torch.nn import Parameter
-
-    from backbeat.runtime.compressed.topk import TopK
-    from backbeat.runtime.reduce.partition import BucketSpec
-    from backbeat.runtime.reduce.step import Step
+from backbeat.runtime.reduce.partition import BucketSpec
+from backbeat.runtime.reduce.step import Step, TakenGradients
 
 
 class CompressedBucket(BucketBuffer):

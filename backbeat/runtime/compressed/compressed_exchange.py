@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -29,13 +29,10 @@ from backbeat.runtime.compressed.topk import CudaGraphs, TopK
 from backbeat.runtime.compressed.updates import Updates, plainly
 from backbeat.runtime.reduce.bucket import BucketBuffer
 from backbeat.runtime.reduce.exchange import Exchange
+from backbeat.runtime.reduce.partition import BucketSpec, Partition
 from backbeat.runtime.reduce.settings import CompressionOptions
 from backbeat.runtime.reduce.status import StatusOffsets, SummedStatus, read
-from backbeat.runtime.reduce.step import InFlight
-
-if TYPE_CHECKING:
-    from backbeat.runtime.reduce.partition import BucketSpec, Partition
-    from backbeat.runtime.reduce.step import ReducerContext
+from backbeat.runtime.reduce.step import InFlight, ReducerContext
 
 _cuda: Any = torch.cuda
 WARMUP_DENSITY = 0.25

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from statistics import median
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from backbeat.measure.model.training_step import is_out_of_memory
+from backbeat.measure.model.training_step import Training, is_out_of_memory
 from backbeat.runtime.compressed.residual import Residual, accumulate, add_all
 from backbeat.runtime.compressed.topk import CudaGraphs, TopK
-
-if TYPE_CHECKING:
-    from backbeat.measure.model.training_step import Training
 
 DENSITY = 0.01
 _FEWEST_ELEMENTS = 2**20

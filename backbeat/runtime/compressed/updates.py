@@ -12,15 +12,13 @@ import logging
 import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from backbeat.errors import InputError
-
-if TYPE_CHECKING:
-    from torch.nn import Parameter
 
 logger = logging.getLogger("backbeat.runtime")
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import weakref
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -35,9 +35,6 @@ from backbeat.runtime.memory.offload import (
     storage_of,
 )
 from backbeat.runtime.memory.recompute import SegmentRun, without_autocast_cache
-
-if TYPE_CHECKING:
-    pass
 
 _functorch_level: Any = torch._C._functorch.peek_interpreter_stack
 

@@ -6,21 +6,17 @@ import logging
 import math
 import os
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import torch
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
 from backbeat.errors import InputError
-from backbeat.model import Network, Plan, Profile
+from backbeat.model import MemoryPlan, Network, Plan, Profile
 from backbeat.runtime.memory.activations import Handle, apply, check
 from backbeat.units import format_bytes, parse_bytes
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
-    from backbeat.model import MemoryPlan
 
 logger = logging.getLogger("backbeat.runtime")
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -29,8 +30,6 @@ from backbeat.measure.model.chain import tensors_of, version_of
 from backbeat.runtime.memory.offload import KeptTensor, OffloadedTensor, OffloadSchedule, movable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from backbeat.runtime.memory.activations import BlockForward
 
 DeviceRandom = tuple[tuple[torch.device, torch.Tensor], ...]

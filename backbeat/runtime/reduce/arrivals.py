@@ -14,19 +14,16 @@ import logging
 import threading
 import time
 import weakref
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch.autograd import Variable
 from torch.autograd.graph import get_gradient_edge
+from torch.nn import Parameter
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from torch.nn import Parameter
-
-    from backbeat.runtime.reduce.bucket import BucketSet
-    from backbeat.runtime.reduce.exchange import Sender
+from backbeat.runtime.reduce.bucket import BucketSet
+from backbeat.runtime.reduce.exchange import Sender
 
 logger = logging.getLogger("backbeat.runtime")
 

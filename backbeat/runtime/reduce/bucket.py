@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch.nn import Parameter
 
+from backbeat.comm.communicators import Communicator
 from backbeat.errors import CommunicationError
-from backbeat.runtime.reduce.step import TakenGradients
-
-if TYPE_CHECKING:
-    from torch.nn import Parameter
-
-    from backbeat.comm.communicators import Communicator
-    from backbeat.runtime.reduce.partition import BucketSpec, Partition
-    from backbeat.runtime.reduce.step import Step
+from backbeat.runtime.reduce.partition import BucketSpec, Partition
+from backbeat.runtime.reduce.step import Step, TakenGradients
 
 
 class BucketBuffer:

@@ -22,24 +22,19 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Set
 from contextlib import AbstractContextManager, nullcontext, suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch._C._distributed_c10d import BuiltinCommHookType
 from torch.distributed import DistError
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn import Parameter
 
 from backbeat.errors import BackbeatError, InputError
 from backbeat.runtime.reduce.bucket import BucketBuffer, SparseBucket
-from backbeat.runtime.reduce.step import InFlight
-
-if TYPE_CHECKING:
-    from torch.nn import Parameter
-
-    from backbeat.runtime.reduce.bucket import BucketBuffer
-    from backbeat.runtime.reduce.partition import BucketSpec, Partition
-    from backbeat.runtime.reduce.status import StatusMessage, StatusOffsets, SummedStatus
-    from backbeat.runtime.reduce.step import ReducerContext
+from backbeat.runtime.reduce.partition import BucketSpec, Partition
+from backbeat.runtime.reduce.status import StatusMessage, StatusOffsets, SummedStatus
+from backbeat.runtime.reduce.step import InFlight, ReducerContext
 
 _profiling = torch._C._autograd._profiler_enabled
 _nothing = nullcontext()

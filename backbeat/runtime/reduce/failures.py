@@ -16,7 +16,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import cycle
@@ -25,12 +25,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._C import _distributed_c10d
 
+from backbeat.comm.communicators import Communicators
 from backbeat.errors import CommunicationError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from backbeat.comm.communicators import Communicators
     from backbeat.runtime.reduce.step import InFlight, ReducerContext
 
 logger = logging.getLogger("backbeat.runtime")

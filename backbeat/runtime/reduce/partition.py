@@ -7,22 +7,19 @@ import gc
 import weakref
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import torch
 import torch.distributed as dist
+from torch.nn import Module, Parameter
 from torch.utils.weak import WeakIdKeyDictionary
 
+from backbeat.comm.communicators import Communicators
 from backbeat.errors import InputError, nearest
-
-if TYPE_CHECKING:
-    from torch.nn import Module, Parameter
-
-    from backbeat.comm.communicators import Communicators
-    from backbeat.model import Plan
-    from backbeat.model.compression import Compression
-    from backbeat.runtime.reduce.settings import WrapperSettings
+from backbeat.model import Plan
+from backbeat.model.compression import Compression
+from backbeat.runtime.reduce.settings import WrapperSettings
 
 FIRST_BUCKET_BYTES = int(getattr(dist, "_DEFAULT_FIRST_BUCKET_BYTES", 2**20))
 BUCKET_BYTES = 25 * 2**20

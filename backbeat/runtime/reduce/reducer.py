@@ -10,34 +10,35 @@ from __future__ import annotations
 import functools
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence, Set
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed import ProcessGroup
+from torch.nn import Module
 
 from backbeat.comm.agreement import agree, share, wait_for_all
 from backbeat.comm.communicators import Communicators
 from backbeat.comm.nccl import set_nccl_launch_order
 from backbeat.errors import CommunicationError, InputError
 from backbeat.runtime.compressed.compressed_exchange import CompressedExchange
-from backbeat.runtime.reduce.exchange import Exchange
-from backbeat.runtime.reduce.partition import ManagedParameters, first_partition, stock_partition, with_newcomers
+from backbeat.runtime.memory.budget import BudgetCheck
+from backbeat.runtime.reduce.bucket import BucketBuffer
+from backbeat.runtime.reduce.exchange import Exchange, Hook
+from backbeat.runtime.reduce.partition import (
+    ManagedParameters,
+    Partition,
+    first_partition,
+    stock_partition,
+    with_newcomers,
+)
 from backbeat.runtime.reduce.runner import StepRunner
+from backbeat.runtime.reduce.settings import WrapperSettings
+from backbeat.runtime.reduce.step import ReducerContext
 from backbeat.runtime.reduce.timing import Recorder
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence, Set
-
-    from torch.distributed import ProcessGroup
-    from torch.nn import Module
-
     from backbeat.runtime.auto import Tuner
-    from backbeat.runtime.memory.budget import BudgetCheck
-    from backbeat.runtime.reduce.bucket import BucketBuffer
-    from backbeat.runtime.reduce.exchange import Hook
-    from backbeat.runtime.reduce.partition import Partition
-    from backbeat.runtime.reduce.settings import WrapperSettings
-    from backbeat.runtime.reduce.step import ReducerContext
 
 logger = logging.getLogger("backbeat.runtime")
 

@@ -14,10 +14,12 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch.nn import Parameter
 
+from backbeat.comm.communicators import Communicators
 from backbeat.runtime.reduce.arrivals import (
     Arrivals,
     Backward,
@@ -29,19 +31,11 @@ from backbeat.runtime.reduce.arrivals import (
     remove_hooks,
 )
 from backbeat.runtime.reduce.bucket import BucketSet
-from backbeat.runtime.reduce.exchange import Exchange, HookExchange, Sender
+from backbeat.runtime.reduce.exchange import Exchange, Hook, HookExchange, Sender
 from backbeat.runtime.reduce.failures import LostCollectives, Monitor, Standing
-from backbeat.runtime.reduce.partition import claim, release
-from backbeat.runtime.reduce.status import StatusMessage
+from backbeat.runtime.reduce.partition import ManagedParameters, Partition, claim, release
+from backbeat.runtime.reduce.status import StatusMessage, SummedStatus
 from backbeat.runtime.reduce.step import ReducerContext, Step, StepState
-
-if TYPE_CHECKING:
-    from torch.nn import Parameter
-
-    from backbeat.comm.communicators import Communicators
-    from backbeat.runtime.reduce.exchange import Hook
-    from backbeat.runtime.reduce.partition import ManagedParameters, Partition
-    from backbeat.runtime.reduce.status import SummedStatus
 
 logger = logging.getLogger("backbeat.runtime")
 

@@ -8,7 +8,7 @@ import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,12 +16,8 @@ from torch.nn import Module
 from torch.nn.parameter import UninitializedParameter
 
 from backbeat.errors import InputError
-from backbeat.model import Network, Plan, Profile
+from backbeat.model import MemoryPlan, Network, Plan, Profile
 from backbeat.runtime.memory.budget import budget_size, check_memory, within_budget
-
-if TYPE_CHECKING:
-    from backbeat.model import MemoryPlan
-
 
 logger = logging.getLogger("backbeat.runtime")
 

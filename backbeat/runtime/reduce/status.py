@@ -18,16 +18,14 @@ as a gradient; the named error follows with the next backward.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from backbeat.errors import CommunicationError
+from backbeat.runtime.reduce.bucket import BucketSet
 from backbeat.runtime.reduce.failures import BrokenStepError, NonFiniteError, StepMismatchError
-
-if TYPE_CHECKING:
-    from backbeat.runtime.reduce.bucket import BucketSet
-    from backbeat.runtime.reduce.step import RankStatus
+from backbeat.runtime.reduce.step import RankStatus
 
 STAMPS = 16
 """Steps are told apart modulo this; the stamps stay exact in every float format."""

@@ -6,25 +6,23 @@ came of it, and the runner (`runner.StepRunner`) hands that to a method here.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
+from torch.nn import Parameter
+
+from backbeat.comm.communicators import Communicator, Communicators
 from backbeat.errors import CommunicationError, InputError
-from backbeat.runtime.reduce.failures import first_line
+from backbeat.runtime.reduce.failures import Monitor, first_line
+from backbeat.runtime.reduce.timing import Recorder
 from backbeat.units import format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence, Set
-
-    import torch
-    from torch.nn import Parameter
-
-    from backbeat.comm.communicators import Communicator, Communicators
     from backbeat.runtime.reduce.arrivals import Arrivals
     from backbeat.runtime.reduce.bucket import BucketBuffer, BucketSet
-    from backbeat.runtime.reduce.failures import Monitor
-    from backbeat.runtime.reduce.timing import Recorder
 
 
 class StepState(Enum):

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from backbeat.model import PlanPrediction
+from backbeat.model import Plan, PlanPrediction
 from backbeat.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from backbeat.model import Plan
     from backbeat.runtime.reduce.reducer import Reducer
 
 

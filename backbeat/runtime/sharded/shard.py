@@ -22,7 +22,8 @@ from __future__ import annotations
 
 import logging
 import os
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,18 +38,13 @@ from torch.distributed.utils import _sync_params_and_buffers
 from backbeat.comm.agreement import agree
 from backbeat.comm.communicators import Communicators
 from backbeat.errors import InputError
-from backbeat.model import Plan
+from backbeat.model import Plan, Sharding
 from backbeat.model.files import encode
 from backbeat.runtime.reduce.settings import TorchDDP, check_model
 from backbeat.runtime.sharded.batch_norm import keep_statistics_dtype
 from backbeat.runtime.sharded.meshes import all_ranks, device_of, mesh_of
 from backbeat.runtime.sharded.torch_fsdp import check_knobs, mixed_precision, set_knobs
 from backbeat.runtime.sharded.unit_modules import UnitModules, check_module, find_units
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from backbeat.model import Sharding
 
 logger = logging.getLogger("backbeat.runtime")
 

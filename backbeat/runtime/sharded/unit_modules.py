@@ -10,18 +10,14 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import TYPE_CHECKING
 
 from torch import nn
 
 from backbeat.errors import InputError
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from backbeat.model import Plan, Sharding
+from backbeat.model import Plan, Sharding
 
 logger = logging.getLogger("backbeat.runtime")
 
