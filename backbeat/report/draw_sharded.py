@@ -66,7 +66,7 @@ def step_memory(data: StepMemory) -> Drawing:
             }
         )
     # One label for all kinds names the block once.
-    traces[0] |= {"text": [html.escape(index) for index in data.where], "hovertemplate": "%{y:.2f} GB (%{text})"}
+    traces[0] |= {"text": [html.escape(where) for where in data.where], "hovertemplate": "%{y:.2f} GB (%{text})"}
     top = max(data.peak_bytes, data.limit_bytes or 0)
     shapes, notes = [], [_note(data.peak_s * 1e3, data.peak_bytes, f"peak {format_bytes(data.peak_bytes)}")]
     if data.limit_bytes is not None:

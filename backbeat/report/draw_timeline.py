@@ -77,7 +77,7 @@ def _scale(low: float, high: float) -> Drawing:
             "color": [low],
             "cmin": low,
             "cmax": high,
-            "colorscale": [[index, shade(index)] for index in (0.0, 0.25, 0.5, 0.75, 1.0)],
+            "colorscale": [[share, shade(share)] for share in (0.0, 0.25, 0.5, 0.75, 1.0)],
             "showscale": True,
             "colorbar": {
                 "title": {"text": "bucket", "side": "top"},

@@ -69,14 +69,14 @@ def measured_units_table(units: Sequence[MeasuredUnit]) -> Table:
 
 def memory_table(held: ShardedMemory) -> Table:
     """The peak by kind, largest first; kinds below a thousandth are left out."""
-    index = "at the loss" if held.phase == "loss" else f"in the {held.phase} of {held.where}"
+    moment = "at the loss" if held.phase == "loss" else f"in the {held.phase} of {held.where}"
     kinds = [(words, int(getattr(held, f"{kind}_bytes"))) for kind, words in SHARDED_KINDS.items()]
     rows = [
         (words, format_bytes(size))
         for words, size in sorted(kinds, key=lambda kind: -kind[1])
         if size * 1000 >= held.peak_bytes
     ]
-    return table_of(("kind", "bytes"), rows, f"{format_bytes(held.peak_bytes)} at the peak, {index}", left={"kind"})
+    return table_of(("kind", "bytes"), rows, f"{format_bytes(held.peak_bytes)} at the peak, {moment}", left={"kind"})
 
 
 def strategies_table(ways: Sequence[Way]) -> Table:

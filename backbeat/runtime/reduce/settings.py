@@ -23,6 +23,7 @@ logger = logging.getLogger("backbeat.runtime")
 
 # Typed as Any throughout: torch's own wrapper has no annotations.
 TorchDDP: Any = torch.nn.parallel.DistributedDataParallel
+disable_dynamo: Any = torch._disable_dynamo  # type: ignore[attr-defined]
 TORCH_SIGNATURE = inspect.signature(TorchDDP.__init__)
 UNSUPPORTED = {
     "mixed_precision": "use torch.autocast, or reducer='ddp'",
