@@ -89,12 +89,12 @@ def put(data: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
     """A copy with the field at `a.0.b` set, or removed where the value is `...`."""
     data = copy.deepcopy(data)
     *parents, last = path.split(".")
-    index: Any = data
+    parent: Any = data
     for part in parents:
-        index = index[int(part)] if part.isdigit() else index[part]
+        parent = parent[int(part)] if part.isdigit() else parent[part]
     key: Any = int(last) if last.isdigit() else last
     if value is ...:
-        del index[key]
+        del parent[key]
     else:
-        index[key] = value
+        parent[key] = value
     return data

@@ -21,6 +21,7 @@ from backbeat.importers.fsdp_units import Computing, MeasuredUnit, in_units, mea
 from backbeat.importers.trace_clock import DeviceClock, arrays, common, union
 from backbeat.importers.trace_events import TraceReader
 from backbeat.importers.trace_facts import Facts, Mark, Ready, Transfer, collect
+from backbeat.model.checks import at_least
 from backbeat.model.files import existing
 from backbeat.model.profile import Gradient, Profile
 from backbeat.model.source import Source
@@ -69,8 +70,8 @@ def load(
 ) -> Trace:
     """Read a trace, `.json` or `.json.gz`. `like` gives names and sizes, from a profile of the same model."""
     where = existing(path, "a trace that torch.profiler exported")
-    if batch_size is not None and batch_size < 1:
-        raise InputError(f"--batch-size is {batch_size}: it must be 1 or more")
+    if batch_size is not None:
+        at_least("--batch-size", batch_size, 1)
     reader = TraceReader(where)
     facts = collect(reader)
     facts.ready = sorted(facts.ready or facts.outer_ready, key=lambda one: one.start)

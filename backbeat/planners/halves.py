@@ -46,7 +46,7 @@ def halves(profile: Profile, network: Network, options: StrategyOptions) -> Plan
     costs, layers = Halves.of(network), Layers.of(profile)
     scatters = [Conditions.during_backward(profile, cost) for cost in possible_costs(LinkCost(costs.scatter, None, {}))]
     gathers = [
-        _behind_forward(layers, cost, gather_ends, conditions.finishes(scatter_ends)[-1] - profile.backward_s)
+        _during_forward(layers, cost, gather_ends, conditions.finishes(scatter_ends)[-1] - profile.backward_s)
         for cost, conditions in zip(possible_costs(LinkCost(costs.gather, None, {})), scatters, strict=True)
     ]
     plan = plan_in_halves(profile, merged(scatter_ends, scatters), merged(gather_ends, gathers), network.workers)
@@ -85,7 +85,7 @@ def earliest(profile: Profile, network: Network) -> tuple[list[int], list[int]]:
     return scatter_ends, gather_programme(layers, halves.gather, free_s)
 
 
-def _behind_forward(layers: Layers, cost: LinkCost, ends: list[int], free_s: float) -> Conditions:
+def _during_forward(layers: Layers, cost: LinkCost, ends: list[int], free_s: float) -> Conditions:
     """These gathers, and when each layer must have its own for forward to end as early as it does with them."""
     conditions = Conditions(sums=running_sums(layers.sizes), cost=cost, free_s=free_s)
     # What each layer and those after it compute.

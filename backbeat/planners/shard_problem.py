@@ -27,7 +27,7 @@ from backbeat.planners.unit_programme import Atoms
 from backbeat.simulate.sharded_cost import ShardedCost
 from backbeat.simulate.sharded_memory import sharded_memory
 from backbeat.simulate.sharded_step import run_step
-from backbeat.simulate.sharded_units import ModelPieces, ShardedChain
+from backbeat.simulate.sharded_units import ModelPieces, ShardedChain, padded
 from backbeat.simulate.slowdowns import slowdown_of
 
 Between = Literal["reshard", "whole", "last"]
@@ -183,7 +183,7 @@ class ShardProblem:
         elements, forward, backward = np.zeros((3, count))
         gaps = np.zeros((2, count + 1))
         joined = np.zeros(count, dtype=bool)
-        root = float(_padded(self.pieces.loose, shard))
+        root = float(padded(self.pieces.loose, shard))
         reached, apart, first_is_last = 0, True, None
         for piece in self.pieces_with(choice).pieces:
             if piece.elements and first_is_last is None:
@@ -191,17 +191,13 @@ class ShardProblem:
             at = index.get(piece.name)
             if at is None:
                 gaps[:, reached] += piece.forward_s, piece.backward_s
-                root += _padded(piece.elements, shard)
+                root += padded(piece.elements, shard)
                 apart = apart or bool(piece.elements)
                 continue
-            elements[at], forward[at], backward[at] = _padded(piece.elements, shard), piece.forward_s, piece.backward_s
+            elements[at], forward[at], backward[at] = padded(piece.elements, shard), piece.forward_s, piece.backward_s
             joined[at] = not apart
             reached, apart = at + 1, False
         return Atoms(elements, forward, backward, gaps[0], gaps[1], joined, root, bool(first_is_last))
-
-
-def _padded(elements: Sequence[int], shards: int) -> int:
-    return sum(-(-count // shards) * shards for count in elements)
 
 
 def _after_blocks(pieces: ModelPieces, stock: Sequence[str], parameters: Container[str]) -> list[str]:

@@ -11,7 +11,7 @@ import msgspec
 from backbeat.model import Network, Plan, Profile, Source, Span
 from backbeat.planners import STRATEGIES
 from backbeat.report.measured import Measured
-from backbeat.simulate.sharded_units import repeated
+from backbeat.simulate.sharded_units import innermost, repeated
 
 
 def redacted_profile(profile: Profile) -> Profile:
@@ -70,8 +70,7 @@ def _gradient_names(profile: Profile) -> dict[str, str]:
     blocks = _block_names(profile)
     names = {}
     for index, gradient in enumerate(profile.gradients):
-        parts = gradient.name.split(".")
-        owner = next((m for n in range(len(parts), 0, -1) if (m := ".".join(parts[:n])) in blocks), None)
+        owner = innermost(gradient.name, blocks)
         names[gradient.name] = f"gradient {index}" if owner is None else f"{blocks[owner]}.gradient {index}"
     return names
 

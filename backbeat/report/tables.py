@@ -147,8 +147,6 @@ def _cells(prediction: Prediction, samples: int) -> tuple[str, ...]:
     )
 
 
-_NO_GAIN = 5e-4
-"""Less than this is printed as no gain."""
 _SCREEN = 80
 _LONG_NAME = 10
 """Headings above this many letters are broken."""
@@ -178,7 +176,7 @@ def answer_table(
         if compared:
             shortest = min(at[label][count].iteration_s for label in others if label not in too_big)
             more = at[stock][count].iteration_s / shortest - 1 if shortest > 0 else 0.0
-            gain = "none" if abs(more) < _NO_GAIN else f"{more:+.1%}"
+            gain = "none" if abs(more) < SAME else f"{more:+.1%}"
         shares = (
             "too big" if label in too_big else f"{at[label][count].scaling_factor:.1%}" for label in (stock, *others)
         )

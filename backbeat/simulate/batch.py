@@ -10,6 +10,7 @@ import msgspec
 
 from backbeat.errors import InputError
 from backbeat.model import Block, Gradient, Memory, Profile
+from backbeat.model.checks import at_least
 from backbeat.model.files import bundled
 from backbeat.simulate.host_lane import device_alone
 
@@ -53,8 +54,7 @@ def strong_scaling(
     >>> [strong_scaling(profile, 1024, workers).batch_size for workers in (8, 16)]
     [128, 64]
     """
-    if global_batch < 1:
-        raise InputError(f"global batch is {global_batch}: it must be 1 or more")
+    at_least("global batch", global_batch, 1)
     micro_batches = accumulation or profile.accumulation
     parts = workers * micro_batches
     if global_batch % parts:

@@ -4,7 +4,7 @@ computation.
 A bucket is compressed on the compute stream once its last gradient is ready: it leaves later by that much, and so does
 every gradient after it. `Profile.compression_s_per_byte` and `compression_s_per_bucket` cover selecting and putting
 together; all of it is counted before the bucket leaves. Every rank gathers everybody's message, whose size
-`backbeat.cost.message` knows. CompressedFlow plans are simulated on one communicator.
+`backbeat.cost.message` knows. Compressed plans are simulated on one communicator.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from backbeat.model import Compression, Network, Plan, Profile
 from backbeat.model.prediction import Breakdown, Span
 from backbeat.simulate.contention import beside
 from backbeat.simulate.gather_scatter import Halves
+from backbeat.simulate.schedule import covered_s
 
 ELEMENT_BYTES = 4
 """A profile knows bytes, not elements: gradients are taken as fp32, as autocast leaves them."""
@@ -156,12 +157,7 @@ def pieces_of(profile: Profile, plan: Plan) -> tuple[list[Piece], list[tuple[str
 
 def exposed_parts(profile: Profile, flow: CompressedFlow) -> Breakdown:
     """All of what is exposed counts as waiting, compression included, but for the link being busy after computation."""
-    busy = 0.0
-    reached = flow.backward_s
-    for start, stop in zip(flow.starts, flow.finishes, strict=True):
-        if stop > reached:
-            busy += stop - max(start, reached)
-            reached = stop
+    busy = covered_s(flow.starts, flow.finishes, flow.backward_s)
     waiting = max(flow.end_s - profile.backward_s - busy - flow.contention_s, 0.0)
     return Breakdown(bandwidth_s=busy, waiting_s=waiting, contention_s=flow.contention_s)
 

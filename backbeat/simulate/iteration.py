@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from backbeat.cost import LinkCost
 from backbeat.errors import InputError
 from backbeat.model import Network, Plan, Profile
@@ -17,7 +15,7 @@ from backbeat.simulate.dynamic import fuse
 from backbeat.simulate.engine import simulate
 from backbeat.simulate.halves_step import halves_bound, link_s, period
 from backbeat.simulate.recursion import one_communicator
-from backbeat.simulate.schedule import Flow, Schedule
+from backbeat.simulate.schedule import Flow, Schedule, covered_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,8 +171,8 @@ def exposed_breakdown(
     tail = flow.end_s - backward_end
     if tail <= 0:
         return Breakdown(contention_s=contention)
-    moving = _covered(flow.on_link, flow.finishes, backward_end)
-    holding = _covered(flow.starts, flow.finishes, backward_end)
+    moving = covered_s(flow.on_link.tolist(), flow.finishes.tolist(), backward_end)
+    holding = covered_s(flow.starts.tolist(), flow.finishes.tolist(), backward_end)
     link = float(cost.work(schedule.sizes).sum()) / cost.best_efficiency(communicators)
     too_much = max(link - (backward_end - first), 0.0)
     latency, bandwidth = max(holding - moving, 0.0), min(moving, too_much)
@@ -190,18 +188,6 @@ def least_link_s(profile: Profile, cost: LinkCost, communicators: int) -> float:
     """The least time that messages are on the link, whatever the bucketing."""
     _, per_byte = cost.cheapest(float(profile.sizes.min()), float(profile.sizes.sum()))
     return per_byte * float(profile.sizes.sum()) / cost.best_efficiency(communicators)
-
-
-def _covered(starts: np.ndarray, ends: np.ndarray, after: float) -> float:
-    """Length of the union of these intervals, after a moment."""
-    late = ends > after
-    intervals = sorted(zip(np.maximum(starts[late], after).tolist(), ends[late].tolist(), strict=True))
-    total, reached = 0.0, after
-    for start, stop in intervals:
-        if stop > reached:
-            total += stop - max(start, reached)
-            reached = stop
-    return total
 
 
 def _timeline(

@@ -10,8 +10,8 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from backbeat.model import Network, Plan, Profile
-from backbeat.simulate.actions import KEEP, units_of
+from backbeat.model import MemoryPlan, Network, Plan, Profile
+from backbeat.simulate.actions import units_of
 from backbeat.simulate.memory_timeline import Chain, Phase, Tally
 from backbeat.simulate.resident_memory import ResidentMemory
 from backbeat.simulate.sharded_activations import sharded_activations, tied_block
@@ -129,8 +129,7 @@ class _Activations(Tally):
             return cls([], profile.memory.activation_bytes + resident.loss_bytes)
         blocks = Chain(sharded_activations(profile, chain, plan.sharding), resident)
         found = cls(blocks.names, 0)
-        actions = [(k, k + 1, KEEP) for k in range(blocks.count)]
-        blocks.run(units_of(profile, plan.memory) if plan.memory is not None else actions, found)
+        blocks.run(units_of(profile, plan.memory or MemoryPlan()), found)
         return found
 
     def see(self, above: int, block: int, phase: Phase) -> None:

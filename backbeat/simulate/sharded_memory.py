@@ -19,9 +19,9 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from backbeat.model import Plan, Profile, Sharding
+from backbeat.model import MemoryPlan, Plan, Profile, Sharding
 from backbeat.model.sharding import DTYPE_BYTES
-from backbeat.simulate.actions import KEEP, Unit, units_of
+from backbeat.simulate.actions import Unit, units_of
 from backbeat.simulate.memory_timeline import Chain, Phase, Tally
 from backbeat.simulate.resident_memory import ResidentMemory
 from backbeat.simulate.sharded_activations import sharded_activations, tied_block
@@ -100,10 +100,7 @@ def sharded_memory(
     moments = step_moments(chain, plan.sharding, min(micro_batches, MOST_MICRO_BATCHES), tied=tied)
     if profile.blocks:
         blocks = Chain(sharded_activations(profile, chain, plan.sharding), resident)
-        actions = [(k, k + 1, KEEP) for k in range(blocks.count)]
-        if plan.memory is not None:
-            actions = units_of(profile, plan.memory)
-        peak = _with_blocks(blocks, actions, chain, moments)
+        peak = _with_blocks(blocks, units_of(profile, plan.memory or MemoryPlan()), chain, moments)
     else:
         most = max((one for moment in moments for one in (moment.before, moment.during)), key=Counter.total)
         peak = _Peak(most, profile.memory.activation_bytes + resident.loss_bytes, "loss", "backward")

@@ -8,7 +8,7 @@ its parameters and its computation.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -123,7 +123,7 @@ class ShardedChain:
                 unit,
                 last.forward_s + piece.forward_s,
                 last.backward_s + piece.backward_s,
-                last.elements + _padded(piece.elements, shards),
+                last.elements + padded(piece.elements, shards),
                 last.blocks + blocks,
             )
         _check_order(stretches, sharding)
@@ -134,10 +134,10 @@ class ShardedChain:
                     "remove it, its modules are the root's"
                 )
         contents = [
-            UnitContent(unit.modules[0], _padded(elements, shards), unit.reshard, unit.prefetch)
+            UnitContent(unit.modules[0], padded(elements, shards), unit.reshard, unit.prefetch)
             for unit, elements in zip(sharding.units, held[:ROOT], strict=True)
         ]
-        contents.append(UnitContent("root", _padded(held[ROOT], shards), False, 0))
+        contents.append(UnitContent("root", padded(held[ROOT], shards), False, 0))
         holding = [unit for unit, piece in zip(owner, pieces.pieces, strict=True) if piece.elements]
         return cls(tuple(stretches), tuple(contents), frozenset({ROOT, *holding[:1]}), pieces)
 
@@ -150,7 +150,8 @@ def chain_of(profile: Profile, plan: Plan) -> ShardedChain:
     return ShardedChain.of(ModelPieces.of(profile, plan.memory), plan.sharding)
 
 
-def _padded(elements: Iterable[int], shards: int) -> int:
+def padded(elements: Iterable[int], shards: int) -> int:
+    """Elements of these parameters, each filled up to a whole number a shard."""
     return sum(-(-count // shards) * shards for count in elements)
 
 
@@ -205,8 +206,7 @@ def _of_blocks(profile: Profile, memory: MemoryPlan | None) -> ModelPieces:
     held: list[list[int]] = [[] for _ in profile.blocks]
     loose: list[int] = []
     for gradient in profile.gradients:
-        parts = gradient.name.split(".")
-        name = next((m for n in range(len(parts), 0, -1) if (m := ".".join(parts[:n])) in index), None)
+        name = innermost(gradient.name, index)
         (loose if name is None else held[index[name]]).append(_elements(gradient.bytes))
     forward, backward, after = _block_times(profile, memory)
     pieces = [
@@ -239,6 +239,16 @@ def _block_times(profile: Profile, memory: MemoryPlan | None) -> tuple[list[floa
 
 def _nothing() -> ResidentMemory:
     return ResidentMemory(parameter_bytes=0, buffer_bytes=0, optimizer_bytes=0, batch_bytes=0, gradient_bytes=0)
+
+
+def innermost(name: str, modules: Container[str]) -> str | None:
+    """Of these modules the innermost that holds a parameter.
+
+    >>> innermost("layers.0.attn.weight", {"layers", "layers.0"})
+    'layers.0'
+    """
+    parts = name.split(".")
+    return next((m for n in range(len(parts), 0, -1) if (m := ".".join(parts[:n])) in modules), None)
 
 
 def repeated(names: Sequence[str]) -> list[str]:

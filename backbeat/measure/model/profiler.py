@@ -34,6 +34,7 @@ from backbeat.measure.model.training_step import (
     where_raised,
 )
 from backbeat.model import Profile
+from backbeat.model.checks import at_least
 
 TopkSpeed = Callable[[Training, int], tuple[float, float] | None]
 """Seconds of top-k per byte and per bucket, given the bytes of all gradients; None where memory is too short.
@@ -101,13 +102,8 @@ def measure(
     `backbeat profile` gives them: without them the profile does not say what top-k costs, nor, on a GPU, what
     recomputation costs the host.
     """
-    for field, value, least in (
-        ("iterations", iterations, 1),
-        ("warmup", warmup, 1),
-        ("accumulation", accumulation, 1),
-    ):
-        if value < least:
-            raise InputError(f"{field} is {value}: it must be {least} or more")
+    for field, value in (("iterations", iterations), ("warmup", warmup), ("accumulation", accumulation)):
+        at_least(field, value, 1)
     check_model(model)
     where = device_of(model, device)
     check_precision(precision, where)

@@ -65,7 +65,7 @@ class CompressedBucket(BucketBuffer):
         self._everyone = range(len(self.members))
         self._hollow = any(not parameter.numel() for parameter in self.parameters)
         self._refused: list[int] = []
-        """Places of parameters whose gradients were not finite, and so were not added."""
+        """Indices of parameters whose gradients were not finite, and so were not added."""
         self._starts: tuple[torch.Tensor, torch.Tensor] | None = None
         """Where members begin in the residual, and the numbers that stand for them."""
         self._gathered = gathering
@@ -242,7 +242,7 @@ class CompressedBucket(BucketBuffer):
         self.result = self.work = None
 
     def take_refused(self) -> list[int]:
-        """Places of parameters with gradients that were not finite since the last time."""
+        """Indices of parameters with gradients that were not finite since the last time."""
         found, self._refused = self._refused, []
         return found
 

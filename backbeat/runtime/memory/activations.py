@@ -25,6 +25,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from backbeat.errors import InputError
 from backbeat.measure.model.chain import find_blocks, tensors_of
 from backbeat.model import MemoryPlan
+from backbeat.model.checks import at_least
 from backbeat.runtime.memory.offload import (
     AHEAD,
     LAG,
@@ -192,8 +193,7 @@ def apply(model: nn.Module, memory_plan: MemoryPlan, *, lag: int = LAG, ahead: i
     if isinstance(model, nn.parallel.DistributedDataParallel):
         model = model.module
     for name, least, value in (("lag", 1, lag), ("ahead", 0, ahead)):
-        if value < least:
-            raise InputError(f"{name} is {value}: it must be {least} or more")
+        at_least(name, value, least)
     named = check(model, memory_plan)
     active = [segment for segment in memory_plan.segments if segment.action != "keep"]
     offloads = any(segment.action == "offload" or segment.input == "offload" for segment in active)

@@ -26,7 +26,7 @@ import torch
 from torch._C import _distributed_c10d
 
 from backbeat.comm.communicators import Communicators
-from backbeat.errors import CommunicationError
+from backbeat.errors import CommunicationError, first_line
 
 if TYPE_CHECKING:
     from backbeat.runtime.reduce.step import InFlight, ReducerContext
@@ -230,11 +230,6 @@ def _where(standing: Standing) -> str:
         return f"is at step {standing['step']}, outside backward"
     text = f"is in step {standing['step']} with {standing['sent']} of {standing['buckets']} buckets sent"
     return f"{text}, waiting for {standing['waiting']}" if standing.get("waiting") else text
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an exception's text, or its kind."""
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 
 def work_result(work: Any) -> str:

@@ -17,6 +17,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from backbeat.errors import InputError
 from backbeat.model import MemoryPlan, Network, Plan, Profile
+from backbeat.model.checks import at_least
 from backbeat.runtime.memory.budget import budget_size, check_memory, within_budget
 
 logger = logging.getLogger("backbeat.runtime")
@@ -114,8 +115,8 @@ def settings_of(
         raise InputError(
             f"reduce_dtype is {reduce_dtype!r}: it must be 'bf16' or 'fp16', or left out to send gradients as they are"
         )
-    if communicators is not None and communicators < 1:
-        raise InputError(f"communicators is {communicators}: it must be 1 or more")
+    if communicators is not None:
+        at_least("communicators", communicators, 1)
     check_model(module)
     loaded, strategy = resolve_plan(plan)
     group = process_group_of(arguments)

@@ -15,8 +15,8 @@ import torch
 from torch.nn import Parameter
 
 from backbeat.comm.communicators import Communicator, Communicators
-from backbeat.errors import CommunicationError, InputError
-from backbeat.runtime.reduce.failures import Monitor, first_line
+from backbeat.errors import CommunicationError, InputError, first_line
+from backbeat.runtime.reduce.failures import Monitor
 from backbeat.runtime.reduce.timing import Recorder
 from backbeat.units import format_bytes
 
