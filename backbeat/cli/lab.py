@@ -160,7 +160,7 @@ def _run(
     from backbeat.lab.jobs import seconds_of
 
     say(f"building {setting.nodes} nodes with {format_rate(setting.rate_bits)} links ({setting.backend})")
-    with experiment.opened(setting, max(choice.widest(setting.backend) for choice in choices)) as session:
+    with experiment.open_lab(setting, max(choice.widest(setting.backend) for choice in choices)) as session:
         facts = session.ask("describe", 60)[0]
         if replayed is None:
             say(f"profiling {spec}")

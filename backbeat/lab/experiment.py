@@ -87,10 +87,10 @@ class MeasuredPlan:
 
 
 @contextlib.contextmanager
-def opened(setting: Setting, communicators: int) -> Iterator[Session]:
+def open_lab(setting: Setting, communicators: int) -> Iterator[Session]:
     """The nodes of a setting, up and joined; whatever happens, nothing of them is left."""
     check(setting.backend)
-    with _orderly_end(), LabRun() as run, Cluster(run, setting.links, setting.inside) as cluster:
+    with _exit_on_signals(), LabRun() as run, Cluster(run, setting.links, setting.inside) as cluster:
         daemon = start_daemon(run.folder / "mps") if setting.backend == "nccl" else {}
         with Session(cluster, setting, communicators, daemon) as session:
             yield session
@@ -114,7 +114,7 @@ class Nodes:
 
     def do(self, what: Callable[[Session], T]) -> T:
         if self._session is None:
-            self._session = self._stack.enter_context(opened(self._setting, self._communicators))
+            self._session = self._stack.enter_context(open_lab(self._setting, self._communicators))
         try:
             return what(self._session)
         except MeasurementError:
@@ -260,7 +260,7 @@ def slowest(seen: Sequence[Replayed | Trained]) -> tuple[list[float], list[float
 
 
 @contextlib.contextmanager
-def _orderly_end() -> Iterator[None]:
+def _exit_on_signals() -> Iterator[None]:
     """Being asked to end (SIGTERM, a closed terminal) unwinds like Ctrl-C, so that everything is taken down."""
 
     def leave(number: int, frame: FrameType | None) -> None:

@@ -137,7 +137,7 @@ class ExecutedLayout:
 
 
 def communicators(cases: Sequence[LayoutCase]) -> int:
-    """As `experiment.opened` takes it: layouts of two dimensions use several, which NCCL has to launch in one order."""
+    """As `experiment.open_lab` takes it: layouts of two dimensions use several, which NCCL launches in one order."""
     return 2 if any(case.layout.tp > 1 and case.layout.pp > 1 for case in cases) else 1
 
 

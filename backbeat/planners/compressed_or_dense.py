@@ -28,9 +28,9 @@ from backbeat.simulate.compressed_cost import (
     ELEMENT_BYTES,
     CompressedCost,
     Piece,
+    compressed_flow,
     compression_s_per_bucket,
     compression_s_per_byte,
-    travel,
 )
 from backbeat.simulate.schedule import running_sums
 
@@ -87,7 +87,7 @@ class Mixed:
             )
             for inside, compressed in self.members(profile)
         ]
-        return travel(pieces, profile, network, cost).end_s
+        return compressed_flow(pieces, profile, network, cost).end_s
 
     def plan(self, profile: Profile, workers: int, note: str) -> Plan:
         return Plan(

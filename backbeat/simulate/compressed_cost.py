@@ -19,7 +19,7 @@ from backbeat.cost import Curve
 from backbeat.cost.message import block_width, message_bytes, sent_elements
 from backbeat.model import Compression, Network, Plan, Profile
 from backbeat.model.prediction import Breakdown, Span
-from backbeat.simulate.contention import beside
+from backbeat.simulate.contention import contended
 from backbeat.simulate.gather_scatter import Halves
 from backbeat.simulate.schedule import covered_s
 
@@ -92,7 +92,7 @@ class CompressedFlow:
         return max(self.backward_s, *self.finishes)
 
 
-def travel(
+def compressed_flow(
     pieces: Sequence[Piece], profile: Profile, network: Network, cost: CompressedCost, slowdown: float = 1.0
 ) -> CompressedFlow:
     """One communicator, pieces in launch order; compression takes its turn on the compute stream as pieces become
@@ -122,7 +122,7 @@ def travel(
             finishes.append(free)
         return CompressedFlow(starts, finishes, computed)
 
-    flow, clock = beside(sent, np.array(ready), slowdown)
+    flow, clock = contended(sent, np.array(ready), slowdown)
     backward = float(clock.when(computed))
     return replace(flow, backward_s=backward, contention_s=backward - computed)
 

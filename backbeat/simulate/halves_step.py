@@ -17,7 +17,7 @@ from backbeat.cost.curve import Curve
 from backbeat.cost.link import LinkCost
 from backbeat.model import Network, Plan, Profile
 from backbeat.simulate.bound import communication_bound
-from backbeat.simulate.contention import beside
+from backbeat.simulate.contention import contended
 from backbeat.simulate.gather_scatter import Halves
 from backbeat.simulate.schedule import Flow
 
@@ -83,7 +83,7 @@ def period(profile: Profile, plan: Plan, network: Network, slowdown: float = 1.0
             finishes.append(free)
         return Flow(np.array(starts), np.array(starts), np.array(finishes))
 
-    flow, clock = beside(in_turn, ready, slowdown)
+    flow, clock = contended(in_turn, ready, slowdown)
     spans = list(zip(flow.starts.tolist(), flow.finishes.tolist(), strict=True))
     scatters, gathers = spans[: len(scatter_buckets)], spans[len(scatter_buckets) :]
     gathered = np.zeros(len(profile.gradients))

@@ -9,8 +9,8 @@ from backbeat.errors import InputError
 from backbeat.model import Network, Plan, Profile
 from backbeat.model.prediction import Breakdown, Span
 from backbeat.simulate.bound import communication_bound
-from backbeat.simulate.compressed_cost import CompressedCost, exposed_parts, pieces_of, spans, travel
-from backbeat.simulate.contention import ComputeClock, beside, least_s
+from backbeat.simulate.compressed_cost import CompressedCost, compressed_flow, exposed_parts, pieces_of, spans
+from backbeat.simulate.contention import ComputeClock, contended, least_s
 from backbeat.simulate.dynamic import fuse
 from backbeat.simulate.engine import simulate
 from backbeat.simulate.halves_step import halves_bound, link_s, period
@@ -72,7 +72,7 @@ def compressed_iteration(
     """Some buckets travel compressed: one communicator, and compression takes computation. Its bound is that nothing is
     exposed."""
     pieces, names = pieces_of(profile, plan)
-    flow = travel(pieces, profile, network, CompressedCost.of(network), slowdown)
+    flow = compressed_flow(pieces, profile, network, CompressedCost.of(network), slowdown)
     around = before + profile.forward_s + profile.update_s
     return Iteration(
         around + flow.end_s,
@@ -134,7 +134,7 @@ def run(
     if plan.dynamic is not None:
         plan.check(profile)
         settings = plan.dynamic
-        fused, clock = beside(lambda ready: fuse(profile, cost, settings, ready), profile.ready, slowdown)
+        fused, clock = contended(lambda ready: fuse(profile, cost, settings, ready), profile.ready, slowdown)
         order = [gradient.name for gradient in profile.gradients]
         starts = [0, *fused.ends[:-1]]
         names = [tuple(order[first:last]) for first, last in zip(starts, fused.ends, strict=True)]
@@ -147,7 +147,7 @@ def communicate_beside(
     schedule: Schedule, cost: LinkCost, communicators: int, slowdown: float
 ) -> tuple[Flow, ComputeClock]:
     """The buckets, and the computation that takes `slowdown` times as long beside them."""
-    return beside(
+    return contended(
         lambda ready: communicate(replace(schedule, ready=ready), cost, communicators), schedule.ready, slowdown
     )
 

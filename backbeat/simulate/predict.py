@@ -89,22 +89,22 @@ def _predicted(
     device_single = before + profile.forward_s + profile.backward_s + profile.update_s
     single = lane.paced(device_single, micro_batches)
     sharded = plan.sharding is not None
-    beside = slowdown_of(profile, network, sharded=sharded)
+    slowdown = slowdown_of(profile, network, sharded=sharded)
     if sharded:
         held = sharded_memory(measured, plan, micro_batches=micro_batches)
         peak = held.peak_bytes if held else None
     if network.workers == 1:
         step = alone(profile, plan, before)
     elif reduction is not None:
-        step = framework_iteration(profile, network, plan, reduction, micro_batches, beside.factor)
+        step = framework_iteration(profile, network, plan, reduction, micro_batches, slowdown.factor)
     elif sharded:
-        step = sharded_iteration(own, network, plan, micro_batches=micro_batches, slowdown=beside.factor)
+        step = sharded_iteration(own, network, plan, micro_batches=micro_batches, slowdown=slowdown.factor)
     elif plan.in_halves:
-        step = across_iterations(profile, network, plan, before, beside.factor)
+        step = across_iterations(profile, network, plan, before, slowdown.factor)
     elif plan.compressed:
-        step = compressed_iteration(profile, network, plan, before, beside.factor)
+        step = compressed_iteration(profile, network, plan, before, slowdown.factor)
     else:
-        step = within_iteration(profile, network, plan, before, beside.factor)
+        step = within_iteration(profile, network, plan, before, slowdown.factor)
     buffers = (
         broadcast_s(network, profile.buffer_bytes) if broadcast_buffers and network.workers > 1 and not sharded else 0.0
     )
@@ -153,7 +153,7 @@ def _predicted(
             *_shifted(step.timeline, buffers, profile.buffer_bytes),
             *((Span("compute", "waiting for the host", device, steady),) if steady > device else ()),
         ),
-        notes=(*memory_notes, *notes, *beside.notes),
+        notes=(*memory_notes, *notes, *slowdown.notes),
     )
 
 

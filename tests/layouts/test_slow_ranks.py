@@ -18,7 +18,7 @@ from backbeat.layouts.conventions import conventions_named
 from backbeat.layouts.slow_ranks import slow_pipelines
 from backbeat.model import Gradient
 from backbeat.model.slowdown import Slowdown
-from backbeat.simulate.contention import beside, together_s
+from backbeat.simulate.contention import contended, together_s
 from backbeat.simulate.schedule import Flow
 
 H100 = {each: replace(layouts.cluster_of("dgx-h100"), contention=each) for each in (False, True)}
@@ -163,7 +163,7 @@ def test_equal_buckets_take_what_the_simulation_of_buckets_says(
         return Flow(np.array(starts), np.array(starts), np.array(starts) + each)
 
     spacing = window / buckets
-    flow, _ = beside(one_by_one, spacing * np.arange(1, buckets + 1), slowdown)
+    flow, _ = contended(one_by_one, spacing * np.arange(1, buckets + 1), slowdown)
     closed = spacing + (buckets - 1) * together_s(spacing, each, slowdown) + each
     assert flow.finishes[-1] == pytest.approx(closed, rel=1e-6)
 

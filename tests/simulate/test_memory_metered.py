@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils._pytree import tree_leaves  # noqa: E402
 
 from backbeat.measure import profile as measure  # noqa: E402
-from backbeat.measure.model.chain_costs import BackwardBorders  # noqa: E402
+from backbeat.measure.model.chain_costs import BackwardBlockHooks  # noqa: E402
 from backbeat.model import MemoryPlan, Profile  # noqa: E402
 from backbeat.planners.memory_moves import uniform  # noqa: E402
 from backbeat.planners.memory_plan import Search, memory_plan, needed  # noqa: E402
@@ -98,7 +98,7 @@ class Metered:
             self.meter.peak = self.meter.level
 
         found = find_blocks(self.model)
-        with self.meter, BackwardBorders({block.name: found[block.name] for block in measured.blocks}, at):
+        with self.meter, BackwardBlockHooks({block.name: found[block.name] for block in measured.blocks}, at):
             self.iterate()
             at("", "")
         blocks = tuple(

@@ -265,7 +265,7 @@ def main() -> None:
                 print(f"{setting.name}: no time", file=sys.stderr)
                 break
             try:
-                with experiment.opened(setting, 1) as session:
+                with experiment.open_lab(setting, 1) as session:
                     measure(session, setting, paths[setting.name], profiles, given, end, tried)
                 break
             except BackbeatError as error:

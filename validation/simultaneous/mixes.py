@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from backbeat.lab.experiment import calibrate, opened
+from backbeat.lab.experiment import calibrate, open_lab
 from backbeat.lab.jobs import Message, ReplayJob, turns
 from backbeat.lab.plans import parse
 from backbeat.lab.setting import Setting
@@ -92,7 +92,7 @@ def measure(rate: str) -> None:
         )
         for mix in mixes.values()
     ]
-    with opened(setting, 2) as session:
+    with open_lab(setting, 2) as session:
         choices = parse(["wfbp", "best/2"], None)
         network = calibrate(session, setting, choices, budget_s=10.0, largest_bytes=32 * MIB).network
         expected = [predicted(mix, network) + FORWARD_S for mix in mixes.values()]

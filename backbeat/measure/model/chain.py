@@ -85,7 +85,7 @@ class BlockCall:
     """A tensor that entered it has been written into when it returns."""
 
 
-class Borders:
+class BlockHooks:
     """A context that tells where each block's forward begins and ends: subclasses say what to do there.
 
     Forwards that run inside backward, as those of checkpointed modules do, are backward's work and not told.
@@ -127,7 +127,7 @@ class Borders:
         return hook
 
 
-class ChainRecorder(Borders):
+class ChainRecorder(BlockHooks):
     """Builds the links of the forward that runs inside it."""
 
     def __init__(self, blocks: dict[str, nn.Module]) -> None:

@@ -47,7 +47,9 @@ def jumps(times: Mapping[int, float], uncertainties: Mapping[int, float] | None 
     return [pair for _, pair in sorted(found, reverse=True)[:_MOST]]
 
 
-def closer(sampler: Sampler, timings: Mapping[Case, Timing], budget_s: float, progress: Progress) -> dict[Case, Timing]:
+def refine_jumps(
+    sampler: Sampler, timings: Mapping[Case, Timing], budget_s: float, progress: Progress
+) -> dict[Case, Timing]:
     """Further all-reduces, where isolated ones jump: each in the part of the interval that rises more.
 
     Every decision is taken from times that all ranks share.

@@ -26,7 +26,7 @@ from backbeat.runtime.compressed.checkpoint import CarriedResiduals
 from backbeat.runtime.compressed.compressed_bucket import CompressedBucket
 from backbeat.runtime.compressed.residual import Scratch, dtype_of, make_stores, numel_of
 from backbeat.runtime.compressed.topk import CudaGraphs, TopK
-from backbeat.runtime.compressed.updates import Updates, plainly
+from backbeat.runtime.compressed.updates import Updates, without_modes
 from backbeat.runtime.reduce.bucket import BucketBuffer
 from backbeat.runtime.reduce.exchange import Exchange
 from backbeat.runtime.reduce.partition import BucketSpec, Partition
@@ -300,7 +300,7 @@ class CompressedExchange(Exchange):
             if parameter.grad is not None and (used is None or used[index])
         ]
         if present:
-            with plainly(self.context.communicators.device.type):
+            with without_modes(self.context.communicators.device.type):
                 if self.updates.max_grad_norm is not None:
                     torch.nn.utils.clip_grad_norm_(present, self.updates.max_grad_norm)
                 self.updates.apply(present)
@@ -310,7 +310,7 @@ class CompressedExchange(Exchange):
         """Beside backward, on a stream of its own that has seen everything queued so far; without autocast, which would
         round what a backward inside it encodes."""
         device = self.context.communicators.device
-        with plainly(device.type):
+        with without_modes(device.type):
             if self._side is None:
                 yield
                 return

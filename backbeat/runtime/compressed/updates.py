@@ -143,7 +143,7 @@ class Updates:
         return 0.0
 
     def apply(self, parameters: Sequence[Parameter], *, without_momentum: bool = False) -> None:
-        """Update these, whose gradients are there, and take the gradients away; inside `plainly`."""
+        """Update these, whose gradients are there, and take the gradients away; inside `without_modes`."""
         key = tuple(map(id, parameters))
         shares = self._shares.get(key)
         if shares is None:
@@ -218,7 +218,7 @@ def check_optimizer(
 
 
 @contextlib.contextmanager
-def plainly(device_type: str) -> Iterator[None]:
+def without_modes(device_type: str) -> Iterator[None]:
     """As `optimizer.step()` is mostly called: outside autograd, autocast and inference mode, whatever surrounds us.
 
     State that is made for the first time inside inference mode could never be changed outside.

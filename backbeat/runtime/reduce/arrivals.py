@@ -105,7 +105,7 @@ class GraphReach:
     def forward_begins(self) -> None:
         self._passed = False
 
-    def surprised(self) -> None:
+    def unannounced(self) -> None:
         """A gradient arrived though no output announced it."""
         self._hidden = self._hidden or self._passed
 

@@ -61,7 +61,7 @@ class BucketBuffer:
         """No gradient was given other memory (`p.grad.data = …`, `model.to(…)`), which leaves its slice behind."""
         return addresses_of(self.views) == self._addresses
 
-    def _mend(self) -> None:
+    def _restore_slices(self) -> None:
         """Slices that were given other memory are the buffer's again; a gradient keeps what it holds."""
         for (parameter, view), own, address in zip(self._pairs, self._slices, self._addresses, strict=True):
             if view.data_ptr() != address:
@@ -108,7 +108,7 @@ class BucketBuffer:
     def pack(self, step: Step) -> TakenGradients:
         """As `take_all`, in any step: finds which members this rank used, and keeps the others' gradients."""
         if not self._in_place:
-            self._mend()
+            self._restore_slices()
         fresh = step.arrivals.arrived_since_reduce
         used: list[int] = []
         kept: dict[int, torch.Tensor] = {}

@@ -79,13 +79,13 @@ class ManagedParameters:
         ]
         return None
 
-    def add_thawed(self) -> int:
+    def add_unfrozen(self) -> int:
         """Take in parameters that became trainable; returns how many."""
-        thawed = [(name, parameter) for name, parameter in self.frozen if parameter.requires_grad]
-        if thawed:
+        unfrozen = [(name, parameter) for name, parameter in self.frozen if parameter.requires_grad]
+        if unfrozen:
             self.frozen = [(name, parameter) for name, parameter in self.frozen if not parameter.requires_grad]
-            self._extend(thawed)
-        return len(thawed)
+            self._extend(unfrozen)
+        return len(unfrozen)
 
     def _extend(self, named: list[tuple[str, Parameter]]) -> None:
         self.names.extend(name for name, _ in named)

@@ -68,7 +68,7 @@ class Reducer:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, watch=None, _runner=None)
 
-    def adopt(self, module: Module, ignored: Set[str], process_group: ProcessGroup, device: torch.device) -> None:
+    def bind_model(self, module: Module, ignored: Set[str], process_group: ProcessGroup, device: torch.device) -> None:
         """Reduce this model's gradients over these ranks, once built."""
         self.managed = ManagedParameters(module, ignored)
         self.model = type(module).__name__
@@ -162,7 +162,7 @@ class Reducer:
             self._warn_of_scaling()
         runner.forward_begins(sync)
         if self.managed.frozen:
-            self._add_thawed()
+            self._add_unfrozen()
         if sync and runner.context.recorder is not None:
             runner.context.recorder.forward_begins()
 
@@ -238,17 +238,17 @@ class Reducer:
         missing = sorted(set(range(len(self.managed.names))) - set(order), reverse=True)
         self.switch(stock_partition([*order, *missing], self.settings, self.managed, self.communicators))
 
-    def _add_thawed(self) -> None:
+    def _add_unfrozen(self) -> None:
         """Parameters that became trainable since: into trailing buckets, on every rank at this forward."""
         managed, runner = self.managed, self.runner
         if not any(parameter.requires_grad for _, parameter in managed.frozen):
             return
         # Where the step before has failed, this raises while nothing has changed yet, and the next forward tries again.
         runner.read_step_before()
-        count = managed.add_thawed()
+        count = managed.add_unfrozen()
         first = len(managed.names) - count
         partition = with_newcomers(self.partition, range(first, len(managed.names)), managed.parameters, managed.sparse)
-        wait_for_all(self.communicators, f"thawed/{self._agreements}", f"{managed.names[first]!r} became trainable")
+        wait_for_all(self.communicators, f"unfrozen/{self._agreements}", f"{managed.names[first]!r} became trainable")
         self._agree(partition, "the set of trainable parameters")
         with torch.no_grad():
             runner.add_parameters(managed.names[first:], managed.parameters[first:], partition)

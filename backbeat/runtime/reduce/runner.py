@@ -195,7 +195,7 @@ class StepRunner:
         arrivals, recorder = self._arrivals, self.context.recorder
         arrivals.mark(index)
         if not self._backward.running:
-            self._reach.surprised()
+            self._reach.unannounced()
             self._begin(self._default_sync)
         if recorder is not None:
             recorder.gradient(index)

@@ -112,7 +112,7 @@ class DistributedDataParallel(TorchDDP):  # type: ignore[misc]
             self.device_mesh = arguments["device_mesh"]
         self._use_python_reducer = False
         self.reducer = Reducer(settings)
-        self.reducer.adopt(module, self.parameters_to_ignore, self.process_group, self.device)
+        self.reducer.bind_model(module, self.parameters_to_ignore, self.process_group, self.device)
         self.reducer.build()
         sizes = [bucket.bytes for bucket in self.reducer.buckets]
         # torch.compile splits the graph where a bucket of this size would end, and refuses less than the first bucket.
@@ -338,7 +338,7 @@ class DistributedDataParallel(TorchDDP):  # type: ignore[misc]
         self._module_parameters = [p for n, p in self.module.named_parameters() if n not in self.parameters_to_ignore]
         # The reducer is built by the first forward that trains: a copy kept for evaluation never needs one.
         self._assign_modules_buffers()
-        self.reducer.adopt(self.module, self.parameters_to_ignore, self.process_group, self.device)
+        self.reducer.bind_model(self.module, self.parameters_to_ignore, self.process_group, self.device)
 
 
 class _AbsentRank(JoinHook):

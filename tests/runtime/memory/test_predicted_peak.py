@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch", reason="needs PyTorch")
 
 
 from backbeat.measure import profile  # noqa: E402
-from backbeat.measure.model.chain_costs import BackwardBorders  # noqa: E402
+from backbeat.measure.model.chain_costs import BackwardBlockHooks  # noqa: E402
 from backbeat.model import MemoryPlan, Profile, Segment  # noqa: E402
 from backbeat.runtime.memory import apply, find_blocks  # noqa: E402
 from backbeat.simulate.memory_timeline import memory_timeline  # noqa: E402
@@ -47,7 +47,7 @@ def measured():
         loss_of(model, batch).backward()
 
     step()
-    with BackwardBorders(find_blocks(model), border):
+    with BackwardBlockHooks(find_blocks(model), border):
         events = allocations(step)
     level, base, peak, phase = 0, 0, 0, ""
     rises: dict[str, int] = {}
