@@ -73,3 +73,12 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def one_rank() -> Iterator[None]:
+    """A process group of this process alone."""
+    dist = pytest.importorskip("torch.distributed", reason="needs PyTorch")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from itertools import combinations
 from typing import Any
 
 from hypothesis import strategies as st
@@ -83,6 +84,11 @@ def networks(draw: st.DrawFn, *, busy: bool | None = None) -> Network:
     noise = draw(st.lists(st.sampled_from([0.7, 1.0, 1.4]), min_size=len(sizes), max_size=len(sizes)))
     points = [(size, (alpha + beta * size) * factor) for size, factor in zip(sizes, noise, strict=True)]
     return curve(points, concurrency=tuple(rows))
+
+
+def every_partition(count: int) -> list[list[int]]:
+    """All ways to cut that many gradients into buckets, each by where its buckets end."""
+    return [[*cuts, count] for size in range(count) for cuts in combinations(range(1, count), size)]
 
 
 def put(data: dict[str, Any], path: str, value: Any) -> dict[str, Any]:

@@ -117,10 +117,9 @@ def _at(chain: Chain, units: tuple[Unit, ...], index: int) -> Iterator[tuple[int
     if not chain.may_go_on[last] or not begins:
         return
     # The two become one, or the boundary between them moves.
-    if what in again or other in again:
+    if (what in again or other in again) and all(chain.may_go_on[first + 1 : beyond]):
         for action in again:
-            if _may_merge(chain, first, beyond):
-                yield 2, ((first, beyond, action),)
+            yield 2, ((first, beyond, action),)
     if what in again and other in again:
         for moved in (last - 1, last + 1):
             if first < moved < beyond and chain.may_begin[moved]:
@@ -128,7 +127,3 @@ def _at(chain: Chain, units: tuple[Unit, ...], index: int) -> Iterator[tuple[int
     # The two swap actions, so that a kept block can move along the chain.
     if other != what and beyond - first == 2 and (what not in again or chain.may_begin[last]):
         yield 2, ((first, last, other), (last, beyond, what))
-
-
-def _may_merge(chain: Chain, first: int, beyond: int) -> bool:
-    return all(chain.may_go_on[k] for k in range(first + 1, beyond))

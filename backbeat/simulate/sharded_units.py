@@ -220,7 +220,8 @@ def _of_blocks(profile: Profile, memory: MemoryPlan | None) -> ModelPieces:
 
 def _block_times(profile: Profile, memory: MemoryPlan | None) -> tuple[list[float], list[float], tuple[float, float]]:
     """Forward and backward of each block, and of what follows the last."""
-    chain = Chain(profile, _nothing())
+    nothing = ResidentMemory(parameter_bytes=0, buffer_bytes=0, optimizer_bytes=0, batch_bytes=0, gradient_bytes=0)
+    chain = Chain(profile, nothing)
     forward, backward = list(chain.forward), list(chain.backward)
     after = (chain.loss_forward, chain.loss_backward)
     if memory is None or not memory.segments:
@@ -235,10 +236,6 @@ def _block_times(profile: Profile, memory: MemoryPlan | None) -> tuple[list[floa
     longer = (run.backward_s - after[1]) / sum(backward) if sum(backward) > 0 else 1.0
     stalled = (run.forward_s - after[0]) / sum(forward) if sum(forward) > 0 else 1.0
     return [seconds * stalled for seconds in forward], [seconds * longer for seconds in backward], after
-
-
-def _nothing() -> ResidentMemory:
-    return ResidentMemory(parameter_bytes=0, buffer_bytes=0, optimizer_bytes=0, batch_bytes=0, gradient_bytes=0)
 
 
 def innermost(name: str, modules: Container[str]) -> str | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random as randomness
-from itertools import combinations
 
 import numpy as np
 import pytest
@@ -16,7 +15,7 @@ from backbeat.model import Network, Profile
 from backbeat.simulate.bound import communication_bound
 from backbeat.simulate.iteration import communicate
 from backbeat.simulate.schedule import Schedule
-from tests.problems import affine, make_profile, networks, profiles
+from tests.problems import affine, every_partition, make_profile, networks, profiles
 
 ROUNDING = 1 + 1e-9
 
@@ -39,10 +38,6 @@ def measured_costs(draw: st.DrawFn) -> LinkCost:
 
 
 costs = measured_costs() | networks().map(lambda network: network.cost)
-
-
-def every_partition(count: int) -> list[list[int]]:
-    return [[*cuts, count] for size in range(count) for cuts in combinations(range(1, count), size)]
 
 
 @settings(max_examples=200)

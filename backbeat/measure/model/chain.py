@@ -85,15 +85,27 @@ class BlockCall:
     """A tensor that entered it has been written into when it returns."""
 
 
-class BlockHooks:
+class Hooks:
+    """A context that removes its hooks when it is left."""
+
+    def __init__(self) -> None:
+        self._handles: list[Any] = []
+
+    def __exit__(self, *exception: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+
+class BlockHooks(Hooks):
     """A context that tells where each block's forward begins and ends: subclasses say what to do there.
 
     Forwards that run inside backward, as those of checkpointed modules do, are backward's work and not told.
     """
 
     def __init__(self, blocks: dict[str, nn.Module]) -> None:
+        super().__init__()
         self._blocks = blocks
-        self._handles: list[Any] = []
 
     def __enter__(self) -> Any:
         for name, module in self._blocks.items():
@@ -102,11 +114,6 @@ class BlockHooks:
             )
             self._handles.append(module.register_forward_hook(untraced(self._end_hook(name)), with_kwargs=True))
         return self
-
-    def __exit__(self, *exception: object) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
 
     def begin(self, name: str, inputs: list[torch.Tensor]) -> None: ...
 

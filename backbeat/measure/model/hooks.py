@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from backbeat.comm.clock import Clock, Mark
-from backbeat.measure.model.chain import untraced
+from backbeat.measure.model.chain import Hooks, untraced
 from backbeat.measure.model.training_step import MicroBatch
 
 
@@ -46,18 +46,13 @@ def find_owners(
     return owners
 
 
-class _TimedHooks:
+class _TimedHooks(Hooks):
     """A context in which observed iterations are recorded, one recording each."""
 
     def __init__(self, clock: Clock, head_start_s: float) -> None:
+        super().__init__()
         self._clock = clock
         self._head_start_s = head_start_s
-        self._handles: list[Any] = []
-
-    def __exit__(self, *exception: object) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
 
     def before_forward(self) -> None:
         pass

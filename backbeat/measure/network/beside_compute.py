@@ -48,7 +48,7 @@ def measure_slowdown(
     """Collective: every rank calls it alike. `message_s` is what one message of `MESSAGE_BYTES` takes: an all-reduce,
     or with `workers` an all-gather and a reduce-scatter."""
     message = torch.zeros(MESSAGE_BYTES // 4, device=device)
-    send = _all_reduces(communicator, message) if workers is None else _pairs_of(communicator, message, workers)
+    send = _pairs_of(communicator, message, workers) if workers else lambda: [communicator.all_reduce(message)]
     factors = torch.ones(3, dtype=torch.float64, device=device)
     for index, work in enumerate(_works(device)):
         run = _Timed(work, communicator, message, send, timeout_s)
@@ -100,10 +100,6 @@ class _Timed:
         self.done.record()
         until(self.done, self.timeout_s)
         return float(self.begin.elapsed_time(self.end)) * 1e-3
-
-
-def _all_reduces(communicator: Communicator, message: torch.Tensor) -> Callable[[], list[Any]]:
-    return lambda: [communicator.all_reduce(message)]
 
 
 def _pairs_of(communicator: Communicator, message: torch.Tensor, workers: int) -> Callable[[], list[Any]]:

@@ -6,14 +6,12 @@ import copy
 import doctest
 
 import pytest
+import torch
+from torch import nn
 
-torch = pytest.importorskip("torch", reason="needs PyTorch")
-
-from torch import nn  # noqa: E402
-
-from backbeat.measure.model import chain  # noqa: E402
-from backbeat.measure.model.chain import block, find_blocks, observe  # noqa: E402
-from tests.block_models import (  # noqa: E402
+from backbeat.measure.model import chain
+from backbeat.measure.model.chain import block, find_blocks, observe
+from tests.block_models import (
     LANGUAGE_MODELS,
     Layer,
     SmallTransformer,

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from torch import nn
 
-torch = pytest.importorskip("torch", reason="needs PyTorch")
-
-from torch import nn  # noqa: E402
-
-from backbeat import Profile  # noqa: E402
-from backbeat.measure import profile  # noqa: E402
-from tests.block_models import Residual, loss_of, resnet_case, transformer_case  # noqa: E402
+from backbeat import Profile
+from backbeat.measure import profile
+from tests.block_models import Residual, loss_of, resnet_case, transformer_case
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -5,14 +5,12 @@ from __future__ import annotations
 import functools
 
 import pytest
+import torch
+from small_models import QUICK, classifier, images, loss
+from torch import nn
 
-torch = pytest.importorskip("torch", reason="needs PyTorch")
-
-from small_models import QUICK, classifier, images, loss  # noqa: E402
-from torch import nn  # noqa: E402
-
-from backbeat.errors import InputError  # noqa: E402
-from backbeat.measure import profile  # noqa: E402
+from backbeat.errors import InputError
+from backbeat.measure import profile
 
 # torch's own: it looks at `.grad` of whatever enters a graph.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")

@@ -5,13 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-torch = pytest.importorskip("torch", reason="needs PyTorch")
-
-from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
-
-from backbeat.cost.operators import Attention, Convolution, Product, Traffic  # noqa: E402
-from backbeat.measure.model.operator_work import in_fp8, work_of  # noqa: E402
+from backbeat.cost.operators import Attention, Convolution, Product, Traffic
+from backbeat.measure.model.operator_work import in_fp8, work_of
 
 
 class Seen(TorchDispatchMode):

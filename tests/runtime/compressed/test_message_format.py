@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-torch = pytest.importorskip("torch")
-
-from hypothesis import given, settings  # noqa: E402
-from hypothesis import strategies as st  # noqa: E402
-
-from backbeat.runtime.compressed.topk import format_of  # noqa: E402
+from backbeat.runtime.compressed.topk import format_of
 
 
 @given(

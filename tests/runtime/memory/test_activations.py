@@ -10,17 +10,15 @@ import pickle
 import warnings
 
 import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
 
-torch = pytest.importorskip("torch", reason="needs PyTorch")
-
-from hypothesis import given, settings  # noqa: E402
-from hypothesis import strategies as st  # noqa: E402
-from torch import nn  # noqa: E402
-
-from backbeat.model import MemoryPlan  # noqa: E402
-from backbeat.runtime.memory import apply, block, find_blocks  # noqa: E402
-from backbeat.runtime.memory.recompute import Placeholder, SegmentRun  # noqa: E402
-from tests.block_models import (  # noqa: E402
+from backbeat.model import MemoryPlan
+from backbeat.runtime.memory import apply, block, find_blocks
+from backbeat.runtime.memory.recompute import Placeholder, SegmentRun
+from tests.block_models import (
     LANGUAGE_MODELS,
     Layer,
     alone,

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from backbeat import Network, Profile, plan
@@ -23,12 +21,7 @@ from backbeat.planners.memory_plan import memory_plan
 from backbeat.runtime import DistributedDataParallel
 from backbeat.runtime.memory import budget
 
-
-@pytest.fixture(autouse=True)
-def alone(tmp_path: Path) -> Iterator[None]:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'meet'}", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 def model_of() -> nn.Module:

@@ -7,11 +7,10 @@ import copy
 import gc
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch", reason="needs PyTorch")
-
-from backbeat.runtime.memory import offload  # noqa: E402
-from backbeat.runtime.memory.offload import HostCopies, OffloadSchedule, PinnedPool, movable  # noqa: E402
+from backbeat.runtime.memory import offload
+from backbeat.runtime.memory.offload import HostCopies, OffloadSchedule, PinnedPool, movable
 
 
 def tensor(value: float = 1.0, size: int = 1024) -> torch.Tensor:

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+import torch
 
-torch = pytest.importorskip("torch", reason="needs PyTorch")
-
-
-from backbeat.measure import profile  # noqa: E402
-from backbeat.measure.model.chain_costs import BackwardBlockHooks  # noqa: E402
-from backbeat.model import MemoryPlan, Profile, Segment  # noqa: E402
-from backbeat.runtime.memory import apply, find_blocks  # noqa: E402
-from backbeat.simulate.memory_timeline import memory_timeline  # noqa: E402
-from tests.block_models import SmallResNet, loss_of  # noqa: E402
+from backbeat.measure import profile
+from backbeat.measure.model.chain_costs import BackwardBlockHooks
+from backbeat.model import MemoryPlan, Profile, Segment
+from backbeat.runtime.memory import apply, find_blocks
+from backbeat.simulate.memory_timeline import memory_timeline
+from tests.block_models import SmallResNet, loss_of
 
 CHAIN = [*(f"layer1.{index}" for index in range(3)), *(f"layer2.{index}" for index in range(3))]
 

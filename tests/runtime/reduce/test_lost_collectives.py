@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import weakref
 from contextlib import redirect_stderr
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -192,17 +191,14 @@ def test_a_communicator_that_cannot_be_aborted_does_not_hide_the_message() -> No
     assert tried == [stubborn]
 
 
-def test_a_collective_that_cannot_start_names_its_bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'meet'}", rank=0, world_size=1)
-    try:
-        wrapped = DistributedDataParallel(torch.nn.Linear(3, 2))
+@pytest.mark.usefixtures("one_rank")
+def test_a_collective_that_cannot_start_names_its_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrapped = DistributedDataParallel(torch.nn.Linear(3, 2))
+    wrapped(torch.ones(1, 3)).sum().backward()
+
+    def refuse(*_: object) -> None:
+        raise dist.DistBackendError("remote process exited")
+
+    monkeypatch.setattr(type(wrapped.reducer.communicators[0]), "all_reduce", refuse)
+    with pytest.raises(CommunicationError, match=r"rank 0: bucket 0 of 1 \(2 gradients.*was not reduced in step 2"):
         wrapped(torch.ones(1, 3)).sum().backward()
-
-        def refuse(*_: object) -> None:
-            raise dist.DistBackendError("remote process exited")
-
-        monkeypatch.setattr(type(wrapped.reducer.communicators[0]), "all_reduce", refuse)
-        with pytest.raises(CommunicationError, match=r"rank 0: bucket 0 of 1 \(2 gradients.*was not reduced in step 2"):
-            wrapped(torch.ones(1, 3)).sum().backward()
-    finally:
-        dist.destroy_process_group()
