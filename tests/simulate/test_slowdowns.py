@@ -59,7 +59,7 @@ def test_nothing_slows_down_where_nobody_says_what_carries_messages() -> None:
 
 
 def test_emulated_by_transport() -> None:
-    """The rows of the file, where its course passes near them."""
+    """The rows of the file, where its curve passes near them."""
     rows = {(row.sms, row.bus_bytes_per_s): row for row in emulated().rows}
     for transport, rate in (("infiniband", 50.0), ("efa", 50.0), ("nvlink", 370.0), ("sockets", 3.0)):
         row = rows[CHANNELS[transport].sms, rate * 1e9]
