@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, cast
 
 import msgspec
 import typer
+from msgspec.structs import replace
 from rich.console import Console
 
 from backbeat.api import plan as make_plan
@@ -256,7 +257,7 @@ def _policies(one: Profile, cluster: Network, made: Plan, result: Prediction, ac
     rows = [Policy("this plan", result.peak_bytes or 0, result.iteration_s)]
     for name, units in uniform(chain).items():
         alike = MemoryPlan(segments=plan_of(one, units), residuals=residuals)
-        found = predict(one, cluster, msgspec.structs.replace(made, memory=alike), accumulation=accumulation)
+        found = predict(one, cluster, replace(made, memory=alike), accumulation=accumulation)
         rows.append(Policy(f"{name}, every block", found.peak_bytes or 0, found.iteration_s))
     return rows
 

@@ -10,7 +10,7 @@ from itertools import chain
 from types import FrameType
 from typing import Any, TypeVar
 
-import msgspec
+from msgspec.structs import replace
 
 from backbeat.comm.gloo import PRIMITIVE
 from backbeat.cost.samples import quantile
@@ -148,20 +148,20 @@ def calibrate(
         network = _of_nodes(network, inside)
     if halved and setting.backend == "gloo":
         note = f"reduce-scatter on gloo is {PRIMITIVE}: gloo's own moves as many bytes as its all-reduce"
-        network = msgspec.structs.replace(network, notes=(*network.notes, note))
+        network = replace(network, notes=(*network.notes, note))
     if any(choice.sharded for choice in choices) and setting.backend == "gloo":
         note = "FSDP2 on gloo runs gloo's own reduce-scatter, and communicates while nothing computes: plans are slower"
-        network = msgspec.structs.replace(network, notes=(*network.notes, note))
+        network = replace(network, notes=(*network.notes, note))
     return CalibratedLab(network=network, timings=timings)
 
 
 def _of_nodes(network: Network, inside: Network) -> Network:
     """A network of nodes of several ranks: what was measured over all of them, and within one."""
     row = WorkersRow(**{name: getattr(inside, name) for name in WorkersRow.__struct_fields__})
-    topology = msgspec.structs.replace(
+    topology = replace(
         network.topology, gpus_per_node=inside.workers, algorithm="hierarchical", inside=inside.all_reduce
     )
-    return msgspec.structs.replace(network, rows=(row,), topology=topology)
+    return replace(network, rows=(row,), topology=topology)
 
 
 def planned(choices: Sequence[Choice], profile: Profile, network: Network) -> list[Planned]:

@@ -11,8 +11,8 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from backbeat.errors import InputError
 from backbeat.model import Network, Plan, Profile
@@ -106,7 +106,7 @@ def build(choice: Choice, profile: Profile, network: Network) -> Plan:
         ends = _random_ends(profile, buckets) if choice.strategy == "random" else _equal_ends(profile, buckets)
         return Draft(ends, choice.communicators or 1).named(profile, choice.name, network.workers)
     if choice.sharded:
-        return msgspec.structs.replace(make(profile, network, choice.name), predicted=None)
+        return replace(make(profile, network, choice.name), predicted=None)
     communicators = None if choice.stock(network.backend or "") else choice.communicators
     made = make(
         profile,
@@ -115,7 +115,7 @@ def build(choice: Choice, profile: Profile, network: Network) -> Plan:
         communicators=communicators,
         bucket_bytes=choice.argument if choice.strategy in BUCKETED else None,
     )
-    return msgspec.structs.replace(made, dynamic=None, predicted=None)
+    return replace(made, dynamic=None, predicted=None)
 
 
 def _random_ends(profile: Profile, buckets: int) -> list[int]:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 import msgspec
 import numpy as np
 from msgspec import Meta
-from msgspec.structs import force_setattr
+from msgspec.structs import force_setattr, replace
 
 from backbeat.cost import Batch, LinkCost
 from backbeat.cost.collectives import Collective
@@ -199,9 +199,7 @@ class Network(Document, frozen=True, kw_only=True):
         if not self.concurrency:
             return ()
         seconds = self.cost.on(all_reduce.curve, self._batches)
-        return tuple(
-            msgspec.structs.replace(row, seconds=there) for row, there in zip(self.concurrency, seconds, strict=True)
-        )
+        return tuple(replace(row, seconds=there) for row, there in zip(self.concurrency, seconds, strict=True))
 
     @cached_property
     def cost(self) -> LinkCost:
@@ -222,7 +220,7 @@ class Network(Document, frozen=True, kw_only=True):
         if self.moved_from is None:
             return self
         fields = {name: getattr(self.moved_from, name) for name in WorkersRow.__struct_fields__}
-        return msgspec.structs.replace(self, moved_from=None, **fields)
+        return replace(self, moved_from=None, **fields)
 
     @cached_property
     def _own_rows(self) -> list[WorkersRow]:
@@ -252,7 +250,7 @@ class Network(Document, frozen=True, kw_only=True):
             if rows and (workers <= per_node or rows[-1].workers > per_node):
                 times[name], sources = self._times(name, workers, rows)
                 used = sources if name == "all_reduce" else used
-        return msgspec.structs.replace(
+        return replace(
             self,
             workers=workers,
             concurrency=self._nearest_concurrency(workers, times["all_reduce"]) if workers > 1 else (),
@@ -288,9 +286,7 @@ class Network(Document, frozen=True, kw_only=True):
         near = min(rows, key=lambda row: abs(math.log(row.workers / workers)))
         if near.workers == workers:
             return near.concurrency
-        there = msgspec.structs.replace(
-            self, workers=near.workers, rows=(), all_reduce=near.all_reduce, concurrency=near.concurrency
-        )
+        there = replace(self, workers=near.workers, rows=(), all_reduce=near.all_reduce, concurrency=near.concurrency)
         return there.concurrency_on(all_reduce)
 
     def _band(self, workers: int) -> LoadBand | None:
@@ -344,10 +340,10 @@ class Network(Document, frozen=True, kw_only=True):
                 return self
             there[name] = CollectiveTimes.of(curve)
         origin = self._origin() if self.moved_from is None else self.moved_from
-        return msgspec.structs.replace(
+        return replace(
             self,
             concurrency=self.concurrency_on(there["all_reduce"]),
-            moved_from=msgspec.structs.replace(origin, load=load),
+            moved_from=replace(origin, load=load),
             **there,
         )
 

@@ -12,8 +12,8 @@ import statistics
 import weakref
 from typing import Any
 
-import msgspec
 import torch
+from msgspec.structs import replace
 
 from backbeat.comm.agreement import share, total
 from backbeat.comm.communicators import Communicators
@@ -306,7 +306,7 @@ class Tuner:
             return
         from backbeat.planners import plan as make_plan
 
-        bare = msgspec.structs.replace(profile, update_s=0.0)
+        bare = replace(profile, update_s=0.0)
         try:
             now, units = (make_plan(bare, network, strategy).predicted for strategy in ("ddp", "zero2"))
         except BackbeatError:
@@ -335,7 +335,7 @@ class Tuner:
                 for bucket in partition.buckets
             ),
         )
-        return msgspec.structs.replace(plan, predicted=PlanPrediction.of(predict(profile, network, plan), network.name))
+        return replace(plan, predicted=PlanPrediction.of(predict(profile, network, plan), network.name))
 
     def _say(self, text: str) -> None:
         self.history.append(text)

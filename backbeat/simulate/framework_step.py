@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import pairwise
 
-import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from backbeat.cost.link import LinkCost
 from backbeat.model import Network, Plan, Profile, Reduction
@@ -100,7 +100,7 @@ def gather_before(profile: Profile, network: Network, reduction: Reduction, slow
     if reduction.gather_dtype is None:
         return GatheredForward(0.0, profile.forward_s, 0.0, 0.0, ())
     width = DTYPE_BYTES[reduction.gather_dtype] / DTYPE_BYTES[profile.gradient_dtype]
-    layers = Layers.of(msgspec.structs.replace(profile, update_s=0.0))
+    layers = Layers.of(replace(profile, update_s=0.0))
     sizes = layers.sizes * width
     ends = [len(sizes)]
     if reduction.gather_elements is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import msgspec
+from msgspec.structs import replace
 
 from backbeat.cost.collectives import traffic
 from backbeat.errors import InputError
@@ -52,7 +52,7 @@ def predict(
     # A faster link may delay a bucket that shares it: by so little that it is no edge of the band.
     quiet_s = min(edges[0].iteration_s, found.iteration_s)
     busy_s = max(edges[1].iteration_s, found.iteration_s)
-    return msgspec.structs.replace(
+    return replace(
         found,
         network_band=NetworkBand(
             quiet_s=quiet_s,
@@ -128,7 +128,7 @@ def _predicted(
             f"the host {how}: a step takes {format_seconds(steady)} that would take {format_seconds(device)} "
             "if the device never waited for work"
         )
-    breakdown = msgspec.structs.replace(
+    breakdown = replace(
         step.breakdown, stragglers_s=wait, buffers_s=buffers, host_s=(steady - device) - (single - device_single)
     )
     return Prediction(

@@ -6,8 +6,8 @@ import json
 import re
 from pathlib import Path
 
-import msgspec
 import pytest
+from msgspec.structs import replace
 from typer.testing import CliRunner
 
 import backbeat as bb
@@ -69,7 +69,7 @@ def test_what_is_planned_is_never_slower_than_stock_ddp() -> None:
 
 
 def test_notes_of_a_calibration_are_not_repeated(tmp_path: Path) -> None:
-    noisy = msgspec.structs.replace(bb.Network.load("10gbe"), notes=("jitter over 20%",))
+    noisy = replace(bb.Network.load("10gbe"), notes=("jitter over 20%",))
     noisy.save(tmp_path / "noisy.json")
     assert "jitter" not in run("predict", RESNET, str(tmp_path / "noisy.json"))
     assert "jitter" in run("predict", RESNET, str(tmp_path / "noisy.json"), "--wide")
@@ -108,7 +108,7 @@ def test_a_network_of_one_node_is_refused_beyond_it(tmp_path: Path) -> None:
 
 
 def larger_than_its_device() -> Profile:
-    return msgspec.structs.replace(bb.Profile.load(LLAMA), device="NVIDIA L4")
+    return replace(bb.Profile.load(LLAMA), device="NVIDIA L4")
 
 
 def test_a_job_that_does_not_fit_says_so_everywhere(tmp_path: Path) -> None:
@@ -166,7 +166,7 @@ def test_a_sharded_plan_says_units_memory_and_lines(tmp_path: Path) -> None:
 
 
 def test_a_plan_that_keeps_less_fits() -> None:
-    model = msgspec.structs.replace(bb.Profile.load("resnet152-b256-bf16-h200"), device="NVIDIA L4")
+    model = replace(bb.Profile.load("resnet152-b256-bf16-h200"), device="NVIDIA L4")
     network = bb.Network.load("100gbe").at(workers=8)
     kept = answer(study(model, network, [8], strategies=["ddp"]))
     less = bb.plan(model, network, memory_bytes=16 * 10**9)
@@ -237,7 +237,7 @@ def test_a_profile_that_does_not_say_its_origin_is_not_called_measured(tmp_path:
 
 
 def test_tokens_utilisation_and_money() -> None:
-    profile = msgspec.structs.replace(bb.Profile.load(LLAMA), flops_per_sample=8e12)
+    profile = replace(bb.Profile.load(LLAMA), flops_per_sample=8e12)
     network = bb.Network.load("nvlink-ib400")
     result = bb.predict(profile, network, "ddp")
     from backbeat.report.running_cost import costs, tokens_per_s, utilisation
@@ -303,7 +303,7 @@ def test_the_zoo_has_one_row_a_model() -> None:
     assert "64, 128 in bf16, tf32" in next(line for line in rows if line.startswith("resnet50 "))
     assert "1024" in next(line for line in rows if line.startswith("llama-1b "))
     one = make_profile([1], [0.0])
-    assert variants([one, msgspec.structs.replace(one, precision="bf16", batch_size=2)]) == "2 in bf16; 1 in fp32"
+    assert variants([one, replace(one, precision="bf16", batch_size=2)]) == "2 in bf16; 1 in fp32"
 
 
 def test_the_zoo_fits_80_columns_and_shows_one_in_full() -> None:
@@ -326,8 +326,8 @@ def test_networks_without_device_lines_are_moved_as_before() -> None:
 def cloudy(folder: Path) -> str:
     """nvlink-ib400 on a fabric that is shared with others."""
     network = Network.load("nvlink-ib400")
-    topology = msgspec.structs.replace(network.topology, fabric=Fabric(kind="cloud"))
-    msgspec.structs.replace(network, name="cloudy", topology=topology).save(folder / "cloudy.json")
+    topology = replace(network.topology, fabric=Fabric(kind="cloud"))
+    replace(network, name="cloudy", topology=topology).save(folder / "cloudy.json")
     return str(folder / "cloudy.json")
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from backbeat.errors import InputError
 from backbeat.model import Network
@@ -36,7 +36,7 @@ def test_it_lies_between_what_was_measured(speeds: list[float]) -> None:
 
 def test_files_keep_it_and_other_numbers_of_workers_have_it(tmp_path: Path) -> None:
     times = ShardedTimes(pairs=(pair(2**24, 1.25),), slowdown=Slowdown(matmul=1.2))
-    network = msgspec.structs.replace(affine(1e-5, 1e-9), sharded=times)
+    network = replace(affine(1e-5, 1e-9), sharded=times)
     network.save(tmp_path / "net.json")
     loaded = Network.load(tmp_path / "net.json")
     assert loaded.sharded == times

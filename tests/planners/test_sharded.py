@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from itertools import combinations
 
-import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 import backbeat as bb
 from backbeat.model import Block, Gradient, Memory, Network, Plan, Profile
@@ -103,7 +103,7 @@ def test_ten_blocks_by_brute_force() -> None:
     gpt2 = Profile.load("gpt2-b8-bf16-h200")
     blocks = gpt2.blocks[:13]
     held = tuple(one for one in gpt2.gradients if any(one.name.startswith(f"{block.name}.") for block in blocks))
-    profile = msgspec.structs.replace(gpt2, blocks=blocks, gradients=held)
+    profile = replace(gpt2, blocks=blocks, gradients=held)
     for network in (Network.load("25gbe").at(workers=8), Network.load("nvlink-ib400").at(workers=16)):
         problem = ShardProblem(profile, network, StrategyOptions())
         problem.slowdown = 1.0
@@ -225,7 +225,7 @@ def test_dtypes_stay_unless_asked_for() -> None:
 
 
 def test_profiles_without_memory_figures_have_no_budget() -> None:
-    profile = msgspec.structs.replace(Profile.load("gpt2-b8-bf16-h200"), memory=None, blocks=())
+    profile = replace(Profile.load("gpt2-b8-bf16-h200"), memory=None, blocks=())
     network = Network.load("25gbe").at(workers=8)
     assert bb.plan(profile, network, "sharded").sharding is not None
     with pytest.raises(bb.InputError, match="no memory figures"):

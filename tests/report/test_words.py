@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import msgspec
 import pytest
+from msgspec.structs import replace
 
 import backbeat as bb
 from backbeat.errors import InputError
@@ -53,9 +53,7 @@ def test_where_even_the_first_point_loses_no_number_is_advised() -> None:
 
 def test_a_plan_in_halves_is_not_advised_to_be_run() -> None:
     profile = make_profile([10**7] * 20, [2e-3 * index for index in range(1, 21)], forward=60e-3)
-    profile = msgspec.structs.replace(
-        profile, gradients=tuple(msgspec.structs.replace(one, forward_s=3e-3) for one in profile.gradients)
-    )
+    profile = replace(profile, gradients=tuple(replace(one, forward_s=3e-3) for one in profile.gradients))
     made = study(profile, affine(5e-4, 4e-10), [4, 8], strategies=["halves"])
     assert made.best_label == "halves"
     first = answer(made, command="backbeat plan a b --workers 8 -o plan.json").actions[0]
@@ -139,6 +137,6 @@ def test_of_sharded_plans_units_are_spoken_of() -> None:
     profile, network = bb.Profile.load("llama-8b-b1-bf16-adamw-h200"), bb.Network.load("100gbe").at(workers=16)
     found = bb.predict(profile, network, "fsdp")
     for kind in ("bandwidth", "latency", "waiting", "contention"):
-        said = limit(msgspec.structs.replace(found, bottleneck=kind), profile)
+        said = limit(replace(found, bottleneck=kind), profile)
         assert "bucket" not in said
-        assert "bucket" in limit(msgspec.structs.replace(found, bottleneck=kind, strategy="ddp"), profile)
+        assert "bucket" in limit(replace(found, bottleneck=kind, strategy="ddp"), profile)

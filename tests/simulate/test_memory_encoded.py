@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import msgspec
 import pytest
+from msgspec.structs import replace
 
 import backbeat as bb
 from backbeat.cost.message import message_bytes
@@ -27,7 +27,7 @@ def test_a_gather_is_the_measured_one_or_half_an_all_reduce() -> None:
     sent = float(message_bytes(1_000_000, TOPK.density))
     assert float(CompressedCost.of(network).time(1_000_000, TOPK)) == pytest.approx(1e-3 + 2e-9 * 4 * sent)
     assert CompressedCost.of(network).derived
-    measured = msgspec.structs.replace(network, all_gather=CollectiveTimes(alpha_s=5e-3, beta_s_per_byte=1e-9))
+    measured = replace(network, all_gather=CollectiveTimes(alpha_s=5e-3, beta_s_per_byte=1e-9))
     assert float(CompressedCost.of(measured).time(1_000_000, TOPK)) == pytest.approx(5e-3 + 1e-9 * 4 * sent)
     assert not CompressedCost.of(measured).derived
 

@@ -7,8 +7,8 @@ import weakref
 from collections.abc import Iterator
 from typing import Any
 
-import msgspec
 import pytest
+from msgspec.structs import replace
 
 torch = pytest.importorskip("torch", reason="needs PyTorch")
 
@@ -102,7 +102,7 @@ class Metered:
             self.iterate()
             at("", "")
         blocks = tuple(
-            msgspec.structs.replace(
+            replace(
                 block,
                 forward_peak_bytes=rises["forward", block.name],
                 backward_peak_bytes=rises.get(("backward", block.name), 0),
@@ -111,13 +111,13 @@ class Metered:
         )
         known = measured.memory
         assert known is not None
-        memory = msgspec.structs.replace(
+        memory = replace(
             known,
             optimizer_bytes=0,
             steady_bytes=known.parameter_bytes + known.buffer_bytes + known.batch_bytes,
             head_bytes=rises["end", blocks[-1].name],
         )
-        return msgspec.structs.replace(measured, blocks=blocks, memory=memory)
+        return replace(measured, blocks=blocks, memory=memory)
 
 
 @pytest.fixture(scope="module", params=["resnet", "transformer"])

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 import backbeat as bb
 from backbeat.model import Block, CollectiveTimes, Gradient, Network, Plan, Prediction, Profile, Topology
@@ -115,7 +116,7 @@ def test_two_communicators_share_the_link_as_gathers_and_scatters_were_measured_
     plan = one_each(profile, buffers=6, separate_reduce_scatter=True)
     plain = affine(0.0, 1e-6)
     pair = CollectivePair(bytes=2**24, communicators=2, seconds=2.0, alone_s=3.0)
-    measured = msgspec.structs.replace(plain, sharded=ShardedTimes(pairs=(pair,)))
+    measured = replace(plain, sharded=ShardedTimes(pairs=(pair,)))
     assert step_s(profile, measured, plan) < step_s(profile, plain, plan)
     one = one_each(profile, buffers=6)
     assert step_s(profile, measured, one) == step_s(profile, plain, one)
@@ -249,14 +250,14 @@ def test_more_buffers_and_more_prefetch_are_never_slower(
     sharding = plan.sharding
     assert sharding is not None
     more = [
-        msgspec.structs.replace(sharding, reduce_scatter_buffers=sharding.reduce_scatter_buffers + 1),
-        msgspec.structs.replace(
+        replace(sharding, reduce_scatter_buffers=sharding.reduce_scatter_buffers + 1),
+        replace(
             sharding,
-            units=tuple(msgspec.structs.replace(unit, prefetch=unit.prefetch + 1) for unit in sharding.units),
+            units=tuple(replace(unit, prefetch=unit.prefetch + 1) for unit in sharding.units),
         ),
     ]
     for other in more:
-        better = msgspec.structs.replace(plan, sharding=other)
+        better = replace(plan, sharding=other)
         assert step_s(profile, network, better) <= step_s(profile, network, plan) * (1 + 1e-9)
 
 
@@ -357,10 +358,10 @@ def test_units_that_are_no_runs_of_blocks_are_refused(units: list[tuple[str, ...
 def test_gradients_without_blocks_are_grouped_by_the_module_that_repeats() -> None:
     assert owning_module("model.layers.11.mlp.experts.3.weight") == "model.layers.11"
     profile = make_profile([4] * 4, [1.0, 2.0, 3.0, 4.0])
-    named = msgspec.structs.replace(
+    named = replace(
         profile,
         gradients=tuple(
-            msgspec.structs.replace(one, name=name)
+            replace(one, name=name)
             for one, name in zip(profile.gradients, ("head.w", "layers.1.w", "layers.0.w", "embed.w"), strict=True)
         ),
     )

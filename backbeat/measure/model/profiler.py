@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
 import torch
+from msgspec.structs import replace
 
 from backbeat.comm.clock import clock_for
 from backbeat.comm.machine import device_name, short_name, source
@@ -184,7 +184,7 @@ def _document(
 ) -> MeasuredModel:
     pace = figures.pace
     s_per_byte, s_per_bucket = (None, None) if topk is None else topk
-    document = msgspec.structs.replace(
+    document = replace(
         figures.profile(
             name=name,
             model=model,

@@ -8,9 +8,9 @@ import os
 import weakref
 from typing import Any
 
-import msgspec
 import torch
 import torch.distributed as dist
+from msgspec.structs import replace
 from torch.distributed import ProcessGroup
 
 from backbeat.errors import InputError
@@ -61,7 +61,7 @@ def within_budget(
         made = make_plan(known, cluster.at(workers=workers), str(strategy), memory_bytes=size)
         return made, made.memory
     memory = memory_plan(known, size, plan, workers=workers)
-    return (None if plan is None else msgspec.structs.replace(plan, memory=memory)), memory
+    return (None if plan is None else replace(plan, memory=memory)), memory
 
 
 def budget_size(budget: int | float | str) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from msgspec.structs import replace
 from torch import nn
 
 from backbeat import Network, Profile, plan
@@ -125,7 +126,7 @@ def test_budgets_below_the_plan_and_below_the_least_are_refused(known: Profile) 
     assert made.memory is not None
     with pytest.raises(InputError, match="was predicted to need"):
         DistributedDataParallel(model_of(), plan=made, memory_budget=made.memory.peak_bytes - 1)
-    unknown = msgspec.structs.replace(made, memory=msgspec.structs.replace(made.memory, peak_bytes=None))
+    unknown = replace(made, memory=replace(made.memory, peak_bytes=None))
     with pytest.raises(InputError, match="make it again"):
         DistributedDataParallel(model_of(), plan=unknown, memory_budget="6GB")
     model = model_of()
@@ -148,7 +149,7 @@ def test_after_a_refused_memory_part_the_model_can_be_wrapped_at_once(known: Pro
     model = model_of()
     # The exception is held, and with it the frame in which a half-built wrapper would live on.
     with pytest.raises(InputError, match="names the block 'nowhere'") as held:
-        DistributedDataParallel(model, plan=msgspec.structs.replace(made, memory=elsewhere))
+        DistributedDataParallel(model, plan=replace(made, memory=elsewhere))
     gradients(DistributedDataParallel(model, plan=made))
     assert "nowhere" in str(held.value)
 
@@ -193,7 +194,7 @@ def test_a_budget_that_training_passes_is_said_once(
 ) -> None:
     made = plan(known, Network.load("10gbe").at(workers=1), "optimal", memory_bytes=8 * 10**9)
     assert made.memory is not None
-    made = msgspec.structs.replace(made, memory=msgspec.structs.replace(made.memory, peak_bytes=7_870_000_000))
+    made = replace(made, memory=replace(made.memory, peak_bytes=7_870_000_000))
     device = Device(monkeypatch, 8_000_000_000, 8_360_000_000, 8_400_000_000)
     wrapped = DistributedDataParallel(model_of(), plan=made, reducer=reducer)
     device.step(wrapped)

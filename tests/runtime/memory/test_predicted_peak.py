@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import msgspec
 import pytest
 import torch
+from msgspec.structs import replace
 
 from backbeat.measure import profile
 from backbeat.measure.model.chain_costs import BackwardBlockHooks
@@ -57,15 +57,15 @@ def measured():
             rises[phase] = peak - base
             phase, base, peak = name, level, level
     blocks = tuple(
-        msgspec.structs.replace(
+        replace(
             block,
             forward_peak_bytes=rises[f"border forward {block.name}"],
             backward_peak_bytes=rises[f"border backward {block.name}"],
         )
         for block in result.blocks
     )
-    memory = msgspec.structs.replace(result.memory, head_bytes=rises["border end fc"])
-    return step, model, msgspec.structs.replace(result, blocks=blocks, memory=memory)
+    memory = replace(result.memory, head_bytes=rises["border end fc"])
+    return step, model, replace(result, blocks=blocks, memory=memory)
 
 
 def each(action: str, where: str = "keep", length: int = 1, every: int = 1) -> list[tuple[list[str], str, str]]:
