@@ -21,6 +21,8 @@ Algorithm = Literal["ring", "tree", "auto", "halving-doubling", "hierarchical", 
 Across = Literal["auto", "ring", "tree", "halving-doubling", "sharp"]
 Inside = Literal["ring", "nvls"]
 
+_NVLS_OVER_RING = 309 / 370
+"""Bytes a second through a GPU's links, of large all-reduces on 8 H100 (`collectives` names the sources)."""
 _FAR_BYTES = 2**40
 """A curve must be sampled somewhere; nobody all-reduces more than this in one message."""
 
@@ -67,12 +69,8 @@ def moved(
         return Curve.affine(0.0, 0.0)
     inner = topology.inner(collective) if topology.algorithm == "hierarchical" else None
     if inner is not None and new <= topology.per_node:
-        shape = topology.inside_algorithm
-        return (
-            inner
-            if new == topology.per_node
-            else _cheapest([_stretch(collective, shape, shape, topology.per_node, new)], inner)
-        )
+        # What was measured of this collective inside a node says more than its all-reduce does.
+        return _moved_inside(curve if old == topology.per_node else inner, collective, new, topology)
     if inner is not None and collective == "all_reduce":
         return _moved_across(curve, inner, old, new, topology, slowdown)
     shapes: tuple[Shape, ...] = ("ring", "tree")
@@ -183,6 +181,19 @@ def _with_crossings(
     crossings = np.round(sizes[changes] + share * (sizes[changes + 1] - sizes[changes]))
     everywhere = np.union1d(sizes, crossings)
     return everywhere, [np.interp(everywhere, sizes, one), np.interp(everywhere, sizes, two)]
+
+
+def _moved_inside(whole: Curve, collective: Collective, new: int, topology: PlainTopology) -> Curve:
+    """Fewer GPUs of a node. Few have more of NVLS than they need: then NCCL takes the ring."""
+    if new == topology.per_node:
+        return whole
+    shape = topology.inside_algorithm
+    factors = [_stretch(collective, shape, shape, topology.per_node, new)]
+    if shape == "nvls" and collective == "all_reduce":
+        latency, _ = factors[0]
+        work = traffic(collective, "ring", new) / traffic(collective, "nvls", topology.per_node)
+        factors.append((latency, work * _NVLS_OVER_RING))
+    return _cheapest(factors, whole)
 
 
 def _moved_across(whole: Curve, inner: Curve, old: int, new: int, topology: PlainTopology, slowdown: float) -> Curve:

@@ -41,7 +41,8 @@ class TimedLinks:
     """What is known of the lab's links before a layout is run."""
 
     curves: Mapping[tuple[TransferKind, int], Curve]
-    """What a transfer takes by itself, by its kind and the ranks of a group."""
+    """What a transfer takes by itself, by its kind and the ranks of a group: until its last rank has it; `late` once
+    the receiver is ready."""
     streams: Streams = "direction"
 
 
@@ -63,6 +64,9 @@ class LabCluster(GpuCluster):
 
     def send_s(self, size: float, workers: int, stride: int) -> float:
         return self._timed("send", size, 2)
+
+    def late_s(self, size: float) -> float | None:
+        return self._timed("late", size, 2) if ("late", 2) in self.links.curves else None
 
     def _timed(self, kind: TransferKind, size: float, workers: int) -> float:
         return self.links.curves[kind, workers].at(size) if self.links is not FREE else 0.0
@@ -161,11 +165,11 @@ def row_of(found: ExecutedLayout) -> dict[str, Any]:
 
 def time_links(session: Session, jobs: Sequence[LayoutJob], setting: Setting, budget_s: float) -> list[dict[str, Any]]:
     """What each transfer of these jobs takes by itself, at half, one and two times its size; `links_of` reads it."""
-    timed = transfers(jobs)
-    expected = [2 * job.bytes * 8 / setting.rate_bits for job in timed]
+    timed = transfers(jobs, 8 / setting.rate_bits)
+    expected = [job.late_s + 2 * job.bytes * 8 / setting.rate_bits for job in timed]
     found = _played(session, timed, expected, budget_s / len(timed))
     return [
-        {"kind": job.kind, "bytes": job.bytes, "workers": job.workers, "seconds": sorted(chain(*series))}
+        {**msgspec.to_builtins(job), "seconds": sorted(chain(*series))}
         for job, series in zip(timed, found, strict=True)
     ]
 
@@ -178,7 +182,10 @@ def links_of(rows: Sequence[Mapping[str, Any]], setting: Setting, torch_version:
     """
     points: dict[tuple[TransferKind, int], list[tuple[float, float]]] = {}
     for row in sorted(rows, key=lambda row: float(row["bytes"])):
-        points.setdefault((row["kind"], row["workers"]), []).append((row["bytes"], median(row["seconds"])))
+        # Gloo sends nothing before the receiver says that it is ready.
+        if row["kind"] != "late" or setting.backend == "nccl":
+            seconds = max(0.0, median(row["seconds"]) - row.get("late_s", 0.0))
+            points.setdefault((row["kind"], row["workers"]), []).append((row["bytes"], seconds))
     curves = {which: Curve.through(each) for which, each in points.items()}
     return TimedLinks(curves, streams_of(setting.backend, torch_version))
 

@@ -23,6 +23,7 @@ from backbeat.lab.layout_jobs import ChunkJob, LayoutJob, TransferJob
 from backbeat.lab.spun_model import Compute, SpunPace
 
 _ELEMENT_BYTES = 4
+_BETWEEN_TWO = ("send", "swap", "late")
 SCHEDULES: dict[str, Any] = {
     "gpipe": pipelining.ScheduleGPipe,
     "1f1b": pipelining.Schedule1F1B,
@@ -90,7 +91,7 @@ class TransferStep:
     def __init__(self, job: TransferJob, device: torch.device) -> None:
         self._job = job
         elements = max(1, job.bytes // _ELEMENT_BYTES // job.workers)
-        if job.kind in ("send", "swap"):
+        if job.kind in _BETWEEN_TWO:
             self._tensor = torch.zeros(job.bytes // _ELEMENT_BYTES, device=device)
             self._other = torch.zeros_like(self._tensor)
             return
@@ -99,8 +100,10 @@ class TransferStep:
         self._tensor = torch.zeros(elements * (1 if job.kind == "all_gather" else job.workers), 1, device=device)
 
     def run(self, compute: Compute) -> None:
-        if self._job.kind in ("send", "swap"):
+        if self._job.kind in _BETWEEN_TWO:
             rank = dist.get_rank()
+            if rank % 2:
+                compute(self._job.late_s)
             both = [dist.P2POp(dist.isend, self._tensor, rank ^ 1), dist.P2POp(dist.irecv, self._other, rank ^ 1)]
             ops = both if self._job.kind == "swap" else both[rank % 2 :][:1]
             # Of an odd number the last has nobody to send to.

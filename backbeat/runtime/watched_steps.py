@@ -73,7 +73,7 @@ class WrapperSteps:
     def predicted(self) -> dict[str, float | None]:
         """What the plan promised for this number of ranks."""
         reducer = self._reducer
-        plan: Plan | None = reducer.tuner.plan if reducer.tuner is not None else reducer.settings.plan
+        plan: Plan | None = reducer.tuner.running.plan if reducer.tuner is not None else reducer.settings.plan
         found = _promised(plan, reducer.communicators.size)
         if plan is None or plan.predicted is None or not found:
             return {}

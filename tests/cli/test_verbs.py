@@ -97,6 +97,7 @@ def test_a_plan_for_one_worker_says_that_nothing_is_sent(profile: Path) -> None:
     ("words", "message"),
     [
         (("predict", "resnet5", "10gbe"), "neither a file nor a bundled profile"),
+        (("report", "PROFILE", "10gbe", "-o", "x.pdf"), "x.pdf: the page is HTML; give a name that ends in .html"),
         (("predict", "PROFILE", "10gbit"), "did you mean 10gbe"),
         (("predict", "PROFILE", "10gbe", "-n", "many"), "'many' is not a number of workers"),
         (("predict", "PROFILE", "10gbe", "-s", "bets"), "did you mean 'best'"),

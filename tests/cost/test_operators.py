@@ -173,3 +173,13 @@ def test_a_grid_rises_along_every_axis(seconds: list[float], x: float, y: float,
     grid = Grid([(1, 1000), (1, 1000)], seconds)
     assert grid.seconds(x * factor, y) >= grid.seconds(x, y) * (1 - 1e-9)
     assert grid.seconds(x, y * factor) >= grid.seconds(x, y) * (1 - 1e-9)
+
+
+def test_attention_of_few_heads_takes_as_long_as_its_longest_rows() -> None:
+    model = operator_model("h100", "bf16")
+    times = [model.seconds(Attention("bf16", heads, 4096, 4096, 128, "causal")) for heads in (1, 4, 8, 12, 16)]
+    assert times == sorted(times)
+    # 16 heads have 512 tiles for 132 multiprocessors, the longest of them twice the average.
+    assert times[1] / times[-1] == pytest.approx(2 * 132 / 512)
+    short = [model.seconds(Attention("bf16", heads, 1024, 1024, 128, "causal")) for heads in (4, 16)]
+    assert short[0] == short[1], "each multiprocessor has a tile or less"

@@ -174,3 +174,22 @@ def test_a_crossing_beyond_any_message_is_left_out() -> None:
     there = affine(1.0, 1e-13).at(workers=10**6)
     assert there.all_reduce.points is None
     assert float(there.cost.time(2**30)) == pytest.approx(np.log2(10**6) / 3, rel=0.01)
+
+
+def test_fewer_gpus_of_a_node_take_what_was_measured_of_the_same_collective() -> None:
+    cluster = Network.load("aws-p5")
+    gathers = [cluster.at(workers=workers).all_gather for workers in (2, 4, 8)]
+    size = float(2**32)
+    rates = [
+        traffic("all_gather", "ring", workers) * size / one.curve.at(size)
+        for workers, one in zip((2, 4, 8), gathers, strict=True)
+        if one is not None
+    ]
+    assert rates == pytest.approx([rates[-1]] * 3, rel=0.02)
+
+
+def test_two_gpus_of_a_node_with_nvls_take_the_ring() -> None:
+    cluster = Network.load("aws-p5")
+    two, eight = (cluster.at(workers=workers).all_reduce.curve.at(float(2**32)) for workers in (2, 8))
+    # NVLS sends 1 + 1/N bytes a byte at 309 GB/s, a ring 2(N - 1)/N at 370.
+    assert two / eight == pytest.approx((1 / 370) / ((9 / 8) / 309), rel=0.02)

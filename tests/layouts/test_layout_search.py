@@ -34,3 +34,12 @@ def test_nothing_is_ranked_where_nothing_fits() -> None:
     assert layouts.search("llama-3-405b", "dgx-h100", gpus=8, **JOB) == []
     with pytest.raises(bb.InputError, match="gpus is 0"):
         layouts.search("llama-3-8b", "dgx-h100", gpus=0, **JOB)
+
+
+def test_a_framework_without_the_interleaved_schedule_is_not_told_to_use_it() -> None:
+    with_chunks, without = (
+        layouts.search("llama-3-70b", "dgx-h100", gpus=64, framework=framework, **JOB)
+        for framework in ("megatron", "nanotron")
+    )
+    assert any(one.layout.chunks > 1 for one in with_chunks)
+    assert all(one.layout.chunks == 1 for one in without)

@@ -182,6 +182,14 @@ def test_groups_that_share_a_node_share_its_network() -> None:
     assert there.collective_s("all_reduce", 1e9, 8, 1) < there.collective_s("all_reduce", 1e9, 8, 8)
 
 
+def test_a_ring_of_few_ranks_sends_less_between_nodes() -> None:
+    there = layouts.cluster_of("dgx-h100")
+    two, many = (there.collective_s("all_gather", 8e9 / 8, ranks, 8) for ranks in (2, 16))
+    filled = there.collective_s("all_gather", 8e9, 16, 1)
+    assert two == pytest.approx(filled * (1 / 2) / (15 / 16), rel=0.05)
+    assert many == pytest.approx(there.collective_s("all_gather", 8e9, 128, 1), rel=0.07)
+
+
 def test_bands_hold_the_prediction_and_compute_scales() -> None:
     job = {**JOB, "dp": 16, "tp": 8}
     found = layouts.predict("llama-3-70b", "gcp-a3-mega", recompute="full", **job)

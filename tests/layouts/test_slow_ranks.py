@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,8 +17,6 @@ from backbeat.layouts.conventions import conventions_named
 from backbeat.layouts.slow_ranks import slow_pipelines
 from backbeat.model import Gradient
 from backbeat.model.slowdown import Slowdown
-from backbeat.simulate.contention import contended, together_s
-from backbeat.simulate.schedule import Flow
 
 H100 = {each: replace(layouts.cluster_of("dgx-h100"), contention=each) for each in (False, True)}
 """Shared, so that each of its collectives is looked up once."""
@@ -146,26 +143,6 @@ def test_what_a_network_measured_comes_first_and_without_a_transport_nothing_is_
     slow = layouts.predict("llama-3-8b", measured, contention=True, **fields)
     assert slow.breakdown.contention > 0
     assert any("as measured on this cluster" in note for note in slow.notes)
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.integers(1, 12), st.floats(0.01, 10.0), st.floats(0.01, 10.0), st.floats(1.0, 2.0))
-def test_equal_buckets_take_what_the_simulation_of_buckets_says(
-    buckets: int, window: float, each: float, slowdown: float
-) -> None:
-    """`replicas` has the closed form of what `simulate.contention` runs for data parallelism."""
-
-    def one_by_one(ready: Any) -> Flow:
-        starts, free = [], 0.0
-        for moment in ready:
-            starts.append(max(float(moment), free))
-            free = starts[-1] + each
-        return Flow(np.array(starts), np.array(starts), np.array(starts) + each)
-
-    spacing = window / buckets
-    flow, _ = contended(one_by_one, spacing * np.arange(1, buckets + 1), slowdown)
-    closed = spacing + (buckets - 1) * together_s(spacing, each, slowdown) + each
-    assert flow.finishes[-1] == pytest.approx(closed, rel=1e-6)
 
 
 def block(*iteration_s: float) -> bb.Profile:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -53,6 +54,21 @@ def test_a_model_that_is_wrapped_once_more_is_refused(reducer: str, one_rank: No
     with pytest.raises(InputError, match=r"wrapped twice: .*evaluation_mode=True"):
         twice(torch.ones(1, 2))
     nn.parallel.DistributedDataParallel(Taught(wrapped))(torch.ones(1, 2)).sum().backward()
+
+
+@pytest.mark.parametrize("reducer", ["backbeat", "ddp"])
+@pytest.mark.parametrize("outer", [nn.parallel.DistributedDataParallel, DistributedDataParallel])
+def test_a_wrapped_model_that_trains_nothing_may_be_a_part(outer: Any, reducer: str, one_rank: None) -> None:
+    """A teacher that is frozen: each parameter that trains has one wrapper."""
+    teacher = DistributedDataParallel(nn.Linear(2, 2), reducer=reducer).requires_grad_(False)
+    model = outer(nn.Sequential(nn.Linear(2, 2), teacher))
+    for _ in range(3):
+        model(torch.ones(1, 2)).sum().backward()
+    assert model.module[0].weight.grad is not None
+    assert teacher.module.weight.grad is None
+    teacher.requires_grad_(True)
+    with pytest.raises(InputError, match=r"gradient of 'weight' again|already belongs to another"):
+        model(torch.ones(1, 2))
 
 
 def test_pipeline_stages_are_refused_by_name() -> None:

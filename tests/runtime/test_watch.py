@@ -106,11 +106,13 @@ def test_what_only_shows_the_job_does_not_end_it(model: Any, caplog: pytest.LogC
 @pytest.fixture
 def units(model: Any) -> Any:
     """A model of units on the one rank."""
+    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
-    fully_shard(net[0])
-    return fully_shard(net)
+    mesh = init_device_mesh("cpu", (1,))
+    fully_shard(net[0], mesh=mesh)
+    return fully_shard(net, mesh=mesh)
 
 
 def train_units(units: Any, optimizer: torch.optim.Optimizer, steps: int) -> list[int]:

@@ -13,7 +13,8 @@ from backbeat.model import Plan
 from backbeat.model.files import decode, encode
 from backbeat.planners import BUDGETED
 from backbeat.planners import plan as make_plan
-from backbeat.units import format_seconds
+from backbeat.planners.best import SIMPLER_WITHIN
+from backbeat.units import counted, format_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -24,12 +25,10 @@ if TYPE_CHECKING:
 KINDS = ("stock", "buckets", "units", "compressed")
 """From the simplest to the one that changes most."""
 UNITS = ("zero2", "hsdp", "fsdp", "decoupled", "sharded")
-FARTHEST = 16
+FARTHEST = 8
 """Times that a message may be larger than those measured."""
 LARGE_BYTES = 64 * 2**20
 """Beyond this, a message's time is its bytes by the link's rate."""
-EQUAL = 0.01
-"""Times that differ by no more than this share are equal."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,10 +57,10 @@ class Candidate:
         recomputed = plan.memory is not None and any(one.action != "keep" for one in plan.memory.segments)
         ending = " within the memory budget" if recomputed else ""
         if plan.sharding is not None:
-            return f"{_count(len(plan.sharding.units), 'unit')} of {plan.strategy} on {plan.sharding.mesh}{ending}"
+            return f"{counted(len(plan.sharding.units), 'unit')} of {plan.strategy} on {plan.sharding.mesh}{ending}"
         compressed = ", some compressed," if plan.compressed else ""
-        on = _count(plan.communicators, "communicator")
-        return f"{_count(len(plan.buckets), 'bucket')}{compressed} of {plan.strategy} on {on}{ending}"
+        on = counted(plan.communicators, "communicator")
+        return f"{counted(len(plan.buckets), 'bucket')}{compressed} of {plan.strategy} on {on}{ending}"
 
     def to_text(self) -> dict[str, Any]:
         return {"kind": self.kind, "plan": encode(self.plan).decode()}
@@ -69,10 +68,6 @@ class Candidate:
     @classmethod
     def from_text(cls, text: Mapping[str, Any]) -> Candidate:
         return cls(kind=text["kind"], plan=decode(text["plan"].encode(), Plan, where="rank 0's plan"))
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def predicted_candidates(
@@ -147,13 +142,14 @@ def _differs(candidate: Candidate) -> bool:
     return candidate.kind != "compressed" or candidate.plan.compressed
 
 
-def reaches(network: Network, profile: Profile) -> bool:
-    """Whether the network was measured with messages of about the size that the model sends.
+def extrapolation(network: Network, profile: Profile) -> float:
+    """How many times as large as any measured message those are that the model may send; 1 where none is.
 
     On a slow link the time ends before: what a token bucket or a buffer lets through at once is then taken for speed.
     """
-    points = network.all_reduce.points
-    return not points or points[-1][0] * FARTHEST >= min(profile.total_bytes, LARGE_BYTES)
+    curves = [one.points for one in (network.all_reduce, network.all_gather, network.reduce_scatter) if one is not None]
+    reached = min((points[-1][0] for points in curves if points), default=LARGE_BYTES)
+    return max(min(profile.total_bytes, LARGE_BYTES) / reached, 1.0)
 
 
 def worth_trying(candidates: Sequence[Candidate]) -> list[Candidate]:
@@ -165,16 +161,16 @@ def worth_trying(candidates: Sequence[Candidate]) -> list[Candidate]:
     if stock is None:
         return list(candidates)
     others = [one for one in candidates if one is not stock]
-    gains = any(one.predicted_s < stock.predicted_s * (1 - EQUAL) for one in others)
-    if not gains and stock.predicted_s <= stock.bound_s * (1 + EQUAL):
+    gains = any(one.predicted_s < stock.predicted_s * (1 - SIMPLER_WITHIN) for one in others)
+    if not gains and stock.predicted_s <= stock.bound_s * (1 + SIMPLER_WITHIN):
         return [stock]
-    return [stock, *(one for one in others if one.predicted_s < stock.predicted_s * (1 + 5 * EQUAL))]
+    return [stock, *(one for one in others if one.predicted_s < stock.predicted_s * (1 + 5 * SIMPLER_WITHIN))]
 
 
 def simplest(candidates: Sequence[Candidate], seconds: Mapping[str, float], tolerance: float) -> Candidate:
     """The simplest of those that are as fast as the fastest, within the tolerance."""
     known = [one for one in candidates if one.name in seconds]
-    limit = min(seconds[one.name] for one in known) * (1 + max(tolerance, EQUAL))
+    limit = min(seconds[one.name] for one in known) * (1 + max(tolerance, SIMPLER_WITHIN))
     equal = [one for one in known if seconds[one.name] <= limit]
     return min(equal, key=lambda one: (KINDS.index(one.kind), seconds[one.name]))
 
@@ -193,7 +189,7 @@ def in_words(taken: Candidate, seconds: Mapping[str, float], tolerance: float, h
             text += f"; {format_seconds(seconds[best])} with {best}"
         if best is not None and seconds[best] < found_s:
             why = "turns may differ by" if how == "measured" else "predictions may be off by"
-            gain = f"the {tolerance:.1%} that {why}" if tolerance > EQUAL else f"{EQUAL:.0%}"
+            gain = f"the {tolerance:.1%} that {why}" if tolerance > SIMPLER_WITHIN else f"{SIMPLER_WITHIN:.0%}"
             text += f", no gain beyond {gain}"
     elif stock_s is not None:
         text += f", {stock_s / found_s:.2f} times as fast as stock DDP ({format_seconds(stock_s)})"
@@ -202,9 +198,9 @@ def in_words(taken: Candidate, seconds: Mapping[str, float], tolerance: float, h
     if taken.bound_s <= 0:
         return text
     over = found_s / taken.bound_s - 1
-    if taken.kind == "stock" and len(seconds) == 1 and over <= EQUAL:
+    if taken.kind == "stock" and len(seconds) == 1 and over <= SIMPLER_WITHIN:
         return f"{text}; the bound leaves nothing to gain"
     bound = f"the bound of {format_seconds(taken.bound_s)}"
-    if over < -EQUAL:
+    if over < -SIMPLER_WITHIN:
         return f"{text}; less than {bound}: steps were slower while the example was timed"
     return f"{text}; {max(over, 0):.0%} over {bound}"

@@ -30,22 +30,24 @@ from backbeat.measure.network.calibration import calibrate
 from backbeat.model import Bucket, Network, Plan, Profile
 from backbeat.model.files import decode, encode
 from backbeat.planners import STRATEGIES
-from backbeat.runtime.auto import CALIBRATE_BYTES
+from backbeat.runtime.auto import message_sizes
 from backbeat.runtime.compressed.topk_speed import measure_topk
 from backbeat.runtime.memory.activations import apply as apply_memory
 from backbeat.runtime.memory.budget import budget_size
+from backbeat.runtime.memory.room import room_for
 from backbeat.runtime.parallel.apply_plan import apply_plan, check_plain, is_stock
 from backbeat.runtime.parallel.candidates import (
+    FARTHEST,
     Candidate,
+    extrapolation,
     in_words,
     predicted_candidates,
-    reaches,
     simplest,
     worth_trying,
 )
 from backbeat.runtime.parallel.remember import conditions, remembered, save, with_note
 from backbeat.runtime.parallel.together import Together
-from backbeat.runtime.parallel.trials import ExampleStep, MakeOptimizer, Trials, room_for, take_turns
+from backbeat.runtime.parallel.trials import ExampleStep, MakeOptimizer, Trials, take_turns
 from backbeat.runtime.parallel.untouched import copy_of, free, untouched
 
 if TYPE_CHECKING:
@@ -219,18 +221,18 @@ class ParallelSearch:
         if self.path and (known := self._known(now)) is not None:
             return known
         profile = self._profile()
-        network = self._network()
+        network = self._network(profile)
         candidates = self._candidates(profile, network, now)
         # A prediction that rests on small messages alone excludes nothing.
-        grounded = self.together.first(reaches(network, profile))
-        tried = worth_trying(candidates) if grounded else candidates
+        beyond = self.together.first(extrapolation(network, profile))
+        tried = worth_trying(candidates) if beyond <= FARTHEST else candidates
         trials, short = Trials(), None
         if len(tried) > 1:
             short = self.together.failure(room_for(profile, self.example.device))
             if short is None:
                 deadline_s = self._began + self.budget_s
                 trials = take_turns(self.model, tried, self.example, self.together, deadline_s, self._say)
-        taken = self.together.first(decide(tried, trials, short, self.together.communicators.backend))
+        taken = self.together.first(decide(tried, trials, short, self.together.communicators.backend, beyond))
         if "error" in taken:
             raise InputError(taken["error"])
         plan = decode(taken["plan"].encode(), Plan, where="rank 0's plan")
@@ -314,7 +316,7 @@ class ParallelSearch:
             apply_memory=apply_memory if self.memory_bytes is not None else None,
         ).profile
 
-    def _network(self) -> Network:
+    def _network(self, profile: Profile) -> Network:
         size = self.together.size
         if self.network is not None:
             return self.network if self.network.workers == size else self.network.at(workers=size)
@@ -324,10 +326,17 @@ class ParallelSearch:
             group=links.process_group,
             device=links.device,
             budget_s=self.budget_s * CALIBRATE_SHARE,
-            sizes=(*CALIBRATE_BYTES, 64 * 2**20) if self.budget_s >= BUDGET_S / 2 else CALIBRATE_BYTES,
-            communicators=tuple(sorted({1, min(2, links.limit)})),
+            sizes=message_sizes(profile.total_bytes),
+            collectives=(
+                "all_reduce",
+                "all_gather",
+                "reduce_scatter",
+                *(("broadcast",) if profile.buffer_bytes else ()),
+            ),
+            communicators=tuple(sorted({1, links.allowed(2)})),
             sharded=True,
             slowdown=links.device.type == "cuda",
+            brief=True,
         )
 
     def _candidates(self, profile: Profile, network: Network, now: dict[str, Any]) -> list[Candidate]:
@@ -360,9 +369,13 @@ class ParallelSearch:
         print(f"{lead}parallelize: {text}", end=end, file=sys.stderr, flush=True)
 
 
-def decide(tried: Sequence[Candidate], trials: Trials, short: str | None, backend: str = "") -> dict[str, str]:
+def decide(
+    tried: Sequence[Candidate], trials: Trials, short: str | None, backend: str = "", beyond: float = 1.0
+) -> dict[str, str]:
     """By what was measured; by prediction where fewer than two were tried, for want of time or, as `short` says, of
     memory.
+
+    `beyond` is how many times as large as any measured message those are that predictions stand on.
 
     On gloo FSDP2 communicates while nothing computes, which predictions do not know: units are not taken by prediction
     where anything else runs.
@@ -384,6 +397,10 @@ def decide(tried: Sequence[Candidate], trials: Trials, short: str | None, backen
     words = in_words(taken, seconds, tolerance, how)
     if how == "measured" and untried:
         words += f"; no time was left to try {' and '.join(untried)}; budget_s= gives more"
+    if beyond > FARTHEST:
+        words += (
+            f"; predictions are extrapolated to messages {beyond:.0f} times as large as measured, budget_s= gives more"
+        )
     for name, why in trials.dropped.items():
         words += f"; {name} was dropped, {why}"
     return {"plan": encode(taken.plan).decode(), "words": words}

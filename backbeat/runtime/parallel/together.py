@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import threading
+import time
 from typing import TYPE_CHECKING, Any
 
 from backbeat.errors import InputError
@@ -18,7 +19,9 @@ if TYPE_CHECKING:
 
     from backbeat.comm.communicators import Communicators
 
-_POLL_S = 0.1
+_POLL_S = 0.05
+_HEAD_START_S = 0.5
+"""For the others to abort in."""
 
 
 class Together:
@@ -64,19 +67,30 @@ class Together:
         It returns how many ranks have called it.
 
         Gloo needs no telling: a rank that takes its group down closes its connections, and the others raise. NCCL would
-        wait, so on each rank a thread looks for the alarm and aborts.
+        wait, so on each rank a thread looks for the alarm and aborts. The rank that gives it aborts last: one that
+        finds its peer gone before it aborts is taken down by torch, a minute later.
         """
         key = f"{self._next()}/alarm"
+        nccl = self.communicators.backend == "nccl"
         done = threading.Event()
         thread = None
-        if self.communicators.backend == "nccl":
+        if nccl:
             # The store's calls block each other: the thread has a connection of its own.
             shared: Any = self.communicators.store
-            store = shared.clone()
-            thread = threading.Thread(target=_abort_on_alarm, args=(store, key, backends, done), daemon=True)
+            thread = threading.Thread(target=_abort_on_alarm, args=(shared.clone(), key, backends, done), daemon=True)
             thread.start()
+
+        def alarm() -> int:
+            # Before the thread could hear it.
+            done.set()
+            order = int(self.communicators.store.add(key, 1))
+            if nccl:
+                time.sleep(_HEAD_START_S)
+                _abort(backends)
+            return order
+
         try:
-            yield lambda: int(self.communicators.store.add(key, 1))
+            yield alarm
         finally:
             done.set()
             if thread is not None:
@@ -90,6 +104,10 @@ class Together:
 def _abort_on_alarm(store: Any, key: str, backends: Sequence[Any], done: threading.Event) -> None:
     while not done.wait(_POLL_S):
         if store.check([key]):
-            for backend in backends:
-                backend.abort()
+            _abort(backends)
             return
+
+
+def _abort(backends: Sequence[Any]) -> None:
+    for backend in backends:
+        backend.abort()

@@ -62,6 +62,8 @@ Standing = dict[str, Any]
 one waits for."""
 _monitors: weakref.WeakSet[Monitor] = weakref.WeakSet()
 """Of every wrapper in this process."""
+_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+"""Those that talk to a store, also of monitors that were stopped."""
 
 
 class Monitor:
@@ -100,8 +102,7 @@ class Monitor:
         except Exception as error:
             logger.debug("this store cannot be cloned, faults will name fewer ranks: %s", error)
             return
-        self._thread = threading.Thread(target=self._listen, args=(clone,), name="backbeat-monitor", daemon=True)
-        self._thread.start()
+        self._thread = _start("backbeat-monitor", lambda: self._listen(clone))
 
     def stop(self) -> None:
         self._stop.set()
@@ -156,10 +157,7 @@ class Monitor:
         mine = self.standing()
         store = self._own if threading.current_thread() is self._thread else self._store
         found: list[str] = []
-        asking = threading.Thread(
-            target=lambda: found.append(self._ask(store, mine)), name="backbeat-blame", daemon=True
-        )
-        asking.start()
+        asking = _start("backbeat-blame", lambda: found.append(self._ask(store, mine)))
         # The store's calls keep to no timeout while the process that keeps it stands still.
         asking.join(2 * ANSWER_S)
         if found:
@@ -191,15 +189,21 @@ class Monitor:
         return found
 
 
+def _start(name: str, target: Callable[[], None]) -> threading.Thread:
+    thread = threading.Thread(target=target, name=name, daemon=True)
+    _threads.add(thread)
+    thread.start()
+    return thread
+
+
 @atexit.register
 def end_monitors() -> None:
     """A thread that comes back from the store while the interpreter ends would abort the process."""
-    listening = list(_monitors)
-    for monitor in listening:
+    for monitor in list(_monitors):
         monitor.stop()
-    for monitor in listening:
-        if monitor._thread is not None:
-            monitor._thread.join(POLL_S)
+    deadline = time.monotonic() + ANSWER_S
+    for thread in list(_threads):
+        thread.join(max(deadline - time.monotonic(), 0.0))
 
 
 def describe(rank: int, mine: Standing | None, standings: dict[int, Standing], size: int) -> str:

@@ -227,6 +227,8 @@ class Reducer:
         self.communicators.grow(partition.communicators)
         with torch.no_grad():
             self.runner.install(partition)
+        # Times of a bucket are by its number, which another bucket has now.
+        self.recorder.clear()
 
     def _settle_in_ready_order(self) -> None:
         """As stock DDP does once: buckets again, in the order in which rank 0's gradients became ready."""
@@ -252,6 +254,7 @@ class Reducer:
         self._agree(partition, "the set of trainable parameters")
         with torch.no_grad():
             runner.add_parameters(managed.names[first:], managed.parameters[first:], partition)
+        self.recorder.clear()
         if self.tuner is not None:
             self.tuner.restart(f"{count} parameters became trainable")
 

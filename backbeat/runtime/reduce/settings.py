@@ -279,10 +279,17 @@ def check_model(module: Module) -> None:
 
 
 def refuse_inside(outer: Any, wrapper: Any) -> None:
-    """A framework that wraps once more would send every gradient twice, and nothing would tell."""
-    if any(module is wrapper for module in outer.modules()):
+    """A parameter that trains has one wrapper: a second one would send its gradient again, and nothing would tell."""
+    if not any(module is wrapper for module in outer.modules()):
+        return
+    sent = {id(one) for name, one in outer.module.named_parameters() if name not in outer.parameters_to_ignore}
+    trained = next(
+        (name for name, one in wrapper.module.named_parameters() if one.requires_grad and id(one) in sent), None
+    )
+    if trained is not None:
         raise InputError(
-            f"the model is wrapped twice: a {type(outer).__name__} holds backbeat's, and would send every gradient "
-            "again. Give one of them the plain model; to Accelerate, what is wrapped already goes by "
-            "accelerator.prepare_model(model, evaluation_mode=True)"
+            f"the model is wrapped twice: a {type(outer).__name__} holds backbeat's, and would send the gradient of "
+            f"{trained!r} again. Give one of them the plain model, or freeze the inner one before the outer one is "
+            "made; to Accelerate, what is wrapped already goes by accelerator.prepare_model(model, "
+            "evaluation_mode=True)"
         )

@@ -201,10 +201,11 @@ def _row(index: int, bucket: BucketReport) -> str:
 
 
 def make_report(reducer: Reducer) -> Report:
-    """How a reducer's buckets ran."""
+    """How a reducer's buckets ran: those that run now, by their own prediction and by steps that ran under them."""
     tuner = reducer.tuner
-    plan = tuner.plan if tuner is not None else reducer.settings.plan
-    recorded = reducer.recorder.steps() or (tuner.timed if tuner is not None else [])
+    known = tuner.running if tuner is not None else None
+    plan = known.plan if known is not None else reducer.settings.plan
+    recorded = reducer.recorder.steps() or (known.timed if known is not None else ())
     timed = [found for found in recorded if len(found.launched_s) == len(reducer.buckets)]
     forecast = plan.predicted if plan is not None and plan.predicted is not None else PlanPrediction()
     predicted = _predicted(plan)
@@ -224,7 +225,7 @@ def make_report(reducer: Reducer) -> Report:
             )
         )
     exposed = median(found.exposed_s for found in timed)
-    iteration = tuner.iteration_s if tuner is not None else None
+    iteration = known.iteration_s if known is not None else None
     return Report(
         strategy=reducer.partition.strategy,
         state=tuner.state if tuner is not None else "running",
@@ -233,7 +234,7 @@ def make_report(reducer: Reducer) -> Report:
         predicted_iteration_s=forecast.iteration_s,
         predicted_exposed_s=forecast.exposed_s,
         iteration_s=iteration if iteration is not None else median(found.iteration_s for found in timed),
-        exposed_s=exposed if exposed is not None else (tuner.exposed_s if tuner is not None else None),
+        exposed_s=exposed if exposed is not None else (known.exposed_s if known is not None else None),
         late_buckets=reducer.late_buckets,
         history=tuple(tuner.history) if tuner is not None else (),
         notes=_notes(plan, reducer.communicators.size),
