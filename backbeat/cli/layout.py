@@ -141,11 +141,11 @@ def slow_ranks(texts: list[str], per_node: int) -> dict[int, float]:
     found: dict[int, float] = {}
     for text in texts:
         parts = dict(part.strip().split("=", 1) for part in text.split(",") if "=" in part)
-        (place, number), slowdown = next(iter(parts.items()), ("", "")), parts.get("slowdown", "")
+        (index, number), slowdown = next(iter(parts.items()), ("", "")), parts.get("slowdown", "")
         plain = slowdown.replace(".", "", 1)
         if set(parts) not in ({"rank", "slowdown"}, {"node", "slowdown"}) or not (number + plain).isdecimal():
             raise InputError(f"--straggler {text}: write it like rank=13,slowdown=1.3 or node=3,slowdown=1.3")
-        first, count = (int(number), 1) if place == "rank" else (int(number) * per_node, per_node)
+        first, count = (int(number), 1) if index == "rank" else (int(number) * per_node, per_node)
         found |= dict.fromkeys(range(first, first + count), float(slowdown))
     return found
 

@@ -7,8 +7,8 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
-import msgspec
 import typer
+from msgspec.structs import replace
 
 from backbeat.cli.common import JsonOption, console, print_json, prose, say, split
 from backbeat.cost.collectives import bus_bandwidth
@@ -133,13 +133,13 @@ def network(
 
 
 def _noted(network: Network, note: str) -> Network:
-    return msgspec.structs.replace(network, notes=(*network.notes, note))
+    return replace(network, notes=(*network.notes, note))
 
 
 def _carried_by(network: Network, transport: str) -> Network:
     known = _one_of("--transport", transport, tuple(CHANNELS))
-    topology = msgspec.structs.replace(network.topology, transport=known)
-    return msgspec.structs.replace(network, topology=topology)
+    topology = replace(network.topology, transport=known)
+    return replace(network, topology=topology)
 
 
 def _fabric(kind: str | None, oversubscription: float) -> Fabric | None:

@@ -22,7 +22,7 @@ from torch._C._distributed_c10d import PrefixStore
 from torch.distributed import ProcessGroup
 
 from backbeat.comm import gloo, nccl
-from backbeat.errors import InputError
+from backbeat.model.checks import at_least
 
 logger = logging.getLogger("backbeat.runtime")
 
@@ -82,8 +82,7 @@ class Communicators:
     def __init__(
         self, process_group: ProcessGroup, device: torch.device, count: int, *, timeout: timedelta | None = None
     ) -> None:
-        if count < 1:
-            raise InputError(f"communicators is {count}: it must be 1 or more")
+        at_least("communicators", count, 1)
         self.process_group = process_group
         self.rank = dist.get_rank(process_group)
         self.size = dist.get_world_size(process_group)

@@ -76,15 +76,15 @@ class OperatorModel:
     def _product(self, work: Product) -> float:
         """A batch of products fills the device as one with more rows does."""
         precision = "bf16" if work.precision == "fp16" else work.precision
-        key = f"product/{precision}/{work.layout}"
+        key = f"product/{precision}/{work.transposition}"
         grid = self._grid(
             key if key in self.curves.grids else f"product/{precision}/nt",
             lambda m, n, k: Product(work.precision, m, n, k),
             (math.sqrt(self._filling), math.sqrt(self._filling), 1.0),
         )
         seconds = grid.seconds(work.m * work.batch, work.n, work.k)
-        # Rows that begin at odd places slow the arithmetic down, not what waits for memory or latency.
-        slower = self.curves.factors.get(f"alignment/{precision}/{work.layout}/{work.alignment}", 1.0)
+        # Rows that begin at odd addresses slow the arithmetic down, not what waits for memory or latency.
+        slower = self.curves.factors.get(f"alignment/{precision}/{work.transposition}/{work.alignment}", 1.0)
         peak = self.accelerator.peak_flops(work.precision) or math.inf
         return max(seconds, roofline_s(work, self.accelerator), work.flops / peak * slower)
 
@@ -127,12 +127,12 @@ class OperatorModel:
         return max(seconds, self._attention(replace(work, precision="bf16", kind=kind)))
 
     def _convolution(self, work: Convolution) -> float:
-        layout = "last" if work.channels_last else "first"
+        memory_format = "last" if work.channels_last else "first"
         if work.groups > 1 and work.groups == work.inputs:
             # In 32 bits there is no kernel for channels that lie last.
-            return self._depthwise(work, layout if work.precision in ("bf16", "fp16") else "first")
+            return self._depthwise(work, memory_format if work.precision in ("bf16", "fp16") else "first")
         precision = "bf16" if work.precision == "fp16" else "tf32" if work.precision == "fp32" else work.precision
-        key = f"convolution/{precision}/{layout}/{work.direction}"
+        key = f"convolution/{precision}/{memory_format}/{work.direction}"
         grid = self._grid(
             key if key in self.curves.grids else f"convolution/{precision}/first/{work.direction}",
             lambda pixels, inputs, outputs, kernel: Convolution(
@@ -153,9 +153,9 @@ class OperatorModel:
         nearest = min(known, key=lambda name: abs(math.log(int(name[2]) / kernel)), default=None)
         return 1.0 if nearest is None else self.curves.factors["".join(nearest)]
 
-    def _depthwise(self, work: Convolution, layout: str) -> float:
+    def _depthwise(self, work: Convolution, memory_format: str) -> float:
         """Tensor cores do not help; the gradient of the input goes over its pixels."""
-        key = f"depthwise/{layout}/{work.direction}"
+        key = f"depthwise/{memory_format}/{work.direction}"
         curve = self.curves.grids[key if key in self.curves.grids else f"depthwise/first/{work.direction}"]
         shares = Grid(curve.axes, curve.share, rising=False)
         pixels = work.input_pixels if work.direction == "input" else work.pixels

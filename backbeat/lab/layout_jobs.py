@@ -6,18 +6,15 @@ layer, the embedding or the head. Without it a chunk is one piece.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from backbeat.errors import InputError
+from backbeat.layouts.cluster import GpuCluster
 from backbeat.layouts.layout import Layout, micro_batches
+from backbeat.layouts.predict_layout import LayoutPredictor
 from backbeat.layouts.stage_times import StageTimer, split_layers
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from backbeat.layouts.cluster import GpuCluster
-    from backbeat.layouts.predict_layout import LayoutPredictor
 
 TransferKind = Literal["send", "swap", "late", "all_gather", "reduce_scatter"]
 

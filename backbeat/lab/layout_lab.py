@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
@@ -21,19 +21,16 @@ from backbeat.cost.samples import quantile
 from backbeat.lab.experiment import SPARE_S, slowest
 from backbeat.lab.jobs import ReplayJob, SpunJob, seconds_of, turns
 from backbeat.lab.layout_jobs import LayoutJob, TransferKind, layout_job, runnable, transfers
+from backbeat.lab.session import Session
 from backbeat.lab.setting import Setting
 from backbeat.layouts.cluster import GpuCluster, Kind
 from backbeat.layouts.conventions import conventions_named
-from backbeat.layouts.layout import Layout, check
+from backbeat.layouts.layout import Job, Layout, check
 from backbeat.layouts.layout_prediction import COMPUTE, Family, LayoutPrediction
 from backbeat.layouts.pipeline import Streams
 from backbeat.layouts.predict_layout import PREDICTED, LayoutPredictor
+from backbeat.layouts.transformer import Transformer
 from backbeat.model import CollectiveTimes, Network
-
-if TYPE_CHECKING:
-    from backbeat.lab.session import Session
-    from backbeat.layouts.layout import Job
-    from backbeat.layouts.transformer import Transformer
 
 FRAMEWORK = "torchtitan"
 """What torch's pipelining and DTensor do is what it does."""
@@ -144,7 +141,7 @@ class ExecutedLayout:
 
 
 def communicators(cases: Sequence[LayoutCase]) -> int:
-    """As `experiment.opened` takes it: layouts of two dimensions use several, which NCCL has to launch in one order."""
+    """As `experiment.open_lab` takes it: layouts of two dimensions use several, which NCCL launches in one order."""
     return 2 if any(case.layout.tp > 1 and case.layout.pp > 1 for case in cases) else 1
 
 
@@ -195,7 +192,7 @@ def links_of(rows: Sequence[Mapping[str, Any]], setting: Setting, torch_version:
 
 def streams_of(backend: str, torch_version: str) -> Streams:
     """Before 2.13 torch sends everything through one communicator; since, through one for each pair of ranks. Gloo has
-    one connection for each pair, on which a rank says that it is ready to receive behind what it sends.
+    one connection for each pair, on which a rank says that it is ready to receive after what it sends.
 
     >>> streams_of("nccl", "2.11.0+cu130"), streams_of("nccl", "2.13.0"), streams_of("gloo", "2.11.0")
     ('rank', 'pair', 'connection')

@@ -10,7 +10,7 @@ zero-bubble schedules can put them off.
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,10 +19,8 @@ from torch.distributed import pipelining
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
+from backbeat.lab.layout_jobs import ChunkJob, LayoutJob, TransferJob
 from backbeat.lab.spun_model import Compute, SpunPace
-
-if TYPE_CHECKING:
-    from backbeat.lab.layout_jobs import ChunkJob, LayoutJob, TransferJob
 
 _ELEMENT_BYTES = 4
 _BETWEEN_TWO = ("send", "swap", "late")
@@ -44,7 +42,7 @@ class LayoutStep:
         tp, pp = job.layout.tp, job.layout.pp
         mesh = _mesh(device.type, pp, tp)
         held = range(dist.get_rank() // tp, len(job.chunks), pp)
-        modules = [_Chunk(job, job.chunks[place], self._pace, mesh["tp"] if tp > 1 else None) for place in held]
+        modules = [_Chunk(job, job.chunks[index], self._pace, mesh["tp"] if tp > 1 else None) for index in held]
         self._schedule: Any = None
         self._only: nn.Module | None = None
         if pp == 1:
@@ -53,13 +51,13 @@ class LayoutStep:
         stages = [
             pipelining.PipelineStage(
                 module.to(device),
-                place,
+                index,
                 len(job.chunks),
                 device,
                 group=mesh["pp"].get_group(),
                 dw_builder=module.weight_gradients,
             )
-            for place, module in zip(held, modules, strict=True)
+            for index, module in zip(held, modules, strict=True)
         ]
         single = job.layout.schedule in ("gpipe", "1f1b")
         self._schedule = SCHEDULES[job.layout.schedule](

@@ -11,23 +11,19 @@ import os
 import statistics
 import weakref
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import torch
 
 from backbeat.comm.agreement import share, total
+from backbeat.comm.communicators import Communicators
 from backbeat.errors import BackbeatError, InputError
 from backbeat.model import Bucket, Gradient, Network, Plan, PlanPrediction, Profile
 from backbeat.model.files import decode, encode
-from backbeat.runtime.reduce.partition import BUCKET_BYTES, plan_partition
-from backbeat.runtime.reduce.timing import median
-
-if TYPE_CHECKING:
-    from backbeat.comm.communicators import Communicators
-    from backbeat.runtime.reduce.partition import Partition
-    from backbeat.runtime.reduce.reducer import Reducer
-    from backbeat.runtime.reduce.timing import TimedStep
+from backbeat.runtime.reduce.partition import BUCKET_BYTES, Partition, plan_partition
+from backbeat.runtime.reduce.reducer import Reducer
+from backbeat.runtime.reduce.timing import TimedStep, median
 
 logger = logging.getLogger("backbeat.runtime")
 
@@ -259,14 +255,14 @@ class Tuner:
         communicators = reducer.communicators
         count = len(reducer.managed.names)
         last = statistics.median([one.computed_s for one in timed])
-        ready = [statistics.median([one.ready_s.get(place, one.computed_s) for one in timed]) for place in range(count)]
+        ready = [statistics.median([one.ready_s.get(index, one.computed_s) for one in timed]) for index in range(count)]
         ended = statistics.median([one.ended_s for one in timed])
         forward = max((median(one.since_forward_s for one in timed) or ended) - ended, 0.0)
         figures = torch.tensor([*ready, last, forward], dtype=torch.float32, device=communicators.device)
         communicators[0].all_reduce(figures).wait()
         *ready, last, forward = (figures / communicators.size).tolist()
         iteration, exposed = found.iteration_s or 0.0, found.exposed_s or 0.0
-        order = sorted(range(count), key=lambda place: ready[place])
+        order = sorted(range(count), key=lambda index: ready[index])
         reduce_dtype = reducer.settings.reduce_dtype
         return Profile(
             name="measured",
@@ -279,14 +275,14 @@ class Tuner:
             update_s=max(iteration - forward - last - exposed, 0.0),
             gradients=tuple(
                 Gradient(
-                    name=reducer.managed.names[place],
-                    bytes=reducer.managed.parameters[place].numel()
+                    name=reducer.managed.names[index],
+                    bytes=reducer.managed.parameters[index].numel()
                     * min(
-                        reducer.managed.parameters[place].element_size(), reduce_dtype.itemsize if reduce_dtype else 16
+                        reducer.managed.parameters[index].element_size(), reduce_dtype.itemsize if reduce_dtype else 16
                     ),
-                    ready_s=ready[place],
+                    ready_s=ready[index],
                 )
-                for place in order
+                for index in order
             ),
         )
 
@@ -358,7 +354,7 @@ class Tuner:
             workers=network.workers,
             communicators=partition.communicators,
             buckets=tuple(
-                Bucket(gradients=tuple(names[place] for place in bucket.members), communicator=bucket.communicator)
+                Bucket(gradients=tuple(names[index] for index in bucket.members), communicator=bucket.communicator)
                 for bucket in partition.buckets
             ),
         )

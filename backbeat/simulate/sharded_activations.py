@@ -12,7 +12,7 @@ The largest parameter stands for both, since a block makes its gradients one aft
 
 from __future__ import annotations
 
-import msgspec
+from msgspec.structs import replace
 
 from backbeat.model import Profile, Sharding
 from backbeat.model.sharding import DTYPE_BYTES
@@ -22,7 +22,7 @@ _HALF = ("bf16", "fp16")
 
 
 def tied_block(profile: Profile, chain: ShardedChain) -> int | None:
-    """A block behind the last unit that holds no parameters of its own, and whose backward makes the gradient of one of
+    """A block after the last unit that holds no parameters of its own, and whose backward makes the gradient of one of
     the root's: a head tied to the embedding."""
     last = chain.stretches[-1]
     if last.unit != ROOT or not (largest := _largest_of_root(chain)):
@@ -46,13 +46,13 @@ def sharded_activations(profile: Profile, chain: ShardedChain, sharding: Shardin
         elements = piece.elements if piece.block != tied else (_largest_of_root(chain),)
         block = blocks[piece.block]
         copies = element * sum(elements) if native else 0
-        blocks[piece.block] = msgspec.structs.replace(
+        blocks[piece.block] = replace(
             block,
             saved_bytes=max(block.saved_bytes - copies, 0),
             forward_peak_bytes=max(block.forward_peak_bytes - copies, 0),
             backward_peak_bytes=max(block.backward_peak_bytes - element * max(elements, default=0), 0),
         )
-    return msgspec.structs.replace(profile, blocks=tuple(blocks))
+    return replace(profile, blocks=tuple(blocks))
 
 
 def _largest_of_root(chain: ShardedChain) -> int:

@@ -27,15 +27,15 @@ def grown(value: float, factor: float) -> int:
 
 @given(models, sizes, sizes, sizes, st.sampled_from(["nt", "nn", "tn"]), factors, st.integers(0, 2))
 def test_products_take_longer_the_larger_they_are_and_never_less_than_at_peak(
-    model: OperatorModel, m: int, n: int, k: int, layout: str, factor: float, axis: int
+    model: OperatorModel, m: int, n: int, k: int, transposition: str, factor: float, axis: int
 ) -> None:
     shape = [m, n, k]
-    work = Product("fp16", *shape, layout=layout)
+    work = Product("fp16", *shape, transposition=transposition)
     seconds = model.seconds(work)
     assert seconds >= roofline_s(work, model.accelerator)
     shape[axis] = grown(shape[axis], factor)
-    assert model.seconds(Product("fp16", *shape, layout=layout)) >= seconds * (1 - 1e-9)
-    assert model.seconds(Product("fp16", m, n, k, layout=layout, alignment=2)) >= seconds
+    assert model.seconds(Product("fp16", *shape, transposition=transposition)) >= seconds * (1 - 1e-9)
+    assert model.seconds(Product("fp16", m, n, k, transposition=transposition, alignment=2)) >= seconds
 
 
 @given(models, st.integers(1, 4096), st.integers(1, 1 << 15), st.integers(8, 256), st.booleans(), factors)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 import backbeat as bb
 from backbeat.cost.collectives import bus_bandwidth, seconds, steps, traffic
@@ -63,7 +63,7 @@ def test_gathers_among_nodes_of_several_gpus_are_rings() -> None:
     inside = CollectiveTimes(alpha_s=2e-5, beta_s_per_byte=5e-12)
     topology = Topology(algorithm="hierarchical", gpus_per_node=8, inside=inside)
     gathers = CollectiveTimes(alpha_s=4e-5, beta_s_per_byte=1e-10)
-    base = msgspec.structs.replace(affine(5e-5, 1e-10, workers=64, topology=topology), all_gather=gathers)
+    base = replace(affine(5e-5, 1e-10, workers=64, topology=topology), all_gather=gathers)
     there = base.at(workers=2048).all_gather
     assert there is not None
     assert float(there.curve.time(1)) == pytest.approx(4e-5 * 2047 / 63, rel=1e-3)

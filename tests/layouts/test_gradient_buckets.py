@@ -14,7 +14,7 @@ from backbeat.layouts import Layout
 from backbeat.layouts.gradient_buckets import GradientBucket, behind_backward, dense_buckets, equal_buckets
 from backbeat.layouts.replicas import rank_parameters
 from backbeat.layouts.stage_times import split_layers
-from backbeat.simulate.contention import beside
+from backbeat.simulate.contention import contended
 from backbeat.simulate.schedule import Flow
 
 MODELS = st.sampled_from(["llama-3.2-1b", "llama-3-8b", "gpt3-13b", "mixtral-8x7b", "deepseek-v3"])
@@ -65,7 +65,7 @@ def test_buckets_take_what_the_simulation_of_data_parallelism_says(
             free = starts[-1] + each
         return Flow(np.array(starts), np.array(starts), np.array(starts) + each)
 
-    flow, _ = beside(one_by_one, window / buckets * np.arange(1, buckets + 1), slowdown)
+    flow, _ = contended(one_by_one, window / buckets * np.arange(1, buckets + 1), slowdown)
     found = behind_backward(equal_buckets(float(buckets), 1.0), window, lambda elements: each, slowdown)
     assert flow.finishes[-1] == pytest.approx(window + found.total_s, rel=1e-6)
 

@@ -160,7 +160,7 @@ def test_steps_vary_as_the_measured_block_does() -> None:
     steady = layouts.predict("llama-3-8b", H100[False], block=block(*[0.03] * 20), **fields)
     assert steady.spread_s is None
     assert steady.breakdown.stragglers == 0
-    times = [0.03 * (1 + 0.01 * (place % 7)) for place in range(40)]
+    times = [0.03 * (1 + 0.01 * (index % 7)) for index in range(40)]
     varied = layouts.predict("llama-3-8b", H100[False], block=block(*times), **fields)
     assert varied.step_s > steady.step_s
     assert varied.breakdown.stragglers == pytest.approx(varied.step_s - steady.step_s)

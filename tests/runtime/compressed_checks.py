@@ -299,7 +299,7 @@ def unused_and_frozen(ctx: Context) -> None:
             optimizer.step()
             optimizer.zero_grad()
         assert not torch.equal(wrapped.module.left.weight, held)
-        same_everywhere(ctx, wrapped.module, "thawed")
+        same_everywhere(ctx, wrapped.module, "unfrozen")
 
 
 @check

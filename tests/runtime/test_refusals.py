@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from backbeat.errors import InputError
@@ -17,13 +15,6 @@ from backbeat.runtime import DistributedDataParallel
 from backbeat.runtime.compressed import updates
 from backbeat.runtime.reduce.partition import reassign_communicators
 from backbeat.runtime.reduce.settings import TORCH_SIGNATURE, bind, check_model, resolve_plan
-
-
-@pytest.fixture(scope="module")
-def one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def test_fsdp_is_refused_by_name() -> None:

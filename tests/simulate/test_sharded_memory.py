@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 import backbeat as bb
 from backbeat.model import Block, Gradient, Memory, MemoryPlan, Plan, Profile, Segment
@@ -26,13 +26,13 @@ def row(count: int) -> Profile:
         name="row", model="row", batch_size=1, precision="bf16", device="cpu", forward_s=float(count),
         backward_s=2.0 * count, update_s=0.0,
         gradients=tuple(
-            Gradient(name=f"b.{count - 1 - place}.w", bytes=4 * ELEMENTS, ready_s=2.0 * (place + 1))
-            for place in range(count)
+            Gradient(name=f"b.{count - 1 - index}.w", bytes=4 * ELEMENTS, ready_s=2.0 * (index + 1))
+            for index in range(count)
         ),
         blocks=tuple(
-            Block(name=f"b.{place}", forward_s=1.0, backward_s=2.0, input_bytes=0, output_bytes=0, saved_bytes=SAVED,
+            Block(name=f"b.{index}", forward_s=1.0, backward_s=2.0, input_bytes=0, output_bytes=0, saved_bytes=SAVED,
                   forward_peak_bytes=SAVED, backward_peak_bytes=0, saves_input=False)
-            for place in range(count)
+            for index in range(count)
         ),
         memory=Memory(parameter_bytes=total, gradient_bytes=total, optimizer_bytes=2 * total, steady_bytes=3 * total),
     )  # fmt: skip
@@ -75,8 +75,8 @@ def test_more_buffers_hold_more_inputs() -> None:
 def test_prefetching_holds_more_gathered_buffers() -> None:
     """Where forward has the peak: everything is kept of forward in large activations of the last block."""
     profile = row(6)
-    large = msgspec.structs.replace(profile.blocks[2], forward_peak_bytes=10**6)
-    profile = msgspec.structs.replace(profile, blocks=(*profile.blocks[:2], large, *profile.blocks[3:]))
+    large = replace(profile.blocks[2], forward_peak_bytes=10**6)
+    profile = replace(profile, blocks=(*profile.blocks[:2], large, *profile.blocks[3:]))
     buffers = [held(profile, one_each(profile, prefetch=depth)).gather_buffer_bytes for depth in (0, 1, 2, 3)]
     # Its own is held until the next copy-out.
     assert [size // (2 * ELEMENTS) for size in buffers] == [1, 2, 3, 4]
@@ -98,7 +98,7 @@ def test_recomputed_blocks_are_within_the_same_count() -> None:
     plan = bb.plan(profile, bb.Network.load("nvlink-ib400").at(workers=64), "fsdp")
     layers = [block.name for block in profile.blocks if block.name.startswith("model.layers")]
     memory = MemoryPlan(segments=tuple(Segment(blocks=(name,), action="recompute") for name in layers))
-    less = msgspec.structs.replace(plan, memory=memory)
+    less = replace(plan, memory=memory)
     kept, again = held(profile, plan), held(profile, less)
     assert again.activation_bytes < 0.7 * kept.activation_bytes
     network = bb.Network.load("nvlink-ib400").at(workers=64)
@@ -126,10 +126,8 @@ def test_resharding_more_units_never_takes_more(count: int, buffers: int, micro_
     peaks = []
     for resharded in range(count):
         assert plan.sharding is not None
-        units = tuple(
-            msgspec.structs.replace(unit, reshard=place < resharded) for place, unit in enumerate(plan.sharding.units)
-        )
-        one = msgspec.structs.replace(plan, sharding=msgspec.structs.replace(plan.sharding, units=units))
+        units = tuple(replace(unit, reshard=index < resharded) for index, unit in enumerate(plan.sharding.units))
+        one = replace(plan, sharding=replace(plan.sharding, units=units))
         peaks.append(held(profile, one, micro_batches=micro_batches).peak_bytes)
     assert max(peaks[1:]) <= peaks[0] + 2 * ELEMENTS
     assert peaks[-1] <= peaks[0]
@@ -150,5 +148,5 @@ def test_more_shards_take_less_and_zero2_more_than_fsdp(name: str) -> None:
 
 
 def test_a_profile_without_memory_figures_has_no_peak() -> None:
-    profile = msgspec.structs.replace(row(2), memory=None)
+    profile = replace(row(2), memory=None)
     assert sharded_memory(profile, one_each(profile)) is None

@@ -33,7 +33,7 @@ from backbeat.measure.network.findings import (
     notes_of,
     sharing_unknown,
 )
-from backbeat.measure.network.jumps import SHARE, closer
+from backbeat.measure.network.jumps import SHARE, refine_jumps
 from backbeat.measure.network.sampling import BRIEF, THOROUGH, Progress, measure
 from backbeat.model.network import Network
 from backbeat.model.sharded_times import ShardedTimes
@@ -104,7 +104,7 @@ def measure_cluster(
     outcome = measure(bench, series, budget_s * (1 - SHARE), show, BRIEF if brief else THOROUGH)
     # Of the curve only: what is held out must not decide where it is measured.
     curve = {case: timing for case, timing in outcome.timings.items() if case not in held_out}
-    further = closer(bench, curve, budget_s, show)
+    further = refine_jumps(bench, curve, budget_s, show)
     (elapsed_s,) = bench.agree([bench.elapsed()])
     outcome = replace(outcome, timings={**outcome.timings, **further}, elapsed_s=elapsed_s)
     notes += notes_of(outcome, budget_s, backend, hosts, workers)

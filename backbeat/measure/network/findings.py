@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from backbeat.cost.collectives import Collective
-from backbeat.cost.link import Batch, unshown
+from backbeat.cost.link import Batch, only_small_messages
 from backbeat.cost.samples import Timing, monotone
 from backbeat.errors import MeasurementError
 from backbeat.measure.network.case import COLLECTIVES, Case
@@ -163,7 +163,7 @@ def misfits(network: Network) -> list[str]:
 def sharing_unknown(network: Network) -> list[str]:
     """Where messages on several communicators were too small to show how they share the link."""
     rows = [Batch(row.bytes, row.messages, row.communicators, row.seconds) for row in network.concurrency]
-    small = unshown(rows)
+    small = only_small_messages(rows)
     if not small:
         return []
     counts = " and ".join(str(count) for count in small)

@@ -181,7 +181,7 @@ def _rounds(
             if _finished(samples, effort, late=agreed[-1] >= budget_s):
                 return samples
             if agreed[-1] >= budget_s:
-                _shed(samples, series, kept)
+                _drop_largest(samples, series, kept)
     finally:
         if collecting:
             gc.enable()
@@ -200,7 +200,7 @@ def _finished(samples: dict[Case, list[float]], effort: Effort, *, late: bool) -
     return max(counts) >= MOST_REPEATS or all(summarise(taken).uncertainty <= STABLE for taken in samples.values())
 
 
-def _shed(samples: dict[Case, list[float]], series: Sequence[Series], kept: list[list[Case]]) -> None:
+def _drop_largest(samples: dict[Case, list[float]], series: Sequence[Series], kept: list[list[Case]]) -> None:
     """Out of time before the fewest repeats: give up the largest cases, half of each series at a time."""
     for one, cases in zip(series, kept, strict=True):
         keep = max(one.least, len(cases) // 2)

@@ -9,7 +9,7 @@ import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,17 +17,15 @@ from torch.nn import Module
 from torch.nn.parameter import UninitializedParameter
 
 from backbeat.errors import InputError
-from backbeat.model import Network, Plan, Profile
+from backbeat.model import MemoryPlan, Network, Plan, Profile
+from backbeat.model.checks import at_least
 from backbeat.runtime.memory.budget import budget_size, check_memory, within_budget
-
-if TYPE_CHECKING:
-    from backbeat.model import MemoryPlan
-
 
 logger = logging.getLogger("backbeat.runtime")
 
 # Typed as Any throughout: torch's own wrapper has no annotations.
 TorchDDP: Any = torch.nn.parallel.DistributedDataParallel
+disable_dynamo: Any = torch._disable_dynamo  # type: ignore[attr-defined]
 TORCH_SIGNATURE = inspect.signature(TorchDDP.__init__)
 UNSUPPORTED = {
     "mixed_precision": "use torch.autocast, or reducer='ddp'",
@@ -118,8 +116,8 @@ def settings_of(
         raise InputError(
             f"reduce_dtype is {reduce_dtype!r}: it must be 'bf16' or 'fp16', or left out to send gradients as they are"
         )
-    if communicators is not None and communicators < 1:
-        raise InputError(f"communicators is {communicators}: it must be 1 or more")
+    if communicators is not None:
+        at_least("communicators", communicators, 1)
     check_model(module)
     loaded, strategy = resolve_plan(plan)
     group = process_group_of(arguments)

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from backbeat.model import PlanPrediction
+from backbeat.model import Plan, PlanPrediction
 from backbeat.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from backbeat.model import Plan
     from backbeat.runtime.reduce.reducer import Reducer
 
 
@@ -70,9 +68,9 @@ class Recorder:
         self._open = sync
         self._marks = {"begin": self._now(), "ready": {}, "launched": {}, "done": {}}
 
-    def gradient(self, place: int) -> None:
+    def gradient(self, index: int) -> None:
         if self._open:
-            self._marks["ready"][place] = self._now()
+            self._marks["ready"][index] = self._now()
 
     def launched(self, index: int, work: Any) -> None:
         if not self._open:
@@ -213,7 +211,7 @@ def make_report(reducer: Reducer) -> Report:
     predicted = _predicted(plan)
     buckets = []
     for index, bucket in enumerate(reducer.buckets):
-        gradients = tuple(reducer.names[place] for place in bucket.members)
+        gradients = tuple(reducer.names[member] for member in bucket.members)
         begin, end = predicted.get(frozenset(gradients), (None, None))
         buckets.append(
             BucketReport(
