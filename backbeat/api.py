@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Unpack
+from typing import Unpack
 
-import msgspec
+from msgspec.structs import replace
 
 from backbeat.errors import InputError
-from backbeat.model import Network, Plan, PlanPrediction, Profile
+from backbeat.model import Network, Plan, PlanPrediction, Prediction, Profile, Reduction
 from backbeat.model.reduction import reduction_named
-from backbeat.planners import SHARDED, propose
+from backbeat.planners import SHARDED, Choices, propose
 from backbeat.planners import plan as planned
 from backbeat.planners.frameworks import framework_plan
 from backbeat.simulate import predict as simulated
 from backbeat.simulate import strong_scaling
-
-if TYPE_CHECKING:
-    from backbeat.model import Prediction, Reduction
-    from backbeat.planners import Choices
 
 
 def plan(
@@ -42,9 +38,9 @@ def plan(
     result = simulated(sent, network, made, accumulation=accumulation)
     # Gradients take the same memory on the device, whatever is sent of them.
     peak = made.predicted.peak_bytes if made.predicted is not None else None
-    return msgspec.structs.replace(
+    return replace(
         made,
-        predicted=msgspec.structs.replace(PlanPrediction.of(result, network.name), peak_bytes=peak),
+        predicted=replace(PlanPrediction.of(result, network.name), peak_bytes=peak),
         notes=(*made.notes, f'gradients are sent as {reduce_dtype}: give the wrapper reduce_dtype="{reduce_dtype}"'),
     )
 
@@ -102,8 +98,8 @@ def predict(
         raise InputError("there is nothing to predict: give a plan, a strategy's name, or framework=")
     sent = profile
     if reduce_dtype is not None and isinstance(plan, Plan) and plan.sharding is not None:
-        sharding = msgspec.structs.replace(plan.sharding, reduce_dtype=reduce_dtype)
-        plan = msgspec.structs.replace(plan, sharding=sharding, predicted=None)
+        sharding = replace(plan.sharding, reduce_dtype=reduce_dtype)
+        plan = replace(plan, sharding=sharding, predicted=None)
     elif reduce_dtype is not None and not (isinstance(plan, str) and plan.partition(":")[0] in SHARDED):
         compressed = plan == "compressed" if isinstance(plan, str) else plan.compressed
         sent = _sent(profile, reduce_dtype, compressed=compressed)

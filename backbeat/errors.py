@@ -55,3 +55,8 @@ def did_you_mean(name: str, known: Iterable[str], others: str = "") -> str:
     names = list(known)
     close = difflib.get_close_matches(str(name), names, n=1)
     return f"did you mean {close[0]!r}?" if close else f"there are {', '.join(names)}{others}."
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an exception's text, or its kind."""
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -89,7 +89,7 @@ def parse_price(text: str) -> float:
     return price
 
 
-def parse_workers(text: str) -> list[int]:
+def parse_workers(text: str, what: str = "workers") -> list[int]:
     """A number, a comma-separated list, or a doubling range that includes both ends; parts may be mixed.
 
     >>> parse_workers("4..64")
@@ -103,9 +103,10 @@ def parse_workers(text: str) -> list[int]:
         try:
             low, high = int(first), int(last) if dots else int(first)
         except ValueError:
-            raise InputError(f"{text!r} is not a number of workers: write 64, 4..2048 or 8,16,48") from None
+            raise InputError(f"{text!r} is not a number of {what}: write 64, 4..2048 or 8,16,48") from None
         if low < 1 or high < low:
-            raise InputError(f"{part.strip()!r} is not a range of workers: it must rise from 1 or more, like 4..2048")
+            kind, rule = ("range", "rise from") if dots else ("number", "be")
+            raise InputError(f"{part.strip()!r} is not a {kind} of {what}: it must {rule} 1 or more, like 4..2048")
         workers += doubling(low, high)
     return list(dict.fromkeys(workers))
 

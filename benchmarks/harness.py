@@ -51,8 +51,8 @@ def random_profile(count: int, *, backward_s: float = 0.06, seed: int = 0, itera
         backward_s=backward_s,
         update_s=0.0,
         gradients=tuple(
-            Gradient(name=f"layer{place}.weight", bytes=int(size), ready_s=float(moment))
-            for place, (size, moment) in enumerate(zip(sizes, ready, strict=True))
+            Gradient(name=f"layer{index}.weight", bytes=int(size), ready_s=float(moment))
+            for index, (size, moment) in enumerate(zip(sizes, ready, strict=True))
         ),
         iteration_s=tuple((compute * (1 + 0.01 * draw.standard_exponential(iterations))).tolist()),
     )

@@ -26,7 +26,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from backbeat.measure.model.chain import BlockCall, quiet
+from backbeat.measure.model.chain import BlockCall
 from backbeat.model import MemoryPlan, Plan, Profile, Segment
 from backbeat.model.files import write
 from backbeat.runtime.memory import apply, find_blocks, observe
@@ -100,6 +100,20 @@ def autocast(device: torch.device, precision: torch.dtype | None) -> contextlib.
     return contextlib.nullcontext() if precision is None else torch.autocast(device.type, dtype=precision)
 
 
+@contextlib.contextmanager
+def quiet(model: nn.Module) -> Iterator[None]:
+    """A forward in here leaves buffers and the random generators as they were."""
+    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    devices = sorted({buffer.device.index or 0 for buffer in model.parameters() if buffer.is_cuda})
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
+
+
 def links_of(model: nn.Module, batch: Any, loss: Loss, precision: torch.dtype | None) -> tuple[BlockCall, ...]:
     device = next(model.parameters()).device
     with quiet(model), torch.no_grad(), autocast(device, precision):
@@ -124,8 +138,8 @@ def segments(links: tuple[BlockCall, ...], length: int, where: str = "keep", sha
     }
     return MemoryPlan(
         segments=tuple(
-            Segment(blocks=tuple(names), action="recompute", input="offload" if place in spread else "keep")
-            for place, names in enumerate(buckets)
+            Segment(blocks=tuple(names), action="recompute", input="offload" if index in spread else "keep")
+            for index, names in enumerate(buckets)
         )
     )
 

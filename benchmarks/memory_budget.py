@@ -122,11 +122,11 @@ class NaiveTopK:
                 velocity.mul_(0.9).add_(parameter.grad)
                 residual.add_(velocity)
                 flat = residual.view(-1)
-                places = flat.abs().topk(max(1, int(flat.numel() * DENSITY))).indices
+                indices = flat.abs().topk(max(1, int(flat.numel() * DENSITY))).indices
                 dense = torch.zeros_like(flat)
-                dense[places] = flat[places]
-                flat[places] = 0
-                velocity.view(-1)[places] = 0
+                dense[indices] = flat[indices]
+                flat[indices] = 0
+                velocity.view(-1)[indices] = 0
                 parameter.grad = dense.view_as(parameter)
         self.optimizer.step()
 

@@ -33,13 +33,13 @@ def deep(count: int) -> Profile:
     layers = [
         msgspec.structs.replace(
             layer,
-            name=f"model.layers.{place}",
+            name=f"model.layers.{index}",
             forward_s=layer.forward_s * share,
             backward_s=layer.backward_s * share,
             saved_bytes=int(layer.saved_bytes * share),
             forward_peak_bytes=int(layer.forward_peak_bytes * share),
         )
-        for place in range(count)
+        for index in range(count)
     ]
     blocks, own = [], {}
     for block in llama.blocks:
@@ -53,8 +53,8 @@ def deep(count: int) -> Profile:
     for block in reversed(blocks):
         now += block.backward_s
         gradients += [
-            Gradient(name=f"{block.name}.w{place}", bytes=size, ready_s=now)
-            for place, size in enumerate(own[block.name])
+            Gradient(name=f"{block.name}.w{index}", bytes=size, ready_s=now)
+            for index, size in enumerate(own[block.name])
         ]
     forward_s = sum(block.forward_s for block in blocks)
     return msgspec.structs.replace(

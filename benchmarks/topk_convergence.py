@@ -71,22 +71,22 @@ class Transformer(nn.Module):
     def __init__(self, width: int = 48) -> None:
         super().__init__()
         self.tokens = nn.Embedding(VOCABULARY, width)
-        self.places = nn.Parameter(torch.randn(LENGTH, width) * 0.3)
+        self.positions = nn.Parameter(torch.randn(LENGTH, width) * 0.3)
         layer = nn.TransformerEncoderLayer(width, 4, 2 * width, dropout=0.0, batch_first=True, norm_first=True)
         self.body = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
         self.head = nn.Linear(width, VOCABULARY)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.head(self.body(self.tokens(x) + self.places))
+        found: torch.Tensor = self.head(self.body(self.tokens(x) + self.positions))
         return found
 
 
 def images(source: torch.Generator, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     patterns = (torch.rand(CLASSES, 5, 5, generator=torch.Generator().manual_seed(5)) > 0.5).float() * 2 - 1
     labels = torch.randint(CLASSES, (count,), generator=source)
-    places = torch.randint(SIDE - 5, (count, 2), generator=source).tolist()
+    indices = torch.randint(SIDE - 5, (count, 2), generator=source).tolist()
     found = 0.4 * torch.randn(count, 1, SIDE, SIDE, generator=source)
-    for image, label, (row, column) in zip(found, labels.tolist(), places, strict=True):
+    for image, label, (row, column) in zip(found, labels.tolist(), indices, strict=True):
         image[0, row : row + 5, column : column + 5] += patterns[label]
     return found, labels
 

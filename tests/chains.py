@@ -37,8 +37,8 @@ def resnet152(batch: int = 256, link_bytes_per_s: float = 55e9) -> Profile:
         forward_peak_bytes=5 * pooled, backward_peak_bytes=big)  # fmt: skip
     entering, entering_channels, entering_side = pooled, 64, 56
     for stage, (count, communicators, side) in enumerate(_STAGES, start=1):
-        for place in range(count):
-            first = place == 0
+        for index in range(count):
+            first = index == 0
             narrow = size(communicators, entering_side if first else side)
             inner, wide = size(communicators, side), size(4 * communicators, side)
             saved = 2 * narrow + 2 * inner + wide + (wide if first else 0)
@@ -46,7 +46,7 @@ def resnet152(batch: int = 256, link_bytes_per_s: float = 55e9) -> Profile:
                 entering_channels * communicators + 9 * communicators**2 + 4 * communicators**2 + 12 * communicators
             )
             parameters += entering_channels * communicators * 4 if first else 0
-            add(1.0 + 2.5 * wide / big, parameters, f"layer{stage}.{place}", input_bytes=entering, output_bytes=wide,
+            add(1.0 + 2.5 * wide / big, parameters, f"layer{stage}.{index}", input_bytes=entering, output_bytes=wide,
                 saved_bytes=saved, forward_peak_bytes=saved + wide + (wide if first else 0),
                 backward_peak_bytes=2 * wide if first else wide + inner, saves_output=True)  # fmt: skip
             entering, entering_channels, entering_side = wide, 4 * communicators, side
@@ -83,15 +83,15 @@ def chains(draw: st.DrawFn, *, most: int = 8, whole: bool = False) -> Profile:
     flags = st.booleans()
     blocks: list[Block] = []
     output = 0
-    for place in range(count):
-        chained = place > 0 and (whole or draw(st.sampled_from([True, True, True, False])))
+    for index in range(count):
+        chained = index > 0 and (whole or draw(st.sampled_from([True, True, True, False])))
         entering = output if chained else draw(st.integers(0, 100)) * 1000
         changes = not whole and chained and draw(st.sampled_from([False, False, False, True]))
         output = draw(st.integers(1, 100)) * 1000
         saved = draw(st.integers(0, 400)) * 1000
         blocks.append(
             Block(
-                name=f"b{place}",
+                name=f"b{index}",
                 forward_s=draw(st.integers(1, 20)) * 1e-3,
                 backward_s=draw(st.integers(1, 40)) * 1e-3,
                 input_bytes=entering,
@@ -107,10 +107,10 @@ def chains(draw: st.DrawFn, *, most: int = 8, whole: bool = False) -> Profile:
             )
         )
     # What a block saves as its output, the next must not overwrite.
-    for place in range(1, count):
-        if blocks[place].changes_input and blocks[place - 1].saves_output:
-            fields = {name: getattr(blocks[place - 1], name) for name in Block.__struct_fields__}
-            blocks[place - 1] = Block(**{**fields, "saves_output": False})
+    for index in range(1, count):
+        if blocks[index].changes_input and blocks[index - 1].saves_output:
+            fields = {name: getattr(blocks[index - 1], name) for name in Block.__struct_fields__}
+            blocks[index - 1] = Block(**{**fields, "saves_output": False})
     backward = sum(block.backward_s for block in blocks)
     gradients, now = [], 0.0
     for block in reversed(blocks):

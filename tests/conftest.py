@@ -46,7 +46,7 @@ LONGEST = (
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files that take long come first, then those of many tests: at the end every core has something left to do."""
     counts = Counter(item.location[0] for item in items)
-    first = {name: place for place, name in enumerate(LONGEST)}
+    first = {name: index for index, name in enumerate(LONGEST)}
     items.sort(key=lambda item: (first.get(item.location[0], len(first)), -counts[item.location[0]], item.location[0]))
 
 
@@ -73,3 +73,12 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def one_rank() -> Iterator[None]:
+    """A process group of this process alone."""
+    dist = pytest.importorskip("torch.distributed", reason="needs PyTorch")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()

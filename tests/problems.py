@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from itertools import combinations
 from typing import Any
 
 from hypothesis import strategies as st
@@ -24,8 +25,8 @@ def make_profile(
         backward_s=ready[-1] if backward is None else backward,
         update_s=0.0,
         gradients=tuple(
-            Gradient(name=f"g{place}", bytes=size, ready_s=time)
-            for place, (size, time) in enumerate(zip(sizes, ready, strict=True))
+            Gradient(name=f"g{index}", bytes=size, ready_s=time)
+            for index, (size, time) in enumerate(zip(sizes, ready, strict=True))
         ),
         **fields,  # type: ignore[arg-type]
     )
@@ -85,16 +86,21 @@ def networks(draw: st.DrawFn, *, busy: bool | None = None) -> Network:
     return curve(points, concurrency=tuple(rows))
 
 
+def every_partition(count: int) -> list[list[int]]:
+    """All ways to cut that many gradients into buckets, each by where its buckets end."""
+    return [[*cuts, count] for size in range(count) for cuts in combinations(range(1, count), size)]
+
+
 def put(data: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
     """A copy with the field at `a.0.b` set, or removed where the value is `...`."""
     data = copy.deepcopy(data)
     *parents, last = path.split(".")
-    place: Any = data
+    parent: Any = data
     for part in parents:
-        place = place[int(part)] if part.isdigit() else place[part]
+        parent = parent[int(part)] if part.isdigit() else parent[part]
     key: Any = int(last) if last.isdigit() else last
     if value is ...:
-        del place[key]
+        del parent[key]
     else:
-        place[key] = value
+        parent[key] = value
     return data

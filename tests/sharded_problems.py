@@ -36,12 +36,12 @@ def sharded_plans(draw: st.DrawFn, profile: Profile, *, workers: int = 8, one_co
     """Any units of consecutive blocks; some blocks are left to the root."""
     names = [block.name for block in profile.blocks]
     units: list[tuple[str, ...]] = []
-    place = 0
-    while place < len(names):
+    index = 0
+    while index < len(names):
         length = draw(st.integers(1, 3))
         if draw(st.sampled_from([True, True, True, False])):
-            units.append(tuple(names[place : place + length]))
-        place += length
+            units.append(tuple(names[index : index + length]))
+        index += length
     shard = workers if one_communicator else draw(st.sampled_from([1, 2, 4, 8]))
     dtypes = st.sampled_from(["fp32", "bf16"])
     memory = None

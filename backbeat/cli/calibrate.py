@@ -48,7 +48,7 @@ def calibrate(
     json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
 ) -> None:
     """Measure collectives between the workers that torchrun starts, and write a network file."""
-    rank, world = _place()
+    rank, world = _rank_and_world()
     try:
         options: dict[str, Any] = {
             "sizes": list(SIZES) if sizes is None else parse_sizes(sizes),
@@ -103,7 +103,7 @@ def _parse_communicators(text: str) -> list[int]:
     return counts
 
 
-def _place() -> tuple[int, int]:
+def _rank_and_world() -> tuple[int, int]:
     try:
         return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     except ValueError:

@@ -132,6 +132,12 @@ def check_writable(output: Path) -> None:
         raise InputError(f"{output}: cannot be written, {output.parent} is missing or not writable")
 
 
+def check_page(output: Path) -> None:
+    """Programs go by a file's suffix."""
+    if output.suffix.lower() not in (".html", ".htm"):
+        raise InputError(f"{output}: the page is HTML; give a name that ends in .html")
+
+
 def load_network(name: str, across: str | None, links: int = 1) -> Network:
     network = Network.load(name)
     if across is None and links > 1:

@@ -9,7 +9,7 @@ import msgspec
 import typer
 
 from backbeat import api
-from backbeat.cli.common import JsonOption, console, print_json, say
+from backbeat.cli.common import JsonOption, check_page, console, print_json, say
 from backbeat.cli.plan import plan
 from backbeat.cli.predict import predict
 from backbeat.cli.predict_output import Asked, content
@@ -32,6 +32,7 @@ def demo(
     json: JsonOption = False,
 ) -> None:
     """Predict how ResNet-50 scales to 2048 GPUs and a Llama on AWS to 512, plan the best schedule, and report on it."""
+    check_page(page)
     if json:
         _as_data(output, page)
         return

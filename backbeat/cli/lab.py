@@ -160,7 +160,7 @@ def _run(
     from backbeat.lab.jobs import seconds_of
 
     say(f"building {setting.nodes} nodes with {format_rate(setting.rate_bits)} links ({setting.backend})")
-    with experiment.opened(setting, max(choice.widest(setting.backend) for choice in choices)) as session:
+    with experiment.open_lab(setting, max(choice.widest(setting.backend) for choice in choices)) as session:
         facts = session.ask("describe", 60)[0]
         if replayed is None:
             say(f"profiling {spec}")
@@ -275,7 +275,7 @@ def _table(setting: Setting, ran: _Ran) -> Table:
     for heading in [*headings, "last loss"] if ran.losses else headings:
         table.add_column(heading, justify="left" if heading == "plan" else "right", no_wrap=True)
     fastest = min(ran.results, key=lambda result: result.measured_s)
-    for place, result in enumerate(ran.results):
+    for index, result in enumerate(ran.results):
         table.add_row(
             result.choice.name + (" ◀" if result is fastest else ""),
             str(result.plan.communicators),
@@ -286,7 +286,7 @@ def _table(setting: Setting, ran: _Ran) -> Table:
             format_seconds(result.prediction.iteration_s),
             f"{result.error:+.1%}",
             f"{result.prediction.single_s / result.measured_s:.1%}",
-            *([f"{ran.losses[place][-1]:.6f}"] if ran.losses else []),
+            *([f"{ran.losses[index][-1]:.6f}"] if ran.losses else []),
             style="bold green" if result is fastest else None,
         )
     return table

@@ -62,7 +62,7 @@ def run_layouts(
     from backbeat.model import files
 
     say(f"building {setting.nodes} nodes with {format_rate(setting.rate_bits)} links ({setting.backend})")
-    with experiment.opened(setting, layout_lab.communicators(cases)) as session:
+    with experiment.open_lab(setting, layout_lab.communicators(cases)) as session:
         facts = session.ask("describe", 60)[0]
         say(f"timing sends and collectives, {format_seconds(budget_s)}")
         timed = layout_lab.time_links(session, [case.run_job(setting) for case in cases], setting, budget_s)

@@ -68,11 +68,13 @@ def layout(
 ) -> None:
     """Rank the layouts of a language model on a cluster, or show one in full."""
     from backbeat import layouts
-    from backbeat.cli.common import console, load_network, print_json, prose
+    from backbeat.cli.common import check_page, console, load_network, print_json, prose
     from backbeat.errors import InputError
-    from backbeat.report.layout_tables import answer, drawn_batch, nothing_fits, ranked_table
+    from backbeat.report.layout_tables import answer, compared, drawn_batch, nothing_fits, ranked_table
     from backbeat.units import parse_workers
 
+    if output is not None:
+        check_page(output)
     network = load_network(cluster, across, nics_per_node)
     job: dict[str, Any] = {
         "global_batch": global_batch,
@@ -87,7 +89,7 @@ def layout(
         "contention": contention,
     }
     if layout_text is not None:
-        count = None if gpus is None else _one(parse_workers(gpus))
+        count = None if gpus is None else _one(parse_workers(gpus, "GPUs"))
         found = layouts.predict(model, network, layout_text, gpus=count, family=family, **job)  # type: ignore[arg-type]
         if json:
             print_json(found.data())
@@ -100,7 +102,7 @@ def layout(
     if gpus is None:
         raise InputError("--gpus is missing: say how many, like --gpus 64, or give one --layout")
     stages = _stages(zero)
-    counts = parse_workers(gpus)
+    counts = parse_workers(gpus, "GPUs")
     ranked = [layouts.search(model, network, gpus=count, zero=stages, most=most, **job) for count in counts]
     if json:
         answers = [[one.data() for one in rows] for rows in ranked]
@@ -118,7 +120,7 @@ def layout(
     for count in missing:
         prose(out, nothing_fits(model, network, count, job, stages)[1])
     if shown:
-        prose(out, answer(shown if len(counts) == 1 else [min(shown, key=lambda one: one.step_s * one.gpus)]))
+        prose(out, answer(shown) if len(counts) == 1 else compared(shown))
 
 
 def _one(counts: list[int]) -> int:
@@ -139,11 +141,11 @@ def slow_ranks(texts: list[str], per_node: int) -> dict[int, float]:
     found: dict[int, float] = {}
     for text in texts:
         parts = dict(part.strip().split("=", 1) for part in text.split(",") if "=" in part)
-        (place, number), slowdown = next(iter(parts.items()), ("", "")), parts.get("slowdown", "")
+        (index, number), slowdown = next(iter(parts.items()), ("", "")), parts.get("slowdown", "")
         plain = slowdown.replace(".", "", 1)
         if set(parts) not in ({"rank", "slowdown"}, {"node", "slowdown"}) or not (number + plain).isdecimal():
             raise InputError(f"--straggler {text}: write it like rank=13,slowdown=1.3 or node=3,slowdown=1.3")
-        first, count = (int(number), 1) if place == "rank" else (int(number) * per_node, per_node)
+        first, count = (int(number), 1) if index == "rank" else (int(number) * per_node, per_node)
         found |= dict.fromkeys(range(first, first + count), float(slowdown))
     return found
 

@@ -7,13 +7,13 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
-import msgspec
 import typer
+from msgspec.structs import replace
 
 from backbeat.cli.common import JsonOption, console, print_json, prose, say, split
 from backbeat.cost.collectives import bus_bandwidth
 from backbeat.cost.fabric import Kind
-from backbeat.cost.protocols import NicLatency
+from backbeat.cost.protocols import INFINIBAND_HOP_S, NicLatency
 from backbeat.errors import InputError
 from backbeat.importers.composition import compose, read
 from backbeat.model import CollectiveTimes, Fabric, Network, Source
@@ -28,6 +28,9 @@ _LONGEST_HOP_S = 10e-3
 """No network between nodes is as slow: a unit was left out."""
 _HOPS_S: dict[Transport, float] = {"infiniband": 10e-6, "efa": 30e-6}
 """The longest hop that each is taken for, where nobody names a transport; anything slower goes through sockets."""
+
+_TYPICAL_HOPS_S = {"efa": 15e-6, "sockets": 45e-6}
+"""Where nobody says a latency; all else is as quick as InfiniBand."""
 
 
 def network(
@@ -49,8 +52,12 @@ def network(
     nic: Annotated[str | None, typer.Option(help="ONE network interface, one direction, like 400gbit.")] = None,
     nics_per_node: Annotated[int, typer.Option(help="Network interfaces of a node, all of them together.", min=1)] = 1,
     latency: Annotated[
-        str, typer.Option(help="One message from node to node: 5us on InfiniBand, 15us on EFA, 45us over TCP.")
-    ] = "5us",
+        str | None,
+        typer.Option(
+            help="One message from node to node; by default what --transport takes: 5us on InfiniBand, 15us on EFA, "
+            "45us over TCP."
+        ),
+    ] = None,
     fabric: Annotated[
         str | None,
         typer.Option(
@@ -77,7 +84,7 @@ def network(
     """Describe a cluster that you cannot measure. From specifications: --gpus-per-node, --inside, --nic and
     --nics-per-node. From measurements, also other people's: --inside and --across with files. Or from both: --inside
     with a file, --nic for what joins the nodes."""
-    hop_s = parse_duration(latency)
+    hop_s = parse_duration(latency) if latency is not None else _TYPICAL_HOPS_S.get(transport or "", INFINIBAND_HOP_S)
     if hop_s >= _LONGEST_HOP_S:
         raise InputError(f"--latency {latency} is {format_seconds(hop_s)} from node to node: did you mean {hop_s:g}us?")
     named = name or (output.name.removesuffix(".gz").removesuffix(".json") if output is not None else "network")
@@ -96,7 +103,7 @@ def network(
             nvls=nvls,
             sharp=sharp,
         )
-        made = sheet.network(named, parse_workers(nodes))
+        made = sheet.network(named, parse_workers(nodes, "nodes"))
         if transport is None:
             transport = next((one for one, longest_s in _HOPS_S.items() if hop_s <= longest_s), "sockets")
             made = _noted(made, f"messages are taken to go by {transport}, from --latency; --transport says otherwise")
@@ -126,13 +133,13 @@ def network(
 
 
 def _noted(network: Network, note: str) -> Network:
-    return msgspec.structs.replace(network, notes=(*network.notes, note))
+    return replace(network, notes=(*network.notes, note))
 
 
 def _carried_by(network: Network, transport: str) -> Network:
     known = _one_of("--transport", transport, tuple(CHANNELS))
-    topology = msgspec.structs.replace(network.topology, transport=known)
-    return msgspec.structs.replace(network, topology=topology)
+    topology = replace(network.topology, transport=known)
+    return replace(network, topology=topology)
 
 
 def _fabric(kind: str | None, oversubscription: float) -> Fabric | None:

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, cast
 
 import msgspec
 import typer
+from msgspec.structs import replace
 from rich.console import Console
 
 from backbeat.api import plan as make_plan
@@ -33,7 +34,7 @@ from backbeat.cli.common import (
     size,
     strategy_names,
 )
-from backbeat.cli.predict_output import doubts
+from backbeat.cli.predict_output import caveats
 from backbeat.errors import InputError
 from backbeat.model import MemoryPlan, Network, Plan, Prediction, Profile
 from backbeat.planners import SHARDED, STRATEGIES
@@ -205,7 +206,7 @@ def _show(
     fit = device_fit(sent, made, cluster.workers)
     if fit is not None:
         prose(out, f"Memory: {fit}.")
-    for line in dict.fromkeys([*(f"* {note}" for note in made.notes), *doubts(result, cluster, one)]):
+    for line in dict.fromkeys([*(f"* {note}" for note in made.notes), *caveats(result, cluster, one)]):
         prose(out, line)
     if made.sharding is not None:
         out.print()
@@ -256,7 +257,7 @@ def _policies(one: Profile, cluster: Network, made: Plan, result: Prediction, ac
     rows = [Policy("this plan", result.peak_bytes or 0, result.iteration_s)]
     for name, units in uniform(chain).items():
         alike = MemoryPlan(segments=plan_of(one, units), residuals=residuals)
-        found = predict(one, cluster, msgspec.structs.replace(made, memory=alike), accumulation=accumulation)
+        found = predict(one, cluster, replace(made, memory=alike), accumulation=accumulation)
         rows.append(Policy(f"{name}, every block", found.peak_bytes or 0, found.iteration_s))
     return rows
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any
 
-import msgspec
 import typer
+from msgspec.structs import replace
 
 from backbeat.api import predict as predict_sent
 from backbeat.cli.common import (
@@ -153,9 +153,7 @@ def _named_apart(plans: list[Plan], files: list[str], names: list[str]) -> list[
     """Plans of the same strategy as another row carry their file's name, or nobody could tell them apart."""
     strategies = [*names, *(plan.strategy for plan in plans)]
     return [
-        msgspec.structs.replace(plan, strategy=f"{plan.strategy} ({file})")
-        if strategies.count(plan.strategy) > 1
-        else plan
+        replace(plan, strategy=f"{plan.strategy} ({file})") if strategies.count(plan.strategy) > 1 else plan
         for plan, file in zip(plans, files, strict=True)
     ]
 
@@ -175,6 +173,4 @@ def _predict(profile: Profile, network: Network, schedule: Schedule, asked: Aske
 
 def _at_another_batch(row: Prediction, note: str) -> Prediction:
     """The prediction with what is to be known of its batch size."""
-    return msgspec.structs.replace(
-        row, notes=(*row.notes, note), extrapolated=row.extrapolated or "extrapolated" in note
-    )
+    return replace(row, notes=(*row.notes, note), extrapolated=row.extrapolated or "extrapolated" in note)

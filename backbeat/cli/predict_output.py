@@ -137,8 +137,8 @@ def show(
     else:
         wide = True
         several = tables.scaling_tables(rows, samples=asked.samples, width=out.width)
-        for place, table in enumerate(several):
-            out.print(*([""] if place else []), table, sep="\n")
+        for index, table in enumerate(several):
+            out.print(*([""] if index else []), table, sep="\n")
     out.print()
     figures = units_line(best, profile, price=price, epoch_samples=asked.epoch_samples)
     chosen = f" with {best.strategy}" if wide and len(curves) > 1 else ""
@@ -156,7 +156,7 @@ def show(
         )
     for line in _peaks(rows, schedules):
         prose(out, line)
-    for line in doubts(best, network, profile, every=wide):
+    for line in caveats(best, network, profile, every=wide):
         prose(out, line)
     out.print()
     halved = _halved(profile, network, best, asked)
@@ -164,7 +164,7 @@ def show(
     prose(out, decision(curves, fit, command, halved=halved, stock=stock, too_big=too_big))
 
 
-def doubts(best: Prediction, network: Network, profile: Profile, *, every: bool = False) -> list[str]:
+def caveats(best: Prediction, network: Network, profile: Profile, *, every: bool = False) -> list[str]:
     """What is not measured, in four lines; or `every` note, those of a calibration too, which were shown when it was
     made."""
     lines = [f"* {line}" for line in unmeasured(profile, network)]

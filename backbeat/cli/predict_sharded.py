@@ -7,7 +7,7 @@ from functools import partial
 from rich.console import Console
 
 from backbeat.cli.common import prose
-from backbeat.cli.predict_output import Asked, Schedule, command_for, doubts, fits_of, sent_by, title_of
+from backbeat.cli.predict_output import Asked, Schedule, caveats, command_for, fits_of, sent_by, title_of
 from backbeat.cost.accelerators import accelerator
 from backbeat.model import Network, Plan, Prediction, Profile
 from backbeat.planners import SHARDED
@@ -76,7 +76,7 @@ def show_sharded(
         figures = units_line(chosen, profile, price=asked.price, epoch_samples=asked.epoch_samples)
         prose(out, f"At {counted(chosen.workers, 'GPU')} with {chosen.strategy}: {figures}.")
         prose(out, f"Limit: {limit(chosen, sent_by(profile, asked), reduce_dtype=asked.reduce_dtype)}")
-        for line in (*way_sentences(ways), *doubts(chosen, network, profile)):
+        for line in (*way_sentences(ways), *caveats(chosen, network, profile)):
             prose(out, line)
         out.print()
     file = asked.plan_files.get(taken.prediction.strategy) if taken is not None and taken.sharded else None

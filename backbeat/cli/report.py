@@ -18,6 +18,7 @@ from backbeat.cli.common import (
     ReduceOption,
     StrategyOption,
     TraceFilesOption,
+    check_page,
     load_network,
     plan_options,
     say,
@@ -62,6 +63,7 @@ def report(
     output: Annotated[Path, typer.Option("--output", "-o", help="The file to write.")] = Path("report.html"),
 ) -> None:
     """Write one HTML file that says how the job scales, what limits it, what to do and what that is worth."""
+    check_page(output)
     budget = size("--memory-budget", memory_budget) if memory_budget else None
     made = gather(
         profile,

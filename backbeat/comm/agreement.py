@@ -35,7 +35,7 @@ def agree(communicators: Communicators, topic: str, lines: Sequence[str], what: 
         )
 
 
-def meet(communicators: Communicators, topic: str, what: str) -> None:
+def wait_for_all(communicators: Communicators, topic: str, what: str) -> None:
     """Wait until every rank is here, by the store alone: ranks that are not may be sending gradients at this time, and
     a message of another size among these ends the process on gloo."""
     if communicators.size == 1:
@@ -91,7 +91,7 @@ def _short(text: str) -> str:
 
 
 def _around(theirs: str, mine: str) -> tuple[str, str]:
-    """The places around the first differing character of two long lines."""
+    """The parts around the first differing character of two long lines."""
     at = next((i for i, (a, b) in enumerate(zip(theirs, mine, strict=False)) if a != b), min(len(theirs), len(mine)))
     start = max(at - 60, 0)
     return repr("…" + theirs[start : at + 60] + "…"), repr("…" + mine[start : at + 60] + "…")

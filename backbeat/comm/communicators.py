@@ -8,6 +8,7 @@ themselves: the first communicator is the process group, further ones are proces
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Iterator
 from datetime import timedelta
@@ -21,7 +22,7 @@ from torch._C._distributed_c10d import PrefixStore
 from torch.distributed import ProcessGroup
 
 from backbeat.comm import gloo, nccl
-from backbeat.errors import InputError
+from backbeat.model.checks import at_least
 
 logger = logging.getLogger("backbeat.runtime")
 
@@ -81,8 +82,7 @@ class Communicators:
     def __init__(
         self, process_group: ProcessGroup, device: torch.device, count: int, *, timeout: timedelta | None = None
     ) -> None:
-        if count < 1:
-            raise InputError(f"communicators is {count}: it must be 1 or more")
+        at_least("communicators", count, 1)
         self.process_group = process_group
         self.rank = dist.get_rank(process_group)
         self.size = dist.get_world_size(process_group)
@@ -114,13 +114,9 @@ class Communicators:
         if count > self.limit:
             why = self._why_one or f"{self.limit} is the most on {self.backend}"
             advice = f"export {nccl.LAUNCH_ORDER}=1 where training starts, or " if self.backend == "nccl" else ""
-            logger.warning(
-                "%d communicators were asked for, running on %d: %s; %splan with --communicators %d",
-                count,
-                self.limit,
-                why,
-                advice,
-                self.limit,
+            _warn_once(
+                f"{count} communicators were asked for, running on {self.limit}: {why}; {advice}plan with "
+                f"--communicators {self.limit}"
             )
         return min(count, self.limit)
 
@@ -152,12 +148,16 @@ class Communicators:
             return gloo.make_gloo(store, self.rank, self.size, self.timeout, devices)
         if index == 0:
             return self.process_group
-        return dist.new_group(
-            dist.get_process_group_ranks(self.process_group),
-            timeout=self.timeout,
-            backend=self.backend,
-            use_local_synchronization=True,
-        )
+        # Torch names a group that only its own ranks make by these ranks and by how many groups there are now: where
+        # some were destroyed since, the same name comes again, and it refuses.
+        some = self.size < dist.get_world_size()
+        ranks = dist.get_process_group_ranks(self.process_group)
+        return dist.new_group(ranks, timeout=self.timeout, backend=self.backend, use_local_synchronization=some)
+
+
+@functools.cache
+def _warn_once(text: str) -> None:
+    logger.warning(text)
 
 
 def why_one(backend: str) -> str | None:

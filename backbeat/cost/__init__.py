@@ -1,4 +1,4 @@
-"""How long one collective takes: alone, behind another, beside others, and at any number of workers."""
+"""How long one collective takes: alone, right after another, beside others, and at any number of workers."""
 
 from backbeat.cost.curve import Curve
 from backbeat.cost.link import Batch, LinkCost

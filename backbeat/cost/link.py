@@ -93,7 +93,7 @@ class LinkCost:
         return self.isolated.time(sizes)
 
     def busy_time(self, sizes: ArrayLike) -> NDArray[np.float64]:
-        """Time added behind another message on the same communicator, T_busy(M)."""
+        """Time added right after another message on the same communicator, T_busy(M)."""
         return (self.busy or self.isolated).time(sizes)
 
     def work(self, sizes: ArrayLike) -> NDArray[np.float64]:
@@ -109,8 +109,8 @@ class LinkCost:
         )
 
     def split(self, sizes: ArrayLike) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
-        """(latency when isolated, latency behind another message, link work) of each message; the first is negative
-        where an idle link gives a head start."""
+        """(latency when isolated, latency right after another message, link work) of each message; the first is
+        negative where an idle link gives a head start."""
         work = self.work(sizes)
         latency = self.time(sizes) - work
         return latency, (latency if self.busy is None else self.busy.time(sizes) - work), work
@@ -166,7 +166,7 @@ class LinkCost:
         The time of a batch is latency·u + shared/e. e comes from batches that are nearly all link work, where any are
         measured: among small messages one communicator's latency hides behind another's transfer, which would look like
         a wider link. What is left in the others is u; with one size only, latencies are taken to overlap. Where all
-        messages are small (`unshown`), e is left at 1.
+        messages are small (`only_small_messages`), e is left at 1.
         """
         rows: dict[int, list[tuple[float, float, float]]] = {}
         sizes: dict[int, set[int]] = {}
@@ -183,7 +183,7 @@ class LinkCost:
                 parts = (latency / point.seconds, shared / point.seconds, 1 - alone / point.seconds)
                 rows.setdefault(sharing, []).append(parts)
                 sizes.setdefault(sharing, set()).add(point.bytes)
-        small = unshown(points)
+        small = only_small_messages(points)
         return {
             sharing: _fit_stretch(np.array(rows[sharing]), sharing)
             if sharing in small
@@ -222,10 +222,11 @@ def _nearest(fitted: Mapping[int, float], messages: int) -> float:
     return fitted[min(fitted, key=lambda count: (abs(count - messages), count))]
 
 
-def unshown(points: Sequence[Batch]) -> dict[int, int]:
+def only_small_messages(points: Sequence[Batch]) -> dict[int, int]:
     """The communicator counts whose e(n) these batches are too small to show, each with its largest message.
 
-    >>> unshown([Batch(1024, 8, 2, 1e-3), Batch(4096, 8, 2, 1e-3), Batch(1024, 8, 4, 1e-3), Batch(2**20, 8, 4, 1e-2)])
+    >>> sizes_and_communicators = [(1024, 2), (4096, 2), (1024, 4), (2**20, 4)]
+    >>> only_small_messages([Batch(size, 8, count, 1e-3) for size, count in sizes_and_communicators])
     {2: 4096}
     """
     largest: dict[int, int] = {}

@@ -1,8 +1,8 @@
 """What one rank sends of a bucket whose largest elements travel (top-k): how many, and the bytes of their message.
 
-    up to 65,536 elements    | values | 16-bit places |
-    more                     | 32-bit places | values |
-    more, where it is less   | ends, one a block of 65,536 | values, by place | 16-bit places within the block |
+    up to 65,536 elements    | values | 16-bit indices |
+    more                     | 32-bit indices | values |
+    more, where it is less   | ends, one a block of 65,536 | values, by index | 16-bit indices within the block |
 
 Values are fp32, and a message is a whole number of 32-bit words.
 """
@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 BLOCK = 2**16
-"""Elements whose places fit 16 bits."""
+"""Elements whose indices fit 16 bits."""
 _WIDEST = 64
 
 
@@ -30,7 +30,7 @@ def sent_elements(elements: ArrayLike, density: float) -> NDArray[np.float64]:
 
 
 def block_ends(elements: ArrayLike, density: float) -> NDArray[np.float64]:
-    """Blocks whose ends are sent; 0 where places are sent whole."""
+    """Blocks whose ends are sent; 0 where indices are sent whole."""
     count = np.asarray(elements, dtype=np.float64)
     blocks = np.ceil(count / BLOCK)
     return np.where((blocks > 1) & (4 * blocks < 2 * sent_elements(count, density)), blocks, 0.0)
@@ -39,15 +39,15 @@ def block_ends(elements: ArrayLike, density: float) -> NDArray[np.float64]:
 def message_bytes(elements: ArrayLike, density: float) -> NDArray[np.float64]:
     """The size of the message.
 
-    A thousandth of a million elements: 1000 values, 16 ends of blocks, 1000 places of 16 bits.
+    A thousandth of a million elements: 1000 values, 16 ends of blocks, 1000 indices of 16 bits.
 
     >>> float(message_bytes(1_000_000, 0.001))
     6064.0
     """
     count = np.asarray(elements, dtype=np.float64)
     ends = block_ends(count, density)
-    place = np.where((count <= BLOCK) | (ends > 0), 2, 4)
-    return np.asarray(np.ceil((4 * ends + (4 + place) * sent_elements(count, density)) / 4) * 4)
+    index_bytes = np.where((count <= BLOCK) | (ends > 0), 2, 4)
+    return np.asarray(np.ceil((4 * ends + (4 + index_bytes) * sent_elements(count, density)) / 4) * 4)
 
 
 def block_width(elements: int, sent: int) -> int:

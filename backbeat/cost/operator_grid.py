@@ -35,14 +35,14 @@ class Grid:
         beyond = 0.0
         values: Any = self._values
         for axis, size in zip(self._axes, sizes, strict=True):
-            place = math.log(max(size, 1e-9))
-            if len(axis) == 1 or place <= axis[0]:
+            log_size = math.log(max(size, 1e-9))
+            if len(axis) == 1 or log_size <= axis[0]:
                 values = values[0]
-            elif place >= axis[-1]:
+            elif log_size >= axis[-1]:
                 values = values[-1]
             else:
-                cell = bisect_right(axis, place) - 1
-                share = (place - axis[cell]) / (axis[cell + 1] - axis[cell])
+                cell = bisect_right(axis, log_size) - 1
+                share = (log_size - axis[cell]) / (axis[cell + 1] - axis[cell])
                 values = values[cell] * (1 - share) + values[cell + 1] * share
-            beyond += max(0.0, place - axis[-1])
+            beyond += max(0.0, log_size - axis[-1])
         return math.exp(float(values) + beyond)

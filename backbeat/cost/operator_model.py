@@ -14,6 +14,8 @@ from backbeat.cost.operator_grid import Grid
 from backbeat.cost.operators import Attention, Convolution, Product, Traffic, Work, roofline_s
 from backbeat.errors import InputError
 
+_TILE_ROWS = 128
+"""Of scores, in flash attention."""
 _FEW_CHANNELS = 16
 """Tensor cores take channels by so many."""
 
@@ -74,15 +76,15 @@ class OperatorModel:
     def _product(self, work: Product) -> float:
         """A batch of products fills the device as one with more rows does."""
         precision = "bf16" if work.precision == "fp16" else work.precision
-        key = f"product/{precision}/{work.layout}"
+        key = f"product/{precision}/{work.transposition}"
         grid = self._grid(
             key if key in self.curves.grids else f"product/{precision}/nt",
             lambda m, n, k: Product(work.precision, m, n, k),
             (math.sqrt(self._filling), math.sqrt(self._filling), 1.0),
         )
         seconds = grid.seconds(work.m * work.batch, work.n, work.k)
-        # Rows that begin at odd places slow the arithmetic down, not what waits for memory or latency.
-        slower = self.curves.factors.get(f"alignment/{precision}/{work.layout}/{work.alignment}", 1.0)
+        # Rows that begin at odd addresses slow the arithmetic down, not what waits for memory or latency.
+        slower = self.curves.factors.get(f"alignment/{precision}/{work.transposition}/{work.alignment}", 1.0)
         peak = self.accelerator.peak_flops(work.precision) or math.inf
         return max(seconds, roofline_s(work, self.accelerator), work.flops / peak * slower)
 
@@ -100,7 +102,19 @@ class OperatorModel:
         length, longest = math.sqrt(work.queries * work.keys), self.curves.grids[key].axes[1][-1]
         # Past the last length the grid grows as the length does; the scores grow as its square.
         seconds = grid.seconds(work.heads, length, work.width) * max(length / longest, 1.0)
+        seconds *= self._fewer_heads(work, self.curves.grids[key].axes[0][0] * self._filling, length)
         return max(seconds, roofline_s(work, self.accelerator))
+
+    def _fewer_heads(self, work: Attention, fewest: float, length: float) -> float:
+        """What fewer heads than were measured take, of the time of the fewest.
+
+        Multiprocessors take rows of scores by tiles. Once each has one, fewer heads save nothing: the longest tile
+        has all keys, where a causal mask leaves half to the average. 8 and 4 heads of 4096 tokens take 0.59 and 0.54 of
+        the time of 16 on a B200 (MooreThreads/SimuMax, configs/system/b200_bf16_ceperm.json), 0.58 as said here.
+        """
+        longest = 2 if work.kind == "causal" else 1
+        one_each = longest * self.accelerator.multiprocessors / (fewest * length / _TILE_ROWS)
+        return min(1.0, max(work.heads / fewest, one_each))
 
     def _attention_without_curve(self, work: Attention, precision: str, direction: str) -> float:
         """Kernels of 32 bits use no tensor cores; those that take a mask are slower than flash kernels."""
@@ -113,12 +127,12 @@ class OperatorModel:
         return max(seconds, self._attention(replace(work, precision="bf16", kind=kind)))
 
     def _convolution(self, work: Convolution) -> float:
-        layout = "last" if work.channels_last else "first"
+        memory_format = "last" if work.channels_last else "first"
         if work.groups > 1 and work.groups == work.inputs:
             # In 32 bits there is no kernel for channels that lie last.
-            return self._depthwise(work, layout if work.precision in ("bf16", "fp16") else "first")
+            return self._depthwise(work, memory_format if work.precision in ("bf16", "fp16") else "first")
         precision = "bf16" if work.precision == "fp16" else "tf32" if work.precision == "fp32" else work.precision
-        key = f"convolution/{precision}/{layout}/{work.direction}"
+        key = f"convolution/{precision}/{memory_format}/{work.direction}"
         grid = self._grid(
             key if key in self.curves.grids else f"convolution/{precision}/first/{work.direction}",
             lambda pixels, inputs, outputs, kernel: Convolution(
@@ -139,9 +153,9 @@ class OperatorModel:
         nearest = min(known, key=lambda name: abs(math.log(int(name[2]) / kernel)), default=None)
         return 1.0 if nearest is None else self.curves.factors["".join(nearest)]
 
-    def _depthwise(self, work: Convolution, layout: str) -> float:
+    def _depthwise(self, work: Convolution, memory_format: str) -> float:
         """Tensor cores do not help; the gradient of the input goes over its pixels."""
-        key = f"depthwise/{layout}/{work.direction}"
+        key = f"depthwise/{memory_format}/{work.direction}"
         curve = self.curves.grids[key if key in self.curves.grids else f"depthwise/first/{work.direction}"]
         shares = Grid(curve.axes, curve.share, rising=False)
         pixels = work.input_pixels if work.direction == "input" else work.pixels

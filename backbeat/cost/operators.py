@@ -20,9 +20,6 @@ from dataclasses import dataclass
 from backbeat.cost.accelerators import Accelerator
 from backbeat.errors import InputError
 
-DIRECTIONS = ("forward", "input", "weight")
-"""Of a convolution: itself, and the gradients of its input and of its weight."""
-
 
 @dataclass(frozen=True, slots=True)
 class Product:
@@ -32,7 +29,7 @@ class Product:
     m: float
     n: float
     k: float
-    layout: str = "nt"
+    transposition: str = "nt"
     """Whether A and B lie transposed in memory (t) or not (n): x Wᵀ is nt, g W is nn, gᵀ x is tn."""
     batch: float = 1
     alignment: int = 16

@@ -45,10 +45,10 @@ def summarise(samples: Sequence[float]) -> Timing:
 
 def quantile(ordered: Sequence[float], share: float) -> float:
     """Linear interpolation between the two nearest of the sorted values."""
-    place = share * (len(ordered) - 1)
-    below = math.floor(place)
+    position = share * (len(ordered) - 1)
+    below = math.floor(position)
     above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (place - below) * (ordered[above] - ordered[below])
+    return ordered[below] + (position - below) * (ordered[above] - ordered[below])
 
 
 def _median_interval(ordered: Sequence[float]) -> tuple[float, float]:

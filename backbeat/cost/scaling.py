@@ -21,12 +21,14 @@ Algorithm = Literal["ring", "tree", "auto", "halving-doubling", "hierarchical", 
 Across = Literal["auto", "ring", "tree", "halving-doubling", "sharp"]
 Inside = Literal["ring", "nvls"]
 
+_NVLS_OVER_RING = 309 / 370
+"""Bytes a second through a GPU's links, of large all-reduces on 8 H100 (`collectives` names the sources)."""
 _FAR_BYTES = 2**40
 """A curve must be sampled somewhere; nobody all-reduces more than this in one message."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerLayout:
+class PlainTopology:
     """How the workers are joined."""
 
     algorithm: Algorithm = "auto"
@@ -51,7 +53,7 @@ class WorkerLayout:
 
 
 def moved(
-    curve: Curve, collective: Collective, old: int, new: int, layout: WorkerLayout, *, slowdown: float = 1.0
+    curve: Curve, collective: Collective, old: int, new: int, topology: PlainTopology, *, slowdown: float = 1.0
 ) -> Curve:
     """The cost on `new` workers of a collective that costs `curve` on `old`.
 
@@ -59,28 +61,24 @@ def moved(
 
     A ring of 2 becomes one of 4: three times the steps, and 3/2 bytes through each link for every byte instead of 1.
 
-    >>> ring = WorkerLayout(algorithm="ring")
+    >>> ring = PlainTopology(algorithm="ring")
     >>> moved(Curve.affine(1e-3, 1e-9), "all_reduce", 2, 4, ring).time([0, 1_000_000]).round(6).tolist()
     [0.003, 0.0045]
     """
     if new == 1:
         return Curve.affine(0.0, 0.0)
-    inner = layout.inner(collective) if layout.algorithm == "hierarchical" else None
-    if inner is not None and new <= layout.per_node:
-        shape = layout.inside_algorithm
-        return (
-            inner
-            if new == layout.per_node
-            else _cheapest([_stretch(collective, shape, shape, layout.per_node, new)], inner)
-        )
+    inner = topology.inner(collective) if topology.algorithm == "hierarchical" else None
+    if inner is not None and new <= topology.per_node:
+        # What was measured of this collective inside a node says more than its all-reduce does.
+        return _moved_inside(curve if old == topology.per_node else inner, collective, new, topology)
     if inner is not None and collective == "all_reduce":
-        return _moved_across(curve, inner, old, new, layout, slowdown)
+        return _moved_across(curve, inner, old, new, topology, slowdown)
     shapes: tuple[Shape, ...] = ("ring", "tree")
-    if collective in ("all_gather", "reduce_scatter") and layout.per_node > 1:
+    if collective in ("all_gather", "reduce_scatter") and topology.per_node > 1:
         # One ring through all GPUs. NCCL has trees for these (PAT) only where a node has one GPU.
         shapes = ("ring",)
-    if layout.algorithm != "auto" and layout.algorithm != "hierarchical":
-        shapes = (layout.algorithm,)
+    if topology.algorithm != "auto" and topology.algorithm != "hierarchical":
+        shapes = (topology.algorithm,)
     there = _cheapest([_stretch(collective, shape, shapes[0], old, new, slowdown) for shape in shapes], curve)
     if inner is None:
         return there
@@ -102,10 +100,10 @@ def mixed(one: Curve, two: Curve, share: float) -> Curve:
     return _through(*_with_slope(sizes, times, slope))
 
 
-def hindered(curve: Curve, slowdown: float) -> Curve:
+def slower_transfer(curve: Curve, slowdown: float) -> Curve:
     """Every byte takes that many times as long; latencies stay.
 
-    >>> hindered(Curve.affine(1e-3, 1e-9), 2.0).line
+    >>> slower_transfer(Curve.affine(1e-3, 1e-9), 2.0).line
     (0.001, 2e-09)
     """
     if curve.is_affine:
@@ -115,17 +113,18 @@ def hindered(curve: Curve, slowdown: float) -> Curve:
     return _through(*_with_slope(sizes, times, curve.gradient_s_per_byte * slowdown))
 
 
-def crowded(curve: Curve, slowdown: float) -> Curve:
+def beside_traffic(curve: Curve, slowdown: float) -> Curve:
     """The same beside other traffic: all but the latency of the smallest message takes that many times as long.
 
     What a message of some megabytes takes beyond its bytes is mostly a pipeline being filled, whose parts wait for
     links as any bytes do.
 
-    >>> crowded(Curve.through([(1024, 1e-4), (2**20, 5e-4), (2**30, 3e-3)]), 2.0).time([1024, 2**20]).round(7).tolist()
+    >>> curve = Curve.through([(1024, 1e-4), (2**20, 5e-4), (2**30, 3e-3)])
+    >>> beside_traffic(curve, 2.0).time([1024, 2**20]).round(7).tolist()
     [0.0001, 0.0009]
     """
     if curve.is_affine:
-        return hindered(curve, slowdown)
+        return slower_transfer(curve, slowdown)
     latency = curve.times[0]
     times = latency + (curve.times - latency) * slowdown
     return _through(*_with_slope(curve.sizes, times, curve.gradient_s_per_byte * slowdown))
@@ -184,9 +183,22 @@ def _with_crossings(
     return everywhere, [np.interp(everywhere, sizes, one), np.interp(everywhere, sizes, two)]
 
 
-def _moved_across(whole: Curve, inner: Curve, old: int, new: int, layout: WorkerLayout, slowdown: float) -> Curve:
+def _moved_inside(whole: Curve, collective: Collective, new: int, topology: PlainTopology) -> Curve:
+    """Fewer GPUs of a node. Few have more of NVLS than they need: then NCCL takes the ring."""
+    if new == topology.per_node:
+        return whole
+    shape = topology.inside_algorithm
+    factors = [_stretch(collective, shape, shape, topology.per_node, new)]
+    if shape == "nvls" and collective == "all_reduce":
+        latency, _ = factors[0]
+        work = traffic(collective, "ring", new) / traffic(collective, "nvls", topology.per_node)
+        factors.append((latency, work * _NVLS_OVER_RING))
+    return _cheapest(factors, whole)
+
+
+def _moved_across(whole: Curve, inner: Curve, old: int, new: int, topology: PlainTopology, slowdown: float) -> Curve:
     """Reduce inside the nodes, all-reduce across them, gather inside: only the middle part depends on their number."""
-    per_node = layout.per_node
+    per_node = topology.per_node
     old_nodes, new_nodes = -(-old // per_node), -(-new // per_node)
     if old_nodes < 2:
         raise InputError(
@@ -195,13 +207,14 @@ def _moved_across(whole: Curve, inner: Curve, old: int, new: int, layout: Worker
         )
     sizes = np.unique(np.concatenate([inner.sizes, whole.sizes, [2.0**20, 2.0**24, 2.0**28, float(_FAR_BYTES)]]))
     # What overlaps with the inside is not seen of it: then all of the transfer is taken to cross nodes.
-    within = inner.latency if layout.pipelined else inner.time
+    within = inner.latency if topology.pipelined else inner.time
     across = Curve(
         sizes,
         np.maximum(whole.time(sizes) - within(sizes), 0.0),
-        max(whole.gradient_s_per_byte - (0.0 if layout.pipelined else inner.gradient_s_per_byte), 0.0),
+        max(whole.gradient_s_per_byte - (0.0 if topology.pipelined else inner.gradient_s_per_byte), 0.0),
     )
-    shapes: tuple[Shape, ...] = ("ring", "tree") if layout.across_algorithm == "auto" else (layout.across_algorithm,)
+    across_algorithm = topology.across_algorithm
+    shapes: tuple[Shape, ...] = ("ring", "tree") if across_algorithm == "auto" else (across_algorithm,)
     beyond = _cheapest(
         [_stretch("all_reduce", shape, shapes[0], old_nodes, new_nodes, slowdown) for shape in shapes], across
     )

@@ -17,6 +17,7 @@ from typing import Any
 
 from backbeat.errors import InputError, MissingPartError
 from backbeat.model import files
+from backbeat.model.checks import at_least
 from backbeat.model.profile import Gradient, Profile
 from backbeat.model.source import Source
 
@@ -61,8 +62,8 @@ class TraceNode:
 def load(path: str | Path, *, batch_size: int | None = None, model: str | None = None) -> Profile:
     """The profile of the worker whose trace this is."""
     where = files.existing(path, "a Chakra execution trace (.et)")
-    if batch_size is not None and batch_size < 1:
-        raise InputError(f"--batch-size is {batch_size}: it must be 1 or more")
+    if batch_size is not None:
+        at_least("--batch-size", batch_size, 1)
     nodes = read_nodes(files.read(where), str(where))
     sums = [node for node in nodes if node.type == COLLECTIVE and node.attributes.get("comm_type") == ALL_REDUCE]
     if not sums:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
+from msgspec.structs import replace
 
 from backbeat.cost.protocols import INFINIBAND_HOP_S
 from backbeat.errors import InputError
@@ -59,9 +60,7 @@ def compose(
     carried_by = next((one.topology.transport for one in measured if one.topology.transport is not None), None)
     topology = Topology(gpus_per_node=per_node, fabric=fabric, transport=carried_by)
     if inside is not None and per_node > 1:
-        topology = msgspec.structs.replace(
-            topology, algorithm="hierarchical", inside=inside[1].all_reduce, pipelined=True
-        )
+        topology = replace(topology, algorithm="hierarchical", inside=inside[1].all_reduce, pipelined=True)
     return Network(
         name=name,
         topology=topology,

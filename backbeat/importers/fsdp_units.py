@@ -1,7 +1,7 @@
 """Units of an FSDP2 job, from the annotations that torch puts into its traces.
 
 `fully_shard` marks its work on the host by `FSDP::all_gather (layers.0)`, `FSDP::pre_forward (layers.0)`,
-`FSDP::post_backward_reduce (layers.0)` and others; the root's have no name behind them. A collective belongs to the
+`FSDP::post_backward_reduce (layers.0)` and others; the root's have no name after them. A collective belongs to the
 mark during which it was launched. Where a trace has no launches, as on a CPU, it is the order that tells: both come in
 the order of issue.
 """
@@ -119,15 +119,15 @@ def _owners(ready: Sequence[Ready], marks: Sequence[tuple[str, str, Mark]]) -> l
     begun = [(mark.start, unit, True) for what, unit, mark in marks if what == "pre_backward" and unit != ROOT_UNIT]
     done = [(mark.start, unit, False) for what, unit, mark in marks if what == "post_backward_accumulate"]
     edges = sorted(begun + done)
-    current, place, found = [ROOT_UNIT], 0, []
+    current, index, found = [ROOT_UNIT], 0, []
     for one in ready:
-        while place < len(edges) and edges[place][0] <= one.start:
-            _, unit, opens = edges[place]
+        while index < len(edges) and edges[index][0] <= one.start:
+            _, unit, opens = edges[index]
             if opens:
                 current.append(unit)
             elif unit in current[1:]:
                 current.remove(unit)
-            place += 1
+            index += 1
         found.append(current[-1])
     return found
 
@@ -203,12 +203,12 @@ def unit_collectives(facts: Facts) -> list[UnitCollective]:
         if moment is None:
             left.append(one)
             continue
-        place = bisect_right(starts, moment) - 1
+        index = bisect_right(starts, moment) - 1
         # Marks of one host nest: the latest that began and has not ended.
-        while place >= 0 and issues[place][1].end < moment:
-            place -= 1
-        if place >= 0:
-            found.append(UnitCollective(issues[place][0], one))
+        while index >= 0 and issues[index][1].end < moment:
+            index -= 1
+        if index >= 0:
+            found.append(UnitCollective(issues[index][0], one))
     return found or _by_order(left, issues)
 
 
@@ -223,8 +223,8 @@ def _by_order(transfers: Sequence[Transfer], issues: Sequence[tuple[str, Mark, s
         each, over = divmod(len(sent), len(issued)) if issued else (0, 1)
         if not over:
             found += [
-                UnitCollective(issued[place // each], replace(one, name="all_reduce" if place % each else kind))
-                for place, one in enumerate(sent)
+                UnitCollective(issued[index // each], replace(one, name="all_reduce" if index % each else kind))
+                for index, one in enumerate(sent)
             ]
     return sorted(found, key=lambda one: one.transfer.start)
 

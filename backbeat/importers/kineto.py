@@ -21,6 +21,7 @@ from backbeat.importers.fsdp_units import Computing, MeasuredUnit, in_units, mea
 from backbeat.importers.trace_clock import DeviceClock, arrays, common, union
 from backbeat.importers.trace_events import TraceReader
 from backbeat.importers.trace_facts import Facts, Mark, Ready, Transfer, collect
+from backbeat.model.checks import at_least
 from backbeat.model.files import existing
 from backbeat.model.profile import Gradient, Profile
 from backbeat.model.source import Source
@@ -69,8 +70,8 @@ def load(
 ) -> Trace:
     """Read a trace, `.json` or `.json.gz`. `like` gives names and sizes, from a profile of the same model."""
     where = existing(path, "a trace that torch.profiler exported")
-    if batch_size is not None and batch_size < 1:
-        raise InputError(f"--batch-size is {batch_size}: it must be 1 or more")
+    if batch_size is not None:
+        at_least("--batch-size", batch_size, 1)
     reader = TraceReader(where)
     facts = collect(reader)
     facts.ready = sorted(facts.ready or facts.outer_ready, key=lambda one: one.start)
@@ -260,7 +261,7 @@ def _named(sizes: list[int | None], like: Profile | None, where: Path, notes: li
         if unknown:
             raise InputError(f"{where}: {unknown} of {len(sizes)} gradients have no recorded shape: {_SHAPES_ADVICE}")
         notes.append("guessed: names gradient.0, gradient.1, … in ready order; --like takes them from a profile")
-        return [(f"gradient.{place}", size or 0) for place, size in enumerate(sizes)]
+        return [(f"gradient.{index}", size or 0) for index, size in enumerate(sizes)]
     if len(like.gradients) != len(sizes):
         raise InputError(
             f"{where}: has {len(sizes)} gradients, but the profile {like.name!r} has {len(like.gradients)}: "
@@ -268,11 +269,11 @@ def _named(sizes: list[int | None], like: Profile | None, where: Path, notes: li
         )
     left = list(like.gradients)
     named = []
-    for place, size in enumerate(sizes):
+    for index, size in enumerate(sizes):
         match = next((one for one in left if size is None or one.bytes == size), None)
         if match is None:
             raise InputError(
-                f"{where}: gradient {place} has {size} bytes, and no gradient of the profile {like.name!r} with this "
+                f"{where}: gradient {index} has {size} bytes, and no gradient of the profile {like.name!r} with this "
                 "size is left: give a profile of the same model"
             )
         left.remove(match)

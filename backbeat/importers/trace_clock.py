@@ -35,9 +35,9 @@ class DeviceClock:
         if called.size == 0:
             return start
         order = np.argsort(called, kind="stable")
-        place = np.minimum(np.searchsorted(called[order], ids), called.size - 1)
-        found = called[order][place] == ids
-        launched: NDArray[np.float64] = np.where(found, np.asarray(facts.launches.start)[order][place], start)
+        index = np.minimum(np.searchsorted(called[order], ids), called.size - 1)
+        found = called[order][index] == ids
+        launched: NDArray[np.float64] = np.where(found, np.asarray(facts.launches.start)[order][index], start)
         return launched
 
     def done(self, moment: float) -> float:
@@ -79,10 +79,10 @@ def common(one: NDArray[np.float64], other: NDArray[np.float64]) -> float:
     before = np.concatenate([[0.0], np.cumsum(other[:, 1] - other[:, 0])])
 
     def covered(moment: NDArray[np.float64]) -> NDArray[np.float64]:
-        place = np.searchsorted(other[:, 0], moment, side="right")
-        last = np.maximum(place - 1, 0)
-        beyond = np.where(place > 0, np.maximum(other[last, 1] - moment, 0.0), 0.0)
-        covered_s: NDArray[np.float64] = before[place] - beyond
+        index = np.searchsorted(other[:, 0], moment, side="right")
+        last = np.maximum(index - 1, 0)
+        beyond = np.where(index > 0, np.maximum(other[last, 1] - moment, 0.0), 0.0)
+        covered_s: NDArray[np.float64] = before[index] - beyond
         return covered_s
 
     return float((covered(one[:, 1]) - covered(one[:, 0])).sum())

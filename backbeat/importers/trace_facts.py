@@ -152,9 +152,9 @@ def _operator(facts: Facts, event: dict[str, Any], name: str, args: dict[str, An
         facts.operators.add(start, end, thread)
     if (types := args.get("Input type")) and isinstance(types, list):
         facts.types.update(one for one in types if isinstance(one, str) and len(one) < 40)
-    place = _BATCH_INPUT.get(name)
-    if place is not None and (facts.batch is None or start < facts.batch[0]):
-        shape = _shape(args, place)
+    index = _BATCH_INPUT.get(name)
+    if index is not None and (facts.batch is None or start < facts.batch[0]):
+        shape = _shape(args, index)
         if shape and len(shape) > 1 and shape[0] >= 1:
             facts.batch = (start, name, shape[0])
 
@@ -190,9 +190,9 @@ def _element_bytes(args: dict[str, Any]) -> int | None:
     return _DTYPE_BYTES.get(first.lower() if isinstance(first, str) and first else "float")
 
 
-def _shape(args: dict[str, Any], place: int) -> Sequence[int] | None:
+def _shape(args: dict[str, Any], index: int) -> Sequence[int] | None:
     shapes = args.get("Input Dims")
-    shape = shapes[place] if isinstance(shapes, list) and len(shapes) > place else None
+    shape = shapes[index] if isinstance(shapes, list) and len(shapes) > index else None
     if not isinstance(shape, list) or len(shape) > 16:
         return None
     return shape if all(isinstance(one, int) and 0 <= one <= _LARGEST for one in shape) else None

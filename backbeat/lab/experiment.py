@@ -10,7 +10,7 @@ from itertools import chain
 from types import FrameType
 from typing import Any, TypeVar
 
-import msgspec
+from msgspec.structs import replace
 
 from backbeat.comm.gloo import PRIMITIVE
 from backbeat.cost.samples import quantile
@@ -87,10 +87,10 @@ class MeasuredPlan:
 
 
 @contextlib.contextmanager
-def opened(setting: Setting, communicators: int) -> Iterator[Session]:
+def open_lab(setting: Setting, communicators: int) -> Iterator[Session]:
     """The nodes of a setting, up and joined; whatever happens, nothing of them is left."""
     check(setting.backend)
-    with _orderly_end(), LabRun() as run, Cluster(run, setting.links, setting.inside) as cluster:
+    with _exit_on_signals(), LabRun() as run, Cluster(run, setting.links, setting.inside) as cluster:
         daemon = start_daemon(run.folder / "mps") if setting.backend == "nccl" else {}
         with Session(cluster, setting, communicators, daemon) as session:
             yield session
@@ -114,7 +114,7 @@ class Nodes:
 
     def do(self, what: Callable[[Session], T]) -> T:
         if self._session is None:
-            self._session = self._stack.enter_context(opened(self._setting, self._communicators))
+            self._session = self._stack.enter_context(open_lab(self._setting, self._communicators))
         try:
             return what(self._session)
         except MeasurementError:
@@ -148,20 +148,20 @@ def calibrate(
         network = _of_nodes(network, inside)
     if halved and setting.backend == "gloo":
         note = f"reduce-scatter on gloo is {PRIMITIVE}: gloo's own moves as many bytes as its all-reduce"
-        network = msgspec.structs.replace(network, notes=(*network.notes, note))
+        network = replace(network, notes=(*network.notes, note))
     if any(choice.sharded for choice in choices) and setting.backend == "gloo":
         note = "FSDP2 on gloo runs gloo's own reduce-scatter, and communicates while nothing computes: plans are slower"
-        network = msgspec.structs.replace(network, notes=(*network.notes, note))
+        network = replace(network, notes=(*network.notes, note))
     return CalibratedLab(network=network, timings=timings)
 
 
 def _of_nodes(network: Network, inside: Network) -> Network:
     """A network of nodes of several ranks: what was measured over all of them, and within one."""
     row = WorkersRow(**{name: getattr(inside, name) for name in WorkersRow.__struct_fields__})
-    topology = msgspec.structs.replace(
+    topology = replace(
         network.topology, gpus_per_node=inside.workers, algorithm="hierarchical", inside=inside.all_reduce
     )
-    return msgspec.structs.replace(network, rows=(row,), topology=topology)
+    return replace(network, rows=(row,), topology=topology)
 
 
 def planned(choices: Sequence[Choice], profile: Profile, network: Network) -> list[Planned]:
@@ -260,7 +260,7 @@ def slowest(seen: Sequence[Replayed | Trained]) -> tuple[list[float], list[float
 
 
 @contextlib.contextmanager
-def _orderly_end() -> Iterator[None]:
+def _exit_on_signals() -> Iterator[None]:
     """Being asked to end (SIGTERM, a closed terminal) unwinds like Ctrl-C, so that everything is taken down."""
 
     def leave(number: int, frame: FrameType | None) -> None:

@@ -161,18 +161,18 @@ def _bytes(profile: Profile, members: Sequence[int]) -> int:
     return sum(profile.gradients[index].bytes for index in members)
 
 
-def turns(expected_s: Sequence[float], seconds_each: float, seed: int = 0) -> list[Turn]:
+def turns(expected_s: Sequence[float], seconds_each: float) -> list[Turn]:
     """Who plays when: every job in every round, each round in another order, so that drift touches all alike.
 
     >>> len(turns([0.1, 0.2], 1.2)), sum(turn.iterations for turn in turns([0.1, 0.2], 1.2) if turn.job == 0)
     (12, 12)
     """
-    shuffled = random.Random(seed)
+    shuffled = random.Random(0)
     planned: list[Turn] = []
-    for place in range(ROUNDS):
+    for index in range(ROUNDS):
         order = list(range(len(expected_s)))
         shuffled.shuffle(order)
-        planned += [Turn(job, per_round(expected_s[job], seconds_each), place % 2) for job in order]
+        planned += [Turn(job, per_round(expected_s[job], seconds_each), index % 2) for job in order]
     return planned
 
 

@@ -6,20 +6,17 @@ layer, the embedding or the head. Without it a chunk is one piece.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from backbeat.errors import InputError
+from backbeat.layouts.cluster import GpuCluster
 from backbeat.layouts.layout import Layout, micro_batches
+from backbeat.layouts.predict_layout import LayoutPredictor
 from backbeat.layouts.stage_times import StageTimer, split_layers
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from backbeat.layouts.cluster import GpuCluster
-    from backbeat.layouts.predict_layout import LayoutPredictor
-
-TransferKind = Literal["send", "swap", "all_gather", "reduce_scatter"]
+TransferKind = Literal["send", "swap", "late", "all_gather", "reduce_scatter"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +61,8 @@ class TransferJob:
     """What an all-gather ends with, a reduce-scatter starts from, a send carries."""
     workers: int
     """Ranks of a group; groups of neighbours run side by side. A send goes from the first rank of two to the second, in
-    a swap both send."""
+    a swap both send; `late` is a send whose receiver computes first."""
+    late_s: float = 0.0
 
 
 def layout_job(predictor: LayoutPredictor, layout: Layout, free: GpuCluster, update_s: float) -> LayoutJob:
@@ -108,8 +106,9 @@ def runnable(layout: Layout) -> None:
         raise InputError(f"--layout {layout.label} is one GPU: the lab compares communication, give tp or pp")
 
 
-def transfers(jobs: Sequence[LayoutJob]) -> tuple[TransferJob, ...]:
-    """What has to be timed to predict these: each collective and send at half, one and two times the sizes sent."""
+def transfers(jobs: Sequence[LayoutJob], byte_s: float) -> tuple[TransferJob, ...]:
+    """What has to be timed to predict these: each collective and send at half, one and two times the sizes sent. A late
+    receiver is ready when all could have come in."""
     wanted: dict[tuple[TransferKind, int], set[int]] = {}
     for job in jobs:
         tp, pp, size = job.layout.tp, job.layout.pp, job.activation_bytes
@@ -117,12 +116,17 @@ def transfers(jobs: Sequence[LayoutJob]) -> tuple[TransferJob, ...]:
         if tp > 1:
             groups += [("all_gather", tp, size), ("reduce_scatter", tp, size)]
         if pp > 1:
-            # Predictions need the send alone; what a swap takes says whether links work both ways at once.
-            groups += [("send", 2, size // tp), ("swap", 2, size // tp)]
+            # Predictions need no swap; it says whether links work both ways at once.
+            groups += [(kind, 2, size // tp) for kind in ("send", "swap", "late")]
         for kind, workers, sent in groups:
             wanted.setdefault((kind, workers), set()).update((sent // 2, sent, 2 * sent))
     return tuple(
-        TransferJob(kind=kind, bytes=max(size, 4 * workers), workers=workers)
+        TransferJob(
+            kind=kind,
+            bytes=max(size, 4 * workers),
+            workers=workers,
+            late_s=2 * size * byte_s if kind == "late" else 0.0,
+        )
         for (kind, workers), sizes in wanted.items()
         for size in sorted(sizes)
     )

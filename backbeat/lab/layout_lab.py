@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
@@ -21,19 +21,16 @@ from backbeat.cost.samples import quantile
 from backbeat.lab.experiment import SPARE_S, slowest
 from backbeat.lab.jobs import ReplayJob, SpunJob, seconds_of, turns
 from backbeat.lab.layout_jobs import LayoutJob, TransferKind, layout_job, runnable, transfers
+from backbeat.lab.session import Session
 from backbeat.lab.setting import Setting
 from backbeat.layouts.cluster import GpuCluster, Kind
 from backbeat.layouts.conventions import conventions_named
-from backbeat.layouts.layout import Layout, check
+from backbeat.layouts.layout import Job, Layout, check
 from backbeat.layouts.layout_prediction import COMPUTE, Family, LayoutPrediction
 from backbeat.layouts.pipeline import Streams
 from backbeat.layouts.predict_layout import PREDICTED, LayoutPredictor
+from backbeat.layouts.transformer import Transformer
 from backbeat.model import CollectiveTimes, Network
-
-if TYPE_CHECKING:
-    from backbeat.lab.session import Session
-    from backbeat.layouts.layout import Job
-    from backbeat.layouts.transformer import Transformer
 
 FRAMEWORK = "torchtitan"
 """What torch's pipelining and DTensor do is what it does."""
@@ -44,7 +41,8 @@ class TimedLinks:
     """What is known of the lab's links before a layout is run."""
 
     curves: Mapping[tuple[TransferKind, int], Curve]
-    """What a transfer takes by itself, by its kind and the ranks of a group."""
+    """What a transfer takes by itself, by its kind and the ranks of a group: until its last rank has it; `late` once
+    the receiver is ready."""
     streams: Streams = "direction"
 
 
@@ -66,6 +64,9 @@ class LabCluster(GpuCluster):
 
     def send_s(self, size: float, workers: int, stride: int) -> float:
         return self._timed("send", size, 2)
+
+    def late_s(self, size: float) -> float | None:
+        return self._timed("late", size, 2) if ("late", 2) in self.links.curves else None
 
     def _timed(self, kind: TransferKind, size: float, workers: int) -> float:
         return self.links.curves[kind, workers].at(size) if self.links is not FREE else 0.0
@@ -140,7 +141,7 @@ class ExecutedLayout:
 
 
 def communicators(cases: Sequence[LayoutCase]) -> int:
-    """As `experiment.opened` takes it: layouts of two dimensions use several, which NCCL has to launch in one order."""
+    """As `experiment.open_lab` takes it: layouts of two dimensions use several, which NCCL launches in one order."""
     return 2 if any(case.layout.tp > 1 and case.layout.pp > 1 for case in cases) else 1
 
 
@@ -164,11 +165,11 @@ def row_of(found: ExecutedLayout) -> dict[str, Any]:
 
 def time_links(session: Session, jobs: Sequence[LayoutJob], setting: Setting, budget_s: float) -> list[dict[str, Any]]:
     """What each transfer of these jobs takes by itself, at half, one and two times its size; `links_of` reads it."""
-    timed = transfers(jobs)
-    expected = [2 * job.bytes * 8 / setting.rate_bits for job in timed]
+    timed = transfers(jobs, 8 / setting.rate_bits)
+    expected = [job.late_s + 2 * job.bytes * 8 / setting.rate_bits for job in timed]
     found = _played(session, timed, expected, budget_s / len(timed))
     return [
-        {"kind": job.kind, "bytes": job.bytes, "workers": job.workers, "seconds": sorted(chain(*series))}
+        {**msgspec.to_builtins(job), "seconds": sorted(chain(*series))}
         for job, series in zip(timed, found, strict=True)
     ]
 
@@ -181,14 +182,17 @@ def links_of(rows: Sequence[Mapping[str, Any]], setting: Setting, torch_version:
     """
     points: dict[tuple[TransferKind, int], list[tuple[float, float]]] = {}
     for row in sorted(rows, key=lambda row: float(row["bytes"])):
-        points.setdefault((row["kind"], row["workers"]), []).append((row["bytes"], median(row["seconds"])))
+        # Gloo sends nothing before the receiver says that it is ready.
+        if row["kind"] != "late" or setting.backend == "nccl":
+            seconds = max(0.0, median(row["seconds"]) - row.get("late_s", 0.0))
+            points.setdefault((row["kind"], row["workers"]), []).append((row["bytes"], seconds))
     curves = {which: Curve.through(each) for which, each in points.items()}
     return TimedLinks(curves, streams_of(setting.backend, torch_version))
 
 
 def streams_of(backend: str, torch_version: str) -> Streams:
     """Before 2.13 torch sends everything through one communicator; since, through one for each pair of ranks. Gloo has
-    one connection for each pair, on which a rank says that it is ready to receive behind what it sends.
+    one connection for each pair, on which a rank says that it is ready to receive after what it sends.
 
     >>> streams_of("nccl", "2.11.0+cu130"), streams_of("nccl", "2.13.0"), streams_of("gloo", "2.11.0")
     ('rank', 'pair', 'connection')

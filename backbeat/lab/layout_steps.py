@@ -10,7 +10,7 @@ zero-bubble schedules can put them off.
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,12 +19,11 @@ from torch.distributed import pipelining
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
+from backbeat.lab.layout_jobs import ChunkJob, LayoutJob, TransferJob
 from backbeat.lab.spun_model import Compute, SpunPace
 
-if TYPE_CHECKING:
-    from backbeat.lab.layout_jobs import ChunkJob, LayoutJob, TransferJob
-
 _ELEMENT_BYTES = 4
+_BETWEEN_TWO = ("send", "swap", "late")
 SCHEDULES: dict[str, Any] = {
     "gpipe": pipelining.ScheduleGPipe,
     "1f1b": pipelining.Schedule1F1B,
@@ -43,7 +42,7 @@ class LayoutStep:
         tp, pp = job.layout.tp, job.layout.pp
         mesh = _mesh(device.type, pp, tp)
         held = range(dist.get_rank() // tp, len(job.chunks), pp)
-        modules = [_Chunk(job, job.chunks[place], self._pace, mesh["tp"] if tp > 1 else None) for place in held]
+        modules = [_Chunk(job, job.chunks[index], self._pace, mesh["tp"] if tp > 1 else None) for index in held]
         self._schedule: Any = None
         self._only: nn.Module | None = None
         if pp == 1:
@@ -52,13 +51,13 @@ class LayoutStep:
         stages = [
             pipelining.PipelineStage(
                 module.to(device),
-                place,
+                index,
                 len(job.chunks),
                 device,
                 group=mesh["pp"].get_group(),
                 dw_builder=module.weight_gradients,
             )
-            for place, module in zip(held, modules, strict=True)
+            for index, module in zip(held, modules, strict=True)
         ]
         single = job.layout.schedule in ("gpipe", "1f1b")
         self._schedule = SCHEDULES[job.layout.schedule](
@@ -92,7 +91,7 @@ class TransferStep:
     def __init__(self, job: TransferJob, device: torch.device) -> None:
         self._job = job
         elements = max(1, job.bytes // _ELEMENT_BYTES // job.workers)
-        if job.kind in ("send", "swap"):
+        if job.kind in _BETWEEN_TWO:
             self._tensor = torch.zeros(job.bytes // _ELEMENT_BYTES, device=device)
             self._other = torch.zeros_like(self._tensor)
             return
@@ -101,8 +100,10 @@ class TransferStep:
         self._tensor = torch.zeros(elements * (1 if job.kind == "all_gather" else job.workers), 1, device=device)
 
     def run(self, compute: Compute) -> None:
-        if self._job.kind in ("send", "swap"):
+        if self._job.kind in _BETWEEN_TWO:
             rank = dist.get_rank()
+            if rank % 2:
+                compute(self._job.late_s)
             both = [dist.P2POp(dist.isend, self._tensor, rank ^ 1), dist.P2POp(dist.irecv, self._other, rank ^ 1)]
             ops = both if self._job.kind == "swap" else both[rank % 2 :][:1]
             # Of an odd number the last has nobody to send to.

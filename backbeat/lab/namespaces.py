@@ -150,8 +150,8 @@ def _build_switch(route: Any, ends: Sequence[tuple[str, str]], links: Sequence[L
     route.link("add", ifname="switch", kind="bridge")
     bridge = route.link_lookup(ifname="switch")[0]
     route.link("set", index=bridge, state="up")
-    for place, ((namespace, interface), link) in enumerate(zip(ends, links, strict=True)):
-        port = f"node{place}"
+    for node, ((namespace, interface), link) in enumerate(zip(ends, links, strict=True)):
+        port = f"node{node}"
         route.link("add", ifname=port, kind="veth", peer={"ifname": interface, "net_ns_fd": namespace})
         index = route.link_lookup(ifname=port)[0]
         _shape(route, index, link)

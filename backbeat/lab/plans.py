@@ -1,7 +1,7 @@
 """Plans to compare, by name: every strategy, and bucketings that no strategy would choose, to test the model with.
 
 `ddp:5MB` is DDP with that bucket cap, `random:8` eight buckets with random ends (always the same for one profile),
-`equal:16` buckets of about equal bytes; `/2` behind any of them asks for two communicators. `hsdp:2` shards within
+`equal:16` buckets of about equal bytes; `/2` after any of them asks for two communicators. `hsdp:2` shards within
 groups of two ranks.
 """
 
@@ -11,8 +11,8 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from backbeat.errors import InputError
 from backbeat.model import Network, Plan, Profile
@@ -75,7 +75,7 @@ def _parse(text: str, communicators: Sequence[int]) -> list[Choice]:
     if strategy not in STRATEGIES and strategy not in BUCKETINGS:
         raise InputError(f"{text!r} is no plan: use {', '.join(STRATEGIES)}, ddp:5MB, random:8 or equal:8")
     if colon and strategy not in (*BUCKETED, *BUCKETINGS, "hsdp"):
-        raise InputError(f"{text!r}: {strategy} takes nothing behind a colon; ddp:5MB, random:8, equal:8 and hsdp:2 do")
+        raise InputError(f"{text!r}: {strategy} takes nothing after a colon; ddp:5MB, random:8, equal:8 and hsdp:2 do")
     if strategy in BUCKETINGS and not (argument.isdigit() and int(argument) > 0):
         raise InputError(f"{text!r}: say how many buckets, like {strategy}:8")
     if slash and not (count.isdigit() and int(count) > 0):
@@ -106,7 +106,7 @@ def build(choice: Choice, profile: Profile, network: Network) -> Plan:
         ends = _random_ends(profile, buckets) if choice.strategy == "random" else _equal_ends(profile, buckets)
         return Draft(ends, choice.communicators or 1).named(profile, choice.name, network.workers)
     if choice.sharded:
-        return msgspec.structs.replace(make(profile, network, choice.name), predicted=None)
+        return replace(make(profile, network, choice.name), predicted=None)
     communicators = None if choice.stock(network.backend or "") else choice.communicators
     made = make(
         profile,
@@ -115,7 +115,7 @@ def build(choice: Choice, profile: Profile, network: Network) -> Plan:
         communicators=communicators,
         bucket_bytes=choice.argument if choice.strategy in BUCKETED else None,
     )
-    return msgspec.structs.replace(made, dynamic=None, predicted=None)
+    return replace(made, dynamic=None, predicted=None)
 
 
 def _random_ends(profile: Profile, buckets: int) -> list[int]:

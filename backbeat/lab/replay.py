@@ -4,7 +4,7 @@ A node starts each iteration with a tiny all-reduce, so that all start together,
 the controller keeps the longest of all nodes. Messages leave from one thread, in plan order, when the last of their
 gradients is ready. Nothing else of training is replayed: no copies into buckets and no host work of autograd.
 
-A plan in halves is replayed from the start of one backward to the start of the next. Gathers are queued behind the
+A plan in halves is replayed from the start of one backward to the start of the next. Gathers are queued after the
 scatters when backward ends, as the drop-in does it, and each stretch of forward waits for its own.
 
 A sharded plan is not replayed but run: `spun_model` trains, and only its computation is spun or slept. So are layouts

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-import msgspec
+from msgspec.structs import replace
 
 from backbeat.errors import InputError
 from backbeat.lab.jobs import slowdowns
@@ -108,7 +108,7 @@ class Setting:
             return slowed
         # Drawn as the nodes draw theirs, from a seed that none of them uses.
         draw = slowdowns(1.0, self.jitter, seed=-1)
-        return msgspec.structs.replace(slowed, iteration_s=tuple(slowed.single_s * draw() for _ in range(1000)))
+        return replace(slowed, iteration_s=tuple(slowed.single_s * draw() for _ in range(1000)))
 
 
 def parse_stragglers(texts: Sequence[str]) -> dict[int, float]:

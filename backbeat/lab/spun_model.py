@@ -8,18 +8,15 @@ own. The update is spun, too: shards keep their values.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
+from backbeat.lab.jobs import ShardedJob
 from backbeat.runtime import fully_shard
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from backbeat.lab.jobs import ShardedJob
-    from backbeat.simulate.sharded_units import ModelPiece
+from backbeat.simulate.sharded_units import ModelPiece
 
 Compute = Callable[[float], None]
 """Takes this many seconds on the device."""

@@ -146,16 +146,7 @@ class Node:
             inside = own.network
         if self.start.node != 0:
             return None
-        timings = [
-            {
-                **asdict(case),
-                "median_s": timing.median_s,
-                "jitter": timing.jitter,
-                "uncertainty": timing.uncertainty,
-                "repeats": timing.repeats,
-            }
-            for case, timing in found.outcome.timings.items()
-        ]
+        timings = [{**asdict(case), **asdict(timing)} for case, timing in found.outcome.timings.items()]
         return found.network, inside, timings
 
     def _own_node(self) -> Any:

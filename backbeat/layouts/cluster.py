@@ -5,7 +5,8 @@ node, a group of `dp` takes every tp-th rank, so that several such groups cross 
 
 Ranks of a group are `stride` apart. With g GPUs a node, a group has g / stride members in each node it touches, and
 min(stride, g) groups share a node. These send at the same time, since every rank does the same thing. So a message of
-one takes as long as a message so many times as large, in a group that has the node to itself.
+one takes as long as a message so many times as large, in a group that has the node to itself, but for what a ring of
+fewer ranks sends less.
 """
 
 from __future__ import annotations
@@ -71,8 +72,16 @@ class GpuCluster:
         if workers == 1 or size <= 0:
             return 0.0
         count = self._filled(workers, stride)
-        sharing = 1 if count <= self.per_node else min(stride, self.per_node)
+        sharing = 1.0 if count <= self.per_node else min(stride, self.per_node) * self._sent(kind, workers, count)
         return self._curve(kind, count).at(size * sharing)
+
+    def _sent(self, kind: Kind, workers: int, filled: int) -> float:
+        """What a byte of a group sends between nodes, over what it sends in a group that fills them: a ring of two
+        sends half of what it gathers, one of sixteen nearly all. On two nodes, and where switches reduce, an all-reduce
+        sends as much in either."""
+        if kind == "all_reduce" and (filled == 2 * self.per_node or self.network.topology.across_algorithm == "sharp"):
+            return 1.0
+        return traffic(kind, "ring", workers) / traffic(kind, "ring", filled)
 
     def waited_s(self, kind: Kind, size: float, workers: int, stride: int = 1) -> float:
         """The same where every rank waits for it, in the middle of a layer."""
@@ -89,6 +98,11 @@ class GpuCluster:
         inside = workers * stride <= self.per_node
         latency, rate = self._link(inside=inside, sharing=1 if inside else min(stride, self.per_node))
         return latency + size / rate
+
+    def late_s(self, size: float) -> float | None:
+        """What a send still takes where its receiver is ready only when all else has come into a buffer. None: nothing
+        is sent before, which is what is assumed."""
+        return None
 
     def exchange_s(self, size: float, workers: int, stride: int = 1) -> float:
         """An all-to-all in which each rank sends `size` bytes, the same share to each of its group."""

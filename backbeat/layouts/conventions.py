@@ -6,6 +6,8 @@ docs/how-to/predict.md. The rest follows the frameworks' documentation:
 - In backward Megatron hides the reduce-scatter (or all-reduce) of a column-parallel matrix's input gradient behind its
   weight gradient, and the gather of its input behind the input gradient (`tensor_overlap="backward"`). With
   --tp-comm-overlap all of them run in slices behind the products ("all"), as torchtitan's async TP does.
+- nanotron hides as much in backward with tp_linear_async_communication, as in its examples (validation/layouts names
+  the lines of its code).
 - nanotron, DeepSpeed and torchtitan (not compiled) leave memory-bound operators to PyTorch, one kernel each. How much
   more these move (`unfused`) is chosen on published rows of nanotron, and assumed of the others.
 - `megatron-2021` is what the papers of 2021 and 2022 ran: no flash attention, no sequence parallelism or distributed
@@ -53,12 +55,21 @@ class Conventions:
     """Bytes that norms, activations and residuals move over what they move in fused kernels."""
     loss_bytes: tuple[int, int] = (12, 10)
     """Moved for each logit in forward and in backward."""
+    kept_bytes: int = 0
+    """Moved for each parameter in a step, by every replica, whatever of the update is sharded: clipping, zeroing."""
     reserve_bytes: int = 3 * 10**9
     """Of the device, for CUDA, NCCL and fragmentation. Assumed."""
     pass_s: float = 0.0
     """What a micro-batch costs a stage beside its operators: bookkeeping and waits of the framework."""
     sends_once: bool = False
     """A token travels once to each rank that holds one of its experts (DeepEP, HybridEP), not once to each expert."""
+    copies_slices: bool = False
+    """Parameters gathered under ZeRO 1 are copied into place with a launch for each tensor and replica, after two more
+    copies of all of them."""
+    stages_by_cost: bool = False
+    """Stages get equal shares of the weights, the head's among them; otherwise equal numbers of layers."""
+    interleaves: bool = True
+    """Whether it has the interleaved schedule."""
     streams: Streams = "direction"
     """Which sends and receives between stages wait for each other."""
     context_exchange: ContextExchange = "ring"
@@ -119,12 +130,15 @@ CONVENTIONS = {
             name="nanotron",
             replicated=REDUCTIONS["nanotron-zero0"],
             sharded=REDUCTIONS["nanotron"],
-            tensor_overlap="none",
+            stages_by_cost=True,
+            interleaves=False,
+            copies_slices=True,
             attention_share=0.6,
             unfused=4.0,
             gradient_bytes=6,
             accumulate_bytes=10,
-            loss_bytes=(26, 12),
+            loss_bytes=(38, 14),
+            kept_bytes=16,
         ),
         Conventions(
             name="deepspeed",

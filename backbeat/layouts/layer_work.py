@@ -138,6 +138,10 @@ class LayerBuilder:
         made.moves(2 * each, 3 * each)
         if self.model.dropout:
             made.moves(2 * each, 2 * each)
+        # Its gradient is dense: zeros at first, then added to the head's or, in fp32, to other micro-batches'.
+        held = self.model.embedding_parameters / self.layout.tp
+        added = 6 if self.model.tied and self.layout.pp == 1 else 10
+        made.weight.append(Traffic("pointwise", (2 + added) * held, 2))
         return made
 
     def head(self) -> LayerWork:

@@ -48,7 +48,7 @@ def memory(
     model: Transformer, layout: Layout, job: Job, conventions: Conventions, count: int, imbalance: float = 1.0
 ) -> MemoryByKind:
     """Of the stage that holds most, with `count` micro-batches in a step."""
-    chunks = split_layers(model, layout)
+    chunks = split_layers(model, layout, by_cost=conventions.stages_by_cost)
     found = []
     for stage in range(layout.pp):
         own = chunks[stage :: layout.pp]

@@ -7,7 +7,7 @@ does not fit without.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import msgspec
 
@@ -17,14 +17,9 @@ from backbeat.layouts.predict_layout import LayoutPredictor, predictor_of
 from backbeat.layouts.slow_ranks import check_stragglers
 
 if TYPE_CHECKING:
-    import os
-    from collections.abc import Mapping
-
-    from backbeat.layouts.conventions import Conventions
     from backbeat.layouts.layout_prediction import LayoutPrediction
-    from backbeat.layouts.predict_layout import ClusterInput, ModelInput
+    from backbeat.layouts.predict_layout import ClusterInput, ModelInput, PredictorOptions
     from backbeat.layouts.transformer import Transformer
-    from backbeat.model import Profile
 
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 _SIMULATED = 16
@@ -41,17 +36,12 @@ def search(
     global_batch: int,
     sequence: int,
     precision: str = "bf16",
-    framework: str | Conventions = "megatron",
-    accelerator: str | None = None,
     zero: Sequence[int] = (1,),
-    imbalance: float = 1.0,
-    compute_factor: float = 1.0,
-    block: Profile | str | os.PathLike[str] | None = None,
-    stragglers: Mapping[int, float] | None = None,
-    contention: bool | None = None,
     most: int = 10,
+    **options: Unpack[PredictorOptions],
 ) -> list[LayoutPrediction]:
-    """The `most` best layouts that fit, fastest first; ties go to the simpler one. An empty list: none fits.
+    """The `most` best layouts that fit, fastest first; ties go to the simpler one. An empty list: none fits. Their
+    timelines are empty: `predict` draws one.
 
     >>> best = search("llama-3-8b", "dgx-h100", gpus=16, global_batch=64, sequence=4096)
     >>> best[0].gpus, all(one.fits for one in best), best == sorted(best, key=lambda one: one.step_s)
@@ -59,19 +49,8 @@ def search(
     """
     if gpus < 1:
         raise InputError(f"gpus is {gpus}: a job has at least one")
-    predictor = predictor_of(
-        model,
-        cluster,
-        job_of(global_batch, sequence, precision),
-        framework=framework,
-        accelerator=accelerator,
-        imbalance=imbalance,
-        compute_factor=compute_factor,
-        block=block,
-        stragglers=stragglers,
-        contention=contention,
-    )
-    check_stragglers(predictor.stragglers, gpus)
+    predictor = predictor_of(model, cluster, job_of(global_batch, sequence, precision), **options)
+    check_stragglers(predictor.stragglers, gpus, predictor.cluster.per_node)
     weighed = []
     for base in _candidates(predictor, gpus, zero):
         # Less recomputation is faster: the first that fits is the best of its kind.
@@ -81,7 +60,7 @@ def search(
                 weighed.append(predictor.predict(layout, "closed-form"))
                 break
     weighed.sort(key=_rank)
-    best = [predictor.predict(one.layout) for one in weighed[: max(_SIMULATED, most)]]
+    best = [predictor.predict(one.layout, timeline=False) for one in weighed[: max(_SIMULATED, most)]]
     best.sort(key=_rank)
     return [predictor.banded(one) for one in best[:most]]
 
@@ -111,7 +90,9 @@ def _candidates(predictor: LayoutPredictor, gpus: int, zero: Sequence[int]) -> I
                     continue
                 dp = gpus // tp // pp // cp
                 for ep in _divisors(tp * cp * dp) if model.experts else (1,):
-                    yield from _variants(model, job, Layout(dp=dp, tp=tp, pp=pp, cp=cp, ep=ep), zero)
+                    for one in _variants(model, job, Layout(dp=dp, tp=tp, pp=pp, cp=cp, ep=ep), zero):
+                        if one.chunks == 1 or predictor.conventions.interleaves:
+                            yield one
 
 
 def _variants(model: Transformer, job: Job, base: Layout, zero: Sequence[int]) -> Iterator[Layout]:

@@ -44,8 +44,6 @@ class Performed(NamedTuple):
 
 _SIMULATED_ROUNDS = 6
 """Of as many micro-batches as stages."""
-_NOTHING_S = 1e-12
-"""What is left of transfers that end together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +53,8 @@ class PipelineRun:
     end_s: tuple[float, ...]
     """When each stage has done its last."""
     last_backward_s: tuple[float, ...]
-    """When each stage starts the backward pass of its last micro-batch: from then on gradients are complete."""
+    """When each stage starts the backward pass of its last micro-batch, in the chunk that comes first: from then on
+    gradients become complete."""
     performed: tuple[Performed, ...] = ()
 
     @property
@@ -70,15 +69,21 @@ def run(
     times: Sequence[StageTimes],
     send_s: float,
     streams: Streams = "direction",
+    late_s: float | None = None,
+    *,
+    listed: bool = True,
 ) -> PipelineRun:
     """The step as events. `times` are of every chunk in the order of layers: chunk c of stage s is c·stages + s.
+    `late_s` is what a send still takes where its receiver is ready only when all else has come into a buffer; None
+    where nothing is sent before a receiver is ready.
 
-    Of a step of many micro-batches the ends are simulated, and what repeats in the middle is repeated.
+    Of a step of many micro-batches the ends are simulated, and what repeats in the middle is repeated; unless every
+    operation is to be `listed`, only in time.
     """
     rounds = count // stages - _SIMULATED_ROUNDS
     if schedule == "gpipe" or stages == 1 or rounds <= 0:
-        return _simulated(schedule, stages, count, times, send_s, streams)
-    short = _simulated(schedule, stages, count - rounds * stages, times, send_s, streams)
+        return _simulated(schedule, stages, count, times, send_s, streams, late_s)
+    short = _simulated(schedule, stages, count - rounds * stages, times, send_s, streams, late_s)
     begins = {(each.stage, each.operation): each.start_s for each in short.performed}
     middle = range(_SIMULATED_ROUNDS // 2 * stages, (_SIMULATED_ROUNDS // 2 + 1) * stages)
     # The slowest stage sets the pace; others may still be ahead of it.
@@ -87,7 +92,7 @@ def run(
         for stage in range(stages)
     )
     performed: list[Performed] = []
-    for each in short.performed:
+    for each in short.performed if listed else ():
         micro = each.operation.micro_batch
         later = range(rounds + 1) if micro in middle else (0,) if micro < middle.start else (rounds,)
         for turn in later:
@@ -101,10 +106,16 @@ def run(
 
 
 def _simulated(
-    schedule: PipelineSchedule, stages: int, count: int, times: Sequence[StageTimes], send_s: float, streams: Streams
+    schedule: PipelineSchedule,
+    stages: int,
+    count: int,
+    times: Sequence[StageTimes],
+    send_s: float,
+    streams: Streams,
+    late_s: float | None = None,
 ) -> PipelineRun:
     split = schedule == "zero-bubble" and stages > 1
-    transfers = _Transfers(stages, send_s, streams)
+    transfers = _Transfers(stages, send_s, streams, late_s)
     played = _Played(stages, times, split, transfers)
     chunks = len(times) // stages
     left = [deque(each) for each in programs(schedule, stages, count, chunks, early=streams == "direction")]
@@ -126,7 +137,8 @@ def _simulated(
             heapq.heappush(turns, (played.free[stage], stage))
     if any(left):
         raise BackbeatError(f"schedule {schedule} with {stages} stages and {count} micro-batches cannot go on")
-    last = {each.stage: each.start_s for each in played.done if each.operation[:2] == ("B", count - 1)}
+    # Of several chunks the one that comes first: the others' gradients become complete one after the other.
+    last = {each.stage: each.start_s for each in reversed(played.done) if each.operation[:2] == ("B", count - 1)}
     return PipelineRun(tuple(played.free), tuple(last[stage] for stage in range(stages)), tuple(played.done))
 
 
@@ -146,7 +158,7 @@ class _Played:
         elif act.verb == "post":
             self._transfers.post(stage, act.what, self.free[stage])
         else:
-            self.waiting[stage] = not self._transfers.done.issuperset(act.what)
+            self.waiting[stage] = not self._transfers.done.issuperset((one, stage) for one in act.what)
         return not self.waiting[stage]
 
     def _do(self, stage: int, operation: Operation) -> None:
@@ -169,24 +181,31 @@ class _Batch:
 class _Transfers:
     """Sends and receives on their way.
 
-    A transfer starts when its batch is the first in the queue of either end. Whatever leaves a stage at the same time
-    shares its NIC, and so does what comes in; only `direction` has one for each.
+    A transfer starts when its batch is the first in the queue of either end. Where there are buffers, it starts when it
+    is the first in its sender's, which is done when all but `late_s` has come into the receiver's buffer. Whatever
+    leaves a stage at the same time shares its NIC, and so does what comes in; only `direction` has one for each.
     """
 
-    def __init__(self, stages: int, send_s: float, streams: Streams) -> None:
+    def __init__(self, stages: int, send_s: float, streams: Streams, late_s: float | None) -> None:
         self._stages, self._send_s, self._streams = stages, send_s, streams
+        self._buffers = late_s is not None
+        self._late_s = min(late_s or 0.0, send_s)
         self._queues: defaultdict[Hashable, deque[_Batch]] = defaultdict(deque)
-        self._posted: defaultdict[Transfer, list[_Batch]] = defaultdict(list)
-        self._moving: dict[Transfer, float] = {}
-        """Seconds that each would still take alone."""
+        self._posted: defaultdict[Transfer, dict[int, _Batch]] = defaultdict(dict)
+        """By the ends that have posted it and are not done with it."""
+        self._left_s: dict[Transfer, float] = {}
+        """What each that has started would still take alone."""
+        self._received: set[Transfer] = set()
+        """Those of them whose receiver is ready."""
         self._unheard: dict[Transfer, Transfer] = {}
         """Receives of which the sender does not know yet, and what the receiver sends it before it tells."""
-        self._shares: Counter[tuple[int, bool]] = Counter()
-        """Transfers out of a stage, and into it."""
+        self._stops: dict[Transfer, tuple[float, float]] = {}
+        """What is left of each when something next changes with it, and how soon that is."""
         self._now = 0.0
         self.next_s = float("inf")
-        """When the next is done."""
-        self.done: set[Transfer] = set()
+        """When something next changes."""
+        self.done: set[tuple[Transfer, int]] = set()
+        """Transfers, each with an end that is done with it."""
 
     def post(self, stage: int, transfers: tuple[Transfer, ...], now: float) -> None:
         batches: dict[Hashable, _Batch] = {}
@@ -194,37 +213,30 @@ class _Transfers:
             queue = self._queue(transfer, stage)
             batch = batches.setdefault(queue, _Batch(queue, []))
             batch.left.append(transfer)
-            self._posted[transfer].append(batch)
+            self._posted[transfer][stage] = batch
         for queue, batch in batches.items():
             self._queues[queue].append(batch)
             if self._streams == "connection":
                 self._tell(batch, stage)
             self._start(batch, now)
+        if self._now == now:
+            self._look_ahead()
 
     def finish(self) -> set[int]:
-        """Let the next be done; the stages that it joined."""
-        now = self.next_s
-        self._move(now)
+        """Let what is next happen; the stages that are done with a transfer."""
+        self._move(self.next_s)
         touched: set[int] = set()
-        # The next is done by definition: times are sums of shares, and what is left of it may not be quite zero.
-        nothing = max(_NOTHING_S, min(self._moving.values()))
-        for transfer in [one for one, left_s in self._moving.items() if left_s <= nothing]:
+        for transfer in self._stops:
             origin, to = self._ends(transfer)
-            touched |= {origin, to}
-            del self._moving[transfer]
-            self._shares[origin, True] -= 1
-            self._shares[to, False] -= 1
-            self.done.add(transfer)
-            for heard in [one for one, before in self._unheard.items() if before == transfer]:
-                del self._unheard[heard]
-                self._start(self._posted[heard][0], now)
-            for batch in self._posted.pop(transfer):
-                batch.left.remove(transfer)
-                queue = self._queues[batch.queue]
-                if not batch.left:
-                    queue.popleft()
-                    if queue:
-                        self._start(queue[0], now)
+            if self._left_s[transfer] <= self._late_s and origin in self._posted[transfer]:
+                self._release(transfer, origin)
+                touched.add(origin)
+            if self._left_s[transfer] <= 0 and transfer in self._received:
+                self._release(transfer, to)
+                touched.add(to)
+                self._received.remove(transfer)
+                del self._left_s[transfer], self._posted[transfer]
+                self._hear(transfer)
         self._look_ahead()
         return touched
 
@@ -240,41 +252,75 @@ class _Transfers:
         return (stage, peer) if self._streams == "pair" else (stage, peer, stage == to)
 
     def _start(self, batch: _Batch, now: float) -> None:
-        """Start what is first at both ends."""
+        """What is first at both ends; at its sender's alone where a buffer takes it."""
         for transfer in batch.left:
-            posted = self._posted[transfer]
-            if len(posted) < 2 or transfer in self._unheard or transfer in self._moving:
-                continue
-            if all(self._queues[each.queue][0] is each for each in posted):
-                self._move(now)
-                origin, to = self._ends(transfer)
-                self._moving[transfer] = self._send_s
-                self._shares[origin, True] += 1
-                self._shares[to, False] += 1
-                self._look_ahead()
+            sends, receives = (self._reached(transfer, end) for end in self._ends(transfer))
+            if sends and (receives or self._buffers) and transfer not in self._unheard:
+                if now > self._now:
+                    self._move(now)
+                self._left_s.setdefault(transfer, self._send_s)
+                if receives:
+                    self._received.add(transfer)
+
+    def _reached(self, transfer: Transfer, end: int) -> bool:
+        """Whether an end has come to it in its queue."""
+        batch = self._posted[transfer].get(end)
+        return (transfer, end) in self.done if batch is None else self._queues[batch.queue][0] is batch
+
+    def _release(self, transfer: Transfer, end: int) -> None:
+        """An end is done with it, and comes to what it has posted next."""
+        self.done.add((transfer, end))
+        batch = self._posted[transfer].pop(end)
+        batch.left.remove(transfer)
+        queue = self._queues[batch.queue]
+        if not batch.left:
+            queue.popleft()
+            if queue:
+                self._start(queue[0], self._now)
 
     def _tell(self, batch: _Batch, stage: int) -> None:
         """A receiver tells the sender that it is ready, behind what it is sending to it."""
         for transfer in batch.left:
             origin, to = self._ends(transfer)
-            before = [one for one in self._moving if self._ends(one) == (to, origin)]
+            before = [one for one in self._left_s if self._ends(one) == (to, origin)]
             if stage == to and before:
                 self._unheard[transfer] = before[0]
 
-    def _slowed(self, transfer: Transfer) -> int:
-        if self._streams == "direction":
-            return 1
-        origin, to = self._ends(transfer)
-        return max(self._shares[origin, True], self._shares[to, False])
+    def _hear(self, done: Transfer) -> None:
+        for transfer in [one for one, before in self._unheard.items() if before == done]:
+            del self._unheard[transfer]
+            for batch in tuple(self._posted[transfer].values()):
+                self._start(batch, self._now)
+
+    def _stop_s(self, transfer: Transfer) -> float | None:
+        """What is left when its sender is done or when it has arrived; None where it waits for its receiver."""
+        if self._ends(transfer)[0] in self._posted[transfer]:
+            return min(self._left_s[transfer], self._late_s)
+        return 0.0 if transfer in self._received else None
 
     def _move(self, now: float) -> None:
-        for transfer, left_s in self._moving.items():
-            self._moving[transfer] = left_s - (now - self._now) / self._slowed(transfer)
+        for transfer, (stop_s, soon_s) in self._stops.items():
+            if now >= self._now + soon_s:
+                self._left_s[transfer] = stop_s
+            else:
+                self._left_s[transfer] -= (self._left_s[transfer] - stop_s) * (now - self._now) / soon_s
         self._now = now
 
     def _look_ahead(self) -> None:
-        ends = [left_s * self._slowed(transfer) for transfer, left_s in self._moving.items()]
-        self.next_s = self._now + max(0.0, min(ends)) if ends else float("inf")
+        stops = {one: stop_s for one in self._left_s if (stop_s := self._stop_s(one)) is not None}
+        slowed = self._slowed([one for one, stop_s in stops.items() if self._left_s[one] > stop_s])
+        self._stops = {
+            one: (stop_s, (self._left_s[one] - stop_s) * slowed.get(one, 1)) for one, stop_s in stops.items()
+        }
+        self.next_s = self._now + min((soon_s for _, soon_s in self._stops.values()), default=float("inf"))
+
+    def _slowed(self, moving: list[Transfer]) -> dict[Transfer, int]:
+        """How many share the busier of the two NICs that each crosses."""
+        if self._streams == "direction":
+            return {}
+        ends = {transfer: self._ends(transfer) for transfer in moving}
+        out, into = (Counter(each) for each in zip(*ends.values(), strict=True)) if ends else (Counter(), Counter())
+        return {transfer: max(out[origin], into[to]) for transfer, (origin, to) in ends.items()}
 
 
 def closed_form(
@@ -306,7 +352,9 @@ def _exposed_sends(schedule: PipelineSchedule, stages: int, count: int, chunks: 
 
 def _uniform(stages: int, seconds: float, times: Sequence[StageTimes]) -> PipelineRun:
     """Every stage is taken to end with the last: what it communicates then hides behind its own backward alone."""
-    last = [seconds - max(one.backward_s for one in times[stage::stages]) for stage in range(stages)]
+    between = len(times) - stages + 1
+    """Chunks that a stage takes backward from its first chunk's last micro-batch on: rounds of as many as stages."""
+    last = [seconds - between * max(one.backward_s for one in times[stage::stages]) for stage in range(stages)]
     return PipelineRun((seconds,) * stages, tuple(last))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import msgspec
 
@@ -18,7 +18,7 @@ from backbeat.layouts.layout_memory import MemoryByKind, memory
 from backbeat.layouts.layout_prediction import COMPUTE, Family, LayoutPrediction, StepBreakdown
 from backbeat.layouts.measured_block import MeasuredBlock, measured_block
 from backbeat.layouts.pipeline import PipelineRun, closed_form, run
-from backbeat.layouts.replicas import RankParameters, ReplicaTimer, ReplicaTimes, rank_parameters
+from backbeat.layouts.replicas import ReplicaTimer, ReplicaTimes
 from backbeat.layouts.slow_ranks import check_stragglers, slow_pipelines, step_wait
 from backbeat.layouts.stage_times import PARTS, StageTimer, StageTimes, split_layers
 from backbeat.model.prediction import Span
@@ -38,6 +38,23 @@ PREDICTED: tuple[Family, ...] = ("closed-form", "events")
 _NAMES = {"F": "forward", "B": "backward", "W": "weight gradients"}
 
 
+class PredictorOptions(TypedDict, total=False):
+    """What `predict` and `search` take beside the job; `predictor_of` has the defaults."""
+
+    framework: str | Conventions
+    accelerator: str | None
+    imbalance: float
+    """The busiest expert rank's tokens over the average's."""
+    compute_factor: float
+    """How many times as long computation takes as the operator model says; a measured step of one layout gives it."""
+    block: Profile | str | os.PathLike[str] | None
+    """Gives it too: a measured profile of one of the model's dense layers."""
+    stragglers: Mapping[int, float] | None
+    """Ranks that compute more slowly, with their slowdown: {13: 1.3}."""
+    contention: bool | None
+    """Count what computation loses beside communication. By default only with a `block`: other rates hold it."""
+
+
 def predict(
     model: ModelInput,
     cluster: ClusterInput,
@@ -47,50 +64,32 @@ def predict(
     sequence: int,
     gpus: int | None = None,
     precision: str = "bf16",
-    framework: str | Conventions = "megatron",
-    accelerator: str | None = None,
     family: Family = "events",
-    imbalance: float = 1.0,
-    compute_factor: float = 1.0,
-    block: Profile | str | os.PathLike[str] | None = None,
-    stragglers: Mapping[int, float] | None = None,
-    contention: bool | None = None,
     band: bool = True,
-    **fields: Any,
+    **given: Any,
 ) -> LayoutPrediction:
     """Predict a step.
 
     The layout is given whole (`Layout`, or text as the command line takes it) or by its fields: dp=8, tp=4, pp=2, cp=1,
-    ep=1, micro_batch=1, recompute="selective", schedule="1f1b", chunks=1, zero=1. `imbalance` is the busiest expert
-    rank's tokens over the average's. `compute_factor` is how many times as long computation takes as the operator model
-    says: a measured step of one layout gives it, or `block`, a measured profile of one of the model's dense layers.
-    `stragglers` are ranks that compute more slowly, with their slowdown: {13: 1.3}. `contention` counts what
-    computation loses beside communication; by default only with a `block`, since other rates hold it already.
+    ep=1, micro_batch=1, recompute="selective", schedule="1f1b", chunks=1, zero=1. Further options are those of
+    `PredictorOptions`: framework="megatron", accelerator="h100", imbalance=1.2, compute_factor=1.1, block="layer.json",
+    stragglers={13: 1.3}, contention=True.
 
     >>> found = predict("llama-3-8b", "dgx-h100", dp=8, tp=2, global_batch=256, sequence=8192, recompute="full")
     >>> found.fits, 0.3 < found.mfu < 0.6
     (True, True)
     """
+    options = {name: given[name] for name in PredictorOptions.__annotations__ if name in given}
+    fields = {name: value for name, value in given.items() if name not in options}
     if isinstance(layout, str):
         layout = Layout.parse(layout)
     if layout is None or fields:
         layout = _changed(layout or Layout(), fields)
     if family not in PREDICTED:
         raise InputError(f"family is {family!r}: predicted are {' and '.join(PREDICTED)}; `backbeat lab` executes")
-    predictor = predictor_of(
-        model,
-        cluster,
-        job_of(global_batch, sequence, precision),
-        framework=framework,
-        accelerator=accelerator,
-        imbalance=imbalance,
-        compute_factor=compute_factor,
-        block=block,
-        stragglers=stragglers,
-        contention=contention,
-    )
+    predictor = predictor_of(model, cluster, job_of(global_batch, sequence, precision), **options)
     check(predictor.model, layout, predictor.job, gpus)
-    check_stragglers(predictor.stragglers, layout.gpus)
+    check_stragglers(predictor.stragglers, layout.gpus, predictor.cluster.per_node)
     found = predictor.predict(layout, family)
     return predictor.banded(found) if band else found
 
@@ -186,17 +185,18 @@ class LayoutPredictor:
         )
         return msgspec.structs.replace(found, band_s=(found.step_s * quiet / middle, found.step_s * busy / middle))
 
-    def predict(self, layout: Layout, family: Family = "events") -> LayoutPrediction:
-        """A layout that can be; whoever calls has checked it."""
-        even = self._course(layout, family, (1.0,) * layout.pp)
+    def predict(self, layout: Layout, family: Family = "events", *, timeline: bool = True) -> LayoutPrediction:
+        """A layout that can be; whoever calls has checked it. Without a `timeline` steps of many micro-batches take
+        less time."""
+        even = self._course(layout, family, (1.0,) * layout.pp, listed=timeline)
         found = self._assembled(layout, family, even)
         if self.stragglers:
             found = self._with_slow_ranks(found, even)
         return found if self.block is None else self._with_waits(found, self.block)
 
-    def _course(self, layout: Layout, family: Family, slowdowns: Sequence[float]) -> _Course:
+    def _course(self, layout: Layout, family: Family, slowdowns: Sequence[float], *, listed: bool = True) -> _Course:
         """One pipeline, whose stages compute so many times as long as they should."""
-        kinds = split_layers(self.model, layout)
+        kinds = split_layers(self.model, layout, by_cost=self.conventions.stages_by_cost)
         replicas = ReplicaTimer(self.model, layout, self.cluster, self.operators, self.conventions)
         timers = {
             slowdown: StageTimer(
@@ -215,18 +215,21 @@ class LayoutPredictor:
         chosen = [every[slowdowns[place % layout.pp]][place] for place in range(len(kinds))]
         own = [_with_pass(each, self.conventions.pass_s / layout.chunks) for each in chosen]
         times = [replicas.sharded_passes(each, kind) for each, kind in zip(own, kinds, strict=True)]
-        send = self._send_s(layout, timers[slowdowns[0]])
+        sent_bytes = 2 * timers[slowdowns[0]].builder.tokens * self.model.hidden
+        send = self._send_s(layout, sent_bytes)
         count = micro_batches(layout, self.job)
         if family == "events":
-            passes = run(layout.schedule, layout.pp, count, times, send, self.conventions.streams)
+            streams, late = self.conventions.streams, self.cluster.late_s(sent_bytes / layout.tp)
+            passes = run(layout.schedule, layout.pp, count, times, send, streams, late, listed=listed)
+            passes = passes if listed else replace(passes, performed=())
         else:
             passes = closed_form(layout.schedule, layout.pp, count, times, send)
         afters = []
         for stage in range(layout.pp):
-            held = [rank_parameters(self.model, layout, kind) for kind in kinds[stage :: layout.pp]]
-            total = RankParameters(sum(each.dense for each in held), sum(each.expert for each in held))
             window = passes.end_s[stage] - passes.last_backward_s[stage]
-            afters.append(replicas.after(total, window, sum(times[stage :: layout.pp], StageTimes())))
+            afters.append(
+                replicas.after(kinds[stage :: layout.pp], window, sum(times[stage :: layout.pp], StageTimes()))
+            )
         updates = [each.update_s * self._factor * slow for each, slow in zip(afters, slowdowns, strict=True)]
         return _Course(times, passes, afters, max(updates), max(each.gather.total_s for each in afters))
 
@@ -234,12 +237,11 @@ class LayoutPredictor:
     def _factor(self) -> float:
         return self.compute_factor * (self.block.factor if self.block else 1.0)
 
-    def _send_s(self, layout: Layout, timer: StageTimer) -> float:
+    def _send_s(self, layout: Layout, size: float) -> float:
         """Activations of a micro-batch to the next stage; without sequence parallelism Megatron scatters and gathers
         them, so that each rank sends its share."""
         if layout.pp == 1:
             return 0.0
-        size = 2 * timer.builder.tokens * self.model.hidden
         stride = layout.tp * layout.cp * layout.dp
         sent = self.cluster.send_s(size / layout.tp, layout.pp, stride)
         if layout.tp > 1 and not layout.sequence_parallel:
@@ -287,10 +289,10 @@ class LayoutPredictor:
 
     def _with_slow_ranks(self, found: LayoutPrediction, even: _Course) -> LayoutPrediction:
         """Everybody waits for the pipeline that ends last."""
-        layout = found.layout
+        layout, listed = found.layout, bool(even.passes.performed)
         courses = [
             # What the others hide behind their forward is theirs to wait for: a slow rank does not make it less.
-            replace(self._course(layout, found.family, factors), gather_s=even.gather_s)
+            replace(self._course(layout, found.family, factors, listed=listed), gather_s=even.gather_s)
             for factors in slow_pipelines(layout, self.stragglers)
         ]
         # Where weight gradients fill the waiting, a slower stage may fill it better; nobody can count on that.

@@ -11,10 +11,18 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from backbeat.cost.operators import Traffic
+from backbeat.layouts.gradient_buckets import (
+    GradientBucket,
+    behind_backward,
+    dense_buckets,
+    dense_tensors,
+    equal_buckets,
+)
 from backbeat.layouts.stage_times import PARTS, Added, StageLayers, StageTimes
-from backbeat.simulate.contention import together_s
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from backbeat.cost.operator_model import OperatorModel
     from backbeat.layouts.cluster import GpuCluster, Kind
     from backbeat.layouts.conventions import Conventions
@@ -32,6 +40,10 @@ class RankParameters(NamedTuple):
     dense: float
     expert: float
 
+    @property
+    def total(self) -> float:
+        return self.dense + self.expert
+
 
 def rank_parameters(model: Transformer, layout: Layout, stage: StageLayers) -> RankParameters:
     """
@@ -39,7 +51,7 @@ def rank_parameters(model: Transformer, layout: Layout, stage: StageLayers) -> R
     >>> from backbeat.layouts.layout import Layout
     >>> from backbeat.layouts.stage_times import split_layers
     >>> llama, layout = transformer("llama-3-70b"), Layout(tp=4, pp=2)
-    >>> held = [sum(rank_parameters(llama, layout, stage)) for stage in split_layers(llama, layout)]
+    >>> held = [rank_parameters(llama, layout, stage).total for stage in split_layers(llama, layout)]
     >>> round(4 * sum(held) / llama.parameters, 3)
     1.0
     """
@@ -47,7 +59,9 @@ def rank_parameters(model: Transformer, layout: Layout, stage: StageLayers) -> R
     attention = sum(each.parameters / (1 if each.split == "none" else tp) for each in model.attention)
     norms = (2 if model.rms_norm else 4) * model.hidden
     each_dense = attention + norms + model.mlp_parameters(model.ffn) / tp
-    each_sparse = attention + norms + model.router.parameters + model.mlp_parameters(model.shared_ffn) / tp
+    each_sparse = attention + norms
+    if model.experts:
+        each_sparse += model.router.parameters + model.mlp_parameters(model.shared_ffn) / tp
     dense = stage.dense * each_dense + stage.sparse * each_sparse
     if stage.first:
         dense += model.embedding_parameters / tp
@@ -90,7 +104,7 @@ class ReplicaTimer:
         """A stage's passes where each micro-batch gathers parameters (ZeRO 3) and scatters gradients (ZeRO 2 and 3): a
         layer's worth hides behind the layer before it."""
         zero = self.layout.zero
-        if zero < 2:
+        if zero < 2 or stage.layers == 0:
             return times
         held = rank_parameters(self.model, self.layout, stage)
         gather = self._layerwise("all_gather", held, 2, stage.layers) if zero == 3 else 0.0
@@ -108,7 +122,7 @@ class ReplicaTimer:
 
     def _slowdown(self, times: StageTimes) -> float:
         """Of a stage's passes beside collectives of its replicas."""
-        spent = dict(zip(PARTS, (part / times.total_s for part in times.parts), strict=True))
+        spent = dict(zip(PARTS, (part / (times.total_s or 1.0) for part in times.parts), strict=True))
         return self.cluster.slowdown(
             *self._dense,
             matmul=spent["matmul"] + spent["recompute"],
@@ -116,55 +130,77 @@ class ReplicaTimer:
             memory=spent["memory"],
         )
 
-    def after(self, held: RankParameters, window_s: float, passes: StageTimes) -> ReplicaTimes:
-        """Of a stage that holds these, whose last backward takes `window_s`."""
+    def after(self, chunks: Sequence[StageLayers], window_s: float, passes: StageTimes) -> ReplicaTimes:
+        """Of a stage that holds these. From `window_s` before its end on gradients are complete."""
         zero = self.layout.zero
+        held = [rank_parameters(self.model, self.layout, chunk) for chunk in chunks]
+        total = RankParameters(sum(each.dense for each in held), sum(each.expert for each in held))
         reduce = gather = Added()
         slowdown = self._slowdown(passes)
         if zero < 2:
-            kind: Kind = self.reduction.collective
-            width = self.conventions.reduced_bytes(zero)
-            reduce = self._reduce(kind, held, width, window_s, slowdown)
+            reduce = self._reduce(chunks, total.expert, window_s, slowdown)
         if zero in (1, 2) and self.reduction.gather_dtype is not None:
-            gather = self._gather(held, passes.forward_s, slowdown)
-        return ReplicaTimes(reduce, self._update(held), gather)
+            gather = self._gather(chunks, total, passes.forward_s, slowdown)
+        return ReplicaTimes(reduce.plus(self._tied(chunks)), self._update(total), gather)
 
-    def _reduce(self, kind: Kind, held: RankParameters, width: int, window_s: float, slowdown: float) -> Added:
+    def _buckets(
+        self, chunks: Sequence[StageLayers], expert: float, cap: int | None
+    ) -> list[tuple[tuple[int, int], tuple[GradientBucket, ...]]]:
+        """Groups of ranks, and what travels in each."""
+        found = []
+        for group, dense in ((self._dense, True), (self._expert, False)):
+            most = None if cap is None else max(cap, self.reduction.bucket_elements_per_worker * group[0])
+            made = (
+                dense_buckets(self.model, self.layout.tp, tuple(chunks), most) if dense else equal_buckets(expert, most)
+            )
+            if group[0] > 1 and made:
+                found.append((group, made))
+        return found
+
+    def _reduce(self, chunks: Sequence[StageLayers], expert: float, window_s: float, slowdown: float) -> Added:
         found = Added()
+        kind, width = self.reduction.collective, self.conventions.reduced_bytes(self.layout.zero)
         cap = self.reduction.bucket_elements
         if cap is None and self.reduction.bucket_bytes:
             cap = self.reduction.bucket_bytes[-1] // 2
-        for elements, (workers, stride) in ((held.dense, self._dense), (held.expert, self._expert)):
-            if workers == 1 or elements == 0:
-                continue
-            most = elements if cap is None else self.reduction.cap(cap, workers)
-            buckets = max(1, round(elements / most))
-            each = self.cluster.collective_s(kind, elements * width / buckets, workers, stride)
+        for (workers, stride), buckets in self._buckets(chunks, expert, cap):
+
+            def travel_s(elements: float, workers: int = workers, stride: int = stride) -> float:
+                return self.cluster.collective_s(kind, width * elements, workers, stride)
+
             if self.reduction.overlap == "none":
-                found = found.plus(buckets * each)
+                found = found.plus(sum(travel_s(bucket.elements) for bucket in buckets))
             else:
-                # Equal buckets, ready at equal distances: one travels while backward makes the next.
-                ready = window_s / buckets
-                alone, beside = (
-                    ready + (buckets - 1) * together_s(ready, each, factor) + each - window_s
-                    for factor in (1.0, slowdown)
-                )
-                found = found.plus(alone, beside - alone)
+                found = found.plus(*behind_backward(buckets, window_s, travel_s, slowdown))
         return found
 
-    def _gather(self, held: RankParameters, forward_s: float, slowdown: float) -> Added:
+    def _tied(self, chunks: Sequence[StageLayers]) -> float:
+        """The first and the last stage add up the gradients of an embedding that is the head as well."""
+        ends = [chunk for chunk in chunks if chunk.first or chunk.last]
+        if not self.model.tied or self.layout.pp == 1 or not ends or (ends[0].first and ends[-1].last):
+            return 0.0
+        size = self.conventions.reduced_bytes(self.layout.zero) * self.model.head.parameters / self.layout.tp
+        apart = self.layout.tp * self.layout.cp * self.layout.dp * (self.layout.pp - 1)
+        # Of two ranks each sends as much as it has: one half to add up, the other half added up.
+        return self.cluster.send_s(size, 2, apart)
+
+    def _gather(self, chunks: Sequence[StageLayers], held: RankParameters, forward_s: float, slowdown: float) -> Added:
         total = first = 0.0
-        for elements, (workers, stride) in ((held.dense, self._dense), (held.expert, self._expert)):
-            cap = self.reduction.gather_elements
-            most = elements if cap is None else self.reduction.cap(cap, workers)
-            buckets = max(1, round(elements / most)) if elements else 0
-            if buckets:
-                each = self.cluster.collective_s("all_gather", 2 * elements / buckets, workers, stride)
-                total, first = total + buckets * each, max(first, each)
+        for (workers, stride), buckets in self._buckets(chunks, held.expert, self.reduction.gather_elements):
+            each = [self.cluster.collective_s("all_gather", 2 * one.elements, workers, stride) for one in buckets]
+            total, first = total + sum(each), max(first, each[-1])
+        if self.conventions.copies_slices:
+            total += self._slices_s(chunks, held.dense)
         if not self.reduction.gather_overlap:
             return Added(total)
-        # Forward starts with the first bucket; the others travel beside it.
+        # Forward starts with the first bucket, backward's last; the others travel beside it.
         return Added.behind(forward_s, total - first, slowdown).plus(first)
+
+    def _slices_s(self, chunks: Sequence[StageLayers], dense: float) -> float:
+        """Launches of one copy for each tensor and replica, and three copies of all parameters."""
+        launches = self._dense[0] * dense_tensors(self.model, self.layout.tp, chunks)
+        copied = self.operators.seconds(Traffic("pointwise", 3 * 2 * 2 * dense, 2))
+        return 2 * self.operators.host.view_s * launches + copied if self._dense[0] > 1 else 0.0
 
     def _layerwise(self, kind: Kind, held: RankParameters, width: int, layers: int) -> float:
         """All layers of a stage, each in a collective of its own."""
@@ -177,4 +213,6 @@ class ReplicaTimer:
         dense, expert = held
         if self.layout.zero:
             dense, expert = dense / self._dense[0], expert / self._expert[0]
-        return self.operators.seconds(Traffic("update/fused/adam", _UPDATE_BYTES * (dense + expert)))
+        kept = Traffic("pointwise", self.conventions.kept_bytes * held.total, 4)
+        updated = Traffic("update/fused/adam", _UPDATE_BYTES * (dense + expert))
+        return self.operators.seconds(updated) + (self.operators.seconds(kept) if kept.bytes else 0.0)

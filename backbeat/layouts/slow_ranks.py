@@ -22,12 +22,15 @@ if TYPE_CHECKING:
     from backbeat.layouts.measured_block import MeasuredBlock
 
 
-def check_stragglers(stragglers: Mapping[int, float], gpus: int) -> None:
+def check_stragglers(stragglers: Mapping[int, float], gpus: int, per_node: int) -> None:
     for rank, slowdown in stragglers.items():
+        # A node is given as its ranks.
+        name = f"straggler rank {rank} (node {rank // per_node})"
         if not 0 <= rank < gpus:
-            raise InputError(f"straggler rank {rank} is not there: ranks of {gpus} GPUs are 0 to {gpus - 1}")
+            last = (gpus - 1) // per_node
+            raise InputError(f"{name} is not there: ranks of {gpus} GPUs are 0 to {gpus - 1}, their nodes 0 to {last}")
         if not 1 <= slowdown < math.inf:
-            raise InputError(f"straggler rank {rank} has slowdown {slowdown}: it is 1 or more, like 1.3")
+            raise InputError(f"{name} has slowdown {slowdown}: it is 1 or more, like 1.3")
 
 
 def group_size(layout: Layout) -> int:

@@ -99,9 +99,9 @@ class StageLayers:
         return self.dense + self.sparse
 
 
-def split_layers(model: Transformer, layout: Layout) -> list[StageLayers]:
+def split_layers(model: Transformer, layout: Layout, *, by_cost: bool = False) -> list[StageLayers]:
     """Consecutive layers to consecutive chunks, those in the middle taking one more where they do not divide: the first
-    has the embedding to do as well, the last the head.
+    has the embedding to do as well, the last the head. Or `by_cost`, as nanotron does.
 
     >>> from backbeat.layouts.layout import Layout
     >>> for layers in (6, 7):
@@ -111,16 +111,37 @@ def split_layers(model: Transformer, layout: Layout) -> list[StageLayers]:
     [2, 2, 2, 1]
     """
     stages = layout.pp * layout.chunks
-    base, rest = divmod(model.layers, stages)
-    more = [*range(1, stages - 1), 0][:rest]
+    if by_cost:
+        counts, head = _counts_by_cost(model, stages)
+    else:
+        base, rest = divmod(model.layers, stages)
+        more = [*range(1, stages - 1), 0][:rest]
+        counts, head = [base + (stage in more) for stage in range(stages)], stages - 1
     found, begin = [], 0
     sparse_from = model.dense_layers if model.experts else model.layers
-    for stage in range(stages):
-        end = begin + base + (stage in more)
-        dense = max(0, min(end, sparse_from) - begin)
-        found.append(StageLayers(dense, end - begin - dense, stage == 0, stage == stages - 1))
-        begin = end
+    for stage, count in enumerate(counts):
+        dense = max(0, min(begin + count, sparse_from) - begin)
+        found.append(StageLayers(dense, count - dense, stage == 0, stage == head))
+        begin += count
     return found
+
+
+def _counts_by_cost(model: Transformer, stages: int) -> tuple[list[int], int]:
+    """Layers of each stage, and the stage of the head: a stage is full once what lies up to there is more than its
+    share of all weights that a token is multiplied by (`build_model` of huggingface/nanotron, src/nanotron/models/
+    base.py @ 2411b02). Behind a head that is larger than a stage's share stages are left with nothing.
+
+    >>> llama = Transformer(name="1b", layers=16, hidden=2048, heads=32, ffn=8192, vocab=131072)
+    >>> _counts_by_cost(llama, 4), _counts_by_cost(llama, 8)
+    (([6, 5, 5, 0], 3), ([3, 3, 2, 3, 2, 3, 0, 0], 6))
+    """
+    layer = 4 * model.heads * model.width * model.hidden + model.mlp_parameters(model.ffn)
+    total = model.layers * layer + model.head.parameters
+    counts, stage = [0] * stages, 0
+    for number in range(1, model.layers + 1):
+        counts[stage] += 1
+        stage += number * layer * stages > total * (stage + 1)
+    return counts, stage
 
 
 class StageTimer:
@@ -145,7 +166,7 @@ class StageTimer:
 
     def stages(self) -> list[StageTimes]:
         """Of every chunk, in the order of layers."""
-        kinds = split_layers(self.model, self.layout)
+        kinds = split_layers(self.model, self.layout, by_cost=self.conventions.stages_by_cost)
         dense = self.layer(sparse=False) if any(kind.dense for kind in kinds) else StageTimes()
         sparse = self.layer(sparse=True) if any(kind.sparse for kind in kinds) else StageTimes()
         ends = (

@@ -1,4 +1,4 @@
-"""Rules that the types alone cannot say. Each raises an `InputError` with the place, the value and what to do."""
+"""Rules that the types alone cannot say. Each raises an `InputError` with the field, the value and what to do."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ _MOST = 1e18
 """Seconds or bytes beyond this are a slip, and their sums and products could overflow."""
 
 
-def not_negative(place: str, value: float | None) -> None:
+def not_negative(where: str, value: float | None) -> None:
     """The value is finite, zero or more, and small enough to calculate with (or absent)."""
     if value is None:
         return
     if not math.isfinite(value):
-        raise InputError(f"{place} is {value}: it must be a finite number; measure it again")
+        raise InputError(f"{where} is {value}: it must be a finite number; measure it again")
     if value < 0:
-        raise InputError(f"{place} is {value}: it must not be negative; measure it again")
+        raise InputError(f"{where} is {value}: it must not be negative; measure it again")
     if value > _MOST:
-        raise InputError(f"{place} is {value}: it must be {_MOST:.0e} or less; check its unit")
+        raise InputError(f"{where} is {value}: it must be {_MOST:.0e} or less; check its unit")
 
 
-def at_least(place: str, value: int, least: int) -> None:
+def at_least(where: str, value: int, least: int) -> None:
     if value < least:
-        raise InputError(f"{place} is {value}: it must be {least} or more")
+        raise InputError(f"{where} is {value}: it must be {least} or more")
 
 
-def unique(place: str, names: Iterable[str], *, advice: str) -> None:
+def unique(where: str, names: Iterable[str], *, advice: str) -> None:
     seen: dict[str, int] = {}
     for index, name in enumerate(names):
         if name in seen:
-            raise InputError(f"{place}[{index}] repeats {name!r}, already at {place}[{seen[name]}]: {advice}")
+            raise InputError(f"{where}[{index}] repeats {name!r}, already at {where}[{seen[name]}]: {advice}")
         seen[name] = index

@@ -121,7 +121,7 @@ def read(path: Path) -> bytes:
 
 
 def decode(raw: bytes, kind: type[T], where: str) -> T:
-    """Bytes of JSON to a checked value; every refusal names the place in the file."""
+    """Bytes of JSON to a checked value; every refusal names the field."""
     wanted = str(getattr(kind, "SCHEMA", ""))
     data = _json(raw, where, wanted)
     if not isinstance(data, dict):
@@ -134,7 +134,7 @@ def decode(raw: bytes, kind: type[T], where: str) -> T:
     try:
         return msgspec.convert(data, kind, strict=True)
     except msgspec.ValidationError as error:
-        raise InputError(f"{where}: {_place(str(error), kind)}") from None
+        raise InputError(f"{where}: {_field_error(str(error), kind)}") from None
 
 
 def encode(document: Document) -> bytes:
@@ -223,19 +223,19 @@ def _json(raw: bytes, where: str, wanted: str) -> Any:
         raise InputError(f"{where}, line {line} column {column}: {why}") from None
 
 
-def _place(message: str, kind: type[Document]) -> str:
-    """msgspec's `what - at `$.place`` as `place: what`, with advice where the rule is known."""
-    what, _, place = message.partition(" - at `")
-    place = place.rstrip("`").removeprefix("$").removeprefix(".")
+def _field_error(message: str, kind: type[Document]) -> str:
+    """msgspec's `what - at `$.field`` as `field: what`, with advice where the rule is known."""
+    what, _, field = message.partition(" - at `")
+    field = field.rstrip("`").removeprefix("$").removeprefix(".")
     if "missing required field" in what:
         what += ": add it"
     elif "contains unknown field" in what:
         what += ": remove it, or check its spelling"
     elif "Invalid enum value" in what:
-        what += f": it must be {' or '.join(_allowed(place.rpartition('.')[2], kind))}"
+        what += f": it must be {' or '.join(_allowed(field.rpartition('.')[2], kind))}"
     elif "Expected" in what:
         what += ": correct it, or write the file again"
-    return f"{place}: {what}" if place else what
+    return f"{field}: {what}" if field else what
 
 
 def _allowed(field: str, kind: type[Document]) -> list[str]:

@@ -9,12 +9,12 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 import msgspec
 import numpy as np
 from msgspec import Meta
-from msgspec.structs import force_setattr
+from msgspec.structs import force_setattr, replace
 
 from backbeat.cost import Batch, LinkCost
 from backbeat.cost.collectives import Collective
 from backbeat.cost.fabric import Load
-from backbeat.cost.scaling import crowded, hindered, mixed, moved
+from backbeat.cost.scaling import beside_traffic, mixed, moved, slower_transfer
 from backbeat.errors import InputError
 from backbeat.model.checks import at_least
 from backbeat.model.collective_times import CollectiveTimes, ConcurrencyPoint
@@ -167,7 +167,7 @@ class Network(Document, frozen=True, kw_only=True):
                 "one link between nodes, like ib400; or predict on that network alone"
             )
         at_least("links", links, 1)
-        inside, beyond = base.all_reduce.curve, hindered(between.all_reduce.curve, 1 / links)
+        inside, beyond = base.all_reduce.curve, slower_transfer(between.all_reduce.curve, 1 / links)
         sizes = np.unique(np.concatenate([inside.sizes, beyond.sizes, [0.0, 2.0**20, 2.0**24, 2.0**28]]))
         times = inside.time(sizes) + beyond.time(sizes)
         return Network(
@@ -199,9 +199,7 @@ class Network(Document, frozen=True, kw_only=True):
         if not self.concurrency:
             return ()
         seconds = self.cost.on(all_reduce.curve, self._batches)
-        return tuple(
-            msgspec.structs.replace(row, seconds=there) for row, there in zip(self.concurrency, seconds, strict=True)
-        )
+        return tuple(replace(row, seconds=there) for row, there in zip(self.concurrency, seconds, strict=True))
 
     @cached_property
     def cost(self) -> LinkCost:
@@ -222,7 +220,7 @@ class Network(Document, frozen=True, kw_only=True):
         if self.moved_from is None:
             return self
         fields = {name: getattr(self.moved_from, name) for name in WorkersRow.__struct_fields__}
-        return msgspec.structs.replace(self, moved_from=None, **fields)
+        return replace(self, moved_from=None, **fields)
 
     @cached_property
     def _own_rows(self) -> list[WorkersRow]:
@@ -252,7 +250,7 @@ class Network(Document, frozen=True, kw_only=True):
             if rows and (workers <= per_node or rows[-1].workers > per_node):
                 times[name], sources = self._times(name, workers, rows)
                 used = sources if name == "all_reduce" else used
-        return msgspec.structs.replace(
+        return replace(
             self,
             workers=workers,
             concurrency=self._nearest_concurrency(workers, times["all_reduce"]) if workers > 1 else (),
@@ -268,8 +266,8 @@ class Network(Document, frozen=True, kw_only=True):
         if below and below[-1].workers == workers:
             found: CollectiveTimes = getattr(below[-1], name)
             return found, ()
-        layout = self.topology.layout
-        known_inside = workers <= layout.per_node and layout.inside is not None
+        topology = self.topology.plain
+        known_inside = workers <= topology.per_node and topology.inside is not None
         if below and above and not known_inside:
             one, two = below[-1], above[0]
             curve = mixed(getattr(one, name).curve, getattr(two, name).curve, _share(one.workers, two.workers, workers))
@@ -278,7 +276,7 @@ class Network(Document, frozen=True, kw_only=True):
         slowdown = 1.0
         if self.topology.fabric is not None:
             slowdown = self.topology.fabric.change(self._nodes_of(near.workers), self._nodes_of(workers))
-        curve = moved(getattr(near, name).curve, name, near.workers, workers, layout, slowdown=slowdown)
+        curve = moved(getattr(near, name).curve, name, near.workers, workers, topology, slowdown=slowdown)
         return CollectiveTimes.of(curve), (near.workers,)
 
     def _nearest_concurrency(self, workers: int, all_reduce: CollectiveTimes) -> tuple[ConcurrencyPoint, ...]:
@@ -288,9 +286,7 @@ class Network(Document, frozen=True, kw_only=True):
         near = min(rows, key=lambda row: abs(math.log(row.workers / workers)))
         if near.workers == workers:
             return near.concurrency
-        there = msgspec.structs.replace(
-            self, workers=near.workers, rows=(), all_reduce=near.all_reduce, concurrency=near.concurrency
-        )
+        there = replace(self, workers=near.workers, rows=(), all_reduce=near.all_reduce, concurrency=near.concurrency)
         return there.concurrency_on(all_reduce)
 
     def _band(self, workers: int) -> LoadBand | None:
@@ -331,23 +327,23 @@ class Network(Document, frozen=True, kw_only=True):
             if times is None:
                 continue
             if band is not None:
-                curve = crowded(times.curve, 1 / (band.quiet if load == "quiet" else band.busy))
+                curve = beside_traffic(times.curve, 1 / (band.quiet if load == "quiet" else band.busy))
             elif fabric is not None and self.nodes > 1:
                 slowdown = fabric.slowdown(self.nodes, load)
-                layout = self.topology.layout
+                topology = self.topology.plain
                 curve = (
-                    crowded(times.curve, slowdown)
-                    if layout.inside is None
-                    else moved(times.curve, name, self.workers, self.workers, layout, slowdown=slowdown)
+                    beside_traffic(times.curve, slowdown)
+                    if topology.inside is None
+                    else moved(times.curve, name, self.workers, self.workers, topology, slowdown=slowdown)
                 )
             else:
                 return self
             there[name] = CollectiveTimes.of(curve)
         origin = self._origin() if self.moved_from is None else self.moved_from
-        return msgspec.structs.replace(
+        return replace(
             self,
             concurrency=self.concurrency_on(there["all_reduce"]),
-            moved_from=msgspec.structs.replace(origin, load=load),
+            moved_from=replace(origin, load=load),
             **there,
         )
 

@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta
-from msgspec.structs import force_setattr
+from msgspec.structs import force_setattr, replace
 
 from backbeat.errors import InputError, nearest
 from backbeat.model.blocks import MemoryPlan
@@ -183,10 +183,10 @@ class Plan(Document, frozen=True, kw_only=True):
         """The sharded plan without settings that came with torch 2.13; None where it has none of them."""
         if self.sharding is None:
             return None
-        plain = msgspec.structs.replace(self.sharding, reduce_scatter_buffers=1, separate_reduce_scatter=False)
+        plain = replace(self.sharding, reduce_scatter_buffers=1, separate_reduce_scatter=False)
         if plain == self.sharding:
             return None
-        return msgspec.structs.replace(self, sharding=plain, communicators=_UNSAID, predicted=None)
+        return replace(self, sharding=plain, communicators=_UNSAID, predicted=None)
 
     def need_buckets(self, user: str) -> None:
         """Refuse a sharded plan where gradients travel in buckets."""
@@ -247,8 +247,8 @@ class Plan(Document, frozen=True, kw_only=True):
             workers=workers,
             communicators=communicators,
             buckets=tuple(
-                Bucket(gradients=tuple(names), communicator=place % communicators)
-                for place, names in enumerate(buckets)
+                Bucket(gradients=tuple(names), communicator=index % communicators)
+                for index, names in enumerate(buckets)
             ),
         )
         plan.check(profile)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import msgspec
+from msgspec.structs import replace
 
 
 class Span(msgspec.Struct, frozen=True):
@@ -121,7 +122,7 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
         band = self.network_band
         if band is None or band.busy_s <= 0:
             return self
-        return msgspec.structs.replace(
+        return replace(
             self,
             iteration_s=band.busy_s,
             scaling_factor=band.busy_scaling_factor,

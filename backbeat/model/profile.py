@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta
-from msgspec.structs import force_setattr
+from msgspec.structs import force_setattr, replace
 
 from backbeat.errors import InputError
 from backbeat.model.blocks import Block, HostLink
@@ -210,8 +210,8 @@ class Profile(Document, frozen=True, kw_only=True):
 
     @cached_property
     def index(self) -> dict[str, int]:
-        """Each gradient's place in ready order, by name."""
-        return {gradient.name: place for place, gradient in enumerate(self.gradients)}
+        """Each gradient's index in ready order, by name."""
+        return {gradient.name: index for index, gradient in enumerate(self.gradients)}
 
     @cached_property
     def total_bytes(self) -> int:
@@ -224,7 +224,6 @@ class Profile(Document, frozen=True, kw_only=True):
 
     def slower(self, factor: float) -> Profile:
         """Forward and backward take `factor` times as long; the update, the host and the iterations measured stay."""
-        replace = msgspec.structs.replace
         return replace(
             self,
             forward_s=self.forward_s * factor,
@@ -255,14 +254,14 @@ class Profile(Document, frozen=True, kw_only=True):
             return self
         memory = self.memory
         if memory is not None:
-            memory = msgspec.structs.replace(
+            memory = replace(
                 memory,
                 steady_bytes=memory.steady_bytes + self.total_bytes,
                 peak_bytes=memory.peak_bytes + self.total_bytes if memory.peak_bytes else 0,
             )
-        return msgspec.structs.replace(
+        return replace(
             self,
-            gradients=tuple(msgspec.structs.replace(one, bytes=(one.bytes + 1) // 2) for one in self.gradients),
+            gradients=tuple(replace(one, bytes=(one.bytes + 1) // 2) for one in self.gradients),
             memory=memory,
         )
 

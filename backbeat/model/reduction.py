@@ -1,7 +1,7 @@
 """What a training framework does to gradients and parameters in a step: dtype, buckets, overlap, sharded update.
 
 A plan says which gradients travel together. A `Reduction` says the rest. The presets are what frameworks do by default,
-or with the flags named; where a job differs, `msgspec.structs.replace(REDUCTIONS["megatron"], …)` says how. Sources, by
+or with the flags named; where a job differs, `replace(REDUCTIONS["megatron"], …)` says how. Sources, by
 repository and commit, stand in docs/how-to/predict.md.
 """
 
@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
+from msgspec.structs import replace
 
 from backbeat.errors import InputError, did_you_mean
 from backbeat.model.checks import at_least
@@ -82,12 +83,10 @@ class Reduction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         if dtype == profile.gradient_dtype:
             return profile
         old, new = DTYPE_BYTES[profile.gradient_dtype], DTYPE_BYTES[dtype]
-        return msgspec.structs.replace(
+        return replace(
             profile,
             gradient_dtype=dtype,
-            gradients=tuple(
-                msgspec.structs.replace(one, bytes=-(-one.bytes // old) * new) for one in profile.gradients
-            ),
+            gradients=tuple(replace(one, bytes=-(-one.bytes // old) * new) for one in profile.gradients),
         )
 
     def on_device(self, profile: Profile, workers: int) -> Profile:
@@ -99,9 +98,9 @@ class Reduction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         saved = memory.optimizer_bytes - -(-memory.optimizer_bytes // workers) if self.sharded_update else 0
         sent = self.sent(profile)
         buffer = 0 if sent is profile else sent.total_bytes
-        return msgspec.structs.replace(
+        return replace(
             profile,
-            memory=msgspec.structs.replace(
+            memory=replace(
                 memory,
                 optimizer_bytes=memory.optimizer_bytes - saved,
                 steady_bytes=max(memory.steady_bytes - saved, 0) + buffer,
@@ -141,14 +140,14 @@ REDUCTIONS = {
     for one in (
         Reduction(name="torch-ddp", bucket_bytes=(2**20, 25 * 2**20), broadcast_buffers=True),
         _MEGATRON,
-        msgspec.structs.replace(
+        replace(
             _MEGATRON,
             name="megatron-no-overlap",
             bucket_elements=None,
             bucket_elements_per_worker=0,
             overlap="none",
         ),
-        msgspec.structs.replace(
+        replace(
             _MEGATRON,
             name="megatron-distributed-optimizer",
             collective="reduce_scatter",
@@ -167,7 +166,7 @@ REDUCTIONS = {
             gather_elements=500_000_000,
         ),
         _NANOTRON,
-        msgspec.structs.replace(_NANOTRON, name="nanotron-zero0", sharded_update=False, gather_dtype=None),
+        replace(_NANOTRON, name="nanotron-zero0", sharded_update=False, gather_dtype=None),
     )
 }
 """By name."""

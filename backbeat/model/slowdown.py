@@ -96,17 +96,17 @@ class Contention(Document, frozen=True, kw_only=True):
 
     def slowdown(self, sm_share: float, memory_share: float) -> Slowdown:
         """Beside communication that takes these shares of the multiprocessors and of the memory's bandwidth."""
-        return Slowdown(**{kind: course.at(sm_share, memory_share) for kind, course in self.courses.items()})
+        return Slowdown(**{kind: curve.at(sm_share, memory_share) for kind, curve in self.curves.items()})
 
     @cached_property
-    def courses(self) -> dict[str, SlowdownCourse]:
+    def curves(self) -> dict[str, SlowdownCurve]:
         """For each kind of work, what its rows have in common."""
         shares = np.array([(row.sms, RING_MEMORY * row.bus_bytes_per_s) for row in self.rows], dtype=np.float64)
         shares /= (self.sms, self.memory_bytes_per_s)
-        return {kind: SlowdownCourse.of(shares, [getattr(row, kind) for row in self.rows]) for kind in KINDS}
+        return {kind: SlowdownCurve.of(shares, [getattr(row, kind) for row in self.rows]) for kind in KINDS}
 
 
-class SlowdownCourse(NamedTuple):
+class SlowdownCurve(NamedTuple):
     """How one kind of work slows down: a line through corners for multiprocessors, and a slope for memory.
 
     Corners, because the first few multiprocessors cost a matrix product most: it is cut into as many tiles at a time as
@@ -120,7 +120,7 @@ class SlowdownCourse(NamedTuple):
     """Added for each share of the memory's bandwidth."""
 
     @classmethod
-    def of(cls, shares: np.ndarray, factors: Sequence[float]) -> SlowdownCourse:
+    def of(cls, shares: np.ndarray, factors: Sequence[float]) -> SlowdownCurve:
         """The slope from rows with as many multiprocessors as each other, the corners from what it leaves."""
         taken, moved, found = shares[:, 0], shares[:, 1], np.array(factors)
         corners = np.unique(taken)

@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from backbeat.cost.fabric import Kind, Load, bandwidth_share
-from backbeat.cost.scaling import Across, Algorithm, Inside, WorkerLayout
+from backbeat.cost.scaling import Across, Algorithm, Inside, PlainTopology
 from backbeat.errors import InputError
 from backbeat.model.checks import at_least
 from backbeat.model.collective_times import CollectiveTimes
@@ -84,9 +84,9 @@ class Topology(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             raise InputError("algorithm 'hierarchical' needs inside: the all-reduce times within one node")
 
     @property
-    def layout(self) -> WorkerLayout:
+    def plain(self) -> PlainTopology:
         """What moving needs of it."""
-        return WorkerLayout(
+        return PlainTopology(
             algorithm=self.algorithm,
             per_node=self.gpus_per_node,
             inside=self.inside.curve if self.inside is not None else None,

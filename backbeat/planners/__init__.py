@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal, TypedDict, Unpack
 
-import msgspec
+from msgspec.structs import replace
 
 from backbeat.errors import InputError, did_you_mean
 from backbeat.model import Network, Plan, Profile
@@ -93,7 +93,7 @@ def propose(profile: Profile, network: Network, strategy: str = "best", **choice
         own = device_alone(of)
         made = STRATEGIES[name](own, network, options)
         if not isinstance(made, Draft):
-            return msgspec.structs.replace(made, strategy=strategy)
+            return replace(made, strategy=strategy)
         planned = made.named(own, strategy, network.workers)
         if name != "best" or not HostLane.of(of).by_block:
             return planned
@@ -159,5 +159,5 @@ def plan(profile: Profile, network: Network, strategy: str = "best", **choices: 
     predicted = PlanPrediction.of(result, network.name)
     if (older := made.on_older_torch()) is not None:
         without_s = predict(profile, network, older, accumulation=accumulation).iteration_s
-        predicted = msgspec.structs.replace(predicted, older_torch_s=without_s)
-    return msgspec.structs.replace(made, predicted=predicted)
+        predicted = replace(predicted, older_torch_s=without_s)
+    return replace(made, predicted=predicted)

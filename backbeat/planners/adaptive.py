@@ -39,7 +39,7 @@ def adaptive(profile: Profile, network: Network, options: StrategyOptions) -> Dr
         chosen = int(np.argmin(_finishes(profile, cost, bucketings)))
     else:
         thinned = range(0, len(bucketings), -(-len(bucketings) // _ENGINE_CANDIDATES))
-        chosen = min(thinned, key=lambda place: end_s(bucketings[place][1]))
+        chosen = min(thinned, key=lambda index: end_s(bucketings[index][1]))
     buffer, ends = bucketings[chosen]
     best, finish = ends, end_s(ends)
     sizes = profile.sizes.tolist()
@@ -77,9 +77,9 @@ def _finishes(profile: Profile, cost: LinkCost, bucketings: list[tuple[float, li
     for row, (_, ends) in enumerate(bucketings):
         table[row, : len(ends)] = ends
     starts = np.zeros(len(bucketings), dtype=np.intp)
-    for place in range(longest):
-        live = np.flatnonzero(lengths > place)
-        stops = table[live, place]
+    for index in range(longest):
+        live = np.flatnonzero(lengths > index)
+        stops = table[live, index]
         messages = sums[stops] - sums[starts[live]]
         ready = profile.ready[stops - 1]
         finish[live] = np.maximum(ready + cost.time(messages), finish[live] + cost.busy_time(messages))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from backbeat.model import Network, Profile
 from backbeat.model.plan import DynamicFusion
 from backbeat.planners.draft import Draft, StrategyOptions
-from backbeat.simulate.contention import beside
+from backbeat.simulate.contention import contended
 from backbeat.simulate.dynamic import fuse
 from backbeat.simulate.schedule import capped
 from backbeat.simulate.slowdowns import slowdown_of
@@ -42,5 +42,5 @@ def horovod(profile: Profile, network: Network, options: StrategyOptions) -> Dra
         buffer_bytes=options.bucket_bytes or defaults.buffer_bytes, cycle_s=options.cycle_s or defaults.cycle_s
     )
     slowdown = slowdown_of(profile, network).factor
-    fused, _ = beside(lambda ready: fuse(profile, network.cost, settings, ready), profile.ready, slowdown)
+    fused, _ = contended(lambda ready: fuse(profile, network.cost, settings, ready), profile.ready, slowdown)
     return Draft(fused.ends, dynamic=settings)

@@ -192,22 +192,22 @@ def _neighbours(draft: Draft, stride: int) -> Iterator[Draft]:
     """Plans one change away: a boundary moved by `stride`, dropped, or set mid-bucket; a bucket on another
     communicator."""
     ends = draft.ends
-    for place in reversed(range(len(ends))):
-        low = ends[place - 1] if place else 0
-        if place + 1 < len(ends):
-            for moved in (ends[place] - stride, ends[place] + stride):
-                if low < moved < ends[place + 1]:
-                    yield Draft([*ends[:place], moved, *ends[place + 1 :]], draft.communicators, draft.assignment)
+    for index in reversed(range(len(ends))):
+        low = ends[index - 1] if index else 0
+        if index + 1 < len(ends):
+            for moved in (ends[index] - stride, ends[index] + stride):
+                if low < moved < ends[index + 1]:
+                    yield Draft([*ends[:index], moved, *ends[index + 1 :]], draft.communicators, draft.assignment)
             if draft.assignment is None:
-                yield Draft([*ends[:place], *ends[place + 1 :]], draft.communicators)
-        middle = (low + ends[place]) // 2
-        if low < middle < ends[place] and draft.assignment is None:
-            yield Draft([*ends[:place], middle, *ends[place:]], draft.communicators)
+                yield Draft([*ends[:index], *ends[index + 1 :]], draft.communicators)
+        middle = (low + ends[index]) // 2
+        if low < middle < ends[index] and draft.assignment is None:
+            yield Draft([*ends[:index], middle, *ends[index:]], draft.communicators)
     if stride == 1:
         communicators = draft.communicator_of_buckets()
-        for place in reversed(range(len(ends))):
+        for index in reversed(range(len(ends))):
             for communicator in range(draft.communicators):
-                if communicator != communicators[place]:
+                if communicator != communicators[index]:
                     yield Draft(
-                        ends, draft.communicators, [*communicators[:place], communicator, *communicators[place + 1 :]]
+                        ends, draft.communicators, [*communicators[:index], communicator, *communicators[index + 1 :]]
                     )

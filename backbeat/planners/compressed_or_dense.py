@@ -28,9 +28,9 @@ from backbeat.simulate.compressed_cost import (
     ELEMENT_BYTES,
     CompressedCost,
     Piece,
+    compressed_flow,
     compression_s_per_bucket,
     compression_s_per_byte,
-    travel,
 )
 from backbeat.simulate.schedule import running_sums
 
@@ -67,8 +67,8 @@ class Mixed:
                 buckets.append((waiting + inside, False))
                 waiting = []
                 continue
-            large = [place for place in inside if profile.gradients[place].bytes > SMALL_BYTES]
-            waiting += [place for place in inside if profile.gradients[place].bytes <= SMALL_BYTES]
+            large = [index for index in inside if profile.gradients[index].bytes > SMALL_BYTES]
+            waiting += [index for index in inside if profile.gradients[index].bytes <= SMALL_BYTES]
             if large:
                 buckets.append((large, True))
             if number == self.early and waiting:
@@ -81,13 +81,13 @@ class Mixed:
     def end_s(self, profile: Profile, network: Network, cost: CompressedCost) -> float:
         pieces = [
             Piece(
-                max(profile.gradients[place].ready_s for place in inside),
-                sum(profile.gradients[place].bytes for place in inside),
+                max(profile.gradients[index].ready_s for index in inside),
+                sum(profile.gradients[index].bytes for index in inside),
                 self.compression if compressed else None,
             )
             for inside, compressed in self.members(profile)
         ]
-        return travel(pieces, profile, network, cost).end_s
+        return compressed_flow(pieces, profile, network, cost).end_s
 
     def plan(self, profile: Profile, workers: int, note: str) -> Plan:
         return Plan(
@@ -97,7 +97,7 @@ class Mixed:
             communicators=1,
             buckets=tuple(
                 Bucket(
-                    gradients=tuple(profile.gradients[place].name for place in inside),
+                    gradients=tuple(profile.gradients[index].name for index in inside),
                     communicator=0,
                     compression=self.compression if compressed else None,
                 )
@@ -130,8 +130,8 @@ def compressed(profile: Profile, network: Network, options: StrategyOptions) -> 
             least = found
     chosen = _merged(*least, end_s)
     if any(chosen.compressed):
-        places = [chosen, *(replace(chosen, early=place) for place in range(len(chosen.ends) - 1))]
-        chosen = min(places, key=end_s)
+        indices = [chosen, *(replace(chosen, early=index) for index in range(len(chosen.ends) - 1))]
+        chosen = min(indices, key=end_s)
     buckets = chosen.members(profile)
     count = sum(compressed for _, compressed in buckets)
     if count == 0:
@@ -146,7 +146,7 @@ def compressed_ends(profile: Profile, network: Network, cost: CompressedCost, co
 
     E[j] = min over i < j of  max(r_j + c·S_j, E[i]) + T(S_j - S_i) + f
 
-    The fixed cost of compressing a bucket, f, really delays the buckets behind it. Here it counts as transfer time:
+    The fixed cost of compressing a bucket, f, really delays the buckets after it. Here it counts as transfer time:
     that keeps buckets few, and the simulation that scores the result has it right.
     """
     sums = running_sums(profile.sizes)
@@ -162,17 +162,17 @@ def compressed_ends(profile: Profile, network: Network, cost: CompressedCost, co
 
 def _merged(end: float, mixed: Mixed, end_s: Callable[[Mixed], float]) -> Mixed:
     """Neighbours of one kind merged where the predicted end stays: every bucket costs the host a launch."""
-    place = len(mixed.ends) - 2
-    while place >= 0:
-        if mixed.compressed[place] == mixed.compressed[place + 1]:
+    index = len(mixed.ends) - 2
+    while index >= 0:
+        if mixed.compressed[index] == mixed.compressed[index + 1]:
             fewer = Mixed(
-                [*mixed.ends[:place], *mixed.ends[place + 1 :]],
-                [*mixed.compressed[:place], *mixed.compressed[place + 1 :]],
+                [*mixed.ends[:index], *mixed.ends[index + 1 :]],
+                [*mixed.compressed[:index], *mixed.compressed[index + 1 :]],
                 mixed.compression,
             )
             if end_s(fewer) <= end * (1 + _ROUNDING):
                 mixed = fewer
-        place -= 1
+        index -= 1
     return mixed
 
 
@@ -182,11 +182,11 @@ def _flipped(mixed: Mixed, end_s: Callable[[Mixed], float]) -> tuple[float, Mixe
     improved = True
     while improved and left > 0:
         improved = False
-        for place in reversed(range(len(mixed.ends))):
+        for index in reversed(range(len(mixed.ends))):
             left -= 1
             if left < 0:
                 break
-            flags = [*mixed.compressed[:place], not mixed.compressed[place], *mixed.compressed[place + 1 :]]
+            flags = [*mixed.compressed[:index], not mixed.compressed[index], *mixed.compressed[index + 1 :]]
             changed = Mixed(mixed.ends, flags, mixed.compression)
             found = end_s(changed)
             if found < end * (1 - _BETTER):

@@ -63,7 +63,7 @@ class Draft:
     def communicator_of_buckets(self) -> list[int]:
         if self.assignment is not None:
             return self.assignment
-        return [place % self.communicators for place in range(len(self.ends))]
+        return [index % self.communicators for index in range(len(self.ends))]
 
     def end_s(self, profile: Profile, cost: LinkCost) -> float:
         """When the last bucket is done, after backward starts."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal
 
-import msgspec
+from msgspec.structs import replace
 
 from backbeat.errors import InputError
 from backbeat.model import Network, Plan, Profile
@@ -37,11 +37,11 @@ def within(profile: Profile, network: Network, schedule: Callable[[Profile], Pla
         changed = memory_timeline(profile, memory, first, workers=network.workers).profile
         plans.append(_with(schedule(changed), memory))
     fitting = []
-    for place, plan in enumerate(plans):
+    for index, plan in enumerate(plans):
         peak = memory_timeline(profile, memory, plan, workers=network.workers).peak_bytes
         if peak <= room:
-            made = _with(plan, msgspec.structs.replace(memory, peak_bytes=peak))
-            fitting.append((predict(profile, network, made).iteration_s, place, made))
+            made = _with(plan, replace(memory, peak_bytes=peak))
+            fitting.append((predict(profile, network, made).iteration_s, index, made))
     return min(fitting)[2]
 
 
@@ -58,4 +58,4 @@ def _fitting(profile: Profile, plan: Plan, budget: int, workers: int, options: S
 
 
 def _with(plan: Plan, memory: MemoryPlan) -> Plan:
-    return msgspec.structs.replace(plan, memory=memory)
+    return replace(plan, memory=memory)

@@ -14,7 +14,7 @@ from backbeat.simulate.memory_timeline import Chain
 
 
 def uniform(chain: Chain) -> dict[str, tuple[Unit, ...]]:
-    """Every block treated alike, where its place in the chain allows it."""
+    """Every block treated alike, where its position in the chain allows it."""
     policies = {"keep": one_by_one(chain, KEEP), "recompute": _each_recomputed(chain, RECOMPUTE)}
     if chain.has_host:
         policies["recompute, inputs offloaded"] = _each_recomputed(chain, FETCH)
@@ -74,24 +74,24 @@ def _each_recomputed(chain: Chain, action: int) -> tuple[Unit, ...]:
 
 def changes(chain: Chain, units: tuple[Unit, ...]) -> Iterator[tuple[Unit, ...]]:
     """Every plan one change away, starting with the first blocks, whose tensors are largest."""
-    for place in range(len(units)):
-        for replaced, by in _at(chain, units, place):
-            yield (*units[:place], *by, *units[place + replaced :])
+    for index in range(len(units)):
+        for replaced, by in _at(chain, units, index):
+            yield (*units[:index], *by, *units[index + replaced :])
 
 
 def random_change(chain: Chain, units: tuple[Unit, ...], draw: random.Random) -> tuple[Unit, ...] | None:
     """A plan one change away from a unit drawn at random; None where that unit allows no change."""
-    place = draw.randrange(len(units))
-    options = list(_at(chain, units, place))
+    index = draw.randrange(len(units))
+    options = list(_at(chain, units, index))
     if not options:
         return None
     replaced, by = options[draw.randrange(len(options))]
-    return (*units[:place], *by, *units[place + replaced :])
+    return (*units[:index], *by, *units[index + replaced :])
 
 
-def _at(chain: Chain, units: tuple[Unit, ...], place: int) -> Iterator[tuple[int, tuple[Unit, ...]]]:
-    """(how many units from `place` on are replaced, by which)."""
-    first, last, what = units[place]
+def _at(chain: Chain, units: tuple[Unit, ...], index: int) -> Iterator[tuple[int, tuple[Unit, ...]]]:
+    """(how many units from `index` on are replaced, by which)."""
+    first, last, what = units[index]
     again = (RECOMPUTE, FETCH) if chain.has_host else (RECOMPUTE,)
     begins = chain.may_begin[first]
     if last - first == 1:
@@ -111,16 +111,15 @@ def _at(chain: Chain, units: tuple[Unit, ...], place: int) -> Iterator[tuple[int
                 yield 1, ((first, middle, what), (middle, last, KEEP))
             if middle == first + 1 and chain.may_begin[middle]:
                 yield 1, ((first, middle, KEEP), (middle, last, what))
-    if place + 1 == len(units):
+    if index + 1 == len(units):
         return
-    _, beyond, other = units[place + 1]
+    _, beyond, other = units[index + 1]
     if not chain.may_go_on[last] or not begins:
         return
     # The two become one, or the boundary between them moves.
-    if what in again or other in again:
+    if (what in again or other in again) and all(chain.may_go_on[first + 1 : beyond]):
         for action in again:
-            if _may_merge(chain, first, beyond):
-                yield 2, ((first, beyond, action),)
+            yield 2, ((first, beyond, action),)
     if what in again and other in again:
         for moved in (last - 1, last + 1):
             if first < moved < beyond and chain.may_begin[moved]:
@@ -128,7 +127,3 @@ def _at(chain: Chain, units: tuple[Unit, ...], place: int) -> Iterator[tuple[int
     # The two swap actions, so that a kept block can move along the chain.
     if other != what and beyond - first == 2 and (what not in again or chain.may_begin[last]):
         yield 2, ((first, last, other), (last, beyond, what))
-
-
-def _may_merge(chain: Chain, first: int, beyond: int) -> bool:
-    return all(chain.may_go_on[k] for k in range(first + 1, beyond))

@@ -11,29 +11,24 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import product
-from typing import TYPE_CHECKING
+from typing import Literal
 
 from backbeat.errors import InputError
+from backbeat.model import Plan, Profile
 from backbeat.model.blocks import MemoryPlan
 from backbeat.planners.memory_moves import changes, count, every, one_by_one, random_change, uniform
 from backbeat.planners.memory_segments import Segmenter
-from backbeat.simulate.actions import FETCH, KEEP, OFFLOAD, RECOMPUTE, plan_of
+from backbeat.simulate.actions import FETCH, KEEP, OFFLOAD, RECOMPUTE, Unit, plan_of
 from backbeat.simulate.memory_timeline import Chain, ChainRun
 from backbeat.simulate.resident_memory import ResidentMemory
 from backbeat.units import format_bytes
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-    from typing import Literal
-
-    from backbeat.model import Plan, Profile
-    from backbeat.simulate.actions import Unit
-
-    Score = Callable[[ChainRun], tuple[float, ...]]
-
 __all__ = ["Chosen", "Search", "memory_plan", "too_small", "uniform"]
+
+Score = Callable[[ChainRun], tuple[float, ...]]
 
 _PRICES = (0.2, 0.3, 0.5, 1.0)
 """Of a byte copied, in units of its time on the link one way."""
@@ -192,10 +187,10 @@ class Search:
 
     def _simpler(self, units: tuple[Unit, ...]) -> Chosen:
         """The plan without copies to the host that gain neither time nor a lower peak."""
-        for place, (first, last, what) in enumerate(units):
+        for index, (first, last, what) in enumerate(units):
             if what in (FETCH, OFFLOAD):
                 instead = (first, last, RECOMPUTE if what == FETCH else KEEP)
-                changed = (*units[:place], instead, *units[place + 1 :])
+                changed = (*units[:index], instead, *units[index + 1 :])
                 before, after = self.run(units), self.run(changed)
                 if after.peak_bytes <= before.peak_bytes and after.time_s <= before.time_s * (1 + 1e-9):
                     units = changed
@@ -273,10 +268,10 @@ def too_small(search: Search, budget: int, reserve: float | None = None) -> str:
             f"activations, {format_bytes(chain.base)} ({chain.holdings.described()}): "
             f"the smallest budget that fits is {least} bytes ({_up(least)})"
         )
-    place = "at the loss" if run.phase == "loss" else f"in the {run.phase} of {chain.names[run.block]}"
+    moment = "at the loss" if run.phase == "loss" else f"in the {run.phase} of {chain.names[run.block]}"
     return (
         f"a memory budget of {format_bytes(budget)} is too small: the smallest that fits is {least} bytes "
-        f"({_up(least)}). Its peak is {place}: {format_bytes(run.peak_bytes - chain.base)} of activations and "
+        f"({_up(least)}). Its peak is {moment}: {format_bytes(run.peak_bytes - chain.base)} of activations and "
         f"their gradients, beside {chain.holdings.described()}. Give that much, or a smaller batch"
     )
 

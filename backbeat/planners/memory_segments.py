@@ -34,7 +34,7 @@ class _Front(NamedTuple):
     """First block of the unit that led here."""
     action: NDArray[np.intp]
     parent: NDArray[np.intp]
-    """Its place in the front of `start`."""
+    """Its index in the front of `start`."""
 
 
 class Segmenter:
@@ -59,12 +59,12 @@ class Segmenter:
         fits = np.flatnonzero(last.held + chain.loss <= room)
         if not fits.size:
             return None
-        place = int(fits[np.argmin(last.seconds[fits])])
+        index = int(fits[np.argmin(last.seconds[fits])])
         units: list[Unit] = []
         k = chain.count
         while k > 0:
             front = fronts[k]
-            start, action, place = int(front.start[place]), int(front.action[place]), int(front.parent[place])
+            start, action, index = int(front.start[index]), int(front.action[index]), int(front.parent[index])
             units.append((start, k, action))
             k = start
         return units[::-1]

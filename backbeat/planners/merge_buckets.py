@@ -50,17 +50,17 @@ class Conditions:
     """The last bucket may end this late, even if it ends earlier before anything is merged."""
 
     @classmethod
-    def behind_backward(cls, profile: Profile, cost: LinkCost) -> Conditions:
+    def during_backward(cls, profile: Profile, cost: LinkCost) -> Conditions:
         """A profile's gradients, in ready order."""
         return cls(sums=running_sums(profile.sizes), cost=cost, ready=profile.ready)
 
     def finishes(self, ends: Sequence[int]) -> list[float]:
         """When each bucket is done."""
         sizes = np.diff(self.sums[[0, *ends]])
-        alone, behind = self.cost.time(sizes).tolist(), self.cost.busy_time(sizes).tolist()
+        alone, busy = self.cost.time(sizes).tolist(), self.cost.busy_time(sizes).tolist()
         found = []
         free = self.free_s
-        for end, first, following in zip(ends, alone, behind, strict=True):
+        for end, first, following in zip(ends, alone, busy, strict=True):
             free = self._finish(end, free, first, following)
             found.append(free)
         return found
@@ -70,17 +70,17 @@ class Conditions:
         size = float(self.sums[last] - self.sums[first])
         return self._finish(last, free_s, self.cost.isolated.at(size), (self.cost.busy or self.cost.isolated).at(size))
 
-    def _finish(self, last: int, free_s: float, alone_s: float, behind_s: float) -> float:
+    def _finish(self, last: int, free_s: float, alone_s: float, busy_s: float) -> float:
         if self.ready is None:
-            return free_s + behind_s
-        return max(float(self.ready[last - 1]) + alone_s, free_s + behind_s)
+            return free_s + busy_s
+        return max(float(self.ready[last - 1]) + alone_s, free_s + busy_s)
 
     def latest(self, ends: Sequence[int]) -> list[float]:
-        """When each bucket must be done for those behind it to be in time."""
-        behind = self.cost.busy_time(np.diff(self.sums[[0, *ends]])).tolist()
+        """When each bucket must be done for those after it to be in time."""
+        busy = self.cost.busy_time(np.diff(self.sums[[0, *ends]])).tolist()
         limit = float("inf") if self.due is not None else max(self.finishes(ends)[-1], self.until_s)
         found = []
-        for first, following in zip(reversed([0, *ends[:-1]]), reversed(behind), strict=True):
+        for first, following in zip(reversed([0, *ends[:-1]]), reversed(busy), strict=True):
             found.append(limit)
             limit = min(limit, self._due(first)) - following
         return found[::-1]
@@ -113,25 +113,25 @@ def merged(ends: Sequence[int], conditions: Sequence[Conditions]) -> list[int]:
 
 
 def _merged(ends: Sequence[int], conditions: Sequence[Conditions]) -> list[int]:
-    """From the front, each bucket merged with those behind it as long as the rest, unmerged, is still in time."""
+    """From the front, each bucket merged with those after it as long as the rest, unmerged, is still in time."""
     sums = conditions[0].sums
     most = largest_allowed(sums, ends, conditions[0].cost)
     latest = [case.latest(ends) for case in conditions]
     free = [case.free_s for case in conditions]
     kept: list[int] = []
-    first = place = 0
-    while place < len(ends):
-        done = [case.finish(first, ends[place], at) for case, at in zip(conditions, free, strict=True)]
-        while place + 1 < len(ends) and sums[ends[place + 1]] - sums[first] <= most:
-            longer = [case.finish(first, ends[place + 1], at) for case, at in zip(conditions, free, strict=True)]
+    first = index = 0
+    while index < len(ends):
+        done = [case.finish(first, ends[index], at) for case, at in zip(conditions, free, strict=True)]
+        while index + 1 < len(ends) and sums[ends[index + 1]] - sums[first] <= most:
+            longer = [case.finish(first, ends[index + 1], at) for case, at in zip(conditions, free, strict=True)]
             if not all(
-                case.in_time(first, finish, limits[place + 1])
+                case.in_time(first, finish, limits[index + 1])
                 for case, finish, limits in zip(conditions, longer, latest, strict=True)
             ):
                 break
-            place, done = place + 1, longer
-        kept.append(ends[place])
-        free, first, place = done, ends[place], place + 1
+            index, done = index + 1, longer
+        kept.append(ends[index])
+        free, first, index = done, ends[index], index + 1
     return kept
 
 

@@ -41,22 +41,22 @@ def simplified(
             draft = judge.with_ends(packed)
             break
     last, inner = draft.ends[-1], draft.ends[:-1]
-    # Powers of two: on two communicators an even number less leaves those behind where they are.
+    # Powers of two: on two communicators an even number less leaves those after it where they are.
     stride = 1 << len(inner).bit_length()
     while stride >= 1:
-        place = 0
-        while place < len(inner):
+        index = 0
+        while index < len(inner):
             if judge.out_of_runs:
                 return judge.with_ends([*inner, last])
-            behind = inner[place + stride] if place + stride < len(inner) else last
-            if sums[behind] - sums[inner[place - 1] if place else 0] > largest:
-                place += 1
+            merged_end = inner[index + stride] if index + stride < len(inner) else last
+            if sums[merged_end] - sums[inner[index - 1] if index else 0] > largest:
+                index += 1
                 continue
-            fewer = [*inner[:place], *inner[place + stride :]]
+            fewer = [*inner[:index], *inner[index + stride :]]
             if judge.allows([*fewer, last]):
                 inner = fewer
             else:
-                place += stride
+                index += stride
         stride //= 2
     return judge.with_ends([*inner, last])
 

@@ -46,7 +46,7 @@ def optimal(profile: Profile, network: Network, options: StrategyOptions) -> Dra
 def merged_ends(profile: Profile, cost: LinkCost, ends: list[int], slack: float | None = None) -> list[int]:
     """Fewer buckets on one communicator that end as early; or, with `slack`, with which an iteration takes no more than
     this share longer."""
-    conditions = [Conditions.behind_backward(profile, one) for one in possible_costs(cost)]
+    conditions = [Conditions.during_backward(profile, one) for one in possible_costs(cost)]
     if slack is not None:
         ends_s = [case.finishes(ends)[-1] for case in conditions]
         conditions = [
@@ -89,8 +89,8 @@ def queue_programme(ready: list[float], sizes: list[float], curve: Curve) -> lis
         message = here - sums[idle]
         _, _, intercept, slope = segments[max(bisect_right(lows, message) - 1, 0)]
         best, start = max(now, earliest[idle]) + intercept + slope * message, idle
-        for place, (low, high, intercept, slope) in enumerate(segments):
-            queue, newest = queues[place], entered[place]
+        for index, (low, high, intercept, slope) in enumerate(segments):
+            queue, newest = queues[index], entered[index]
             oldest = here - high
             while newest < j and sums[newest] <= here - low:
                 value = earliest[newest] - slope * sums[newest]
@@ -98,7 +98,7 @@ def queue_programme(ready: list[float], sizes: list[float], curve: Curve) -> lis
                     queue.pop()
                 queue.append((value, newest))
                 newest += 1
-            entered[place] = newest
+            entered[index] = newest
             while queue and (queue[0][1] <= idle or sums[queue[0][1]] < oldest):
                 queue.popleft()
             if queue and (candidate := queue[0][0] + intercept + slope * here) < best:
@@ -134,7 +134,7 @@ def plenty_ends(profile: Profile, cost: LinkCost) -> list[int]:
 def quadratic_programme(sizes: NDArray[np.float64], finishes: Finishes, free_s: float = -np.inf) -> list[int]:
     """Where buckets end in the programme  E[0] = free_s,  E[j] = min over i < j of  finishes(j, S_j - S_i, E[i]).
 
-    `finishes` says when a bucket ends that has j as its last member, for every place where it may start: all message
+    `finishes` says when a bucket ends that has j as its last member, for every index where it may start: all message
     sizes and earliest finishes at once. An infinite one forbids the bucket; where none is allowed, no ends are found.
 
     The three gradients of `queue_programme`:

@@ -27,7 +27,7 @@ from backbeat.planners.unit_programme import Atoms
 from backbeat.simulate.sharded_cost import ShardedCost
 from backbeat.simulate.sharded_memory import sharded_memory
 from backbeat.simulate.sharded_step import run_step
-from backbeat.simulate.sharded_units import ModelPieces, ShardedChain
+from backbeat.simulate.sharded_units import ModelPieces, ShardedChain, padded
 from backbeat.simulate.slowdowns import slowdown_of
 
 Between = Literal["reshard", "whole", "last"]
@@ -75,7 +75,7 @@ class ShardProblem:
         assert usual is not None
         self.usual = usual
         self.stock = [unit.modules[0] for unit in usual.units]
-        self.names = [*self.stock, *_behind(self.pieces, self.stock, profile.index)]
+        self.names = [*self.stock, *_after_blocks(self.pieces, self.stock, profile.index)]
         self._costs: dict[int, ShardedCost] = {}
         self._times: dict[ShardChoice, float] = {}
         self._peaks: dict[ShardChoice, int] = {}
@@ -85,17 +85,17 @@ class ShardProblem:
     def breaks(self) -> frozenset[int]:
         """Where a unit must end: the root holds parameters between these atoms."""
         joined = self.atoms(ShardChoice(ends=(len(self.names),), shard=self.network.workers)).joined
-        return frozenset(place for place in range(1, len(joined)) if not joined[place])
+        return frozenset(index for index in range(1, len(joined)) if not joined[index])
 
     @cached_property
     def recomputable(self) -> list[str]:
         """Blocks that save something, those that free most for their time first, of like ones the earliest."""
         units, found = set(self.names), []
-        for place, block in enumerate(self.profile.blocks):
+        for index, block in enumerate(self.profile.blocks):
             if block.saved_bytes > 0 and not block.changes_input and block.name in units:
                 per_second = block.saved_bytes / max(block.forward_s, 1e-9)
                 # Times differ by noise: within a quarter they count as alike.
-                found.append((-round(math.log(per_second, 1.25)), place, block.name))
+                found.append((-round(math.log(per_second, 1.25)), index, block.name))
         return [name for _, _, name in sorted(found)]
 
     def sharding(self, choice: ShardChoice) -> Sharding:
@@ -106,9 +106,9 @@ class ShardProblem:
             separate_reduce_scatter=choice.separate,
             units=tuple(
                 ShardUnit(
-                    modules=tuple(self.names[first:last]), reshard=not choice.keeps(place), prefetch=choice.prefetch
+                    modules=tuple(self.names[first:last]), reshard=not choice.keeps(index), prefetch=choice.prefetch
                 )
-                for place, (first, last) in enumerate(pairwise((0, *choice.ends)))
+                for index, (first, last) in enumerate(pairwise((0, *choice.ends)))
             ),
             gradient_sync="last" if choice.accumulate == "last" else "every",
             reshard_after_backward=choice.accumulate == "reshard",
@@ -178,38 +178,34 @@ class ShardProblem:
 
     def atoms(self, choice: ShardChoice) -> Atoms:
         """For the programme, with padding and recomputation as in this choice."""
-        place = {name: number for number, name in enumerate(self.names)}
+        index = {name: number for number, name in enumerate(self.names)}
         count, shard = len(self.names), choice.shard
         elements, forward, backward = np.zeros((3, count))
         gaps = np.zeros((2, count + 1))
         joined = np.zeros(count, dtype=bool)
-        root = float(_padded(self.pieces.loose, shard))
+        root = float(padded(self.pieces.loose, shard))
         reached, apart, first_is_last = 0, True, None
         for piece in self.pieces_with(choice).pieces:
             if piece.elements and first_is_last is None:
-                first_is_last = piece.name in place
-            at = place.get(piece.name)
+                first_is_last = piece.name in index
+            at = index.get(piece.name)
             if at is None:
                 gaps[:, reached] += piece.forward_s, piece.backward_s
-                root += _padded(piece.elements, shard)
+                root += padded(piece.elements, shard)
                 apart = apart or bool(piece.elements)
                 continue
-            elements[at], forward[at], backward[at] = _padded(piece.elements, shard), piece.forward_s, piece.backward_s
+            elements[at], forward[at], backward[at] = padded(piece.elements, shard), piece.forward_s, piece.backward_s
             joined[at] = not apart
             reached, apart = at + 1, False
         return Atoms(elements, forward, backward, gaps[0], gaps[1], joined, root, bool(first_is_last))
 
 
-def _padded(elements: Sequence[int], shards: int) -> int:
-    return sum(-(-count // shards) * shards for count in elements)
-
-
-def _behind(pieces: ModelPieces, stock: Sequence[str], parameters: Container[str]) -> list[str]:
+def _after_blocks(pieces: ModelPieces, stock: Sequence[str], parameters: Container[str]) -> list[str]:
     """What follows the last repeated block and may be a unit. A parameter of the model itself is in no module."""
     holding = [piece for piece in pieces.pieces if piece.elements]
     alike = set(stock)
-    places = [place for place, piece in enumerate(holding) if piece.name in alike]
-    first, last = (places[0], places[-1] + 1) if places else (0, 0)
+    indices = [index for index, piece in enumerate(holding) if piece.name in alike]
+    first, last = (indices[0], indices[-1] + 1) if indices else (0, 0)
     before = max((sum(piece.elements) for piece in holding[:first]), default=0)
-    behind = [piece for piece in holding[last:] if piece.name not in parameters]
-    return [piece.name for piece in behind] if any(sum(piece.elements) >= before for piece in behind) else []
+    after = [piece for piece in holding[last:] if piece.name not in parameters]
+    return [piece.name for piece in after] if any(sum(piece.elements) >= before for piece in after) else []

@@ -217,14 +217,14 @@ def _neighbours(choice: ShardChoice, breaks: frozenset[int]) -> Iterator[ShardCh
     if len(set(choice.kept)) > 1:
         return
     ends = choice.ends
-    for place in range(len(ends) - 1):
-        if ends[place] in breaks:
+    for index in range(len(ends) - 1):
+        if ends[index] in breaks:
             continue
-        low, high = ends[place - 1] if place else 0, ends[place + 1]
-        for moved in (ends[place] - 1, ends[place] + 1):
+        low, high = ends[index - 1] if index else 0, ends[index + 1]
+        for moved in (ends[index] - 1, ends[index] + 1):
             if low < moved < high:
-                yield _with_ends(choice, (*ends[:place], moved, *ends[place + 1 :]))
-        yield _with_ends(choice, (*ends[:place], *ends[place + 1 :]))
-    for place, (first, last) in enumerate(pairwise((0, *ends))):
+                yield _with_ends(choice, (*ends[:index], moved, *ends[index + 1 :]))
+        yield _with_ends(choice, (*ends[:index], *ends[index + 1 :]))
+    for index, (first, last) in enumerate(pairwise((0, *ends))):
         if last - first > 1:
-            yield _with_ends(choice, (*ends[:place], (first + last) // 2, *ends[place:]))
+            yield _with_ends(choice, (*ends[:index], (first + last) // 2, *ends[index:]))

@@ -19,7 +19,7 @@ all-gather behind the next forward, as DeAR does. Only its units are chosen.
 
 from __future__ import annotations
 
-import msgspec
+from msgspec.structs import replace
 
 from backbeat.cost.accelerators import accelerator
 from backbeat.errors import InputError
@@ -86,8 +86,8 @@ def _chosen(profile: Profile, network: Network, options: StrategyOptions, *, who
             f"step instead of {format_seconds(best.seconds)}: plan with --torch {NEWER_TORCH} where that is installed"
         )
     if budget is not None:
-        memory = msgspec.structs.replace(memory or MemoryPlan(), budget_bytes=budget, peak_bytes=best.peak_bytes)
-    return msgspec.structs.replace(plan, memory=memory, notes=tuple(notes))
+        memory = replace(memory or MemoryPlan(), budget_bytes=budget, peak_bytes=best.peak_bytes)
+    return replace(plan, memory=memory, notes=tuple(notes))
 
 
 def _has_knobs(version: str | None) -> bool:

@@ -5,7 +5,7 @@ left to torch, every unit resharded or none, on a given mesh. Which consecutive 
 rules of `sharded_step` a step is then a longest path: every task starts when those it waits for are done.
 
 **The programme.** Cut a step between two units. Forward before the cut matters to the rest by when its streams are
-free: the *head*. Backward behind the cut, which runs last, matters by how long it takes from each point where it is
+free: the *head*. Backward after the cut, which runs last, matters by how long it takes from each point where it is
 entered to the end: the *tail*. So a label for the first j atoms is
 
     head   compute free, communicator free, next copy-in may begin, last copy-out done
@@ -45,7 +45,7 @@ class Atoms:
     forward_s: Floats
     backward_s: Floats
     gap_forward_s: Floats
-    """Of the root, before atom j; one more behind the last."""
+    """Of the root, before atom j; one more after the last."""
     gap_backward_s: Floats
     joined: NDArray[np.bool_]
     """Atom j may be in one unit with atom j - 1."""
@@ -64,7 +64,7 @@ class UnitEnds(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Unit:
-    """What units take, one for each place where they may begin."""
+    """What units take, one for each index where they may begin."""
 
     copy_in_s: Floats
     gather_s: Floats
@@ -148,11 +148,11 @@ class _Programme:
         seconds = self._join(cuts[-1].rows)
         best = int(np.argmin(seconds))
         ends: list[int] = []
-        place, row = count, best
-        while place > 0:
-            ends.append(place)
-            labels = cuts[place]
-            place, row = int(labels.begins[row]), int(labels.parents[row])
+        index, row = count, best
+        while index > 0:
+            ends.append(index)
+            labels = cuts[index]
+            index, row = int(labels.begins[row]), int(labels.parents[row])
         return UnitEnds(ends[::-1], float(seconds[best]), exact)
 
     def _start(self) -> _Labels:
@@ -319,10 +319,10 @@ def _undominated(rows: Floats, most: int) -> NDArray[np.int64]:
     """Rows, taken in order, that no kept one is at most equal to in every column; at most so many."""
     kept: list[int] = []
     found = np.empty_like(rows)
-    for place, row in enumerate(rows):
+    for index, row in enumerate(rows):
         if not (found[: len(kept)] <= row).all(axis=1).any():
             found[len(kept)] = row
-            kept.append(place)
+            kept.append(index)
             if len(kept) == most:
                 break
     return np.array(kept, dtype=np.int64)

@@ -12,10 +12,10 @@ from backbeat.report.device_memory import DeviceFit
 from backbeat.report.limits import limit
 from backbeat.report.running_cost import units_line
 from backbeat.report.study import STOCK, Study
-from backbeat.report.tables import fastest, format_number, gpu_hours, over_bound, scaling_range, work_range
+from backbeat.report.tables import SAME, fastest, format_number, gpu_hours, over_bound, scaling_range, work_range
 from backbeat.report.ways import chosen_way, lines_to_write, way_headline, way_sentences
 from backbeat.simulate.sweep import knee
-from backbeat.units import format_seconds
+from backbeat.units import counted, format_seconds
 
 Verdict = Literal["yes", "partly", "no", "alone", "memory"]
 
@@ -121,7 +121,7 @@ def answer(
         memory=f"One GPU needs {fit}." if fit is not None else "",
         actions=_all_actions(study, stock, best, command, plan_file, way_command),
         worth=worth,
-        worth_text=f"{_worth_text(worth, count, price, a_day=samples is None)} On {_plural(study.top)}: "
+        worth_text=f"{_worth_text(worth, count, price, a_day=samples is None)} On {counted(study.top, 'GPU')}: "
         f"{units_line(best, study.profile, price=price, epoch_samples=epoch_samples)}.",
         samples=count,
         caveats=tuple(dict.fromkeys([*unmeasured(study.profile, study.network), *inside, *best.notes, *stock.notes])),
@@ -162,7 +162,7 @@ def judged(
         return "memory", f"Does not fit: {fit.too_much()}."
     if top == 1:
         return "alone", "One GPU works alone: nothing is communicated."
-    worth = f"{_plural(top)} do the work of {_work(best)}"
+    worth = f"{counted(top, 'GPU')} do the work of {_work(best)}"
     if " to " in _work(best):
         worth += ", depending on how busy the cluster is"
     if stock in too_big:
@@ -210,7 +210,7 @@ def decision(
     chosen = best if bend is None else next((point for point in curve if point.workers == bend), best)
     what = {
         "memory": "make it fit first: shard it (--strategy fsdp), or let `backbeat plan --memory` choose what to keep",
-        "yes": f"{_plural(best.workers)} are worth renting",
+        "yes": f"{counted(best.workers, 'GPU')} are worth renting",
         "partly": _partly(curve),
         "no": f"rent at most {chosen.workers} GPUs on this network"
         + (f", {busy} while it is busy" if (busy := _busy_knee(curve) or chosen.workers) < chosen.workers else "")
@@ -230,7 +230,7 @@ def decision(
     if halved is not None and verdict != "memory" and _gain(best, halved) >= SIMPLER_WITHIN:
         lines.append(
             f"With gradients sent as bf16, if training bears it, stock DDP alone is {_percent(_gain(best, halved))} "
-            f"faster than this: {_plural(best.workers)} do the work of "
+            f"faster than this: {counted(best.workers, 'GPU')} do the work of "
             f"{_work(halved)}. Ask again with --reduce-dtype bf16."
         )
     return "\n".join(lines)
@@ -251,12 +251,13 @@ def _run(
 
 def _partly(curve: Sequence[Prediction]) -> str:
     best, busy = curve[-1], _busy_knee(curve)
+    gpus = counted(best.workers, "GPU")
     if busy is not None:
-        pays = f"at most {_plural(busy)}" if busy > 1 else "none"
-        return f"{_plural(best.workers)} only if the cluster is not busy; on a busy one {pays}"
+        pays = f"at most {counted(busy, 'GPU')}" if busy > 1 else "none"
+        return f"{gpus} only if the cluster is not busy; on a busy one {pays}"
     if best.scaling_factor >= _GOOD:
-        return f"{_plural(best.workers)} are worth renting; on a busy cluster only if time matters more than money"
-    return f"{_plural(best.workers)} only if time matters more than money"
+        return f"{gpus} are worth renting; on a busy cluster only if time matters more than money"
+    return f"{gpus} only if time matters more than money"
 
 
 def _busy_knee(curve: Sequence[Prediction]) -> int | None:
@@ -279,7 +280,7 @@ def _scales(study: Study, stock: Prediction, best: Prediction) -> str:
         f"{format_seconds(stock.iteration_s)} with stock DDP, {stock.scaling_factor:.{digits}%} of perfect scaling"
         f"{'' if STOCK in study.fitting else ', if it fitted'}"
     )
-    if study.best_label == STOCK or _gain(stock, best) < 5e-4:
+    if study.best_label == STOCK or _gain(stock, best) < SAME:
         text += ", and no strategy compared here is faster."
     else:
         text += (
@@ -386,7 +387,7 @@ def _actions(study: Study, stock: Prediction, best: Prediction, command: str, pl
 
 def _worth_text(worth: tuple[Worth, ...], samples: int, price: float | None, *, a_day: bool) -> str:
     stock, best = worth[0], worth[-1]
-    name = "stock DDP" if stock.label == STOCK else stock.label
+    name = stock_name(stock.label)
     money = f", ${format_number(stock.money)} at ${price:,.2f} each" if stock.money is not None else ""
     cost = f"{format_number(stock.gpu_hours)} GPU-hours{money}"
     text = (
@@ -418,10 +419,6 @@ def _work(prediction: Prediction) -> str:
     """How many GPUs' work it does: one number, or from a busy cluster to a quiet one where these print apart."""
     low, high = work_range(prediction)
     return f"{low} to {high}" if low != high else format_number(prediction.workers * prediction.scaling_factor)
-
-
-def _plural(count: int) -> str:
-    return f"{count} GPUs" if count != 1 else "1 GPU"
 
 
 def _hours(hours: float) -> str:

@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from backbeat.errors import MissingPartError
-
 Drawing = dict[str, Any]
 
 GREY, BLUE, ORANGE, GREEN, PURPLE, ROSE = "#7d8590", "#2f81c7", "#d9822b", "#17926b", "#a35bb5", "#c94f6d"
@@ -21,10 +19,8 @@ SIZES = ("#8fd0c4", "#3aa0b8", "#2f62a8", "#4a3d9e")
 
 def figure(drawing: Drawing) -> Any:
     """The drawing as a plotly figure."""
-    try:
-        import plotly.graph_objects as go
-    except ImportError:
-        raise MissingPartError("figures need plotly: pip install plotly") from None
+    import plotly.graph_objects as go
+
     return go.Figure(drawing)
 
 
@@ -80,9 +76,9 @@ def mark(x: float, text: str) -> Drawing:
 
 def shade(share: float) -> str:
     """The colour of a bucket at this share of the way from the smallest to the largest."""
-    place = min(max(share, 0.0), 1.0) * (len(SIZES) - 1)
-    below = min(int(place), len(SIZES) - 2)
-    part = place - below
+    position = min(max(share, 0.0), 1.0) * (len(SIZES) - 1)
+    below = min(int(position), len(SIZES) - 2)
+    part = position - below
     mixed = [
         round(one + part * (two - one)) for one, two in zip(_rgb(SIZES[below]), _rgb(SIZES[below + 1]), strict=True)
     ]
@@ -90,7 +86,7 @@ def shade(share: float) -> str:
 
 
 def _rgb(colour: str) -> list[int]:
-    return [int(colour[place : place + 2], 16) for place in (1, 3, 5)]
+    return [int(colour[index : index + 2], 16) for index in (1, 3, 5)]
 
 
 def ms(seconds: Sequence[float]) -> list[float]:

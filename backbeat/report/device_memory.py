@@ -30,11 +30,11 @@ class DeviceFit:
             return f"{format_bytes(self.peak_bytes)} of the {whole} of one {self.device}: fits{self._given}"
         return self.too_much(": does not fit")
 
-    def too_much(self, verdict: str = "") -> str:
+    def too_much(self, why: str = "") -> str:
         """What it needs where that is more than there is, and what to do."""
         peak, whole = format_bytes(self.peak_bytes), format_bytes(self.device_bytes)
         advice = "shard it (FSDP), or keep less (plan --memory)"
-        return f"{peak} on one {self.device} of {whole}{verdict}{self._given}; {advice}"
+        return f"{peak} on one {self.device} of {whole}{why}{self._given}; {advice}"
 
     @property
     def _given(self) -> str:

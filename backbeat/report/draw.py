@@ -37,8 +37,8 @@ def scaling(data: Scaling, *, view: str = "scaling") -> Drawing:
         perfect = [count * data.alone_per_s for count in data.counts]
         stroke = {"color": canvas.GREY, "width": 2.5, "dash": "dot"}
         traces.append(curve("perfect", data.counts, perfect, canvas.GREY, line=stroke, hoverinfo="skip"))
-    for place, line in enumerate(data.lines):
-        colour = COLOURS[place % len(COLOURS)]
+    for index, line in enumerate(data.lines):
+        colour = COLOURS[index % len(COLOURS)]
         values = [point.samples_per_s if throughput else 100 * point.scaling_factor for point in line.points]
         best = line is data.best
         if best and len(line.band) > 1:

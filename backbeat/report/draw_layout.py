@@ -116,7 +116,7 @@ def _stacked(
 ) -> list[Drawing]:
     hover = "<b>%{fullData.name}</b>: %{customdata}<extra></extra>"
     return [
-        bar(name, [str(place) for place in range(1, len(values) + 1)], values, colours[name], customdata=words[name],
+        bar(name, [str(index) for index in range(1, len(values) + 1)], values, colours[name], customdata=words[name],
             hovertemplate=hover)
         for name, values in shown.items()
     ]  # fmt: skip

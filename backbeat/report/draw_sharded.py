@@ -16,8 +16,8 @@ def way_bars(data: WayBars) -> Drawing:
     """Time above, memory below; the way to take in green, those that do not fit in grey."""
     labels = [html.escape(label) for label in data.labels]
     colours = [
-        canvas.GREEN if place == data.chosen else canvas.BLUE if fits else canvas.GREY
-        for place, fits in enumerate(data.fits)
+        canvas.GREEN if index == data.chosen else canvas.BLUE if fits else canvas.GREY
+        for index, fits in enumerate(data.fits)
     ]
     seconds, sizes = [format_seconds(one) for one in data.iteration_s], [format_bytes(size) for size in data.peak_bytes]
     texts = [one + ("" if fits else ", does not fit") for one, fits in zip(seconds, data.fits, strict=True)]
@@ -66,7 +66,7 @@ def step_memory(data: StepMemory) -> Drawing:
             }
         )
     # One label for all kinds names the block once.
-    traces[0] |= {"text": [html.escape(place) for place in data.where], "hovertemplate": "%{y:.2f} GB (%{text})"}
+    traces[0] |= {"text": [html.escape(where) for where in data.where], "hovertemplate": "%{y:.2f} GB (%{text})"}
     top = max(data.peak_bytes, data.limit_bytes or 0)
     shapes, notes = [], [_note(data.peak_s * 1e3, data.peak_bytes, f"peak {format_bytes(data.peak_bytes)}")]
     if data.limit_bytes is not None:

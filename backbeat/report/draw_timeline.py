@@ -77,7 +77,7 @@ def _scale(low: float, high: float) -> Drawing:
             "color": [low],
             "cmin": low,
             "cmax": high,
-            "colorscale": [[place, shade(place)] for place in (0.0, 0.25, 0.5, 0.75, 1.0)],
+            "colorscale": [[share, shade(share)] for share in (0.0, 0.25, 0.5, 0.75, 1.0)],
             "showscale": True,
             "colorbar": {
                 "title": {"text": "bucket", "side": "top"},
@@ -105,7 +105,7 @@ def _intervals(data: Timeline, bars: Sequence[Bar]) -> Drawing:
                 format_seconds(bar.start_s),
                 format_seconds(bar.end_s),
                 format_seconds(bar.duration_s),
-                _cargo(bar),
+                _contents(bar),
                 html.escape(data.label),
             ]
             for bar in bars
@@ -119,7 +119,7 @@ def _wrapped(name: str) -> str:
     return "<br>".join(html.escape(line) for line in textwrap.wrap(name, _LABEL_WIDTH)) or html.escape(name)
 
 
-def _cargo(bar: Bar) -> str:
+def _contents(bar: Bar) -> str:
     """What a bucket carries, in words."""
     parts = [f"{bar.buckets} buckets"] if bar.buckets > 1 else []
     if bar.gradients:

@@ -9,15 +9,12 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from backbeat.units import format_seconds
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 LEARNT = 10
 """Samples that make the usual level."""

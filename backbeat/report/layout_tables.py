@@ -69,12 +69,17 @@ def ranked_table(found: Sequence[LayoutPrediction], *, title: str, counts: bool 
     table = _plain(title)
     if counts:
         table.add_column("GPUs", justify="right")
-    table.add_column("layout", overflow="fold", max_width=(34 if banded else 46) - 8 * counts)
+    width = (34 if banded else 46) - 6 * counts
+    table.add_column("layout", max_width=width)
     for heading in ("tok/s/GPU", *(["busy–quiet"] if banded else []), "MFU", "memory", "limit"):
         table.add_column(heading, justify="left" if heading == "limit" else "right")
     for one in found:
         cells = [str(one.gpus)] if counts else []
-        cells += [short(one.layout), f"{one.tokens_per_s_per_gpu:.0f}", *([_band(one)] if banded else [])]
+        cells += [
+            _folded(short(one.layout), width),
+            f"{one.tokens_per_s_per_gpu:.0f}",
+            *([_band(one)] if banded else []),
+        ]
         table.add_row(*cells, f"{one.mfu:.0%}", format_bytes(one.memory_bytes), one.limited_by)
     return table
 
@@ -83,6 +88,16 @@ def short(layout: Layout) -> str:
     """In a column of a table; `--layout` reads it, too."""
     text = layout.label.replace("recompute=", "").replace("sequence_parallel=false", "no sp")
     return text.replace("micro=", "mb=")
+
+
+def _folded(text: str, width: int) -> str:
+    """In lines that end behind a comma."""
+    lines = [""]
+    for part in text.split(","):
+        if lines[-1] and len(lines[-1]) + len(part) + 1 > width:
+            lines.append("")
+        lines[-1] += f"{part},"
+    return "\n".join(lines)[:-1]
 
 
 def _band(one: LayoutPrediction) -> str:
@@ -163,6 +178,18 @@ def nothing_fits(
         f"No layout fits on {gpus} GPUs: {least.layout.label} takes least, {format_bytes(least.memory_bytes)} of "
         f"{format_bytes(least.limit_bytes)}. Take more GPUs, or shard parameters as well (--zero 3)."
     )
+
+
+def compared(found: Sequence[LayoutPrediction]) -> str:
+    """Several numbers of GPUs: the one that takes least GPU time a step, and what the others give."""
+    best = min(found, key=lambda one: one.step_s * one.gpus)
+    lines = [
+        f"{one.gpus} GPUs take {format_seconds(one.step_s)} a step: {best.step_s / one.step_s:.2f} times as fast as "
+        f"{best.gpus}, for {one.step_s * one.gpus / (best.step_s * best.gpus) - 1:.1%} more GPU time."
+        for one in found
+        if one is not best
+    ]
+    return "\n".join([answer([best]), *lines])
 
 
 def answer(found: Sequence[LayoutPrediction]) -> str:

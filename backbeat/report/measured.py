@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from backbeat.errors import InputError
 from backbeat.importers.fsdp_units import unit_collectives
@@ -175,7 +176,7 @@ def finished_spans(profile: Profile, plan: Plan, finishes_s: Sequence[float]) ->
 def scaled(profile: Profile, factor: float) -> Profile:
     """What a lab replays: compute that takes `factor` times as long, with neither measured iterations nor buffers nor
     a host that could be late."""
-    return msgspec.structs.replace(
+    return replace(
         profile.slower(factor),
         update_s=profile.update_s * factor,
         iteration_s=(),
@@ -212,7 +213,7 @@ def _lanes(intervals: list[tuple[float, float]]) -> list[int]:
     ends: list[float] = []
     lanes = []
     for start, end in intervals:
-        lane = next((place for place, until in enumerate(ends) if until <= start), len(ends))
+        lane = next((index for index, until in enumerate(ends) if until <= start), len(ends))
         if lane == len(ends):
             ends.append(end)
         else:

@@ -11,7 +11,6 @@ from typing import Any
 
 import msgspec
 
-from backbeat.errors import MissingPartError
 from backbeat.model import Source
 from backbeat.report import perfetto
 from backbeat.report.answer import Answer, answer
@@ -69,10 +68,8 @@ def timelines(study: Study, *, most: int = _FEWER_BARS[0]) -> list[Timeline]:
 
 def plotly_source() -> str:
     """plotly.js as its Python package ships it, safe inside a script tag."""
-    try:
-        from plotly.offline import get_plotlyjs
-    except ImportError:
-        raise MissingPartError("figures need plotly: pip install plotly") from None
+    from plotly.offline import get_plotlyjs
+
     source: str = get_plotlyjs()
     return source.replace("</script", "<\\/script").replace("<!--", "<\\!--")
 
@@ -96,12 +93,9 @@ def asset(name: str) -> str:
 
 @cache
 def environment() -> Any:
-    try:
-        from jinja2 import Environment, PackageLoader, StrictUndefined
-    except ImportError:
-        raise MissingPartError("reports need jinja2: pip install jinja2") from None
-    loader = PackageLoader("backbeat.report")
-    return Environment(loader=loader, autoescape=True, undefined=StrictUndefined)
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    return Environment(loader=PackageLoader("backbeat.report"), autoescape=True, undefined=StrictUndefined)
 
 
 def _page(study: Study, settings: PageSettings, bars: int) -> str:

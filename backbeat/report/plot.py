@@ -82,8 +82,8 @@ def scaling(figure: Any, data: Scaling, *, title: str = "") -> None:
     axes.yaxis.set_major_formatter("{x:.0f} %")
     axes.grid(axis="y")
     lines = []
-    for place, line in enumerate(data.lines):
-        colour = COLOURS[place % len(COLOURS)]
+    for index, line in enumerate(data.lines):
+        colour = COLOURS[index % len(COLOURS)]
         percent = [100 * point.scaling_factor for point in line.points]
         lines += axes.plot(line.workers, percent, color=colour, marker="o", markersize=4.5, linewidth=2)
         if line is not data.best:
@@ -107,15 +107,15 @@ def timeline(figure: Any, data: Timeline, *, end_s: float | None = None) -> None
     end = end_s or data.end_s or 1.0
     axes = figure.add_subplot()
     scale = size_scale([data])
-    for place, lane in enumerate(data.lanes):
+    for index, lane in enumerate(data.lanes):
         bars = [bar for bar in data.bars if bar.lane == lane]
         colours = [GREY if lane == "compute" else shade(scale.share(bar.bytes)) for bar in bars]
         spans = [(bar.start_s, bar.duration_s) for bar in bars]
-        axes.broken_barh(spans, (place - 0.39, 0.78), facecolors=colours, edgecolors="white", linewidth=0.3)
+        axes.broken_barh(spans, (index - 0.39, 0.78), facecolors=colours, edgecolors="white", linewidth=0.3)
         for bar in bars if lane == "compute" else ():
             if bar.duration_s > _LETTER_WIDTH * len(bar.name) * end:
                 middle = (bar.start_s + bar.end_s) / 2
-                axes.text(middle, place, printable(bar.name), color="white", ha="center", va="center")
+                axes.text(middle, index, printable(bar.name), color="white", ha="center", va="center")
     axes.set_yticks(range(len(data.lanes)), data.lanes)
     axes.set_ylim(len(data.lanes) - 0.5, -0.5)
     axes.set_xlim(0, end)

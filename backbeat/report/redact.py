@@ -11,7 +11,7 @@ import msgspec
 from backbeat.model import Network, Plan, Profile, Source, Span
 from backbeat.planners import STRATEGIES
 from backbeat.report.measured import Measured
-from backbeat.simulate.sharded_units import repeated
+from backbeat.simulate.sharded_units import innermost, repeated
 
 
 def redacted_profile(profile: Profile) -> Profile:
@@ -58,10 +58,10 @@ def redacted_plans(plans: Mapping[str, Plan], profile: Profile) -> dict[str, Pla
 def _block_names(profile: Profile) -> dict[str, str]:
     """Those that repeat keep a number of their own, so that they stay units; others become one word."""
     again = set(repeated([block.name for block in profile.blocks]))
-    others = ("part" + "'" * place for place in count())
+    others = ("part" + "'" * index for index in count())
     return {
-        block.name: f"block.{place}" if block.name in again else next(others)
-        for place, block in enumerate(profile.blocks)
+        block.name: f"block.{index}" if block.name in again else next(others)
+        for index, block in enumerate(profile.blocks)
     }
 
 
@@ -69,10 +69,9 @@ def _gradient_names(profile: Profile) -> dict[str, str]:
     """A gradient stays its block's."""
     blocks = _block_names(profile)
     names = {}
-    for place, gradient in enumerate(profile.gradients):
-        parts = gradient.name.split(".")
-        owner = next((m for n in range(len(parts), 0, -1) if (m := ".".join(parts[:n])) in blocks), None)
-        names[gradient.name] = f"gradient {place}" if owner is None else f"{blocks[owner]}.gradient {place}"
+    for index, gradient in enumerate(profile.gradients):
+        owner = innermost(gradient.name, blocks)
+        names[gradient.name] = f"gradient {index}" if owner is None else f"{blocks[owner]}.gradient {index}"
     return names
 
 
@@ -101,6 +100,6 @@ def redacted_measured(measured: Sequence[Measured], profile: Profile) -> list[Me
 
 def _unnamed(spans: tuple[Span, ...]) -> tuple[Span, ...]:
     return tuple(
-        span if span.lane == "compute" else Span(span.lane, f"bucket {place}", span.start_s, span.end_s, span.bytes)
-        for place, span in enumerate(spans)
+        span if span.lane == "compute" else Span(span.lane, f"bucket {index}", span.start_s, span.end_s, span.bytes)
+        for index, span in enumerate(spans)
     )

@@ -14,7 +14,7 @@ from backbeat.report.limits import knee_sentence
 from backbeat.report.study import STOCK, Study
 from backbeat.report.tables import gpu_hours, over_bound, scaling_range
 from backbeat.report.ways import Way, way_headline, way_sentences
-from backbeat.simulate.sharded_course import memory_course
+from backbeat.simulate.sharded_levels import memory_levels
 from backbeat.units import format_bytes, format_seconds
 
 _MOST_ROWS = 1000
@@ -134,7 +134,7 @@ def timeline_section(study: Study) -> Section | None:
 def _buckets_table(timeline: Timeline) -> Table:
     rows = [
         (
-            _number(place),
+            _number(index),
             bar.lane,
             bar.name,
             _number(bar.gradients) if bar.gradients else ("", 0.0),
@@ -143,7 +143,7 @@ def _buckets_table(timeline: Timeline) -> Table:
             _seconds(bar.end_s),
             _seconds(bar.duration_s),
         )
-        for place, bar in enumerate(sorted(timeline.transfers, key=lambda bar: bar.start_s))
+        for index, bar in enumerate(sorted(timeline.transfers, key=lambda bar: bar.start_s))
     ]
     headings = ["bucket", "lane", "gradients", "count", "bytes", "starts", "ends", "takes"]
     return Table(f"buckets of {timeline.label}", headings, rows)
@@ -215,7 +215,7 @@ def step_memories(study: Study, budget: int | None = None) -> list[StepMemory]:
     def of(way: Way) -> StepMemory | None:
         if way.plan is None:
             return None
-        levels = memory_course(study.profile, network, way.plan, micro_batches=study.profile.accumulation)
+        levels = memory_levels(study.profile, network, way.plan, micro_batches=study.profile.accumulation)
         limit = budget or (way.fit.device_bytes if way.fit is not None else None)
         return figures.step_memory(way.label, levels, limit) if levels else None
 
@@ -230,18 +230,18 @@ def exposed_section(study: Study) -> Section | None:
     rows = [
         (
             label,
-            *(_seconds(data.parts[part][place]) for part in data.parts),
-            _seconds(data.totals[place]),
-            (f"{data.totals[place] / data.single_s:.1%}", data.totals[place] / data.single_s),
+            *(_seconds(data.parts[part][index]) for part in data.parts),
+            _seconds(data.totals[index]),
+            (f"{data.totals[index] / data.single_s:.1%}", data.totals[index] / data.single_s),
         )
-        for place, label in enumerate(data.labels)
+        for index, label in enumerate(data.labels)
     ]
-    place = data.labels.index(study.best_label)
+    index = data.labels.index(study.best_label)
     return Section(
         anchor="exposed",
         title="Where the lost time goes",
-        summary=f"With {study.best_label}, {format_seconds(data.totals[place])} of each iteration are lost: "
-        + ", ".join(f"{format_seconds(values[place])} {PARTS[part]}" for part, values in data.parts.items())
+        summary=f"With {study.best_label}, {format_seconds(data.totals[index])} of each iteration are lost: "
+        + ", ".join(f"{format_seconds(values[index])} {PARTS[part]}" for part, values in data.parts.items())
         + ".",
         how="Every iteration takes longer on many GPUs than on one; the bar is how much longer, split by cause. "
         "Blue (bandwidth) shrinks with a faster network or fewer bytes, orange (latency) with fewer and larger "
@@ -342,13 +342,13 @@ def memory_section(study: Study, budget: int | None) -> Section | None:
     data = figures.memory_use(study.profile.memory, budget)
     if not data.kinds:
         return None
-    verdict = ""
+    more = ""
     if budget is not None:
-        verdict = f" That is {'within' if data.fits else 'above'} the budget of {format_bytes(budget)}."
+        more = f" That is {'within' if data.fits else 'above'} the budget of {format_bytes(budget)}."
     fit = study.fits[STOCK]
     if fit is not None:
-        verdict += f" In training, with DDP's buckets: {fit}."
-    summary = f"One worker needs {format_bytes(data.peak_bytes)} at its peak.{verdict}"
+        more += f" In training, with DDP's buckets: {fit}."
+    summary = f"One worker needs {format_bytes(data.peak_bytes)} at its peak.{more}"
     return Section(
         anchor="memory",
         title="Memory of one worker",

@@ -36,8 +36,8 @@ def units_table(profile: Profile, plan: Plan) -> Table:
         for unit, content in zip(sharding.units, chain.units[:ROOT], strict=True)
     ]
     rows = []
-    for alike, places in groupby(range(len(figures)), key=lambda place: figures[place]):
-        run = [sharding.units[place] for place in places]
+    for alike, indices in groupby(range(len(figures)), key=lambda index: figures[index]):
+        run = [sharding.units[index] for index in indices]
         modules, size, after, prefetch = alike
         ends = _between(run[0].modules[0], run[-1].modules[-1])
         rows.append((ends, str(len(run)), str(modules), size, after, str(prefetch) if prefetching else ""))
@@ -69,14 +69,14 @@ def measured_units_table(units: Sequence[MeasuredUnit]) -> Table:
 
 def memory_table(held: ShardedMemory) -> Table:
     """The peak by kind, largest first; kinds below a thousandth are left out."""
-    place = "at the loss" if held.phase == "loss" else f"in the {held.phase} of {held.where}"
+    moment = "at the loss" if held.phase == "loss" else f"in the {held.phase} of {held.where}"
     kinds = [(words, int(getattr(held, f"{kind}_bytes"))) for kind, words in SHARDED_KINDS.items()]
     rows = [
         (words, format_bytes(size))
         for words, size in sorted(kinds, key=lambda kind: -kind[1])
         if size * 1000 >= held.peak_bytes
     ]
-    return table_of(("kind", "bytes"), rows, f"{format_bytes(held.peak_bytes)} at the peak, {place}", left={"kind"})
+    return table_of(("kind", "bytes"), rows, f"{format_bytes(held.peak_bytes)} at the peak, {moment}", left={"kind"})
 
 
 def strategies_table(ways: Sequence[Way]) -> Table:

@@ -108,19 +108,19 @@ _Alike = dict[int, dict[tuple[str, ...], list[Prediction]]]
 def _scaling_table(alike: _Alike, headings: Sequence[str], first: int = 0) -> Table:
     """The columns under these headings, whose cells stand from `first` on, as far as they hold anything."""
     every = [cells for rows in alike.values() for cells in rows]
-    places = [place for place in range(first, first + len(headings)) if any(cells[place] for cells in every)]
+    indices = [index for index in range(first, first + len(headings)) if any(cells[index] for cells in every)]
     table = plain_table()
-    for heading in ("GPUs", "strategy", *(headings[place - first] for place in places)):
+    for heading in ("GPUs", "strategy", *(headings[index - first] for index in indices)):
         left = heading in ("strategy", "limited by")
         table.add_column(heading, justify="left" if left else "right", no_wrap=heading != "strategy", overflow="fold")
     for count, rows in alike.items():
         best = fastest([one for ones in rows.values() for one in ones])[count]
-        for row_place, (cells, ones) in enumerate(rows.items()):
+        for row_index, (cells, ones) in enumerate(rows.items()):
             # Where all are equal nobody has won.
             winner = len(rows) > 1 and best in ones
             names = ", ".join(printable(one.strategy) for one in ones) + (" ◀" if winner else "")
-            shown = (cells[place] for place in places)
-            table.add_row("" if row_place else str(count), names, *shown, style=WINNER if winner else None)
+            shown = (cells[index] for index in indices)
+            table.add_row("" if row_index else str(count), names, *shown, style=WINNER if winner else None)
         table.add_section()
     return table
 
@@ -147,8 +147,6 @@ def _cells(prediction: Prediction, samples: int) -> tuple[str, ...]:
     )
 
 
-_NO_GAIN = 5e-4
-"""Less than this is printed as no gain."""
 _SCREEN = 80
 _LONG_NAME = 10
 """Headings above this many letters are broken."""
@@ -178,7 +176,7 @@ def answer_table(
         if compared:
             shortest = min(at[label][count].iteration_s for label in others if label not in too_big)
             more = at[stock][count].iteration_s / shortest - 1 if shortest > 0 else 0.0
-            gain = "none" if abs(more) < _NO_GAIN else f"{more:+.1%}"
+            gain = "none" if abs(more) < SAME else f"{more:+.1%}"
         shares = (
             "too big" if label in too_big else f"{at[label][count].scaling_factor:.1%}" for label in (stock, *others)
         )
@@ -296,11 +294,11 @@ def table_of(
 ) -> Table:
     """Figures stand to the right, what is in `left` to the left. A column with nothing in it is left out."""
     table = plain_table(title, frame=frame)
-    shown = [place for place, cells in enumerate(zip(*rows, strict=True)) if any(cells)]
-    for place in shown:
-        table.add_column(headings[place], justify="left" if headings[place] in left else "right")
+    shown = [index for index, cells in enumerate(zip(*rows, strict=True)) if any(cells)]
+    for index in shown:
+        table.add_column(headings[index], justify="left" if headings[index] in left else "right")
     for row in rows:
-        table.add_row(*(row[place] for place in shown))
+        table.add_row(*(row[index] for index in shown))
     return table
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -12,10 +12,8 @@ from backbeat.errors import InputError
 from backbeat.report.drift import StepSample
 from backbeat.units import format_seconds, printable
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
 COLUMNS = 80
+_ROWS, _ALERTS = 12, 6
 _HEADING = "     step  iteration  predicted    exposed  predicted  overlap  straggler"
 _decoder = msgspec.json.Decoder(StepSample)
 
@@ -33,15 +31,15 @@ def read_samples(file: Path) -> list[StepSample]:
         raise InputError(f"{file} is no log of a watched job: {error}. Give the file of Watch(model, log=…)") from error
 
 
-def watch_table(samples: Sequence[StepSample], rows: int = 12, alerts: int = 6) -> str:
+def watch_table(samples: Sequence[StepSample]) -> str:
     """The newest samples, the last at the bottom, and the newest alerts of all."""
     if not samples:
         return "no sample yet: the first comes after as many steps as Watch(every=…) says"
-    lines = [_HEADING, *(_row(sample) for sample in samples[-rows:])]
+    lines = [_HEADING, *(_row(sample) for sample in samples[-_ROWS:])]
     told = [f"step {sample.step}: {alert}" for sample in samples for alert in sample.alerts]
-    if len(told) > alerts:
-        lines.append(f"{len(told) - alerts} earlier alerts")
-    for alert in told[-alerts:]:
+    if len(told) > _ALERTS:
+        lines.append(f"{len(told) - _ALERTS} earlier alerts")
+    for alert in told[-_ALERTS:]:
         lines += textwrap.wrap(printable(alert), COLUMNS - 2, initial_indent="! ", subsequent_indent="  ")
     if not told:
         lines.append("no drift")

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from functools import lru_cache, partial
 from typing import Any
 
-import msgspec
+from msgspec.structs import replace
 
 from backbeat.errors import InputError
 from backbeat.model import Network, Profile
@@ -80,7 +80,7 @@ def study_of(state: State, library: Library, *, thorough: bool) -> Study:
     original = library.profile(state.profile)
     profile = original
     if state.batch not in (None, original.batch_size):
-        profile = msgspec.structs.replace(at_batch(original, state.batch, sibling(original)), memory=None)
+        profile = replace(at_batch(original, state.batch, sibling(original)), memory=None)
     network = scaled_network(library.network(state.network), bandwidth=state.bandwidth, latency=state.latency)
     counts = tuple(parse_workers(f"{min(4, state.workers)}..{state.workers}"))
     many = f", {state.communicators} communicators" if state.communicators > 1 else ""

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import fields as fields_of
 from typing import Any, TypeVar
 
-import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from backbeat.cost import Curve
 from backbeat.errors import InputError
@@ -58,11 +58,8 @@ def scaled_network(network: Network, *, bandwidth: float = 1.0, latency: float =
     if bandwidth == 1.0 and latency == 1.0:
         return network
 
-    rows = [
-        msgspec.structs.replace(row, **_scaled(network.at(workers=row.workers), bandwidth, latency))
-        for row in network.rows
-    ]
-    return msgspec.structs.replace(network, rows=tuple(rows), **_scaled(network, bandwidth, latency))
+    rows = [replace(row, **_scaled(network.at(workers=row.workers), bandwidth, latency)) for row in network.rows]
+    return replace(network, rows=tuple(rows), **_scaled(network, bandwidth, latency))
 
 
 def _scaled(network: Network, bandwidth: float, latency: float) -> dict[str, Any]:

@@ -10,22 +10,20 @@ import logging
 import os
 import statistics
 import weakref
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import Any
 
 import msgspec
 import torch
 
 from backbeat.comm.agreement import share, total
+from backbeat.comm.communicators import Communicators
 from backbeat.errors import BackbeatError, InputError
 from backbeat.model import Bucket, Gradient, Network, Plan, PlanPrediction, Profile
 from backbeat.model.files import decode, encode
-from backbeat.runtime.reduce.partition import plan_partition
-from backbeat.runtime.reduce.timing import median
-
-if TYPE_CHECKING:
-    from backbeat.comm.communicators import Communicators
-    from backbeat.runtime.reduce.reducer import Reducer
-    from backbeat.runtime.reduce.timing import TimedStep
+from backbeat.runtime.reduce.partition import BUCKET_BYTES, Partition, plan_partition
+from backbeat.runtime.reduce.reducer import Reducer
+from backbeat.runtime.reduce.timing import TimedStep, median
 
 logger = logging.getLogger("backbeat.runtime")
 
@@ -45,7 +43,31 @@ CALIBRATE_S = (0.25, 2.0)
 """Training stands still while the network is measured: so long at least and at most."""
 CALIBRATE_STEPS = 3.0
 """And for as long as so many iterations: 0.6 % of the first 500."""
-CALIBRATE_BYTES = (4096, 65536, 524288, 2**20, 4 * 2**20, 16 * 2**20)
+CALIBRATE_BYTES = (4096, 65536, 524288, 2**20, 4 * 2**20, 16 * 2**20, BUCKET_BYTES, 64 * 2**20)
+"""Up to DDP's own buckets, and beyond what any latency shows in."""
+
+
+def message_sizes(model_bytes: int) -> tuple[int, ...]:
+    """What to measure a network with for a model of so many bytes: none larger than all of it.
+
+    >>> message_sizes(3 * 2**20)
+    (4096, 65536, 524288, 1048576, 3145728)
+    """
+    largest = min(max(model_bytes, CALIBRATE_BYTES[1]), CALIBRATE_BYTES[-1])
+    return (*(size for size in CALIBRATE_BYTES if size < largest), largest)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredBuckets:
+    """One partition: the plan that it runs, with its prediction, and what steps took under it. What is not known yet is
+    None."""
+
+    partition: Partition
+    plan: Plan | None = None
+    iteration_s: float | None = None
+    exposed_s: float | None = None
+    timed: tuple[TimedStep, ...] = ()
+    """The steps measured last."""
 
 
 class Tuner:
@@ -64,23 +86,19 @@ class Tuner:
         self._plans = 0
         self.state = "measuring"
         self.history: list[str] = []
-        self.plan: Plan | None = None
-        """What runs, with its prediction; None until it is measured."""
-        self.iteration_s: float | None = None
-        self.exposed_s: float | None = None
-        self.timed: list[TimedStep] = []
-        """The steps measured last, for the report."""
-        self._base_s = 0.0
-        self._base: Any = None
-        self._base_plan: Plan | None = None
-        self._base_timed: list[TimedStep] = []
-        self._tried: tuple[Any, Plan | None] = (None, None)
-        """The partition and the plan that ran between the two measurements of DDP's buckets."""
+        self.running = MeasuredBuckets(partition=reducer.partition)
+        """What runs now."""
+        self._base = self._tried = self.running
+        """What ran before the plan, and the plan while that is measured once more."""
         # By the number of the step, which ranks have in common, not by calls: a step may break off on some of them.
         self._due = SETTLE_STEPS + MEASURED_STEPS
 
     def restart(self, why: str) -> None:
         """Measure again: the graph or the world changed."""
+        self.running = MeasuredBuckets(partition=self._reducer.partition)
+        self._measure_again(why)
+
+    def _measure_again(self, why: str) -> None:
         self._say(f"measuring again: {why}")
         self._begin("measuring")
 
@@ -122,13 +140,13 @@ class Tuner:
 
     def _plan_and_switch(self) -> None:
         reducer = self._reducer
-        timed = reducer.recorder.steps()
-        iteration = self._iteration(timed)
+        found = self._measured(None)
         if reducer.communicators.size == 1:
-            self._settle("one worker: there is nothing to send", iteration, timed)
+            self._settle("one worker: there is nothing to send", found)
             return
-        profile = self._profile(timed, iteration)
-        network = self._measure_network(iteration)
+        iteration = found.iteration_s or 0.0
+        profile = self._profile(found)
+        network = self._measure_network(profile, iteration)
         if self._auto and self._plans == 0:
             self._tell_of_units(profile, network, iteration)
         text = share(reducer.communicators, f"plan/{self._plans}", self._make(profile, network))
@@ -136,114 +154,115 @@ class Tuner:
         if text.startswith("error: "):
             if not self._auto:
                 raise InputError(f"planning with {self._strategy!r} failed: {text.removeprefix('error: ')}")
-            self._settle(
-                f"staying with DDP's buckets, planning failed: {text.removeprefix('error: ')}", iteration, timed
-            )
+            self._settle(f"staying with DDP's buckets, planning failed: {text.removeprefix('error: ')}", found)
             return
         plan = decode(text.encode(), Plan, where="rank 0's plan")
-        self._base_s, self._base, self._base_timed = iteration, reducer.partition, timed
-        self.plan = self._base_plan = self._present_plan(profile, network)
+        self._base = replace(found, plan=self._present_plan(profile, network))
         partition = plan_partition(plan, reducer.managed.names, reducer.managed.parameters, reducer.managed.sparse)
-        if partition.buckets == self._base.buckets:
-            self._settle(f"{plan.strategy} chose the buckets that already run", iteration, timed)
+        if partition.buckets == reducer.partition.buckets:
+            self._settle(f"{plan.strategy} chose the buckets that already run", self._base)
             return
-        reducer.switch(partition)
-        self.plan, self.iteration_s, self.exposed_s, self.timed = plan, None, None, []
         self._say(
-            f"step {reducer.steps}: {self._base_words} ({len(self._base.buckets)}) took {iteration * 1e3:.2f} ms an "
+            f"step {reducer.steps}: {self._base_words} ({len(reducer.buckets)}) took {iteration * 1e3:.2f} ms an "
             f"iteration; switching to {plan.strategy}'s {len(partition.buckets)} on {partition.communicators} "
             "communicator(s)"
         )
+        self._switch(MeasuredBuckets(partition=partition, plan=plan))
         self._begin("trying")
+
+    def _switch(self, to: MeasuredBuckets) -> None:
+        self._reducer.switch(to.partition)
+        self.running = to
 
     @property
     def _base_words(self) -> str:
         """What ran before: DDP's buckets, or after a drift an earlier plan's."""
-        strategy = self._base.strategy
+        strategy = self._base.partition.strategy
         return "DDP's buckets" if strategy == "ddp" else f"{strategy}'s buckets"
 
     def _judge(self) -> None:
         """Unless the plan measured worse, DDP's buckets are measured once more; a strategy asked for by name stays."""
-        timed = self._reducer.recorder.steps()
-        iteration, exposed = self._iteration(timed), self._exposed(timed)
-        if self._auto and iteration > self._base_s * (1 + TOLERANCE):
-            self._reducer.switch(self._base)
-            self.plan = self._base_plan
+        found = self._measured(self.running.plan)
+        iteration, before = found.iteration_s or 0.0, self._base.iteration_s or 0.0
+        if self._auto and iteration > before * (1 + TOLERANCE):
+            self._switch(self._base)
             self._settle(
                 f"going back to {self._base_words}: the plan measured {iteration * 1e3:.2f} ms an iteration, "
-                f"they took {self._base_s * 1e3:.2f} ms",
-                self._base_s,
-                self._base_timed,
+                f"they took {before * 1e3:.2f} ms",
+                self._base,
             )
             return
-        self.iteration_s, self.exposed_s, self.timed = iteration, exposed, timed
         if not self._auto:
-            self._say(f"the plan runs: {iteration * 1e3:.2f} ms an iteration, {self._base_s * 1e3:.2f} ms before")
-            self._begin("settled")
+            self._settle(f"the plan runs: {iteration * 1e3:.2f} ms an iteration, {before * 1e3:.2f} ms before", found)
             return
         # The first steps of a job are slower than the rest: what came later would seem to gain.
-        self._tried, self.plan = (self._reducer.partition, self.plan), self._base_plan
-        self._reducer.switch(self._base)
+        self._tried = found
+        self._switch(self._base)
         self._begin("comparing")
 
     def _compare(self) -> None:
         """Keep the plan where DDP's buckets were no faster before it, nor are after it."""
-        timed = self._reducer.recorder.steps()
-        after, found = self._iteration(timed), self.iteration_s or 0.0
-        told = f"{self._base_s * 1e3:.2f} ms before and {after * 1e3:.2f} ms after"
-        if found > min(self._base_s, after) * (1 + TOLERANCE):
-            words = f"staying with {self._base_words}: they took {told}, the plan {found * 1e3:.2f} ms an iteration"
-            self._settle(words, after, timed)
+        found = self._measured(self._base.plan)
+        before, after, planned = (one.iteration_s or 0.0 for one in (self._base, found, self._tried))
+        told = f"{before * 1e3:.2f} ms before and {after * 1e3:.2f} ms after"
+        if planned > min(before, after) * (1 + TOLERANCE):
+            words = f"staying with {self._base_words}: they took {told}, the plan {planned * 1e3:.2f} ms an iteration"
+            self._settle(words, found)
             return
-        partition, self.plan = self._tried
-        self._reducer.switch(partition)
-        self._say(f"the plan runs: {found * 1e3:.2f} ms an iteration, {self._base_words} took {told}")
+        self._switch(self._tried)
+        self._say(f"the plan runs: {planned * 1e3:.2f} ms an iteration, {self._base_words} took {told}")
         self._begin("watching", self._watch_every)
 
     def _look(self) -> None:
-        timed = self._reducer.recorder.steps()
-        iteration, exposed = self._iteration(timed), self._exposed(timed)
-        before = self.exposed_s or 0.0
+        before = self.running.exposed_s or 0.0
+        self.running = found = self._measured(self.running.plan)
+        exposed, iteration = found.exposed_s or 0.0, found.iteration_s or 0.0
         moved = abs(exposed - before)
-        self.iteration_s, self.exposed_s, self.timed = iteration, exposed, timed
         if moved > DRIFT * max(before, 1e-9) and moved > DRIFT_FLOOR * iteration:
             # Each look costs measured steps: a job that keeps drifting is looked at less and less often.
             self._watch_every *= 2
-            self.restart(f"exposed time moved from {before * 1e3:.2f} to {exposed * 1e3:.2f} ms")
+            self._measure_again(f"exposed time moved from {before * 1e3:.2f} to {exposed * 1e3:.2f} ms")
             return
         self._begin("watching", self._watch_every)
 
-    def _settle(self, why: str, iteration: float, timed: list[TimedStep]) -> None:
-        self.iteration_s, self.exposed_s, self.timed = iteration, self._exposed(timed), timed
+    def _settle(self, why: str, on: MeasuredBuckets) -> None:
+        self.running = on
         self._say(why)
         self._begin("settled")
         self._reducer.time_steps(False)
 
-    def _iteration(self, timed: list[TimedStep]) -> float:
-        """Median time from the end of one step to the end of the next, the mean over ranks."""
-        return self._mean(median(one.iteration_s for one in timed) or 0.0)
+    def _measured(self, plan: Plan | None) -> MeasuredBuckets:
+        """The buckets that run, of this plan, by the steps just timed.
 
-    def _exposed(self, timed: list[TimedStep]) -> float:
-        return self._mean(median(one.exposed_s for one in timed) or 0.0)
+        An iteration is the median time from the end of one step to the end of the next, the mean over ranks.
+        """
+        timed = tuple(self._reducer.recorder.steps())
+        return MeasuredBuckets(
+            partition=self._reducer.partition,
+            plan=plan,
+            iteration_s=self._mean(median(one.iteration_s for one in timed) or 0.0),
+            exposed_s=self._mean(median(one.exposed_s for one in timed) or 0.0),
+            timed=timed,
+        )
 
     def _mean(self, value: float) -> float:
         communicators: Communicators = self._reducer.communicators
         return total(communicators, value) / communicators.size
 
-    def _profile(self, timed: list[TimedStep], iteration: float) -> Profile:
+    def _profile(self, found: MeasuredBuckets) -> Profile:
         """What this model does, as the mean over ranks of the medians over steps."""
-        reducer = self._reducer
+        reducer, timed = self._reducer, found.timed
         communicators = reducer.communicators
         count = len(reducer.managed.names)
         last = statistics.median([one.computed_s for one in timed])
-        ready = [statistics.median([one.ready_s.get(place, one.computed_s) for one in timed]) for place in range(count)]
+        ready = [statistics.median([one.ready_s.get(index, one.computed_s) for one in timed]) for index in range(count)]
         ended = statistics.median([one.ended_s for one in timed])
         forward = max((median(one.since_forward_s for one in timed) or ended) - ended, 0.0)
         figures = torch.tensor([*ready, last, forward], dtype=torch.float32, device=communicators.device)
         communicators[0].all_reduce(figures).wait()
         *ready, last, forward = (figures / communicators.size).tolist()
-        exposed = self._exposed(timed)
-        order = sorted(range(count), key=lambda place: ready[place])
+        iteration, exposed = found.iteration_s or 0.0, found.exposed_s or 0.0
+        order = sorted(range(count), key=lambda index: ready[index])
         reduce_dtype = reducer.settings.reduce_dtype
         return Profile(
             name="measured",
@@ -256,18 +275,18 @@ class Tuner:
             update_s=max(iteration - forward - last - exposed, 0.0),
             gradients=tuple(
                 Gradient(
-                    name=reducer.managed.names[place],
-                    bytes=reducer.managed.parameters[place].numel()
+                    name=reducer.managed.names[index],
+                    bytes=reducer.managed.parameters[index].numel()
                     * min(
-                        reducer.managed.parameters[place].element_size(), reduce_dtype.itemsize if reduce_dtype else 16
+                        reducer.managed.parameters[index].element_size(), reduce_dtype.itemsize if reduce_dtype else 16
                     ),
-                    ready_s=ready[place],
+                    ready_s=ready[index],
                 )
-                for place in order
+                for index in order
             ),
         )
 
-    def _measure_network(self, iteration: float) -> Network:
+    def _measure_network(self, profile: Profile, iteration: float) -> Network:
         communicators = self._reducer.communicators
         if self._network is not None and self._given:
             fits = self._network.workers == communicators.size
@@ -275,14 +294,15 @@ class Tuner:
         from backbeat.measure.network.calibration import calibrate
 
         wanted = self._communicators or 2
-        counts = tuple(sorted({1, min(wanted, communicators.limit)}))
+        counts = tuple(sorted({1, communicators.allowed(wanted)}))
         self._network = calibrate(
             group=communicators.process_group,
             device=communicators.device,
             budget_s=min(max(CALIBRATE_STEPS * iteration, CALIBRATE_S[0]), CALIBRATE_S[1]),
-            sizes=CALIBRATE_BYTES,
+            sizes=message_sizes(profile.total_bytes),
             communicators=counts,
             collectives=("all_reduce",),
+            brief=True,
         )
         return self._network
 
@@ -334,7 +354,7 @@ class Tuner:
             workers=network.workers,
             communicators=partition.communicators,
             buckets=tuple(
-                Bucket(gradients=tuple(names[place] for place in bucket.members), communicator=bucket.communicator)
+                Bucket(gradients=tuple(names[index] for index in bucket.members), communicator=bucket.communicator)
                 for bucket in partition.buckets
             ),
         )

@@ -16,10 +16,10 @@ import statistics
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import msgspec
-from torch.distributed import DistStoreError
 
 from backbeat.errors import InputError
 from backbeat.report.drift import Drift, StepSample
@@ -31,6 +31,8 @@ EVERY = 50
 FEWEST = 2 * TOGETHER
 PATIENCE_S = 10.0
 """Rank 0 waits so long for the others' figures of a sample, and does without it otherwise."""
+IMPATIENCE_S = 0.1
+"""So long where they did not come to the sample before."""
 
 
 class Watch:
@@ -42,13 +44,19 @@ class Watch:
         *,
         every: int = EVERY,
         log: str | os.PathLike[str] | None = None,
-        to: Sequence[Callable[[StepSample], None]] = (),
+        to: Callable[[StepSample], None] | Sequence[Callable[[StepSample], None]] = (),
     ) -> None:
         """log: a file that rank 0 appends a line of JSON to for each sample. to: functions called with it on rank 0."""
-        if every < FEWEST:
-            raise InputError(f"every is {every}: it must be {FEWEST} steps or more, of which {TOGETHER} are timed")
+        if type(every) is not int or every < FEWEST:
+            raise InputError(f"every is {every!r}: it must be {FEWEST} steps or more, of which {TOGETHER} are timed")
+        if not isinstance(log, (str, os.PathLike, NoneType)):
+            raise InputError(f"log is {log!r}: it must be the path of a file to write")
         self._log = None if log is None else Path(log)
-        self._to = tuple(to)
+        self._to = (to,) if callable(to) else tuple(to)
+        for one in self._to:
+            if not callable(one):
+                raise InputError(f"to= has {one!r}: it must be a function of a sample, or several")
+        self._patience_s = PATIENCE_S
         self._drift = Drift()
         self.last: StepSample | None = None
         """The newest sample, on rank 0."""
@@ -65,10 +73,19 @@ class Watch:
         if communicators.rank != 0:
             return
         try:
-            communicators.store.wait(keys, timedelta(seconds=PATIENCE_S))
-        except DistStoreError:
-            logger.warning("step %d is not shown: some rank has not come to it in %g s", step, PATIENCE_S)
+            communicators.store.wait(keys, timedelta(seconds=self._patience_s))
+        except RuntimeError:
+            # As every kind of store raises it.
+            logger.warning(
+                "step %d is not shown: some rank has not come to it in %g s; every rank keeps a Watch, with the same "
+                "every=",
+                step,
+                self._patience_s,
+            )
+            # Ranks that never come must not hold training up at every sample.
+            self._patience_s = IMPATIENCE_S
             return
+        self._patience_s = PATIENCE_S
         rows: list[list[float]] = [json.loads(communicators.store.get(key)) for key in keys]
         for key in keys:
             communicators.store.delete_key(key)
@@ -94,6 +111,7 @@ class Watch:
 
     def _write(self, sample: StepSample) -> None:
         assert self._log is not None
+        self._log.parent.mkdir(parents=True, exist_ok=True)
         with self._log.open("ab") as file:
             file.write(msgspec.json.encode(sample) + b"\n")
 

@@ -7,6 +7,7 @@ while a step is timed.
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,8 @@ from backbeat.runtime.reduce.wrapper import DistributedDataParallel
 if TYPE_CHECKING:
     from backbeat.model import Plan
     from backbeat.runtime.reduce.timing import TimedStep
+
+logger = logging.getLogger("backbeat.runtime")
 
 TOGETHER = 3
 """Steps timed for one sample, the last ones before it is taken."""
@@ -50,6 +53,8 @@ class WrapperSteps:
         self._reducer: Any = weakref.proxy(reducer)
         self._every, self._sample = every, WeakCall(sample)
         self._recorder = Recorder(reducer.device, keep=TOGETHER)
+        if reducer.watch is not None and reducer.watch() is not None:
+            logger.warning("the model is watched already: the earlier Watch gets no more samples; to= takes several")
         reducer.watch = weakref.WeakMethod(self._after_step)
 
     @property
@@ -73,7 +78,7 @@ class WrapperSteps:
     def predicted(self) -> dict[str, float | None]:
         """What the plan promised for this number of ranks."""
         reducer = self._reducer
-        plan: Plan | None = reducer.tuner.plan if reducer.tuner is not None else reducer.settings.plan
+        plan: Plan | None = reducer.tuner.running.plan if reducer.tuner is not None else reducer.settings.plan
         found = _promised(plan, reducer.communicators.size)
         if plan is None or plan.predicted is None or not found:
             return {}
@@ -138,8 +143,12 @@ class HookedSteps:
     def _figures(self) -> list[float]:
         if not self._timed:
             return [0.0] * FIGURES
-        iteration = [self._clock.between(before, end) for before, end, _ in self._timed]
-        waited = [sum(self._clock.between(*pair) for pair in waits) for _, _, waits in self._timed]
+        since = self._clock.between
+        iteration = [since(before, end) for before, end, _ in self._timed]
+        waited = [
+            covered([(since(before, opened), since(before, closed)) for opened, closed in waits])
+            for before, _, waits in self._timed
+        ]
         own = [whole - wait for whole, wait in zip(iteration, waited, strict=True)]
         return [*((median(values) or 0.0) for values in (own, iteration, waited)), 0.0, 0.0]
 
@@ -205,6 +214,19 @@ class HookedSteps:
         opened = self._opened.pop((kind, id(module)), None)
         if opened is not None and self._hooks:
             self._waits.append((opened, self._clock.mark()))
+
+
+def covered(spans: Sequence[tuple[float, float]]) -> float:
+    """The length of all spans together; a wait may hold another one, of a unit inside.
+
+    >>> covered([(1.0, 2.0), (0.0, 3.0), (4.0, 5.0)])
+    4.0
+    """
+    length, reached = 0.0, 0.0
+    for begin, end in sorted(spans):
+        length += max(end - max(begin, reached), 0.0)
+        reached = max(reached, end)
+    return length
 
 
 def _parallel_part(model: Any) -> Any:

@@ -17,21 +17,21 @@ Unit = tuple[int, int, int]
 
 def units_of(profile: Profile, memory_plan: MemoryPlan) -> list[Unit]:
     """The plan's segments by number, kept blocks one by one, after checking that the executor could run them."""
-    place = {block.name: number for number, block in enumerate(profile.blocks)}
+    index_of = {block.name: number for number, block in enumerate(profile.blocks)}
     units: list[Unit] = []
     reached = 0
     for index, segment in enumerate(memory_plan.segments):
         for name in segment.blocks:
-            if name not in place:
+            if name not in index_of:
                 raise InputError(
                     f"memory.segments[{index}] names the block {name!r}, which the profile {profile.name!r} does not "
                     "have: make the plan for this profile with `backbeat plan --memory`"
                 )
-        first = place[segment.blocks[0]]
+        first = index_of[segment.blocks[0]]
         last = first + len(segment.blocks)
-        if [place[name] for name in segment.blocks] != list(range(first, last)) or first < reached:
+        if [index_of[name] for name in segment.blocks] != list(range(first, last)) or first < reached:
             raise InputError(
-                f"memory.segments[{index}] is not a run of consecutive blocks behind those before it: "
+                f"memory.segments[{index}] is not a run of consecutive blocks after those before it: "
                 "list blocks and segments in the order of forward"
             )
         if segment.action == "recompute":

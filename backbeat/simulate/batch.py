@@ -6,10 +6,11 @@ import re
 from collections.abc import Callable
 from functools import lru_cache
 
-import msgspec
+from msgspec.structs import replace
 
 from backbeat.errors import InputError
 from backbeat.model import Block, Gradient, Memory, Profile
+from backbeat.model.checks import at_least
 from backbeat.model.files import bundled
 from backbeat.simulate.host_lane import device_alone
 
@@ -31,7 +32,7 @@ def at_batch(profile: Profile, batch_size: int, other: Profile | None = None) ->
     ...     update_s=0.5, gradients=(Gradient(name="w", bytes=4, ready_s=2.0),))
     >>> at_batch(small, 3).forward_s
     3.0
-    >>> at_batch(small, 3, msgspec.structs.replace(small, batch_size=5, forward_s=2.0)).forward_s
+    >>> at_batch(small, 3, replace(small, batch_size=5, forward_s=2.0)).forward_s
     1.5
     """
     if batch_size < 1:
@@ -53,8 +54,7 @@ def strong_scaling(
     >>> [strong_scaling(profile, 1024, workers).batch_size for workers in (8, 16)]
     [128, 64]
     """
-    if global_batch < 1:
-        raise InputError(f"global batch is {global_batch}: it must be 1 or more")
+    at_least("global batch", global_batch, 1)
     micro_batches = accumulation or profile.accumulation
     parts = workers * micro_batches
     if global_batch % parts:
@@ -131,7 +131,7 @@ def _through(one: Profile, two: Profile, batch_size: int) -> Profile:
     for gradient in near.gradients:
         seconds = gradient.ready_s + weight * (ready_far[gradient.name] - gradient.ready_s)
         ready = min(max(seconds, ready), backward)
-        gradients.append(msgspec.structs.replace(gradient, ready_s=ready, forward_s=None, activation_bytes=None))
+        gradients.append(replace(gradient, ready_s=ready, forward_s=None, activation_bytes=None))
     note = f"times are between batch {one.batch_size} and {two.batch_size}, taken as linear"
     if not min(one.batch_size, two.batch_size) <= batch_size <= max(one.batch_size, two.batch_size):
         note = f"batch {batch_size} is extrapolated from batch {one.batch_size} and {two.batch_size}"
@@ -140,7 +140,7 @@ def _through(one: Profile, two: Profile, batch_size: int) -> Profile:
     if one.device_s is not None or two.device_s is not None:
         device_s = between(*(device_alone(side).forward_s + device_alone(side).backward_s for side in (one, two)))
     alike = same_blocks(one, two)
-    return msgspec.structs.replace(
+    return replace(
         near,
         batch_size=batch_size,
         name=f"{near.name} at batch {batch_size}",
@@ -158,7 +158,7 @@ def _through(one: Profile, two: Profile, batch_size: int) -> Profile:
 
 
 def _block(one: Block, two: Block, between: Callable[[float, float], float]) -> Block:
-    return msgspec.structs.replace(
+    return replace(
         one,
         **{name: between(getattr(one, name), getattr(two, name)) for name in _TIMES},
         **{name: round(between(getattr(one, name), getattr(two, name))) for name in _SIZES},
@@ -169,9 +169,7 @@ def _memory(one: Memory | None, two: Memory | None, between: Callable[[float, fl
     if one is None or two is None:
         return None
     sizes = [name for name in Memory.__struct_fields__ if name.endswith("_bytes")]
-    return msgspec.structs.replace(
-        one, **{name: round(between(getattr(one, name), getattr(two, name))) for name in sizes}
-    )
+    return replace(one, **{name: round(between(getattr(one, name), getattr(two, name))) for name in sizes})
 
 
 def _proportional(one: Profile, batch_size: int) -> Profile:
@@ -181,7 +179,7 @@ def _proportional(one: Profile, batch_size: int) -> Profile:
         slower = max(one.device_s * factor / whole, 1.0)
 
     def larger(block: Block) -> Block:
-        return msgspec.structs.replace(
+        return replace(
             block,
             **{name: getattr(block, name) * slower for name in _TIMES},
             **{name: round(getattr(block, name) * factor) for name in _SIZES},
@@ -192,7 +190,7 @@ def _proportional(one: Profile, batch_size: int) -> Profile:
         weights = memory.parameter_bytes + memory.optimizer_bytes + memory.buffer_bytes
         # Where the batch was not weighed, all that stays beside the weights is taken for it.
         batch = memory.batch_bytes or max(memory.steady_bytes - weights, 0)
-        memory = msgspec.structs.replace(
+        memory = replace(
             memory,
             steady_bytes=memory.steady_bytes + round(batch * (factor - 1)),
             peak_bytes=0,
@@ -201,7 +199,7 @@ def _proportional(one: Profile, batch_size: int) -> Profile:
     backward = one.backward_s * slower
     before = one.single_s
     after = one.accumulation * whole * slower + one.update_s
-    return msgspec.structs.replace(
+    return replace(
         one,
         name=f"{one.name} at batch {batch_size}",
         batch_size=batch_size,
@@ -210,8 +208,7 @@ def _proportional(one: Profile, batch_size: int) -> Profile:
         device_s=None if one.device_s is None else one.device_s * factor,
         iteration_s=tuple(seconds * after / before for seconds in one.iteration_s) if before > 0 else (),
         gradients=tuple(
-            msgspec.structs.replace(gradient, ready_s=min(gradient.ready_s * slower, backward))
-            for gradient in one.gradients
+            replace(gradient, ready_s=min(gradient.ready_s * slower, backward)) for gradient in one.gradients
         ),
         blocks=tuple(larger(block) for block in one.blocks),
         memory=memory,

@@ -1,6 +1,6 @@
 """What no plan can beat, as long as it ends its communication within the iteration.
 
-Take any gradient i. The buckets that hold it or a gradient behind it launch no earlier than r_i, its ready time. Call D
+Take any gradient i. The buckets that hold it or a gradient after it launch no earlier than r_i, its ready time. Call D
 the time from r_i to the end of communication. The bound is the largest r_i + (a lower bound of D), for these reasons,
 which hold for every bucketing, every order and every choice of communicators:
 
@@ -12,7 +12,7 @@ every n,
     work·e(n) + latency·q(k - n) <= 1,
 
 then D is at least the price of all these buckets, c(M) = work·w(M) + latency·s(M) each, with w(M) the link work and
-s(M) the latency behind another bucket. On one communicator both prices are 1 and c(M) = T_busy(M). On two that share
+s(M) the latency after another bucket. On one communicator both prices are 1 and c(M) = T_busy(M). On two that share
 the link perfectly there are two best choices: (1, 0), all link work passes the link; and (1/2, 1/2), one of the two
 communicators carries half of everything. No prices are better than those at a vertex of the inequalities.
 
@@ -24,7 +24,7 @@ least price of any bucket), and spread the rest over its gradients by bytes: a g
 
     share(m) = m · min over M >= m of (c(M) - f) / M.
 
-So all these buckets cost at least f and the shares of gradient i and those behind it. Between the corners of c,
+So all these buckets cost at least f and the shares of gradient i and those after it. Between the corners of c,
 (c(M) - f) / M is monotone: the corners decide.
 
 **The first bucket on a communicator** has nobody before it. It may cost less than its share, where an isolated message
@@ -76,7 +76,7 @@ class _Costs(NamedTuple):
     def of(cls, cost: LinkCost, sizes: NDArray[np.float64]) -> _Costs:
         return cls(cost.time(sizes), cost.busy_time(sizes), cost.work(sizes))
 
-    def behind(self, prices: _Prices) -> NDArray[np.float64]:
+    def back_to_back(self, prices: _Prices) -> NDArray[np.float64]:
         """c(M)."""
         return prices.work * self.work + prices.latency * (self.busy - self.work)
 
@@ -110,17 +110,17 @@ def communication_bound(profile: Profile, cost: LinkCost, communicators: int) ->
     progress = _progress(cost, count, isolated_is_longer=bool((there.alone >= there.busy).all()))
     bound = -np.inf
     for prices in _best_prices(progress):
-        behind, first = there.behind(prices), there.first(prices)
+        back_to_back, first = there.back_to_back(prices), there.first(prices)
         waiting = least_latency * max(1 - prices.latency * progress[0][2], 0.0)
-        for fixed in {0.0, float(behind.min())}:
+        for fixed in {0.0, float(back_to_back.min())}:
             # Gradients without bytes have no share.
-            rates = np.divide(behind - fixed, corners, out=np.zeros_like(corners), where=corners > 0)
+            rates = np.divide(back_to_back - fixed, corners, out=np.zeros_like(corners), where=corners > 0)
             rates = np.minimum.accumulate(rates[::-1])[::-1]
-            shares = np.minimum(own.behind(prices) - fixed, sizes * rates[following])
+            shares = np.minimum(own.back_to_back(prices) - fixed, sizes * rates[following])
             # The shares in a bucket are at most its bytes at the rate of the largest gradient that fits. Between two
             # corners both differences are linear, so that their least values lie at the corners.
             rates = np.minimum(rates, rates[most])
-            over_price = np.minimum((first - behind)[below], first - behind)
+            over_price = np.minimum((first - back_to_back)[below], first - back_to_back)
             over_shares = np.minimum(first[below] - corners[below] * rates, first - corners * rates) - fixed
             surplus = float(np.maximum(over_price, over_shares).min())
             if count > 1:
@@ -151,7 +151,7 @@ def _progress(cost: LinkCost, count: int, *, isolated_is_longer: bool) -> tuple[
     """(e(n), e(n)/n, q(k - n)) for n from 0: link work, that of one bucket, and latency done a second.
 
     e(n) is level between the counts measured; of equal ones the smallest n leaves most for latencies. Where an isolated
-    message may take less than one in a row, part of the latency behind another passes while the communicator is idle,
+    message may take less than one in a row, part of the latency after another passes while the communicator is idle,
     and nothing slows that down.
     """
 

@@ -2,9 +2,9 @@
 computation.
 
 A bucket is compressed on the compute stream once its last gradient is ready: it leaves later by that much, and so does
-every gradient behind it. `Profile.compression_s_per_byte` and `compression_s_per_bucket` cover selecting and putting
+every gradient after it. `Profile.compression_s_per_byte` and `compression_s_per_bucket` cover selecting and putting
 together; all of it is counted before the bucket leaves. Every rank gathers everybody's message, whose size
-`backbeat.cost.message` knows. CompressedFlow plans are simulated on one communicator.
+`backbeat.cost.message` knows. Compressed plans are simulated on one communicator.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from backbeat.cost import Curve
 from backbeat.cost.message import block_width, message_bytes, sent_elements
 from backbeat.model import Compression, Network, Plan, Profile
 from backbeat.model.prediction import Breakdown, Span
-from backbeat.simulate.contention import beside
+from backbeat.simulate.contention import contended
 from backbeat.simulate.gather_scatter import Halves
+from backbeat.simulate.schedule import covered_s
 
 ELEMENT_BYTES = 4
 """A profile knows bytes, not elements: gradients are taken as fp32, as autocast leaves them."""
@@ -31,7 +32,7 @@ ASSUMED_COMPRESSION_S_PER_BYTE = 5e-10
 
 def selection_bytes(elements: int, compression: Compression) -> int:
     """The most that finding the largest of a bucket takes beside the bucket, as `backbeat.runtime.compressed.topk`
-    does it: the maxima of blocks, or the candidates with their places and magnitudes."""
+    does it: the maxima of blocks, or the candidates with their indices and magnitudes."""
     if not elements:
         return 0
     sent = int(sent_elements(elements, compression.density))
@@ -42,7 +43,7 @@ def selection_bytes(elements: int, compression: Compression) -> int:
 
 
 def kept_bytes(elements: int, compression: Compression) -> int:
-    """What a bucket holds from step to step beside its residual: its message, and the places in it."""
+    """What a bucket holds from step to step beside its residual: its message, and the indices in it."""
     density = compression.density
     return int(message_bytes(elements, density)) + 4 * int(sent_elements(elements, density))
 
@@ -91,19 +92,19 @@ class CompressedFlow:
         return max(self.backward_s, *self.finishes)
 
 
-def travel(
+def compressed_flow(
     pieces: Sequence[Piece], profile: Profile, network: Network, cost: CompressedCost, slowdown: float = 1.0
 ) -> CompressedFlow:
     """One communicator, pieces in launch order; compression takes its turn on the compute stream as pieces become
     ready, and computation takes `slowdown` times as long beside communication."""
     rate, fixed = compression_s_per_byte(profile), compression_s_per_bucket(profile)
-    order = sorted(range(len(pieces)), key=lambda place: pieces[place].ready_s)
+    order = sorted(range(len(pieces)), key=lambda index: pieces[index].ready_s)
     ready = [0.0] * len(pieces)
     spent = 0.0
-    for place in order:
-        if pieces[place].compression is not None:
-            spent += fixed + rate * pieces[place].bytes
-        ready[place] = pieces[place].ready_s + spent
+    for index in order:
+        if pieces[index].compression is not None:
+            spent += fixed + rate * pieces[index].bytes
+        ready[index] = pieces[index].ready_s + spent
     times: list[tuple[float, float]] = []
     for piece in pieces:
         if piece.compression is None:
@@ -115,13 +116,13 @@ def travel(
     def sent(moments: NDArray[np.float64]) -> CompressedFlow:
         starts, finishes = [], []
         free = float("-inf")
-        for moment, (alone, behind) in zip(moments.tolist(), times, strict=True):
+        for moment, (alone, busy) in zip(moments.tolist(), times, strict=True):
             starts.append(max(moment, free))
-            free = max(moment + alone, free + behind)
+            free = max(moment + alone, free + busy)
             finishes.append(free)
         return CompressedFlow(starts, finishes, computed)
 
-    flow, clock = beside(sent, np.array(ready), slowdown)
+    flow, clock = contended(sent, np.array(ready), slowdown)
     backward = float(clock.when(computed))
     return replace(flow, backward_s=backward, contention_s=backward - computed)
 
@@ -137,16 +138,16 @@ def compression_s_per_bucket(profile: Profile) -> float:
 
 
 def pieces_of(profile: Profile, plan: Plan) -> tuple[list[Piece], list[tuple[str, ...]]]:
-    """The plan's buckets, and behind them what it does not name; and their names."""
+    """The plan's buckets, and after them what it does not name; and their names."""
     plan.check(profile)
     buckets = [(bucket.gradients, bucket.compression) for bucket in plan.buckets]
     if missing := plan.missing(profile):
         buckets.append((tuple(missing), None))
-    place = profile.index
+    index = profile.index
     pieces = [
         Piece(
-            max(profile.gradients[place[name]].ready_s for name in names),
-            sum(profile.gradients[place[name]].bytes for name in names),
+            max(profile.gradients[index[name]].ready_s for name in names),
+            sum(profile.gradients[index[name]].bytes for name in names),
             compression,
         )
         for names, compression in buckets
@@ -156,12 +157,7 @@ def pieces_of(profile: Profile, plan: Plan) -> tuple[list[Piece], list[tuple[str
 
 def exposed_parts(profile: Profile, flow: CompressedFlow) -> Breakdown:
     """All of what is exposed counts as waiting, compression included, but for the link being busy after computation."""
-    busy = 0.0
-    reached = flow.backward_s
-    for start, stop in zip(flow.starts, flow.finishes, strict=True):
-        if stop > reached:
-            busy += stop - max(start, reached)
-            reached = stop
+    busy = covered_s(flow.starts, flow.finishes, flow.backward_s)
     waiting = max(flow.end_s - profile.backward_s - busy - flow.contention_s, 0.0)
     return Breakdown(bandwidth_s=busy, waiting_s=waiting, contention_s=flow.contention_s)
 

@@ -33,7 +33,7 @@ F = TypeVar("F", bound=Messages)
 
 @dataclass(frozen=True, slots=True)
 class ComputeClock:
-    """How far computation is at any time: a line through corners, of full speed behind the last."""
+    """How far computation is at any time: a line through corners, of full speed after the last."""
 
     done: NDArray[np.float64]
     """Seconds of undisturbed computation at each corner."""
@@ -52,14 +52,14 @@ class ComputeClock:
     def _along(
         values: NDArray[np.float64], known: NDArray[np.float64], other: NDArray[np.float64]
     ) -> NDArray[np.float64]:
-        behind = other[-1] + (values - known[-1])
-        return np.where(values >= known[-1], behind, np.interp(values, known, other))
+        beyond = other[-1] + (values - known[-1])
+        return np.where(values >= known[-1], beyond, np.interp(values, known, other))
 
 
 UNDISTURBED = ComputeClock(np.zeros(1), np.zeros(1))
 
 
-def beside(
+def contended(
     travel: Callable[[NDArray[np.float64]], F], ready: NDArray[np.float64], slowdown: float
 ) -> tuple[F, ComputeClock]:
     """Messages that leave when `travel` sends them, given when each is ready, and the computation they slow down.
@@ -73,7 +73,7 @@ def beside(
     ...     first = ready[0] + 2
     ...     second = max(first, ready[1])
     ...     return Flow(np.array([ready[0], second]), np.array([ready[0], second]), np.array([first, second + 1]))
-    >>> flow, clock = beside(one_by_one, np.array([1.0, 2.0]), 2.0)
+    >>> flow, clock = contended(one_by_one, np.array([1.0, 2.0]), 2.0)
     >>> flow.finishes.tolist(), clock.when([2.0, 4.0]).tolist()
     ([3.0, 4.0], [3.0, 5.5])
     """

@@ -68,7 +68,7 @@ def simulate(schedule: Schedule, cost: LinkCost) -> Flow:
     [0.003, 0.003]
     """
     sizes = schedule.sizes
-    alone, behind, works = (of(sizes).tolist() for of in (cost.time, cost.busy_time, cost.work))
+    alone, busy, works = (of(sizes).tolist() for of in (cost.time, cost.busy_time, cost.work))
     ready = schedule.ready.tolist()
     communicators = schedule.communicators
     count = len(ready)
@@ -85,11 +85,11 @@ def simulate(schedule: Schedule, cost: LinkCost) -> Flow:
     while True:
         while launched < count and communicators[launched] not in carrying:
             communicator = communicators[launched]
-            # Behind a bucket of its own communicator the communicator keeps the order; only another communicator's
+            # After a bucket of its own communicator the communicator keeps the order; only another communicator's
             # launch holds it.
             same = launched > 0 and communicators[launched - 1] == communicator
             floor = ready[launched] if same else max(ready[launched], last_launch)
-            unshared = max(floor + alone[launched], free[communicator] + behind[launched])
+            unshared = max(floor + alone[launched], free[communicator] + busy[launched])
             last_launch = max(last_launch, ready[launched], free[communicator])
             starts[launched] = last_launch
             begins = max(unshared - works[launched], last_launch)

@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import pairwise
 
-import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from backbeat.cost.link import LinkCost
 from backbeat.model import Network, Plan, Profile, Reduction
@@ -100,7 +100,7 @@ def gather_before(profile: Profile, network: Network, reduction: Reduction, slow
     if reduction.gather_dtype is None:
         return GatheredForward(0.0, profile.forward_s, 0.0, 0.0, ())
     width = DTYPE_BYTES[reduction.gather_dtype] / DTYPE_BYTES[profile.gradient_dtype]
-    layers = Layers.of(msgspec.structs.replace(profile, update_s=0.0))
+    layers = Layers.of(replace(profile, update_s=0.0))
     sizes = layers.sizes * width
     ends = [len(sizes)]
     if reduction.gather_elements is not None:
@@ -117,8 +117,8 @@ def gather_before(profile: Profile, network: Network, reduction: Reduction, slow
         # Forward enters a bucket once it is there; the next one is gathered from then on.
         starts.append(0.0)
         now = begun = times[0]
-        for place, (_, compute) in enumerate(parts):
-            ahead = times[place + 1] if place + 1 < len(parts) else 0.0
+        for index, (_, compute) in enumerate(parts):
+            ahead = times[index + 1] if index + 1 < len(parts) else 0.0
             starts.append(now)
             slowed = min(compute * slowdown, compute + ahead * (1 - 1 / slowdown))
             contention += slowed - compute
@@ -131,7 +131,7 @@ def gather_before(profile: Profile, network: Network, reduction: Reduction, slow
         begun = now
         now += profile.forward_s
     spans = tuple(
-        Span("communicator 0", f"all-gather {place + 1} of {len(parts)}", start, start + seconds, int(size))
-        for place, (start, seconds, (size, _)) in enumerate(zip(starts, times, parts, strict=True))
+        Span("communicator 0", f"all-gather {index + 1} of {len(parts)}", start, start + seconds, int(size))
+        for index, (start, seconds, (size, _)) in enumerate(zip(starts, times, parts, strict=True))
     )
     return GatheredForward(begun, now, now - profile.forward_s - contention, contention, spans)

@@ -17,7 +17,7 @@ from backbeat.cost.curve import Curve
 from backbeat.cost.link import LinkCost
 from backbeat.model import Network, Plan, Profile
 from backbeat.simulate.bound import communication_bound
-from backbeat.simulate.contention import beside
+from backbeat.simulate.contention import contended
 from backbeat.simulate.gather_scatter import Halves
 from backbeat.simulate.schedule import Flow
 
@@ -59,15 +59,15 @@ class Period:
 
 def period(profile: Profile, plan: Plan, network: Network, slowdown: float = 1.0) -> Period:
     """Run a plan in halves until it repeats; computation takes `slowdown` times as long beside communication."""
-    place = profile.index
+    index = profile.index
     halves = Halves.of(network)
     scatter_buckets = [
-        [place[name] for name in bucket.gradients] for bucket in plan.buckets if bucket.phase == "reduce_scatter"
+        [index[name] for name in bucket.gradients] for bucket in plan.buckets if bucket.phase == "reduce_scatter"
     ]
     gather_buckets = [
-        [place[name] for name in bucket.gradients] for bucket in plan.buckets if bucket.phase == "all_gather"
+        [index[name] for name in bucket.gradients] for bucket in plan.buckets if bucket.phase == "all_gather"
     ]
-    # Gathers are ready when they are next: a message starts behind the one before it at the earliest.
+    # Gathers are ready when they are next: a message starts after the one before it at the earliest.
     ready = np.array([float(profile.ready[max(members)]) for members in scatter_buckets] + [0.0] * len(gather_buckets))
     times = [
         float(half.time(profile.sizes[members].sum()))
@@ -83,7 +83,7 @@ def period(profile: Profile, plan: Plan, network: Network, slowdown: float = 1.0
             finishes.append(free)
         return Flow(np.array(starts), np.array(starts), np.array(finishes))
 
-    flow, clock = beside(in_turn, ready, slowdown)
+    flow, clock = contended(in_turn, ready, slowdown)
     spans = list(zip(flow.starts.tolist(), flow.finishes.tolist(), strict=True))
     scatters, gathers = spans[: len(scatter_buckets)], spans[len(scatter_buckets) :]
     gathered = np.zeros(len(profile.gradients))
@@ -103,7 +103,7 @@ def halves_bound(profile: Profile, network: Network) -> float:
     """A period holds all of the computation, all of the link's work, and the two in an order that nothing escapes.
 
     Gathers follow the last scatter, and that ends no earlier than any plan's communication could. Of the first j layers
-    of forward one is gathered last, after the bytes of all j, and what it and the layers behind it compute comes after.
+    of forward one is gathered last, after the bytes of all j, and what it and the layers after it compute comes after.
     """
     layers = Layers.of(profile)
     halves = Halves.of(network)

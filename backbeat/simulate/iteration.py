@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from backbeat.cost import LinkCost
 from backbeat.errors import InputError
 from backbeat.model import Network, Plan, Profile
 from backbeat.model.prediction import Breakdown, Span
 from backbeat.simulate.bound import communication_bound
-from backbeat.simulate.compressed_cost import CompressedCost, exposed_parts, pieces_of, spans, travel
-from backbeat.simulate.contention import ComputeClock, beside, least_s
+from backbeat.simulate.compressed_cost import CompressedCost, compressed_flow, exposed_parts, pieces_of, spans
+from backbeat.simulate.contention import ComputeClock, contended, least_s
 from backbeat.simulate.dynamic import fuse
 from backbeat.simulate.engine import simulate
 from backbeat.simulate.halves_step import halves_bound, link_s, period
 from backbeat.simulate.recursion import one_communicator
-from backbeat.simulate.schedule import Flow, Schedule
+from backbeat.simulate.schedule import Flow, Schedule, covered_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +72,7 @@ def compressed_iteration(
     """Some buckets travel compressed: one communicator, and compression takes computation. Its bound is that nothing is
     exposed."""
     pieces, names = pieces_of(profile, plan)
-    flow = travel(pieces, profile, network, CompressedCost.of(network), slowdown)
+    flow = compressed_flow(pieces, profile, network, CompressedCost.of(network), slowdown)
     around = before + profile.forward_s + profile.update_s
     return Iteration(
         around + flow.end_s,
@@ -136,7 +134,7 @@ def run(
     if plan.dynamic is not None:
         plan.check(profile)
         settings = plan.dynamic
-        fused, clock = beside(lambda ready: fuse(profile, cost, settings, ready), profile.ready, slowdown)
+        fused, clock = contended(lambda ready: fuse(profile, cost, settings, ready), profile.ready, slowdown)
         order = [gradient.name for gradient in profile.gradients]
         starts = [0, *fused.ends[:-1]]
         names = [tuple(order[first:last]) for first, last in zip(starts, fused.ends, strict=True)]
@@ -149,7 +147,7 @@ def communicate_beside(
     schedule: Schedule, cost: LinkCost, communicators: int, slowdown: float
 ) -> tuple[Flow, ComputeClock]:
     """The buckets, and the computation that takes `slowdown` times as long beside them."""
-    return beside(
+    return contended(
         lambda ready: communicate(replace(schedule, ready=ready), cost, communicators), schedule.ready, slowdown
     )
 
@@ -173,8 +171,8 @@ def exposed_breakdown(
     tail = flow.end_s - backward_end
     if tail <= 0:
         return Breakdown(contention_s=contention)
-    moving = _covered(flow.on_link, flow.finishes, backward_end)
-    holding = _covered(flow.starts, flow.finishes, backward_end)
+    moving = covered_s(flow.on_link.tolist(), flow.finishes.tolist(), backward_end)
+    holding = covered_s(flow.starts.tolist(), flow.finishes.tolist(), backward_end)
     link = float(cost.work(schedule.sizes).sum()) / cost.best_efficiency(communicators)
     too_much = max(link - (backward_end - first), 0.0)
     latency, bandwidth = max(holding - moving, 0.0), min(moving, too_much)
@@ -190,18 +188,6 @@ def least_link_s(profile: Profile, cost: LinkCost, communicators: int) -> float:
     """The least time that messages are on the link, whatever the bucketing."""
     _, per_byte = cost.cheapest(float(profile.sizes.min()), float(profile.sizes.sum()))
     return per_byte * float(profile.sizes.sum()) / cost.best_efficiency(communicators)
-
-
-def _covered(starts: np.ndarray, ends: np.ndarray, after: float) -> float:
-    """Length of the union of these intervals, after a moment."""
-    late = ends > after
-    intervals = sorted(zip(np.maximum(starts[late], after).tolist(), ends[late].tolist(), strict=True))
-    total, reached = 0.0, after
-    for start, stop in intervals:
-        if stop > reached:
-            total += stop - max(start, reached)
-            reached = stop
-    return total
 
 
 def _timeline(

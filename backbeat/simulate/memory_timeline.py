@@ -154,9 +154,9 @@ class Chain:
         self.loss_forward = max(profile.forward_s - sum(self.forward), 0.0)
         self.loss_backward = max(profile.backward_s - sum(self.backward), 0.0)
         self.output = [block.output_bytes for block in blocks]
-        self.joined = [place > 0 and block.chained for place, block in enumerate(blocks)]
+        self.joined = [index > 0 and block.chained for index, block in enumerate(blocks)]
         self.input = [
-            self.output[place - 1] if self.joined[place] else block.input_bytes for place, block in enumerate(blocks)
+            self.output[index - 1] if self.joined[index] else block.input_bytes for index, block in enumerate(blocks)
         ]
         self.saved = [block.saved_bytes for block in blocks]
         self.forward_peak = [block.forward_peak_bytes for block in blocks]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import msgspec
+from msgspec.structs import replace
 
 from backbeat.cost.collectives import traffic
 from backbeat.errors import InputError
@@ -52,7 +52,7 @@ def predict(
     # A faster link may delay a bucket that shares it: by so little that it is no edge of the band.
     quiet_s = min(edges[0].iteration_s, found.iteration_s)
     busy_s = max(edges[1].iteration_s, found.iteration_s)
-    return msgspec.structs.replace(
+    return replace(
         found,
         network_band=NetworkBand(
             quiet_s=quiet_s,
@@ -89,22 +89,22 @@ def _predicted(
     device_single = before + profile.forward_s + profile.backward_s + profile.update_s
     single = lane.paced(device_single, micro_batches)
     sharded = plan.sharding is not None
-    beside = slowdown_of(profile, network, sharded=sharded)
+    slowdown = slowdown_of(profile, network, sharded=sharded)
     if sharded:
         held = sharded_memory(measured, plan, micro_batches=micro_batches)
         peak = held.peak_bytes if held else None
     if network.workers == 1:
         step = alone(profile, plan, before)
     elif reduction is not None:
-        step = framework_iteration(profile, network, plan, reduction, micro_batches, beside.factor)
+        step = framework_iteration(profile, network, plan, reduction, micro_batches, slowdown.factor)
     elif sharded:
-        step = sharded_iteration(own, network, plan, micro_batches=micro_batches, slowdown=beside.factor)
+        step = sharded_iteration(own, network, plan, micro_batches=micro_batches, slowdown=slowdown.factor)
     elif plan.in_halves:
-        step = across_iterations(profile, network, plan, before, beside.factor)
+        step = across_iterations(profile, network, plan, before, slowdown.factor)
     elif plan.compressed:
-        step = compressed_iteration(profile, network, plan, before, beside.factor)
+        step = compressed_iteration(profile, network, plan, before, slowdown.factor)
     else:
-        step = within_iteration(profile, network, plan, before, beside.factor)
+        step = within_iteration(profile, network, plan, before, slowdown.factor)
     buffers = (
         broadcast_s(network, profile.buffer_bytes) if broadcast_buffers and network.workers > 1 and not sharded else 0.0
     )
@@ -128,7 +128,7 @@ def _predicted(
             f"the host {how}: a step takes {format_seconds(steady)} that would take {format_seconds(device)} "
             "if the device never waited for work"
         )
-    breakdown = msgspec.structs.replace(
+    breakdown = replace(
         step.breakdown, stragglers_s=wait, buffers_s=buffers, host_s=(steady - device) - (single - device_single)
     )
     return Prediction(
@@ -153,7 +153,7 @@ def _predicted(
             *_shifted(step.timeline, buffers, profile.buffer_bytes),
             *((Span("compute", "waiting for the host", device, steady),) if steady > device else ()),
         ),
-        notes=(*memory_notes, *notes, *beside.notes),
+        notes=(*memory_notes, *notes, *slowdown.notes),
     )
 
 
@@ -172,7 +172,7 @@ def _at_host_pace(
 
 
 def _shifted(timeline: tuple[Span, ...], buffers: float, size: int) -> tuple[Span, ...]:
-    """The timeline behind the buffers' broadcast."""
+    """The timeline after the buffers' broadcast."""
     if not timeline or not buffers:
         return timeline
     later = (Span(span.lane, span.name, span.start_s + buffers, span.end_s + buffers, span.bytes) for span in timeline)

@@ -19,11 +19,11 @@ def one_communicator(schedule: Schedule, cost: LinkCost) -> Flow:
     [0.002, 0.004]
     """
     alone = cost.time(schedule.sizes).tolist()
-    behind = alone if cost.busy is None else cost.busy_time(schedule.sizes).tolist()
+    busy = alone if cost.busy is None else cost.busy_time(schedule.sizes).tolist()
     starts: list[float] = []
     finishes: list[float] = []
     free = float("-inf")
-    for ready, isolated, following in zip(schedule.ready.tolist(), alone, behind, strict=True):
+    for ready, isolated, following in zip(schedule.ready.tolist(), alone, busy, strict=True):
         starts.append(max(ready, free))
         free = max(ready + isolated, free + following)
         finishes.append(free)

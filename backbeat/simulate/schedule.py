@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -72,8 +72,8 @@ class Schedule:
         if missing:
             buckets.append((tuple(missing), 0))
         # Plain lists: most buckets are small, and a numpy call costs more than adding a few numbers.
-        place, ready, sizes = profile.index, profile.ready.tolist(), profile.sizes.tolist()
-        members = [[place[name] for name in names] for names, _ in buckets]
+        index_of, ready, sizes = profile.index, profile.ready.tolist(), profile.sizes.tolist()
+        members = [[index_of[name] for name in names] for names, _ in buckets]
         return (
             cls(
                 np.array([ready[max(indices)] for indices in members]),
@@ -95,3 +95,17 @@ class Flow:
     @property
     def end_s(self) -> float:
         return float(self.finishes.max())
+
+
+def covered_s(starts: Iterable[float], ends: Iterable[float], after: float) -> float:
+    """Length of the union of these intervals, after a moment.
+
+    >>> covered_s([0.0, 2.0, 3.0], [1.5, 4.0, 5.0], after=1.0)
+    3.5
+    """
+    total, reached = 0.0, after
+    for start, stop in sorted((max(start, after), stop) for start, stop in zip(starts, ends, strict=True)):
+        if stop > reached:
+            total += stop - max(start, reached)
+            reached = stop
+    return total

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 
-import msgspec
+from msgspec.structs import replace
 
 from backbeat.model import Profile, Sharding
 from backbeat.model.sharding import DTYPE_BYTES
@@ -24,8 +24,8 @@ _HALF = ("bf16", "fp16")
 
 
 def tied_block(profile: Profile, chain: ShardedChain) -> int | None:
-    """A block behind the last unit and behind all parameters, whose backward makes the gradient of one of the root's: a
-    head tied to the embedding. A pooling, which has a classifier behind it, is none."""
+    """A block after the last unit and after all parameters, whose backward makes the gradient of one of the root's: a
+    head tied to the embedding. A pooling, which has a classifier after it, is none."""
     last = chain.stretches[-1]
     if last.unit != ROOT or not (largest := _largest_of_root(chain)):
         return None
@@ -49,13 +49,13 @@ def sharded_activations(profile: Profile, chain: ShardedChain, sharding: Shardin
         elements = piece.elements if piece.block != tied else (_largest_of_root(chain),)
         block = blocks[piece.block]
         copies = element * sum(elements) if native else 0
-        blocks[piece.block] = msgspec.structs.replace(
+        blocks[piece.block] = replace(
             block,
             saved_bytes=max(block.saved_bytes - copies, 0),
             forward_peak_bytes=max(block.forward_peak_bytes - copies, 0),
             backward_peak_bytes=max(block.backward_peak_bytes - element * max(elements, default=0), 0),
         )
-    return msgspec.structs.replace(profile, blocks=tuple(blocks))
+    return replace(profile, blocks=tuple(blocks))
 
 
 def _largest_of_root(chain: ShardedChain) -> int:

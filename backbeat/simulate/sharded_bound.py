@@ -6,13 +6,13 @@ collective over the sizes possible.
 
 **Forward.** Every parameter has changed in the last update, so all of it is gathered anew. Piece j computes when it and
 all pieces before it are gathered; on one communicator that takes at least s + g·(P_1 + … + P_j). Then j and those
-behind it still compute. All parameters are copied out on the compute stream. So forward ends no earlier than
+after it still compute. All parameters are copied out on the compute stream. So forward ends no earlier than
 
     A = max( sum of f + copies out,  max over j of  s + g·(P_1 + … + P_j) + f_j + … + f_last ).
 
 **Backward** follows forward, and other micro-batches lie in between, so it ends no earlier than A + (their computation)
 + the sum of b + all copies into reduce-scatter inputs. Gradients are scattered at least once, in the last micro-batch.
-Piece j's gradient is whole when the pieces behind it and itself have run backward. It and those that come later (1 to
+Piece j's gradient is whole when the pieces after it and itself have run backward. It and those that come later (1 to
 j) then travel, in at least s' + g'·(G_1 + … + G_j). Where the copies of the model are reduced too, an all-reduce's
 latency follows the last reduce-scatter, and all link time of the all-reduces the first one's latency. The update comes
 last.

@@ -32,11 +32,11 @@ MARKS = ("begin", "turn", "loss", "end", "update")
 
 
 class Call(NamedTuple):
-    """One call of the host. `unit` is the unit's place in the plan, ROOT for the root."""
+    """One call of the host. `unit` is the unit's index in the plan, ROOT for the root."""
 
     event: Event
     unit: int
-    place: int = 0
+    stretch: int = 0
     """Of `forward` and `backward`: which of the chain's stretches."""
 
 
@@ -93,7 +93,7 @@ class _Host:
         yield from self._gather(ROOT)
         yield from self._copy_out(ROOT)
         ran: list[int] = []
-        for place, stretch in enumerate(self.chain.stretches):
+        for index, stretch in enumerate(self.chain.stretches):
             unit = stretch.unit
             if unit != ROOT:
                 yield from self._gather(unit)
@@ -101,7 +101,7 @@ class _Host:
                 ahead = self.chain.units[unit].prefetch
                 for following in range(unit + 1, min(unit + 1 + ahead, self.chain.count)):
                     yield from self._gather(following)
-            yield Call("forward", unit, place)
+            yield Call("forward", unit, index)
             if unit != ROOT:
                 ran.append(unit)
                 if self.chain.units[unit].reshard:
@@ -116,14 +116,14 @@ class _Host:
         if self.chain.has_root and ran:
             yield from self._gather(ran[-1])
         yield Call("loss", ROOT)
-        for place in range(len(self.chain.stretches) - 1, -1, -1):
-            unit = self.chain.stretches[place].unit
+        for index in range(len(self.chain.stretches) - 1, -1, -1):
+            unit = self.chain.stretches[index].unit
             if unit != ROOT:
                 yield from self._gather(unit)
                 yield from self._copy_out(unit)
                 if unit > 0:
                     yield from self._gather(unit - 1)
-            yield Call("backward", unit, place)
+            yield Call("backward", unit, index)
             if unit not in self.chain.reduced_last:
                 yield from self._reduce(unit, last=last)
         for unit in sorted(self.chain.reduced_last):

@@ -19,9 +19,9 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from backbeat.model import Plan, Profile, Sharding
+from backbeat.model import MemoryPlan, Plan, Profile, Sharding
 from backbeat.model.sharding import DTYPE_BYTES
-from backbeat.simulate.actions import KEEP, Unit, units_of
+from backbeat.simulate.actions import Unit, units_of
 from backbeat.simulate.memory_timeline import Chain, Phase, Tally
 from backbeat.simulate.resident_memory import ResidentMemory
 from backbeat.simulate.sharded_activations import sharded_activations, tied_block
@@ -29,7 +29,7 @@ from backbeat.simulate.sharded_calls import Call, calls
 from backbeat.simulate.sharded_units import ELEMENT_BYTES, ROOT, ShardedChain, chain_of
 
 MOST_MICRO_BATCHES = 3
-"""Those behind the second hold what the second holds."""
+"""Those after the second hold what the second holds."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,13 +97,10 @@ def sharded_memory(
     parameters, optimizer = (-(-size // shards) for size in (resident.parameter_bytes, resident.optimizer_bytes))
     other = resident.buffer_bytes + resident.batch_bytes + resident.outside_bytes
     tied = bool(profile.blocks) and tied_block(profile, chain) is not None
-    moments = course(chain, plan.sharding, min(micro_batches, MOST_MICRO_BATCHES), tied=tied)
+    moments = step_moments(chain, plan.sharding, min(micro_batches, MOST_MICRO_BATCHES), tied=tied)
     if profile.blocks:
         blocks = Chain(sharded_activations(profile, chain, plan.sharding), resident)
-        actions = [(k, k + 1, KEEP) for k in range(blocks.count)]
-        if plan.memory is not None:
-            actions = units_of(profile, plan.memory)
-        peak = _with_blocks(blocks, actions, chain, moments)
+        peak = _with_blocks(blocks, units_of(profile, plan.memory or MemoryPlan()), chain, moments)
     else:
         most = max((one for moment in moments for one in (moment.before, moment.during)), key=Counter.total)
         peak = _Peak(most, profile.memory.activation_bytes + resident.loss_bytes, "loss", "backward")
@@ -145,16 +142,16 @@ class _Held:
         return Moment(call, before, self.totals.copy())
 
 
-def course(chain: ShardedChain, sharding: Sharding, micro_batches: int = 1, *, tied: bool = False) -> list[Moment]:
+def step_moments(chain: ShardedChain, sharding: Sharding, micro_batches: int, *, tied: bool) -> list[Moment]:
     """What is held at every stretch, in order of issue. `tied`: the last stretch makes all gradients of the root."""
     param, reduced = DTYPE_BYTES[sharding.param_dtype], DTYPE_BYTES[sharding.reduce_dtype]
     gradients = [stretch.elements for stretch in chain.stretches]
     if tied:
         gradients = [0 if one.unit == ROOT else one.elements for one in chain.stretches]
         gradients[-1] = chain.units[ROOT].elements
-    places: dict[int, list[int]] = {ROOT: []}
-    for place, stretch in enumerate(chain.stretches):
-        places.setdefault(stretch.unit, []).append(place)
+    indices: dict[int, list[int]] = {ROOT: []}
+    for index, stretch in enumerate(chain.stretches):
+        indices.setdefault(stretch.unit, []).append(index)
     held = _Held()
     moments: list[Moment] = []
     forward, number = True, 0
@@ -185,10 +182,10 @@ def course(chain: ShardedChain, sharding: Sharding, micro_batches: int = 1, *, t
         elif event == "backward":
             later = sharding.gradient_sync == "last" and number < micro_batches
             before = reduced if sharding.gradient_sync == "last" and number > 1 else 0
-            held.put("whole_gradient", call.place, gradients[call.place] * (before + param))
+            held.put("whole_gradient", call.stretch, gradients[call.stretch] * (before + param))
             moments.append(held.moment(call))
             if later:
-                held.put("whole_gradient", call.place, gradients[call.place] * reduced)
+                held.put("whole_gradient", call.stretch, gradients[call.stretch] * reduced)
             if unit not in chain.reduced_last:
                 _free(held, sharding, unit, last=number == micro_batches)
         elif event == "wait":
@@ -196,8 +193,8 @@ def course(chain: ShardedChain, sharding: Sharding, micro_batches: int = 1, *, t
         elif event == "reduce_scatter":
             _free(held, sharding, unit, last=number == micro_batches)
             held.put("scatter_input", unit, content.elements * reduced)
-            for place in places[unit]:
-                held.take("whole_gradient", place)
+            for index in indices[unit]:
+                held.take("whole_gradient", index)
             held.put("gradient", unit, -(-content.elements * ELEMENT_BYTES // sharding.mesh.shard))
         elif event == "end":
             for one in range(-1, chain.count):
@@ -245,8 +242,9 @@ def _with_blocks(blocks: Chain, actions: list[Unit], chain: ShardedChain, moment
     beside: dict[tuple[str, int], Moment] = {}
     for moment in moments:
         if moment.call.event != "end":
-            places = chain.stretches[moment.call.place].blocks if moment.call.event != "loss" else (blocks.count - 1,)
-            beside.update(((moment.call.event, block), moment) for block in places)
+            at_loss = moment.call.event == "loss"
+            ran = (blocks.count - 1,) if at_loss else chain.stretches[moment.call.stretch].blocks
+            beside.update(((moment.call.event, block), moment) for block in ran)
             continue
         tally = _ShardedTally(0, beside)
         blocks.run(actions, tally)

@@ -147,9 +147,9 @@ class _Building:
             out = self._compute(call, self.cost.copy_out_s(content), self.gathers[unit])
             self.floor, self.copied = (self.copied or self.floor, (out,)) if self.forward else ((out,), ())
         elif event == "forward":
-            self._compute(call, self.chain.stretches[call.place].forward_s)
+            self._compute(call, self.chain.stretches[call.stretch].forward_s)
         elif event == "backward":
-            self._compute(call, self.chain.stretches[call.place].backward_s)
+            self._compute(call, self.chain.stretches[call.stretch].backward_s)
         elif event == "wait":
             self.waits.append(self.scatters[unit])
         elif event == "reduce_scatter":
@@ -238,7 +238,7 @@ def _breakdown(run: ShardedRun, compute_s: float, update_s: float, own_update_s:
 
 def _overlap(gaps: Sequence[tuple[float, float]], intervals: list[tuple[float, float]]) -> float:
     """How long of the gaps lies within some interval."""
-    total, place = 0.0, 0
+    total, index = 0.0, 0
     joined: list[tuple[float, float]] = []
     for start, end in sorted(intervals):
         if joined and start <= joined[-1][1]:
@@ -246,9 +246,9 @@ def _overlap(gaps: Sequence[tuple[float, float]], intervals: list[tuple[float, f
         else:
             joined.append((start, end))
     for low, high in gaps:
-        while place < len(joined) and joined[place][1] <= low:
-            place += 1
-        k = place
+        while index < len(joined) and joined[index][1] <= low:
+            index += 1
+        k = index
         while k < len(joined) and joined[k][0] < high:
             total += max(min(high, joined[k][1]) - max(low, joined[k][0]), 0.0)
             k += 1
@@ -257,7 +257,7 @@ def _overlap(gaps: Sequence[tuple[float, float]], intervals: list[tuple[float, f
 
 def _timeline(run: ShardedRun, chain: ShardedChain, cost: ShardedCost) -> tuple[Span, ...]:
     streams = sorted({task.stream for task in run.tasks if task.link is not None})
-    lanes = {COMPUTE: "compute", **{stream: f"communicator {place}" for place, stream in enumerate(streams)}}
+    lanes = {COMPUTE: "compute", **{stream: f"communicator {index}" for index, stream in enumerate(streams)}}
     spans = []
     for task, call, start, end in zip(run.tasks, run.calls, run.times.starts, run.times.ends, strict=True):
         if task.stream not in lanes or end <= start:

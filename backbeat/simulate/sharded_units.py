@@ -8,7 +8,7 @@ its parameters and its computation.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -22,7 +22,7 @@ from backbeat.simulate.resident_memory import ResidentMemory
 ELEMENT_BYTES = 4
 """Profiles hold gradients in fp32."""
 ROOT = -1
-"""The root's index, behind the units."""
+"""The root's index, after the units."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class ModelPiece:
     elements: tuple[int, ...]
     """Of each parameter with a gradient."""
     block: int | None = None
-    """Its place among the profile's blocks."""
+    """Its index among the profile's blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +123,7 @@ class ShardedChain:
                 unit,
                 last.forward_s + piece.forward_s,
                 last.backward_s + piece.backward_s,
-                last.elements + _padded(piece.elements, shards),
+                last.elements + padded(piece.elements, shards),
                 last.blocks + blocks,
             )
         _check_order(stretches, sharding)
@@ -134,10 +134,10 @@ class ShardedChain:
                     "remove it, its modules are the root's"
                 )
         contents = [
-            UnitContent(unit.modules[0], _padded(elements, shards), unit.reshard, unit.prefetch)
+            UnitContent(unit.modules[0], padded(elements, shards), unit.reshard, unit.prefetch)
             for unit, elements in zip(sharding.units, held[:ROOT], strict=True)
         ]
-        contents.append(UnitContent("root", _padded(held[ROOT], shards), False, 0))
+        contents.append(UnitContent("root", padded(held[ROOT], shards), False, 0))
         holding = [unit for unit, piece in zip(owner, pieces.pieces, strict=True) if piece.elements]
         return cls(tuple(stretches), tuple(contents), frozenset({ROOT, *holding[:1]}), pieces)
 
@@ -150,7 +150,8 @@ def chain_of(profile: Profile, plan: Plan) -> ShardedChain:
     return ShardedChain.of(ModelPieces.of(profile, plan.memory), plan.sharding)
 
 
-def _padded(elements: Iterable[int], shards: int) -> int:
+def padded(elements: Iterable[int], shards: int) -> int:
+    """Elements of these parameters, each filled up to a whole number a shard."""
     return sum(-(-count // shards) * shards for count in elements)
 
 
@@ -177,21 +178,21 @@ def _owners(names: Sequence[str], sharding: Sharding) -> list[int]:
 def _join_gaps(owner: list[int], pieces: Sequence[ModelPiece]) -> None:
     """Pieces without parameters between two of one unit run while it is gathered."""
     last = 0
-    for place in range(1, len(owner)):
-        if owner[place] == ROOT and not pieces[place].elements:
+    for index in range(1, len(owner)):
+        if owner[index] == ROOT and not pieces[index].elements:
             continue
-        if owner[place] == owner[last] != ROOT:
-            owner[last:place] = [owner[place]] * (place - last)
-        last = place
+        if owner[index] == owner[last] != ROOT:
+            owner[last:index] = [owner[index]] * (index - last)
+        last = index
 
 
 def _check_order(stretches: Sequence[Stretch], sharding: Sharding) -> None:
     order = [stretch.unit for stretch in stretches if stretch.unit != ROOT]
     if order != list(range(len(sharding.units))):
-        broken = next((place for place, unit in enumerate(order) if unit != place), len(order))
+        broken = next((index for index, unit in enumerate(order) if unit != index), len(order))
         where = order[broken] if broken < len(order) else broken
         raise InputError(
-            f"units[{where}] is not a run of consecutive blocks behind those before it: list units, and the modules "
+            f"units[{where}] is not a run of consecutive blocks after those before it: list units, and the modules "
             "of each, in the order of forward"
         )
 
@@ -201,13 +202,12 @@ def _elements(size: int) -> int:
 
 
 def _of_blocks(profile: Profile, memory: MemoryPlan | None) -> ModelPieces:
-    place = {block.name: number for number, block in enumerate(profile.blocks)}
+    index = {block.name: number for number, block in enumerate(profile.blocks)}
     held: list[list[int]] = [[] for _ in profile.blocks]
     loose: list[int] = []
     for gradient in profile.gradients:
-        parts = gradient.name.split(".")
-        name = next((m for n in range(len(parts), 0, -1) if (m := ".".join(parts[:n])) in place), None)
-        (loose if name is None else held[place[name]]).append(_elements(gradient.bytes))
+        name = innermost(gradient.name, index)
+        (loose if name is None else held[index[name]]).append(_elements(gradient.bytes))
     forward, backward, after = _block_times(profile, memory)
     pieces = [
         ModelPiece(block.name, f, b, tuple(elements), number)
@@ -220,7 +220,8 @@ def _of_blocks(profile: Profile, memory: MemoryPlan | None) -> ModelPieces:
 
 def _block_times(profile: Profile, memory: MemoryPlan | None) -> tuple[list[float], list[float], tuple[float, float]]:
     """Forward and backward of each block, and of what follows the last."""
-    chain = Chain(profile, _nothing())
+    nothing = ResidentMemory(parameter_bytes=0, buffer_bytes=0, optimizer_bytes=0, batch_bytes=0, gradient_bytes=0)
+    chain = Chain(profile, nothing)
     forward, backward = list(chain.forward), list(chain.backward)
     after = (chain.loss_forward, chain.loss_backward)
     if memory is None or not memory.segments:
@@ -237,8 +238,14 @@ def _block_times(profile: Profile, memory: MemoryPlan | None) -> tuple[list[floa
     return [seconds * stalled for seconds in forward], [seconds * longer for seconds in backward], after
 
 
-def _nothing() -> ResidentMemory:
-    return ResidentMemory(parameter_bytes=0, buffer_bytes=0, optimizer_bytes=0, batch_bytes=0, gradient_bytes=0)
+def innermost(name: str, modules: Container[str]) -> str | None:
+    """Of these modules the innermost that holds a parameter.
+
+    >>> innermost("layers.0.attn.weight", {"layers", "layers.0"})
+    'layers.0'
+    """
+    parts = name.split(".")
+    return next((m for n in range(len(parts), 0, -1) if (m := ".".join(parts[:n])) in modules), None)
 
 
 def repeated(names: Sequence[str]) -> list[str]:

@@ -16,7 +16,7 @@ _WORTH_SAYING = 1.005
 
 
 @dataclass(frozen=True, slots=True)
-class Beside:
+class ComputeSlowdown:
     """Computation beside communication."""
 
     factor: float = 1.0
@@ -24,7 +24,7 @@ class Beside:
     notes: tuple[str, ...] = ()
 
 
-def slowdown_of(profile: Profile, network: Network, *, sharded: bool = False) -> Beside:
+def slowdown_of(profile: Profile, network: Network, *, sharded: bool = False) -> ComputeSlowdown:
     """How much longer this profile's computation takes while this network carries its gradients, or, under a `sharded`
     plan, its all-gathers and reduce-scatters.
 
@@ -34,7 +34,7 @@ def slowdown_of(profile: Profile, network: Network, *, sharded: bool = False) ->
     no accelerator of the table.
     """
     found = slowdown_on(network, accelerator(profile.device), sharded=sharded)
-    return Beside() if found is None else _said(found[0].of(profile.compute_shares), found[1])
+    return ComputeSlowdown() if found is None else _said(found[0].of(profile.compute_shares), found[1])
 
 
 def slowdown_on(network: Network, device: Accelerator | None, *, sharded: bool = False) -> tuple[Slowdown, str] | None:
@@ -70,10 +70,10 @@ def _transport(network: Network) -> Transport | None:
     return "nvlink"
 
 
-def _said(factor: float, how: str) -> Beside:
+def _said(factor: float, how: str) -> ComputeSlowdown:
     if factor < _WORTH_SAYING:
-        return Beside(factor)
-    return Beside(factor, (f"computation takes {factor:.2f} times as long beside communication ({how})",))
+        return ComputeSlowdown(factor)
+    return ComputeSlowdown(factor, (f"computation takes {factor:.2f} times as long beside communication ({how})",))
 
 
 @lru_cache(maxsize=1)

@@ -28,9 +28,14 @@ def test_the_ranked_table_is_one_screen_and_ends_in_a_decision() -> None:
 
 
 def test_several_numbers_of_gpus_are_compared() -> None:
-    text = run("mixtral-8x7b", "dgx-h100", "--gpus", "32,64", "--global-batch", "128")
-    assert max(map(len, text.splitlines())) <= 80
-    assert [line.split()[0] for line in text.splitlines()[2:4]] == ["32", "64"]
+    text = run("llama-3-70b", "dgx-h100", "--gpus", "64,128", "--global-batch", "512", "--sequence", "8192")
+    lines = text.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert [line.split()[0] for line in lines if line.startswith((" 64 ", "  64 ", " 128 "))] == ["64", "128"]
+    # A layout that is too long for its column goes on behind a comma.
+    assert all(line.strip().split()[0].count("=") for line in lines[2:6] if not line.split()[0].isdigit())
+    assert "128 GPUs take" in text
+    assert "times as fast as 64" in text
 
 
 def test_one_layout_is_shown_in_full() -> None:
@@ -79,6 +84,10 @@ def test_what_does_not_fit_says_what_would_take_least() -> None:
         (["llama-3-8b", "dgx-h100", "--layout", "dp=2,tq=3"], "'tq=3'"),
         (["llama-3-8b", "dgx-h100", "--gpus", "8", "--zero", "5"], "ZeRO stages"),
         (["llama-3-8b", "dgx-h100", "--gpus", "8", "--straggler", "rank=8,slowdown=1.3"], "ranks of 8 GPUs are 0 to 7"),
+        (["llama-3-8b", "dgx-h100", "--gpus", "64", "--straggler", "node=9,slowdown=2"], "(node 9) is not there"),
+        (["llama-3-8b", "dgx-h100", "--gpus", "64,0"], "'0' is not a number of GPUs: it must be 1 or more"),
+        (["llama-3-8b", "dgx-h100", "--gpus", "64..8"], "'64..8' is not a range of GPUs: it must rise from 1 or more"),
+        (["llama-3-8b", "dgx-h100", "--gpus", "8", "-o", "x.pdf"], "x.pdf: the page is HTML"),
         (["llama-3-8b", "dgx-h100", "--gpus", "8", "--straggler", "slow=8"], "write it like rank=13,slowdown=1.3"),
         (["llama-3-8b", "dgx-h100", "--gpus", "8", "--straggler", "rank=,slowdown="], "write it like rank=13"),
     ],

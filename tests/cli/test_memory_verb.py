@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import msgspec
 import pytest
+from msgspec.structs import replace
 
 import backbeat as bb
 from tests.chains import resnet152
@@ -73,7 +73,7 @@ def test_how_far_the_batch_can_grow(tmp_path: Path) -> None:
     for batch, file in ((64, small), (128, large)):
         # Under a name of its own: of a bundled model, the other batch would be found without being given.
         bundled = bb.Profile.load(f"resnet50-b{batch}-bf16-h200")
-        msgspec.structs.replace(bundled, name=f"mine-b{batch}", model="mine").save(file)
+        replace(bundled, name=f"mine-b{batch}", model="mine").save(file)
     words = ("plan", small, "10gbe", "-s", "optimal", "--memory", "4GB", "--max-batch")
     data = answer(*words)
     rows = data["rows"]
@@ -120,7 +120,7 @@ def test_refusals_are_one_line(profile: Path, words: tuple[str, ...], message: s
 
 
 def test_a_profile_without_blocks_is_to_be_made_again(tmp_path: Path) -> None:
-    bare = msgspec.structs.replace(bb.Profile.load("resnet50-b64-bf16-h200"), blocks=())
+    bare = replace(bb.Profile.load("resnet50-b64-bf16-h200"), blocks=())
     bare.save(tmp_path / "bare.json")
     done = run("plan", str(tmp_path / "bare.json"), "10gbe", "--memory", "6GB")
     assert done.returncode == 2

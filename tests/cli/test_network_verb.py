@@ -37,7 +37,11 @@ def test_specifications_become_a_file_that_predicts(tmp_path: Path) -> None:
 
 def test_a_transport_is_kept_and_a_misspelt_one_refused(tmp_path: Path) -> None:
     run(*SHEET, "--transport", "efa", "-o", str(tmp_path / "mine.json"))
-    assert Network.load(tmp_path / "mine.json").topology.transport == "efa"
+    mine = Network.load(tmp_path / "mine.json")
+    assert mine.topology.transport == "efa"
+    # Its latency is the transport's, unless one is given.
+    run(*SHEET, "--transport", "efa", "--latency", "15us", "-o", str(tmp_path / "mine.json"))
+    assert Network.load(tmp_path / "mine.json").all_reduce == mine.all_reduce
     with pytest.raises(InputError, match="did you mean infiniband"):
         run(*SHEET, "--transport", "infinband")
 

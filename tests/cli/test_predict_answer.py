@@ -6,8 +6,8 @@ import json
 import re
 from pathlib import Path
 
-import msgspec
 import pytest
+from msgspec.structs import replace
 from typer.testing import CliRunner
 
 import backbeat as bb
@@ -47,8 +47,8 @@ def test_the_answer_fits_one_screen_and_ends_in_a_decision() -> None:
     assert headings.split("  ")[0] == "GPUs"
     for word in ("DDP", "planned", "gain", "$/B tokens", "limited by"):
         assert word in headings
-    place = next(index for index, line in enumerate(lines) if line.startswith("Worth it: 512 GPUs do the work of 48"))
-    assert place < lines.index(headings)
+    said_at = next(index for index, line in enumerate(lines) if line.startswith("Worth it: 512 GPUs do the work of 48"))
+    assert said_at < lines.index(headings)
     for word in ("tokens/s", "per step", "per billion tokens", "sent as bf16", "MFU 29."):
         assert word in joined(text)
     assert sum(line.startswith("* ") for line in lines) == 4
@@ -69,7 +69,7 @@ def test_what_is_planned_is_never_slower_than_stock_ddp() -> None:
 
 
 def test_notes_of_a_calibration_are_not_repeated(tmp_path: Path) -> None:
-    noisy = msgspec.structs.replace(bb.Network.load("10gbe"), notes=("jitter over 20%",))
+    noisy = replace(bb.Network.load("10gbe"), notes=("jitter over 20%",))
     noisy.save(tmp_path / "noisy.json")
     assert "jitter" not in run("predict", RESNET, str(tmp_path / "noisy.json"))
     assert "jitter" in run("predict", RESNET, str(tmp_path / "noisy.json"), "--wide")
@@ -108,7 +108,7 @@ def test_a_network_of_one_node_is_refused_beyond_it(tmp_path: Path) -> None:
 
 
 def larger_than_its_device() -> Profile:
-    return msgspec.structs.replace(bb.Profile.load(LLAMA), device="NVIDIA L4")
+    return replace(bb.Profile.load(LLAMA), device="NVIDIA L4")
 
 
 def test_a_job_that_does_not_fit_says_so_everywhere(tmp_path: Path) -> None:
@@ -166,7 +166,7 @@ def test_a_sharded_plan_says_units_memory_and_lines(tmp_path: Path) -> None:
 
 
 def test_a_plan_that_keeps_less_fits() -> None:
-    model = msgspec.structs.replace(bb.Profile.load("resnet152-b256-bf16-h200"), device="NVIDIA L4")
+    model = replace(bb.Profile.load("resnet152-b256-bf16-h200"), device="NVIDIA L4")
     network = bb.Network.load("100gbe").at(workers=8)
     kept = answer(study(model, network, [8], strategies=["ddp"]))
     less = bb.plan(model, network, memory_bytes=16 * 10**9)
@@ -237,7 +237,7 @@ def test_a_profile_that_does_not_say_its_origin_is_not_called_measured(tmp_path:
 
 
 def test_tokens_utilisation_and_money() -> None:
-    profile = msgspec.structs.replace(bb.Profile.load(LLAMA), flops_per_sample=8e12)
+    profile = replace(bb.Profile.load(LLAMA), flops_per_sample=8e12)
     network = bb.Network.load("nvlink-ib400")
     result = bb.predict(profile, network, "ddp")
     from backbeat.report.running_cost import costs, tokens_per_s, utilisation
@@ -303,7 +303,7 @@ def test_the_zoo_has_one_row_a_model() -> None:
     assert "64, 128 in bf16, tf32" in next(line for line in rows if line.startswith("resnet50 "))
     assert "1024" in next(line for line in rows if line.startswith("llama-1b "))
     one = make_profile([1], [0.0])
-    assert variants([one, msgspec.structs.replace(one, precision="bf16", batch_size=2)]) == "2 in bf16; 1 in fp32"
+    assert variants([one, replace(one, precision="bf16", batch_size=2)]) == "2 in bf16; 1 in fp32"
 
 
 def test_the_zoo_fits_80_columns_and_shows_one_in_full() -> None:
@@ -326,8 +326,8 @@ def test_networks_without_device_lines_are_moved_as_before() -> None:
 def cloudy(folder: Path) -> str:
     """nvlink-ib400 on a fabric that is shared with others."""
     network = Network.load("nvlink-ib400")
-    topology = msgspec.structs.replace(network.topology, fabric=Fabric(kind="cloud"))
-    msgspec.structs.replace(network, name="cloudy", topology=topology).save(folder / "cloudy.json")
+    topology = replace(network.topology, fabric=Fabric(kind="cloud"))
+    replace(network, name="cloudy", topology=topology).save(folder / "cloudy.json")
     return str(folder / "cloudy.json")
 
 
@@ -340,8 +340,8 @@ def test_a_band_reaches_the_table_the_verdict_and_the_decision(tmp_path: Path) -
     assert "busy–quiet" in headings
     (last,) = (line for line in lines if line.startswith("512"))
     assert re.search(r" [0-9]+–[0-9]+% ", last)
-    verdict = joined(text)
-    assert re.search(r"512 GPUs do the work of [0-9]+ to [0-9]+, depending on how busy the cluster is", verdict)
+    said = joined(text)
+    assert re.search(r"512 GPUs do the work of [0-9]+ to [0-9]+, depending on how busy the cluster is", said)
     data = json.loads(run(*words, "--json", "-s", "ddp"))
     one, *_, many = data["rows"]
     assert one["network_band"] is None
@@ -380,7 +380,7 @@ def edges(scaling: float, busy: float, quiet: float, workers: int) -> Prediction
 def test_the_decision_takes_a_busy_cluster_into_account(
     points: list[tuple[float, float, float]], verdict: str, said: str
 ) -> None:
-    curves = {"ddp": [edges(*point, workers=16 * (place + 1)) for place, point in enumerate(points)]}
+    curves = {"ddp": [edges(*point, workers=16 * (index + 1)) for index, point in enumerate(points)]}
     found, headline = judged(curves)
     assert found == verdict
     assert "depending on how busy the cluster is" in headline

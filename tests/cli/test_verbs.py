@@ -7,8 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-import msgspec
 import pytest
+from msgspec.structs import replace
 
 import backbeat as bb
 from backbeat.cli.layout import FRAMEWORK_NAMES
@@ -25,9 +25,9 @@ def profile(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sizes = [4000, 10**6, 2 * 10**6, 5 * 10**6, 10**5, 9 * 10**6]
     made = make_profile(sizes, [1e-3, 3e-3, 4e-3, 8e-3, 9e-3, 12e-3], forward=6e-3)
     made.save(path)
-    msgspec.structs.replace(
-        make_profile(sizes, [3e-3, 9e-3, 12e-3, 24e-3, 27e-3, 36e-3], forward=18e-3), batch_size=4
-    ).save(path.with_name("mine-b4.json"))
+    replace(make_profile(sizes, [3e-3, 9e-3, 12e-3, 24e-3, 27e-3, 36e-3], forward=18e-3), batch_size=4).save(
+        path.with_name("mine-b4.json")
+    )
     return path
 
 
@@ -97,6 +97,7 @@ def test_a_plan_for_one_worker_says_that_nothing_is_sent(profile: Path) -> None:
     ("words", "message"),
     [
         (("predict", "resnet5", "10gbe"), "neither a file nor a bundled profile"),
+        (("report", "PROFILE", "10gbe", "-o", "x.pdf"), "x.pdf: the page is HTML; give a name that ends in .html"),
         (("predict", "PROFILE", "10gbit"), "did you mean 10gbe"),
         (("predict", "PROFILE", "10gbe", "-n", "many"), "'many' is not a number of workers"),
         (("predict", "PROFILE", "10gbe", "-s", "bets"), "did you mean 'best'"),
@@ -149,13 +150,13 @@ def marked_up(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("cli") / "marked.json"
     made = make_profile([10**6, 10**6], [1e-3, 2e-3])
     first, second = made.gradients
-    msgspec.structs.replace(
+    replace(
         made,
         model="[bold]net[/bold] :smile:",
         device="[/]",
         gradients=(
-            msgspec.structs.replace(first, name="[red]é漢[/red]"),
-            msgspec.structs.replace(second, name="<script>\x1b[31m\n"),
+            replace(first, name="[red]é漢[/red]"),
+            replace(second, name="<script>\x1b[31m\n"),
         ),
     ).save(path)
     return path

@@ -15,6 +15,7 @@ torch = pytest.importorskip("torch")
 
 import torch.distributed as dist  # noqa: E402
 
+from backbeat.comm import communicators  # noqa: E402
 from backbeat.comm.communicators import Communicators, backend_of  # noqa: E402
 from backbeat.comm.nccl import LAUNCH_ORDER, set_nccl_launch_order, why_one_nccl  # noqa: E402
 from backbeat.errors import InputError  # noqa: E402
@@ -31,6 +32,7 @@ class NcclGroup:
 
     def __init__(self) -> None:
         self.made = False
+        self.bound_device_id: torch.device | None = None
         self.library = SimpleNamespace(
             options=SimpleNamespace(_timeout=timedelta(seconds=5)), _is_initialized=lambda: self.made
         )
@@ -49,6 +51,7 @@ def no_launch_order(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def groups(monkeypatch: pytest.MonkeyPatch, no_launch_order: None) -> list[NcclGroup]:
     """Every process group made, the job's own first."""
+    communicators._warn_once.cache_clear()
     found = [NcclGroup()]
 
     def new_group(ranks: Any, **_: Any) -> NcclGroup:
@@ -58,7 +61,7 @@ def groups(monkeypatch: pytest.MonkeyPatch, no_launch_order: None) -> list[NcclG
     monkeypatch.setattr(dist, "new_group", new_group)
     monkeypatch.setattr(dist, "destroy_process_group", lambda group: found.remove(group))
     monkeypatch.setattr(dist, "get_rank", lambda group: 0)
-    monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
+    monkeypatch.setattr(dist, "get_world_size", lambda group=None: 2)
     monkeypatch.setattr(dist, "get_backend_config", lambda group: "cuda:nccl")
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 1])
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: dist.HashStore())
@@ -90,6 +93,24 @@ def test_where_the_launch_order_comes_too_late_there_is_one(
     assert (links.limit, len(links), len(groups)) == (1, 1, 1)
     assert "3 communicators were asked for, running on 1" in caplog.text
     assert f"export {LAUNCH_ORDER}=1 where training starts" in caplog.text
+
+
+@pytest.mark.parametrize("bound", ["its own", "the job's"])
+def test_a_group_with_a_device_has_its_communicator_at_once(
+    groups: list[NcclGroup], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, bound: str
+) -> None:
+    """Torch makes it in the background: NCCL may have read the variable although the library says that nothing is."""
+    world = groups[0] if bound == "its own" else NcclGroup()
+    world.bound_device_id = CARD
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD=world))
+    set_nccl_launch_order(groups[0], CARD)
+    assert LAUNCH_ORDER not in os.environ
+    for _ in range(2):
+        assert Communicators(groups[0], CARD, 1).allowed(2) == 1  # type: ignore[arg-type]
+    (said,) = caplog.messages
+    assert "which init_process_group(device_id=…) makes" in said
+    assert f"export {LAUNCH_ORDER}=1 where training starts" in said
 
 
 def test_an_old_nccl_has_one(groups: list[NcclGroup], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from backbeat.cost import Batch, Curve, LinkCost
-from backbeat.cost.link import unshown
+from backbeat.cost.link import only_small_messages
 from backbeat.model import ConcurrencyPoint
 from backbeat.simulate.engine import simulate
 from backbeat.simulate.schedule import Schedule
@@ -83,7 +83,7 @@ def test_efficiency_is_fitted_to_what_the_engine_would_measure(batch: tuple[int,
     messages, communicators = batch
     sharing = min(batch)
     schedule = Schedule(
-        np.zeros(messages), np.full(messages, 4.0 * MEGABYTE), [place % communicators for place in range(messages)]
+        np.zeros(messages), np.full(messages, 4.0 * MEGABYTE), [index % communicators for index in range(messages)]
     )
     truth = LinkCost(Curve.affine(1e-3, 1e-9), None, {sharing: efficiency})
     seconds = simulate(schedule, truth).end_s
@@ -152,5 +152,5 @@ def test_small_messages_do_not_say_how_the_link_is_shared() -> None:
     assert cost.efficiencies == {2: 1.0}
     assert cost.stretches[2] == pytest.approx(1.3, rel=0.02)
     assert cost.batch_s(10_000_000, 8, 2) == pytest.approx(8e-2, rel=0.02)
-    assert unshown(small) == {2: 4096}
-    assert unshown([*small, Batch(2**18, 8, 2, 3e-3)]) == {}
+    assert only_small_messages(small) == {2: 4096}
+    assert only_small_messages([*small, Batch(2**18, 8, 2, 3e-3)]) == {}

@@ -27,15 +27,15 @@ def grown(value: float, factor: float) -> int:
 
 @given(models, sizes, sizes, sizes, st.sampled_from(["nt", "nn", "tn"]), factors, st.integers(0, 2))
 def test_products_take_longer_the_larger_they_are_and_never_less_than_at_peak(
-    model: OperatorModel, m: int, n: int, k: int, layout: str, factor: float, axis: int
+    model: OperatorModel, m: int, n: int, k: int, transposition: str, factor: float, axis: int
 ) -> None:
     shape = [m, n, k]
-    work = Product("fp16", *shape, layout=layout)
+    work = Product("fp16", *shape, transposition=transposition)
     seconds = model.seconds(work)
     assert seconds >= roofline_s(work, model.accelerator)
     shape[axis] = grown(shape[axis], factor)
-    assert model.seconds(Product("fp16", *shape, layout=layout)) >= seconds * (1 - 1e-9)
-    assert model.seconds(Product("fp16", m, n, k, layout=layout, alignment=2)) >= seconds
+    assert model.seconds(Product("fp16", *shape, transposition=transposition)) >= seconds * (1 - 1e-9)
+    assert model.seconds(Product("fp16", m, n, k, transposition=transposition, alignment=2)) >= seconds
 
 
 @given(models, st.integers(1, 4096), st.integers(1, 1 << 15), st.integers(8, 256), st.booleans(), factors)
@@ -173,3 +173,13 @@ def test_a_grid_rises_along_every_axis(seconds: list[float], x: float, y: float,
     grid = Grid([(1, 1000), (1, 1000)], seconds)
     assert grid.seconds(x * factor, y) >= grid.seconds(x, y) * (1 - 1e-9)
     assert grid.seconds(x, y * factor) >= grid.seconds(x, y) * (1 - 1e-9)
+
+
+def test_attention_of_few_heads_takes_as_long_as_its_longest_rows() -> None:
+    model = operator_model("h100", "bf16")
+    times = [model.seconds(Attention("bf16", heads, 4096, 4096, 128, "causal")) for heads in (1, 4, 8, 12, 16)]
+    assert times == sorted(times)
+    # 16 heads have 512 tiles for 132 multiprocessors, the longest of them twice the average.
+    assert times[1] / times[-1] == pytest.approx(2 * 132 / 512)
+    short = [model.seconds(Attention("bf16", heads, 1024, 1024, 128, "causal")) for heads in (4, 16)]
+    assert short[0] == short[1], "each multiprocessor has a tile or less"

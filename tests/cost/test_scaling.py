@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 import backbeat as bb
 from backbeat.cost import Curve
 from backbeat.cost.collectives import bus_bandwidth, seconds, steps, traffic
-from backbeat.cost.scaling import Inside, WorkerLayout, crowded, hindered, moved
+from backbeat.cost.scaling import Inside, PlainTopology, beside_traffic, moved, slower_transfer
 from backbeat.errors import InputError
 from backbeat.model import CollectiveTimes, ConcurrencyPoint, Network, Topology
 from tests.problems import affine, curve, networks
@@ -65,7 +65,7 @@ def test_gathers_among_nodes_of_several_gpus_are_rings() -> None:
     inside = CollectiveTimes(alpha_s=2e-5, beta_s_per_byte=5e-12)
     topology = Topology(algorithm="hierarchical", gpus_per_node=8, inside=inside)
     gathers = CollectiveTimes(alpha_s=4e-5, beta_s_per_byte=1e-10)
-    base = msgspec.structs.replace(affine(5e-5, 1e-10, workers=64, topology=topology), all_gather=gathers)
+    base = replace(affine(5e-5, 1e-10, workers=64, topology=topology), all_gather=gathers)
     there = base.at(workers=2048).all_gather
     assert there is not None
     assert float(there.curve.time(1)) == pytest.approx(4e-5 * 2047 / 63, rel=1e-3)
@@ -182,10 +182,10 @@ def test_a_collective_inside_a_node_is_its_part_of_the_all_reduce_there() -> Non
     inside = Curve.affine(1e-5, 1e-11)
     shapes: tuple[Inside, ...] = ("ring", "nvls")
     rings, switches = (
-        WorkerLayout(algorithm="hierarchical", per_node=8, inside=inside, inside_algorithm=shape) for shape in shapes
+        PlainTopology(algorithm="hierarchical", per_node=8, inside=inside, inside_algorithm=shape) for shape in shapes
     )
     assert rings.inner("all_reduce") is inside
-    assert WorkerLayout(algorithm="hierarchical", per_node=8).inner("all_gather") is None
+    assert PlainTopology(algorithm="hierarchical", per_node=8).inner("all_gather") is None
     for layout, latency, work in ((rings, 1 / 2, 1 / 2), (switches, 1 / 2, 7 / 9)):
         found = layout.inner("all_gather")
         assert found is not None
@@ -195,7 +195,7 @@ def test_a_collective_inside_a_node_is_its_part_of_the_all_reduce_there() -> Non
             assert moved(found, "all_gather", 64, 8, layout).at(size) == pytest.approx(found.at(size))
     half = moved(inside, "all_gather", 64, 4, rings)
     assert half.at(1e9) == pytest.approx((3 / 7 * 1e-5 + 6 / 7 * 1e-2) / 2)
-    alone = WorkerLayout(algorithm="hierarchical", per_node=1, inside=inside).inner("all_gather")
+    alone = PlainTopology(algorithm="hierarchical", per_node=1, inside=inside).inner("all_gather")
     assert alone is not None
     assert alone.at(1e9) == 0
 
@@ -203,9 +203,28 @@ def test_a_collective_inside_a_node_is_its_part_of_the_all_reduce_there() -> Non
 def test_slower_links_leave_latencies_and_busy_ones_only_the_smallest_messages() -> None:
     measured = curve(POINTS).all_reduce.curve
     sizes = np.array([size for size, _ in POINTS], dtype=float)
-    slower, crowd = hindered(measured, 3.0), crowded(measured, 3.0)
+    slower, crowd = slower_transfer(measured, 3.0), beside_traffic(measured, 3.0)
     assert slower.time(sizes) == pytest.approx(measured.latency(sizes) + 3 * measured.work(sizes))
     assert crowd.time(sizes) == pytest.approx(1e-4 + 3 * (measured.time(sizes) - 1e-4))
     for found in (slower, crowd):
         assert found.gradient_s_per_byte == pytest.approx(3 * measured.gradient_s_per_byte)
-    assert crowded(Curve.affine(1e-4, 1e-9), 3.0).line == pytest.approx((1e-4, 3e-9))
+    assert beside_traffic(Curve.affine(1e-4, 1e-9), 3.0).line == pytest.approx((1e-4, 3e-9))
+
+
+def test_fewer_gpus_of_a_node_take_what_was_measured_of_the_same_collective() -> None:
+    cluster = Network.load("aws-p5")
+    gathers = [cluster.at(workers=workers).all_gather for workers in (2, 4, 8)]
+    size = float(2**32)
+    rates = [
+        traffic("all_gather", "ring", workers) * size / one.curve.at(size)
+        for workers, one in zip((2, 4, 8), gathers, strict=True)
+        if one is not None
+    ]
+    assert rates == pytest.approx([rates[-1]] * 3, rel=0.02)
+
+
+def test_two_gpus_of_a_node_with_nvls_take_the_ring() -> None:
+    cluster = Network.load("aws-p5")
+    two, eight = (cluster.at(workers=workers).all_reduce.curve.at(float(2**32)) for workers in (2, 8))
+    # NVLS sends 1 + 1/N bytes a byte at 309 GB/s, a ring 2(N - 1)/N at 370.
+    assert two / eight == pytest.approx((1 / 370) / ((9 / 8) / 309), rel=0.02)

@@ -70,13 +70,13 @@ def plan_of(profile: Profile, network: Network, strategy: str, options: dict[str
 
 def written(profile: Profile, plan: Plan) -> dict[str, Any]:
     """The plan in the record's words, gradients as runs of indices [first, after the last]."""
-    place = {gradient.name: index for index, gradient in enumerate(profile.gradients)}
+    index_of = {gradient.name: index for index, gradient in enumerate(profile.gradients)}
     fusion = plan.dynamic
     return {
         "communicators": plan.communicators,
         "buckets": [
             {
-                "gradients": _runs(place[name] for name in bucket.gradients),
+                "gradients": _runs(index_of[name] for name in bucket.gradients),
                 "communicator": bucket.communicator,
                 "phase": bucket.phase,
                 "compressed": None if bucket.compression is None else ["topk", bucket.compression.density, "fp32"],
@@ -89,8 +89,8 @@ def written(profile: Profile, plan: Plan) -> dict[str, Any]:
 
 def memory_written(profile: Profile, plan: Plan) -> dict[str, Any]:
     assert plan.memory is not None
-    place = {block.name: index for index, block in enumerate(profile.blocks)}
-    actions = [(_runs(place[name] for name in one.blocks), one.action, one.input) for one in plan.memory.segments]
+    index_of = {block.name: index for index, block in enumerate(profile.blocks)}
+    actions = [(_runs(index_of[name] for name in one.blocks), one.action, one.input) for one in plan.memory.segments]
     return {"residuals": plan.memory.residuals, "actions": actions}
 
 
@@ -186,16 +186,16 @@ def _key(profile: str, network: str, workers: int, strategy: str, options: dict[
     return " ".join([profile, network, str(workers), strategy, *(f"{k}={v}" for k, v in options.items())])
 
 
-def _runs(places: Iterable[int]) -> list[list[int]]:
+def _runs(indices: Iterable[int]) -> list[list[int]]:
     """Indices in their order, as runs of consecutive ones.
 
     >>> _runs([3, 4, 5, 1, 2])
     [[3, 6], [1, 3]]
     """
     runs: list[list[int]] = []
-    for place in places:
-        if runs and runs[-1][1] == place:
+    for index in indices:
+        if runs and runs[-1][1] == index:
             runs[-1][1] += 1
         else:
-            runs.append([place, place + 1])
+            runs.append([index, index + 1])
     return runs

@@ -25,13 +25,13 @@ def iteration(ready_us: list[int], communicators: int = 1) -> list[TraceNode]:
     nodes = [TraceNode(0, "forward", COMPUTE, [], FORWARD_US)]
     last, at = 0, 0
     sums: list[int] = []
-    for place, moment in enumerate(sorted(ready_us)):
+    for index, moment in enumerate(sorted(ready_us)):
         if moment > at:
-            nodes.append(TraceNode(len(nodes), f"backward {place}", COMPUTE, [last], moment - at))
+            nodes.append(TraceNode(len(nodes), f"backward {index}", COMPUTE, [last], moment - at))
             last, at = nodes[-1].id, moment
-        needs = [last, *sums[place - communicators : place - communicators + 1]] if place >= communicators else [last]
-        attributes = {"comm_type": 0, "comm_size": 1000 * (place + 1)}
-        nodes.append(TraceNode(len(nodes), f"layer.{place}", COLLECTIVE, needs, 0, attributes))
+        needs = [last, *sums[index - communicators : index - communicators + 1]] if index >= communicators else [last]
+        attributes = {"comm_type": 0, "comm_size": 1000 * (index + 1)}
+        nodes.append(TraceNode(len(nodes), f"layer.{index}", COLLECTIVE, needs, 0, attributes))
         sums.append(nodes[-1].id)
     nodes.append(TraceNode(len(nodes), "backward end", COMPUTE, [last], TAIL_US))
     return [*nodes, TraceNode(len(nodes), "update", COMPUTE, [nodes[-1].id, *sums], UPDATE_US)]
@@ -63,7 +63,7 @@ def written(folder: Path, nodes: list[TraceNode], name: str = "worker.et") -> Pa
 def test_an_iteration_as_it_was_written(tmp_path: Path, ready: list[int], communicators: int) -> None:
     found = load(written(tmp_path, iteration(ready, communicators)), batch_size=4, model="m")
     assert [(one.name, one.bytes) for one in found.gradients] == [
-        (f"layer.{place}", 1000 * (place + 1)) for place in range(len(ready))
+        (f"layer.{index}", 1000 * (index + 1)) for index in range(len(ready))
     ]
     assert [one.ready_s for one in found.gradients] == pytest.approx([moment * 1e-6 for moment in sorted(ready)])
     assert found.forward_s == pytest.approx(FORWARD_US * 1e-6)
@@ -141,8 +141,8 @@ def test_missing_file_and_bad_options(tmp_path: Path) -> None:
 @given(keep=st.floats(0, 1), flips=st.lists(st.tuples(st.integers(0, 10**4), st.integers(0, 255)), max_size=10))
 def test_damaged_files_never_surprise(tmp_path: Path, keep: float, flips: list[tuple[int, int]]) -> None:
     raw = bytearray(written(tmp_path, iteration([10, 20, 400]), "whole.et").read_bytes())
-    for place, value in flips:
-        raw[place % len(raw)] = value
+    for index, value in flips:
+        raw[index % len(raw)] = value
     (tmp_path / "damaged.et").write_bytes(bytes(raw[: int(len(raw) * keep)]))
     try:
         found = load(tmp_path / "damaged.et")

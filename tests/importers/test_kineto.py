@@ -67,9 +67,9 @@ def gpu_trace(
             launch(host + 1, 1000.0, 1)
             number += 10
             host += 20
-            for place, shape in enumerate(SHAPES):
+            for index, shape in enumerate(SHAPES):
                 events.append(
-                    span("cpu_op", NODE + "AddmmBackward0", host, 10, 2, **{"Sequence number": number - place})
+                    span("cpu_op", NODE + "AddmmBackward0", host, 10, 2, **{"Sequence number": number - index})
                 )
                 launch(host + 2, KERNEL_US, 2)
                 arguments = {"Input Dims": [shape], "Input type": ["float"]} if shapes else {}
@@ -113,7 +113,7 @@ def test_a_gradient_is_ready_when_its_kernels_end(tmp_path: Path, name: str) -> 
     profile = trace.profile
     assert [gradient.bytes for gradient in profile.gradients] == BYTES
     ready = [gradient.ready_s for gradient in profile.gradients]
-    assert ready == pytest.approx([KERNEL_US * 1e-6 * (place + 1) for place in range(4)], rel=1e-3)
+    assert ready == pytest.approx([KERNEL_US * 1e-6 * (index + 1) for index in range(4)], rel=1e-3)
     assert profile.backward_s == pytest.approx(1.6e-3, rel=1e-3)
     assert profile.forward_s == pytest.approx(1.0e-3, rel=0.01)
     assert profile.update_s == pytest.approx(50e-6, rel=1e-3)
@@ -256,7 +256,7 @@ def test_a_real_trace_has_the_hooks_order_sizes_and_times(tmp_path: Path) -> Non
     assert trace.profile.device == "cpu"
     sizes = {name: parameter.numel() * 4 for name, parameter in model.named_parameters()}
     assert [one.bytes for one in trace.profile.gradients] == [sizes[name] for name, _ in direct[0]]
-    expected = [median(row[place][1] for row in direct) for place in range(12)]
+    expected = [median(row[index][1] for row in direct) for index in range(12)]
     # The hook runs right after the accumulation, but another process may come between the two: a share of backward.
     for gradient, moment in zip(trace.profile.gradients, expected, strict=True):
         assert gradient.ready_s == pytest.approx(moment, abs=0.5 * expected[-1])
@@ -348,8 +348,8 @@ WHOLE = json.dumps(gpu_trace(2, nccl=True)).encode()
 )
 def test_damaged_files_never_surprise(tmp_path: Path, keep: float, flips: list[tuple[int, int]], packed: bool) -> None:
     raw = bytearray(gzip.compress(WHOLE) if packed else WHOLE)
-    for place, value in flips:
-        raw[place % len(raw)] = value
+    for index, value in flips:
+        raw[index % len(raw)] = value
     path = tmp_path / "damaged.json"
     path.write_bytes(bytes(raw[: int(len(raw) * keep)]))
     try:
@@ -385,8 +385,8 @@ values = st.recursive(
 def test_wrong_types_never_surprise(tmp_path: Path, changes: list[tuple[int, str, Any]], top: Any) -> None:
     made = gpu_trace(2, nccl=True)
     made["deviceProperties"] = top
-    for place, key, value in changes:
-        event = made["traceEvents"][place % len(made["traceEvents"])]
+    for index, key, value in changes:
+        event = made["traceEvents"][index % len(made["traceEvents"])]
         if key in event:
             event[key] = value
         elif isinstance(event["args"], dict):

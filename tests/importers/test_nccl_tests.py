@@ -312,8 +312,8 @@ damage = st.tuples(st.integers(0, 10**6), st.integers(0, 255))
 )
 def test_damaged_files_never_surprise(as_json: bool, keep: float, flips: list[tuple[int, int]]) -> None:
     whole = bytearray((json.dumps(document()) if as_json else text(timestamp=True)).encode())
-    for place, value in flips:
-        whole[place % len(whole)] = value
+    for index, value in flips:
+        whole[index % len(whole)] = value
     try:
         network = parse(bytes(whole[: int(len(whole) * keep)]), where="run.txt", name="run")
     except InputError:
@@ -336,12 +336,12 @@ values = st.recursive(
     st.sampled_from([*document()["results"][0]]),
     values,
 )
-def test_wrong_types_never_surprise(place: str, index: int, key: str, value: Any) -> None:
+def test_wrong_types_never_surprise(section: str, index: int, key: str, value: Any) -> None:
     changed = document()
-    if place == "results":
+    if section == "results":
         changed["results"][index][key] = value
     else:
-        changed[place] = value
+        changed[section] = value
     try:
         network = read(json.dumps(changed, allow_nan=False) if _finite(value) else json.dumps(changed))
     except InputError:

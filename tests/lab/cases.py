@@ -25,8 +25,8 @@ def profile(gradients: int = 6, *, size: int = 250_000, name: str = "small") -> 
         backward_s=0.02,
         update_s=0.001,
         gradients=tuple(
-            Gradient(name=f"layer{place}", bytes=size, ready_s=0.02 * (place + 1) / gradients)
-            for place in range(gradients)
+            Gradient(name=f"layer{index}", bytes=size, ready_s=0.02 * (index + 1) / gradients)
+            for index in range(gradients)
         ),
     )
 

@@ -24,7 +24,7 @@ def test_a_job_carries_every_byte_and_the_ready_time_of_each_groups_last_gradien
     (choice,) = plans.parse(["equal:3"])
     job = job_of(profile(), plans.build(choice, profile(), network()))
     assert sum(message.bytes for message in job.messages) == profile().total_bytes
-    assert [message.ready_s for message in job.messages] == [profile().gradients[place].ready_s for place in (1, 3, 5)]
+    assert [message.ready_s for message in job.messages] == [profile().gradients[index].ready_s for index in (1, 3, 5)]
 
 
 @given(st.integers(1, 12), st.integers(0, 2**20), st.floats(1e-5, 1e-2), st.floats(1e-10, 1e-7))

@@ -44,7 +44,7 @@ def test_layouts_are_run_beside_both_predictions(model: str, tmp_path: Path) -> 
         assert set(row["predicted_s"]) == set(row["error"]) == {"events", "closed-form"}
         assert set(row["cost_s"]) == {"events", "closed-form", "execution"}
     kept = json.loads((tmp_path / "all.json").read_text())
-    assert {row["kind"] for row in kept["transfers"]} == {"send", "swap", "all_gather", "reduce_scatter"}
+    assert {row["kind"] for row in kept["transfers"]} == {"send", "swap", "late", "all_gather", "reduce_scatter"}
 
 
 @pytest.mark.parametrize(

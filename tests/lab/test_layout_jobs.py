@@ -8,7 +8,15 @@ from backbeat.cost import Curve
 from backbeat.cost.accelerators import named
 from backbeat.errors import InputError
 from backbeat.lab.layout_jobs import transfers
-from backbeat.lab.layout_lab import LayoutCase, TimedLinks, communicators, executed, predicted_layout, row_of
+from backbeat.lab.layout_lab import (
+    LayoutCase,
+    TimedLinks,
+    communicators,
+    executed,
+    links_of,
+    predicted_layout,
+    row_of,
+)
 from backbeat.lab.setting import Setting
 from backbeat.layouts.layout import Layout, job_of
 from backbeat.layouts.layout_prediction import COMPUTE
@@ -68,12 +76,26 @@ def test_dilation_stretches_computation_alone() -> None:
 
 def test_each_transfer_is_timed_once_around_its_size() -> None:
     jobs = tuple(case(text).run_job(FOUR) for text in ("pp=4", "pp=4,vp=2", "tp=2,pp=2"))
-    found = {(one.kind, one.workers, one.bytes) for one in transfers(jobs)}
+    timed = transfers(jobs, 1e-9)
+    found = {(one.kind, one.workers, one.bytes) for one in timed}
     whole = 512 * 256 * 2
-    sends = {(kind, 2, size) for kind in ("send", "swap") for size in (whole // 4, whole // 2, whole, 2 * whole)}
-    gathers = {(kind, 2, size) for kind in ("all_gather", "reduce_scatter") for size in (whole // 2, whole, 2 * whole)}
+    sizes = (whole // 4, whole // 2, whole, 2 * whole)
+    sends = {(kind, 2, size) for kind in ("send", "swap", "late") for size in sizes}
+    gathers = {(kind, 2, size) for kind in ("all_gather", "reduce_scatter") for size in sizes[1:]}
     assert found == sends | gathers
-    assert len(transfers(jobs)) == len(found)
+    assert len(timed) == len(found)
+    assert all(one.late_s == (2e-9 * one.bytes if one.kind == "late" else 0.0) for one in timed)
+
+
+def test_a_late_receiver_is_known_on_nccl_alone() -> None:
+    rows = [
+        {"kind": "late", "workers": 2, "bytes": size, "seconds": [size * 2.2e-6], "late_s": size * 2e-6}
+        for size in (1000, 2000)
+    ]
+    for backend, expected in (("nccl", pytest.approx(4e-4)), ("gloo", None)):
+        setting = Setting(nodes=4, rate_bits=1e9, backend=backend)  # type: ignore[arg-type]
+        cluster = case("pp=4").predictor(setting, links_of(rows, setting, "2.11")).cluster
+        assert cluster.late_s(2000) == expected
 
 
 @pytest.mark.parametrize("text", ["pp=4", "tp=4"])

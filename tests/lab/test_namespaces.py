@@ -205,7 +205,7 @@ def test_a_killed_lab_is_swept_by_the_next_one_and_a_living_one_is_not():
 
 def test_a_terminated_lab_cleans_up_after_itself():
     process = child(
-        HOLD.replace("with LabRun()", "from backbeat.lab.experiment import _orderly_end\nwith _orderly_end(), LabRun()")
+        HOLD.replace("with LabRun()", "import backbeat.lab.experiment as lab\nwith lab._exit_on_signals(), LabRun()")
     )
     name = process.stdout.readline().strip()
     process.terminate()
@@ -219,9 +219,9 @@ def test_workers_die_with_their_controller(tmp_path: Path):
     process = child(
         """
 import sys
-from backbeat.lab.experiment import opened
+from backbeat.lab.experiment import open_lab
 from backbeat.lab.setting import Setting
-with opened(Setting(nodes=2, rate_bits=1e8), 1) as session:
+with open_lab(Setting(nodes=2, rate_bits=1e8), 1) as session:
     print(*(worker.pid for worker in session._workers), flush=True)
     sys.stdin.read()
 """

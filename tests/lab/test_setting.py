@@ -1,7 +1,7 @@
 from __future__ import annotations
 
-import msgspec
 import pytest
+from msgspec.structs import replace
 
 from backbeat.errors import InputError
 from backbeat.lab.namespaces import Link
@@ -102,7 +102,7 @@ def test_dilated_blocks_take_longer_too():
         name="layer0", forward_s=0.004, backward_s=0.01, input_bytes=0, output_bytes=0, saved_bytes=0,
         forward_peak_bytes=0, backward_peak_bytes=0,
     )  # fmt: skip
-    (found,) = scaled(msgspec.structs.replace(profile(), blocks=(block,)), 3.0).blocks
+    (found,) = scaled(replace(profile(), blocks=(block,)), 3.0).blocks
     assert (found.forward_s, found.backward_s) == pytest.approx((0.012, 0.03))
 
 

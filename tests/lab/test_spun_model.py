@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 torch = pytest.importorskip("torch", reason="the lab's workers need torch")
 
-import torch.distributed as dist  # noqa: E402
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 
 from backbeat.lab.jobs import ShardedJob, job_of  # noqa: E402
@@ -16,13 +13,7 @@ from backbeat.lab.spun_model import SpunModel, SpunStep  # noqa: E402
 from backbeat.model import Gradient, MemoryPlan, Mesh, Plan, Profile, Segment, Sharding, ShardUnit  # noqa: E402
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def alone() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 def chain(root: bool = False) -> Profile:
@@ -32,8 +23,8 @@ def chain(root: bool = False) -> Profile:
         name="chain", model="chain", batch_size=1, precision="bf16", device="cpu", forward_s=0.3, backward_s=0.6,
         update_s=0.1,
         gradients=tuple(
-            Gradient(name=name, bytes=400, ready_s=ready[place], forward_s=0.1 if "layers" in name else 0.0)
-            for place, name in enumerate(names)
+            Gradient(name=name, bytes=400, ready_s=ready[index], forward_s=0.1 if "layers" in name else 0.0)
+            for index, name in enumerate(names)
         ),
     )  # fmt: skip
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -61,12 +59,9 @@ def plan(*, action: str) -> Plan:
 
 
 @pytest.fixture(autouse=True)
-def alone(tmp_path: Path) -> Iterator[None]:
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'meet'}", rank=0, world_size=1)
+def _nothing_seen(one_rank: None) -> None:
     seen.clear()
     seen["forwards"] = 0
-    yield
-    torch.distributed.destroy_process_group()
 
 
 def trained(made: Plan | None, precision: str = "fp32") -> Any:

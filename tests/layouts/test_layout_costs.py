@@ -211,8 +211,8 @@ def test_replicas_reduce_all_gradients_and_gather_what_each_updated(zero: int) -
     def both(kind: Any, width: int) -> float:
         return H100.collective_s(kind, width * held.dense, 8, 2) + H100.collective_s(kind, width * held.expert, 2, 8)
 
-    assert found.reduce == pytest.approx(both(kind, 4))
-    assert found.gather == pytest.approx(both("all_gather", 2) if zero else 0.0)
+    assert found.reduce == pytest.approx(both(kind, 4), rel=1e-4)
+    assert found.gather == pytest.approx(both("all_gather", 2) if zero else 0.0, rel=1e-4)
     # Adam reads gradient (twice), master copy and moments, and writes the last three and the copy in 16 bits.
     updated = held.dense / 8 + held.expert / 2 if zero else held.dense + held.expert
     adam = Traffic("update/fused/adam", (2 * 4 + 3 * 4 + 3 * 4 + 2) * updated)
@@ -234,7 +234,7 @@ def test_every_pass_gathers_parameters_and_scatters_gradients_a_layer_at_a_time(
     # Parameters that stay are gathered once, after the update; their backward alone hides scatters.
     assert 2 * 5 * scatter - computed < two.parameters < 2 * 5 * scatter - computed / 2
     buckets = round(4 * layer / 40e6)
-    assert two.gather == pytest.approx(buckets * SLOW.collective_s("all_gather", 2 * 4 * layer / buckets, 8))
+    assert two.gather == pytest.approx(buckets * SLOW.collective_s("all_gather", 2 * 4 * layer / buckets, 8), rel=1e-4)
     assert (two.reduce, three.reduce, three.gather) == (0, 0, 0)
     assert two.update == three.update
 
@@ -263,23 +263,24 @@ def test_buckets_are_as_large_as_the_framework_makes_them(name: str, zero: int, 
     found = predicted(late)
     width = {"fp32": 4, None: 2}[late.reduce_dtype]
     each = SLOW.collective_s(late.collective, width * held / buckets, gpus)
-    assert found.reduce == pytest.approx(buckets * each)
+    # They end with whole parameters.
+    assert found.reduce == pytest.approx(buckets * each, rel=0.01)
     gathers = round(held / max(40e6, 1e6 * gpus)) if late.gather_elements else 1
     gather = SLOW.collective_s("all_gather", 2 * held / gathers, gpus)
-    assert found.gather == pytest.approx(gathers * gather if zero else 0.0)
+    assert found.gather == pytest.approx(gathers * gather if zero else 0.0, rel=0.01)
     # Behind a backward pass, which takes about two thirds of computation, all but the share of one bucket hides.
     window = found.reduce - predicted(msgspec.structs.replace(late, overlap="last")).reduce
     backward = window / (1 - 1 / buckets) / (found.matmul + found.attention + found.memory) * (64 / gpus)
-    assert 0.6 < backward < 0.75
+    assert 0.5 < backward < 0.75
     if late.gather_elements:
         # The first bucket is waited for, the others travel beside forward.
         hidden = found.gather - predicted(msgspec.structs.replace(late, gather_overlap=True)).gather
         forward = hidden / (found.matmul + found.attention + found.memory) * (64 / gpus)
         assert 0.25 < forward < 0.4
-        # On a fast network they all hide.
+        # On a fast network they all hide; the first ends with the embedding, a parameter as large as a bucket.
         quick = replace(APART, sharded=msgspec.structs.replace(late, gather_overlap=True))
         first = H100.collective_s("all_gather", 2 * held / round(held / 40e6), 8)
-        assert step(model, quick, dp=8).breakdown.gather == pytest.approx(first)
+        assert first < step(model, quick, dp=8).breakdown.gather < 2 * first
 
 
 @settings(max_examples=25, deadline=None)

@@ -77,7 +77,8 @@ def test_what_is_asked_of_a_prediction_is_asked_of_the_search(options: dict[str,
     )  # fmt: skip
     job: dict[str, Any] = {"global_batch": 8, "sequence": 2048}
     plain, best = (layouts.search(small, "dgx-h100", gpus=2, most=1, **job, **each)[0] for each in ({}, options))
-    assert best == layouts.predict(small, "dgx-h100", best.layout, **job, **options)
+    found = layouts.predict(small, "dgx-h100", best.layout, **job, **options)
+    assert (best.step_s, best.breakdown, best.memory) == (found.step_s, found.breakdown, found.memory)
     assert best.step_s != plain.step_s
 
 
@@ -93,3 +94,12 @@ def test_nothing_is_ranked_where_nothing_fits() -> None:
     assert layouts.search("llama-3-405b", "dgx-h100", gpus=8, **JOB) == []
     with pytest.raises(bb.InputError, match="gpus is 0"):
         layouts.search("llama-3-8b", "dgx-h100", gpus=0, **JOB)
+
+
+def test_a_framework_without_the_interleaved_schedule_is_not_told_to_use_it() -> None:
+    with_chunks, without = (
+        layouts.search("llama-3-70b", "dgx-h100", gpus=64, framework=framework, **JOB)
+        for framework in ("megatron", "nanotron")
+    )
+    assert any(one.layout.chunks > 1 for one in with_chunks)
+    assert all(one.layout.chunks == 1 for one in without)

@@ -131,6 +131,30 @@ def test_on_one_stream_a_receive_holds_up_the_sends_behind_it() -> None:
     assert together > 1.1 * apart
 
 
+def test_buffers_take_what_comes_before_its_receiver_is_ready() -> None:
+    """GPipe on one stream: between its passes a stage sends, and then receives what has come in meanwhile."""
+    times, send = equal(3, 1.0, 0.5, 0.5), 0.25
+    for late, waits in ((None, 2 * send), (0.1, send), (0.0, send)):
+        found, again = (run("gpipe", 3, count, times, send, "rank", late).seconds for count in (12, 13))
+        # One more micro-batch: forward and backward of the stage in the middle.
+        assert again - found == pytest.approx(2 + 2 * waits), late
+
+
+@given(
+    st.sampled_from(["gpipe", "1f1b", "interleaved", "zero-bubble"]),
+    st.sampled_from(["direction", "connection", "pair", "rank"]),
+    st.integers(2, 4),
+    st.floats(0, 1.5),
+)
+@settings(max_examples=60)
+def test_a_step_with_buffers_ends_and_computes_as_much(schedule: Any, streams: Any, stages: int, share: float) -> None:
+    times = equal(stages, 1.0, 0.5, 0.5, chunks=2 if schedule == "interleaved" else 1)
+    plain = run(schedule, stages, 2 * stages, times, 0.0, streams)
+    found = run(schedule, stages, 2 * stages, times, 0.4, streams, 0.4 * share)
+    assert found.seconds >= plain.seconds - 1e-9
+    assert sorted(each[:2] for each in found.performed) == sorted(each[:2] for each in plain.performed)
+
+
 def test_an_activation_and_a_gradient_that_leave_at_once_share_a_nic() -> None:
     times = equal(4, 1.0, 0.7, 0.3, chunks=2)
     apart, shared = (run("interleaved", 4, 16, times, 0.8, streams).seconds for streams in ("direction", "pair"))

@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,8 +19,6 @@ from backbeat.layouts.measured_block import MeasuredBlock
 from backbeat.layouts.slow_ranks import slow_pipelines, step_wait
 from backbeat.model import Gradient
 from backbeat.model.slowdown import Slowdown
-from backbeat.simulate.contention import beside, together_s
-from backbeat.simulate.schedule import Flow
 from backbeat.simulate.stragglers import straggling
 
 H100 = {each: replace(layouts.cluster_of("dgx-h100"), contention=each) for each in (False, True)}
@@ -175,26 +172,6 @@ def test_only_what_computes_is_slowed_and_by_its_kind() -> None:
     assert replace(there, contention=False).slowdown(8, matmul=1.0) == 1
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.integers(1, 12), st.floats(0.01, 10.0), st.floats(0.01, 10.0), st.floats(1.0, 2.0))
-def test_equal_buckets_take_what_the_simulation_of_buckets_says(
-    buckets: int, window: float, each: float, slowdown: float
-) -> None:
-    """`replicas` has the closed form of what `simulate.contention` runs for data parallelism."""
-
-    def one_by_one(ready: Any) -> Flow:
-        starts, free = [], 0.0
-        for moment in ready:
-            starts.append(max(float(moment), free))
-            free = starts[-1] + each
-        return Flow(np.array(starts), np.array(starts), np.array(starts) + each)
-
-    spacing = window / buckets
-    flow, _ = beside(one_by_one, spacing * np.arange(1, buckets + 1), slowdown)
-    closed = spacing + (buckets - 1) * together_s(spacing, each, slowdown) + each
-    assert flow.finishes[-1] == pytest.approx(closed, rel=1e-6)
-
-
 def block(*iteration_s: float) -> bb.Profile:
     model = layouts.transformer("llama-3-8b")
     each = model.attention_parameters + model.mlp_parameters(model.ffn)
@@ -210,7 +187,7 @@ def test_steps_vary_as_the_measured_block_does() -> None:
     steady = layouts.predict("llama-3-8b", H100[False], block=block(*[0.03] * 20), **fields)
     assert steady.spread_s is None
     assert steady.breakdown.stragglers == 0
-    times = [0.03 * (1 + 0.01 * (place % 7)) for place in range(40)]
+    times = [0.03 * (1 + 0.01 * (index % 7)) for index in range(40)]
     varied = layouts.predict("llama-3-8b", H100[False], block=block(*times), **fields)
     assert varied.step_s > steady.step_s
     assert varied.breakdown.stragglers == pytest.approx(varied.step_s - steady.step_s)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from backbeat.errors import InputError
 from backbeat.model import CollectiveTimes, ConcurrencyPoint, Fabric, LoadBand, Network, Topology, WorkersRow
@@ -140,7 +141,7 @@ def test_a_number_of_workers_comes_once() -> None:
 def test_beyond_the_rows_the_nearest_is_moved_and_the_fabric_slows_it() -> None:
     row = WorkersRow(workers=32, all_reduce=CollectiveTimes(alpha_s=1e-4, beta_s_per_byte=4e-10))
     flat = affine(1e-4, 1e-10, workers=8, rows=(row,), topology=Topology(algorithm="ring"))
-    cloud = msgspec.structs.replace(flat, topology=Topology(algorithm="ring", fabric=CLOUD))
+    cloud = replace(flat, topology=Topology(algorithm="ring", fabric=CLOUD))
     plain, slowed = flat.at(workers=64), cloud.at(workers=64)
     assert plain.moved_from is not None
     assert plain.moved_from.used == (32,)
@@ -155,7 +156,7 @@ def test_a_fabric_slows_only_what_crosses_nodes() -> None:
     network = affine(5e-5, 1e-10, workers=16, topology=topology)
     size = 10**9
     inner = float(INSIDE.curve.time(size))
-    plain = msgspec.structs.replace(network, topology=msgspec.structs.replace(topology, fabric=None))
+    plain = replace(network, topology=replace(topology, fabric=None))
     across = float(plain.at(workers=64).cost.time(size)) - inner
     slowed = float(network.at(workers=64).cost.time(size)) - inner
     assert slowed == pytest.approx(across * CLOUD.share(2) / CLOUD.share(8), rel=1e-2)
@@ -174,7 +175,7 @@ def test_a_measured_band_is_interpolated_and_widens_with_the_fabric() -> None:
     assert between is not None
     assert (between.quiet, between.busy) == pytest.approx((2.0, 0.5))
     assert network.at(workers=512).band == rows[0].band
-    widened = msgspec.structs.replace(network, topology=Topology(fabric=CLOUD)).at(workers=512).band
+    widened = replace(network, topology=Topology(fabric=CLOUD)).at(workers=512).band
     assert widened is not None
     assert widened.quiet > 4.0
     assert widened.busy < 0.25

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from backbeat.errors import InputError
 from backbeat.model import Network
@@ -29,14 +29,14 @@ def test_the_larger_sizes_say_how_fast_they_are_together() -> None:
 
 @given(st.lists(st.floats(0.5, 2.0), min_size=1, max_size=8))
 def test_it_lies_between_what_was_measured(speeds: list[float]) -> None:
-    found = ShardedTimes(pairs=tuple(pair(2**20 + place, speed) for place, speed in enumerate(speeds))).speed(2)
+    found = ShardedTimes(pairs=tuple(pair(2**20 + index, speed) for index, speed in enumerate(speeds))).speed(2)
     assert found is not None
     assert min(speeds) * (1 - 1e-9) <= found <= max(speeds) * (1 + 1e-9)
 
 
 def test_files_keep_it_and_other_numbers_of_workers_have_it(tmp_path: Path) -> None:
     times = ShardedTimes(pairs=(pair(2**24, 1.25),), slowdown=Slowdown(matmul=1.2))
-    network = msgspec.structs.replace(affine(1e-5, 1e-9), sharded=times)
+    network = replace(affine(1e-5, 1e-9), sharded=times)
     network.save(tmp_path / "net.json")
     loaded = Network.load(tmp_path / "net.json")
     assert loaded.sharded == times

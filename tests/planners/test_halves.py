@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from itertools import combinations
 
-import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 import backbeat as bb
 from backbeat.model import CollectiveTimes, Network, Profile
@@ -21,10 +21,9 @@ from tests.problems import affine, curve, make_profile, networks, profiles
 def with_forward(profile: Profile, seconds: list[float]) -> Profile:
     """The profile with these forward times, in ready order, and an update."""
     gradients = tuple(
-        msgspec.structs.replace(gradient, forward_s=time)
-        for gradient, time in zip(profile.gradients, seconds, strict=True)
+        replace(gradient, forward_s=time) for gradient, time in zip(profile.gradients, seconds, strict=True)
     )
-    return msgspec.structs.replace(profile, gradients=gradients, forward_s=sum(seconds), update_s=1e-3)
+    return replace(profile, gradients=gradients, forward_s=sum(seconds), update_s=1e-3)
 
 
 @st.composite

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import msgspec
 import pytest
+from msgspec.structs import replace
 
 from backbeat.errors import InputError
 from backbeat.model import MemoryPlan, Plan, Profile
@@ -35,10 +35,8 @@ def test_in_proportion_and_through_two_profiles_agree_where_all_is_proportional(
 def test_what_is_fixed_does_not_grow_with_two_profiles() -> None:
     def with_fixed_part(batch: int) -> object:
         profile = resnet152(batch)
-        blocks = tuple(
-            msgspec.structs.replace(block, saved_bytes=block.saved_bytes + GB // 100) for block in profile.blocks
-        )
-        return msgspec.structs.replace(profile, blocks=blocks)
+        blocks = tuple(replace(block, saved_bytes=block.saved_bytes + GB // 100) for block in profile.blocks)
+        return replace(profile, blocks=blocks)
 
     one, two, wanted = (with_fixed_part(batch) for batch in (64, 128, 256))
     there = at_batch(one, 256, two)  # type: ignore[arg-type]
@@ -67,7 +65,7 @@ def test_the_search_ends_at_a_batch_that_can_be_asked_for() -> None:
 
 def test_other_models_and_no_samples_are_refused() -> None:
     one = resnet152(64)
-    other = msgspec.structs.replace(resnet152(128), blocks=one.blocks[:-1])
+    other = replace(resnet152(128), blocks=one.blocks[:-1])
     with pytest.raises(InputError, match="different blocks"):
         batches(one, 8 * GB, other)
     with pytest.raises(InputError, match="at least one sample"):

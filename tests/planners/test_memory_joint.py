@@ -31,7 +31,7 @@ def test_compressed_is_never_predicted_slower_than_optimal(profile: Profile, net
 
 
 def test_compressed_on_a_slow_link_and_dense_on_a_fast_one() -> None:
-    profile = make_profile([40_000_000] * 8, [0.01 * place for place in range(1, 9)], compression_s_per_byte=1e-11)
+    profile = make_profile([40_000_000] * 8, [0.01 * index for index in range(1, 9)], compression_s_per_byte=1e-11)
     slow = bb.plan(profile, affine(1e-4, 1e-8), "compressed", density=0.01)
     assert all(bucket.compression is not None and bucket.compression.density == 0.01 for bucket in slow.buckets)
     fast = bb.plan(profile, affine(1e-6, 1e-12), "compressed", density=0.01)
@@ -40,7 +40,7 @@ def test_compressed_on_a_slow_link_and_dense_on_a_fast_one() -> None:
 
 
 def test_groups_that_cost_something_by_themselves_become_fewer() -> None:
-    sizes, ready = [40_000_000] * 8, [0.01 * place for place in range(1, 9)]
+    sizes, ready = [40_000_000] * 8, [0.01 * index for index in range(1, 9)]
     network = affine(1e-4, 1e-8)
     counts = []
     for fixed in (0.0, 5e-3):
@@ -52,10 +52,10 @@ def test_groups_that_cost_something_by_themselves_become_fewer() -> None:
 
 def test_biases_stay_dense() -> None:
     sizes = [40_000_000, 4000] * 4
-    profile = make_profile(sizes, [0.01 * place for place in range(1, 9)], compression_s_per_byte=1e-11)
+    profile = make_profile(sizes, [0.01 * index for index in range(1, 9)], compression_s_per_byte=1e-11)
     made = bb.plan(profile, affine(1e-4, 1e-8), "compressed")
     dense = [name for bucket in made.buckets if bucket.compression is None for name in bucket.gradients]
-    assert set(dense) >= {f"g{place}" for place in (1, 3, 5, 7)}
+    assert set(dense) >= {f"g{index}" for index in (1, 3, 5, 7)}
     assert made.compressed
 
 

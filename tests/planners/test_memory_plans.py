@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from backbeat.errors import InputError
 from backbeat.model import Profile
@@ -131,9 +131,7 @@ def test_a_budget_below_the_weights_is_told_apart() -> None:
 def test_a_peak_at_the_loss_is_named_as_such() -> None:
     profile = resnet152()
     assert profile.memory is not None
-    heavy = msgspec.structs.replace(
-        profile, memory=msgspec.structs.replace(profile.memory, head_bytes=40 * GB, peak_bytes=70 * GB)
-    )
+    heavy = replace(profile, memory=replace(profile.memory, head_bytes=40 * GB, peak_bytes=70 * GB))
     with pytest.raises(InputError, match=r"too small: .*\. Its peak is at the loss: "):
         memory_plan(heavy, 10 * GB)
 
@@ -141,7 +139,7 @@ def test_a_peak_at_the_loss_is_named_as_such() -> None:
 def test_a_profile_in_cudnns_benchmark_mode_keeps_a_larger_reserve() -> None:
     profile = Profile.load("resnet50-b64-bf16-h200")
     assert profile.memory is not None
-    marked = msgspec.structs.replace(profile, memory=msgspec.structs.replace(profile.memory, cudnn_benchmark=True))
+    marked = replace(profile, memory=replace(profile.memory, cudnn_benchmark=True))
     plain, kept = (memory_plan(one, 2_000_000_000).peak_bytes for one in (profile, marked))
     assert plain is not None
     assert kept is not None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import combinations, product
+from itertools import product
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ from backbeat.planners.draft import Draft
 from backbeat.planners.merge_concurrent import simplified
 from backbeat.planners.mgwfbp import merge_sweep
 from backbeat.simulate.schedule import capped
-from tests.problems import affine, curve, make_profile, networks, profiles
+from tests.problems import affine, curve, every_partition, make_profile, networks, profiles
 
 MIB = 2**20
 WITHIN_ITERATION = sorted(set(STRATEGIES) - {"halves", "compressed"} - SHARDED)
@@ -28,10 +28,6 @@ ONE_COMMUNICATOR = ["wfbp", "single", "ddp", "horovod", "mg-wfbp", "adaptive"]
 
 def ends_of(plan: bb.Plan) -> list[int]:
     return np.cumsum([len(bucket.gradients) for bucket in plan.buckets]).tolist()
-
-
-def every_partition(count: int) -> list[list[int]]:
-    return [[*cuts, count] for size in range(count) for cuts in combinations(range(1, count), size)]
 
 
 @settings(max_examples=200)
@@ -100,8 +96,8 @@ def test_best_is_close_to_the_optimum_of_small_problems_on_two_communicators(
 def published_merge(ready: list[float], sizes: list[float], a: float, b: float, *, asc: bool) -> list[int]:
     """MG-WFBP's (or ASC-WFBP's) sweep word for word: layers in forward order, all starts recomputed after a merge."""
     layers = len(ready)
-    done = {layers - place: time for place, time in enumerate(ready)}  # tau_b + t_b of layer l, 1..L in forward order
-    size = {layers - place: float(count) for place, count in enumerate(sizes)}
+    done = {layers - index: time for index, time in enumerate(ready)}  # tau_b + t_b of layer l, 1..L in forward order
+    size = {layers - index: float(count) for index, count in enumerate(sizes)}
 
     def cost(layer: int) -> float:
         return a + b * size[layer] if size[layer] else 0.0

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from itertools import combinations
 
-import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 import backbeat as bb
 from backbeat.model import Block, Gradient, Memory, Network, Plan, Profile
@@ -24,8 +24,8 @@ SECONDS = st.sampled_from([1e-4, 1e-3, 4e-3, 1e-2])
 
 @st.composite
 def models(draw: st.DrawFn, most: int = 6) -> Profile:
-    """Repeated blocks, with an embedding before them and a head behind where drawn."""
-    names = [f"layers.{place}" for place in range(draw(st.integers(1, most)))]
+    """Repeated blocks, with an embedding before them and a head after them where drawn."""
+    names = [f"layers.{index}" for index in range(draw(st.integers(1, most)))]
     names = ["embed"] * draw(st.integers(0, 1)) + names + ["norm", "head"] * draw(st.integers(0, 1))
     sizes = st.sampled_from([4, 4 * 10**4, 4 * MB, 40 * MB])
     blocks, gradients, now = [], [], 0.0
@@ -103,7 +103,7 @@ def test_ten_blocks_by_brute_force() -> None:
     gpt2 = Profile.load("gpt2-b8-bf16-h200")
     blocks = gpt2.blocks[:13]
     held = tuple(one for one in gpt2.gradients if any(one.name.startswith(f"{block.name}.") for block in blocks))
-    profile = msgspec.structs.replace(gpt2, blocks=blocks, gradients=held)
+    profile = replace(gpt2, blocks=blocks, gradients=held)
     for network in (Network.load("25gbe").at(workers=8), Network.load("nvlink-ib400").at(workers=16)):
         problem = ShardProblem(profile, network, StrategyOptions())
         problem.slowdown = 1.0
@@ -198,7 +198,7 @@ def test_the_head_is_a_unit_only_where_it_has_its_own_weight() -> None:
 def test_newer_knobs_are_named_and_not_chosen() -> None:
     # A long backward (1) lies between scatters that computation waits for if one input is held.
     times = [(5, 10, 40), (5, 0.2, 4), (0.1, 10, 0.04), (0.1, 0.2, 4), (1, 0.2, 4), (5, 0.2, 40), (0.1, 0.2, 40)]
-    profile = chain([*times, (0.1, 2, 4)], ["embed", *(f"layers.{place}" for place in range(6)), "head"])
+    profile = chain([*times, (0.1, 2, 4)], ["embed", *(f"layers.{index}" for index in range(6)), "head"])
     network = Network.load("25gbe").at(workers=16)
     old = bb.plan(profile, network, "sharded", torch_version="2.11.0+cu130")
     new = bb.plan(profile, network, "sharded", torch_version="2.13")
@@ -225,7 +225,7 @@ def test_dtypes_stay_unless_asked_for() -> None:
 
 
 def test_profiles_without_memory_figures_have_no_budget() -> None:
-    profile = msgspec.structs.replace(Profile.load("gpt2-b8-bf16-h200"), memory=None, blocks=())
+    profile = replace(Profile.load("gpt2-b8-bf16-h200"), memory=None, blocks=())
     network = Network.load("25gbe").at(workers=8)
     assert bb.plan(profile, network, "sharded").sharding is not None
     with pytest.raises(bb.InputError, match="no memory figures"):

@@ -12,11 +12,11 @@ LLAMA = "llama-1b-b2-bf16-h200"
 @pytest.mark.parametrize(
     ("name", "units"),
     [
-        (LLAMA, [f"model.layers.{place}" for place in range(16)]),
-        ("gpt2-b8-bf16-h200", [f"transformer.h.{place}" for place in range(12)]),
-        ("vit-b-b64-bf16-h200", [f"encoder.layers.encoder_layer_{place}" for place in range(12)]),
+        (LLAMA, [f"model.layers.{index}" for index in range(16)]),
+        ("gpt2-b8-bf16-h200", [f"transformer.h.{index}" for index in range(12)]),
+        ("vit-b-b64-bf16-h200", [f"encoder.layers.encoder_layer_{index}" for index in range(12)]),
         # Without blocks, by the gradients' names.
-        ("t5-base-b8-bf16-h200", [f"{part}.block.{place}" for part in ("encoder", "decoder") for place in range(12)]),
+        ("t5-base-b8-bf16-h200", [f"{part}.block.{index}" for part in ("encoder", "decoder") for index in range(12)]),
     ],
 )
 def test_a_unit_is_a_repeated_block_and_the_rest_is_the_roots(name: str, units: list[str]) -> None:

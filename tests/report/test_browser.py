@@ -85,16 +85,16 @@ def test_hovering_a_group_says_which_it_is(browser: Any, resnet: tuple[str, Any]
     buckets = made.timeline("ddp").transfers
     with opened(browser, address) as page:
         assert page.locator("#plot-timeline .trace.bars").count() == 4
-        for place in (1, len(buckets) - 1):
-            label = point_at(page, 1, place)
+        for index in (1, len(buckets) - 1):
+            label = point_at(page, 1, index)
             page.wait_for_function(
                 "text => document.querySelector('#plot-timeline .hoverlayer').textContent.includes(text)",
-                arg=buckets[place].name[:20],
+                arg=buckets[index].name[:20],
             )
             said = label.text_content()
-            assert f"{buckets[place].gradients} gradient" in said
-            assert format_bytes(buckets[place].bytes) in said
-            assert f"{format_seconds(buckets[place].start_s)} to {format_seconds(buckets[place].end_s)}" in said
+            assert f"{buckets[index].gradients} gradient" in said
+            assert format_bytes(buckets[index].bytes) in said
+            assert f"{format_seconds(buckets[index].start_s)} to {format_seconds(buckets[index].end_s)}" in said
             assert "(ddp)" in said
 
 

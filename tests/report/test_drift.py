@@ -9,6 +9,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from backbeat.errors import InputError
 from backbeat.report.drift import IN_A_ROW, LEARNT, Drift, StepSample
@@ -88,7 +89,7 @@ def test_the_words() -> None:
 
 
 def test_the_way_back_is_told_too() -> None:
-    again = [msgspec.structs.replace(one, step=one.step + 3000) for one in job(0, 0.0)]
+    again = [replace(one, step=one.step + 3000) for one in job(0, 0.0)]
     found = alerts([*job(0, 0.0, slow={2: 1.3}), *again])
     assert found == ["rank 2 is 30 % slower since step 1550", "rank 2 is as fast as the others again since step 3050"]
 
@@ -98,22 +99,22 @@ def test_a_few_slow_samples_are_no_drift() -> None:
     outlier = samples[40]
     own = (*outlier.own_s[:-1], 9.0)
     for at in range(40, 40 + IN_A_ROW - 1):
-        samples[at] = msgspec.structs.replace(samples[at], own_s=own)
+        samples[at] = replace(samples[at], own_s=own)
     assert alerts(samples) == []
 
 
 def test_a_wrong_prediction_is_told_once() -> None:
-    samples = [msgspec.structs.replace(one, predicted_iteration_s=0.08) for one in job(0, 0.0)]
+    samples = [replace(one, predicted_iteration_s=0.08) for one in job(0, 0.0)]
     assert alerts(samples) == ["an iteration takes 110 ms, 38 % longer than the 80.0 ms predicted"]
     assert alerts(samples[: LEARNT - 1]) == []
 
 
 def test_the_table_fits_a_terminal_and_reads_its_own_log(tmp_path: Path) -> None:
     samples = [
-        msgspec.structs.replace(one, alerts=("rank 5 is 8 % slower since step 1200, " * 4,) if index > 50 else ())
+        replace(one, alerts=("rank 5 is 8 % slower since step 1200, " * 4,) if index > 50 else ())
         for index, one in enumerate(job(1, 0.02, slow={5: 1234.0}))
     ]
-    text = watch_table([msgspec.structs.replace(one, step=one.step * 10**5) for one in samples])
+    text = watch_table([replace(one, step=one.step * 10**5) for one in samples])
     assert max(map(len, text.splitlines())) <= 80
     assert "rank 5 ×12" in text
     assert "3 earlier alerts" in text

@@ -21,7 +21,7 @@ from tests.problems import affine, curve, make_profile, networks, profiles
 
 def small() -> bb.Profile:
     sizes = [4000, 10**6, 2 * 10**6, 5 * 10**6, 10**5, 9 * 10**6]
-    times = tuple(0.018 + 0.0001 * place for place in range(20))
+    times = tuple(0.018 + 0.0001 * index for index in range(20))
     return make_profile(sizes, [1e-3, 3e-3, 4e-3, 8e-3, 9e-3, 12e-3], forward=6e-3, iteration_s=times)
 
 
@@ -104,8 +104,8 @@ def test_communicators_are_in_order_of_their_number() -> None:
 def test_exposed_parts_add_up_to_what_is_exposed(profile: bb.Profile, network: bb.Network) -> None:
     rows = {name: bb.predict(profile, network, name) for name in ("wfbp", "ddp", "optimal")}
     data = figures.exposed(rows)
-    for place, label in enumerate(data.labels):
-        total = sum(values[place] for values in data.parts.values())
+    for index, label in enumerate(data.labels):
+        total = sum(values[index] for values in data.parts.values())
         assert total == pytest.approx(rows[label].exposed_s, abs=1e-12)
 
 

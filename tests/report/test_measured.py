@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 import backbeat as bb
 from backbeat.errors import InputError
@@ -19,7 +20,7 @@ from tests.problems import affine, make_profile
 
 @pytest.fixture
 def profile() -> bb.Profile:
-    return make_profile([10**6] * 6, [1e-3 * place for place in range(1, 7)], forward=3e-3)
+    return make_profile([10**6] * 6, [1e-3 * index for index in range(1, 7)], forward=3e-3)
 
 
 def lab_file(path: Path, profile: bb.Profile) -> Path:
@@ -78,7 +79,7 @@ def test_lab_rows_become_measured_and_predicted_timelines(tmp_path: Path, profil
 
 
 def test_another_profile_keeps_the_numbers_and_draws_no_timeline(tmp_path: Path, profile: bb.Profile) -> None:
-    path = lab_file(tmp_path / "lab.json", msgspec.structs.replace(profile, name="another"))
+    path = lab_file(tmp_path / "lab.json", replace(profile, name="another"))
     rows = read_lab(path, profile)
     assert all(not row.measured_spans and not row.predicted_spans for row in rows)
     assert all(row.predicted_s == pytest.approx(row.iteration_s) for row in rows)

@@ -110,7 +110,7 @@ def test_infinity_becomes_null() -> None:
 
 def test_thousands_of_gradients_stay_small_and_say_what_was_left_out() -> None:
     count = 6000
-    profile = make_profile([1000 + place for place in range(count)], [1e-5 * place for place in range(count)])
+    profile = make_profile([1000 + index for index in range(count)], [1e-5 * index for index in range(count)])
     # Messages cost next to nothing: one for each gradient is best, and is what the timeline draws.
     network = affine(1e-8, 1e-9)
     plan = bb.plan(profile, network, "wfbp")

@@ -48,7 +48,7 @@ def test_images_show_names_as_they_are(tmp_path: Path) -> None:
 
 
 def test_a_curve_has_its_lines_band_and_knee() -> None:
-    times = tuple(0.018 + 0.0001 * place for place in range(20))
+    times = tuple(0.018 + 0.0001 * index for index in range(20))
     profile = make_profile([4000, 5 * 10**7], [1e-3, 8e-3], forward=6e-3, iteration_s=times)
     ring = affine(1e-3, 1e-11, topology=Topology(algorithm="ring"))
     data = figures.scaling(study(profile, ring, [4, 8, 64, 2048], strategies=["optimal"]).curves)

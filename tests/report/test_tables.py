@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import msgspec
+from msgspec.structs import replace
 
 import backbeat as bb
 from backbeat.report.tables import describe
@@ -10,8 +10,8 @@ from backbeat.report.tables import describe
 
 def test_an_analytic_profile_is_called_so_once() -> None:
     measured = bb.Profile.load("resnet50-b64-bf16-h200")
-    source = msgspec.structs.replace(measured.source, method="analytic")
-    computed = msgspec.structs.replace(measured, device="NVIDIA H100 SXM (analytic)", source=source)
+    source = replace(measured.source, method="analytic")
+    computed = replace(measured, device="NVIDIA H100 SXM (analytic)", source=source)
     line = describe(computed, bb.Network.load("10gbe"))
     assert "on NVIDIA H100 SXM (analytic): " in line
     assert line.count("analytic") == 1
@@ -22,9 +22,7 @@ def test_a_network_that_was_not_measured_says_so() -> None:
     profile = bb.Profile.load("resnet50-b64-bf16-h200")
     assert describe(profile, bb.Network.load("100gbe")).endswith("network 100gbe (assumed), one GPU a node")
     assert describe(profile, bb.Network.load("10gbe")).endswith("network 10gbe (published), one GPU a node")
-    assert describe(profile, msgspec.structs.replace(bb.Network.load("10gbe"), source=None)).endswith(
-        "network 10gbe, one GPU a node"
-    )
+    assert describe(profile, replace(bb.Network.load("10gbe"), source=None)).endswith("network 10gbe, one GPU a node")
 
 
 def test_how_many_gpus_share_a_node_is_said() -> None:

@@ -93,7 +93,7 @@ def test_the_choice_is_the_simplest_within_1_percent_however_they_are_listed(
     fitting = [way for way in listed if way.fits]
     limit = min((way.prediction.iteration_s for way in fitting), default=0.0) * (1 + SIMPLER_WITHIN)
     expected = next((way for way in fitting if way.prediction.iteration_s <= limit), None)
-    assert chosen_way([listed[place] for place in order]) is expected
+    assert chosen_way([listed[index] for index in order]) is expected
 
 
 def test_the_words_name_what_does_not_fit_and_how_much_longer_others_take(ways: tuple[Way, ...]) -> None:
@@ -103,7 +103,7 @@ def test_the_words_name_what_does_not_fit_and_how_much_longer_others_take(ways: 
     assert work_headline(one).endswith(", in 40 B of the 100 B of one H200.")
     assert "DDP needs 182 B of the 100 B of one H200: too much." in way_sentences(one)
     assert sum(" slower (" in said for said in way_sentences(one)) == 2
-    large = [needing(way, 101 + place) for place, way in enumerate(ways)]
+    large = [needing(way, 101 + index) for index, way in enumerate(ways)]
     assert way_headline(large).startswith("Nothing fits one H200 of 100 B: DDP takes least, 101 B.")
     assert work_headline(large) == way_headline(large)
     unknown = [replace(way, fit=None) for way in ways]

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 import backbeat as bb
 from backbeat.errors import InputError
@@ -115,7 +116,7 @@ def test_uploads_are_checked_like_any_file() -> None:
 def test_only_the_last_uploads_are_kept() -> None:
     kept = Library({}, {})
     for number in range(20):
-        keep(kept, files.encode(msgspec.structs.replace(affine(1e-3, 1e-9), name=f"network {number}")))
+        keep(kept, files.encode(replace(affine(1e-3, 1e-9), name=f"network {number}")))
     assert len(kept.networks) == 16
     assert unpacked(b"plain") == b"plain"
 

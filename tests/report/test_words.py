@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import msgspec
 import pytest
+from msgspec.structs import replace
 
 import backbeat as bb
 from backbeat.errors import InputError
@@ -16,7 +16,7 @@ from tests.problems import affine, make_profile
 
 
 def many_small() -> bb.Profile:
-    return make_profile([4000] * 200, [1e-4 * place for place in range(1, 201)], forward=10e-3)
+    return make_profile([4000] * 200, [1e-4 * index for index in range(1, 201)], forward=10e-3)
 
 
 def test_every_bottleneck_has_words() -> None:
@@ -52,10 +52,8 @@ def test_where_even_the_first_point_loses_no_number_is_advised() -> None:
 
 
 def test_a_plan_in_halves_is_not_advised_to_be_run() -> None:
-    profile = make_profile([10**7] * 20, [2e-3 * place for place in range(1, 21)], forward=60e-3)
-    profile = msgspec.structs.replace(
-        profile, gradients=tuple(msgspec.structs.replace(one, forward_s=3e-3) for one in profile.gradients)
-    )
+    profile = make_profile([10**7] * 20, [2e-3 * index for index in range(1, 21)], forward=60e-3)
+    profile = replace(profile, gradients=tuple(replace(one, forward_s=3e-3) for one in profile.gradients))
     made = study(profile, affine(5e-4, 4e-10), [4, 8], strategies=["halves"])
     assert made.best_label == "halves"
     first = answer(made, command="backbeat plan a b --workers 8 -o plan.json").actions[0]
@@ -65,7 +63,7 @@ def test_a_plan_in_halves_is_not_advised_to_be_run() -> None:
 
 
 def test_a_better_plan_comes_with_the_line_of_code_and_what_it_saves() -> None:
-    profile = make_profile([10**7] * 20, [2e-3 * place for place in range(1, 21)], forward=10e-3)
+    profile = make_profile([10**7] * 20, [2e-3 * index for index in range(1, 21)], forward=10e-3)
     made = study(profile, affine(5e-4, 1.5e-10), [4, 8])
     said = answer(made, samples=10**6, price=2.0, command="backbeat plan a b --workers 8 -o plan.json")
     gain = made.stock.iteration_s / made.best.iteration_s - 1
@@ -87,7 +85,7 @@ def test_a_better_plan_comes_with_the_line_of_code_and_what_it_saves() -> None:
 
 def test_a_bucket_size_is_advised_only_where_it_helps() -> None:
     # Latency is dear and gradients are many: larger buckets than 25 MiB pay.
-    profile = make_profile([5 * 10**6] * 40, [1e-4 * place for place in range(1, 41)], forward=1e-3)
+    profile = make_profile([5 * 10**6] * 40, [1e-4 * index for index in range(1, 41)], forward=1e-3)
     made = study(profile, affine(20e-3, 1e-11), [8], strategies=["ddp"])
     said = answer(made)
     best = min(made.buckets, key=lambda pair: pair[1].iteration_s)
@@ -139,6 +137,6 @@ def test_of_sharded_plans_units_are_spoken_of() -> None:
     profile, network = bb.Profile.load("llama-8b-b1-bf16-adamw-h200"), bb.Network.load("100gbe").at(workers=16)
     found = bb.predict(profile, network, "fsdp")
     for kind in ("bandwidth", "latency", "waiting", "contention"):
-        said = limit(msgspec.structs.replace(found, bottleneck=kind), profile)
+        said = limit(replace(found, bottleneck=kind), profile)
         assert "bucket" not in said
-        assert "bucket" in limit(msgspec.structs.replace(found, bottleneck=kind, strategy="ddp"), profile)
+        assert "bucket" in limit(replace(found, bottleneck=kind, strategy="ddp"), profile)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+import torch
 from scenario_rig import Context, Oracle, mlp, registry, train
+from torch import nn
 
 from backbeat.model import CollectiveTimes, Network
 from backbeat.runtime import DistributedDataParallel
@@ -55,8 +58,8 @@ def auto_goes_back_if_worse(ctx: Context) -> None:
     for _ in range(60):
         train(ctx, model, wrapped, oracle, steps=1, lr=0.01)
         if wrapped.reducer.tuner.state == "trying":
-            before = before or wrapped.reducer.tuner._base
-            wrapped.reducer.tuner._base_s = 1e-9
+            before = before or wrapped.reducer.tuner._base.partition
+            wrapped.reducer.tuner._base = replace(wrapped.reducer.tuner._base, iteration_s=1e-9)
         if wrapped.reducer.tuner.state == "settled":
             break
     assert before is not None, wrapped.reducer.tuner.history
@@ -85,18 +88,54 @@ def auto_compares_with_ddp_before_and_after(ctx: Context) -> None:
             train(ctx, model, wrapped, oracle, steps=1, lr=0.01)
             seen.add(tuner.state)
             if tuner.state == "trying":
-                tuner._base_s = 2.0
+                tuner._base = replace(tuner._base, iteration_s=2.0)
             if tuner.state == "comparing":
-                assert wrapped.reducer.partition.buckets == tuner._base.buckets
-                tuner.iteration_s = plan_s
+                assert wrapped.reducer.partition.buckets == tuner._base.partition.buckets
+                tuner._tried = replace(tuner._tried, iteration_s=plan_s)
+                _reports_ddp_alone(wrapped)
             if tuner.state in ("watching", "settled"):
                 break
         assert "comparing" in seen, tuner.history
         assert tuner.state == ("watching" if kept else "settled"), tuner.history
-        expected = tuner._tried[0] if kept else tuner._base
-        assert wrapped.reducer.partition.buckets == expected.buckets
+        expected = tuner._tried if kept else tuner._base
+        assert wrapped.reducer.partition.buckets == expected.partition.buckets
+        assert wrapped.report().predicted_iteration_s == expected.plan.predicted.iteration_s
         assert ("the plan runs" if kept else "staying with DDP's buckets") in tuner.history[-1]
         assert (wrapped.report().strategy != "ddp") == kept
+
+
+def _reports_ddp_alone(wrapped: DistributedDataParallel) -> None:
+    """The plan was measured meanwhile, and none of its figures is told as DDP's."""
+    report, base = wrapped.report(), wrapped.reducer.tuner._base
+    assert report.strategy == "ddp"
+    assert report.iteration_s == base.iteration_s == 2.0
+    assert report.predicted_iteration_s == base.plan.predicted.iteration_s
+    for bucket in report.buckets:
+        assert bucket.launched_s is not None, bucket
+
+
+class LastFirst(nn.Module):
+    """Holds its layers in another order than gradients become ready in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last, self.first = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.first(x).tanh())
+
+
+@check
+def a_report_is_of_the_buckets_that_run(ctx: Context) -> None:
+    """Not of those that ran until the ready order was known, or until a parameter became trainable."""
+    model: Any = ctx.build(LastFirst)
+    model.first.bias.requires_grad_(False)
+    wrapped = DistributedDataParallel(model, bucket_cap_mb=0.0001)
+    for thawed, steps, timed in ((False, 1, 0), (False, 2, 2), (True, 1, 1)):
+        model.first.bias.requires_grad_(thawed)
+        train(ctx, model, wrapped, Oracle(ctx, model), steps=steps, lr=0.01)
+        assert len(wrapped.reducer.recorder.steps()) == timed
+        assert (wrapped.report().buckets[0].launched_s is None) == (timed == 0)
 
 
 @check
@@ -114,7 +153,7 @@ def auto_follows_drift(ctx: Context) -> None:
     wrapped = _trains_while_tuning(ctx, "auto", 30, network=NETWORK)
     tuner = wrapped.reducer.tuner
     tuner._begin("watching", 3)
-    tuner.exposed_s = 10.0
+    tuner.running = replace(tuner.running, exposed_s=10.0)
     oracle = Oracle(ctx, wrapped.module)
     train(ctx, wrapped.module, wrapped, oracle, steps=4, lr=0.01)
     assert tuner.state == "measuring", tuner.state

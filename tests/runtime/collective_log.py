@@ -86,17 +86,17 @@ def recording() -> Iterator[Log]:
         replaced.append((owner, name, owner.__dict__.get(name)))
         setattr(owner, name, by)
 
-    def watched(method: Callable[..., Any], kind: str, place: int) -> Callable[..., Any]:
+    def logged(method: Callable[..., Any], kind: str, index: int) -> Callable[..., Any]:
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            log.sends(self, kind, args[place])
+            log.sends(self, kind, args[index])
             return method(self, *args, **kwargs)
 
         return call
 
     for owner in (dist.ProcessGroupGloo, dist.ProcessGroup):
-        for name, (kind, place) in SENT.items():
+        for name, (kind, index) in SENT.items():
             if hasattr(owner, name):
-                replace(owner, name, watched(getattr(owner, name), kind, place))
+                replace(owner, name, logged(getattr(owner, name), kind, index))
     check = scenario_rig.Oracle.check
 
     def checked(self: scenario_rig.Oracle, wrapped: Any, *args: Any, **kwargs: Any) -> None:

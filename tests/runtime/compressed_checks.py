@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -28,6 +29,7 @@ from backbeat.errors import InputError
 from backbeat.model.blocks import MemoryPlan
 from backbeat.model.compression import Compression
 from backbeat.runtime import DistributedDataParallel
+from backbeat.runtime.integrations import residual_folder
 from backbeat.runtime.reduce.partition import plan_partition
 
 CHECKS, check = registry("compressed_")
@@ -297,7 +299,7 @@ def unused_and_frozen(ctx: Context) -> None:
             optimizer.step()
             optimizer.zero_grad()
         assert not torch.equal(wrapped.module.left.weight, held)
-        same_everywhere(ctx, wrapped.module, "thawed")
+        same_everywhere(ctx, wrapped.module, "unfrozen")
 
 
 @check
@@ -399,6 +401,51 @@ def checkpoints(ctx: Context) -> None:
             lambda: other.load_residuals(folder),
             "residual of '0.weight' has shape (6, 6), the parameter (5, 5)",
         )
+        dist.barrier()
+
+
+@check
+def residuals_beside_a_checkpoint(ctx: Context) -> None:
+    """A framework's file has a folder beside it; what is not there is said, and what does not belong is refused."""
+    wrapped = wrap(ctx, SOME)
+    for step in range(2):
+        backward(ctx, wrapped, step)
+    holder = nn.ModuleDict({"net": wrapped})
+    with tempfile.TemporaryDirectory() as private, mock.patch.object(residual_folder.logger, "warning") as said:
+        shared = [private]
+        dist.broadcast_object_list(shared)
+        path, saved = f"{shared[0]}/last.ckpt", {}
+        folder = Path(f"{path}.residuals") / "net"
+        if ctx.rank == 0:
+            folder.mkdir(parents=True)
+            (folder / "rank-00000-of-00099.pt").touch()
+        dist.barrier()
+        residual_folder.save_residuals(residual_folder.residual_states(holder), saved, path)
+        dist.barrier()
+        assert saved == {residual_folder.KEY: {"net": 2}}
+        assert len(list(folder.iterdir())) == ctx.size, "another number of ranks left its files"
+        fresh = nn.ModuleDict({"net": wrap(ctx, SOME)})
+        if ctx.rank == 0:
+            Path(path).touch()
+            Path(f"{path}.link").symlink_to(path)
+        dist.barrier()
+        residual_folder.load_residuals(fresh, saved, f"{path}.link")
+        torch.testing.assert_close(owed(ctx, fresh["net"]), owed(ctx, wrapped), rtol=0, atol=0)
+        other = {residual_folder.KEY: {"net": 7}}
+        raises(InputError, lambda: residual_folder.load_residuals(fresh, other, path), "the checkpoint is of step 7")
+        assert not said.called
+        for model, checkpoint, where, match in (
+            (fresh, {}, path, "training begins without"),
+            (fresh, saved, f"{path}2", "is not there"),
+            (nn.ModuleDict({"net": DistributedDataParallel(ctx.build(mlp))}), saved, path, "this plan has no such"),
+        ):
+            residual_folder.load_residuals(model, checkpoint, where)
+            assert match in said.call_args.args[0] % said.call_args.args[1:]
+        residual_folder.save_residuals(residual_folder.residual_states(holder), {}, "s3://bucket/last.ckpt")
+        assert "model.save_residuals(folder)" in said.call_args.args[0]
+        dist.barrier()
+        residual_folder.remove_residuals(path)
+        assert not folder.exists()
         dist.barrier()
 
 

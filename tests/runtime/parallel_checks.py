@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 import tempfile
+import threading
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -25,6 +26,7 @@ from backbeat.model import CollectiveTimes, Network
 from backbeat.runtime import DistributedDataParallel, fully_shard, parallelize
 from backbeat.runtime.parallel import candidates, prepare, remember, trials
 from backbeat.runtime.parallel.candidates import Candidate
+from backbeat.runtime.parallel.request import ParallelRequest
 from backbeat.runtime.parallel.together import Together
 from backbeat.runtime.parallel.trials import ExampleStep, try_plan
 from backbeat.runtime.reduce import failures
@@ -53,9 +55,15 @@ class Noisy(Chain):
 
 def searched(ctx: Context, model: nn.Module, loss: Any = loss_of, **options: Any) -> prepare.Taken:
     """Every kind is tried, whatever is predicted."""
-    chosen = {"path": "", "memory_bytes": None, "compression": False, "network": slow(ctx), "budget_s": 20.0}
     with mock.patch.object(prepare, "worth_trying", list):
-        return prepare.ParallelSearch(model, example(ctx, loss), **{**chosen, **options}).run()
+        return search(ctx, model, loss, **options).run()
+
+
+def search(
+    ctx: Context, model: nn.Module, loss: Any, *, path: str = "", budget_s: float = 20.0, **options: Any
+) -> prepare.ParallelSearch:
+    wanted = {"network": slow(ctx), **options}
+    return prepare.ParallelSearch(model, path, ParallelRequest(example=example(ctx, loss), budget_s=budget_s, **wanted))
 
 
 def example(ctx: Context, loss: Any = loss_of) -> ExampleStep:
@@ -254,10 +262,75 @@ def an_example_that_fails_on_one_rank_raises_on_all(ctx: Context) -> None:
     assert "no such batch" in said
 
 
+class Halved(Chain):
+    """On one rank a part is left out of every step."""
+
+    def __init__(self, whole: bool) -> None:
+        super().__init__()
+        self.whole, self.rest = whole, nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = super().forward(x)
+        return found + (self.rest.weight.sum() if self.whole else 0.0)
+
+
+@check
+def stock_ddp_is_told_of_parameters_without_gradients(ctx: Context) -> None:
+    """Also where another rank than the first leaves them out, and where stock DDP needs no comparison."""
+    model = ctx.build(lambda: Halved(ctx.rank == 0))
+    with mock.patch.object(prepare, "worth_trying", lambda found: found[:1]):
+        wrapped = parallelize(
+            model, "auto", example=(tokens(ctx, 0), loss_of), optimizer="sgd", network=slow(ctx), budget_s=60.0
+        )
+    assert isinstance(wrapped, TorchDDP)
+    assert not isinstance(wrapped, DistributedDataParallel)
+    losses(ctx, wrapped, 3)
+
+
+@check
+def what_needs_no_comparison_must_run(ctx: Context) -> str:
+    """A wrapper has the model's forward and no other method of it."""
+
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        if isinstance(model, TorchDDP) and not isinstance(model, DistributedDataParallel):
+            raise AttributeError("no such method")
+        return loss_of(model, batch)
+
+    with mock.patch.object(prepare, "worth_trying", lambda found: found[:1]), mock.patch.object(trials, "TURNS", 1):
+        taken = search(ctx, ctx.build(Chain), loss, budget_s=60.0).run()
+    assert "no such method" in taken.dropped["stock DDP"]
+    assert taken.plan.strategy != "ddp"
+    assert "measured" in taken.words
+    return taken.words
+
+
+@check
+def what_is_wrong_on_one_rank_is_raised_on_all(ctx: Context) -> None:
+    """Before the others wait for it; what differs is named."""
+    here = ctx.rank == 1
+    pair = (tokens(ctx, 0), loss_of)
+    small = small_plan(Chain())
+    for options, match in (
+        ({"example": None if here else pair}, "parallelize: rank 1: plan='auto' times steps"),
+        ({"example": pair, "budget_s": -1 if here else 5}, "rank 1: budget_s is -1"),
+        ({"example": pair, "budget_s": 6 if here else 5}, "budget_s is 5 on rank 0 and 6 on rank 1"),
+        ({"example": pair, "network": slow(ctx) if here else None}, "network is None on rank 0"),
+        ({"example": pair, "plan": "auto:x.json" if here else "auto"}, "plan is 'auto' on rank 0"),
+        ({"plan": "gone.json" if here else small}, "rank 1: gone.json: no such file"),
+        ({"plan": small_plan(Chain(), size=1) if here else small}, "plan is "),
+    ):
+        raises(InputError, lambda options=options: parallelize(ctx.build(Chain), **options), match)
+    raises(InputError, lambda: parallelize(ctx.build(lambda: Chain(5 if here else 4)), small), "model is ")
+
+
 @check
 def refusals(ctx: Context) -> None:
     plain = ctx.build(Chain)
     sharded = fully_shard(ctx.build(Chain), plan_of(ctx))
+    locked, taken = ctx.build(Chain), DistributedDataParallel(ctx.build(Chain), reducer="ddp")
+    locked.lock = threading.Lock()
+    held = ctx.build(Chain)
+    optimizer = torch.optim.AdamW(held.parameters())
     pair = (tokens(ctx, 0), loss_of)
     for given, options, match in (
         (TorchDDP(ctx.build(Chain)), {}, "wrapped in DistributedDataParallel already"),
@@ -272,7 +345,20 @@ def refusals(ctx: Context) -> None:
         (plain, {"example": pair, "compression": "yes"}, "must be 'allow'"),
         (plain, {"example": pair, "compression": "allow", "precision": "fp16"}, "train in bf16"),
         (plain, {"example": pair, "budget_s": 0}, "above zero"),
+        (plain, {"example": pair, "budget_s": "5"}, "above zero"),
+        (plain, {"example": pair, "network": 3}, "network is a int"),
+        (plain, {"example": pair, "optimizer": 3}, "optimizer is a int"),
+        (plain, {"example": pair, "optimizer": lambda _: None}, "returned a NoneType"),
+        (locked, {"example": pair}, "copy.deepcopy(model) raises TypeError"),
+        (taken.module, {"example": pair}, "already belongs to another"),
+        (held, {"example": pair}, "an optimizer (AdamW) holds the model's parameters"),
+        (held, {"plan": plan_of(ctx)}, "an optimizer (AdamW) holds the model's parameters"),
+        (plain, {"plan": "AUTO"}, "did you mean 'auto'"),
         (plain, {"example": pair, "memory": "0GB"}, "above zero"),
     ):
         raises(InputError, lambda given=given, options=options: parallelize(given, **options), match)
     assert candidates.KINDS[0] == Candidate(kind="stock", plan=small_plan(plain)).kind
+    # Buckets leave parameters as they are.
+    parallelize(held, small_plan(held))
+    del optimizer
+    fully_shard(ctx.build(Chain), plan_of(ctx))

@@ -267,7 +267,9 @@ def watched(ctx: Context) -> str:
             optimizer.zero_grad()
         assert [sample.step for sample in told] == ([10] if ctx.rank == 0 else []), kind
         for sample in told:
-            assert sample.own_s[1] >= 2 * late_s, f"{kind}: a rank's own time was taken for waiting: {sample}"
+            # On a GPU, what the host sleeps may pass beside communication.
+            least_s = 2 * late_s if ctx.device.type == "cpu" else sample.own_s[0]
+            assert sample.own_s[1] >= least_s, f"{kind}: a rank's own time was taken for waiting: {sample}"
             assert 0 < sample.exposed_s <= sample.iteration_s, f"{kind}: {sample}"
             assert sample.predicted_iteration_s == predicted.iteration_s, kind
             assert (sample.overlap is None) == (kind == "stock" or plan.sharding is not None), kind

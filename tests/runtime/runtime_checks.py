@@ -9,8 +9,8 @@ import threading
 from typing import Any
 from unittest import mock
 
-import msgspec
 import torch
+from msgspec.structs import replace
 from rank_asserts import raises
 from scenario_rig import Context, Oracle, both, mlp, registry, small_plan, start, train
 from scenarios_graphs import Branches
@@ -243,9 +243,7 @@ def a_plan_for_other_ranks_says_so_and_keeps_its_predictions(ctx: Context) -> No
         model = ctx.build(mlp)
         oracle = Oracle(ctx, model)
         with mock.patch.object(settings.logger, "warning") as warned:
-            wrapped = DistributedDataParallel(
-                model, plan=msgspec.structs.replace(plan, workers=made_for, predicted=predicted)
-            )
+            wrapped = DistributedDataParallel(model, plan=replace(plan, workers=made_for, predicted=predicted))
         assert warned.called == told
         if told:
             said = warned.call_args.args[0] % warned.call_args.args[1:]

@@ -118,7 +118,7 @@ class Model(nn.Module):
     def __init__(self, count: int, case: Case) -> None:
         super().__init__()
         self.embed = Layer("embed") if case.head else nn.Identity()
-        self.blocks = nn.ModuleList(Layer(f"blocks.{place}") for place in range(count))
+        self.blocks = nn.ModuleList(Layer(f"blocks.{index}") for index in range(count))
         self.middle = Layer("middle") if case.middle else nn.Identity()
         self.head = Layer("head") if case.tail else nn.Identity()
 
@@ -159,8 +159,8 @@ def _profile(layers: Sequence[Layer]) -> Profile:
         name="chain", model="chain", batch_size=1, precision="fp32", device="cpu", forward_s=float(count),
         backward_s=float(count), update_s=0.0,
         gradients=tuple(
-            Gradient(name=f"{layer.name}.weight", bytes=4 * WIDTH * WIDTH, ready_s=1.0 + place)
-            for place, layer in enumerate(reversed(layers))
+            Gradient(name=f"{layer.name}.weight", bytes=4 * WIDTH * WIDTH, ready_s=1.0 + index)
+            for index, layer in enumerate(reversed(layers))
         ),
         blocks=tuple(
             Block(name=layer.name, forward_s=1.0, backward_s=1.0, input_bytes=0, output_bytes=0, saved_bytes=0,
@@ -193,9 +193,9 @@ def _shard(model: Model, case: Case, size: int) -> list[Any]:
         )
         firsts.append(modules[0])
     fully_shard(model, mesh=mesh, mp_policy=policy)
-    for place, module in enumerate(firsts):
+    for index, module in enumerate(firsts):
         if case.prefetch:
-            module.set_modules_to_forward_prefetch(firsts[place + 1 : place + 1 + case.prefetch])
+            module.set_modules_to_forward_prefetch(firsts[index + 1 : index + 1 + case.prefetch])
     if case.buffers > 1:
         _knob(model, "set_reduce_scatter_max_input_buffers")(case.buffers)
     if case.separate:
@@ -216,9 +216,9 @@ class _Held(list[Any]):
         super().append(state)
         self._units.append(next(unit for event, unit in reversed(self._log.events) if event == "reduce_scatter"))
 
-    def pop(self, place: Any = -1) -> Any:
-        self._log.add("wait", self._units.pop(place))
-        return super().pop(place)
+    def pop(self, index: Any = -1) -> Any:
+        self._log.add("wait", self._units.pop(index))
+        return super().pop(index)
 
     def clear(self) -> None:
         if self.in_post_backward:
@@ -292,7 +292,7 @@ def _compare(ctx: Context, case: Case) -> Log:
     """One step to settle, then one whose calls are compared, in order."""
     model: Any = ctx.build(lambda: Model(sum(map(len, case.units)), case))
     layers = [layer for layer in model.row() if isinstance(layer, Layer)]
-    units = {f"blocks.{block}": place for place, members in enumerate(case.units) for block in members}
+    units = {f"blocks.{block}": index for index, members in enumerate(case.units) for block in members}
     log = Log({layer.name: units.get(layer.name, ROOT) for layer in layers})
     plan, profile = _plan(case, ctx.size), _profile(layers)
     predicted = call_order(profile, plan, micro_batches=case.micro_batches)
@@ -305,7 +305,7 @@ def _compare(ctx: Context, case: Case) -> Log:
     # Blocks of one unit compute one after the other: one stretch.
     seen = [event for event, _ in groupby(log.events)]
     if case.recomputed:
-        turn = next(place for place, (event, _) in enumerate(seen) if event == "backward")
+        turn = next(index for index, (event, _) in enumerate(seen) if event == "backward")
         assert ("forward", 0) in seen[turn:], "nothing was computed again"
         seen = seen[:turn] + [event for event in seen[turn:] if event[0] != "forward"]
     if not log.sees_waits:

@@ -17,7 +17,7 @@ OTHERWISE = {
     "exception_differs": "what a failed step brought stays in the residual",
     "exception_everywhere": "what a failed step brought stays in the residual",
     "exception_on_one": "what a failed step brought stays in the residual",
-    "frozen": "a gradient that comes late, here of a parameter that thawed, goes with the next step",
+    "frozen": "a gradient that comes late, here of a parameter that unfrozen, goes with the next step",
     "grad_scaler": "gradient scalers must not be used",
     "not_finite": "a gradient that is not finite is an error",
     "reentrant_beside": "what comes late goes with the next step",

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 from rank_answers import all_right
-from rank_pool import SIZES, RankPool
+from rank_pool import DEVICE, SIZES, RankPool
 from recipe_checks import CHECKS
 
 ON_FOUR = {"recipe_resumed_by_other_ranks"}
@@ -17,4 +17,5 @@ def test_recipe(name: str, ranks: Callable[[int], RankPool]) -> None:
     size = 4 if name in ON_FOUR else 2
     if size not in SIZES:
         pytest.skip(f"needs {size} ranks")
-    all_right(ranks(size).run(name, "backbeat"))
+    # Where a process has had another process group on a GPU, torch 2.11 ends it when a mesh splits the new one.
+    all_right(ranks(size).run(name, "backbeat", fresh=DEVICE != "cpu"))

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from backbeat.errors import InputError
@@ -16,13 +15,6 @@ from backbeat.runtime import DistributedDataParallel
 from backbeat.runtime.compressed import updates
 from backbeat.runtime.reduce.partition import reassign_communicators
 from backbeat.runtime.reduce.settings import TORCH_SIGNATURE, bind, check_model, resolve_plan
-
-
-@pytest.fixture(scope="module")
-def one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def test_fsdp_is_refused_by_name() -> None:
@@ -62,6 +54,36 @@ def test_a_model_that_is_wrapped_once_more_is_refused(reducer: str, one_rank: No
     with pytest.raises(InputError, match=r"wrapped twice: .*evaluation_mode=True"):
         twice(torch.ones(1, 2))
     nn.parallel.DistributedDataParallel(Taught(wrapped))(torch.ones(1, 2)).sum().backward()
+
+
+@pytest.mark.parametrize("reducer", ["backbeat", "ddp"])
+@pytest.mark.parametrize("outer", [nn.parallel.DistributedDataParallel, DistributedDataParallel])
+def test_a_wrapped_model_that_trains_nothing_may_be_a_part(outer: Any, reducer: str, one_rank: None) -> None:
+    """A teacher that is frozen: each parameter that trains has one wrapper."""
+    teacher = DistributedDataParallel(nn.Linear(2, 2), reducer=reducer).requires_grad_(False)
+    model = outer(nn.Sequential(nn.Linear(2, 2), teacher))
+    for _ in range(3):
+        model(torch.ones(1, 2)).sum().backward()
+    assert model.module[0].weight.grad is not None
+    assert teacher.module.weight.grad is None
+    teacher.requires_grad_(True)
+    with pytest.raises(InputError, match=r"gradient of 'weight' again|already belongs to another"):
+        model(torch.ones(1, 2))
+
+
+def test_torchs_reducer_does_not_lose_a_parameter_that_became_trainable(one_rank: None) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).requires_grad_(False))
+    wrapped = DistributedDataParallel(model, reducer="ddp")
+    wrapped(torch.ones(1, 2)).sum().backward()
+    model[1].requires_grad_(True)
+    with torch.no_grad():
+        wrapped(torch.ones(1, 2))
+    with pytest.raises(InputError, match=r"'1.weight' became trainable after .* wrap the model again"):
+        wrapped(torch.ones(1, 2))
+    with pytest.raises(InputError, match=r"'0.weight' already belongs to another"):
+        DistributedDataParallel(model, reducer="ddp")
+    del wrapped
+    DistributedDataParallel(model, reducer="ddp")(torch.ones(1, 2)).sum().backward()
 
 
 def test_pipeline_stages_are_refused_by_name() -> None:

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -110,11 +111,13 @@ def test_what_only_shows_the_job_does_not_end_it(model: Any, caplog: pytest.LogC
 @pytest.fixture
 def units(model: Any) -> Any:
     """A model of units on the one rank."""
+    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
-    fully_shard(net[0])
-    return fully_shard(net)
+    mesh = init_device_mesh("cpu", (1,))
+    fully_shard(net[0], mesh=mesh)
+    return fully_shard(net, mesh=mesh)
 
 
 def train_units(units: Any, optimizer: torch.optim.Optimizer, steps: int) -> list[int]:
@@ -216,11 +219,73 @@ def test_compiled_blocks_get_no_hooks(units: Any) -> None:
         Watch(compiled)
 
 
+def test_waits_inside_others_count_once(units: Any) -> None:
+    """A wait of a unit may hold another's: counted twice they would be more than the step."""
+    watch = Watch(units, every=6)
+    steps: Any = watch._steps
+    clock = steps._clock
+    steps._clock = SimpleNamespace(between=lambda begin, end: end - begin)
+    steps._timed = [(0.0, 10.0, [(1.0, 8.0), (2.0, 7.0), (9.0, 9.5)])]
+    own, iteration, waited, *_ = steps._figures()
+    assert (own, iteration, waited) == (2.5, 10.0, 7.5)
+    steps._clock = clock
+
+
+def test_a_rank_that_never_comes_holds_up_one_sample(
+    model: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever the store raises, and without a wait at every further sample."""
+    watch = Watch(model, every=6)
+    waited: list[float] = []
+
+    def wait(keys: list[str], timeout: timedelta) -> None:
+        waited.append(timeout.total_seconds())
+        if len(waited) < 3:
+            raise RuntimeError("Wait timeout")
+
+    store = model.reducer.communicators.store
+    links = SimpleNamespace(rank=0, size=1, store=SimpleNamespace(
+        set=store.set, get=store.get, delete_key=store.delete_key, wait=wait
+    ))  # fmt: skip
+    watch._steps = SimpleNamespace(communicators=links, predicted=dict)
+    for step in (6, 12, 18, 24):
+        watch._sample(step, [1.0, 2.0, 0.5, 0.0, 0.0])
+    assert waited == [10.0, 0.1, 0.1, 10.0]
+    assert "every rank keeps a Watch" in caplog.text
+    assert watch.last is not None
+    assert watch.last.step == 24
+
+
+def test_one_watch_at_a_time(model: Any, caplog: pytest.LogCaptureFixture) -> None:
+    first = Watch(model, every=6)
+    second = Watch(model, every=6, to=lambda sample: None)
+    assert "watched already" in caplog.text
+    caplog.clear()
+    del first, second
+    third = Watch(model, every=6)
+    assert third.last is None
+    assert not caplog.text
+
+
+def test_a_folder_for_the_log_is_made(model: Any, tmp_path: Path) -> None:
+    watch = Watch(model, every=10, log=tmp_path / "logs" / "watch.jsonl")
+    for _ in range(10):
+        model(torch.ones(2, 4)).sum().backward()
+    assert watch.last is not None
+    assert (tmp_path / "logs" / "watch.jsonl").exists()
+
+
 def test_what_cannot_be_watched_is_refused(model: Any) -> None:
     with pytest.raises(InputError, match="Linear cannot be watched"):
         Watch(nn.Linear(2, 2))
-    with pytest.raises(InputError, match="every is 3"):
-        Watch(model, every=3)
+    for options, why in (
+        ({"every": 3}, "every is 3"),
+        ({"every": "50"}, "every is '50'"),
+        ({"log": 3}, "log is 3"),
+        ({"to": ["writer"]}, "to= has 'writer'"),
+    ):
+        with pytest.raises(InputError, match=why):
+            Watch(model, **options)
 
 
 def timed(iteration_s: float, **fields: Any) -> TimedStep:
@@ -292,7 +357,7 @@ def test_lightning_gets_a_callback(model: Any, units: Any) -> None:
     for strategy_model in (model, nn.ModuleDict({"net": units})):
         logged: list[Any] = []
         logger = SimpleNamespace(log_metrics=lambda figures, step, logged=logged: logged.append((step, figures)))
-        callback = lightning_watch("pytorch_lightning", every=10)
+        callback = lightning_watch("pytorch_lightning", every=10, to=lambda sample: None)
         trainer = SimpleNamespace(strategy=SimpleNamespace(model=strategy_model), loggers=[logger])
         callback.on_train_start(trainer, None)
         trained = model if strategy_model is model else units

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import msgspec
 import pytest
+from msgspec.structs import replace
 
 import backbeat as bb
 from backbeat.errors import InputError
@@ -24,7 +24,7 @@ def test_another_batch_lies_between_siblings_or_in_proportion() -> None:
 def test_blocks_that_differ_are_left_out() -> None:
     one = resnet152(64)
     assert at_batch(one, 96, resnet152(128)).blocks
-    other = msgspec.structs.replace(resnet152(128), blocks=one.blocks[:-1])
+    other = replace(resnet152(128), blocks=one.blocks[:-1])
     there = at_batch(one, 96, other)
     assert (there.blocks, there.memory) == ((), None)
 
@@ -42,7 +42,7 @@ def test_bundled_profiles_know_their_siblings(name: str, other: str | None) -> N
     found = sibling(profile)
     assert (found and found.name) == other
     # A profile that only carries the name was measured elsewhere.
-    assert sibling(msgspec.structs.replace(profile, update_s=profile.update_s + 1)) is None
+    assert sibling(replace(profile, update_s=profile.update_s + 1)) is None
 
 
 def test_a_global_batch_is_shared_by_all_workers_and_micro_batches() -> None:
@@ -57,7 +57,7 @@ def test_a_global_batch_is_shared_by_all_workers_and_micro_batches() -> None:
     with pytest.raises(InputError, match="global batch is 0"):
         bb.strong_scaling(profile, 0, 5)
     with pytest.raises(InputError, match="second batch size"):
-        bb.strong_scaling(msgspec.structs.replace(profile, name="mine"), 768, 8)
+        bb.strong_scaling(replace(profile, name="mine"), 768, 8)
 
 
 def test_profiles_of_other_training_are_refused() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random as randomness
-from itertools import combinations
 
 import numpy as np
 import pytest
@@ -16,7 +15,7 @@ from backbeat.model import Network, Profile
 from backbeat.simulate.bound import communication_bound
 from backbeat.simulate.iteration import communicate
 from backbeat.simulate.schedule import Schedule
-from tests.problems import affine, make_profile, networks, profiles
+from tests.problems import affine, every_partition, make_profile, networks, profiles
 
 ROUNDING = 1 + 1e-9
 
@@ -41,10 +40,6 @@ def measured_costs(draw: st.DrawFn) -> LinkCost:
 costs = measured_costs() | networks().map(lambda network: network.cost)
 
 
-def every_partition(count: int) -> list[list[int]]:
-    return [[*cuts, count] for size in range(count) for cuts in combinations(range(1, count), size)]
-
-
 @settings(max_examples=200)
 @given(profiles(most=9), costs)
 def test_no_bucketing_beats_the_bound_on_one_communicator(profile: Profile, cost: LinkCost) -> None:
@@ -60,7 +55,7 @@ def test_no_bucketing_beats_the_bound_on_several(
 ) -> None:
     bound = communication_bound(profile, cost, communicators)
     for ends in every_partition(len(profile.gradients)):
-        in_turn = [place % communicators for place in range(len(ends))]
+        in_turn = [index % communicators for index in range(len(ends))]
         anywhere = [random.randrange(communicators) for _ in ends]
         for assignment in (in_turn, anywhere):
             schedule = Schedule.of_ends(profile, ends, assignment)
@@ -98,7 +93,7 @@ def test_more_communicators_than_gradients_are_of_no_use(profile: Profile, cost:
 @settings(max_examples=300)
 @given(profiles(most=20), networks(busy=False), st.integers(1, 3))
 def test_bytes_and_latency_are_never_counted_for_less(profile: Profile, network: Network, communicators: int) -> None:
-    """Gradients behind the i-th take the least latency and the least link time per byte."""
+    """Gradients after the i-th take the least latency and the least link time per byte."""
     cost = network.cost
     latency, per_byte = cost.cheapest(float(profile.sizes.min()), float(profile.sizes.sum()))
     remaining = np.cumsum(profile.sizes[::-1])[::-1]

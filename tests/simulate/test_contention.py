@@ -139,7 +139,7 @@ def test_no_bucketing_beats_the_bound(profile: Profile, cost: LinkCost, slowdown
     bound = communication_bound(profile, cost, communicators)
     for every in (1, 2, 3):
         ends = ends_of(profile, every)
-        schedule = Schedule.of_ends(profile, ends, [place % communicators for place in range(len(ends))])
+        schedule = Schedule.of_ends(profile, ends, [index % communicators for index in range(len(ends))])
         assert bound <= communicate_beside(schedule, cost, communicators, slowdown)[0].end_s * (1 + ROUNDING)
 
 
@@ -173,7 +173,7 @@ def test_two_messages_by_hand() -> None:
 
 def test_a_decoupled_period_by_hand() -> None:
     """One gradient, ready at the end of a backward of 1 s; each half takes 2 s. The scatter passes while nothing else
-    can be done, and so does the gather; the forward of 1 s comes behind both."""
+    can be done, and so does the gather; the forward of 1 s comes after both."""
     profile = make_profile([1], [1.0], forward=1.0)
     network = affine(4.0, 0.0)
     plan = bb.plan(profile, network, "halves")

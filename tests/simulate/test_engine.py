@@ -74,7 +74,7 @@ def test_contention_and_idle_capacity() -> None:
 def test_the_engine_gives_back_the_batches_it_was_fitted_to(stretch: float) -> None:
     cost = LinkCost(Curve.affine(1e-3, 1e-9), None, {2: 0.8}, {2: stretch})
     for messages in (2, 4, 8):
-        buckets = schedule([0.0] * messages, [1e6] * messages, [place % 2 for place in range(messages)])
+        buckets = schedule([0.0] * messages, [1e6] * messages, [index % 2 for index in range(messages)])
         assert simulate(buckets, cost).end_s == pytest.approx(cost.batch_s(1e6, messages, 2))
 
 
@@ -101,7 +101,7 @@ def test_the_link_is_never_overdrawn_and_nothing_is_early(buckets: Schedule, net
     least = np.minimum(cost.work(buckets.sizes), cost.time(buckets.sizes)).sum()
     assert least / most <= span * (1 + 1e-9) + 1e-12
     for communicator in set(buckets.communicators):
-        mine = [place for place, other in enumerate(buckets.communicators) if other == communicator]
+        mine = [index for index, other in enumerate(buckets.communicators) if other == communicator]
         for before, after in itertools.pairwise(mine):
             assert flow.on_link[after] >= flow.finishes[before] - 1e-12
 

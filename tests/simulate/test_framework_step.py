@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 import backbeat as bb
 from backbeat.errors import InputError
@@ -20,7 +20,7 @@ slowdowns = st.sampled_from([None, {"matmul": 1.0}, {"matmul": 1.3}, {"matmul": 
 
 
 def ready(profile: Profile, update: float = 0.5e-3, **fields: object) -> Profile:
-    return msgspec.structs.replace(profile, update_s=update, **fields)
+    return replace(profile, update_s=update, **fields)
 
 
 @settings(max_examples=60)
@@ -42,7 +42,7 @@ def test_parts_add_up_and_the_bound_holds(
     profile: Profile, network: Network, reduction: Reduction, accumulation: int, slowdown: dict | None, dtype: str
 ) -> None:
     measured = None if slowdown is None else bb.model.Slowdown(**slowdown)
-    network = msgspec.structs.replace(network, slowdown=measured)
+    network = replace(network, slowdown=measured)
     found = bb.predict(ready(profile, gradient_dtype=dtype), network, framework=reduction, accumulation=accumulation)
     parts = found.breakdown
     total = sum(getattr(parts, name) for name in parts.__struct_fields__)
@@ -58,7 +58,7 @@ def test_every_micro_batch_pays_for_its_reduction() -> None:
     profile = ready(make_profile([10**6, 10**6], [1e-3, 2e-3], forward=1e-3))
     network = affine(1e-4, 1e-8, workers=4)
     last = REDUCTIONS["torch-ddp"]
-    every = msgspec.structs.replace(last, name="every", overlap="every")
+    every = replace(last, name="every", overlap="every")
 
     def added_s(reduction: Reduction) -> float:
         one, two = (bb.predict(profile, network, framework=reduction, accumulation=count) for count in (1, 2))
@@ -76,9 +76,7 @@ def test_less_overlap_never_helps(profile: Profile, network: Network, accumulati
     profile = ready(profile)
     whole = Reduction(name="one", bucket_bytes=(10**5,))
     last, every, none = (
-        bb.predict(
-            profile, network, framework=msgspec.structs.replace(whole, overlap=overlap), accumulation=accumulation
-        ).iteration_s
+        bb.predict(profile, network, framework=replace(whole, overlap=overlap), accumulation=accumulation).iteration_s
         for overlap in ("last", "every", "none")
     )
     assert last <= every * (1 + 1e-9)
@@ -98,7 +96,7 @@ def test_what_travels_has_the_reduce_dtype() -> None:
 
 def test_caps_grow_with_the_workers() -> None:
     """Megatron: 40M elements a bucket, or 1M a worker where that is more."""
-    profile = make_profile([4 * 10**7] * 12, [float(place + 1) for place in range(12)])
+    profile = make_profile([4 * 10**7] * 12, [float(index + 1) for index in range(12)])
     for workers, buckets in ((8, 3), (64, 2), (1024, 1)):
         assert bb.predict(profile, affine(0.0, 1e-12, workers), framework="megatron").buckets == buckets
 
@@ -106,7 +104,7 @@ def test_caps_grow_with_the_workers() -> None:
 def test_a_sharded_step_by_hand() -> None:
     """Two layers of 1000 fp32 elements, forward 2 s, backward 2 s, update 4 s on 4 workers. All-reduce takes 1 ms a
     byte: 4 s for each layer. Gathered in bf16 at half of that: 2000 bytes in 1 s each."""
-    profile = msgspec.structs.replace(make_profile([4000, 4000], [1.0, 2.0], forward=2.0), update_s=4.0)
+    profile = replace(make_profile([4000, 4000], [1.0, 2.0], forward=2.0), update_s=4.0)
     network = affine(0.0, 1e-3, workers=4)
     waits = Reduction(name="waits", bucket_bytes=(1,), sharded_update=True, gather_dtype="bf16", overlap="none")
     found = bb.predict(profile, network, framework=waits)
@@ -114,10 +112,10 @@ def test_a_sharded_step_by_hand() -> None:
     assert found.iteration_s == pytest.approx(2 + 2 + 2 + 8 + 1)
     assert found.breakdown.gather_s == pytest.approx(2.0)
     assert found.breakdown.sharding_s == pytest.approx(-3.0)
-    scatters = msgspec.structs.replace(waits, collective="reduce_scatter", overlap="last")
+    scatters = replace(waits, collective="reduce_scatter", overlap="last")
     # The scatters take 2 s each, from 1 to 5 s after backward began.
     assert bb.predict(profile, network, framework=scatters).iteration_s == pytest.approx(2 + 2 + 5 + 1)
-    behind = msgspec.structs.replace(scatters, gather_overlap=True, gather_elements=1)
+    behind = replace(scatters, gather_overlap=True, gather_elements=1)
     # The second gather, 1 s, passes behind the first layer's forward, 1 s.
     assert bb.predict(profile, network, framework=behind).iteration_s == pytest.approx(1 + 2 + 5 + 1)
     names = [span.name for span in bb.predict(profile, network, framework=behind).timeline]
@@ -138,12 +136,12 @@ def test_measured_halves_are_used() -> None:
 def test_zero1_holds_its_share_of_the_optimizer() -> None:
     memory = Memory(parameter_bytes=100, gradient_bytes=100, optimizer_bytes=800, steady_bytes=1000, peak_bytes=1500)
     profile = make_profile([100], [1.0], memory=memory)
-    profile = msgspec.structs.replace(profile, device="NVIDIA H200")
+    profile = replace(profile, device="NVIDIA H200")
     stock, sharded = (device_fit(REDUCTIONS[name].on_device(profile, 8)) for name in ("torch-ddp", "nanotron"))
     assert stock is not None
     assert sharded is not None
     assert stock.peak_bytes - sharded.peak_bytes == 700
-    double = REDUCTIONS["megatron"].on_device(msgspec.structs.replace(profile, gradient_dtype="bf16"), 8)
+    double = REDUCTIONS["megatron"].on_device(replace(profile, gradient_dtype="bf16"), 8)
     assert double.memory is not None
     assert double.memory.steady_bytes == 1000 + 200
 

@@ -6,6 +6,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 import backbeat as bb
 from backbeat.model import Gradient, MemoryPlan, Profile, Segment
@@ -23,15 +24,13 @@ def hosted(profile: Profile, host: float, device: float | None = None) -> Profil
     """The host takes `host` times what the device takes for every block, and for every forward that runs again; the
     device takes `device` of the profile's times where it does not wait."""
     whole = profile.forward_s + profile.backward_s
-    return msgspec.structs.replace(
+    return replace(
         profile,
         host_s=host * profile.single_s,
         host_recompute_s=host * profile.forward_s,
         device_s=None if device is None else device * whole,
         blocks=tuple(
-            msgspec.structs.replace(
-                block, host_forward_s=host * block.forward_s, host_backward_s=host * block.backward_s
-            )
+            replace(block, host_forward_s=host * block.forward_s, host_backward_s=host * block.backward_s)
             for block in profile.blocks
         ),
     )
@@ -46,7 +45,7 @@ def every_plan(profile: Profile) -> list[bb.Plan]:
     return [
         buckets,
         *(bb.plan(profile, SLOW, strategy) for strategy in ("halves", "fsdp")),
-        msgspec.structs.replace(buckets, memory=MemoryPlan(segments=again)),
+        replace(buckets, memory=MemoryPlan(segments=again)),
     ]
 
 
@@ -63,8 +62,8 @@ def test_steps_one_after_the_other_take_what_the_longest_way_round_takes(data: s
     host = device = communicated = 0.0
     ends = []
     for _ in range(50):
-        for place, (issuing, computing) in enumerate([*forward, *backward]):
-            if place == len(forward):
+        for index, (issuing, computing) in enumerate([*forward, *backward]):
+            if index == len(forward):
                 host = max(host, communicated)
             host += issuing
             device = max(device, host) + computing
@@ -139,7 +138,7 @@ def test_the_best_plan_is_no_slower_than_stock_ddp_where_the_host_issues_every_b
     profile: Profile, network: bb.Network, device: float
 ) -> None:
     block = four().blocks[0]
-    known = hosted(msgspec.structs.replace(profile, blocks=(block,)), 1.0, device)
+    known = hosted(replace(profile, blocks=(block,)), 1.0, device)
     found, stock = (bb.plan(known, network, strategy).predicted for strategy in ("best", "ddp"))
     assert found is not None
     assert stock is not None
@@ -155,13 +154,13 @@ def test_what_a_memory_plan_adds_is_issued_in_backward() -> None:
 def four() -> Profile:
     """Four blocks of 1 ms forward and 2 ms backward at the host's pace; the device takes half of it."""
     profile = resnet152(64)
-    blocks = tuple(msgspec.structs.replace(block, forward_s=1e-3, backward_s=2e-3) for block in profile.blocks[-4:])
+    blocks = tuple(replace(block, forward_s=1e-3, backward_s=2e-3) for block in profile.blocks[-4:])
     names = [block.name for block in blocks]
     gradients = tuple(
-        Gradient(name=f"{name}.weight", bytes=1000, ready_s=2e-3 * (place + 1))
-        for place, name in enumerate(reversed(names))
+        Gradient(name=f"{name}.weight", bytes=1000, ready_s=2e-3 * (index + 1))
+        for index, name in enumerate(reversed(names))
     )
-    plain = msgspec.structs.replace(
+    plain = replace(
         profile, forward_s=4e-3, backward_s=8e-3, update_s=0.0, gradients=gradients, blocks=blocks, iteration_s=()
     )
     return hosted(plain, 1.0, 0.5)
@@ -204,4 +203,4 @@ def test_a_larger_batch_gives_the_device_more_and_the_host_as_much() -> None:
 @pytest.mark.parametrize("field", ["device_s", "host_fetch_s"])
 def test_times_below_zero_are_refused(field: str) -> None:
     with pytest.raises(bb.InputError, match=field):
-        msgspec.structs.replace(four(), **{field: -1.0})
+        replace(four(), **{field: -1.0})

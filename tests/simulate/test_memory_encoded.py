@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import msgspec
 import pytest
+from msgspec.structs import replace
 
 import backbeat as bb
 from backbeat.cost.message import message_bytes
 from backbeat.model import Bucket, CollectiveTimes, Compression, Plan
-from backbeat.simulate.compressed_cost import CompressedCost, pieces_of, selection_bytes, travel
+from backbeat.simulate.compressed_cost import CompressedCost, compressed_flow, pieces_of, selection_bytes
 from tests.problems import affine, make_profile
 
 TOPK = Compression(density=0.01)
@@ -27,7 +27,7 @@ def test_a_gather_is_the_measured_one_or_half_an_all_reduce() -> None:
     sent = float(message_bytes(1_000_000, TOPK.density))
     assert float(CompressedCost.of(network).time(1_000_000, TOPK)) == pytest.approx(1e-3 + 2e-9 * 4 * sent)
     assert CompressedCost.of(network).derived
-    measured = msgspec.structs.replace(network, all_gather=CollectiveTimes(alpha_s=5e-3, beta_s_per_byte=1e-9))
+    measured = replace(network, all_gather=CollectiveTimes(alpha_s=5e-3, beta_s_per_byte=1e-9))
     assert float(CompressedCost.of(measured).time(1_000_000, TOPK)) == pytest.approx(5e-3 + 1e-9 * 4 * sent)
     assert not CompressedCost.of(measured).derived
 
@@ -43,7 +43,7 @@ def test_encoding_delays_what_comes_after_it() -> None:
     assert result.exposed_s == pytest.approx(0.081)
     parts = result.breakdown
     assert parts.latency_s + parts.bandwidth_s + parts.waiting_s == pytest.approx(result.exposed_s)
-    # A dense bucket behind a compressed one is later too, and takes a whole all-reduce.
+    # A dense bucket after a compressed one is later too, and takes a whole all-reduce.
     assert bb.predict(profile, network, two_groups(TOPK, None)).iteration_s == pytest.approx(0.242)
 
 
@@ -67,7 +67,7 @@ def test_without_encodings_it_is_the_recursion() -> None:
     profile = make_profile([4_000_000, 4_000_000], [0.1, 0.2], compression_s_per_byte=0.0)
     network = affine(2e-3, 1e-8)
     dense = bb.predict(profile, network, two_groups(None, None))
-    flow = travel(pieces_of(profile, two_groups(None, None))[0], profile, network, CompressedCost.of(network))
+    flow = compressed_flow(pieces_of(profile, two_groups(None, None))[0], profile, network, CompressedCost.of(network))
     assert profile.forward_s + flow.end_s + profile.update_s == pytest.approx(dense.iteration_s)
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from backbeat.errors import InputError
 from backbeat.model import Bucket, MemoryPlan, Network, Plan, Profile, Segment
@@ -15,13 +15,13 @@ from backbeat.simulate.memory_timeline import Chain, memory_timeline
 from backbeat.simulate.predict import predict
 from backbeat.simulate.resident_memory import ResidentMemory
 from tests.chains import chains, check_against_uniform, resnet152
-from tests.simulate.test_memory_course import four, segment, unit_lists
+from tests.simulate.test_memory_timeline import four, segment, unit_lists
 
-EVERY = MemoryPlan(segments=tuple(segment(place) for place in range(4)))
+EVERY = MemoryPlan(segments=tuple(segment(index) for index in range(4)))
 
 
 def hosted(profile: Profile, host_s: float | None, recompute_s: float | None) -> Profile:
-    return msgspec.structs.replace(profile, host_s=host_s, host_recompute_s=recompute_s)
+    return replace(profile, host_s=host_s, host_recompute_s=recompute_s)
 
 
 def alone_s(profile: Profile, memory: MemoryPlan) -> float:
@@ -51,10 +51,10 @@ def test_half_of_the_blocks_cost_half_as_much() -> None:
 def test_blocks_cost_by_what_the_host_takes_to_issue_them() -> None:
     profile = four(host_s=12.0, host_recompute_s=8.0)
     issued = tuple(
-        msgspec.structs.replace(block, host_forward_s=seconds, host_backward_s=seconds)
+        replace(block, host_forward_s=seconds, host_backward_s=seconds)
         for block, seconds in zip(profile.blocks, (1.0, 0.5, 2.0, 0.5), strict=True)
     )
-    known = msgspec.structs.replace(profile, blocks=issued)
+    known = replace(profile, blocks=issued)
     assert memory_timeline(known, MemoryPlan(segments=(segment(0, 1),))).host_more_s == pytest.approx(8.0 * 1.5 / 4)
 
 

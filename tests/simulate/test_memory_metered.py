@@ -7,8 +7,8 @@ import weakref
 from collections.abc import Iterator
 from typing import Any
 
-import msgspec
 import pytest
+from msgspec.structs import replace
 
 torch = pytest.importorskip("torch", reason="needs PyTorch")
 
@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils._pytree import tree_leaves  # noqa: E402
 
 from backbeat.measure import profile as measure  # noqa: E402
-from backbeat.measure.model.chain_costs import BackwardBorders  # noqa: E402
+from backbeat.measure.model.chain_costs import BackwardBlockHooks  # noqa: E402
 from backbeat.model import MemoryPlan, Profile  # noqa: E402
 from backbeat.planners.memory_moves import uniform  # noqa: E402
 from backbeat.planners.memory_plan import Search, memory_plan, needed  # noqa: E402
@@ -35,7 +35,7 @@ class Meter(TorchDispatchMode):
         self.level = self.peak = 0
         self._alive: dict[int, Any] = {}
 
-    def watch(self, tensor: torch.Tensor) -> None:
+    def track(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
         key, size = storage._cdata, storage.nbytes()
         if key in self._alive:
@@ -53,7 +53,7 @@ class Meter(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(out):
             if isinstance(leaf, torch.Tensor):
-                self.watch(leaf)
+                self.track(leaf)
         return out
 
 
@@ -68,10 +68,10 @@ class Metered:
         self.meter = Meter()
         for parameter in self.model.parameters():
             parameter.grad = torch.zeros_like(parameter)
-            self.meter.watch(parameter)
-            self.meter.watch(parameter.grad)
+            self.meter.track(parameter)
+            self.meter.track(parameter.grad)
         for tensor in (*self.model.buffers(), *self.batch):
-            self.meter.watch(tensor)
+            self.meter.track(tensor)
         self.profile = self._weighed(measured)
 
     def iterate(self) -> None:
@@ -98,11 +98,11 @@ class Metered:
             self.meter.peak = self.meter.level
 
         found = find_blocks(self.model)
-        with self.meter, BackwardBorders({block.name: found[block.name] for block in measured.blocks}, at):
+        with self.meter, BackwardBlockHooks({block.name: found[block.name] for block in measured.blocks}, at):
             self.iterate()
             at("", "")
         blocks = tuple(
-            msgspec.structs.replace(
+            replace(
                 block,
                 forward_peak_bytes=rises["forward", block.name],
                 backward_peak_bytes=rises.get(("backward", block.name), 0),
@@ -111,13 +111,13 @@ class Metered:
         )
         known = measured.memory
         assert known is not None
-        memory = msgspec.structs.replace(
+        memory = replace(
             known,
             optimizer_bytes=0,
             steady_bytes=known.parameter_bytes + known.buffer_bytes + known.batch_bytes,
             head_bytes=rises["end", blocks[-1].name],
         )
-        return msgspec.structs.replace(measured, blocks=blocks, memory=memory)
+        return replace(measured, blocks=blocks, memory=memory)
 
 
 @pytest.fixture(scope="module", params=["resnet", "transformer"])

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
+from msgspec.structs import replace
 
 from backbeat.model import Network, Plan, Profile
 from backbeat.simulate.memory_timeline import memory_timeline
@@ -53,7 +53,7 @@ def test_times_of_a_model_that_the_device_limits_are_within_a_twentieth() -> Non
         profile, plan = loaded(run, "resnet152", name)
         assert seconds(profile, plan) == pytest.approx(row["ms"] / 1e3, rel=0.05)
         # Its host is ahead by far: what it takes, 75 ms and for recomputation as much again, changes nothing.
-        hosted = msgspec.structs.replace(profile, host_s=0.075, host_recompute_s=0.075)
+        hosted = replace(profile, host_s=0.075, host_recompute_s=0.075)
         assert seconds(hosted, plan) == seconds(profile, plan)
 
 
@@ -64,7 +64,7 @@ def test_the_hosts_time_brings_predictions_of_a_launch_bound_model_closer() -> N
         if run != "exact-selection":
             continue
         profile, plan = loaded(run, "bert_large", name)
-        hosted = msgspec.structs.replace(profile, host_s=0.07528, host_recompute_s=more / 1e3)
+        hosted = replace(profile, host_s=0.07528, host_recompute_s=more / 1e3)
         before, after, actual = seconds(profile, plan), seconds(hosted, plan), row["ms"] / 1e3
         assert before < after < actual
         assert after > 0.65 * actual > before

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 import backbeat as bb
 from backbeat.model import CollectiveTimes, Fabric, LoadBand, Network, Profile, Source, Topology, WorkersRow
@@ -126,7 +126,7 @@ def test_notes_say_what_is_extrapolated_or_left_out() -> None:
     assert any("made for 8 workers, this is 64" in note for note in moved.notes)
     small = curve([(1024, 1e-4), (2048, 2e-4)])
     assert any("largest message measured" in note for note in bb.predict(TWO, small, plan).notes)
-    jittery = msgspec.structs.replace(NETWORK, notes=("jitter over 20%",))
+    jittery = replace(NETWORK, notes=("jitter over 20%",))
     assert "network affine: jitter over 20%" in bb.predict(TWO, jittery, plan).notes
     part = bb.Plan.from_buckets(TWO, [["g1"]])
     result = bb.predict(TWO, NETWORK, part)
@@ -149,7 +149,7 @@ def test_the_knee_is_where_added_workers_stop_paying() -> None:
 
 def test_batches_between_two_profiles() -> None:
     small = make_profile([100, 100], [1e-3, 2e-3], forward=1e-3)
-    large = msgspec.structs.replace(make_profile([100, 100], [4e-3, 8e-3], forward=4e-3), batch_size=4)
+    large = replace(make_profile([100, 100], [4e-3, 8e-3], forward=4e-3), batch_size=4)
     middle = at_batch(small, 2, large)
     assert middle.batch_size == 2
     assert middle.forward_s == pytest.approx(2e-3)
@@ -158,13 +158,13 @@ def test_batches_between_two_profiles() -> None:
     with pytest.raises(bb.InputError, match="both have batch size"):
         at_batch(small, 2, small)
     with pytest.raises(bb.InputError, match="different gradients"):
-        at_batch(small, 2, msgspec.structs.replace(make_profile([100], [1e-3]), batch_size=4))
+        at_batch(small, 2, replace(make_profile([100], [1e-3]), batch_size=4))
 
 
 def test_iteration_times_are_of_all_micro_batches_measured() -> None:
     times = tuple(np.random.default_rng(3).gamma(20, 1e-3, 60).tolist())
-    one = msgspec.structs.replace(TWO, iteration_s=times)
-    four = msgspec.structs.replace(one, accumulation=4)
+    one = replace(TWO, iteration_s=times)
+    four = replace(one, accumulation=4)
     waits = {k: bb.predict(one, NETWORK, "wfbp", accumulation=k).breakdown.stragglers_s for k in (1, 4)}
     assert bb.predict(four, NETWORK, "wfbp").breakdown.stragglers_s == pytest.approx(waits[1])
     assert waits[4] == pytest.approx(2 * waits[1])
@@ -173,7 +173,7 @@ def test_iteration_times_are_of_all_micro_batches_measured() -> None:
 
 
 def test_a_profile_that_computes_nothing_has_its_knee_at_the_start() -> None:
-    nothing = msgspec.structs.replace(make_profile([100], [0.0]), update_s=0.0)
+    nothing = replace(make_profile([100], [0.0]), update_s=0.0)
     found = knee([bb.predict(nothing, affine(1e-3, 1e-9).at(workers=n), "single") for n in (4, 8)])
     assert found == 1
 
@@ -238,7 +238,7 @@ def test_the_band_of_a_network_reaches_the_prediction(profile: Profile, quiet: f
 def test_a_step_may_lie_beyond_the_band_and_further_where_compute_is_computed() -> None:
     network = affine(1e-4, 1e-9, band=LoadBand(quiet=1.5, busy=0.5))
     for origin, margin in (("measured", 0.05), ("analytic", 0.15)):
-        band = bb.predict(msgspec.structs.replace(TWO, source=Source(method=origin)), network, "ddp").network_band
+        band = bb.predict(replace(TWO, source=Source(method=origin)), network, "ddp").network_band
         assert band is not None
         assert band.shortest_s == pytest.approx(band.quiet_s * (1 - margin))
         assert band.longest_s == pytest.approx(band.busy_s * (1 + margin))

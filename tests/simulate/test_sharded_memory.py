@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 import backbeat as bb
 from backbeat.model import Block, Gradient, Memory, MemoryPlan, Plan, Profile, Segment
 from backbeat.simulate.resident_memory import ResidentMemory
 from backbeat.simulate.sharded_activations import tied_block
-from backbeat.simulate.sharded_memory import ShardedMemory, course, sharded_memory
+from backbeat.simulate.sharded_memory import ShardedMemory, sharded_memory, step_moments
 from backbeat.simulate.sharded_units import ROOT, chain_of
 from tests.chains import chains
 from tests.sharded_problems import sharded_plan, sharded_plans
@@ -29,13 +29,13 @@ def row(count: int) -> Profile:
         name="row", model="row", batch_size=1, precision="bf16", device="cpu", forward_s=float(count),
         backward_s=2.0 * count, update_s=0.0,
         gradients=tuple(
-            Gradient(name=f"b.{count - 1 - place}.w", bytes=4 * ELEMENTS, ready_s=2.0 * (place + 1))
-            for place in range(count)
+            Gradient(name=f"b.{count - 1 - index}.w", bytes=4 * ELEMENTS, ready_s=2.0 * (index + 1))
+            for index in range(count)
         ),
         blocks=tuple(
-            Block(name=f"b.{place}", forward_s=1.0, backward_s=2.0, input_bytes=0, output_bytes=0, saved_bytes=SAVED,
+            Block(name=f"b.{index}", forward_s=1.0, backward_s=2.0, input_bytes=0, output_bytes=0, saved_bytes=SAVED,
                   forward_peak_bytes=SAVED, backward_peak_bytes=0, saves_input=False)
-            for place in range(count)
+            for index in range(count)
         ),
         memory=Memory(parameter_bytes=total, gradient_bytes=total, optimizer_bytes=2 * total, steady_bytes=3 * total),
     )  # fmt: skip
@@ -79,8 +79,8 @@ def test_more_buffers_hold_more_inputs() -> None:
 def test_prefetching_holds_more_gathered_buffers() -> None:
     """Where forward has the peak: everything is kept of forward in large activations of the last block."""
     profile = row(6)
-    large = msgspec.structs.replace(profile.blocks[2], forward_peak_bytes=10**6)
-    profile = msgspec.structs.replace(profile, blocks=(*profile.blocks[:2], large, *profile.blocks[3:]))
+    large = replace(profile.blocks[2], forward_peak_bytes=10**6)
+    profile = replace(profile, blocks=(*profile.blocks[:2], large, *profile.blocks[3:]))
     buffers = [held(profile, one_each(profile, prefetch=depth)).gather_buffer_bytes for depth in (0, 1, 2, 3)]
     # Its own is held until the next copy-out.
     assert [size // (2 * ELEMENTS) for size in buffers] == [1, 2, 3, 4]
@@ -102,7 +102,7 @@ def test_recomputed_blocks_are_within_the_same_count() -> None:
     plan = bb.plan(profile, bb.Network.load("nvlink-ib400").at(workers=64), "fsdp")
     layers = [block.name for block in profile.blocks if block.name.startswith("model.layers")]
     memory = MemoryPlan(segments=tuple(Segment(blocks=(name,), action="recompute") for name in layers))
-    less = msgspec.structs.replace(plan, memory=memory)
+    less = replace(plan, memory=memory)
     kept, again = held(profile, plan), held(profile, less)
     assert again.activation_bytes < 0.7 * kept.activation_bytes
     network = bb.Network.load("nvlink-ib400").at(workers=64)
@@ -130,10 +130,8 @@ def test_resharding_more_units_never_takes_more(count: int, buffers: int, micro_
     peaks = []
     for resharded in range(count):
         assert plan.sharding is not None
-        units = tuple(
-            msgspec.structs.replace(unit, reshard=place < resharded) for place, unit in enumerate(plan.sharding.units)
-        )
-        one = msgspec.structs.replace(plan, sharding=msgspec.structs.replace(plan.sharding, units=units))
+        units = tuple(replace(unit, reshard=index < resharded) for index, unit in enumerate(plan.sharding.units))
+        one = replace(plan, sharding=replace(plan.sharding, units=units))
         peaks.append(held(profile, one, micro_batches=micro_batches).peak_bytes)
     assert max(peaks[1:]) <= peaks[0] + 2 * ELEMENTS
     assert peaks[-1] <= peaks[0]
@@ -154,7 +152,7 @@ def test_more_shards_take_less_and_zero2_more_than_fsdp(name: str) -> None:
 
 
 def test_a_profile_without_memory_figures_has_no_peak() -> None:
-    profile = msgspec.structs.replace(row(2), memory=None)
+    profile = replace(row(2), memory=None)
     assert sharded_memory(profile, one_each(profile)) is None
 
 
@@ -179,7 +177,7 @@ def test_a_tied_head_is_told_from_a_pooling(name: str, head: str | None) -> None
     courses = [
         [
             one.during["whole_gradient"]
-            for one in course(chain, plan.sharding, tied=tied)
+            for one in step_moments(chain, plan.sharding, 1, tied=tied)
             if one.call.event == "backward"
         ]
         for tied in (True, False)
@@ -192,7 +190,7 @@ def test_a_tied_head_is_told_from_a_pooling(name: str, head: str | None) -> None
 @pytest.mark.parametrize("blocks", [True, False])
 def test_what_is_not_sharded_is_counted_whole(blocks: bool) -> None:
     profile = bb.Profile.load("llama-1b-b2-bf16-h200")
-    profile = profile if blocks else msgspec.structs.replace(profile, blocks=())
+    profile = profile if blocks else replace(profile, blocks=())
     memory, resident = profile.memory, ResidentMemory.of(profile)
     assert memory is not None
     found = held(profile, bb.plan(profile, bb.Network.load("nvlink-ib400").at(workers=64), "fsdp"))
@@ -231,7 +229,7 @@ def test_two_micro_batches_by_hand(knobs: dict[str, object], most: float, held_a
     profile = row(3)
     plan = one_each(profile, **knobs)
     assert plan.sharding is not None
-    moments = course(chain_of(profile, plan), plan.sharding, 2)
+    moments = step_moments(chain_of(profile, plan), plan.sharding, 2, tied=False)
     kinds = ("gathered", "whole_gradient", "scatter_input", "gradient")
     found = [
         " ".join(f"{one.during[kind] / ELEMENTS:g}" for kind in kinds)

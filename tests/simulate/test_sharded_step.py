@@ -8,6 +8,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 import backbeat as bb
 from backbeat.model import Block, CollectiveTimes, Gradient, Network, Plan, Prediction, Profile, Topology
@@ -30,13 +31,13 @@ def row(count: int, elements: int = 1000, forward: float = 1.0, backward: float 
         name="row", model="row", batch_size=1, precision="fp32", device="cpu", forward_s=count * forward,
         backward_s=count * backward, update_s=update,
         gradients=tuple(
-            Gradient(name=f"b.{count - 1 - place}.w", bytes=4 * elements, ready_s=(place + 1) * backward)
-            for place in range(count)
+            Gradient(name=f"b.{count - 1 - index}.w", bytes=4 * elements, ready_s=(index + 1) * backward)
+            for index in range(count)
         ),
         blocks=tuple(
-            Block(name=f"b.{place}", forward_s=forward, backward_s=backward, input_bytes=0, output_bytes=0,
+            Block(name=f"b.{index}", forward_s=forward, backward_s=backward, input_bytes=0, output_bytes=0,
                   saved_bytes=0, forward_peak_bytes=0, backward_peak_bytes=0)
-            for place in range(count)
+            for index in range(count)
         ),
     )  # fmt: skip
 
@@ -115,7 +116,7 @@ def test_two_communicators_share_the_link_as_gathers_and_scatters_were_measured_
     plan = one_each(profile, buffers=6, separate_reduce_scatter=True)
     plain = affine(0.0, 1e-6)
     pair = CollectivePair(bytes=2**24, communicators=2, seconds=2.0, alone_s=3.0)
-    measured = msgspec.structs.replace(plain, sharded=ShardedTimes(pairs=(pair,)))
+    measured = replace(plain, sharded=ShardedTimes(pairs=(pair,)))
     assert step_s(profile, measured, plan) < step_s(profile, plain, plan)
     one = one_each(profile, buffers=6)
     assert step_s(profile, measured, one) == step_s(profile, plain, one)
@@ -278,14 +279,14 @@ def test_more_buffers_and_more_prefetch_are_never_slower(
     sharding = plan.sharding
     assert sharding is not None
     more = [
-        msgspec.structs.replace(sharding, reduce_scatter_buffers=sharding.reduce_scatter_buffers + 1),
-        msgspec.structs.replace(
+        replace(sharding, reduce_scatter_buffers=sharding.reduce_scatter_buffers + 1),
+        replace(
             sharding,
-            units=tuple(msgspec.structs.replace(unit, prefetch=unit.prefetch + 1) for unit in sharding.units),
+            units=tuple(replace(unit, prefetch=unit.prefetch + 1) for unit in sharding.units),
         ),
     ]
     for other in more:
-        better = msgspec.structs.replace(plan, sharding=other)
+        better = replace(plan, sharding=other)
         assert step_s(profile, network, better) <= step_s(profile, network, plan) * (1 + 1e-9)
 
 
@@ -317,12 +318,12 @@ def test_bytes_are_conserved(profile: Profile, network: Network, data: st.DataOb
     assert total <= held < total + shards * len(profile.gradients) or held == total
     events = Counter(call_order(profile, plan, micro_batches=2))
     reductions = 1 if sharding.gradient_sync == "last" else 2
-    for place, unit in (*enumerate(chain.units[:ROOT]), (ROOT, chain.units[ROOT])):
+    for index, unit in (*enumerate(chain.units[:ROOT]), (ROOT, chain.units[ROOT])):
         if unit.elements:
-            assert events["reduce_scatter", place] == reductions
-            assert events["all_reduce", place] == (reductions if sharding.mesh.replicate > 1 else 0)
-            assert events["all_gather", place] == events["copy_out", place]
-            assert (events["all_gather", place] > 0) == (shards > 1)
+            assert events["reduce_scatter", index] == reductions
+            assert events["all_reduce", index] == (reductions if sharding.mesh.replicate > 1 else 0)
+            assert events["all_gather", index] == events["copy_out", index]
+            assert (events["all_gather", index] > 0) == (shards > 1)
     timeline = sharded_iteration(profile, network, plan, micro_batches=2).timeline
     moved = sum(one.bytes for one in timeline if one.name.startswith("reduce-scatter"))
     size = 2 if sharding.reduce_dtype == "bf16" else 4
@@ -386,10 +387,10 @@ def test_units_that_are_no_runs_of_blocks_are_refused(units: list[tuple[str, ...
 def test_gradients_without_blocks_are_grouped_by_the_module_that_repeats() -> None:
     assert owning_module("model.layers.11.mlp.experts.3.weight") == "model.layers.11"
     profile = make_profile([4] * 4, [1.0, 2.0, 3.0, 4.0])
-    named = msgspec.structs.replace(
+    named = replace(
         profile,
         gradients=tuple(
-            msgspec.structs.replace(one, name=name)
+            replace(one, name=name)
             for one, name in zip(profile.gradients, ("head.w", "layers.1.w", "layers.0.w", "embed.w"), strict=True)
         ),
     )

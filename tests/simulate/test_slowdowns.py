@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 import backbeat as bb
 from backbeat.errors import InputError
@@ -25,7 +25,7 @@ shares = st.floats(0, 1).flatmap(
 
 
 def on_gpu(device: str = "NVIDIA H200", **fields: object) -> Profile:
-    return msgspec.structs.replace(make_profile([10**7, 10**7], [1e-3, 2e-3]), device=device, **fields)
+    return replace(make_profile([10**7, 10**7], [1e-3, 2e-3]), device=device, **fields)
 
 
 def on(transport: str | None, bus_gb_s: float = 50.0, **fields: object) -> Network:
@@ -59,7 +59,7 @@ def test_nothing_slows_down_where_nobody_says_what_carries_messages() -> None:
 
 
 def test_emulated_by_transport() -> None:
-    """The rows of the file, where its course passes near them."""
+    """The rows of the file, where its curve passes near them."""
     rows = {(row.sms, row.bus_bytes_per_s): row for row in emulated().rows}
     for transport, rate in (("infiniband", 50.0), ("efa", 50.0), ("nvlink", 370.0), ("sockets", 3.0)):
         row = rows[CHANNELS[transport].sms, rate * 1e9]
@@ -103,7 +103,7 @@ def test_the_course_passes_near_every_row() -> None:
 def test_best_is_never_slower_than_stock_ddp(
     profile: Profile, network: Network, factor: float, communicators: int | None
 ) -> None:
-    network = msgspec.structs.replace(network, slowdown=Slowdown(matmul=factor))
+    network = replace(network, slowdown=Slowdown(matmul=factor))
     best = bb.predict(profile, network, "best", communicators=communicators)
     assert best.iteration_s <= bb.predict(profile, network, "ddp").iteration_s * (1 + 1e-9)
 
@@ -111,8 +111,8 @@ def test_best_is_never_slower_than_stock_ddp(
 def test_a_prediction_says_what_contention_costs() -> None:
     profile, network = bb.Profile.load("llama-1b-b4-bf16-h200"), bb.Network.load("dgx-h100").at(workers=64)
     found = bb.predict(profile, network, "ddp")
-    topology = msgspec.structs.replace(network.topology, transport=None)
-    alone = bb.predict(profile, msgspec.structs.replace(network, topology=topology), "ddp")
+    topology = replace(network.topology, transport=None)
+    alone = bb.predict(profile, replace(network, topology=topology), "ddp")
     assert found.breakdown.contention_s > 0
     assert found.iteration_s > alone.iteration_s
     assert any("beside communication" in note for note in found.notes)
@@ -122,7 +122,7 @@ def test_a_prediction_says_what_contention_costs() -> None:
 @settings(max_examples=40)
 @given(profiles(most=30), networks(), st.sampled_from([1.05, 1.3, 2.0]))
 def test_buckets_formed_at_run_time_are_those_of_the_plan(profile: Profile, network: Network, factor: float) -> None:
-    network = msgspec.structs.replace(network, slowdown=Slowdown(matmul=factor))
+    network = replace(network, slowdown=Slowdown(matmul=factor))
     plan = bb.plan(profile, network, "horovod")
     assert bb.predict(profile, network, plan).buckets == len(plan.buckets)
 

@@ -26,8 +26,11 @@ def test_cases_wait_for_about_the_share_that_is_wanted(backend: str, nodes: int)
         assert 1 - computed / events.step_s == pytest.approx(record["waiting_wanted"], abs=0.02)
 
 
-def test_the_pages_tables_are_what_the_model_says_of_the_kept_steps(capsys: pytest.CaptureFixture[str]) -> None:
-    lab.judge(argparse.Namespace(file=str(HERE / "lab-gloo-200mbit.json")))
+@pytest.mark.parametrize("record", ["lab-gloo-200mbit.json", "lab-nccl-10gbit.json"])
+def test_the_pages_tables_are_what_the_model_says_of_the_kept_steps(
+    record: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lab.judge(argparse.Namespace(file=str(HERE / record)))
     page = (HERE / "README.md").read_text()
     printed = [line for line in capsys.readouterr().out.splitlines() if line and "cost of an answer" not in line]
     assert [line for line in printed if line not in page] == []

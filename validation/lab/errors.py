@@ -62,8 +62,8 @@ def _profile(model: dict[str, Any]) -> Profile:
         backward_s=model["backward_s"],
         update_s=model["update_s"],
         gradients=tuple(
-            Gradient(name=str(place), bytes=size, ready_s=ready, forward_s=layer)
-            for place, (size, ready, layer) in enumerate(rows)
+            Gradient(name=str(index), bytes=size, ready_s=ready, forward_s=layer)
+            for index, (size, ready, layer) in enumerate(rows)
         ),
     )
 
@@ -179,8 +179,8 @@ def scatter(found: pd.DataFrame, path: Path) -> None:
         axes.loglog(ends, ends * share, color="0.6", linewidth=1, linestyle="--")
     # Told apart by people who cannot tell red from green.
     colours = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b8860b", "#56b4e9", "#7f7f7f", "#8b4513")
-    for place, (setting, members) in enumerate(found.groupby("setting")):
-        colour = colours[place % len(colours)]
+    for index, (setting, members) in enumerate(found.groupby("setting")):
+        colour = colours[index % len(colours)]
         style = {"marker": "o", "linestyle": "none", "markersize": 4, "color": colour, "alpha": 0.7}
         steady = members["repeat"] <= REPEATS_WITHIN
         axes.plot("measured_s", "predicted_s", data=members[steady], label=f"{setting} ({len(members)})", **style)

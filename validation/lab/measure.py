@@ -197,7 +197,7 @@ def main() -> None:
             in_time = time.monotonic() + START_S + parse_duration(given.budget) < end
             if in_time and missing(record, list(profiles), choices):
                 try:
-                    with experiment.opened(setting, max(one.widest(setting.backend) for one in choices)) as session:
+                    with experiment.open_lab(setting, max(one.widest(setting.backend) for one in choices)) as session:
                         measure(session, setting, record, path, profiles, choices, given, end)
                 except MeasurementError as error:
                     print(f"{setting.name}: {error}", *getattr(error, "__notes__", []), sep="\n", file=sys.stderr)

@@ -121,7 +121,7 @@ def measure(arguments: argparse.Namespace) -> None:
         one: dict[str, Any] = {"setting": setting.name, "backend": setting.backend, "nodes": nodes}
         one["rate_bits"] = setting.rate_bits
         try:
-            with experiment.opened(setting, communicators(cases)) as session:
+            with experiment.open_lab(setting, communicators(cases)) as session:
                 one["facts"] = session.ask("describe", 60)[0]
                 jobs = [case.run_job(setting) for case in cases]
                 one["transfers"] = time_links(session, jobs, setting, parse_duration(arguments.budget))

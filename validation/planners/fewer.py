@@ -135,7 +135,7 @@ def main() -> None:
         found: list[dict[str, Any]] = json.loads(options.file.read_text()) if options.file.exists() else []
     except ValueError as error:
         parser.error(f"{options.file} holds no rows ({error}): give another file")
-    with experiment.opened(setting, 1) as session:
+    with experiment.open_lab(setting, 1) as session:
         facts = session.ask("describe", 60)[0] | {
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "nodes": setting.nodes,

@@ -71,7 +71,7 @@ def cut(profile: bb.Profile) -> bb.Profile:
     """The model with neighbouring gradients joined, so that every plan can be tried."""
     gradients = []
     for part in np.array_split(np.arange(len(profile.gradients)), FEW):
-        members = [profile.gradients[place] for place in part]
+        members = [profile.gradients[index] for index in part]
         size = sum(member.bytes for member in members)
         gradients.append(msgspec.structs.replace(members[-1], bytes=size, forward_s=None, activation_bytes=None))
     return msgspec.structs.replace(

@@ -63,7 +63,7 @@ def latest_first(ready: list[float], chunks: list[Chunk], seconds: list[float]) 
     """When the bucket that became ready last has been sent, and what is left over then."""
     waiting: list[int] = []
     coming, now, last = 0, 0.0, len(chunks) - chunks[-1].parts
-    while coming < len(chunks) or any(place >= last for place in waiting):
+    while coming < len(chunks) or any(index >= last for index in waiting):
         if not waiting:
             now = max(now, ready[chunks[coming].last - 1])
         while coming < len(chunks) and ready[chunks[coming].last - 1] <= now:
@@ -94,8 +94,8 @@ def forward_end(profile: bb.Profile, halves: Halves, chunks: list[Chunk], below_
     seconds = [float(halves.scatter.time((sums[one.last] - sums[one.first]) / one.parts)) for one in chunks]
     free, left = latest_first(profile.ready.tolist(), chunks, seconds)
     first_s = np.zeros(count + 1)
-    for place in left:
-        first_s[count - chunks[place].last + 1 :] += seconds[place]
+    for index in left:
+        first_s[count - chunks[index].last + 1 :] += seconds[index]
     low, high = float(layers.compute_s.sum()), below_s * (1 - 1e-5)
     if not meets(layers, halves.gather, free - profile.backward_s, first_s, high):
         return below_s
@@ -120,11 +120,11 @@ def gain(profile: bb.Profile, network: bb.Network) -> float:
         return 0.0
     plan = gather_programme(layers, halves.gather, free - profile.backward_s)
     arrived, plain = free - profile.backward_s, 0.0
-    place = 0
+    index = 0
     for end in plan:
-        arrived += float(halves.gather.time(layers.sizes[place:end].sum()))
-        plain = max(plain, arrived) + float(layers.compute_s[place:end].sum())
-        place = end
+        arrived += float(halves.gather.time(layers.sizes[index:end].sum()))
+        plain = max(plain, arrived) + float(layers.compute_s[index:end].sum())
+        index = end
     found = plain
     for chunks in chunkings(sizes, ends):
         found = forward_end(profile, halves, chunks, found)

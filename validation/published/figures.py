@@ -69,7 +69,7 @@ def save(path: Path, data: Any) -> None:
 def table(rows: list[dict[str, Any]]) -> str:
     """Rows with the same keys as aligned text; figures with four significant digits."""
     cells = [list(rows[0]), *([_cell(value) for value in row.values()] for row in rows)]
-    widths = [max(len(line[place]) for line in cells) for place in range(len(cells[0]))]
+    widths = [max(len(line[index]) for line in cells) for index in range(len(cells[0]))]
     return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in cells)
 
 

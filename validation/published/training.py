@@ -101,10 +101,10 @@ def asc_fit(spread: Spread) -> dict[str, Any]:
     paper = compute + np.array([[row["exposed_s"][name] for name in PUBLISHED] for row in data])
     grid = list(itertools.product(_STARTUPS.tolist(), _SLOPES.tolist(), _PAIRS))
     errors = np.empty((len(grid), len(data), len(PUBLISHED)))
-    for place, (alpha, beta, pair) in enumerate(grid):
+    for index, (alpha, beta, pair) in enumerate(grid):
         network = affine_network("fit", figures("asc_wfbp")["workers"], alpha, beta, pair=pair)
         ours = np.array([[exposed_s(profile, network, name) for name in PUBLISHED] for profile in profiles])
-        errors[place] = (compute + ours) / paper - 1
+        errors[index] = (compute + ours) / paper - 1
     squares = (errors**2).sum(axis=2)
     chosen = int(squares.sum(axis=1).argmin())
     left_out = {}

@@ -81,7 +81,7 @@ def compare(profile: Profile, network: Network) -> dict[str, Any]:
     stock = plan(profile, network, "fsdp")
     sharding = stock.sharding
     assert sharding is not None
-    mine = msgspec.structs.replace(sharding, units=tuple(sharding.units[place] for place in units))
+    mine = msgspec.structs.replace(sharding, units=tuple(sharding.units[index] for index in units))
     made = msgspec.structs.replace(stock, sharding=mine, predicted=None)
     planned = plan(profile, network, "sharded")
     times = {name: predict(profile, network, one).iteration_s

@@ -257,15 +257,15 @@ def main() -> None:
     paths = {setting.name: given.folder / f"{setting.name}.json" for setting in labs}
     todo = [one for one in labs if left(opened(paths[one.name], one), list(profiles), one)]
     each_s = START_S + parse_duration(given.budget) + LEAST_S
-    for place, setting in enumerate(todo):
-        end = begun + limit_s - (len(todo) - place - 1) * each_s
+    for index, setting in enumerate(todo):
+        end = begun + limit_s - (len(todo) - index - 1) * each_s
         tried: set[str] = set()
         for _ in range(ATTEMPTS):
             if time.monotonic() + each_s - LEAST_S > end:
                 print(f"{setting.name}: no time", file=sys.stderr)
                 break
             try:
-                with experiment.opened(setting, 1) as session:
+                with experiment.open_lab(setting, 1) as session:
                     measure(session, setting, paths[setting.name], profiles, given, end, tried)
                 break
             except BackbeatError as error:

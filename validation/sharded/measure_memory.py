@@ -166,9 +166,9 @@ def main() -> None:
     options = parser.parse_args()
     end = time.monotonic() + options.limit
     device = options.device
-    place = torch.cuda.get_device_name() if device == "cuda" else "cpu"
+    index = torch.cuda.get_device_name() if device == "cuda" else "cpu"
     rows: list[dict[str, Any]] = []
-    answer = {"torch": torch.__version__, "device": place, "date": time.strftime("%Y-%m-%d"), "rows": rows}
+    answer = {"torch": torch.__version__, "device": index, "date": time.strftime("%Y-%m-%d"), "rows": rows}
     for precision in options.precisions.split(","):
         for name in options.models.split(","):
             factory, batch_size = (tiny, 4) if name == "tiny" else MODELS[name]

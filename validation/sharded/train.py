@@ -113,7 +113,7 @@ def main() -> None:
     given.folder.mkdir(parents=True, exist_ok=True)
     record: dict[str, Any] = {"lab": setting.name, "precision": given.precision, "cases": []}
     try:
-        with experiment.opened(setting, 1) as session:
+        with experiment.open_lab(setting, 1) as session:
             measure(session, setting, given, end, record)
     except BackbeatError as error:
         print(error, *getattr(error, "__notes__", []), sep="\n", file=sys.stderr)

@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from backbeat.lab.experiment import calibrate, opened
+from backbeat.lab.experiment import calibrate, open_lab
 from backbeat.lab.jobs import Message, ReplayJob, turns
 from backbeat.lab.plans import parse
 from backbeat.lab.setting import Setting
@@ -92,14 +92,14 @@ def measure(rate: str) -> None:
         )
         for mix in mixes.values()
     ]
-    with opened(setting, 2) as session:
+    with open_lab(setting, 2) as session:
         choices = parse(["wfbp", "best/2"], None)
         network = calibrate(session, setting, choices, budget_s=10.0, largest_bytes=32 * MIB).network
         expected = [predicted(mix, network) + FORWARD_S for mix in mixes.values()]
         answers = session.ask("replay", 300.0, jobs=jobs, turns=turns(expected, 0.4))
     rows = {}
-    for place, (name, mix) in enumerate(mixes.items()):
-        series = [zip(*(answer[place].series[k] for answer in answers), strict=True) for k in (0, 1)]
+    for index, (name, mix) in enumerate(mixes.items()):
+        series = [zip(*(answer[index].series[k] for answer in answers), strict=True) for k in (0, 1)]
         rows[name] = {"mix": mix, "seconds": [max(nodes) - FORWARD_S for one in series for nodes in one]}
     DATA.write_text(json.dumps({"network": msgspec.to_builtins(network), "mixes": rows}) + "\n")
 

@@ -42,9 +42,9 @@ def time_to(curve: Curve, loss: float, window: int) -> float | None:
     >>> time_to(Curve(seconds=[1.0, 2.0, 3.0], losses=[3.0, 2.0, 1.0]), 2.0, 1)
     2.0
     """
-    for place, value in enumerate(smooth(curve.losses, window)):
+    for index, value in enumerate(smooth(curve.losses, window)):
         if value <= loss:
-            return float(curve.seconds[place + window - 1])
+            return float(curve.seconds[index + window - 1])
     return None
 
 

@@ -208,7 +208,7 @@ class UNet(nn.Module):
     def __init__(self, width: int, classes: int = 4) -> None:
         super().__init__()
         sizes = [3, *(width * 2**level for level in range(4))]
-        self.down = nn.ModuleList(Residual(a, b, 2 if place else 1) for place, (a, b) in enumerate(_pairs(sizes)))
+        self.down = nn.ModuleList(Residual(a, b, 2 if index else 1) for index, (a, b) in enumerate(_pairs(sizes)))
         self.up = nn.ModuleList(Residual(b + a, a, 1) for a, b in reversed(_pairs(sizes[1:])))
         self.head = nn.Conv2d(width, classes, 1)
 

@@ -211,7 +211,7 @@ def run(given: argparse.Namespace) -> None:
     record: dict[str, Any] = {
         "command": shlex.join(["python", *sys.argv]), "lab": setting.name, "block": given.block, **arguments
     }  # fmt: skip
-    with experiment.opened(setting, COMMUNICATORS) as session:
+    with experiment.open_lab(setting, COMMUNICATORS) as session:
         record |= session.ask("describe", 60)[0]
         session.ask("call", PREPARE_S, function="to_loss:prepare", arguments=arguments)
         round_s = 0.0

@@ -17,7 +17,7 @@ import torch
 from msgspec.structs import replace
 
 from backbeat.measure.model.block_bytes import block_parameters
-from backbeat.measure.model.chain import ChainWatch, find_blocks
+from backbeat.measure.model.chain import ChainRecorder, find_blocks
 from backbeat.measure.model.factory import Factory, inspect_factory, load
 from backbeat.measure.model.flops import FlopCounter, sequence_length
 from backbeat.measure.model.precision import autocast
@@ -62,7 +62,7 @@ def count_one(factory: Factory, device: torch.device) -> dict[str, Any]:
     workload = factory.build(_SAMPLES, device)
     counter, found = FlopCounter(), find_blocks(workload.model)
     with counter:
-        with autocast("bf16", device), ChainWatch(found) as watch:
+        with autocast("bf16", device), ChainRecorder(found) as recorder:
             loss = workload.loss(workload.model, workload.batch)
         loss.backward()  # type: ignore[no-untyped-call]
     return {
@@ -70,7 +70,7 @@ def count_one(factory: Factory, device: torch.device) -> dict[str, Any]:
         "sequence_length": sequence_length(workload.batch),
         "blocks": {
             name: [parameters.bytes, parameters.dtype]
-            for name, parameters in block_parameters({link.name: found[link.name] for link in watch.links}).items()
+            for name, parameters in block_parameters({link.name: found[link.name] for link in recorder.links}).items()
         },
     }
 

@@ -79,9 +79,9 @@ def main() -> int:
     precisions = options.precisions.split(",")
     kept_for_traces = 0.0 if options.no_traces else options.traces_s
     failures, left = 0, 0
-    for place in range(1 if options.main_only or options.batch_size else 2):
+    for index in range(1 if options.main_only or options.batch_size else 2):
         for model in models:
-            batch_size = options.batch_size or model.batch_sizes[place]
+            batch_size = options.batch_size or model.batch_sizes[index]
             wanted = [
                 precision
                 for precision in precisions

@@ -189,17 +189,17 @@ if triton is not None:
         begun = tl.extra.cuda.globaltimer()
         now = begun
         chunks = block.to(tl.int64) * 0
-        place = block * 0
+        index = block * 0
         slot = block * 0
         over = tl.load(stop, volatile=True)
         while over == 0:
             b = tl.load(received + slot + offsets)
             if chunks % 2 == 1:
-                tl.store(result + place + offsets, b)
+                tl.store(result + index + offsets, b)
                 tl.store(sent + slot + offsets, b)
             else:
-                tl.store(sent + slot + offsets, tl.load(gradient + place + offsets) + b)
-            place = tl.where(place + 2 * chunk <= gradient_size, place + chunk, 0)
+                tl.store(sent + slot + offsets, tl.load(gradient + index + offsets) + b)
+            index = tl.where(index + 2 * chunk <= gradient_size, index + chunk, 0)
             slot = tl.where(slot + 2 * chunk <= fifo_size, slot + chunk, 0)
             chunks += 1
             now = tl.extra.cuda.globaltimer()

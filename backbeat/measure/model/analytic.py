@@ -29,6 +29,7 @@ from backbeat.measure.model.optimizers import describe_optimizer, make_optimizer
 from backbeat.measure.model.precision import PRECISIONS
 from backbeat.measure.model.training_step import Marks, Observer, Training, where_raised
 from backbeat.model import ComputeShares, Profile, Source
+from backbeat.model.checks import at_least
 
 ANALYTIC_PRECISIONS = (*PRECISIONS, "fp8")
 _CPU = torch.device("cpu")
@@ -59,8 +60,7 @@ def analytic_profile(
     """
     if precision not in ANALYTIC_PRECISIONS:
         raise InputError(f"precision is {precision!r}: it must be one of {', '.join(ANALYTIC_PRECISIONS)}")
-    if accumulation < 1:
-        raise InputError(f"accumulation is {accumulation}: it must be 1 or more")
+    at_least("accumulation", accumulation, 1)
     model = operator_model(gpu, precision, tflops=tflops, gbps=gbps, launch_overhead=launch_overhead)
     workload = build_without_data(factory, factory.batch_size(batch_size))
     if workload.optimizer is not None and not isinstance(workload.optimizer, torch.optim.Optimizer):

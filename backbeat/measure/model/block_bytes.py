@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from backbeat.measure.model.chain import ChainWatch, untraced
+from backbeat.measure.model.chain import ChainRecorder, untraced
 from backbeat.measure.model.memory_by_kind import storage_bytes, storage_key, storage_size
 
 
@@ -23,7 +23,7 @@ class BlockSizes:
     saves_output: bool = False
 
 
-class BlockBytes(ChainWatch):
+class BlockBytes(ChainRecorder):
     """A context around one forward that weighs its blocks, each storage once."""
 
     def __init__(self, blocks: dict[str, torch.nn.Module], alive: Iterable[torch.Tensor]) -> None:
@@ -63,10 +63,10 @@ class BlockBytes(ChainWatch):
         self._between = {}
         self._running, self._saved = name, {}
         size = self.sizes.setdefault(name, BlockSizes())
-        for place, tensor in enumerate(inputs):
+        for index, tensor in enumerate(inputs):
             key = storage_key(tensor)
             # Beside the first, a tensor is held once however many blocks it enters (masks, an encoder's result).
-            if key not in self._alive and (place == 0 or key not in self._entered):
+            if key not in self._alive and (index == 0 or key not in self._entered):
                 self._entered.add(key)
                 size.input += storage_size(tensor)
             self._held.append(tensor.detach())

@@ -7,19 +7,16 @@ a forward, never guessed from names.
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import weakref
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 _MARK = "_backbeat_block"
 
@@ -88,15 +85,27 @@ class BlockCall:
     """A tensor that entered it has been written into when it returns."""
 
 
-class Borders:
+class Hooks:
+    """A context that removes its hooks when it is left."""
+
+    def __init__(self) -> None:
+        self._handles: list[Any] = []
+
+    def __exit__(self, *exception: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+
+class BlockHooks(Hooks):
     """A context that tells where each block's forward begins and ends: subclasses say what to do there.
 
     Forwards that run inside backward, as those of checkpointed modules do, are backward's work and not told.
     """
 
     def __init__(self, blocks: dict[str, nn.Module]) -> None:
+        super().__init__()
         self._blocks = blocks
-        self._handles: list[Any] = []
 
     def __enter__(self) -> Any:
         for name, module in self._blocks.items():
@@ -105,11 +114,6 @@ class Borders:
             )
             self._handles.append(module.register_forward_hook(untraced(self._end_hook(name)), with_kwargs=True))
         return self
-
-    def __exit__(self, *exception: object) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
 
     def begin(self, name: str, inputs: list[torch.Tensor]) -> None: ...
 
@@ -130,7 +134,7 @@ class Borders:
         return hook
 
 
-class ChainWatch(Borders):
+class ChainRecorder(BlockHooks):
     """Builds the links of the forward that runs inside it."""
 
     def __init__(self, blocks: dict[str, nn.Module]) -> None:
@@ -171,9 +175,9 @@ def observe(blocks: dict[str, nn.Module], forward: Callable[[], Any]) -> tuple[B
     ...     find_blocks(model), lambda: model(torch.zeros(1, 2)))]
     [('0', False, False), ('1', True, True), ('2', True, False)]
     """
-    with ChainWatch(blocks) as watch:
+    with ChainRecorder(blocks) as recorder:
         forward()
-    links: tuple[BlockCall, ...] = watch.links
+    links: tuple[BlockCall, ...] = recorder.links
     return links
 
 
@@ -195,17 +199,3 @@ def in_backward() -> bool:
 def version_of(tensor: torch.Tensor) -> int:
     """How often the tensor was written into; inference tensors do not count that."""
     return 0 if tensor.is_inference() else tensor._version
-
-
-@contextlib.contextmanager
-def quiet(model: nn.Module) -> Iterator[None]:
-    """A forward in here leaves buffers and the random generators as they were."""
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    devices = sorted({buffer.device.index or 0 for buffer in model.parameters() if buffer.is_cuda})
-    try:
-        with torch.random.fork_rng(devices=devices):
-            yield
-    finally:
-        with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)

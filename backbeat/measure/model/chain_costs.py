@@ -18,7 +18,7 @@ import torch
 from backbeat.comm.clock import Clock, Mark
 from backbeat.measure.model.batches import tensors_in
 from backbeat.measure.model.block_bytes import BlockBytes, block_parameters
-from backbeat.measure.model.chain import BlockCall, Borders, find_blocks
+from backbeat.measure.model.chain import BlockCall, BlockHooks, find_blocks
 from backbeat.measure.model.host_link import measure_host_link
 from backbeat.measure.model.training_step import Training
 from backbeat.model import Block, HostLink
@@ -120,7 +120,7 @@ def _gradient_bytes(module: torch.nn.Module) -> int:
     )
 
 
-class BackwardBorders(Borders):
+class BackwardBlockHooks(BlockHooks):
     """Calls back where each block's `forward` begins and has its `end`, and where its `backward` begins."""
 
     def __init__(self, blocks: dict[str, torch.nn.Module], at: Callable[[str, str], None]) -> None:
@@ -145,7 +145,7 @@ def _times(training: Training, blocks: dict[str, torch.nn.Module]) -> dict[tuple
     clock.reserve((count + 1) * (3 * len(blocks) + 16) * 2)
     passes: list[list[tuple[str, str, Mark]]] = []
     ends: list[list[Mark]] = []
-    with BackwardBorders(blocks, lambda what, name: passes[-1].append((what, name, clock.mark()))):
+    with BackwardBlockHooks(blocks, lambda what, name: passes[-1].append((what, name, clock.mark()))):
         # The first refills the queue of a device that works behind the host.
         for _ in range(count + 1):
             passes.append([])
@@ -165,7 +165,7 @@ def _host_times(training: Training, blocks: dict[str, torch.nn.Module]) -> dict[
     clock = training.clock
     least: dict[tuple[str, str], float] = {}
     borders: list[tuple[str, str, Mark]] = []
-    with BackwardBorders(blocks, lambda what, name: borders.append((what, name, clock.host_s()))):
+    with BackwardBlockHooks(blocks, lambda what, name: borders.append((what, name, clock.host_s()))):
         for _ in range(_HOST_TIMED):
             borders.clear()
             clock.synchronize()
@@ -226,7 +226,7 @@ class _Levels:
 def _levels(training: Training, blocks: dict[str, torch.nn.Module]) -> _Levels:
     levels = _Levels(training.device)
     training.clock.synchronize()
-    with BackwardBorders(blocks, levels.at):
+    with BackwardBlockHooks(blocks, levels.at):
         loss = training.forward()
         loss.backward()  # type: ignore[no-untyped-call]
         levels.close()

@@ -70,14 +70,14 @@ class _Stack:
         """Stands for the layers that are added. The first and the last have neighbours of other kinds."""
         return self.deep // 2
 
-    def place(self, name: str) -> int | None:
+    def index(self, name: str) -> int | None:
         """The layer that a gradient or a block belongs to."""
         match = re.match(rf"{re.escape(self.prefix)}\.(\d+)(\.|$)", name)
         return int(match.group(1)) if match else None
 
-    def renamed(self, name: str, place: int) -> str:
+    def renamed(self, name: str, index: int) -> str:
         _, dot, rest = name[len(self.prefix) + 1 :].partition(".")
-        return f"{self.prefix}.{place}{dot}{rest}"
+        return f"{self.prefix}.{index}{dot}{rest}"
 
 
 def _find_stack(shallow: Profile, deep: Profile) -> _Stack:
@@ -95,8 +95,8 @@ def _find_stack(shallow: Profile, deep: Profile) -> _Stack:
     (prefix,) = prefixes
 
     def count(profile: Profile) -> int:
-        places = (_Stack(prefix, 0, 0).place(name) for name in profile.index)
-        return 1 + max((place for place in places if place is not None), default=-1)
+        indices = (_Stack(prefix, 0, 0).index(name) for name in profile.index)
+        return 1 + max((index for index in indices if index is not None), default=-1)
 
     stack = _Stack(prefix, count(shallow), count(deep))
     if stack.shallow < 1 or stack.deep < 3:
@@ -152,19 +152,19 @@ def _gradients(
     measured: tuple[Gradient, ...], stack: _Stack, more: int, forward_s: float, backward_s: float
 ) -> tuple[Gradient, ...]:
     """Backward goes down the stack: after the middle layer come its copies, and what was ready later is so by them."""
-    middle = [gradient for gradient in measured if stack.place(gradient.name) == stack.middle]
+    middle = [gradient for gradient in measured if stack.index(gradient.name) == stack.middle]
     ended_s = max(gradient.ready_s for gradient in middle)
     above_s = max(
-        (gradient.ready_s for gradient in measured if (stack.place(gradient.name) or 0) > stack.middle), default=0.0
+        (gradient.ready_s for gradient in measured if (stack.index(gradient.name) or 0) > stack.middle), default=0.0
     )
     stretch = backward_s / (ended_s - above_s) if ended_s > above_s else 0.0
     whole_s = sum(gradient.forward_s or 0.0 for gradient in middle)
     made: list[Gradient] = []
     for gradient in measured:
-        place = stack.place(gradient.name)
-        if place is not None and place >= stack.middle:
-            made.append(replace(gradient, name=stack.renamed(gradient.name, place + more)))
-        elif place is not None or gradient.ready_s > ended_s:
+        index = stack.index(gradient.name)
+        if index is not None and index >= stack.middle:
+            made.append(replace(gradient, name=stack.renamed(gradient.name, index + more)))
+        elif index is not None or gradient.ready_s > ended_s:
             made.append(replace(gradient, ready_s=round(gradient.ready_s + more * backward_s, _DIGITS)))
         else:
             made.append(gradient)
@@ -185,15 +185,15 @@ def _gradients(
 
 def _blocks(measured: tuple[Block, ...], stack: _Stack, more: int) -> tuple[Block, ...]:
     """The middle layer's, which may be several, once and again; those of later layers move up."""
-    middle = [block for block in measured if stack.place(block.name) == stack.middle]
+    middle = [block for block in measured if stack.index(block.name) == stack.middle]
     made: list[Block] = []
     for block in measured:
-        place = stack.place(block.name)
-        if place is None or place < stack.middle:
+        index = stack.index(block.name)
+        if index is None or index < stack.middle:
             made.append(block)
-        elif place > stack.middle:
-            made.append(replace(block, name=stack.renamed(block.name, place + more)))
+        elif index > stack.middle:
+            made.append(replace(block, name=stack.renamed(block.name, index + more)))
         elif block is middle[0]:
-            places = range(place, place + more + 1)
-            made += [replace(one, name=stack.renamed(one.name, copy)) for copy in places for one in middle]
+            indices = range(index, index + more + 1)
+            made += [replace(one, name=stack.renamed(one.name, copy)) for copy in indices for one in middle]
     return tuple(made)

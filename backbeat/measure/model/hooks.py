@@ -9,19 +9,16 @@ the whole forward.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from backbeat.measure.model.chain import untraced
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from backbeat.comm.clock import Clock, Mark
-    from backbeat.measure.model.training_step import MicroBatch
+from backbeat.comm.clock import Clock, Mark
+from backbeat.measure.model.chain import Hooks, untraced
+from backbeat.measure.model.training_step import MicroBatch
 
 
 @dataclass(frozen=True)
@@ -39,28 +36,23 @@ def find_owners(
 
     Given blocks, these with all that they hold: modules inside a compiled block are not called one by one.
     """
-    place = {id(parameter): index for index, parameter in enumerate(gradients)}
+    index_of = {id(parameter): index for index, parameter in enumerate(gradients)}
     owners = []
     for module in model.modules() if blocks is None else blocks:
         held = module.parameters(recurse=blocks is not None)
-        mine = [place[id(parameter)] for parameter in held if id(parameter) in place]
+        mine = [index_of[id(parameter)] for parameter in held if id(parameter) in index_of]
         if mine:
             owners.append(Owner(module, mine[0]))
     return owners
 
 
-class _Watch:
+class _TimedHooks(Hooks):
     """A context in which observed iterations are recorded, one recording each."""
 
     def __init__(self, clock: Clock, head_start_s: float) -> None:
+        super().__init__()
         self._clock = clock
         self._head_start_s = head_start_s
-        self._handles: list[Any] = []
-
-    def __exit__(self, *exception: object) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
 
     def before_forward(self) -> None:
         pass
@@ -76,7 +68,7 @@ class _Watch:
             self._clock.delay(self._head_start_s)
 
 
-class ReadyWatch(_Watch):
+class ReadyHooks(_TimedHooks):
     """Marks each gradient's completion; with a head start, after the device has been kept busy before backward."""
 
     def __init__(self, parameters: list[torch.nn.Parameter], clock: Clock, head_start_s: float = 0.0) -> None:
@@ -85,7 +77,7 @@ class ReadyWatch(_Watch):
         self._parameters = parameters
         self._current: dict[int, Mark] | None = None
 
-    def __enter__(self) -> ReadyWatch:
+    def __enter__(self) -> ReadyHooks:
         for index, parameter in enumerate(self._parameters):
             register: Any = parameter.register_post_accumulate_grad_hook
             self._handles.append(register(self._hook(index)))
@@ -110,7 +102,7 @@ class ReadyWatch(_Watch):
         return hook
 
 
-class ForwardWatch(_Watch):
+class ForwardHooks(_TimedHooks):
     """Marks the beginning of every owning module; with a head start, after the device has been kept busy before."""
 
     def __init__(self, owners: list[Owner], clock: Clock, head_start_s: float = 0.0) -> None:
@@ -119,7 +111,7 @@ class ForwardWatch(_Watch):
         self._owners = owners
         self._current: list[tuple[int, Mark]] | None = None
 
-    def __enter__(self) -> ForwardWatch:
+    def __enter__(self) -> ForwardHooks:
         for owner in self._owners:
             self._handles.append(owner.module.register_forward_pre_hook(untraced(self._hook(owner.gradient))))
         return self

@@ -3,7 +3,7 @@
 A chain is a run of operators over one iteration space with no matrix product, convolution or attention in between. It
 reads each tensor from outside once and writes what its last operator makes. What its other operators make is written
 only where an operator that is no part of any chain reads it later: a later chain computes it again from what it came
-from, which takes as much reading. Operands of a product whose rows begin at odd places are padded on their way into it.
+from, which takes as much reading. Operands of a product whose rows begin at odd addresses are padded first.
 """
 
 from __future__ import annotations
@@ -33,29 +33,31 @@ class Fusion:
 
     def add(self, works: tuple[Work, ...], inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> tuple[Work, ...]:
         if len(works) != 1 or not isinstance(works[0], Traffic) or works[0].kind in _ALONE:
-            written = sum(self._unwritten.pop(place)[1] for place in _places(inputs) if place in self._unwritten)
+            written = sum(
+                self._unwritten.pop(storage)[1] for storage in _by_storage(inputs) if storage in self._unwritten
+            )
             return (*self.flush(), *([Traffic("pointwise", written)] if written else []), *_padded(works))
         done: tuple[Work, ...] = ()
         elements = max(tensor.numel() for tensor in (*inputs, *outputs))
-        if self._made and elements != self._elements and not set(_places(inputs)) <= set(self._made):
+        if self._made and elements != self._elements and not set(_by_storage(inputs)) <= set(self._made):
             done = self.flush()
         self._elements = max(self._elements, elements)
-        for place, tensor in _places(inputs).items():
-            if place not in self._made:
-                self._read[place] = tensor.numel() * tensor.element_size()
+        for storage, tensor in _by_storage(inputs).items():
+            if storage not in self._made:
+                self._read[storage] = tensor.numel() * tensor.element_size()
         self._last = set()
-        for place, tensor in _places(outputs).items():
-            self._made[place] = (StorageWeakRef(tensor.untyped_storage()), tensor.numel() * tensor.element_size())
-            self._last.add(place)
+        for storage, tensor in _by_storage(outputs).items():
+            self._made[storage] = (StorageWeakRef(tensor.untyped_storage()), tensor.numel() * tensor.element_size())
+            self._last.add(storage)
         return done
 
     def flush(self) -> tuple[Work, ...]:
         """The chain so far, as one kernel."""
         if not self._made:
             return ()
-        moved = sum(self._read.values()) + sum(self._made[place][1] for place in self._last)
-        kept = {place: made for place, made in (self._unwritten | self._made).items() if not made[0].expired()}
-        self._unwritten = {place: made for place, made in kept.items() if place not in self._last}
+        moved = sum(self._read.values()) + sum(self._made[storage][1] for storage in self._last)
+        kept = {storage: made for storage, made in (self._unwritten | self._made).items() if not made[0].expired()}
+        self._unwritten = {storage: made for storage, made in kept.items() if storage not in self._last}
         self._elements, self._read, self._made, self._last = 0, {}, {}, set()
         return (Traffic("pointwise", moved),)
 
@@ -72,6 +74,6 @@ def _padded(works: tuple[Work, ...]) -> tuple[Work, ...]:
     return tuple(found)
 
 
-def _places(tensors: Iterable[torch.Tensor]) -> dict[int, torch.Tensor]:
+def _by_storage(tensors: Iterable[torch.Tensor]) -> dict[int, torch.Tensor]:
     """By storage: a view is the tensor that it looks at."""
     return {tensor.untyped_storage()._cdata: tensor for tensor in tensors}

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 
 from backbeat.measure.model.batches import tensors_in
-from backbeat.measure.model.chain import untraced
+from backbeat.measure.model.chain import Hooks, untraced
 from backbeat.measure.model.hooks import Owner
 from backbeat.measure.model.ready_gradients import Gradients
 from backbeat.measure.model.training_step import Training
 from backbeat.model import Memory
 
 
-def weigh(training: Training, gradients: Gradients, owners: list[Owner]) -> tuple[Memory, dict[int, int]]:
+def measure_memory(training: Training, gradients: Gradients, owners: list[Owner]) -> tuple[Memory, dict[int, int]]:
     """Memory by kind. One iteration under saved-tensor hooks for the activations, a plain one for the peak."""
     model, device = training.model, training.device
     parameters, buffers = list(model.parameters()), list(model.buffers())
@@ -55,7 +55,7 @@ def _has_convolutions(model: torch.nn.Module) -> bool:
     return any(isinstance(child, torch.nn.modules.conv._ConvNd) for child in model.modules())
 
 
-class SavedTensors:
+class SavedTensors(Hooks):
     """A context around one forward that weighs what autograd saves, by the owning module that was running.
 
     What is alive anyway (parameters, buffers, the batch) is not counted. Under checkpointing only what the checkpoints
@@ -63,12 +63,12 @@ class SavedTensors:
     """
 
     def __init__(self, owners: list[Owner], alive: Iterable[torch.Tensor]) -> None:
+        super().__init__()
         self.by_gradient: dict[int, int] = {}
         self.total = 0
         self._owners = owners
         self._seen = {storage_key(tensor) for tensor in alive}
         self._running: int | None = owners[0].gradient if owners else None
-        self._handles: list[Any] = []
         self._context = torch.autograd.graph.saved_tensors_hooks(untraced(self._pack), untraced(lambda saved: saved))
 
     def __enter__(self) -> SavedTensors:
@@ -79,9 +79,7 @@ class SavedTensors:
 
     def __exit__(self, *exception: object) -> None:
         self._context.__exit__(*exception)
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        super().__exit__(*exception)
 
     def _begin_hook(self, index: int) -> Any:
         def hook(_module: torch.nn.Module, _arguments: Any) -> None:

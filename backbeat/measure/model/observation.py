@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from statistics import median
-from typing import TYPE_CHECKING
 
 import torch
 from msgspec.structs import replace
@@ -14,23 +14,18 @@ from backbeat.measure.model.chain_costs import MeasuredChain, measure_blocks
 from backbeat.measure.model.compiled import compiled_blocks, graph_blocks, is_compiled
 from backbeat.measure.model.flops import count_flops, sequence_length
 from backbeat.measure.model.hooks import (
-    ForwardWatch,
+    ForwardHooks,
     Owner,
-    ReadyWatch,
+    ReadyHooks,
     find_owners,
     forward_shares,
     ready_shares,
 )
-from backbeat.measure.model.memory_by_kind import weigh
-from backbeat.measure.model.pace import Host, Pace, judge, needs_head_start, probe, recomputation
+from backbeat.measure.model.memory_by_kind import measure_memory
+from backbeat.measure.model.pace import ApplyMemory, Host, Pace, judge, needs_head_start, probe, recomputation
 from backbeat.measure.model.ready_gradients import Gradients, first_iteration
 from backbeat.measure.model.training_step import Marks, Observer, Training, is_out_of_memory
 from backbeat.model import Gradient, Memory, Profile, Source
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from backbeat.measure.model.pace import ApplyMemory
 
 _HOOKED_ITERATIONS = 10
 _FEWEST_ITERATIONS = 8
@@ -181,7 +176,7 @@ def _observe(
             min(hooked_iterations, affordable // 6), min(hooked_iterations, _FEWEST_ITERATIONS // 2)
         )
 
-    memory, activations = weigh(training, gradients, owners)
+    memory, activations = measure_memory(training, gradients, owners)
     chain = _chain(training, compiled)
     memory = replace(memory, head_bytes=chain.head_bytes, outside_bytes=chain.outside_bytes)
     per_iteration = 3 * training.accumulation + 4
@@ -268,16 +263,16 @@ def _block(training: Training, count: int, observer: Observer | None = None) -> 
 def _hooked(training: Training, gradients: Gradients, owners: list[Owner], count: int, host: Host | None) -> Hooked:
     """Watch the gradients, then the modules. Given the host's times, let it get that far ahead each time."""
     clock = training.clock
-    with ReadyWatch(gradients.parameters, clock, host.backward_s if host else 0.0) as ready_watch:
-        ready_marks = _block(training, count, ready_watch)
-    with ForwardWatch(owners, clock, host.forward_s if host else 0.0) as forward_watch:
-        forward_marks = _block(training, count, forward_watch) if owners else ready_marks
+    with ReadyHooks(gradients.parameters, clock, host.backward_s if host else 0.0) as ready_hooks:
+        ready_marks = _block(training, count, ready_hooks)
+    with ForwardHooks(owners, clock, host.forward_s if host else 0.0) as forward_hooks:
+        forward_marks = _block(training, count, forward_hooks) if owners else ready_marks
     clock.synchronize()
     backward = [marks.micro_batches[-1] for marks in ready_marks]
     forward = [marks.micro_batches[-1] for marks in forward_marks]
     return Hooked(
-        ready=ready_shares(zip(backward, ready_watch.recordings[-count:], strict=True), clock),
-        forward=forward_shares(zip(forward, forward_watch.recordings[-count:], strict=True), clock) if owners else {},
+        ready=ready_shares(zip(backward, ready_hooks.recordings[-count:], strict=True), clock),
+        forward=forward_shares(zip(forward, forward_hooks.recordings[-count:], strict=True), clock) if owners else {},
         forward_s=median(clock.between(marks.forward_begin, marks.forward_end) for marks in forward),
         backward_s=median(clock.between(marks.backward_begin, marks.backward_end) for marks in backward),
     )

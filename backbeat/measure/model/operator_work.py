@@ -83,7 +83,7 @@ def in_fp8(works: tuple[Work, ...]) -> tuple[Work, ...]:
     found: list[Work] = []
     for work in works:
         if isinstance(work, Product) and work.precision == "bf16" and work.batch == 1 and _fits_fp8(work):
-            found.append(replace(work, precision="fp8", layout="nt"))
+            found.append(replace(work, precision="fp8", transposition="nt"))
             found.append(Traffic("pointwise", 5 * (work.m * work.k + work.k * work.n), 2))
         else:
             found.append(work)
@@ -95,13 +95,13 @@ def _fits_fp8(work: Product) -> bool:
 
 
 def _product(left: torch.Tensor, right: torch.Tensor, precision: str) -> Product:
-    layout = "".join("n" if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else "t" for tensor in (left, right))
+    transposition = "".join("n" if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else "t" for tensor in (left, right))
     return Product(
         _HALF.get(left.dtype, precision),
         left.shape[-2],
         right.shape[-1],
         left.shape[-1],
-        layout="nt" if layout == "tt" else layout,
+        transposition="nt" if transposition == "tt" else transposition,
         batch=left.shape[0] if left.dim() == 3 else 1,
         alignment=min(_alignment(left), _alignment(right), _divisor(right.shape[-1] * right.element_size())),
     )
@@ -180,9 +180,9 @@ def _traffic(name: str, given: dict[str, Any], inputs: list[torch.Tensor], outpu
     if "batch_norm" in name or (kind is not None and kind.startswith("group_norm")):
         images = given["input"]
         kind = ("batch_norm" if "batch_norm" in name else "group_norm") + ("_backward" if "backward" in name else "")
-        layout = "_last" if _is_channels_last(images) else ""
+        memory_format = "_last" if _is_channels_last(images) else ""
         sizes = (images.shape[0], images.shape[1], max(1, images.shape[2:].numel()))
-        return Traffic(kind + layout if kind.startswith("batch") else kind, moved, images.element_size(), sizes)
+        return Traffic(kind + memory_format if kind.startswith("batch") else kind, moved, images.element_size(), sizes)
     if kind is not None and "_norm" in kind:
         rows = largest.numel() // max(1, math.prod(given["normalized_shape"]))
         return Traffic(kind, moved, width, (rows, largest.numel() // rows))

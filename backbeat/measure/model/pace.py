@@ -8,20 +8,16 @@ iterations too, waiting is what training does, and hooked iterations run as they
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import Literal, Protocol
 
 import torch
 
 from backbeat.errors import InputError
+from backbeat.measure.model.training_step import Training
 from backbeat.model import Block, MemoryPlan, Segment
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from backbeat.measure.model.training_step import Training
 
 Kind = Literal["device-bound", "close to launch-bound", "launch-bound"]
 

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 
 from backbeat.comm.machine import short_name
-from backbeat.errors import InputError
 from backbeat.measure.model.compose import compose
 from backbeat.measure.model.factory import Factory
 from backbeat.measure.model.inputs import parse_device
 from backbeat.measure.model.profiler import MeasuredModel, measure
 from backbeat.measure.model.training_step import OutOfMemoryError
 from backbeat.model import Profile
+from backbeat.model.checks import at_least
 
 
 def measure_factory(
@@ -32,8 +32,8 @@ def measure_factory(
     `optimizer` names one for a factory that returns none.
     """
     options["optimizer"] = optimizer
-    if batch_size is not None and batch_size < 1:
-        raise InputError(f"batch size is {batch_size}: it must be 1 or more")
+    if batch_size is not None:
+        at_least("batch size", batch_size, 1)
     where = _device(device)
     size = factory.batch_size(batch_size)
     try:

@@ -7,12 +7,12 @@ of forward. So the hooks' own cost is measured rather than contained in the figu
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import msgspec
 import torch
+from msgspec.structs import replace
 
 from backbeat.comm.clock import clock_for
 from backbeat.comm.machine import device_name, short_name, source
@@ -23,8 +23,9 @@ from backbeat.measure.model.inputs import check_model, device_of
 from backbeat.measure.model.noise import noise
 from backbeat.measure.model.observation import Figures, rounded, take
 from backbeat.measure.model.optimizers import describe_optimizer, make_optimizer
+from backbeat.measure.model.pace import ApplyMemory, Pace
 from backbeat.measure.model.precision import check_precision, scaler_for, tensor_cores
-from backbeat.measure.model.restore import kept
+from backbeat.measure.model.restore import put_back
 from backbeat.measure.model.training_step import (
     Loss,
     OutOfMemoryError,
@@ -33,11 +34,7 @@ from backbeat.measure.model.training_step import (
     where_raised,
 )
 from backbeat.model import Profile
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from backbeat.measure.model.pace import ApplyMemory, Pace
+from backbeat.model.checks import at_least
 
 TopkSpeed = Callable[[Training, int], tuple[float, float] | None]
 """Seconds of top-k per byte and per bucket, given the bytes of all gradients; None where memory is too short.
@@ -105,13 +102,8 @@ def measure(
     `backbeat profile` gives them: without them the profile does not say what top-k costs, nor, on a GPU, what
     recomputation costs the host.
     """
-    for field, value, least in (
-        ("iterations", iterations, 1),
-        ("warmup", warmup, 1),
-        ("accumulation", accumulation, 1),
-    ):
-        if value < least:
-            raise InputError(f"{field} is {value}: it must be {least} or more")
+    for field, value in (("iterations", iterations), ("warmup", warmup), ("accumulation", accumulation)):
+        at_least(field, value, 1)
     check_model(model)
     where = device_of(model, device)
     check_precision(precision, where)
@@ -142,7 +134,7 @@ def measure(
     )
     try:
         with _current(where), tensor_cores(precision, where):
-            with kept(model, given_optimizer, where) if keep else contextlib.nullcontext():
+            with put_back(model, given_optimizer, where) if keep else contextlib.nullcontext():
                 figures = take(training, iterations, warmup, time_limit_s, apply_memory, compile_blocks)
             found = noise(figures.iteration_s, figures.forward_s + figures.backward_s, figures.overhead)
             if found is not None and not accept_noise:
@@ -192,7 +184,7 @@ def _document(
 ) -> MeasuredModel:
     pace = figures.pace
     s_per_byte, s_per_bucket = (None, None) if topk is None else topk
-    document = msgspec.structs.replace(
+    document = replace(
         figures.profile(
             name=name,
             model=model,

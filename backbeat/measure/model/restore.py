@@ -5,21 +5,25 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Iterator
-from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 
 @contextlib.contextmanager
-def kept(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, device: torch.device) -> Iterator[None]:
+def put_back(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, device: torch.device) -> Iterator[None]:
     """Weights, buffers, gradients, the optimizer's state and the random generators leave as they came.
 
     Copies go to the host, so that they take nothing from the memory being measured.
     """
+
+    def to_host(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().to("cpu", copy=True)
+
     tensors = [*model.parameters(), *model.buffers()]
-    saved = [tensor.detach().to("cpu", copy=True) for tensor in tensors]
+    saved = [to_host(tensor) for tensor in tensors]
     gradients = [parameter.grad for parameter in model.parameters()]
-    state = None if optimizer is None else copy.deepcopy(_on_host(optimizer.state_dict()))
+    state = None if optimizer is None else copy.deepcopy(tree_map_only(torch.Tensor, to_host, optimizer.state_dict()))
     for parameter in model.parameters():
         parameter.grad = None
     devices = [device.index or 0] if device.type == "cuda" else []
@@ -34,13 +38,3 @@ def kept(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, device
             parameter.grad = gradient
         if optimizer is not None and state is not None:
             optimizer.load_state_dict(state)
-
-
-def _on_host(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.detach().to("cpu", copy=True)
-    if isinstance(value, dict):
-        return {key: _on_host(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(_on_host(item) for item in value)
-    return value

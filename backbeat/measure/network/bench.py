@@ -18,7 +18,7 @@ import torch
 
 from backbeat.comm.communicators import Communicator
 from backbeat.comm.spin import SpinRate, spin_rate, until
-from backbeat.errors import MeasurementError
+from backbeat.errors import MeasurementError, first_line
 from backbeat.measure.network.case import Case
 
 _ELEMENT_BYTES = 4
@@ -164,8 +164,7 @@ def explained(what: str) -> Iterator[None]:
     except torch.OutOfMemoryError as error:
         raise MeasurementError(f"out of memory at {what}: measure smaller messages with --sizes") from error
     except (RuntimeError, TimeoutError) as error:
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise MeasurementError(
-            f"calibration stopped at {what}, nothing was written: a worker died or cannot be reached ({first}); "
-            "look at its log and start all workers again"
+            f"calibration stopped at {what}, nothing was written: a worker died or cannot be reached "
+            f"({first_line(error)}); look at its log and start all workers again"
         ) from error

@@ -2,7 +2,7 @@
 
 Each kind of work runs alone and beside collectives in a row (all-reduces, or all-gathers and reduce-scatters), in
 turns, on every rank at once. The slowdown is the median over pairs, of the rank that is slowed down most: a synchronous
-step waits for it. Nothing of the host counts: launches queue behind a spin.
+step waits for it. Nothing of the host counts: launches queue after a spin.
 """
 
 from __future__ import annotations
@@ -48,16 +48,16 @@ def measure_slowdown(
     """Collective: every rank calls it alike. `message_s` is what one message of `MESSAGE_BYTES` takes: an all-reduce,
     or with `workers` an all-gather and a reduce-scatter."""
     message = torch.zeros(MESSAGE_BYTES // 4, device=device)
-    send = _all_reduces(communicator, message) if workers is None else _pairs_of(communicator, message, workers)
+    send = _pairs_of(communicator, message, workers) if workers else lambda: [communicator.all_reduce(message)]
     factors = torch.ones(3, dtype=torch.float64, device=device)
-    for place, work in enumerate(_works(device)):
+    for index, work in enumerate(_works(device)):
         run = _Timed(work, communicator, message, send, timeout_s)
         run.seconds(3, 0)
         (once_s,) = _largest(communicator, [run.seconds(3, 0) / 3], device, timeout_s)
         count = max(1, min(200, round(_SAMPLE_S / once_s)))
         messages = messages_beside(count * once_s, message_s)
         ratios = [run.seconds(count, messages) / alone for _ in range(_PAIRS) if (alone := run.seconds(count, 0)) > 0]
-        factors[place] = max(median(ratios), 1.0)
+        factors[index] = max(median(ratios), 1.0)
     matmul, attention, memory = _largest(communicator, factors.tolist(), device, timeout_s)
     return Slowdown(matmul=matmul, attention=attention, memory=memory)
 
@@ -100,10 +100,6 @@ class _Timed:
         self.done.record()
         until(self.done, self.timeout_s)
         return float(self.begin.elapsed_time(self.end)) * 1e-3
-
-
-def _all_reduces(communicator: Communicator, message: torch.Tensor) -> Callable[[], list[Any]]:
-    return lambda: [communicator.all_reduce(message)]
 
 
 def _pairs_of(communicator: Communicator, message: torch.Tensor, workers: int) -> Callable[[], list[Any]]:

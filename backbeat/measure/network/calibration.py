@@ -33,8 +33,8 @@ from backbeat.measure.network.findings import (
     notes_of,
     sharing_unknown,
 )
-from backbeat.measure.network.jumps import SHARE, closer
-from backbeat.measure.network.sampling import Progress, measure
+from backbeat.measure.network.jumps import SHARE, refine_jumps
+from backbeat.measure.network.sampling import BRIEF, THOROUGH, Progress, measure
 from backbeat.model.network import Network
 from backbeat.model.sharded_times import ShardedTimes
 from backbeat.model.source import Source
@@ -46,7 +46,7 @@ def calibrate(**options: Any) -> Network:
     """Measure the cluster that a process group spans. Collective: every rank of the group calls it alike.
 
     Options are those of `measure_cluster`: `group`, `device`, `budget_s`, `sizes`, `communicators`, `collectives`,
-    `name`, `settle`, `sharded`, `slowdown`, `progress`.
+    `name`, `settle`, `sharded`, `slowdown`, `brief`, `progress`.
     """
     return measure_cluster(**options).network
 
@@ -63,6 +63,7 @@ def measure_cluster(
     settle: bool = False,
     sharded: bool = False,
     slowdown: bool = False,
+    brief: bool = False,
     progress: Progress | None = None,
 ) -> MeasuredCluster:
     """As `calibrate`, with the repeats and spread of every case.
@@ -70,6 +71,9 @@ def measure_cluster(
     `sharded` spends most of the budget on all-gather and reduce-scatter.
     `slowdown` measures on GPUs how much longer computation takes beside an all-reduce, and beside all-gathers and
     reduce-scatters; where two ranks share a GPU, as in the lab, it is left out.
+
+    `brief` is for a job that waits: every size a few times before any gets more, so that larger messages are reached,
+    and nothing is held out to check the curve.
 
     `settle` is for gloo ranks that share too few cores: see `comm.gloo.settle_gloo`.
     """
@@ -94,13 +98,13 @@ def measure_cluster(
         done = settle_gloo()
         notes.append(f"gloo's socket threads {'ran at idle priority' if done else 'could not be settled here'}")
     bench = Bench(list(links), rank=links.rank, workers=workers, device=where, timeout_s=timeout_s)
-    held_out = held_out_cases(sorted(set(sizes)))
-    series = series_of(sorted(set(sizes)), sorted(counts), collectives, held_out, sharded=sharded)
+    held_out = () if brief else held_out_cases(sorted(set(sizes)))
+    series = series_of(sorted(set(sizes)), sorted(counts), collectives, held_out, sharded=sharded, brief=brief)
     show: Progress = progress or (lambda what, share: None)
-    outcome = measure(bench, series, budget_s * (1 - SHARE), show)
+    outcome = measure(bench, series, budget_s * (1 - SHARE), show, BRIEF if brief else THOROUGH)
     # Of the curve only: what is held out must not decide where it is measured.
     curve = {case: timing for case, timing in outcome.timings.items() if case not in held_out}
-    further = closer(bench, curve, budget_s, show)
+    further = refine_jumps(bench, curve, budget_s, show)
     (elapsed_s,) = bench.agree([bench.elapsed()])
     outcome = replace(outcome, timings={**outcome.timings, **further}, elapsed_s=elapsed_s)
     notes += notes_of(outcome, budget_s, backend, hosts, workers)

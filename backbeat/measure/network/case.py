@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import get_args
 
 from backbeat.cost.collectives import Collective
@@ -30,6 +30,9 @@ class Case:
         return name if self.messages == 1 else f"{name} × {self.messages} on {self.communicators}"
 
 
+_ROUND_S, _ALL_REDUCE_ROUND_S = 2e-3, 12e-3
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Series:
     """Cases from small to large, with the share of the budget that their obligatory repeats may take."""
@@ -38,7 +41,7 @@ class Series:
     share: float
     least: int = 0
     """This many cases are measured whatever they cost."""
-    round_s: float = 2e-3
+    round_s: float = _ROUND_S
     """In each round a case is repeated until about this much time went into it."""
 
 
@@ -61,7 +64,7 @@ PAIRS = 3
 # it is those of its halves.
 _SHARES = (0.4, 0.05, 0.3, 0.2, 0.05)
 _SHARDED_SHARES = (0.2, 0.05, 0.1, 0.55, 0.1)
-_ALL_REDUCE_ROUND_S = 12e-3
+_BRIEF_SHARES = (0.35, 0.0, 0.1, 0.5, 0.05)
 
 
 def held_out_cases(sizes: list[int]) -> tuple[Case, ...]:
@@ -81,15 +84,18 @@ def series_of(
     held_out: tuple[Case, ...] = (),
     *,
     sharded: bool = False,
+    brief: bool = False,
 ) -> list[Series]:
-    """What calibration measures, the most important first."""
-    share, held_out_share, batch_share, others_share, pairs_share = _SHARDED_SHARES if sharded else _SHARES
+    """What calibration measures, the most important first. `brief`: the sizes given and no others, whatever carries
+    them."""
+    shares = _BRIEF_SHARES if brief else _SHARDED_SHARES if sharded else _SHARES
+    share, held_out_share, batch_share, others_share, pairs_share = shares
     octaves = [size for size in sizes if size & (size - 1) == 0]
 
     def isolated(collective: Collective) -> tuple[Case, ...]:
         # What every prediction stands on is measured more closely than the rest.
-        chosen = sizes if collective == "all_reduce" or len(octaves) < 2 else octaves
-        if sharded and collective in ("all_gather", "reduce_scatter"):
+        chosen = sizes if collective == "all_reduce" or brief or len(octaves) < 2 else octaves
+        if sharded and not brief and collective in ("all_gather", "reduce_scatter"):
             chosen = sorted({*chosen, *(size for size in UNIT_SIZES if sizes[0] <= size <= sizes[-1])})
         return tuple(Case(collective=collective, bytes=size) for size in chosen)
 
@@ -109,10 +115,14 @@ def series_of(
         if count in counts
     )
     others = [collective for collective in COLLECTIVES if collective in collectives and collective != "all_reduce"]
-    return [
-        Series(cases=isolated("all_reduce"), share=share, least=2, round_s=_ALL_REDUCE_ROUND_S),
+    found = [
+        Series(cases=isolated("all_reduce"), share=share, least=2, round_s=_ROUND_S if brief else _ALL_REDUCE_ROUND_S),
         Series(cases=held_out, share=held_out_share, round_s=_ALL_REDUCE_ROUND_S),
         Series(cases=batches, share=batch_share),
         *(Series(cases=isolated(one), share=others_share / len(others), least=2 if sharded else 0) for one in others),
         Series(cases=pairs, share=pairs_share),
     ]
+    if not brief:
+        return found
+    whole = sum(one.share for one in found if one.cases)
+    return [replace(one, share=one.share / whole) for one in found if one.cases]

@@ -11,11 +11,11 @@ from typing import Any
 import msgspec
 
 from backbeat.cost.collectives import Collective
-from backbeat.cost.link import Batch, unshown
+from backbeat.cost.link import Batch, only_small_messages
 from backbeat.cost.samples import Timing, monotone
 from backbeat.errors import MeasurementError
 from backbeat.measure.network.case import COLLECTIVES, Case
-from backbeat.measure.network.sampling import FEWEST_REPEATS, REPEATS, SamplingOutcome
+from backbeat.measure.network.sampling import REPEATS, SamplingOutcome
 from backbeat.measure.network.verdict import MISFIT, verdict
 from backbeat.model.collective_times import CollectiveTimes, ConcurrencyPoint
 from backbeat.model.network import Network
@@ -163,7 +163,7 @@ def misfits(network: Network) -> list[str]:
 def sharing_unknown(network: Network) -> list[str]:
     """Where messages on several communicators were too small to show how they share the link."""
     rows = [Batch(row.bytes, row.messages, row.communicators, row.seconds) for row in network.concurrency]
-    small = unshown(rows)
+    small = only_small_messages(rows)
     if not small:
         return []
     counts = " and ".join(str(count) for count in small)
@@ -182,7 +182,7 @@ def notes_of(
     ended = "every median was stable" if outcome.stable else f"the budget of {format_seconds(budget_s)} was used up"
     notes.append(f"{min(counts)} to {max(counts)} repeats of each case, ended because {ended}")
     if min(counts) < REPEATS:
-        notes.append(f"fewer than {REPEATS} repeats (at least {FEWEST_REPEATS}) in some cases: raise --budget")
+        notes.append(f"fewer than {REPEATS} repeats (at least {min(counts)}) in some cases: raise --budget")
     for collective in COLLECTIVES:
         gone = [case.bytes for case in outcome.dropped if case.collective == collective and case.messages == 1]
         gone = [size for size in gone if size > _largest(outcome, collective)]

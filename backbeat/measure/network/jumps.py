@@ -21,15 +21,15 @@ _HIGH = 0.08
 _MOST = 6
 _POINTS = 3
 """Further points for each jump."""
-_PLACE = 0.45
+_POSITION = 0.45
 """Of the interval. Not its middle, where sizes are held out to check the curve."""
 _SAMPLES = 24
 SHARE = 0.1
 """Of the budget, at most."""
 
 
-def jumps(times: Mapping[int, float], doubts: Mapping[int, float] | None = None) -> list[tuple[int, int]]:
-    """Neighbouring sizes between which time jumps, the highest jumps first; `doubts`: how far each time may be off.
+def jumps(times: Mapping[int, float], uncertainties: Mapping[int, float] | None = None) -> list[tuple[int, int]]:
+    """Neighbouring sizes between which time jumps, the highest first; `uncertainties`: how far each time may be off.
 
     >>> jumps({2**10: 1e-4, 2**14: 1e-4, 2**15: 2e-4, 2**20: 1e-3, 2**22: 4e-3, 2**24: 16e-3})
     [(16384, 32768)]
@@ -41,27 +41,29 @@ def jumps(times: Mapping[int, float], doubts: Mapping[int, float] | None = None)
     found = []
     for (small, before), (large, after) in pairwise(rising):
         rise, carried = after - before, link * (large - small)
-        doubt = 0.0 if doubts is None else doubts[small] + doubts[large]
-        if rise > _STEEP * carried and rise - carried > max(_HIGH * after, doubt) and large - small >= 8:
+        uncertainty_s = 0.0 if uncertainties is None else uncertainties[small] + uncertainties[large]
+        if rise > _STEEP * carried and rise - carried > max(_HIGH * after, uncertainty_s) and large - small >= 8:
             found.append(((rise - carried) / after, (small, large)))
     return [pair for _, pair in sorted(found, reverse=True)[:_MOST]]
 
 
-def closer(sampler: Sampler, timings: Mapping[Case, Timing], budget_s: float, progress: Progress) -> dict[Case, Timing]:
+def refine_jumps(
+    sampler: Sampler, timings: Mapping[Case, Timing], budget_s: float, progress: Progress
+) -> dict[Case, Timing]:
     """Further all-reduces, where isolated ones jump: each in the part of the interval that rises more.
 
     Every decision is taken from times that all ranks share.
     """
     isolated = {case.bytes: one for case, one in timings.items() if case == Case(bytes=case.bytes)}
     times = {size: timing.median_s for size, timing in isolated.items()}
-    doubts = {size: timing.median_s * timing.uncertainty for size, timing in isolated.items()}
+    uncertainties = {size: timing.median_s * timing.uncertainty for size, timing in isolated.items()}
     found: dict[Case, Timing] = {}
     (now,) = sampler.agree([sampler.elapsed()])
     until = now + SHARE * budget_s
-    for small, large in jumps(times, doubts):
+    for small, large in jumps(times, uncertainties):
         low, high = small, large
         for _ in range(_POINTS):
-            size = (low + round((high - low) * _PLACE)) // 4 * 4
+            size = (low + round((high - low) * _POSITION)) // 4 * 4
             # The first warms up; none takes longer than the larger size.
             samples = min(_SAMPLES, int((until - now) / max(times[high], 1e-9)) - 1)
             if not low < size < high or samples < FEWEST_REPEATS:

@@ -29,6 +29,24 @@ _MOST_PER_ROUND = 16
 _TRIES = 3
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Effort:
+    """How sure medians are to be, against how large messages may be within a budget."""
+
+    repeats: int
+    """Of each case, before any gets more."""
+    fewest: int
+    """Where the machine turned out slower than its first samples said."""
+    cautious: bool
+    """The next larger case is expected to take longer in proportion to its bytes, which it cannot pass by more than
+    noise; otherwise as the two cases before it say, since where time is mostly latency it grows far slower."""
+
+
+THOROUGH = Effort(repeats=REPEATS, fewest=FEWEST_REPEATS, cautious=True)
+BRIEF = Effort(repeats=3, fewest=3, cautious=False)
+"""For a job that waits: large messages a few times before small ones get many."""
+
+
 class Sampler(Protocol):
     def sample(self, case: Case) -> float: ...
     def agree(self, values: Sequence[float]) -> list[float]: ...
@@ -49,19 +67,21 @@ class SamplingOutcome:
     elapsed_s: float
 
 
-def measure(sampler: Sampler, series: Sequence[Series], budget_s: float, progress: Progress) -> SamplingOutcome:
-    """Time every case that fits the budget, at least `REPEATS` times."""
+def measure(
+    sampler: Sampler, series: Sequence[Series], budget_s: float, progress: Progress, effort: Effort = THOROUGH
+) -> SamplingOutcome:
+    """Time every case that fits the budget, as often as the effort says and more while there is time."""
     kept: list[list[Case]] = []
     cost: dict[Case, float] = {}
     spare = 0.0
     for one in series:
         allowed = one.share * budget_s * _SAFE_SHARE + spare
         chosen, used = _choose(
-            sampler, one, allowed, cost, lambda case: progress(f"first {case}", _share(sampler, budget_s))
+            sampler, one, allowed, effort, cost, lambda case: progress(f"first {case}", _share(sampler, budget_s))
         )
         spare = max(0.0, allowed - used)
         kept.append(chosen)
-    samples = _rounds(sampler, series, kept, cost, budget_s, progress)
+    samples = _rounds(sampler, series, kept, cost, budget_s, effort, progress)
     timings = {case: summarise(taken) for case, taken in samples.items()}
     return SamplingOutcome(
         timings=timings,
@@ -76,27 +96,42 @@ def _share(sampler: Sampler, budget_s: float) -> float:
 
 
 def _choose(
-    sampler: Sampler, series: Series, allowed_s: float, cost: dict[Case, float], show: Callable[[Case], None]
+    sampler: Sampler,
+    series: Series,
+    allowed_s: float,
+    effort: Effort,
+    cost: dict[Case, float],
+    show: Callable[[Case], None],
 ) -> tuple[list[Case], float]:
     """Cases in order until the next one's repeats would no longer fit. Each is run twice: the first run warms it up."""
     chosen: list[Case] = []
-    used = 0.0
+    used, runs = 0.0, effort.repeats + 2
     for case in series.cases:
         obliged = len(chosen) < series.least
-        before = chosen[-1] if chosen else None
-        # Time cannot grow faster than the bytes, so this never lets in what does not fit by more than noise.
-        expected = cost[before] * _volume(case) / _volume(before) if before else 0.0
-        if not obliged and used + expected * (REPEATS + 2) > allowed_s:
+        if not obliged and used + _expected(case, chosen, cost, effort) * runs > allowed_s:
             break
         show(case)
         sampler.sample(case)
-        seconds = _first(sampler, case, (allowed_s - used) / (REPEATS + 2))
-        if not obliged and used + seconds * (REPEATS + 2) > allowed_s:
+        seconds = _first(sampler, case, (allowed_s - used) / runs)
+        if not obliged and used + seconds * runs > allowed_s:
             break
         cost[case] = seconds
-        used += seconds * (REPEATS + 2)
+        used += seconds * runs
         chosen.append(case)
     return chosen, used
+
+
+def _expected(case: Case, before: Sequence[Case], cost: dict[Case, float], effort: Effort) -> float:
+    """What a case may take at most: by those before it, or for the first by those of other series."""
+    size = _volume(case)
+    last = before[-1] if before else max((one for one in cost if _volume(one) <= size), key=_volume, default=None)
+    if last is None:
+        return 0.0
+    proportional = cost[last] * size / _volume(last)
+    if effort.cautious or len(before) < 2 or _volume(last) <= _volume(before[-2]):
+        return proportional
+    slope = max(cost[last] - cost[before[-2]], 0.0) / (_volume(last) - _volume(before[-2]))
+    return min(cost[last] + slope * (size - _volume(last)), proportional)
 
 
 def _first(sampler: Sampler, case: Case, limit_s: float) -> float:
@@ -122,6 +157,7 @@ def _rounds(
     kept: list[list[Case]],
     cost: dict[Case, float],
     budget_s: float,
+    effort: Effort,
     progress: Progress,
 ) -> dict[Case, list[float]]:
     samples: dict[Case, list[float]] = {case: [] for cases in kept for case in cases}
@@ -142,10 +178,10 @@ def _rounds(
             agreed = sampler.agree([*(sampler.sample(case) for case in turns), sampler.elapsed()])
             for case, seconds in zip(turns, agreed, strict=False):
                 samples[case].append(seconds)
-            if _finished(samples, agreed[-1] >= budget_s):
+            if _finished(samples, effort, late=agreed[-1] >= budget_s):
                 return samples
             if agreed[-1] >= budget_s:
-                _shed(samples, series, kept)
+                _drop_largest(samples, series, kept)
     finally:
         if collecting:
             gc.enable()
@@ -155,16 +191,16 @@ def _per_round(round_s: float, cost_s: float) -> int:
     return max(1, min(_MOST_PER_ROUND, int(round_s / max(cost_s, 1e-9))))
 
 
-def _finished(samples: dict[Case, list[float]], late: bool) -> bool:
+def _finished(samples: dict[Case, list[float]], effort: Effort, *, late: bool) -> bool:
     counts = [len(taken) for taken in samples.values()]
     if late:
-        return min(counts) >= FEWEST_REPEATS
+        return min(counts) >= effort.fewest
     if min(counts) < REPEATS:
         return False
     return max(counts) >= MOST_REPEATS or all(summarise(taken).uncertainty <= STABLE for taken in samples.values())
 
 
-def _shed(samples: dict[Case, list[float]], series: Sequence[Series], kept: list[list[Case]]) -> None:
+def _drop_largest(samples: dict[Case, list[float]], series: Sequence[Series], kept: list[list[Case]]) -> None:
     """Out of time before the fewest repeats: give up the largest cases, half of each series at a time."""
     for one, cases in zip(series, kept, strict=True):
         keep = max(one.least, len(cases) // 2)

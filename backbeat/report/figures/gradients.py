@@ -30,7 +30,7 @@ def gradient_sizes(profile: Profile, sent: Timeline | None = None, *, most: int 
     """`sent` adds when the bytes have arrived."""
     count, sums = len(profile.gradients), np.cumsum(profile.sizes)
     largest = np.sort(np.argsort(-profile.sizes, kind="stable")[:most])
-    drawn = tuple(profile.gradients[place] for place in largest.tolist())
+    drawn = tuple(profile.gradients[index] for index in largest.tolist())
     stairs = np.unique(np.linspace(0, count - 1, min(count, most)).round().astype(int))
     return GradientSizes(
         drawn=drawn,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from backbeat.model import Memory
-from backbeat.simulate.sharded_course import MemoryLevel
+from backbeat.simulate.sharded_levels import MemoryLevel
 
 SHARDED_KINDS = {
     "parameter": "parameter shards",

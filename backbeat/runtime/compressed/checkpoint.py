@@ -14,17 +14,15 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from backbeat.errors import InputError, nearest
 from backbeat.model.files import write
-
-if TYPE_CHECKING:
-    from backbeat.runtime.compressed.compressed_bucket import CompressedBucket
-    from backbeat.runtime.reduce.bucket import BucketBuffer
-    from backbeat.runtime.reduce.step import ReducerContext
+from backbeat.runtime.compressed.compressed_bucket import CompressedBucket
+from backbeat.runtime.reduce.bucket import BucketBuffer
+from backbeat.runtime.reduce.step import ReducerContext
 
 SCHEMA = "backbeat.residuals/1"
 _FILE = re.compile(r"rank-(\d+)-of-(\d+)\.pt")
@@ -140,7 +138,7 @@ def _check_parts(state: Mapping[str, Any], what: str) -> None:
             raise InputError(f"{what} has no {part!r}: it is damaged; use another")
 
 
-class Carried:
+class CarriedResiduals:
     """Residuals, with velocities, of parameters that no compressed bucket has at present; and how many steps there
     were."""
 
@@ -154,43 +152,43 @@ class Carried:
         """Of all training, what came before a checkpoint included."""
         return self._context.step.number + self._steps_before
 
-    def take_out(self, buckets: Sequence[CompressedBucket]) -> None:
+    def collect(self, buckets: Sequence[CompressedBucket]) -> None:
         """Copies of every residual in the buckets."""
         with torch.no_grad():
             for bucket in buckets:
                 values, velocities = bucket.held()
-                for position, place in enumerate(bucket.members):
+                for position, index in enumerate(bucket.members):
                     if bucket.touched[position] or position in bucket.frozen:
                         velocity = velocities[position] if velocities else None
-                        self._held[self._context.names[place]] = (values[position], velocity)
+                        self._held[self._context.names[index]] = (values[position], velocity)
 
-    def bring_back(self, buckets: Sequence[CompressedBucket]) -> None:
+    def restore(self, buckets: Sequence[CompressedBucket]) -> None:
         """Give the buckets what their members are owed."""
         for bucket in buckets:
-            for place in bucket.members:
-                found = self._held.pop(self._context.names[place], None)
+            for index in bucket.members:
+                found = self._held.pop(self._context.names[index], None)
                 if found is not None:
-                    bucket.put(place, *found)
+                    bucket.put(index, *found)
 
-    def repay(self, bucket: BucketBuffer, arrived: Sequence[int]) -> None:
+    def add_owed(self, bucket: BucketBuffer, arrived: Sequence[int]) -> None:
         """What a member owes from a plan that compressed it goes with its first dense gradient."""
         if not self._held or not bucket.views:
             return
-        for place, view in zip(bucket.members, bucket.views, strict=True):
-            if arrived[place]:
-                found = self._held.pop(self._context.names[place], None)
+        for index, view in zip(bucket.members, bucket.views, strict=True):
+            if arrived[index]:
+                found = self._held.pop(self._context.names[index], None)
                 if found is not None:
                     view.add_(found[0].to(view))
 
     def state(self, buckets: Sequence[CompressedBucket]) -> dict[str, Any]:
         """This rank's residuals by name, for a checkpoint."""
-        self.take_out(buckets)
+        self.collect(buckets)
         held = {name: self._held[name] for name in self._context.names if name in self._held}
         residuals = {name: values for name, (values, _) in held.items()}
         velocities = {name: velocity for name, (_, velocity) in held.items() if velocity is not None}
         for bucket in buckets:
-            for place in bucket.members:
-                self._held.pop(self._context.names[place], None)
+            for index in bucket.members:
+                self._held.pop(self._context.names[index], None)
         communicators = self._context.communicators
         return state_of(residuals, velocities, rank=communicators.rank, ranks=communicators.size, step=self.step)
 
@@ -208,4 +206,4 @@ class Carried:
             )
             self._held = {name: (values, velocities.get(name)) for name, values in residuals.items()}
             self._steps_before = int(state["step"]) - context.step.number
-            self.bring_back(buckets)
+            self.restore(buckets)

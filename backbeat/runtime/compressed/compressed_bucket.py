@@ -7,22 +7,18 @@ free again; what the compressor sends is subtracted. It is never anybody's `.gra
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch.nn import Parameter
 
 from backbeat.errors import InputError
 from backbeat.runtime.compressed import topk
 from backbeat.runtime.compressed.residual import Residual, Scratch, Store, accumulate, add_all, drop_infinite
+from backbeat.runtime.compressed.topk import TopK
 from backbeat.runtime.reduce.bucket import BucketBuffer, addresses_of, views_of
-from backbeat.runtime.reduce.step import TakenGradients
-
-if TYPE_CHECKING:
-    from torch.nn import Parameter
-
-    from backbeat.runtime.compressed.topk import TopK
-    from backbeat.runtime.reduce.partition import BucketSpec
-    from backbeat.runtime.reduce.step import Step
+from backbeat.runtime.reduce.partition import BucketSpec
+from backbeat.runtime.reduce.step import Step, TakenGradients
 
 
 class CompressedBucket(BucketBuffer):
@@ -44,9 +40,9 @@ class CompressedBucket(BucketBuffer):
     ) -> None:
         self.spec = spec
         self.members = spec.members
-        self.parameters = [parameters[place] for place in spec.members]
-        # Members keep these places in every buffer, whatever memory format they are given later.
-        self._layout = [
+        self.parameters = [parameters[index] for index in spec.members]
+        # Members keep these slices of every buffer, whatever memory format they are given later.
+        self._slices = [
             torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device="meta")
             for parameter in self.parameters
         ]
@@ -65,11 +61,11 @@ class CompressedBucket(BucketBuffer):
         self.store = store
         self._momentum_of = momentum_of
         self._views: tuple[Residual, list[torch.Tensor], list[torch.Tensor]] | None = None
-        self._positions = {place: position for position, place in enumerate(self.members)}
+        self._positions = {index: position for position, index in enumerate(self.members)}
         self._everyone = range(len(self.members))
         self._hollow = any(not parameter.numel() for parameter in self.parameters)
         self._refused: list[int] = []
-        """Places of parameters whose gradients were not finite, and so were not added."""
+        """Indices of parameters whose gradients were not finite, and so were not added."""
         self._starts: tuple[torch.Tensor, torch.Tensor] | None = None
         """Where members begin in the residual, and the numbers that stand for them."""
         self._gathered = gathering
@@ -93,12 +89,12 @@ class CompressedBucket(BucketBuffer):
 
     def _lay_slots(self) -> None:
         """Where the decoded mean of each member is looked at as `.grad`."""
-        self._slots = views_of(self.payload, self._layout) if self._dense else []
+        self._slots = views_of(self.payload, self._slices) if self._dense else []
         self._addresses = addresses_of(self._slots)
 
     @property
     def bytes(self) -> int:
-        return topk.layout_of(self.numel, self.compressor.density).bytes
+        return topk.format_of(self.numel, self.compressor.density).bytes
 
     def take_all(self) -> bool:
         if self.frozen:
@@ -123,26 +119,26 @@ class CompressedBucket(BucketBuffer):
         kept: dict[int, torch.Tensor] = {}
         removed = False
         arrived, gradients = [], []
-        for position, (place, parameter) in enumerate(zip(self.members, self.parameters, strict=True)):
+        for position, (index, parameter) in enumerate(zip(self.members, self.parameters, strict=True)):
             gradient = parameter.grad
             if gradient is None:
                 # A hook of the user's took it away after it had arrived.
-                removed = removed or bool(fresh[place])
-            elif fresh[place] or (self.touched[position] and parameter.requires_grad):
+                removed = removed or bool(fresh[index])
+            elif fresh[index] or (self.touched[position] and parameter.requires_grad):
                 # Touched, it gets a gradient in any case: what it holds of the step before must be in it.
                 arrived.append(position)
                 gradients.append(gradient)
             else:
                 ours = bool(self._slots) and gradient is self._slots[position]
-                kept[place] = gradient.clone() if ours else gradient
+                kept[index] = gradient.clone() if ours else gradient
                 parameter.grad = None
         self._add(arrived, gradients)
-        for position, (place, parameter) in enumerate(zip(self.members, self.parameters, strict=True)):
+        for position, (index, parameter) in enumerate(zip(self.members, self.parameters, strict=True)):
             if parameter.requires_grad and position in self.frozen:
-                self.put(place, *self.frozen.pop(position))
+                self.put(index, *self.frozen.pop(position))
             elif not parameter.requires_grad and self.touched[position]:
                 self._freeze(position)
-        used = [place for position, place in enumerate(self.members) if self.touched[position]]
+        used = [index for position, index in enumerate(self.members) if self.touched[position]]
         return TakenGradients(used, kept, removed)
 
     def _freeze(self, position: int) -> None:
@@ -155,9 +151,9 @@ class CompressedBucket(BucketBuffer):
             velocities[position].zero_()
         self.touched[position] = 0
 
-    def fold(self, place: int) -> None:
+    def fold(self, index: int) -> None:
         """Add a gradient that comes after the bucket has left: it goes with the next step."""
-        position = self._positions[place]
+        position = self._positions[index]
         gradient = self.parameters[position].grad
         if gradient is not None:
             self._add([position], [gradient])
@@ -189,7 +185,7 @@ class CompressedBucket(BucketBuffer):
         targets = _at(velocities or values, positions, whole)
         if self.device.type in topk.HOSTS:
             faulty = accumulate(targets, gradients)
-            self._refused += [self.members[place] for place, bad in zip(positions, faulty, strict=True) if bad]
+            self._refused += [self.members[index] for index, bad in zip(positions, faulty, strict=True) if bad]
         else:
             flat = residual.values if residual.velocity is None else residual.velocity
             add_all(flat, targets, gradients, None if alike else self._gathering(positions, whole))
@@ -204,19 +200,19 @@ class CompressedBucket(BucketBuffer):
         return flat, _at(self._views_on(flat), positions, whole)
 
     def _views_on(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """The members' places in memory that buckets share, which is mostly the same from step to step."""
+        """The members' slices of the memory that buckets share, which is mostly the same from step to step."""
         found = self._known_views.get(flat.data_ptr())
         if found is None:
             if len(self._known_views) > 1:
                 self._known_views.clear()
-            found = self._known_views[flat.data_ptr()] = views_of(flat, self._layout)
+            found = self._known_views[flat.data_ptr()] = views_of(flat, self._slices)
         return found
 
     def _opened(self) -> tuple[Residual, list[torch.Tensor], list[torch.Tensor]]:
         if self._views is None:
             residual = self.store.open()
-            values = views_of(residual.values, self._layout)
-            velocities = [] if residual.velocity is None else views_of(residual.velocity, self._layout)
+            values = views_of(residual.values, self._slices)
+            velocities = [] if residual.velocity is None else views_of(residual.velocity, self._slices)
             self._views = (residual, values, velocities)
         return self._views
 
@@ -246,19 +242,19 @@ class CompressedBucket(BucketBuffer):
         self.result = self.work = None
 
     def take_refused(self) -> list[int]:
-        """Places of parameters with gradients that were not finite since the last time."""
+        """Indices of parameters with gradients that were not finite since the last time."""
         found, self._refused = self._refused, []
         return found
 
     def fault(self) -> torch.Tensor | None:
-        """One more than the place of a parameter whose residual was not finite when it was selected from, or 0; on the
+        """One more than the index of a parameter whose residual was not finite when it was selected from, or 0; on the
         device. None before the first message."""
         position = self.compressor.fault
         if position is None:
             return None
         if self._starts is None:
             begins = torch.tensor([0, *(one.numel() for one in self.parameters[:-1])], device=self.device).cumsum(0)
-            numbers = torch.tensor([0.0, *(place + 1.0 for place in self.members)], device=self.device)
+            numbers = torch.tensor([0.0, *(index + 1.0 for index in self.members)], device=self.device)
             self._starts = (begins.to(position.dtype), numbers)
         starts, numbers = self._starts
         # The last start that is not beyond it: of members without elements, the one after them.
@@ -289,10 +285,10 @@ class CompressedBucket(BucketBuffer):
         self.compressor.decode(self.gathered, flat, self._scale)
         self.gathered = None
         alike = self.parameters[0].dtype == self.dtype
-        views = self._views_on(flat) if alike else views_of(flat.to(self.parameters[0].dtype), self._layout)
+        views = self._views_on(flat) if alike else views_of(flat.to(self.parameters[0].dtype), self._slices)
         found = []
-        for place, parameter, view in zip(self.members, self.parameters, views, strict=True):
-            if used is None or used[place]:
+        for index, parameter, view in zip(self.members, self.parameters, views, strict=True):
+            if used is None or used[index]:
                 parameter.grad = view
                 found.append(parameter)
         return found
@@ -320,9 +316,9 @@ class CompressedBucket(BucketBuffer):
             self._closed()
         return copies
 
-    def put(self, place: int, values: torch.Tensor, velocity: torch.Tensor | None) -> None:
+    def put(self, index: int, values: torch.Tensor, velocity: torch.Tensor | None) -> None:
         """Add to a member's residual and velocity."""
-        position = self._positions[place]
+        position = self._positions[index]
         _, residuals, velocities = self._opened()
         residuals[position].add_(values.to(residuals[position]))
         if velocity is not None and velocities:
@@ -344,12 +340,12 @@ class CompressedBucket(BucketBuffer):
         if addresses_of(self._slots) != self._addresses:
             # Somebody gave a gradient other memory (`p.grad.data = …`).
             self._lay_slots()
-        for position, (place, parameter) in enumerate(zip(self.members, self.parameters, strict=True)):
-            if used is None or used[place]:
+        for position, (index, parameter) in enumerate(zip(self.members, self.parameters, strict=True)):
+            if used is None or used[index]:
                 parameter.grad = self._slots[position]
                 self.touched[position] = parameter.requires_grad
             else:
-                parameter.grad = kept.get(place)
+                parameter.grad = kept.get(index)
 
     def arrived(self, message: torch.Tensor) -> torch.Tensor | None:
         return None

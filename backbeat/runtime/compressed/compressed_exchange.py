@@ -16,26 +16,23 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from backbeat.errors import InputError
 from backbeat.runtime.compressed import topk
-from backbeat.runtime.compressed.checkpoint import Carried
+from backbeat.runtime.compressed.checkpoint import CarriedResiduals
 from backbeat.runtime.compressed.compressed_bucket import CompressedBucket
 from backbeat.runtime.compressed.residual import Scratch, dtype_of, make_stores, numel_of
 from backbeat.runtime.compressed.topk import CudaGraphs, TopK
-from backbeat.runtime.compressed.updates import Updates, plainly
+from backbeat.runtime.compressed.updates import Updates, without_modes
 from backbeat.runtime.reduce.bucket import BucketBuffer
 from backbeat.runtime.reduce.exchange import Exchange
+from backbeat.runtime.reduce.partition import BucketSpec, Partition
 from backbeat.runtime.reduce.settings import CompressionOptions
-from backbeat.runtime.reduce.status import StatusLayout, Verdict, read
-from backbeat.runtime.reduce.step import InFlight
-
-if TYPE_CHECKING:
-    from backbeat.runtime.reduce.partition import BucketSpec, Partition
-    from backbeat.runtime.reduce.step import ReducerContext
+from backbeat.runtime.reduce.status import StatusOffsets, SummedStatus, read
+from backbeat.runtime.reduce.step import InFlight, ReducerContext
 
 _cuda: Any = torch.cuda
 WARMUP_DENSITY = 0.25
@@ -49,9 +46,9 @@ class CompressedExchange(Exchange):
         self.options = options
         self.updates = Updates(self._check_step, momentum_correction=options.momentum_correction)
         self._host = host
-        self._carried = Carried(context)
+        self._carried = CarriedResiduals(context)
         self._compressed: list[CompressedBucket] = []
-        self._status: tuple[StatusLayout, torch.Tensor] | None = None
+        self._status: tuple[StatusOffsets, torch.Tensor] | None = None
         """The last status message."""
         device = context.communicators.device
         self._side: Any = _cuda.Stream(device) if device.type == "cuda" else None
@@ -63,7 +60,7 @@ class CompressedExchange(Exchange):
         if self.updates.running:
             return
         fresh = self.context.step.arrivals.arrived_since_reduce
-        if 1 in fresh and any(fresh[place] and p.grad is not None for place, p in enumerate(self.context.parameters)):
+        if 1 in fresh and any(fresh[index] and p.grad is not None for index, p in enumerate(self.context.parameters)):
             raise InputError(
                 "step() after a backward under no_sync: the gradients are this rank's own, and replicas would part. "
                 "Call it after a synchronised backward, which applies them on every rank, or drop them with zero_grad()"
@@ -74,7 +71,7 @@ class CompressedExchange(Exchange):
         velocity, masked = self.updates.corrects_momentum, self.options.factor_masking
         self._stores = make_stores(partition, self.context, host=self._host, velocity=velocity, masked=masked)
         self._join()
-        self._carried.take_out(self._compressed)
+        self._carried.collect(self._compressed)
         self._scratch, self._gathered = Scratch(), Scratch()
         """Where one bucket is decoded; and where its gradients are widened, while another stream may be decoding."""
         self._room: torch.Tensor | None = None
@@ -102,7 +99,7 @@ class CompressedExchange(Exchange):
     def installed(self) -> None:
         buckets = self.context.bucket_set.buckets
         self._compressed = [bucket for bucket in buckets if isinstance(bucket, CompressedBucket)]
-        self._carried.bring_back(self._compressed)
+        self._carried.restore(self._compressed)
 
     def check_open(self) -> None:
         if self.updates:
@@ -120,7 +117,7 @@ class CompressedExchange(Exchange):
         step = self.context.step
         if not isinstance(bucket, CompressedBucket):
             if not step.contributes_nothing:
-                self._carried.repay(bucket, step.arrivals.arrived_since_reduce)
+                self._carried.add_owed(bucket, step.arrivals.arrived_since_reduce)
             sent = super().send(index, bucket, status)
             self._collect(index)
             return sent
@@ -135,10 +132,10 @@ class CompressedExchange(Exchange):
         self._collect(index)
         return sent
 
-    def add_to_status(self, message: torch.Tensor, layout: StatusLayout) -> None:
+    def add_to_status(self, message: torch.Tensor, offsets: StatusOffsets) -> None:
         """Tell the others of a gradient that was not finite; `message` will hold the sums."""
-        self._status = (layout, message)
-        refused = [place for bucket in self._compressed for place in bucket.take_refused()]
+        self._status = (offsets, message)
+        refused = [index for bucket in self._compressed for index in bucket.take_refused()]
         # They are found beside backward, where buckets are compressed.
         self._join()
         faults = [fault for fault in (bucket.fault() for bucket in self._compressed) if fault is not None]
@@ -146,7 +143,7 @@ class CompressedExchange(Exchange):
             faults.append(torch.tensor([max(refused) + 1.0], device=message.device))
         if not faults or self.context.step.broken:
             return
-        message[layout.faults_at + self.context.communicators.rank].copy_(torch.cat(faults).amax())
+        message[offsets.faults_at + self.context.communicators.rank].copy_(torch.cat(faults).amax())
 
     def receive(self, sent: InFlight) -> torch.Tensor:
         bucket = sent.bucket
@@ -164,8 +161,8 @@ class CompressedExchange(Exchange):
             self._join()
         return sent.message
 
-    def hand_back(self, verdict: Verdict | None, *, in_place: bool) -> None:
-        used = None if verdict is None else verdict.used
+    def hand_back(self, summed: SummedStatus | None, *, in_place: bool) -> None:
+        used = None if summed is None else summed.used
         at_once = self.updates.at_once
         with self._beside():
             for bucket in self._compressed:
@@ -185,9 +182,9 @@ class CompressedExchange(Exchange):
                 if at_once:
                     self._update_dense([one], used)
             elif used is not None:
-                for place, parameter in zip(one.members, one.parameters, strict=True):
-                    if not used[place]:
-                        parameter.grad = kept.get(place)
+                for index, parameter in zip(one.members, one.parameters, strict=True):
+                    if not used[index]:
+                        parameter.grad = kept.get(index)
         if self.updates and not at_once:
             self._update_dense(self.context.bucket_set.buckets, used)
 
@@ -196,8 +193,8 @@ class CompressedExchange(Exchange):
         used: Sequence[bool] | None = None
         at_once = self.updates.at_once
         if at_once and self._status is not None and any(bucket.gathered is not None for bucket in self._compressed):
-            layout, numbers = self._status
-            used = read(layout, numbers.cpu()).used
+            offsets, numbers = self._status
+            used = read(offsets, numbers.cpu()).used
         with self._beside():
             for bucket in self._compressed:
                 if at_once and not self.context.step.absent:
@@ -233,13 +230,13 @@ class CompressedExchange(Exchange):
     def keep_late(self, late: Set[int]) -> Set[int]:
         """A gradient that its compressed bucket left without waits in the residual for the next step."""
         bucket_of, buckets = self.context.bucket_set.bucket_of, self.context.bucket_set.buckets
-        found = {place: bucket for place in late if isinstance(bucket := buckets[bucket_of[place]], CompressedBucket)}
+        found = {index: bucket for index in late if isinstance(bucket := buckets[bucket_of[index]], CompressedBucket)}
         if found:
             self._join()
-        for place, bucket in found.items():
+        for index, bucket in found.items():
             if not self.context.step.contributes_nothing:
-                bucket.fold(place)
-            self.context.parameters[place].grad = None
+                bucket.fold(index)
+            self.context.parameters[index].grad = None
         return found.keys()
 
     def _gather(self, bucket: CompressedBucket, message: torch.Tensor, *, at_once: bool) -> None:
@@ -299,11 +296,11 @@ class CompressedExchange(Exchange):
         present = [
             parameter
             for bucket in buckets
-            for place, parameter in zip(bucket.members, bucket.parameters, strict=True)
-            if parameter.grad is not None and (used is None or used[place])
+            for index, parameter in zip(bucket.members, bucket.parameters, strict=True)
+            if parameter.grad is not None and (used is None or used[index])
         ]
         if present:
-            with plainly(self.context.communicators.device.type):
+            with without_modes(self.context.communicators.device.type):
                 if self.updates.max_grad_norm is not None:
                     torch.nn.utils.clip_grad_norm_(present, self.updates.max_grad_norm)
                 self.updates.apply(present)
@@ -313,7 +310,7 @@ class CompressedExchange(Exchange):
         """Beside backward, on a stream of its own that has seen everything queued so far; without autocast, which would
         round what a backward inside it encodes."""
         device = self.context.communicators.device
-        with plainly(device.type):
+        with without_modes(device.type):
             if self._side is None:
                 yield
                 return

@@ -13,15 +13,13 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from backbeat.errors import InputError
-
-if TYPE_CHECKING:
-    from backbeat.runtime.reduce.partition import BucketSpec, Partition
-    from backbeat.runtime.reduce.step import ReducerContext
+from backbeat.runtime.reduce.partition import BucketSpec, Partition
+from backbeat.runtime.reduce.step import ReducerContext
 
 _cuda: Any = torch.cuda
 
@@ -224,7 +222,7 @@ def dtype_of(spec: BucketSpec, context: ReducerContext) -> torch.dtype:
 
 
 def numel_of(spec: BucketSpec, context: ReducerContext) -> int:
-    return sum(context.parameters[place].numel() for place in spec.members)
+    return sum(context.parameters[index].numel() for index in spec.members)
 
 
 def make_stores(
@@ -235,11 +233,11 @@ def make_stores(
     kinds: dict[torch.dtype, list[BucketSpec]] = {}
     for spec in partition.buckets:
         if spec.compression is not None:
-            for place in spec.members:
-                dtype = context.parameters[place].dtype
+            for member in spec.members:
+                dtype = context.parameters[member].dtype
                 if not dtype.is_floating_point:
                     raise InputError(
-                        f"parameter {context.names[place]!r} is {dtype}, and its bucket is compressed: only "
+                        f"parameter {context.names[member]!r} is {dtype}, and its bucket is compressed: only "
                         "real floating-point gradients can be; leave the compression out of its bucket"
                     )
             kinds.setdefault(dtype_of(spec, context), []).append(spec)

@@ -23,7 +23,7 @@ from backbeat.runtime.compressed.residual import Residual
 
 
 @dataclass(frozen=True, slots=True)
-class MessageLayout:
+class MessageFormat:
     """The message that carries `count` of a bucket's `numel` elements."""
 
     numel: int
@@ -50,7 +50,7 @@ class MessageLayout:
         return slice(self._values_end, self._values_end + 2 * self.count)
 
     def write_indices(self, indices: torch.Tensor, message: torch.Tensor) -> None:
-        """Write the indices into a message; sorted, where the layout has blocks."""
+        """Write the indices into a message; sorted, where the format has blocks."""
         head = message[: self._values_start].view(torch.int32)
         if not self._short:
             head.copy_(indices)
@@ -80,10 +80,10 @@ class MessageLayout:
 
 
 @functools.cache
-def layout_of(numel: int, density: float) -> MessageLayout:
-    """The layout for a bucket of `numel` elements."""
+def format_of(numel: int, density: float) -> MessageFormat:
+    """The format for a bucket of `numel` elements."""
     count, blocks = sent_elements(numel, density), block_ends(numel, density)
-    return MessageLayout(numel, int(count), int(blocks), int(message_bytes(numel, density)))
+    return MessageFormat(numel, int(count), int(blocks), int(message_bytes(numel, density)))
 
 
 def constant(make: Callable[[], torch.Tensor], device: torch.device) -> torch.Tensor:
@@ -202,7 +202,7 @@ class TopK:
         """The index of a selected element that was not finite, or -1. Such an element is never sent; one that was not
         selected may still be in the residual."""
         self._graphs = graphs
-        self._buffers: tuple[MessageLayout, torch.Tensor, torch.Tensor] | None = None
+        self._buffers: tuple[MessageFormat, torch.Tensor, torch.Tensor] | None = None
         self._sent: tuple[torch.Tensor, torch.Tensor] | None = None
         """Indices and values of the last message, until its step has succeeded."""
 
@@ -214,16 +214,16 @@ class TopK:
         that only these few need a check.
         """
         values = residual.values
-        layout, message, indices, fault = self._buffers_for(values, density or self.density)
-        sent = layout.values(message)
+        form, message, indices, fault = self._buffers_for(values, density or self.density)
+        sent = form.values(message)
 
         def encode() -> None:
-            chosen = largest(values, layout.count).to(indices.dtype)
-            if layout.blocks:
+            chosen = largest(values, form.count).to(indices.dtype)
+            if form.blocks:
                 # Sorting 32 bits takes half the passes that 64 bits take.
                 chosen = chosen.sort().values
             indices.copy_(chosen)
-            layout.write_indices(chosen, message)
+            form.write_indices(chosen, message)
             index = chosen.long()
             held = values.index_select(0, index)
             bad = held.isfinite().logical_not_()
@@ -232,19 +232,19 @@ class TopK:
             residual.replace(index, held.sub_(sent), bad.logical_or_(sent != 0))
 
         addresses = _addresses(message, indices, fault, values, residual.velocity)
-        self._run(("encode", *addresses, values.dtype, residual.masked, layout), encode)
+        self._run(("encode", *addresses, values.dtype, residual.masked, form), encode)
         self._sent = (indices, sent)
         return message
 
     def decode(self, gathered: torch.Tensor, out: torch.Tensor, scale: float) -> None:
         """Overwrite `out` with the mean of all ranks' last messages. `scale` is one over the number of ranks."""
         assert self._buffers is not None
-        layout = self._buffers[0]
+        form = self._buffers[0]
 
         def add() -> None:
-            add_gathered(out, *layout.unpack(gathered), scale)
+            add_gathered(out, *form.unpack(gathered), scale)
 
-        self._run(("decode", *_addresses(gathered, out), gathered.numel(), out.dtype, layout, scale), add)
+        self._run(("decode", *_addresses(gathered, out), gathered.numel(), out.dtype, form, scale), add)
 
     def give_back(self, residual: Residual) -> None:
         """Return the last message to the residual, once: its step failed."""
@@ -258,12 +258,12 @@ class TopK:
 
     def _buffers_for(
         self, values: torch.Tensor, density: float
-    ) -> tuple[MessageLayout, torch.Tensor, torch.Tensor, torch.Tensor]:
-        layout = layout_of(values.numel(), density)
-        if self._buffers is None or self._buffers[0] != layout:
-            dtype = torch.int32 if layout.numel < 2**31 else torch.int64
-            message = torch.empty(layout.bytes, dtype=torch.uint8, device=values.device)
-            self._buffers = (layout, message, torch.empty(layout.count, dtype=dtype, device=values.device))
+    ) -> tuple[MessageFormat, torch.Tensor, torch.Tensor, torch.Tensor]:
+        form = format_of(values.numel(), density)
+        if self._buffers is None or self._buffers[0] != form:
+            dtype = torch.int32 if form.numel < 2**31 else torch.int64
+            message = torch.empty(form.bytes, dtype=torch.uint8, device=values.device)
+            self._buffers = (form, message, torch.empty(form.count, dtype=dtype, device=values.device))
             self.fault = torch.empty(1, dtype=dtype, device=values.device)
         assert self.fault is not None
         return (*self._buffers, self.fault)

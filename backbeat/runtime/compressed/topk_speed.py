@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from statistics import median
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from backbeat.measure.model.training_step import is_out_of_memory
+from backbeat.measure.model.training_step import Training, is_out_of_memory
 from backbeat.runtime.compressed.residual import Residual, accumulate, add_all
 from backbeat.runtime.compressed.topk import CudaGraphs, TopK
-
-if TYPE_CHECKING:
-    from backbeat.measure.model.training_step import Training
 
 DENSITY = 0.01
 _FEWEST_ELEMENTS = 2**20
 _SMALL_ELEMENTS = 2**17
-"""A small bucket whose message still has the layout of a large one's."""
+"""A small bucket whose message still has the format of a large one's."""
 _MOST_ELEMENTS = {"cpu": 2**22}
 _MOST_ELEMENTS_ELSEWHERE = 2**24
 _WARMUP, _REPEATS = 3, 7

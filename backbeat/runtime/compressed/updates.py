@@ -12,15 +12,13 @@ import logging
 import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from backbeat.errors import InputError
-
-if TYPE_CHECKING:
-    from torch.nn import Parameter
 
 logger = logging.getLogger("backbeat.runtime")
 
@@ -145,7 +143,7 @@ class Updates:
         return 0.0
 
     def apply(self, parameters: Sequence[Parameter], *, without_momentum: bool = False) -> None:
-        """Update these, whose gradients are there, and take the gradients away; inside `plainly`."""
+        """Update these, whose gradients are there, and take the gradients away; inside `without_modes`."""
         key = tuple(map(id, parameters))
         shares = self._shares.get(key)
         if shares is None:
@@ -220,7 +218,7 @@ def check_optimizer(
 
 
 @contextlib.contextmanager
-def plainly(device_type: str) -> Iterator[None]:
+def without_modes(device_type: str) -> Iterator[None]:
     """As `optimizer.step()` is mostly called: outside autograd, autocast and inference mode, whatever surrounds us.
 
     State that is made for the first time inside inference mode could never be changed outside.

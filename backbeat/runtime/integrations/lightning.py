@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -23,6 +24,12 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from backbeat.errors import InputError, MissingPartError
+from backbeat.runtime.integrations.residual_folder import (
+    load_residuals,
+    remove_residuals,
+    residual_states,
+    save_residuals,
+)
 from backbeat.runtime.parallel.accumulate import no_sync
 from backbeat.runtime.reduce.settings import split_options
 from backbeat.runtime.reduce.wrapper import DistributedDataParallel
@@ -33,12 +40,30 @@ _SPREAD = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 
 
+class KeepsResiduals:
+    """For a strategy: residuals of compressed buckets come and go with its checkpoints."""
+
+    _left: Mapping[str, dict[str, Any]] = MappingProxyType({})
+    """Residuals of a model that is no longer wrapped: a checkpoint may be saved after training."""
+
+    def save_checkpoint(self: Any, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        # A checkpoint of weights alone needs none.
+        if "optimizer_states" in checkpoint:
+            save_residuals(residual_states(self.model) or self._left, checkpoint, self.broadcast(filepath))
+        super().save_checkpoint(checkpoint, filepath, storage_options)  # type: ignore[misc]
+
+    def remove_checkpoint(self: Any, filepath: Any) -> None:
+        super().remove_checkpoint(filepath)  # type: ignore[misc]
+        if self.is_global_zero:
+            remove_residuals(filepath)
+
+
 def strategy_class(package: str) -> type[Any]:
     """The strategy for one of `PACKAGES`, registered there as "backbeat"."""
     strategies = importlib.import_module(f"{package}.strategies")
     base: Any = strategies.DDPStrategy
 
-    class BackbeatStrategy(base):  # type: ignore[misc]
+    class BackbeatStrategy(KeepsResiduals, base):  # type: ignore[misc]
         """Lightning's DDP strategy with backbeat's wrapper; takes the options of both."""
 
         strategy_name = "backbeat"
@@ -55,6 +80,22 @@ def strategy_class(package: str) -> type[Any]:
             with stream:
                 return DistributedDataParallel(model, device_ids=device_ids, **self._backbeat, **self._ddp_kwargs)
 
+        def teardown(self) -> None:
+            trainer = getattr(self.lightning_module, "_trainer", None)
+            # What broke training may break this too, and would hide it.
+            if trainer is not None and not trainer.interrupted:
+                self._left = residual_states(self.model)
+            super().teardown()
+
+        def load_checkpoint(self, checkpoint_path: Any, **kwargs: Any) -> dict[str, Any]:
+            self._resumed_from = self.broadcast(checkpoint_path)
+            found: dict[str, Any] = super().load_checkpoint(checkpoint_path, **kwargs)
+            return found
+
+        def load_optimizer_state_dict(self, checkpoint: dict[str, Any]) -> None:
+            super().load_optimizer_state_dict(checkpoint)
+            load_residuals(self.model, checkpoint, self._resumed_from)
+
         @classmethod
         def register_strategies(cls, registry: Any) -> None:
             registry.register(cls.strategy_name, cls, description="DDP with backbeat's planned gradient buckets")
@@ -68,7 +109,7 @@ def parallelize_strategy_class(package: str) -> type[Any]:
     strategies = importlib.import_module(f"{package}.strategies")
     base: Any = strategies.ModelParallelStrategy
 
-    class ParallelizeStrategy(base):  # type: ignore[misc]
+    class ParallelizeStrategy(KeepsResiduals, base):  # type: ignore[misc]
         """Lightning's strategy for modules that are parallel by themselves, over all ranks.
 
         While it accumulates it sends nothing, which Lightning's own does: a plan with an attached optimizer would
@@ -91,12 +132,15 @@ def parallelize_strategy_class(package: str) -> type[Any]:
             return dict(get_optimizer_state_dict(self.model, plain, options=_GATHERED))
 
         def load_checkpoint(self, checkpoint_path: Any, **kwargs: Any) -> dict[str, Any]:
-            found: dict[str, Any] = strategies.Strategy.load_checkpoint(self, self.broadcast(checkpoint_path), **kwargs)
+            path = self.broadcast(checkpoint_path)
+            found: dict[str, Any] = strategies.Strategy.load_checkpoint(self, path, **kwargs)
             strict = bool(self.lightning_module.strict_loading)
             load_full_state_dict(self.model, found.pop("state_dict"), strict=strict)
             # Evaluation has no optimizers, and a checkpoint of weights alone no states.
             for optimizer, state in zip(self.optimizers, found.get("optimizer_states", ()), strict=False):
                 _load_optimizer(self.model, optimizer, state, rank_0=self.is_global_zero)
+            if self.optimizers:
+                load_residuals(self.model, found, path)
             return found
 
         @contextmanager

@@ -73,7 +73,7 @@ def lightning_watch(package: str | None = None, **options: Any) -> Any:
                 for logger in trainer.loggers:
                     logger.log_metrics(scalars(sample), step=sample.step)
 
-            self.watch = Watch(trainer.strategy.model, **{**options, "to": [*options.get("to", ()), tell]})
+            self.watch = Watch(trainer.strategy.model, **_telling(options, tell))
 
     return WatchCallback()
 
@@ -92,6 +92,12 @@ def watch_trainer(trainer: Any, **options: Any) -> None:
         def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             # The Trainer has wrapped the model only now.
             if self.watch is None:
-                self.watch = Watch(trainer.model_wrapped, **{**options, "to": [*options.get("to", ()), tell]})
+                self.watch = Watch(trainer.model_wrapped, **_telling(options, tell))
 
     trainer.add_callback(TrainerWatch())
+
+
+def _telling(options: dict[str, Any], tell: Callable[[StepSample], None]) -> dict[str, Any]:
+    """`Watch`'s options with one more to tell."""
+    to = options.get("to", ())
+    return {**options, "to": [*((to,) if callable(to) else to), tell]}

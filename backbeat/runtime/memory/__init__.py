@@ -2,15 +2,6 @@
 
 from __future__ import annotations
 
-from backbeat.errors import MissingPartError
-
-try:
-    import torch as _torch  # noqa: F401
-except ImportError as error:
-    raise MissingPartError(
-        "backbeat.runtime.memory needs PyTorch, which is not installed: pip install 'backbeat[torch]'"
-    ) from error
-
 from backbeat.measure.model.chain import BlockCall, block, find_blocks, observe
 from backbeat.runtime.memory.activations import Handle, apply
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import weakref
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,6 +25,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from backbeat.errors import InputError
 from backbeat.measure.model.chain import find_blocks, tensors_of
 from backbeat.model import MemoryPlan
+from backbeat.model.checks import at_least
 from backbeat.runtime.memory.offload import (
     AHEAD,
     LAG,
@@ -36,19 +37,16 @@ from backbeat.runtime.memory.offload import (
 )
 from backbeat.runtime.memory.recompute import SegmentRun, without_autocast_cache
 
-if TYPE_CHECKING:
-    pass
-
 _functorch_level: Any = torch._C._functorch.peek_interpreter_stack
 
 
 class BlockForward:
-    """Replaces one block's `forward`. `place` is the block's place in its segment, and `policy` runs its blocks."""
+    """Replaces one block's `forward`. `index` is the block's in its segment, and `policy` runs its blocks."""
 
-    def __init__(self, name: str, module: nn.Module, place: int, policy: BlockPolicy) -> None:
+    def __init__(self, name: str, module: nn.Module, index: int, policy: BlockPolicy) -> None:
         self.name = name
         self.module = module
-        self.place = place
+        self.index = index
         self.policy = policy
         compiled: Any = getattr(module, "_compiled_call_impl", None)
         self.compiled = compiled is not None
@@ -96,7 +94,7 @@ class KeepPolicy:
 
         with saved_tensors_hooks(pack, KeptTensor.tensor):
             output = block.original(*args, **kwargs)
-        self._schedule.watch(tensors_of(output), unit)
+        self._schedule.hook_outputs(tensors_of(output), unit)
         return output
 
 
@@ -115,9 +113,9 @@ class RecomputePolicy:
     def run(self, block: BlockForward, args: Any, kwargs: Any) -> Any:
         if self._schedule is not None:
             self._schedule.begin_block()
-        current = self._latest() if self._latest is not None and block.place else None
-        if current is None or current.next_place != block.place or not current.continues(tensors_of((args, kwargs))):
-            current = SegmentRun(self._schedule, block.place)
+        current = self._latest() if self._latest is not None and block.index else None
+        if current is None or current.next_index != block.index or not current.continues(tensors_of((args, kwargs))):
+            current = SegmentRun(self._schedule, block.index)
             self._latest = weakref.ref(current)
         return current.run(block, args, kwargs, self._offload_input)
 
@@ -128,7 +126,7 @@ class OffloadPolicy:
     def __init__(self, schedule: OffloadSchedule) -> None:
         self._schedule = schedule
         self._unit = 0
-        self._next_place = 0
+        self._next_index = 0
 
     def __reduce__(self) -> Any:
         return OffloadPolicy, (self._schedule,)
@@ -136,10 +134,10 @@ class OffloadPolicy:
     def run(self, block: BlockForward, args: Any, kwargs: Any) -> Any:
         schedule = self._schedule
         schedule.begin_block()
-        if block.place == 0 or block.place != self._next_place:
+        if block.index == 0 or block.index != self._next_index:
             self._unit = schedule.begin_unit()
         unit = self._unit
-        self._next_place = block.place + 1
+        self._next_index = block.index + 1
         stays = {storage_of(tensor) for tensor in (*block.module.parameters(), *block.module.buffers())}
         # A tensor without history came with the batch or is shared by all blocks: it stays alive anyway.
         stays |= {storage_of(tensor) for tensor in tensors_of((args, kwargs)) if tensor.grad_fn is None}
@@ -151,7 +149,7 @@ class OffloadPolicy:
 
         with without_autocast_cache(), saved_tensors_hooks(pack, lambda saved: saved.tensor()):
             output = block.original(*args, **kwargs)
-        schedule.watch(tensors_of(output), unit)
+        schedule.hook_outputs(tensors_of(output), unit)
         return output
 
 
@@ -195,8 +193,7 @@ def apply(model: nn.Module, memory_plan: MemoryPlan, *, lag: int = LAG, ahead: i
     if isinstance(model, nn.parallel.DistributedDataParallel):
         model = model.module
     for name, least, value in (("lag", 1, lag), ("ahead", 0, ahead)):
-        if value < least:
-            raise InputError(f"{name} is {value}: it must be {least} or more")
+        at_least(name, value, least)
     named = check(model, memory_plan)
     active = [segment for segment in memory_plan.segments if segment.action != "keep"]
     offloads = any(segment.action == "offload" or segment.input == "offload" for segment in active)
@@ -208,7 +205,7 @@ def apply(model: nn.Module, memory_plan: MemoryPlan, *, lag: int = LAG, ahead: i
             policy = OffloadPolicy(schedule)
         else:
             policy = RecomputePolicy(schedule, segment.input == "offload")
-        forwards += [BlockForward(name, named[name], place, policy) for place, name in enumerate(segment.blocks)]
+        forwards += [BlockForward(name, named[name], index, policy) for index, name in enumerate(segment.blocks)]
     if schedule is not None:
         kept = KeepPolicy(schedule)
         planned = {id(inner) for forward in forwards for inner in forward.module.modules()}

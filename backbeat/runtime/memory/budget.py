@@ -6,21 +6,17 @@ import logging
 import math
 import os
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import msgspec
 import torch
 import torch.distributed as dist
+from msgspec.structs import replace
+from torch.distributed import ProcessGroup
 
 from backbeat.errors import InputError
-from backbeat.model import Network, Plan, Profile
+from backbeat.model import MemoryPlan, Network, Plan, Profile
 from backbeat.runtime.memory.activations import Handle, apply, check
 from backbeat.units import format_bytes, parse_bytes
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
-    from backbeat.model import MemoryPlan
 
 logger = logging.getLogger("backbeat.runtime")
 
@@ -65,7 +61,7 @@ def within_budget(
         made = make_plan(known, cluster.at(workers=workers), str(strategy), memory_bytes=size)
         return made, made.memory
     memory = memory_plan(known, size, plan, workers=workers)
-    return (None if plan is None else msgspec.structs.replace(plan, memory=memory)), memory
+    return (None if plan is None else replace(plan, memory=memory)), memory
 
 
 def budget_size(budget: int | float | str) -> int:
@@ -126,7 +122,7 @@ def device_peak(device: torch.device) -> int | None:
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
 
 
-class BudgetWatch:
+class BudgetCheck:
     """Compares the device's peak with a budget, and warns once."""
 
     def __init__(self, budget_bytes: int, predicted_bytes: int | None, device: torch.device) -> None:
@@ -166,13 +162,13 @@ class BudgetWatch:
         return f"{text} Plan again with --memory {_typed(self._budget - more)}, or with --reserve {_typed(more)}"
 
 
-def watch_of(
+def budget_check_of(
     budget_bytes: int | None, memory: MemoryPlan | None, group: ProcessGroup, device: torch.device
-) -> BudgetWatch | None:
+) -> BudgetCheck | None:
     """What watches this budget; None where there is none. All ranks train alike, so rank 0 speaks for them."""
     if budget_bytes is None or dist.get_rank(group) != 0:
         return None
-    return BudgetWatch(budget_bytes, memory.peak_bytes if memory is not None else None, device)
+    return BudgetCheck(budget_bytes, memory.peak_bytes if memory is not None else None, device)
 
 
 def _typed(size: int) -> str:

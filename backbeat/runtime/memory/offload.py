@@ -1,10 +1,10 @@
 """Saved tensors that wait in host memory between forward and backward.
 
-Note on streams. A copy to the host runs on its own stream, behind an event of the compute stream. The tensor stays
+Note on streams. A copy to the host runs on its own stream, after an event of the compute stream. The tensor stays
 referenced until the compute stream has been told to wait for the copy, at the beginning of a later block. From then on
 the allocator may reuse its memory, because whatever the compute stream does next comes after the copy. So memory is
 free in stream order, allocator statistics are true, and the host never waits. A copy back is allocated on the compute
-stream when backward comes near, filled on a second side stream behind an event of the compute stream, and waited for at
+stream when backward comes near, filled on a second side stream after an event of the compute stream, and waited for at
 first use. A host buffer remembers the copy that read it last, and the next copy into it waits for that.
 """
 
@@ -152,7 +152,7 @@ class OffloadedStorage:
         self._stays = self._source is not None
 
     def release(self) -> None:
-        """Free the device's memory, behind the copy to the host."""
+        """Free the device's memory, after the copy to the host."""
         if self._source is not None and not self._stays:
             self._copies.wait(self._sent)
             self._changed = self.changed
@@ -286,7 +286,7 @@ class OffloadSchedule:
     def offload(self, tensor: torch.Tensor, unit: int, block: str) -> OffloadedTensor | KeptTensor:
         """Start to move a tensor's storage to the host, once however many views of it are saved.
 
-        It stays where a kept block before has saved it too, or a kept block right behind will.
+        It stays where a kept block before has saved it too, or a kept block right after will.
         """
         key = storage_of(tensor)
         kept = self._kept.get(key)
@@ -303,7 +303,7 @@ class OffloadSchedule:
             self._of_unit.setdefault(unit, []).append(weakref.ref(storage))
         return OffloadedTensor(storage, tensor)
 
-    def watch(self, outputs: list[torch.Tensor], unit: int) -> None:
+    def hook_outputs(self, outputs: list[torch.Tensor], unit: int) -> None:
         """Call `reached` when backward has the gradient of the unit's output."""
         for output in outputs:
             if output.requires_grad and output.grad_fn is not None:

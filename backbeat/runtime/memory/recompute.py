@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -29,8 +30,6 @@ from backbeat.measure.model.chain import tensors_of, version_of
 from backbeat.runtime.memory.offload import KeptTensor, OffloadedTensor, OffloadSchedule, movable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from backbeat.runtime.memory.activations import BlockForward
 
 DeviceRandom = tuple[tuple[torch.device, torch.Tensor], ...]
@@ -220,12 +219,12 @@ class KnownOutput(NamedTuple):
 class SegmentRun:
     """One forward through a recomputed segment: what it takes to run it again."""
 
-    __slots__ = ("__weakref__", "_outputs", "_schedule", "calls", "next_place", "running", "unit")
+    __slots__ = ("__weakref__", "_outputs", "_schedule", "calls", "next_index", "running", "unit")
 
-    def __init__(self, schedule: OffloadSchedule | None, place: int) -> None:
+    def __init__(self, schedule: OffloadSchedule | None, index: int) -> None:
         self.calls: list[RecordedCall] = []
-        self.next_place = place
-        """The place in the segment of the block that may come next."""
+        self.next_index = index
+        """The index in the segment of the block that may come next."""
         self.unit = schedule.begin_unit() if schedule is not None else 0
         self.running = ""
         """The block that is in its forward."""
@@ -271,19 +270,19 @@ class SegmentRun:
             if (tensor := known.tensor()) is not None
         ]
         self._outputs += [
-            KnownOutput(weakref.ref(tensor), version_of(tensor), OutputIndex(number, place))
-            for place, tensor in enumerate(made)
+            KnownOutput(weakref.ref(tensor), version_of(tensor), OutputIndex(number, index))
+            for index, tensor in enumerate(made)
         ]
-        self.next_place += 1
+        self.next_index += 1
         if self._schedule is not None:
-            self._schedule.watch(made, self.unit)
+            self._schedule.hook_outputs(made, self.unit)
         return output
 
     def recompute(self) -> None:
         """Call the blocks again, and fill the placeholders that are still alive."""
         calls, self.calls = self.calls, []
         # A block that follows, where gradients are taken in the middle of forward, begins a run of its own.
-        self.next_place = -1
+        self.next_index = -1
         if self._schedule is not None:
             self._schedule.reached(self.unit)
         last_use = {
@@ -303,8 +302,8 @@ class SegmentRun:
             del leaves
             output = _call_again(call, args, kwargs)
             del args, kwargs
-            for place, tensor in enumerate(tensors_of(output)):
-                index = OutputIndex(number, place)
+            for position, tensor in enumerate(tensors_of(output)):
+                index = OutputIndex(number, position)
                 if last_use.get(index, -1) > number:
                     outputs[index] = tensor
             del output

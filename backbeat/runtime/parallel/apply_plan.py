@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from backbeat.errors import InputError
+from backbeat.runtime.reduce.partition import check_free
 from backbeat.runtime.reduce.settings import TorchDDP, check_model
 from backbeat.runtime.reduce.wrapper import DistributedDataParallel
 
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
 NOTE = "parallelize "
 """A plan that `parallelize` made has a note that begins so, and goes on with what it was made for."""
+UNUSED = "unused"
+"""In that note: whether a step leaves parameters without gradients, which torch's DDP has to be told."""
 _SHARDED = frozenset({"FullyShardedDataParallel", "FSDPModule"})
 
 
@@ -30,7 +33,8 @@ def apply_plan(model: nn.Module, plan: Plan, *, group: Any = None, mesh: DeviceM
         return fully_shard(model, plan, mesh)
     wrapped: Any
     if is_stock(plan):
-        wrapped = DistributedDataParallel(model, reducer="ddp", process_group=group)
+        unused = bool((made_for(plan) or {}).get(UNUSED))
+        wrapped = DistributedDataParallel(model, reducer="ddp", process_group=group, find_unused_parameters=unused)
         # A `Watch` compares its prediction.
         wrapped.backbeat_plan = plan
     else:
@@ -67,5 +71,7 @@ def check_plain(model: nn.Module) -> None:
         if any(base.__name__ in _SHARDED for base in type(module).__mro__):
             raise InputError(f"{place} is sharded by FSDP already: parallelize takes a plain model, once")
     check_model(model)
-    if not any(parameter.requires_grad for parameter in model.parameters()):
+    trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
+    if not trained:
         raise InputError("no parameter of the model has requires_grad: there is nothing to train; unfreeze some")
+    check_free(list(trained), list(trained.values()))

@@ -13,23 +13,25 @@ from backbeat.model import Plan
 from backbeat.model.files import decode, encode
 from backbeat.planners import BUDGETED
 from backbeat.planners import plan as make_plan
-from backbeat.units import format_seconds
+from backbeat.planners.best import SIMPLER_WITHIN
+from backbeat.units import counted, format_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from typing import Any
 
     from backbeat.model import Network, Profile
+    from backbeat.runtime.parallel.trials import Trials
 
 KINDS = ("stock", "buckets", "units", "compressed")
 """From the simplest to the one that changes most."""
 UNITS = ("zero2", "hsdp", "fsdp", "decoupled", "sharded")
-FARTHEST = 16
+FARTHEST = 8
 """Times that a message may be larger than those measured."""
+PREDICTED = 0.05
+"""A gain that is only predicted counts beyond this: predictions of different kinds are off by so much."""
 LARGE_BYTES = 64 * 2**20
 """Beyond this, a message's time is its bytes by the link's rate."""
-EQUAL = 0.01
-"""Times that differ by no more than this share are equal."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,10 +60,10 @@ class Candidate:
         recomputed = plan.memory is not None and any(one.action != "keep" for one in plan.memory.segments)
         ending = " within the memory budget" if recomputed else ""
         if plan.sharding is not None:
-            return f"{_count(len(plan.sharding.units), 'unit')} of {plan.strategy} on {plan.sharding.mesh}{ending}"
+            return f"{counted(len(plan.sharding.units), 'unit')} of {plan.strategy} on {plan.sharding.mesh}{ending}"
         compressed = ", some compressed," if plan.compressed else ""
-        on = _count(plan.communicators, "communicator")
-        return f"{_count(len(plan.buckets), 'bucket')}{compressed} of {plan.strategy} on {on}{ending}"
+        on = counted(plan.communicators, "communicator")
+        return f"{counted(len(plan.buckets), 'bucket')}{compressed} of {plan.strategy} on {on}{ending}"
 
     def to_text(self) -> dict[str, Any]:
         return {"kind": self.kind, "plan": encode(self.plan).decode()}
@@ -69,10 +71,6 @@ class Candidate:
     @classmethod
     def from_text(cls, text: Mapping[str, Any]) -> Candidate:
         return cls(kind=text["kind"], plan=decode(text["plan"].encode(), Plan, where="rank 0's plan"))
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def predicted_candidates(
@@ -147,13 +145,14 @@ def _differs(candidate: Candidate) -> bool:
     return candidate.kind != "compressed" or candidate.plan.compressed
 
 
-def reaches(network: Network, profile: Profile) -> bool:
-    """Whether the network was measured with messages of about the size that the model sends.
+def extrapolation(network: Network, profile: Profile) -> float:
+    """How many times as large as any measured message those are that the model may send; 1 where none is.
 
     On a slow link the time ends before: what a token bucket or a buffer lets through at once is then taken for speed.
     """
-    points = network.all_reduce.points
-    return not points or points[-1][0] * FARTHEST >= min(profile.total_bytes, LARGE_BYTES)
+    curves = [one.points for one in (network.all_reduce, network.all_gather, network.reduce_scatter) if one is not None]
+    reached = min((points[-1][0] for points in curves if points), default=LARGE_BYTES)
+    return max(min(profile.total_bytes, LARGE_BYTES) / reached, 1.0)
 
 
 def worth_trying(candidates: Sequence[Candidate]) -> list[Candidate]:
@@ -165,16 +164,16 @@ def worth_trying(candidates: Sequence[Candidate]) -> list[Candidate]:
     if stock is None:
         return list(candidates)
     others = [one for one in candidates if one is not stock]
-    gains = any(one.predicted_s < stock.predicted_s * (1 - EQUAL) for one in others)
-    if not gains and stock.predicted_s <= stock.bound_s * (1 + EQUAL):
+    gains = any(one.predicted_s < stock.predicted_s * (1 - SIMPLER_WITHIN) for one in others)
+    if not gains and stock.predicted_s <= stock.bound_s * (1 + SIMPLER_WITHIN):
         return [stock]
-    return [stock, *(one for one in others if one.predicted_s < stock.predicted_s * (1 + 5 * EQUAL))]
+    return [stock, *(one for one in others if one.predicted_s < stock.predicted_s * (1 + 5 * SIMPLER_WITHIN))]
 
 
 def simplest(candidates: Sequence[Candidate], seconds: Mapping[str, float], tolerance: float) -> Candidate:
     """The simplest of those that are as fast as the fastest, within the tolerance."""
     known = [one for one in candidates if one.name in seconds]
-    limit = min(seconds[one.name] for one in known) * (1 + max(tolerance, EQUAL))
+    limit = min(seconds[one.name] for one in known) * (1 + max(tolerance, SIMPLER_WITHIN))
     equal = [one for one in known if seconds[one.name] <= limit]
     return min(equal, key=lambda one: (KINDS.index(one.kind), seconds[one.name]))
 
@@ -193,7 +192,7 @@ def in_words(taken: Candidate, seconds: Mapping[str, float], tolerance: float, h
             text += f"; {format_seconds(seconds[best])} with {best}"
         if best is not None and seconds[best] < found_s:
             why = "turns may differ by" if how == "measured" else "predictions may be off by"
-            gain = f"the {tolerance:.1%} that {why}" if tolerance > EQUAL else f"{EQUAL:.0%}"
+            gain = f"the {tolerance:.1%} that {why}" if tolerance > SIMPLER_WITHIN else f"{SIMPLER_WITHIN:.0%}"
             text += f", no gain beyond {gain}"
     elif stock_s is not None:
         text += f", {stock_s / found_s:.2f} times as fast as stock DDP ({format_seconds(stock_s)})"
@@ -202,9 +201,46 @@ def in_words(taken: Candidate, seconds: Mapping[str, float], tolerance: float, h
     if taken.bound_s <= 0:
         return text
     over = found_s / taken.bound_s - 1
-    if taken.kind == "stock" and len(seconds) == 1 and over <= EQUAL:
+    if taken.kind == "stock" and len(seconds) == 1 and over <= SIMPLER_WITHIN:
         return f"{text}; the bound leaves nothing to gain"
     bound = f"the bound of {format_seconds(taken.bound_s)}"
-    if over < -EQUAL:
+    if over < -SIMPLER_WITHIN:
         return f"{text}; less than {bound}: steps were slower while the example was timed"
     return f"{text}; {max(over, 0):.0%} over {bound}"
+
+
+def decide(
+    tried: Sequence[Candidate], trials: Trials, short: str | None, backend: str = "", beyond: float = 1.0
+) -> dict[str, str]:
+    """By what was measured; by prediction where fewer than two were tried, for want of time or, as `short` says, of
+    memory.
+
+    `beyond` is how many times as large as any measured message those are that predictions stand on.
+
+    On gloo FSDP2 communicates while nothing computes, which predictions do not know: units are not taken by prediction
+    where anything else runs.
+    """
+    left = [one for one in tried if one.name not in trials.dropped]
+    if not left:
+        return {"error": "parallelize: nothing ran: " + "; ".join(f"{k}: {v}" for k, v in trials.dropped.items())}
+    seconds, tolerance, how = trials.measured, trials.repeatability, "measured"
+    untried = [one.name for one in left if one.name not in seconds]
+    if untried and len(seconds) > 1:
+        left = [one for one in left if one.name in seconds]
+    elif untried:
+        if backend == "gloo":
+            left = [one for one in left if one.kind != "units"] or left
+        seconds, tolerance = {one.name: one.predicted_s for one in left}, PREDICTED
+        why = "" if len(tried) == 1 else f" ({short or 'no time was left to try all; budget_s= gives more'})"
+        how = f"predicted{why}"
+    taken = simplest(left, seconds, tolerance)
+    words = in_words(taken, seconds, tolerance, how)
+    if how == "measured" and untried:
+        words += f"; no time was left to try {' and '.join(untried)}; budget_s= gives more"
+    if beyond > FARTHEST:
+        words += (
+            f"; predictions are extrapolated to messages {beyond:.0f} times as large as measured, budget_s= gives more"
+        )
+    for name, why in trials.dropped.items():
+        words += f"; {name} was dropped, {why}"
+    return {"plan": encode(taken.plan).decode(), "words": words}

@@ -8,56 +8,51 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)         # as always, 
 
 from __future__ import annotations
 
-import difflib
 import os
 import sys
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
 
 from backbeat.comm.agreement import agree
 from backbeat.comm.communicators import Communicators
 from backbeat.comm.nccl import set_nccl_launch_order
 from backbeat.errors import BackbeatError, InputError
-from backbeat.measure.model.batches import to_device
+from backbeat.measure.model.batches import samples_in
 from backbeat.measure.model.inputs import device_of
 from backbeat.measure.model.profiler import measure
 from backbeat.measure.model.training_step import OutOfMemoryError, is_out_of_memory, where_raised
 from backbeat.measure.network.calibration import calibrate
 from backbeat.model import Bucket, Network, Plan, Profile
 from backbeat.model.files import decode, encode
-from backbeat.planners import STRATEGIES
-from backbeat.runtime.auto import CALIBRATE_BYTES
+from backbeat.runtime.auto import message_sizes
 from backbeat.runtime.compressed.topk_speed import measure_topk
 from backbeat.runtime.memory.activations import apply as apply_memory
-from backbeat.runtime.memory.budget import budget_size
-from backbeat.runtime.parallel.apply_plan import apply_plan, check_plain, is_stock
+from backbeat.runtime.memory.room import room_for
+from backbeat.runtime.parallel.apply_plan import UNUSED, apply_plan, check_plain, is_stock
 from backbeat.runtime.parallel.candidates import (
+    FARTHEST,
     Candidate,
-    in_words,
+    decide,
+    extrapolation,
     predicted_candidates,
-    reaches,
-    simplest,
     worth_trying,
 )
-from backbeat.runtime.parallel.remember import conditions, remembered, save, with_note
-from backbeat.runtime.parallel.together import Together
-from backbeat.runtime.parallel.trials import ExampleStep, MakeOptimizer, Trials, room_for, take_turns
+from backbeat.runtime.parallel.remember import conditions, digest, model_digest, remembered, save, with_note
+from backbeat.runtime.parallel.request import ParallelRequest, auto_path, given_plan
+from backbeat.runtime.parallel.together import Together, asked_alike
+from backbeat.runtime.parallel.trials import LEAST_STEPS, MakeOptimizer, Trials, take_turns, try_plan
 from backbeat.runtime.parallel.untouched import copy_of, free, untouched
+from backbeat.runtime.reduce.settings import refuse_optimizers
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from torch import nn
 
     from backbeat.measure.model.training_step import Loss
 
 BUDGET_S = 50.0
-PREDICTED = 0.05
-"""A gain that is only predicted counts beyond this: predictions of different kinds are off by so much."""
 CALIBRATE_SHARE, PROFILE_SHARE = 0.12, 0.2
 """Of the budget; trials have the rest."""
 
@@ -104,94 +99,44 @@ def parallelize(
     """
     if not dist.is_initialized():
         raise InputError("torch.distributed is not initialised: call init_process_group first, or run under torchrun")
-    check_plain(model)
-    path = _auto_path(plan)
-    if path is None:
-        return apply_plan(model, _given(plan))
-    if not budget_s > 0:
-        raise InputError(f"budget_s is {budget_s}: it must be above zero, like 50")
-    if compression not in (None, "allow"):
-        raise InputError(f"compression is {compression!r}: it must be 'allow', or left out")
-    if compression is not None and precision == "fp16":
-        raise InputError(
-            "compression='allow' with precision='fp16': training in fp16 scales its loss, and what a compressed bucket "
-            "keeps for later steps cannot follow the scale; train in bf16, or leave compression out"
-        )
-    batch, loss = _checked(example)
-    device = device_of(model, None)
-    step = ExampleStep(
-        batch=to_device(batch, device), loss=loss, optimizer=optimizer, precision=precision or _now(), device=device
-    )
-    search = ParallelSearch(
-        model,
-        step,
-        path=path,
-        memory_bytes=None if memory is None else budget_size(memory),
-        compression=compression == "allow",
-        network=Network.load(network) if isinstance(network, (str, os.PathLike)) else network,
-        budget_s=budget_s,
-    )
-    return apply_plan(model, search.run().plan)
-
-
-def _auto_path(plan: Plan | str | os.PathLike[str]) -> str | None:
-    """The file to keep the plan in, empty for none; None where a plan is given."""
-    if not isinstance(plan, str) or plan.partition(":")[0] != "auto":
-        return None
-    if plan == "auto:":
-        raise InputError("plan is 'auto:' without a file: write plan='auto:plans/run1.json', or plan='auto'")
-    return plan.partition(":")[2]
-
-
-def _given(plan: Plan | str | os.PathLike[str]) -> Plan:
-    if isinstance(plan, Plan):
-        return plan
-    text = os.fspath(plan) if isinstance(plan, (str, os.PathLike)) else ""
-    if not os.path.exists(text):
-        if text.partition(":")[0] in STRATEGIES:
-            raise InputError(
-                f"plan={text!r} is a strategy: make the plan (`backbeat plan … --strategy {text} -o plan.json`) and "
-                "give its file, or plan='auto' with example=(batch, loss)"
+    with asked_alike("parallelize") as said:
+        check_plain(model)
+        said["model"] = model_digest(model)
+        path = auto_path(plan)
+        if path is None:
+            given = given_plan(plan)
+            said["plan"] = digest([encode(given).decode()])
+            if given.sharding is not None:
+                refuse_optimizers(model)
+        else:
+            refuse_optimizers(model)
+            request = ParallelRequest.checked(
+                device_of(model, None),
+                example=example,
+                optimizer=optimizer,
+                memory=memory,
+                compression=compression,
+                network=network,
+                precision=precision,
+                budget_s=budget_s,
             )
-        if difflib.get_close_matches(text, ["auto"], cutoff=0.7):
-            raise InputError(f"plan={text!r} is no file: did you mean 'auto'?")
-    return Plan.load(plan)
-
-
-def _checked(example: Any) -> tuple[Any, Loss]:
-    if not isinstance(example, tuple) or len(example) != 2 or not callable(example[1]):
-        raise InputError(
-            "plan='auto' times steps of an example: give example=(batch, loss), where loss(model, batch) returns what "
-            "backward starts from"
-        )
-    return example
-
-
-def _now() -> str:
-    """What fp32 means in this process."""
-    return "tf32" if torch.cuda.is_available() and torch.backends.cuda.matmul.allow_tf32 else "fp32"
+            said |= {"plan": "auto:…" if path else "auto", **request.in_words()}
+    if path is None:
+        return apply_plan(model, given)
+    return apply_plan(model, ParallelSearch(model, path, request).run().plan)
 
 
 class ParallelSearch:
     """One search for the fastest way to train a model. Every rank makes the same calls."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        example: ExampleStep,
-        *,
-        path: str,
-        memory_bytes: int | None,
-        compression: bool,
-        network: Network | None,
-        budget_s: float,
-    ) -> None:
+    def __init__(self, model: nn.Module, path: str, request: ParallelRequest) -> None:
         world: Any = dist.group.WORLD
-        self.model, self.example, self.path, self.network = model, example, path, network
-        self.memory_bytes, self.compression, self.budget_s = memory_bytes, compression, budget_s
+        self.model, self.path, self.example = model, path, request.example
+        self.network, self.memory_bytes = request.network, request.memory_bytes
+        self.compression, self.budget_s = request.compression, request.budget_s
         # Before the first of them exists: a plan on two communicators may be taken.
-        set_nccl_launch_order(world, example.device)
-        communicators = Communicators(world, example.device, 1)
+        set_nccl_launch_order(world, self.example.device)
+        communicators = Communicators(world, self.example.device, 1)
         self.together = Together(communicators)
         self._began = time.monotonic()
 
@@ -218,19 +163,16 @@ class ParallelSearch:
         now = conditions(self.model, self.example, self.together, self.network, options)
         if self.path and (known := self._known(now)) is not None:
             return known
-        profile = self._profile()
-        network = self._network()
-        candidates = self._candidates(profile, network, now)
+        profile, unused = self._profile()
+        network = self._network(profile)
+        candidates = self._candidates(profile, network, {**now, UNUSED: unused})
         # A prediction that rests on small messages alone excludes nothing.
-        grounded = self.together.first(reaches(network, profile))
-        tried = worth_trying(candidates) if grounded else candidates
-        trials, short = Trials(), None
-        if len(tried) > 1:
-            short = self.together.failure(room_for(profile, self.example.device))
-            if short is None:
-                deadline_s = self._began + self.budget_s
-                trials = take_turns(self.model, tried, self.example, self.together, deadline_s, self._say)
-        taken = self.together.first(decide(tried, trials, short, self.together.communicators.backend))
+        beyond = self.together.first(extrapolation(network, profile))
+        tried = worth_trying(candidates) if beyond <= FARTHEST else candidates
+        trials, short = Trials(), self.together.failure(room_for(profile, self.example.device))
+        if short is None:
+            tried, trials = self._try(tried, candidates)
+        taken = self.together.first(decide(tried, trials, short, self.together.communicators.backend, beyond))
         if "error" in taken:
             raise InputError(taken["error"])
         plan = decode(taken["plan"].encode(), Plan, where="rank 0's plan")
@@ -238,12 +180,30 @@ class ParallelSearch:
             save(plan, self.path)
         return Taken(plan=plan, words=taken["words"], dropped=trials.dropped)
 
+    def _try(self, tried: list[Candidate], candidates: list[Candidate]) -> tuple[list[Candidate], Trials]:
+        """What was tried and what came of it. One that needs no comparison must run all the same, or all are tried."""
+        deadline_s, dropped = self._began + self.budget_s, {}
+        if len(tried) == 1:
+            if self.together.first(time.monotonic() > deadline_s):
+                return tried, Trials()
+            (one,) = tried
+            found = try_plan(self.model, one.plan, self.example, self.together, LEAST_STEPS, one.predicted_s)
+            if not isinstance(found, str):
+                return tried, Trials()
+            tried, dropped = candidates, {one.name: found}
+        left = [one for one in tried if one.name not in dropped]
+        trials = take_turns(self.model, left, self.example, self.together, deadline_s, self._say)
+        trials.dropped = {**dropped, **trials.dropped}
+        return tried, trials
+
     def _alone(self) -> Taken:
         if self.memory_bytes is not None:
             raise InputError(
                 "there is one rank, and memory= plans for several: use DistributedDataParallel(model, memory_budget=…, "
                 "profile=…)"
             )
+        with untouched(self.example.device):
+            _, unused = self._profile()
         names = tuple(name for name, one in self.model.named_parameters() if one.requires_grad)
         one = Plan(
             strategy="ddp",
@@ -253,7 +213,7 @@ class ParallelSearch:
             buckets=(Bucket(gradients=names, communicator=0),),
         )
         self._say("stock DDP: there is one rank, and nothing to send", last=True)
-        return Taken(plan=with_note(one, {"ranks": 1}), words="", dropped={})
+        return Taken(plan=with_note(one, {"ranks": 1, UNUSED: unused}), words="", dropped={})
 
     def _known(self, now: dict[str, Any]) -> Taken | None:
         """The plan in the file, if it still holds."""
@@ -273,8 +233,8 @@ class ParallelSearch:
         name = Candidate(kind="stock" if is_stock(found) else "buckets", plan=found).name
         return Taken(plan=found, words=f"{name}, as {self.path} has it", dropped={})
 
-    def _profile(self) -> Profile:
-        """Rank 0's; what goes wrong on any rank is raised on all."""
+    def _profile(self) -> tuple[Profile, bool]:
+        """Rank 0's, and whether some rank's step leaves parameters without gradients; errors are raised on all."""
         self._say("timing steps of the example")
         profile, error = None, None
         try:
@@ -284,8 +244,11 @@ class ParallelSearch:
         except Exception as raised:
             error = where_raised(raised)
         self.together.raise_if_any(error, "a step of the example did not run")
+        came = set() if profile is None else {gradient.name for gradient in profile.gradients}
+        trained = {name for name, one in self.model.named_parameters() if one.requires_grad}
+        unused = any(self.together.every(bool(trained - came)))
         text = self.together.first(encode(profile).decode() if profile is not None else "")
-        return decode(text.encode(), Profile, where="rank 0's profile")
+        return decode(text.encode(), Profile, where="rank 0's profile"), unused
 
     def _measured(self) -> Profile:
         try:
@@ -304,6 +267,8 @@ class ParallelSearch:
             self.example.loss,
             self.example.make_optimizer(model),
             precision=self.example.precision,
+            # Of a batch that is no tensor nobody need know how many samples it has.
+            batch_size=samples_in(self.example.batch) or 1,
             iterations=10,
             warmup=3,
             time_limit_s=self.budget_s * PROFILE_SHARE,
@@ -314,7 +279,7 @@ class ParallelSearch:
             apply_memory=apply_memory if self.memory_bytes is not None else None,
         ).profile
 
-    def _network(self) -> Network:
+    def _network(self, profile: Profile) -> Network:
         size = self.together.size
         if self.network is not None:
             return self.network if self.network.workers == size else self.network.at(workers=size)
@@ -324,10 +289,17 @@ class ParallelSearch:
             group=links.process_group,
             device=links.device,
             budget_s=self.budget_s * CALIBRATE_SHARE,
-            sizes=(*CALIBRATE_BYTES, 64 * 2**20) if self.budget_s >= BUDGET_S / 2 else CALIBRATE_BYTES,
-            communicators=tuple(sorted({1, min(2, links.limit)})),
+            sizes=message_sizes(profile.total_bytes),
+            collectives=(
+                "all_reduce",
+                "all_gather",
+                "reduce_scatter",
+                *(("broadcast",) if profile.buffer_bytes else ()),
+            ),
+            communicators=tuple(sorted({1, links.allowed(2)})),
             sharded=True,
             slowdown=links.device.type == "cuda",
+            brief=True,
         )
 
     def _candidates(self, profile: Profile, network: Network, now: dict[str, Any]) -> list[Candidate]:
@@ -358,32 +330,3 @@ class ParallelSearch:
         over = sys.stderr.isatty()
         lead, end = ("\r\x1b[K", "\n" if last else "") if over else ("", "\n")
         print(f"{lead}parallelize: {text}", end=end, file=sys.stderr, flush=True)
-
-
-def decide(tried: Sequence[Candidate], trials: Trials, short: str | None, backend: str = "") -> dict[str, str]:
-    """By what was measured; by prediction where fewer than two were tried, for want of time or, as `short` says, of
-    memory.
-
-    On gloo FSDP2 communicates while nothing computes, which predictions do not know: units are not taken by prediction
-    where anything else runs.
-    """
-    left = [one for one in tried if one.name not in trials.dropped]
-    if not left:
-        return {"error": "parallelize: nothing ran: " + "; ".join(f"{k}: {v}" for k, v in trials.dropped.items())}
-    seconds, tolerance, how = trials.measured, trials.repeatability, "measured"
-    untried = [one.name for one in left if one.name not in seconds]
-    if untried and len(seconds) > 1:
-        left = [one for one in left if one.name in seconds]
-    elif untried:
-        if backend == "gloo":
-            left = [one for one in left if one.kind != "units"] or left
-        seconds, tolerance = {one.name: one.predicted_s for one in left}, PREDICTED
-        why = "" if len(tried) == 1 else f" ({short or 'no time was left to try all; budget_s= gives more'})"
-        how = f"predicted{why}"
-    taken = simplest(left, seconds, tolerance)
-    words = in_words(taken, seconds, tolerance, how)
-    if how == "measured" and untried:
-        words += f"; no time was left to try {' and '.join(untried)}; budget_s= gives more"
-    for name, why in trials.dropped.items():
-        words += f"; {name} was dropped, {why}"
-    return {"plan": encode(taken.plan).decode(), "words": words}

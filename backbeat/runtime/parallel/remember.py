@@ -44,15 +44,9 @@ def conditions(
         together.first(
             {
                 "ranks": together.size,
-                "model": _digest(
-                    [type(model).__name__]
-                    + [
-                        f"{name} {tuple(one.shape)} {one.dtype} {one.requires_grad}"
-                        for name, one in model.named_parameters()
-                    ]
-                ),
-                "batch": _digest([f"{tuple(one.shape)} {one.dtype}" for one in tensors_in(example.batch)]),
-                "network": together.communicators.backend if network is None else _digest([encode(network).decode()]),
+                "model": model_digest(model),
+                "batch": digest([f"{tuple(one.shape)} {one.dtype}" for one in tensors_in(example.batch)]),
+                "network": together.communicators.backend if network is None else digest([encode(network).decode()]),
                 "device": device_name(example.device),
                 "torch": str(torch.__version__),
                 "backbeat": __version__,
@@ -99,7 +93,14 @@ def save(plan: Plan, path: str) -> None:
         logger.warning("the plan could not be written to %s, the next run makes it again: %s", path, error)
 
 
-def _digest(lines: list[str]) -> str:
+def model_digest(model: nn.Module) -> str:
+    """Of its class and its parameters' names, shapes and dtypes, and which are trained."""
+    parameters = model.named_parameters()
+    lines = [f"{name} {tuple(one.shape)} {one.dtype} {one.requires_grad}" for name, one in parameters]
+    return digest([type(model).__name__, *lines])
+
+
+def digest(lines: list[str]) -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 

@@ -9,16 +9,71 @@ from __future__ import annotations
 import contextlib
 import json
 import threading
+import time
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
-from backbeat.errors import InputError
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
+from torch.distributed import ProcessGroup
+
+from backbeat.errors import BackbeatError, InputError
+from backbeat.measure.model.training_step import where_raised
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from backbeat.comm.communicators import Communicators
 
-_POLL_S = 0.1
+_POLL_S = 0.05
+_HEAD_START_S = 0.5
+"""For the others to abort in."""
+
+
+_calls: WeakKeyDictionary[ProcessGroup, int] = WeakKeyDictionary()
+"""Of `asked_alike` on each process group, which has ranks meet at the same place of the store."""
+
+
+@contextlib.contextmanager
+def asked_alike(what: str) -> Iterator[dict[str, Any]]:
+    """What a caller checks inside is raised on every rank where it fails on one; so is a difference between ranks in
+    what goes into the dictionary. Otherwise the ranks that go on would wait for those that do not."""
+    said: dict[str, Any] = {}
+    error = None
+    try:
+        yield said
+    except Exception as raised:
+        if dist.get_world_size() == 1:
+            raise
+        error = str(raised) if isinstance(raised, BackbeatError) else where_raised(raised)
+    if dist.get_world_size() == 1:
+        return
+    world: Any = dist.group.WORLD
+    _calls[world] = _calls.get(world, 0) + 1
+    store = PrefixStore(f"backbeat/asked/{_calls[world]}", dist.distributed_c10d._get_default_store())
+    found = _every(store, "said", dist.get_rank(), dist.get_world_size(), [error, said])
+    errors = {rank: text for rank, (text, _) in enumerate(found) if text is not None}
+    if errors:
+        rank, text = next(iter(errors.items()))
+        alike = len(errors) == len(found) and len(set(errors.values())) == 1
+        raise InputError(text if alike else f"{what}: rank {rank}: {text}")
+    first = found[0][1]
+    for rank, (_, other) in enumerate(found):
+        for name in {**first, **other}:
+            if first.get(name) != other.get(name):
+                raise InputError(
+                    f"{what}: {name} is {first.get(name)!r} on rank 0 and {other.get(name)!r} on rank {rank}: give the "
+                    "same on every rank"
+                )
+
+
+def _every(store: Any, key: str, rank: int, size: int, value: Any) -> list[Any]:
+    store.set(f"{key}/{rank}", json.dumps(value))
+    if rank == 0:
+        found = [json.loads(store.get(f"{key}/{other}")) for other in range(size)]
+        store.set(key, json.dumps(found))
+    answer: list[Any] = json.loads(store.get(key))
+    return answer
 
 
 class Together:
@@ -31,13 +86,7 @@ class Together:
 
     def every(self, value: Any) -> list[Any]:
         """What every rank gave, in the order of ranks, on all of them."""
-        key, store = self._next(), self.communicators.store
-        store.set(f"{key}/{self.rank}", json.dumps(value))
-        if self.rank == 0:
-            found = [json.loads(store.get(f"{key}/{rank}")) for rank in range(self.size)]
-            store.set(key, json.dumps(found))
-        answer: list[Any] = json.loads(store.get(key))
-        return answer
+        return _every(self.communicators.store, self._next(), self.rank, self.size, value)
 
     def first(self, value: Any) -> Any:
         """What rank 0 gave."""
@@ -64,19 +113,30 @@ class Together:
         It returns how many ranks have called it.
 
         Gloo needs no telling: a rank that takes its group down closes its connections, and the others raise. NCCL would
-        wait, so on each rank a thread looks for the alarm and aborts.
+        wait, so on each rank a thread looks for the alarm and aborts. The rank that gives it aborts last: one that
+        finds its peer gone before it aborts is taken down by torch, a minute later.
         """
         key = f"{self._next()}/alarm"
+        nccl = self.communicators.backend == "nccl"
         done = threading.Event()
         thread = None
-        if self.communicators.backend == "nccl":
+        if nccl:
             # The store's calls block each other: the thread has a connection of its own.
             shared: Any = self.communicators.store
-            store = shared.clone()
-            thread = threading.Thread(target=_abort_on_alarm, args=(store, key, backends, done), daemon=True)
+            thread = threading.Thread(target=_abort_on_alarm, args=(shared.clone(), key, backends, done), daemon=True)
             thread.start()
+
+        def alarm() -> int:
+            # Before the thread could hear it.
+            done.set()
+            order = int(self.communicators.store.add(key, 1))
+            if nccl:
+                time.sleep(_HEAD_START_S)
+                _abort(backends)
+            return order
+
         try:
-            yield lambda: int(self.communicators.store.add(key, 1))
+            yield alarm
         finally:
             done.set()
             if thread is not None:
@@ -90,6 +150,10 @@ class Together:
 def _abort_on_alarm(store: Any, key: str, backends: Sequence[Any], done: threading.Event) -> None:
     while not done.wait(_POLL_S):
         if store.check([key]):
-            for backend in backends:
-                backend.abort()
+            _abort(backends)
             return
+
+
+def _abort(backends: Sequence[Any]) -> None:
+    for backend in backends:
+        backend.abort()

@@ -6,7 +6,6 @@ One candidate lives at a time, on process groups of its own. One that fails on a
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,7 +13,6 @@ from datetime import timedelta
 from importlib import import_module
 from itertools import pairwise
 from operator import attrgetter
-from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -23,20 +21,21 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from backbeat.comm.clock import clock_for
+from backbeat.errors import InputError
 from backbeat.measure.model.optimizers import make_optimizer
 from backbeat.measure.model.precision import scaler_for
 from backbeat.measure.model.training_step import Loss, Training, where_raised
 from backbeat.runtime.parallel.apply_plan import apply_plan
 from backbeat.runtime.parallel.untouched import copy_of, free
 from backbeat.runtime.reduce.wrapper import DistributedDataParallel
-from backbeat.units import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import nn
 
-    from backbeat.model import Plan, Profile
+    from backbeat.comm.communicators import Communicators
+    from backbeat.model import Plan
     from backbeat.runtime.parallel.candidates import Candidate
     from backbeat.runtime.parallel.together import Together
 
@@ -81,7 +80,10 @@ class ExampleStep:
 
     def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        return make_optimizer(self.optimizer, trained) if isinstance(self.optimizer, str) else self.optimizer(trained)
+        found = make_optimizer(self.optimizer, trained) if isinstance(self.optimizer, str) else self.optimizer(trained)
+        if not isinstance(found, torch.optim.Optimizer):
+            raise InputError(f"optimizer(parameters) returned a {type(found).__name__}: it must return an optimizer")
+        return found
 
 
 @dataclass(slots=True)
@@ -209,7 +211,8 @@ def _train(model: nn.Module, plan: Plan, example: ExampleStep, steps: int, group
     """The model as it was trained, and seconds of a step."""
     wrapped: Any = apply_plan(model, plan, group=groups.whole, mesh=groups.mesh)
     if isinstance(wrapped, DistributedDataParallel):
-        groups.backends += wrapped.reducer.communicators.backends()
+        groups.communicators = wrapped.reducer.communicators
+        groups.backends += groups.communicators.backends()
     optimizer = example.make_optimizer(wrapped)
     if plan.compressed:
         wrapped.attach(optimizer, max_grad_norm=None)
@@ -245,14 +248,18 @@ class TrialGroups:
                 self.mesh = DeviceMesh.from_group(self.whole, device.type, mesh_dim_names=("shard",))
         self.backends: list[Any] = [group._get_backend(device) for group in self._groups]
         """The libraries' own objects."""
+        self.communicators: Communicators | None = None
+        """What the wrapper made."""
 
     def close(self) -> None:
         """Take the groups down, once; on gloo, ranks that still use them then raise."""
         # Connections end with the last that holds them.
         self.backends.clear()
+        if self.communicators is not None:
+            self.communicators.close()
         if self.mesh is not None:
             _forget_meshes()
-        self.whole = self.mesh = None
+        self.whole = self.mesh = self.communicators = None
         while self._groups:
             dist.destroy_process_group(self._groups.pop())
 
@@ -268,28 +275,3 @@ def _forget_meshes() -> None:
     ):
         with contextlib.suppress(ImportError, AttributeError):
             attrgetter(name)(import_module(f"torch.distributed.tensor.{module}"))()
-
-
-def room_for(profile: Profile, device: torch.device) -> str | None:
-    """Why there is no memory for a trained copy beside the model; None where there is."""
-    if profile.memory is None:
-        return None
-    need = profile.memory.peak_bytes or 2 * profile.memory.steady_bytes
-    have = _free_bytes(device)
-    if have is None or need * 1.1 <= have:
-        return None
-    return f"a copy in training takes {format_bytes(need)}, and {format_bytes(have)} are free"
-
-
-def _free_bytes(device: torch.device) -> int | None:
-    """Memory that this rank may take; None where the machine does not say."""
-    if device.type == "cuda":
-        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return int(torch.cuda.mem_get_info(device)[0]) + unused
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    kilobytes = next((int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")), None)
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
-    return None if kilobytes is None else kilobytes * 1024 // ranks

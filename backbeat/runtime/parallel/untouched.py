@@ -11,6 +11,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from backbeat.errors import InputError
+from backbeat.measure.model.training_step import is_out_of_memory
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -33,7 +36,15 @@ def untouched(device: torch.device) -> Iterator[None]:
 
 def copy_of(model: nn.Module) -> nn.Module:
     """A copy to train, without gradients."""
-    made = copy.deepcopy(model)
+    try:
+        made = copy.deepcopy(model)
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        raise InputError(
+            f"plans are tried on copies, and copy.deepcopy(model) raises {type(error).__name__}: {error}; give the "
+            "model without what cannot be copied, or a plan"
+        ) from error
     made.zero_grad(set_to_none=True)
     return made
 

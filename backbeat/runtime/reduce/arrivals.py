@@ -14,19 +14,16 @@ import logging
 import threading
 import time
 import weakref
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch.autograd import Variable
 from torch.autograd.graph import get_gradient_edge
+from torch.nn import Parameter
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from torch.nn import Parameter
-
-    from backbeat.runtime.reduce.bucket import BucketSet
-    from backbeat.runtime.reduce.exchange import Sender
+from backbeat.runtime.reduce.bucket import BucketSet
+from backbeat.runtime.reduce.exchange import Sender
 
 logger = logging.getLogger("backbeat.runtime")
 
@@ -108,7 +105,7 @@ class GraphReach:
     def forward_begins(self) -> None:
         self._passed = False
 
-    def surprised(self) -> None:
+    def unannounced(self) -> None:
         """A gradient arrived though no output announced it."""
         self._hidden = self._hidden or self._passed
 
@@ -230,31 +227,31 @@ class Arrivals:
         """Complete buckets may leave from now on, where it is known how often each parameter arrives."""
         self.slow = slow or not self._known
 
-    def mark(self, place: int) -> None:
+    def mark(self, index: int) -> None:
         """The parameter has got a gradient."""
-        self.arrived_since_reduce[place] = 1
+        self.arrived_since_reduce[index] = 1
 
-    def count(self, place: int, index: int) -> bool:
+    def count(self, index: int, bucket: int) -> bool:
         """Count one arrival of a parameter; True if its bucket is complete."""
-        outstanding = self.outstanding[place] - 1
-        self.outstanding[place] = outstanding
+        outstanding = self.outstanding[index] - 1
+        self.outstanding[index] = outstanding
         if outstanding:
             if outstanding < 0:
-                self._note_late(place, index)
+                self._note_late(index, bucket)
             return False
-        left = self.missing[index] - 1
-        self.missing[index] = left
+        left = self.missing[bucket] - 1
+        self.missing[bucket] = left
         return left == 0
 
-    def count_nested(self, place: int, index: int) -> None:
+    def count_nested(self, index: int, bucket: int) -> None:
         """An arrival inside a reentrant checkpoint, where more of this gradient may follow: its bucket waits for the
         end of backward."""
         self.nested = True
-        self._note_late(place, index)
+        self._note_late(index, bucket)
 
-    def _note_late(self, place: int, index: int) -> None:
-        if index < self.next_bucket:
-            self.late.add(place)
+    def _note_late(self, index: int, bucket: int) -> None:
+        if bucket < self.next_bucket:
+            self.late.add(index)
 
     def may_leave(self, index: int) -> bool:
         """Whether a complete bucket may leave before backward ends."""
@@ -301,32 +298,32 @@ class Expectation:
         if self.all_came:
             self._missed = [0] * len(self._missed)
             self.all_came = False
-        for place, outstanding in enumerate(missing):
-            expected = self.counts[place]
+        for index, outstanding in enumerate(missing):
+            expected = self.counts[index]
             seen = expected - outstanding
             if seen > expected:
                 if self.learned:
-                    self._patience[place] *= 2
-                self._missed[place] = 0
-                self.counts[place] = seen
+                    self._patience[index] *= 2
+                self._missed[index] = 0
+                self.counts[index] = seen
                 changed = True
             elif seen < expected:
-                self._missed[place] += 1
-                if not self.learned or self._missed[place] >= self._patience[place]:
-                    self._missed[place] = 0
-                    self.counts[place] = seen
+                self._missed[index] += 1
+                if not self.learned or self._missed[index] >= self._patience[index]:
+                    self._missed[index] = 0
+                    self.counts[index] = seen
                     changed = True
             else:
-                self._missed[place] = 0
+                self._missed[index] = 0
         self.learned = True
         if changed:
             self.all_once = all(count == 1 for count in self.counts)
         return changed
 
 
-def watch(
+def register_hook(
     parameter: Parameter,
-    place: int,
+    index: int,
     arrivals: Arrivals,
     slowly: Callable[[], Callable[[int], None] | None],
     sender: Callable[[], Sender | None],
@@ -342,23 +339,23 @@ def watch(
         if arrivals.slow or graph_task() != arrivals.root:
             fired = slowly()
             if fired is not None:
-                fired(place)
+                fired(index)
             return
-        arrivals.arrived_since_reduce[place] = 1
-        index = arrivals.bucket_of[place]
+        arrivals.arrived_since_reduce[index] = 1
+        bucket = arrivals.bucket_of[index]
         if arrivals.streams is not None:
-            arrivals.streams.note(index)
+            arrivals.streams.note(bucket)
         counts = arrivals.outstanding
-        outstanding = counts[place] - 1
-        counts[place] = outstanding
+        outstanding = counts[index] - 1
+        counts[index] = outstanding
         if outstanding:
-            if outstanding < 0 and index < arrivals.next_bucket:
-                arrivals.late.add(place)
+            if outstanding < 0 and bucket < arrivals.next_bucket:
+                arrivals.late.add(index)
             return
         missing = arrivals.missing
-        left = missing[index] - 1
-        missing[index] = left
-        if not left and index == arrivals.next_bucket:
+        left = missing[bucket] - 1
+        missing[bucket] = left
+        if not left and bucket == arrivals.next_bucket:
             alive = sender()
             if alive is not None:
                 alive.send_ready()
@@ -366,7 +363,7 @@ def watch(
     return parameter.register_post_accumulate_grad_hook(arrived)
 
 
-def watch_last(parameters: Sequence[Parameter], handles: list[Any]) -> None:
+def move_hooks_last(parameters: Sequence[Parameter], handles: list[Any]) -> None:
     """The user's own hooks on a gradient come before ours, which may take it away."""
     for parameter, handle in zip(parameters, handles, strict=True):
         hooks: Any = parameter._post_accumulate_grad_hooks
@@ -374,7 +371,7 @@ def watch_last(parameters: Sequence[Parameter], handles: list[Any]) -> None:
             hooks[handle.id] = hooks.pop(handle.id)
 
 
-def unwatch(handles: list[Any]) -> None:
+def remove_hooks(handles: list[Any]) -> None:
     for handle in handles:
         handle.remove()
     handles.clear()

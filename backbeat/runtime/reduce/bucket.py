@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch.nn import Parameter
 
+from backbeat.comm.communicators import Communicator
 from backbeat.errors import CommunicationError
-from backbeat.runtime.reduce.step import TakenGradients
-
-if TYPE_CHECKING:
-    from torch.nn import Parameter
-
-    from backbeat.comm.communicators import Communicator
-    from backbeat.runtime.reduce.partition import BucketSpec, Partition
-    from backbeat.runtime.reduce.step import Step
+from backbeat.runtime.reduce.partition import BucketSpec, Partition
+from backbeat.runtime.reduce.step import Step, TakenGradients
 
 
 class BucketBuffer:
-    """One bucket's gradients, contiguous, with room for the status message behind them where it is the last bucket.
+    """One bucket's gradients, contiguous, with room for the status message after them where it is the last bucket.
 
     After a step `.grad` of each member is a view into the buffer. From when the bucket leaves until backward ends it is
     None: a gradient that autograd produces then is a tensor of its own and cannot write into a buffer in flight.
@@ -38,7 +34,7 @@ class BucketBuffer:
     ) -> None:
         self.spec = spec
         self.members = spec.members
-        self.parameters = [parameters[place] for place in spec.members]
+        self.parameters = [parameters[index] for index in spec.members]
         self.sparse = spec.sparse
         first = self.parameters[0]
         self.device = first.device
@@ -65,7 +61,7 @@ class BucketBuffer:
         """No gradient was given other memory (`p.grad.data = …`, `model.to(…)`), which leaves its slice behind."""
         return addresses_of(self.views) == self._addresses
 
-    def _mend(self) -> None:
+    def _restore_slices(self) -> None:
         """Slices that were given other memory are the buffer's again; a gradient keeps what it holds."""
         for (parameter, view), own, address in zip(self._pairs, self._slices, self._addresses, strict=True):
             if view.data_ptr() != address:
@@ -80,8 +76,8 @@ class BucketBuffer:
             for parameter, view in self._pairs:
                 parameter.grad = view
             return
-        for place, (parameter, view) in zip(self.members, self._pairs, strict=True):
-            parameter.grad = view if used[place] else kept.get(place)
+        for index, (parameter, view) in zip(self.members, self._pairs, strict=True):
+            parameter.grad = view if used[index] else kept.get(index)
 
     @property
     def bytes(self) -> int:
@@ -112,7 +108,7 @@ class BucketBuffer:
     def pack(self, step: Step) -> TakenGradients:
         """As `take_all`, in any step: finds which members this rank used, and keeps the others' gradients."""
         if not self._in_place:
-            self._mend()
+            self._restore_slices()
         fresh = step.arrivals.arrived_since_reduce
         used: list[int] = []
         kept: dict[int, torch.Tensor] = {}
@@ -120,20 +116,20 @@ class BucketBuffer:
         targets: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
         empty: list[torch.Tensor] = []
-        for place, (parameter, view) in zip(self.members, self._pairs, strict=True):
+        for index, (parameter, view) in zip(self.members, self._pairs, strict=True):
             gradient, parameter.grad = parameter.grad, None
             if gradient is None:
                 empty.append(view)
                 # A hook of the user's took it away after it had arrived.
-                removed = removed or bool(fresh[place])
+                removed = removed or bool(fresh[index])
                 continue
             if gradient is not view:
                 targets.append(view)
                 sources.append(gradient if gradient.layout is torch.strided else gradient.to_dense())
-            if fresh[place]:
-                used.append(place)
+            if fresh[index]:
+                used.append(index)
             else:
-                kept[place] = gradient.clone() if gradient is view else gradient
+                kept[index] = gradient.clone() if gradient is view else gradient
         if targets:
             torch._foreach_copy_(targets, sources)
         if empty:
@@ -150,7 +146,7 @@ class BucketBuffer:
         return message, communicator.all_reduce(message)
 
     def message(self, scale: float, status: torch.Tensor | None) -> torch.Tensor:
-        """What goes in flight: the scaled gradients, in the reduce dtype, with the status message behind."""
+        """What goes in flight: the scaled gradients, in the reduce dtype, with the status message at the end."""
         if self.reduce_dtype is None:
             if scale != 1.0:
                 self.payload.mul_(self._factor_of(scale))
@@ -180,11 +176,11 @@ class BucketBuffer:
         return message[self.numel : self.numel + self.status_length]
 
     def late_message(self, late: Set[int], scale: float) -> torch.Tensor:
-        """Gradients that came after the bucket had left, scaled, and behind them one number a member that has one."""
+        """Gradients that came after the bucket had left, scaled, and after them one number a member that has one."""
         message = torch.zeros(self.numel + len(self.members), dtype=self.dtype, device=self.device)
         slots = views_of(message[: self.numel], self._slices)
-        for position, (place, parameter) in enumerate(zip(self.members, self.parameters, strict=True)):
-            if place in late and parameter.grad is not None:
+        for position, (index, parameter) in enumerate(zip(self.members, self.parameters, strict=True)):
+            if index in late and parameter.grad is not None:
                 slots[position].copy_(parameter.grad)
                 parameter.grad = None
                 message[self.numel + position] = 1
@@ -239,14 +235,14 @@ class SparseBucket(BucketBuffer):
         return False
 
     def pack(self, step: Step) -> TakenGradients:
-        parameter, place = self.parameters[0], self.members[0]
+        parameter, index = self.parameters[0], self.members[0]
         gradient = parameter.grad
         parameter.grad = None
         self._gradient = None if step.contributes_nothing else gradient
         if self._gradient is None:
             return TakenGradients()
-        used = step.arrivals.arrived_since_reduce[place]
-        return TakenGradients(used=[place]) if used else TakenGradients(kept={place: self._gradient})
+        used = step.arrivals.arrived_since_reduce[index]
+        return TakenGradients(used=[index]) if used else TakenGradients(kept={index: self._gradient})
 
     def launch(self, communicator: Communicator, scale: float, status: torch.Tensor | None) -> tuple[torch.Tensor, Any]:
         parameter, gradient, self._gradient = self.parameters[0], self._gradient, None
@@ -266,8 +262,8 @@ class SparseBucket(BucketBuffer):
         return None
 
     def hand_back(self, used: Sequence[bool] | None, kept: Mapping[int, torch.Tensor]) -> None:
-        place = self.members[0]
-        self.parameters[0].grad = self._sum if used is None or used[place] else kept.get(place)
+        index = self.members[0]
+        self.parameters[0].grad = self._sum if used is None or used[index] else kept.get(index)
         self._sum = None
 
     def late_message(self, late: Set[int], scale: float) -> torch.Tensor:
@@ -287,13 +283,13 @@ class BucketSet:
         self.bucket_of = [0] * len(parameters)
         """The bucket of each parameter."""
         for index, bucket in enumerate(buckets):
-            for place in bucket.members:
-                self.bucket_of[place] = index
+            for member in bucket.members:
+                self.bucket_of[member] = index
         self.formats = [(p.dtype, p.shape, p.device) for p in parameters]
         """What each parameter was when its bucket was made."""
-        # Buckets of another kind have no places ahead of their sums.
+        # Buckets of another kind have no slice ahead of their sums.
         plain = all(type(bucket) is BucketBuffer for bucket in buckets)
-        self._places = (
+        self._pairs = (
             [pair for bucket in buckets for pair in zip(bucket.parameters, bucket.views, strict=True)] if plain else []
         )
         in_place = plain and all(bucket.reduce_dtype is None for bucket in buckets)
@@ -302,19 +298,19 @@ class BucketSet:
         """The last bucket of each communicator, where there is nothing to do for a bucket but to wait for its sum."""
 
     def place_gradients(self) -> bool:
-        """Give every gradient its place in the buffers though sums are still on their way; False where not possible."""
-        for parameter, view in self._places:
+        """Make every gradient its slice of the buffers though sums are still on their way; False where not possible."""
+        for parameter, view in self._pairs:
             parameter.grad = view
-        return bool(self._places)
+        return bool(self._pairs)
 
     def remove_gradients(self) -> None:
         """The sums will not come: there are no gradients."""
-        for parameter, _ in self._places:
+        for parameter, _ in self._pairs:
             parameter.grad = None
 
     def expected_members(self, counts: Sequence[int]) -> list[int]:
         """How many members of each bucket are expected at all."""
-        return [sum(1 for place in bucket.members if counts[place] > 0) for bucket in self.buckets]
+        return [sum(1 for index in bucket.members if counts[index] > 0) for bucket in self.buckets]
 
     def keep(self, index: int) -> None:
         """Move gradients of a bucket that are only accumulated into its buffer, so that they are not held twice."""

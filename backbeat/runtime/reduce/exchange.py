@@ -22,24 +22,19 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Set
 from contextlib import AbstractContextManager, nullcontext, suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch._C._distributed_c10d import BuiltinCommHookType
 from torch.distributed import DistError
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn import Parameter
 
 from backbeat.errors import BackbeatError, InputError
 from backbeat.runtime.reduce.bucket import BucketBuffer, SparseBucket
-from backbeat.runtime.reduce.step import InFlight
-
-if TYPE_CHECKING:
-    from torch.nn import Parameter
-
-    from backbeat.runtime.reduce.bucket import BucketBuffer
-    from backbeat.runtime.reduce.partition import BucketSpec, Partition
-    from backbeat.runtime.reduce.status import StatusLayout, StatusMessage, Verdict
-    from backbeat.runtime.reduce.step import ReducerContext
+from backbeat.runtime.reduce.partition import BucketSpec, Partition
+from backbeat.runtime.reduce.status import StatusMessage, StatusOffsets, SummedStatus
+from backbeat.runtime.reduce.step import InFlight, ReducerContext
 
 _profiling = torch._C._autograd._profiler_enabled
 _nothing = nullcontext()
@@ -103,7 +98,7 @@ class Sender:
             self._launch(index, bucket, None)
 
     def _launch_last(self, index: int, bucket: BucketBuffer) -> None:
-        """With the status message inside it, or behind it."""
+        """With the status message inside it, or after it."""
         step, exchange, status = self._step, self.exchange, self._status
         if step.arrivals.late:
             step.settle_late(exchange.keep_late(step.arrivals.late))
@@ -113,7 +108,7 @@ class Sender:
             return
         self._launch(index, bucket, None)
         message = status.write_alone(told, step.number)
-        exchange.add_to_status(message, status.layout)
+        exchange.add_to_status(message, status.offsets)
         work = self._context.communicator(bucket.spec.communicator).all_reduce(message)
         step.add_status_sent(InFlight(index, bucket, message, work))
 
@@ -141,21 +136,21 @@ class Sender:
             numbers = sent.bucket.arrived(message)
         if step.status_in_flight is not None:
             numbers = _wait(self._context, step.status_in_flight)
-        assert numbers is not None  # behind the last bucket, or on their own
+        assert numbers is not None  # after the last bucket's gradients, or on their own
         return numbers
 
-    def send_late(self, verdict: Verdict) -> None:
+    def send_late(self, summed: SummedStatus) -> None:
         """Send what came after its bucket had left, and add it to what arrived."""
         context = self._context
-        for index in verdict.late:
+        for index in summed.late:
             bucket = context.bucket_set.buckets[index]
             context.late_buckets += 1
             message = bucket.late_message(self._step.arrivals.late, context.scale)
             work = context.communicator(bucket.spec.communicator).all_reduce(message)
             counts = bucket.add_late(_wait(context, InFlight(index, bucket, message, work)))
-            for place, count in zip(bucket.members, counts, strict=True):
+            for member, count in zip(bucket.members, counts, strict=True):
                 if count > 0:
-                    verdict.used[place] = True
+                    summed.used[member] = True
 
     def _span(self, what: str, index: int) -> AbstractContextManager[Any]:
         if not _profiling():
@@ -185,7 +180,7 @@ class Exchange:
         """Another partition is about to be taken in."""
 
     def bucket(self, spec: BucketSpec, status_length: int) -> BucketBuffer:
-        """The memory of a bucket, with room for a status message of this length behind the gradients."""
+        """The memory of a bucket, with room for a status message of this length after the gradients."""
         if spec.sparse:
             return SparseBucket(spec, self.context.parameters)
         return BucketBuffer(
@@ -212,7 +207,7 @@ class Exchange:
         """Take late gradients that may wait for the next step; returns their parameters."""
         return frozenset()
 
-    def add_to_status(self, message: torch.Tensor, layout: StatusLayout) -> None:
+    def add_to_status(self, message: torch.Tensor, offsets: StatusOffsets) -> None:
         """Add to this rank's status message, which leaves after every bucket; it will hold the sums."""
 
     def wait_for_last(self) -> None:
@@ -227,16 +222,16 @@ class Exchange:
         """Wait for a bucket's sum."""
         return _wait(self.context, sent)
 
-    def hand_back(self, verdict: Verdict | None, *, in_place: bool) -> None:
+    def hand_back(self, summed: SummedStatus | None, *, in_place: bool) -> None:
         """Give every parameter that some rank used its mean; the others keep what they had. None: all were used.
 
-        in_place: every gradient has its place in the buffers already.
+        in_place: every gradient is its slice of the buffers already.
         """
         step = self.context.step
-        if step.absent or (in_place and verdict is None):
+        if step.absent or (in_place and summed is None):
             return
         for bucket in self.context.bucket_set.buckets:
-            bucket.hand_back(None if verdict is None else verdict.used, step.kept)
+            bucket.hand_back(None if summed is None else summed.used, step.kept)
 
     def give_up(self) -> None:
         """The step has no gradients on this rank, though other ranks may believe it has."""

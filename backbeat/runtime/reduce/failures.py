@@ -16,7 +16,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import cycle
@@ -25,12 +25,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._C import _distributed_c10d
 
-from backbeat.errors import CommunicationError
+from backbeat.comm.communicators import Communicators
+from backbeat.errors import CommunicationError, first_line
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from backbeat.comm.communicators import Communicators
     from backbeat.runtime.reduce.step import InFlight, ReducerContext
 
 logger = logging.getLogger("backbeat.runtime")
@@ -64,6 +62,8 @@ Standing = dict[str, Any]
 one waits for."""
 _monitors: weakref.WeakSet[Monitor] = weakref.WeakSet()
 """Of every wrapper in this process."""
+_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+"""Those that talk to a store, also of monitors that were stopped."""
 
 
 class Monitor:
@@ -102,8 +102,7 @@ class Monitor:
         except Exception as error:
             logger.debug("this store cannot be cloned, faults will name fewer ranks: %s", error)
             return
-        self._thread = threading.Thread(target=self._listen, args=(clone,), name="backbeat-monitor", daemon=True)
-        self._thread.start()
+        self._thread = _start("backbeat-monitor", lambda: self._listen(clone))
 
     def stop(self) -> None:
         self._stop.set()
@@ -158,10 +157,7 @@ class Monitor:
         mine = self.standing()
         store = self._own if threading.current_thread() is self._thread else self._store
         found: list[str] = []
-        asking = threading.Thread(
-            target=lambda: found.append(self._ask(store, mine)), name="backbeat-blame", daemon=True
-        )
-        asking.start()
+        asking = _start("backbeat-blame", lambda: found.append(self._ask(store, mine)))
         # The store's calls keep to no timeout while the process that keeps it stands still.
         asking.join(2 * ANSWER_S)
         if found:
@@ -193,15 +189,21 @@ class Monitor:
         return found
 
 
+def _start(name: str, target: Callable[[], None]) -> threading.Thread:
+    thread = threading.Thread(target=target, name=name, daemon=True)
+    _threads.add(thread)
+    thread.start()
+    return thread
+
+
 @atexit.register
 def end_monitors() -> None:
     """A thread that comes back from the store while the interpreter ends would abort the process."""
-    listening = list(_monitors)
-    for monitor in listening:
+    for monitor in list(_monitors):
         monitor.stop()
-    for monitor in listening:
-        if monitor._thread is not None:
-            monitor._thread.join(POLL_S)
+    deadline = time.monotonic() + ANSWER_S
+    for thread in list(_threads):
+        thread.join(max(deadline - time.monotonic(), 0.0))
 
 
 def describe(rank: int, mine: Standing | None, standings: dict[int, Standing], size: int) -> str:
@@ -234,11 +236,6 @@ def _where(standing: Standing) -> str:
     return f"{text}, waiting for {standing['waiting']}" if standing.get("waiting") else text
 
 
-def first_line(error: BaseException) -> str:
-    """The first line of an exception's text, or its kind."""
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-
-
 def work_result(work: Any) -> str:
     """`IN_FLIGHT`, `DONE`, or what the library says went wrong with it."""
     try:
@@ -259,9 +256,9 @@ def work_result(work: Any) -> str:
 class LostCollectives:
     """Finds buckets that were lost and the host was not told: on NCCL waiting for a failed collective does not raise.
 
-    Torch's own watchdog notices, writes its verdict into the communicator and into the result of the oldest work that
+    Torch's own watchdog notices, writes its error into the communicator and into the result of the oldest work that
     it has not yet ticked off, which may be a good one, and after a pause for its dumps (a minute in torch 2.11) ends
-    the process without a word on buckets or gradients. The monitor's thread reads that verdict meanwhile, says which
+    the process without a word on buckets or gradients. The monitor's thread reads that error meanwhile, says which
     bucket of which step was lost and who is to blame, and aborts the communicators, so that whatever waits for the
     device returns and the next use of the wrapper raises the same. It never judges by itself: no clock of its own, no
     guess from slowness, so it cannot stop a healthy job.
@@ -299,7 +296,7 @@ class LostCollectives:
         step = context.step
         present = _Sent(step.number, [(one.bucket_index, one.work) for one in tuple(step.in_flight)], None)
         steps = [*self._steps, present]
-        why = self._verdict(steps)
+        why = self._watchdog_error(steps)
         if not why:
             return False
         missing = ((sent.step, index) for sent in steps if (index := sent.first_missing()) is not None)
@@ -312,7 +309,7 @@ class LostCollectives:
         abort(context.communicators)
         return True
 
-    def _verdict(self, steps: Sequence[_Sent]) -> str:
+    def _watchdog_error(self, steps: Sequence[_Sent]) -> str:
         """What the watchdog has found, or nothing."""
         for backend in self._context.communicators.backends():
             found = _error_of(backend)
@@ -324,7 +321,7 @@ class LostCollectives:
 
 @dataclass(frozen=True, slots=True)
 class _Sent:
-    """What left in one step, and an event behind it on the device."""
+    """What left in one step, and an event after it on the device."""
 
     step: int
     works: list[tuple[int, Any]]

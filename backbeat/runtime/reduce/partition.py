@@ -7,22 +7,19 @@ import gc
 import weakref
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import torch
 import torch.distributed as dist
+from torch.nn import Module, Parameter
 from torch.utils.weak import WeakIdKeyDictionary
 
+from backbeat.comm.communicators import Communicators
 from backbeat.errors import InputError, nearest
-
-if TYPE_CHECKING:
-    from torch.nn import Module, Parameter
-
-    from backbeat.comm.communicators import Communicators
-    from backbeat.model import Plan
-    from backbeat.model.compression import Compression
-    from backbeat.runtime.reduce.settings import WrapperSettings
+from backbeat.model import Plan
+from backbeat.model.compression import Compression
+from backbeat.runtime.reduce.settings import WrapperSettings
 
 FIRST_BUCKET_BYTES = int(getattr(dist, "_DEFAULT_FIRST_BUCKET_BYTES", 2**20))
 BUCKET_BYTES = 25 * 2**20
@@ -31,7 +28,7 @@ _owners: Any = WeakIdKeyDictionary()
 
 
 class ManagedParameters:
-    """Trainable parameters in registration order, newcomers behind them, and the frozen ones."""
+    """Trainable parameters in registration order, newcomers after them, and the frozen ones."""
 
     def __init__(self, module: Module, ignored: Set[str]) -> None:
         self._sparse_ids = {
@@ -43,7 +40,7 @@ class ManagedParameters:
         managed = [(name, parameter) for name, parameter in module.named_parameters() if name not in ignored]
         self._module = weakref.ref(module)
         self._ignored = ignored
-        self._places: list[tuple[dict[str, Parameter | None], str, Parameter]] = []
+        self._slots: list[tuple[dict[str, Parameter | None], str, Parameter]] = []
         """Where each parameter stands in its module."""
         self.names: list[str] = []
         self.parameters: list[Parameter] = []
@@ -55,7 +52,7 @@ class ManagedParameters:
     def unknown(self) -> str | None:
         """The name of a trainable parameter that has taken the place of one that is managed, or come beside them and
         has a gradient, where there is any."""
-        if self._places and all(held.get(name) is parameter for held, name, parameter in self._places):
+        if self._slots and all(held.get(name) is parameter for held, name, parameter in self._slots):
             return None
         module = self._module()
         if module is None:
@@ -74,7 +71,7 @@ class ManagedParameters:
         if others:
             return None
         # Moved at most, as parametrizations and pruning do with a parameter that stays the same.
-        self._places = [
+        self._slots = [
             (child._parameters, name, parameter)
             for child in module.modules()
             for name, parameter in child._parameters.items()
@@ -82,13 +79,13 @@ class ManagedParameters:
         ]
         return None
 
-    def add_thawed(self) -> int:
+    def add_unfrozen(self) -> int:
         """Take in parameters that became trainable; returns how many."""
-        thawed = [(name, parameter) for name, parameter in self.frozen if parameter.requires_grad]
-        if thawed:
+        unfrozen = [(name, parameter) for name, parameter in self.frozen if parameter.requires_grad]
+        if unfrozen:
             self.frozen = [(name, parameter) for name, parameter in self.frozen if not parameter.requires_grad]
-            self._extend(thawed)
-        return len(thawed)
+            self._extend(unfrozen)
+        return len(unfrozen)
 
     def _extend(self, named: list[tuple[str, Parameter]]) -> None:
         self.names.extend(name for name, _ in named)
@@ -98,6 +95,13 @@ class ManagedParameters:
 
 def claim(owner: object, names: Sequence[str], parameters: Sequence[Parameter]) -> None:
     """Take these parameters, or say which one is taken."""
+    check_free(names, parameters, owner)
+    for parameter in parameters:
+        _owners[parameter] = weakref.ref(owner)
+
+
+def check_free(names: Sequence[str], parameters: Sequence[Parameter], owner: object = None) -> None:
+    """Refuse parameters that another wrapper reduces, which would be sent twice."""
     if any(_other(owner, parameter) for parameter in parameters):
         # A wrapper dropped in a reference cycle lives until it is collected.
         gc.collect()
@@ -107,8 +111,6 @@ def claim(owner: object, names: Sequence[str], parameters: Sequence[Parameter]) 
                 f"parameter {name!r} already belongs to another DistributedDataParallel that is alive: "
                 "wrap a model once, or delete the first wrapper"
             )
-    for parameter in parameters:
-        _owners[parameter] = weakref.ref(owner)
 
 
 def release(owner: object, parameters: Sequence[Parameter]) -> None:
@@ -125,7 +127,7 @@ def _other(owner: object, parameter: Parameter) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BucketSpec:
-    """One collective: parameters of one dtype on one device, by their place in the parameter list."""
+    """One collective: parameters of one dtype on one device, by their index in the parameter list."""
 
     members: tuple[int, ...]
     communicator: int
@@ -153,7 +155,7 @@ class Partition:
         found = [f"communicators {self.communicators}"]
         for bucket in self.buckets:
             members = ", ".join(
-                f"{names[place]} {tuple(parameters[place].shape)} {parameters[place].dtype}" for place in bucket.members
+                f"{names[index]} {tuple(parameters[index].shape)} {parameters[index].dtype}" for index in bucket.members
             )
             kind = f" topk {bucket.compression.density:g}" if bucket.compression is not None else ""
             found.append(f"communicator {bucket.communicator}{' sparse' if bucket.sparse else ''}{kind}: {members}")
@@ -169,24 +171,24 @@ def plan_partition(
     frozen: Iterable[str] = (),
 ) -> Partition:
     """The plan's buckets, split where they mix dtypes or devices, and what it does not name in trailing buckets."""
-    places = {name: place for place, name in enumerate(names)}
-    check_fits(plan, {*places, *frozen})
+    indices = {name: index for index, name in enumerate(names)}
+    check_fits(plan, {*indices, *frozen})
     specs: list[BucketSpec] = []
     named: set[int] = set()
     for bucket in plan.buckets:
-        members = [places[name] for name in bucket.gradients if name in places]
+        members = [indices[name] for name in bucket.gradients if name in indices]
         named.update(members)
         found = _split(members, bucket.communicator, parameters, sparse)
         if bucket.compression is not None:
-            for place in members:
-                if sparse[place]:
+            for index in members:
+                if sparse[index]:
                     raise InputError(
-                        f"parameter {names[place]!r} has sparse gradients (nn.Embedding(sparse=True)), and its bucket "
+                        f"parameter {names[index]!r} has sparse gradients (nn.Embedding(sparse=True)), and its bucket "
                         "is compressed: use sparse=False, or leave the compression out of its bucket"
                     )
             found = [replace(spec, compression=bucket.compression) for spec in found]
         specs.extend(found)
-    rest = [place for place in reversed(range(len(names))) if place not in named]
+    rest = [index for index in reversed(range(len(names))) if index not in named]
     _fill(specs, rest, parameters, sparse, [BUCKET_BYTES], plan.communicators)
     return Partition(buckets=tuple(specs), communicators=plan.communicators, strategy=plan.strategy)
 
@@ -214,14 +216,14 @@ def fill_buckets(
     closed: list[list[int]] = []
     open_buckets: dict[tuple[torch.dtype, torch.device], tuple[list[int], int]] = {}
     used: dict[tuple[torch.dtype, torch.device], int] = {}
-    for place in order:
-        parameter = parameters[place]
-        if sparse[place]:
-            closed.append([place])
+    for index in order:
+        parameter = parameters[index]
+        if sparse[index]:
+            closed.append([index])
             continue
         kind = (parameter.dtype, parameter.device)
         members, size = open_buckets.get(kind, ([], 0))
-        members.append(place)
+        members.append(index)
         size += parameter.numel() * parameter.element_size()
         if size >= limits[min(used.get(kind, 0), len(limits) - 1)]:
             closed.append(members)
@@ -260,12 +262,12 @@ def _split(
     """One spec for each (dtype, device), in order of first appearance; sparse gradients travel alone."""
     kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     alone: list[BucketSpec] = []
-    for place in members:
-        if sparse[place]:
-            alone.append(BucketSpec(members=(place,), communicator=communicator, sparse=True))
+    for index in members:
+        if sparse[index]:
+            alone.append(BucketSpec(members=(index,), communicator=communicator, sparse=True))
         else:
-            kinds.setdefault((parameters[place].dtype, parameters[place].device), []).append(place)
-    return [BucketSpec(members=tuple(places), communicator=communicator) for places in kinds.values()] + alone
+            kinds.setdefault((parameters[index].dtype, parameters[index].device), []).append(index)
+    return [BucketSpec(members=tuple(indices), communicator=communicator) for indices in kinds.values()] + alone
 
 
 def first_partition(
@@ -280,12 +282,12 @@ def first_partition(
         plan = reassign_communicators(plan, allowed) if allowed < plan.communicators else plan
         frozen = [name for name, _ in parameters.frozen]
         return plan_partition(plan, parameters.names, parameters.parameters, parameters.sparse, frozen=frozen)
-    places = range(len(parameters.names))
+    indices = range(len(parameters.names))
     if settings.find_unused:
         # Stock DDP keeps these for good: filled in registration order and sent in reverse, the small one last.
-        found = stock_partition(places, settings, parameters, communicators)
+        found = stock_partition(indices, settings, parameters, communicators)
         return replace(found, buckets=tuple(reversed(found.buckets)))
-    return stock_partition(reversed(places), settings, parameters, communicators)
+    return stock_partition(reversed(indices), settings, parameters, communicators)
 
 
 def stock_partition(

@@ -10,34 +10,35 @@ from __future__ import annotations
 import functools
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence, Set
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed import ProcessGroup
+from torch.nn import Module
 
-from backbeat.comm.agreement import agree, meet, share
+from backbeat.comm.agreement import agree, share, wait_for_all
 from backbeat.comm.communicators import Communicators
 from backbeat.comm.nccl import set_nccl_launch_order
 from backbeat.errors import CommunicationError, InputError
 from backbeat.runtime.compressed.compressed_exchange import CompressedExchange
-from backbeat.runtime.reduce.exchange import Exchange
-from backbeat.runtime.reduce.partition import ManagedParameters, first_partition, stock_partition, with_newcomers
+from backbeat.runtime.memory.budget import BudgetCheck
+from backbeat.runtime.reduce.bucket import BucketBuffer
+from backbeat.runtime.reduce.exchange import Exchange, Hook
+from backbeat.runtime.reduce.partition import (
+    ManagedParameters,
+    Partition,
+    first_partition,
+    stock_partition,
+    with_newcomers,
+)
 from backbeat.runtime.reduce.runner import StepRunner
+from backbeat.runtime.reduce.settings import WrapperSettings
+from backbeat.runtime.reduce.step import ReducerContext
 from backbeat.runtime.reduce.timing import Recorder
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence, Set
-
-    from torch.distributed import ProcessGroup
-    from torch.nn import Module
-
     from backbeat.runtime.auto import Tuner
-    from backbeat.runtime.memory.budget import BudgetWatch
-    from backbeat.runtime.reduce.bucket import BucketBuffer
-    from backbeat.runtime.reduce.exchange import Hook
-    from backbeat.runtime.reduce.partition import Partition
-    from backbeat.runtime.reduce.settings import WrapperSettings
-    from backbeat.runtime.reduce.step import ReducerContext
 
 logger = logging.getLogger("backbeat.runtime")
 
@@ -53,7 +54,7 @@ class Reducer:
         self.settings = settings
         self.memory: Any = None
         """The handle of the memory plan in force on the model, if any."""
-        self.budget_watch: BudgetWatch | None = None
+        self.budget_check: BudgetCheck | None = None
         self.watch: weakref.WeakMethod[Callable[[], None]] | None = None
         """Called after each step, last: `runtime/watch.py`."""
         self._comm_hook: tuple[Any, Hook] | None = None
@@ -61,13 +62,13 @@ class Reducer:
         self._runner: StepRunner | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = ("settings", "memory", "budget_watch", "_comm_hook", "_warns_of_scaling")
+        kept = ("settings", "memory", "budget_check", "_comm_hook", "_warns_of_scaling")
         return {name: self.__dict__[name] for name in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, watch=None, _runner=None)
 
-    def adopt(self, module: Module, ignored: Set[str], process_group: ProcessGroup, device: torch.device) -> None:
+    def bind_model(self, module: Module, ignored: Set[str], process_group: ProcessGroup, device: torch.device) -> None:
         """Reduce this model's gradients over these ranks, once built."""
         self.managed = ManagedParameters(module, ignored)
         self.model = type(module).__name__
@@ -161,7 +162,7 @@ class Reducer:
             self._warn_of_scaling()
         runner.forward_begins(sync)
         if self.managed.frozen:
-            self._add_thawed()
+            self._add_unfrozen()
         if sync and runner.context.recorder is not None:
             runner.context.recorder.forward_begins()
 
@@ -187,8 +188,8 @@ class Reducer:
         else:
             following = runner.step.number + 1
             self.time_steps(following <= SAMPLED_FIRST or following % SAMPLED_EVERY == 0)
-        if self.budget_watch is not None:
-            self.budget_watch.after_step()
+        if self.budget_check is not None:
+            self.budget_check.after_step()
         watch = self.watch() if self.watch is not None else None
         if watch is not None:
             watch()
@@ -226,31 +227,34 @@ class Reducer:
         self.communicators.grow(partition.communicators)
         with torch.no_grad():
             self.runner.install(partition)
+        # Times of a bucket are by its number, which another bucket has now.
+        self.recorder.clear()
 
     def _settle_in_ready_order(self) -> None:
         """As stock DDP does once: buckets again, in the order in which rank 0's gradients became ready."""
         self.ready_order_known = True
         steps = self.recorder.steps()
-        arrived = sorted(steps[-1].ready_s, key=lambda place: steps[-1].ready_s[place]) if steps else []
-        text = share(self.communicators, "ready-order", ",".join(str(place) for place in arrived))
-        order = [int(place) for place in text.split(",") if place]
+        arrived = sorted(steps[-1].ready_s, key=lambda index: steps[-1].ready_s[index]) if steps else []
+        text = share(self.communicators, "ready-order", ",".join(str(index) for index in arrived))
+        order = [int(index) for index in text.split(",") if index]
         missing = sorted(set(range(len(self.managed.names))) - set(order), reverse=True)
         self.switch(stock_partition([*order, *missing], self.settings, self.managed, self.communicators))
 
-    def _add_thawed(self) -> None:
+    def _add_unfrozen(self) -> None:
         """Parameters that became trainable since: into trailing buckets, on every rank at this forward."""
         managed, runner = self.managed, self.runner
         if not any(parameter.requires_grad for _, parameter in managed.frozen):
             return
         # Where the step before has failed, this raises while nothing has changed yet, and the next forward tries again.
         runner.read_step_before()
-        count = managed.add_thawed()
+        count = managed.add_unfrozen()
         first = len(managed.names) - count
         partition = with_newcomers(self.partition, range(first, len(managed.names)), managed.parameters, managed.sparse)
-        meet(self.communicators, f"thawed/{self._agreements}", f"{managed.names[first]!r} became trainable")
+        wait_for_all(self.communicators, f"unfrozen/{self._agreements}", f"{managed.names[first]!r} became trainable")
         self._agree(partition, "the set of trainable parameters")
         with torch.no_grad():
             runner.add_parameters(managed.names[first:], managed.parameters[first:], partition)
+        self.recorder.clear()
         if self.tuner is not None:
             self.tuner.restart(f"{count} parameters became trainable")
 
@@ -292,7 +296,7 @@ class Reducer:
         self.build()
 
     def remove_hooks(self) -> None:
-        """Stop watching the parameters."""
+        """Remove the hooks from the parameters."""
         if self._runner is not None:
             self._runner.remove_hooks()
 

@@ -14,34 +14,28 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch.nn import Parameter
 
+from backbeat.comm.communicators import Communicators
 from backbeat.runtime.reduce.arrivals import (
     Arrivals,
     Backward,
     GraphReach,
     Streams,
     graph_task,
-    unwatch,
-    watch,
-    watch_last,
+    move_hooks_last,
+    register_hook,
+    remove_hooks,
 )
 from backbeat.runtime.reduce.bucket import BucketSet
-from backbeat.runtime.reduce.exchange import Exchange, HookExchange, Sender
+from backbeat.runtime.reduce.exchange import Exchange, Hook, HookExchange, Sender
 from backbeat.runtime.reduce.failures import LostCollectives, Monitor, Standing
-from backbeat.runtime.reduce.partition import claim, release
-from backbeat.runtime.reduce.status import StatusMessage
+from backbeat.runtime.reduce.partition import ManagedParameters, Partition, claim, release
+from backbeat.runtime.reduce.status import StatusMessage, SummedStatus
 from backbeat.runtime.reduce.step import ReducerContext, Step, StepState
-
-if TYPE_CHECKING:
-    from torch.nn import Parameter
-
-    from backbeat.comm.communicators import Communicators
-    from backbeat.runtime.reduce.exchange import Hook
-    from backbeat.runtime.reduce.partition import ManagedParameters, Partition
-    from backbeat.runtime.reduce.status import Verdict
 
 logger = logging.getLogger("backbeat.runtime")
 
@@ -86,9 +80,9 @@ class StepRunner:
         self._backward = Backward()
         self.weak = weakref.ref(self)
         self.install(partition)
-        self._handles = self._watch(0)
+        self._handles = self._register_hooks(0)
         claim(self, self.context.names, self.context.parameters)
-        weakref.finalize(self, unwatch, self._handles)
+        weakref.finalize(self, remove_hooks, self._handles)
         self._lost = None if communicators.wait_raises else LostCollectives(self.context)
         look = None if self._lost is None else self._lost.look
         self.context.monitor = Monitor(communicators, self.standing, model=model, look=look)
@@ -131,7 +125,7 @@ class StepRunner:
         self._arrivals.add(len(parameters))
         self.status.expect_irregular()
         self.install(partition)
-        self._handles.extend(self._watch(first))
+        self._handles.extend(self._register_hooks(first))
         claim(self, names, parameters)
 
     def set_comm_hook(self, state: Any, hook: Hook) -> None:
@@ -140,8 +134,8 @@ class StepRunner:
         self._sender.exchange = HookExchange(self.context, state, hook)
 
     def remove_hooks(self) -> None:
-        """Stop watching the parameters."""
-        unwatch(self._handles)
+        """Remove the hooks from the parameters."""
+        remove_hooks(self._handles)
         release(self, self.context.parameters)
         self.context.monitor.stop()
 
@@ -153,7 +147,7 @@ class StepRunner:
         waiting = ""
         if not step.idle and sent < len(buckets):
             outstanding = self._arrivals.outstanding
-            missing = [context.names[place] for place in buckets[sent].members if outstanding[place] > 0]
+            missing = [context.names[index] for index in buckets[sent].members if outstanding[index] > 0]
             waiting = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
         return {
             "step": step.number,
@@ -168,7 +162,7 @@ class StepRunner:
         self._default_sync = sync
         self._reach.forward_begins()
         if self._handles and (self.context.recorder is not None or not self._arrivals.expectation.learned):
-            watch_last(self.context.parameters, self._handles)
+            move_hooks_last(self.context.parameters, self._handles)
         if not self.step.idle and self._backward.ended():
             self._break_off()
 
@@ -191,29 +185,29 @@ class StepRunner:
         self.read_step_before()
         self._finish()
 
-    def _watch(self, first: int) -> list[Any]:
+    def _register_hooks(self, first: int) -> list[Any]:
         slowly, sender = weakref.WeakMethod(self._arrived), weakref.ref(self._sender)
-        places = enumerate(self.context.parameters[first:], start=first)
-        return [watch(parameter, place, self._arrivals, slowly, sender) for place, parameter in places]
+        indices = enumerate(self.context.parameters[first:], start=first)
+        return [register_hook(parameter, index, self._arrivals, slowly, sender) for index, parameter in indices]
 
-    def _arrived(self, place: int) -> None:
+    def _arrived(self, index: int) -> None:
         """A gradient arrived, and something about it is not ordinary."""
         arrivals, recorder = self._arrivals, self.context.recorder
-        arrivals.mark(place)
+        arrivals.mark(index)
         if not self._backward.running:
-            self._reach.surprised()
+            self._reach.unannounced()
             self._begin(self._default_sync)
         if recorder is not None:
-            recorder.gradient(place)
-        index = arrivals.bucket_of[place]
+            recorder.gradient(index)
+        bucket = arrivals.bucket_of[index]
         if arrivals.streams is not None:
-            arrivals.streams.note(index)
+            arrivals.streams.note(bucket)
         if self.status.regular and graph_task() != arrivals.root:
-            arrivals.count_nested(place, index)
-        elif arrivals.count(place, index):
+            arrivals.count_nested(index, bucket)
+        elif arrivals.count(index, bucket):
             if self.step.state is StepState.ACCUMULATING:
-                self.context.bucket_set.keep(index)
-            elif arrivals.may_leave(index):
+                self.context.bucket_set.keep(bucket)
+            elif arrivals.may_leave(bucket):
                 self._sender.send_ready()
 
     def _begin(self, sync: bool) -> None:
@@ -253,13 +247,13 @@ class StepRunner:
             if step.told is not None and step.told.regular:
                 # Most likely all will be well. This takes as long as the last bucket's thread needs to wake up.
                 placed = context.bucket_set.place_gradients()
-            verdict = self._read(self._sender.wait())
+            summed = self._read(self._sender.wait())
             context.check_not_lost()
-            if verdict is not None and verdict.late:
-                self._sender.send_late(verdict)
-            self.exchange.hand_back(verdict, in_place=placed)
-            self.status.learn(verdict)
-            step.learn(regular=verdict is None)
+            if summed is not None and summed.late:
+                self._sender.send_late(summed)
+            self.exchange.hand_back(summed, in_place=placed)
+            self.status.learn(summed)
+            step.learn(regular=summed is None)
         except BaseException as error:
             self.status.expect_irregular()
             if placed:
@@ -280,7 +274,7 @@ class StepRunner:
         if after is not None:
             after()
 
-    def _read(self, numbers: torch.Tensor) -> Verdict | None:
+    def _read(self, numbers: torch.Tensor) -> SummedStatus | None:
         step = self.step
         assert step.told is not None  # the last bucket has left
         try:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import difflib
+import gc
 import inspect
 import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,17 +17,15 @@ from torch.nn import Module
 from torch.nn.parameter import UninitializedParameter
 
 from backbeat.errors import InputError
-from backbeat.model import Network, Plan, Profile
+from backbeat.model import MemoryPlan, Network, Plan, Profile
+from backbeat.model.checks import at_least
 from backbeat.runtime.memory.budget import budget_size, check_memory, within_budget
-
-if TYPE_CHECKING:
-    from backbeat.model import MemoryPlan
-
 
 logger = logging.getLogger("backbeat.runtime")
 
 # Typed as Any throughout: torch's own wrapper has no annotations.
 TorchDDP: Any = torch.nn.parallel.DistributedDataParallel
+disable_dynamo: Any = torch._disable_dynamo  # type: ignore[attr-defined]
 TORCH_SIGNATURE = inspect.signature(TorchDDP.__init__)
 UNSUPPORTED = {
     "mixed_precision": "use torch.autocast, or reducer='ddp'",
@@ -117,8 +116,8 @@ def settings_of(
         raise InputError(
             f"reduce_dtype is {reduce_dtype!r}: it must be 'bf16' or 'fp16', or left out to send gradients as they are"
         )
-    if communicators is not None and communicators < 1:
-        raise InputError(f"communicators is {communicators}: it must be 1 or more")
+    if communicators is not None:
+        at_least("communicators", communicators, 1)
     check_model(module)
     loaded, strategy = resolve_plan(plan)
     group = process_group_of(arguments)
@@ -280,11 +279,41 @@ def check_model(module: Module) -> None:
             raise InputError(f"parameter {name!r} is uninitialized: run one forward pass before wrapping the model")
 
 
-def refuse_inside(outer: Any, wrapper: Any) -> None:
-    """A framework that wraps once more would send every gradient twice, and nothing would tell."""
-    if any(module is wrapper for module in outer.modules()):
+def refuse_optimizers(module: Module) -> None:
+    """Refuse a model whose parameters an optimizer holds: units replace them, and it would update what nobody uses."""
+    if _optimizer_of(module) is not None:
+        # One that was dropped in a reference cycle lives until it is collected.
+        gc.collect()
+    found = _optimizer_of(module)
+    if found is not None:
         raise InputError(
-            f"the model is wrapped twice: a {type(outer).__name__} holds backbeat's, and would send every gradient "
-            "again. Give one of them the plain model; to Accelerate, what is wrapped already goes by "
-            "accelerator.prepare_model(model, evaluation_mode=True)"
+            f"an optimizer ({type(found).__name__}) holds the model's parameters already, which units replace: make it "
+            "afterwards, of what comes back; delete one that is not needed any more"
+        )
+
+
+def _optimizer_of(module: Module) -> Any:
+    own = {id(parameter) for parameter in module.parameters()}
+    # By type: an object may be a proxy of one that is gone.
+    for one in [one for one in gc.get_objects() if issubclass(type(one), torch.optim.Optimizer)]:
+        groups = getattr(one, "param_groups", ())
+        if any(id(parameter) in own for group in groups for parameter in group["params"]):
+            return one
+    return None
+
+
+def refuse_inside(outer: Any, wrapper: Any) -> None:
+    """A parameter that trains has one wrapper: a second one would send its gradient again, and nothing would tell."""
+    if not any(module is wrapper for module in outer.modules()):
+        return
+    sent = {id(one) for name, one in outer.module.named_parameters() if name not in outer.parameters_to_ignore}
+    trained = next(
+        (name for name, one in wrapper.module.named_parameters() if one.requires_grad and id(one) in sent), None
+    )
+    if trained is not None:
+        raise InputError(
+            f"the model is wrapped twice: a {type(outer).__name__} holds backbeat's, and would send the gradient of "
+            f"{trained!r} again. Give one of them the plain model, or freeze the inner one before the outer one is "
+            "made; to Accelerate, what is wrapped already goes by accelerator.prepare_model(model, "
+            "evaluation_mode=True)"
         )

@@ -1,4 +1,4 @@
-"""The status message: a few numbers behind the last bucket's gradients, by which ranks check every step.
+"""The status message: a few numbers after the last bucket's gradients, by which ranks check every step.
 
     [ irregular | late, one a bucket | step stamp, one a rank | fault, one a rank | used, one a parameter ]
 
@@ -18,16 +18,14 @@ as a gradient; the named error follows with the next backward.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from backbeat.errors import CommunicationError
+from backbeat.runtime.reduce.bucket import BucketSet
 from backbeat.runtime.reduce.failures import BrokenStepError, NonFiniteError, StepMismatchError
-
-if TYPE_CHECKING:
-    from backbeat.runtime.reduce.bucket import BucketSet
-    from backbeat.runtime.reduce.step import RankStatus
+from backbeat.runtime.reduce.step import RankStatus
 
 STAMPS = 16
 """Steps are told apart modulo this; the stamps stay exact in every float format."""
@@ -35,7 +33,7 @@ DEFER_ON = {"cuda"}
 """Kinds of device whose status messages are read when the next step opens."""
 
 
-class StatusLayout(NamedTuple):
+class StatusOffsets(NamedTuple):
     """Where each number stands."""
 
     buckets: int
@@ -60,7 +58,7 @@ class StatusLayout(NamedTuple):
         return self.faults_at + self.faults
 
 
-class Verdict(NamedTuple):
+class SummedStatus(NamedTuple):
     """The summed numbers, read."""
 
     irregular: int
@@ -78,14 +76,14 @@ def stamp_of(step: int) -> int:
     return step % STAMPS + 1
 
 
-def read(layout: StatusLayout, summed: torch.Tensor) -> Verdict:
+def read(offsets: StatusOffsets, summed: torch.Tensor) -> SummedStatus:
     numbers: list[float] = summed.float().tolist()
-    return Verdict(
+    return SummedStatus(
         irregular=round(numbers[0]),
-        late=tuple(index for index in range(layout.buckets) if numbers[1 + index] > 0),
-        stamps=tuple(round(number) for number in numbers[layout.stamps_at : layout.faults_at]),
-        used=[number > 0 for number in numbers[layout.used_at :]],
-        faults=tuple(round(number) for number in numbers[layout.faults_at : layout.used_at]),
+        late=tuple(index for index in range(offsets.buckets) if numbers[1 + index] > 0),
+        stamps=tuple(round(number) for number in numbers[offsets.stamps_at : offsets.faults_at]),
+        used=[number > 0 for number in numbers[offsets.used_at :]],
+        faults=tuple(round(number) for number in numbers[offsets.faults_at : offsets.used_at]),
     )
 
 
@@ -104,18 +102,18 @@ class StatusMessage:
         self._deferred: _DeferredReader | None = None
 
     def length_for(self, buckets: int, parameters: int) -> int:
-        """Numbers that a message behind the gradients takes."""
-        return StatusLayout(buckets, self._ranks, parameters).length
+        """Numbers that a message after the gradients takes."""
+        return StatusOffsets(buckets, self._ranks, parameters).length
 
     def install(self, bucket_set: BucketSet, names: Sequence[str]) -> None:
         """Lay the numbers out for these buckets of parameters."""
         buckets = bucket_set.buckets
         compressed = any(bucket.compressed for bucket in buckets)
         faults = self._ranks if compressed else 0
-        self.layout = StatusLayout(len(buckets), self._ranks, len(bucket_set.bucket_of), faults)
+        self.offsets = StatusOffsets(len(buckets), self._ranks, len(bucket_set.bucket_of), faults)
         last = buckets[-1]
         dtype = torch.float32 if compressed else last.reduce_dtype or last.dtype
-        self._regular = _RegularNumbers(self.layout, self._rank, dtype, last.device)
+        self._regular = _RegularNumbers(self.offsets, self._rank, dtype, last.device)
         defers = last.device.type in DEFER_ON and not self.strict and not any(b.sparse for b in buckets)
         self._deferred = _DeferredReader(self._regular, [bucket.payload for bucket in buckets]) if defers else None
         self._names = names
@@ -125,13 +123,13 @@ class StatusMessage:
         """This rank's numbers."""
         if told.regular:
             return self._regular.mine(step)
-        layout = self.layout
-        numbers = [0.0] * layout.length
+        offsets = self.offsets
+        numbers = [0.0] * offsets.length
         numbers[0] = 1.0
         for index in told.late:
             numbers[1 + index] = 1.0
-        numbers[layout.stamps_at + self._rank] = float(-stamp_of(step) if told.broken else stamp_of(step))
-        numbers[layout.used_at :] = [float(bool(flag)) for flag in told.used]
+        numbers[offsets.stamps_at + self._rank] = float(-stamp_of(step) if told.broken else stamp_of(step))
+        numbers[offsets.used_at :] = [float(bool(flag)) for flag in told.used]
         return torch.tensor(numbers)
 
     def write_alone(self, told: RankStatus, step: int) -> torch.Tensor:
@@ -142,38 +140,38 @@ class StatusMessage:
         """Whether ranks whose own step was regular do not wait for the others' status; the same on every rank."""
         return self._deferred is not None and self.regular and not self.read_at_once
 
-    def read(self, numbers: torch.Tensor, told: RankStatus, step: int) -> Verdict | None:
+    def read(self, numbers: torch.Tensor, told: RankStatus, step: int) -> SummedStatus | None:
         """What the ranks said; None for a regular step, or if that is to be read when the next step opens."""
         if self._deferred is not None and told.regular and self.defers():
             self._deferred.put_off(numbers, step)
             return None
-        verdict = self.judge(numbers, step)
-        if verdict is not None and verdict.late and self.defers() and verdict.irregular < self._ranks:
+        summed = self.judge(numbers, step)
+        if summed is not None and summed.late and self.defers() and summed.irregular < self._ranks:
             # A rank that reads late does not know that it must reduce again.
-            raise _came_late(verdict, step)
-        return verdict
+            raise _came_late(summed, step)
+        return summed
 
-    def judge(self, numbers: torch.Tensor, step: int) -> Verdict | None:
+    def judge(self, numbers: torch.Tensor, step: int) -> SummedStatus | None:
         """Read the sums now; raises where ranks met in different steps, or broke one off."""
         numbers = numbers if numbers.is_cpu else numbers.cpu()
         if self._regular.match(numbers, step):
             return None
-        verdict = read(self.layout, numbers)
-        self._check_steps(verdict, step)
-        self._check_finite(verdict, step)
-        return verdict
+        summed = read(self.offsets, numbers)
+        self._check_steps(summed, step)
+        self._check_finite(summed, step)
+        return summed
 
-    def _check_steps(self, verdict: Verdict, step: int) -> None:
-        broken = [rank for rank, found in enumerate(verdict.stamps) if found < 0]
+    def _check_steps(self, summed: SummedStatus, step: int) -> None:
+        broken = [rank for rank, found in enumerate(summed.stamps) if found < 0]
         if broken:
             raise BrokenStepError(
                 f"rank {_listed(broken)} broke off its backward in step {step} with an exception: no rank has "
                 "gradients for this step; skip it on every rank, or stop"
             )
         stamp = stamp_of(step)
-        others = [rank for rank, found in enumerate(verdict.stamps) if found != stamp]
+        others = [rank for rank, found in enumerate(summed.stamps) if found != stamp]
         if others:
-            away = (verdict.stamps[others[0]] - stamp) % STAMPS
+            away = (summed.stamps[others[0]] - stamp) % STAMPS
             off = f"{away} ahead" if away <= STAMPS // 2 else f"{STAMPS - away} behind"
             raise StepMismatchError(
                 f"rank {self._rank} is in its backward number {step}, but rank {_listed(others)} is {off} "
@@ -181,8 +179,8 @@ class StatusMessage:
                 "every rank, or use join()"
             )
 
-    def _check_finite(self, verdict: Verdict, step: int) -> None:
-        for rank, number in enumerate(verdict.faults):
+    def _check_finite(self, summed: SummedStatus, step: int) -> None:
+        for rank, number in enumerate(summed.faults):
             if number:
                 raise NonFiniteError(
                     f"the gradient of {self._names[number - 1]!r} is not finite on rank {rank} in step {step}: it was "
@@ -190,9 +188,9 @@ class StatusMessage:
                     "torch.autograd.set_detect_anomaly(True), or lower the learning rate"
                 )
 
-    def learn(self, verdict: Verdict | None) -> None:
+    def learn(self, summed: SummedStatus | None) -> None:
         """The step is over. Put off, it was regular before, and the status that comes will say whether it still is."""
-        self.regular = verdict is None
+        self.regular = summed is None
 
     def expect_irregular(self) -> None:
         """Something changed or failed: the next step is not taken for regular."""
@@ -205,26 +203,26 @@ class StatusMessage:
             return
         step, numbers = found
         self.regular = False
-        verdict = self.judge(numbers, step)
-        if verdict is not None and verdict.late:
-            raise _came_late(verdict, step)
-        self.regular = verdict is None or not verdict.irregular
+        summed = self.judge(numbers, step)
+        if summed is not None and summed.late:
+            raise _came_late(summed, step)
+        self.regular = summed is None or not summed.irregular
 
 
 class _RegularNumbers:
     """What this rank writes in a step that is regular, and what the sums are if it was so on every rank."""
 
-    def __init__(self, layout: StatusLayout, rank: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.layout = layout
+    def __init__(self, offsets: StatusOffsets, rank: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.offsets = offsets
         self.dtype = dtype
         self.device = device
         stamps = torch.arange(1, STAMPS + 1, dtype=torch.float32)
-        mine = torch.zeros(STAMPS, layout.length)
-        mine[:, layout.used_at :] = 1.0
-        mine[:, layout.stamps_at + rank] = stamps
-        sums = torch.zeros(STAMPS, layout.length)
-        sums[:, layout.used_at :] = float(layout.ranks)
-        sums[:, layout.stamps_at : layout.faults_at] = stamps[:, None]
+        mine = torch.zeros(STAMPS, offsets.length)
+        mine[:, offsets.used_at :] = 1.0
+        mine[:, offsets.stamps_at + rank] = stamps
+        sums = torch.zeros(STAMPS, offsets.length)
+        sums[:, offsets.used_at :] = float(offsets.ranks)
+        sums[:, offsets.stamps_at : offsets.faults_at] = stamps[:, None]
         # On the device, so that the regular step copies nothing from the host.
         self._mine = mine.to(device=device, dtype=dtype).unbind()
         self.sums = sums.to(dtype).unbind()
@@ -241,15 +239,15 @@ class _DeferredReader:
     """The status of one step on its way to the host, and the guard that stands for it."""
 
     def __init__(self, regular: _RegularNumbers, sums: Sequence[torch.Tensor]) -> None:
-        device, layout = regular.device, regular.layout
+        device, offsets = regular.device, regular.offsets
         # Late gradients and stamps must be as expected. That another rank did not use a parameter is no fault: its
         # share was zero, and since this rank used it the mean is right.
-        self._told = slice(1, layout.used_at)
+        self._told = slice(1, offsets.used_at)
         self._expected = [row[self._told].to(device) for row in regular.sums]
         kinds = {(tensor.dtype, tensor.device) for tensor in sums}
         self._sums = [(*kind, [t for t in sums if (t.dtype, t.device) == kind]) for kind in sorted(kinds, key=str)]
         self._cuda = device.type == "cuda"
-        self._host = torch.empty(layout.length, dtype=regular.dtype, pin_memory=self._cuda)
+        self._host = torch.empty(offsets.length, dtype=regular.dtype, pin_memory=self._cuda)
         self._event: Any = torch.cuda.Event() if self._cuda else None
         self._step: int | None = None
 
@@ -279,9 +277,9 @@ def _listed(ranks: Sequence[int]) -> str:
     return ", ".join(str(rank) for rank in ranks)
 
 
-def _came_late(verdict: Verdict, step: int) -> CommunicationError:
+def _came_late(summed: SummedStatus, step: int) -> CommunicationError:
     return CommunicationError(
-        f"a gradient of bucket {verdict.late[0]} came after its bucket had left in step {step}, on some ranks only "
+        f"a gradient of bucket {summed.late[0]} came after its bucket had left in step {step}, on some ranks only "
         "and although every step before was regular: the step has no gradients on any rank. A graph that changes "
         "under reentrant checkpointing does so; use use_reentrant=False, or strict=True"
     )

@@ -6,25 +6,23 @@ came of it, and the runner (`runner.StepRunner`) hands that to a method here.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from backbeat.errors import CommunicationError, InputError
-from backbeat.runtime.reduce.failures import first_line
+import torch
+from torch.nn import Parameter
+
+from backbeat.comm.communicators import Communicator, Communicators
+from backbeat.errors import CommunicationError, InputError, first_line
+from backbeat.runtime.reduce.failures import Monitor
+from backbeat.runtime.reduce.timing import Recorder
 from backbeat.units import format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence, Set
-
-    import torch
-    from torch.nn import Parameter
-
-    from backbeat.comm.communicators import Communicator, Communicators
     from backbeat.runtime.reduce.arrivals import Arrivals
     from backbeat.runtime.reduce.bucket import BucketBuffer, BucketSet
-    from backbeat.runtime.reduce.failures import Monitor
-    from backbeat.runtime.reduce.timing import Recorder
 
 
 class StepState(Enum):
@@ -172,8 +170,8 @@ class Step:
         if taken is None:
             self._whole.append(bucket)
             return
-        for place in taken.used:
-            self._used[place] = 1
+        for index in taken.used:
+            self._used[index] = 1
         self.kept.update(taken.kept)
         self._removed = self._removed or taken.removed
 
@@ -186,9 +184,9 @@ class Step:
         """The status message has left on its own."""
         self.status_in_flight = sent
 
-    def settle_late(self, places: Set[int]) -> None:
+    def settle_late(self, indices: Set[int]) -> None:
         """These late gradients need not be sent after their bucket."""
-        self.arrivals.late -= places
+        self.arrivals.late -= indices
 
     def tell(self) -> RankStatus:
         """What this rank says of the step, when its last bucket is about to leave: nothing more can happen."""
@@ -196,7 +194,7 @@ class Step:
         if not self.contributes_nothing and not self._removed and arrivals.regular():
             self.told = _REGULAR
         else:
-            late = sorted({arrivals.bucket_of[place] for place in arrivals.late})
+            late = sorted({arrivals.bucket_of[index] for index in arrivals.late})
             self.told = RankStatus(regular=False, broken=self.broken, late=late, used=self._all_used())
         return self.told
 
@@ -207,8 +205,8 @@ class Step:
 
     def _all_used(self) -> bytearray:
         for bucket in self._whole:
-            for place in bucket.members:
-                self._used[place] = 1
+            for index in bucket.members:
+                self._used[index] = 1
         return self._used
 
     def _begin_to_reduce(self, slow: bool) -> None:

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from backbeat.model import PlanPrediction
+from backbeat.model import Plan, PlanPrediction
 from backbeat.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from backbeat.model import Plan
     from backbeat.runtime.reduce.reducer import Reducer
 
 
@@ -70,9 +68,9 @@ class Recorder:
         self._open = sync
         self._marks = {"begin": self._now(), "ready": {}, "launched": {}, "done": {}}
 
-    def gradient(self, place: int) -> None:
+    def gradient(self, index: int) -> None:
         if self._open:
-            self._marks["ready"][place] = self._now()
+            self._marks["ready"][index] = self._now()
 
     def launched(self, index: int, work: Any) -> None:
         if not self._open:
@@ -203,16 +201,17 @@ def _row(index: int, bucket: BucketReport) -> str:
 
 
 def make_report(reducer: Reducer) -> Report:
-    """How a reducer's buckets ran."""
+    """How a reducer's buckets ran: those that run now, by their own prediction and by steps that ran under them."""
     tuner = reducer.tuner
-    plan = tuner.plan if tuner is not None else reducer.settings.plan
-    recorded = reducer.recorder.steps() or (tuner.timed if tuner is not None else [])
+    known = tuner.running if tuner is not None else None
+    plan = known.plan if known is not None else reducer.settings.plan
+    recorded = reducer.recorder.steps() or (known.timed if known is not None else ())
     timed = [found for found in recorded if len(found.launched_s) == len(reducer.buckets)]
     forecast = plan.predicted if plan is not None and plan.predicted is not None else PlanPrediction()
     predicted = _predicted(plan)
     buckets = []
     for index, bucket in enumerate(reducer.buckets):
-        gradients = tuple(reducer.names[place] for place in bucket.members)
+        gradients = tuple(reducer.names[member] for member in bucket.members)
         begin, end = predicted.get(frozenset(gradients), (None, None))
         buckets.append(
             BucketReport(
@@ -226,7 +225,7 @@ def make_report(reducer: Reducer) -> Report:
             )
         )
     exposed = median(found.exposed_s for found in timed)
-    iteration = tuner.iteration_s if tuner is not None else None
+    iteration = known.iteration_s if known is not None else None
     return Report(
         strategy=reducer.partition.strategy,
         state=tuner.state if tuner is not None else "running",
@@ -235,7 +234,7 @@ def make_report(reducer: Reducer) -> Report:
         predicted_iteration_s=forecast.iteration_s,
         predicted_exposed_s=forecast.exposed_s,
         iteration_s=iteration if iteration is not None else median(found.iteration_s for found in timed),
-        exposed_s=exposed if exposed is not None else (tuner.exposed_s if tuner is not None else None),
+        exposed_s=exposed if exposed is not None else (known.exposed_s if known is not None else None),
         late_buckets=reducer.late_buckets,
         history=tuple(tuner.history) if tuner is not None else (),
         notes=_notes(plan, reducer.communicators.size),

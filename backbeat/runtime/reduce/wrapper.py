@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,31 +13,27 @@ from torch.distributed.utils import _to_kwargs
 from torch.nn import Module
 from torch.nn.parallel.distributed import _find_tensors
 
-from backbeat.comm.communicators import Communicators
-from backbeat.comm.nccl import set_nccl_launch_order
 from backbeat.errors import InputError
 from backbeat.model import Network, Plan, Profile
 from backbeat.runtime.compressed import checkpoint
 from backbeat.runtime.compressed.updates import check_optimizer, check_uncompressed
-from backbeat.runtime.memory.budget import apply_memory, ends_with, watch_of
+from backbeat.runtime.memory.budget import apply_memory, budget_check_of, ends_with
 from backbeat.runtime.reduce.exchange import builtin_hook
-from backbeat.runtime.reduce.partition import FIRST_BUCKET_BYTES, check_fits
+from backbeat.runtime.reduce.partition import FIRST_BUCKET_BYTES
 from backbeat.runtime.reduce.reducer import Reducer
 from backbeat.runtime.reduce.settings import (
-    TORCH_SIGNATURE,
     CompressionOptions,
     TorchDDP,
     bind,
     check_supported,
+    disable_dynamo,
     process_group_of,
     refuse_inside,
     settings_of,
-    split_options,
 )
+from backbeat.runtime.reduce.stock_wrapper import StockDistributedDataParallel
 from backbeat.runtime.reduce.timing import Report, make_report
 
-logger = logging.getLogger("backbeat.runtime")
-disable_dynamo: Any = torch._disable_dynamo  # type: ignore[attr-defined]
 profiling: Callable[[], bool] = torch._C._autograd._profiler_enabled
 
 
@@ -117,7 +112,7 @@ class DistributedDataParallel(TorchDDP):  # type: ignore[misc]
             self.device_mesh = arguments["device_mesh"]
         self._use_python_reducer = False
         self.reducer = Reducer(settings)
-        self.reducer.adopt(module, self.parameters_to_ignore, self.process_group, self.device)
+        self.reducer.bind_model(module, self.parameters_to_ignore, self.process_group, self.device)
         self.reducer.build()
         sizes = [bucket.bytes for bucket in self.reducer.buckets]
         # torch.compile splits the graph where a bucket of this size would end, and refuses less than the first bucket.
@@ -125,7 +120,7 @@ class DistributedDataParallel(TorchDDP):  # type: ignore[misc]
         self.bucket_bytes_cap = max(FIRST_BUCKET_BYTES, cap)
         # Last: a wrapper that was refused must leave the model as it was.
         self.reducer.memory = apply_memory(self, module, memory)
-        self.reducer.budget_watch = watch_of(settings.budget_bytes, memory, self.process_group, self.device)
+        self.reducer.budget_check = budget_check_of(settings.budget_bytes, memory, self.process_group, self.device)
 
     _divide_by_initial_world_size = True
 
@@ -343,7 +338,7 @@ class DistributedDataParallel(TorchDDP):  # type: ignore[misc]
         self._module_parameters = [p for n, p in self.module.named_parameters() if n not in self.parameters_to_ignore]
         # The reducer is built by the first forward that trains: a copy kept for evaluation never needs one.
         self._assign_modules_buffers()
-        self.reducer.adopt(self.module, self.parameters_to_ignore, self.process_group, self.device)
+        self.reducer.bind_model(self.module, self.parameters_to_ignore, self.process_group, self.device)
 
 
 class _AbsentRank(JoinHook):
@@ -365,85 +360,3 @@ class _AbsentRank(JoinHook):
     def post_hook(self, is_last_joiner: bool) -> None:
         self._ddp._sync_final_model(is_last_joiner)
         self._ddp.reducer.divide_by(self._ddp.reducer.communicators.size)
-
-
-class StockDistributedDataParallel(TorchDDP):  # type: ignore[misc]
-    """`DistributedDataParallel(…, reducer="ddp")`: the plan through torch's own reducer, to fall back on and to check
-    ours against.
-
-    Torch takes a list of bucket sizes and fills its buckets in ready order, so they come out as planned where the plan
-    follows the ready order. A communication hook spreads them over the communicators.
-    """
-
-    def __init__(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
-        own, kwargs = split_options(kwargs)
-        arguments = bind(module, args, kwargs)
-        settings, memory = settings_of(module, arguments, **own)
-        plan = settings.plan
-        if settings.strategy is not None:
-            raise InputError(
-                f"plan={settings.strategy!r} needs backbeat's reducer to measure and switch: give a Plan, or "
-                "reducer='backbeat'"
-            )
-        if plan is not None and plan.compressed:
-            raise InputError(
-                "torch's reducer cannot run a plan with compressed buckets: use reducer='backbeat', or a plan without "
-                "compression"
-            )
-        if plan is not None:
-            check_fits(plan, {name for name, _ in module.named_parameters()})
-            arguments = {**arguments, **_caps(plan, module)}
-        super().__init__(**arguments)
-        count = settings.communicators or (plan.communicators if plan is not None else 1)
-        if count > 1 or settings.reduce_dtype is not None:
-            set_nccl_launch_order(self.process_group, self.device)
-            communicators = Communicators(self.process_group, self.device, count)
-            self.register_comm_hook((communicators, settings.reduce_dtype), _spread)
-        # Last: a wrapper that was refused must leave the model as it was.
-        self.memory = apply_memory(self, module, memory)
-        self._budget_watch = watch_of(settings.budget_bytes, memory, self.process_group, self.device)
-
-    compressed = False
-
-    def attach(self, optimizer: torch.optim.Optimizer, *, max_grad_norm: float | None, **_: Any) -> None:
-        """Updates stay in `step()`, as where no bucket of the plan is compressed."""
-        check_uncompressed(max_grad_norm)
-
-    @disable_dynamo  # type: ignore[untyped-decorator]
-    def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        if TorchDDP._active_ddp_module is not None:
-            refuse_inside(TorchDDP._active_ddp_module, self)
-        if self._budget_watch is not None and torch.is_grad_enabled():
-            self._budget_watch.after_step()
-        return super()._pre_forward(*inputs, **kwargs)
-
-    def report(self) -> NoReturn:
-        raise InputError("report() needs backbeat's reducer: use reducer='backbeat' and run a step")
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        ends_with(self, self.memory)
-
-
-def _caps(plan: Plan, module: torch.nn.Module) -> dict[str, Any]:
-    sizes = {name: p.numel() * p.element_size() for name, p in module.named_parameters() if p.requires_grad}
-    buckets = [sum(sizes.get(name, 0) for name in bucket.gradients) for bucket in plan.buckets]
-    caps = [size / 2**20 for size in buckets if size]
-    if "bucket_cap_mb_list" in TORCH_SIGNATURE.parameters:
-        return {"bucket_cap_mb_list": caps, "bucket_cap_mb": None}
-    logger.warning("this torch takes one bucket size, not a list: reducer='ddp' runs buckets of the plan's mean size")
-    return {"bucket_cap_mb": max(sum(caps) / len(caps), 1e-6)}
-
-
-def _spread(state, bucket):  # type: ignore[no-untyped-def]  # torch inspects a hook's annotations and refuses strings
-    """Each bucket on the communicator its number gives it, scaled before the sum."""
-    communicators, reduce_dtype = state
-    buffer, size = bucket.buffer(), communicators.size
-    message = buffer.mul_(1.0 / size) if reduce_dtype is None else buffer.mul(1.0 / size).to(reduce_dtype)
-    future = communicators[bucket.index() % len(communicators)].all_reduce(message).get_future()
-
-    def arrived(done: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
-        found = done.value()[0]
-        return found if reduce_dtype is None else buffer.copy_(found)
-
-    return future.then(arrived)

@@ -6,15 +6,12 @@ running statistics. So they are cast to it for each forward: the gather has roun
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    import torch
 
 _CAST = ("weight", "bias")
 

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 
 from backbeat.errors import InputError
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from torch import nn
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Any]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,11 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from backbeat.comm.communicators import backend_of
 from backbeat.errors import InputError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from backbeat.model import Plan, Sharding
+from backbeat.model import Plan, Sharding
 
 NAMES = ("replicate", "shard")
 

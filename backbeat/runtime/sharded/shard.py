@@ -22,7 +22,8 @@ from __future__ import annotations
 
 import logging
 import os
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,18 +38,13 @@ from torch.distributed.utils import _sync_params_and_buffers
 from backbeat.comm.agreement import agree
 from backbeat.comm.communicators import Communicators
 from backbeat.errors import InputError
-from backbeat.model import Plan
+from backbeat.model import Plan, Sharding
 from backbeat.model.files import encode
 from backbeat.runtime.reduce.settings import TorchDDP, check_model
 from backbeat.runtime.sharded.batch_norm import keep_statistics_dtype
 from backbeat.runtime.sharded.meshes import all_ranks, device_of, mesh_of
 from backbeat.runtime.sharded.torch_fsdp import check_knobs, mixed_precision, set_knobs
 from backbeat.runtime.sharded.unit_modules import UnitModules, check_module, find_units
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from backbeat.model import Sharding
 
 logger = logging.getLogger("backbeat.runtime")
 
@@ -119,8 +115,8 @@ def _check(model: nn.Module) -> None:
         raise InputError("the model is wrapped in DistributedDataParallel: give the model inside, model.module")
     for name, module in model.named_modules():
         if isinstance(module, FSDPModule):
-            place = f"module {name!r}" if name else "the model"
-            raise InputError(f"{place} is sharded already: fully_shard takes a plain model, once")
+            which = f"module {name!r}" if name else "the model"
+            raise InputError(f"{which} is sharded already: fully_shard takes a plain model, once")
     check_model(model)
     for name, parameter in model.named_parameters():
         if parameter.dim() == 0:
@@ -174,7 +170,7 @@ def _synchronise(modules: Sequence[nn.Module], group: Any, device: torch.device)
 
 def _set_prefetch(units: Sequence[UnitModules]) -> None:
     modules: list[Any] = [unit.modules[0] for unit in units]
-    for place, unit in enumerate(units):
-        ahead = modules[place + 1 : place + 1 + unit.prefetch]
+    for index, unit in enumerate(units):
+        ahead = modules[index + 1 : index + 1 + unit.prefetch]
         if ahead:
-            modules[place].set_modules_to_forward_prefetch(ahead)
+            modules[index].set_modules_to_forward_prefetch(ahead)

@@ -5,21 +5,17 @@ Knobs that a torch lacks are refused by name. A plan without them is another pla
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 from backbeat.errors import InputError
+from backbeat.model import Plan, Sharding
 from backbeat.units import format_seconds
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from torch import nn
-
-    from backbeat.model import Plan, Sharding
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -10,18 +10,14 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import TYPE_CHECKING
 
 from torch import nn
 
 from backbeat.errors import InputError
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from backbeat.model import Plan, Sharding
+from backbeat.model import Plan, Sharding
 
 logger = logging.getLogger("backbeat.runtime")
 
@@ -51,12 +47,12 @@ def find_units(model: nn.Module, plan: Plan, sharding: Sharding) -> list[UnitMod
     return _joined(model, units)
 
 
-def check_module(plan: Plan, known: Mapping[str, nn.Module], place: str, name: str) -> None:
+def check_module(plan: Plan, known: Mapping[str, nn.Module], where: str, name: str) -> None:
     """Refuse a name that is no module of the model, or one that is never called."""
     if name not in known:
         close = get_close_matches(name, known, n=1)
         raise InputError(
-            f"{place} names {name!r}, which the model does not have"
+            f"{where} names {name!r}, which the model does not have"
             + (f" (nearest: {close[0]!r})" if close else "")
             + f": the plan was made for {plan.model!r}; make one for this model with `backbeat profile` and "
             "`backbeat plan`"
@@ -65,7 +61,7 @@ def check_module(plan: Plan, known: Mapping[str, nn.Module], place: str, name: s
     if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward:
         inside = [f"{name}.{child}" for child, _ in module.named_children()][:2]
         raise InputError(
-            f"{place} names {name!r}, a {type(module).__name__}, which is never called itself: name its modules"
+            f"{where} names {name!r}, a {type(module).__name__}, which is never called itself: name its modules"
             + (f", like {' and '.join(inside)}" if inside else "")
         )
 

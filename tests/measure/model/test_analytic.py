@@ -5,16 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
-torch = pytest.importorskip("torch", reason="needs PyTorch")
-
-from torch import nn  # noqa: E402
-from torch.nn.functional import cross_entropy, scaled_dot_product_attention  # noqa: E402
-
-from backbeat.errors import InputError  # noqa: E402
-from backbeat.measure import profile  # noqa: E402
-from backbeat.measure.model.analytic import analytic_profile  # noqa: E402
-from backbeat.measure.model.factory import inspect_factory  # noqa: E402
+from backbeat.errors import InputError
+from backbeat.measure import profile
+from backbeat.measure.model.analytic import analytic_profile
+from backbeat.measure.model.factory import inspect_factory
 
 WIDTH = 1024
 

@@ -5,15 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
 
-torch = pytest.importorskip("torch", reason="needs PyTorch")
-
-from torch import nn  # noqa: E402
-from torch.nn.functional import scaled_dot_product_attention  # noqa: E402
-from torch.utils.checkpoint import checkpoint  # noqa: E402
-
-from backbeat.measure.model.analytic import analytic_profile  # noqa: E402
-from backbeat.measure.model.factory import inspect_factory  # noqa: E402
+from backbeat.measure.model.analytic import analytic_profile
+from backbeat.measure.model.factory import inspect_factory
 
 WIDTH, LENGTH = 512, 256
 

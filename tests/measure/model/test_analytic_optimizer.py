@@ -5,14 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
+from torch import nn
 
-torch = pytest.importorskip("torch", reason="needs PyTorch")
-
-from torch import nn  # noqa: E402
-
-from backbeat.errors import InputError  # noqa: E402
-from backbeat.measure.model.analytic import analytic_profile  # noqa: E402
-from backbeat.measure.model.factory import inspect_factory  # noqa: E402
+from backbeat.errors import InputError
+from backbeat.measure.model.analytic import analytic_profile
+from backbeat.measure.model.factory import inspect_factory
 
 if TYPE_CHECKING:
     from collections.abc import Callable

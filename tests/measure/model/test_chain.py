@@ -6,14 +6,12 @@ import copy
 import doctest
 
 import pytest
+import torch
+from torch import nn
 
-torch = pytest.importorskip("torch", reason="needs PyTorch")
-
-from torch import nn  # noqa: E402
-
-from backbeat.measure.model import chain  # noqa: E402
-from backbeat.measure.model.chain import block, find_blocks, observe  # noqa: E402
-from tests.block_models import (  # noqa: E402
+from backbeat.measure.model import chain
+from backbeat.measure.model.chain import block, find_blocks, observe
+from tests.block_models import (
     LANGUAGE_MODELS,
     Layer,
     SmallTransformer,
@@ -41,7 +39,7 @@ def test_a_transformer_opens_what_holds_its_layers():
     model, batch = transformer_case()
     links = observe(find_blocks(model), lambda: model(batch[0]))
     assert [link.name for link in links] == [
-        "embedding", *(f"encoder.layers.{place}" for place in range(4)), "encoder.norm", "head",
+        "embedding", *(f"encoder.layers.{index}" for index in range(4)), "encoder.norm", "head",
     ]  # fmt: skip
     assert [link.chained for link in links] == [False, True, True, True, True, True, False]
 

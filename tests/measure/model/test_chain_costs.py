@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from torch import nn
 
-torch = pytest.importorskip("torch", reason="needs PyTorch")
-
-from torch import nn  # noqa: E402
-
-from backbeat import Profile  # noqa: E402
-from backbeat.measure import profile  # noqa: E402
-from tests.block_models import Residual, loss_of, resnet_case, transformer_case  # noqa: E402
+from backbeat import Profile
+from backbeat.measure import profile
+from tests.block_models import Residual, loss_of, resnet_case, transformer_case
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -48,9 +46,9 @@ def test_everything_saved_is_booked_once(resnet):
     """The blocks' own, what passes between them, and the loss: all that autograd saves."""
     total = resnet.memory.outside_bytes + resnet.memory.head_bytes // 2
     blocks = resnet.blocks
-    for place, block in enumerate(blocks):
+    for index, block in enumerate(blocks):
         total += block.saved_bytes
-        before = place > 0 and blocks[place - 1].saves_output
+        before = index > 0 and blocks[index - 1].saves_output
         if block.saves_input and not before:
             total += block.input_bytes
         if block.saves_output:

@@ -5,14 +5,12 @@ from __future__ import annotations
 import functools
 
 import pytest
+import torch
+from small_models import QUICK, classifier, images, loss
+from torch import nn
 
-torch = pytest.importorskip("torch", reason="needs PyTorch")
-
-from small_models import QUICK, classifier, images, loss  # noqa: E402
-from torch import nn  # noqa: E402
-
-from backbeat.errors import InputError  # noqa: E402
-from backbeat.measure import profile  # noqa: E402
+from backbeat.errors import InputError
+from backbeat.measure import profile
 
 # torch's own: it looks at `.grad` of whatever enters a graph.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
@@ -56,8 +54,8 @@ def test_a_compiled_model_shows_its_gradients_and_blocks() -> None:
     assert [block.chained for block in compiled.blocks] == [block.chained for block in plain.blocks]
     assert compiled.flops_per_sample == plain.flops_per_sample
     # Layer by layer, from the last to the first.
-    places = [name.split(".")[1] for name in compiled.index if name.startswith("layers")]
-    assert places == sorted(places, reverse=True)
+    indices = [name.split(".")[1] for name in compiled.index if name.startswith("layers")]
+    assert indices == sorted(indices, reverse=True)
     assert sum(one.forward_s or 0.0 for one in compiled.gradients) == pytest.approx(compiled.forward_s, abs=1e-7)
     # A layer's activations are on its first gradient.
     kept = {one.name for one in compiled.gradients if one.activation_bytes}

@@ -7,8 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-pytest.importorskip("torch", reason="needs PyTorch")
-
 from backbeat import Profile
 from backbeat.errors import InputError, MeasurementError
 from backbeat.measure.model.compose import compose

@@ -8,9 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("torch", reason="needs PyTorch")
-
 from typer.testing import CliRunner
 
 from backbeat import Profile

@@ -5,18 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+from small_models import QUICK
+from torch import nn
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
 
-torch = pytest.importorskip("torch", reason="needs PyTorch")
-
-from small_models import QUICK  # noqa: E402
-from torch import nn  # noqa: E402
-from torch.nn.functional import cross_entropy, scaled_dot_product_attention  # noqa: E402
-from torch.utils.checkpoint import checkpoint  # noqa: E402
-
-from backbeat.measure import profile  # noqa: E402
-from backbeat.measure.model.analytic import analytic_profile  # noqa: E402
-from backbeat.measure.model.factory import inspect_factory  # noqa: E402
-from backbeat.measure.model.flops import sequence_length  # noqa: E402
+from backbeat.measure import profile
+from backbeat.measure.model.analytic import analytic_profile
+from backbeat.measure.model.factory import inspect_factory
+from backbeat.measure.model.flops import sequence_length
 
 TOKENS, WIDTH, WORDS, BATCH = 32, 64, 100, 4
 

@@ -8,13 +8,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
-torch = pytest.importorskip("torch", reason="needs PyTorch")
-
-from torch.nn import functional  # noqa: E402
-from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
-
-from backbeat.measure.model.gpu_operators import gpu_operators, unpacked_sequences  # noqa: E402
+from backbeat.measure.model.gpu_operators import gpu_operators, unpacked_sequences
 
 
 class Names(TorchDispatchMode):

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
+import torch
 
-torch = pytest.importorskip("torch", reason="needs PyTorch")
-
-from backbeat.cost.operators import Product, Traffic  # noqa: E402
-from backbeat.measure.model.kernel_fusion import Fusion  # noqa: E402
+from backbeat.cost.operators import Product, Traffic
+from backbeat.measure.model.kernel_fusion import Fusion
 
 KB = 1024
 PRODUCT = Product("bf16", 64, 64, 64)

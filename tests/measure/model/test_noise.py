@@ -6,17 +6,14 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from small_models import QUICK, classifier, images, loss
+from typer.testing import CliRunner
 
-torch = pytest.importorskip("torch", reason="needs PyTorch")
-
-from small_models import QUICK, classifier, images, loss  # noqa: E402
-from typer.testing import CliRunner  # noqa: E402
-
-from backbeat.cli import app  # noqa: E402
-from backbeat.errors import MeasurementError  # noqa: E402
-from backbeat.measure import profile  # noqa: E402
-from backbeat.measure.model import profiler  # noqa: E402
-from backbeat.measure.model.noise import FEWEST_JUDGED, MOST_HOOKED, SHORTEST_JUDGED_S, WIDEST_BAND, noise  # noqa: E402
+from backbeat.cli import app
+from backbeat.errors import MeasurementError
+from backbeat.measure import profile
+from backbeat.measure.model import profiler
+from backbeat.measure.model.noise import FEWEST_JUDGED, MOST_HOOKED, SHORTEST_JUDGED_S, WIDEST_BAND, noise
 
 STEADY = [0.020] * 30
 

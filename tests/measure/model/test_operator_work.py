@@ -5,13 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-torch = pytest.importorskip("torch", reason="needs PyTorch")
-
-from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
-
-from backbeat.cost.operators import Attention, Convolution, Product, Traffic  # noqa: E402
-from backbeat.measure.model.operator_work import in_fp8, work_of  # noqa: E402
+from backbeat.cost.operators import Attention, Convolution, Product, Traffic
+from backbeat.measure.model.operator_work import in_fp8, work_of
 
 
 class Seen(TorchDispatchMode):
@@ -76,18 +74,18 @@ def test_a_transposed_convolution_is_the_gradient_of_one() -> None:
 
 
 @pytest.mark.parametrize(("columns", "alignment"), [(8, 16), (7, 4)])
-def test_products_know_their_layout_and_alignment(columns: int, alignment: int) -> None:
+def test_products_know_their_transposition_and_alignment(columns: int, alignment: int) -> None:
     x, weight = torch.randn(4, 8, requires_grad=True), torch.randn(columns, 8, requires_grad=True)
     found = seen(lambda: x @ weight.t())["mm"]
-    assert found == (Product("tf32", 4, columns, 8, layout="nt", alignment=alignment),)
+    assert found == (Product("tf32", 4, columns, 8, transposition="nt", alignment=alignment),)
     found = seen(lambda: torch.randn(4, 8) @ torch.randn(8, columns))["mm"]
-    assert found == (Product("tf32", 4, columns, 8, layout="nn", alignment=alignment),)
-    assert seen(lambda: torch.randn(8, 4).t() @ torch.randn(8, 8))["mm"][0].layout == "tn"
+    assert found == (Product("tf32", 4, columns, 8, transposition="nn", alignment=alignment),)
+    assert seen(lambda: torch.randn(8, 4).t() @ torch.randn(8, 8))["mm"][0].transposition == "tn"
 
 
 def test_batched_products_and_attention() -> None:
     found = seen(lambda: torch.bmm(torch.randn(3, 4, 8), torch.randn(3, 8, 16)))["bmm"]
-    assert found == (Product("tf32", 4, 16, 8, layout="nn", batch=3),)
+    assert found == (Product("tf32", 4, 16, 8, transposition="nn", batch=3),)
     query = torch.randn(2, 3, 16, 8)
     (found,) = (
         works

@@ -6,20 +6,18 @@ from collections import deque
 from typing import Any
 
 import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
 
-torch = pytest.importorskip("torch", reason="needs PyTorch")
-
-from hypothesis import given, settings  # noqa: E402
-from hypothesis import strategies as st  # noqa: E402
-from torch import nn  # noqa: E402
-
-from backbeat.comm.clock import Clock  # noqa: E402
-from backbeat.measure.model.observation import Figures, take  # noqa: E402
-from backbeat.measure.model.pace import Pace, _one_by_one  # noqa: E402
-from backbeat.measure.model.profiler import _pace_note, host_fields  # noqa: E402
-from backbeat.measure.model.training_step import Training  # noqa: E402
-from backbeat.model import Block  # noqa: E402
-from backbeat.runtime.memory import apply  # noqa: E402
+from backbeat.comm.clock import Clock
+from backbeat.measure.model.observation import Figures, take
+from backbeat.measure.model.pace import Pace, _one_by_one
+from backbeat.measure.model.profiler import _pace_note, host_fields
+from backbeat.measure.model.training_step import Training
+from backbeat.model import Block
+from backbeat.runtime.memory import apply
 
 CPU = torch.device("cpu")
 

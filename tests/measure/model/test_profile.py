@@ -7,18 +7,16 @@ import subprocess
 import sys
 
 import pytest
+import torch
+from small_models import QUICK, classifier, images, loss
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
 
-torch = pytest.importorskip("torch", reason="needs PyTorch")
-
-from small_models import QUICK, classifier, images, loss  # noqa: E402
-from torch import nn  # noqa: E402
-from torch.nn.functional import cross_entropy  # noqa: E402
-from torch.utils.checkpoint import checkpoint  # noqa: E402
-
-from backbeat import Profile  # noqa: E402
-from backbeat.errors import InputError  # noqa: E402
-from backbeat.measure import profile  # noqa: E402
-from backbeat.measure.model.profiler import measure  # noqa: E402
+from backbeat import Profile
+from backbeat.errors import InputError
+from backbeat.measure import profile
+from backbeat.measure.model.profiler import measure
 
 
 def test_a_profile_holds_every_gradient_once_in_ready_order() -> None:

@@ -7,10 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
-pytest.importorskip("torch", reason="needs PyTorch")
-
 ROOT = Path(__file__).resolve().parents[3]
 
 

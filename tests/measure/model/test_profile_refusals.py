@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from small_models import QUICK, classifier, images, loss
+from torch import nn
 
-torch = pytest.importorskip("torch", reason="needs PyTorch")
-
-from small_models import QUICK, classifier, images, loss  # noqa: E402
-from torch import nn  # noqa: E402
-
-from backbeat.errors import InputError, MeasurementError, MissingPartError  # noqa: E402
-from backbeat.measure import profile  # noqa: E402
+from backbeat.errors import InputError, MeasurementError, MissingPartError
+from backbeat.measure import profile
 
 
 @pytest.mark.parametrize(

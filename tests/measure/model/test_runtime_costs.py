@@ -5,16 +5,14 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+import torch
+from small_models import QUICK, classifier, images, loss
+from torch import nn
 
-torch = pytest.importorskip("torch", reason="needs PyTorch")
-
-from small_models import QUICK, classifier, images, loss  # noqa: E402
-from torch import nn  # noqa: E402
-
-from backbeat.measure import profile  # noqa: E402
-from backbeat.measure.model.profiler import measure  # noqa: E402
-from backbeat.runtime.compressed import topk_speed  # noqa: E402
-from backbeat.runtime.memory import apply  # noqa: E402
+from backbeat.measure import profile
+from backbeat.measure.model.profiler import measure
+from backbeat.runtime.compressed import topk_speed
+from backbeat.runtime.memory import apply
 
 RUNTIME = {"topk_speed": topk_speed.measure_topk, "apply_memory": apply}
 

@@ -15,8 +15,8 @@ from backbeat.cost.samples import Timing, summarise
 from backbeat.errors import InputError, MeasurementError
 from backbeat.measure.network.calibration import calibrate
 from backbeat.measure.network.case import BATCH_SIZES, SIZES, Case, Series, held_out_cases, series_of
-from backbeat.measure.network.findings import misfits, network_from, warnings
-from backbeat.measure.network.sampling import FEWEST_REPEATS, REPEATS, SamplingOutcome, measure
+from backbeat.measure.network.findings import _largest, misfits, network_from, warnings
+from backbeat.measure.network.sampling import BRIEF, FEWEST_REPEATS, REPEATS, THOROUGH, SamplingOutcome, measure
 from backbeat.model import Network
 from backbeat.units import doubling
 
@@ -81,6 +81,23 @@ def test_a_slow_network_loses_its_largest_sizes_first(beta: float) -> None:
     assert isolated == list(SIZES[: len(isolated)])
     assert min(timing.repeats for timing in outcome.timings.values()) >= REPEATS
     assert {case.bytes for case in outcome.dropped if case.messages == 1} == set(SIZES[len(isolated) :])
+
+
+@pytest.mark.parametrize(("alpha", "beta"), [(1e-2, 1e-9), (1e-3, 1e-8), (1e-4, 3e-8)])
+def test_a_job_that_waits_reaches_larger_messages(alpha: float, beta: float) -> None:
+    """In the same time: what latency hides is tried, and no size is repeated often before all are."""
+    sizes = [4096, 65536, 524288, 2**20, 2**22, 2**24, 25 * 2**20]
+    reached, elapsed = [], []
+    for brief in (False, True):
+        cluster = Cluster(affine(alpha, beta), noise=0.1)
+        cases = series_of(sizes, [1, 2], ("all_gather", "reduce_scatter"), sharded=True, brief=brief)
+        outcome = measure(cluster, cases, 6.0, lambda what, share: None, BRIEF if brief else THOROUGH)
+        largest = [_largest(outcome, one) for one in ("all_reduce", "all_gather", "reduce_scatter")]
+        reached.append(min(largest))
+        elapsed.append(cluster.now)
+        assert min(timing.repeats for timing in outcome.timings.values()) >= (BRIEF if brief else THOROUGH).repeats
+    assert reached[1] >= 4 * reached[0]
+    assert max(elapsed) < 8
 
 
 def test_a_budget_too_small_for_anything_still_gives_a_curve() -> None:

@@ -11,7 +11,7 @@ from known_cluster import Cluster
 from backbeat.cost.curve import Curve
 from backbeat.cost.samples import summarise
 from backbeat.measure.network.case import SIZES, Case
-from backbeat.measure.network.jumps import SHARE, closer, jumps
+from backbeat.measure.network.jumps import SHARE, jumps, refine_jumps
 
 BUDGET_S = 20.0
 
@@ -24,7 +24,7 @@ def refined(cost: Callable[[int], float]) -> tuple[Curve, Curve, Cluster]:
     """The curve through the usual sizes, the one with what was added, and the cluster."""
     before = {Case(bytes=size): summarise([cost(size)] * 8) for size in SIZES}
     cluster = Cluster(lambda case: cost(case.bytes))
-    after = {**before, **closer(cluster, before, BUDGET_S, lambda what, share: None)}
+    after = {**before, **refine_jumps(cluster, before, BUDGET_S, lambda what, share: None)}
     curves = [
         Curve.through(sorted((case.bytes, one.median_s) for case, one in timings.items()))
         for timings in (before, after)
@@ -68,7 +68,7 @@ def test_whatever_was_measured_the_share_is_kept_and_sizes_are_new(times: dict[i
     cluster = Cluster(lambda case: max([times[step] for step in steps if step <= case.bytes], default=0.0))
     # Where a smaller size took longer, no limit was foreseen.
     rising = [times[step] for step in steps] == sorted(times.values())
-    found = closer(cluster, before, budget_s, lambda what, share: None)
+    found = refine_jumps(cluster, before, budget_s, lambda what, share: None)
     assert not found.keys() & before.keys()
     assert all(case.bytes % 4 == 0 and steps[0] < case.bytes < steps[-1] for case in found)
     assert not rising or cluster.now <= SHARE * budget_s * (1 + 1e-9)

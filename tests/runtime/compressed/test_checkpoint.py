@@ -5,14 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-torch = pytest.importorskip("torch")
-
-from hypothesis import given, settings  # noqa: E402
-from hypothesis import strategies as st  # noqa: E402
-
-from backbeat.errors import InputError  # noqa: E402
-from backbeat.runtime.compressed import checkpoint  # noqa: E402
+from backbeat.errors import InputError
+from backbeat.runtime.compressed import checkpoint
 
 SHAPES = {"a.weight": (3, 2), "a.bias": (3,), "b": (1,)}
 

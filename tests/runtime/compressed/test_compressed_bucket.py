@@ -55,12 +55,12 @@ def test_ever_other_parameters_of_a_bucket_do_not_pile_up(monkeypatch: pytest.Mo
     owner = Owner()
     known = Updates(owner.check, momentum_correction=False)
     known.add(optimizer, max_grad_norm=None)
-    known.check([f"p{place}" for place in range(6)], parameters)
+    known.check([f"p{index}" for index in range(6)], parameters)
     steps = [0] * 6
     for chosen in [*combinations(range(6), 3), *combinations(range(6), 2)]:
-        for place in chosen:
-            parameters[place].grad = torch.ones(1)
-            steps[place] += 1
-        known.apply([parameters[place] for place in chosen], without_momentum=False)
+        for index in chosen:
+            parameters[index].grad = torch.ones(1)
+            steps[index] += 1
+        known.apply([parameters[index] for index in chosen], without_momentum=False)
         assert len(known._shares) <= 8
     assert [parameter.item() for parameter in parameters] == [1 - 0.5 * count for count in steps]

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import doctest
 
-import pytest
-
-pytest.importorskip("torch")
-
 from hypothesis import given
 from hypothesis import strategies as st
 

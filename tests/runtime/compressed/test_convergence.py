@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("torch")
-
 SCRIPT = Path(__file__).parents[3] / "benchmarks" / "topk_convergence.py"
 STEPS = 250
 """After 120 steps dense training itself has learned neither task; after 180, top-k is still behind on one."""

@@ -7,12 +7,11 @@ import weakref
 from typing import Any
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-from backbeat.runtime.compressed import topk  # noqa: E402
-from backbeat.runtime.compressed.residual import Residual  # noqa: E402
-from backbeat.runtime.compressed.topk import (  # noqa: E402
+from backbeat.runtime.compressed import topk
+from backbeat.runtime.compressed.residual import Residual
+from backbeat.runtime.compressed.topk import (
     CALLS_BEFORE_CAPTURE,
     MOST_KEYS,
     CudaGraphs,

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
-torch = pytest.importorskip("torch")
-
-from hypothesis import example, given, settings  # noqa: E402
-from hypothesis import strategies as st  # noqa: E402
-
-from backbeat.runtime.compressed.residual import HostBuffers, accumulate, add_all, drop_infinite  # noqa: E402
+from backbeat.runtime.compressed.residual import HostBuffers, accumulate, add_all, drop_infinite
 
 
 def test_a_gradient_that_is_not_finite_is_not_added() -> None:

@@ -5,23 +5,21 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
-torch = pytest.importorskip("torch")
-
-from hypothesis import given, settings  # noqa: E402
-from hypothesis import strategies as st  # noqa: E402
-from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
-
-from backbeat.cost.message import sent_elements  # noqa: E402
-from backbeat.model.compression import Compression  # noqa: E402
-from backbeat.runtime.compressed import topk  # noqa: E402
-from backbeat.runtime.compressed.residual import Residual, add_all  # noqa: E402
-from backbeat.runtime.compressed.topk import (  # noqa: E402
+from backbeat.cost.message import sent_elements
+from backbeat.model.compression import Compression
+from backbeat.runtime.compressed import topk
+from backbeat.runtime.compressed.residual import Residual, add_all
+from backbeat.runtime.compressed.topk import (
     CudaGraphs,
     TopK,
     largest,
 )
-from backbeat.simulate.compressed_cost import kept_bytes  # noqa: E402
+from backbeat.simulate.compressed_cost import kept_bytes
 
 NUMEL = 24 * 17 + 9 + 12 * 3 * 3 * 3 + 31
 seeds = st.integers(0, 10_000)

@@ -10,17 +10,15 @@ import pickle
 import warnings
 
 import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
 
-torch = pytest.importorskip("torch", reason="needs PyTorch")
-
-from hypothesis import given, settings  # noqa: E402
-from hypothesis import strategies as st  # noqa: E402
-from torch import nn  # noqa: E402
-
-from backbeat.model import MemoryPlan  # noqa: E402
-from backbeat.runtime.memory import apply, block, find_blocks  # noqa: E402
-from backbeat.runtime.memory.recompute import Placeholder, SegmentRun  # noqa: E402
-from tests.block_models import (  # noqa: E402
+from backbeat.model import MemoryPlan
+from backbeat.runtime.memory import apply, block, find_blocks
+from backbeat.runtime.memory.recompute import Placeholder, SegmentRun
+from tests.block_models import (
     LANGUAGE_MODELS,
     Layer,
     alone,
@@ -35,7 +33,7 @@ pytestmark = pytest.mark.usefixtures("offload_everything")
 
 CASES = {"resnet": resnet_case, "transformer": transformer_case}
 RESNET = ["conv1", "bn1", "relu", "maxpool", "layer1.0", "layer1.1", "layer2.0", "layer2.1", "avgpool", "fc"]
-TRANSFORMER = ["embedding", *(f"encoder.layers.{place}" for place in range(4)), "encoder.norm", "head"]
+TRANSFORMER = ["embedding", *(f"encoder.layers.{index}" for index in range(4)), "encoder.norm", "head"]
 NAMES = {"resnet": RESNET, "transformer": TRANSFORMER}
 POLICIES = [("keep", "keep"), ("recompute", "keep"), ("recompute", "offload"), ("offload", "keep")]
 
@@ -76,15 +74,15 @@ def test_every_block_alone(case, action, where, autocast):
 
 @st.composite
 def segmentations(draw, names: list[str]) -> MemoryPlan:
-    segments, place = [], 0
-    while place < len(names):
-        length = draw(st.integers(1, len(names) - place))
+    segments, index = [], 0
+    while index < len(names):
+        length = draw(st.integers(1, len(names) - index))
         action, where = draw(st.sampled_from(POLICIES))
-        if action == "recompute" and names[place] == "relu":
+        if action == "recompute" and names[index] == "relu":
             # It writes into its input.
             action, where = "keep", "keep"
-        segments.append((names[place : place + length], action, where))
-        place += length
+        segments.append((names[index : index + length], action, where))
+        index += length
     return plan(*segments)
 
 
@@ -148,7 +146,7 @@ def wide_case():
 def test_recomputing_frees_what_is_saved():
     model, x = wide_case()
     names = list(find_blocks(model))
-    assert names == [str(place) for place in range(8)]
+    assert names == [str(index) for index in range(8)]
     plain_left, _ = levels(lambda: model(x))
 
     def step():
@@ -324,7 +322,7 @@ class Broken(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         first = x
-        for place, layer in enumerate(self.layers):
+        for index, layer in enumerate(self.layers):
             x = layer(x)
             if self.how == "scaled":
                 x = x * 0.5
@@ -332,9 +330,9 @@ class Broken(nn.Module):
                 x += 1
             elif self.how == "random":
                 x = nn.functional.dropout(x, 0.3)
-            elif self.how == "skipped" and place == 1:
+            elif self.how == "skipped" and index == 1:
                 x = first
-            first = x if place == 0 else first
+            first = x if index == 0 else first
         return self.head(x)
 
 
@@ -343,7 +341,7 @@ class Broken(nn.Module):
 def test_a_broken_chain_is_still_right(how, action, where):
     torch.manual_seed(0)
     model, batch = Broken(how), (torch.randn(4, 8), torch.randint(0, 10, (4,)))
-    names = [f"layers.{place}" for place in range(3)]
+    names = [f"layers.{index}" for index in range(3)]
     assert same(train(model, batch, plan((names, action, where)), steps=1), train(model, batch, steps=1))
 
 
@@ -490,7 +488,7 @@ def test_gradients_taken_in_the_middle_of_a_segment(action, where):
     model, x = TakesGradients(), torch.randn(4, 8)
     expected = copy.deepcopy(model)
     expected(x).square().sum().backward()
-    with apply(model, plan(([f"blocks.{place}" for place in range(3)], action, where))):
+    with apply(model, plan(([f"blocks.{index}" for index in range(3)], action, where))):
         model(x).square().sum().backward()
     assert same([p.grad for p in model.parameters()], [p.grad for p in expected.parameters()])
 

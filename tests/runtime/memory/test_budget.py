@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 import torch
-import torch.distributed as dist
+from msgspec.structs import replace
 from torch import nn
 
 from backbeat import Network, Profile, plan
@@ -23,12 +22,7 @@ from backbeat.planners.memory_plan import memory_plan
 from backbeat.runtime import DistributedDataParallel
 from backbeat.runtime.memory import budget
 
-
-@pytest.fixture(autouse=True)
-def alone(tmp_path: Path) -> Iterator[None]:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'meet'}", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 def model_of() -> nn.Module:
@@ -132,7 +126,7 @@ def test_budgets_below_the_plan_and_below_the_least_are_refused(known: Profile) 
     assert made.memory is not None
     with pytest.raises(InputError, match="was predicted to need"):
         DistributedDataParallel(model_of(), plan=made, memory_budget=made.memory.peak_bytes - 1)
-    unknown = msgspec.structs.replace(made, memory=msgspec.structs.replace(made.memory, peak_bytes=None))
+    unknown = replace(made, memory=replace(made.memory, peak_bytes=None))
     with pytest.raises(InputError, match="make it again"):
         DistributedDataParallel(model_of(), plan=unknown, memory_budget="6GB")
     model = model_of()
@@ -155,7 +149,7 @@ def test_after_a_refused_memory_part_the_model_can_be_wrapped_at_once(known: Pro
     model = model_of()
     # The exception is held, and with it the frame in which a half-built wrapper would live on.
     with pytest.raises(InputError, match="names the block 'nowhere'") as held:
-        DistributedDataParallel(model, plan=msgspec.structs.replace(made, memory=elsewhere))
+        DistributedDataParallel(model, plan=replace(made, memory=elsewhere))
     gradients(DistributedDataParallel(model, plan=made))
     assert "nowhere" in str(held.value)
 
@@ -200,7 +194,7 @@ def test_a_budget_that_training_passes_is_said_once(
 ) -> None:
     made = plan(known, Network.load("10gbe").at(workers=1), "optimal", memory_bytes=8 * 10**9)
     assert made.memory is not None
-    made = msgspec.structs.replace(made, memory=msgspec.structs.replace(made.memory, peak_bytes=7_870_000_000))
+    made = replace(made, memory=replace(made.memory, peak_bytes=7_870_000_000))
     device = Device(monkeypatch, 8_000_000_000, 8_360_000_000, 8_400_000_000)
     wrapped = DistributedDataParallel(model_of(), plan=made, reducer=reducer)
     device.step(wrapped)
@@ -221,23 +215,23 @@ def test_the_budget_given_counts_and_so_does_only_what_training_takes(
 ) -> None:
     device = Device(monkeypatch)
     device.now = 9_000
-    watch = budget.BudgetWatch(6_000, 5_000, torch.device("cuda"))
-    watch.after_step()
+    check = budget.BudgetCheck(6_000, 5_000, torch.device("cuda"))
+    check.after_step()
     assert not caplog.records, "a peak from before the model was wrapped is none of training's"
     device.now = 5_500
-    watch.after_step()
+    check.after_step()
     assert not caplog.records
     device.now = 12_000
-    watch.after_step()
+    check.after_step()
     assert "look for what is kept besides the model" in caplog.records[0].getMessage()
 
 
 def test_after_the_first_steps_the_peak_is_looked_at_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     device = Device(monkeypatch)
-    watch = budget.BudgetWatch(6_000, None, torch.device("cuda"))
+    check = budget.BudgetCheck(6_000, None, torch.device("cuda"))
     device.asked = 0
     for _ in range(budget.EVERY * 3):
-        watch.after_step()
+        check.after_step()
     assert device.asked == budget.FIRST_STEPS + 3
 
 

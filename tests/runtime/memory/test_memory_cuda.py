@@ -6,15 +6,13 @@ import copy
 import warnings
 
 import pytest
+import torch
+from torch import nn
 
-torch = pytest.importorskip("torch", reason="needs PyTorch")
-
-from torch import nn  # noqa: E402
-
-from backbeat.measure import profile  # noqa: E402
-from backbeat.model import MemoryPlan, Segment  # noqa: E402
-from backbeat.runtime.memory import apply, block, find_blocks  # noqa: E402
-from tests.block_models import loss_of, resnet_case  # noqa: E402
+from backbeat.measure import profile
+from backbeat.model import MemoryPlan, Segment
+from backbeat.runtime.memory import apply, block, find_blocks
+from tests.block_models import loss_of, resnet_case
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -37,8 +35,8 @@ def chain(depth: int = 12) -> tuple[nn.Module, torch.Tensor]:
 def uniform(names: list[str], action: str, where: str, length: int = 1) -> MemoryPlan:
     return MemoryPlan(
         segments=tuple(
-            Segment(blocks=tuple(names[place : place + length]), action=action, input=where)
-            for place in range(0, len(names), length)
+            Segment(blocks=tuple(names[index : index + length]), action=action, input=where)
+            for index in range(0, len(names), length)
         )
     )
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from torch import nn
 
-torch = pytest.importorskip("torch", reason="needs PyTorch")
-
-from torch import nn  # noqa: E402
-
-from backbeat.errors import InputError  # noqa: E402
-from backbeat.runtime.memory import apply  # noqa: E402
-from tests.block_models import alone, loss_of, plan, resnet_case, transformer_case  # noqa: E402
+from backbeat.errors import InputError
+from backbeat.runtime.memory import apply
+from tests.block_models import alone, loss_of, plan, resnet_case, transformer_case
 
 pytestmark = pytest.mark.usefixtures("offload_everything")
 

@@ -7,11 +7,10 @@ import copy
 import gc
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch", reason="needs PyTorch")
-
-from backbeat.runtime.memory import offload  # noqa: E402
-from backbeat.runtime.memory.offload import HostCopies, OffloadSchedule, PinnedPool, movable  # noqa: E402
+from backbeat.runtime.memory import offload
+from backbeat.runtime.memory.offload import HostCopies, OffloadSchedule, PinnedPool, movable
 
 
 def tensor(value: float = 1.0, size: int = 1024) -> torch.Tensor:
@@ -154,7 +153,7 @@ def test_the_streams_are_told_in_an_order_that_is_safe(monkeypatch):
     assert log == ["out waits for stream compute", "out records 1"]
     log.clear()
     schedule.begin_block()
-    # The memory is released only behind the copy.
+    # The memory is released only after the copy.
     assert log == ["compute waits for out 1"]
     log.clear()
     schedule.reached(unit)
@@ -176,7 +175,7 @@ def test_the_streams_are_told_in_an_order_that_is_safe(monkeypatch):
     schedule.reached(unit + 2)
     log.clear()
     del unused
-    # Fetched in vain: the memory is free behind the copy that still writes into it.
+    # Fetched in vain: the memory is free after the copy that still writes into it.
     assert log == ["compute waits for in 2"]
 
 
@@ -192,7 +191,7 @@ def test_what_a_kept_block_holds_is_not_offloaded_and_not_brought_back_twice():
     saved = offloaded(schedule, source)
     assert schedule.host_bytes == 0
     assert saved.tensor().data_ptr() == source.data_ptr()
-    # Kept by the block right behind the one that offloads it.
+    # Kept by the block right after the one that offloads it.
     other = tensor(size=1 << 15)
     leaving = offloaded(schedule, other)
     schedule.keep(other, owner)

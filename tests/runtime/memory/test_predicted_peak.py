@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import msgspec
 import pytest
+import torch
+from msgspec.structs import replace
 
-torch = pytest.importorskip("torch", reason="needs PyTorch")
+from backbeat.measure import profile
+from backbeat.measure.model.chain_costs import BackwardBlockHooks
+from backbeat.model import MemoryPlan, Profile, Segment
+from backbeat.runtime.memory import apply, find_blocks
+from backbeat.simulate.memory_timeline import memory_timeline
+from tests.block_models import SmallResNet, loss_of
 
-
-from backbeat.measure import profile  # noqa: E402
-from backbeat.measure.model.chain_costs import BackwardBorders  # noqa: E402
-from backbeat.model import MemoryPlan, Profile, Segment  # noqa: E402
-from backbeat.runtime.memory import apply, find_blocks  # noqa: E402
-from backbeat.simulate.memory_timeline import memory_timeline  # noqa: E402
-from tests.block_models import SmallResNet, loss_of  # noqa: E402
-
-CHAIN = [*(f"layer1.{place}" for place in range(3)), *(f"layer2.{place}" for place in range(3))]
+CHAIN = [*(f"layer1.{index}" for index in range(3)), *(f"layer2.{index}" for index in range(3))]
 
 
 def allocations(run) -> list[tuple[str, int]]:
@@ -47,7 +45,7 @@ def measured():
         loss_of(model, batch).backward()
 
     step()
-    with BackwardBorders(find_blocks(model), border):
+    with BackwardBlockHooks(find_blocks(model), border):
         events = allocations(step)
     level, base, peak, phase = 0, 0, 0, ""
     rises: dict[str, int] = {}
@@ -59,19 +57,19 @@ def measured():
             rises[phase] = peak - base
             phase, base, peak = name, level, level
     blocks = tuple(
-        msgspec.structs.replace(
+        replace(
             block,
             forward_peak_bytes=rises[f"border forward {block.name}"],
             backward_peak_bytes=rises[f"border backward {block.name}"],
         )
         for block in result.blocks
     )
-    memory = msgspec.structs.replace(result.memory, head_bytes=rises["border end fc"])
-    return step, model, msgspec.structs.replace(result, blocks=blocks, memory=memory)
+    memory = replace(result.memory, head_bytes=rises["border end fc"])
+    return step, model, replace(result, blocks=blocks, memory=memory)
 
 
 def each(action: str, where: str = "keep", length: int = 1, every: int = 1) -> list[tuple[list[str], str, str]]:
-    buckets = [CHAIN[place : place + length] for place in range(0, len(CHAIN), length)]
+    buckets = [CHAIN[index : index + length] for index in range(0, len(CHAIN), length)]
     return [(names, action, where) for names in buckets[::every]]
 
 

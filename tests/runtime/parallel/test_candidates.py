@@ -11,12 +11,12 @@ from backbeat.model import Bucket, CollectiveTimes, Mesh, Plan, PlanPrediction, 
 from backbeat.runtime.parallel.candidates import (
     KINDS,
     Candidate,
+    decide,
+    extrapolation,
     predicted_candidates,
-    reaches,
     simplest,
     worth_trying,
 )
-from backbeat.runtime.parallel.prepare import decide
 from backbeat.runtime.parallel.trials import Trials, affordable
 
 SHARDING = Sharding(
@@ -62,11 +62,14 @@ def test_nothing_is_tried_where_the_bound_leaves_nothing() -> None:
 
 def test_small_messages_say_little_of_a_large_model() -> None:
     gpt2 = bb.Profile.load("gpt2-b8-bf16-h200")
-    for largest, enough in ((65_536, False), (64 * 2**20, True)):
-        points = ((4096, 1e-3), (largest, 2e-3))
-        network = bb.Network(name="slow", workers=2, all_reduce=CollectiveTimes(points=points))
-        assert reaches(network, gpt2) is enough
-    assert reaches(bb.Network(name="l", workers=2, all_reduce=CollectiveTimes(alpha_s=1, beta_s_per_byte=1)), gpt2)
+    for largest, times in ((65_536, 1024), (64 * 2**20, 1), (128 * 2**20, 1)):
+        curve = CollectiveTimes(points=((4096, 1e-3), (largest, 2e-3)))
+        assert extrapolation(bb.Network(name="slow", workers=2, all_reduce=curve), gpt2) == times
+    line = CollectiveTimes(alpha_s=1, beta_s_per_byte=1)
+    assert extrapolation(bb.Network(name="l", workers=2, all_reduce=line), gpt2) == 1
+    assert extrapolation(bb.Network(name="l", workers=2, all_reduce=line, all_gather=curve), gpt2) == 1
+    assert "extrapolated to messages 64 times as large" in decide(ALL, Trials(), None, beyond=64.0)["words"]
+    assert "extrapolated" not in decide(ALL, Trials(), None, beyond=8.0)["words"]
 
 
 def test_measured_decides_over_predicted() -> None:

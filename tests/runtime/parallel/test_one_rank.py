@@ -36,6 +36,24 @@ def test_one_rank_is_stock_ddp(capfd: pytest.CaptureFixture[str]) -> None:
         parallelize(nn.Linear(3, 2), example=(torch.ones(4, 3), loss), memory="1GB")
 
 
+@pytest.mark.usefixtures("one_rank")
+def test_one_rank_tries_the_example() -> None:
+    """What it leaves unused, torch's DDP is told of; what does not run is said here, not on the cluster."""
+
+    class Half(nn.Sequential):
+        def forward(self, batch: torch.Tensor) -> torch.Tensor:
+            found: torch.Tensor = self[0](batch)
+            return found
+
+    model = Half(nn.Linear(3, 2), nn.Linear(3, 2))
+    with pytest.raises(InputError, match=r"a step of the example did not run: .*ZeroDivisionError"):
+        parallelize(model, example=(torch.ones(4, 3), lambda *_: 1 / 0))
+    wrapped = parallelize(model, example=(torch.ones(4, 3), loss))
+    for _ in range(3):
+        loss(wrapped, torch.ones(4, 3)).backward()
+    assert model[1].weight.grad is None
+
+
 def test_without_a_process_group() -> None:
     with pytest.raises(InputError, match="init_process_group"):
         parallelize(nn.Linear(3, 2))

@@ -16,10 +16,12 @@ from test_candidates import candidate
 from torch import nn
 
 import backbeat as bb
+from backbeat.runtime.memory import room
+from backbeat.runtime.memory.room import room_for
 from backbeat.runtime.parallel import trials
 from backbeat.runtime.parallel.remember import conditions
 from backbeat.runtime.parallel.together import Together, _abort_on_alarm
-from backbeat.runtime.parallel.trials import ExampleStep, room_for, take_turns, try_plan
+from backbeat.runtime.parallel.trials import ExampleStep, take_turns, try_plan
 from backbeat.runtime.parallel.untouched import copy_of
 
 ALONE: Any = SimpleNamespace(size=2, first=lambda value: value, communicators=SimpleNamespace(backend="gloo"))
@@ -104,16 +106,16 @@ def test_the_optimizer_of_a_trial_has_what_is_trained() -> None:
         assert [id(one) for one in made.param_groups[0]["params"]] == [id(one) for one in model[0].parameters()]
 
 
-@pytest.mark.parametrize(("free", "room"), [(None, True), (1_100_000, True), (1_099_000, False)])
+@pytest.mark.parametrize(("free", "enough"), [(None, True), (1_100_000, True), (1_099_000, False)])
 def test_a_copy_in_training_needs_a_tenth_more_than_its_peak(
-    free: int | None, room: bool, monkeypatch: pytest.MonkeyPatch
+    free: int | None, enough: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trials, "_free_bytes", lambda device: free)
+    monkeypatch.setattr(room, "_free_bytes", lambda device: free)
     profile = bb.Profile.load("gpt2-b8-bf16-h200")
     assert profile.memory is not None
     for memory in ({"peak_bytes": 10**6}, {"peak_bytes": 0, "steady_bytes": 500_000}):
         known = msgspec.structs.replace(profile, memory=msgspec.structs.replace(profile.memory, **memory))
-        assert (room_for(known, torch.device("cpu")) is None) == room
+        assert (room_for(known, torch.device("cpu")) is None) == enough
     assert room_for(msgspec.structs.replace(profile, memory=None), torch.device("cpu")) is None
 
 
@@ -121,9 +123,9 @@ def test_ranks_of_one_machine_share_its_memory(monkeypatch: pytest.MonkeyPatch) 
     """As many as torchrun says, or else as the job has."""
     monkeypatch.setattr("torch.distributed.get_world_size", lambda: 8)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
-    found = [trials._free_bytes(torch.device("cpu"))]
+    found = [room._free_bytes(torch.device("cpu"))]
     monkeypatch.delenv("LOCAL_WORLD_SIZE")
-    found.append(trials._free_bytes(torch.device("cpu")))
+    found.append(room._free_bytes(torch.device("cpu")))
     if found[0] is None:
         pytest.skip("the machine does not say how much memory is free")
     assert found[1] is not None

@@ -28,3 +28,28 @@ def test_a_store_that_hangs_does_not_hang_the_error(monkeypatch: pytest.MonkeyPa
     finally:
         frozen.set()
         monitor.stop()
+
+
+def test_a_monitor_that_was_stopped_is_waited_for_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may still be with the store."""
+    asked, answered = threading.Event(), threading.Event()
+
+    def check(_: list[str]) -> bool:
+        asked.set()
+        return not answered.wait(60)
+
+    monkeypatch.setattr(failures, "POLL_S", 0.01)
+    monkeypatch.setattr(failures, "ANSWER_S", 60.0)
+    store = SimpleNamespace(clone=lambda: SimpleNamespace(check=check))
+    rank = Rank()
+    communicators: Any = SimpleNamespace(store=store, rank=1, size=4)
+    monitor = failures.Monitor(communicators, rank.standing, model="net", look=None)
+    monitor.start()
+    assert asked.wait(60)
+    monitor.stop()
+    thread = monitor._thread
+    assert thread is not None
+    assert thread.is_alive()
+    threading.Timer(0.1, answered.set).start()
+    failures.end_monitors()
+    assert not thread.is_alive()

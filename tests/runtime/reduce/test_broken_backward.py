@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("torch")
-
 from backbeat.runtime.reduce import arrivals as module
 from backbeat.runtime.reduce.arrivals import Backward, _is_pythons
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import weakref
 from contextlib import redirect_stderr
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -96,11 +95,11 @@ def test_what_has_no_result_is_never_lost() -> None:
 
 def test_what_a_hook_reduced_is_not_kept() -> None:
     found = context([], [])
-    watch = LostCollectives(found)
+    lost = LostCollectives(found)
     reduced = torch.tensor([5.0])
     gone = weakref.ref(reduced)
-    watch.remember([InFlight(0, None, torch.zeros(1), hooked(reduced))], 6)  # type: ignore[arg-type]
-    assert not watch.look()
+    lost.remember([InFlight(0, None, torch.zeros(1), hooked(reduced))], 6)  # type: ignore[arg-type]
+    assert not lost.look()
     del reduced
     assert gone() is None
 
@@ -110,15 +109,15 @@ def test_a_healthy_job_is_left_alone(reduce_dtype: torch.dtype | None) -> None:
     calls: list[str] = []
     works = [Work(), Work()]
     found = context(works, calls, reduce_dtype)
-    watch = LostCollectives(found)
-    watch.remember(found.step.in_flight, 6)
+    lost = LostCollectives(found)
+    lost.remember(found.step.in_flight, 6)
     found.step.in_flight = []
     said = io.StringIO()
     with redirect_stderr(said):
-        assert not watch.look()
+        assert not lost.look()
         for work in works:
             work.ends(WorkResult.SUCCESS)
-            assert not watch.look()
+            assert not lost.look()
     assert (calls, found.lost, said.getvalue()) == ([], None, "")
 
 
@@ -127,15 +126,15 @@ def test_the_first_bucket_lost_is_named_once_and_communicators_go(reduce_dtype: 
     calls: list[str] = []
     works = [Work(), Work(), Work()]
     found = context(works, calls, reduce_dtype)
-    watch = LostCollectives(found)
-    watch.remember(found.step.in_flight, 6)
+    lost = LostCollectives(found)
+    lost.remember(found.step.in_flight, 6)
     found.step.in_flight = []
     works[0].ends(WorkResult.SUCCESS)
     works[1].ends(WorkResult.COMM_ERROR)
     said = io.StringIO()
     with redirect_stderr(said):
-        assert watch.look()
-        assert watch.look()
+        assert lost.look()
+        assert lost.look()
     assert said.getvalue() == "backbeat: bucket 1 in step 6: the watchdog of torch found COMM_ERROR\n"
     assert str(found.lost) in said.getvalue()
     assert calls == ["start", "first", "second", "end"]
@@ -166,16 +165,16 @@ def test_a_broken_communicator_is_blamed_on_what_has_not_arrived(monkeypatch: py
     """The watchdog marks the oldest work on its list, though that has arrived; what was lost stays without a mark."""
     steps = [[Work(), Work()] for _ in range(3)]
     found = context([], [])
-    watch = LostCollectives(found)
+    lost = LostCollectives(found)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
-    watch._events = iter([Event(number < reached) for number in range(3)])  # type: ignore[assignment]
+    lost._events = iter([Event(number < reached) for number in range(3)])  # type: ignore[assignment]
     for number, works in enumerate(steps):
-        watch.remember(context(works, []).step.in_flight, 5 + number)
-    assert not watch.look()
+        lost.remember(context(works, []).step.in_flight, 5 + number)
+    assert not lost.look()
     steps[0][1].ends(WorkResult.COMM_ERROR)
     monkeypatch.setattr(Backend, "error", ErrorType.COMM_ERROR)
     with redirect_stderr(io.StringIO()):
-        assert watch.look()
+        assert lost.look()
     assert str(found.lost) == f"bucket 0 in step {5 + reached}: the watchdog of torch found COMM_ERROR"
 
 
@@ -192,17 +191,14 @@ def test_a_communicator_that_cannot_be_aborted_does_not_hide_the_message() -> No
     assert tried == [stubborn]
 
 
-def test_a_collective_that_cannot_start_names_its_bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'meet'}", rank=0, world_size=1)
-    try:
-        wrapped = DistributedDataParallel(torch.nn.Linear(3, 2))
+@pytest.mark.usefixtures("one_rank")
+def test_a_collective_that_cannot_start_names_its_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrapped = DistributedDataParallel(torch.nn.Linear(3, 2))
+    wrapped(torch.ones(1, 3)).sum().backward()
+
+    def refuse(*_: object) -> None:
+        raise dist.DistBackendError("remote process exited")
+
+    monkeypatch.setattr(type(wrapped.reducer.communicators[0]), "all_reduce", refuse)
+    with pytest.raises(CommunicationError, match=r"rank 0: bucket 0 of 1 \(2 gradients.*was not reduced in step 2"):
         wrapped(torch.ones(1, 3)).sum().backward()
-
-        def refuse(*_: object) -> None:
-            raise dist.DistBackendError("remote process exited")
-
-        monkeypatch.setattr(type(wrapped.reducer.communicators[0]), "all_reduce", refuse)
-        with pytest.raises(CommunicationError, match=r"rank 0: bucket 0 of 1 \(2 gradients.*was not reduced in step 2"):
-            wrapped(torch.ones(1, 3)).sum().backward()
-    finally:
-        dist.destroy_process_group()

@@ -26,7 +26,7 @@ def test_buckets_are_torchs(counts: list[int], first: int, cap: int) -> None:
     parameters = parameters_of(counts)
     order = list(reversed(range(len(counts))))
     expected, _ = dist._compute_bucket_assignment_by_size(
-        [parameters[place] for place in order], [first, cap], [False] * len(order), order
+        [parameters[index] for index in order], [first, cap], [False] * len(order), order
     )
     assert fill_buckets(order, parameters, [False] * len(order), [first, cap]) == [list(b) for b in expected]
 
@@ -39,16 +39,16 @@ def test_every_parameter_travels_once_and_kinds_never_mix(counts: list[int], dat
         )
     )
     parameters = parameters_of(counts, kinds)
-    names = [f"p{place}" for place in range(len(counts))]
+    names = [f"p{index}" for index in range(len(counts))]
     sparse = data.draw(st.lists(st.booleans(), min_size=len(counts), max_size=len(counts)))
     named = data.draw(st.lists(st.sampled_from(names), min_size=1, max_size=len(names), unique=True))
     plan = Plan(strategy="s", model="m", communicators=1, buckets=(Bucket(gradients=tuple(named), communicator=0),))
     found = plan_partition(plan, names, parameters, sparse)
-    members = [place for bucket in found.buckets for place in bucket.members]
+    members = [index for bucket in found.buckets for index in bucket.members]
     assert sorted(members) == list(range(len(counts)))
     for bucket in found.buckets:
-        assert len({parameters[place].dtype for place in bucket.members}) == 1
-        assert bucket.sparse == any(sparse[place] for place in bucket.members)
+        assert len({parameters[index].dtype for index in bucket.members}) == 1
+        assert bucket.sparse == any(sparse[index] for index in bucket.members)
         assert not bucket.sparse or len(bucket.members) == 1
 
 

@@ -21,7 +21,7 @@ def made() -> Step:
     arrivals = Arrivals(len(BUCKET_OF))
     found: Any = SimpleNamespace(
         bucket_of=BUCKET_OF,
-        expected_members=lambda counts: [sum(1 for place in bucket if counts[place] > 0) for bucket in MEMBERS],
+        expected_members=lambda counts: [sum(1 for index in bucket if counts[index] > 0) for bucket in MEMBERS],
     )
     arrivals.install(found)
     return Step(arrivals)
@@ -61,13 +61,13 @@ class Rank:
         self.step.open(sync=sync, root=1)
         self.note()
 
-    def gradient(self, place: int) -> None:
+    def gradient(self, index: int) -> None:
         arrivals = self.step.arrivals
-        arrivals.mark(place)
+        arrivals.mark(index)
         if not self.running:
             self.begin(self.sync)
-        index = BUCKET_OF[place]
-        if arrivals.count(place, index) and self.step.state is StepState.REDUCING and arrivals.may_leave(index):
+        bucket = BUCKET_OF[index]
+        if arrivals.count(index, bucket) and self.step.state is StepState.REDUCING and arrivals.may_leave(bucket):
             while arrivals.next_bucket < len(MEMBERS) - 1 and arrivals.missing[arrivals.next_bucket] <= 0:
                 self.send(arrivals.next_bucket)
 
@@ -120,7 +120,7 @@ class Rank:
         used = (
             []
             if step.contributes_nothing
-            else [place for place in MEMBERS[index] if step.arrivals.arrived_since_reduce[place]]
+            else [member for member in MEMBERS[index] if step.arrivals.arrived_since_reduce[member]]
         )
         step.add_taken(bucket, TakenGradients(used=used))
         if index == len(MEMBERS) - 1:
@@ -130,8 +130,8 @@ class Rank:
     def clean_step(self) -> None:
         self.forward(sync=True)
         self.output(sync=True)
-        for place in range(len(BUCKET_OF)):
-            self.gradient(place)
+        for index in range(len(BUCKET_OF)):
+            self.gradient(index)
         self.graph_done()
 
 
@@ -174,13 +174,13 @@ def test_a_step_that_ends_early_says_what_it_used(order: list[int], count: int) 
     for _ in range(2):
         rank.clean_step()
     rank.output(sync=True)
-    for place in order[:count]:
-        rank.gradient(place)
+    for index in order[:count]:
+        rank.gradient(index)
     rank.graph_done()
     told = rank.told[-1][1]
     assert told.regular == (count == len(BUCKET_OF))
     if not told.regular:
-        assert [place for place, flag in enumerate(told.used) if flag] == sorted(order[:count])
+        assert [index for index, flag in enumerate(told.used) if flag] == sorted(order[:count])
     assert not told.broken
 
 
@@ -188,8 +188,8 @@ def test_a_gradient_after_its_bucket_has_left_is_late() -> None:
     rank = Rank()
     rank.clean_step()
     rank.output(sync=True)
-    for place in (0, 1, 2, 0):
-        rank.gradient(place)
+    for index in (0, 1, 2, 0):
+        rank.gradient(index)
     rank.graph_done()
     assert rank.told[-1][1].late == [0]
 
@@ -229,7 +229,7 @@ def test_gradients_of_no_sync_count_as_used_by_the_step_that_follows() -> None:
     rank.output(sync=True)
     rank.gradient(0)
     rank.graph_done()
-    assert [place for place, flag in enumerate(rank.told[-1][1].used) if flag] == [0, 3]
+    assert [index for index, flag in enumerate(rank.told[-1][1].used) if flag] == [0, 3]
 
 
 @pytest.mark.parametrize("event", ["finish", "close", "synchronise", "break_off"])

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,12 +14,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from backbeat.errors import InputError
 from backbeat.runtime import DistributedDataParallel
 
-
-@pytest.fixture(autouse=True)
-def _one_rank(tmp_path: Path) -> Iterator[None]:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'meet'}", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 def made() -> TorchDDP:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-from backbeat.runtime.reduce.arrivals import Streams  # noqa: E402
+from backbeat.runtime.reduce.arrivals import Streams
 
 
 class Here:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
-import torch.distributed as dist
+from msgspec.structs import replace
 from scenario_rig import Context
 from sharded_checks import LAYERS, Chain, plan_of, sharding_of
 from torch import nn
@@ -25,10 +23,8 @@ from backbeat.runtime.sharded.unit_modules import find_units
 
 
 @pytest.fixture(scope="module")
-def alone() -> Iterator[Context]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield Context(0, 1, "cpu", "backbeat")
-    dist.destroy_process_group()
+def alone(one_rank: None) -> Context:
+    return Context(0, 1, "cpu", "backbeat")
 
 
 def units(plan: Plan, model: nn.Module) -> list[list[str]]:
@@ -89,7 +85,7 @@ def test_what_the_installed_torch_lacks_is_refused_by_name(
     with pytest.raises(InputError, match=rf"{knob.field}={value}, and torch .* has no FSDPModule.{knob.method}"):
         fully_shard(model, plan=plan)
     assert not isinstance(model, FSDPModule)
-    predicted = msgspec.structs.replace(plan, predicted=PlanPrediction(iteration_s=0.1, older_torch_s=0.12))
+    predicted = replace(plan, predicted=PlanPrediction(iteration_s=0.1, older_torch_s=0.12))
     with pytest.raises(InputError, match="without it an iteration is predicted to take 120 ms instead of 100 ms"):
         fully_shard(model, plan=predicted)
     assert plan.on_older_torch() == plan_of(alone)

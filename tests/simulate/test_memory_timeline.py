@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from backbeat.errors import InputError
 from backbeat.model import Block, Bucket, Compression, Gradient, HostLink, Memory, MemoryPlan, Plan, Profile, Segment
@@ -40,8 +40,8 @@ def four(**fields: object) -> Profile:
 BASE = 32
 
 
-def segment(*places: int, action: str = "recompute", **fields: str) -> Segment:
-    return Segment(blocks=tuple(f"b{place}" for place in places), action=action, **fields)  # type: ignore[arg-type]
+def segment(*indices: int, action: str = "recompute", **fields: str) -> Segment:
+    return Segment(blocks=tuple(f"b{index}" for index in indices), action=action, **fields)  # type: ignore[arg-type]
 
 
 def test_everything_kept_by_hand() -> None:
@@ -54,7 +54,7 @@ def test_everything_kept_by_hand() -> None:
 
 
 def test_recomputed_one_by_one_by_hand() -> None:
-    result = memory_timeline(four(), MemoryPlan(segments=tuple(segment(place) for place in range(4))))
+    result = memory_timeline(four(), MemoryPlan(segments=tuple(segment(index) for index in range(4))))
     # Three inputs; in the last block's recomputation the gradient of its output (10) is there too.
     assert result.peak_bytes == BASE + 30 + 10 + 110 + 10
     assert result.held_bytes == 40
@@ -86,7 +86,7 @@ def test_an_offloaded_input_leaves_two_blocks_later_and_comes_back_two_segments_
 
 
 def test_copies_that_cannot_keep_up_stall_computation() -> None:
-    slow = msgspec.structs.replace(four(), host_link=HostLink(to_host_bytes_per_s=2.5, to_device_bytes_per_s=1.0))
+    slow = replace(four(), host_link=HostLink(to_host_bytes_per_s=2.5, to_device_bytes_per_s=1.0))
     plan = MemoryPlan(segments=(segment(0), segment(1, input="offload"), segment(2), segment(3)))
     result = memory_timeline(slow, plan)
     # Sent at 1 s for 4 s: waited for before block 3, which would have begun at 3 s.
@@ -104,7 +104,7 @@ def test_offloaded_blocks_hold_nothing() -> None:
 
 
 def test_what_the_loss_takes_runs_between_forward_and_backward() -> None:
-    whole = msgspec.structs.replace(four(), forward_s=5.0, backward_s=9.0)
+    whole = replace(four(), forward_s=5.0, backward_s=9.0)
     result = memory_timeline(whole, MemoryPlan(segments=(segment(3),)))
     assert (result.forward_s, result.backward_s) == (5.0, 10.0)
     # Ready times at 2, 4, 6 and 8 s, of which the first second belongs to the loss.
@@ -112,9 +112,7 @@ def test_what_the_loss_takes_runs_between_forward_and_backward() -> None:
 
 
 def test_blocks_that_add_up_to_more_than_the_whole_share_it() -> None:
-    result = memory_timeline(
-        msgspec.structs.replace(four(), forward_s=2.0), MemoryPlan(segments=(segment(0, 1, 2, 3),))
-    )
+    result = memory_timeline(replace(four(), forward_s=2.0), MemoryPlan(segments=(segment(0, 1, 2, 3),)))
     assert (result.forward_s, result.backward_s) == (2.0, 10.0)
 
 
@@ -134,17 +132,15 @@ def test_plans_of_another_model_are_refused(plan: MemoryPlan, word: str) -> None
 def test_segments_the_executor_cannot_run_are_refused() -> None:
     profile = four()
     blocks = list(profile.blocks)
-    blocks[1] = msgspec.structs.replace(blocks[1], changes_input=True, saves_input=False)
-    blocks[3] = msgspec.structs.replace(blocks[3], chained=False)
-    changed = msgspec.structs.replace(profile, blocks=tuple(blocks))
+    blocks[1] = replace(blocks[1], changes_input=True, saves_input=False)
+    blocks[3] = replace(blocks[3], chained=False)
+    changed = replace(profile, blocks=tuple(blocks))
     with pytest.raises(InputError, match="writes into its input"):
         memory_timeline(changed, MemoryPlan(segments=(segment(1),)))
     with pytest.raises(InputError, match="not the output"):
         memory_timeline(changed, MemoryPlan(segments=(segment(2, 3),)))
     with pytest.raises(InputError, match="host_link"):
-        memory_timeline(
-            msgspec.structs.replace(profile, host_link=None), MemoryPlan(segments=(segment(0, action="offload"),))
-        )
+        memory_timeline(replace(profile, host_link=None), MemoryPlan(segments=(segment(0, action="offload"),)))
 
 
 def test_old_profiles_are_told_to_be_profiled_again() -> None:
@@ -166,8 +162,8 @@ def test_holdings_by_how_gradients_travel() -> None:
     dense = ResidentMemory.of(profile)
     assert (dense.gradient_bytes, dense.residual_bytes, dense.total_bytes) == (16, 0, BASE)
     device = ResidentMemory.of(profile, plan)
-    # Residuals of 12 bytes; scratch: the larger bucket twice, from two workers one value, its place and padding, for
-    # the selection two magnitudes and what is sent, and the message and place that each bucket keeps.
+    # Residuals of 12 bytes; scratch: the larger bucket twice, from two workers one value, its index and padding, for
+    # the selection two magnitudes and what is sent, and the message and index that each bucket keeps.
     scratch = 2 * 8 + 2 * 8 + (2 * 4 + 12) + 2 * (8 + 4)
     assert (device.gradient_bytes, device.residual_bytes, device.scratch_bytes) == (4, 12, scratch)
     assert ResidentMemory.of(profile, plan, attached=False).gradient_bytes == 16
@@ -177,7 +173,7 @@ def test_holdings_by_how_gradients_travel() -> None:
 
 
 def test_residuals_on_the_host_cannot_outrun_the_link() -> None:
-    slow = msgspec.structs.replace(four(), host_link=HostLink(to_host_bytes_per_s=1.0, to_device_bytes_per_s=1.0))
+    slow = replace(four(), host_link=HostLink(to_host_bytes_per_s=1.0, to_device_bytes_per_s=1.0))
     bucket = Bucket(
         gradients=tuple(gradient.name for gradient in slow.gradients),
         communicator=0,
@@ -232,8 +228,8 @@ def test_time_is_computation_recomputation_and_stalls(data: st.DataObject, profi
 @given(st.data(), chains(whole=True))
 def test_more_recomputation_never_holds_more_at_the_end_of_forward(data: st.DataObject, profile: Profile) -> None:
     """Of blocks that save their input: then recomputing drops saved tensors and adds nothing."""
-    blocks = tuple(msgspec.structs.replace(block, saves_input=True) for block in profile.blocks)
-    profile = msgspec.structs.replace(profile, blocks=blocks)
+    blocks = tuple(replace(block, saves_input=True) for block in profile.blocks)
+    profile = replace(profile, blocks=blocks)
     chain = Chain.of(profile, ResidentMemory.of(profile))
     chosen = data.draw(st.lists(st.booleans(), min_size=chain.count, max_size=chain.count))
     more = [first or data.draw(st.booleans()) for first in chosen]

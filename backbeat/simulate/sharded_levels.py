@@ -10,13 +10,13 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from backbeat.model import Network, Plan, Profile
-from backbeat.simulate.actions import KEEP, units_of
+from backbeat.model import MemoryPlan, Network, Plan, Profile
+from backbeat.simulate.actions import units_of
 from backbeat.simulate.memory_timeline import Chain, Phase, Tally
 from backbeat.simulate.resident_memory import ResidentMemory
 from backbeat.simulate.sharded_activations import sharded_activations, tied_block
 from backbeat.simulate.sharded_cost import ShardedCost
-from backbeat.simulate.sharded_memory import MOST_MICRO_BATCHES, Kinds, course
+from backbeat.simulate.sharded_memory import MOST_MICRO_BATCHES, Kinds, step_moments
 from backbeat.simulate.sharded_step import run_step
 from backbeat.simulate.sharded_units import ShardedChain, chain_of
 from backbeat.simulate.slowdowns import slowdown_of
@@ -39,7 +39,7 @@ class MemoryLevel(NamedTuple):
         return self.held.total()
 
 
-def memory_course(profile: Profile, network: Network, plan: Plan, *, micro_batches: int = 1) -> tuple[MemoryLevel, ...]:
+def memory_levels(profile: Profile, network: Network, plan: Plan, *, micro_batches: int = 1) -> tuple[MemoryLevel, ...]:
     """Every level of the step in order; of many micro-batches the first three. Empty where the profile has no memory
     figures."""
     if profile.memory is None or plan.sharding is None or network.workers == 1:
@@ -73,7 +73,7 @@ def memory_course(profile: Profile, network: Network, plan: Plan, *, micro_batch
         levels.append(MemoryLevel(now, end, where, phase, always + held + Counter(activation=activation)))
         now = end
 
-    moments = course(chain, sharding, count, tied=tied)
+    moments = step_moments(chain, sharding, count, tied=tied)
     for moment in moments:
         event = moment.call.event
         phase: Phase = "forward" if event == "forward" else "backward"
@@ -85,7 +85,7 @@ def memory_course(profile: Profile, network: Network, plan: Plan, *, micro_batch
             add(now, "loss", "loss", moment.during, activations.loss_bytes)
             continue
         start, end = next(stretches)
-        blocks = list(_blocks(chain, moment.call.place, phase))
+        blocks = list(_blocks(chain, moment.call.stretch, phase))
         first = blocks[0][0] if blocks else None
         add(max(start, now), "copies", phase, moment.before, activations.between(first, phase))
         length, whole = end - start, sum(seconds for _, seconds in blocks)
@@ -97,9 +97,9 @@ def memory_course(profile: Profile, network: Network, plan: Plan, *, micro_batch
     return tuple(levels)
 
 
-def _blocks(chain: ShardedChain, place: int, phase: Phase) -> Iterator[tuple[int | None, float]]:
+def _blocks(chain: ShardedChain, index: int, phase: Phase) -> Iterator[tuple[int | None, float]]:
     """The pieces of a stretch in the order in which they run, with how long each takes."""
-    mine = set(chain.stretches[place].blocks)
+    mine = set(chain.stretches[index].blocks)
     pieces = [piece for piece in chain.pieces.pieces if piece.block in mine]
     if not pieces:
         yield None, 1.0
@@ -129,8 +129,7 @@ class _Activations(Tally):
             return cls([], profile.memory.activation_bytes + resident.loss_bytes)
         blocks = Chain(sharded_activations(profile, chain, plan.sharding), resident)
         found = cls(blocks.names, 0)
-        actions = [(k, k + 1, KEEP) for k in range(blocks.count)]
-        blocks.run(units_of(profile, plan.memory) if plan.memory is not None else actions, found)
+        blocks.run(units_of(profile, plan.memory or MemoryPlan()), found)
         return found
 
     def see(self, above: int, block: int, phase: Phase) -> None:

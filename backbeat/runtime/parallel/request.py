@@ -1,0 +1,131 @@
+"""What `parallelize` was asked for, checked before anything is measured."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from backbeat.errors import InputError
+from backbeat.measure.model.batches import to_device
+from backbeat.model import Network, Plan
+from backbeat.model.files import encode
+from backbeat.planners import STRATEGIES
+from backbeat.runtime.memory.budget import budget_size
+from backbeat.runtime.parallel.remember import digest
+from backbeat.runtime.parallel.trials import ExampleStep
+
+if TYPE_CHECKING:
+    from backbeat.measure.model.training_step import Loss
+    from backbeat.runtime.parallel.trials import MakeOptimizer
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParallelRequest:
+    """For a search: what a step is, and what may be taken."""
+
+    example: ExampleStep
+    memory_bytes: int | None = None
+    compression: bool = False
+    network: Network | None = None
+    budget_s: float
+
+    @classmethod
+    def checked(
+        cls,
+        device: torch.device,
+        *,
+        example: Any,
+        optimizer: MakeOptimizer,
+        memory: int | str | None,
+        compression: str | None,
+        network: Network | str | os.PathLike[str] | None,
+        precision: str | None,
+        budget_s: float,
+    ) -> ParallelRequest:
+        """Of the arguments of `parallelize`, for a model on this device."""
+        if not isinstance(budget_s, (int, float)) or not budget_s > 0:
+            raise InputError(f"budget_s is {budget_s!r}: it must be seconds above zero, like 50")
+        if compression not in (None, "allow"):
+            raise InputError(f"compression is {compression!r}: it must be 'allow', or left out")
+        if compression is not None and precision == "fp16":
+            raise InputError(
+                "compression='allow' with precision='fp16': training in fp16 scales its loss, and what a compressed "
+                "bucket keeps for later steps cannot follow the scale; train in bf16, or leave compression out"
+            )
+        if not isinstance(optimizer, str) and not callable(optimizer):
+            raise InputError(
+                f"optimizer is a {type(optimizer).__name__}: it must be sgd, adam or adamw, or a function of a list of "
+                "parameters that returns one"
+            )
+        found = Network.load(network) if isinstance(network, (str, os.PathLike)) else network
+        if found is not None and not isinstance(found, Network):
+            raise InputError(f"network is a {type(found).__name__}: it must be a Network, a name or a path")
+        batch, loss = _pair(example)
+        step = ExampleStep(
+            batch=to_device(batch, device),
+            loss=loss,
+            optimizer=optimizer,
+            precision=precision or _now(),
+            device=device,
+        )
+        return cls(
+            example=step,
+            memory_bytes=None if memory is None else budget_size(memory),
+            compression=compression == "allow",
+            network=found,
+            budget_s=budget_s,
+        )
+
+    def in_words(self) -> dict[str, Any]:
+        """What must be the same on every rank."""
+        step = self.example
+        return {
+            "optimizer": step.optimizer if isinstance(step.optimizer, str) else "a function",
+            "memory": self.memory_bytes,
+            "compression": self.compression,
+            "network": None if self.network is None else digest([encode(self.network).decode()]),
+            "precision": step.precision,
+            "budget_s": self.budget_s,
+        }
+
+
+def auto_path(plan: Plan | str | os.PathLike[str]) -> str | None:
+    """The file to keep the plan in, empty for none; None where a plan is given."""
+    if not isinstance(plan, str) or plan.partition(":")[0] != "auto":
+        return None
+    if plan == "auto:":
+        raise InputError("plan is 'auto:' without a file: write plan='auto:plans/run1.json', or plan='auto'")
+    return plan.partition(":")[2]
+
+
+def given_plan(plan: Plan | str | os.PathLike[str]) -> Plan:
+    if isinstance(plan, Plan):
+        return plan
+    text = os.fspath(plan) if isinstance(plan, (str, os.PathLike)) else ""
+    if not os.path.exists(text):
+        if text.partition(":")[0] in STRATEGIES:
+            raise InputError(
+                f"plan={text!r} is a strategy: make the plan (`backbeat plan … --strategy {text} -o plan.json`) and "
+                "give its file, or plan='auto' with example=(batch, loss)"
+            )
+        if difflib.get_close_matches(text.lower(), ["auto"], cutoff=0.7):
+            raise InputError(f"plan={text!r} is no file: did you mean 'auto'?")
+    return Plan.load(plan)
+
+
+def _pair(example: Any) -> tuple[Any, Loss]:
+    if not isinstance(example, tuple) or len(example) != 2 or not callable(example[1]):
+        raise InputError(
+            "plan='auto' times steps of an example: give example=(batch, loss), where loss(model, batch) returns what "
+            "backward starts from"
+        )
+    return example
+
+
+def _now() -> str:
+    """What fp32 means in this process."""
+    return "tf32" if torch.cuda.is_available() and torch.backends.cuda.matmul.allow_tf32 else "fp32"

@@ -1,0 +1,124 @@
+"""The plan through torch's own reducer, to fall back on and to check ours against."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, NoReturn
+
+import torch
+
+from backbeat.comm.communicators import Communicators
+from backbeat.comm.nccl import set_nccl_launch_order
+from backbeat.errors import InputError
+from backbeat.model import Plan
+from backbeat.runtime.compressed.updates import check_uncompressed
+from backbeat.runtime.memory.budget import apply_memory, budget_check_of, ends_with
+from backbeat.runtime.reduce.partition import check_fits, claim
+from backbeat.runtime.reduce.settings import (
+    TORCH_SIGNATURE,
+    TorchDDP,
+    bind,
+    disable_dynamo,
+    refuse_inside,
+    settings_of,
+    split_options,
+)
+
+logger = logging.getLogger("backbeat.runtime")
+
+
+class StockDistributedDataParallel(TorchDDP):  # type: ignore[misc]
+    """`DistributedDataParallel(…, reducer="ddp")`: torch's own reducer.
+
+    Torch takes a list of bucket sizes and fills its buckets in ready order, so they come out as planned where the plan
+    follows the ready order. A communication hook spreads them over the communicators.
+    """
+
+    def __init__(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+        own, kwargs = split_options(kwargs)
+        arguments = bind(module, args, kwargs)
+        settings, memory = settings_of(module, arguments, **own)
+        plan = settings.plan
+        if settings.strategy is not None:
+            raise InputError(
+                f"plan={settings.strategy!r} needs backbeat's reducer to measure and switch: give a Plan, or "
+                "reducer='backbeat'"
+            )
+        if plan is not None and plan.compressed:
+            raise InputError(
+                "torch's reducer cannot run a plan with compressed buckets: use reducer='backbeat', or a plan without "
+                "compression"
+            )
+        if plan is not None:
+            check_fits(plan, {name for name, _ in module.named_parameters()})
+            arguments = {**arguments, **_caps(plan, module)}
+        trained = {name: one for name, one in module.named_parameters() if one.requires_grad}
+        claim(self, list(trained), list(trained.values()))
+        super().__init__(**arguments)
+        self._frozen = [pair for pair in module.named_parameters() if pair[0] not in trained]
+        count = settings.communicators or (plan.communicators if plan is not None else 1)
+        if count > 1 or settings.reduce_dtype is not None:
+            set_nccl_launch_order(self.process_group, self.device)
+            communicators = Communicators(self.process_group, self.device, count)
+            self.register_comm_hook((communicators, settings.reduce_dtype), _spread)
+        # Last: a wrapper that was refused must leave the model as it was.
+        self.memory = apply_memory(self, module, memory)
+        self._budget_check = budget_check_of(settings.budget_bytes, memory, self.process_group, self.device)
+
+    compressed = False
+
+    def attach(self, optimizer: torch.optim.Optimizer, *, max_grad_norm: float | None, **_: Any) -> None:
+        """Updates stay in `step()`, as where no bucket of the plan is compressed."""
+        check_uncompressed(max_grad_norm)
+
+    @disable_dynamo  # type: ignore[untyped-decorator]
+    def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        if TorchDDP._active_ddp_module is not None:
+            refuse_inside(TorchDDP._active_ddp_module, self)
+        if torch.is_grad_enabled():
+            self._refuse_unfrozen()
+            if self._budget_check is not None:
+                self._budget_check.after_step()
+        return super()._pre_forward(*inputs, **kwargs)
+
+    def _refuse_unfrozen(self) -> None:
+        """Torch's reducer has the parameters that were trainable when it was made; ranks would part without a word."""
+        ignored = self.parameters_to_ignore
+        unfrozen = (name for name, one in self._frozen if one.requires_grad and name not in ignored)
+        name = next(unfrozen, None)
+        if name is not None:
+            raise InputError(
+                f"parameter {name!r} became trainable after the model had been wrapped, and torch's reducer does not "
+                "send its gradient: unfreeze it before, or wrap the model again; reducer='backbeat' would take it in"
+            )
+
+    def report(self) -> NoReturn:
+        raise InputError("report() needs backbeat's reducer: use reducer='backbeat' and run a step")
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        ends_with(self, self.memory)
+
+
+def _caps(plan: Plan, module: torch.nn.Module) -> dict[str, Any]:
+    sizes = {name: p.numel() * p.element_size() for name, p in module.named_parameters() if p.requires_grad}
+    buckets = [sum(sizes.get(name, 0) for name in bucket.gradients) for bucket in plan.buckets]
+    caps = [size / 2**20 for size in buckets if size]
+    if "bucket_cap_mb_list" in TORCH_SIGNATURE.parameters:
+        return {"bucket_cap_mb_list": caps, "bucket_cap_mb": None}
+    logger.warning("this torch takes one bucket size, not a list: reducer='ddp' runs buckets of the plan's mean size")
+    return {"bucket_cap_mb": max(sum(caps) / len(caps), 1e-6)}
+
+
+def _spread(state, bucket):  # type: ignore[no-untyped-def]  # torch inspects a hook's annotations and refuses strings
+    """Each bucket on the communicator its number gives it, scaled before the sum."""
+    communicators, reduce_dtype = state
+    buffer, size = bucket.buffer(), communicators.size
+    message = buffer.mul_(1.0 / size) if reduce_dtype is None else buffer.mul(1.0 / size).to(reduce_dtype)
+    future = communicators[bucket.index() % len(communicators)].all_reduce(message).get_future()
+
+    def arrived(done: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
+        found = done.value()[0]
+        return found if reduce_dtype is None else buffer.copy_(found)
+
+    return future.then(arrived)

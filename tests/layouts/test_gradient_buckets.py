@@ -1,0 +1,107 @@
+"""Gradients in buckets of whole tensors, behind backward and between stages; stages of equal cost."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from backbeat import layouts
+from backbeat.layouts import Layout
+from backbeat.layouts.gradient_buckets import GradientBucket, behind_backward, dense_buckets, equal_buckets
+from backbeat.layouts.replicas import rank_parameters
+from backbeat.layouts.stage_times import split_layers
+from backbeat.simulate.contention import contended
+from backbeat.simulate.schedule import Flow
+
+MODELS = st.sampled_from(["llama-3.2-1b", "llama-3-8b", "gpt3-13b", "mixtral-8x7b", "deepseek-v3"])
+
+
+@settings(max_examples=60, deadline=None)
+@given(MODELS, st.sampled_from([1, 2, 8]), st.sampled_from([1, 2, 3, 4, 8]), st.booleans(), st.floats(1e6, 1e10))
+def test_buckets_hold_every_parameter_in_the_order_of_backward(
+    name: str, tp: int, pp: int, by_cost: bool, cap: float
+) -> None:
+    model, layout = layouts.transformer(name), Layout(tp=tp, pp=pp)
+    stages = split_layers(model, layout, by_cost=by_cost)
+    assert sum(stage.layers for stage in stages) == model.layers
+    assert [sum(getattr(stage, end) for stage in stages) for end in ("first", "last")] == [1, 1]
+    for stage in stages:
+        held = rank_parameters(model, layout, stage).dense
+        for most in (cap, None):
+            made = dense_buckets(model, tp, (stage,), most)
+            # Biases and the last norm are not listed one by one.
+            assert sum(one.elements for one in made) == pytest.approx(held, rel=2e-3, abs=3 * model.hidden)
+            ready = [one.ready for one in made]
+            assert ready == sorted(ready)
+            assert not ready or ready[-1] <= 1 + 1e-9
+            assert all(one.elements >= cap for one in made[:-1]) or most is None
+            assert most is not None or len(made) <= 1
+
+
+def test_stages_of_equal_cost_leave_room_for_the_head() -> None:
+    small = layouts.transformer({"layers": 16, "hidden": 2048, "heads": 32, "ffn": 8192, "vocab": 131072})
+    even, weighed = (
+        layouts.predict(small, "dgx-h100", framework=framework, pp=4, global_batch=32, sequence=4096, band=False)
+        for framework in ("megatron", "nanotron")
+    )
+    assert weighed.bubble_share < even.bubble_share
+    deep = layouts.predict(small, "dgx-h100", framework="nanotron", pp=8, dp=2, global_batch=32, sequence=4096)
+    assert deep.step_s > 0, "the last stage has nothing to do"
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 12), st.floats(0.01, 10.0), st.floats(0.01, 10.0), st.floats(1.0, 2.0))
+def test_buckets_take_what_the_simulation_of_data_parallelism_says(
+    buckets: int, window: float, each: float, slowdown: float
+) -> None:
+    def one_by_one(ready: Any) -> Flow:
+        starts, free = [], 0.0
+        for moment in ready:
+            starts.append(max(float(moment), free))
+            free = starts[-1] + each
+        return Flow(np.array(starts), np.array(starts), np.array(starts) + each)
+
+    flow, _ = contended(one_by_one, window / buckets * np.arange(1, buckets + 1), slowdown)
+    found = behind_backward(equal_buckets(float(buckets), 1.0), window, lambda elements: each, slowdown)
+    assert flow.finishes[-1] == pytest.approx(window + found.total_s, rel=1e-6)
+
+
+def test_what_is_complete_last_hides_behind_nothing() -> None:
+    embedding_last = (GradientBucket(1.0, 0.5), GradientBucket(4.0, 1.0))
+    found = behind_backward(embedding_last, 10.0, lambda elements: elements, 1.0)
+    assert found.exposed_s == pytest.approx(4.0)
+
+
+def test_a_tied_embedding_is_added_up_between_stages() -> None:
+    shape = {"layers": 8, "hidden": 1024, "heads": 8, "ffn": 4096, "vocab": 131072}
+    job: dict[str, Any] = {"pp": 4, "tp": 8, "global_batch": 8, "sequence": 1024, "band": False}
+    apart, tied = (
+        layouts.predict({**shape, "tied": each}, "dgx-h100", **job).breakdown.reduce for each in (False, True)
+    )
+    assert apart == 0
+    assert tied > 2 * 131072 * 1024 / 8 / 50e9, "a NIC of 50 GB/s carries what a GPU has, in four bytes"
+
+
+def test_chunks_reduce_their_gradients_one_after_the_other() -> None:
+    job: dict[str, Any] = {"dp": 16, "pp": 4, "tp": 4, "global_batch": 64, "sequence": 4096, "band": False}
+    for family in ("events", "closed-form"):
+        one, four = (
+            layouts.predict("llama-3-70b", "aws-p5", chunks=each, family=family, **job).breakdown.reduce
+            for each in (1, 4)
+        )
+        assert four < one
+
+
+def test_nanotron_copies_a_slice_of_every_tensor_from_every_replica() -> None:
+    job: dict[str, Any] = {"framework": "nanotron", "sequence": 4096, "band": False}
+    few, many = (
+        layouts.predict("llama-3.2-1b", "aws-p5", dp=dp, global_batch=dp, **job).breakdown.gather for dp in (8, 128)
+    )
+    tensors = 16 * 6 + 2
+    assert many - few > (128 - 8) * tensors * 4e-6
+    zero = layouts.predict("llama-3.2-1b", "aws-p5", dp=128, zero=0, global_batch=128, **job)
+    assert zero.breakdown.gather == 0
