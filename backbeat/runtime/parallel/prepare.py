@@ -45,7 +45,6 @@ from backbeat.runtime.parallel.request import ParallelRequest, auto_path, given_
 from backbeat.runtime.parallel.together import Together, asked_alike
 from backbeat.runtime.parallel.trials import LEAST_STEPS, MakeOptimizer, Trials, take_turns, try_plan
 from backbeat.runtime.parallel.untouched import copy_of, free, untouched
-from backbeat.runtime.reduce.settings import refuse_optimizers
 
 if TYPE_CHECKING:
     from torch import nn
@@ -80,7 +79,9 @@ def parallelize(
     precision: str | None = None,
     budget_s: float = BUDGET_S,
 ) -> nn.Module:
-    """The model, ready to train data-parallel on all ranks; every rank calls it, before it makes the optimizer.
+    """The model, ready to train data-parallel on all ranks; every rank calls it.
+
+    Make the optimizer afterwards, of what comes back: units replace parameters, and one made before trains nothing.
 
     plan: a `Plan` or the path of one: buckets run in `DistributedDataParallel`, units by `fully_shard`. "auto" measures
         and takes the fastest of stock DDP, planned buckets and planned units; "auto:FILE" also writes the plan, and
@@ -106,10 +107,7 @@ def parallelize(
         if path is None:
             given = given_plan(plan)
             said["plan"] = digest([encode(given).decode()])
-            if given.sharding is not None:
-                refuse_optimizers(model)
         else:
-            refuse_optimizers(model)
             request = ParallelRequest.checked(
                 device_of(model, None),
                 example=example,

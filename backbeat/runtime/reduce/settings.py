@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import gc
 import inspect
 import logging
 import os
@@ -277,29 +276,6 @@ def check_model(module: Module) -> None:
             )
         if isinstance(parameter, UninitializedParameter):
             raise InputError(f"parameter {name!r} is uninitialized: run one forward pass before wrapping the model")
-
-
-def refuse_optimizers(module: Module) -> None:
-    """Refuse a model whose parameters an optimizer holds: units replace them, and it would update what nobody uses."""
-    if _optimizer_of(module) is not None:
-        # One that was dropped in a reference cycle lives until it is collected.
-        gc.collect()
-    found = _optimizer_of(module)
-    if found is not None:
-        raise InputError(
-            f"an optimizer ({type(found).__name__}) holds the model's parameters already, which units replace: make it "
-            "afterwards, of what comes back; delete one that is not needed any more"
-        )
-
-
-def _optimizer_of(module: Module) -> Any:
-    own = {id(parameter) for parameter in module.parameters()}
-    # By type: an object may be a proxy of one that is gone.
-    for one in [one for one in gc.get_objects() if issubclass(type(one), torch.optim.Optimizer)]:
-        groups = getattr(one, "param_groups", ())
-        if any(id(parameter) in own for group in groups for parameter in group["params"]):
-            return one
-    return None
 
 
 def refuse_inside(outer: Any, wrapper: Any) -> None:
