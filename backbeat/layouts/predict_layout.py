@@ -188,13 +188,15 @@ class LayoutPredictor:
     def predict(self, layout: Layout, family: Family = "events", *, timeline: bool = True) -> LayoutPrediction:
         """A layout that can be; whoever calls has checked it. Without a `timeline` steps of many micro-batches take
         less time."""
-        even = self._course(layout, family, (1.0,) * layout.pp, listed=timeline)
+        even = self._step_times(layout, family, (1.0,) * layout.pp, listed=timeline)
         found = self._assembled(layout, family, even)
         if self.stragglers:
             found = self._with_slow_ranks(found, even)
         return found if self.block is None else self._with_waits(found, self.block)
 
-    def _course(self, layout: Layout, family: Family, slowdowns: Sequence[float], *, listed: bool = True) -> _Course:
+    def _step_times(
+        self, layout: Layout, family: Family, slowdowns: Sequence[float], *, listed: bool = True
+    ) -> _StepTimes:
         """One pipeline, whose stages compute so many times as long as they should."""
         kinds = split_layers(self.model, layout, by_cost=self.conventions.stages_by_cost)
         replicas = ReplicaTimer(self.model, layout, self.cluster, self.operators, self.conventions)
@@ -231,7 +233,7 @@ class LayoutPredictor:
                 replicas.after(kinds[stage :: layout.pp], window, sum(times[stage :: layout.pp], StageTimes()))
             )
         updates = [each.update_s * self._factor * slow for each, slow in zip(afters, slowdowns, strict=True)]
-        return _Course(times, passes, afters, max(updates), max(each.gather.total_s for each in afters))
+        return _StepTimes(times, passes, afters, max(updates), max(each.gather.total_s for each in afters))
 
     @property
     def _factor(self) -> float:
@@ -248,24 +250,24 @@ class LayoutPredictor:
             sent += self.cluster.collective_s("all_gather", size, layout.tp)
         return sent
 
-    def _assembled(self, layout: Layout, family: Family, course: _Course) -> LayoutPrediction:
-        pp, count, passes = layout.pp, micro_batches(layout, self.job), course.passes
-        stages = [sum(course.times[stage::pp], StageTimes()) for stage in range(pp)]
+    def _assembled(self, layout: Layout, family: Family, times: _StepTimes) -> LayoutPrediction:
+        pp, count, passes = layout.pp, micro_batches(layout, self.job), times.passes
+        stages = [sum(times.stages[stage::pp], StageTimes()) for stage in range(pp)]
         busiest = max(stages, key=lambda each: sum(each.parts))
         parts = {name: count * part for name, part in zip(PARTS, busiest.parts, strict=True)}
         sharded = count * (busiest.total_s - sum(busiest.parts)) if layout.zero >= 2 else 0.0
         idle = passes.seconds - count * busiest.total_s
-        last = max(range(pp), key=lambda stage: passes.end_s[stage] + course.afters[stage].reduce.total_s)
-        reducing = course.reduced_s - passes.seconds
-        slower = min(course.afters[last].reduce.slower_s, reducing)
-        gather = max(course.afters, key=lambda each: each.gather.total_s).gather
+        last = max(range(pp), key=lambda stage: passes.end_s[stage] + times.afters[stage].reduce.total_s)
+        reducing = times.reduced_s - passes.seconds
+        slower = min(times.afters[last].reduce.slower_s, reducing)
+        gather = max(times.afters, key=lambda each: each.gather.total_s).gather
         parts["contention"] += slower + gather.slower_s
         breakdown = StepBreakdown(
             **parts,
             parameters=sharded,
             bubble=max(0.0, idle) if pp > 1 else 0.0,
             reduce=reducing - slower,
-            update=course.update_s,
+            update=times.update_s,
             gather=gather.exposed_s,
         )
         peak = self.cluster.accelerator.peak_flops(self.job.precision) or 0.0
@@ -277,26 +279,26 @@ class LayoutPredictor:
             job=self.job,
             gpus=layout.gpus,
             family=family,
-            step_s=course.step_s,
-            mfu=flops / (course.step_s * layout.gpus * peak),
+            step_s=times.step_s,
+            mfu=flops / (times.step_s * layout.gpus * peak),
             memory=self.memory(layout),
             limit_bytes=self.cluster.accelerator.memory_bytes,
             breakdown=breakdown,
-            bubble_share=course.idle_share(count),
-            timeline=course.spans(),
+            bubble_share=times.idle_share(count),
+            timeline=times.spans(),
             notes=(f"compute: {self.operators.origin}", *(self.cluster.notes if breakdown.contention else ())),
         )
 
-    def _with_slow_ranks(self, found: LayoutPrediction, even: _Course) -> LayoutPrediction:
+    def _with_slow_ranks(self, found: LayoutPrediction, even: _StepTimes) -> LayoutPrediction:
         """Everybody waits for the pipeline that ends last."""
         layout, listed = found.layout, bool(even.passes.performed)
-        courses = [
+        slowed = [
             # What the others hide behind their forward is theirs to wait for: a slow rank does not make it less.
-            replace(self._course(layout, found.family, factors, listed=listed), gather_s=even.gather_s)
+            replace(self._step_times(layout, found.family, factors, listed=listed), gather_s=even.gather_s)
             for factors in slow_pipelines(layout, self.stragglers)
         ]
         # Where weight gradients fill the waiting, a slower stage may fill it better; nobody can count on that.
-        slowest = max([even, *courses], key=lambda each: each.step_s)
+        slowest = max([even, *slowed], key=lambda each: each.step_s)
         if slowest.step_s == even.step_s:
             return found
         later = _later(found, slowest.step_s - even.step_s)
@@ -321,10 +323,10 @@ class LayoutPredictor:
 
 
 @dataclass(frozen=True)
-class _Course:
+class _StepTimes:
     """A step of one pipeline."""
 
-    times: Sequence[StageTimes]
+    stages: Sequence[StageTimes]
     passes: PipelineRun
     afters: Sequence[ReplicaTimes]
     update_s: float
@@ -341,7 +343,7 @@ class _Course:
         return self.reduced_s + self.update_s + self.gather_s
 
     def idle_share(self, count: int) -> float:
-        busy = count * sum(each.total_s for each in self.times) / len(self.afters)
+        busy = count * sum(each.total_s for each in self.stages) / len(self.afters)
         return max(0.0, 1 - busy / self.passes.seconds)
 
     def spans(self) -> tuple[Span, ...]:

@@ -165,7 +165,7 @@ class HookedSteps:
                 add(module.register_forward_pre_hook(WeakCall(self._before_unit), prepend=True, with_kwargs=True))
                 add(module.register_forward_pre_hook(WeakCall(self._in_unit), with_kwargs=True))
                 add(module.register_forward_hook(WeakCall(self._after_unit), prepend=True))
-                add(module.register_forward_hook(WeakCall(self._behind_unit)))
+                add(module.register_forward_hook(WeakCall(self._after_fsdp)))
 
     def _before_unit(self, module: Any, args: Any, kwargs: Any) -> None:
         for kind in ("unit's backward", "backward's end"):
@@ -180,7 +180,7 @@ class HookedSteps:
     def _after_unit(self, module: Any, args: Any, output: Any) -> None:
         self._on(_find_tensors(output), self._open, "unit's backward", module)
 
-    def _behind_unit(self, module: Any, args: Any, output: Any) -> None:
+    def _after_fsdp(self, module: Any, args: Any, output: Any) -> None:
         self._on(_find_tensors(output), self._close, "unit's backward", module)
 
     def _forward_done(self, module: Any, args: Any, output: Any) -> None:

@@ -24,10 +24,10 @@ from backbeat.comm.communicators import Communicators
 from backbeat.errors import InputError
 from backbeat.model import CollectiveTimes, Network
 from backbeat.runtime import DistributedDataParallel, fully_shard, parallelize
-from backbeat.runtime.parallel import candidates, prepare, remember, trials
+from backbeat.runtime.parallel import candidates, plan_file, prepare, trials
 from backbeat.runtime.parallel.candidates import Candidate
+from backbeat.runtime.parallel.rank_store import RankStore
 from backbeat.runtime.parallel.request import ParallelRequest
-from backbeat.runtime.parallel.together import Together
 from backbeat.runtime.parallel.trials import ExampleStep, try_plan
 from backbeat.runtime.reduce import failures
 
@@ -146,7 +146,7 @@ def auto_keeps_its_plan(ctx: Context) -> None:
     model = ctx.build(Chain)
     with tempfile.TemporaryDirectory() as folder:
         path = str(Path(gathered(ctx, folder)[0]) / "plans" / "run1.json")
-        with mock.patch.object(remember, "NETWORK_FACTOR", 1e9), mock.patch.object(trials, "TURNS", 1):
+        with mock.patch.object(plan_file, "NETWORK_FACTOR", 1e9), mock.patch.object(trials, "TURNS", 1):
             first = searched(ctx, model, path=path, network=None, budget_s=8.0)
             again = mock.Mock(side_effect=AssertionError("measured again"))
             with mock.patch.object(prepare, "measure", again):
@@ -201,19 +201,19 @@ def a_backward_that_fails_ends_the_trial(ctx: Context) -> str:
 
     model = ctx.build(Chain)
     world: Any = dist.group.WORLD
-    together = Together(Communicators(world, ctx.device, 1))
+    ranks = RankStore(Communicators(world, ctx.device, 1))
     before = gloo_threads()
     kinds = (small_plan(model), plan_of(ctx), plan_of(ctx, replicate=ctx.size))
     # The rank whose trial ended does not answer: it is not waited for long.
     with mock.patch.multiple(failures, POLL_S=0.2, ANSWER_S=1.0):
-        said = [try_plan(model, plan, example(ctx, loss), together, 3) for plan in kinds]
+        said = [try_plan(model, plan, example(ctx, loss), ranks, 3) for plan in kinds]
     assert all("rank 0: ValueError: backward broke" in str(one) for one in said), said
     assert gloo_threads() == before, "a trial that failed left its connections open: the others wait for the timeout"
     fail[0] = False
     # Only a hang fails here, however busy the machine is.
     with mock.patch.dict(trials.TIMEOUT_S, gloo=100.0):
         for plan in kinds:
-            found = try_plan(model, plan, example(ctx, loss), together, 3)
+            found = try_plan(model, plan, example(ctx, loss), ranks, 3)
             assert isinstance(found, float), found
     assert gloo_threads() == before, "a trial that ran left its connections open"
     return str(said[0])

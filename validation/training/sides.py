@@ -39,9 +39,9 @@ from backbeat.runtime import parallelize
 from backbeat.runtime.memory.activations import apply as apply_memory
 from backbeat.runtime.parallel import prepare
 from backbeat.runtime.parallel.apply_plan import apply_plan
-from backbeat.runtime.parallel.together import Together
+from backbeat.runtime.parallel.preserve import free
+from backbeat.runtime.parallel.rank_store import RankStore
 from backbeat.runtime.parallel.trials import ExampleStep
-from backbeat.runtime.parallel.untouched import free
 from backbeat.simulate import predict
 
 OPTIMIZER = "adamw"
@@ -114,7 +114,7 @@ class Rig:
     def __init__(self, node: Any, model: Model, batch_size: int | None, precision: str) -> None:
         self.model, self.device, self.precision = model, node.device, precision
         world: Any = torch.distributed.group.WORLD
-        self.together = Together(Communicators(world, node.device, 1))
+        self.ranks = RankStore(Communicators(world, node.device, 1))
         # The same weights on every rank, and a batch of its own.
         torch.manual_seed(0)
         self.plain = model.build().to(node.device)
@@ -165,7 +165,7 @@ class Rig:
 
     def slowest(self, seconds: list[float]) -> float:
         """The median step of the slowest rank."""
-        return float(max(self.together.every(median(seconds))))
+        return float(max(self.ranks.every(median(seconds))))
 
     def tuned(self, caps: Sequence[int]) -> dict[str, float]:
         """A step of torch's DDP with each bucket size, in MiB."""
@@ -234,7 +234,7 @@ def measure(
     began = time.monotonic()
     rig = Rig(node, MODELS[model], batch_size, precision)
     trained, seen, search_s = rig.auto(budget_s)
-    profile, network = _shared(rig.together, seen.profile, Profile), _shared(rig.together, seen.network, Network)
+    profile, network = _shared(rig.ranks, seen.profile, Profile), _shared(rig.ranks, seen.network, Network)
     plan = seen.taken.plan
     told = {"search_s": search_s, "words": seen.taken.words}
     built = [Side(name="auto", plan=plan, build=lambda _: trained, found=told)]
@@ -256,9 +256,9 @@ def measure(
     for one in running:
         assert one.training is not None
         with torch.no_grad():
-            one.found["loss"] = sum(rig.together.every(float(one.training.plain_loss()))) / rig.together.size
+            one.found["loss"] = sum(rig.ranks.every(float(one.training.plain_loss()))) / rig.ranks.size
     cases = [_case(one, turns.get(one.name, []), profile, network) for one in built if one.name in sides]
-    rig.together.communicators.close()
+    rig.ranks.communicators.close()
     if node.start.node != 0:
         return None
     return {
@@ -286,12 +286,12 @@ def _side(name: str, rig: Rig, profile: Profile, network: Network) -> Side:
         return Side(name=name, plan=plan, build=rig.fsdp2)
     own = _with_memory(rig) if name == "memory" else None
     text, error = None, None
-    if rig.together.rank == 0:
+    if rig.ranks.rank == 0:
         try:
             text = encode(planned(name, own or profile, network)).decode()
         except BackbeatError as raised:
             error = str(raised)
-    text, error = rig.together.first([text, error])
+    text, error = rig.ranks.first([text, error])
     if text is None:
         return Side(name=name, plan=None, build=ddp, found={"error": error})
     made = decode(text.encode(), Plan, where="rank 0's plan")
@@ -305,7 +305,7 @@ def _with_memory(rig: Rig) -> Profile:
         model, rig.step.batch, rig.step.loss, rig.step.make_optimizer(model), precision=rig.precision, iterations=8,
         warmup=3, time_limit_s=5.0, accept_noise=True, apply_memory=apply_memory,
     ).profile  # fmt: skip
-    return _shared(rig.together, found, Profile)
+    return _shared(rig.ranks, found, Profile)
 
 
 def _started(side: Side, rig: Rig) -> bool:
@@ -318,7 +318,7 @@ def _started(side: Side, rig: Rig) -> bool:
         rig.seconds(side.training, WARM_UP)
     except Exception as raised:
         error = where_raised(raised)
-    found = rig.together.failure(error)
+    found = rig.ranks.failure(error)
     if found is not None:
         side.found["error"], side.training = found, None
         free(rig.device)
@@ -343,7 +343,7 @@ def _case(side: Side, turns: list[float], profile: Profile, network: Network) ->
     return case
 
 
-def _shared(together: Together, value: Any, kind: Any) -> Any:
+def _shared(ranks: RankStore, value: Any, kind: Any) -> Any:
     """Rank 0's."""
-    text = together.first(encode(value).decode() if together.rank == 0 else None)
+    text = ranks.first(encode(value).decode() if ranks.rank == 0 else None)
     return decode(text.encode(), kind, where="rank 0's")

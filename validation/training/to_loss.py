@@ -36,7 +36,7 @@ from backbeat.lab.setting import Setting
 from backbeat.measure.model.batches import to_device
 from backbeat.measure.model.precision import autocast
 from backbeat.model.files import write
-from backbeat.runtime.parallel.untouched import free
+from backbeat.runtime.parallel.preserve import free
 from backbeat.units import parse_duration, parse_rate
 
 HERE = Path(__file__).resolve().parent
@@ -116,8 +116,8 @@ class Trainee:
             self.training.update()
             losses.append(loss.detach())
         found = torch.stack(losses).float().cpu()
-        self.block_s.append(max(rig.together.every(time.perf_counter() - began)))
-        every = rig.together.every(found.tolist())
+        self.block_s.append(max(rig.ranks.every(time.perf_counter() - began)))
+        every = rig.ranks.every(found.tolist())
         self.losses += [sum(one) / len(every) for one in zip(*every, strict=True)]
 
 

@@ -40,11 +40,11 @@ from backbeat.runtime.parallel.candidates import (
     predicted_candidates,
     worth_trying,
 )
-from backbeat.runtime.parallel.remember import conditions, digest, model_digest, remembered, save, with_note
+from backbeat.runtime.parallel.plan_file import conditions, digest, kept_plan, model_digest, save, with_note
+from backbeat.runtime.parallel.preserve import copy_of, free, preserved_state
+from backbeat.runtime.parallel.rank_store import RankStore, asked_alike
 from backbeat.runtime.parallel.request import ParallelRequest, auto_path, given_plan
-from backbeat.runtime.parallel.together import Together, asked_alike
 from backbeat.runtime.parallel.trials import LEAST_STEPS, MakeOptimizer, Trials, take_turns, try_plan
-from backbeat.runtime.parallel.untouched import copy_of, free, untouched
 
 if TYPE_CHECKING:
     from torch import nn
@@ -135,17 +135,17 @@ class ParallelSearch:
         # Before the first of them exists: a plan on two communicators may be taken.
         set_nccl_launch_order(world, self.example.device)
         communicators = Communicators(world, self.example.device, 1)
-        self.together = Together(communicators)
+        self.ranks = RankStore(communicators)
         self._began = time.monotonic()
 
     def run(self) -> Taken:
-        if self.together.size == 1:
+        if self.ranks.size == 1:
             return self._alone()
-        with untouched(self.example.device):
+        with preserved_state(self.example.device):
             taken = self._run()
-        agree(self.together.communicators, "taken", [encode(taken.plan).decode()], "the plan taken")
-        self.together.communicators.close()
-        if self.together.rank == 0:
+        agree(self.ranks.communicators, "taken", [encode(taken.plan).decode()], "the plan taken")
+        self.ranks.communicators.close()
+        if self.ranks.rank == 0:
             self._say(taken.words, last=True)
             if taken.plan.compressed:
                 self._say("call model.attach(optimizer, max_grad_norm=…): some buckets are compressed", last=True)
@@ -158,23 +158,23 @@ class ParallelSearch:
             "precision": self.example.precision,
             "optimizer": self.example.optimizer if isinstance(self.example.optimizer, str) else "given",
         }
-        now = conditions(self.model, self.example, self.together, self.network, options)
+        now = conditions(self.model, self.example, self.ranks, self.network, options)
         if self.path and (known := self._known(now)) is not None:
             return known
         profile, unused = self._profile()
         network = self._network(profile)
         candidates = self._candidates(profile, network, {**now, UNUSED: unused})
         # A prediction that rests on small messages alone excludes nothing.
-        beyond = self.together.first(extrapolation(network, profile))
+        beyond = self.ranks.first(extrapolation(network, profile))
         tried = worth_trying(candidates) if beyond <= FARTHEST else candidates
-        trials, short = Trials(), self.together.failure(room_for(profile, self.example.device))
+        trials, short = Trials(), self.ranks.failure(room_for(profile, self.example.device))
         if short is None:
             tried, trials = self._try(tried, candidates)
-        taken = self.together.first(decide(tried, trials, short, self.together.communicators.backend, beyond))
+        taken = self.ranks.first(decide(tried, trials, short, self.ranks.communicators.backend, beyond))
         if "error" in taken:
             raise InputError(taken["error"])
         plan = decode(taken["plan"].encode(), Plan, where="rank 0's plan")
-        if self.path and self.together.rank == 0:
+        if self.path and self.ranks.rank == 0:
             save(plan, self.path)
         return Taken(plan=plan, words=taken["words"], dropped=trials.dropped)
 
@@ -182,15 +182,15 @@ class ParallelSearch:
         """What was tried and what came of it. One that needs no comparison must run all the same, or all are tried."""
         deadline_s, dropped = self._began + self.budget_s, {}
         if len(tried) == 1:
-            if self.together.first(time.monotonic() > deadline_s):
+            if self.ranks.first(time.monotonic() > deadline_s):
                 return tried, Trials()
             (one,) = tried
-            found = try_plan(self.model, one.plan, self.example, self.together, LEAST_STEPS, one.predicted_s)
+            found = try_plan(self.model, one.plan, self.example, self.ranks, LEAST_STEPS, one.predicted_s)
             if not isinstance(found, str):
                 return tried, Trials()
             tried, dropped = candidates, {one.name: found}
         left = [one for one in tried if one.name not in dropped]
-        trials = take_turns(self.model, left, self.example, self.together, deadline_s, self._say)
+        trials = take_turns(self.model, left, self.example, self.ranks, deadline_s, self._say)
         trials.dropped = {**dropped, **trials.dropped}
         return tried, trials
 
@@ -200,7 +200,7 @@ class ParallelSearch:
                 "there is one rank, and memory= plans for several: use DistributedDataParallel(model, memory_budget=…, "
                 "profile=…)"
             )
-        with untouched(self.example.device):
+        with preserved_state(self.example.device):
             _, unused = self._profile()
         names = tuple(name for name, one in self.model.named_parameters() if one.requires_grad)
         one = Plan(
@@ -216,15 +216,15 @@ class ParallelSearch:
     def _known(self, now: dict[str, Any]) -> Taken | None:
         """The plan in the file, if it still holds."""
         plan, why, error = None, "", None
-        if self.together.rank == 0:
+        if self.ranks.rank == 0:
             try:
-                plan, why = remembered(self.path, now)
+                plan, why = kept_plan(self.path, now)
             except InputError as raised:
                 error = str(raised)
-        self.together.raise_if_any(error, "the plan's file")
+        self.ranks.raise_if_any(error, "the plan's file")
         if why:
             self._say(f"planning anew: {why}")
-        text = self.together.first("" if plan is None else encode(plan).decode())
+        text = self.ranks.first("" if plan is None else encode(plan).decode())
         if not text:
             return None
         found = decode(text.encode(), Plan, where="rank 0's plan")
@@ -241,11 +241,11 @@ class ParallelSearch:
             error = str(raised)
         except Exception as raised:
             error = where_raised(raised)
-        self.together.raise_if_any(error, "a step of the example did not run")
+        self.ranks.raise_if_any(error, "a step of the example did not run")
         came = set() if profile is None else {gradient.name for gradient in profile.gradients}
         trained = {name for name, one in self.model.named_parameters() if one.requires_grad}
-        unused = any(self.together.every(bool(trained - came)))
-        text = self.together.first(encode(profile).decode() if profile is not None else "")
+        unused = any(self.ranks.every(bool(trained - came)))
+        text = self.ranks.first(encode(profile).decode() if profile is not None else "")
         return decode(text.encode(), Profile, where="rank 0's profile"), unused
 
     def _measured(self) -> Profile:
@@ -278,11 +278,11 @@ class ParallelSearch:
         ).profile
 
     def _network(self, profile: Profile) -> Network:
-        size = self.together.size
+        size = self.ranks.size
         if self.network is not None:
             return self.network if self.network.workers == size else self.network.at(workers=size)
         self._say("measuring the network")
-        links = self.together.communicators
+        links = self.ranks.communicators
         return calibrate(
             group=links.process_group,
             device=links.device,
@@ -304,26 +304,24 @@ class ParallelSearch:
         """Rank 0's, each saying what it was made for."""
         found: list[Candidate] = []
         error = None
-        if self.together.rank == 0:
+        if self.ranks.rank == 0:
             try:
                 found = predicted_candidates(
                     profile,
                     network,
                     memory_bytes=self.memory_bytes,
                     compression=self.compression,
-                    communicators=1 if self.together.communicators.limit == 1 else None,
+                    communicators=1 if self.ranks.communicators.limit == 1 else None,
                 )
             except BackbeatError as raised:
                 error = str(raised)
-        self.together.raise_if_any(error, "planning failed")
-        shared = self.together.first(
-            [Candidate(kind=one.kind, plan=with_note(one.plan, now)).to_text() for one in found]
-        )
+        self.ranks.raise_if_any(error, "planning failed")
+        shared = self.ranks.first([Candidate(kind=one.kind, plan=with_note(one.plan, now)).to_text() for one in found])
         return [Candidate.from_text(one) for one in shared]
 
     def _say(self, text: str, last: bool = False) -> None:
         """One line on rank 0's stderr, which progress writes over where somebody watches."""
-        if self.together.rank != 0:
+        if self.ranks.rank != 0:
             return
         over = sys.stderr.isatty()
         lead, end = ("\r\x1b[K", "\n" if last else "") if over else ("", "\n")

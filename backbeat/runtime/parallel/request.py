@@ -15,7 +15,7 @@ from backbeat.model import Network, Plan
 from backbeat.model.files import encode
 from backbeat.planners import STRATEGIES
 from backbeat.runtime.memory.budget import budget_size
-from backbeat.runtime.parallel.remember import digest
+from backbeat.runtime.parallel.plan_file import digest
 from backbeat.runtime.parallel.trials import ExampleStep
 
 if TYPE_CHECKING:

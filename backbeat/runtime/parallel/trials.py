@@ -26,7 +26,7 @@ from backbeat.measure.model.optimizers import make_optimizer
 from backbeat.measure.model.precision import scaler_for
 from backbeat.measure.model.training_step import Loss, Training, where_raised
 from backbeat.runtime.parallel.apply_plan import apply_plan
-from backbeat.runtime.parallel.untouched import copy_of, free
+from backbeat.runtime.parallel.preserve import copy_of, free
 from backbeat.runtime.reduce.wrapper import DistributedDataParallel
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from backbeat.comm.communicators import Communicators
     from backbeat.model import Plan
     from backbeat.runtime.parallel.candidates import Candidate
-    from backbeat.runtime.parallel.together import Together
+    from backbeat.runtime.parallel.rank_store import RankStore
 
 TURNS = 2
 WARMUP = 3
@@ -49,7 +49,7 @@ LEAST_STEPS, MOST_STEPS = 3, 10
 TIMEOUT_S = {"gloo": 30.0}
 """A collective of a trial is given up after this long, or after twenty steps: what a failure on another rank costs
 where nothing else tells of it. On gloo closed connections mostly tell (`TrialGroups.close`), and a busy machine may
-hold a healthy rank up for seconds. NCCL has to be told (`Together.released`), and ends the process after this long."""
+hold a healthy rank up for seconds. NCCL has to be told (`RankStore.released`), and ends the process after this long."""
 _ANOTHER_TIMEOUT_S = 120.0
 
 MakeOptimizer = str | Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
@@ -105,7 +105,7 @@ class Trials:
         apart = [max(found) / min(found) - 1 for found in self.seconds.values() if len(found) > 1]
         return median(apart) if apart else ONE_TURN
 
-    def far_behind(self, candidate: Candidate) -> bool:
+    def much_slower(self, candidate: Candidate) -> bool:
         """Whether another turn would change nothing: the time is better spent on the others."""
         found = self.measured
         fastest = min(found.values(), default=0.0)
@@ -116,25 +116,25 @@ def take_turns(
     model: nn.Module,
     candidates: Sequence[Candidate],
     example: ExampleStep,
-    together: Together,
+    ranks: RankStore,
     deadline_s: float,
     say: Callable[[str], None],
 ) -> Trials:
     """Try candidates, forwards and then backwards, as far as rank 0 has time."""
     trials = Trials()
-    names, turns = together.first(affordable(candidates, deadline_s - time.monotonic()))
+    names, turns = ranks.first(affordable(candidates, deadline_s - time.monotonic()))
     tried = [one for name in names for one in candidates if one.name == name]
     for turn in range(turns):
-        order = [one for one in tried if one.name not in trials.dropped and not trials.far_behind(one)]
+        order = [one for one in tried if one.name not in trials.dropped and not trials.much_slower(one)]
         rounds_left = len(order) * (turns - turn)
         for place, candidate in enumerate(order if turn % 2 == 0 else order[::-1]):
             left_s = deadline_s - time.monotonic()
             step_s = max(candidate.predicted_s, *trials.seconds.get(candidate.name, [0.0]))
-            steps = together.first(_steps(left_s / (rounds_left - place), step_s))
+            steps = ranks.first(_steps(left_s / (rounds_left - place), step_s))
             if steps == 0:
                 continue
             say(f"trying {candidate.name}, turn {turn + 1} of {turns}")
-            found = try_plan(model, candidate.plan, example, together, steps, candidate.predicted_s)
+            found = try_plan(model, candidate.plan, example, ranks, steps, candidate.predicted_s)
             if isinstance(found, str):
                 trials.dropped[candidate.name] = found
                 trials.seconds.pop(candidate.name, None)
@@ -169,7 +169,7 @@ def _steps(seconds: float, step_s: float) -> int:
 
 
 def try_plan(
-    model: nn.Module, plan: Plan, example: ExampleStep, together: Together, steps: int, step_s: float = 0.0
+    model: nn.Module, plan: Plan, example: ExampleStep, ranks: RankStore, steps: int, step_s: float = 0.0
 ) -> float | str:
     """Seconds of a step under the plan, the slowest rank's; or why it did not run, on one rank or all.
 
@@ -181,12 +181,12 @@ def try_plan(
         copied = copy_of(model)
     except Exception as raised:
         error = where_raised(raised)
-    found = together.failure(error)
+    found = ranks.failure(error)
     seconds, order = 0.0, 0
     if found is None:
-        timeout_s = max(TIMEOUT_S.get(together.communicators.backend, _ANOTHER_TIMEOUT_S), 20 * step_s)
-        groups = TrialGroups(plan, together.device, timedelta(seconds=timeout_s))
-        with together.released(groups.backends) as alarm:
+        timeout_s = max(TIMEOUT_S.get(ranks.communicators.backend, _ANOTHER_TIMEOUT_S), 20 * step_s)
+        groups = TrialGroups(plan, ranks.device, timedelta(seconds=timeout_s))
+        with ranks.released(groups.backends) as alarm:
             try:
                 copied, seconds = _train(copied, plan, example, steps, groups)
             except Exception as raised:
@@ -197,14 +197,14 @@ def try_plan(
                 # Its connections end, and so do the collectives in which the other ranks wait.
                 copied = None
                 groups.close()
-                free(together.device)
+                free(ranks.device)
             # A rank that is done keeps its connections until all are.
-            found = together.failure(error, order)
+            found = ranks.failure(error, order)
         copied = None
         groups.close()
     copied = None
-    free(together.device)
-    return found if found is not None else float(max(together.every(seconds)))
+    free(ranks.device)
+    return found if found is not None else float(max(ranks.every(seconds)))
 
 
 def _train(model: nn.Module, plan: Plan, example: ExampleStep, steps: int, groups: TrialGroups) -> tuple[Any, float]:

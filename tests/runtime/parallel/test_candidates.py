@@ -138,10 +138,10 @@ def test_slow_steps_are_tried_in_one_turn_or_only_the_best() -> None:
 def test_what_is_far_behind_has_no_second_turn_but_stock_ddp_has() -> None:
     stock, buckets, units = candidate("stock"), candidate("buckets"), candidate("units")
     trials = Trials(seconds={stock.name: [2.0], units.name: [1.6]})
-    assert [trials.far_behind(one) for one in (stock, buckets, units)] == [False, False, False]
+    assert [trials.much_slower(one) for one in (stock, buckets, units)] == [False, False, False]
     trials.seconds[buckets.name] = [1.0]
-    assert [trials.far_behind(one) for one in (stock, buckets, units)] == [False, False, True]
-    assert not Trials().far_behind(units)
+    assert [trials.much_slower(one) for one in (stock, buckets, units)] == [False, False, True]
+    assert not Trials().much_slower(units)
 
 
 def test_what_was_dropped_is_said() -> None:

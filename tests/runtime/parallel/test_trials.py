@@ -19,10 +19,10 @@ import backbeat as bb
 from backbeat.runtime.memory import room
 from backbeat.runtime.memory.room import room_for
 from backbeat.runtime.parallel import trials
-from backbeat.runtime.parallel.remember import conditions
-from backbeat.runtime.parallel.together import Together, _abort_on_alarm
+from backbeat.runtime.parallel.plan_file import conditions
+from backbeat.runtime.parallel.preserve import copy_of
+from backbeat.runtime.parallel.rank_store import RankStore, _abort_on_alarm
 from backbeat.runtime.parallel.trials import ExampleStep, take_turns, try_plan
-from backbeat.runtime.parallel.untouched import copy_of
 
 ALONE: Any = SimpleNamespace(size=2, first=lambda value: value, communicators=SimpleNamespace(backend="gloo"))
 
@@ -42,7 +42,7 @@ def turns(
     now = [1000.0]
     candidates = [candidate("stock", 1.0), candidate("buckets", 0.9), candidate("units", 0.8)]
 
-    def try_plan(model: Any, plan: Any, example: Any, together: Any, steps: int, step_s: float) -> Any:
+    def try_plan(model: Any, plan: Any, example: Any, ranks: Any, steps: int, step_s: float) -> Any:
         kind = next(one.kind for one in candidates if one.plan is plan)
         assert step_s == next(one.predicted_s for one in candidates if one.plan is plan)
         assert trials.LEAST_STEPS <= steps <= trials.MOST_STEPS
@@ -158,14 +158,14 @@ def test_a_plan_is_kept_for_the_same_model_batch_and_network() -> None:
 
 
 def test_the_error_that_came_first_is_told() -> None:
-    together = Together(SimpleNamespace(rank=0, size=3, device=None))  # type: ignore[arg-type]
+    ranks = RankStore(SimpleNamespace(rank=0, size=3, device=None))  # type: ignore[arg-type]
     for rows, told in (
         ([[2, "late"], [1, "first"], [0, None]], "rank 1: first"),
         ([[0, "same"], [0, "time"]], "rank 0: same"),
         ([[0, None], [0, None]], None),
     ):
-        together.every = lambda _, rows=rows: rows  # type: ignore[method-assign, misc]
-        assert together.failure(None) == told
+        ranks.every = lambda _, rows=rows: rows  # type: ignore[method-assign, misc]
+        assert ranks.failure(None) == told
 
 
 def test_an_alarm_ends_collectives_and_silence_does_not() -> None:
@@ -211,7 +211,7 @@ def test_a_trial_warms_up_attaches_its_optimizer_and_counts_the_slowest_rank(
     groups = SimpleNamespace(whole=None, mesh=None, backends=[], close=lambda: closed.append(True))
     monkeypatch.setattr(trials, "apply_plan", lambda model, plan, **_: made)
     monkeypatch.setattr(trials, "TrialGroups", lambda *_: groups)
-    together: Any = SimpleNamespace(
+    ranks: Any = SimpleNamespace(
         communicators=SimpleNamespace(backend="gloo"),
         device=torch.device("cpu"),
         failure=lambda *_: None,
@@ -219,7 +219,7 @@ def test_a_trial_warms_up_attaches_its_optimizer_and_counts_the_slowest_rank(
         released=lambda backends: contextlib.nullcontext(lambda: 0),
     )
     step = replace(example(torch.ones(1, 2)), loss=loss)
-    found = try_plan(nn.Linear(2, 2), SimpleNamespace(compressed=compressed), step, together, 4)  # type: ignore[arg-type]
+    found = try_plan(nn.Linear(2, 2), SimpleNamespace(compressed=compressed), step, ranks, 4)  # type: ignore[arg-type]
     assert isinstance(found, float)
     assert found > 5.0
     assert calls == [made] * (trials.WARMUP + 4)
@@ -231,9 +231,9 @@ def test_a_trial_warms_up_attaches_its_optimizer_and_counts_the_slowest_rank(
 def test_on_nccl_a_thread_looks_for_the_alarm(backend: str) -> None:
     store, aborted = dist.HashStore(), threading.Event()
     shared = SimpleNamespace(add=store.add, clone=lambda: store)
-    together = Together(SimpleNamespace(rank=0, size=1, device=None, backend=backend, store=shared))  # type: ignore[arg-type]
+    ranks = RankStore(SimpleNamespace(rank=0, size=1, device=None, backend=backend, store=shared))  # type: ignore[arg-type]
     before = threading.active_count()
-    with together.released([SimpleNamespace(abort=aborted.set)]) as alarm:
+    with ranks.released([SimpleNamespace(abort=aborted.set)]) as alarm:
         assert threading.active_count() - before == (backend == "nccl")
         assert not aborted.is_set()
         assert (alarm(), alarm()) == (1, 2)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @contextlib.contextmanager
-def untouched(device: torch.device) -> Iterator[None]:
+def preserved_state(device: torch.device) -> Iterator[None]:
     """The random generators of Python, numpy, torch and the device leave as they came; memory goes back."""
     python, numpy = random.getstate(), np.random.get_state()
     devices = [device.index or 0] if device.type == "cuda" else []

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from backbeat.model import Network
-    from backbeat.runtime.parallel.together import Together
+    from backbeat.runtime.parallel.rank_store import RankStore
     from backbeat.runtime.parallel.trials import ExampleStep
 
 logger = logging.getLogger("backbeat.runtime")
@@ -37,26 +37,26 @@ NETWORK_FACTOR = 2.0
 
 
 def conditions(
-    model: nn.Module, example: ExampleStep, together: Together, network: Network | None, options: dict[str, Any]
+    model: nn.Module, example: ExampleStep, ranks: RankStore, network: Network | None, options: dict[str, Any]
 ) -> dict[str, Any]:
     """What a plan depends on, the same on every rank: rank 0's where ranks differ. Collective."""
     return dict(
-        together.first(
+        ranks.first(
             {
-                "ranks": together.size,
+                "ranks": ranks.size,
                 "model": model_digest(model),
                 "batch": digest([f"{tuple(one.shape)} {one.dtype}" for one in tensors_in(example.batch)]),
-                "network": together.communicators.backend if network is None else digest([encode(network).decode()]),
+                "network": ranks.communicators.backend if network is None else digest([encode(network).decode()]),
                 "device": device_name(example.device),
                 "torch": str(torch.__version__),
                 "backbeat": __version__,
                 **options,
             }
         )
-    ) | {"message_s": _probe(together) if network is None else None}
+    ) | {"message_s": _probe(ranks) if network is None else None}
 
 
-def remembered(path: str, now: dict[str, Any]) -> tuple[Plan | None, str]:
+def kept_plan(path: str, now: dict[str, Any]) -> tuple[Plan | None, str]:
     """The plan in the file, if it was made for the same; otherwise None and why. For rank 0."""
     if not Path(path).exists():
         return None, ""
@@ -104,10 +104,10 @@ def digest(lines: list[str]) -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 
-def _probe(together: Together) -> float:
+def _probe(ranks: RankStore) -> float:
     """What one message takes, the least of a few: enough to tell one network from another."""
-    clock, communicator = clock_for(together.device), together.communicators[0]
-    message = torch.zeros(PROBE_BYTES // 4, device=together.device)
+    clock, communicator = clock_for(ranks.device), ranks.communicators[0]
+    message = torch.zeros(PROBE_BYTES // 4, device=ranks.device)
     communicator.all_reduce(message).wait()
     seconds = []
     for _ in range(PROBES):
@@ -117,4 +117,4 @@ def _probe(together: Together) -> float:
         end = clock.mark()
         clock.synchronize()
         seconds.append(clock.between(begin, end))
-    return float(median(together.every(min(seconds))))
+    return float(median(ranks.every(min(seconds))))

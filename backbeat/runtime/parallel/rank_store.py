@@ -76,7 +76,7 @@ def _every(store: Any, key: str, rank: int, size: int, value: Any) -> list[Any]:
     return answer
 
 
-class Together:
+class RankStore:
     """What ranks tell each other; every rank makes the same calls in the same order."""
 
     def __init__(self, communicators: Communicators) -> None:

@@ -11,7 +11,7 @@ from test_candidates import candidate
 
 from backbeat.errors import InputError
 from backbeat.runtime.parallel.apply_plan import is_stock
-from backbeat.runtime.parallel.remember import remembered, save, with_note
+from backbeat.runtime.parallel.plan_file import kept_plan, save, with_note
 
 NOW: dict[str, Any] = {"ranks": 2, "model": "ab", "batch": "cd", "network": "gloo", "message_s": 1e-3}
 
@@ -25,11 +25,11 @@ def test_read_again(path: str) -> None:
     plan = with_note(candidate("buckets").plan, NOW)
     save(plan, path)
     for message_s in (0.6e-3, 1.5e-3, None):
-        assert remembered(path, {**NOW, "message_s": message_s}) == (plan, "")
+        assert kept_plan(path, {**NOW, "message_s": message_s}) == (plan, "")
     # The folder is there by now. A plan for a network that was given says nothing of messages.
     given = with_note(plan, {**NOW, "message_s": None})
     save(given, path)
-    assert remembered(path, NOW)[1] == ""
+    assert kept_plan(path, NOW)[1] == ""
 
 
 @pytest.mark.parametrize(
@@ -45,18 +45,18 @@ def test_read_again(path: str) -> None:
 )
 def test_made_anew(path: str, field: str, value: Any, said: str) -> None:
     save(with_note(candidate("units").plan, NOW), path)
-    found, why = remembered(path, {**NOW, field: value})
+    found, why = kept_plan(path, {**NOW, field: value})
     assert found is None
     assert said in why
 
 
 def test_no_file_a_broken_one_and_somebodys_own(path: str) -> None:
-    assert remembered(path, NOW) == (None, "")
+    assert kept_plan(path, NOW) == (None, "")
     save(candidate("buckets").plan, path)
     with pytest.raises(InputError, match="did not make"):
-        remembered(path, NOW)
+        kept_plan(path, NOW)
     Path(path).write_text("{")
-    found, why = remembered(path, NOW)
+    found, why = kept_plan(path, NOW)
     assert found is None
     assert "cannot be read" in why
 
