@@ -324,6 +324,16 @@ def what_is_wrong_on_one_rank_is_raised_on_all(ctx: Context) -> None:
 
 
 @check
+def what_rank_0_alone_does_is_raised_on_all(ctx: Context) -> None:
+    model, broken = ctx.build(Chain), mock.Mock(side_effect=ZeroDivisionError("by zero"))
+    with mock.patch.object(prepare, "predicted_candidates", broken):
+        raises(InputError, lambda: searched(ctx, model), "planning failed: rank 0: ZeroDivisionError: by zero")
+    with mock.patch.object(prepare, "kept_plan", broken):
+        raises(InputError, lambda: searched(ctx, model, path="plan.json"), "the plan's file: rank 0: ZeroDivisionError")
+    assert broken.call_count == (2 if ctx.rank == 0 else 0)
+
+
+@check
 def refusals(ctx: Context) -> None:
     plain = ctx.build(Chain)
     sharded = fully_shard(ctx.build(Chain), plan_of(ctx))

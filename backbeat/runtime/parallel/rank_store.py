@@ -10,7 +10,7 @@ import contextlib
 import json
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from backbeat.comm.communicators import Communicators
+
+T = TypeVar("T")
 
 _POLL_S = 0.05
 _HEAD_START_S = 0.5
@@ -45,7 +47,7 @@ def asked_alike(what: str) -> Iterator[dict[str, Any]]:
     except Exception as raised:
         if dist.get_world_size() == 1:
             raise
-        error = str(raised) if isinstance(raised, BackbeatError) else where_raised(raised)
+        error = _in_words(raised)
     if dist.get_world_size() == 1:
         return
     world: Any = dist.group.WORLD
@@ -65,6 +67,10 @@ def asked_alike(what: str) -> Iterator[dict[str, Any]]:
                     f"{what}: {name} is {first.get(name)!r} on rank 0 and {other.get(name)!r} on rank {rank}: give the "
                     "same on every rank"
                 )
+
+
+def _in_words(error: Exception) -> str:
+    return str(error) if isinstance(error, BackbeatError) else where_raised(error)
 
 
 def _every(store: Any, key: str, rank: int, size: int, value: Any) -> list[Any]:
@@ -100,11 +106,21 @@ class RankStore:
         found = [(at, rank, text) for rank, (at, text) in enumerate(self.every([order, error])) if text is not None]
         return f"rank {min(found)[1]}: {min(found)[2]}" if found else None
 
-    def raise_if_any(self, error: str | None, what: str) -> None:
-        """Raise on every rank what went wrong on one."""
-        found = self.failure(error)
-        if found is not None:
-            raise InputError(f"parallelize: {what}: {found}")
+    def together(self, call: Callable[[], T], what: str) -> T:
+        """What the call returns on this rank; what it raises on one rank is raised on all."""
+        found, error = None, None
+        try:
+            found = call()
+        except Exception as raised:
+            error = _in_words(raised)
+        failed = self.failure(error)
+        if failed is not None:
+            raise InputError(f"parallelize: {what}: {failed}")
+        return cast("T", found)
+
+    def first_of(self, call: Callable[[], Any], what: str) -> Any:
+        """What the call returns on rank 0, which alone makes it."""
+        return self.first(self.together(call if self.rank == 0 else lambda: None, what))
 
     @contextlib.contextmanager
     def released(self, backends: Sequence[Any]) -> Iterator[Callable[[], int]]:
