@@ -353,6 +353,8 @@ def refusals(ctx: Context) -> None:
         (plain, {"example": pair, "compression": "yes"}, "must be 'allow'"),
         (plain, {"example": pair, "compression": "allow", "precision": "fp16"}, "train in bf16"),
         (plain, {"example": pair, "budget_s": 0}, "above zero"),
+        (plain, {"example": pair, "budget_s": float("inf")}, "above zero"),
+        (plain, {"example": pair, "memory": -5}, "memory is -5: it must be above zero"),
         (plain, {"example": pair, "budget_s": "5"}, "above zero"),
         (plain, {"example": pair, "network": 3}, "network is a int"),
         (plain, {"example": pair, "optimizer": 3}, "optimizer is a int"),

@@ -15,9 +15,9 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
-from torch.distributed import ProcessGroup
+from torch.distributed import DistStoreError, ProcessGroup
 
-from backbeat.errors import BackbeatError, InputError
+from backbeat.errors import BackbeatError, CommunicationError, InputError
 from backbeat.measure.model.training_step import where_raised
 
 if TYPE_CHECKING:
@@ -74,12 +74,24 @@ def _in_words(error: Exception) -> str:
 
 
 def _every(store: Any, key: str, rank: int, size: int, value: Any) -> list[Any]:
-    store.set(f"{key}/{rank}", json.dumps(value))
+    keys = [f"{key}/{other}" for other in range(size)]
+    store.set(keys[rank], json.dumps(value))
     if rank == 0:
-        found = [json.loads(store.get(f"{key}/{other}")) for other in range(size)]
-        store.set(key, json.dumps(found))
-    answer: list[Any] = json.loads(store.get(key))
+        store.set(key, json.dumps([json.loads(text) for text in _wait(store, keys, keys)]))
+    answer: list[Any] = json.loads(*_wait(store, [key], keys))
     return answer
+
+
+def _wait(store: Any, wanted: Sequence[str], by_rank: Sequence[str]) -> list[bytes]:
+    """What is left under these keys, each rank at its own."""
+    try:
+        return [store.get(key) for key in wanted]
+    except DistStoreError as error:
+        missing = [str(rank) for rank, key in enumerate(by_rank) if not store.check([key])]
+        raise CommunicationError(
+            f"parallelize waited {store.timeout.total_seconds():g} s for rank {', '.join(missing) or '0'}: it ended, "
+            "hangs, or did not call parallelize; look at what it printed last, and start again on every rank"
+        ) from error
 
 
 class RankStore:
@@ -99,7 +111,7 @@ class RankStore:
         key, store = self._next(), self.communicators.store
         if self.rank == 0:
             store.set(key, json.dumps(value))
-        return json.loads(store.get(key))
+        return json.loads(*_wait(store, [key], [key]))
 
     def failure(self, error: str | None, order: int = 0) -> str | None:
         """The error that came first by `order`, with its rank: others follow from it. None where no rank has one."""
