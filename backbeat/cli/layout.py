@@ -89,7 +89,7 @@ def layout(
         "contention": contention,
     }
     if layout_text is not None:
-        count = None if gpus is None else _one(parse_workers(gpus, "GPUs"))
+        count = None if gpus is None else _one(gpus, parse_workers(gpus, "GPUs"))
         found = layouts.predict(model, network, layout_text, gpus=count, family=family, **job)  # type: ignore[arg-type]
         if json:
             print_json(found.data())
@@ -123,27 +123,28 @@ def layout(
         prose(out, answer(shown) if len(counts) == 1 else compared(shown))
 
 
-def _one(counts: list[int]) -> int:
+def _one(text: str, counts: list[int]) -> int:
     from backbeat.errors import InputError
 
     if len(counts) > 1:
-        raise InputError("--gpus with --layout is one number: a layout has so many GPUs")
+        raise InputError(f"--gpus {text} with --layout: one layout has one number of GPUs; leave --gpus out")
     return counts[0]
 
 
 def slow_ranks(texts: list[str], per_node: int) -> dict[int, float]:
     """
-    >>> slow_ranks(["rank=5,slowdown=1.2", "node=1,slowdown=1.3"], 2)
-    {5: 1.2, 2: 1.3, 3: 1.3}
+    >>> slow_ranks(["rank=5,slowdown=1.2", "slowdown=2,node=1"], 2)
+    {5: 1.2, 2: 2.0, 3: 2.0}
     """
     from backbeat.errors import InputError
 
     found: dict[int, float] = {}
     for text in texts:
         parts = dict(part.strip().split("=", 1) for part in text.split(",") if "=" in part)
-        (index, number), slowdown = next(iter(parts.items()), ("", "")), parts.get("slowdown", "")
+        slowdown = parts.pop("slowdown", "")
+        (index, number), *others = parts.items() or [("", "")]
         plain = slowdown.replace(".", "", 1)
-        if set(parts) not in ({"rank", "slowdown"}, {"node", "slowdown"}) or not (number + plain).isdecimal():
+        if index not in ("rank", "node") or others or not (number.isdecimal() and plain.isdecimal()):
             raise InputError(f"--straggler {text}: write it like rank=13,slowdown=1.3 or node=3,slowdown=1.3")
         first, count = (int(number), 1) if index == "rank" else (int(number) * per_node, per_node)
         found |= dict.fromkeys(range(first, first + count), float(slowdown))

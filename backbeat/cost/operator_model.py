@@ -94,9 +94,11 @@ class OperatorModel:
         key = f"attention/{precision}/{work.kind}/{direction}"
         if key not in self.curves.grids:
             return self._attention_without_curve(work, precision, direction)
+        # As fast as bf16, and on every GPU.
+        format_ = "fp16" if precision == "bf16" else precision
         grid = self._grid(
             key,
-            lambda heads, length, width: Attention(precision, heads, length, length, width, work.kind, work.backward),
+            lambda heads, length, width: Attention(format_, heads, length, length, width, work.kind, work.backward),
             (self._filling, 1.0, 1.0),
         )
         length, longest = math.sqrt(work.queries * work.keys), self.curves.grids[key].axes[1][-1]
@@ -124,7 +126,7 @@ class OperatorModel:
         seconds = (
             work.flops / (self.accelerator.fp32_tflops * 1e12) * self.curves.factors[f"attention_fp32/{direction}"]
         )
-        return max(seconds, self._attention(replace(work, precision="bf16", kind=kind)))
+        return max(seconds, self._attention(replace(work, precision="fp16", kind=kind)))
 
     def _convolution(self, work: Convolution) -> float:
         memory_format = "last" if work.channels_last else "first"

@@ -90,10 +90,10 @@ def _stage(
         # Those of one micro-batch, their softmax in fp32, and one gradient.
         logits = (2 + sum(conventions.loss_bytes) // 6) * tokens * model.vocab / layout.tp
         activations += 4 * between * model.hidden
-    layers = sum(chunk.layers for chunk in own)
     buffers = 2 * 2 * tokens * model.hidden if layout.tp > 1 else 0.0
     if zero == 3:
-        buffers += 2 * (_WEIGHT_BYTES + 4) * whole / layers
+        # A stage may have the head alone, or nothing.
+        buffers += 2 * (_WEIGHT_BYTES + 4) * whole / max(sum(chunk.layers for chunk in own), 1)
     return MemoryByKind(
         weights=_WEIGHT_BYTES * (shared if zero == 3 else whole),
         gradients=conventions.gradient_bytes * (shared if zero >= 2 else whole),

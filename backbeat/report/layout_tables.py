@@ -12,7 +12,7 @@ from backbeat.layouts.layout import Layout, job_of
 from backbeat.layouts.layout_prediction import LayoutPrediction
 from backbeat.layouts.layout_search import least_memory
 from backbeat.layouts.predict_layout import predictor_of
-from backbeat.units import format_bytes, format_seconds
+from backbeat.units import counted, format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from backbeat.model import Network
@@ -148,7 +148,7 @@ def stage_lines(timeline: Sequence[Span]) -> list[str]:
         for each in done:
             each["."] = 1 / _COLUMNS - sum(each.values())
         lines.append(f"  {lane:<9} " + "".join(max(each, key=lambda letter: each[letter]) for each in done))
-    return [*lines, "  F forward, B backward, W weight gradients, r reduce, u update, g gather, . nothing"]
+    return [*lines, "  F forward, B backward, W weight gradient, r reduce, u update, g gather, . idle"]
 
 
 def _spread(done: list[dict[str, float]], letter: str, start: float, end: float) -> None:
@@ -174,9 +174,10 @@ def nothing_fits(
     least = least_memory(predictor_of(model, network, asked, **known), gpus, zero)
     if least is None:
         return None, f"No layout of {gpus} GPUs can be: their factors divide neither heads, layers nor batch."
+    advice = "" if 3 in zero else ", or shard parameters as well (--zero 3)"
     return least, (
-        f"No layout fits on {gpus} GPUs: {least.layout.label} takes least, {format_bytes(least.memory_bytes)} of "
-        f"{format_bytes(least.limit_bytes)}. Take more GPUs, or shard parameters as well (--zero 3)."
+        f"No layout fits on {counted(gpus, 'GPU')}: {least.layout.label} takes least, "
+        f"{format_bytes(least.memory_bytes)} of {format_bytes(least.limit_bytes)}. Take more GPUs{advice}."
     )
 
 
@@ -184,8 +185,8 @@ def compared(found: Sequence[LayoutPrediction]) -> str:
     """Several numbers of GPUs: the one that takes least GPU time a step, and what the others give."""
     best = min(found, key=lambda one: one.step_s * one.gpus)
     lines = [
-        f"{one.gpus} GPUs take {format_seconds(one.step_s)} a step: {best.step_s / one.step_s:.2f} times as fast as "
-        f"{best.gpus}, for {one.step_s * one.gpus / (best.step_s * best.gpus) - 1:.1%} more GPU time."
+        f"On {counted(one.gpus, 'GPU')} a step takes {format_seconds(one.step_s)}: {best.step_s / one.step_s:.2f} "
+        f"times as fast as {best.gpus}, for {one.step_s * one.gpus / (best.step_s * best.gpus) - 1:.1%} more GPU time."
         for one in found
         if one is not best
     ]

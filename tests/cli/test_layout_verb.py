@@ -34,7 +34,7 @@ def test_several_numbers_of_gpus_are_compared() -> None:
     assert [line.split()[0] for line in lines if line.startswith((" 64 ", "  64 ", " 128 "))] == ["64", "128"]
     # A layout that is too long for its column goes on behind a comma.
     assert all(line.strip().split()[0].count("=") for line in lines[2:6] if not line.split()[0].isdigit())
-    assert "128 GPUs take" in text
+    assert "On 128 GPUs a step takes" in text
     assert "times as fast as 64" in text
 
 
@@ -42,7 +42,7 @@ def test_one_layout_is_shown_in_full() -> None:
     text = run("llama-3-70b", "dgx-h100", "--layout", "dp=2,tp=4,pp=8,micro=1,recompute=selective,schedule=1f1b")
     for word in ("matrix products", "pipeline bubble", "activations", "stage 7", "Limited by"):
         assert word in text
-    assert max(map(len, text.splitlines())) <= 84
+    assert max(map(len, text.splitlines())) <= 80
     data = json.loads(run("llama-3-70b", "dgx-h100", "--layout", "dp=2,tp=4,pp=8,micro=1", "--json"))
     assert data["timeline"]
     assert data["gpus"] == 64
@@ -74,6 +74,10 @@ def test_a_page_is_written_instead(tmp_path: Path) -> None:
 def test_what_does_not_fit_says_what_would_take_least() -> None:
     text = run("llama-3-405b", "dgx-h100", "--gpus", "8", "--global-batch", "16")
     assert "No layout fits on 8 GPUs" in text
+    assert "(--zero 3)" in text
+    text = run("llama-3-405b", "dgx-h100", "--gpus", "1", "--global-batch", "16", "--zero", "3")
+    assert "No layout fits on 1 GPU: " in text
+    assert text.endswith("Take more GPUs.\n")
 
 
 @pytest.mark.parametrize(
@@ -90,6 +94,9 @@ def test_what_does_not_fit_says_what_would_take_least() -> None:
         (["llama-3-8b", "dgx-h100", "--gpus", "8", "-o", "x.pdf"], "x.pdf: the page is HTML"),
         (["llama-3-8b", "dgx-h100", "--gpus", "8", "--straggler", "slow=8"], "write it like rank=13,slowdown=1.3"),
         (["llama-3-8b", "dgx-h100", "--gpus", "8", "--straggler", "rank=,slowdown="], "write it like rank=13"),
+        (["llama-3-8b", "dgx-h100", "--gpus", "8", "--straggler", "rank=3,slowdown=."], "write it like rank=13"),
+        (["llama-3-8b", "dgx-h100", "--gpus", "8", "--straggler", "rank=3,node=0,slowdown=2"], "write it like rank=13"),
+        (["llama-3-8b", "dgx-h100", "--gpus", "8,16", "--layout", "dp=8"], "--gpus 8,16 with --layout: one layout"),
     ],
 )
 def test_bad_input_is_said_in_one_line(words: list[str], why: str) -> None:

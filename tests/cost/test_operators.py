@@ -52,6 +52,15 @@ def test_attention_takes_longer_the_more_heads_and_tokens(
     ) >= seconds * (1 - 1e-9)
 
 
+@pytest.mark.parametrize("kind", ["full", "causal", "mask"])
+@pytest.mark.parametrize(("device", "precision"), [("v100", "fp16"), ("t4", "fp32"), ("a100", "bf16")])
+def test_every_gpu_has_attention_in_its_own_precisions(device: str, precision: str, kind: str) -> None:
+    """A V100 and a T4 have no bf16, in which curves were measured."""
+    model, work = operator_model(device, precision), Attention(precision, 16, 1024, 1024, 64, kind)
+    assert model.seconds(work) >= roofline_s(work, model.accelerator)
+    assert model.seconds(Attention("fp16", 16, 1024, 1024, 64, kind)) <= model.seconds(work)
+
+
 @pytest.mark.parametrize("backward", [False, True])
 def test_attention_past_the_longest_measured_keeps_its_rate(backward: bool) -> None:
     """Four times the arithmetic for twice the length; it once grew as the length, up to the peak rate."""

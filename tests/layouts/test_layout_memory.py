@@ -128,3 +128,11 @@ def test_a_stage_of_dense_layers_and_experts_holds_both() -> None:
     # The busiest rank holds more of the tokens.
     busy = memory(mixed, Layout(micro_batch=B), JOB, FLASH, 8, imbalance=1.5).activations
     assert busy - held(mixed, Layout(micro_batch=B)).activations == 0.5 * 3 * 2 * (2 * H + 3 * 256) * S * B
+
+
+def test_stages_behind_a_large_head_hold_nothing() -> None:
+    """nanotron gives the first stage three layers, the second one and the head, and the other two none."""
+    found = held(LLAMA, Layout(pp=4, zero=3), conventions_named("nanotron"))
+    second = 2 * H * H + 2 * H * H // 4 + 3 * H * 1536 + 2 * H + 32000 * H
+    assert found.weights == 2 * second
+    assert found.buffers == 2 * (2 + 4) * second

@@ -324,6 +324,16 @@ def what_is_wrong_on_one_rank_is_raised_on_all(ctx: Context) -> None:
 
 
 @check
+def what_rank_0_alone_does_is_raised_on_all(ctx: Context) -> None:
+    model, broken = ctx.build(Chain), mock.Mock(side_effect=ZeroDivisionError("by zero"))
+    with mock.patch.object(prepare, "predicted_candidates", broken):
+        raises(InputError, lambda: searched(ctx, model), "planning failed: rank 0: ZeroDivisionError: by zero")
+    with mock.patch.object(prepare, "kept_plan", broken):
+        raises(InputError, lambda: searched(ctx, model, path="plan.json"), "the plan's file: rank 0: ZeroDivisionError")
+    assert broken.call_count == (2 if ctx.rank == 0 else 0)
+
+
+@check
 def refusals(ctx: Context) -> None:
     plain = ctx.build(Chain)
     sharded = fully_shard(ctx.build(Chain), plan_of(ctx))
@@ -343,6 +353,8 @@ def refusals(ctx: Context) -> None:
         (plain, {"example": pair, "compression": "yes"}, "must be 'allow'"),
         (plain, {"example": pair, "compression": "allow", "precision": "fp16"}, "train in bf16"),
         (plain, {"example": pair, "budget_s": 0}, "above zero"),
+        (plain, {"example": pair, "budget_s": float("inf")}, "above zero"),
+        (plain, {"example": pair, "memory": -5}, "memory is -5: it must be above zero"),
         (plain, {"example": pair, "budget_s": "5"}, "above zero"),
         (plain, {"example": pair, "network": 3}, "network is a int"),
         (plain, {"example": pair, "optimizer": 3}, "optimizer is a int"),

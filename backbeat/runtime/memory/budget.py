@@ -64,16 +64,16 @@ def within_budget(
     return (None if plan is None else replace(plan, memory=memory)), memory
 
 
-def budget_size(budget: int | float | str) -> int:
-    """`memory_budget=` in bytes."""
+def budget_size(budget: int | float | str, name: str = "memory_budget") -> int:
+    """An argument of this name, in bytes."""
     if isinstance(budget, str):
         size: float = parse_bytes(budget)
     elif isinstance(budget, (int, float)) and not isinstance(budget, bool) and math.isfinite(budget):
         size = budget
     else:
-        raise InputError(f"memory_budget is {budget!r}: it must be a number of bytes, or text like '6GB'")
+        raise InputError(f"{name} is {budget!r}: it must be a number of bytes, or text like '6GB'")
     if size < 1:
-        raise InputError(f"memory_budget is {budget!r}: it must be above zero, like '6GB'")
+        raise InputError(f"{name} is {budget!r}: it must be above zero, like '6GB'")
     return int(size)
 
 

@@ -58,11 +58,11 @@ def conditions(
 
 def kept_plan(path: str, now: dict[str, Any]) -> tuple[Plan | None, str]:
     """The plan in the file, if it was made for the same; otherwise None and why. For rank 0."""
-    if not Path(path).exists():
-        return None, ""
     try:
+        if not Path(path).exists():
+            return None, ""
         plan = Plan.load(path)
-    except BackbeatError as error:
+    except (OSError, BackbeatError) as error:
         return None, f"{path} cannot be read ({error})"
     then = made_for(plan)
     if then is None:

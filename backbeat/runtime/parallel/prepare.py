@@ -19,11 +19,11 @@ import torch.distributed as dist
 from backbeat.comm.agreement import agree
 from backbeat.comm.communicators import Communicators
 from backbeat.comm.nccl import set_nccl_launch_order
-from backbeat.errors import BackbeatError, InputError
+from backbeat.errors import InputError
 from backbeat.measure.model.batches import samples_in
 from backbeat.measure.model.inputs import device_of
 from backbeat.measure.model.profiler import measure
-from backbeat.measure.model.training_step import OutOfMemoryError, is_out_of_memory, where_raised
+from backbeat.measure.model.training_step import OutOfMemoryError, is_out_of_memory
 from backbeat.measure.network.calibration import calibrate
 from backbeat.model import Bucket, Network, Plan, Profile
 from backbeat.model.files import decode, encode
@@ -215,16 +215,14 @@ class ParallelSearch:
 
     def _known(self, now: dict[str, Any]) -> Taken | None:
         """The plan in the file, if it still holds."""
-        plan, why, error = None, "", None
-        if self.ranks.rank == 0:
-            try:
-                plan, why = kept_plan(self.path, now)
-            except InputError as raised:
-                error = str(raised)
-        self.ranks.raise_if_any(error, "the plan's file")
+
+        def read() -> tuple[str, str]:
+            plan, why = kept_plan(self.path, now)
+            return "" if plan is None else encode(plan).decode(), why
+
+        text, why = self.ranks.first_of(read, "the plan's file")
         if why:
             self._say(f"planning anew: {why}")
-        text = self.ranks.first("" if plan is None else encode(plan).decode())
         if not text:
             return None
         found = decode(text.encode(), Plan, where="rank 0's plan")
@@ -234,18 +232,11 @@ class ParallelSearch:
     def _profile(self) -> tuple[Profile, bool]:
         """Rank 0's, and whether some rank's step leaves parameters without gradients; errors are raised on all."""
         self._say("timing steps of the example")
-        profile, error = None, None
-        try:
-            profile = self._measured()
-        except BackbeatError as raised:
-            error = str(raised)
-        except Exception as raised:
-            error = where_raised(raised)
-        self.ranks.raise_if_any(error, "a step of the example did not run")
-        came = set() if profile is None else {gradient.name for gradient in profile.gradients}
+        profile = self.ranks.together(self._measured, "a step of the example did not run")
+        came = {gradient.name for gradient in profile.gradients}
         trained = {name for name, one in self.model.named_parameters() if one.requires_grad}
         unused = any(self.ranks.every(bool(trained - came)))
-        text = self.ranks.first(encode(profile).decode() if profile is not None else "")
+        text = self.ranks.first(encode(profile).decode())
         return decode(text.encode(), Profile, where="rank 0's profile"), unused
 
     def _measured(self) -> Profile:
@@ -302,22 +293,18 @@ class ParallelSearch:
 
     def _candidates(self, profile: Profile, network: Network, now: dict[str, Any]) -> list[Candidate]:
         """Rank 0's, each saying what it was made for."""
-        found: list[Candidate] = []
-        error = None
-        if self.ranks.rank == 0:
-            try:
-                found = predicted_candidates(
-                    profile,
-                    network,
-                    memory_bytes=self.memory_bytes,
-                    compression=self.compression,
-                    communicators=1 if self.ranks.communicators.limit == 1 else None,
-                )
-            except BackbeatError as raised:
-                error = str(raised)
-        self.ranks.raise_if_any(error, "planning failed")
-        shared = self.ranks.first([Candidate(kind=one.kind, plan=with_note(one.plan, now)).to_text() for one in found])
-        return [Candidate.from_text(one) for one in shared]
+
+        def planned() -> list[dict[str, Any]]:
+            found = predicted_candidates(
+                profile,
+                network,
+                memory_bytes=self.memory_bytes,
+                compression=self.compression,
+                communicators=1 if self.ranks.communicators.limit == 1 else None,
+            )
+            return [Candidate(kind=one.kind, plan=with_note(one.plan, now)).to_text() for one in found]
+
+        return [Candidate.from_text(one) for one in self.ranks.first_of(planned, "planning failed")]
 
     def _say(self, text: str, last: bool = False) -> None:
         """One line on rank 0's stderr, which progress writes over where somebody watches."""

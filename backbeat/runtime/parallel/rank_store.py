@@ -10,20 +10,22 @@ import contextlib
 import json
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
-from torch.distributed import ProcessGroup
+from torch.distributed import DistStoreError, ProcessGroup
 
-from backbeat.errors import BackbeatError, InputError
+from backbeat.errors import BackbeatError, CommunicationError, InputError
 from backbeat.measure.model.training_step import where_raised
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from backbeat.comm.communicators import Communicators
+
+T = TypeVar("T")
 
 _POLL_S = 0.05
 _HEAD_START_S = 0.5
@@ -45,7 +47,7 @@ def asked_alike(what: str) -> Iterator[dict[str, Any]]:
     except Exception as raised:
         if dist.get_world_size() == 1:
             raise
-        error = str(raised) if isinstance(raised, BackbeatError) else where_raised(raised)
+        error = _in_words(raised)
     if dist.get_world_size() == 1:
         return
     world: Any = dist.group.WORLD
@@ -67,13 +69,29 @@ def asked_alike(what: str) -> Iterator[dict[str, Any]]:
                 )
 
 
+def _in_words(error: Exception) -> str:
+    return str(error) if isinstance(error, BackbeatError) else where_raised(error)
+
+
 def _every(store: Any, key: str, rank: int, size: int, value: Any) -> list[Any]:
-    store.set(f"{key}/{rank}", json.dumps(value))
+    keys = [f"{key}/{other}" for other in range(size)]
+    store.set(keys[rank], json.dumps(value))
     if rank == 0:
-        found = [json.loads(store.get(f"{key}/{other}")) for other in range(size)]
-        store.set(key, json.dumps(found))
-    answer: list[Any] = json.loads(store.get(key))
+        store.set(key, json.dumps([json.loads(text) for text in _wait(store, keys, keys)]))
+    answer: list[Any] = json.loads(*_wait(store, [key], keys))
     return answer
+
+
+def _wait(store: Any, wanted: Sequence[str], by_rank: Sequence[str]) -> list[bytes]:
+    """What is left under these keys, each rank at its own."""
+    try:
+        return [store.get(key) for key in wanted]
+    except DistStoreError as error:
+        missing = [str(rank) for rank, key in enumerate(by_rank) if not store.check([key])]
+        raise CommunicationError(
+            f"parallelize waited {store.timeout.total_seconds():g} s for rank {', '.join(missing) or '0'}: it ended, "
+            "hangs, or did not call parallelize; look at what it printed last, and start again on every rank"
+        ) from error
 
 
 class RankStore:
@@ -93,18 +111,28 @@ class RankStore:
         key, store = self._next(), self.communicators.store
         if self.rank == 0:
             store.set(key, json.dumps(value))
-        return json.loads(store.get(key))
+        return json.loads(*_wait(store, [key], [key]))
 
     def failure(self, error: str | None, order: int = 0) -> str | None:
         """The error that came first by `order`, with its rank: others follow from it. None where no rank has one."""
         found = [(at, rank, text) for rank, (at, text) in enumerate(self.every([order, error])) if text is not None]
         return f"rank {min(found)[1]}: {min(found)[2]}" if found else None
 
-    def raise_if_any(self, error: str | None, what: str) -> None:
-        """Raise on every rank what went wrong on one."""
-        found = self.failure(error)
-        if found is not None:
-            raise InputError(f"parallelize: {what}: {found}")
+    def together(self, call: Callable[[], T], what: str) -> T:
+        """What the call returns on this rank; what it raises on one rank is raised on all."""
+        found, error = None, None
+        try:
+            found = call()
+        except Exception as raised:
+            error = _in_words(raised)
+        failed = self.failure(error)
+        if failed is not None:
+            raise InputError(f"parallelize: {what}: {failed}")
+        return cast("T", found)
+
+    def first_of(self, call: Callable[[], Any], what: str) -> Any:
+        """What the call returns on rank 0, which alone makes it."""
+        return self.first(self.together(call if self.rank == 0 else lambda: None, what))
 
     @contextlib.contextmanager
     def released(self, backends: Sequence[Any]) -> Iterator[Callable[[], int]]:

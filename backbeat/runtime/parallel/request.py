@@ -47,7 +47,7 @@ class ParallelRequest:
         budget_s: float,
     ) -> ParallelRequest:
         """Of the arguments of `parallelize`, for a model on this device."""
-        if not isinstance(budget_s, (int, float)) or not budget_s > 0:
+        if not isinstance(budget_s, (int, float)) or not 0 < budget_s < float("inf"):
             raise InputError(f"budget_s is {budget_s!r}: it must be seconds above zero, like 50")
         if compression not in (None, "allow"):
             raise InputError(f"compression is {compression!r}: it must be 'allow', or left out")
@@ -74,7 +74,7 @@ class ParallelRequest:
         )
         return cls(
             example=step,
-            memory_bytes=None if memory is None else budget_size(memory),
+            memory_bytes=None if memory is None else budget_size(memory, "memory"),
             compression=compression == "allow",
             network=found,
             budget_s=budget_s,

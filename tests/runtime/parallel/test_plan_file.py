@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import msgspec
 import pytest
@@ -71,3 +72,11 @@ def test_stock_ddp_is_what_parallelize_found() -> None:
     plan = msgspec.structs.replace(candidate("stock").plan, strategy="ddp")
     assert not is_stock(plan)
     assert is_stock(with_note(plan, NOW))
+
+
+def test_a_folder_that_may_not_be_read(path: str) -> None:
+    with mock.patch.object(Path, "exists", side_effect=PermissionError(13, "Permission denied", path)):
+        found, why = kept_plan(path, NOW)
+    assert found is None
+    assert "cannot be read" in why
+    assert "Permission denied" in why

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from dataclasses import replace
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,7 @@ from test_candidates import candidate
 from torch import nn
 
 import backbeat as bb
+from backbeat.errors import CommunicationError
 from backbeat.runtime.memory import room
 from backbeat.runtime.memory.room import room_for
 from backbeat.runtime.parallel import trials
@@ -166,6 +168,20 @@ def test_the_error_that_came_first_is_told() -> None:
     ):
         ranks.every = lambda _, rows=rows: rows  # type: ignore[method-assign, misc]
         assert ranks.failure(None) == told
+
+
+@pytest.mark.parametrize(("rank", "came", "missing"), [(0, (0, 1), "2"), (1, (0, 1), "2"), (1, (1, 2), "0")])
+def test_a_rank_that_never_comes_is_named(rank: int, came: tuple[int, ...], missing: str) -> None:
+    store = dist.HashStore()
+    store.set_timeout(timedelta(milliseconds=50))
+    ranks = RankStore(SimpleNamespace(rank=rank, size=3, device=None, store=store))  # type: ignore[arg-type]
+    for one in came:
+        store.set(f"parallelize/1/{one}", "null")
+    with pytest.raises(CommunicationError, match=f"waited 0.05 s for rank {missing}: it ended"):
+        ranks.every(None)
+    if rank != 0:
+        with pytest.raises(CommunicationError, match="for rank 0: it ended"):
+            ranks.first(None)
 
 
 def test_an_alarm_ends_collectives_and_silence_does_not() -> None:
