@@ -59,7 +59,7 @@ class LayerWork:
     """Of forward: attention's scores and what follows from them, which `selective` computes again."""
     parameters: int = 0
     """Tensors with a gradient: the host calls their module and adds up their gradients."""
-    behind: list[Work] = field(default_factory=list)
+    column_weight: list[Work] = field(default_factory=list)
     """Of `weight`: those of column-parallel matrices, which hide communication."""
 
     def moves(self, forward_bytes: float, backward_bytes: float, kind: str = "pointwise") -> None:
@@ -183,7 +183,7 @@ class LayerBuilder:
         weight = Product(precision, outputs, inputs, rows, "tn", batch)
         made.weight.append(weight)
         if linear.split == "columns" and shared:
-            made.behind.append(weight)
+            made.column_weight.append(weight)
         if precision == "fp8":
             # Casts to 8 bits, and turned copies, of what goes in.
             made.moves(4 * rows * batch * inputs, 4 * rows * batch * outputs)

@@ -214,7 +214,7 @@ class LayoutPredictor:
             for slowdown in slowdowns
         }
         every = {slowdown: timer.stages() for slowdown, timer in timers.items()}
-        chosen = [every[slowdowns[place % layout.pp]][place] for place in range(len(kinds))]
+        chosen = [every[slowdowns[index % layout.pp]][index] for index in range(len(kinds))]
         own = [_with_pass(each, self.conventions.pass_s / layout.chunks) for each in chosen]
         times = [replicas.sharded_passes(each, kind) for each, kind in zip(own, kinds, strict=True)]
         sent_bytes = 2 * timers[slowdowns[0]].builder.tokens * self.model.hidden
@@ -380,5 +380,5 @@ def _later(found: LayoutPrediction, wait_s: float) -> LayoutPrediction:
 def _with_pass(times: StageTimes, pass_s: float) -> StageTimes:
     """A stage's times with what the framework adds to a micro-batch, half of it in each direction."""
     host = PARTS.index("host")
-    parts = tuple(part + (pass_s if place == host else 0.0) for place, part in enumerate(times.parts))
+    parts = tuple(part + (pass_s if index == host else 0.0) for index, part in enumerate(times.parts))
     return StageTimes(times.forward_s + pass_s / 2, times.input_s + pass_s / 2, times.weight_s, parts)

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, NamedTuple
 from backbeat.cost.operators import Traffic
 from backbeat.layouts.gradient_buckets import (
     GradientBucket,
-    behind_backward,
     dense_buckets,
     dense_tensors,
     equal_buckets,
+    overlapped_with_backward,
 )
 from backbeat.layouts.stage_times import PARTS, Added, StageLayers, StageTimes
 
@@ -110,8 +110,8 @@ class ReplicaTimer:
         gather = self._layerwise("all_gather", held, 2, stage.layers) if zero == 3 else 0.0
         scatter = self._layerwise("reduce_scatter", held, self.conventions.reduced_bytes(zero), stage.layers)
         slowdown = self._slowdown(times)
-        forward = Added.behind(times.forward_s, gather, slowdown).plus(gather / stage.layers)
-        backward = Added.behind(times.backward_s, gather + scatter, slowdown).plus(scatter / stage.layers)
+        forward = Added.overlapped(times.forward_s, gather, slowdown).plus(gather / stage.layers)
+        backward = Added.overlapped(times.backward_s, gather + scatter, slowdown).plus(scatter / stage.layers)
         slower = forward.slower_s + backward.slower_s
         return replace(
             times,
@@ -171,7 +171,7 @@ class ReplicaTimer:
             if self.reduction.overlap == "none":
                 found = found.plus(sum(travel_s(bucket.elements) for bucket in buckets))
             else:
-                found = found.plus(*behind_backward(buckets, window_s, travel_s, slowdown))
+                found = found.plus(*overlapped_with_backward(buckets, window_s, travel_s, slowdown))
         return found
 
     def _tied(self, chunks: Sequence[StageLayers]) -> float:
@@ -194,7 +194,7 @@ class ReplicaTimer:
         if not self.reduction.gather_overlap:
             return Added(total)
         # Forward starts with the first bucket, backward's last; the others travel beside it.
-        return Added.behind(forward_s, total - first, slowdown).plus(first)
+        return Added.overlapped(forward_s, total - first, slowdown).plus(first)
 
     def _slices_s(self, chunks: Sequence[StageLayers], dense: float) -> float:
         """Launches of one copy for each tensor and replica, and three copies of all parameters."""

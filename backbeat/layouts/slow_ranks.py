@@ -54,8 +54,8 @@ def slow_pipelines(layout: Layout, stragglers: Mapping[int, float]) -> list[tupl
     stage_ranks, group = layout.tp * layout.cp * layout.dp, group_size(layout)
     found: dict[int, list[float]] = {}
     for rank, slowdown in stragglers.items():
-        stage, place = divmod(rank, stage_ranks)
-        factors = found.setdefault(place // group, [1.0] * layout.pp)
+        stage, within_stage = divmod(rank, stage_ranks)
+        factors = found.setdefault(within_stage // group, [1.0] * layout.pp)
         factors[stage] = max(factors[stage], slowdown)
     return sorted({tuple(factors) for factors in found.values()})
 

@@ -127,10 +127,10 @@ def take_turns(
     for turn in range(turns):
         order = [one for one in tried if one.name not in trials.dropped and not trials.much_slower(one)]
         rounds_left = len(order) * (turns - turn)
-        for place, candidate in enumerate(order if turn % 2 == 0 else order[::-1]):
+        for index, candidate in enumerate(order if turn % 2 == 0 else order[::-1]):
             left_s = deadline_s - time.monotonic()
             step_s = max(candidate.predicted_s, *trials.seconds.get(candidate.name, [0.0]))
-            steps = ranks.first(_steps(left_s / (rounds_left - place), step_s))
+            steps = ranks.first(_steps(left_s / (rounds_left - index), step_s))
             if steps == 0:
                 continue
             say(f"trying {candidate.name}, turn {turn + 1} of {turns}")
