@@ -1,8 +1,9 @@
 """Candidates for a memory plan: the least recomputation within a budget, by a programme over the chain.
 
 Blocks are taken in the order of forward. All that later ranges need to know of earlier ones is how many bytes these
-hold for backward: a range fits if what is held before it, its own bytes and the most it needs in its backward stay
-within the budget. So the programme keeps, for every block k, a Pareto front of (bytes held, seconds added) pairs:
+hold for backward. A range fits if three things together stay within the budget: what is held before it, its own bytes,
+and the most that its backward needs. So the programme keeps, for every block k, a Pareto front of (bytes held, seconds
+added) pairs:
 
     front[k] = undominated  { (held + own, seconds + added) : (held, seconds) in front[i], range i..k fits }
 

@@ -1,4 +1,5 @@
-"""What is done with the blocks of a chain: runs of them with one action each, and a plan's segments that say so."""
+"""What is done with each range of consecutive blocks: keep, recompute, offload. By number for searches, by name in
+plans."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ BlockRange = tuple[int, int, int]
 
 
 def ranges_of(profile: Profile, memory_plan: MemoryPlan) -> list[BlockRange]:
-    """The plan's segments by number, kept blocks one by one, after checking that the executor could run them."""
+    """The plan's segments as ranges; kept blocks become ranges of one block. Raises where the runtime could not run
+    them."""
     index_of = {block.name: number for number, block in enumerate(profile.blocks)}
     ranges: list[BlockRange] = []
     reached = 0

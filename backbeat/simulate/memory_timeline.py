@@ -3,9 +3,9 @@
 Memory is counted in the order in which work is issued, as the device's allocator counts it; time on three streams:
 computation, copies to the host, copies to the device.
 
-- Forward runs block by block. A kept block leaves its saved tensors. A recomputed segment leaves its input alone; an
-  offloaded block's tensors, or an offloaded input, go to the host: the compute stream waits for such a copy at the
-  begin of the block two further on, and there the memory is free.
+- Forward runs block by block. A kept block leaves its saved tensors. A recomputed segment leaves only its input. The
+  tensors of an offloaded block, or an offloaded input, go to the host. The compute stream waits for that copy where the
+  block two further on begins; from there on the memory is free.
 - Backward runs in reverse. When it reaches a segment, the segment two before it starts to come back from the host;
   computation waits for what has not come in time. A recomputed segment first runs forward again, all of its saved
   tensors there at once, and they go block by block.
@@ -39,7 +39,7 @@ AHEAD = 2
 
 
 class ChainRun(NamedTuple):
-    """What the chain does under some ranges."""
+    """One iteration of the chain, with one action for each range of blocks."""
 
     peak_bytes: int
     block: int
@@ -223,8 +223,8 @@ class Chain:
     def _between(
         self, ranges: Sequence[BlockRange], action: list[int], range_of: list[int]
     ) -> tuple[list[int | None], list[bool], list[int]]:
-        """Of the tensor that enters each block: which block is the last in backward to need it (None: nobody keeps it),
-        and whether it waits on the host; and the bytes that each range has waiting there."""
+        """For the tensor that enters each block: the last block in backward that needs it (None: nobody keeps it), and
+        whether it waits on the host. Then, for each range, the bytes that it has on the host."""
         until: list[int | None] = [None] * (self.count + 1)
         away = [False] * (self.count + 1)
         bring = [0] * len(ranges)
