@@ -68,7 +68,8 @@ class GpuCluster:
         return replace(self, load="quiet"), replace(self, load="busy")
 
     def collective_s(self, kind: Kind, size: float, workers: int, stride: int = 1) -> float:
-        """Of `size` bytes in all, in groups of `workers` ranks that are `stride` apart, all groups at once."""
+        """Seconds of a collective of `size` bytes, in groups of `workers` ranks that are `stride` apart, all groups at
+        once."""
         if workers == 1 or size <= 0:
             return 0.0
         count = self._filled(workers, stride)
@@ -92,7 +93,8 @@ class GpuCluster:
         return seconds + max(0.0, least - self.collective_s(kind, 1.0, workers, stride))
 
     def send_s(self, size: float, workers: int, stride: int) -> float:
-        """From each rank to the next of its group, `stride` further on, all at once: as slow as where nodes meet."""
+        """Seconds to send from each rank to the next of its group, `stride` further on, all at once. The pairs that
+        cross nodes set the pace."""
         if size <= 0:
             return 0.0
         inside = workers * stride <= self.per_node

@@ -117,7 +117,7 @@ def predictor_of(
     stragglers: Mapping[int, float] | None = None,
     contention: bool | None = None,
 ) -> LayoutPredictor:
-    """What predicts layouts of this job, from what `predict` and `search` are given."""
+    """The predictor of this job's layouts, made of what `predict` and `search` take."""
     there = cluster_of(cluster, accelerator)
     # Rates fitted to whole published steps hold what computation loses beside communication; a block's do not.
     counted = block is not None if contention is None else contention
@@ -153,7 +153,7 @@ class LayoutPredictor:
     conventions: Conventions
     imbalance: float = 1.0
     compute_factor: float = 1.0
-    """Without the block's."""
+    """Given by the caller; a measured block has a factor of its own on top."""
     block: MeasuredBlock | None = None
     stragglers: Mapping[int, float] = field(default_factory=dict)
 
@@ -168,7 +168,7 @@ class LayoutPredictor:
         return _operators(self.cluster.accelerator.short_name, self.job.precision)
 
     def memory(self, layout: Layout) -> MemoryByKind:
-        """Of one GPU, which takes no time to say: what does not fit need not be timed."""
+        """What one GPU holds. Quick to compute, so layouts that do not fit need not be timed."""
         count = micro_batches(layout, self.job)
         return memory(self.model, layout, self.job, self.conventions, count, self.imbalance)
 
@@ -176,7 +176,7 @@ class LayoutPredictor:
         return self.memory(layout).total <= self.cluster.accelerator.memory_bytes
 
     def banded(self, found: LayoutPrediction) -> LayoutPrediction:
-        """With the step on a quiet and on a busy cluster."""
+        """The same prediction, with the step on a quiet and on a busy cluster."""
         if self.cluster.edges is None:
             return found
         middle, quiet, busy = (
@@ -186,8 +186,8 @@ class LayoutPredictor:
         return msgspec.structs.replace(found, band_s=(found.step_s * quiet / middle, found.step_s * busy / middle))
 
     def predict(self, layout: Layout, family: Family = "events", *, timeline: bool = True) -> LayoutPrediction:
-        """A layout that can be; whoever calls has checked it. Without a `timeline` steps of many micro-batches take
-        less time."""
+        """Predict a layout that the caller has checked. Steps of many micro-batches are predicted faster without a
+        `timeline`."""
         even = self._step_times(layout, family, (1.0,) * layout.pp, listed=timeline)
         found = self._assembled(layout, family, even)
         if self.stragglers:
@@ -197,7 +197,7 @@ class LayoutPredictor:
     def _step_times(
         self, layout: Layout, family: Family, slowdowns: Sequence[float], *, listed: bool = True
     ) -> _StepTimes:
-        """One pipeline, whose stages compute so many times as long as they should."""
+        """One pipeline, whose stages compute `slowdowns` times as long as healthy ones."""
         kinds = split_layers(self.model, layout, by_cost=self.conventions.stages_by_cost)
         replicas = ReplicaTimer(self.model, layout, self.cluster, self.operators, self.conventions)
         timers = {

@@ -69,7 +69,7 @@ class Added(NamedTuple):
 
     @classmethod
     def overlapped(cls, compute_s: float, communication_s: float, slowdown: float) -> Added:
-        """Communication that starts with computation and needs none of it.
+        """Communication that starts together with computation and waits for none of it.
 
         >>> Added.overlapped(3.0, 2.0, 2.0), Added.overlapped(1.0, 2.0, 1.0)
         (Added(exposed_s=0.0, slower_s=1.0), Added(exposed_s=1.0, slower_s=0.0))
@@ -100,8 +100,8 @@ class StageLayers:
 
 
 def split_layers(model: Transformer, layout: Layout, *, by_cost: bool = False) -> list[StageLayers]:
-    """Consecutive layers to consecutive chunks, those in the middle taking one more where they do not divide: the first
-    has the embedding to do as well, the last the head. Or `by_cost`, as nanotron does.
+    """Consecutive layers for consecutive chunks. Where layers do not divide evenly, chunks in the middle take one more:
+    the first also has the embedding, the last the head. `by_cost` divides them as nanotron does.
 
     >>> from backbeat.layouts.layout import Layout
     >>> for layers in (6, 7):
@@ -252,7 +252,8 @@ class StageTimer:
         return self.cluster.waited_s(kind, size, self.layout.tp)
 
     def _tensor(self, behind_s: float, matrices_s: float, sparse: bool) -> tuple[Added, Added]:
-        """Of forward and of backward: a gather and a scatter around attention, and around a dense MLP."""
+        """What tensor parallelism adds to forward and to backward: a gather and a scatter around attention, and the
+        same around a dense MLP."""
         # Experts take each rank's own tokens; only an MLP that all tokens take is shared.
         pairs = 1 if sparse and not self.model.shared_ffn else 2
         size = 2 * self.builder.tokens * self.model.hidden

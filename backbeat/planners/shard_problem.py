@@ -32,7 +32,7 @@ from backbeat.simulate.sharded_units import ModelPieces, ShardedChain, padded
 from backbeat.simulate.slowdowns import slowdown_of
 
 Between = Literal["reshard", "whole", "last"]
-"""What happens between micro-batches."""
+"""What units do between micro-batches: see `ShardChoice.accumulate`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +50,8 @@ class ShardChoice:
     recomputed: int = 0
     """How many blocks are computed again, in the order of `ShardProblem.recomputable`."""
     accumulate: Between = "reshard"
-    """Under accumulation: free parameters after every backward; keep them until the last; and reduce gradients then."""
+    """Under accumulation. `reshard`: free parameters after every backward. `whole`: keep them until the last. `last`:
+    also reduce gradients only then."""
 
     def keeps(self, unit: int) -> bool:
         return bool(self.kept) and self.kept[unit]

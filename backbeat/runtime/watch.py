@@ -1,4 +1,4 @@
-"""A running job, watched: a few steps in fifty are timed on every rank, and rank 0 tells what they show.
+"""Watches a running job: times a few steps in fifty on every rank; rank 0 says what they show.
 
     watch = Watch(model, log="watch.jsonl")        # model: from parallelize, fully_shard or a wrapper; keep the watch
 
@@ -30,9 +30,9 @@ logger = logging.getLogger("backbeat.runtime")
 EVERY = 50
 FEWEST = 2 * TOGETHER
 PATIENCE_S = 10.0
-"""Rank 0 waits so long for the others' figures of a sample, and does without it otherwise."""
+"""How long rank 0 waits for the others' figures; then it drops the sample."""
 IMPATIENCE_S = 0.1
-"""So long where they did not come to the sample before."""
+"""How long it waits after a sample that it dropped."""
 
 
 class Watch:

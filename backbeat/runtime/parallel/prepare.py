@@ -58,7 +58,7 @@ CALIBRATE_SHARE, PROFILE_SHARE = 0.12, 0.2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Taken:
-    """What `auto` takes, the same on every rank."""
+    """The outcome of a search, the same on every rank."""
 
     plan: Plan
     words: str
@@ -179,7 +179,8 @@ class ParallelSearch:
         return Taken(plan=plan, words=taken["words"], dropped=trials.dropped)
 
     def _try(self, tried: list[Candidate], candidates: list[Candidate]) -> tuple[list[Candidate], Trials]:
-        """What was tried and what came of it. One that needs no comparison must run all the same, or all are tried."""
+        """The candidates tried, and their trials. A single candidate needs no comparison, but must run; if it does not,
+        all are tried."""
         deadline_s, dropped = self._began + self.budget_s, {}
         if len(tried) == 1:
             if self.ranks.first(time.monotonic() > deadline_s):
@@ -232,7 +233,8 @@ class ParallelSearch:
         return Taken(plan=found, words=f"{name}, as {self.path} has it", dropped={})
 
     def _profile(self) -> tuple[Profile, bool]:
-        """Rank 0's, and whether some rank's step leaves parameters without gradients; errors are raised on all."""
+        """Rank 0's profile, and whether some rank's step leaves parameters without gradients. Errors are raised on all
+        ranks."""
         self._say("timing steps of the example")
         profile, error = None, None
         try:
@@ -301,7 +303,7 @@ class ParallelSearch:
         )
 
     def _candidates(self, profile: Profile, network: Network, now: dict[str, Any]) -> list[Candidate]:
-        """Rank 0's, each saying what it was made for."""
+        """Rank 0's candidates, each with a note of what it was made for."""
         found: list[Candidate] = []
         error = None
         if self.ranks.rank == 0:
@@ -320,7 +322,7 @@ class ParallelSearch:
         return [Candidate.from_text(one) for one in shared]
 
     def _say(self, text: str, last: bool = False) -> None:
-        """One line on rank 0's stderr, which progress writes over where somebody watches."""
+        """One line on rank 0's stderr. On a terminal the next line writes over it, unless it is the `last`."""
         if self.ranks.rank != 0:
             return
         over = sys.stderr.isatty()
