@@ -81,14 +81,14 @@ def parallelize(
 ) -> nn.Module:
     """The model, ready to train data-parallel on all ranks; every rank calls it.
 
-    Make the optimizer afterwards, of what comes back: units replace parameters, and one made before trains nothing.
+    Make the optimizer afterwards, of the model returned: units replace parameters, and one made before trains nothing.
 
     plan: a `Plan` or the path of one: buckets run in `DistributedDataParallel`, units by `fully_shard`. "auto" measures
-        and takes the fastest of stock DDP, planned buckets and planned units; "auto:FILE" also writes the plan, and
-        reads it next time unless the ranks, the model, the batch or the network are others.
+        and takes the fastest of stock DDP, planned buckets and planned units. "auto:FILE" also writes the plan. The
+        next run reads it, if it was made for the same ranks, model, batch, device, network, versions and arguments.
     example: for "auto": a batch of this rank, and `loss(model, batch)`, which returns what backward starts from.
-        Copies of the model are trained; where memory has no room for one, the model itself, put back from the host.
-        Weights, buffers and random generators are as before afterwards.
+        It trains copies of the model; where memory has no room for one, it times the model itself and restores it from
+        the host. Afterwards weights, buffers and random generators are as before.
     optimizer: for "auto": what to try with: `sgd`, `adam` or `adamw`, or a function of a list of parameters.
     memory: for "auto": what an iteration may take on the device, in bytes or like "6GB".
     compression: for "auto": "allow" lets it take compressed buckets. Then also call `model.attach(optimizer,
