@@ -68,8 +68,7 @@ class GpuCluster:
         return replace(self, load="quiet"), replace(self, load="busy")
 
     def collective_s(self, kind: Kind, size: float, workers: int, stride: int = 1) -> float:
-        """Seconds of a collective of `size` bytes, in groups of `workers` ranks that are `stride` apart, all groups at
-        once."""
+        """Seconds of a collective of `size` bytes in groups of `workers` ranks, `stride` apart, all groups at once."""
         if workers == 1 or size <= 0:
             return 0.0
         count = self._filled(workers, stride)

@@ -1,5 +1,4 @@
-"""What is done with each range of consecutive blocks: keep, recompute, offload. By number for searches, by name in
-plans."""
+"""What is done with each range of blocks: keep, recompute or offload. By number in searches, by name in plans."""
 
 from __future__ import annotations
 

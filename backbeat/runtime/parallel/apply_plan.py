@@ -25,7 +25,7 @@ _SHARDED = frozenset({"FullyShardedDataParallel", "FSDPModule"})
 
 
 def apply_plan(model: nn.Module, plan: Plan, *, group: Any = None, mesh: DeviceMesh | None = None) -> nn.Module:
-    """The model, running as the plan says. A model that is sharded is changed in which, one with buckets is wrapped."""
+    """The model, running as the plan says. Units change the model in place, buckets wrap it."""
     if plan.sharding is not None:
         # torch takes a second to import it.
         from backbeat.runtime.sharded.shard import fully_shard

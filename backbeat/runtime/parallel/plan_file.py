@@ -33,7 +33,7 @@ logger = logging.getLogger("backbeat.runtime")
 PROBE_BYTES = 2**20
 PROBES = 9
 NETWORK_FACTOR = 2.0
-"""A message that takes this many times as long as before, or as little, means another network."""
+"""A message's time that has changed by more than this factor, either way, means another network."""
 
 
 def conditions(
