@@ -132,8 +132,8 @@ def element_bytes(precision: str) -> int:
 def roofline_s(work: Product | Attention | Convolution, accelerator: Accelerator) -> float:
     """At the peak rates: arithmetic or traffic, whichever takes longer. Nothing is quicker.
 
-    >>> from backbeat.cost.accelerators import named
-    >>> round(roofline_s(Product("bf16", 8192, 8192, 8192), named("h200")) * 1e6)
+    >>> from backbeat.cost.accelerators import accelerator_named
+    >>> round(roofline_s(Product("bf16", 8192, 8192, 8192), accelerator_named("h200")) * 1e6)
     1111
     """
     peak = accelerator.peak_flops(work.precision)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
-from backbeat.cost.accelerators import ACCELERATORS, Accelerator, accelerator, named
+from backbeat.cost.accelerators import ACCELERATORS, Accelerator, accelerator, accelerator_named
 from backbeat.cost.collectives import traffic
 from backbeat.errors import InputError
 from backbeat.model import Network
@@ -194,6 +194,6 @@ def gpu_named(text: str) -> Accelerator:
     if found is not None:
         return found
     if any(one.short_name == text.lower() for one in ACCELERATORS):
-        return named(text)
+        return accelerator_named(text)
     known = ", ".join(dict.fromkeys(one.short_name for one in ACCELERATORS))
     raise InputError(f"{text!r} is no accelerator known here: there are {known}")
