@@ -77,7 +77,8 @@ class LayoutPrediction(msgspec.Struct, frozen=True, kw_only=True):
     bubble_share: float
     """Of the pipeline's time, what the average stage does nothing in."""
     band_s: tuple[float, float] | None = None
-    """The step on a quiet and on a busy cluster, where the network says how far these are apart."""
+    """Where the steps of such layouts are found: on a quiet and on a busy cluster, and as far off as nine of ten
+    published ones were."""
     spread_s: tuple[float, float] | None = None
     """The 10th and the 90th percentile of single steps, where a measured block says how much these vary."""
     timeline: tuple[Span, ...] = ()

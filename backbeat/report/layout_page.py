@@ -25,7 +25,7 @@ from backbeat.report.whatif_inputs import read_state
 from backbeat.units import format_bytes, format_seconds
 
 _LIMITS = {"gpus": (1, 2048), "global_batch": (1, 65536), "sequence": (128, 1 << 20)}
-HEADINGS = ("rank", "layout", "step", "tokens/s/GPU", "busy", "quiet", "MFU", "memory", "bubble", "limited by")
+HEADINGS = ("rank", "layout", "step", "tokens/s/GPU", "least", "most", "MFU", "memory", "bubble", "limited by")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,8 +138,8 @@ def _tiles(best: LayoutPrediction) -> list[tuple[str, str, str]]:
 
 
 def _row(rank: int, one: LayoutPrediction) -> list[Cell]:
-    quiet, busy = one.band_s or (one.step_s, one.step_s)
-    rates = [one.job.tokens / one.gpus / seconds for seconds in (busy, quiet)]
+    fastest, slowest = one.band_s or (one.step_s, one.step_s)
+    rates = [one.job.tokens / one.gpus / seconds for seconds in (slowest, fastest)]
     return [
         (str(rank), rank),
         short(one.layout),

@@ -71,7 +71,7 @@ def ranked_table(found: Sequence[LayoutPrediction], *, title: str, counts: bool 
         table.add_column("GPUs", justify="right")
     width = (34 if banded else 46) - 6 * counts
     table.add_column("layout", max_width=width)
-    for heading in ("tok/s/GPU", *(["busy–quiet"] if banded else []), "MFU", "memory", "limit"):
+    for heading in ("tok/s/GPU", *(["range"] if banded else []), "MFU", "memory", "limit"):
         table.add_column(heading, justify="left" if heading == "limit" else "right")
     for one in found:
         cells = [str(one.gpus)] if counts else []

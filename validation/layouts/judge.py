@@ -29,7 +29,7 @@ BEGIN, END = "<!-- errors -->", "<!-- end of errors -->"
 """Where the tables stand in the pages."""
 
 
-def predicted(row: Row, factor: float = 1.0, family: str = "events") -> layouts.LayoutPrediction:
+def predicted(row: Row, factor: float = 1.0, family: str = "events", *, band: bool = False) -> layouts.LayoutPrediction:
     return layouts.predict(
         row.model,
         row.cluster,
@@ -42,7 +42,7 @@ def predicted(row: Row, factor: float = 1.0, family: str = "events") -> layouts.
         compute_factor=factor,
         family=family,  # type: ignore[arg-type]
         contention=row.contention,
-        band=False,
+        band=band,
     )
 
 
@@ -114,19 +114,23 @@ class Judged:
     calibrated: float | None
     memory: float | None
     step_s: float
+    inside: bool
+    """Whether it was measured in the range that is given for it."""
 
 
 def judged(every: list[Row], half: str, factors: dict[str, tuple[Row, float]], show: bool) -> list[Judged]:
     found = []
     for row in (one for one in every if one.half == half):
-        one = predicted(row)
+        one = predicted(row, band=True)
+        assert one.band_s is not None
+        inside = one.band_s[0] <= row.measured_s <= one.band_s[1]
         calibrated = memory = None
         if row.group in factors and factors[row.group][0].identity != row.identity:
             calibrated = predicted(row, factors[row.group][1]).step_s / row.measured_s - 1
         if row.measured_bytes is not None:
             memory = (one.memory.total - one.memory.reserve) / row.measured_bytes - 1
         closed = predicted(row, family="closed-form").step_s / row.measured_s - 1
-        found.append(Judged(row, one.step_s / row.measured_s - 1, closed, calibrated, memory, one.step_s))
+        found.append(Judged(row, one.step_s / row.measured_s - 1, closed, calibrated, memory, one.step_s, inside))
         if show:
             parts = " ".join(
                 f"{name} {value / one.step_s:.0%}"
@@ -151,6 +155,7 @@ def errors(found: list[Judged]) -> dict[str, Any]:
         "zero-shot, closed form": summary(known["closed"]),
         "calibrated": summary(known["calibrated"]) if known["calibrated"] else None,
         "memory": summary(known["memory"]) if known["memory"] else None,
+        "inside the range": sum(one.inside for one in found),
         "rank correlation": round(statistics.median(ranked), 2) if ranked else None,
     }
 
@@ -168,14 +173,16 @@ def parallelism(row: Row) -> str:
 def markdown(title: str, found: dict[str, dict[str, Any]]) -> str:
     """A table of medians, 90th percentiles and biases."""
     protocols = ("zero-shot", "zero-shot, closed form", "calibrated", "memory")
-    lines = [f"| {title} | rows | {' | '.join(protocols)} | ranks |", "|---|" + "---|" * (len(protocols) + 2)]
+    lines = [f"| {title} | rows | {' | '.join(protocols)} | inside | ranks |", "|---|" + "---|" * (len(protocols) + 3)]
     for name, result in found.items():
         cells = [
             f"{one['median']:.1%}, {one['p90']:.1%}, {one['bias']:+.1%}" if (one := result[each]) else ""
             for each in protocols
         ]
         rank = "" if result["rank correlation"] is None else f"{result['rank correlation']:.2f}"
-        lines.append(f"| {name} | {result['zero-shot']['rows']} | {' | '.join(cells)} | {rank} |")
+        lines.append(
+            f"| {name} | {result['zero-shot']['rows']} | {' | '.join(cells)} | {result['inside the range']} | {rank} |"
+        )
     return "\n".join(lines)
 
 

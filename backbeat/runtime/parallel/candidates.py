@@ -60,7 +60,10 @@ class Candidate:
         recomputed = plan.memory is not None and any(one.action != "keep" for one in plan.memory.segments)
         ending = " within the memory budget" if recomputed else ""
         if plan.sharding is not None:
-            return f"{counted(len(plan.sharding.units), 'unit')} of {plan.strategy} on {plan.sharding.mesh}{ending}"
+            dtype = plan.sharding.param_dtype
+            gathered = "" if dtype == "fp32" else f", parameters in {dtype}"
+            units = counted(len(plan.sharding.units), "unit")
+            return f"{units} of {plan.strategy} on {plan.sharding.mesh}{gathered}{ending}"
         compressed = ", some compressed," if plan.compressed else ""
         on = counted(plan.communicators, "communicator")
         return f"{counted(len(plan.buckets), 'bucket')}{compressed} of {plan.strategy} on {on}{ending}"

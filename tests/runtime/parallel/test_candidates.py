@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -166,3 +167,11 @@ def test_the_best_of_each_kind(memory_bytes: int | None) -> None:
     assert all(Candidate.from_text(one.to_text()) == one for one in found)
     if memory_bytes is not None:
         assert all((one.plan.predicted.peak_bytes or 0) <= memory_bytes for one in found if one.plan.predicted)
+
+
+def test_units_that_gather_in_another_dtype_say_so() -> None:
+    units = candidate("units")
+    assert units.plan.sharding is not None
+    low = msgspec.structs.replace(units.plan.sharding, param_dtype="bf16")
+    named = Candidate(kind="units", plan=msgspec.structs.replace(units.plan, sharding=low)).name
+    assert named == f"{units.name}, parameters in bf16"
