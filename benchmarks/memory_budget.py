@@ -35,7 +35,7 @@ from backbeat.planners.memory_plan import Search, uniform
 from backbeat.runtime import DistributedDataParallel
 from backbeat.runtime.compressed.topk_speed import measure_topk
 from backbeat.runtime.memory import apply
-from backbeat.simulate.actions import plan_of
+from backbeat.simulate.actions import segments_of
 from backbeat.simulate.memory_timeline import Chain
 from backbeat.simulate.resident_memory import ResidentMemory
 from backbeat.zoo import models
@@ -254,11 +254,11 @@ def planned_rows(table: Table, profile: Profile, kind: str, device: str, iterati
             )
     if kind == "dense":
         chain = Chain.of(profile, ResidentMemory.of(profile, None, "device", 1))
-        for policy, units in uniform(chain).items():
+        for policy, ranges in uniform(chain).items():
             if policy == "keep":
                 continue
-            run = Search(chain).run(units)
-            memory = msgspec.convert({"segments": msgspec.to_builtins(plan_of(profile, units))}, type(made.memory))
+            run = Search(chain).run(ranges)
+            memory = msgspec.convert({"segments": msgspec.to_builtins(segments_of(profile, ranges))}, type(made.memory))
             table.add(
                 f"uniform: {policy}",
                 lambda memory=memory: measure_run(*setup(name, device, BATCH[name]), memory, iterations=iterations),

@@ -165,6 +165,16 @@ def test_output_is_shown_as_it_is_printed(page: Path) -> None:
         assert shown == printed(command)
 
 
+def test_rows_shown_in_part_are_printed() -> None:
+    """Tables that a page shows without their frames, of the command that its text names."""
+    text = (ROOT / "docs/how-to/fit-a-memory-budget.md").read_text("utf-8")
+    named = re.search(r"`backbeat (plan [^`]*)` prints", text)
+    rows = re.findall(r"^[│┃].*$", text, re.MULTILINE)
+    assert named is not None
+    assert len(rows) > 8
+    assert not set(rows) - set(printed(named[1]).splitlines())
+
+
 def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text("utf-8").splitlines()) < 120
 

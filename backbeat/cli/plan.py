@@ -45,7 +45,7 @@ from backbeat.report.memory_tables import Policy, growth_table, mixture, peak_li
 from backbeat.report.sharding_tables import memory_table, units_table
 from backbeat.report.tables import describe, over_bound, plan_table, scaling_range
 from backbeat.report.ways import lines_to_write
-from backbeat.simulate.actions import plan_of
+from backbeat.simulate.actions import segments_of
 from backbeat.simulate.batch import same_blocks, sibling
 from backbeat.simulate.memory_timeline import Chain, memory_timeline
 from backbeat.simulate.resident_memory import ResidentMemory
@@ -255,8 +255,8 @@ def _policies(one: Profile, cluster: Network, made: Plan, result: Prediction, ac
     residuals = made.memory.residuals if made.memory else "device"
     chain = Chain.of(one, ResidentMemory.of(one, made, residuals, cluster.workers))
     rows = [Policy("this plan", result.peak_bytes or 0, result.iteration_s)]
-    for name, units in uniform(chain).items():
-        alike = MemoryPlan(segments=plan_of(one, units), residuals=residuals)
+    for name, ranges in uniform(chain).items():
+        alike = MemoryPlan(segments=segments_of(one, ranges), residuals=residuals)
         found = predict(one, cluster, replace(made, memory=alike), accumulation=accumulation)
         rows.append(Policy(f"{name}, every block", found.peak_bytes or 0, found.iteration_s))
     return rows

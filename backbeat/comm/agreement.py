@@ -36,8 +36,8 @@ def agree(communicators: Communicators, topic: str, lines: Sequence[str], what: 
 
 
 def wait_for_all(communicators: Communicators, topic: str, what: str) -> None:
-    """Wait until every rank is here, by the store alone: ranks that are not may be sending gradients at this time, and
-    a message of another size among these ends the process on gloo."""
+    """Wait until every rank is here, by the store alone. Ranks that are not here yet may be sending gradients, and on
+    gloo a message of another size among these ends the process."""
     if communicators.size == 1:
         return
     store = communicators.store

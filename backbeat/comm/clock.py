@@ -46,8 +46,8 @@ class Clock:
 class EventClock(Clock):
     """CUDA events on whatever stream is current where the mark is made.
 
-    Hooks run in autograd's own thread, which has made the stream of the gradient's kernels current: an event recorded
-    there is reached when the gradient is complete on the device, however far ahead the host is.
+    Hooks run in autograd's own thread, which has made the stream of the gradient's kernels current. The device reaches
+    an event recorded there when the gradient is complete, however far ahead the host is.
     """
 
     asynchronous = True

@@ -148,8 +148,8 @@ class Communicators:
             return gloo.make_gloo(store, self.rank, self.size, self.timeout, devices)
         if index == 0:
             return self.process_group
-        # Torch names a group that only its own ranks make by these ranks and by how many groups there are now: where
-        # some were destroyed since, the same name comes again, and it refuses.
+        # Torch names a group that only its own ranks make by these ranks and by the number of groups there are now.
+        # Once some were destroyed, the same name comes again, and torch refuses it.
         some = self.size < dist.get_world_size()
         ranks = dist.get_process_group_ranks(self.process_group)
         return dist.new_group(ranks, timeout=self.timeout, backend=self.backend, use_local_synchronization=some)

@@ -35,8 +35,8 @@ def make_gloo(store: Any, rank: int, size: int, timeout: timedelta, devices: lis
 
 
 def gloo_devices(process_group: Any, device: torch.device) -> list[Any]:
-    """The process group's own. Each device has a thread that spins while bytes wait for a receive to be posted: with
-    one more for every communicator they would take the cores from the threads that post them."""
+    """The process group's own. Each device has a thread that spins while bytes wait for a receive to be posted. One
+    more for every communicator would take the cores from the threads that post receives."""
     owned = getattr(getattr(process_group._get_backend(device), "options", None), "_devices", None)
     if owned:
         return list(owned)

@@ -43,7 +43,7 @@ class Accelerator:
     @property
     def short_name(self) -> str:
         """
-        >>> named("h100-pcie").short_name
+        >>> accelerator_named("h100-pcie").short_name
         'h100-pcie'
         """
         return self.name.lower().replace(" ", "-")
@@ -111,8 +111,8 @@ def accelerator(device: str) -> Accelerator | None:
     return replace(chosen, memory_gb=memory_gb) if memory_gb else chosen
 
 
-def named(short_name: str) -> Accelerator:
-    """By the short name that commands take: h100, a100, rtx-4090."""
+def accelerator_named(short_name: str) -> Accelerator:
+    """The accelerator of this short name, as commands take it: h100, a100, rtx-4090."""
     for one in ACCELERATORS:
         if one.short_name == short_name.lower():
             return one

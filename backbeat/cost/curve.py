@@ -75,7 +75,7 @@ class Curve:
         return np.asarray(np.interp(m, self.sizes, self.times) + self.gradient_s_per_byte * beyond)
 
     def at(self, size: float) -> float:
-        """As `time`, of one message, where arrays would cost more than the sum.
+        """`time` for one message, without the cost of an array.
 
         >>> Curve([1024, 2048], [1e-3, 1.5e-3], 1e-9).at(1536)
         0.00125

@@ -164,7 +164,7 @@ class LinkCost:
         """(e(n), u(n)) for every communicator count measured, by relative least squares over its points.
 
         The time of a batch is latency·u + shared/e. e comes from batches that are nearly all link work, where any are
-        measured: among small messages one communicator's latency hides behind another's transfer, which would look like
+        measured. Among small messages one communicator's latency hides behind another's transfer, which would look like
         a wider link. What is left in the others is u; with one size only, latencies are taken to overlap. Where all
         messages are small (`only_small_messages`), e is left at 1.
         """

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
-from backbeat.cost.accelerators import Accelerator, named
+from backbeat.cost.accelerators import Accelerator, accelerator_named
 from backbeat.cost.operator_curves import OperatorCurves, operator_curves
 from backbeat.cost.operator_grid import Grid
 from backbeat.cost.operators import Attention, Convolution, Product, Traffic, Work, roofline_s
@@ -54,7 +54,7 @@ class OperatorModel:
     @property
     def origin(self) -> str:
         """Where the figures come from, in words."""
-        device, source = named(self.curves.accelerator).name, self.curves.source
+        device, source = accelerator_named(self.curves.accelerator).name, self.curves.source
         text = f"efficiencies measured one by one on an {device} ({source['date']})"
         return text if device == self.accelerator.name else f"{text}, scaled by peak rates to {self.accelerator.name}"
 
@@ -229,7 +229,11 @@ def operator_model(
         raise InputError("a GPU that is not known by name needs both --tflops and --gbps")
     curves = operator_curves(device or "")
     # A GPU that only its rates are known of is taken to be filled as the one measured is.
-    known = named(device) if device is not None else replace(named(curves.accelerator), name="custom")
+    known = (
+        accelerator_named(device)
+        if device is not None
+        else replace(accelerator_named(curves.accelerator), name="custom")
+    )
     if tflops is None and known.peak_flops(precision) is None:
         have = [each for each in ("fp32", "tf32", "fp16", "bf16", "fp8") if known.peak_flops(each) is not None]
         raise InputError(f"{known.name} has no {precision}: use {', '.join(have)}")

@@ -5,12 +5,12 @@ longer) over an efficiency. Efficiencies are measured once, on one GPU, over gri
 `operator_model` carries them to others by three rules:
 
 - The roofline is the other GPU's own.
-- An operator fills a GPU as many times as it has tiles per multiprocessor. So the efficiency of a product is read where
-  rows and columns are smaller by the root of the ratio of multiprocessors; of attention, where there are fewer heads;
-  of a convolution, where there are fewer pixels.
-- Memory-bound work takes as long as on the GPU measured, filled likewise, unless its bytes take longer at the largest
-  share of the other's bandwidth that was seen. So the fixed cost of a small kernel stays what it is, and so does that
-  of kernels which are bound by their instructions.
+- An operator fills a GPU as many times as it has tiles per multiprocessor. So a GPU with more multiprocessors reaches
+  the efficiency measured for a smaller operator. For a product, rows and columns shrink by the root of the ratio of
+  multiprocessors; for attention, heads do; for a convolution, pixels.
+- Memory-bound work takes as long as on the GPU measured, filled as much. It takes longer where its bytes need longer at
+  the largest share of the other GPU's bandwidth that was seen. So a small kernel keeps its fixed cost, and so does a
+  kernel that is bound by its instructions.
 """
 
 from __future__ import annotations
@@ -132,8 +132,8 @@ def element_bytes(precision: str) -> int:
 def roofline_s(work: Product | Attention | Convolution, accelerator: Accelerator) -> float:
     """At the peak rates: arithmetic or traffic, whichever takes longer. Nothing is quicker.
 
-    >>> from backbeat.cost.accelerators import named
-    >>> round(roofline_s(Product("bf16", 8192, 8192, 8192), named("h200")) * 1e6)
+    >>> from backbeat.cost.accelerators import accelerator_named
+    >>> round(roofline_s(Product("bf16", 8192, 8192, 8192), accelerator_named("h200")) * 1e6)
     1111
     """
     peak = accelerator.peak_flops(work.precision)

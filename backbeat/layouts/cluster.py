@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
-from backbeat.cost.accelerators import ACCELERATORS, Accelerator, accelerator, named
+from backbeat.cost.accelerators import ACCELERATORS, Accelerator, accelerator, accelerator_named
 from backbeat.cost.collectives import traffic
 from backbeat.errors import InputError
 from backbeat.model import Network
@@ -68,7 +68,7 @@ class GpuCluster:
         return replace(self, load="quiet"), replace(self, load="busy")
 
     def collective_s(self, kind: Kind, size: float, workers: int, stride: int = 1) -> float:
-        """Of `size` bytes in all, in groups of `workers` ranks that are `stride` apart, all groups at once."""
+        """Seconds of a collective of `size` bytes in groups of `workers` ranks, `stride` apart, all groups at once."""
         if workers == 1 or size <= 0:
             return 0.0
         count = self._filled(workers, stride)
@@ -92,7 +92,8 @@ class GpuCluster:
         return seconds + max(0.0, least - self.collective_s(kind, 1.0, workers, stride))
 
     def send_s(self, size: float, workers: int, stride: int) -> float:
-        """From each rank to the next of its group, `stride` further on, all at once: as slow as where nodes meet."""
+        """Seconds to send from each rank to the next of its group, `stride` further on, all at once. The pairs that
+        cross nodes set the pace."""
         if size <= 0:
             return 0.0
         inside = workers * stride <= self.per_node
@@ -193,6 +194,6 @@ def gpu_named(text: str) -> Accelerator:
     if found is not None:
         return found
     if any(one.short_name == text.lower() for one in ACCELERATORS):
-        return named(text)
+        return accelerator_named(text)
     known = ", ".join(dict.fromkeys(one.short_name for one in ACCELERATORS))
     raise InputError(f"{text!r} is no accelerator known here: there are {known}")

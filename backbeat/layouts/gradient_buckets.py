@@ -76,18 +76,21 @@ def equal_buckets(elements: float, cap: float | None) -> tuple[GradientBucket, .
     if not elements:
         return ()
     count = max(1, round(elements / cap)) if cap is not None else 1
-    return tuple(GradientBucket(elements / count, (place + 1) / count) for place in range(count))
+    return tuple(GradientBucket(elements / count, (index + 1) / count) for index in range(count))
 
 
-def behind_backward(
+def overlapped_with_backward(
     buckets: Sequence[GradientBucket], backward_s: float, travel_s: Callable[[float], float], slowdown: float
 ) -> Added:
-    """What buckets that travel one after the other, each when it is complete, add to a backward pass. Computation
-    beside them takes `slowdown` times as long.
+    """What buckets add to the backward pass they overlap with.
+
+    They travel one after the other, each once it is complete. Computation beside them takes `slowdown` times as long.
 
     >>> halves = equal_buckets(2.0, 1.0)
-    >>> behind_backward(halves, 4.0, lambda elements: 1.0, 1.0), behind_backward(halves, 4.0, lambda elements: 3.0, 1.0)
-    (Added(exposed_s=1.0, slower_s=0.0), Added(exposed_s=4.0, slower_s=0.0))
+    >>> overlapped_with_backward(halves, 4.0, lambda elements: 1.0, 1.0)
+    Added(exposed_s=1.0, slower_s=0.0)
+    >>> overlapped_with_backward(halves, 4.0, lambda elements: 3.0, 1.0)
+    Added(exposed_s=4.0, slower_s=0.0)
     """
     times = {elements: travel_s(elements) for elements in {bucket.elements for bucket in buckets}}
     alone, beside = (_finished(buckets, backward_s, times, factor) for factor in (1.0, slowdown))

@@ -59,7 +59,7 @@ class LayerWork:
     """Of forward: attention's scores and what follows from them, which `selective` computes again."""
     parameters: int = 0
     """Tensors with a gradient: the host calls their module and adds up their gradients."""
-    behind: list[Work] = field(default_factory=list)
+    column_weight: list[Work] = field(default_factory=list)
     """Of `weight`: those of column-parallel matrices, which hide communication."""
 
     def moves(self, forward_bytes: float, backward_bytes: float, kind: str = "pointwise") -> None:
@@ -77,15 +77,15 @@ SUSTAINED = {
     "GB200": (0.68, 0.8),
     "GB300": (0.8, 0.95),
 }
-"""Of the rates that products and attention reach alone and for a moment, what they keep in training, where power holds
-clocks down. B200: large products reach 48 % of the peak in MooreThreads/SimuMax's configs/system/
-b200_bf16_ceperm.json, where the curves say 80 %. The others: from the development rows of validation/layouts."""
+"""The share of their short-burst rates that products and attention sustain in training, where power holds clocks down.
+B200: large products reach 48 % of the peak in MooreThreads/SimuMax's configs/system/ b200_bf16_ceperm.json, where the
+curves say 80 %. The others: from the development rows of validation/layouts."""
 _ELSEWHERE = (0.8, 0.8)
 """Assumed of other GPUs."""
 
 
 def seconds_of(works: list[Work], model: OperatorModel, *, backward: bool = False, parameters: int = 0) -> PhaseSeconds:
-    """On this GPU, by family."""
+    """What these operators take on this GPU, by family."""
     found = dict.fromkeys(FAMILIES, 0.0)
     host = model.host.parameter_s * parameters
     shares = dict(zip(FAMILIES, SUSTAINED.get(model.accelerator.name, _ELSEWHERE), strict=False))
@@ -107,9 +107,9 @@ class LayerBuilder:
         self.imbalance = imbalance
         """Tokens of the busiest rank over those of the average."""
         self.tokens = layout.micro_batch * job.sequence / layout.cp
-        """That a group of `tp` has at a time."""
+        """Tokens of one micro-batch in a group of `tp` ranks."""
         self.own_tokens = self.tokens / layout.tp if layout.shards_sequence else self.tokens
-        """Between the matrices that tp shares, of one rank."""
+        """Tokens of one rank between the matrices that tp shares."""
         self._half = "fp16" if job.precision == "fp16" else "bf16"
 
     def layer(self, *, sparse: bool) -> LayerWork:
@@ -183,7 +183,7 @@ class LayerBuilder:
         weight = Product(precision, outputs, inputs, rows, "tn", batch)
         made.weight.append(weight)
         if linear.split == "columns" and shared:
-            made.behind.append(weight)
+            made.column_weight.append(weight)
         if precision == "fp8":
             # Casts to 8 bits, and turned copies, of what goes in.
             made.moves(4 * rows * batch * inputs, 4 * rows * batch * outputs)

@@ -47,7 +47,7 @@ class MemoryByKind(msgspec.Struct, frozen=True, kw_only=True):
 def memory(
     model: Transformer, layout: Layout, job: Job, conventions: Conventions, count: int, imbalance: float = 1.0
 ) -> MemoryByKind:
-    """Of the stage that holds most, with `count` micro-batches in a step."""
+    """What a GPU of the fullest stage holds, with `count` micro-batches in a step."""
     chunks = split_layers(model, layout, by_cost=conventions.stages_by_cost)
     found = []
     for stage in range(layout.pp):

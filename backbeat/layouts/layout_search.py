@@ -1,7 +1,7 @@
-"""Every layout of a job on so many GPUs, ranked: those that fit, fastest first.
+"""Rank every layout of a job on a number of GPUs: those that fit, fastest first.
 
-All are weighed in closed form, and the best are simulated. Recomputing costs time, so it is tried only where a layout
-does not fit without.
+All are predicted in closed form, and the best are simulated. Recomputing costs time, so it is tried only where a layout
+does not fit without it.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def search(
 
 
 def least_memory(predictor: LayoutPredictor, gpus: int, zero: Sequence[int] = (1,)) -> LayoutPrediction | None:
-    """The layout that takes least, whether it fits or not; None where no layout can be."""
+    """The layout that takes least memory, whether it fits or not; None where no layout is possible."""
     found = (msgspec.structs.replace(base, recompute="full") for base in _candidates(predictor, gpus, zero))
     least = min(found, key=lambda one: (predictor.memory(one).total, one.label), default=None)
     return None if least is None else predictor.predict(least, "closed-form")
@@ -78,7 +78,7 @@ def _rank(found: LayoutPrediction) -> tuple[Any, ...]:
 
 
 def _candidates(predictor: LayoutPredictor, gpus: int, zero: Sequence[int]) -> Iterator[Layout]:
-    """Layouts that can be, but for recomputation."""
+    """Every possible layout, without choosing what it recomputes."""
     model, job = predictor.model, predictor.job
     node = predictor.cluster.per_node
     for tp in _divisors(gpus):

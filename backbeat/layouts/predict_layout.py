@@ -120,7 +120,7 @@ def predictor_of(
     stragglers: Mapping[int, float] | None = None,
     contention: bool | None = None,
 ) -> LayoutPredictor:
-    """What predicts layouts of this job, from what `predict` and `search` are given."""
+    """The predictor of this job's layouts, made of what `predict` and `search` take."""
     there = cluster_of(cluster, accelerator)
     # Rates fitted to whole published steps hold what computation loses beside communication; a block's do not.
     counted = block is not None if contention is None else contention
@@ -156,7 +156,7 @@ class LayoutPredictor:
     conventions: Conventions
     imbalance: float = 1.0
     compute_factor: float = 1.0
-    """Without the block's."""
+    """Given by the caller; a measured block has a factor of its own on top."""
     block: MeasuredBlock | None = None
     stragglers: Mapping[int, float] = field(default_factory=dict)
 
@@ -171,7 +171,7 @@ class LayoutPredictor:
         return _operators(self.cluster.accelerator.short_name, self.job.precision)
 
     def memory(self, layout: Layout) -> MemoryByKind:
-        """Of one GPU, which takes no time to say: what does not fit need not be timed."""
+        """What one GPU holds. Quick to compute, so layouts that do not fit need not be timed."""
         count = micro_batches(layout, self.job)
         return memory(self.model, layout, self.job, self.conventions, count, self.imbalance)
 
@@ -179,7 +179,7 @@ class LayoutPredictor:
         return self.memory(layout).total <= self.cluster.accelerator.memory_bytes
 
     def banded(self, found: LayoutPrediction) -> LayoutPrediction:
-        """With the range that it is expected in."""
+        """The same prediction, with the range of times to expect."""
         quiet = busy = 1.0
         if self.cluster.edges is not None:
             middle, *edges = (
@@ -191,8 +191,8 @@ class LayoutPredictor:
         return msgspec.structs.replace(found, band_s=(found.step_s * quiet / off, found.step_s * busy * off))
 
     def predict(self, layout: Layout, family: Family = "events", *, timeline: bool = True) -> LayoutPrediction:
-        """A layout that can be; whoever calls has checked it. Without a `timeline` steps of many micro-batches take
-        less time."""
+        """Predict a layout that the caller has checked. Steps of many micro-batches are predicted faster without a
+        `timeline`."""
         even = self._step_times(layout, family, (1.0,) * layout.pp, listed=timeline)
         found = self._assembled(layout, family, even)
         if self.stragglers:
@@ -202,7 +202,7 @@ class LayoutPredictor:
     def _step_times(
         self, layout: Layout, family: Family, slowdowns: Sequence[float], *, listed: bool = True
     ) -> _StepTimes:
-        """One pipeline, whose stages compute so many times as long as they should."""
+        """One pipeline, whose stages compute `slowdowns` times as long as healthy ones."""
         kinds = split_layers(self.model, layout, by_cost=self.conventions.stages_by_cost)
         replicas = ReplicaTimer(self.model, layout, self.cluster, self.operators, self.conventions)
         timers = {
@@ -219,7 +219,7 @@ class LayoutPredictor:
             for slowdown in slowdowns
         }
         every = {slowdown: timer.stages() for slowdown, timer in timers.items()}
-        chosen = [every[slowdowns[place % layout.pp]][place] for place in range(len(kinds))]
+        chosen = [every[slowdowns[index % layout.pp]][index] for index in range(len(kinds))]
         own = [_with_pass(each, self.conventions.pass_s / layout.chunks) for each in chosen]
         times = [replicas.sharded_passes(each, kind) for each, kind in zip(own, kinds, strict=True)]
         sent_bytes = 2 * timers[slowdowns[0]].builder.tokens * self.model.hidden
@@ -385,5 +385,5 @@ def _later(found: LayoutPrediction, wait_s: float) -> LayoutPrediction:
 def _with_pass(times: StageTimes, pass_s: float) -> StageTimes:
     """A stage's times with what the framework adds to a micro-batch, half of it in each direction."""
     host = PARTS.index("host")
-    parts = tuple(part + (pass_s if place == host else 0.0) for place, part in enumerate(times.parts))
+    parts = tuple(part + (pass_s if index == host else 0.0) for index, part in enumerate(times.parts))
     return StageTimes(times.forward_s + pass_s / 2, times.input_s + pass_s / 2, times.weight_s, parts)

@@ -1,8 +1,8 @@
 """What data parallelism adds to a step: gradients reduced, parameters updated and gathered, by ZeRO stage and overlap.
 
 Replicas of a dense parameter are dp · cp ranks, tp apart. Those of an expert are the tp · cp · dp ranks of a stage over
-ep, ep apart. With accumulation only the backward pass of the last micro-batch can hide a reduction, unless gradients
-are sharded (ZeRO 2 and 3): then each micro-batch reduces its own. Computation takes longer beside either.
+ep, ep apart. With accumulation only the last micro-batch's backward can hide a reduction. With sharded gradients (ZeRO
+2 and 3) each micro-batch reduces its own. Computation takes longer beside either.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, NamedTuple
 from backbeat.cost.operators import Traffic
 from backbeat.layouts.gradient_buckets import (
     GradientBucket,
-    behind_backward,
     dense_buckets,
     dense_tensors,
     equal_buckets,
+    overlapped_with_backward,
 )
 from backbeat.layouts.stage_times import PARTS, Added, StageLayers, StageTimes
 
@@ -35,7 +35,7 @@ fp32, and the copy that is computed with."""
 
 
 class RankParameters(NamedTuple):
-    """How many one rank of a stage holds, before replicas shard them."""
+    """Parameters that one rank of a stage holds, before replicas shard them."""
 
     dense: float
     expert: float
@@ -73,17 +73,17 @@ def rank_parameters(model: Transformer, layout: Layout, stage: StageLayers) -> R
 
 @dataclass(frozen=True, slots=True)
 class ReplicaTimes:
-    """Beside a stage's own passes."""
+    """What data parallelism adds to a stage's own passes."""
 
     reduce: Added
-    """By reducing gradients."""
+    """Added by reducing gradients."""
     update_s: float
     gather: Added
-    """By gathering parameters."""
+    """Added by gathering parameters."""
 
 
 class ReplicaTimer:
-    """Times for one model, layout and cluster."""
+    """Times what replicas exchange and update, for one model, layout and cluster."""
 
     def __init__(
         self,
@@ -101,8 +101,8 @@ class ReplicaTimer:
         self._expert = (stage_ranks // layout.ep, layout.ep)
 
     def sharded_passes(self, times: StageTimes, stage: StageLayers) -> StageTimes:
-        """A stage's passes where each micro-batch gathers parameters (ZeRO 3) and scatters gradients (ZeRO 2 and 3): a
-        layer's worth hides behind the layer before it."""
+        """A stage's passes where each micro-batch gathers parameters (ZeRO 3) and scatters gradients (ZeRO 2 and 3).
+        What a layer exchanges overlaps with the layer before it."""
         zero = self.layout.zero
         if zero < 2 or stage.layers == 0:
             return times
@@ -110,8 +110,8 @@ class ReplicaTimer:
         gather = self._layerwise("all_gather", held, 2, stage.layers) if zero == 3 else 0.0
         scatter = self._layerwise("reduce_scatter", held, self.conventions.reduced_bytes(zero), stage.layers)
         slowdown = self._slowdown(times)
-        forward = Added.behind(times.forward_s, gather, slowdown).plus(gather / stage.layers)
-        backward = Added.behind(times.backward_s, gather + scatter, slowdown).plus(scatter / stage.layers)
+        forward = Added.overlapped(times.forward_s, gather, slowdown).plus(gather / stage.layers)
+        backward = Added.overlapped(times.backward_s, gather + scatter, slowdown).plus(scatter / stage.layers)
         slower = forward.slower_s + backward.slower_s
         return replace(
             times,
@@ -121,7 +121,7 @@ class ReplicaTimer:
         )
 
     def _slowdown(self, times: StageTimes) -> float:
-        """Of a stage's passes beside collectives of its replicas."""
+        """How many times as long a stage's passes take beside collectives of its replicas."""
         spent = dict(zip(PARTS, (part / (times.total_s or 1.0) for part in times.parts), strict=True))
         return self.cluster.slowdown(
             *self._dense,
@@ -131,7 +131,7 @@ class ReplicaTimer:
         )
 
     def after(self, chunks: Sequence[StageLayers], window_s: float, passes: StageTimes) -> ReplicaTimes:
-        """Of a stage that holds these. From `window_s` before its end on gradients are complete."""
+        """The times for a stage that holds these chunks. Its gradients become complete during its last `window_s`."""
         zero = self.layout.zero
         held = [rank_parameters(self.model, self.layout, chunk) for chunk in chunks]
         total = RankParameters(sum(each.dense for each in held), sum(each.expert for each in held))
@@ -171,7 +171,7 @@ class ReplicaTimer:
             if self.reduction.overlap == "none":
                 found = found.plus(sum(travel_s(bucket.elements) for bucket in buckets))
             else:
-                found = found.plus(*behind_backward(buckets, window_s, travel_s, slowdown))
+                found = found.plus(*overlapped_with_backward(buckets, window_s, travel_s, slowdown))
         return found
 
     def _tied(self, chunks: Sequence[StageLayers]) -> float:
@@ -194,7 +194,7 @@ class ReplicaTimer:
         if not self.reduction.gather_overlap:
             return Added(total)
         # Forward starts with the first bucket, backward's last; the others travel beside it.
-        return Added.behind(forward_s, total - first, slowdown).plus(first)
+        return Added.overlapped(forward_s, total - first, slowdown).plus(first)
 
     def _slices_s(self, chunks: Sequence[StageLayers], dense: float) -> float:
         """Launches of one copy for each tensor and replica, and three copies of all parameters."""

@@ -1,8 +1,8 @@
 """Ranks that compute more slowly than others, always or now and then, and who waits for them.
 
-Ranks that share a layer wait for each other in every layer: those of `tp` and `cp`, those that exchange experts'
-tokens, and all of a stage where replicas gather parameters or scatter gradients in every pass (ZeRO 2 and 3). Such a
-group is as slow as its slowest rank. Stages wait along the pipeline; replicas at the end of the step, to reduce
+Ranks that share a layer wait for each other in every layer. These are the ranks of `tp` and `cp`, and those that
+exchange experts' tokens. With ZeRO 2 and 3, where replicas communicate in every pass, they are all ranks of a stage.
+Such a group is as slow as its slowest rank. Stages wait along the pipeline; replicas at the end of the step, to reduce
 gradients.
 """
 
@@ -54,8 +54,8 @@ def slow_pipelines(layout: Layout, stragglers: Mapping[int, float]) -> list[tupl
     stage_ranks, group = layout.tp * layout.cp * layout.dp, group_size(layout)
     found: dict[int, list[float]] = {}
     for rank, slowdown in stragglers.items():
-        stage, place = divmod(rank, stage_ranks)
-        factors = found.setdefault(place // group, [1.0] * layout.pp)
+        stage, within_stage = divmod(rank, stage_ranks)
+        factors = found.setdefault(within_stage // group, [1.0] * layout.pp)
         factors[stage] = max(factors[stage], slowdown)
     return sorted({tuple(factors) for factors in found.values()})
 

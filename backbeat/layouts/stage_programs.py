@@ -31,14 +31,14 @@ def order(schedule: PipelineSchedule, stage: int, stages: int, count: int, chunk
     if schedule == "interleaved":
         total = count * chunks
         ahead = min((stages - stage - 1) * 2 + (chunks - 1) * stages, total)
-        forward = [_interleaved(place, stages, chunks) for place in range(total)]
+        forward = [_interleaved(index, stages, chunks) for index in range(total)]
         backward = [(micro, chunks - 1 - chunk) for micro, chunk in forward]
     else:
         ahead = count if schedule == "gpipe" else min(stages - stage - 1, count)
         forward = backward = [(micro, 0) for micro in range(count)]
     found = [Operation("F", *each) for each in forward[:ahead]]
-    for place in range(ahead, len(forward)):
-        found += [Operation("F", *forward[place]), Operation("B", *backward[place - ahead])]
+    for index in range(ahead, len(forward)):
+        found += [Operation("F", *forward[index]), Operation("B", *backward[index - ahead])]
     found += [Operation("B", *each) for each in backward[len(forward) - ahead :]]
     return _split(found, stage) if schedule == "zero-bubble" and stages > 1 else found
 
@@ -60,15 +60,16 @@ def _split(operations: list[Operation], stage: int) -> list[Operation]:
     return [*found, *put_off]
 
 
-def _interleaved(place: int, stages: int, chunks: int) -> tuple[int, int]:
+def _interleaved(index: int, stages: int, chunks: int) -> tuple[int, int]:
     """Rounds of `stages` micro-batches go through every chunk before the next round starts."""
-    rounds, within = divmod(place, stages * chunks)
+    rounds, within = divmod(index, stages * chunks)
     chunk, micro = divmod(within, stages)
     return rounds * stages + micro, chunk
 
 
 Transfer = tuple[str, int, int]
-"""What an operation waits for from another stage: the operation's kind, micro-batch and place among all chunks."""
+"""What an operation waits for from another stage: the operation's kind, its micro-batch, and its position in the
+pipeline, which is chunk · stages + stage."""
 
 
 class Act(NamedTuple):
@@ -153,8 +154,8 @@ def _ahead(orders: list[list[Operation]], last: int, *, early: bool) -> list[lis
 def _input(operation: Operation, stage: int, last: int, stages: int = 0) -> tuple[Transfer, ...]:
     """What an operation waits for from another stage; `stages` matters where a stage has several chunks."""
     kind, micro, chunk = operation
-    place = chunk * stages + stage
-    return ((kind, micro, place),) if {"F": place > 0, "B": place < last, "W": False}[kind] else ()
+    position = chunk * stages + stage
+    return ((kind, micro, position),) if {"F": position > 0, "B": position < last, "W": False}[kind] else ()
 
 
 def _output(operation: Operation, stage: int, last: int, stages: int = 0) -> tuple[Transfer, ...]:

@@ -68,10 +68,10 @@ class Added(NamedTuple):
     """Computation that takes longer beside it."""
 
     @classmethod
-    def behind(cls, compute_s: float, communication_s: float, slowdown: float) -> Added:
-        """Communication that starts with computation and needs none of it.
+    def overlapped(cls, compute_s: float, communication_s: float, slowdown: float) -> Added:
+        """Communication that starts together with computation and waits for none of it.
 
-        >>> Added.behind(3.0, 2.0, 2.0), Added.behind(1.0, 2.0, 1.0)
+        >>> Added.overlapped(3.0, 2.0, 2.0), Added.overlapped(1.0, 2.0, 1.0)
         (Added(exposed_s=0.0, slower_s=1.0), Added(exposed_s=1.0, slower_s=0.0))
         """
         alone = max(compute_s, communication_s)
@@ -100,8 +100,8 @@ class StageLayers:
 
 
 def split_layers(model: Transformer, layout: Layout, *, by_cost: bool = False) -> list[StageLayers]:
-    """Consecutive layers to consecutive chunks, those in the middle taking one more where they do not divide: the first
-    has the embedding to do as well, the last the head. Or `by_cost`, as nanotron does.
+    """Consecutive layers for consecutive chunks. Where layers do not divide evenly, chunks in the middle take one more:
+    the first also has the embedding, the last the head. `by_cost` divides them as nanotron does.
 
     >>> from backbeat.layouts.layout import Layout
     >>> for layers in (6, 7):
@@ -187,7 +187,7 @@ class StageTimer:
         again = forward if recompute == "full" else PhaseSeconds()
         if recompute == "selective":
             again = self._seconds(work.core)
-        tensor = self._tensor(self._seconds(work.behind).matmul, forward.matmul, sparse)
+        tensor = self._tensor(self._seconds(work.column_weight).matmul, forward.matmul, sparse)
         context = self._context(forward.attention, inputs.attention)
         expert = self._expert() if sparse else 0.0
         twice = 2 if recompute == "full" else 1
@@ -252,7 +252,8 @@ class StageTimer:
         return self.cluster.waited_s(kind, size, self.layout.tp)
 
     def _tensor(self, behind_s: float, matrices_s: float, sparse: bool) -> tuple[Added, Added]:
-        """Of forward and of backward: a gather and a scatter around attention, and around a dense MLP."""
+        """What tensor parallelism adds to forward and to backward: a gather and a scatter around attention, and the
+        same around a dense MLP."""
         # Experts take each rank's own tokens; only an MLP that all tokens take is shared.
         pairs = 1 if sparse and not self.model.shared_ffn else 2
         size = 2 * self.builder.tokens * self.model.hidden
@@ -262,20 +263,20 @@ class StageTimer:
             gather, scatter = pairs * self._group("all_gather", size), pairs * self._group("reduce_scatter", size)
             forward = gather + scatter
             if overlap == "backward":
-                # The gradient is gathered for all to wait; the input again behind one product, its gradient scattered
-                # behind the other.
-                hidden = Added.behind(behind_s, scatter, slowdown).plus(*Added.behind(behind_s, gather, slowdown))
-                return Added(forward), hidden.plus(gather)
+                # Everything waits while the output's gradient is gathered. One product hides the second gather of the
+                # input, another the scatter of the input's gradient.
+                scattered, gathered = (Added.overlapped(behind_s, each, slowdown) for each in (scatter, gather))
+                return Added(forward), scattered.plus(*gathered).plus(gather)
             if overlap == "none":
                 return Added(forward), Added(forward + (gather if self.conventions.gathers_again else 0.0))
         else:
             forward = pairs * self._group("all_reduce", size)
             if overlap == "backward":
-                return Added(forward), Added.behind(behind_s, forward, slowdown)
+                return Added(forward), Added.overlapped(behind_s, forward, slowdown)
         if overlap == "all":
             # The first slice has nothing to hide behind.
             slices = forward / self.layout.tp
-            once, again = (Added.behind(each * matrices_s, forward - slices, slowdown) for each in (1, 2))
+            once, again = (Added.overlapped(each * matrices_s, forward - slices, slowdown) for each in (1, 2))
             return once.plus(slices), again.plus(slices)
         return Added(forward), Added(forward)
 
@@ -296,8 +297,8 @@ class StageTimer:
         hidden = (cp - 1) / cp
         slowdown = self.cluster.slowdown(cp, tp, attention=1.0)
         return (
-            Added.behind(forward_s * hidden, (cp - 1) * send, slowdown),
-            Added.behind(backward_s * hidden, 2 * (cp - 1) * send, slowdown),
+            Added.overlapped(forward_s * hidden, (cp - 1) * send, slowdown),
+            Added.overlapped(backward_s * hidden, 2 * (cp - 1) * send, slowdown),
         )
 
     def _expert(self) -> float:

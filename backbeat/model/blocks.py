@@ -21,7 +21,7 @@ class Block(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     name: str
     """The module's name in the model, e.g. `layer1.0`."""
     forward_s: Seconds
-    """Also what recomputing it costs."""
+    """One forward of the block; recomputing it costs as much."""
     backward_s: Seconds
     input_bytes: Bytes
     """Tensors that enter it and must be there to recompute it; the batch itself counts as 0."""
@@ -39,10 +39,10 @@ class Block(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     saves_output: bool = False
     """Autograd keeps the output too, as an activation function in the last place does."""
     parameter_bytes: Bytes | None = None
-    """Of the parameters inside it; a weight that an earlier block holds too counts there. Gradients whose names begin
-    with the block's name and a dot are its own."""
+    """Bytes of the parameters inside it. A weight that an earlier block also holds counts there. Gradients whose names
+    begin with the block's name and a dot are its own."""
     parameter_dtype: str | None = None
-    """Of these, like `float32`; several are joined by a comma."""
+    """Dtype of these parameters, like `float32`; several are joined by a comma."""
     changes_input: bool = False
     """It writes into its input (an in-place activation): no recomputed segment can begin here."""
     chained: bool = True
@@ -50,7 +50,7 @@ class Block(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     host_forward_s: Seconds | None = None
     """What the host takes to issue its forward to an idle device; unknown where the host is the device."""
     host_backward_s: Seconds | None = None
-    """The same of its backward."""
+    """What the host takes to issue its backward."""
 
     def __post_init__(self) -> None:
         for field in (

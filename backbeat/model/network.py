@@ -99,8 +99,8 @@ class Network(Document, frozen=True, kw_only=True):
     def at(self, *, workers: int, load: Load = "typical") -> Network:
         """The same cluster with another number of workers, computed from the file's own times.
 
-        Where the file has that number, they are its times; between two numbers, latency and transfer are each
-        interpolated over the logarithm of the number; elsewhere the nearest is moved by the algorithm, and the fabric
+        For a number that the file has, these are the file's times. Between two numbers, latency and transfer are each
+        interpolated over the logarithm of the number. Elsewhere the nearest is scaled by the algorithm, and the fabric
         lets bandwidth fall. `load` gives the edges of the band, where there is one: a quiet or a busy cluster.
         """
         if workers < 1:

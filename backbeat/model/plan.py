@@ -109,7 +109,7 @@ class Plan(Document, frozen=True, kw_only=True):
     model: str
     # A factory: files always say it, and a plan with buckets that does not is refused below.
     communicators: Annotated[int, Meta(ge=1)] = msgspec.field(default_factory=lambda: _UNSAID)
-    """Of a sharded plan, follows from `sharding`."""
+    """Communicators that buckets use. In a sharded plan it follows from `sharding`."""
     buckets: Annotated[tuple[Bucket, ...], Meta(min_length=1)] = ()
     sharding: Sharding | None = None
     """Exactly one of `buckets` and `sharding` is there."""

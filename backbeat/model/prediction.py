@@ -96,14 +96,15 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     bound_s: float
     """No plan that ends its communication within the iteration is faster than this."""
     samples_per_s: float
-    """Of the whole job."""
+    """Samples a second of the whole job."""
     breakdown: Breakdown
     bottleneck: str
     """`compute`, or the largest part of the breakdown: `latency`, `bandwidth`, `waiting`, `stragglers`, `buffers`,
     `contention`, `gather`, `copies`; or `host`, where it issues work slower than the device does it."""
     band: Band | None = None
     network_band: NetworkBand | None = None
-    """Where the network says how far a quiet and a busy cluster are apart; `iteration_s` is a typical one."""
+    """The iteration on a quiet and on a busy cluster, where the network has a band; `iteration_s` is a typical
+    day's."""
     peak_bytes: int | None = None
     """Device memory at its highest, where the plan shards or says what is kept of activations."""
     extrapolated: bool = False

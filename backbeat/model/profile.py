@@ -42,8 +42,8 @@ class Gradient(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     ready_s: Seconds
     """When backward has finished it, counted from the start of backward."""
     forward_s: Seconds | None = None
-    """Forward time from the beginning of the module that owns the parameter until the next owning module begins, so
-    that those of all gradients add up to forward; on the module's first parameter, 0 on its others."""
+    """Forward time from where the module that owns the parameter begins to where the next such module begins. It stands
+    on the module's first parameter, and is 0 on its others. All add up to forward."""
     activation_bytes: Bytes | None = None
     """What autograd saves for backward in that span, each storage once and without parameters, buffers and the batch;
     on the module's first parameter, 0 on its others."""
@@ -65,14 +65,14 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     activation_bytes: Bytes = 0
     """Saved for backward at the end of forward."""
     steady_bytes: Bytes = 0
-    """Between iterations."""
+    """Allocated between iterations."""
     peak_bytes: Bytes = 0
     """The most at any moment of an iteration."""
     batch_bytes: Bytes = 0
     """The batch itself, part of `steady_bytes`."""
     head_bytes: Bytes = 0
-    """Where blocks were measured: the most that what follows the last block (the loss, a head that is no block) takes
-    above the level at the end of that block's forward, until its backward begins."""
+    """Where blocks were measured: peak of the parts after the last block (the loss, a head that is no block), above the
+    level at the end of that block's forward."""
     outside_bytes: Bytes = 0
     """Where blocks were measured: what autograd keeps of operations between the blocks."""
     cudnn_benchmark: bool = False
@@ -132,7 +132,7 @@ class Profile(Document, frozen=True, kw_only=True):
     compression_s_per_byte: Seconds | None = None
     """Device time per gradient byte of selecting what to send, and of putting together what came."""
     compression_s_per_bucket: Seconds | None = None
-    """What that takes of a bucket however small, in launches: the longer of the host's time and the device's."""
+    """What compressing takes for the smallest bucket, in launches: the longer of the host's time and the device's."""
     device_s: Seconds | None = None
     """Forward and backward of one micro-batch as the device does them with the host ahead; less than `forward_s` and
     `backward_s` together where these hold waiting for the host."""
@@ -149,7 +149,7 @@ class Profile(Document, frozen=True, kw_only=True):
     """Floating-point operations of forward and backward on one sample, a multiply-add being two."""
     compute_shares: ComputeShares | None = None
     optimizer: str | None = None
-    """What the update and the optimizer's memory are of, like `AdamW, fused`."""
+    """The optimizer of the update and of its memory, like `AdamW, fused`."""
     compiled: bool = False
     """Measured under `torch.compile`, block by block."""
     source: Source | str | None = None
@@ -267,7 +267,7 @@ class Profile(Document, frozen=True, kw_only=True):
 
     @property
     def origin(self) -> str:
-        """In one word where the figures come from, as far as the file says it."""
+        """One word for where the figures come from, as far as the file says."""
         if isinstance(self.source, Source):
             return self.source.method
         return self.source or "origin not stated"

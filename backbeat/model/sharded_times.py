@@ -21,7 +21,7 @@ class CollectivePair(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     bytes: Annotated[int, Meta(ge=1)]
     communicators: Annotated[int, Meta(ge=1, le=2)]
     seconds: Annotated[float, Meta(gt=0)]
-    """Until all are done."""
+    """Seconds until all are done."""
     alone_s: Annotated[float, Meta(gt=0)]
     """What they take one by one."""
 

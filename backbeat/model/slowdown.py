@@ -95,7 +95,8 @@ class Contention(Document, frozen=True, kw_only=True):
     notes: tuple[str, ...] = ()
 
     def slowdown(self, sm_share: float, memory_share: float) -> Slowdown:
-        """Beside communication that takes these shares of the multiprocessors and of the memory's bandwidth."""
+        """The slowdown beside communication that takes these shares of the multiprocessors and of the memory's
+        bandwidth."""
         return Slowdown(**{kind: curve.at(sm_share, memory_share) for kind, curve in self.curves.items()})
 
     @cached_property
@@ -115,7 +116,7 @@ class SlowdownCurve(NamedTuple):
 
     sm_shares: list[float]
     factors: list[float]
-    """At these shares of the multiprocessors, with no memory moved."""
+    """The slowdown at each of these shares of the multiprocessors, with no memory moved."""
     per_memory: float
     """Added for each share of the memory's bandwidth."""
 

@@ -129,7 +129,7 @@ class Specification:
         return text + ("; SHARP between nodes" if self.sharp else "")
 
     def bus_bandwidth(self, nodes: int) -> float:
-        """Of a large all-reduce on a quiet cluster, in bytes a second."""
+        """Bus bandwidth of a large all-reduce on a quiet cluster, in bytes a second."""
         inside = self._inside_rate
         if nodes == 1:
             return inside

@@ -17,8 +17,8 @@ from backbeat.model.slowdown import Transport
 
 
 class LoadBand(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """How far bandwidth lies from the times beside it, which are a typical day's. `quiet` is what a quiet cluster has
-    of it, such as the 95th percentile, 1 or more; `busy` what a busy one has, such as the 5th, 1 or less."""
+    """Bandwidth on a quiet and on a busy cluster, over that of a typical day. `quiet` is 1 or more, such as the 95th
+    percentile; `busy` is 1 or less, such as the 5th."""
 
     quiet: Annotated[float, Meta(ge=1)]
     busy: Annotated[float, Meta(gt=0, le=1)]
@@ -45,7 +45,7 @@ class Fabric(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             )
 
     def share(self, nodes: int, load: Load = "typical") -> float:
-        """Of the bandwidth between two nodes of a quiet cluster."""
+        """The share that is left of the bandwidth between two nodes of a quiet cluster."""
         return bandwidth_share(self.kind, nodes, load, oversubscription=self.oversubscription)
 
     def change(self, old: int, new: int) -> float:
@@ -66,12 +66,12 @@ class Topology(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     inside: CollectiveTimes | None = None
     """All-reduce inside one full node, for `hierarchical` (NVLink inside, network across)."""
     inside_algorithm: Inside = "ring"
-    """Of `hierarchical`, inside a node."""
+    """Algorithm that `hierarchical` uses inside a node."""
     across_algorithm: Across = "auto"
-    """Of `hierarchical`, between nodes."""
+    """Algorithm that `hierarchical` uses between nodes."""
     pipelined: bool = False
-    """Of `hierarchical`: parts of a message cross nodes while others travel inside, so that the slower of the two sets
-    the pace, not their sum."""
+    """With `hierarchical`, parts of a message cross nodes while others travel inside: the slower of the two sets the
+    pace, not their sum."""
     fabric: Fabric | None = None
     """What joins the nodes; without it, bandwidth between them stays whatever their number."""
     transport: Transport | None = None
@@ -85,7 +85,7 @@ class Topology(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def plain(self) -> PlainTopology:
-        """What moving needs of it."""
+        """The part of it that `cost/scaling.py` needs."""
         return PlainTopology(
             algorithm=self.algorithm,
             per_node=self.gpus_per_node,

@@ -48,9 +48,9 @@ STRATEGIES: dict[str, Callable[[Profile, Network, StrategyOptions], Draft | Plan
 SHARDED = frozenset({"fsdp", "hsdp", "zero1", "zero2", "decoupled", "sharded"})
 """Strategies that shard parameters rather than send gradients in buckets."""
 BUDGETED = frozenset({"decoupled", "sharded"})
-"""Those that choose within a memory budget themselves."""
+"""Strategies that choose within a memory budget themselves."""
 BUCKETED = frozenset({"ddp", "horovod"})
-"""Those that take the size of their buckets."""
+"""Strategies that take `bucket_bytes`."""
 
 
 class Choices(TypedDict, total=False):
@@ -68,7 +68,7 @@ class Choices(TypedDict, total=False):
 
 
 class JobChoices(Choices, total=False):
-    """And what the job does, which sharded strategies plan for."""
+    """The same, and facts of the job that sharded strategies plan for."""
 
     reduce_dtype: str | None
     accumulation: int | None

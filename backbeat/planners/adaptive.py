@@ -1,10 +1,10 @@
 """Adaptive fusion, OSF's idea made precise: of all constant buffers, the one with the least predicted time.
 
-A bucket closes once it has reached the buffer size B. As B grows from zero the buckets stay the same until B passes the
-smallest bucket that it closed, so walking from one such size to the next visits every bucketing a constant buffer can
-give: the choice is exact, not a grid. The bucketings depend on the gradients alone and are scored all at once.
-A small first bucket lets the link start early, and only the end of communication is exposed: so a smaller head and
-smaller buckets at the tail are tried too, and kept where they are predicted to help.
+A bucket closes once it has reached the buffer size B. As B grows from zero, the buckets stay the same until B passes
+the smallest bucket that it closed. Walking from one such size to the next visits every bucketing that a constant buffer
+can give: the choice is exact, not a grid. The bucketings depend on the gradients alone and are scored all at once. A
+small first bucket lets the link start early, and only the end of communication is exposed. So a smaller first bucket
+and smaller last ones are tried too, and kept where they are predicted to help.
 """
 
 from __future__ import annotations

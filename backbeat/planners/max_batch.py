@@ -9,7 +9,7 @@ from backbeat.errors import InputError
 from backbeat.model import Network, Plan, Prediction, Profile
 from backbeat.planners.memory_moves import uniform
 from backbeat.planners.memory_plan import Search, reserve_for, too_small, usable
-from backbeat.simulate.actions import Unit
+from backbeat.simulate.actions import BlockRange
 from backbeat.simulate.batch import at_batch, same_blocks
 from backbeat.simulate.memory_timeline import Chain
 from backbeat.simulate.predict import predict
@@ -50,7 +50,7 @@ def batches(
         )
     reserve = reserve_for(profile, reserve)
     search = Search(_chain(profile, workers))
-    keep, least = uniform(search.chain)["keep"], search.smallest.units
+    keep, least = uniform(search.chain)["keep"], search.smallest.ranges
     room = usable(budget, reserve)
     whole = _largest(profile, two, room, keep, workers)
     planned = max(_largest(profile, two, room, least, workers), whole)
@@ -114,11 +114,13 @@ def _chain(profile: Profile, workers: int | None) -> Chain:
     return Chain.of(profile, ResidentMemory.of(profile, workers=workers))
 
 
-def _largest(profile: Profile, two: Profile | None, room: int, units: tuple[Unit, ...], workers: int | None) -> int:
-    """The largest batch at which these units fit; sizes grow alike, so units that are best at one batch stay so."""
+def _largest(
+    profile: Profile, two: Profile | None, room: int, ranges: tuple[BlockRange, ...], workers: int | None
+) -> int:
+    """The largest batch at which these ranges fit; sizes grow alike, so ranges that are best at one batch stay so."""
 
     def fits(size: int) -> bool:
-        return _chain(at_batch(profile, size, two), workers).run(units).peak_bytes <= room
+        return _chain(at_batch(profile, size, two), workers).run(ranges).peak_bytes <= room
 
     if not fits(1):
         return 0

@@ -1,6 +1,6 @@
 """Memory plans to try for a chain of blocks: every block treated alike, every plan there is, and those one change away.
 
-A plan is a tuple of units (first block, block after the last, action): blocks kept or offloaded one by one, or a
+A plan is a tuple of ranges (first block, block after the last, action): blocks kept or offloaded one by one, or a
 segment recomputed together.
 """
 
@@ -9,11 +9,11 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 
-from backbeat.simulate.actions import FETCH, KEEP, OFFLOAD, RECOMPUTE, Unit
+from backbeat.simulate.actions import FETCH, KEEP, OFFLOAD, RECOMPUTE, BlockRange
 from backbeat.simulate.memory_timeline import Chain
 
 
-def uniform(chain: Chain) -> dict[str, tuple[Unit, ...]]:
+def uniform(chain: Chain) -> dict[str, tuple[BlockRange, ...]]:
     """Every block treated alike, where its position in the chain allows it."""
     policies = {"keep": one_by_one(chain, KEEP), "recompute": _each_recomputed(chain, RECOMPUTE)}
     if chain.has_host:
@@ -26,22 +26,22 @@ def count(chain: Chain) -> int:
     """How many plans there are for the chain."""
     from_block = [1] * (chain.count + 1)
     for first in reversed(range(chain.count)):
-        from_block[first] = sum(from_block[last] for _, last, _ in _units_from(chain, first))
+        from_block[first] = sum(from_block[last] for _, last, _ in _ranges_from(chain, first))
     return from_block[0]
 
 
-def every(chain: Chain, first: int = 0) -> Iterator[tuple[Unit, ...]]:
+def every(chain: Chain, first: int = 0) -> Iterator[tuple[BlockRange, ...]]:
     """All plans from block `first` on; only for chains that have few."""
     if first == chain.count:
         yield ()
         return
-    for unit in _units_from(chain, first):
-        for rest in every(chain, unit[1]):
-            yield (unit, *rest)
+    for one in _ranges_from(chain, first):
+        for rest in every(chain, one[1]):
+            yield (one, *rest)
 
 
-def _units_from(chain: Chain, first: int) -> Iterator[Unit]:
-    """Every unit that may begin with this block."""
+def _ranges_from(chain: Chain, first: int) -> Iterator[BlockRange]:
+    """Every range that may begin with this block."""
     yield first, first + 1, KEEP
     if chain.has_host:
         yield first, first + 1, OFFLOAD
@@ -55,43 +55,43 @@ def _units_from(chain: Chain, first: int) -> Iterator[Unit]:
         last += 1
 
 
-def one_by_one(chain: Chain, action: int) -> tuple[Unit, ...]:
+def one_by_one(chain: Chain, action: int) -> tuple[BlockRange, ...]:
     return tuple((k, k + 1, action) for k in range(chain.count))
 
 
-def _each_recomputed(chain: Chain, action: int) -> tuple[Unit, ...]:
+def _each_recomputed(chain: Chain, action: int) -> tuple[BlockRange, ...]:
     """Every block a segment of its own. A block that cannot begin a segment joins the one before it, or is kept."""
-    units: list[Unit] = []
+    ranges: list[BlockRange] = []
     for k in range(chain.count):
         if chain.may_begin[k]:
-            units.append((k, k + 1, action))
-        elif units and chain.may_go_on[k] and units[-1][2] != KEEP:
-            units[-1] = (units[-1][0], k + 1, action)
+            ranges.append((k, k + 1, action))
+        elif ranges and chain.may_go_on[k] and ranges[-1][2] != KEEP:
+            ranges[-1] = (ranges[-1][0], k + 1, action)
         else:
-            units.append((k, k + 1, KEEP))
-    return tuple(units)
+            ranges.append((k, k + 1, KEEP))
+    return tuple(ranges)
 
 
-def changes(chain: Chain, units: tuple[Unit, ...]) -> Iterator[tuple[Unit, ...]]:
+def changes(chain: Chain, ranges: tuple[BlockRange, ...]) -> Iterator[tuple[BlockRange, ...]]:
     """Every plan one change away, starting with the first blocks, whose tensors are largest."""
-    for index in range(len(units)):
-        for replaced, by in _at(chain, units, index):
-            yield (*units[:index], *by, *units[index + replaced :])
+    for index in range(len(ranges)):
+        for replaced, by in _at(chain, ranges, index):
+            yield (*ranges[:index], *by, *ranges[index + replaced :])
 
 
-def random_change(chain: Chain, units: tuple[Unit, ...], draw: random.Random) -> tuple[Unit, ...] | None:
-    """A plan one change away from a unit drawn at random; None where that unit allows no change."""
-    index = draw.randrange(len(units))
-    options = list(_at(chain, units, index))
+def random_change(chain: Chain, ranges: tuple[BlockRange, ...], draw: random.Random) -> tuple[BlockRange, ...] | None:
+    """A plan one change away from a range drawn at random; None where that range allows no change."""
+    index = draw.randrange(len(ranges))
+    options = list(_at(chain, ranges, index))
     if not options:
         return None
     replaced, by = options[draw.randrange(len(options))]
-    return (*units[:index], *by, *units[index + replaced :])
+    return (*ranges[:index], *by, *ranges[index + replaced :])
 
 
-def _at(chain: Chain, units: tuple[Unit, ...], index: int) -> Iterator[tuple[int, tuple[Unit, ...]]]:
-    """(how many units from `index` on are replaced, by which)."""
-    first, last, what = units[index]
+def _at(chain: Chain, ranges: tuple[BlockRange, ...], index: int) -> Iterator[tuple[int, tuple[BlockRange, ...]]]:
+    """(how many ranges from `index` on are replaced, by which)."""
+    first, last, what = ranges[index]
     again = (RECOMPUTE, FETCH) if chain.has_host else (RECOMPUTE,)
     begins = chain.may_begin[first]
     if last - first == 1:
@@ -111,9 +111,9 @@ def _at(chain: Chain, units: tuple[Unit, ...], index: int) -> Iterator[tuple[int
                 yield 1, ((first, middle, what), (middle, last, KEEP))
             if middle == first + 1 and chain.may_begin[middle]:
                 yield 1, ((first, middle, KEEP), (middle, last, what))
-    if index + 1 == len(units):
+    if index + 1 == len(ranges):
         return
-    _, beyond, other = units[index + 1]
+    _, beyond, other = ranges[index + 1]
     if not chain.may_go_on[last] or not begins:
         return
     # The two become one, or the boundary between them moves.

@@ -2,7 +2,7 @@
 
 Candidates come from the programme in `memory_segments`, at several prices for a byte copied, and from the uniform
 policies (every block treated alike); the simulation scores them all. The best are improved by small changes: a boundary
-moved, two units merged, one split, another action. First every change that helps is taken (hill climbing), then a
+moved, two ranges merged, one split, another action. First every change that helps is taken (hill climbing), then a
 random walk now and then accepts one that does not (simulated annealing). Random numbers are seeded and every limit
 counts evaluations, so the same profile and budget give the same plan. For a chain with few plans all are tried.
 """
@@ -21,7 +21,7 @@ from backbeat.model import Plan, Profile
 from backbeat.model.blocks import MemoryPlan
 from backbeat.planners.memory_moves import changes, count, every, one_by_one, random_change, uniform
 from backbeat.planners.memory_segments import Segmenter
-from backbeat.simulate.actions import FETCH, KEEP, OFFLOAD, RECOMPUTE, Unit, plan_of
+from backbeat.simulate.actions import FETCH, KEEP, OFFLOAD, RECOMPUTE, BlockRange, segments_of
 from backbeat.simulate.memory_timeline import Chain, ChainRun
 from backbeat.simulate.resident_memory import ResidentMemory
 from backbeat.units import format_bytes
@@ -96,7 +96,7 @@ def needed(peak: int, reserve: float | None = None) -> int:
 class Chosen:
     """A plan and its simulation."""
 
-    units: tuple[Unit, ...]
+    ranges: tuple[BlockRange, ...]
     run: ChainRun
 
 
@@ -106,14 +106,14 @@ class Search:
     def __init__(self, chain: Chain) -> None:
         self.chain = chain
         self.segmenter = Segmenter(chain)
-        self.known: dict[tuple[Unit, ...], ChainRun] = {}
+        self.known: dict[tuple[BlockRange, ...], ChainRun] = {}
         self.every = tuple(every(chain)) if count(chain) <= _FEW else ()
         self._smallest: Chosen | None = None
 
-    def run(self, units: tuple[Unit, ...]) -> ChainRun:
-        found = self.known.get(units)
+    def run(self, ranges: tuple[BlockRange, ...]) -> ChainRun:
+        found = self.known.get(ranges)
         if found is None:
-            found = self.known[units] = self.chain.run(units)
+            found = self.known[ranges] = self.chain.run(ranges)
         return found
 
     @property
@@ -124,7 +124,7 @@ class Search:
         return self._smallest
 
     def fastest(self, budget: int) -> Chosen | None:
-        """The fastest units found with a peak within the budget; None where the least peak is above it."""
+        """The fastest ranges found with a peak within the budget; None where the least peak is above it."""
         chain = self.chain
         keep = one_by_one(chain, KEEP)
         if self.run(keep).peak_bytes <= budget:
@@ -137,16 +137,16 @@ class Search:
             return max(run.peak_bytes - budget, 0), run.time_s, run.peak_bytes
 
         if self.every:
-            return self._simpler(self._best_of(self.every, score).units)
-        found = {smallest.units, *uniform(chain).values()}
+            return self._simpler(self._best_of(self.every, score).ranges)
+        found = {smallest.ranges, *uniform(chain).values()}
         room = budget - chain.base
         for price, ahead, share in product(_PRICES, _AHEAD, _ROOMS) if chain.has_host else ((0.0, 0.0, 1.0),):
-            units = self.segmenter.least_time(room * share, price / chain.to_device, ahead)
-            if units is not None:
-                found.add(tuple(units))
-        ranked = sorted(found, key=lambda units: (score(self.run(units)), units))
-        climbed = [self._climb(units, score, _CLIMB) for units in ranked[:3]]
-        best = self._best_of(climbed, score).units
+            ranges = self.segmenter.least_time(room * share, price / chain.to_device, ahead)
+            if ranges is not None:
+                found.add(tuple(ranges))
+        ranked = sorted(found, key=lambda ranges: (score(self.run(ranges)), ranges))
+        climbed = [self._climb(ranges, score, _CLIMB) for ranges in ranked[:3]]
+        best = self._best_of(climbed, score).ranges
         plain = self.run(keep).time_s
 
         def energy(run: ChainRun) -> float:
@@ -165,61 +165,61 @@ class Search:
             return self._best_of(self.every, score)
         found = set(uniform(chain).values())
         for ahead in _AHEAD:
-            low, high = 0.0, float(max(self.run(units).peak_bytes for units in found) - chain.base)
+            low, high = 0.0, float(max(self.run(ranges).peak_bytes for ranges in found) - chain.base)
             for _ in range(_HALVINGS):
                 middle = (low + high) / 2
-                units = self.segmenter.least_time(middle, 0.0, ahead)
-                if units is None:
+                ranges = self.segmenter.least_time(middle, 0.0, ahead)
+                if ranges is None:
                     low = middle
                 else:
-                    found.add(tuple(units))
+                    found.add(tuple(ranges))
                     high = middle
-        ranked = sorted(found, key=lambda units: (score(self.run(units)), units))
-        climbed = [self._climb(units, score, _CLIMB) for units in ranked[:2]]
-        best = self._best_of(climbed, score).units
+        ranked = sorted(found, key=lambda ranges: (score(self.run(ranges)), ranges))
+        climbed = [self._climb(ranges, score, _CLIMB) for ranges in ranked[:2]]
+        best = self._best_of(climbed, score).ranges
         above = max(self.run(best).peak_bytes - chain.base, 1)
         best = self._walk(best, score, lambda run: (run.peak_bytes - chain.base) / above, _LOW_WALK)
         return Chosen(best, self.run(best))
 
-    def _best_of(self, plans: Iterable[tuple[Unit, ...]], score: Score) -> Chosen:
-        best = min(plans, key=lambda units: (score(self.run(units)), units))
+    def _best_of(self, plans: Iterable[tuple[BlockRange, ...]], score: Score) -> Chosen:
+        best = min(plans, key=lambda ranges: (score(self.run(ranges)), ranges))
         return Chosen(best, self.run(best))
 
-    def _simpler(self, units: tuple[Unit, ...]) -> Chosen:
+    def _simpler(self, ranges: tuple[BlockRange, ...]) -> Chosen:
         """The plan without copies to the host that gain neither time nor a lower peak."""
-        for index, (first, last, what) in enumerate(units):
+        for index, (first, last, what) in enumerate(ranges):
             if what in (FETCH, OFFLOAD):
                 instead = (first, last, RECOMPUTE if what == FETCH else KEEP)
-                changed = (*units[:index], instead, *units[index + 1 :])
-                before, after = self.run(units), self.run(changed)
+                changed = (*ranges[:index], instead, *ranges[index + 1 :])
+                before, after = self.run(ranges), self.run(changed)
                 if after.peak_bytes <= before.peak_bytes and after.time_s <= before.time_s * (1 + 1e-9):
-                    units = changed
-        return Chosen(units, self.run(units))
+                    ranges = changed
+        return Chosen(ranges, self.run(ranges))
 
-    def _climb(self, units: tuple[Unit, ...], score: Score, evaluations: int) -> tuple[Unit, ...]:
+    def _climb(self, ranges: tuple[BlockRange, ...], score: Score, evaluations: int) -> tuple[BlockRange, ...]:
         """Take every change that scores better, until none does."""
-        best = score(self.run(units))
+        best = score(self.run(ranges))
         improved = True
         while improved:
             improved = False
-            for changed in changes(self.chain, units):
+            for changed in changes(self.chain, ranges):
                 if evaluations <= 0:
-                    return units
+                    return ranges
                 evaluations -= 1
                 found = score(self.run(changed))
                 if found < best and not _same(found, best):
-                    units, best, improved = changed, found, True
+                    ranges, best, improved = changed, found, True
                     break
-        return units
+        return ranges
 
     def _walk(
-        self, units: tuple[Unit, ...], score: Score, energy: Callable[[ChainRun], float], steps: int
-    ) -> tuple[Unit, ...]:
+        self, ranges: tuple[BlockRange, ...], score: Score, energy: Callable[[ChainRun], float], steps: int
+    ) -> tuple[BlockRange, ...]:
         """Simulated annealing: a random change that makes things worse is taken with a chance that falls with the harm
         and with the steps done."""
         draw = random.Random(0)
-        here, at = units, energy(self.run(units))
-        best = units
+        here, at = ranges, energy(self.run(ranges))
+        best = ranges
         for step in range(steps):
             temperature = 0.004 * (1 - step / steps) ** 2 + 1e-6
             changed = random_change(self.chain, here, draw)
@@ -251,7 +251,7 @@ def memory_plan(
     if chosen is None:
         raise InputError(too_small(search, budget_bytes, reserve))
     return MemoryPlan(
-        segments=plan_of(profile, chosen.units) if any(what != KEEP for _, _, what in chosen.units) else (),
+        segments=segments_of(profile, chosen.ranges) if any(what != KEEP for _, _, what in chosen.ranges) else (),
         budget_bytes=budget_bytes,
         residuals=residuals,
         peak_bytes=chosen.run.peak_bytes,

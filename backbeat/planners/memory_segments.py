@@ -1,13 +1,14 @@
 """Candidates for a memory plan: the least recomputation within a budget, by a programme over the chain.
 
-Blocks are taken in the order of forward. All that later units need to know of earlier ones is how many bytes these
-hold for backward: a unit fits if what is held before it, its own bytes and the most it needs in its backward stay
-within the budget. So the programme keeps, for every block k, a Pareto front of (bytes held, seconds added) pairs:
+Blocks are taken in the order of forward. All that later ranges need to know of earlier ones is how many bytes these
+hold for backward. A range fits if three things together stay within the budget: what is held before it, its own bytes,
+and the most that its backward needs. So the programme keeps, for every block k, a Pareto front of (bytes held, seconds
+added) pairs:
 
-    front[k] = undominated  { (held + own, seconds + added) : (held, seconds) in front[i], unit i..k fits }
+    front[k] = undominated  { (held + own, seconds + added) : (held, seconds) in front[i], range i..k fits }
 
-for units that are kept (own: saved tensors, nothing added), recomputed (own: their input; added: their forward) or
-offloaded (own: nothing; added: a price per byte copied). Copies of different units compete for the link to the host,
+for ranges that are kept (own: saved tensors, nothing added), recomputed (own: their input; added: their forward) or
+offloaded (own: nothing; added: a price per byte copied). Copies of different ranges compete for the link to the host,
 which a front cannot represent. The price stands for that: several are tried, and the simulation decides.
 """
 
@@ -18,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from backbeat.simulate.actions import FETCH, KEEP, OFFLOAD, RECOMPUTE, Unit
+from backbeat.simulate.actions import FETCH, KEEP, OFFLOAD, RECOMPUTE, BlockRange
 from backbeat.simulate.memory_timeline import Chain
 
 _FRONT = 128
@@ -26,26 +27,26 @@ _FRONT = 128
 
 
 class _Front(NamedTuple):
-    """Pairs for the blocks up to one, and the unit that led to each."""
+    """Pairs for the blocks up to one, and the range that led to each."""
 
     held: NDArray[np.float64]
     seconds: NDArray[np.float64]
     start: NDArray[np.intp]
-    """First block of the unit that led here."""
+    """First block of the range that led here."""
     action: NDArray[np.intp]
     parent: NDArray[np.intp]
     """Its index in the front of `start`."""
 
 
 class Segmenter:
-    """The programme over one chain. What each unit needs in its backward is computed once."""
+    """The programme over one chain. What each range needs in its backward is computed once."""
 
     def __init__(self, chain: Chain) -> None:
         self.chain = chain
         self.needs = [self._needs_from(first) for first in range(chain.count)]
         self.forward_sums = np.concatenate([[0.0], np.cumsum(chain.forward)])
 
-    def least_time(self, room: float, price_s_per_byte: float, ahead: float) -> list[Unit] | None:
+    def least_time(self, room: float, price_s_per_byte: float, ahead: float) -> list[BlockRange] | None:
         """Units that hold no more than `room` bytes at any moment and add the least time; None where none fit.
 
         `ahead` says how many further tensors of the same size are assumed to be on their way back from the host.
@@ -60,14 +61,14 @@ class Segmenter:
         if not fits.size:
             return None
         index = int(fits[np.argmin(last.seconds[fits])])
-        units: list[Unit] = []
+        ranges: list[BlockRange] = []
         k = chain.count
         while k > 0:
             front = fronts[k]
             start, action, index = int(front.start[index]), int(front.action[index]), int(front.parent[index])
-            units.append((start, k, action))
+            ranges.append((start, k, action))
             k = start
-        return units[::-1]
+        return ranges[::-1]
 
     def _extend(self, fronts: list[_Front], k: int, room: float, price: float, ahead: float) -> _Front:
         chain = self.chain

@@ -1,12 +1,12 @@
 """Merge small buckets with their neighbours, for the same time.
 
 A few buckets decide when a plan ends; the others are done long before anything waits for them. Each still costs the
-host a launch, which no network file has a time for. So neighbours become one bucket where the plan ends no later by it,
-in each of three cases: messages take as long as predicted; every message takes a quarter longer, since a plan without
-slack would pay for every error of the model; no message takes longer than the link needs for its bytes, since saving a
-latency gains nothing where the library hides it behind the message before. A bucket does not become larger than what
-was measured of the network, or than a bucket of stock DDP, unless one was before: training needs the largest bucket in
-memory beside its gradients.
+host a launch, which no network file has a time for. So two neighbours become one bucket where the plan then ends no
+later. That must hold in three cases. Messages take as long as predicted. Every message takes a quarter longer: a plan
+without slack pays for every error of the model. No message takes longer than the link needs for its bytes: where the
+library hides a latency behind the message before, saving it gains nothing. A bucket grows no larger than the largest
+message measured or a bucket of stock DDP, unless the plan had a larger one: training needs the largest bucket in memory
+beside its gradients.
 """
 
 from __future__ import annotations

@@ -7,9 +7,9 @@ bucket ending at j is
 
 for any nondecreasing T, because a later E[i] never makes anything earlier. E itself is nondecreasing. So among the i
 with E[i] <= r_j the largest is best (T does not fall with size), and for the others the term is E[i] + T(S_j - S_i).
-Where T is linear with slope q, that is least where E[i] - q·S_i is, over a window of i whose edges only move right as j
-grows: a monotonic queue finds it in constant time on average. A curve of P segments needs P queues: O(L·P) in all, O(L)
-when affine.
+Where T is linear with slope q, that is least where E[i] - q·S_i is least, over a window of i. The window's edges only
+move right as j grows, so a monotonic queue finds the least in constant time on average. A curve of P segments needs P
+queues: O(L·P) in all, O(L) when affine.
 
 Where back-to-back times were measured the term is max(r_j + T, E[i] + T_busy), which no queue takes. That one and its
 relatives, with other waits, costs or due times, share `quadratic_programme`: O(L²), vectorised.

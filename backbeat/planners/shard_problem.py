@@ -1,8 +1,9 @@
 """What a sharded planner chooses from: the parts of a model that units are made of, and a score for every choice.
 
-Units are made of *atoms*: repeated blocks (`layers.3`), and what follows the last of them (norm, head) where it cannot
-hold a weight that is tied to what comes before the first (embedding): a tied weight counts where it is held first, so a
-part with as many elements of its own has its own weight. What else there is belongs to the root.
+Units are made of *atoms*: repeated blocks (`layers.3`), and the parts after the last of them (norm, head). A part after
+them is no atom where it may share a weight with a part before the first, as a head does with its embedding. A profile
+counts a tied weight once, with the part that holds it first. So a part with as many elements of its own has a weight of
+its own. All other parts belong to the root.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from backbeat.simulate.sharded_units import ModelPieces, ShardedChain, padded
 from backbeat.simulate.slowdowns import slowdown_of
 
 Between = Literal["reshard", "whole", "last"]
-"""What happens between micro-batches."""
+"""What units do between micro-batches: see `ShardChoice.accumulate`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +50,8 @@ class ShardChoice:
     recomputed: int = 0
     """How many blocks are computed again, in the order of `ShardProblem.recomputable`."""
     accumulate: Between = "reshard"
-    """Under accumulation: free parameters after every backward; keep them until the last; and reduce gradients then."""
+    """Under accumulation. `reshard`: free parameters after every backward. `whole`: keep them until the last. `last`:
+    also reduce gradients only then."""
 
     def keeps(self, unit: int) -> bool:
         return bool(self.kept) and self.kept[unit]

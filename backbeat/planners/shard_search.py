@@ -1,7 +1,7 @@
 """The search behind `sharded`: choices that fit a room of device memory, fast ones first.
 
-What is too large recomputes as few blocks as it takes, or keeps fewer units whole after forward. Nothing is random, and
-every limit counts evaluations: the same problem gives the same choices.
+A choice that is too large recomputes as few blocks as needed, or keeps fewer units whole after forward. Nothing is
+random, and every limit counts evaluations: the same problem gives the same choices.
 """
 
 from __future__ import annotations

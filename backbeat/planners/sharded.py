@@ -1,17 +1,17 @@
 """`sharded` and `decoupled`: FSDP2's units and knobs, chosen together within a memory budget.
 
 `sharded` chooses which consecutive blocks form a unit, which units are resharded after forward, how far forward
-prefetches, the mesh, and which blocks are recomputed; with torch 2.13 also how many reduce-scatter inputs are held, and
-whether reduce-scatters have a communicator of their own. Every plan runs on stock `fully_shard`. Dtypes are those of
-`fsdp`, unless the caller names another: a plan never changes what is computed.
+prefetches, the mesh, and which blocks are recomputed. With torch 2.13 it also chooses how many reduce-scatter inputs
+are held, and whether reduce-scatters have a communicator of their own. Every plan runs on stock `fully_shard`. Dtypes
+are those of `fsdp`, unless the caller names another: a plan never changes what is computed.
 
 1. On each mesh, with units that are all resharded or all kept, `unit_programme` finds where units end. That is exact
    for its sub-problem: one micro-batch, one communicator, no contention.
-2. The engine scores those units, with contention and accumulation, beside `fsdp`, `hsdp` and `zero2`. What does not fit
-   recomputes as few blocks as it takes, or keeps fewer units.
+2. The engine scores those units, with contention and accumulation, beside `fsdp`, `hsdp` and `zero2`. A choice that
+   does not fit recomputes as few blocks as needed, or keeps fewer units whole after forward.
 3. The fastest are improved by prefetch, by moving boundaries, and by the newer knobs where torch has them.
-4. Of plans within 1 % of the fastest the one with the fewest changes from `fsdp` is taken, and never one that is
-   slower than `fsdp` where that fits. So no `hsdp` or `zero2` that fits gains more than 1 %.
+4. Of plans within 1 % of the fastest, `sharded` takes the one with the fewest changes from `fsdp`, and never one slower
+   than an `fsdp` that fits. So no `hsdp` or `zero2` that fits gains more than 1 %.
 
 `decoupled` keeps every unit whole after forward on one mesh: reduce-scatter behind backward, update of the own shard,
 all-gather behind the next forward, as DeAR does. Only its units are chosen.

@@ -152,9 +152,9 @@ def stage_lines(timeline: Sequence[Span]) -> list[str]:
 
 
 def _spread(done: list[dict[str, float]], letter: str, start: float, end: float) -> None:
-    for place in range(int(start * _COLUMNS), min(int(end * _COLUMNS) + 1, _COLUMNS)):
-        low, high = place / _COLUMNS, (place + 1) / _COLUMNS
-        done[place][letter] += max(0.0, min(end, high) - max(start, low))
+    for column in range(int(start * _COLUMNS), min(int(end * _COLUMNS) + 1, _COLUMNS)):
+        low, high = column / _COLUMNS, (column + 1) / _COLUMNS
+        done[column][letter] += max(0.0, min(end, high) - max(start, low))
 
 
 def drawn_batch(one: LayoutPrediction) -> int:

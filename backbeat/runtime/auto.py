@@ -1,7 +1,7 @@
 """`plan="auto"`: measure under DDP's buckets, plan, switch, measure these again, and stay with them where it is slower.
 
-Everything happens at the end of a step, in the same step on every rank: decisions come from figures summed over ranks
-or from rank 0, and a new partition is compared between ranks before it runs.
+Everything happens at the end of a step, in the same step on every rank. Decisions come from figures summed over ranks,
+or from rank 0. Ranks compare a new partition before it runs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A running job, watched: a few steps in fifty are timed on every rank, and rank 0 tells what they show.
+"""Watches a running job: times a few steps in fifty on every rank; rank 0 says what they show.
 
     watch = Watch(model, log="watch.jsonl")        # model: from parallelize, fully_shard or a wrapper; keep the watch
 
@@ -23,16 +23,16 @@ import msgspec
 
 from backbeat.errors import InputError
 from backbeat.report.drift import Drift, StepSample
-from backbeat.runtime.watched_steps import TOGETHER, watched_steps
+from backbeat.runtime.watched_steps import STEPS_PER_SAMPLE, watched_steps
 
 logger = logging.getLogger("backbeat.runtime")
 
 EVERY = 50
-FEWEST = 2 * TOGETHER
+FEWEST = 2 * STEPS_PER_SAMPLE
 PATIENCE_S = 10.0
-"""Rank 0 waits so long for the others' figures of a sample, and does without it otherwise."""
+"""How long rank 0 waits for the others' figures; then it drops the sample."""
 IMPATIENCE_S = 0.1
-"""So long where they did not come to the sample before."""
+"""How long it waits after a sample that it dropped."""
 
 
 class Watch:
@@ -48,7 +48,9 @@ class Watch:
     ) -> None:
         """log: a file that rank 0 appends a line of JSON to for each sample. to: functions called with it on rank 0."""
         if type(every) is not int or every < FEWEST:
-            raise InputError(f"every is {every!r}: it must be {FEWEST} steps or more, of which {TOGETHER} are timed")
+            raise InputError(
+                f"every is {every!r}: it must be {FEWEST} steps or more, of which {STEPS_PER_SAMPLE} are timed"
+            )
         if not isinstance(log, (str, os.PathLike, NoneType)):
             raise InputError(f"log is {log!r}: it must be the path of a file to write")
         self._log = None if log is None else Path(log)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("backbeat.runtime")
 
-TOGETHER = 3
+STEPS_PER_SAMPLE = 3
 """Steps timed for one sample, the last ones before it is taken."""
 FIGURES = 5
 """What a rank tells of its steps: own, iteration, exposed, span, transfer."""
@@ -52,7 +52,7 @@ class WrapperSteps:
     def __init__(self, reducer: Any, every: int, sample: Sample) -> None:
         self._reducer: Any = weakref.proxy(reducer)
         self._every, self._sample = every, WeakCall(sample)
-        self._recorder = Recorder(reducer.device, keep=TOGETHER)
+        self._recorder = Recorder(reducer.device, keep=STEPS_PER_SAMPLE)
         if reducer.watch is not None and reducer.watch() is not None:
             logger.warning("the model is watched already: the earlier Watch gets no more samples; to= takes several")
         reducer.watch = weakref.WeakMethod(self._after_step)
@@ -70,7 +70,7 @@ class WrapperSteps:
             self._recorder.clear()
             self._sample(reducer.steps, _figures([one for one in timed if one.iteration_s is not None]))
         context = reducer.runner.context
-        if -(reducer.steps + 1) % self._every < TOGETHER and context.recorder is None:
+        if -(reducer.steps + 1) % self._every < STEPS_PER_SAMPLE and context.recorder is None:
             # Nobody else times the next step.
             self._recorder.follows()
             context.recorder = self._recorder
@@ -135,7 +135,7 @@ class HookedSteps:
             self._timed.clear()
             self._clock.reserve(0)
             self._sample(self.steps, figures)
-        if -(self.steps + 1) % self._every < TOGETHER:
+        if -(self.steps + 1) % self._every < STEPS_PER_SAMPLE:
             if not self._hooks:
                 self._hook(self._model())
             self._before, self._waits = self._clock.mark(), []

@@ -1,4 +1,4 @@
-"""What is done with the blocks of a chain: runs of them with one action each, and a plan's segments that say so."""
+"""What is done with each range of blocks: keep, recompute or offload. By number in searches, by name in plans."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from backbeat.model import Profile
 from backbeat.model.blocks import MemoryPlan, Segment
 
 KEEP, RECOMPUTE, FETCH, OFFLOAD = range(4)
-"""What is done with a unit; FETCH is a recomputed one whose input waits on the host."""
+"""What is done with a range of blocks; FETCH is a recomputed one whose input waits on the host."""
 
-Unit = tuple[int, int, int]
+BlockRange = tuple[int, int, int]
 """(first block, block after the last, action)."""
 
 
-def units_of(profile: Profile, memory_plan: MemoryPlan) -> list[Unit]:
-    """The plan's segments by number, kept blocks one by one, after checking that the executor could run them."""
+def ranges_of(profile: Profile, memory_plan: MemoryPlan) -> list[BlockRange]:
+    """The plan's segments as ranges; kept blocks become ranges of one block. Raises where the runtime could not run
+    them."""
     index_of = {block.name: number for number, block in enumerate(profile.blocks)}
-    units: list[Unit] = []
+    ranges: list[BlockRange] = []
     reached = 0
     for index, segment in enumerate(memory_plan.segments):
         for name in segment.blocks:
@@ -41,20 +42,20 @@ def units_of(profile: Profile, memory_plan: MemoryPlan) -> list[Unit]:
                 f"memory.segments[{index}] offloads, but the profile {profile.name!r} has no host_link: "
                 "profile it again on the device with `backbeat profile`"
             )
-        units += [(k, k + 1, KEEP) for k in range(reached, first)]
+        ranges += [(k, k + 1, KEEP) for k in range(reached, first)]
         if segment.action == "keep":
-            units += [(k, k + 1, KEEP) for k in range(first, last)]
+            ranges += [(k, k + 1, KEEP) for k in range(first, last)]
         elif segment.action == "offload":
-            units.append((first, last, OFFLOAD))
+            ranges.append((first, last, OFFLOAD))
         else:
-            units.append((first, last, FETCH if segment.input == "offload" else RECOMPUTE))
+            ranges.append((first, last, FETCH if segment.input == "offload" else RECOMPUTE))
         reached = last
-    units += [(k, k + 1, KEEP) for k in range(reached, len(profile.blocks))]
-    return units
+    ranges += [(k, k + 1, KEEP) for k in range(reached, len(profile.blocks))]
+    return ranges
 
 
-def plan_of(profile: Profile, units: Sequence[Unit]) -> tuple[Segment, ...]:
-    """Units as segments by name; neighbours that are kept become one."""
+def segments_of(profile: Profile, ranges: Sequence[BlockRange]) -> tuple[Segment, ...]:
+    """Ranges as segments by name; neighbours that are kept become one."""
     segments: list[Segment] = []
     names = [block.name for block in profile.blocks]
     kept: list[str] = []
@@ -64,7 +65,7 @@ def plan_of(profile: Profile, units: Sequence[Unit]) -> tuple[Segment, ...]:
             segments.append(Segment(blocks=tuple(kept), action="keep"))
             kept.clear()
 
-    for first, last, what in units:
+    for first, last, what in ranges:
         if what == KEEP:
             kept.extend(names[first:last])
             continue

@@ -24,8 +24,8 @@ def at_batch(profile: Profile, batch_size: int, other: Profile | None = None) ->
 
     With a second profile of the model every time and size is a fixed part and one that grows with the batch, through
     both; outside the two it is extrapolated. Blocks and memory are kept only where both profiles have the same blocks.
-    With one profile all of each grows with the batch, which overstates a larger one wherever some part is fixed; but
-    waiting for the host does not grow, where the profile says what the device takes without.
+    With one profile all of each grows with the batch, which overstates a larger batch wherever some part is fixed. Time
+    spent waiting for the host does not grow, where the profile says what the device takes without it.
 
     >>> small = Profile(
     ...     name="small", model="m", batch_size=1, precision="fp32", device="cpu", forward_s=1.0, backward_s=2.0,

@@ -4,10 +4,9 @@ Take any gradient i. The buckets that hold it or a gradient after it launch no e
 the time from r_i to the end of communication. The bound is the largest r_i + (a lower bound of D), for these reasons,
 which hold for every bucketing, every order and every choice of communicators:
 
-**Prices.** While n buckets are on the link, they get e(n) seconds of link work done a second, and k - n communicators
-are left for latencies, which advance q(k - n) seconds a second: one for each communicator, fewer where latencies slow
-each other down. Put a price on each second of link work and of latency. If what is earned a second is at most 1 at
-every n,
+**Prices.** While n buckets are on the link, they get e(n) seconds of link work done a second. The other k - n
+communicators advance latencies by q(k - n) seconds a second: one each, fewer where latencies slow each other down. Put
+a price on each second of link work and of latency. If what is earned a second is at most 1 at every n,
 
     work·e(n) + latency·q(k - n) <= 1,
 
@@ -19,8 +18,8 @@ communicators carries half of everything. No prices are better than those at a v
 **A large gradient is never split.** With n buckets on the link one bucket gets e(n)/n. An extra price on the link work
 of the bucket with the largest gradient adds largest·e(n)/n to what is earned a second.
 
-**Shares.** A bucket of M bytes holds only gradients of m <= M bytes. Take a fixed part f off its price (nothing, or the
-least price of any bucket), and spread the rest over its gradients by bytes: a gradient of m bytes gets at least
+**Shares.** A bucket of M bytes holds only gradients of m <= M bytes. Take a fixed part f off its price: nothing, or the
+least price of any bucket. Spread the rest over its gradients by bytes. A gradient of m bytes then gets at least
 
     share(m) = m · min over M >= m of (c(M) - f) / M.
 

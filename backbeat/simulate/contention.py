@@ -2,8 +2,9 @@
 
 NCCL's kernels take multiprocessors and memory bandwidth away from whatever runs beside them, from a message's launch to
 its end. So gradients become ready later the more of their backward pass overlaps with communication, which moves the
-communication, and so on. What happens until some moment depends on nothing after it: running the buckets again with the
-ready times that the last run gave sets one more message right every time or two, and ends where nothing changes.
+communication, and so on. What happens until some moment depends on nothing after it. So the buckets run again and
+again, each time with the ready times that the last run gave. Every time or two sets one more message right; it ends
+where nothing changes.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """The host as a lane of the step: it issues all that the device does, and the device begins nothing before that.
 
-One thread issues a step: forward, backward, a hook for every gradient, a collective for every bucket, the update;
-under a memory plan also forwards once more and copies. Calls return at once, and streams rather than the host wait for
-copies and collectives, so that the host runs ahead, into the next steps. Nothing leads from the device back to it but
-the status message, which the wrapper reads when the next backward opens.
+One thread issues a step: forward, backward, a hook for every gradient, a collective for every bucket, the update; under
+a memory plan also forwards once more and copies. Calls return at once: streams wait for copies and collectives, the
+host does not, and runs ahead into the next steps. It waits for the device in one place only: the wrapper reads the
+status message when the next backward opens.
 
-So what one step hands to the next goes round one of three ways, and steps that repeat take as long as the longest:
+So three chains of work lead from one step to the next, and a step takes as long as the longest of them:
 
 | way | what is on it |
 |---|---|
@@ -13,8 +13,8 @@ So what one step hands to the next goes round one of three ways, and steps that 
 | host | issuing the whole step |
 | status | reading the status, backward as the host issues it to an idle device, the communication that ends after it |
 
-A model that waits for its host has time to communicate: what is exposed on the first way costs nothing as long as the
-second is longer.
+A model that waits for its host has time to communicate: exposed communication costs nothing while the host's chain is
+longer than the device's.
 
 Left out: the launch queue, which lets the host get about a thousand kernels ahead; and what a training loop itself
 waits for, like `loss.item()` or a `GradScaler`.

@@ -3,9 +3,9 @@
 Memory is counted in the order in which work is issued, as the device's allocator counts it; time on three streams:
 computation, copies to the host, copies to the device.
 
-- Forward runs block by block. A kept block leaves its saved tensors. A recomputed segment leaves its input alone; an
-  offloaded block's tensors, or an offloaded input, go to the host: the compute stream waits for such a copy at the
-  begin of the block two further on, and there the memory is free.
+- Forward runs block by block. A kept block leaves its saved tensors. A recomputed segment leaves only its input. The
+  tensors of an offloaded block, or an offloaded input, go to the host. The compute stream waits for that copy where the
+  block two further on begins; from there on the memory is free.
 - Backward runs in reverse. When it reaches a segment, the segment two before it starts to come back from the host;
   computation waits for what has not come in time. A recomputed segment first runs forward again, all of its saved
   tensors there at once, and they go block by block.
@@ -28,7 +28,7 @@ import msgspec
 
 from backbeat.errors import InputError
 from backbeat.model import Gradient, MemoryPlan, Plan, Profile
-from backbeat.simulate.actions import FETCH, KEEP, OFFLOAD, RECOMPUTE, Unit, units_of
+from backbeat.simulate.actions import FETCH, KEEP, OFFLOAD, RECOMPUTE, BlockRange, ranges_of
 from backbeat.simulate.host_lane import HostLane, device_alone, longer_of, memory_costs
 from backbeat.simulate.resident_memory import ResidentMemory
 
@@ -39,7 +39,7 @@ AHEAD = 2
 
 
 class ChainRun(NamedTuple):
-    """What the chain does under some units."""
+    """One iteration of the chain, with one action for each range of blocks."""
 
     peak_bytes: int
     block: int
@@ -95,7 +95,7 @@ def memory_timeline(
 ) -> MemoryTimeline:
     """Predict peak and times of one iteration; `plan` says how gradients are held (None: dense, flat buffers)."""
     chain = Chain.of(profile, ResidentMemory.of(profile, plan, memory_plan.residuals, workers))
-    run = chain.run(units_of(profile, memory_plan))
+    run = chain.run(ranges_of(profile, memory_plan))
     return replace(chain.timeline(profile, run), notes=_remarks(profile, memory_plan))
 
 
@@ -180,17 +180,17 @@ class Chain:
             )
         return cls(profile, holdings)
 
-    def run(self, units: Sequence[Unit], tally: Tally | None = None) -> ChainRun:
+    def run(self, ranges: Sequence[BlockRange], tally: Tally | None = None) -> ChainRun:
         """Forward and backward once, by the rules at the head of this module; counted by `tally`."""
         action = [KEEP] * self.count
-        unit_of = [0] * self.count
-        for number, (first, last, what) in enumerate(units):
+        range_of = [0] * self.count
+        for number, (first, last, what) in enumerate(ranges):
             for k in range(first, last):
                 action[k] = what
-                unit_of[k] = number
-        until, away, bring = self._between(units, action, unit_of)
+                range_of[k] = number
+        until, away, bring = self._between(ranges, action, range_of)
         tally = tally or Tally(self.base)
-        to_host = self._forward(units, action, until, away, tally)
+        to_host = self._forward(ranges, action, until, away, tally)
         held = tally.level - self.base
         forward_s = tally.now = tally.now + self.loss_forward
         tally.now += self.loss_backward
@@ -198,7 +198,7 @@ class Chain:
         # The gradient of the last output takes the place of the output, unless that is kept too.
         if self.saves_output[end] and action[end] in (KEEP, OFFLOAD):
             tally.level += self.output[end]
-        starts = self._backward(units, until, bring, tally)
+        starts = self._backward(ranges, until, bring, tally)
         to_device, streamed = sum(bring), self.holdings.streamed_bytes
         if streamed:
             # Residuals that live on the host pass both copy streams during backward.
@@ -221,15 +221,15 @@ class Chain:
         )
 
     def _between(
-        self, units: Sequence[Unit], action: list[int], unit_of: list[int]
+        self, ranges: Sequence[BlockRange], action: list[int], range_of: list[int]
     ) -> tuple[list[int | None], list[bool], list[int]]:
-        """Of the tensor that enters each block: which block is the last in backward to need it (None: nobody keeps it),
-        and whether it waits on the host; and the bytes that each unit has waiting there."""
+        """For the tensor that enters each block: the last block in backward that needs it (None: nobody keeps it), and
+        whether it waits on the host. Then, for each range, the bytes that it has on the host."""
         until: list[int | None] = [None] * (self.count + 1)
         away = [False] * (self.count + 1)
-        bring = [0] * len(units)
+        bring = [0] * len(ranges)
         for k, what in enumerate(action):
-            begins = units[unit_of[k]][0] == k
+            begins = ranges[range_of[k]][0] == k
             before = action[k - 1] if self.joined[k] and self.saves_output[k - 1] else RECOMPUTE
             keeps = (what == KEEP and self.saves_input[k]) or (what == RECOMPUTE and begins)
             sends = (what == OFFLOAD and self.saves_input[k]) or (what == FETCH and begins)
@@ -240,9 +240,9 @@ class Chain:
                 until[k] = k
                 away[k] = sends
             if away[k]:
-                bring[unit_of[k] if sends else unit_of[k - 1]] += self.input[k]
+                bring[range_of[k] if sends else range_of[k - 1]] += self.input[k]
             if what == OFFLOAD:
-                bring[unit_of[k]] += self.saved[k] + (self.output[k] if self._keeps_apart(k) else 0)
+                bring[range_of[k]] += self.saved[k] + (self.output[k] if self._keeps_apart(k) else 0)
         return until, away, bring
 
     def _keeps_apart(self, k: int) -> bool:
@@ -251,7 +251,7 @@ class Chain:
 
     def _forward(
         self,
-        units: Sequence[Unit],
+        ranges: Sequence[BlockRange],
         action: list[int],
         until: list[int | None],
         away: list[bool],
@@ -261,7 +261,7 @@ class Chain:
         free_at, wait_at = [0] * (self.count + AHEAD + 1), [0.0] * (self.count + AHEAD + 1)
         link_free = 0.0
         to_host = 0
-        for first, last, what in units:
+        for first, last, what in ranges:
             for k in range(first, last):
                 if not self.joined[k]:
                     if k and not (self.saves_output[k - 1] and action[k - 1] in (KEEP, OFFLOAD)):
@@ -298,14 +298,16 @@ class Chain:
         tally.wait(max(wait_at[self.count :]))
         return to_host
 
-    def _backward(self, units: Sequence[Unit], until: list[int | None], bring: list[int], tally: Tally) -> list[float]:
+    def _backward(
+        self, ranges: Sequence[BlockRange], until: list[int | None], bring: list[int], tally: Tally
+    ) -> list[float]:
         """When each block's own backward starts."""
         inputs, outputs, saved = self.input, self.output, self.saved
         starts = [0.0] * self.count
-        arrival = [0.0] * len(units)
-        coming, link_free = len(units), 0.0
-        for number in range(len(units) - 1, -1, -1):
-            first, last, what = units[number]
+        arrival = [0.0] * len(ranges)
+        coming, link_free = len(ranges), 0.0
+        for number in range(len(ranges) - 1, -1, -1):
+            first, last, what = ranges[number]
             while coming > max(number - AHEAD, 0):
                 coming -= 1
                 if bring[coming]:

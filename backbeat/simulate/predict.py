@@ -38,10 +38,10 @@ def predict(
 ) -> Prediction:
     """How long one iteration takes on the network's workers under the plan, and why.
 
-    With `accumulation` micro-batches only the last one's backward overlaps with communication. Where the plan says
-    what is kept of activations, every time is of an iteration that runs so, T(1) too, and the peak is predicted. A
-    `reduction` says what else the framework does with the plan's buckets; the profile is then as it sends gradients.
-    Where the network has a band, the plan is simulated on a quiet and on a busy cluster, too.
+    With `accumulation` micro-batches only the last one's backward overlaps with communication. Where the plan has a
+    memory part, every time, T(1) too, is that of an iteration under it, and the peak is predicted. A `reduction` says
+    what else the framework does with the plan's buckets; gradients in the profile must then be as the framework sends
+    them. Where the network has a band, the plan is simulated on a quiet and on a busy cluster, too.
     """
     found, *edges = (
         _predicted(profile, one, plan, accumulation, broadcast_buffers=broadcast_buffers, reduction=reduction)

@@ -28,8 +28,8 @@ class ResidentMemory:
     residual_bytes: int = 0
     """Compressed buckets: all of their residuals, or what the device keeps of them when they live on the host."""
     outside_bytes: int = 0
-    """What operations between the blocks keep for backward, and what enters blocks beside the output of the one before
-    (masks, an encoder's result): held through the iteration, whatever is done with the blocks."""
+    """Held through the iteration, whatever is done with the blocks: what operations between blocks keep for backward,
+    and inputs of blocks other than the output of the block before (masks, an encoder's result)."""
     scratch_bytes: int = 0
     """Compressed buckets: one bucket's gradients, which wait until it leaves, its dense result, what the selection
     takes, and everybody's message; and the own messages of all buckets."""

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from backbeat.model import MemoryPlan, Network, Plan, Profile
-from backbeat.simulate.actions import units_of
+from backbeat.simulate.actions import ranges_of
 from backbeat.simulate.memory_timeline import Chain, Phase, Tally
 from backbeat.simulate.resident_memory import ResidentMemory
 from backbeat.simulate.sharded_activations import sharded_activations, tied_block
@@ -129,7 +129,7 @@ class _Activations(Tally):
             return cls([], profile.memory.activation_bytes + resident.loss_bytes)
         blocks = Chain(sharded_activations(profile, chain, plan.sharding), resident)
         found = cls(blocks.names, 0)
-        blocks.run(units_of(profile, plan.memory or MemoryPlan()), found)
+        blocks.run(ranges_of(profile, plan.memory or MemoryPlan()), found)
         return found
 
     def see(self, above: int, block: int, phase: Phase) -> None:

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from backbeat.model import MemoryPlan, Plan, Profile, Sharding
 from backbeat.model.sharding import DTYPE_BYTES
-from backbeat.simulate.actions import Unit, units_of
+from backbeat.simulate.actions import BlockRange, ranges_of
 from backbeat.simulate.memory_timeline import Chain, Phase, Tally
 from backbeat.simulate.resident_memory import ResidentMemory
 from backbeat.simulate.sharded_activations import sharded_activations, tied_block
@@ -100,7 +100,7 @@ def sharded_memory(
     moments = step_moments(chain, plan.sharding, min(micro_batches, MOST_MICRO_BATCHES), tied=tied)
     if profile.blocks:
         blocks = Chain(sharded_activations(profile, chain, plan.sharding), resident)
-        peak = _with_blocks(blocks, units_of(profile, plan.memory or MemoryPlan()), chain, moments)
+        peak = _with_blocks(blocks, ranges_of(profile, plan.memory or MemoryPlan()), chain, moments)
     else:
         most = max((one for moment in moments for one in (moment.before, moment.during)), key=Counter.total)
         peak = _Peak(most, profile.memory.activation_bytes + resident.loss_bytes, "loss", "backward")
@@ -237,7 +237,7 @@ class _ShardedTally(Tally):
                 self.peak, self.block, self.phase, self.held = level, block, phase, kinds
 
 
-def _with_blocks(blocks: Chain, actions: list[Unit], chain: ShardedChain, moments: list[Moment]) -> _Peak:
+def _with_blocks(blocks: Chain, actions: list[BlockRange], chain: ShardedChain, moments: list[Moment]) -> _Peak:
     peaks: list[_Peak] = []
     beside: dict[tuple[str, int], Moment] = {}
     for moment in moments:

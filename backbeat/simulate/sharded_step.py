@@ -203,8 +203,8 @@ class _Building:
 def _breakdown(run: ShardedRun, compute_s: float, update_s: float, own_update_s: float) -> Breakdown:
     """Where the step is longer than on one worker: copies, computation slowed down, and gaps in the compute stream.
 
-    A gap counts as latency where some collective is starting and none moves bytes; as bandwidth where bytes move that
-    would not fit behind all of the computation; the rest is waiting.
+    A gap counts as latency where some collective is starting and none moves bytes. It counts as bandwidth where bytes
+    move that would not fit behind all of the computation. The rest is waiting.
     """
     times = run.times
     copies = sum(

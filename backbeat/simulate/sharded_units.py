@@ -15,7 +15,7 @@ import numpy as np
 
 from backbeat.errors import InputError
 from backbeat.model import MemoryPlan, Plan, Profile, Sharding
-from backbeat.simulate.actions import FETCH, RECOMPUTE, units_of
+from backbeat.simulate.actions import FETCH, RECOMPUTE, ranges_of
 from backbeat.simulate.memory_timeline import Chain
 from backbeat.simulate.resident_memory import ResidentMemory
 
@@ -226,7 +226,7 @@ def _block_times(profile: Profile, memory: MemoryPlan | None) -> tuple[list[floa
     after = (chain.loss_forward, chain.loss_backward)
     if memory is None or not memory.segments:
         return forward, backward, after
-    actions = units_of(profile, memory)
+    actions = ranges_of(profile, memory)
     run = chain.run(actions)
     for first, last, what in actions:
         if what in (RECOMPUTE, FETCH):

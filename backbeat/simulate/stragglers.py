@@ -1,9 +1,9 @@
 """Waiting for the slowest of N workers.
 
 Each worker's compute time is a draw from the profile's own iteration times; a synchronous step takes the largest of N
-draws. The largest of N draws from 30 samples stops growing at 30, so above the 80th percentile the samples are replaced
-by a generalised Pareto tail, fitted by L-moments; its shape is pulled towards the exponential (shape 0) when few
-samples support it, because six exceedances cannot tell a bounded tail from a heavy one.
+draws. The largest of N draws from 30 samples stops growing at 30. So above the 80th percentile a generalised Pareto
+tail, fitted by L-moments, replaces the samples. Few samples pull its shape towards the exponential (shape 0): six
+exceedances cannot tell a bounded tail from a heavy one.
 """
 
 from __future__ import annotations

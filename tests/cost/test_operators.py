@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backbeat.cost.accelerators import ACCELERATORS, named
+from backbeat.cost.accelerators import ACCELERATORS, accelerator_named
 from backbeat.cost.operator_curves import operator_curves
 from backbeat.cost.operator_grid import Grid
 from backbeat.cost.operator_model import OperatorModel, operator_model
@@ -174,7 +174,7 @@ def test_families() -> None:
 
 def test_an_unknown_gpu_is_named_with_those_known() -> None:
     with pytest.raises(InputError, match="known are v100, t4"):
-        named("b400")
+        accelerator_named("b400")
 
 
 @given(st.lists(st.floats(1e-6, 1), min_size=4, max_size=4), st.floats(0.1, 1e6), st.floats(0.1, 1e6), factors)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from backbeat.cost import Curve
-from backbeat.cost.accelerators import named
+from backbeat.cost.accelerators import accelerator_named
 from backbeat.errors import InputError
 from backbeat.lab.layout_jobs import transfers
 from backbeat.lab.layout_lab import (
@@ -37,7 +37,11 @@ LINKS = TimedLinks(
 
 def case(text: str, dilation: float = 10.0) -> LayoutCase:
     return LayoutCase(
-        model=SMALL, job=job_of(8, 512), layout=Layout.parse(text), accelerator=named("h100"), dilation=dilation
+        model=SMALL,
+        job=job_of(8, 512),
+        layout=Layout.parse(text),
+        accelerator=accelerator_named("h100"),
+        dilation=dilation,
     )
 
 

@@ -14,7 +14,7 @@ from backbeat.model import Profile
 from backbeat.planners import memory_moves as moves
 from backbeat.planners.memory_moves import uniform
 from backbeat.planners.memory_plan import Search, memory_plan, needed, usable
-from backbeat.simulate.actions import FETCH, KEEP, OFFLOAD, RECOMPUTE, Unit
+from backbeat.simulate.actions import FETCH, KEEP, OFFLOAD, RECOMPUTE, BlockRange
 from backbeat.simulate.memory_timeline import Chain, memory_timeline
 from backbeat.simulate.resident_memory import ResidentMemory
 from tests.chains import chains, check_against_uniform, resnet152
@@ -26,7 +26,7 @@ def searching(profile: Profile) -> Search:
     return Search(Chain.of(profile, ResidentMemory.of(profile)))
 
 
-def every(chain: Chain, first: int = 0) -> Iterator[tuple[Unit, ...]]:
+def every(chain: Chain, first: int = 0) -> Iterator[tuple[BlockRange, ...]]:
     """All there is to choose from, offloaded blocks one by one."""
     if first == chain.count:
         yield ()
@@ -47,7 +47,7 @@ def every(chain: Chain, first: int = 0) -> Iterator[tuple[Unit, ...]]:
 @given(chains(most=5), st.sampled_from([0.0, 0.1, 0.3, 0.6, 0.9]))
 def test_the_best_of_everything_on_small_chains(profile: Profile, share: float) -> None:
     search = searching(profile)
-    runs = [search.chain.run(units) for units in every(search.chain)]
+    runs = [search.chain.run(ranges) for ranges in every(search.chain)]
     lowest, highest = min(run.peak_bytes for run in runs), search.chain.run(uniform(search.chain)["keep"]).peak_bytes
     assert moves.count(search.chain) == len(runs)
     assert search.smallest.run.peak_bytes == lowest
@@ -65,7 +65,7 @@ def test_the_search_itself_comes_close_on_small_chains(profile: Profile, share: 
     """The same without trying everything, as on chains that have too many plans."""
     search = searching(profile)
     search.every = ()
-    runs = [search.chain.run(units) for units in every(search.chain)]
+    runs = [search.chain.run(ranges) for ranges in every(search.chain)]
     low, high = search.smallest.run.peak_bytes, search.chain.run(uniform(search.chain)["keep"]).peak_bytes
     assert low <= min(run.peak_bytes for run in runs) * 1.05
     budget = round(low + share * max(high - low, 0))
@@ -101,11 +101,11 @@ def test_three_budgets_give_three_mixtures_each_faster_than_any_uniform_policy()
         chosen = search.fastest(budget)
         assert chosen is not None
         assert chosen.run.peak_bytes <= budget
-        blocks = [what for first, last, what in chosen.units for _ in range(first, last)]
+        blocks = [what for first, last, what in chosen.ranges for _ in range(first, last)]
         mixtures.add(tuple(blocks.count(what) for what in (KEEP, RECOMPUTE, FETCH, OFFLOAD)))
         assert blocks.count(KEEP)
         assert blocks.count(RECOMPUTE) + blocks.count(FETCH)
-        fitting = [run for units in uniform(search.chain).values() if (run := search.run(units)).peak_bytes <= budget]
+        fitting = [run for ranges in uniform(search.chain).values() if (run := search.run(ranges)).peak_bytes <= budget]
         assert all(chosen.run.time_s < run.time_s for run in fitting)
     assert len(mixtures) == 3
 

@@ -21,7 +21,7 @@ from backbeat.model import MemoryPlan, Profile  # noqa: E402
 from backbeat.planners.memory_moves import uniform  # noqa: E402
 from backbeat.planners.memory_plan import Search, memory_plan, needed  # noqa: E402
 from backbeat.runtime.memory import apply, find_blocks  # noqa: E402
-from backbeat.simulate.actions import plan_of  # noqa: E402
+from backbeat.simulate.actions import segments_of  # noqa: E402
 from backbeat.simulate.memory_timeline import Chain, memory_timeline  # noqa: E402
 from backbeat.simulate.resident_memory import ResidentMemory  # noqa: E402
 from tests.block_models import loss_of, resnet_case, transformer_case  # noqa: E402
@@ -132,7 +132,7 @@ def metered(request: pytest.FixtureRequest) -> Iterator[Metered]:
 @pytest.mark.parametrize("policy", ["keep", "recompute", "recompute, inputs offloaded", "offload"])
 def test_uniform_policies(metered: Metered, policy: str) -> None:
     chain = Chain.of(metered.profile, ResidentMemory.of(metered.profile))
-    plan = MemoryPlan(segments=plan_of(metered.profile, uniform(chain)[policy]))
+    plan = MemoryPlan(segments=segments_of(metered.profile, uniform(chain)[policy]))
     assert memory_timeline(metered.profile, plan).peak_bytes == pytest.approx(metered.peak(plan), rel=0.05)
 
 

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from backbeat.errors import InputError
 from backbeat.model import Block, Bucket, Compression, Gradient, HostLink, Memory, MemoryPlan, Plan, Profile, Segment
-from backbeat.simulate.actions import FETCH, KEEP, OFFLOAD, RECOMPUTE, Unit, plan_of, units_of
+from backbeat.simulate.actions import FETCH, KEEP, OFFLOAD, RECOMPUTE, BlockRange, ranges_of, segments_of
 from backbeat.simulate.memory_timeline import Chain, memory_timeline
 from backbeat.simulate.resident_memory import ResidentMemory
 from tests.chains import chains, resnet152
@@ -184,8 +184,8 @@ def test_residuals_on_the_host_cannot_outrun_the_link() -> None:
 
 
 @st.composite
-def unit_lists(draw: st.DrawFn, chain: Chain) -> list[Unit]:
-    units: list[Unit] = []
+def range_lists(draw: st.DrawFn, chain: Chain) -> list[BlockRange]:
+    ranges: list[BlockRange] = []
     first = 0
     while first < chain.count:
         actions = [KEEP, *([OFFLOAD] if chain.has_host else [])]
@@ -197,15 +197,15 @@ def unit_lists(draw: st.DrawFn, chain: Chain) -> list[Unit]:
             if what != OFFLOAD and not chain.may_go_on[last]:
                 break
             last += 1
-        units.append((first, last, what))
+        ranges.append((first, last, what))
         first = last
-    return units
+    return ranges
 
 
 @given(st.data(), chains())
 def test_all_that_was_taken_is_given_back(data: st.DataObject, profile: Profile) -> None:
     chain = Chain.of(profile, ResidentMemory.of(profile))
-    run = chain.run(data.draw(unit_lists(chain)))
+    run = chain.run(data.draw(range_lists(chain)))
     assert run.left_bytes == chain.input[0]
     assert run.peak_bytes >= chain.base + run.held_bytes
 
@@ -213,9 +213,9 @@ def test_all_that_was_taken_is_given_back(data: st.DataObject, profile: Profile)
 @given(st.data(), chains())
 def test_time_is_computation_recomputation_and_stalls(data: st.DataObject, profile: Profile) -> None:
     chain = Chain.of(profile, ResidentMemory.of(profile))
-    units = data.draw(unit_lists(chain))
-    run = chain.run(units)
-    again = sum(sum(chain.forward[first:last]) for first, last, what in units if what in (RECOMPUTE, FETCH))
+    ranges = data.draw(range_lists(chain))
+    run = chain.run(ranges)
+    again = sum(sum(chain.forward[first:last]) for first, last, what in ranges if what in (RECOMPUTE, FETCH))
     assert run.time_s == pytest.approx(profile.forward_s + profile.backward_s + again + run.stalled_s)
     changed = chain.changed(profile, run)
     assert changed.gradients[-1].ready_s == pytest.approx(run.backward_s)
@@ -243,9 +243,9 @@ def test_more_recomputation_never_holds_more_at_the_end_of_forward(data: st.Data
 @given(st.data(), chains())
 def test_units_and_segments_say_the_same(data: st.DataObject, profile: Profile) -> None:
     chain = Chain.of(profile, ResidentMemory.of(profile))
-    units = data.draw(unit_lists(chain))
-    again = units_of(profile, MemoryPlan(segments=plan_of(profile, units)))
-    assert chain.run(again)[:9] == chain.run(units)[:9]
+    ranges = data.draw(range_lists(chain))
+    again = ranges_of(profile, MemoryPlan(segments=segments_of(profile, ranges)))
+    assert chain.run(again)[:9] == chain.run(ranges)[:9]
 
 
 def test_resnet152_against_what_was_measured() -> None:

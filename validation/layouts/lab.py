@@ -23,7 +23,7 @@ from statistics import median
 from typing import Any
 
 from backbeat.cost import Curve
-from backbeat.cost.accelerators import named
+from backbeat.cost.accelerators import accelerator_named
 from backbeat.cost.samples import quantile
 from backbeat.errors import BackbeatError
 from backbeat.lab import experiment
@@ -79,7 +79,7 @@ def case_of(record: dict[str, Any]) -> LayoutCase:
         model=model_of(record["hidden"]),
         job=job_of(record["batch"], record["sequence"]),
         layout=Layout.parse(record["text"]),
-        accelerator=named("h100"),
+        accelerator=accelerator_named("h100"),
         dilation=record["dilation"],
     )
 

@@ -1,8 +1,9 @@
 """A model's profile without the GPU: the very iteration that is measured, on tensors that have shapes but no data.
 
-A dispatch mode sees every operator of forward, backward and update, and moves two virtual clocks on: the host's by what
-it takes to submit the operator, the device's by what the operator model says that its kernels take, never before the
-host has submitted them. The hooks and marks are the measured profile's own, reading the device's clock.
+A dispatch mode sees every operator of forward, backward and update, and advances two virtual clocks. The host's
+advances by the time to submit the operator. The device's advances by what the operator model says of its kernels, which
+never start before the host has submitted them. The hooks and marks are the measured profile's own, reading the device's
+clock.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """A model as a chain of blocks, measured: what each keeps for backward, how long it takes, how high memory rises in it.
 
-Kinds of iterations, none of which disturbs the others: one under saved-tensor hooks says what is saved and how the
-blocks are chained; some with a mark at every border give the times; on a GPU, one reads the allocator's level and peak
-at every border, and some read the host's clock there. Backward's borders are the gradients of the blocks' outputs: a
-block's backward lasts until the next one's begins.
+Each figure comes from iterations of its own, so that none disturbs another. One under saved-tensor hooks says what is
+saved and how the blocks are chained. Some with a mark at every border give the times. On a GPU, one reads the
+allocator's level and peak at every border, and some read the host's clock there. Backward's borders are the gradients
+of the blocks' outputs: a block's backward lasts until the next one's begins.
 """
 
 from __future__ import annotations

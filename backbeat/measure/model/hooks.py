@@ -2,9 +2,9 @@
 
 The two are watched in iterations of their own, so that neither kind of hook costs the other's figures anything.
 
-Forward time is divided at the beginnings: a module's share lasts until the next owning module begins, so that
-activation functions, attention products and the loss count with the module before them and the shares add up to
-the whole forward.
+Forward time is divided where modules begin: a module's share lasts until the next module with parameters begins. So
+activation functions, attention products and the loss count with the module before them, and the shares add up to the
+whole forward.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 A device that is slower than its host never waits: times between its events are its own. Hooks cost the host time, and
 where it was only a little faster than the device they make the device wait inside the very spans being measured. There
-the device is kept spinning before each span, so that the host is ahead again; where the host sets the pace of plain
-iterations too, waiting is what training does, and hooked iterations run as they come.
+the device is kept spinning before each span, so that the host is ahead again. Where the host sets the pace of plain
+iterations too, training waits as well, and hooked iterations run as they come.
 """
 
 from __future__ import annotations

@@ -38,8 +38,8 @@ class Effort:
     fewest: int
     """Where the machine turned out slower than its first samples said."""
     cautious: bool
-    """The next larger case is expected to take longer in proportion to its bytes, which it cannot pass by more than
-    noise; otherwise as the two cases before it say, since where time is mostly latency it grows far slower."""
+    """Expect the next larger case to take longer in proportion to its bytes, which it cannot exceed by more than noise.
+    Otherwise extrapolate from the two cases before it: where time is mostly latency it grows far more slowly."""
 
 
 THOROUGH = Effort(repeats=REPEATS, fewest=FEWEST_REPEATS, cautious=True)

@@ -1,14 +1,13 @@
 """Compressed buckets: what a gradient leaves unsent stays in a residual and goes later.
 
-A bucket is compressed when it leaves, in its turn, during backward. Three ways to deliver: without an optimizer handed
-over, `.grad` is the decoded mean when backward ends; with one (`attach`), each bucket is decoded into memory that all
-buckets share and its parameters are updated as soon as it has arrived, so that beside weights, optimizer state and
-residuals the device holds one bucket. To be clipped by their global norm, gradients wait for the last bucket as they do
-without an optimizer, and all updates follow at the end of backward.
+A bucket is compressed when it leaves, in its turn, during backward. There are three ways to deliver it. Without
+`attach`, `.grad` is the decoded mean when backward ends. With `attach`, each bucket is decoded into memory that all
+buckets share, and its parameters are updated as soon as it has arrived: beside weights, optimizer state and residuals
+the device holds one bucket. With `attach` and a `max_grad_norm`, gradients wait for the last bucket, and all updates
+follow at the end of backward.
 
-Ranks stay alike whatever happens: a bucket that is updated as soon as it arrives is so on every rank, even where the
-step turns out to have failed on one. In the other two ways a failed step is undone instead: every rank takes back what
-it sent.
+Ranks stay alike whatever happens. In the second way every rank updates a bucket when it arrives, even where the step
+turns out to have failed on one. In the other two ways every rank undoes a failed step: it takes back what it sent.
 """
 
 from __future__ import annotations
@@ -260,9 +259,9 @@ class CompressedExchange(Exchange):
         bucket.arrive()
 
     def _may_deliver(self, bucket: CompressedBucket) -> bool:
-        """Only where this rank saw every member's gradient may a bucket be dealt with while backward goes on: then some
-        rank used each of them, which is all that an update must know. A gradient that came late is in `.grad`, which
-        an update would take for its own."""
+        """A bucket may be updated while backward goes on only where this rank saw every member's gradient. Then some
+        rank used each member, which is all that an update must know. A gradient that came late is in `.grad`, which an
+        update would take for its own."""
         step = self.context.step
         return bucket.whole and not step.absent and step.arrivals.late.isdisjoint(bucket.members)
 

@@ -1,8 +1,8 @@
 """Updates during backward: the user's own optimizers, applied where gradients have arrived.
 
 Hyperparameters are those in force at that moment. `step()` finds no gradient left and changes nothing, but counts for
-schedulers. What works on all gradients between backward and `step()` comes too late: clipping by the global norm is
-asked for when the optimizer is handed over, and a gradient scaler is refused.
+schedulers. Whatever works on all gradients between backward and `step()` comes too late. So `attach` takes the norm to
+clip by, and refuses a gradient scaler.
 """
 
 from __future__ import annotations

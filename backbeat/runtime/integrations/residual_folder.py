@@ -1,7 +1,7 @@
 """Residuals of compressed buckets, kept with a framework's checkpoint.
 
-Each rank has its own, so that together they are many times as large as the model: they stand in a folder beside the
-checkpoint's file, one file a rank, and the checkpoint says which step they are of.
+Each rank has its own, so together they are many times as large as the model. They stand in a folder beside the
+checkpoint's file, one file a rank; the checkpoint says which step they belong to.
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ class KeepPolicy:
 
     def run(self, block: BlockForward, args: Any, kwargs: Any) -> Any:
         self._schedule.begin_block()
-        unit = self._schedule.begin_unit()
+        range_number = self._schedule.begin_range()
 
         def pack(tensor: torch.Tensor) -> KeptTensor:
             kept = KeptTensor(tensor, block.name)
@@ -94,7 +94,7 @@ class KeepPolicy:
 
         with saved_tensors_hooks(pack, KeptTensor.tensor):
             output = block.original(*args, **kwargs)
-        self._schedule.hook_outputs(tensors_of(output), unit)
+        self._schedule.hook_outputs(tensors_of(output), range_number)
         return output
 
 
@@ -125,7 +125,7 @@ class OffloadPolicy:
 
     def __init__(self, schedule: OffloadSchedule) -> None:
         self._schedule = schedule
-        self._unit = 0
+        self._range_number = 0
         self._next_index = 0
 
     def __reduce__(self) -> Any:
@@ -135,8 +135,8 @@ class OffloadPolicy:
         schedule = self._schedule
         schedule.begin_block()
         if block.index == 0 or block.index != self._next_index:
-            self._unit = schedule.begin_unit()
-        unit = self._unit
+            self._range_number = schedule.begin_range()
+        range_number = self._range_number
         self._next_index = block.index + 1
         stays = {storage_of(tensor) for tensor in (*block.module.parameters(), *block.module.buffers())}
         # A tensor without history came with the batch or is shared by all blocks: it stays alive anyway.
@@ -144,12 +144,12 @@ class OffloadPolicy:
 
         def pack(tensor: torch.Tensor) -> OffloadedTensor | KeptTensor:
             if movable(tensor) and storage_of(tensor) not in stays:
-                return schedule.offload(tensor, unit, block.name)
+                return schedule.offload(tensor, range_number, block.name)
             return KeptTensor(tensor, block.name)
 
         with without_autocast_cache(), saved_tensors_hooks(pack, lambda saved: saved.tensor()):
             output = block.original(*args, **kwargs)
-        schedule.hook_outputs(tensors_of(output), unit)
+        schedule.hook_outputs(tensors_of(output), range_number)
         return output
 
 

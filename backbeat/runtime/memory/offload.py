@@ -3,9 +3,11 @@
 Note on streams. A copy to the host runs on its own stream, after an event of the compute stream. The tensor stays
 referenced until the compute stream has been told to wait for the copy, at the beginning of a later block. From then on
 the allocator may reuse its memory, because whatever the compute stream does next comes after the copy. So memory is
-free in stream order, allocator statistics are true, and the host never waits. A copy back is allocated on the compute
-stream when backward comes near, filled on a second side stream after an event of the compute stream, and waited for at
-first use. A host buffer remembers the copy that read it last, and the next copy into it waits for that.
+free in stream order, allocator statistics are true, and the host never waits.
+
+A copy back is allocated on the compute stream when backward comes near. A second side stream fills it, after an event
+of the compute stream, which waits for it at first use. A host buffer keeps the event of the copy that read it last; the
+next copy into it waits for that event.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ SMALLEST_BYTES = 64 * 1024
 LAG = 2
 """Blocks from the one that offloads a tensor to the one that begins by waiting for the copy."""
 AHEAD = 2
-"""Units (segments, or kept blocks) before its use at which a tensor starts to come back."""
+"""A tensor starts to come back this many segments or kept blocks before its use."""
 _MOST_SLACK = 2
 """A free buffer more than this many times larger than asked for is not taken."""
 
@@ -229,17 +231,17 @@ class KeptTensor:
 
 
 class OffloadSchedule:
-    """When tensors leave the device and come back, by the order in which one model's blocks and units run."""
+    """When tensors leave the device and come back, by the order in which one model's blocks run."""
 
     def __init__(self, lag: int = LAG, ahead: int = AHEAD) -> None:
         self._lag, self._ahead = lag, ahead
         self._blocks = 0
-        self._units = 0
+        self._ranges = 0
         self._leaving: deque[tuple[int, int, OffloadedStorage]] = deque()
         """Storages that are being copied to the host, each with the block that offloads it and its key."""
         self._leaving_by_key: dict[int, weakref.ref[OffloadedStorage]] = {}
         """Exactly those in `_leaving`: a storage's address identifies it only while it lives."""
-        self._of_unit: dict[int, list[weakref.ref[OffloadedStorage]]] = {}
+        self._of_range: dict[int, list[weakref.ref[OffloadedStorage]]] = {}
         self._kept: dict[int, tuple[weakref.ref[Any], int]] = {}
         """By storage: who keeps it on the device, and its version then."""
         self._copies: dict[torch.device, HostCopies] = {}
@@ -257,15 +259,16 @@ class OffloadSchedule:
         self._blocks += 1
         self._release(self._blocks - self._lag)
 
-    def begin_unit(self) -> int:
-        self._units += 1
-        # Units whose storages have all died need no entry; looking at the oldest keeps the table short.
-        while self._of_unit:
-            oldest = next(iter(self._of_unit))
-            if any(reference() is not None for reference in self._of_unit[oldest]):
+    def begin_range(self) -> int:
+        """Forward begins a segment or a kept block; returns its number."""
+        self._ranges += 1
+        # Ranges whose storages have all died need no entry; looking at the oldest keeps the table short.
+        while self._of_range:
+            oldest = next(iter(self._of_range))
+            if any(reference() is not None for reference in self._of_range[oldest]):
                 break
-            del self._of_unit[oldest]
-        return self._units
+            del self._of_range[oldest]
+        return self._ranges
 
     def keep(self, tensor: torch.Tensor, owner: Any) -> None:
         """The owner keeps this storage on the device as long as it lives: offloading it would free nothing."""
@@ -283,7 +286,7 @@ class OffloadSchedule:
 
         self._kept[key] = weakref.ref(owner, forget), version_of(tensor)
 
-    def offload(self, tensor: torch.Tensor, unit: int, block: str) -> OffloadedTensor | KeptTensor:
+    def offload(self, tensor: torch.Tensor, range_number: int, block: str) -> OffloadedTensor | KeptTensor:
         """Start to move a tensor's storage to the host, once however many views of it are saved.
 
         It stays where a kept block before has saved it too, or a kept block right after will.
@@ -300,21 +303,21 @@ class OffloadSchedule:
             storage = OffloadedStorage(copies, tensor, block)
             self._leaving_by_key[key] = weakref.ref(storage)
             self._leaving.append((self._blocks, key, storage))
-            self._of_unit.setdefault(unit, []).append(weakref.ref(storage))
+            self._of_range.setdefault(range_number, []).append(weakref.ref(storage))
         return OffloadedTensor(storage, tensor)
 
-    def hook_outputs(self, outputs: list[torch.Tensor], unit: int) -> None:
-        """Call `reached` when backward has the gradient of the unit's output."""
+    def hook_outputs(self, outputs: list[torch.Tensor], range_number: int) -> None:
+        """Call `reached` when backward has the gradient of the range's output."""
         for output in outputs:
             if output.requires_grad and output.grad_fn is not None:
-                output.register_hook(lambda _gradient: self.reached(unit))
+                output.register_hook(lambda _gradient: self.reached(range_number))
                 return
 
-    def reached(self, unit: int) -> None:
-        """Backward is at this unit: release what forward has offloaded, and prefetch what comes next."""
+    def reached(self, range_number: int) -> None:
+        """Backward is at this range: release what forward has offloaded, and prefetch what comes next."""
         self.release_all()
-        for near in range(unit, unit - self._ahead - 1, -1):
-            for reference in self._of_unit.pop(near, ()):
+        for near in range(range_number, range_number - self._ahead - 1, -1):
+            for reference in self._of_range.pop(near, ()):
                 storage = reference()
                 if storage is not None:
                     storage.prefetch()

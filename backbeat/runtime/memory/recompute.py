@@ -219,13 +219,13 @@ class KnownOutput(NamedTuple):
 class SegmentRun:
     """One forward through a recomputed segment: what it takes to run it again."""
 
-    __slots__ = ("__weakref__", "_outputs", "_schedule", "calls", "next_index", "running", "unit")
+    __slots__ = ("__weakref__", "_outputs", "_schedule", "calls", "next_index", "range_number", "running")
 
     def __init__(self, schedule: OffloadSchedule | None, index: int) -> None:
         self.calls: list[RecordedCall] = []
         self.next_index = index
         """The index in the segment of the block that may come next."""
-        self.unit = schedule.begin_unit() if schedule is not None else 0
+        self.range_number = schedule.begin_range() if schedule is not None else 0
         self.running = ""
         """The block that is in its forward."""
         self._schedule = schedule
@@ -275,7 +275,7 @@ class SegmentRun:
         ]
         self.next_index += 1
         if self._schedule is not None:
-            self._schedule.hook_outputs(made, self.unit)
+            self._schedule.hook_outputs(made, self.range_number)
         return output
 
     def recompute(self) -> None:
@@ -284,7 +284,7 @@ class SegmentRun:
         # A block that follows, where gradients are taken in the middle of forward, begins a run of its own.
         self.next_index = -1
         if self._schedule is not None:
-            self._schedule.reached(self.unit)
+            self._schedule.reached(self.range_number)
         last_use = {
             argument: number
             for number, call in enumerate(calls)
@@ -325,7 +325,7 @@ class SegmentRun:
         if self._schedule is None or leaf.grad_fn is None:
             return SegmentInput(KeptTensor(leaf, block), leaf.requires_grad)
         if offload and movable(leaf):
-            return SegmentInput(self._schedule.offload(leaf, self.unit, block), leaf.requires_grad)
+            return SegmentInput(self._schedule.offload(leaf, self.range_number, block), leaf.requires_grad)
         kept = KeptTensor(leaf, block)
         self._schedule.keep(leaf, kept)
         return SegmentInput(kept, leaf.requires_grad)

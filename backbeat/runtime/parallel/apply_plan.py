@@ -25,7 +25,7 @@ _SHARDED = frozenset({"FullyShardedDataParallel", "FSDPModule"})
 
 
 def apply_plan(model: nn.Module, plan: Plan, *, group: Any = None, mesh: DeviceMesh | None = None) -> nn.Module:
-    """The model, running as the plan says. A model that is sharded is changed in place, one with buckets is wrapped."""
+    """The model, running as the plan says. Units change the model in place, buckets wrap it."""
     if plan.sharding is not None:
         # torch takes a second to import it.
         from backbeat.runtime.sharded.shard import fully_shard
@@ -62,14 +62,14 @@ def check_plain(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         raise InputError(f"the model is a {type(model).__name__}: it must be a torch.nn.Module")
     for name, module in model.named_modules():
-        place = f"module {name!r}" if name else "the model"
+        which = f"module {name!r}" if name else "the model"
         if isinstance(module, TorchDDP):
             raise InputError(
-                f"{place} is wrapped in {type(module).__name__} already: give the plain model (model.module), before "
+                f"{which} is wrapped in {type(module).__name__} already: give the plain model (model.module), before "
                 "its optimizer is made"
             )
         if any(base.__name__ in _SHARDED for base in type(module).__mro__):
-            raise InputError(f"{place} is sharded by FSDP already: parallelize takes a plain model, once")
+            raise InputError(f"{which} is sharded by FSDP already: parallelize takes a plain model, once")
     check_model(model)
     trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
     if not trained:

@@ -1,4 +1,4 @@
-"""What could run a model in parallel, predicted; and which of those that were tried to take."""
+"""Candidates of `parallelize(plan="auto")`: plans predicted (`predicted_candidates`), and the one taken (`decide`)."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ KINDS = ("stock", "buckets", "units", "compressed")
 """From the simplest to the one that changes most."""
 UNITS = ("zero2", "hsdp", "fsdp", "decoupled", "sharded")
 FARTHEST = 8
-"""Times that a message may be larger than those measured."""
+"""Where messages may be more than this many times as large as those measured, predictions exclude no candidate."""
 PREDICTED = 0.05
-"""A gain that is only predicted counts beyond this: predictions of different kinds are off by so much."""
+"""A gain that is only predicted counts beyond this share: predictions of different kinds are off by as much."""
 LARGE_BYTES = 64 * 2**20
-"""Beyond this, a message's time is its bytes by the link's rate."""
+"""Above this size, a message takes its bytes over the link's rate: larger ones need not be measured."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,7 +81,7 @@ def predicted_candidates(
 ) -> list[Candidate]:
     """The best by prediction of each kind, stock DDP first. Raises where nothing fits the memory.
 
-    Kinds differ in what a prediction may have wrong, so that the best two of one kind say less than the best of two.
+    Predictions of one kind share their errors. So one candidate of each of two kinds says more than two of one kind.
     """
     found: list[Candidate] = []
     why: dict[str, str] = {}
@@ -149,9 +149,10 @@ def _differs(candidate: Candidate) -> bool:
 
 
 def extrapolation(network: Network, profile: Profile) -> float:
-    """How many times as large as any measured message those are that the model may send; 1 where none is.
+    """The largest message that the model may send over the largest measured, 1 or more.
 
-    On a slow link the time ends before: what a token bucket or a buffer lets through at once is then taken for speed.
+    On a slow link calibration runs out of time before large messages. A token bucket or a buffer that lets small ones
+    through at once then looks like a fast link.
     """
     curves = [one.points for one in (network.all_reduce, network.all_gather, network.reduce_scatter) if one is not None]
     reached = min((points[-1][0] for points in curves if points), default=LARGE_BYTES)
@@ -182,9 +183,9 @@ def simplest(candidates: Sequence[Candidate], seconds: Mapping[str, float], tole
 
 
 def in_words(taken: Candidate, seconds: Mapping[str, float], tolerance: float, how: str) -> str:
-    """The line that is printed: what was taken, what it gains over stock DDP, how far that is from the bound.
+    """The line that rank 0 prints: what was taken, what it gains over stock DDP, how far it is from the bound.
 
-    `seconds` of candidates, measured or predicted as `how` says.
+    `seconds` holds a step of each candidate by name; `how` says whether measured or predicted.
     """
     found_s, stock_s = seconds[taken.name], seconds.get("stock DDP")
     text = f"{taken.name}, {format_seconds(found_s)} a step {how}"
@@ -215,13 +216,13 @@ def in_words(taken: Candidate, seconds: Mapping[str, float], tolerance: float, h
 def decide(
     tried: Sequence[Candidate], trials: Trials, short: str | None, backend: str = "", beyond: float = 1.0
 ) -> dict[str, str]:
-    """By what was measured; by prediction where fewer than two were tried, for want of time or, as `short` says, of
-    memory.
+    """The plan to take, encoded, and the line that says why; or an error. What was measured decides. Where time or
+    memory (`short` says so) allowed fewer than two trials, predictions decide.
 
-    `beyond` is how many times as large as any measured message those are that predictions stand on.
+    `beyond` is what `extrapolation` returned.
 
-    On gloo FSDP2 communicates while nothing computes, which predictions do not know: units are not taken by prediction
-    where anything else runs.
+    On gloo FSDP2 does not overlap communication with computation, and predictions assume that it does. So a prediction
+    takes units on gloo only where nothing else runs.
     """
     left = [one for one in tried if one.name not in trials.dropped]
     if not left:

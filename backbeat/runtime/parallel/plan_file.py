@@ -33,13 +33,13 @@ logger = logging.getLogger("backbeat.runtime")
 PROBE_BYTES = 2**20
 PROBES = 9
 NETWORK_FACTOR = 2.0
-"""A message that takes so many times as long as it did, or as much less, says that the network is another."""
+"""A message's time that has changed by more than this factor, either way, means another network."""
 
 
 def conditions(
     model: nn.Module, example: ExampleStep, ranks: RankStore, network: Network | None, options: dict[str, Any]
 ) -> dict[str, Any]:
-    """What a plan depends on, the same on every rank: rank 0's where ranks differ. Collective."""
+    """What a plan depends on; rank 0's answer on every rank. Every rank calls it."""
     return dict(
         ranks.first(
             {
@@ -57,7 +57,7 @@ def conditions(
 
 
 def kept_plan(path: str, now: dict[str, Any]) -> tuple[Plan | None, str]:
-    """The plan in the file, if it was made for the same; otherwise None and why. For rank 0."""
+    """The plan in the file, if it was made for the same conditions; otherwise None and why. Rank 0 calls it."""
     try:
         if not Path(path).exists():
             return None, ""
@@ -94,7 +94,7 @@ def save(plan: Plan, path: str) -> None:
 
 
 def model_digest(model: nn.Module) -> str:
-    """Of its class and its parameters' names, shapes and dtypes, and which are trained."""
+    """A digest of the model's class and of its parameters: names, shapes, dtypes, and which are trained."""
     parameters = model.named_parameters()
     lines = [f"{name} {tuple(one.shape)} {one.dtype} {one.requires_grad}" for name, one in parameters]
     return digest([type(model).__name__, *lines])
@@ -105,7 +105,7 @@ def digest(lines: list[str]) -> str:
 
 
 def _probe(ranks: RankStore) -> float:
-    """What one message takes, the least of a few: enough to tell one network from another."""
+    """Seconds of one message, the least of a few: enough to tell one network from another."""
     clock, communicator = clock_for(ranks.device), ranks.communicators[0]
     message = torch.zeros(PROBE_BYTES // 4, device=ranks.device)
     communicator.all_reduce(message).wait()

@@ -58,7 +58,7 @@ CALIBRATE_SHARE, PROFILE_SHARE = 0.12, 0.2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Taken:
-    """What `auto` takes, the same on every rank."""
+    """The outcome of a search, the same on every rank."""
 
     plan: Plan
     words: str
@@ -81,14 +81,14 @@ def parallelize(
 ) -> nn.Module:
     """The model, ready to train data-parallel on all ranks; every rank calls it.
 
-    Make the optimizer afterwards, of what comes back: units replace parameters, and one made before trains nothing.
+    Make the optimizer afterwards, of the model returned: units replace parameters, and one made before trains nothing.
 
     plan: a `Plan` or the path of one: buckets run in `DistributedDataParallel`, units by `fully_shard`. "auto" measures
-        and takes the fastest of stock DDP, planned buckets and planned units; "auto:FILE" also writes the plan, and
-        reads it next time unless the ranks, the model, the batch or the network are others.
+        and takes the fastest of stock DDP, planned buckets and planned units. "auto:FILE" also writes the plan. The
+        next run reads it, if it was made for the same ranks, model, batch, device, network, versions and arguments.
     example: for "auto": a batch of this rank, and `loss(model, batch)`, which returns what backward starts from.
-        Copies of the model are trained; where memory has no room for one, the model itself, put back from the host.
-        Weights, buffers and random generators are as before afterwards.
+        It trains copies of the model; where memory has no room for one, it times the model itself and restores it from
+        the host. Afterwards weights, buffers and random generators are as before.
     optimizer: for "auto": what to try with: `sgd`, `adam` or `adamw`, or a function of a list of parameters.
     memory: for "auto": what an iteration may take on the device, in bytes or like "6GB".
     compression: for "auto": "allow" lets it take compressed buckets. Then also call `model.attach(optimizer,
@@ -179,7 +179,8 @@ class ParallelSearch:
         return Taken(plan=plan, words=taken["words"], dropped=trials.dropped)
 
     def _try(self, tried: list[Candidate], candidates: list[Candidate]) -> tuple[list[Candidate], Trials]:
-        """What was tried and what came of it. One that needs no comparison must run all the same, or all are tried."""
+        """The candidates tried, and their trials. A single candidate needs no comparison, but must run; if it does not,
+        all are tried."""
         deadline_s, dropped = self._began + self.budget_s, {}
         if len(tried) == 1:
             if self.ranks.first(time.monotonic() > deadline_s):
@@ -230,7 +231,8 @@ class ParallelSearch:
         return Taken(plan=found, words=f"{name}, as {self.path} has it", dropped={})
 
     def _profile(self) -> tuple[Profile, bool]:
-        """Rank 0's, and whether some rank's step leaves parameters without gradients; errors are raised on all."""
+        """Rank 0's profile, and whether some rank's step leaves parameters without gradients. Errors are raised on all
+        ranks."""
         self._say("timing steps of the example")
         profile = self.ranks.together(self._measured, "a step of the example did not run")
         came = {gradient.name for gradient in profile.gradients}
@@ -292,7 +294,7 @@ class ParallelSearch:
         )
 
     def _candidates(self, profile: Profile, network: Network, now: dict[str, Any]) -> list[Candidate]:
-        """Rank 0's, each saying what it was made for."""
+        """Rank 0's candidates, each with a note of what it was made for."""
 
         def planned() -> list[dict[str, Any]]:
             found = predicted_candidates(
@@ -307,7 +309,7 @@ class ParallelSearch:
         return [Candidate.from_text(one) for one in self.ranks.first_of(planned, "planning failed")]
 
     def _say(self, text: str, last: bool = False) -> None:
-        """One line on rank 0's stderr, which progress writes over where somebody watches."""
+        """One line on rank 0's stderr. On a terminal the next line writes over it, unless it is the `last`."""
         if self.ranks.rank != 0:
             return
         over = sys.stderr.isatty()

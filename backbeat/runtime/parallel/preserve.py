@@ -1,4 +1,4 @@
-"""What measuring leaves as it was, beside the model: random generators, memory; and copies to train in its place."""
+"""What `parallelize` leaves as it was: it trains copies of the model, restores random generators, and frees memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def preserved_state(device: torch.device) -> Iterator[None]:
-    """The random generators of Python, numpy, torch and the device leave as they came; memory goes back."""
+    """Restores the random generators of Python, numpy, torch and the device afterwards, and frees cached memory."""
     python, numpy = random.getstate(), np.random.get_state()
     devices = [device.index or 0] if device.type == "cuda" else []
     try:

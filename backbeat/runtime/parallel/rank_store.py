@@ -1,7 +1,7 @@
-"""Ranks stay together while something may fail on one of them: by the job's store, never by a collective.
+"""Lets ranks compare results through the job's store, never by a collective, while any of them may fail.
 
-A rank that waits in a collective for one that raised waits until the timeout. At the store every rank leaves what came
-of its part, good or bad, and reads what came of the others'.
+A rank that waits in a collective for one that raised waits until the timeout. In the store every rank leaves its
+result, good or bad, and reads the others'.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ T = TypeVar("T")
 
 _POLL_S = 0.05
 _HEAD_START_S = 0.5
-"""For the others to abort in."""
+"""How long a rank that gives the alarm waits before it aborts, so that the others abort first."""
 
 
 _calls: WeakKeyDictionary[ProcessGroup, int] = WeakKeyDictionary()
-"""Of `asked_alike` on each process group, which has ranks meet at the same place of the store."""
+"""Calls of `asked_alike` on each process group so far: their number makes ranks use the same keys of the store."""
 
 
 @contextlib.contextmanager
 def asked_alike(what: str) -> Iterator[dict[str, Any]]:
-    """What a caller checks inside is raised on every rank where it fails on one; so is a difference between ranks in
-    what goes into the dictionary. Otherwise the ranks that go on would wait for those that do not."""
+    """An error raised inside on one rank is raised on every rank. So is a difference between the dictionaries that
+    ranks fill. Otherwise the ranks that go on would wait for those that do not."""
     said: dict[str, Any] = {}
     error = None
     try:
@@ -95,7 +95,7 @@ def _wait(store: Any, wanted: Sequence[str], by_rank: Sequence[str]) -> list[byt
 
 
 class RankStore:
-    """What ranks tell each other; every rank makes the same calls in the same order."""
+    """Values that ranks exchange. Every rank makes the same calls in the same order."""
 
     def __init__(self, communicators: Communicators) -> None:
         self.communicators = communicators
@@ -114,7 +114,7 @@ class RankStore:
         return json.loads(*_wait(store, [key], [key]))
 
     def failure(self, error: str | None, order: int = 0) -> str | None:
-        """The error that came first by `order`, with its rank: others follow from it. None where no rank has one."""
+        """The first error by `order`, with its rank; later ones follow from it. None where no rank has one."""
         found = [(at, rank, text) for rank, (at, text) in enumerate(self.every([order, error])) if text is not None]
         return f"rank {min(found)[1]}: {min(found)[2]}" if found else None
 
@@ -136,13 +136,13 @@ class RankStore:
 
     @contextlib.contextmanager
     def released(self, backends: Sequence[Any]) -> Iterator[Callable[[], int]]:
-        """Gives a function that ends the others' collectives on these backends, for a rank that cannot go on.
+        """Yields an alarm: a function by which a rank that cannot go on ends the others' collectives on these backends.
 
         It returns how many ranks have called it.
 
         Gloo needs no telling: a rank that takes its group down closes its connections, and the others raise. NCCL would
-        wait, so on each rank a thread looks for the alarm and aborts. The rank that gives it aborts last: one that
-        finds its peer gone before it aborts is taken down by torch, a minute later.
+        wait, so on each rank a thread looks for the alarm and aborts. The rank that gives the alarm aborts last: torch
+        takes down a rank whose peer is gone before it has aborted, a minute later.
         """
         key = f"{self._next()}/alarm"
         nccl = self.communicators.backend == "nccl"

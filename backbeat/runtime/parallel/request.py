@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParallelRequest:
-    """For a search: what a step is, and what may be taken."""
+    """The arguments of a search: the step to time, and what plans may do."""
 
     example: ExampleStep
     memory_bytes: int | None = None
@@ -46,7 +46,7 @@ class ParallelRequest:
         precision: str | None,
         budget_s: float,
     ) -> ParallelRequest:
-        """Of the arguments of `parallelize`, for a model on this device."""
+        """The request made of `parallelize`'s arguments, for a model on this device. Raises where one is wrong."""
         if not isinstance(budget_s, (int, float)) or not 0 < budget_s < float("inf"):
             raise InputError(f"budget_s is {budget_s!r}: it must be seconds above zero, like 50")
         if compression not in (None, "allow"):
@@ -94,7 +94,7 @@ class ParallelRequest:
 
 
 def auto_path(plan: Plan | str | os.PathLike[str]) -> str | None:
-    """The file to keep the plan in, empty for none; None where a plan is given."""
+    """For plan="auto:FILE" the file, for "auto" an empty string, for anything else None."""
     if not isinstance(plan, str) or plan.partition(":")[0] != "auto":
         return None
     if plan == "auto:":

@@ -44,12 +44,13 @@ WARMUP = 3
 """Steps of a turn that are not timed: DDP forms its buckets anew after the first."""
 FAR_BEHIND = 1.5
 ONE_TURN = 0.03
-"""What is taken for repeatability where there was time for one turn."""
+"""Repeatability, assumed where there was time for one turn only."""
 LEAST_STEPS, MOST_STEPS = 3, 10
 TIMEOUT_S = {"gloo": 30.0}
-"""A collective of a trial is given up after this long, or after twenty steps: what a failure on another rank costs
-where nothing else tells of it. On gloo closed connections mostly tell (`TrialGroups.close`), and a busy machine may
-hold a healthy rank up for seconds. NCCL has to be told (`RankStore.released`), and ends the process after this long."""
+"""A collective of a trial gives up after this long, or after twenty steps if these take longer: what a failure on
+another rank costs where nothing else reports it. On gloo closed connections mostly do (`TrialGroups.close`), and a busy
+machine may hold a healthy rank up for seconds. NCCL needs the alarm (`RankStore.released`), and ends the process after
+this long."""
 _ANOTHER_TIMEOUT_S = 120.0
 
 MakeOptimizer = str | Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
@@ -88,7 +89,7 @@ class ExampleStep:
 
 @dataclass(slots=True)
 class Trials:
-    """What came of trying, the same on every rank."""
+    """Results of the trials, the same on every rank."""
 
     seconds: dict[str, list[float]] = field(default_factory=dict)
     """A step of each candidate, one figure a turn."""
@@ -101,7 +102,7 @@ class Trials:
 
     @property
     def repeatability(self) -> float:
-        """How far two turns of one candidate were apart, as a share: the median over candidates."""
+        """By what share two turns of one candidate differ: the median over candidates."""
         apart = [max(found) / min(found) - 1 for found in self.seconds.values() if len(found) > 1]
         return median(apart) if apart else ONE_TURN
 
@@ -127,10 +128,10 @@ def take_turns(
     for turn in range(turns):
         order = [one for one in tried if one.name not in trials.dropped and not trials.much_slower(one)]
         rounds_left = len(order) * (turns - turn)
-        for place, candidate in enumerate(order if turn % 2 == 0 else order[::-1]):
+        for index, candidate in enumerate(order if turn % 2 == 0 else order[::-1]):
             left_s = deadline_s - time.monotonic()
             step_s = max(candidate.predicted_s, *trials.seconds.get(candidate.name, [0.0]))
-            steps = ranks.first(_steps(left_s / (rounds_left - place), step_s))
+            steps = ranks.first(_steps(left_s / (rounds_left - index), step_s))
             if steps == 0:
                 continue
             say(f"trying {candidate.name}, turn {turn + 1} of {turns}")
@@ -145,7 +146,7 @@ def take_turns(
 
 
 def affordable(candidates: Sequence[Candidate], seconds: float) -> tuple[list[str], int]:
-    """The names of those that there is time to try, in which order, and in how many turns.
+    """The names of the candidates that there is time to try, in order, and the number of turns.
 
     All in two turns or in one; else stock DDP and what is predicted to be fastest, in one; else none. Stock DDP comes
     first and the others by prediction, so that what comes last is what matters least.
@@ -171,7 +172,7 @@ def _steps(seconds: float, step_s: float) -> int:
 def try_plan(
     model: nn.Module, plan: Plan, example: ExampleStep, ranks: RankStore, steps: int, step_s: float = 0.0
 ) -> float | str:
-    """Seconds of a step under the plan, the slowest rank's; or why it did not run, on one rank or all.
+    """Seconds of a step under the plan, on the slowest rank; or, as text, why some rank could not run it.
 
     `step_s` is what a step was predicted to take.
     """
@@ -265,8 +266,8 @@ class TrialGroups:
 
 
 def _forget_meshes() -> None:
-    """torch remembers how operators on sharded tensors are placed and what their redistribution costs, and with it
-    meshes and their connections. Versions differ in what they have."""
+    """Empty torch's caches for operators on sharded tensors and for their redistribution: they hold meshes, and so
+    connections. Versions of torch differ in which caches they have."""
     for module, name in (
         ("debug", "_clear_sharding_prop_cache"),
         ("_redistribute", "clear_redistribute_planner_cache"),

@@ -3,7 +3,7 @@
 Gradients arrive: a hook on every parameter counts them down until a bucket is complete.
 
 How often each parameter's gradient arrives in one backward is learned from the steps before. It only decides *when* a
-bucket may leave, never *whether*: what does not arrive is waited for until the end of backward, and what arrives after
+bucket may leave, never *whether*. A bucket waits for what does not arrive until backward ends, and what arrives after
 its bucket has left is sent after it. So ranks need not agree on what they expect.
 """
 
@@ -68,9 +68,9 @@ class Backward:
         self._token = _gone
 
     def ended(self) -> bool:
-        """Whether it is over. Where it ran in a thread of autograd's own, as on a GPU, that thread may hold on to it
-        for a moment after `backward()` has raised, until it gets the interpreter's lock: it is given the time, or what
-        is left to do of that backward would come in the middle of the next one."""
+        """Whether it is over. On a GPU a thread of autograd's own runs it, and may hold on to it for a moment after
+        `backward()` has raised, until it gets the interpreter's lock. We give it that time: otherwise the rest of that
+        backward would come in the middle of the next one."""
         until = time.monotonic() + _LET_GO_S
         while self.running:
             # A forward inside a backward may well find it running, and one beside a backward of another thread.

@@ -1,4 +1,4 @@
-"""The memory of buckets: flat buffers whose slices are the gradients, and gradients of rows, which have none."""
+"""The memory of buckets: flat buffers of which each gradient is a slice. Sparse gradients travel without a buffer."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from backbeat.runtime.reduce.step import Step, TakenGradients
 class BucketBuffer:
     """One bucket's gradients, contiguous, with room for the status message after them where it is the last bucket.
 
-    After a step `.grad` of each member is a view into the buffer. From when the bucket leaves until backward ends it is
-    None: a gradient that autograd produces then is a tensor of its own and cannot write into a buffer in flight.
+    After a step `.grad` of each member is a view into the buffer. While the bucket is in flight, until backward ends,
+    `.grad` is None: a gradient that autograd produces then is a tensor of its own, and cannot write into the buffer.
     """
 
     compressed = False
-    """Travels as something else than its gradients."""
+    """Whether the bucket sends only part of its gradients (`CompressedBucket`)."""
 
     def __init__(
         self,

@@ -13,7 +13,7 @@ every rank alike:
     hand_back, or give_up                        the step has gradients; or it has none, and collectives stay in order
     undo                                         the step before had none either, which is known only now
 
-What a single bucket does differently, it does in a class of its own (`bucket.BucketBuffer` and its kin): how it takes
+What differs from bucket to bucket is in the bucket's class (`bucket.BucketBuffer` and its subclasses): how it takes
 gradients, which collective carries it, what becomes of the sum.
 """
 
@@ -52,8 +52,8 @@ class Sender:
         self._lock = threading.RLock()
 
     def send_ready(self) -> None:
-        """Send every bucket that is due; the last one carries what happened in this step, so it leaves only when
-        nothing more can happen, at its end."""
+        """Send every complete bucket, in plan order, but the last: that one carries the step's status and leaves when
+        the step ends."""
         with self._lock:
             arrivals, buckets = self._step.arrivals, self._context.bucket_set.buckets
             last = len(buckets) - 1
@@ -98,7 +98,7 @@ class Sender:
             self._launch(index, bucket, None)
 
     def _launch_last(self, index: int, bucket: BucketBuffer) -> None:
-        """With the status message inside it, or after it."""
+        """Send the last bucket, with the status message inside it or after it."""
         step, exchange, status = self._step, self.exchange, self._status
         if step.arrivals.late:
             step.settle_late(exchange.keep_late(step.arrivals.late))
@@ -198,7 +198,7 @@ class Exchange:
         return bucket.status_length > 0
 
     def send(self, index: int, bucket: BucketBuffer, status: torch.Tensor | None) -> InFlight:
-        """Begin to sum a bucket that has taken its gradients."""
+        """Start the collective of a bucket that has taken its gradients."""
         context = self.context
         message, work = bucket.launch(context.communicator(bucket.spec.communicator), context.scale, status)
         return InFlight(index, bucket, message, work)
@@ -211,8 +211,8 @@ class Exchange:
         """Add to this rank's status message, which leaves after every bucket; it will hold the sums."""
 
     def wait_for_last(self) -> None:
-        """Sleep until the last bucket of every communicator has come, and so those before it: a thread that waits for
-        each in turn is woken for each. What went wrong is found when they are received."""
+        """Sleep until the last bucket of every communicator has arrived; those before it then have, too. A thread that
+        waits for each bucket in turn is woken for each. `receive` finds what went wrong."""
         if self.context.communicators.wait_raises:
             with suppress(RuntimeError):
                 for index in self.context.bucket_set.ends:

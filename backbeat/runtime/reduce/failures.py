@@ -1,8 +1,8 @@
 """What goes wrong between ranks, and who is to blame.
 
-A failed collective only says that some peer did not answer. Every rank therefore runs a small monitor thread that looks
-at the job's store now and then: once any rank has raised the alarm, all living ranks write down where they stand, and
-the rank that failed can say which one is missing, behind, or gone on without the others.
+A failed collective only says that some peer did not answer. So every rank runs a small monitor thread that looks at the
+job's store now and then. Once any rank has raised the alarm, all living ranks write down where they stand. The rank
+that failed can then say which one is missing, behind, or has gone on without the others.
 """
 
 from __future__ import annotations
@@ -256,12 +256,12 @@ def work_result(work: Any) -> str:
 class LostCollectives:
     """Finds buckets that were lost and the host was not told: on NCCL waiting for a failed collective does not raise.
 
-    Torch's own watchdog notices, writes its error into the communicator and into the result of the oldest work that
-    it has not yet ticked off, which may be a good one, and after a pause for its dumps (a minute in torch 2.11) ends
-    the process without a word on buckets or gradients. The monitor's thread reads that error meanwhile, says which
-    bucket of which step was lost and who is to blame, and aborts the communicators, so that whatever waits for the
-    device returns and the next use of the wrapper raises the same. It never judges by itself: no clock of its own, no
-    guess from slowness, so it cannot stop a healthy job.
+    Torch's own watchdog notices. It writes its error into the communicator and into the result of the oldest work that
+    it has not yet ticked off, which may be a good one. After a pause for its dumps (a minute in torch 2.11) it ends the
+    process, without a word on buckets or gradients. In that pause the monitor's thread reads the error, says which
+    bucket of which step was lost and who is to blame, and aborts the communicators. Whatever waits for the device then
+    returns, and the next use of the wrapper raises the same error. The thread has no clock of its own and guesses
+    nothing from slowness, so it cannot stop a healthy job.
     """
 
     def __init__(self, context: ReducerContext) -> None:

@@ -208,8 +208,8 @@ def check_fits(plan: Plan, everything: Set[str]) -> None:
 def fill_buckets(
     order: Sequence[int], parameters: Sequence[Parameter], sparse: Sequence[bool], limits: Sequence[int]
 ) -> list[list[int]]:
-    """Stock DDP's rule: one open bucket a dtype and device, closed once it has *reached* its limit, the last limit
-    repeating; a sparse gradient travels alone; what is left open goes last.
+    """Stock DDP's rule. Each dtype and device has one open bucket, which closes once it has *reached* its limit; the
+    last limit repeats. A sparse gradient travels alone. Buckets still open at the end go last.
 
     Torch's own function is not called: given only some of the tensors it reads past the end of its sparse flags.
     """

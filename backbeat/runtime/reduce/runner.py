@@ -1,12 +1,13 @@
 """Runs steps: hears of a backward, sends its buckets while it runs, and puts the sums in place when it ends.
 
-One backward is one step (`step.Step`). It opens when autograd reaches an output of the wrapper (or, for a loss that
-does not pass through one, the first gradient), and ends in a callback that the engine runs when the graph is done, so
-that whatever follows `backward()` sees reduced gradients. If autograd raises, the next forward finds the step broken,
-and tells the other ranks.
+One backward is one step (`step.Step`). It opens when autograd reaches an output of the wrapper, or the first gradient
+of a loss that passes through no output. It ends in a callback that the engine runs when the graph is done. So whatever
+follows `backward()` sees reduced gradients. If autograd raises, the next forward finds the step broken, and tells the
+other ranks.
 
 At the end of a step, for each parameter that any rank used since the last one, `.grad` is the mean over ranks of what
-each held. All rules follow from that: accumulation, `no_sync`, several backwards of one forward, or one of several.
+each held. All rules follow from that: those of accumulation, of `no_sync`, of several backwards for one forward, and of
+one backward for several.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ def _nothing() -> None:
 
 
 class StepRunner:
-    """Runs one partition after another over the parameters given, by the exchange that its kind of plan needs."""
+    """Runs the steps of one reducer: one partition of its parameters at a time, through the exchange that the plan
+    needs."""
 
     def __init__(
         self,
@@ -72,7 +74,7 @@ class StepRunner:
         self.after_step: Callable[[], Callable[[], None] | None] = _nothing
         """A weak reference to what the reducer does at the end of a step."""
         self.unreached: Callable[[], Callable[[], None] | None] = _nothing
-        """As weak: what it does when autograd reaches an output, and none of the parameters."""
+        """Another weak reference: what the reducer does when a backward reaches an output and no parameter."""
         self.status = StatusMessage(communicators.rank, communicators.size, strict=strict)
         self._sender = Sender(self.context, exchange(self.context), self.status)
         self._reach = GraphReach()

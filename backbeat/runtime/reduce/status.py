@@ -2,17 +2,17 @@
 
     [ irregular | late, one a bucket | step stamp, one a rank | fault, one a rank | used, one a parameter ]
 
-All-reduced with the gradients, each becomes a sum that every rank reads alike: `irregular` is positive if some rank's
-graph was not the plain one (every parameter once), `late` if some gradient came after its bucket had left, a stamp is
-what that rank alone wrote (negative if its backward was broken off), a fault the number of a parameter, from 1, whose
-gradient was not finite on that rank, `used` counts the ranks that used a parameter. The numbers are small integers, so
-that bf16 and fp16 carry them as well: `used` is exact up to 256 ranks in bf16; beyond, no step counts as regular and
-each waits for the device. Only compressed plans have faults; their status message travels alone, in fp32.
+All-reduced with the gradients, each number becomes a sum that every rank reads alike. `irregular` is positive if on
+some rank not every parameter arrived exactly once. `late` is positive if some gradient came after its bucket had left.
+A stamp is what that rank alone wrote: its step, negative if its backward was broken off. A fault is the number of a
+parameter, from 1, whose gradient was not finite on that rank. `used` counts the ranks that used a parameter. All are
+small integers, so bf16 and fp16 carry them as well. In bf16 `used` is exact up to 256 ranks; beyond, no step counts as
+regular and each waits for the device. Only compressed plans have faults; their status message travels alone, in fp32.
 
-It is read when it has arrived, or, where the host should not wait for the device, when the next step opens. Until then
-a guard stands for it: on the device, in the stream's own order, the numbers are compared with what they must be, and
-all gradients become NaN if one differs. So the sum of different steps, or one that lacks a rank's part, is never seen
-as a gradient; the named error follows with the next backward.
+A rank reads it when it has arrived or, where the host should not wait for the device, when the next step opens. Until
+then a guard stands in: the device compares the numbers with what they must be, in the stream's own order, and turns all
+gradients into NaN if one differs. So nobody takes the sum of different steps, or one that lacks a rank's part, for a
+gradient. The error that names the cause follows with the next backward.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class SummedStatus(NamedTuple):
     """The summed numbers, read."""
 
     irregular: int
-    """Ranks whose graph was not the plain one."""
+    """Ranks where not every parameter arrived exactly once."""
     late: tuple[int, ...]
     """Buckets that must be reduced again."""
     stamps: tuple[int, ...]
@@ -189,7 +189,7 @@ class StatusMessage:
                 )
 
     def learn(self, summed: SummedStatus | None) -> None:
-        """The step is over. Put off, it was regular before, and the status that comes will say whether it still is."""
+        """The step is over. A status that was put off counts as regular until it is read."""
         self.regular = summed is None
 
     def expect_irregular(self) -> None:

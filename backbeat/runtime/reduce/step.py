@@ -123,7 +123,8 @@ class Step:
 
     def open(self, *, sync: bool, absent: bool = False, root: int = -1, slow: bool = False) -> None:
         """A backward begins. Called when autograd reaches an output of the wrapper, or the first gradient of a loss
-        that passes through none, with the engine's number of the backward; and by a rank without data (`absent`).
+        that passes through none. `root` is the engine's number of the backward. A rank without data calls it too
+        (`absent`).
 
         slow: somebody wants to hear of every gradient.
         """
@@ -148,8 +149,9 @@ class Step:
         self._enter(StepState.FINISHING)
 
     def break_off(self) -> bool:
-        """The backward raised. Called by the next forward or backward that finds it open and not running; again, where
-        telling the others failed. True if the other ranks take part in this step and must be told."""
+        """The backward raised. The next forward or backward that finds the step open, and no backward running, calls
+        this; it does so again where telling the others failed. True if the other ranks take part in this step and must
+        be told."""
         if self.state is not StepState.BROKEN:
             self._enter(StepState.BROKEN)
         return self._reduces

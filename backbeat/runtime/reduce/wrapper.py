@@ -48,8 +48,8 @@ class DistributedDataParallel(TorchDDP):  # type: ignore[misc]
     - `communicators`: how many buckets may travel at once; the plan's own number where it is not given.
     - `reducer`: "backbeat", or "ddp" to run the plan through torch's own reducer.
     - `reduce_dtype`: "bf16" or "fp16" to send wider gradients in that format.
-    - `strict`: on a GPU, learn at the end of every backward, not at the next one, that another rank broke off its
-      backward or is in another step; costs a wait for the device in each step.
+    - `strict`: on a GPU, raise at the end of a backward, not in the next one, where another rank broke off its
+      backward or is in another step. Each step then waits for the device.
     - `compression`: for plans with compressed buckets: `backbeat.runtime.compressed.CompressionOptions`, or a dict of
       them.
     - `memory_budget`: bytes, or text like "6GB", that an iteration may take at most on the device. Activations are
@@ -57,8 +57,9 @@ class DistributedDataParallel(TorchDDP):  # type: ignore[misc]
     - `profile`: a `Profile`, a name or a path, for `memory_budget` where the plan has no memory part.
 
     Several models may be wrapped, each parameter by one wrapper. Their backwards must come in the same order on every
-    rank: where one rank runs model A's before B's and another rank B's before A's, each waits for the other until the
+    rank. Where one rank runs model A's before B's and another B's before A's, each waits for the other until the
     process group's timeout, and the error says so.
+
     `isinstance(model, torch.nn.parallel.DistributedDataParallel)` holds for either reducer; with "ddp" the model is a
     `StockDistributedDataParallel`.
     """
@@ -149,14 +150,14 @@ class DistributedDataParallel(TorchDDP):  # type: ignore[misc]
         Each bucket is updated as soon as it has arrived, and its gradients are gone. `step()` then changes nothing, but
         schedulers count it. Where no bucket of the plan is compressed, updates stay in `step()` and this does nothing.
 
-        max_grad_norm: clip to this norm over all gradients, as `torch.nn.utils.clip_grad_norm_` does; all updates then
-            wait for the last bucket, all gradients with them, and on a GPU the host as with `strict`. None: no
-            clipping. `clip_grad_norm_` after backward finds no gradients and does nothing, without saying so.
-        grad_scaler: the one in use, if any. It is refused where it is enabled: what a rank has not sent yet outlives
-            the step and its scale. Train in bf16. Without `attach` nothing tells the wrapper of a scaler, and none must
-            be used with compressed buckets either; forward in fp16 autocast warns of it.
-        per_parameter: vouches for an optimizer that is not torch's own: the update of a parameter depends on nothing
-            but its own gradient, state and hyperparameters.
+        max_grad_norm: clip to this norm over all gradients, as `torch.nn.utils.clip_grad_norm_` does. All gradients are
+            then held until the last bucket has arrived, and all updates follow; on a GPU the host waits as with
+            `strict`. None: no clipping. `clip_grad_norm_` after backward finds no gradients and silently does nothing.
+        grad_scaler: the one in use, if any. An enabled one is refused: what a rank has not sent yet outlives the step
+            and its scale. Train in bf16. Without `attach` the wrapper cannot see a scaler. Use none with compressed
+            buckets there either; forward in fp16 autocast warns of it.
+        per_parameter: True vouches for an optimizer that is not torch's own: it updates each parameter from nothing but
+            that parameter's gradient, state and hyperparameters.
         """
         if not self.compressed:
             check_uncompressed(max_grad_norm)

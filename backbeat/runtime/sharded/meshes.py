@@ -1,4 +1,4 @@
-"""The ranks a plan is sharded over, beside those that are there."""
+"""Compares the mesh that a plan is sharded over with the ranks of the job."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ def fully_shard(model: nn.Module, plan: Plan | str | os.PathLike[str], mesh: Dev
 
 
 def _tell_loop(sharding: Sharding) -> None:
-    """What the plan says of accumulation is the training loop's to do."""
+    """Log what the training loop must do under accumulation: `fully_shard` cannot do it."""
     for differs, call in (
         (sharding.gradient_sync == "last", "model.set_requires_gradient_sync(last)"),
         (not sharding.reshard_after_backward, "model.set_reshard_after_backward(last)"),
@@ -145,7 +145,7 @@ def _recomputed(model: nn.Module, plan: Plan) -> list[nn.Module]:
 
 
 def _compare(model: nn.Module, plan: Plan, group: Any, device: torch.device) -> None:
-    """All ranks shard alike, or they would wait for each other for ever."""
+    """Raise where ranks have different models or plans: they would wait for each other for ever."""
     lines = [f"plan {encode(plan).decode()}"]
     for name, parameter in model.named_parameters(remove_duplicate=False):
         lines.append(f"{name} {tuple(parameter.shape)} {parameter.dtype} trained {parameter.requires_grad}")

@@ -1,6 +1,6 @@
 """What the installed torch's `fully_shard` offers, and what a plan asks of it.
 
-Knobs that a torch lacks are refused by name. A plan without them is another plan, with another time and another peak.
+Settings that this torch lacks are refused by name: a plan without them is another plan, with another time and peak.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def check_knobs(plan: Plan, sharding: Sharding) -> None:
 
 
 def set_knobs(root: nn.Module, sharding: Sharding) -> None:
-    """On every unit. All ranks call it: a separate group is made together."""
+    """Apply the plan's settings to every unit. All ranks call it: they make a separate group together."""
     for knob in KNOBS:
         value = getattr(sharding, knob.field)
         if value != knob.default:

@@ -2,8 +2,8 @@
 
 One unit is one all-gather and one reduce-scatter over all parameters of its modules. What no unit holds is the root's.
 
-Modules that share a parameter belong to one unit: torch shards the parameter once for every unit that holds it, and
-the copies are then trained apart without a word.
+Modules that share a parameter belong to one unit. Otherwise torch shards the parameter once for every unit that holds
+it, and silently trains the copies apart.
 """
 
 from __future__ import annotations

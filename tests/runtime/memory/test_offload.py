@@ -18,7 +18,7 @@ def tensor(value: float = 1.0, size: int = 1024) -> torch.Tensor:
 
 
 def offloaded(schedule: OffloadSchedule, source: torch.Tensor):
-    return schedule.offload(source, schedule.begin_unit(), "block")
+    return schedule.offload(source, schedule.begin_range(), "block")
 
 
 def test_a_tensor_comes_back_as_it_was_and_its_storage_is_moved_once():
@@ -61,11 +61,11 @@ def test_tensors_come_back_as_many_units_early_as_is_said(monkeypatch):
     monkeypatch.setattr(HostCopies, "to_device", logged)
     schedule = OffloadSchedule(ahead=2)
     saved = []
-    for unit in range(1, 6):
+    for range_number in range(1, 6):
         schedule.begin_block()
-        saved.append(offloaded(schedule, tensor(float(unit))))
-    for unit, expected in ((5, [5, 4, 3]), (4, [5, 4, 3, 2]), (3, [5, 4, 3, 2, 1]), (2, [5, 4, 3, 2, 1])):
-        schedule.reached(unit)
+        saved.append(offloaded(schedule, tensor(float(range_number))))
+    for range_number, expected in ((5, [5, 4, 3]), (4, [5, 4, 3, 2]), (3, [5, 4, 3, 2, 1]), (2, [5, 4, 3, 2, 1])):
+        schedule.reached(range_number)
         assert fetched == expected
     assert [one.tensor()[0].item() for one in saved] == [1, 2, 3, 4, 5]
     assert len(fetched) == 5
@@ -147,8 +147,8 @@ def test_the_streams_are_told_in_an_order_that_is_safe(monkeypatch):
     monkeypatch.setattr(torch.cuda, "stream", lambda _stream: contextlib.nullcontext())
     schedule = OffloadSchedule(lag=1, ahead=1)
     schedule.begin_block()
-    unit = schedule.begin_unit()
-    saved = schedule.offload(tensor(3.0), unit, "block")
+    range_number = schedule.begin_range()
+    saved = schedule.offload(tensor(3.0), range_number, "block")
     # The copy comes after what made the tensor.
     assert log == ["out waits for stream compute", "out records 1"]
     log.clear()
@@ -156,7 +156,7 @@ def test_the_streams_are_told_in_an_order_that_is_safe(monkeypatch):
     # The memory is released only after the copy.
     assert log == ["compute waits for out 1"]
     log.clear()
-    schedule.reached(unit)
+    schedule.reached(range_number)
     # The new memory may still be in use by the compute stream, and the host buffer must have been filled.
     assert log == ["in waits for stream compute", "in waits for out 1", "in records 1"]
     log.clear()
@@ -172,7 +172,7 @@ def test_the_streams_are_told_in_an_order_that_is_safe(monkeypatch):
     # The buffer was read by the copy back: it is not overwritten before that is done.
     assert log == ["out waits for stream compute", "out waits for in 1", "out records 2"]
     unused = offloaded(schedule, tensor(5.0))
-    schedule.reached(unit + 2)
+    schedule.reached(range_number + 2)
     log.clear()
     del unused
     # Fetched in vain: the memory is free after the copy that still writes into it.
