@@ -11,7 +11,7 @@ from msgspec.structs import replace
 import backbeat as bb
 from backbeat.cost import Curve
 from backbeat.cost.collectives import bus_bandwidth, seconds, steps, traffic
-from backbeat.cost.scaling import Inside, PlainTopology, beside_traffic, moved, slower_transfer
+from backbeat.cost.scaling import Inside, PlainTopology, beside_traffic, moved, stretched
 from backbeat.errors import InputError
 from backbeat.model import CollectiveTimes, ConcurrencyPoint, Network, Topology
 from tests.problems import affine, curve, networks
@@ -203,7 +203,7 @@ def test_a_collective_inside_a_node_is_its_part_of_the_all_reduce_there() -> Non
 def test_slower_links_leave_latencies_and_busy_ones_only_the_smallest_messages() -> None:
     measured = curve(POINTS).all_reduce.curve
     sizes = np.array([size for size, _ in POINTS], dtype=float)
-    slower, crowd = slower_transfer(measured, 3.0), beside_traffic(measured, 3.0)
+    slower, crowd = stretched(measured, transfer=3.0), beside_traffic(measured, 3.0)
     assert slower.time(sizes) == pytest.approx(measured.latency(sizes) + 3 * measured.work(sizes))
     assert crowd.time(sizes) == pytest.approx(1e-4 + 3 * (measured.time(sizes) - 1e-4))
     for found in (slower, crowd):
