@@ -50,6 +50,18 @@ def test_auto_takes_the_cheaper_at_every_size(base: Network, workers: int) -> No
     assert there.time(sizes) == pytest.approx(np.minimum(ring, tree), rel=2e-3)
 
 
+@pytest.mark.parametrize("workers", [16, 64, 2048])
+def test_between_measured_sizes_auto_changes_algorithm_where_the_two_cross(workers: int) -> None:
+    base = curve(POINTS)
+    known = base.cost.isolated.sizes
+    latency, work = base.cost.isolated.latency(known), base.cost.isolated.work(known)
+    ring = latency * (workers - 1) / 7 + work * ((workers - 1) / workers) / (7 / 8)
+    tree = latency * np.log2(workers) / 3 + work * 8 / 7
+    sizes = np.geomspace(known[0], known[-1], 200)
+    cheaper = np.minimum(np.interp(sizes, known, ring), np.interp(sizes, known, tree))
+    assert base.at(workers=workers).cost.time(sizes) == pytest.approx(cheaper, rel=1e-6)
+
+
 def test_a_cluster_of_nodes_scales_only_what_crosses_them() -> None:
     inside = CollectiveTimes(alpha_s=2e-5, beta_s_per_byte=5e-12)
     base = affine(5e-5, 1e-10, workers=16, topology=Topology(algorithm="hierarchical", gpus_per_node=8, inside=inside))
