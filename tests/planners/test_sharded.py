@@ -273,3 +273,11 @@ def test_a_shard_group_is_of_whole_nodes_or_of_equal_parts_of_one(workers: int, 
     )
     assert ShardSearch(problem, None).shards() == shards
     assert ShardSearch(problem, None, whole=True).shards() == [workers]
+
+
+def test_a_block_computed_again_adds_its_forward_to_the_step() -> None:
+    profile = chain([(4, 8, 0.01)] * 3, [f"layers.{index}" for index in range(3)])
+    profile = replace(profile, blocks=tuple(replace(block, saved_bytes=MB) for block in profile.blocks))
+    problem = ShardProblem(profile, affine(1e-6, 1e-12), StrategyOptions())
+    times = [problem.seconds(ShardChoice(ends=(1, 2, 3), shard=8, recomputed=count)) for count in range(4)]
+    assert np.diff(times) == pytest.approx([4e-3] * 3, rel=0.01)
