@@ -25,6 +25,9 @@ _NVLS_OVER_RING = 309 / 370
 """Bytes a second through a GPU's links, of large all-reduces on 8 H100 (`collectives` names the sources)."""
 _FAR_BYTES = 2**40
 """A curve must be sampled somewhere; nobody all-reduces more than this in one message."""
+_LARGEST_BYTES = 2.0**34
+"""And hardly anybody more than this: up to here a changed curve costs what it should, not what a line through its
+points says."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,8 +228,9 @@ def _moved_across(whole: Curve, inner: Curve, old: int, new: int, topology: Plai
 def _with_slope(
     sizes: NDArray[np.float64], times: NDArray[np.float64], slope: float
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Two more points, which keep the slope beyond the last where a file keeps points alone."""
-    far = np.array([max(4 * float(sizes[-1]), 2.0**22), max(16 * float(sizes[-1]), float(_FAR_BYTES))])
+    """A point beyond the last, and one at the largest message, which keep the slope where a file keeps points alone."""
+    first = max(4 * float(sizes[-1]), 2.0**22)
+    far = np.array([first] if first >= _LARGEST_BYTES else [first, _LARGEST_BYTES])
     return np.append(sizes, far), np.append(times, times[-1] + slope * (far - sizes[-1]))
 
 

@@ -70,7 +70,7 @@ def test_beyond_the_last_point_of_a_noisy_curve_bytes_keep_their_slope() -> None
     slope = noisy.all_reduce.curve.gradient_s_per_byte
     for bandwidth, latency in ((2.0, 1.0), (0.5, 1.0), (1.0, 10.0), (1.0, 0.1)):
         there = scaled_network(noisy, bandwidth=bandwidth, latency=latency).cost
-        for size in (2**26, 2**30, 2**34):
+        for size in (2**26, 2**30, 2**33):
             assert float(there.time(2 * size) - there.time(size)) == pytest.approx(slope / bandwidth * size)
 
 
