@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from backbeat.layouts.pipeline import _simulated, closed_form, in_flight, run
+from backbeat.layouts.pipeline import _simulated, _Transfers, closed_form, in_flight, run
 from backbeat.layouts.stage_programs import order
 from backbeat.layouts.stage_times import StageTimes
 
@@ -140,6 +140,14 @@ def test_buffers_take_what_comes_before_its_receiver_is_ready() -> None:
         assert again - found == pytest.approx(2 + 2 * waits), late
 
 
+def test_what_waits_in_a_buffer_still_takes_the_late_part_of_its_send() -> None:
+    """The second activation comes while the second stage, five times as slow, computes the first."""
+    times = [StageTimes(1.0, 0.1, 0.1), StageTimes(5.0, 0.5, 0.5)]
+    at_once = run("gpipe", 2, 2, times, 0.5, "rank", 0.0).seconds
+    for late, longer in ((0.2, 0.2), (0.5, 0.5), (0.8, 0.5), (None, 0.5)):
+        assert run("gpipe", 2, 2, times, 0.5, "rank", late).seconds == pytest.approx(at_once + longer), late
+
+
 @given(
     st.sampled_from(["gpipe", "1f1b", "interleaved", "zero-bubble"]),
     st.sampled_from(["direction", "connection", "pair", "rank"]),
@@ -159,6 +167,19 @@ def test_an_activation_and_a_gradient_that_leave_at_once_share_a_nic() -> None:
     times = equal(4, 1.0, 0.7, 0.3, chunks=2)
     apart, shared = (run("interleaved", 4, 16, times, 0.8, streams).seconds for streams in ("direction", "pair"))
     assert shared > 1.05 * apart
+
+
+@pytest.mark.parametrize(("streams", "takes"), [("direction", 1.0), ("connection", 2.0), ("pair", 2.0), ("rank", 2.0)])
+@pytest.mark.parametrize(("activation", "gradient"), [(("F", 0, 2), ("B", 0, 0)), (("F", 0, 1), ("B", 0, 1))])
+def test_what_leaves_the_stage_in_the_middle_at_once_or_comes_to_it_shares_its_nic(
+    streams: Any, takes: float, activation: Any, gradient: Any
+) -> None:
+    moving = _Transfers(3, 1.0, streams, None)
+    for stage in range(3):
+        its_own = tuple(one for one in (activation, gradient) if stage in moving._ends(one))
+        moving.post(stage, its_own, 0.0)
+    assert moving.next_s == takes
+    assert moving.finish() == {0, 1, 2}
 
 
 def test_unequal_stages_wait_for_the_slowest() -> None:
