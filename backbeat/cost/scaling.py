@@ -25,6 +25,9 @@ _NVLS_OVER_RING = 309 / 370
 """Bytes a second through a GPU's links, of large all-reduces on 8 H100 (`collectives` names the sources)."""
 _FAR_BYTES = 2**40
 """A curve must be sampled somewhere; nobody all-reduces more than this in one message."""
+_LARGEST_BYTES = 2.0**34
+"""And hardly anybody more than this: up to here a changed curve costs what it should, not what a line through its
+points says."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,17 +103,17 @@ def mixed(one: Curve, two: Curve, share: float) -> Curve:
     return _through(*_with_slope(sizes, times, slope))
 
 
-def slower_transfer(curve: Curve, slowdown: float) -> Curve:
-    """Every byte takes that many times as long; latencies stay.
+def stretched(curve: Curve, *, latency: float = 1.0, transfer: float = 1.0) -> Curve:
+    """Every latency takes that many times as long, and every byte.
 
-    >>> slower_transfer(Curve.affine(1e-3, 1e-9), 2.0).line
-    (0.001, 2e-09)
+    >>> stretched(Curve.affine(1e-3, 1e-9), latency=3.0, transfer=2.0).line
+    (0.003, 2e-09)
     """
+    slope = curve.gradient_s_per_byte * transfer
     if curve.is_affine:
-        return Curve.affine(float(curve.times[0]), curve.gradient_s_per_byte * slowdown)
+        return Curve.affine(float(curve.times[0]) * latency, slope)
     sizes = curve.sizes
-    times = curve.latency(sizes) + curve.work(sizes) * slowdown
-    return _through(*_with_slope(sizes, times, curve.gradient_s_per_byte * slowdown))
+    return _through(*_with_slope(sizes, curve.latency(sizes) * latency + curve.work(sizes) * transfer, slope))
 
 
 def beside_traffic(curve: Curve, slowdown: float) -> Curve:
@@ -124,7 +127,7 @@ def beside_traffic(curve: Curve, slowdown: float) -> Curve:
     [0.0001, 0.0009]
     """
     if curve.is_affine:
-        return slower_transfer(curve, slowdown)
+        return stretched(curve, transfer=slowdown)
     latency = curve.times[0]
     times = latency + (curve.times - latency) * slowdown
     return _through(*_with_slope(curve.sizes, times, curve.gradient_s_per_byte * slowdown))
@@ -225,8 +228,9 @@ def _moved_across(whole: Curve, inner: Curve, old: int, new: int, topology: Plai
 def _with_slope(
     sizes: NDArray[np.float64], times: NDArray[np.float64], slope: float
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """One more point, which shows the slope beyond the last where a file keeps points alone."""
-    far = max(4 * float(sizes[-1]), 2.0**22)
+    """A point beyond the last, and one at the largest message, which keep the slope where a file keeps points alone."""
+    first = max(4 * float(sizes[-1]), 2.0**22)
+    far = np.array([first] if first >= _LARGEST_BYTES else [first, _LARGEST_BYTES])
     return np.append(sizes, far), np.append(times, times[-1] + slope * (far - sizes[-1]))
 
 

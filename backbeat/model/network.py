@@ -14,7 +14,7 @@ from msgspec.structs import force_setattr, replace
 from backbeat.cost import Batch, LinkCost
 from backbeat.cost.collectives import Collective
 from backbeat.cost.fabric import Load
-from backbeat.cost.scaling import beside_traffic, mixed, moved, slower_transfer
+from backbeat.cost.scaling import beside_traffic, mixed, moved, stretched
 from backbeat.errors import InputError
 from backbeat.model.checks import at_least
 from backbeat.model.collective_times import CollectiveTimes, ConcurrencyPoint
@@ -167,7 +167,7 @@ class Network(Document, frozen=True, kw_only=True):
                 "one link between nodes, like ib400; or predict on that network alone"
             )
         at_least("links", links, 1)
-        inside, beyond = base.all_reduce.curve, slower_transfer(between.all_reduce.curve, 1 / links)
+        inside, beyond = base.all_reduce.curve, stretched(between.all_reduce.curve, transfer=1 / links)
         sizes = np.unique(np.concatenate([inside.sizes, beyond.sizes, [0.0, 2.0**20, 2.0**24, 2.0**28]]))
         times = inside.time(sizes) + beyond.time(sizes)
         return Network(

@@ -128,16 +128,13 @@ class Specification:
             text += f"; {self.fabric.kind} fabric, oversubscription {self.fabric.oversubscription:g}"
         return text + ("; SHARP between nodes" if self.sharp else "")
 
-    def bus_bandwidth(self, nodes: int) -> float:
-        """Bus bandwidth of a large all-reduce on a quiet cluster, in bytes a second."""
-        inside = self._inside_rate
-        if nodes == 1:
-            return inside
+    def _across_rate(self, nodes: int) -> float:
+        """Bus bandwidth of a large all-reduce across nodes of a quiet cluster, in bytes a second."""
         share = self.fabric.share(nodes, "quiet") if self.fabric is not None else 1.0
         wire = self.nic * self.nics_per_node * self.efficiency * share
         if self.sharp or nodes == 2:
             wire *= traffic("all_reduce", "ring", nodes * self.gpus_per_node)
-        return min(wire, inside)
+        return min(wire, self._inside_rate)
 
     @property
     def _inside_rate(self) -> float:
@@ -183,13 +180,13 @@ class Specification:
             return within
         lines = all_reduce_lines(nodes, per_node, self.latency, sharp=self.sharp)
         sent = traffic("all_reduce", "ring", nodes * per_node) * size
-        return max(within, fastest_s(lines, sent, self.bus_bandwidth(nodes)))
+        return max(within, fastest_s(lines, sent, self._across_rate(nodes)))
 
     def _ring_s(self, collective: Collective, nodes: int, size: float) -> float:
         """On a quiet cluster."""
         rate = self._inside_rate * (NVLS_GATHER_SHARE if self.nvls else 1.0)
         if nodes > 1:
-            rate = min(GATHER_SHARE * self.bus_bandwidth(nodes), rate)
+            rate = min(GATHER_SHARE * self._across_rate(nodes), rate)
         sent = traffic(collective, "ring", nodes * self.gpus_per_node) * size
         return fastest_s(ring_lines(nodes, self.gpus_per_node, self.latency), sent, rate)
 

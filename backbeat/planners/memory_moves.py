@@ -46,7 +46,7 @@ def _ranges_from(chain: Chain, first: int) -> Iterator[BlockRange]:
     if chain.has_host:
         yield first, first + 1, OFFLOAD
     last = first + 1
-    while chain.may_begin[first] and last <= chain.count:
+    while chain.may_begin[first]:
         yield first, last, RECOMPUTE
         if chain.has_host:
             yield first, last, FETCH

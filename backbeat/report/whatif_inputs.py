@@ -3,16 +3,18 @@ latency."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields as fields_of
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
 from msgspec.structs import replace
 
 from backbeat.cost import Curve
+from backbeat.cost.scaling import stretched
 from backbeat.errors import InputError
-from backbeat.model import CollectiveTimes, Network, Topology
+from backbeat.model import CollectiveTimes, Network
 from backbeat.model.network import COLLECTIVES
 
 _MOST_TEXT = 300
@@ -67,33 +69,21 @@ def _scaled(network: Network, bandwidth: float, latency: float) -> dict[str, Any
     topology = network.topology
     if network.nodes == 1 and not network.one_node:
         return {}
+    stretch = partial(stretched, latency=latency, transfer=1 / bandwidth)
     times = {name: found for name in COLLECTIVES if (found := getattr(network, name)) is not None}
-    scaled: dict[str, Any] = {name: _stretched(one, latency, 1 / bandwidth) for name, one in times.items()}
+    scaled: dict[str, Any] = {name: CollectiveTimes.of(stretch(one.curve)) for name, one in times.items()}
     if topology.inside is not None:
-        scaled["all_reduce"] = _stretched_across(network.all_reduce, topology, latency, 1 / bandwidth)
+        scaled["all_reduce"] = _stretched_across(network.all_reduce, topology.inside, topology.pipelined, stretch)
     return {**scaled, "concurrency": network.concurrency_on(scaled["all_reduce"])}
 
 
-def _stretched(times: CollectiveTimes, latency: float, transfer: float) -> CollectiveTimes:
-    if times.points is None:
-        return CollectiveTimes(
-            alpha_s=(times.alpha_s or 0.0) * latency, beta_s_per_byte=(times.beta_s_per_byte or 0.0) * transfer
-        )
-    curve = times.curve
-    sizes = curve.sizes
-    return _points(sizes, curve.latency(sizes) * latency + curve.work(sizes) * transfer)
-
-
-def _stretched_across(times: CollectiveTimes, topology: Topology, latency: float, transfer: float) -> CollectiveTimes:
-    whole, inner = times.curve, topology.inside.curve if topology.inside is not None else Curve.affine(0.0, 0.0)
+def _stretched_across(
+    times: CollectiveTimes, inside: CollectiveTimes, pipelined: bool, stretch: Callable[[Curve], Curve]
+) -> CollectiveTimes:
+    whole, inner = times.curve, inside.curve
     sizes = np.unique(np.concatenate([whole.sizes, inner.sizes, [0.0, 2.0**20, 2.0**24, 2.0**28]]))
-    within = inner.latency(sizes) if topology.pipelined else inner.time(sizes)
-    slope = whole.gradient_s_per_byte - (0.0 if topology.pipelined else inner.gradient_s_per_byte)
-    across = Curve(sizes, np.maximum(whole.time(sizes) - within, 0.0), max(slope, 0.0))
-    moved = within + across.latency(sizes) * latency + across.work(sizes) * transfer
-    return _points(sizes, np.maximum(moved, inner.time(sizes)))
-
-
-def _points(sizes: np.ndarray, seconds: np.ndarray) -> CollectiveTimes:
-    rising = np.maximum.accumulate(seconds)
-    return CollectiveTimes(points=tuple((round(size), float(time)) for size, time in zip(sizes, rising, strict=True)))
+    within = inner.latency if pipelined else inner.time
+    slope = whole.gradient_s_per_byte - (0.0 if pipelined else inner.gradient_s_per_byte)
+    across = stretch(Curve(sizes, np.maximum(whole.time(sizes) - within(sizes), 0.0), max(slope, 0.0)))
+    seconds = np.maximum(within(across.sizes) + across.time(across.sizes), inner.time(across.sizes))
+    return CollectiveTimes.of(Curve(across.sizes, seconds, 0.0))

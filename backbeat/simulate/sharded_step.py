@@ -79,14 +79,13 @@ def sharded_iteration(
     cost = ShardedCost.of(profile, network, plan.sharding, copy_bytes_per_s=copy_bytes_per_s)
     update_s = profile.update_s / plan.sharding.mesh.shard
     run = run_step(chain, plan.sharding, cost, update_s, micro_batches=micro_batches, slowdown=slowdown)
-    largest = max((cost.gather_bytes(unit) for unit in chain.units), default=0)
     return Iteration(
         run.end_s,
         sharded_bound(chain, plan.sharding, cost, update_s, micro_batches),
         _breakdown(run, micro_batches * (chain.pieces.forward_s + chain.pieces.backward_s), profile.update_s, update_s),
         _timeline(run, chain, cost),
         chain.count + chain.has_root,
-        float(max(largest, *(cost.scatter_bytes(unit) for unit in chain.units))),
+        float(max(max(cost.gather_bytes(unit), cost.scatter_bytes(unit)) for unit in chain.units)),
     )
 
 

@@ -48,6 +48,15 @@ def test_half_the_uplinks_cost_at_most_half_the_bandwidth() -> None:
     assert bandwidth_share("fat-tree", 10**6, "busy", oversubscription=2) == pytest.approx(plain / 2, rel=1e-4)
 
 
+@pytest.mark.parametrize(("kind", "below"), [("rail-optimised", 32), ("fat-tree", 4), ("cloud", 16)])
+@pytest.mark.parametrize(("load", "crossing"), [("quiet", 0.0), ("typical", 0.5), ("busy", 1.0)])
+def test_what_uplinks_cost_by_hand(kind: Kind, below: int, load: Load, crossing: float) -> None:
+    """Of four times the nodes below one switch, three quarters are outside it."""
+    all_uplinks, third = (bandwidth_share(kind, 4 * below, load, oversubscription=ratio) for ratio in (1, 3))
+    assert third == pytest.approx(all_uplinks / (1 + 2 * crossing * 3 / 4))
+    assert bandwidth_share(kind, below, load, oversubscription=3) == bandwidth_share(kind, below, load)
+
+
 def test_the_table_is_the_one_that_was_fitted() -> None:
     folder = Path(__file__).resolve().parents[2] / "validation" / "published" / "fabric"
     assert json.loads((folder / "fit.json").read_text())["fall"] == FALL

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -192,3 +193,53 @@ def test_attention_of_few_heads_takes_as_long_as_its_longest_rows() -> None:
     assert times[1] / times[-1] == pytest.approx(2 * 132 / 512)
     short = [model.seconds(Attention("bf16", heads, 1024, 1024, 128, "causal")) for heads in (4, 16)]
     assert short[0] == short[1], "each multiprocessor has a tile or less"
+
+
+def convolution(inputs: int = 256, kernel: int = 9, *, stride: int = 1, groups: int = 1) -> Convolution:
+    return Convolution("bf16", "forward", 64, inputs, 256, 784, 784, kernel, stride=stride, groups=groups)
+
+
+def test_convolutions_of_other_kinds_take_the_plain_ones_time_by_the_factor_measured() -> None:
+    model = operator_model("h200", "bf16")
+    factor = model.curves.factors
+    plain = model.seconds(convolution())
+    assert model.seconds(convolution(stride=2)) == pytest.approx(plain * factor["stride/bf16/forward/9"])
+    strided, not_strided = (model.seconds(convolution(kernel=25, stride=stride)) for stride in (2, 1))
+    assert strided == pytest.approx(not_strided * factor["stride/bf16/forward/9"]), "the nearest kernel measured"
+    narrow = model.seconds(convolution(64))
+    assert model.seconds(convolution(groups=4)) == pytest.approx(narrow * factor["groups/bf16/forward/9"])
+    one, eight, sixteen = (model.seconds(convolution(inputs)) for inputs in (1, 8, 16))
+    assert one == eight == pytest.approx(sixteen * factor["few_channels/bf16/forward/9"])
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_past_the_largest_depthwise_convolution_measured_its_rate_stays(axis: int) -> None:
+    model = operator_model("h200", "bf16")
+    pixels, kernel = (points[-1] for points in model.curves.grids["depthwise/first/forward"].axes)
+
+    def seconds(times: int) -> float:
+        sizes = (pixels * times, kernel) if axis == 0 else (pixels, kernel * times)
+        return model.seconds(Convolution("bf16", "forward", 64, 256, 256, sizes[0], 1, sizes[1], groups=256))
+
+    assert seconds(4) == pytest.approx(4 * seconds(1))
+
+
+def test_norms_take_what_was_measured_where_they_fill_the_device_alike() -> None:
+    model = operator_model("h200", "bf16")
+    images, channels, pixels = 64.0, 512.0, 784.0
+    measured = model.curves.shaped["batch_norm/2"]
+    at = [axis.index(size) for axis, size in zip(measured.axes, (images, channels, pixels), strict=True)]
+    seconds = 1e-6 * measured.us[(at[0] * len(measured.axes[1]) + at[1]) * len(measured.axes[2]) + at[2]]
+    half = OperatorModel(replace(model.accelerator, multiprocessors=66), model.curves)
+    assert model.seconds(Traffic("batch_norm", 1, 2, (images, channels, pixels))) == pytest.approx(seconds)
+    assert half.seconds(Traffic("batch_norm", 1, 2, (images / 2, channels, pixels))) == pytest.approx(seconds)
+
+
+def test_attention_that_no_flash_kernel_takes() -> None:
+    model = operator_model("h200", "bf16")
+    full, masked = (Attention("bf16", 256, 1024, 1024, 64, kind) for kind in ("full", "mask"))
+    assert model.seconds(masked) == pytest.approx(model.seconds(full) * model.curves.factors["attention_mask"])
+    for backward, direction in ((False, "forward"), (True, "backward")):
+        wide = Attention("fp32", 256, 1024, 1024, 64, "full", backward)
+        slower = model.curves.factors[f"attention_fp32/{direction}"]
+        assert model.seconds(wide) == pytest.approx(wide.flops / model.accelerator.fp32_tflops / 1e12 * slower)

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 import backbeat as bb
 from backbeat.cost import Curve
 from backbeat.cost.collectives import bus_bandwidth, seconds, steps, traffic
-from backbeat.cost.scaling import Inside, PlainTopology, beside_traffic, moved, slower_transfer
+from backbeat.cost.scaling import Inside, PlainTopology, beside_traffic, moved, stretched
 from backbeat.errors import InputError
 from backbeat.model import CollectiveTimes, ConcurrencyPoint, Network, Topology
 from tests.problems import affine, curve, networks
@@ -48,6 +48,18 @@ def test_auto_takes_the_cheaper_at_every_size(base: Network, workers: int) -> No
     ring = latency * (workers - 1) / 7 + work * ((workers - 1) / workers) / (7 / 8)
     tree = latency * np.log2(workers) / 3 + work * 8 / 7
     assert there.time(sizes) == pytest.approx(np.minimum(ring, tree), rel=2e-3)
+
+
+@pytest.mark.parametrize("workers", [16, 64, 2048])
+def test_between_measured_sizes_auto_changes_algorithm_where_the_two_cross(workers: int) -> None:
+    base = curve(POINTS)
+    known = base.cost.isolated.sizes
+    latency, work = base.cost.isolated.latency(known), base.cost.isolated.work(known)
+    ring = latency * (workers - 1) / 7 + work * ((workers - 1) / workers) / (7 / 8)
+    tree = latency * np.log2(workers) / 3 + work * 8 / 7
+    sizes = np.geomspace(known[0], known[-1], 200)
+    cheaper = np.minimum(np.interp(sizes, known, ring), np.interp(sizes, known, tree))
+    assert base.at(workers=workers).cost.time(sizes) == pytest.approx(cheaper, rel=1e-6)
 
 
 def test_a_cluster_of_nodes_scales_only_what_crosses_them() -> None:
@@ -203,7 +215,7 @@ def test_a_collective_inside_a_node_is_its_part_of_the_all_reduce_there() -> Non
 def test_slower_links_leave_latencies_and_busy_ones_only_the_smallest_messages() -> None:
     measured = curve(POINTS).all_reduce.curve
     sizes = np.array([size for size, _ in POINTS], dtype=float)
-    slower, crowd = slower_transfer(measured, 3.0), beside_traffic(measured, 3.0)
+    slower, crowd = stretched(measured, transfer=3.0), beside_traffic(measured, 3.0)
     assert slower.time(sizes) == pytest.approx(measured.latency(sizes) + 3 * measured.work(sizes))
     assert crowd.time(sizes) == pytest.approx(1e-4 + 3 * (measured.time(sizes) - 1e-4))
     for found in (slower, crowd):

@@ -124,6 +124,21 @@ def test_calibrations_of_one_cluster_are_joined(tmp_path: Path) -> None:
         compose("twice", [network, network.at(workers=64)])
 
 
+def test_measurements_inside_one_node_alone_are_those_of_most_gpus() -> None:
+    few, all_of_them = (affine(1e-5, 1e-11, workers=workers, topology=Topology(gpus_per_node=8)) for workers in (2, 8))
+    network = compose("node", [all_of_them, few])
+    assert network.workers == 8
+    assert [row.workers for row in network.rows] == [2]
+    assert network.one_node
+
+
+def test_a_table_is_read_with_the_nodes_and_latencies_it_is_told(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text(LONG)
+    near, far = (read(str(tmp_path / "t.csv"), gpus_per_node=4, hop_s=hop_s) for hop_s in (1e-6, 1e-4))
+    assert (near.workers, near.topology.gpus_per_node) == (8, 4)
+    assert float(far.cost.time(8)) > float(near.cost.time(8))
+
+
 def test_what_is_no_measurement_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no such file"):
         read(str(tmp_path / "missing.txt"))

@@ -202,6 +202,18 @@ def test_runs_of_several_sizes_need_a_choice() -> None:
         read(both, workers=32)
 
 
+def test_an_all_reduce_is_known_by_its_bandwidths_where_no_column_says_what_reduces() -> None:
+    network = read(text(redop=False, root=False))
+    check(network)
+    assert any("guessed: all_reduce" in note for note in network.notes)
+
+
+def test_processes_of_several_gpus_that_are_not_listed_are_guessed_too() -> None:
+    network = read(document(config={"nthreads": 1, "ngpus": 2, "devices": []}))
+    check(network)
+    assert any("guessed: 8 workers" in note for note in network.notes)
+
+
 def test_workers_are_guessed_from_the_bandwidths() -> None:
     network = read(text(devices=False))
     check(network)

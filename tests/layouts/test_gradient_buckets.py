@@ -13,7 +13,7 @@ from backbeat import layouts
 from backbeat.layouts import Layout
 from backbeat.layouts.gradient_buckets import GradientBucket, dense_buckets, equal_buckets, overlapped_with_backward
 from backbeat.layouts.replicas import rank_parameters
-from backbeat.layouts.stage_times import split_layers
+from backbeat.layouts.stage_times import StageLayers, split_layers
 from backbeat.simulate.contention import contended
 from backbeat.simulate.schedule import Flow
 
@@ -74,6 +74,19 @@ def test_what_is_complete_last_hides_behind_nothing() -> None:
     embedding_last = (GradientBucket(1.0, 0.5), GradientBucket(4.0, 1.0))
     found = overlapped_with_backward(embedding_last, 10.0, lambda elements: elements, 1.0)
     assert found.exposed_s == pytest.approx(4.0)
+
+
+def test_a_layer_of_experts_takes_the_time_of_those_a_token_goes_to() -> None:
+    """Of 2 of 8 experts, of the one that all tokens share, of the router, and of attention as in any layer."""
+    model = layouts.transformer(
+        {"layers": 2, "dense_layers": 1, "hidden": 8, "heads": 1, "ffn": 32, "vocab": 100, "experts": 8}
+        | {"experts_per_token": 2, "expert_ffn": 4, "shared_ffn": 16}
+    )
+    first, *_ = dense_buckets(model, 1, (StageLayers(1, 1, False, False),), 100)
+    dense = sum(one.parameters for one in (*model.attention, *model.mlp(32)))
+    shared, expert = (sum(one.parameters for one in model.mlp(inner)) for inner in (16, 4))
+    sparse = sum(one.parameters for one in model.attention) + model.router.parameters + shared + 2 * expert
+    assert first.ready == pytest.approx(sparse / (sparse + dense))
 
 
 def test_a_tied_embedding_is_added_up_between_stages() -> None:

@@ -16,6 +16,7 @@ import backbeat as bb
 from backbeat import layouts
 from backbeat.cost.fabric import Load
 from backbeat.layouts import Layout
+from backbeat.layouts.layout_prediction import StepBreakdown
 from backbeat.model import Fabric, Gradient, LoadBand
 from backbeat.model.specification import Specification
 from tests.problems import affine
@@ -327,3 +328,9 @@ def test_a_measured_block_scales_computation(tmp_path: Path) -> None:
     ):
         with pytest.raises(bb.InputError, match=why):
             layouts.predict("llama-3-8b", "dgx-h100", block=msgspec.structs.replace(block, **change), **fields)
+
+
+def test_a_step_is_limited_by_its_largest_part_that_is_not_arithmetic() -> None:
+    assert StepBreakdown(matmul=8, attention=4, bubble=1.5, tensor=0.5).limit == "bubble"
+    assert StepBreakdown(matmul=8, attention=4, bubble=1.3, tensor=1.2).limit == "compute", "less than a tenth"
+    assert StepBreakdown(matmul=1, memory=1, reduce=2).limit == "reduce"

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from backbeat.layouts.pipeline import _simulated, closed_form, in_flight, run
+from backbeat.layouts.pipeline import _simulated, _Transfers, closed_form, in_flight, run
 from backbeat.layouts.stage_programs import order
 from backbeat.layouts.stage_times import StageTimes
 
@@ -140,6 +140,14 @@ def test_buffers_take_what_comes_before_its_receiver_is_ready() -> None:
         assert again - found == pytest.approx(2 + 2 * waits), late
 
 
+def test_what_waits_in_a_buffer_still_takes_the_late_part_of_its_send() -> None:
+    """The second activation comes while the second stage, five times as slow, computes the first."""
+    times = [StageTimes(1.0, 0.1, 0.1), StageTimes(5.0, 0.5, 0.5)]
+    at_once = run("gpipe", 2, 2, times, 0.5, "rank", 0.0).seconds
+    for late, longer in ((0.2, 0.2), (0.5, 0.5), (0.8, 0.5), (None, 0.5)):
+        assert run("gpipe", 2, 2, times, 0.5, "rank", late).seconds == pytest.approx(at_once + longer), late
+
+
 @given(
     st.sampled_from(["gpipe", "1f1b", "interleaved", "zero-bubble"]),
     st.sampled_from(["direction", "connection", "pair", "rank"]),
@@ -161,6 +169,19 @@ def test_an_activation_and_a_gradient_that_leave_at_once_share_a_nic() -> None:
     assert shared > 1.05 * apart
 
 
+@pytest.mark.parametrize(("streams", "takes"), [("direction", 1.0), ("connection", 2.0), ("pair", 2.0), ("rank", 2.0)])
+@pytest.mark.parametrize(("activation", "gradient"), [(("F", 0, 2), ("B", 0, 0)), (("F", 0, 1), ("B", 0, 1))])
+def test_what_leaves_the_stage_in_the_middle_at_once_or_comes_to_it_shares_its_nic(
+    streams: Any, takes: float, activation: Any, gradient: Any
+) -> None:
+    moving = _Transfers(3, 1.0, streams, None)
+    for stage in range(3):
+        its_own = tuple(one for one in (activation, gradient) if stage in moving._ends(one))
+        moving.post(stage, its_own, 0.0)
+    assert moving.next_s == takes
+    assert moving.finish() == {0, 1, 2}
+
+
 def test_unequal_stages_wait_for_the_slowest() -> None:
     times = [StageTimes(1, 1, 1), StageTimes(2, 2, 2)]
     assert run("1f1b", 2, 10, times, 0.0).seconds == pytest.approx(63)
@@ -169,7 +190,7 @@ def test_unequal_stages_wait_for_the_slowest() -> None:
 
 @pytest.mark.parametrize(("schedule", "chunks"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero-bubble", 1)])
 def test_a_stage_holds_what_it_has_begun_and_not_ended(schedule: Any, chunks: int) -> None:
-    for stages, count in ((1, 3), (2, 2), (4, 4), (4, 8)):
+    for stages, count in ((1, 3), (2, 2), (4, 2), (4, 4), (4, 8)):
         parts = chunks if stages > 1 else 1
         for stage in range(stages):
             done = order(schedule, stage, stages, count, parts)

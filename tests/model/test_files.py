@@ -7,17 +7,19 @@ import gzip
 import json
 import os
 import stat
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 import backbeat as bb
-from backbeat.model import DynamicFusion
-from backbeat.model.files import ZOO, bundled, decode, write
+from backbeat.model import CollectiveTimes, ConcurrencyPoint, DynamicFusion
+from backbeat.model.files import ZOO, Document, bundled, decode, write
 from tests.problems import make_profile, networks, profiles, put
 
 PROFILE: dict[str, Any] = {
@@ -103,6 +105,8 @@ def test_the_required_fields_alone_load(tmp_path: Path, kind: str) -> None:
         ("profile", "iteration_s", [0.1, -0.1], ["iteration_s[1]", ">= 0"]),
         ("network", "workers", 0, ["workers", ">= 1"]),
         ("network", "all_reduce", {}, ["all_reduce", "either points, or both alpha_s"]),
+        ("network", "all_reduce", {"alpha_s": 1e-3}, ["all_reduce", "either points, or both alpha_s"]),
+        ("network", "all_reduce", {"beta_s_per_byte": 1e-9}, ["all_reduce", "either points, or both alpha_s"]),
         ("network", "all_reduce.alpha_s", 1e-3, ["all_reduce", "exclude each other"]),
         ("network", "all_reduce.points", [[1024, 0.1]], ["points has 1", "two sizes or more"]),
         ("network", "all_reduce.points", [[2048, 0.1], [1024, 0.2]], ["points[1]", "sizes must rise"]),
@@ -132,6 +136,41 @@ def test_a_bad_file_is_refused_with_its_place(
         assert word in message
 
 
+@pytest.mark.parametrize("schema", [9, None, "lightning/2"])
+def test_a_schema_of_nobodys_gets_no_advice_on_whose_it_is(tmp_path: Path, schema: object) -> None:
+    message = refusal(tmp_path, "profile", json.dumps({**PROFILE, "schema": schema}))
+    assert "backbeat.profile/1" in message
+    assert "give the" not in message
+    assert "another version" not in message
+
+
+def test_every_part_of_a_file_is_frozen_and_refuses_what_it_does_not_know() -> None:
+    left = documents()
+    seen = set(left)
+    while left:
+        for annotation in get_type_hints(left.pop()).values():
+            new = {one for one in structs_in(annotation) if one not in seen}
+            seen |= new
+            left += new
+    assert len(seen) > 20
+    for part in seen:
+        options = part.__struct_config__
+        assert options.frozen, part
+        assert options.forbid_unknown_fields, part
+
+
+def documents() -> list[type]:
+    return [kind for kind in Document.__subclasses__() if kind.__module__.startswith("backbeat.model.")]
+
+
+def structs_in(annotation: Any) -> Iterator[type[msgspec.Struct]]:
+    """Those that a field's type is made of."""
+    if isinstance(annotation, type) and issubclass(annotation, msgspec.Struct):
+        yield annotation
+    for part in get_args(annotation):
+        yield from structs_in(part)
+
+
 @pytest.mark.parametrize("text", ["NaN", "Infinity", "-Infinity"])
 def test_what_is_not_a_number_is_named_with_its_line(tmp_path: Path, text: str) -> None:
     lines = json.dumps(PROFILE, indent=1).replace("0.01", text)
@@ -143,8 +182,8 @@ def test_what_is_not_a_number_is_named_with_its_line(tmp_path: Path, text: str) 
 
 def test_empty_truncated_and_foreign_files(tmp_path: Path) -> None:
     whole = json.dumps(PROFILE)
-    assert "empty" in refusal(tmp_path, "profile", " \n")
-    assert "cut short" in refusal(tmp_path, "profile", whole[: len(whole) // 2])
+    assert "the file is empty" in refusal(tmp_path, "profile", " \n")
+    assert "it was cut short" in refusal(tmp_path, "profile", whole[: len(whole) // 2])
     assert "not JSON" in refusal(tmp_path, "profile", "hello")
     assert "one JSON object" in refusal(tmp_path, "profile", "[1, 2]")
     assert "not JSON" in refusal(tmp_path, "profile", b"\xff\xfe\x00")
@@ -178,6 +217,12 @@ def test_values_built_in_python_obey_the_same_rules() -> None:
         Gradient(name="a", bytes=1, ready_s=float("nan"))
     with pytest.raises(bb.InputError, match="must not be negative"):
         Gradient(name="a", bytes=-1, ready_s=0.0)
+    for field in ("bytes", "messages", "communicators"):
+        with pytest.raises(bb.InputError, match=f"{field} is 0"):
+            ConcurrencyPoint(**{"bytes": 1, "messages": 1, "communicators": 1, "seconds": 1.0, field: 0})
+    lists: Any = [[1024, 0.001], [2048, 0.002]]
+    tuples = CollectiveTimes(points=((1024, 0.001), (2048, 0.002)))
+    assert {CollectiveTimes(points=lists): "hashable"}[tuples]
 
 
 def test_a_plan_for_another_model_is_refused_by_name() -> None:

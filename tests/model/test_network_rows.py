@@ -211,6 +211,14 @@ def test_an_all_gather_measured_in_one_node_is_not_moved_beyond_it() -> None:
     assert network.at(workers=64).all_gather is None
 
 
+def test_the_numbers_it_says_it_comes_from_are_those_of_the_all_reduce() -> None:
+    times = CollectiveTimes(alpha_s=1e-4, beta_s_per_byte=1e-10)
+    rows = (WorkersRow(workers=32, all_reduce=times), WorkersRow(workers=128, all_reduce=times, all_gather=times))
+    there = affine(1e-4, 1e-10, workers=16, rows=rows, all_gather=times).at(workers=24)
+    assert there.moved_from is not None
+    assert there.moved_from.used == (16, 32)
+
+
 @pytest.mark.parametrize(
     ("make", "problem"),
     [

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from backbeat.errors import InputError
 from backbeat.model import MemoryPlan, Plan, Profile
 from backbeat.planners import plan
-from backbeat.planners.max_batch import batches, growth, largest_looked_at
+from backbeat.planners.max_batch import _planned, batches, growth, largest_looked_at
 from backbeat.planners.memory_plan import usable
 from backbeat.simulate.batch import at_batch
 from backbeat.simulate.memory_timeline import memory_timeline
@@ -90,3 +90,11 @@ def test_compressed_buckets_leave_less_to_a_batch_kept_whole(profiled: int) -> N
     kept = [point.batch_size for point in growth(profile, network, 3 * GB, schedule) if point.kept]
     assert kept
     assert whole / 2 < kept[-1] < whole
+
+
+def test_where_no_batch_can_be_planned_the_reason_of_the_smallest_is_told() -> None:
+    def refused(profile: Profile) -> Plan:
+        raise InputError(f"nothing fits a batch of {profile.batch_size}")
+
+    with pytest.raises(InputError, match=r"batch of 1$"):
+        _planned(Profile.load("gpt2-b8-bf16-h200"), 8, None, refused)

@@ -14,7 +14,7 @@ from backbeat.model import ConcurrencyPoint, Network, Profile
 from backbeat.model.files import decode, encode
 from backbeat.planners import SHARDED, STRATEGIES
 from backbeat.planners.adaptive import _constant_buffers
-from backbeat.planners.best import SIMPLER_WITHIN
+from backbeat.planners.best import SIMPLER_WITHIN, _neighbours
 from backbeat.planners.draft import Draft
 from backbeat.planners.merge_concurrent import simplified
 from backbeat.planners.mgwfbp import merge_sweep
@@ -256,3 +256,20 @@ def test_buckets_that_are_hidden_anyway_are_merged() -> None:
     profile = make_profile([10**5] * 30, [k * 1e-3 for k in range(1, 31)], backward=1.0)
     alone = Draft(list(range(1, 31)), 2)
     assert simplified(alone, profile, affine(1e-3, 1e-9).cost).ends == [30]
+
+
+def test_any_bucketing_is_reached_by_small_changes_on_any_communicators() -> None:
+    start = Draft([4], 2)
+    reached = {(4,): start}
+    left = [start]
+    placed = set()
+    while left:
+        for one in _neighbours(left.pop(), 1):
+            if one.assignment is not None:
+                placed.add((tuple(one.ends), tuple(one.assignment)))
+            elif tuple(one.ends) not in reached:
+                reached[tuple(one.ends)] = one
+                left.append(one)
+    assert sorted(reached) == sorted(map(tuple, every_partition(4)))
+    # In turn is 0, 1, 0, 1: one bucket at a time goes to the other communicator.
+    assert {where for ends, where in placed if len(ends) == 2} == {(1, 1), (0, 0)}

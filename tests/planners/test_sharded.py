@@ -14,6 +14,7 @@ import backbeat as bb
 from backbeat.model import Block, Gradient, Memory, Network, Plan, Profile
 from backbeat.planners.draft import StrategyOptions
 from backbeat.planners.shard_problem import ShardChoice, ShardProblem
+from backbeat.planners.shard_search import ShardSearch, _neighbours
 from backbeat.planners.unit_programme import unit_ends
 from backbeat.simulate.sharded_memory import sharded_memory
 from tests.problems import affine, curve
@@ -208,8 +209,9 @@ def test_newer_knobs_are_named_and_not_chosen() -> None:
     assert new.sharding.reduce_scatter_buffers > 1
     assert any("with torch 2.13, 2 reduce-scatter inputs" in note for note in old.notes)
     assert not new.notes
-    with pytest.raises(bb.InputError, match="it must begin with two numbers"):
-        bb.plan(profile, network, "sharded", torch_version="newest")
+    for version in ("newest", "2.x"):
+        with pytest.raises(bb.InputError, match="it must begin with two numbers"):
+            bb.plan(profile, network, "sharded", torch_version=version)
 
 
 def test_dtypes_stay_unless_asked_for() -> None:
@@ -240,3 +242,42 @@ def test_decoupled_keeps_every_unit_and_is_not_slower_than_zero2(profile: Profil
     assert plan.sharding.mesh.replicate == 1
     assert not any(unit.reshard for unit in plan.sharding.units)
     assert bb.predict(profile, network, plan).iteration_s <= bb.predict(profile, network, "zero2").iteration_s * 1.011
+
+
+@pytest.mark.parametrize("strategy", ["sharded", "decoupled"])
+def test_no_unit_reaches_across_parameters_of_the_root(strategy: str) -> None:
+    """Latencies are long: large units would be faster if they could be."""
+    names = ["embed", "encoder.0", "encoder.1", "bridge", "decoder.0", "decoder.1", "head"]
+    plan = bb.plan(chain([(0.1, 0.2, 1)] * 7, names), affine(5e-3, 1e-10), strategy)
+    assert plan.sharding is not None
+    assert [list(unit.modules[:2]) for unit in plan.sharding.units] == [names[1:3], names[4:6]]
+
+
+def test_any_units_are_reached_by_moving_boundaries_and_none_that_may_not_be() -> None:
+    breaks = frozenset({2})
+    reached = {(2, 5)}
+    left = [ShardChoice(ends=(2, 5), shard=8)]
+    while left:
+        new = [one for one in _neighbours(left.pop(), breaks) if one.ends not in reached]
+        reached |= {one.ends for one in new}
+        left += new
+    assert reached == {ends for ends in every_units(5) if 2 in ends}
+
+
+@pytest.mark.parametrize(("workers", "shards"), [(16, [16, 8, 4, 2]), (24, [24, 8, 4, 2]), (4, [4, 2]), (1, [1])])
+def test_a_shard_group_is_of_whole_nodes_or_of_equal_parts_of_one(workers: int, shards: list[int]) -> None:
+    problem = ShardProblem(
+        chain([(1, 2, 4)] * 2, ["layers.0", "layers.1"]),
+        Network.load("nvlink-ib400").at(workers=workers),
+        StrategyOptions(),
+    )
+    assert ShardSearch(problem, None).shards() == shards
+    assert ShardSearch(problem, None, whole=True).shards() == [workers]
+
+
+def test_a_block_computed_again_adds_its_forward_to_the_step() -> None:
+    profile = chain([(4, 8, 0.01)] * 3, [f"layers.{index}" for index in range(3)])
+    profile = replace(profile, blocks=tuple(replace(block, saved_bytes=MB) for block in profile.blocks))
+    problem = ShardProblem(profile, affine(1e-6, 1e-12), StrategyOptions())
+    times = [problem.seconds(ShardChoice(ends=(1, 2, 3), shard=8, recomputed=count)) for count in range(4)]
+    assert np.diff(times) == pytest.approx([4e-3] * 3, rel=0.01)

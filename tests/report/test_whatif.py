@@ -48,7 +48,7 @@ def test_a_quick_answer_has_the_same_shape() -> None:
 
 @given(networks(), st.sampled_from([0.1, 0.5, 1.0, 4.0]), st.sampled_from([0.1, 1.0, 10.0]))
 def test_more_bandwidth_and_less_latency_never_cost_more(network: bb.Network, bandwidth: float, latency: float) -> None:
-    sizes = [1, 4096, 10**6, 10**8]
+    sizes = [1, 4096, 10**6, 10**8, 10**10]  # the last two are beyond what was measured
     now = scaled_network(network, bandwidth=bandwidth, latency=latency).cost.time(sizes)
     faster = scaled_network(network, bandwidth=2 * bandwidth, latency=latency).cost.time(sizes)
     sooner = scaled_network(network, bandwidth=bandwidth, latency=latency / 2).cost.time(sizes)
@@ -63,6 +63,15 @@ def test_scaling_an_affine_network_scales_its_two_numbers_and_keeps_how_messages
     rows = ({"bytes": 2**22, "messages": 2, "communicators": 2, "seconds": 1e-3 + 2e-9 * 2**22 / 1.5},)
     shared = affine(1e-3, 1e-9, concurrency=tuple(msgspec.convert(row, bb.model.ConcurrencyPoint) for row in rows))
     assert scaled_network(shared, bandwidth=2).cost.efficiency(2) == pytest.approx(shared.cost.efficiency(2))
+
+
+def test_beyond_the_last_point_of_a_noisy_curve_bytes_keep_their_slope() -> None:
+    noisy = curve([(2**20, 1e-3), (2**23, 1e-3), (2**26, 1.6e-3)])
+    slope = noisy.all_reduce.curve.gradient_s_per_byte
+    for bandwidth, latency in ((2.0, 1.0), (0.5, 1.0), (1.0, 10.0), (1.0, 0.1)):
+        there = scaled_network(noisy, bandwidth=bandwidth, latency=latency).cost
+        for size in (2**26, 2**30, 2**33):
+            assert float(there.time(2 * size) - there.time(size)) == pytest.approx(slope / bandwidth * size)
 
 
 def test_inside_a_node_nothing_changes() -> None:

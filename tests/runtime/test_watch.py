@@ -91,6 +91,7 @@ def test_samples_come_at_their_steps_and_nothing_is_timed_between(model: Any) ->
         model(torch.ones(2, 4)).sum().backward()
     assert [sample.step for sample in told] == [20, 40, 60]
     assert watch.last is told[-1]
+    assert not watch._steps.communicators.store.check(["watch/20/0"]), "the store does not grow with the job"
     assert [step for step, on in enumerate(timed, start=1) if on] == [*range(1, 9), 18, 19, 20, 38, 39, 40, 58, 59, 60]
     del watch
     model(torch.ones(2, 4)).sum().backward()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -94,3 +95,11 @@ def test_one_worker_waits_for_nobody_and_no_spread_means_no_wait() -> None:
     assert straggling((), 64) is None
     assert straggling((1.0,) * 40, 64) is None
     assert straggling((1.0, 1.1), 64) is None
+
+
+def test_a_tail_of_no_shape_is_the_limit_of_small_ones() -> None:
+    times = ComputeTimes.fit(np.random.default_rng(2).exponential(0.05, 200))
+    assert times is not None
+    rare = np.array([0.5, 0.2, 0.1, 1e-3, 1e-6])
+    none, small = (replace(times, shape=shape).quantile(rare) for shape in (0.0, 1e-7))
+    assert none == pytest.approx(small, rel=1e-5)

@@ -188,6 +188,13 @@ def test_copies_pass_the_devices_memory() -> None:
     assert copied - alone == pytest.approx(1.0 + 1.0 + 1.0 + 0.125, rel=1e-9)
 
 
+@pytest.mark.parametrize(("param", "reduced", "width"), [("bf16", "fp32", 4), ("fp32", "bf16", 4), ("bf16", "bf16", 2)])
+def test_the_largest_message_is_a_units_parameters_or_its_gradients(param: str, reduced: str, width: int) -> None:
+    profile = row(2)
+    plan = sharded_plan(profile, [("b.0", "b.1")], param_dtype=param, reduce_dtype=reduced)
+    assert sharded_iteration(profile, taking(0.0, 0.0), plan).largest_bytes == 2000 * width
+
+
 @pytest.mark.parametrize(("param", "reduced", "gather_in"), [("fp32", "fp32", 8), ("bf16", "fp32", 4 + 2 + 4)])
 def test_parameters_that_are_gathered_narrower_are_cast_first(param: str, reduced: str, gather_in: int) -> None:
     """The own eighth of 1000 elements, read and written for the cast and once more into the buffer."""

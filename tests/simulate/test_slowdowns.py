@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,7 +13,7 @@ from backbeat.errors import InputError
 from backbeat.model import ComputeShares, Network, Profile, Slowdown, Topology
 from backbeat.model.files import bundled
 from backbeat.model.sharded_times import ShardedTimes
-from backbeat.model.slowdown import CHANNELS, KINDS, RING_MEMORY
+from backbeat.model.slowdown import CHANNELS, KINDS, RING_MEMORY, SlowdownCurve
 from backbeat.simulate.slowdowns import emulated, slowdown_of
 from tests.problems import affine, make_profile, networks, profiles
 
@@ -141,3 +142,13 @@ def test_every_bundled_transport_is_known() -> None:
     for name in bundled(Network):
         transport = Network.load(name).topology.transport
         assert transport is None or transport in CHANNELS
+
+
+def test_rows_that_lie_on_one_course_are_met() -> None:
+    """1 + 2 x multiprocessors up to a tenth, then 1 x; and 0.5 x memory."""
+    shares = np.array([(0.1, 0.1), (0.1, 0.3), (0.2, 0.1), (0.2, 0.5)])
+    factors = [1.25, 1.35, 1.35, 1.55]
+    course = SlowdownCurve.of(shares, factors)
+    assert course.per_memory == pytest.approx(0.5)
+    assert [course.at(*share) for share in shares.tolist()] == pytest.approx(factors)
+    assert course.at(0.4, 0.0) == pytest.approx(1.5), "beyond the last the line goes on"
