@@ -65,7 +65,7 @@ def test_the_search_itself_comes_close_on_small_chains(profile: Profile, share: 
     """The same without trying everything, as on chains that have too many plans."""
     search = searching(profile)
     search.every = ()
-    runs = [search.chain.run(ranges) for ranges in every(search.chain)]
+    runs = [search.chain.run(units) for units in every(search.chain)]
     low, high = search.smallest.run.peak_bytes, search.chain.run(uniform(search.chain)["keep"]).peak_bytes
     assert low <= min(run.peak_bytes for run in runs) * 1.05
     budget = round(low + share * max(high - low, 0))
