@@ -15,7 +15,7 @@ from backbeat.simulate.memory_timeline import Chain, memory_timeline
 from backbeat.simulate.predict import predict
 from backbeat.simulate.resident_memory import ResidentMemory
 from tests.chains import chains, check_against_uniform, resnet152
-from tests.simulate.test_memory_timeline import four, segment, unit_lists
+from tests.simulate.test_memory_timeline import four, segment, range_lists
 
 EVERY = MemoryPlan(segments=tuple(segment(index) for index in range(4)))
 
@@ -84,7 +84,7 @@ def test_never_below_the_device_and_the_same_where_the_host_is_unknown_or_free(
     data: st.DataObject, profile: Profile, host: float, again: float
 ) -> None:
     alone = Chain.of(profile, ResidentMemory.of(profile))
-    units = data.draw(unit_lists(alone))
+    units = data.draw(range_lists(alone))
     expected = alone.run(units)
 
     def run(host_s: float | None, recompute_s: float | None) -> Chain:
