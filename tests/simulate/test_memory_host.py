@@ -15,7 +15,7 @@ from backbeat.simulate.memory_timeline import Chain, memory_timeline
 from backbeat.simulate.predict import predict
 from backbeat.simulate.resident_memory import ResidentMemory
 from tests.chains import chains, check_against_uniform, resnet152
-from tests.simulate.test_memory_timeline import four, segment, range_lists
+from tests.simulate.test_memory_timeline import four, range_lists, segment
 
 EVERY = MemoryPlan(segments=tuple(segment(index) for index in range(4)))
 
