@@ -38,13 +38,14 @@ from backbeat.cli.predict_output import caveats
 from backbeat.errors import InputError
 from backbeat.model import MemoryPlan, Network, Plan, Prediction, Profile
 from backbeat.planners import SHARDED, STRATEGIES
+from backbeat.planners.best import SIMPLER_WITHIN
 from backbeat.planners.max_batch import Point, growth, largest_looked_at
 from backbeat.planners.memory_moves import uniform
-from backbeat.report.device_memory import device_fit
+from backbeat.report.device_memory import DeviceFit, device_fit
 from backbeat.report.memory_tables import Policy, growth_table, mixture, peak_line, policies_table, segments_table
 from backbeat.report.sharding_tables import memory_table, units_table
 from backbeat.report.tables import describe, over_bound, plan_table, scaling_range
-from backbeat.report.ways import lines_to_write
+from backbeat.report.ways import sharding_lines, wrapping_lines
 from backbeat.simulate.actions import segments_of
 from backbeat.simulate.batch import same_blocks, sibling
 from backbeat.simulate.memory_timeline import Chain, memory_timeline
@@ -208,9 +209,35 @@ def _show(
         prose(out, f"Memory: {fit}.")
     for line in dict.fromkeys([*(f"* {note}" for note in made.notes), *caveats(result, cluster, one)]):
         prose(out, line)
-    if made.sharding is not None:
-        out.print()
-        prose(out, f"In the training script:\n{indent(lines_to_write(str(output or 'plan.json')), '  ')}")
+    out.print()
+    prose(out, _next(made, result, stock, fit, output, one.optimizer, reduce_dtype))
+
+
+def _next(
+    made: Plan,
+    result: Prediction,
+    stock: Prediction,
+    fit: DeviceFit | None,
+    output: Path | None,
+    optimizer: str | None,
+    reduce_dtype: str | None,
+) -> str:
+    """What to do with the plan: the lines to write, unless it cannot run or gains nothing."""
+    if fit is not None and not fit.fits:
+        wider = "" if made.sharding is not None else " `--strategy sharded` plans what does."
+        return f"Decision: do not run it, it does not fit.{wider}"
+    if made.in_halves or made.dynamic is not None:
+        return f"Decision: compare with it; nothing runs a plan of {made.strategy}. `--strategy best` plans what runs."
+    if result.workers == 1:
+        return "Decision: nothing to decide for one GPU; ask for more with --workers."
+    saves = made.sharding is not None or made.memory is not None
+    if not saves and stock.iteration_s < result.iteration_s * (1 + SIMPLER_WITHIN):
+        return "Decision: keep stock DDP, the plan is not 1 % faster."
+    file = str(output or "plan.json")
+    lines = wrapping_lines(file, reduce_dtype) if made.sharding is None else sharding_lines(file, optimizer)
+    what = "it saves memory, not time" if stock.iteration_s < result.iteration_s else "run it"
+    first = "In" if output is not None else "Write it with -o plan.json, then in"
+    return f"Decision: {what}. {first} the training script:\n{indent(lines, '  ')}"
 
 
 def _show_sharding(out: Console, one: Profile, made: Plan, accumulation: int | None) -> None:

@@ -81,4 +81,4 @@ def show_sharded(
         out.print()
     file = asked.plan_files.get(taken.prediction.strategy) if taken is not None and taken.sharded else None
     command = partial(command_for, profile, asked) if file is None else lambda chosen: ""
-    prose(out, way_decision(ways, command, file or "plan.json"))
+    prose(out, way_decision(ways, command, file or "plan.json", profile.optimizer))

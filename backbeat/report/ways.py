@@ -3,6 +3,7 @@ what to write for it."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from textwrap import indent
@@ -142,8 +143,11 @@ def way_sentences(ways: Sequence[Way]) -> list[str]:
     return said
 
 
-def way_decision(ways: Sequence[Way], command: Callable[[Prediction], str], file: str = "plan.json") -> str:
-    """What to do, with the lines to write; `command` makes the plan, or is empty where `file` has it already."""
+def way_decision(
+    ways: Sequence[Way], command: Callable[[Prediction], str], file: str = "plan.json", optimizer: str | None = None
+) -> str:
+    """What to do, with the lines to write; `command` makes the plan, or is empty where `file` has it already.
+    `optimizer` is the profile's."""
     taken = chosen_way(ways)
     if taken is None:
         return "Decision: make it fit first."
@@ -156,15 +160,31 @@ def way_decision(ways: Sequence[Way], command: Callable[[Prediction], str], file
     if not taken.sharded:
         return f"Decision: no need to shard: run {taken.name}{gain}.\n{made}"
     first = f"Write the plan, then in the training script:\n{made}" if made else "In the training script:"
-    return f"Decision: {taken.name} on {_gpus(taken)}{gain}. {first}\n{indent(lines_to_write(file), '  ')}"
+    return f"Decision: {taken.name} on {_gpus(taken)}{gain}. {first}\n{indent(sharding_lines(file, optimizer), '  ')}"
 
 
-def lines_to_write(file: str) -> str:
-    """How a sharded plan is run."""
+def sharding_lines(file: str, optimizer: str | None) -> str:
+    """How a plan of units is run. `optimizer` is the profile's, like `AdamW, fused`.
+
+    >>> print(sharding_lines("plan.json", "SGD with momentum"))
+    from backbeat.runtime import fully_shard
+    fully_shard(model, plan="plan.json")
+    optimizer = torch.optim.SGD(model.parameters())    # after sharding
+    """
+    named = re.match(r"SGD|AdamW?\b", optimizer or "")
     return (
         "from backbeat.runtime import fully_shard\n"
         f'fully_shard(model, plan="{file}")\n'
-        "optimizer = torch.optim.AdamW(model.parameters())    # after sharding"
+        f"optimizer = torch.optim.{named[0] if named else 'AdamW'}(model.parameters())    # after sharding"
+    )
+
+
+def wrapping_lines(file: str, reduce_dtype: str | None) -> str:
+    """How a plan of buckets is run."""
+    sent = f', reduce_dtype="{reduce_dtype}"' if reduce_dtype else ""
+    return (
+        "from backbeat.runtime import DistributedDataParallel    # instead of torch.nn.parallel's\n"
+        f'model = DistributedDataParallel(model, plan="{file}"{sent})'
     )
 
 

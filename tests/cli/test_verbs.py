@@ -94,6 +94,26 @@ def test_a_plan_for_one_worker_says_that_nothing_is_sent(profile: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("resnet50-b64-bf16-h200", "100gbe", "-n", "64"), "Decision: run it. Write it with -o plan.json, then"),
+        (("resnet50-b64-bf16-h200", "100gbe", "-n", "64"), 'model = DistributedDataParallel(model, plan="plan.json")'),
+        (("resnet50-b64-bf16-h200", "100gbe", "-n", "8", "--reduce-dtype", "bf16"), ', reduce_dtype="bf16")'),
+        (("resnet50-b64-bf16-h200", "100gbe", "-n", "8", "-s", "fsdp"), "Decision: it saves memory, not time."),
+        (("resnet50-b64-bf16-h200", "100gbe", "-n", "8", "-s", "fsdp"), "optimizer = torch.optim.SGD("),
+        (("resnet50-b64-bf16-h200", "100gbe", "-n", "8", "-s", "ddp"), "Decision: keep stock DDP"),
+        (("resnet50-b64-bf16-h200", "100gbe", "-n", "8", "-s", "horovod"), "nothing runs a plan of horovod"),
+        (("resnet50-b64-bf16-h200", "100gbe", "-n", "1"), "Decision: nothing to decide for one GPU"),
+        (("llama-8b-b1-bf16-adamw-h200", "aws-p5en", "-n", "64", "-s", "ddp"), "Decision: do not run it, it does not"),
+    ],
+)
+def test_a_plan_ends_in_a_decision(words: tuple[str, ...], said: str) -> None:
+    done = run("plan", *words)
+    assert done.returncode == 0, done.stderr
+    assert said in done.stdout[done.stdout.index("\nDecision: ") :]
+
+
+@pytest.mark.parametrize(
     ("words", "message"),
     [
         (("predict", "resnet5", "10gbe"), "neither a file nor a bundled profile"),

@@ -20,7 +20,7 @@ from backbeat.report.ways import (
     Way,
     chosen_way,
     find_ways,
-    lines_to_write,
+    sharding_lines,
     way_decision,
     way_headline,
     way_labels,
@@ -115,7 +115,7 @@ def test_the_lines_to_write(ways: tuple[Way, ...]) -> None:
     def command(row: bb.Prediction) -> str:
         return f"backbeat plan A B --strategy {row.strategy} -o plan.json"
 
-    assert 'fully_shard(model, plan="mine.json")' in lines_to_write("mine.json")
+    assert 'fully_shard(model, plan="mine.json")' in sharding_lines("mine.json", None)
     assert way_decision(ways[:1], command) == "Decision: no need to shard: keep stock DDP."
     assert way_decision([needing(ways[0], 101)], command) == "Decision: make it fit first."
     said = way_decision([replace(ways[2], plan=None)], command)
