@@ -51,7 +51,7 @@ from backbeat.simulate.batch import same_blocks, sibling
 from backbeat.simulate.memory_timeline import Chain, memory_timeline
 from backbeat.simulate.resident_memory import ResidentMemory
 from backbeat.simulate.sharded_memory import sharded_memory
-from backbeat.units import counted, format_bytes, format_seconds, parse_duration, printable
+from backbeat.units import counted, format_bytes, format_seconds, parse_duration
 
 
 def plan(
@@ -267,14 +267,17 @@ def _show_memory(
 ) -> None:
     memory = made.memory
     assert memory is not None
+    out.print()
     if memory.segments:
         out.print(segments_table(one, memory))
+        out.print()
     else:
         out.print("Everything is kept: it fits.")
     if memory.budget_bytes is not None:
         out.print(policies_table(_policies(one, cluster, made, result, accumulation), memory.budget_bytes))
     kept = memory_timeline(one, memory, made, workers=cluster.workers)
-    out.print(printable(peak_line(kept, memory.budget_bytes)), soft_wrap=True)
+    out.print()
+    prose(out, peak_line(kept, memory.budget_bytes))
 
 
 def _policies(one: Profile, cluster: Network, made: Plan, result: Prediction, accumulation: int | None) -> list[Policy]:
@@ -318,7 +321,7 @@ def _show_growth(
         )
         return
     out = console()
-    out.print(printable(describe(one, cluster)), soft_wrap=True)
+    prose(out, describe(one, cluster))
     out.print()
     out.print(growth_table(points))
     kept_whole = [point for point in points if point.kept]
@@ -331,15 +334,15 @@ def _show_growth(
         line += f", {gain:+.1%} against that." if fastest is not largest else "."
     else:
         line += "; with everything kept no batch fits."
-    out.print(line, soft_wrap=True)
+    prose(out, line)
     if capped:
         times = points[-1].batch_size // one.batch_size
-        out.print(
+        prose(
+            out,
             f"* the search ended there, at {times:,} times the profile's batch, and all up to it fits: the largest may "
             "be larger",
-            soft_wrap=True,
         )
-    out.print(f"* sizes and times of other batches are extrapolated from {basis}", soft_wrap=True)
+    prose(out, f"* sizes and times of other batches are extrapolated from {basis}")
 
 
 def _growth_row(profile: Profile, point: Point) -> dict[str, Any]:

@@ -125,3 +125,10 @@ def test_a_profile_without_blocks_is_to_be_made_again(tmp_path: Path) -> None:
     done = run("plan", str(tmp_path / "bare.json"), "10gbe", "--memory", "6GB")
     assert done.returncode == 2
     assert "profile it again with `backbeat profile`" in done.stderr
+
+
+def test_sentences_about_memory_take_80_columns(profile: Path) -> None:
+    words = ("plan", str(profile), "10gbe", "-n", "4", "-s", "optimal", "--memory", "2.5GB")
+    grown, once = run(*words, "--max-batch").stdout, run(*words).stdout
+    said = [*grown.splitlines(), *once[once.index("Predicted peak") :].splitlines()]
+    assert not [line for line in said if len(line) > 80 and not line.startswith("  from backbeat")]
