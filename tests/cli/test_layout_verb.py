@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from backbeat.cli import app
+from backbeat.errors import InputError
 
 
 def run(*words: str, code: int = 0) -> str:
@@ -105,3 +107,21 @@ def test_bad_input_is_said_in_one_line(words: list[str], why: str) -> None:
     done = CliRunner().invoke(app, ["layout", *words])
     assert isinstance(done.exception, InputError | SystemExit)
     assert why in done.output or why in str(done.exception)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--layout", "dp=0"), "--layout dp=0: dp: Expected `int` >= 1: correct it"),
+        (("--layout", "schedule=foo"), "it must be 1f1b or gpipe or interleaved or zero-bubble"),
+        (("--gpus", "8", "--precision", "fp7"), "precision: Invalid enum value 'fp7': it must be bf16 or fp16 or fp8"),
+    ],
+)
+def test_a_wrong_field_is_named_with_what_it_takes(words: tuple[str, ...], message: str) -> None:
+    with pytest.raises(InputError, match=re.escape(message)):
+        CliRunner().invoke(app, ["layout", "llama-3-8b", "dgx-h100", *words], catch_exceptions=False)
+
+
+def test_a_folder_without_a_model_is_named(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"is a folder without a config\.json"):
+        CliRunner().invoke(app, ["layout", str(tmp_path), "dgx-h100", "--gpus", "8"], catch_exceptions=False)
