@@ -282,6 +282,7 @@ def test_a_factory_without_layers_cannot_be_composed() -> None:
     ("words", "message"),
     [
         (("with_optimizer", "--optimizer", "adamw"), "returns an optimizer of its own: drop --optimizer adamw"),
+        (("both", "--precision", "fp8"), "fp8 is computed, not measured: add --analytic GPU"),
         (("both", "--optimizer", "lion"), "optimizer is 'lion': it must be one of sgd, adam, adamw"),
         (("both", "--from-layers", "2"), "give two different numbers of layers, like 2,4"),
         (("both", "--from-layers", "4,4"), "give two different numbers of layers, like 2,4"),
