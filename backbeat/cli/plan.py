@@ -113,6 +113,8 @@ def plan(
         raise InputError(
             f"density is {density}, but 'best' sends every element: use --strategy compressed, or leave one out"
         )
+    if strategy is not None and "," in strategy:
+        raise InputError(f"--strategy {strategy} names several: a plan has one; `backbeat predict` compares several")
     chosen = strategy or ("best" if density is None else "compressed")
     if residuals not in (None, "device", "host"):
         raise InputError(f"--residuals is {residuals!r}: it must be device or host")
@@ -130,7 +132,7 @@ def plan(
             accumulation=accumulation,
             communicators=communicators,
             reduce_dtype=reduce_dtype,
-            bucket_bytes=size("--bucket", bucket) if bucket is not None else None,
+            bucket_bytes=size("--bucket", bucket, "MB") if bucket is not None else None,
             budget_s=parse_duration(budget) if budget is not None else None,
             density=density,
             memory_bytes=memory_bytes,
@@ -154,7 +156,7 @@ def plan(
 def _reserve(text: str) -> float:
     """A share of the budget, below 1, or bytes."""
     if not text.strip().endswith("%"):
-        return size("--reserve", text)
+        return size("--reserve", text, "MB", least=0)
     try:
         share = float(text.strip().removesuffix("%")) / 100
     except ValueError:

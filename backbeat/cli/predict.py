@@ -77,7 +77,7 @@ def predict(
 ) -> None:
     """Predict how the job scales, what limits it and what it costs, and say what to do."""
     one, cluster = Profile.load(profile), load_network(network, across, nics_per_node)
-    counts = parse_workers(workers) if workers else [cluster.workers]
+    counts = parse_workers(workers) if workers is not None else [cluster.workers]
     files = split(plan)
     every = wide or json
     names = named = list(dict.fromkeys(split(strategy)))
@@ -97,7 +97,7 @@ def predict(
     schedules: list[Schedule] = [*frameworks, *names, *plans]
     asked = Asked(
         communicators=communicators,
-        bucket_bytes=size("--bucket", bucket) if bucket is not None else None,
+        bucket_bytes=size("--bucket", bucket, "MB") if bucket is not None else None,
         accumulation=accumulation,
         global_batch=global_batch,
         reduce_dtype=reduce_dtype,
@@ -126,7 +126,9 @@ def predict(
         for schedule in list(schedules):
             try:
                 row = _predict(here, there, schedule, asked)
-            except InputError:
+            except InputError as error:
+                if isinstance(schedule, Plan):
+                    raise InputError(f"{asked.plan_files[schedule.strategy]}: {error}") from None
                 if schedule not in offered:
                     raise
                 # Nothing of it fits the device, and nobody asked for it.
