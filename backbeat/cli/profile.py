@@ -6,6 +6,7 @@ import shlex
 import sys
 from pathlib import Path
 from statistics import median
+from textwrap import fill
 from typing import Annotated, Any
 
 import typer
@@ -130,6 +131,8 @@ def profile(
         result.save(output)
         say(f"wrote {output}")
     typer.echo(encode(result).decode() if as_json else summary(result), nl=not as_json)
+    if output is not None and not as_json:
+        typer.echo(f"Next: backbeat predict {output} NETWORK --workers 8..512    # networks: backbeat zoo")
 
 
 def _two_counts(text: str) -> tuple[int, int]:
@@ -175,7 +178,10 @@ def summary(profile: Profile) -> str:
     rows += [("note", note if len(note) <= 300 else note[:299] + "…") for note in profile.notes]
     width = max(len(label) for label, _ in rows) + 2
     title = f"{profile.name}: {profile.model}, batch {profile.batch_size}, {profile.precision}, {profile.device}"
-    return "\n".join([title, *(f"  {label:<{width}}{text}" for label, text in rows)])
+    hanging = " " * (width + 2)
+    return "\n".join(
+        [title, *(fill(f"  {label:<{width}}{text}", 80, subsequent_indent=hanging) for label, text in rows)]
+    )
 
 
 def _blocks(profile: Profile) -> str:

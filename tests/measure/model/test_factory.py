@@ -209,6 +209,9 @@ def test_the_command_writes_a_profile(module: str, tmp_path: Path) -> None:
     assert shown.exit_code == 0, shown.output
     for words in ("both-b6-fp32-cpu", "forward", "samples/s", "first ready  2.", "last ready", "memory"):
         assert words in shown.stdout
+    *lines, last = shown.stdout.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert last.startswith("Next: backbeat predict profile.json NETWORK")
     written = Profile.load(tmp_path / "profile.json")
     assert written.batch_size == 6
     # What the runtime costs is part of the command's profile.
