@@ -50,6 +50,25 @@ def test_one_layout_is_shown_in_full() -> None:
     assert data["gpus"] == 64
 
 
+def test_the_decision_names_flags_of_megatron() -> None:
+    words = ("llama-3-70b", "dgx-h100", "--global-batch", "512", "--sequence", "8192")
+    text = run(*words, "--layout", "dp=2,tp=4,pp=4,cp=2,micro=1,vp=5,recompute=full")
+    flags = text[text.index("Flags of Megatron-LM for 64 GPUs:\n") :].replace("\\\n", " ").split("\n", 1)[1].split()
+    for words_of in (
+        ["--tensor-model-parallel-size", "4", "--sequence-parallel", "--pipeline-model-parallel-size", "4"],
+        ["--num-virtual-stages-per-pipeline-rank", "5", "--context-parallel-size", "2", "--micro-batch-size", "1"],
+        ["--global-batch-size", "512", "--seq-length", "8192", "--bf16", "--use-distributed-optimizer"],
+        ["--overlap-grad-reduce", "--overlap-param-gather", "--recompute-granularity", "full"],
+    ):
+        at = flags.index(words_of[0])
+        assert flags[at : at + len(words_of)] == words_of
+    assert max(map(len, text.splitlines())) <= 80
+    # Of what Megatron-LM does not have, and of other frameworks, no flags are claimed.
+    for other in (("--layout", "dp=8,zero=3"), ("--layout", "pp=8,schedule=gpipe"), ("--framework", "nanotron")):
+        given = other if other[0] == "--layout" else (*other, "--layout", "tp=8")
+        assert "Megatron-LM" not in run("llama-3-8b", "dgx-h100", "--global-batch", "64", *given)
+
+
 def test_slow_ranks_are_named_by_rank_or_node() -> None:
     words = ("llama-3-8b", "dgx-h100", "--layout", "dp=8,tp=2,micro=1", "--global-batch", "64", "--json")
     plain, rank, node = (
