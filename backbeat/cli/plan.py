@@ -42,6 +42,7 @@ from backbeat.planners.best import SIMPLER_WITHIN
 from backbeat.planners.max_batch import Point, growth, largest_looked_at
 from backbeat.planners.memory_moves import uniform
 from backbeat.report.device_memory import DeviceFit, device_fit
+from backbeat.report.limits import above_linear
 from backbeat.report.memory_tables import Policy, growth_table, mixture, peak_line, policies_table, segments_table
 from backbeat.report.sharding_tables import memory_table, units_table
 from backbeat.report.tables import describe, over_bound, plan_table, scaling_range
@@ -206,6 +207,8 @@ def _show(
         f"{format_seconds(stock.iteration_s)}"
         + (f" ({stock.iteration_s / result.iteration_s:.2f}x)." if result.iteration_s > 0 else "."),
     )
+    if why := above_linear([result]):
+        prose(out, why)
     fit = device_fit(sent, made, cluster.workers)
     if fit is not None:
         prose(out, f"Memory: {fit}.")

@@ -12,7 +12,7 @@ from backbeat.cost.accelerators import accelerator
 from backbeat.model import Network, Plan, Prediction, Profile
 from backbeat.planners import SHARDED
 from backbeat.report.device_memory import DeviceFit, device_fit
-from backbeat.report.limits import limit
+from backbeat.report.limits import above_linear, limit
 from backbeat.report.running_cost import units_line
 from backbeat.report.sharding_tables import strategies_table
 from backbeat.report.ways import Way, chosen_way, way_decision, way_sentences, work_headline
@@ -71,6 +71,8 @@ def show_sharded(
     out.print()
     out.print(strategies_table(every))
     out.print()
+    if why := above_linear([way.prediction for way in every]):
+        prose(out, why)
     if taken is not None:
         chosen = taken.prediction
         figures = units_line(chosen, profile, price=asked.price, epoch_samples=asked.epoch_samples)

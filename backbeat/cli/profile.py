@@ -16,6 +16,7 @@ from backbeat.errors import InputError
 from backbeat.measure.model.noise import band
 from backbeat.model import Profile
 from backbeat.model.files import encode
+from backbeat.report.tables import format_number
 from backbeat.units import format_bytes, format_seconds, parse_duration
 
 
@@ -153,7 +154,7 @@ def summary(profile: Profile) -> str:
     if profile.accumulation > 1:
         rows.append(("micro-batches", str(profile.accumulation)))
     rate = profile.batch_size * profile.accumulation / profile.single_s if profile.single_s else 0.0
-    rows.append(("iteration", f"{format_seconds(profile.single_s)}, {rate:,.0f} samples/s"))
+    rows.append(("iteration", f"{format_seconds(profile.single_s)}, {format_number(rate)} samples/s"))
     if profile.iteration_s:
         times = profile.iteration_s
         low, high = map(format_seconds, band(times))

@@ -183,7 +183,7 @@ def wrapping_lines(file: str, reduce_dtype: str | None) -> str:
     """How a plan of buckets is run."""
     sent = f', reduce_dtype="{reduce_dtype}"' if reduce_dtype else ""
     return (
-        "from backbeat.runtime import DistributedDataParallel    # instead of torch.nn.parallel's\n"
+        "from backbeat.runtime import DistributedDataParallel  # in place of torch's\n"
         f'model = DistributedDataParallel(model, plan="{file}"{sent})'
     )
 

@@ -143,6 +143,14 @@ def test_an_8b_on_64_gpus_is_told_how_to_shard() -> None:
     assert '  fully_shard(model, plan="plan.json")' in text
 
 
+def test_more_than_perfect_scaling_is_explained() -> None:
+    why = "Above 100%: a sharded GPU updates its share of the parameters"
+    words = ("resnet50-b64-bf16-h200", "100gbe", "-n", "8")
+    assert why in joined(run("predict", *words, "-s", "ddp,sharded"))
+    assert why in joined(run("plan", *words, "-s", "sharded"))
+    assert why not in joined(run("predict", *words, "-s", "ddp,fsdp"))
+
+
 def test_a_sharded_plan_says_units_memory_and_lines(tmp_path: Path) -> None:
     file = tmp_path / "plan.json"
     arguments = ("-n", "16", "-s", "sharded", "--memory", "14GB", "-o", str(file))
