@@ -7,7 +7,7 @@ from functools import partial
 from rich.console import Console
 
 from backbeat.cli.common import prose
-from backbeat.cli.predict_output import Asked, Schedule, caveats, command_for, fits_of, sent_by, title_of
+from backbeat.cli.predict_output import Asked, Schedule, caveats, command_for, cost_column, fits_of, sent_by, title_of
 from backbeat.cost.accelerators import accelerator
 from backbeat.model import Network, Plan, Prediction, Profile
 from backbeat.planners import SHARDED
@@ -69,7 +69,7 @@ def show_sharded(
     out.print()
     prose(out, work_headline(ways))
     out.print()
-    out.print(strategies_table(every))
+    out.print(strategies_table(every, cost_column(profile, asked.price)))
     out.print()
     if why := above_linear([way.prediction for way in every]):
         prose(out, why)

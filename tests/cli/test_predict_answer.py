@@ -143,6 +143,17 @@ def test_an_8b_on_64_gpus_is_told_how_to_shard() -> None:
     assert '  fully_shard(model, plan="plan.json")' in text
 
 
+def test_a_sharded_job_has_its_price_in_every_row() -> None:
+    text = run("predict", "llama-8b-b1-bf16-adamw-h200", "aws-p5", "-n", "64,128", "-s", "fsdp", "--price", "2.5/gpu-h")
+    lines = text.splitlines()
+    heading = next(line for line in lines if line.startswith("GPUs"))
+    assert heading.endswith("$/B tokens")
+    assert max(len(line) for line in lines if not line.startswith("  backbeat plan")) <= 80
+    rows = [line for line in lines if " fsdp  " in line]
+    assert len(rows) == 2
+    assert all(re.search(r" yes +[\d.,]+$", line) for line in rows)
+
+
 def test_more_than_perfect_scaling_is_explained() -> None:
     why = "Above 100%: a sharded GPU updates its share of the parameters"
     words = ("resnet50-b64-bf16-h200", "100gbe", "-n", "8")
