@@ -33,7 +33,7 @@ from backbeat.cli.common import (
     split,
 )
 from backbeat.cli.predict_output import Asked, Schedule, content, curves_of, show
-from backbeat.cli.predict_sharded import at_most_workers, is_sharded, sharded_strategies, show_sharded, ways_of
+from backbeat.cli.predict_sharded import is_sharded, sharded_headline, sharded_strategies, show_sharded, ways_of
 from backbeat.errors import InputError
 from backbeat.model import Network, Plan, Prediction, Profile, Reduction
 from backbeat.model.reduction import reduction_named
@@ -41,7 +41,6 @@ from backbeat.planners import BUCKETED
 from backbeat.report import plot as plots
 from backbeat.report.figures import scaling
 from backbeat.report.study import PLANNED, STOCK, STRATEGIES
-from backbeat.report.ways import work_headline
 from backbeat.simulate import strong_scaling
 from backbeat.units import parse_price, parse_workers
 
@@ -143,7 +142,7 @@ def predict(
     if json:
         data = content(one, cluster, rows, asked, schedules)
         if sharded:
-            data["headline"] = work_headline(at_most_workers(ways_of(one, rows, schedules, asked)))
+            data["headline"] = sharded_headline(ways_of(one, rows, schedules, asked))
         print_json(data)
     elif sharded and not wide and not frameworks:
         show_sharded(console(), one, cluster, rows, schedules, asked)

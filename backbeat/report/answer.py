@@ -168,15 +168,21 @@ def judged(
     elif len(curves) > 1 and stock in curves:
         plain = max(curves[stock], key=lambda point: point.workers)
         worth += f"; {stock_name(stock)} {'too' if best is plain else _work(plain)}"
-    bend = knee(curve)
+    verdict, words = worth_it(curve)
+    return verdict, f"{words}: {worth}."
+
+
+def worth_it(curve: Sequence[Prediction]) -> tuple[Verdict, str]:
+    """Whether the most GPUs of a curve are worth it, in a few words."""
+    bend, best = knee(curve), curve[-1]
     if bend is not None:
-        return "no", f"Not worth it {f'beyond {bend} GPUs' if bend > 1 else 'on this network'}: {worth}."
+        return "no", f"Not worth it {f'beyond {bend} GPUs' if bend > 1 else 'on this network'}"
     good = best.scaling_factor >= _GOOD
     if good and best.on_busy.scaling_factor >= _GOOD:
-        return "yes", f"Worth it: {worth}."
+        return "yes", "Worth it"
     if good or _busy_knee(curve) is not None:
-        return "partly", f"Worth it unless the cluster is busy: {worth}."
-    return "partly", f"Worth it only if time matters more than cost: {worth}."
+        return "partly", "Worth it unless the cluster is busy"
+    return "partly", "Worth it only if time matters more than cost"
 
 
 def stock_name(label: str) -> str:
@@ -209,7 +215,7 @@ def decision(
     what = {
         "memory": "make it fit first: shard it (--strategy fsdp), or let `backbeat plan --memory` choose what to keep",
         "yes": f"{counted(best.workers, 'GPU')} are worth renting",
-        "partly": _partly(curve),
+        "partly": partly(curve),
         "no": f"rent at most {chosen.workers} GPUs on this network"
         + (f", {busy} while it is busy" if (busy := _busy_knee(curve) or chosen.workers) < chosen.workers else "")
         if bend != 1
@@ -247,7 +253,8 @@ def _run(
     return f"Run {what}{why}:\n  {made}" if made else f"Run {what}{why}."
 
 
-def _partly(curve: Sequence[Prediction]) -> str:
+def partly(curve: Sequence[Prediction]) -> str:
+    """When the most GPUs of a curve are worth renting that are not always."""
     best, busy = curve[-1], _busy_knee(curve)
     gpus = counted(best.workers, "GPU")
     if busy is not None:

@@ -120,18 +120,19 @@ def way_headline(ways: Sequence[Way]) -> str:
     return _nothing_fits(ways) if taken is None else f"{_capital(taken.name)}: {_step(taken)}{_memory(taken)}."
 
 
-def work_headline(ways: Sequence[Way]) -> str:
-    """What does not fit, and how many GPUs' work is done with the way taken."""
+def work_headline(ways: Sequence[Way], verdict: str = "") -> str:
+    """How many GPUs' work is done with the way taken, behind a verdict on that, and what does not fit."""
     taken = chosen_way(ways)
     if taken is None:
         return _nothing_fits(ways)
     large = [way.name for way in ways if not way.fits]
-    said = f"{' and '.join(large)} {'do' if len(large) > 1 else 'does'} not fit. " if large else ""
+    said = f" {' and '.join(large)} {'do' if len(large) > 1 else 'does'} not fit." if large else ""
     low, high = work_range(taken.prediction)
     work = f"{low} to {high}, from a busy cluster to a quiet one" if low != high else low
     do = "does" if taken.prediction.workers == 1 else "do"
     memory = f",{_memory(taken)}" if taken.peak_bytes else ""
-    return f"{said}With {taken.name}, {_gpus(taken)} {do} the work of {work}{memory}."
+    first = f"{verdict}: with" if verdict else "With"
+    return f"{first} {taken.name}, {_gpus(taken)} {do} the work of {work}{memory}.{said}"
 
 
 def way_sentences(ways: Sequence[Way]) -> list[str]:
@@ -144,10 +145,14 @@ def way_sentences(ways: Sequence[Way]) -> list[str]:
 
 
 def way_decision(
-    ways: Sequence[Way], command: Callable[[Prediction], str], file: str = "plan.json", optimizer: str | None = None
+    ways: Sequence[Way],
+    command: Callable[[Prediction], str],
+    file: str = "plan.json",
+    optimizer: str | None = None,
+    only: str = "",
 ) -> str:
     """What to do, with the lines to write; `command` makes the plan, or is empty where `file` has it already.
-    `optimizer` is the profile's."""
+    `optimizer` is the profile's, `only` how many GPUs to take where that is not all."""
     taken = chosen_way(ways)
     if taken is None:
         return "Decision: make it fit first."
@@ -155,12 +160,13 @@ def way_decision(
     more = 0.0 if stock is None else _slower(stock, taken)
     gain = f", {more:.1%} faster than FSDP with a unit for each block" if more >= SAME else ""
     if taken.label == "ddp":
-        return f"Decision: no need to shard: keep stock DDP{gain}."
+        return f"Decision: no need to shard: keep stock DDP{gain}{only}."
     made = indent(command(taken.prediction), "  ")
     if not taken.sharded:
-        return f"Decision: no need to shard: run {taken.name}{gain}.\n{made}"
+        return f"Decision: no need to shard: run {taken.name}{gain}{only}.\n{made}"
     first = f"Write the plan, then in the training script:\n{made}" if made else "In the training script:"
-    return f"Decision: {taken.name} on {_gpus(taken)}{gain}. {first}\n{indent(sharding_lines(file, optimizer), '  ')}"
+    what = f"{taken.name}{'' if only else f' on {_gpus(taken)}'}{gain}{only}"
+    return f"Decision: {what}. {first}\n{indent(sharding_lines(file, optimizer), '  ')}"
 
 
 def sharding_lines(file: str, optimizer: str | None) -> str:

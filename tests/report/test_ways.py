@@ -99,8 +99,9 @@ def test_the_choice_is_the_simplest_within_1_percent_however_they_are_listed(
 def test_the_words_name_what_does_not_fit_and_how_much_longer_others_take(ways: tuple[Way, ...]) -> None:
     one = [needing(ways[0], 182), *(needing(way, 40) for way in ways[1:])]
     assert way_headline(one).endswith("in 40 B of the 100 B of one H200.")
-    assert work_headline(one).startswith("DDP does not fit. With HSDP in groups of 8, 64 GPUs do the work of ")
-    assert work_headline(one).endswith(", in 40 B of the 100 B of one H200.")
+    assert work_headline(one).startswith("With HSDP in groups of 8, 64 GPUs do the work of ")
+    assert work_headline(one, "Worth it").startswith("Worth it: with HSDP in groups of 8, 64 GPUs do the work of ")
+    assert work_headline(one).endswith(", in 40 B of the 100 B of one H200. DDP does not fit.")
     assert "DDP needs 182 B of the 100 B of one H200: too much." in way_sentences(one)
     assert sum(" slower (" in said for said in way_sentences(one)) == 2
     large = [needing(way, 101 + index) for index, way in enumerate(ways)]
