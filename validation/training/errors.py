@@ -21,6 +21,7 @@ import numpy as np
 from backbeat.errors import BackbeatError
 from backbeat.model import Network, Plan, Profile
 from backbeat.simulate import predict
+from backbeat.units import format_bytes
 
 SCHEMA = "backbeat.validation.training/1"
 EQUAL = 0.01
@@ -105,6 +106,9 @@ def line_of(lab: str, case: dict[str, Any]) -> list[str]:
         if side.get("predicted_s"):
             text += f", predicted {side['predicted_s'] * 1e3:.1f} ms ({side['predicted_s'] / found_s - 1:+.1%})"
             text += f", bound {side['bound_s'] * 1e3:.1f} ms"
+        if side.get("peak_bytes") and side.get("predicted_peak_bytes"):
+            peak, predicted = side["peak_bytes"], side["predicted_peak_bytes"]
+            text += f", peak {format_bytes(peak)}, predicted {format_bytes(predicted)} ({predicted / peak - 1:+.1%})"
         if "words" in side:
             text += f"; in {side['search_s']:.0f} s: {side['words']}"
         if "cap_mb" in side:

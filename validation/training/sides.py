@@ -26,6 +26,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._pytree import tree_leaves
 
 from backbeat.comm.communicators import Communicators
 from backbeat.errors import BackbeatError, InputError
@@ -162,6 +163,19 @@ class Rig:
         marks = [*(training.iterate().begin for _ in range(steps)), clock.mark()]
         clock.synchronize()
         return [clock.between(*pair) for pair in pairwise(marks)]
+
+    def peak_bytes(self, training: Training) -> int:
+        """Most that is allocated in one step, by this side and what was there before; 0 on a CPU."""
+        if self.device.type != "cuda":
+            self.seconds(training, 1)
+            return 0
+        torch.cuda.reset_peak_memory_stats(self.device)
+        self.seconds(training, 1)
+        return torch.cuda.max_memory_allocated(self.device)
+
+    @property
+    def batch_bytes(self) -> int:
+        return sum(one.nbytes for one in tree_leaves(self.step.batch) if isinstance(one, torch.Tensor))
 
     def slowest(self, seconds: list[float]) -> float:
         """The median step of the slowest rank."""
@@ -313,16 +327,26 @@ def _started(side: Side, rig: Rig) -> bool:
     if "error" in side.found:
         return False
     error = None
+    free(rig.device)
+    before = allocated_bytes(rig.device)
     try:
         side.training = rig.training(side.build(copy.deepcopy(rig.plain)))
-        rig.seconds(side.training, WARM_UP)
+        rig.seconds(side.training, WARM_UP - 1)
+        peak = rig.peak_bytes(side.training)
     except Exception as raised:
         error = where_raised(raised)
     found = rig.ranks.failure(error)
     if found is not None:
         side.found["error"], side.training = found, None
         free(rig.device)
+    elif rig.device.type == "cuda" and side.name != "auto":
+        # What is allocated before is the other sides'; `auto` was built before any.
+        side.found["peak_bytes"] = max(rig.ranks.every(peak - before + rig.batch_bytes))
     return found is None
+
+
+def allocated_bytes(device: torch.device) -> int:
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
 
 
 def _steps(seconds: float, step_s: float) -> int:
@@ -338,6 +362,8 @@ def _case(side: Side, turns: list[float], profile: Profile, network: Network) ->
     try:
         prediction = predict(side.profile or profile, network, side.plan)
         case |= {"predicted_s": prediction.iteration_s, "bound_s": prediction.bound_s}
+        if prediction.peak_bytes is not None:
+            case["predicted_peak_bytes"] = prediction.peak_bytes
     except BackbeatError as error:
         case["not_predicted"] = str(error)
     return case
