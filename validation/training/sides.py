@@ -116,20 +116,25 @@ class Rig:
         self.model, self.device, self.precision = model, node.device, precision
         world: Any = torch.distributed.group.WORLD
         self.ranks = RankStore(Communicators(world, node.device, 1))
-        # The same weights on every rank, and a batch of its own.
+        # The same weights on every rank, and a batch of its own. On the host, so that what is profiled has the GPU's
+        # memory for itself.
         torch.manual_seed(0)
-        self.plain = model.build().to(node.device)
+        self.plain = model.build()
         torch.manual_seed(1 + node.start.node)
         batch = model.batch(batch_size or model.batch_size, node.device)
         self.step = ExampleStep(
             batch=batch, loss=model.loss, optimizer=OPTIMIZER, precision=precision, device=node.device
         )
 
+    def copy(self) -> nn.Module:
+        """The model, to be trained."""
+        return copy.deepcopy(self.plain).to(self.device)
+
     def auto(self, budget_s: float) -> tuple[nn.Module, AutoSeen, float]:
         began = time.monotonic()
         with AutoSeen() as seen:
             trained = parallelize(
-                copy.deepcopy(self.plain),
+                self.copy(),
                 plan="auto",
                 example=(self.step.batch, self.step.loss),
                 optimizer=OPTIMIZER,
@@ -185,7 +190,7 @@ class Rig:
         """A step of torch's DDP with each bucket size, in MiB."""
         found = {}
         for cap in caps:
-            training = self.training(ddp(copy.deepcopy(self.plain), cap))
+            training = self.training(ddp(self.copy(), cap))
             self.seconds(training, WARM_UP)
             found[str(cap)] = self.slowest(self.seconds(training, TUNING_STEPS))
             del training
@@ -314,11 +319,19 @@ def _side(name: str, rig: Rig, profile: Profile, network: Network) -> Side:
 
 def _with_memory(rig: Rig) -> Profile:
     """A profile with what recomputing and offloading cost."""
-    model = copy.deepcopy(rig.plain)
+    before = max(allocated_bytes(rig.device) - rig.batch_bytes, 0)
+    model = rig.copy()
     found = measure_profile(
         model, rig.step.batch, rig.step.loss, rig.step.make_optimizer(model), precision=rig.precision, iterations=8,
         warmup=3, time_limit_s=5.0, accept_noise=True, apply_memory=apply_memory,
     ).profile  # fmt: skip
+    held = found.memory
+    if held is not None:
+        # What `auto` has built stays beside it here, and not in training.
+        alone = msgspec.structs.replace(
+            held, steady_bytes=held.steady_bytes - before, peak_bytes=held.peak_bytes - before
+        )
+        found = msgspec.structs.replace(found, memory=alone)
     return _shared(rig.ranks, found, Profile)
 
 
@@ -330,7 +343,7 @@ def _started(side: Side, rig: Rig) -> bool:
     free(rig.device)
     before = allocated_bytes(rig.device)
     try:
-        side.training = rig.training(side.build(copy.deepcopy(rig.plain)))
+        side.training = rig.training(side.build(rig.copy()))
         rig.seconds(side.training, WARM_UP - 1)
         peak = rig.peak_bytes(side.training)
     except Exception as raised:
