@@ -331,7 +331,9 @@ def _with_memory(rig: Rig) -> Profile:
         alone = msgspec.structs.replace(
             held, steady_bytes=held.steady_bytes - before, peak_bytes=held.peak_bytes - before
         )
-        found = msgspec.structs.replace(found, memory=alone)
+        # Nodes that share a GPU share its link to the host.
+        link = found.host_link and found.host_link.shared_by(rig.ranks.size)
+        found = msgspec.structs.replace(found, memory=alone, host_link=link)
     return _shared(rig.ranks, found, Profile)
 
 
