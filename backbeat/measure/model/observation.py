@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from statistics import median
@@ -133,8 +133,12 @@ def take(
     time_limit_s: float | None,
     apply_memory: ApplyMemory | None = None,
     compile_blocks: bool = False,
+    line_up: Callable[[], None] | None = None,
 ) -> Figures:
-    """Train and take the figures. `apply_memory` runs a memory plan: with it, recomputation is timed on the host."""
+    """Train and take the figures. `apply_memory` runs a memory plan: with it, recomputation is timed on the host.
+
+    `line_up` is called, with an idle device, before each of three series of iterations: plain, hooked, and plain again.
+    """
     gradients = first_iteration(training)
     compiled = is_compiled(training.model)
     flops = (None, "no FLOPs: a compiled model hides them") if compiled else count_flops(training)
@@ -146,7 +150,7 @@ def take(
             owners = find_owners(training.model, gradients.parameters, blocks)
         # Recomputed blocks would have to be compiled once more.
         runs = None if compile_blocks else apply_memory
-        return _observe(in_use, gradients, owners, flops, compiled, iterations, warmup, time_limit_s, runs)
+        return _observe(in_use, gradients, owners, flops, compiled, iterations, warmup, time_limit_s, runs, line_up)
 
 
 def _observe(
@@ -159,6 +163,7 @@ def _observe(
     warmup: int,
     time_limit_s: float | None,
     apply_memory: ApplyMemory | None,
+    line_up: Callable[[], None] | None,
 ) -> Figures:
     clock = training.clock
     for _ in range(max(0, warmup - 2)):
@@ -190,7 +195,13 @@ def _observe(
     def hooked(host: Host | None) -> Hooked:
         return _hooked(training, gradients, owners, hooked_iterations, host)
 
+    def begin_together() -> None:
+        clock.synchronize()
+        if line_up is not None:
+            line_up()
+
     # Plain halves before and after the hooked iterations: a device that slows down as it warms does so to both.
+    begin_together()
     plain = _block(training, (iterations + 1) // 2)
     clock.synchronize()
     host, again_s, fetch_s, ahead, observed = None, None, None, None, None
@@ -200,11 +211,12 @@ def _observe(
             usual = probe(training, median)
             again_s = recomputation(training, chain.blocks, usual, apply_memory)
             fetch_s = recomputation(training, chain.blocks, usual, apply_memory, "offload")
-        clock.synchronize()
-        if needs_head_start(host, _iteration_s(plain, training)):
-            ahead = observed = hooked(host)
+    begin_together()
+    if host is not None and needs_head_start(host, _iteration_s(plain, training)):
+        ahead = observed = hooked(host)
     if observed is None:
         observed = hooked(None)
+    begin_together()
     plain += _block(training, iterations // 2)
     clock.synchronize()
 

@@ -268,6 +268,7 @@ class ParallelSearch:
             command="backbeat.runtime.parallelize",
             topk_speed=measure_topk if self.compression else None,
             apply_memory=apply_memory if self.memory_bytes is not None else None,
+            line_up=self.ranks.line_up,
         ).profile
 
     def _network(self, profile: Profile) -> Network:
