@@ -21,6 +21,7 @@ from typing import Any
 
 import msgspec
 import torch
+from errors import predict_side
 from models import MODELS, Model
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -42,7 +43,6 @@ from backbeat.runtime.parallel.apply_plan import apply_plan
 from backbeat.runtime.parallel.preserve import free
 from backbeat.runtime.parallel.rank_store import RankStore
 from backbeat.runtime.parallel.trials import ExampleStep
-from backbeat.simulate import predict
 
 OPTIMIZER = "adamw"
 WARM_UP = 3
@@ -336,7 +336,7 @@ def _case(side: Side, turns: list[float], profile: Profile, network: Network) ->
         return case
     case["plan"] = msgspec.to_builtins(side.plan)
     try:
-        prediction = predict(side.profile or profile, network, side.plan)
+        prediction = predict_side(side.profile or profile, network, side.plan)
         case |= {"predicted_s": prediction.iteration_s, "bound_s": prediction.bound_s}
     except BackbeatError as error:
         case["not_predicted"] = str(error)
