@@ -113,6 +113,8 @@ def line_of(lab: str, case: dict[str, Any]) -> list[str]:
         if side.get("predicted_s"):
             text += f", predicted {side['predicted_s'] * 1e3:.1f} ms ({side['predicted_s'] / found_s - 1:+.1%})"
             text += f", bound {side['bound_s'] * 1e3:.1f} ms"
+        if "host_s" in side:
+            text += f"; the host issues it in {side['host_s'] * 1e3:.1f} ms"
         if "words" in side:
             text += f"; in {side['search_s']:.0f} s: {side['words']}"
         if "cap_mb" in side:

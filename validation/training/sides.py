@@ -30,6 +30,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from backbeat.comm.communicators import Communicators
 from backbeat.errors import BackbeatError, InputError
+from backbeat.measure.model.pace import probe
 from backbeat.measure.model.profiler import measure as measure_profile
 from backbeat.measure.model.training_step import Training, where_raised
 from backbeat.model import Mesh, Network, Plan, Profile, Sharding, ShardUnit
@@ -255,6 +256,9 @@ def measure(
             turns[one.name].append(rig.slowest(taken))
     for one in running:
         assert one.training is not None
+        if one.training.clock.asynchronous:
+            # What the host takes to issue a step, the device being idle: whether it could set the pace.
+            one.found["host_s"] = max(rig.ranks.every(probe(one.training, median).iteration_s))
         with torch.no_grad():
             one.found["loss"] = sum(rig.ranks.every(float(one.training.plain_loss()))) / rig.ranks.size
     cases = [_case(one, turns.get(one.name, []), profile, network) for one in built if one.name in sides]
