@@ -185,10 +185,10 @@ def _observe(
     chain = _chain(training, compiled)
     memory = replace(memory, head_bytes=chain.head_bytes, outside_bytes=chain.outside_bytes)
     per_iteration = 3 * training.accumulation + 4
-    # Every block begins with an iteration that only refills the device's queue, and one runs recomputed before that is
-    # timed; modules may be called more than once.
+    # Every block begins with an iteration that only refills the device's queue, may end with one for the other ranks,
+    # and one runs recomputed before that is timed; modules may be called more than once.
     clock.reserve(
-        per_iteration * (iterations + 3)
+        per_iteration * (iterations + 5)
         + 2 * (2 * per_iteration + len(gradients.parameters) + 2 * len(owners)) * (hooked_iterations + 1)
     )
 
@@ -201,8 +201,9 @@ def _observe(
             line_up()
 
     # Plain halves before and after the hooked iterations: a device that slows down as it warms does so to both.
+    trailing = 0 if line_up is None else 1
     begin_together()
-    plain = _block(training, (iterations + 1) // 2)
+    plain = _block(training, (iterations + 1) // 2, trailing=trailing)
     clock.synchronize()
     host, again_s, fetch_s, ahead, observed = None, None, None, None, None
     if clock.asynchronous:
@@ -217,7 +218,7 @@ def _observe(
     if observed is None:
         observed = hooked(None)
     begin_together()
-    plain += _block(training, iterations // 2)
+    plain += _block(training, iterations // 2, trailing=trailing)
     clock.synchronize()
 
     forward_s, backward_s = _phases(plain, training)
@@ -263,13 +264,16 @@ def _chain(training: Training, compiled: bool) -> MeasuredChain:
     )
 
 
-def _block(training: Training, count: int, observer: Observer | None = None) -> list[Marks]:
+def _block(training: Training, count: int, observer: Observer | None = None, *, trailing: int = 0) -> list[Marks]:
     """Iterations one after the other, never waiting in between, as training runs them.
 
-    One more before them refills the queue of a device that works behind the host.
+    One more before them refills the queue of a device that works behind the host. `trailing` ones after them keep what
+    ranks share as busy as it was, until the slowest rank has ended its own.
     """
     leading = 1 if training.clock.asynchronous else 0
-    return [training.iterate(observer) for _ in range(count + leading)][leading:] if count else []
+    if not count:
+        return []
+    return [training.iterate(observer) for _ in range(leading + count + trailing)][leading : leading + count]
 
 
 def _hooked(training: Training, gradients: Gradients, owners: list[Owner], count: int, host: Host | None) -> Hooked:

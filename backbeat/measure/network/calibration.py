@@ -35,8 +35,9 @@ from backbeat.measure.network.findings import (
 )
 from backbeat.measure.network.jumps import SHARE, refine_jumps
 from backbeat.measure.network.sampling import BRIEF, THOROUGH, Progress, measure
+from backbeat.measure.network.sharded_host import measure_sharded_host
 from backbeat.model.network import Network
-from backbeat.model.sharded_times import ShardedTimes
+from backbeat.model.sharded_times import ShardedHost, ShardedTimes
 from backbeat.model.source import Source
 
 _LEAST_TIMEOUT_S = 30.0
@@ -68,7 +69,8 @@ def measure_cluster(
 ) -> MeasuredCluster:
     """As `calibrate`, with the repeats and spread of every case.
 
-    `sharded` spends most of the budget on all-gather and reduce-scatter.
+    `sharded` spends most of the budget on all-gather and reduce-scatter, and measures on GPUs what FSDP2 costs the
+    host.
     `slowdown` measures on GPUs how much longer computation takes beside an all-reduce, and beside all-gathers and
     reduce-scatters.
 
@@ -124,6 +126,13 @@ def measure_cluster(
         show("computation beside collectives", 1.0)
         with explained("computation beside collectives"):
             network = _with_slowdowns(network, links[0], where, timeout_s)
+    if sharded and where.type == "cuda":
+        show("what FSDP2 costs the host", 1.0)
+        with explained("what FSDP2 costs the host"):
+            unit_s, parameter_s = bench.agree(measure_sharded_host(group, where))
+        known = network.sharded or ShardedTimes()
+        host = ShardedHost(unit_s=unit_s, parameter_s=parameter_s)
+        network = msgspec.structs.replace(network, sharded=msgspec.structs.replace(known, host=host))
     # Only after success: taking down a communicator whose peer is gone can wait for ever.
     links.close()
     measured = tuple(case for case in held_out if case in outcome.timings)

@@ -238,8 +238,9 @@ def test_ranks_can_begin_every_series_of_iterations_together() -> None:
     model.register_forward_pre_hook(lambda *_: steps.__setitem__(0, steps[0] + 1))
     result = profile(model, images(), loss, **QUICK, line_up=lambda: seen.append(steps[0]))
     first, hooked, second = seen
-    assert steps[0] - second == len(result.iteration_s) // 2
-    assert hooked - first == len(result.iteration_s) - len(result.iteration_s) // 2
+    # One more after each half, for ranks that are slower.
+    half = len(result.iteration_s) // 2
+    assert (hooked - first, steps[0] - second) == (len(result.iteration_s) - half + 1, half + 1)
     assert second > hooked
 
 
