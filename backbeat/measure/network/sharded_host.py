@@ -33,7 +33,7 @@ def measure_sharded_host(group: Any, device: torch.device) -> tuple[float, float
     added = []
     for parameters in (_FEW, _MANY):
         plain, sharded = (
-            nn.Sequential(*(_Unit(parameters, mesh.size()) for _ in range(_UNITS))).to(device) for _ in range(2)
+            nn.Sequential(*(_SmallUnit(parameters, mesh.size()) for _ in range(_UNITS))).to(device) for _ in range(2)
         )
         for unit in sharded:
             fully_shard(unit, mesh=mesh)
@@ -54,7 +54,7 @@ def split(few_s: float, many_s: float) -> tuple[float, float]:
     return max(few_s / _UNITS - _FEW * parameter_s, 0.0), parameter_s
 
 
-class _Unit(nn.Module):
+class _SmallUnit(nn.Module):
     def __init__(self, parameters: int, elements: int) -> None:
         super().__init__()
         self.weights = nn.ParameterList(nn.Parameter(torch.zeros(elements)) for _ in range(parameters))
