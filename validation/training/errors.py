@@ -22,6 +22,7 @@ from backbeat.errors import BackbeatError
 from backbeat.model import Network, Plan, Prediction, Profile
 from backbeat.model.reduction import REDUCTIONS
 from backbeat.simulate import predict
+from backbeat.units import format_bytes
 
 SCHEMA = "backbeat.validation.training/1"
 EQUAL = 0.01
@@ -113,6 +114,9 @@ def line_of(lab: str, case: dict[str, Any]) -> list[str]:
         if side.get("predicted_s"):
             text += f", predicted {side['predicted_s'] * 1e3:.1f} ms ({side['predicted_s'] / found_s - 1:+.1%})"
             text += f", bound {side['bound_s'] * 1e3:.1f} ms"
+        if side.get("peak_bytes") and side.get("predicted_peak_bytes"):
+            peak, predicted = side["peak_bytes"], side["predicted_peak_bytes"]
+            text += f", peak {format_bytes(peak)}, predicted {format_bytes(predicted)} ({predicted / peak - 1:+.1%})"
         if "host_s" in side:
             text += f"; the host issues it in {side['host_s'] * 1e3:.1f} ms"
         if "words" in side:

@@ -41,7 +41,7 @@ from backbeat.runtime.parallel.candidates import (
     worth_trying,
 )
 from backbeat.runtime.parallel.plan_file import conditions, digest, kept_plan, model_digest, save, with_note
-from backbeat.runtime.parallel.preserve import copy_of, free, preserved_state
+from backbeat.runtime.parallel.preserve import copy_of, free, preserved_state, without_original
 from backbeat.runtime.parallel.rank_store import RankStore, asked_alike
 from backbeat.runtime.parallel.request import ParallelRequest, auto_path, given_plan
 from backbeat.runtime.parallel.trials import LEAST_STEPS, MakeOptimizer, Trials, take_turns, try_plan
@@ -243,7 +243,7 @@ class ParallelSearch:
 
     def _measured(self) -> Profile:
         try:
-            return self._measured_of(copy_of(self.model), keep=False)
+            return without_original(self._measured_of(copy_of(self.model), keep=False), self.model)
         except Exception as error:
             if not isinstance(error, OutOfMemoryError) and not is_out_of_memory(error):
                 raise
