@@ -21,6 +21,7 @@ from typing import Any
 
 import msgspec
 import torch
+from errors import predict_side
 from models import MODELS, Model
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -30,6 +31,7 @@ from torch.utils._pytree import tree_leaves
 
 from backbeat.comm.communicators import Communicators
 from backbeat.errors import BackbeatError, InputError
+from backbeat.measure.model.pace import probe
 from backbeat.measure.model.profiler import measure as measure_profile
 from backbeat.measure.model.training_step import Training, where_raised
 from backbeat.model import Mesh, Network, Plan, Profile, Sharding, ShardUnit
@@ -43,7 +45,6 @@ from backbeat.runtime.parallel.apply_plan import apply_plan
 from backbeat.runtime.parallel.preserve import free
 from backbeat.runtime.parallel.rank_store import RankStore
 from backbeat.runtime.parallel.trials import ExampleStep
-from backbeat.simulate import predict
 
 OPTIMIZER = "adamw"
 WARM_UP = 3
@@ -274,6 +275,9 @@ def measure(
             turns[one.name].append(rig.slowest(taken))
     for one in running:
         assert one.training is not None
+        if one.training.clock.asynchronous:
+            # What the host takes to issue a step, the device being idle: whether it could set the pace.
+            one.found["host_s"] = max(rig.ranks.every(probe(one.training, median).iteration_s))
         with torch.no_grad():
             one.found["loss"] = sum(rig.ranks.every(float(one.training.plain_loss()))) / rig.ranks.size
     cases = [_case(one, turns.get(one.name, []), profile, network) for one in built if one.name in sides]
@@ -375,7 +379,7 @@ def _case(side: Side, turns: list[float], profile: Profile, network: Network) ->
         return case
     case["plan"] = msgspec.to_builtins(side.plan)
     try:
-        prediction = predict(side.profile or profile, network, side.plan)
+        prediction = predict_side(side.profile or profile, network, side.plan)
         case |= {"predicted_s": prediction.iteration_s, "bound_s": prediction.bound_s}
         if prediction.peak_bytes is not None:
             case["predicted_peak_bytes"] = prediction.peak_bytes

@@ -9,11 +9,13 @@ import msgspec
 import torch
 
 from backbeat.errors import BackbeatError, InputError
-from backbeat.model import Plan
+from backbeat.model import Plan, PlanPrediction
 from backbeat.model.files import decode, encode
+from backbeat.model.reduction import REDUCTIONS
 from backbeat.planners import BUDGETED
 from backbeat.planners import plan as make_plan
 from backbeat.planners.best import SIMPLER_WITHIN
+from backbeat.simulate import predict
 from backbeat.units import counted, format_seconds
 
 if TYPE_CHECKING:
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 
 KINDS = ("stock", "buckets", "units", "compressed")
 """From the simplest to the one that changes most."""
+STOCK = REDUCTIONS["torch-ddp"]
 UNITS = ("zero2", "hsdp", "fsdp", "decoupled", "sharded")
 FARTHEST = 8
 """Where messages may be more than this many times as large as those measured, predictions exclude no candidate."""
@@ -101,7 +104,11 @@ def predicted_candidates(
             add("units", strategy, **choices)
     if compression:
         add("compressed", "compressed", communicators=communicators, memory_bytes=memory_bytes)
-    fitting = [_plain(one) for one in found if _fits(one, memory_bytes) and _differs(one)]
+    fitting = [
+        _as_stock(one, profile, network) if one.kind == "stock" else one
+        for one in found
+        if _fits(one, memory_bytes) and _differs(one)
+    ]
     if not fitting:
         raise InputError(
             "; ".join(f"{strategy}: {why[strategy]}" for strategy in ("best", "sharded") if strategy in why)
@@ -136,11 +143,11 @@ def _fits(candidate: Candidate, memory_bytes: int | None) -> bool:
     return peak is None or peak <= memory_bytes
 
 
-def _plain(candidate: Candidate) -> Candidate:
-    """Stock DDP runs without a memory plan."""
-    if candidate.kind != "stock" or candidate.plan.memory is None:
-        return candidate
-    return Candidate(kind="stock", plan=msgspec.structs.replace(candidate.plan, memory=None))
+def _as_stock(candidate: Candidate, profile: Profile, network: Network) -> Candidate:
+    """Stock DDP runs without a memory plan, and without what the wrapper adds to a step: its status message."""
+    found = predict(profile, network, candidate.plan, reduction=STOCK)
+    predicted = PlanPrediction.of(found, network.name)
+    return Candidate(kind="stock", plan=msgspec.structs.replace(candidate.plan, memory=None, predicted=predicted))
 
 
 def _differs(candidate: Candidate) -> bool:

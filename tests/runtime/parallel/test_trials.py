@@ -22,7 +22,7 @@ from backbeat.measure.model.profiler import measure
 from backbeat.model import Profile
 from backbeat.runtime.memory import room
 from backbeat.runtime.memory.room import room_for
-from backbeat.runtime.parallel import trials
+from backbeat.runtime.parallel import rank_store, trials
 from backbeat.runtime.parallel.plan_file import conditions
 from backbeat.runtime.parallel.preserve import copy_of, without_original
 from backbeat.runtime.parallel.rank_store import RankStore, _abort_on_alarm
@@ -185,6 +185,31 @@ def test_a_rank_that_never_comes_is_named(rank: int, came: tuple[int, ...], miss
     if rank != 0:
         with pytest.raises(CommunicationError, match="for rank 0: it ended"):
             ranks.first(None)
+
+
+def test_ranks_line_up_and_go_on_without_one_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = dist.HashStore()
+    early, late = (
+        RankStore(SimpleNamespace(rank=rank, size=2, device=None, store=store))  # type: ignore[arg-type]
+        for rank in range(2)
+    )
+    went: list[str] = []
+
+    def wait() -> None:
+        early.line_up()
+        went.append("early")
+
+    waiting = threading.Thread(target=wait)
+    monkeypatch.setattr(rank_store, "_LINE_UP", timedelta(seconds=60))
+    waiting.start()
+    went.append("late")
+    late.line_up()
+    waiting.join()
+    assert went == ["late", "early"]
+    monkeypatch.setattr(rank_store, "_LINE_UP", timedelta(milliseconds=20))
+    early.line_up()
+    # It never came the second time, and comes back to where the other has been.
+    late.line_up()
 
 
 def test_an_alarm_ends_collectives_and_silence_does_not() -> None:
