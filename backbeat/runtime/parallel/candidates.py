@@ -25,7 +25,9 @@ if TYPE_CHECKING:
     from backbeat.model import Network, Profile
     from backbeat.runtime.parallel.trials import Trials
 
-KINDS = ("stock", "buckets", "units", "compressed")
+SHARDED_KINDS = ("units", "copies")
+"""Units of one sharded copy of the model, and of several: HSDP."""
+KINDS = ("stock", "buckets", *SHARDED_KINDS, "compressed")
 """From the simplest to the one that changes most."""
 STOCK = REDUCTIONS["torch-ddp"]
 UNITS = ("zero2", "hsdp", "fsdp", "decoupled", "sharded")
@@ -91,9 +93,12 @@ def predicted_candidates(
 
     def add(kind: str, strategy: str, **choices: Any) -> None:
         try:
-            found.append(Candidate(kind=kind, plan=make_plan(profile, network, strategy, **choices)))
+            plan = make_plan(profile, network, strategy, **choices)
         except BackbeatError as error:
             why[strategy] = str(error)
+            return
+        several = plan.sharding is not None and plan.sharding.mesh.replicate > 1
+        found.append(Candidate(kind="copies" if several else kind, plan=plan))
 
     add("stock", "ddp", memory_bytes=memory_bytes)
     add("buckets", "best", communicators=communicators, memory_bytes=memory_bytes)
@@ -240,7 +245,7 @@ def decide(
         left = [one for one in left if one.name in seconds]
     elif untried:
         if backend == "gloo":
-            left = [one for one in left if one.kind != "units"] or left
+            left = [one for one in left if one.kind not in SHARDED_KINDS] or left
         seconds, tolerance = {one.name: one.predicted_s for one in left}, PREDICTED
         why = "" if len(tried) == 1 else f" ({short or 'no time was left to try all; budget_s= gives more'})"
         how = f"predicted{why}"

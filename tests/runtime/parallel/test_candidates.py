@@ -169,6 +169,14 @@ def test_the_best_of_each_kind(memory_bytes: int | None) -> None:
         assert all((one.plan.predicted.peak_bytes or 0) <= memory_bytes for one in found if one.plan.predicted)
 
 
+def test_one_sharded_copy_and_several_are_both_tried() -> None:
+    """Their collectives differ, and so do the errors of their predictions."""
+    profile, network = bb.Profile.load("gpt2-b8-bf16-h200"), bb.Network.load("dgx-h100").at(workers=16)
+    found = predicted_candidates(profile, network, memory_bytes=None, compression=False, communicators=None)
+    copies = {one.kind: one.plan.sharding.mesh.replicate for one in found if one.plan.sharding is not None}
+    assert copies == {"units": 1, "copies": 2}
+
+
 def test_units_that_gather_in_another_dtype_say_so() -> None:
     units = candidate("units")
     assert units.plan.sharding is not None
