@@ -4,8 +4,9 @@ A stage does what its program says (`stage_programs`). A transfer starts when bo
 streams are free, so that schedules differ in how many of their sends a step waits for.
 
 Closed forms, for p stages, m micro-batches and stages of equal time t = F + B and no sends:
-GPipe and 1F1B (m + p - 1)·t; interleaved with v chunks m·t + (p - 1)·t/v; zero-bubble m·t + (p - 1)·max(0, F + B - 2W)
-with B whole, of which W is the weights' part. Sends add to it (`_exposed_sends`).
+GPipe and 1F1B (m + p - 1)·t; interleaved with v chunks m·t + (p - 1)·t/v; zero-bubble (m + p - 1)·(t - W) +
+max(1, m - p + 1)·W, where W is the weights' part of B and takes no longer than F or B - W. Sends add to it
+(`_exposed_sends`).
 """
 
 from __future__ import annotations
@@ -334,20 +335,35 @@ def closed_form(
         return _uniform(stages, count * slowest, times)
     fill = (sum(totals) - slowest) / chunks
     if schedule == "zero-bubble":
-        weight = sum(one.weight_s for one in times) / stages
-        fill = max(0.0, fill - 2 * weight * (stages - 1))
+        forward_s, input_s, weight_s = (
+            sum(each) / stages
+            for each in zip(*((one.forward_s, one.input_s, one.weight_s) for one in times), strict=True)
+        )
+        whole = (count + stages - 1) * (forward_s + input_s + weight_s)
+        fill = max(0.0, fill - whole + _zero_bubble(stages, count, forward_s, input_s, weight_s))
     return _uniform(stages, count * slowest + fill + _exposed_sends(schedule, stages, count, chunks) * send_s, times)
 
 
+def _zero_bubble(stages: int, count: int, forward_s: float, input_s: float, weight_s: float) -> float:
+    """Equal stages. The first backward pass leaves after a forward through all, and all of them go back through all.
+    Between the two a stage computes what it has left: the last one every other forward pass, the first one every other
+    gradient of weights. Stages put off as many of these as there are stages before them, so that with few micro-batches
+    none fills the waiting. A stage that never waits in between ends after its own work."""
+    more = max(count - stages, 0)
+    through = stages * forward_s + (stages + count - 1) * input_s + weight_s
+    last, first = (count - 1) * forward_s + more * weight_s, more * forward_s + (count - 1) * weight_s
+    return max(through + max(last, first), (stages - 1) * forward_s + count * (forward_s + input_s + weight_s))
+
+
 def _exposed_sends(schedule: PipelineSchedule, stages: int, count: int, chunks: int) -> int:
-    """Sends that lengthen a step of equal stages and many micro-batches, where one takes less than a pass."""
+    """Sends that lengthen a step of equal stages, where one takes less than a pass."""
     if schedule == "gpipe":
         return 2 * (count + stages - 2)
     if schedule == "1f1b":
-        return count + 1 if stages == 2 else 2 * (count + stages) - 5
+        return count + 1 if stages == 2 else max(2 * (count + stages) - 5, 2 * (stages - 1))
     if schedule == "interleaved":
         return 2 * (stages * chunks - 1)
-    return 4 * (stages - 1)
+    return 2 * (stages - 1) + 2 * max(0, min(count - 2, stages - 1))
 
 
 def _uniform(stages: int, seconds: float, times: Sequence[StageTimes]) -> PipelineRun:

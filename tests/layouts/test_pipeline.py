@@ -61,6 +61,35 @@ def test_a_step_waits_for_as_many_sends_as_the_closed_form_says(
     assert formula == pytest.approx(found, abs=1e-9 + (stages * send if name == "zero-bubble" else 0))
 
 
+@given(st.integers(2, 8), st.integers(1, 20), seconds, seconds, st.floats(0.05, 1))
+def test_zero_bubble_is_its_closed_form_for_few_micro_batches_and_many(
+    stages: int, count: int, forward: float, inputs: float, share: float
+) -> None:
+    times = equal(stages, forward, inputs, share * min(forward, inputs))
+    simulated = _simulated("zero-bubble", stages, count, times, 0.0, "direction").seconds
+    assert closed_form("zero-bubble", stages, count, times, 0.0).seconds == pytest.approx(simulated)
+
+
+@given(st.integers(2, 8), st.integers(1, 12), seconds, seconds, seconds)
+def test_zero_bubble_with_long_gradients_of_weights_is_nearly_its_closed_form(
+    stages: int, count: int, forward: float, inputs: float, weights: float
+) -> None:
+    """Where they take longest they may also hold up the stages in the middle, which the formula does not know."""
+    times = equal(stages, forward, inputs, weights)
+    simulated = _simulated("zero-bubble", stages, count, times, 0.0, "direction").seconds
+    formula = closed_form("zero-bubble", stages, count, times, 0.0).seconds
+    assert 0.85 * simulated <= formula <= simulated * (1 + 1e-9)
+
+
+@given(st.sampled_from(["gpipe", "1f1b", "zero-bubble"]), st.integers(2, 8), st.integers(1, 12), seconds)
+def test_few_micro_batches_wait_for_as_many_sends_as_the_closed_form_says(
+    schedule: Any, stages: int, count: int, each: float
+) -> None:
+    times, send = equal(stages, each, each, each * 0.9), each / 100
+    found = run(schedule, stages, count, times, send).seconds
+    assert closed_form(schedule, stages, count, times, send).seconds == pytest.approx(found)
+
+
 @given(st.integers(2, 5), st.integers(2, 10), seconds, seconds, seconds, st.floats(0, 1))
 def test_zero_bubble_is_never_slower_and_never_beats_the_work(
     stages: int, count: int, forward: float, inputs: float, weights: float, send: float
