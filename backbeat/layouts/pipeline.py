@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from backbeat.errors import BackbeatError
 from backbeat.layouts.stage_programs import Act, Operation, Transfer, programs
+from backbeat.layouts.steady_pipeline import Turn, turn_of
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
@@ -44,7 +45,7 @@ class Performed(NamedTuple):
 
 
 _SIMULATED_ROUNDS = 6
-"""Of as many micro-batches as stages."""
+"""Of as many micro-batches as stages, at first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,27 +82,34 @@ def run(
     Of a step of many micro-batches the ends are simulated, and what repeats in the middle is repeated; unless every
     operation is to be `listed`, only in time.
     """
-    rounds = count // stages - _SIMULATED_ROUNDS
-    if schedule == "gpipe" or stages == 1 or rounds <= 0:
+    if schedule == "gpipe" or stages == 1:
         return _simulated(schedule, stages, count, times, send_s, streams, late_s)
-    short = _simulated(schedule, stages, count - rounds * stages, times, send_s, streams, late_s)
-    begins = {(each.stage, each.operation): each.start_s for each in short.performed}
-    middle = range(_SIMULATED_ROUNDS // 2 * stages, (_SIMULATED_ROUNDS // 2 + 1) * stages)
-    # The slowest stage sets the pace; others may still be ahead of it.
-    period_s = max(
-        begins[stage, Operation("F", middle.stop, 0)] - begins[stage, Operation("F", middle.start, 0)]
-        for stage in range(stages)
-    )
+    rounds = _SIMULATED_ROUNDS
+    while rounds < count // stages:
+        first_count = rounds * stages + count % stages
+        short = _simulated(schedule, stages, first_count, times, send_s, streams, late_s)
+        turn = turn_of(short.performed, stages, first_count, by_rounds=schedule == "interleaved")
+        if turn is not None:
+            turns, more = divmod(count - first_count, turn.size)
+            if more:
+                short = _simulated(schedule, stages, first_count + more, times, send_s, streams, late_s)
+            return _repeated(short, turn, turns, listed=listed)
+        rounds *= 2
+    return _simulated(schedule, stages, count, times, send_s, streams, late_s)
+
+
+def _repeated(short: PipelineRun, turn: Turn, turns: int, *, listed: bool) -> PipelineRun:
+    """The step with so many more turns in the middle."""
     performed: list[Performed] = []
     for each in short.performed if listed else ():
-        micro = each.operation.micro_batch
-        later = range(rounds + 1) if micro in middle else (0,) if micro < middle.start else (rounds,)
-        for turn in later:
-            operation = each.operation._replace(micro_batch=micro + turn * stages)
-            shift_s = turn * period_s
+        micro = each.operation.micro_batch - turn.first
+        later = range(turns + 1) if 0 <= micro < turn.size else (0,) if micro < 0 else (turns,)
+        for number in later:
+            operation = each.operation._replace(micro_batch=each.operation.micro_batch + number * turn.size)
+            shift_s = number * turn.seconds
             performed.append(Performed(each.stage, operation, each.start_s + shift_s, each.end_s + shift_s))
     ends, last = (
-        tuple(moment + rounds * period_s for moment in moments) for moments in (short.end_s, short.last_backward_s)
+        tuple(moment + turns * turn.seconds for moment in moments) for moments in (short.end_s, short.last_backward_s)
     )
     return PipelineRun(ends, last, tuple(sorted(performed, key=lambda each: each.start_s)))
 
